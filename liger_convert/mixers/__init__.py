@@ -1,0 +1,69 @@
+"""The registry of mixers. Adding one is a file in this folder and a line in MIXERS."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from typing import Any
+
+from liger_convert.errors import BadInput
+from liger_convert.mixers.base import HeadDims, Mixer, MixerSpec
+from liger_convert.mixers.gla import GLA
+from liger_convert.mixers.liger_paper import LigerPaper
+from liger_convert.mixers.window import Window
+
+MIXERS: dict[str, type[Mixer]] = {
+    GLA.type: GLA,
+    LigerPaper.type: LigerPaper,
+    Window.type: Window,
+}
+
+SOFTMAX = "softmax"
+
+
+def resolve_spec(spec: dict[str, Any], where: str = "mixer") -> dict[str, Any]:
+    """`spec` with every default filled in. `where` is its path in the recipe, for the sentence of a BadInput."""
+    options = dict(spec)
+    kind = options.pop("type", GLA.type)
+    if kind not in MIXERS:
+        raise BadInput(f"{where}.type: mixer {kind!r} is unknown{_nearest(kind, MIXERS)}; known: {', '.join(MIXERS)}")
+    cls = MIXERS[kind].Spec
+    types = typing.get_type_hints(cls)
+    for name, value in options.items():
+        if name not in types:
+            raise BadInput(f"{where}.{name}: mixer {kind} has no such option{_nearest(name, types)}; it has {', '.join(types)}")
+        options[name] = _checked(types[name], value, f"{where}.{name}")
+    resolved = cls(**options)
+    if problem := resolved.problem():
+        raise BadInput(f"{where}.{problem}")
+    return {"type": kind, **dataclasses.asdict(resolved)}
+
+
+def build_mixer(spec: dict[str, Any], dims: HeadDims) -> Mixer:
+    """The mixer module of one layer from its resolved spec."""
+    return MIXERS[spec["type"]](make_spec(spec), dims)
+
+
+def make_spec(spec: dict[str, Any]) -> MixerSpec:
+    """The spec dataclass of a resolved spec."""
+    return MIXERS[spec["type"]].Spec(**{name: value for name, value in spec.items() if name != "type"})
+
+
+def _nearest(name: Any, known: typing.Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _checked(kind: Any, value: Any, where: str) -> Any:
+    """`value` as the field's type (an int counts as a float; a bool is no number), or BadInput."""
+    if typing.get_origin(kind) is typing.Literal:
+        allowed = typing.get_args(kind)
+        if value not in allowed:
+            raise BadInput(f"{where}: {value!r} is not allowed{_nearest(value, allowed)}; use one of {', '.join(allowed)}")
+        return value
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise BadInput(f"{where}: {value!r} is not a value of type {kind.__name__}")
+    return value

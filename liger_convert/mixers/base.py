@@ -1,0 +1,239 @@
+"""What every mixer is: a gate rule, a write rule and a read rule over one recurrence, joined with the window.
+
+Shapes: B batch, T tokens, S = tokens of the ring before them + T, H query heads, G key-value heads, D head size,
+F feature size, V value size. States are float32.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from gated_kernels.diagonal.chunk import diagonal
+
+if TYPE_CHECKING:
+    from liger_convert.model.cache import LinearizedCacheLayer
+    from liger_convert.model.layout import SequenceLayout
+
+Join = Literal["shared", "learned", "fixed"]
+Scope = Literal["evicted", "all"]
+Branches = Literal["both", "window", "memory"]
+
+
+@dataclass(frozen=True)
+class HeadDims:
+    """The sizes of one attention layer: hidden size, query heads, key-value heads, head size."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    dim: int
+
+
+class Heads(NamedTuple):
+    """One layer's projections: before (`q`, `k`) and after (`q_rot`, `k_rot`) rotary, for the new tokens.
+
+    `v_BSGD` and `rank_BS` also hold the values and ranks (see SequenceLayout) still in the window ring, before the new
+    ones; `x_BTC` are the layer's inputs.
+    """
+
+    q_BTHD: Tensor
+    k_BTGD: Tensor
+    q_rot_BTHD: Tensor
+    k_rot_BTGD: Tensor
+    v_BSGD: Tensor
+    rank_BS: Tensor
+    x_BTC: Tensor
+
+
+class Memory(NamedTuple):
+    """What a memory read gives: its output, and the log of the mass it stands for (None where it is not normalised)."""
+
+    o_BTHV: Tensor
+    log_mass_BTH: Tensor | None
+
+
+@dataclass(frozen=True)
+class MixerSpec:
+    """Options every mixer has.
+
+    window: tokens a query sees exactly, itself included (at least 1). sinks: first tokens of a document that stay
+    visible for ever. scope: the memory holds `all` tokens, or only those `evicted` from the window (sinks, which are
+    never forgotten, are then never written). join: one `shared` denominator over the window's logits and the memory's
+    mass, or a `learned` or `fixed` mix of the two outputs.
+    """
+
+    window: int = 64
+    sinks: int = 4
+    scope: Scope = "evicted"
+    join: Join = "shared"
+
+    def problem(self) -> str | None:
+        """What is wrong with these values, as `field: sentence`, or None."""
+        if self.window < 1:
+            return f"window: {self.window} is too small; a query sees at least itself, so 1 or more"
+        if self.sinks < 0:
+            return f"sinks: {self.sinks} is negative; use 0 for none"
+        return None
+
+
+class Mixer(nn.Module, ABC):
+    """The memory branch of one layer and its join with the window; holds every new parameter of the layer.
+
+    A mixer is called, never reached into, so that adapters and sharding that wrap it stay in effect.
+    """
+
+    type: ClassVar[str]
+    summary: ClassVar[str]
+    gate_rule: ClassVar[str]
+    recurrence: ClassVar[str]
+    Spec: ClassVar[type[MixerSpec]]
+
+    def __init__(self, spec: MixerSpec, dims: HeadDims):
+        super().__init__()
+        self.spec, self.dims = spec, dims
+        if spec.join == "learned":
+            self.mix_H = nn.Parameter(torch.empty(dims.heads))
+        elif spec.join == "shared":
+            self.log_share_H = nn.Parameter(torch.empty(dims.heads))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Sets every parameter to its start; the memory starts with little weight beside the window."""
+        if self.spec.join == "learned":
+            init.constant_(self.mix_H, -3.0)
+        elif self.spec.join == "shared":
+            init.constant_(self.log_share_H, self.initial_log_share)
+
+    initial_log_share: ClassVar[float] = -4.0
+
+    @classmethod
+    @abstractmethod
+    def state_shape(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, tuple[int, ...]]:
+        """Names and shapes, without the batch, of the float32 states of one layer and sequence."""
+
+    @classmethod
+    @abstractmethod
+    def pending_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
+        """Sizes per token and key-value head of what `inputs` returns, which the ring keeps until eviction."""
+
+    @abstractmethod
+    def inputs(self, heads: Heads) -> tuple[Tensor, ...]:
+        """What must be remembered of each new token until it is written, each [B,T,G,*]."""
+
+    @abstractmethod
+    def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
+        """The recurrence's entries of each token, each [B,T,G,*]; an entry of zeros leaves the state untouched."""
+
+    @abstractmethod
+    def recur(
+        self, heads: Heads, entries: tuple[Tensor, ...], states: dict[str, Tensor], document_BT: Tensor | None, exclusive: bool
+    ) -> tuple[Memory, dict[str, Tensor]]:
+        """Runs the recurrence over the tokens and reads it with the queries; returns the read and the new states."""
+
+    def forward(
+        self,
+        heads: Heads,
+        window_o_BTHV: Tensor,
+        window_lse_BTH: Tensor,
+        layout: SequenceLayout,
+        past: LinearizedCacheLayer | None,
+        branches: Branches,
+    ) -> Tensor:
+        """The layer's output [B,T,H,V] from its heads, its window's output and log-sum-exp; moves `past` on."""
+        inputs = self.inputs(heads)
+        tokens = layout.tokens
+        if self.spec.scope == "all":
+            v_BTGV = heads.v_BSGD[:, -tokens:]
+            writable_BT = layout.valid_BT
+        else:
+            keep = self.spec.window - 1
+            streams = [layout.extend(past, f"pending{i}", t, keep) for i, t in enumerate(inputs)]
+            inputs = tuple(_delay(stream, keep, tokens) for stream in streams)
+            v_BTGV = _delay(heads.v_BSGD, keep, tokens)
+            writable_BT = layout.written_on_eviction(heads.rank_BS, self.spec.window, self.spec.sinks)
+        entries = self.write(inputs, v_BTGV)
+        if writable_BT is not None:
+            entries = tuple(torch.where(writable_BT[:, :, None, None], entry, 0) for entry in entries)
+        states = {} if past is None else past.states
+        memory, states = self.recur(heads, entries, states, layout.document_BT, exclusive=self.spec.scope == "evicted")
+        if past is not None:
+            past.states = states
+        return self.join(window_o_BTHV, window_lse_BTH, memory, branches)
+
+    def join(self, window_o_BTHV: Tensor, window_lse_BTH: Tensor, memory: Memory, branches: Branches) -> Tensor:
+        """Both branches as one output; a branch switched off leaves a mix unchanged and a shared denominator at once."""
+        if self.spec.join == "shared":
+            assert memory.log_mass_BTH is not None
+            if branches != "both":
+                return window_o_BTHV if branches == "window" else memory.o_BTHV
+            # sigmoid(a - b) = e^a / (e^a + e^b): the two shares of the one denominator, without forming either
+            log_odds_BTH = memory.log_mass_BTH + self.log_share_H.float() - window_lse_BTH
+            share = log_odds_BTH.sigmoid()[..., None]
+        elif self.spec.join == "learned":
+            share = self.mix_H.float().sigmoid()[:, None]
+        else:
+            share = torch.full((), 0.5, device=window_o_BTHV.device)
+        window_weight = 0 if branches == "memory" else 1 - share
+        memory_weight = 0 if branches == "window" else share
+        return (window_weight * window_o_BTHV.float() + memory_weight * memory.o_BTHV.float()).to(window_o_BTHV.dtype)
+
+
+def _delay(stream_BSGX: Tensor, keep: int, tokens: int) -> Tensor:
+    """[B,T,G,X]: at each new token, the one that leaves a ring of `keep` tokens behind it; zeros before the first."""
+    missing = keep + tokens - stream_BSGX.shape[1]
+    return F.pad(stream_BSGX, (0, 0, 0, 0, missing, 0))[:, :tokens]
+
+
+class DiagonalMixer(Mixer):
+    """S_t = diag(a_t) S_{t-1} + phi(k_t)^T v_t, read by phi(q_t); subclasses say what phi and a are.
+
+    With `normalize`, a column of ones beside v carries z_t = diag(a_t) z_{t-1} + phi(k_t), and the read is divided by
+    phi(q_t) z_t: a weighted mean of values at any length, whose mass phi(q_t) z_t the shared denominator needs.
+    """
+
+    recurrence = "diagonal"
+    normalize: bool = True
+
+    @abstractmethod
+    def query_features(self, heads: Heads) -> Tensor:
+        """phi(q) [B,T,H,F]."""
+
+    @abstractmethod
+    def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        """phi(k) [B,T,G,F]."""
+
+    @abstractmethod
+    def log_gate(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        """log a <= 0, [B,T,G,F] or [B,T,G,1]."""
+
+    def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
+        if self.normalize:
+            v_BTGV = F.pad(v_BTGV, (0, 1), value=1.0)
+        return self.key_features(inputs), v_BTGV, self.log_gate(inputs)
+
+    def recur(
+        self, heads: Heads, entries: tuple[Tensor, ...], states: dict[str, Tensor], document_BT: Tensor | None, exclusive: bool
+    ) -> tuple[Memory, dict[str, Tensor]]:
+        k_BTGF, v_BTGV, log_a = entries
+        o_BTHV, state = diagonal(
+            self.query_features(heads),
+            k_BTGF,
+            v_BTGV.float(),
+            log_a,
+            state_BGFV=states.get("state"),
+            segment_BT=document_BT,
+            exclusive=exclusive,
+        )
+        log_mass_BTH = None
+        if self.normalize:
+            # a memory that holds nothing yet has mass 0: the floor keeps its output 0 and its share e^-69 of nothing
+            mass_BTH1 = o_BTHV[..., -1:].clamp_min(1e-30)
+            o_BTHV, log_mass_BTH = o_BTHV[..., :-1] / mass_BTH1, mass_BTH1[..., 0].log()
+        return Memory(o_BTHV.to(heads.v_BSGD.dtype), log_mass_BTH), {"state": state}

@@ -1,0 +1,32 @@
+"""Gates: how much of the memory survives a token, as log a <= 0.
+
+Shapes: B batch, T tokens, G key-value heads, D head size, F feature size.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+GateName = Literal["pooled", "head", "constant", "none"]
+
+
+def pool_to(x_BTGD: Tensor, size: int) -> Tensor:
+    """Keys pooled to `size` channels with no new weight: averaged where that is fewer, repeated where it is more.
+
+    Raises ValueError where neither size divides the other.
+    """
+    dim = x_BTGD.shape[-1]
+    if dim % size == 0:
+        return x_BTGD.unflatten(-1, (size, dim // size)).mean(-1)
+    if size % dim == 0:
+        return torch.cat([x_BTGD] * (size // dim), -1)
+    raise ValueError(f"keys of size {dim} cannot be pooled to {size} channels")
+
+
+def log_sigmoid_gate(logits: Tensor, normalizer: float) -> Tensor:
+    """log of sigmoid(logits)^(1/normalizer), in float32 (GLA, 2312.06635; Liger, 2503.01496)."""
+    return F.logsigmoid(logits.float()) / normalizer

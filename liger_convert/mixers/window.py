@@ -1,0 +1,52 @@
+"""The control: the sliding window with its sinks and no memory at all. What a conversion must beat to be worth anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from liger_convert.mixers.base import Branches, HeadDims, Heads, Join, Memory, Mixer, MixerSpec, Scope
+
+
+@dataclass(frozen=True)
+class WindowSpec(MixerSpec):
+    """`scope` and `join` have nothing to act on here and stay as they are."""
+
+    scope: Scope = "all"
+    join: Join = "fixed"
+
+    def problem(self) -> str | None:
+        if (self.scope, self.join) != ("all", "fixed"):
+            return "scope: a window without a memory has no scope and no join; leave both out"
+        return super().problem()
+
+
+class Window(Mixer):
+    type = "window"
+    summary = "control: the window and its sinks alone"
+    gate_rule = "none"
+    recurrence = "none"
+    Spec = WindowSpec
+
+    @classmethod
+    def state_shape(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    @classmethod
+    def pending_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
+        return ()
+
+    def inputs(self, heads: Heads) -> tuple[Tensor, ...]:
+        return ()
+
+    def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
+        return ()
+
+    def recur(
+        self, heads: Heads, entries: tuple[Tensor, ...], states: dict[str, Tensor], document_BT: Tensor | None, exclusive: bool
+    ) -> tuple[Memory, dict[str, Tensor]]:
+        return Memory(heads.q_BTHD.new_zeros(()), None), {}
+
+    def join(self, window_o_BTHV: Tensor, window_lse_BTH: Tensor, memory: Memory, branches: Branches) -> Tensor:
+        return window_o_BTHV.new_zeros(window_o_BTHV.shape) if branches == "memory" else window_o_BTHV

@@ -1,0 +1,88 @@
+"""Linearized models: how they are made from a base, loaded, switched and aligned.
+
+Importing this package registers every linearized family with transformers' Auto classes.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from liger_convert.errors import BadInput
+from liger_convert.families import PREFIX, family_of
+from liger_convert.model.attention import MIXER_MODULE, LinearizedAttention, head_dims
+from liger_convert.model.cache import LinearizedCacheLayer
+from liger_convert.model.configuration import linear_layers, linearized_config
+from liger_convert.model.modeling import CLASSES, AlignTargets, new_state, set_branches
+
+__all__ = [
+    "CLASSES",
+    "MIXER_MODULE",
+    "AlignTargets",
+    "LinearizedAttention",
+    "LinearizedCacheLayer",
+    "collect_align_targets",
+    "head_dims",
+    "linear_layers",
+    "linearize_base",
+    "linearized_classes",
+    "linearized_config",
+    "load_linearized",
+    "new_state",
+    "parameter_group",
+    "set_branches",
+]
+
+
+def linearized_classes(model_type: str) -> tuple[type, type, type]:
+    """Config, backbone and language model classes of a base's `model_type`."""
+    return CLASSES[model_type]
+
+
+def load_linearized(path: str | Path, **kwargs: Any) -> Any:
+    """The linearized model saved at `path`, by the installed code and never by code that lies there."""
+    config = AutoConfig.from_pretrained(path)
+    if not config.model_type.startswith(PREFIX):
+        raise BadInput(f"{path}: model_type {config.model_type!r} is a base, not a linearized model; run `linearize convert` first")
+    return AutoModelForCausalLM.from_pretrained(path, config=config, **kwargs)
+
+
+def linearize_base(path: str | Path, linearization: dict[str, Any], seed: int = 0, **kwargs: Any) -> Any:
+    """The base at `path` with untrained mixers, in memory only."""
+    config = linearized_config(AutoConfig.from_pretrained(path), linearization)
+    model = CLASSES[family_of(config).model_type][2].from_pretrained(path, config=config, **kwargs)
+    model.load_state_dict(new_state(config, seed), strict=False)
+    return model
+
+
+def collect_align_targets(base: Any, batch: dict[str, torch.Tensor], layers: list[int]) -> AlignTargets:
+    """Runs the base over `batch` once, without gradients, and keeps what the attention of `layers` saw and gave."""
+    targets = AlignTargets([], [], [], [])
+
+    def record(_module: nn.Module, _args: tuple, kwargs: dict[str, Any], output: tuple) -> None:
+        targets.hidden.append(kwargs["hidden_states"])
+        targets.position_embeddings.append(kwargs["position_embeddings"])
+        targets.outputs.append(output[0])
+
+    hooks = [base.model.layers[i].self_attn.register_forward_hook(record, with_kwargs=True) for i in layers]
+    try:
+        with torch.no_grad():
+            base.model(**batch, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    targets.layers.extend(layers)
+    return targets
+
+
+def parameter_group(name: str, config: Any) -> str:
+    """`mixer`, `attention` (projections and norms of linearized layers), `embeddings` (both ends) or `body`."""
+    match = re.search(r"layers\.(\d+)\.self_attn\.(.*)", name)
+    if match and int(match[1]) in linear_layers(config):
+        return "mixer" if match[2].startswith(MIXER_MODULE) else "attention"
+    return "embeddings" if "embed_tokens" in name or "lm_head" in name else "body"

@@ -1,0 +1,103 @@
+"""The layer that takes the place of softmax attention: the family's own projections, a window, and a mixer beside it.
+
+Shapes: B batch, T tokens, S = tokens of the ring + T, M sinks, H query heads, G key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gated_kernels.window.chunk import window
+from liger_convert.families import family_of, head_dim, project_qkv
+from liger_convert.mixers import build_mixer, make_spec
+from liger_convert.mixers.base import Branches, HeadDims, Heads
+from liger_convert.model.cache import LinearizedCacheLayer
+from liger_convert.model.layout import SequenceLayout, Sinks
+
+MIXER_MODULE = "mixer"
+
+
+def head_dims(config: Any) -> HeadDims:
+    """The sizes of one attention layer of a base's or linearized model's config."""
+    return HeadDims(config.hidden_size, config.num_attention_heads, config.num_key_value_heads, head_dim(config))
+
+
+class LinearizedAttention(nn.Module):
+    """Adopts the projections and norms of a family's attention module under their own names; all that is new stands in
+    its child `mixer`."""
+
+    def __init__(self, attention: nn.Module, config: Any, layer_idx: int):
+        super().__init__()
+        for name, child in attention.named_children():
+            self.add_module(name, child)
+        self.family, self.dims, self.layer_idx = family_of(config), head_dims(config), layer_idx
+        self.scaling: float = attention.scaling
+        self.rotates: bool = getattr(attention, "use_rope", True)
+        self.rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
+        resolved = config.linearization["mixers"][config.linearization["layers"][layer_idx]]
+        self.spec = make_spec(resolved)
+        self.add_module(MIXER_MODULE, build_mixer(resolved, self.dims))
+        self.branches: Branches = "both"
+
+    def heads(self, x_BTC: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        """q, k before and after rotary and v: [B,T,H,D], [B,T,G,D], the same rotated, [B,T,G,D]."""
+        q, k, v = project_qkv(self, self.family, self.dims.dim, self.dims.kv_heads, x_BTC)
+        q_rot, k_rot = self.rotate(q, k, *position_embeddings, unsqueeze_dim=2) if self.rotates else (q, k)
+        return q, k, q_rot, k_rot, v
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        layout: SequenceLayout | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """hidden_states [B,T,C] -> ([B,T,C], None). The mask is the kept layers'; this layer goes by `layout`."""
+        if layout is None:
+            raise ValueError("a linearized layer is run by its model, which passes it the batch's layout")
+        past = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        q_BTHD, k_BTGD, q_rot_BTHD, k_rot_BTGD, v_BTGD = self.heads(hidden_states, position_embeddings)
+        keep = self.spec.window - 1
+        k_rot_BSGD = layout.extend(past, "k", k_rot_BTGD, keep)
+        v_BSGD = layout.extend(past, "v", v_BTGD, keep)
+        rank_BS = layout.extend(past, "rank", layout.rank_BT, keep)
+        sinks = layout.sinks(past, self.spec.window, self.spec.sinks)
+        window_o_BTHD, window_lse_BTH = window(
+            q_rot_BTHD,
+            k_rot_BSGD,
+            v_BSGD,
+            window=self.spec.window,
+            scale=self.scaling,
+            valid_BS=layout.valid_BS(past, rank_BS),
+            segment_BS=layout.document_BT,
+            sink_k_BMGD=_sink_tokens(past, "k", sinks, k_rot_BTGD),
+            sink_v_BMGV=_sink_tokens(past, "v", sinks, v_BTGD),
+            sink_visible_BTM=None if sinks is None else sinks.visible_BTM,
+        )
+        heads = Heads(q_BTHD, k_BTGD, q_rot_BTHD, k_rot_BTGD, v_BSGD, rank_BS, hidden_states)
+        o_BTHD = self.mixer(heads, window_o_BTHD, window_lse_BTH, layout, past, self.branches)
+        if past is not None:
+            past.sinks["seen"] = layout.seen_B(past)
+            if sinks is not None:
+                past.sinks["at"] = sinks.at_BM
+            past.advance(layout.tokens)
+        return getattr(self, self.family.projections[-1])(o_BTHD.flatten(2)), None
+
+
+def _sink_tokens(past: LinearizedCacheLayer | None, name: str, sinks: Sinks | None, new_BTGD: Tensor) -> Tensor | None:
+    """[B,M,G,D]: the keys or values of the sinks, from the new tokens or from the cache, which keeps them."""
+    if sinks is None:
+        return None
+    index = sinks.index_BM[:, :, None, None].expand(-1, -1, *new_BTGD.shape[2:])
+    found = sinks.found_BM[:, :, None, None]
+    old = None if past is None else past.sinks.get(name)
+    tokens_BMGD = torch.where(found, new_BTGD.gather(1, index), new_BTGD.new_zeros(()) if old is None else old)
+    if past is not None:
+        past.sinks[name] = tokens_BMGD
+    return tokens_BMGD

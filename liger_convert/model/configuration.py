@@ -1,0 +1,47 @@
+"""The configs of linearized models: the family's own, under a new model_type, with the linearization beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from liger_convert.families import FAMILIES, PREFIX, family_of
+from liger_convert.mixers import SOFTMAX
+
+FORMAT = 1
+
+
+def _config_class(model_type: str) -> type:
+    base = CONFIG_MAPPING[model_type]
+    return type(
+        f"Linearized{base.__name__}",
+        (base,),
+        {
+            "__module__": __name__,
+            "__doc__": f"{base.__name__} with `linearization`: the mixers by name, and the mixer of each layer.",
+            "__annotations__": {"linearization": dict | None},
+            "model_type": PREFIX + model_type,
+            "linearization": None,
+        },
+    )
+
+
+CONFIGS: dict[str, type] = {model_type: _config_class(model_type) for model_type in FAMILIES}
+globals().update({cls.__name__: cls for cls in CONFIGS.values()})
+for _cls in CONFIGS.values():
+    AutoConfig.register(_cls.model_type, _cls, exist_ok=True)  # type: ignore[attr-defined]
+
+
+def linearized_config(base_config: Any, linearization: dict[str, Any]) -> Any:
+    """The config of `base_config`'s model with the layers of `linearization` linearized (see the README for its form)."""
+    values = base_config.to_dict()
+    for name in ("model_type", "architectures", "auto_map", "linearization"):
+        values.pop(name, None)
+    return CONFIGS[family_of(base_config).model_type](**values, linearization=linearization)
+
+
+def linear_layers(config: Any) -> list[int]:
+    """The indices of the layers that are linearized."""
+    return [i for i, mixer in enumerate(config.linearization["layers"]) if mixer != SOFTMAX]

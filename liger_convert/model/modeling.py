@@ -1,0 +1,229 @@
+"""The linearized models: thin subclasses, generated for every family, of its unmodified Hugging Face classes.
+
+Shapes: B batch, T tokens, C hidden size, L linearized layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from liger_convert.mixers import build_mixer
+from liger_convert.mixers.base import Branches, Mixer
+from liger_convert.model.attention import MIXER_MODULE, LinearizedAttention, head_dims
+from liger_convert.model.cache import adopt_cache
+from liger_convert.model.configuration import CONFIGS, linear_layers
+from liger_convert.model.layout import SequenceLayout
+
+
+@dataclass
+class AlignTargets:
+    """What the base's attention saw and gave, for each linearized layer; not a list or dict, which wrappers rebuild.
+
+    hidden, outputs: [B,T,C] each; position_embeddings: what the base passed beside them.
+    """
+
+    layers: list[int]
+    hidden: list[Tensor]
+    outputs: list[Tensor]
+    position_embeddings: list[tuple[Tensor, Tensor]]
+
+
+@dataclass
+class AlignOutput(CausalLMOutputWithPast):
+    """`loss`: mean over the layers of the squared error relative to the target's square; `layer_losses_L` each one's."""
+
+    layer_losses_L: Tensor | None = None
+
+
+class LinearizedInit:
+    """Sets a mixer's parameters whenever transformers creates them: they are uninitialised memory otherwise."""
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)  # type: ignore[misc]
+        if isinstance(module, Mixer):
+            module.reset_parameters()
+
+
+class LinearizedModel(LinearizedInit):
+    """The backbone: builds the batch's layout and the cache layers, and leaves the rest to the family."""
+
+    def __init__(self, config: Any):
+        super().__init__(config)  # type: ignore[call-arg]
+        linearize_layers(self, config)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the family's; `attention_mask` is 2-D. Packed documents: restarting `position_ids`, no mask, no cache."""
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        if given is None:
+            raise ValueError("pass input_ids or inputs_embeds")
+        use_cache = self.config.use_cache if use_cache is None else use_cache  # type: ignore[attr-defined]
+        if self.training and self.gradient_checkpointing:  # type: ignore[attr-defined]
+            use_cache = False
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)  # type: ignore[attr-defined]
+        linear = linear_layers(self.config)  # type: ignore[attr-defined]
+        past = None
+        if past_key_values is not None:
+            adopt_cache(past_key_values, self.config.linearization["layers"])  # type: ignore[attr-defined]
+            past = past_key_values.layers[linear[0]] if linear else None
+        batch, tokens = given.shape[:2]
+        if position_ids is None:
+            start = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = (torch.arange(tokens, device=given.device) + start)[None]
+        layout = SequenceLayout.build(batch, tokens, position_ids, attention_mask, past)
+        if len(linear) == len(self.layers):  # type: ignore[arg-type]
+            # no layer takes the family's mask, and one of 4 dimensions keeps it from building [tokens, tokens]
+            attention_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=given.device)
+        return super().forward(  # type: ignore[misc]
+            input_ids=input_ids if inputs_embeds is None else None,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            layout=layout,
+            **kwargs,
+        )
+
+
+class LinearizedForCausalLM(LinearizedInit):
+    """The language model: the family's, on the linearized backbone; `align=` runs its attention layers alone."""
+
+    _backbone: type
+
+    def __init__(self, config: Any):
+        super().__init__(config)  # type: ignore[call-arg]
+        # the family built its stock backbone, which becomes the linearized one in place: the names stay the base's
+        self.model.__class__ = self._backbone  # type: ignore[has-type]
+        linearize_layers(self.model, config)
+        self.post_init()  # type: ignore[attr-defined]
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        align: AlignTargets | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the family's; with `align` the alignment loss of each linearized layer on the base's own activations.
+
+        `position_ids` must stand in the signature: generation passes them only where it finds them, and without them
+        the rows of a padded batch would start at other positions than alone.
+        """
+        if align is not None:
+            return self._align(align, position_ids, attention_mask)
+        return super().forward(  # type: ignore[misc]
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs
+        )
+
+    def _align(self, targets: AlignTargets, position_ids: Tensor | None, attention_mask: Tensor | None) -> AlignOutput:
+        backbone = self.model
+        batch, tokens = targets.hidden[0].shape[:2]
+        if position_ids is None:
+            position_ids = torch.arange(tokens, device=targets.hidden[0].device)[None]
+        layout = SequenceLayout.build(batch, tokens, position_ids, attention_mask, None)
+        losses = []
+        for i, x_BTC, y_BTC, embeddings in zip(
+            targets.layers, targets.hidden, targets.outputs, targets.position_embeddings, strict=True
+        ):
+
+            def layer_loss(x: Tensor, y: Tensor, embeddings: Any = embeddings, i: int = i) -> Tensor:
+                o, _ = backbone.layers[i].self_attn(x, position_embeddings=embeddings, layout=layout)
+                return _relative_error(o, y, layout.valid_BT)
+
+            if backbone.gradient_checkpointing and self.training:  # type: ignore[attr-defined]
+                loss = torch.utils.checkpoint.checkpoint(layer_loss, x_BTC, y_BTC, use_reentrant=False)
+            else:
+                loss = layer_loss(x_BTC, y_BTC)
+            losses.append(loss)
+        losses_L = torch.stack(losses)
+        return AlignOutput(loss=losses_L.mean(), layer_losses_L=losses_L.detach())
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any) -> None:
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation {generation_config.cache_implementation!r} is not for a linearized model, "
+                "whose cache is constant in size already; leave it out"
+            )
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+        if model_kwargs.get("past_key_values") is not None:
+            adopt_cache(model_kwargs["past_key_values"], self.config.linearization["layers"])  # type: ignore[attr-defined]
+
+
+def _relative_error(o_BTC: Tensor, y_BTC: Tensor, valid_BT: Tensor | None) -> Tensor:
+    error_BT = (o_BTC.float() - y_BTC.float()).square().sum(-1)
+    size_BT = y_BTC.float().square().sum(-1)
+    if valid_BT is not None:
+        error_BT, size_BT = error_BT * valid_BT, size_BT * valid_BT
+    return error_BT.sum() / size_BT.sum().clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def linearize_layers(backbone: Any, config: Any) -> None:
+    """Swaps the attention of the linearized layers, in place."""
+    for i in linear_layers(config):
+        backbone.layers[i].self_attn = LinearizedAttention(backbone.layers[i].self_attn, config, i)
+
+
+def _classes(model_type: str) -> tuple[type, type, type]:
+    config = CONFIGS[model_type]
+    base_backbone, base_lm = (m[CONFIG_MAPPING[model_type]] for m in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING))
+    common = {"__module__": __name__, "config_class": config, "_can_compile_fullgraph": False, "_is_stateful": True}
+    # the hooks that collect attention weights look for the family's attention, of which a linearized layer has none
+    recorded = {k: v for k, v in (getattr(base_backbone, "_can_record_outputs", None) or {}).items() if k != "attentions"}
+    backbone = type(
+        f"Linearized{base_backbone.__name__}", (LinearizedModel, base_backbone), {**common, "_can_record_outputs": recorded}
+    )
+    lm = type(f"Linearized{base_lm.__name__}", (LinearizedForCausalLM, base_lm), {**common, "_backbone": backbone})
+    conversion = get_checkpoint_conversion_mapping(model_type)
+    if conversion is not None:
+        register_checkpoint_conversion_mapping(config.model_type, conversion, overwrite=True)  # type: ignore[attr-defined]
+    AutoModel.register(config, backbone, exist_ok=True)
+    AutoModelForCausalLM.register(config, lm, exist_ok=True)
+    globals().update({cls.__name__: cls for cls in (backbone, lm)})
+    return config, backbone, lm
+
+
+CLASSES: dict[str, tuple[type, type, type]] = {model_type: _classes(model_type) for model_type in CONFIGS}
+
+
+def new_state(config: Any, seed: int = 0, layers: list[int] | None = None) -> dict[str, Tensor]:
+    """Every tensor that a linearized checkpoint has and its base has not, at its start, float32, by full name.
+
+    `layers` takes some of the linearized layers only; the values are the same.
+    """
+    state = {}
+    with torch.random.fork_rng(devices=[]):
+        for i in linear_layers(config) if layers is None else layers:
+            torch.manual_seed(seed + i)
+            mixer = build_mixer(config.linearization["mixers"][config.linearization["layers"][i]], head_dims(config))
+            mixer.reset_parameters()
+            prefix = f"model.layers.{i}.self_attn.{MIXER_MODULE}."
+            state.update({prefix + name: tensor for name, tensor in mixer.state_dict().items()})
+    return state
+
+
+def set_branches(model: nn.Module, branches: Branches) -> None:
+    """Leaves `both` branches of every linearized layer on, or the `window` or the `memory` alone. Not saved."""
+    for module in model.modules():
+        if isinstance(module, LinearizedAttention):
+            module.branches = branches

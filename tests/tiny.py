@@ -1,0 +1,73 @@
+"""Tiny random models of every family, and a tiny real tokenizer, for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant: {% endif %}"
+)
+
+
+def tiny_config(model_type: str, **changes: Any) -> Any:
+    """Three layers, four heads of which each pair shares its keys, 101 tokens; each family's peculiarities switched on."""
+    values: dict[str, Any] = {
+        "vocab_size": 101,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "initializer_range": 0.3,  # large enough for attention and its gates to matter
+    }
+    values |= {
+        "llama": {"head_dim": 8},
+        "mistral": {"sliding_window": 24},
+        "qwen2": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2},
+        "qwen3": {"head_dim": 16},
+        "phi3": {"partial_rotary_factor": 0.5},
+        "gemma": {"head_dim": 16},
+        "smollm3": {"no_rope_layers": [1, 0, 1]},
+        "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.5},
+        "mixtral": {"num_local_experts": 4},
+        "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "head_dim": 8},
+    }.get(model_type, {})
+    return CONFIG_MAPPING[model_type](**values | changes)
+
+
+def tiny_tokenizer(vocab_size: int = 101) -> PreTrainedTokenizerFast:
+    """A byte-pair tokenizer over printable ASCII with a chat template; any text of it round-trips."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    symbols = ["<pad>", "<s>", "</s>", "Ġ", "Ċ"] + [chr(c) for c in range(33, 127)]
+    vocab = {symbol: i for i, symbol in enumerate(symbols[:vocab_size])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=256,
+    )
+
+
+def save_tiny_base(model_type: str, path: Path, seed: int = 0, tokenizer: bool = True, **changes: Any) -> Path:
+    """A base folder as `save_pretrained` leaves it."""
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(tiny_config(model_type, **changes)).save_pretrained(path)
+    if tokenizer:
+        tiny_tokenizer().save_pretrained(path)
+    return path
