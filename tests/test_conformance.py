@@ -226,6 +226,7 @@ def test_a_device_map_changes_nothing(model: Any, tmp_path: Path) -> None:
 def test_bfloat16_decodes_as_it_prefills(model: Any, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     low = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    assert {p.dtype for name, p in low.named_parameters() if ".mixer." in name} <= {torch.float32}
     cache = DynamicCache(config=low.config)
     parts = [logits(low, TOKENS[:, i : i + 1], past_key_values=cache, use_cache=True) for i in range(TOKENS.shape[1])]
     stepwise, whole = torch.cat(parts, 1).float(), logits(low, TOKENS).float()
@@ -275,7 +276,7 @@ VARIANTS = [
     {"join": "fixed", "scope": "all", "sinks": 0},
     {"normalize": False, "join": "learned", "feature_map": "identity"},
     {"feature_map": "exp"},
-    {"feature_map": "elu1", "rope": False},
+    {"feature_map": "elu1", "rope": True},
     {"feature_map": "softmax", "gate": "head"},
     {"gate": "constant"},
     {"gate": "none", "feature_map": "relu"},

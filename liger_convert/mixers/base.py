@@ -147,6 +147,10 @@ class Mixer(nn.Module, ABC):
         branches: Branches,
     ) -> Tensor:
         """The layer's output [B,T,H,V] from its heads, its window's output and log-sum-exp; moves `past` on."""
+        return self.join(window_o_BTHV, window_lse_BTH, self.remember(heads, layout, past), branches)
+
+    def remember(self, heads: Heads, layout: SequenceLayout, past: LinearizedCacheLayer | None) -> Memory:
+        """Writes the tokens that are due, reads the memory with the queries, and moves `past` on."""
         inputs = self.inputs(heads)
         tokens = layout.tokens
         if self.spec.scope == "all":
@@ -165,7 +169,26 @@ class Mixer(nn.Module, ABC):
         memory, states = self.recur(heads, entries, states, layout.document_BT, exclusive=self.spec.scope == "evicted")
         if past is not None:
             past.states = states
-        return self.join(window_o_BTHV, window_lse_BTH, memory, branches)
+        return memory
+
+    @torch.no_grad()
+    def calibrate(
+        self, heads: Heads, window_o_BTHV: Tensor, window_lse_BTH: Tensor, target_BTHV: Tensor, layout: SequenceLayout
+    ) -> None:
+        """Sets each head's scale of the shared denominator to what brings its output closest to the base's, the target.
+
+        Searched on a grid of e^0.5, because the error has several minima: a memory that recalls badly is best ignored.
+        """
+        if self.spec.join != "shared":
+            return
+        memory = self.remember(heads, layout, None)
+        scales = torch.arange(-8.0, 12.5, 0.5, device=target_BTHV.device)
+        errors = []
+        for scale in scales:
+            self.log_share_H.fill_(scale)
+            o_BTHV = self.join(window_o_BTHV, window_lse_BTH, memory, "both")
+            errors.append((o_BTHV.float() - target_BTHV.float()).square().sum((0, 1, 3)))
+        self.log_share_H.copy_(scales[torch.stack(errors).argmin(0)])
 
     def join(self, window_o_BTHV: Tensor, window_lse_BTH: Tensor, memory: Memory, branches: Branches) -> Tensor:
         """Both branches as one output; a branch switched off leaves a mix unchanged and a shared denominator at once."""

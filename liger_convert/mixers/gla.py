@@ -30,7 +30,7 @@ class GLASpec(MixerSpec):
 
     feature_map: FeatureMapName = "hedgehog"
     normalize: bool = True
-    rope: bool = True
+    rope: bool = False
     gate: GateName = "pooled"
     gate_bias: float = 6.0
     gate_normalizer: float = 16.0

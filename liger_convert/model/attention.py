@@ -43,7 +43,7 @@ class LinearizedAttention(nn.Module):
         self.add_module(MIXER_MODULE, build_mixer(resolved, self.dims))
         self.branches: Branches = "both"
 
-    def heads(self, x_BTC: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    def project(self, x_BTC: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         """q, k before and after rotary and v: [B,T,H,D], [B,T,G,D], the same rotated, [B,T,G,D]."""
         q, k, v = project_qkv(self, self.family, self.dims.dim, self.dims.kv_heads, x_BTC)
         q_rot, k_rot = self.rotate(q, k, *position_embeddings, unsqueeze_dim=2) if self.rotates else (q, k)
@@ -62,7 +62,21 @@ class LinearizedAttention(nn.Module):
         if layout is None:
             raise ValueError("a linearized layer is run by its model, which passes it the batch's layout")
         past = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        q_BTHD, k_BTGD, q_rot_BTHD, k_rot_BTGD, v_BTGD = self.heads(hidden_states, position_embeddings)
+        heads, window_o_BTHD, window_lse_BTH = self.look(hidden_states, position_embeddings, layout, past)
+        o_BTHD = self.mixer(heads, window_o_BTHD, window_lse_BTH, layout, past, self.branches)
+        if past is not None:
+            past.advance(layout.tokens)
+        return getattr(self, self.family.projections[-1])(o_BTHD.flatten(2)), None
+
+    def look(
+        self,
+        x_BTC: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        layout: SequenceLayout,
+        past: LinearizedCacheLayer | None,
+    ) -> tuple[Heads, Tensor, Tensor]:
+        """The heads of the new tokens, and what the window and the sinks give them: output and log-sum-exp."""
+        q_BTHD, k_BTGD, q_rot_BTHD, k_rot_BTGD, v_BTGD = self.project(x_BTC, position_embeddings)
         keep = self.spec.window - 1
         k_rot_BSGD = layout.extend(past, "k", k_rot_BTGD, keep)
         v_BSGD = layout.extend(past, "v", v_BTGD, keep)
@@ -80,14 +94,27 @@ class LinearizedAttention(nn.Module):
             sink_v_BMGV=_sink_tokens(past, "v", sinks, v_BTGD),
             sink_visible_BTM=None if sinks is None else sinks.visible_BTM,
         )
-        heads = Heads(q_BTHD, k_BTGD, q_rot_BTHD, k_rot_BTGD, v_BSGD, rank_BS, hidden_states)
-        o_BTHD = self.mixer(heads, window_o_BTHD, window_lse_BTH, layout, past, self.branches)
         if past is not None:
             past.sinks["seen"] = layout.seen_B(past)
             if sinks is not None:
                 past.sinks["at"] = sinks.at_BM
-            past.advance(layout.tokens)
-        return getattr(self, self.family.projections[-1])(o_BTHD.flatten(2)), None
+        heads = Heads(q_BTHD, k_BTGD, q_rot_BTHD, k_rot_BTGD, v_BSGD, rank_BS, x_BTC)
+        return heads, window_o_BTHD, window_lse_BTH
+
+    @torch.no_grad()
+    def calibrate(self, x_BTC: Tensor, position_embeddings: tuple[Tensor, Tensor], layout: SequenceLayout) -> None:
+        """Fits what the mixer can take from the base in closed form, on the base's own activations x."""
+        heads, window_o_BTHD, window_lse_BTH = self.look(x_BTC, position_embeddings, layout, None)
+        target_BTHD, _ = window(
+            heads.q_rot_BTHD,
+            heads.k_rot_BTGD,
+            heads.v_BSGD,
+            window=layout.tokens,
+            scale=self.scaling,
+            valid_BS=layout.valid_BT,
+            segment_BS=layout.document_BT,
+        )
+        self.mixer.calibrate(heads, window_o_BTHD, window_lse_BTH, target_BTHD, layout)
 
 
 def _sink_tokens(past: LinearizedCacheLayer | None, name: str, sinks: Sinks | None, new_BTGD: Tensor) -> Tensor | None:

@@ -187,7 +187,14 @@ def linearize_layers(backbone: Any, config: Any) -> None:
 def _classes(model_type: str) -> tuple[type, type, type]:
     config = CONFIGS[model_type]
     base_backbone, base_lm = (m[CONFIG_MAPPING[model_type]] for m in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING))
-    common = {"__module__": __name__, "config_class": config, "_can_compile_fullgraph": False, "_is_stateful": True}
+    common = {
+        "__module__": __name__,
+        "config_class": config,
+        "_can_compile_fullgraph": False,
+        "_is_stateful": True,
+        # gates near 1 and log shares need more than bfloat16's 8 bits, and are small
+        "_keep_in_fp32_modules_strict": [MIXER_MODULE],
+    }
     # the hooks that collect attention weights look for the family's attention, of which a linearized layer has none
     recorded = {k: v for k, v in (getattr(base_backbone, "_can_record_outputs", None) or {}).items() if k != "attentions"}
     backbone = type(
@@ -199,7 +206,7 @@ def _classes(model_type: str) -> tuple[type, type, type]:
         register_checkpoint_conversion_mapping(config.model_type, conversion, overwrite=True)  # type: ignore[attr-defined]
     AutoModel.register(config, backbone, exist_ok=True)
     AutoModelForCausalLM.register(config, lm, exist_ok=True)
-    globals().update({cls.__name__: cls for cls in (backbone, lm)})
+    globals().update({cls.__name__: cls for cls in (config, backbone, lm)})
     return config, backbone, lm
 
 

@@ -1,0 +1,40 @@
+"""The recipes and suites that come with the package, in a checkout or installed."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from liger_convert.errors import BadInput
+
+PACKAGE = Path(__file__).parent
+# where each kind lies in a checkout; in an installed package it is a folder of the package (see pyproject.toml)
+FOLDERS = {"recipes": PACKAGE.parent / "recipes", "suites": PACKAGE.parent / "eval" / "suites"}
+
+
+def names(kind: str) -> list[str]:
+    """The names of all shipped `recipes` or `suites`."""
+    return sorted(path.stem for path in _folder(kind).glob("*.yaml"))
+
+
+def recipe_path(name: str) -> Path:
+    """The shipped recipe called `name`. Raises BadInput with the list."""
+    return _find("recipes", name)
+
+
+def suite_path(name: str) -> Path:
+    """The shipped suite called `name`. Raises BadInput with the list."""
+    return _find("suites", name)
+
+
+def _folder(kind: str) -> Path:
+    packaged = PACKAGE / f"shipped_{kind}"
+    return packaged if packaged.is_dir() else FOLDERS[kind]
+
+
+def _find(kind: str, name: str) -> Path:
+    if name not in (known := names(kind)):
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise BadInput(f"{kind.removesuffix('s')}: {name!r} is unknown{hint}; there are {', '.join(known)}, or give a .yaml file")
+    return _folder(kind) / f"{name}.yaml"
