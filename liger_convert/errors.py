@@ -8,7 +8,7 @@ class LinearizeError(Exception):
 
 
 class BadInput(LinearizeError):
-    """What the user gave cannot be used: the message says what is wrong, where, and what would be right. Exit code 2."""
+    """What the user gave cannot be used; the message says what is wrong, where, and what is right. Exit code 2."""
 
     exit_code = 2
 

@@ -9,7 +9,7 @@ import difflib
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_convert.errors import BadInput
 
@@ -61,7 +61,8 @@ def family_of(config: Any) -> Family:
     if name not in FAMILIES:
         near = difflib.get_close_matches(name, FAMILIES, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
-        raise BadInput(f"config.json: model_type {model_type!r} is not supported{hint}; supported: {', '.join(FAMILIES)}")
+        known = ", ".join(FAMILIES)
+        raise BadInput(f"config.json: model_type {model_type!r} is not supported{hint}; supported: {known}")
     return FAMILIES[name]
 
 
@@ -70,7 +71,7 @@ def head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def project_qkv(attention: nn.Module, family: Family, dim: int, kv_heads: int, x_BTC: Tensor) -> tuple[Tensor, ...]:
+def project_qkv(attention: Any, family: Family, dim: int, kv_heads: int, x_BTC: Tensor) -> tuple[Tensor, ...]:
     """Queries [B,T,H,D] and keys, values [B,T,G,D] before rotary, by the family's own modules (adapters included)."""
     if family.fused:
         qkv = getattr(attention, family.projections[0])(x_BTC)

@@ -36,5 +36,6 @@ def _find(kind: str, name: str) -> Path:
     if name not in (known := names(kind)):
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
-        raise BadInput(f"{kind.removesuffix('s')}: {name!r} is unknown{hint}; there are {', '.join(known)}, or give a .yaml file")
+        kinds = ", ".join(known)
+        raise BadInput(f"{kind.removesuffix('s')}: {name!r} is unknown{hint}; there are {kinds}, or give a .yaml file")
     return _folder(kind) / f"{name}.yaml"

@@ -130,7 +130,8 @@ def test_right_padding_changes_nothing_before_it(model: Any) -> None:
 
 def test_beam_search_with_a_cache_equals_without(model: Any) -> None:
     found = [
-        model.generate(PADDED, attention_mask=PADDED_MASK, num_beams=3, use_cache=cached, **GREEDY) for cached in (True, False)
+        model.generate(PADDED, attention_mask=PADDED_MASK, num_beams=3, use_cache=cached, **GREEDY)
+        for cached in (True, False)
     ]
     assert torch.equal(*found)
 
@@ -260,7 +261,9 @@ def test_a_window_that_holds_everything_is_the_base(family: str, mixer: str) -> 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_without_kept_layers_and_one_without_linearized_ones_work(family: str) -> None:
     every = build(family, ["main"] * 3, type="gla", window=WINDOW, sinks=SINKS)
-    assert torch.equal(*(every.generate(PADDED, attention_mask=PADDED_MASK, use_cache=c, **GREEDY) for c in (True, False)))
+    assert torch.equal(
+        *(every.generate(PADDED, attention_mask=PADDED_MASK, use_cache=c, **GREEDY) for c in (True, False))
+    )
     base = AutoModelForCausalLM.from_pretrained(base_folder(family), attn_implementation="eager").eval()
     none = build(family, ["softmax"] * 3, type="gla")
     assert torch.equal(none.generate(PROMPT, **GREEDY), base.generate(PROMPT, **GREEDY))
@@ -290,7 +293,9 @@ def test_every_option_of_gla_decodes_as_it_prefills(options: dict[str, Any]) -> 
     cache = DynamicCache(config=model.config)
     parts = [logits(model, TOKENS[:, i : i + 1], past_key_values=cache, use_cache=True) for i in range(TOKENS.shape[1])]
     assert_same_logits(torch.cat(parts, 1), logits(model, TOKENS))
-    assert torch.equal(*(model.generate(PADDED, attention_mask=PADDED_MASK, use_cache=c, **GREEDY) for c in (True, False)))
+    assert torch.equal(
+        *(model.generate(PADDED, attention_mask=PADDED_MASK, use_cache=c, **GREEDY) for c in (True, False))
+    )
 
 
 def test_branches_can_be_switched_off_and_the_memory_is_really_used() -> None:
@@ -308,7 +313,10 @@ def test_branches_can_be_switched_off_and_the_memory_is_really_used() -> None:
 def test_different_mixers_and_windows_share_one_model() -> None:
     plan = {
         "format": 1,
-        "mixers": {"a": resolve_spec({"window": 3, "sinks": 1}), "b": resolve_spec({"type": "liger-paper", "window": 7})},
+        "mixers": {
+            "a": resolve_spec({"window": 3, "sinks": 1}),
+            "b": resolve_spec({"type": "liger-paper", "window": 7}),
+        },
         "layers": ["a", "b", "softmax"],
     }
     model = linearize_base(base_folder("llama"), plan, attn_implementation="eager").eval()

@@ -16,7 +16,7 @@ CHAT_TEMPLATE = (
 
 
 def tiny_config(model_type: str, **changes: Any) -> Any:
-    """Three layers, four heads of which each pair shares its keys, 101 tokens; each family's peculiarities switched on."""
+    """Three layers, four heads in pairs that share keys, 101 tokens; each family's peculiarities switched on."""
     values: dict[str, Any] = {
         "vocab_size": 101,
         "hidden_size": 32,

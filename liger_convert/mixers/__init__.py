@@ -14,9 +14,9 @@ from liger_convert.mixers.liger_paper import LigerPaper
 from liger_convert.mixers.window import Window
 
 MIXERS: dict[str, type[Mixer]] = {
-    GLA.type: GLA,
-    LigerPaper.type: LigerPaper,
-    Window.type: Window,
+    GLA.name: GLA,
+    LigerPaper.name: LigerPaper,
+    Window.name: Window,
 }
 
 SOFTMAX = "softmax"
@@ -25,14 +25,15 @@ SOFTMAX = "softmax"
 def resolve_spec(spec: dict[str, Any], where: str = "mixer") -> dict[str, Any]:
     """`spec` with every default filled in. `where` is its path in the recipe, for the sentence of a BadInput."""
     options = dict(spec)
-    kind = options.pop("type", GLA.type)
+    kind = options.pop("type", GLA.name)
     if kind not in MIXERS:
         raise BadInput(f"{where}.type: mixer {kind!r} is unknown{_nearest(kind, MIXERS)}; known: {', '.join(MIXERS)}")
-    cls = MIXERS[kind].Spec
+    cls: Any = MIXERS[kind].Spec
     types = typing.get_type_hints(cls)
     for name, value in options.items():
         if name not in types:
-            raise BadInput(f"{where}.{name}: mixer {kind} has no such option{_nearest(name, types)}; it has {', '.join(types)}")
+            hint = _nearest(name, types)
+            raise BadInput(f"{where}.{name}: mixer {kind} has no such option{hint}; it has {', '.join(types)}")
         options[name] = _checked(types[name], value, f"{where}.{name}")
     resolved = cls(**options)
     if problem := resolved.problem():
@@ -47,7 +48,8 @@ def build_mixer(spec: dict[str, Any], dims: HeadDims) -> Mixer:
 
 def make_spec(spec: dict[str, Any]) -> MixerSpec:
     """The spec dataclass of a resolved spec."""
-    return MIXERS[spec["type"]].Spec(**{name: value for name, value in spec.items() if name != "type"})
+    cls: Any = MIXERS[spec["type"]].Spec
+    return cls(**{name: value for name, value in spec.items() if name != "type"})
 
 
 def _nearest(name: Any, known: typing.Iterable[str]) -> str:
@@ -60,7 +62,8 @@ def _checked(kind: Any, value: Any, where: str) -> Any:
     if typing.get_origin(kind) is typing.Literal:
         allowed = typing.get_args(kind)
         if value not in allowed:
-            raise BadInput(f"{where}: {value!r} is not allowed{_nearest(value, allowed)}; use one of {', '.join(allowed)}")
+            hint = _nearest(value, allowed)
+            raise BadInput(f"{where}: {value!r} is not allowed{hint}; use one of {', '.join(allowed)}")
         return value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

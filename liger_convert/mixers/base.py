@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from gated_kernels.diagonal.chunk import diagonal
 from torch import Tensor, nn
 from transformers import initialization as init
-
-from gated_kernels.diagonal.chunk import diagonal
 
 if TYPE_CHECKING:
     from liger_convert.model.cache import LinearizedCacheLayer
@@ -89,7 +88,7 @@ class Mixer(nn.Module, ABC):
     A mixer is called, never reached into, so that adapters and sharding that wrap it stay in effect.
     """
 
-    type: ClassVar[str]
+    name: ClassVar[str]
     summary: ClassVar[str]
     gate_rule: ClassVar[str]
     recurrence: ClassVar[str]
@@ -133,7 +132,12 @@ class Mixer(nn.Module, ABC):
 
     @abstractmethod
     def recur(
-        self, heads: Heads, entries: tuple[Tensor, ...], states: dict[str, Tensor], document_BT: Tensor | None, exclusive: bool
+        self,
+        heads: Heads,
+        entries: tuple[Tensor, ...],
+        states: dict[str, Tensor],
+        document_BT: Tensor | None,
+        exclusive: bool,
     ) -> tuple[Memory, dict[str, Tensor]]:
         """Runs the recurrence over the tokens and reads it with the queries; returns the read and the new states."""
 
@@ -191,7 +195,7 @@ class Mixer(nn.Module, ABC):
         self.log_share_H.copy_(scales[torch.stack(errors).argmin(0)])
 
     def join(self, window_o_BTHV: Tensor, window_lse_BTH: Tensor, memory: Memory, branches: Branches) -> Tensor:
-        """Both branches as one output; a branch switched off leaves a mix unchanged and a shared denominator at once."""
+        """Both branches as one output; a branch that is off leaves a mix as it is, and a shared denominator at once."""
         if self.spec.join == "shared":
             assert memory.log_mass_BTH is not None
             if branches != "both":
@@ -242,7 +246,12 @@ class DiagonalMixer(Mixer):
         return self.key_features(inputs), v_BTGV, self.log_gate(inputs)
 
     def recur(
-        self, heads: Heads, entries: tuple[Tensor, ...], states: dict[str, Tensor], document_BT: Tensor | None, exclusive: bool
+        self,
+        heads: Heads,
+        entries: tuple[Tensor, ...],
+        states: dict[str, Tensor],
+        document_BT: Tensor | None,
+        exclusive: bool,
     ) -> tuple[Memory, dict[str, Tensor]]:
         k_BTGF, v_BTGV, log_a = entries
         o_BTHV, state = diagonal(

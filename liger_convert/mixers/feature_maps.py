@@ -23,12 +23,12 @@ def feature_size(name: FeatureMapName, dim: int) -> int:
 
 
 def two_sided_softmax(x: Tensor) -> Tensor:
-    """[softmax(x), softmax(-x)]: spiky, positive and bounded, with room for negative agreement (Hedgehog, 2402.04347)."""
+    """[softmax(x), softmax(-x)]: positive, bounded and spiky on both sides of zero (Hedgehog, 2402.04347)."""
     return torch.cat((x.softmax(-1), (-x).softmax(-1)), -1)
 
 
 class FeatureMap(nn.Module):
-    """phi: [B,T,N,D] -> [B,T,N,F] in float32. `hedgehog` first turns each head by a learned matrix, at first the identity."""
+    """phi: [B,T,N,D] -> [B,T,N,F] in float32. `hedgehog` turns each head by a learned matrix first."""
 
     def __init__(self, name: FeatureMapName, heads: int, dim: int):
         super().__init__()

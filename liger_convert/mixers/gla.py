@@ -3,8 +3,9 @@
 S_t = diag(a_t) S_{t-1} + phi(k_t)^T [v_t, 1],   a_t = sigmoid(pool(k_t) + b)^(1/tau),   [n_t, m_t] = phi(q_t) S
 o_t = (sum_window e^{s_tj} v_j + e^beta n_t) / (sum_window e^{s_tj} + e^beta m_t)      (join: shared)
 
-The recurrence and pooled gate are GLA's and Liger's (2312.06635; 2503.01496, table 1), the maps Hedgehog's (2402.04347);
-the one denominator over window and memory is LoLCATs' (2410.10254, eq. 6) with a learned scale e^beta per head.
+The recurrence and pooled gate are GLA's and Liger's (2312.06635; 2503.01496, table 1), the maps Hedgehog's
+(2402.04347); the one denominator over window and memory is LoLCATs' (2410.10254, eq. 6) with a learned scale e^beta
+per head.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class GLASpec(MixerSpec):
 
     def problem(self) -> str | None:
         if self.normalize and self.feature_map not in POSITIVE:
-            return f"feature_map: {self.feature_map} gives negative weights, which normalize cannot use; use one of {', '.join(POSITIVE)}"
+            allowed = ", ".join(POSITIVE)
+            return f"feature_map: {self.feature_map} gives negative weights, which normalize cannot use; use {allowed}"
         if self.join == "shared" and not self.normalize:
             return "join: shared needs the memory's mass, so normalize: true; or use join: learned"
         if self.gate_normalizer <= 0:
@@ -46,7 +48,7 @@ class GLASpec(MixerSpec):
 
 
 class GLA(DiagonalMixer):
-    type = "gla"
+    name = "gla"
     summary = "normalised gated linear attention, one denominator with the window"
     gate_rule = "sigmoid(pool(k) + b)^(1/tau)"
     Spec = GLASpec

@@ -32,7 +32,7 @@ class LigerPaperSpec(MixerSpec):
 
 
 class LigerPaper(DiagonalMixer):
-    type = "liger-paper"
+    name = "liger-paper"
     summary = "the published recipe: unnormalised memory of all tokens, half and half with the window"
     gate_rule = "sigmoid(k)^(1/16)"
     Spec = LigerPaperSpec

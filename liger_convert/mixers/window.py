@@ -1,4 +1,4 @@
-"""The control: the sliding window with its sinks and no memory at all. What a conversion must beat to be worth anything."""
+"""The control: the window with its sinks and no memory, which a conversion must beat to be worth anything."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WindowSpec(MixerSpec):
 
 
 class Window(Mixer):
-    type = "window"
+    name = "window"
     summary = "control: the window and its sinks alone"
     gate_rule = "none"
     recurrence = "none"
@@ -44,7 +44,12 @@ class Window(Mixer):
         return ()
 
     def recur(
-        self, heads: Heads, entries: tuple[Tensor, ...], states: dict[str, Tensor], document_BT: Tensor | None, exclusive: bool
+        self,
+        heads: Heads,
+        entries: tuple[Tensor, ...],
+        states: dict[str, Tensor],
+        document_BT: Tensor | None,
+        exclusive: bool,
     ) -> tuple[Memory, dict[str, Tensor]]:
         return Memory(heads.q_BTHD.new_zeros(()), None), {}
 

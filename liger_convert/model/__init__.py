@@ -48,14 +48,15 @@ def load_linearized(path: str | Path, **kwargs: Any) -> Any:
     """The linearized model saved at `path`, by the installed code and never by code that lies there."""
     config = AutoConfig.from_pretrained(path)
     if not config.model_type.startswith(PREFIX):
-        raise BadInput(f"{path}: model_type {config.model_type!r} is a base, not a linearized model; run `linearize convert` first")
+        raise BadInput(f"{path}: holds a {config.model_type} base, no linearized model; run `linearize convert` first")
     return AutoModelForCausalLM.from_pretrained(path, config=config, **kwargs)
 
 
 def linearize_base(path: str | Path, linearization: dict[str, Any], seed: int = 0, **kwargs: Any) -> Any:
     """The base at `path` with untrained mixers, in memory only."""
     config = linearized_config(AutoConfig.from_pretrained(path), linearization)
-    model = CLASSES[family_of(config).model_type][2].from_pretrained(path, config=config, **kwargs)
+    lm: Any = CLASSES[family_of(config).model_type][2]
+    model = lm.from_pretrained(path, config=config, **kwargs)
     model.load_state_dict(new_state(config, seed), strict=False)
     return model
 

@@ -9,9 +9,9 @@ import sys
 from typing import Any
 
 import torch
+from gated_kernels.window.chunk import window
 from torch import Tensor, nn
 
-from gated_kernels.window.chunk import window
 from liger_convert.families import family_of, head_dim, project_qkv
 from liger_convert.mixers import build_mixer, make_spec
 from liger_convert.mixers.base import Branches, HeadDims, Heads
@@ -30,7 +30,9 @@ class LinearizedAttention(nn.Module):
     """Adopts the projections and norms of a family's attention module under their own names; all that is new stands in
     its child `mixer`."""
 
-    def __init__(self, attention: nn.Module, config: Any, layer_idx: int):
+    mixer: Any
+
+    def __init__(self, attention: Any, config: Any, layer_idx: int):
         super().__init__()
         for name, child in attention.named_children():
             self.add_module(name, child)

@@ -106,7 +106,9 @@ def adopt_cache(cache: Any, layers: list[str]) -> None:
     offloaded or quantised, or already holds softmax keys of a layer that has been linearized.
     """
     if not isinstance(cache, Cache):
-        raise ValueError(f"a linearized model needs a transformers Cache, not {type(cache).__name__}; use DynamicCache()")
+        raise ValueError(
+            f"a linearized model needs a transformers Cache, not {type(cache).__name__}; use DynamicCache()"
+        )
     if getattr(cache, "offloading", False):
         raise ValueError("a linearized model's cache is small and constant: use DynamicCache() without offloading")
     while len(cache.layers) < len(layers) and cache.layer_class_to_replicate is not None:
@@ -116,7 +118,11 @@ def adopt_cache(cache: Any, layers: list[str]) -> None:
         if mixer == SOFTMAX or isinstance(layer, LinearizedCacheLayer):
             continue
         if not isinstance(layer, DynamicLayer):
-            raise ValueError(f"a linearized model needs a dynamic cache, but layer {i} is {type(layer).__name__}; use DynamicCache()")
+            raise ValueError(
+                f"a linearized model needs a dynamic cache, but layer {i} is {type(layer).__name__}; use DynamicCache()"
+            )
         if layer.is_initialized:
-            raise ValueError(f"cache layer {i} already holds the keys of a softmax layer; start with a fresh DynamicCache()")
+            raise ValueError(
+                f"cache layer {i} already holds the keys of a softmax layer; start with a fresh DynamicCache()"
+            )
         cache.layers[i] = LinearizedCacheLayer()

@@ -35,7 +35,7 @@ for _cls in CONFIGS.values():
 
 
 def linearized_config(base_config: Any, linearization: dict[str, Any]) -> Any:
-    """The config of `base_config`'s model with the layers of `linearization` linearized (see the README for its form)."""
+    """The config of `base_config`'s model with the layers of `linearization` linearized."""
     values = base_config.to_dict()
     for name in ("model_type", "architectures", "auto_map", "linearization"):
         values.pop(name, None)

@@ -17,7 +17,7 @@ from liger_convert.model.cache import LinearizedCacheLayer
 
 class Sinks(NamedTuple):
     """Where each row's sinks stand: `index_BM` among the new tokens (meaningful where `found_BM`), `at_BM` in the
-    whole sequence (-1: not there yet), and `visible_BTM`: seen by a query beyond the window, hence not by the window."""
+    whole sequence (-1: not there yet), and `visible_BTM`: seen by a query from beyond the window."""
 
     index_BM: Tensor
     found_BM: Tensor
@@ -36,7 +36,12 @@ class SequenceLayout:
 
     @classmethod
     def build(
-        cls, batch: int, tokens: int, position_ids: Tensor, attention_mask: Tensor | None, past: LinearizedCacheLayer | None
+        cls,
+        batch: int,
+        tokens: int,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        past: LinearizedCacheLayer | None,
     ) -> SequenceLayout:
         """From what a Hugging Face forward is given. Raises ValueError for what a recurrent layer cannot honour."""
         device = position_ids.device
@@ -44,7 +49,9 @@ class SequenceLayout:
         valid_BT = document_BT = None
         if attention_mask is not None:
             if attention_mask.dim() != 2:
-                raise ValueError("a linearized layer takes a 2-D padding mask [batch, tokens], not a mask of pairs of tokens")
+                raise ValueError(
+                    "a linearized layer takes a 2-D padding mask [batch, tokens], not a mask of pairs of tokens"
+                )
             valid_BT = attention_mask[:, -tokens:].to(device=device, dtype=torch.bool)
             if valid_BT.shape[1] != tokens:
                 raise ValueError(f"attention_mask covers {attention_mask.shape[1]} tokens, but {tokens} are new")
@@ -63,9 +70,8 @@ class SequenceLayout:
             rank_BT = valid_BT.long().cumsum(1) - 1
         else:
             rank_BT = torch.arange(tokens, device=device).expand(batch, tokens)
-        if past is not None:
-            if "seen" in past.sinks:
-                rank_BT = rank_BT + past.sinks["seen"][:, None]
+        if past is not None and "seen" in past.sinks:
+            rank_BT = rank_BT + past.sinks["seen"][:, None]
         if valid_BT is not None:
             rank_BT = torch.where(valid_BT, rank_BT, -1)
         return cls(tokens, start, rank_BT, valid_BT, document_BT)

@@ -6,15 +6,15 @@ Shapes: B batch, T tokens, C hidden size, L linearized layers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
 from liger_convert.mixers import build_mixer
 from liger_convert.mixers.base import Branches, Mixer
@@ -26,7 +26,7 @@ from liger_convert.model.layout import SequenceLayout
 
 @dataclass
 class AlignTargets:
-    """What the base's attention saw and gave, for each linearized layer; not a list or dict, which wrappers rebuild.
+    """What the base's attention saw and gave, per linearized layer; no list or dict, which wrappers rebuild.
 
     hidden, outputs: [B,T,C] each; position_embeddings: what the base passed beside them.
     """
@@ -39,17 +39,23 @@ class AlignTargets:
 
 @dataclass
 class AlignOutput(CausalLMOutputWithPast):
-    """`loss`: mean over the layers of the squared error relative to the target's square; `layer_losses_L` each one's."""
+    """`loss`: mean over layers of the squared error over the target's square; `layer_losses_L` each one's."""
 
     layer_losses_L: Tensor | None = None
 
 
-class LinearizedInit:
+if TYPE_CHECKING:
+    Family = Any
+else:
+    Family = object  # each generated class brings its own
+
+
+class LinearizedInit(Family):
     """Sets a mixer's parameters whenever transformers creates them: they are uninitialised memory otherwise."""
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)  # type: ignore[misc]
+        super()._init_weights(module)
         if isinstance(module, Mixer):
             module.reset_parameters()
 
@@ -57,8 +63,12 @@ class LinearizedInit:
 class LinearizedModel(LinearizedInit):
     """The backbone: builds the batch's layout and the cache layers, and leaves the rest to the family."""
 
+    config: Any
+    layers: Any
+    gradient_checkpointing: bool
+
     def __init__(self, config: Any):
-        super().__init__(config)  # type: ignore[call-arg]
+        super().__init__(config)
         linearize_layers(self, config)
 
     def forward(
@@ -75,25 +85,25 @@ class LinearizedModel(LinearizedInit):
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None:
             raise ValueError("pass input_ids or inputs_embeds")
-        use_cache = self.config.use_cache if use_cache is None else use_cache  # type: ignore[attr-defined]
-        if self.training and self.gradient_checkpointing:  # type: ignore[attr-defined]
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if self.training and self.gradient_checkpointing:
             use_cache = False
         if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)  # type: ignore[attr-defined]
-        linear = linear_layers(self.config)  # type: ignore[attr-defined]
+            past_key_values = DynamicCache(config=self.config)
+        linear = linear_layers(self.config)
         past = None
         if past_key_values is not None:
-            adopt_cache(past_key_values, self.config.linearization["layers"])  # type: ignore[attr-defined]
+            adopt_cache(past_key_values, self.config.linearization["layers"])
             past = past_key_values.layers[linear[0]] if linear else None
         batch, tokens = given.shape[:2]
         if position_ids is None:
             start = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = (torch.arange(tokens, device=given.device) + start)[None]
         layout = SequenceLayout.build(batch, tokens, position_ids, attention_mask, past)
-        if len(linear) == len(self.layers):  # type: ignore[arg-type]
+        if len(linear) == len(self.layers):
             # no layer takes the family's mask, and one of 4 dimensions keeps it from building [tokens, tokens]
             attention_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=given.device)
-        return super().forward(  # type: ignore[misc]
+        return super().forward(
             input_ids=input_ids if inputs_embeds is None else None,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
@@ -109,13 +119,15 @@ class LinearizedForCausalLM(LinearizedInit):
     """The language model: the family's, on the linearized backbone; `align=` runs its attention layers alone."""
 
     _backbone: type
+    config: Any
+    model: Any
 
     def __init__(self, config: Any):
-        super().__init__(config)  # type: ignore[call-arg]
+        super().__init__(config)
         # the family built its stock backbone, which becomes the linearized one in place: the names stay the base's
-        self.model.__class__ = self._backbone  # type: ignore[has-type]
+        self.model.__class__ = self._backbone
         linearize_layers(self.model, config)
-        self.post_init()  # type: ignore[attr-defined]
+        self.post_init()
 
     def forward(
         self,
@@ -132,9 +144,7 @@ class LinearizedForCausalLM(LinearizedInit):
         """
         if align is not None:
             return self._align(align, position_ids, attention_mask)
-        return super().forward(  # type: ignore[misc]
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs
-        )
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
 
     def _align(self, targets: AlignTargets, position_ids: Tensor | None, attention_mask: Tensor | None) -> AlignOutput:
         backbone = self.model
@@ -151,7 +161,7 @@ class LinearizedForCausalLM(LinearizedInit):
                 o, _ = backbone.layers[i].self_attn(x, position_embeddings=embeddings, layout=layout)
                 return _relative_error(o, y, layout.valid_BT)
 
-            if backbone.gradient_checkpointing and self.training:  # type: ignore[attr-defined]
+            if backbone.gradient_checkpointing and self.training:
                 loss = torch.utils.checkpoint.checkpoint(layer_loss, x_BTC, y_BTC, use_reentrant=False)
             else:
                 loss = layer_loss(x_BTC, y_BTC)
@@ -159,15 +169,18 @@ class LinearizedForCausalLM(LinearizedInit):
         losses_L = torch.stack(losses)
         return AlignOutput(loss=losses_L.mean(), layer_losses_L=losses_L.detach())
 
-    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any) -> None:
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise ValueError(
                 f"cache_implementation {generation_config.cache_implementation!r} is not for a linearized model, "
                 "whose cache is constant in size already; leave it out"
             )
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+        prepared = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         if model_kwargs.get("past_key_values") is not None:
-            adopt_cache(model_kwargs["past_key_values"], self.config.linearization["layers"])  # type: ignore[attr-defined]
+            adopt_cache(model_kwargs["past_key_values"], self.config.linearization["layers"])
+        return prepared
 
 
 def _relative_error(o_BTC: Tensor, y_BTC: Tensor, valid_BT: Tensor | None) -> Tensor:
@@ -185,8 +198,9 @@ def linearize_layers(backbone: Any, config: Any) -> None:
 
 
 def _classes(model_type: str) -> tuple[type, type, type]:
-    config = CONFIGS[model_type]
-    base_backbone, base_lm = (m[CONFIG_MAPPING[model_type]] for m in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING))
+    config: Any = CONFIGS[model_type]
+    base_backbone: Any = MODEL_MAPPING[CONFIG_MAPPING[model_type]]
+    base_lm: Any = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
     common = {
         "__module__": __name__,
         "config_class": config,
@@ -196,14 +210,17 @@ def _classes(model_type: str) -> tuple[type, type, type]:
         "_keep_in_fp32_modules_strict": [MIXER_MODULE],
     }
     # the hooks that collect attention weights look for the family's attention, of which a linearized layer has none
-    recorded = {k: v for k, v in (getattr(base_backbone, "_can_record_outputs", None) or {}).items() if k != "attentions"}
+    recorded = dict(getattr(base_backbone, "_can_record_outputs", None) or {})
+    recorded.pop("attentions", None)
     backbone = type(
-        f"Linearized{base_backbone.__name__}", (LinearizedModel, base_backbone), {**common, "_can_record_outputs": recorded}
+        f"Linearized{base_backbone.__name__}",
+        (LinearizedModel, base_backbone),
+        {**common, "_can_record_outputs": recorded},
     )
     lm = type(f"Linearized{base_lm.__name__}", (LinearizedForCausalLM, base_lm), {**common, "_backbone": backbone})
     conversion = get_checkpoint_conversion_mapping(model_type)
     if conversion is not None:
-        register_checkpoint_conversion_mapping(config.model_type, conversion, overwrite=True)  # type: ignore[attr-defined]
+        register_checkpoint_conversion_mapping(config.model_type, conversion, overwrite=True)
     AutoModel.register(config, backbone, exist_ok=True)
     AutoModelForCausalLM.register(config, lm, exist_ok=True)
     globals().update({cls.__name__: cls for cls in (config, backbone, lm)})

@@ -1,0 +1,113 @@
+"""A linearized checkpoint to a folder that anyone loads: the weights, and beside them the code that runs them.
+
+The code is this package's own model, mixer and op files, flattened into one folder because that is what transformers
+loads remote code from; only their import lines change. With the package installed, none of it is needed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from liger_convert import __version__
+from liger_convert.checkpoint import Checkpoint, copy_companions, load_config
+from liger_convert.errors import BadInput
+from liger_convert.families import PREFIX
+from liger_convert.files import atomic_dir
+from liger_convert.model import linear_layers, linearized_classes
+from liger_convert.progress import Report
+
+ENTRY = "liger_convert.model.modeling"
+ENTRY_FILE = "modeling_linearized"
+INTERNAL_IMPORT = re.compile(r"^(\s*from )((?:liger_convert|gated_kernels)[\w.]*)( import )", re.MULTILINE)
+
+CARD = jinja2.Template(
+    """---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [linear-attention, liger-convert]
+---
+# {{ name }}, linearized
+
+{{ linear }} of the {{ layers }} attention layers are replaced by a gated recurrent memory with a sliding
+window beside it: the cache has the same size at any length. Made by liger-convert {{ version }}.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("PATH", trust_remote_code=True)  # or: import liger_convert, and without it
+tokenizer = AutoTokenizer.from_pretrained("PATH")
+```
+""",
+    keep_trailing_newline=True,
+)
+
+
+def export(
+    model_dir: Path | str,
+    out: Path | str,
+    *,
+    dtype: str = "auto",
+    name: str | None = None,
+    progress: Report | None = None,
+) -> dict[str, Any]:
+    """Writes the linearized checkpoint `model_dir` and the code that runs it to the new folder `out`.
+
+    Raises BadInput when `model_dir` is no linearized checkpoint or is damaged, or `out` exists.
+    """
+    from liger_convert.convert import copy_weights
+
+    model_dir = Path(model_dir)
+    config = load_config(model_dir)
+    if not config.model_type.startswith(PREFIX):
+        raise BadInput(
+            f"{model_dir}: holds a {config.model_type} model; export takes what `linearize convert` or `train` made"
+        )
+    lm = linearized_classes(config.model_type.removeprefix(PREFIX))
+    with atomic_dir(out) as folder:
+        report = copy_weights(Checkpoint.open(model_dir), folder, dtype=dtype, progress=progress)
+        config.dtype = report["dtype"]
+        config.use_cache = True  # training leaves it off
+        config.architectures = [lm[2].__name__]
+        config.auto_map = {
+            auto: f"{ENTRY_FILE}.{cls.__name__}"
+            for auto, cls in zip(("AutoConfig", "AutoModel", "AutoModelForCausalLM"), lm)
+        }
+        config.save_pretrained(folder)
+        copy_companions(model_dir, folder)
+        for file, text in code_files().items():
+            (folder / file).write_text(text, encoding="utf-8")
+        card = CARD.render(
+            name=name or "A model",
+            linear=len(linear_layers(config)),
+            layers=config.num_hidden_layers,
+            version=__version__,
+        )
+        (folder / "README.md").write_text(card, encoding="utf-8")
+    return report | {"dtype": str(report["dtype"]).removeprefix("torch.")}
+
+
+def code_files() -> dict[str, str]:
+    """The model's source files by their flat names, found by following imports from the model's own module."""
+    texts: dict[str, str] = {}
+    waiting = [ENTRY]
+    while waiting:
+        module = waiting.pop()
+        if _flat(module) + ".py" in texts:
+            continue
+        spec = importlib.util.find_spec(module)
+        assert spec is not None
+        assert spec.origin is not None
+        text = Path(spec.origin).read_text(encoding="utf-8")
+        waiting += [match[2] for match in INTERNAL_IMPORT.finditer(text)]
+        texts[_flat(module) + ".py"] = INTERNAL_IMPORT.sub(lambda m: f"{m[1]}.{_flat(m[2])}{m[3]}", text)
+    return texts
+
+
+def _flat(module: str) -> str:
+    """A flat file name: gated_kernels.window.chunk -> gated_kernels_window_chunk, the entry -> modeling_linearized."""
+    return ENTRY_FILE if module == ENTRY else module.removeprefix("liger_convert.").replace(".", "_")
