@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import torch
 
 from liger_convert import __version__
 from liger_convert.checkpoint import Checkpoint, copy_companions, load_config
@@ -20,6 +21,7 @@ from liger_convert.families import PREFIX
 from liger_convert.files import atomic_dir
 from liger_convert.model import linear_layers, linearized_classes
 from liger_convert.progress import Report
+from liger_convert.shards import copied_shards, write_shards
 
 ENTRY = "liger_convert.model.modeling"
 ENTRY_FILE = "modeling_linearized"
@@ -59,8 +61,6 @@ def export(
 
     Raises BadInput when `model_dir` is no linearized checkpoint or is damaged, or `out` exists.
     """
-    from liger_convert.convert import copy_weights
-
     model_dir = Path(model_dir)
     config = load_config(model_dir)
     if not config.model_type.startswith(PREFIX):
@@ -69,8 +69,9 @@ def export(
         )
     lm = linearized_classes(config.model_type.removeprefix(PREFIX))
     with atomic_dir(out) as folder:
-        report = copy_weights(Checkpoint.open(model_dir), folder, dtype=dtype, progress=progress)
-        config.dtype = report["dtype"]
+        total = write_shards(copied_shards(Checkpoint.open(model_dir), dtype), folder, progress)
+        if dtype != "auto":
+            config.dtype = getattr(torch, dtype)
         config.use_cache = True  # training leaves it off
         config.architectures = [lm[2].__name__]
         config.auto_map = {
@@ -88,7 +89,7 @@ def export(
             version=__version__,
         )
         (folder / "README.md").write_text(card, encoding="utf-8")
-    return report | {"dtype": str(report["dtype"]).removeprefix("torch.")}
+    return {"bytes": total, "dtype": str(config.dtype).removeprefix("torch.")}
 
 
 def code_files() -> dict[str, str]:

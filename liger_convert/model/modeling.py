@@ -188,7 +188,8 @@ def _relative_error(o_BTC: Tensor, y_BTC: Tensor, valid_BT: Tensor | None) -> Te
     size_BT = y_BTC.float().square().sum(-1)
     if valid_BT is not None:
         error_BT, size_BT = error_BT * valid_BT, size_BT * valid_BT
-    return error_BT.sum() / size_BT.sum().clamp_min(torch.finfo(torch.float32).tiny)
+    # row by row, so that a batch taken in parts has the mean of the parts' losses
+    return (error_BT.sum(1) / size_BT.sum(1).clamp_min(torch.finfo(torch.float32).tiny)).mean()
 
 
 def linearize_layers(backbone: Any, config: Any) -> None:

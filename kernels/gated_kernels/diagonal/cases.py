@@ -1,0 +1,126 @@
+"""Inputs on which the diagonal recurrence is tested, and other ways to get the same result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+Op = Callable[..., tuple[Tensor, Tensor]]
+
+
+class Case(NamedTuple):
+    T: int
+    G: int = 2
+    R: int = 3
+    F: int = 16
+    V: int = 17
+    gate: str = "mild"
+    scalar: bool = False
+    state: bool = True
+    segments: bool = False
+    exclusive: bool = False
+    dtype: torch.dtype = torch.float32
+
+
+CASES = {
+    "one token": Case(1),
+    "one token, exclusive": Case(1, exclusive=True),
+    "one token of a segment": Case(1, segments=True, scalar=True),
+    "one token, no decay, bf16": Case(1, gate="none", dtype=torch.bfloat16),
+    "two tokens, no state": Case(2, state=False),
+    "three tokens, float64": Case(3, dtype=torch.float64),
+    "a token less than a chunk": Case(31, R=1, F=5, V=5),
+    "a chunk": Case(32, G=1, R=4, F=64, V=65),
+    "a token more than a chunk": Case(33, F=80, V=16),
+    "odd length, float64": Case(97, gate="mixed", dtype=torch.float64),
+    "long": Case(300, F=64, V=65),
+    "long, bf16": Case(200, F=64, V=65, dtype=torch.bfloat16),
+    "no decay": Case(97, gate="none"),
+    "no decay, exclusive, segments": Case(97, gate="none", exclusive=True, segments=True),
+    "strong": Case(130, gate="strong", F=64, V=64),
+    "strong, exclusive": Case(130, gate="strong", F=64, V=64, exclusive=True),
+    "steady -0.7": Case(130, gate="-0.7"),
+    "steady -1.4": Case(130, gate="-1.4"),
+    "steady -5": Case(130, gate="-5"),
+    "steady -20": Case(130, gate="-20"),
+    "-200 and 0": Case(97, gate="mixed"),
+    "-200 and 0, bf16": Case(97, gate="mixed", dtype=torch.bfloat16),
+    "segments": Case(130, segments=True),
+    "segments, -200 and 0": Case(130, gate="mixed", segments=True),
+    "segments, exclusive, float64": Case(97, gate="strong", segments=True, exclusive=True, dtype=torch.float64),
+    "scalar": Case(130, scalar=True, R=4, F=80, V=16),
+    "scalar, -200 and 0": Case(97, gate="mixed", scalar=True, segments=True),
+    "scalar, strong, exclusive": Case(65, gate="strong", scalar=True, exclusive=True),
+}
+
+
+def inputs(case: Case) -> dict[str, Any]:
+    B, H = 2, case.G * case.R
+    random = torch.Generator().manual_seed(case.T)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random, dtype=torch.float64).to(case.dtype)
+
+    gate = normal(B, case.T, case.G, 1 if case.scalar else case.F)
+    log_a: Tensor | None
+    if case.gate == "none":
+        log_a = None
+    elif case.gate == "mixed":
+        log_a = gate.new_tensor([0.0, -0.01, -20.0, -200.0])[torch.randint(4, gate.shape, generator=random)]
+    elif case.gate in ("mild", "strong"):
+        log_a = nnf.logsigmoid(gate) * (1 / 16 if case.gate == "mild" else 2)
+    else:
+        log_a = float(case.gate) * (1 + 0.01 * gate)
+    starts = torch.rand(B, case.T, generator=random) < 0.06
+    return {
+        "q_BTHF": normal(B, case.T, H, case.F),
+        "k_BTGF": normal(B, case.T, case.G, case.F),
+        "v_BTGV": normal(B, case.T, case.G, case.V),
+        "log_a": log_a,
+        "state_BGFV": normal(B, case.G, case.F, case.V) if case.state else None,
+        "segment_BT": 7 + starts.cumsum(1) if case.segments else None,
+        "exclusive": case.exclusive,
+    }
+
+
+def _slice(x: dict[str, Any], tokens: slice, rows: slice = slice(None)) -> dict[str, Any]:
+    cut = ("q_BTHF", "k_BTGF", "v_BTGV", "log_a", "segment_BT")
+    return x | {name: x[name][rows, tokens] for name in cut if x[name] is not None}
+
+
+def in_pieces(op: Op, x: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The sequence cut at odd places, the state carried on."""
+    T = x["q_BTHF"].shape[1]
+    cuts = sorted({0, min(1, T), T // 3, T // 2 + 1, T})
+    outputs, state = [], x["state_BGFV"]
+    for start, end in zip(cuts, cuts[1:]):
+        piece = _slice(x, slice(start, end)) | {"state_BGFV": state}
+        if start and x["segment_BT"] is not None:  # a segment that starts with a piece finds another's state
+            same = x["segment_BT"][:, start] == x["segment_BT"][:, start - 1]
+            piece["state_BGFV"] = state * same[:, None, None, None]
+        o, state = op(**piece)
+        outputs.append(o)
+    return torch.cat(outputs, 1), state
+
+
+def one_by_one(op: Op, x: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Every segment of every sequence by itself; the state given belongs to the first."""
+    B, T = x["q_BTHF"].shape[:2]
+    segment_BT = torch.zeros(B, T) if x["segment_BT"] is None else x["segment_BT"]
+    rows, states = [], []
+    for b in range(B):
+        lengths = segment_BT[b].unique_consecutive(return_counts=True)[1].tolist()
+        state = None if x["state_BGFV"] is None else x["state_BGFV"][b : b + 1]
+        start, outputs = 0, []
+        for length in lengths:
+            piece = _slice(x, slice(start, start + length), slice(b, b + 1))
+            o, state_after = op(**piece | {"state_BGFV": state, "segment_BT": None})
+            outputs.append(o)
+            start, state = start + length, None
+        rows.append(torch.cat(outputs, 1))
+        states.append(state_after)
+    return torch.cat(rows), torch.cat(states)

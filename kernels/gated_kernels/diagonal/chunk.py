@@ -1,0 +1,296 @@
+"""The diagonal recurrence in chunks: matrix products within a chunk, a loop over the states between chunks.
+
+In a chunk, the rows [scores | decayed queries] meet the columns [values ; state before the chunk] in one product, where
+the score of tokens t and s is q_t k_s times every decay after s up to t. Decays are products of the gates, never
+quotients of products from the start, which underflow: a chunk is halved again and again, and the queries of a second
+half meet the keys of its first half with both decays ending at the boundary between them. Halving stops at blocks whose
+gates are mild (nearly always at once); there, both decays of all pairs are taken from the middle of the block.
+
+The backward pass computes all of it again, so that only the inputs are kept.
+
+Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, N chunks, C chunk
+length. Chunked tensors are [B, G, N, C, ...], queries [B, G, N, C, R, F], a gate's last size is F or 1.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK = 32
+MILD = math.exp(-30)  # twice this exponent, in a pair that the mask removes, must stay finite
+
+
+def diagonal(
+    q_BTHF: Tensor,
+    k_BTGF: Tensor,
+    v_BTGV: Tensor,
+    log_a: Tensor | None,
+    *,
+    state_BGFV: Tensor | None = None,
+    segment_BT: Tensor | None = None,
+    exclusive: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The recurrence S_t = diag(a_t) S_{t-1} + k_t^T v_t, read by o_t = q_t S_t; query head h uses kv head h // R.
+
+    log_a <= 0 is [B, T, G, F], [B, T, G, 1] or None (no decay). With `exclusive`, o_t = q_t S_{t-1}. `segment_BT` are
+    integers; the recurrence restarts where they change, and the given state belongs to the first of them.
+    Computes in fp32 (fp64 for fp64 values), under autocast too. Returns o_BTHV in v's dtype and the last state. Raises
+    ValueError when H is no multiple of G.
+    """
+    B, T, H, F = q_BTHF.shape
+    G, V = v_BTGV.shape[2:]
+    if H % G:
+        raise ValueError(f"{H} query heads are no multiple of {G} key-value heads")
+    dtype = torch.promote_types(v_BTGV.dtype, torch.float32)
+    state = v_BTGV.new_zeros(B, G, F, V, dtype=dtype) if state_BGFV is None else state_BGFV.to(dtype)
+    with torch.autocast(v_BTGV.device.type, enabled=False):
+        if T == 1:
+            return _step(q_BTHF, k_BTGF, v_BTGV, log_a, state, exclusive)
+        log_a = v_BTGV.new_zeros(()).expand(B, T, G, 1) if log_a is None else log_a
+        if not exclusive:
+            return _Chunked.apply(q_BTHF, k_BTGF, v_BTGV, log_a, state, segment_BT)
+        # What q_t reads before token t, it would read after token t - 1.
+        early_BTHF = nnf.pad(q_BTHF[:, 1:], (0, 0, 0, 0, 0, 1))
+        if segment_BT is not None:
+            same_BT = nnf.pad(segment_BT[:, 1:] == segment_BT[:, :-1], (0, 1))
+            early_BTHF = early_BTHF * same_BT[..., None, None]
+        o_BTHV, last = _Chunked.apply(early_BTHF, k_BTGF, v_BTGV, log_a, state, segment_BT)
+        first = (q_BTHF[:, 0].to(dtype).unflatten(1, (G, -1)) @ state).flatten(1, 2)
+        return torch.cat([first[:, None].to(o_BTHV.dtype), o_BTHV[:, :-1]], 1), last
+
+
+def _step(
+    q_BTHF: Tensor, k_BTGF: Tensor, v_BTGV: Tensor, log_a: Tensor | None, state: Tensor, exclusive: bool
+) -> tuple[Tensor, Tensor]:
+    q, k, v = (x[:, 0].to(state.dtype) for x in (q_BTHF, k_BTGF, v_BTGV))
+    last = state if log_a is None else state * log_a[:, 0, :, :, None].to(state.dtype).exp()
+    last = torch.addcmul(last, k[..., None], v[..., None, :])
+    o = q.unflatten(1, (v.shape[1], -1)) @ (state if exclusive else last)
+    return o.flatten(1, 2)[:, None].to(v_BTGV.dtype), last
+
+
+class _Decay(NamedTuple):
+    """Products of gates; `middle` and `levels` are for pairs of tokens within a chunk."""
+
+    prefix: Tensor  # [.., C, F] from the start of the chunk to each token, 0 where the state before is not its own
+    suffix: Tensor  # [.., C, F] after each token to the end of the chunk, 0 where the state after is not its own
+    total: Tensor  # [.., F, 1] of the chunk, 0 where a segment ends within it
+    base: int  # length of the blocks that are not halved
+    middle: Tensor  # [.., C, F] from the middle of a token's base block to the token; its inverse for a key
+    levels: list[tuple[int, Tensor, Tensor]]  # length of a half, prefix of second halves, suffix of first halves
+
+
+def _decay(gate: Tensor, segment: Tensor | None) -> _Decay:
+    totals = [gate.exp()]
+    while totals[-1].shape[3] > 1:
+        pairs = totals[-1].unflatten(3, (-1, 2))
+        totals.append(pairs[..., 0, :] * pairs[..., 1, :])
+    mild = torch.stack([total.amin() for total in totals[:-1]]) >= MILD
+    base = 1 << int(mild.sum())
+    prefix, suffix, middle, levels = totals[0].clone(), torch.ones_like(gate), torch.ones_like(gate), []
+    for level, total in enumerate(totals[:-1]):
+        half = 1 << level
+        second, first = _halves(prefix, half)[1], _halves(suffix, half)[0]
+        if 2 * half == base:
+            middle = torch.stack([first.reciprocal(), second], 4).flatten(3, 5)
+        elif half >= base:
+            levels.append((half, second.clone(), first.clone()))
+        second *= total[..., 0::2, None, :]
+        first *= total[..., 1::2, None, :]
+    total = totals[-1].mT
+    if segment is not None:
+        last = segment[..., -1:]
+        before = torch.cat([segment[:, :, :1, :1], last[:, :, :-1]], 2)
+        prefix, suffix = prefix * (segment == before)[..., None], suffix * (segment == last)[..., None]
+        total = total * (last == before)[..., None]
+    return _Decay(prefix, suffix, total, base, middle, levels)
+
+
+class _Pass(NamedTuple):
+    """Everything that the forward pass makes on its way and the backward pass needs again."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay: _Decay
+    same: Tensor | None  # [B, 1, N, C, 1, C] whether two tokens are of one segment
+    rows: Tensor  # [B, G, N, C, R, C + F]
+    columns: Tensor  # [B, G, N, C + F, V]
+    write: Tensor  # [B, G, N, C, F] keys decayed to the end of the chunk
+    last: Tensor  # [B, G, F, V]
+
+
+def _forward(
+    q_BTHF: Tensor, k_BTGF: Tensor, v_BTGV: Tensor, log_a: Tensor, state: Tensor, segment_BT: Tensor | None
+) -> _Pass:
+    T, G = k_BTGF.shape[1:3]
+    C = min(CHUNK, 1 << (T - 1).bit_length())
+    q, k, v, gate = (_split(x, C, state.dtype) for x in (q_BTHF.unflatten(2, (G, -1)), k_BTGF, v_BTGV, log_a))
+    B, G, N, C, R, F = q.shape
+    segment = same = None
+    if segment_BT is not None:
+        segment = torch.cat([segment_BT, segment_BT[:, -1:].expand(-1, N * C - T)], 1).view(B, 1, N, C)
+        same = (segment[..., :, None] == segment[..., None, :])[..., None, :]
+    decay = _decay(gate, segment)
+
+    rows = q.new_empty(B, G, N, C, R, C + F)
+    scores, read = rows[..., :C], rows[..., C:]
+    if decay.levels:
+        scores.zero_()  # what lies above the blocks
+    left, right = _base_factors(q, k, decay)
+    torch.mul(_outer(left, right), _causal(decay.base, q), out=_blocks(scores, decay.base))
+    for half, prefix, suffix in decay.levels:
+        left, right = _halves(q, half)[1] * prefix[..., None, :], _halves(k, half)[0] * suffix
+        _blocks(scores, 2 * half)[..., half:, :, :half] = _outer(left, right)
+    if same is not None:
+        scores *= same
+    torch.mul(q, decay.prefix[..., None, :], out=read)
+
+    columns = q.new_empty(B, G, N, C + F, v.shape[-1])
+    columns[..., :C, :] = v
+    write = k * decay.suffix
+    states, added, totals = columns[..., C:, :].unbind(2), (write.mT @ v).unbind(2), decay.total.unbind(2)
+    states[0].copy_(state)
+    for n in range(N - 1):
+        torch.addcmul(added[n], states[n], totals[n], out=states[n + 1])
+    last = torch.addcmul(added[-1], states[-1], totals[-1])
+    return _Pass(q, k, v, decay, same, rows, columns, write, last)
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q_BTHF, k_BTGF, v_BTGV, log_a, state, segment_BT):  # type: ignore[no-untyped-def, override]
+        ctx.save_for_backward(q_BTHF, k_BTGF, v_BTGV, log_a, state, segment_BT)
+        run = _forward(q_BTHF, k_BTGF, v_BTGV, log_a, state, segment_BT)
+        o = (run.rows.flatten(3, 4) @ run.columns).unflatten(3, run.rows.shape[3:5])
+        return _tokens(o)[:, : q_BTHF.shape[1]].flatten(2, 3).to(v_BTGV.dtype), run.last
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do_BTHV, dlast):  # type: ignore[no-untyped-def, override]
+        inputs = ctx.saved_tensors
+        with torch.autocast(do_BTHV.device.type, enabled=False):
+            grads = _backward(_forward(*inputs), do_BTHV, dlast, scalar=inputs[3].shape[-1] == 1)
+        *grads, dstate = grads
+        T = do_BTHV.shape[1]
+        return *(_tokens(g)[:, :T].reshape(x.shape).to(x.dtype) for g, x in zip(grads, inputs)), dstate, None
+
+
+def _backward(run: _Pass, do_BTHV: Tensor, dlast: Tensor, scalar: bool) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v, log_a, each in chunks, and of the state."""
+    q, k, decay = run.q, run.k, run.decay
+    C, R = q.shape[3:5]
+    base = decay.base
+
+    def to_gate(x: Tensor) -> Tensor:
+        return x.sum(-1, keepdim=True) if scalar else x
+
+    do = _split(do_BTHV.unflatten(2, (-1, R)), C, q.dtype).flatten(3, 4)
+    drows = (do @ run.columns.mT).unflatten(3, (C, R))
+    dcolumns = run.rows.flatten(3, 4).mT @ do
+    dscores, dread = drows[..., :C], drows[..., C:]
+    dv, dstates = dcolumns[..., :C, :], dcolumns[..., C:, :]
+    if run.same is not None:
+        dscores *= run.same
+
+    dadded = torch.empty_like(dstates)
+    slots, totals = dadded.unbind(2), decay.total.unbind(2)
+    slots[-1].copy_(dlast)
+    for n in reversed(range(1, len(slots))):
+        torch.addcmul(dstates[:, :, n], slots[n], totals[n], out=slots[n - 1])
+    dstate = torch.addcmul(dstates[:, :, 0], slots[0], totals[0])
+    dv = dv + run.write @ dadded
+    dwrite = run.v @ dadded.mT
+
+    # Gradients of the gates' sums, as every factor is the exponential of one.
+    dtotal = to_gate(((dadded * run.columns[..., C:, :]).sum(-1, keepdim=True) * decay.total).mT)
+    dsuffix = to_gate(dwrite * run.write)
+    dprefix = to_gate((dread * run.rows[..., C:]).sum(4))
+    dk, dq = dwrite * decay.suffix, dread * decay.prefix[..., None, :]
+
+    for half, prefix, suffix in reversed(decay.levels):
+        dtotal = _descend(dprefix, dsuffix, dtotal, half)
+        dblock = _blocks(dscores, 2 * half)[..., half:, :, :half]
+        left, right = _halves(q, half)[1] * prefix[..., None, :], _halves(k, half)[0] * suffix
+        dleft, dright = _outer_backward(dblock, left, right)
+        _halves(dprefix, half)[1].add_(to_gate((dleft * left).sum(5)))
+        _halves(dsuffix, half)[0].add_(to_gate(dright * right))
+        _halves(dq, half)[1].addcmul_(dleft, prefix[..., None, :])
+        _halves(dk, half)[0].addcmul_(dright, suffix)
+
+    # A token meets itself without decay: kept out of the gates' gradients, where it would only cancel.
+    dself = dscores.diagonal(dim1=3, dim2=5).mT[..., None]
+    dq.addcmul_(dself, k[..., None, :])
+    dk += (dself * q).sum(4)
+    left, right = _base_factors(q, k, decay)
+    dleft, dright = _outer_backward(_blocks(dscores, base) * _causal(base, q, -1), left, right)
+    dmiddle = to_gate(((dleft * left).sum(5) - dright * right).flatten(3, 4))
+    dq.addcmul_(dleft.flatten(3, 4), decay.middle[..., None, :])
+    dk.addcdiv_(dright.flatten(3, 4), decay.middle)
+    half = base // 2
+    while half:
+        dtotal = _descend(dprefix, dsuffix, dtotal, half)
+        if 2 * half == base:
+            _halves(dprefix, half)[1].add_(_halves(dmiddle, half)[1])
+            _halves(dsuffix, half)[0].sub_(_halves(dmiddle, half)[0])
+        half //= 2
+    return dq, dk, dv, dtotal + dprefix, dstate
+
+
+def _descend(dprefix: Tensor, dsuffix: Tensor, dtotal: Tensor, half: int) -> Tensor:
+    """The gradient of the totals of halves, from those of what they were multiplied into."""
+    first, second = _halves(dprefix, half)[1].sum(4) + dtotal, _halves(dsuffix, half)[0].sum(4) + dtotal
+    return torch.stack([first, second], 4).flatten(3, 4)
+
+
+def _base_factors(q: Tensor, k: Tensor, decay: _Decay) -> tuple[Tensor, Tensor]:
+    left, right = q * decay.middle[..., None, :], k / decay.middle
+    return left.unflatten(3, (-1, decay.base)), right.unflatten(3, (-1, decay.base))
+
+
+def _outer(left: Tensor, right: Tensor) -> Tensor:
+    """[.., t, R, F], [.., s, F] -> [.., t, R, s]"""
+    return (left.flatten(-3, -2) @ right.mT).unflatten(-2, left.shape[-3:-1])
+
+
+def _outer_backward(d: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    d = d.flatten(-3, -2)
+    return (d @ right).unflatten(-2, left.shape[-3:-1]), d.mT @ left.flatten(-3, -2)
+
+
+def _causal(size: int, like: Tensor, diagonal: int = 0) -> Tensor:
+    """[t, 1, s] 1 where s <= t, or s < t."""
+    return like.new_ones(size, size).tril_(diagonal)[:, None]
+
+
+def _blocks(scores: Tensor, size: int) -> Tensor:
+    """[.., C, R, C] -> the blocks on its diagonal, a view [.., C / size, size, R, size]."""
+    M = scores.shape[3] // size
+    return scores.unflatten(5, (M, size)).unflatten(3, (M, size)).diagonal(dim1=3, dim2=6).movedim(-1, 3)
+
+
+def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
+    """[.., C, ...] -> the first and second halves of blocks, views [.., C / 2 half, half, ...]."""
+    first, second = x.unflatten(3, (-1, 2, half)).unbind(4)
+    return first, second
+
+
+def _split(x: Tensor, C: int, dtype: torch.dtype) -> Tensor:
+    """[B, T, G, ...] -> [B, G, N, C, ...] in one copy, filled up with zeros."""
+    B, T, G = x.shape[:3]
+    chunks = x.new_empty(B, G, -(-T // C), C, *x.shape[3:], dtype=dtype)
+    tokens = _tokens(chunks)
+    tokens[:, :T] = x
+    tokens[:, T:] = 0
+    return chunks
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """[B, G, N, C, ...] -> a view [B, N C, G, ...]."""
+    return x.movedim(1, 3).flatten(1, 2)

@@ -1,0 +1,226 @@
+"""Sliding-window attention with sinks, in blocks of queries: time and memory O(T (W + block)).
+
+The queries of a block meet the keys from the first one's window to the last one's own, and then the sinks. Exponentials
+are taken to base 2, which on a CPU is several times faster and not slow at -inf. Only inputs and outputs are kept; the
+backward pass computes the weights again from the logs of their sums.
+
+Shapes: B batch, T queries, S = P + T keys, H query heads, G key-value heads, R = H / G, D head size, V value size,
+M sinks, N blocks, C block length, L = P' + C keys of a block. Blocked tensors are [B, G, N, ...].
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+BLOCK = 32
+
+
+def window(
+    q_BTHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGV: Tensor,
+    *,
+    window: int,
+    scale: float,
+    valid_BS: Tensor | None = None,
+    segment_BS: Tensor | None = None,
+    sink_k_BMGD: Tensor | None = None,
+    sink_v_BMGV: Tensor | None = None,
+    sink_visible_BTM: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One softmax over the last `window` keys of each query and its visible sinks; query head h uses kv head h // R.
+
+    The S keys are P past ones and then the T queries' own. Query t sees key j iff 0 <= P + t - j < window, `valid_BS[j]`
+    and both are of one segment, and sink m iff `sink_visible_BTM[t, m]` (no key may be given as both). Returns o_BTHV in
+    v's dtype and lse_BTH, the log of the sum of exp(scale q.k), in fp32 (fp64 for fp64). A query that sees nothing has
+    o = 0 and lse = -inf, and passes no gradient on. Raises ValueError when S < T, window < 1 or H is no multiple of G.
+    """
+    T, H = q_BTHD.shape[1:3]
+    S, G = k_BSGD.shape[1:3]
+    if S < T or window < 1 or H % G:
+        raise ValueError(f"window {window}, {T} queries, {S} keys, {H} query heads and {G} kv heads do not fit together")
+    reach = slice(max(S - T - window + 1, 0), None)  # keys before it are in no window
+    k_BSGD, v_BSGV = k_BSGD[:, reach], v_BSGV[:, reach]
+    valid_BS = None if valid_BS is None else valid_BS[:, reach].bool()
+    segment_BS = None if segment_BS is None else segment_BS[:, reach]
+    with torch.autocast(q_BTHD.device.type, enabled=False):
+        if T == 1:
+            hidden_BS = _hidden_from_one(k_BSGD, valid_BS, segment_BS, sink_visible_BTM)
+            return _one_query(q_BTHD, k_BSGD, v_BSGV, sink_k_BMGD, sink_v_BMGV, hidden_BS, scale)
+        blocks = _Blocks.of(T, k_BSGD.shape[1], window)
+        hidden = _hidden(blocks, window, valid_BS, segment_BS, sink_visible_BTM, k_BSGD.device)
+        return _Window.apply(q_BTHD, k_BSGD, v_BSGV, sink_k_BMGD, sink_v_BMGV, hidden, scale, blocks)
+
+
+def _one_query(
+    q_BTHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGV: Tensor,
+    sink_k_BMGD: Tensor | None,
+    sink_v_BMGV: Tensor | None,
+    hidden_BS: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    if sink_k_BMGD is not None and sink_v_BMGV is not None:
+        k_BSGD, v_BSGV = torch.cat([k_BSGD, sink_k_BMGD], 1), torch.cat([v_BSGV, sink_v_BMGV], 1)
+    q = _wide(q_BTHD).unflatten(2, (k_BSGD.shape[2], -1))[:, 0]
+    logits = (q @ _wide(k_BSGD).permute(0, 2, 3, 1)) * (scale / math.log(2))
+    if hidden_BS is not None:
+        logits = logits.masked_fill(hidden_BS[:, None, None], -torch.inf)
+    o, lse = _read(logits, v_BSGV.transpose(1, 2))
+    return o.flatten(1, 2)[:, None], lse.flatten(1)[:, None] * math.log(2)
+
+
+def _read(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Weighted sums of v in its dtype and logs to base 2 of the sums of weights; overwrites the logits."""
+    top = logits.detach().amax(-1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)
+    weights = logits.sub_(top).exp2_()
+    mass = weights.sum(-1, keepdim=True)
+    o = weights.to(v.dtype) @ v / mass.clamp(min=torch.finfo(mass.dtype).tiny)
+    return o.to(v.dtype), mass.log2() + top
+
+
+def _hidden_from_one(
+    k_BSGD: Tensor, valid_BS: Tensor | None, segment_BS: Tensor | None, sink_visible_BTM: Tensor | None
+) -> Tensor | None:
+    """[B, S + M] what a single query does not see."""
+    hidden = None if valid_BS is None else ~valid_BS
+    if segment_BS is not None:
+        other = segment_BS != segment_BS[:, -1:]
+        hidden = other if hidden is None else hidden | other
+    if sink_visible_BTM is not None:
+        hidden = torch.zeros_like(k_BSGD[..., 0, 0], dtype=torch.bool) if hidden is None else hidden
+        hidden = torch.cat([hidden, ~sink_visible_BTM[:, 0].bool()], 1)
+    return hidden
+
+
+class _Blocks(NamedTuple):
+    """How T queries and their keys are cut: blocks of `length` queries, each with `past` more keys."""
+
+    length: int
+    past: int
+    tokens: int
+    front: int  # keys missing before the first
+    back: int  # queries missing after the last
+
+    @classmethod
+    def of(cls, T: int, S: int, window: int) -> _Blocks:
+        length = min(BLOCK, T)
+        past = window - 1 if T > length else S - T
+        return cls(length, past, T, past - (S - T), -T % length)
+
+    def queries(self, x_BTHD: Tensor, G: int) -> Tensor:
+        """-> [B, G, N, C, R, D]"""
+        x = nnf.pad(x_BTHD, (0, 0, 0, 0, 0, self.back)) if self.back else x_BTHD
+        return x.unflatten(2, (G, -1)).unflatten(1, (-1, self.length)).movedim(3, 1).contiguous()
+
+    def queries_back(self, x: Tensor) -> Tensor:
+        return x.movedim(1, 3).flatten(1, 2)[:, : self.tokens].flatten(2, 3)
+
+    def spread(self, x_BS: Tensor) -> Tensor:
+        """[B, S] -> [B, N, L]"""
+        return nnf.pad(x_BS, (self.front, self.back)).unfold(1, self.past + self.length, self.length)
+
+    def keys(self, x_BSGD: Tensor, sink_BMGD: Tensor | None) -> Tensor:
+        """-> [B, G, N, L + M, D]"""
+        x = nnf.pad(x_BSGD, (0, 0, 0, 0, self.front, self.back)) if self.front or self.back else x_BSGD
+        x = x.unfold(1, self.past + self.length, self.length).permute(0, 2, 1, 4, 3)
+        if sink_BMGD is None:
+            return x.contiguous()
+        return torch.cat([x, sink_BMGD.transpose(1, 2)[:, :, None].expand(-1, -1, x.shape[2], -1, -1)], 3)
+
+    def keys_back(self, dx: Tensor, sink_BMGD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The gradients of what `keys` took: every key sums over the blocks that hold it."""
+        B, G, N, _, D = dx.shape
+        L, C = self.past + self.length, self.length
+        pieces = -(-L // C)
+        total = dx.new_zeros(B, G, N + pieces - 1, C, D)
+        for i in range(pieces):
+            piece = dx[..., i * C : min((i + 1) * C, L), :]
+            total[:, :, i : i + N, : piece.shape[3]] += piece
+        dkeys = total.flatten(2, 3)[:, :, self.front : self.past + self.tokens].transpose(1, 2)
+        return dkeys, None if sink_BMGD is None else dx[..., L:, :].sum(2).transpose(1, 2)
+
+
+def _hidden(
+    blocks: _Blocks,
+    window: int,
+    valid_BS: Tensor | None,
+    segment_BS: Tensor | None,
+    sink_visible_BTM: Tensor | None,
+    device: torch.device,
+) -> Tensor:
+    """[B or 1, N, C, L + M] what the queries of each block do not see."""
+    C, L = blocks.length, blocks.past + blocks.length
+    distance = torch.arange(C, device=device)[:, None] + blocks.past - torch.arange(L, device=device)
+    hidden = (distance < 0) | (distance >= window)
+    if valid_BS is None:
+        valid_BS = torch.ones(1, L - C + blocks.tokens - blocks.front, dtype=torch.bool, device=device)
+    hidden = hidden | ~blocks.spread(valid_BS)[:, :, None]
+    if segment_BS is not None:
+        own_BT = nnf.pad(segment_BS[:, -blocks.tokens :], (0, blocks.back))
+        hidden = hidden | (own_BT.unflatten(1, (-1, C))[..., None] != blocks.spread(segment_BS)[:, :, None])
+    if sink_visible_BTM is not None:
+        shut = nnf.pad(~sink_visible_BTM.bool(), (0, 0, 0, blocks.back)).unflatten(1, (-1, C))
+        hidden = torch.cat([hidden.expand(shut.shape[0], -1, -1, -1), shut], 3)
+    return hidden
+
+
+class _Window(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        q_BTHD: Tensor,
+        k_BSGD: Tensor,
+        v_BSGV: Tensor,
+        sink_k_BMGD: Tensor | None,
+        sink_v_BMGV: Tensor | None,
+        hidden: Tensor,
+        scale: float,
+        blocks: _Blocks,
+    ) -> tuple[Tensor, Tensor]:
+        q, k = blocks.queries(q_BTHD, k_BSGD.shape[2]), blocks.keys(k_BSGD, sink_k_BMGD)
+        o, lse = _read(_logits(q, k, hidden, scale).flatten(3, 4), blocks.keys(v_BSGV, sink_v_BMGV))
+        o_BTHV, lse_BTH = (blocks.queries_back(x.unflatten(3, q.shape[3:5])) for x in (o, lse))
+        ctx.save_for_backward(q_BTHD, k_BSGD, v_BSGV, sink_k_BMGD, sink_v_BMGV, hidden, lse_BTH)
+        ctx.scale, ctx.blocks = scale, blocks
+        return o_BTHV, lse_BTH[..., 0] * math.log(2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do_BTHV: Tensor, dlse_BTH: Tensor) -> tuple[Tensor | None, ...]:
+        q_BTHD, k_BSGD, v_BSGV, sink_k, sink_v, hidden, lse_BTH = ctx.saved_tensors
+        blocks: _Blocks = ctx.blocks
+        G = k_BSGD.shape[2]
+        with torch.autocast(do_BTHV.device.type, enabled=False):
+            empty = lse_BTH == -torch.inf
+            lse_BTH, dlse_BTH = lse_BTH.masked_fill(empty, 0), dlse_BTH[..., None].masked_fill(empty, 0)
+            q, do, lse, dlse = (blocks.queries(x, G) for x in (q_BTHD, do_BTHV, lse_BTH, dlse_BTH))
+            k, v, do = blocks.keys(k_BSGD, sink_k), blocks.keys(v_BSGV, sink_v), do.flatten(3, 4)
+            weights = _logits(q, k, hidden, ctx.scale).sub_(lse).exp2_()
+            dv = weights.flatten(3, 4).to(do.dtype).mT @ do
+            # The mean over the row is taken from these very products: do.o, its equal, would not cancel to the last bit.
+            dlogits = (do @ v.mT).unflatten(3, q.shape[3:5]) * weights
+            dlogits.addcmul_(weights, dlse - dlogits.sum(-1, keepdim=True)).mul_(ctx.scale)
+            dlogits = dlogits.to(q.dtype).flatten(3, 4)
+            dq = blocks.queries_back((dlogits @ k).unflatten(3, q.shape[3:5]))
+            dk, dsink_k = blocks.keys_back(dlogits.mT @ q.flatten(3, 4), sink_k)
+            dv, dsink_v = blocks.keys_back(dv, sink_v)
+        return dq, dk, dv, dsink_k, dsink_v, None, None, None
+
+
+def _logits(q: Tensor, k: Tensor, hidden: Tensor, scale: float) -> Tensor:
+    """[B, G, N, C, R, L + M] to base 2, -inf where hidden."""
+    logits = (_wide(q).flatten(3, 4) @ _wide(k).mT).unflatten(3, q.shape[3:5])
+    bias = torch.zeros_like(hidden, dtype=logits.dtype).masked_fill_(hidden, -torch.inf)
+    return torch.add(bias[:, None, :, :, None], logits, alpha=scale / math.log(2), out=logits)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

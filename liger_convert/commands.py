@@ -1,0 +1,201 @@
+"""What the commands other than `run` do, each a few calls: the pieces of a run, one at a time."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from liger_convert import checkpoint, data, diagnose, evaluate, generate, suites, training, yamlfile
+from liger_convert.convert import convert
+from liger_convert.device import pick_device
+from liger_convert.errors import BadInput
+from liger_convert.families import PREFIX
+from liger_convert.manifest import lock
+from liger_convert.plan import Plan, make_plan
+from liger_convert.progress import progress
+from liger_convert.recipe import FileSource, PydocSource, Recipe, build
+
+PYDOC = "pydoc"
+
+
+@contextmanager
+def local_model(source: str, **options: Any) -> Iterator[Path]:
+    """A folder with the model `source` for as long as the block runs. Options are those of `base_options`."""
+    with tempfile.TemporaryDirectory(prefix="linearize-") as work:
+        yield checkpoint.resolve_base(source, Path(work), **options)
+
+
+def is_linearized(folder: Path) -> bool:
+    return checkpoint.load_config(folder).model_type.startswith(PREFIX)
+
+
+def require_linearized(folder: Path) -> None:
+    """Raises BadInput unless `folder` holds a linearized model."""
+    if not is_linearized(folder):
+        raise BadInput(f"{folder}: is not a linearized model; `linearize convert` makes one of it")
+
+
+def refuse_existing(out: Path) -> None:
+    """Raises BadInput when `out` exists: before the work, where the writing would only say it after."""
+    if out.exists():
+        raise BadInput(f"{out}: already exists; name a new folder or remove this one")
+
+
+def convert_base(
+    base: str,
+    out: Path,
+    *,
+    mixer: str,
+    window: int | None,
+    sinks: int | None,
+    layers: str,
+    options: Sequence[str],
+    dtype: str,
+    seed: int,
+    **base_options: Any,
+) -> Plan:
+    """Converts `base` without training into the new folder `out`, and returns the plan it followed.
+
+    layers: YAML of a recipe's `layers`. options: `NAME=VALUE` of the mixer. window, sinks: None for the mixer's own.
+    Raises BadInput, LinearizeError.
+    """
+    spec = {"type": mixer, "window": window, "sinks": sinks}
+    written: dict[str, Any] = {
+        "version": 1,
+        "name": out.name,
+        "base": base,
+        "base_options": base_options,
+        "mixer": {name: value for name, value in spec.items() if value is not None},
+        "layers": yamlfile.parse(layers, f"--layers {layers}"),
+        "export": {"dtype": dtype},
+        "seed": seed,
+    }
+    for option in options:
+        written = yamlfile.override(written, f"mixer.{option}")
+    recipe = build(written, "convert")
+    refuse_existing(out)
+    trust = recipe.base_options.trust_remote_code
+    with local_model(base, **base_options) as folder, progress("convert") as report:
+        plan = make_plan(recipe, checkpoint.load_config(folder, trust))
+        convert(folder, out, plan.linearization, dtype=dtype, seed=seed, trust_remote_code=trust, progress=report)
+    return plan
+
+
+def train_stage(recipe: Recipe, number: int, model: Path, out: Path, *, resume: bool = False) -> dict[str, Any]:
+    """Stage `number` (from 1) of `recipe` on the linearized model in `model`, into `out`; returns its statistics.
+
+    `out` is new, or with `resume` what an interrupted call left. Raises BadInput, LinearizeError.
+    """
+    if not 1 <= number <= len(recipe.stages):
+        raise BadInput(f"--stage {number}: {recipe.name} has {len(recipe.stages)} stages, counted from 1")
+    require_linearized(model)
+    if not resume:
+        refuse_existing(out)
+    stage, seed, device = recipe.stages[number - 1], recipe.seed + number - 1, pick_device(recipe.device)
+    with local_model(recipe.base, **recipe.base_options.model_dump()) as base:
+        documents = data.load_source(recipe.data[stage.data], checkpoint.load_tokenizer(model), seed=recipe.seed).train
+        dataset = data.pack(documents, stage.seq_len, stage.tokens, seed, responses_only=stage.responses_only)
+        out.mkdir(parents=True, exist_ok=True)
+        with lock(out), progress(f"{number}-{stage.kind}") as report:
+            return training.run_stage(
+                stage,
+                model_dir=model,
+                results=[],
+                base_dir=base,
+                dataset=dataset,
+                out=out,
+                device=device,
+                precision=recipe.precision,
+                seed=seed,
+                resume=resume,
+                progress=report,
+            )
+
+
+def evaluate_models(
+    model: str,
+    baseline: str | None,
+    *,
+    suite: str,
+    text: str = PYDOC,
+    data_dir: Path | None = None,
+    limit: int | None = None,
+    batch_size: int = 4,
+    device: str = "auto",
+    precision: str = "auto",
+    trust_remote_code: bool = False,
+) -> dict[str, Any]:
+    """{"suite": …, "models": {NAME: {METRIC: measurement}}}, NAME `linearized` or `model`, and `base` for a baseline.
+
+    `text` is a file of held-out text, or `pydoc` for Python's documentation. Raises BadInput.
+    """
+    loaded, where = suites.load(suite), pick_device(device)
+    suites.check_data(loaded, data_dir)
+    found: dict[str, Any] = {}
+    for source in (baseline, model):
+        if source is None:
+            continue
+        with local_model(source, trust_remote_code=trust_remote_code) as folder, progress(source) as report:
+            name = "base" if source == baseline else "linearized" if is_linearized(folder) else "model"
+            tokenizer = checkpoint.load_tokenizer(folder, trust_remote_code)
+            found[name] = evaluate.evaluate(
+                generate.load_model(folder, where, precision, trust_remote_code=trust_remote_code),
+                tokenizer,
+                loaded,
+                held_out=_held_out(text, tokenizer) if loaded.needs_text else None,
+                data_dir=data_dir,
+                limit=limit,
+                batch_size=batch_size,
+                precision=precision,
+                report=report,
+            )
+    return {"suite": loaded.model_dump(mode="json"), "models": found}
+
+
+def diagnose_model(
+    model: Path,
+    base: str | None,
+    *,
+    suite: str,
+    text: str = PYDOC,
+    data_dir: Path | None = None,
+    limit: int | None = None,
+    batch_size: int = 4,
+    device: str = "auto",
+    precision: str = "auto",
+) -> dict[str, Any]:
+    """`diagnose.diagnose` of the linearized model `model`, beside its `base` where that is given. Raises BadInput."""
+    loaded, where = suites.load(suite), pick_device(device)
+    suites.check_data(loaded, data_dir)
+    require_linearized(model)
+    with local_model(base or str(model)) as folder, progress("diagnose") as report:
+        return diagnose.diagnose(
+            model,
+            folder if base is not None else None,
+            loaded,
+            held_out=_held_out(text, checkpoint.load_tokenizer(model)) if loaded.needs_text else None,
+            data_dir=data_dir,
+            limit=limit,
+            batch_size=batch_size,
+            device=where,
+            precision=precision,
+            report=report,
+        )
+
+
+def _held_out(text: str, tokenizer: Any) -> Sequence[data.Document]:
+    """A whole file, or the part of Python's documentation that a recipe with the same seed does not train on."""
+    if text == PYDOC:
+        return data.load_source(PydocSource(held_out=0.1), tokenizer).held_out
+    return data.load_source(FileSource(path=text), tokenizer).train
+
+
+def generate_text(model: str, prompt: str, write: Callable[[str], object], device: str, **options: Any) -> None:
+    """Streams what `model` says to `prompt` into `write`; options are those of `generate.generate`. Raises BadInput."""
+    where = pick_device(device)
+    with local_model(model) as folder:
+        tokenizer = checkpoint.load_tokenizer(folder)
+        generate.generate(generate.load_model(folder, where), tokenizer, prompt, write=write, **options)

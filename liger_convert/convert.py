@@ -1,0 +1,121 @@
+"""From a base checkpoint to a linearized one, untrained: the base's bytes past a check, the new tensors beside them.
+
+Peak memory is a buffer and one layer of new tensors, whatever the checkpoint's size.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from liger_convert.checkpoint import (
+    Checkpoint,
+    TensorInfo,
+    copy_companions,
+    load_config,
+    require_tokenizer,
+)
+from liger_convert.errors import BadInput
+from liger_convert.files import atomic_dir
+from liger_convert.model import linear_layers, linearized_classes, linearized_config, new_state
+from liger_convert.plan import check_base, meta_model
+from liger_convert.progress import Report
+from liger_convert.shards import Entry, Shard, copied_shards, write_shards
+
+# buffers that older checkpoints saved and that every model computes for itself
+IGNORABLE = re.compile(r"\.rotary_emb\.inv_freq$")
+
+
+def convert(
+    base: Path | str,
+    out: Path | str,
+    linearization: dict[str, Any],
+    *,
+    dtype: str = "auto",
+    seed: int = 0,
+    trust_remote_code: bool = False,
+    progress: Report | None = None,
+) -> dict[str, Any]:
+    """Writes the linearized checkpoint of the folder `base` to the new folder `out`, and returns what it did.
+
+    Tensors keep the base's names and, with dtype `auto`, its bytes; `linearization` comes from a Plan. Raises BadInput,
+    naming tensor and file, for anything missing, unexpected, truncated, not finite, or of a shape that config.json does
+    not imply, and when `out` exists; LinearizeError when the disk is full. Then nothing is left at `out`.
+    """
+    started = time.perf_counter()
+    base = Path(base)
+    base_config = load_config(base, trust_remote_code)
+    check_base(base_config)
+    require_tokenizer(base)
+    checkpoint = Checkpoint.open(base)
+    dropped = check_tensors(checkpoint, base_config)
+
+    copied = [info for info in checkpoint.tensors.values() if info.name not in dropped]
+    config = linearized_config(base_config, linearization)
+    config.architectures = [linearized_classes(base_config.model_type)[2].__name__]
+    config.dtype = _main_dtype(copied) if dtype == "auto" else getattr(torch, dtype)
+    with torch.device("meta"):
+        new = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in new_state(config).items()]
+    shards = [*copied_shards(checkpoint, dtype, dropped), Shard(new, _new_data(config, seed), None)]
+    with atomic_dir(out) as folder:
+        total = write_shards(shards, folder, progress)
+        config.save_pretrained(folder)
+        copy_companions(base, folder)
+    return {
+        "tensors": {"copied": len(copied), "new": len(new), "dropped": dropped},
+        "bytes": total,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def check_tensors(checkpoint: Checkpoint, config: Any) -> list[str]:
+    """Compares a base's tensors with what its config implies; returns the names of those that need no copying.
+
+    Raises BadInput for tensors that are missing, unexpected, or of another shape.
+    """
+    model = meta_model(config)
+    modules = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    # transformers fuses the experts of a layer while loading and saves them apart again; a checkpoint may be either
+    stored = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, model.state_dict()).items()}
+    found = checkpoint.tensors
+    expected = max(stored, modules, key=lambda names: len(names.keys() & found.keys()))
+    dropped = [name for name in found if name not in expected and IGNORABLE.search(name)]
+    where = checkpoint.folder
+    if extra := [name for name in found if name not in expected and name not in dropped]:
+        raise BadInput(
+            f"{found[extra[0]].file}: {_some(extra)} no part of the {config.model_type} that config.json describes"
+        )
+    optional = model._tied_weights_keys if config.tie_word_embeddings else {}
+    if missing := [name for name in expected if name not in found and name not in optional]:
+        raise BadInput(f"{where}: {_some(missing)} missing, which config.json implies")
+    for name, shape in expected.items():
+        if name in found and found[name].shape != shape:
+            got = list(found[name].shape)
+            raise BadInput(f"{found[name].file}: tensor {name} is {got}, but config.json implies {list(shape)}")
+    return dropped
+
+
+def _some(names: list[str]) -> str:
+    return f"tensor {names[0]} is" if len(names) == 1 else f"{len(names)} tensors ({', '.join(names[:3])}, …) are"
+
+
+def _new_data(config: Any, seed: int) -> Iterator[Tensor]:
+    for layer in linear_layers(config):
+        for tensor in new_state(config, seed, [layer]).values():
+            yield tensor.contiguous().view(-1)
+
+
+def _main_dtype(infos: list[TensorInfo]) -> torch.dtype:
+    """The dtype of most of the bytes."""
+    sizes: Counter[torch.dtype] = Counter()
+    for info in infos:
+        sizes[info.dtype] += info.nbytes
+    return sizes.most_common(1)[0][0]

@@ -1,0 +1,54 @@
+"""Everything a suite measures, on one model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from liger_convert.data import Document
+from liger_convert.device import compute_dtype
+from liger_convert.errors import BadInput
+from liger_convert.measures import Measurement, copy_loss, text_perplexity
+from liger_convert.progress import Report
+from liger_convert.suites import Suite, check_data
+
+
+def evaluate(
+    model: Any,
+    tokenizer: Any,
+    suite: Suite,
+    *,
+    held_out: Sequence[Document] | None = None,
+    data_dir: Path | None = None,
+    limit: int | None = None,
+    batch_size: int = 4,
+    precision: str = "auto",
+    report: Report = lambda done, total, note="": None,
+) -> dict[str, Measurement]:
+    """{METRIC: {"value", "stderr", "n"}} of any causal language model, on the device where it is.
+
+    held_out: the documents that text and copy measures read, tokenised by `tokenizer`. data_dir: a folder of local
+    files for the tasks, which otherwise load their data from the hub; tasks marked `needs_data` are left out without.
+    limit: documents of each task, instead of the suite's own limits; our own measures stay whole. precision: of the
+    matrix products; the weights stay as they are. `report` is called with what is done of each measure or task.
+
+    Raises BadInput when the suite lacks what it reads.
+    """
+    if suite.needs_text and held_out is None:
+        raise BadInput(f"suite {suite.name}: scores held-out text, and none is given")
+    check_data(suite, data_dir)
+    dtype = compute_dtype(model.device, precision)
+    model.eval()
+    documents = held_out or []
+    found: dict[str, Measurement] = {}
+    options: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype, "report": report}
+    for text in suite.text:
+        found |= text_perplexity(model, tokenizer, documents, text, **options)
+    for copying in suite.copying:
+        found |= copy_loss(model, tokenizer, documents, copying, **options)
+    if tasks := suite.tasks_for(data_dir):
+        from liger_convert.harness import run_tasks  # lm-eval takes seconds to import
+
+        found |= run_tasks(model, tokenizer, tasks, data_dir=data_dir, limit=limit, **options)
+    return found

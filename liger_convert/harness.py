@@ -1,0 +1,278 @@
+"""lm-eval's tasks on a loaded model: which rows they read, how they are run, what of their results is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import random
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import datasets
+import lm_eval
+import numpy as np
+import pyarrow
+import torch
+import yaml
+from lm_eval.api.model import CacheHook
+from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from liger_convert.errors import BadInput, first_line
+from liger_convert.measures import Measurement, measurement
+from liger_convert.progress import Report
+from liger_convert.sources import file_rows
+from liger_convert.suites import Task, local_files
+
+STOCK = Path(lm_eval.__file__).parent / "tasks"
+# Where the YAMLs of the known tasks lie: reading these few folders takes no time, reading all of STOCK 8 seconds.
+STOCK_YAML = {
+    "piqa": "piqa/piqa.yaml",
+    "arc_easy": "arc/arc_easy.yaml",
+    "arc_challenge": "arc/arc_challenge.yaml",
+    "hellaswag": "hellaswag/hellaswag.yaml",
+    "winogrande": "winogrande/default.yaml",
+    "mmlu": "mmlu/default/_mmlu.yaml",
+    "lambada_openai": "lambada/lambada_openai.yaml",
+    "wikitext": "wikitext/wikitext.yaml",
+}
+# Our own tasks: the answer should stand in a short greedy continuation. Task -> prompt and where the continuation ends.
+CONTAINS = {
+    "squad_ctx": ("{{context.strip()}}\nQuestion: {{question.strip()}}\nAnswer:", "\n"),
+    "niah_s1_1024": ("{{input}}", "\n\n"),
+    "niah_s2_1024": ("{{input}}", "\n\n"),
+    "niah_s1_2048": ("{{input}}", "\n\n"),
+    "niah_s2_2048": ("{{input}}", "\n\n"),
+}
+BOOTSTRAP = 1000  # resamples for the standard error of a metric that has no formula for it
+
+
+def run_tasks(
+    model: Any,
+    tokenizer: Any,
+    tasks: Sequence[Task],
+    *,
+    data_dir: Path | None,
+    limit: int | None,
+    batch_size: int,
+    dtype: torch.dtype,
+    report: Report,
+) -> dict[str, Measurement]:
+    """What the `tasks` measure on `model`, as {"task/metric": measurement}; n = documents.
+
+    With `data_dir` they read the local files there (`suites.LOCAL_FILES`) and nothing else; without, their data sets
+    from the hub. `limit` replaces the limits of the tasks. Raises BadInput for a task or metric that there is not, and
+    for data that cannot be had or does not fit the task.
+    """
+    harness = _Harness(model, tokenizer, batch_size, dtype, report)
+    found: dict[str, Measurement] = {}
+    with tempfile.TemporaryDirectory(prefix="linearize-") as folder, _quiet():
+        manager = _task_manager(tasks, data_dir, Path(folder))
+        for task in tasks:
+            loaded = _load(manager, task, data_dir)
+            # not simple_evaluate: that also asks git, pip and the hub about this machine, for every task anew
+            results = lm_eval.evaluate(
+                harness, loaded, limit=limit or task.limit, bootstrap_iters=BOOTSTRAP, log_samples=False
+            )
+            found |= _flatten(task, results["results"][task.name])
+    return found
+
+
+def _task_manager(tasks: Sequence[Task], data_dir: Path | None, folder: Path) -> TaskManager:
+    """lm-eval's index of the tasks; with `data_dir` of YAMLs that this writes into `folder`."""
+    names = [task.name for task in tasks]
+    if data_dir is not None:
+        for task in tasks:
+            _write_local_task(task.name, local_files(task, data_dir), folder)
+        return TaskManager(include_path=folder, include_defaults=False)
+    for name in names:
+        if name in CONTAINS:
+            raise BadInput(f"task {name}: reads a local file; give the folder that holds it with --data")
+    if all(name in STOCK_YAML for name in names):
+        paths: list[str | Path] = [(STOCK / STOCK_YAML[name]).parent for name in names]
+        return TaskManager(include_path=sorted(set(paths)), include_defaults=False)
+    return TaskManager()
+
+
+def _write_local_task(name: str, files: dict[str, Path], folder: Path) -> None:
+    """The YAML of a task with its rows taken from `files` and all else as in lm-eval; of mmlu one for each subject."""
+    if name == "mmlu":
+        for stock in (STOCK / STOCK_YAML[name]).parent.glob("*.yaml"):
+            subject = yaml.safe_load(stock.read_text()).get("dataset_name")
+            _write_yaml(folder / stock.name, {"include": str(stock)}, files if subject else None, subject)
+    elif name in CONTAINS:
+        prompt, end = CONTAINS[name]
+        config = {
+            "task": name,
+            "output_type": "generate_until",
+            "doc_to_text": prompt,
+            "doc_to_target": " {{answers[0]}}",
+            "generation_kwargs": {"until": [end], "max_gen_toks": 48, "do_sample": False},
+            "metric_list": [{"metric": "contains", "aggregation": "mean", "higher_is_better": True}],
+            "metadata": {"version": 1.0},
+        }
+        _write_yaml(folder / f"{name}.yaml", config, files, functions={"process_results": "contains"})
+    else:
+        _write_yaml(folder / f"{name}.yaml", {"include": str(STOCK / STOCK_YAML[name])}, files)
+
+
+def _write_yaml(
+    path: Path,
+    config: dict[str, Any],
+    files: dict[str, Path] | None,
+    subject: str | None = None,
+    functions: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    if files is not None:
+        splits = {"training_split": None, "validation_split": None, "test_split": "test"}
+        given = {"files": {split: str(file) for split, file in files.items()}, "subject": subject}
+        config = config | splits | {"fewshot_split": "fewshot" if "fewshot" in files else None, "dataset_kwargs": given}
+        functions = {**functions, "custom_dataset": "local_splits"}
+    lines = [f"{key}: !function {__name__}.{function}\n" for key, function in functions.items()]
+    path.write_text(yaml.safe_dump(config, sort_keys=False) + "".join(lines))
+
+
+def local_splits(files: dict[str, str], subject: str | None, **_: Any) -> dict[str, datasets.Dataset]:
+    """What a task gets for its data set: the rows of local files, by split; with `subject` those of that one."""
+    splits = {}
+    for split, file in files.items():
+        rows = _rows(Path(file), os.stat(file).st_mtime_ns)
+        if subject is not None:
+            rows = [row for row in rows if row.get("subject") == subject]
+            if not rows:
+                raise BadInput(f"{file}: has no rows with subject {subject!r}")
+        try:
+            splits[split] = datasets.Dataset.from_list(rows)
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
+            raise BadInput(f"{file}: a field has different types in different rows ({first_line(error)})") from None
+    return splits
+
+
+@lru_cache(maxsize=8)  # the tasks of mmlu share two files, and every model reads them anew
+def _rows(path: Path, _modified: int) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for row in file_rows(path):
+        if not isinstance(row.value, dict):
+            raise BadInput(f"{row.where}: is a JSON {type(row.value).__name__}; a row is an object with named fields")
+        if rows and row.value.keys() != rows[0].keys():
+            raise BadInput(f"{row.where}: has the fields {', '.join(row.value)}; row 1 has {', '.join(rows[0])}")
+        rows.append(row.value)
+    return rows
+
+
+def contains(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
+    """Whether an answer stands in the continuation, in any case: how the recall tasks of Based are scored."""
+    said = results[0].lower()
+    return {"contains": float(any(answer.strip() and answer.lower() in said for answer in doc["answers"]))}
+
+
+def _load(manager: TaskManager, task: Task, data_dir: Path | None) -> Any:
+    """lm-eval's loaded task, with the shots and the seeds that its own command line would set. Raises BadInput."""
+    if task.name not in manager.task_index:
+        raise BadInput(f"task {task.name}: lm-eval knows no such task")
+    if task.name in manager.all_tags:
+        raise BadInput(
+            f"task {task.name}: is a tag; name its tasks {', '.join(sorted(manager.task_index[task.name].tags))}"
+        )
+    random.seed(DEFAULT_RANDOM_SEED)  # some tasks shuffle their choices
+    np.random.seed(DEFAULT_OTHER_SEED)
+    try:
+        loaded = manager.load(task.name)
+    except BadInput:
+        raise
+    except Exception as error:  # whatever the hub, or rows that lack what the prompt names, make the libraries raise
+        why = "its rows do not fit the task" if data_dir else "its data cannot be had from the hub (or give --data DIR)"
+        raise BadInput(f"task {task.name}: {why}: {type(error).__name__}: {first_line(error)}") from error
+    metrics = {metric for part in loaded["tasks"].values() for metric in part.aggregation()}
+    for metric in task.metrics:
+        if metric not in metrics:
+            raise BadInput(f"task {task.name}: has no metric {metric!r}; use one of {', '.join(sorted(metrics))}")
+    for part in loaded["tasks"].values():
+        part.set_config(key="num_fewshot", value=task.shots)
+        part.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
+    return loaded
+
+
+def _flatten(task: Task, results: Mapping[str, Any]) -> dict[str, Measurement]:
+    """lm-eval's "acc,none" and "acc_stderr,none" -> "task/acc"; a metric behind several filters keeps their names."""
+    found = {}
+    for metric in task.metrics:
+        filters = [key.partition(",")[2] for key in results if key.partition(",")[0] == metric]
+        if not filters:
+            raise BadInput(f"task {task.name}: gives {metric} of its parts only; name those instead")
+        for name in filters:
+            stderr = results[f"{metric}_stderr,{name}"]
+            measured = measurement(
+                float(results[f"{metric},{name}"]), None if stderr == "N/A" else float(stderr), results["sample_len"]
+            )
+            found[f"{task.name}/{metric}" + (f",{name}" if len(filters) > 1 else "")] = measured
+    return found
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps lm-eval from printing, and from resampling in processes of its own, each of which would import torch."""
+    before = os.environ.get("DISABLE_MULTIPROC")
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        os.environ.pop("DISABLE_MULTIPROC")
+        if before is not None:
+            os.environ["DISABLE_MULTIPROC"] = before
+
+
+class _Harness(HFLM):
+    """lm-eval's wrapper of a Hugging Face model, with its bars replaced by our progress."""
+
+    def __init__(self, model: Any, tokenizer: Any, batch_size: int, dtype: torch.dtype, report: Report):
+        low = dtype != torch.float32
+        super().__init__(
+            pretrained=model,
+            tokenizer=tokenizer,
+            batch_size=batch_size,
+            mixed_precision_dtype=dtype if low else None,
+            softmax_dtype="float32",  # log-probabilities are summed over an answer: bf16's 8 bits do not rank answers
+        )
+        self.done = self.total = 0
+        self.report = report
+        self.set_cache_hook(_Finished(self))
+
+    def loglikelihood(self, requests: list, disable_tqdm: bool = True) -> list:
+        self._begin(requests)
+        return super().loglikelihood(requests, disable_tqdm=True)
+
+    def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = True) -> list:
+        self._begin(requests)
+        return super().loglikelihood_rolling(requests, disable_tqdm=True)
+
+    def generate_until(self, requests: list, disable_tqdm: bool = True) -> list:
+        self._begin(requests)
+        return super().generate_until(requests, disable_tqdm=True)
+
+    def _loglikelihood_tokens(self, requests: list, disable_tqdm: bool = True, override_bs: int | None = None) -> list:
+        return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
+
+    def _begin(self, requests: list) -> None:
+        self.done, self.total = 0, len(requests)
+        self.task = requests[0].task_name
+
+
+class _Finished(CacheHook):
+    """lm-eval tells its response cache of every finished request; there is no cache, but this tells the progress."""
+
+    def __init__(self, harness: _Harness):
+        super().__init__(None)
+        self.harness = harness
+
+    def add_partial(self, attr: str, req: Any, res: Any) -> None:
+        harness = self.harness
+        harness.done += 1
+        harness.report(harness.done, harness.total, harness.task)

@@ -1,0 +1,297 @@
+"""From a recipe and the base's config to a plan: what each layer becomes, how large everything is. Touches no weight.
+
+Shapes in the formulas: L layers, C hidden size, H query heads, G key-value heads, D head size, I width of the MLP,
+V vocabulary, P parameters, T trained parameters, N tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.console import Group
+from rich.filesize import decimal
+from rich.table import Table
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from liger_convert.device import compute_dtype, pick_device
+from liger_convert.errors import BadInput, first_line
+from liger_convert.families import PREFIX, family_of
+from liger_convert.mixers import MIXERS, SOFTMAX, make_spec, resolve_spec
+from liger_convert.model import head_dims, linearized_config, new_state, parameter_group
+from liger_convert.model.configuration import FORMAT
+from liger_convert.recipe import MAIN, Recipe, Stage
+
+CONTEXTS = (4096, 32768, 131072)
+COPY_BYTES = 64 << 20  # what convert takes for its buffers, whatever the checkpoint
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One training stage: tokens it really sees (whole optimizer steps), parameters it trains, bytes at its peak."""
+
+    kind: str
+    tokens: int
+    trained: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a conversion will do.
+
+    new_parameters, reused_parameters: shapes by name, the latter in the naming of transformers' modules.
+    state_bytes: what all linearized layers together keep for one sequence of any length. sliding_windows: the base's
+    own window in each layer, if it has one. token_bytes: one token's key and value in one layer's cache.
+    """
+
+    name: str
+    model_type: str
+    dtype: str
+    linearization: dict[str, Any]
+    new_parameters: dict[str, tuple[int, ...]]
+    reused_parameters: dict[str, tuple[int, ...]]
+    state_bytes: int
+    sliding_windows: tuple[int | None, ...]
+    token_bytes: int
+    stages: tuple[StagePlan, ...]
+
+    @property
+    def layers(self) -> list[str]:
+        return self.linearization["layers"]
+
+    def kv_bytes(self, tokens: int) -> int:
+        """The base's key-value cache of one sequence."""
+        return sum(self._kv_layer_bytes(i, tokens) for i in range(len(self.layers)))
+
+    def cache_bytes(self, tokens: int) -> int:
+        """The linearized model's cache of one sequence: the constant states, and the keys of layers kept softmax."""
+        kept = (i for i, mixer in enumerate(self.layers) if mixer == SOFTMAX)
+        return self.state_bytes + sum(self._kv_layer_bytes(i, tokens) for i in kept)
+
+    def _kv_layer_bytes(self, layer: int, tokens: int) -> int:
+        window = self.sliding_windows[layer]
+        # a sliding cache layer keeps one token less than its window, because the query brings its own
+        return self.token_bytes * (tokens if window is None else min(tokens, window - 1))
+
+    @property
+    def memory_bytes(self) -> dict[str, int]:
+        """Estimated peaks beyond the interpreter: of `convert`, of `inference` at 4K tokens, of each training stage."""
+        itemsize = getattr(torch, self.dtype).itemsize
+        new, reused = _count(self.new_parameters), _count(self.reused_parameters)
+        linear = sum(name != SOFTMAX for name in self.layers)
+        convert = COPY_BYTES + 4 * new // linear  # new tensors are float32 and made layer by layer
+        inference = reused * itemsize + 4 * new + self.cache_bytes(CONTEXTS[0])
+        stages = {f"{i}-{stage.kind}": stage.memory_bytes for i, stage in enumerate(self.stages, 1)}
+        return {"convert": convert, "inference": inference, **stages}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything the table says, as plain JSON."""
+        return {
+            "name": self.name,
+            "model_type": self.model_type,
+            "dtype": self.dtype,
+            "linearization": self.linearization,
+            "parameters": {"new": _count(self.new_parameters), "reused": _count(self.reused_parameters)},
+            "new_parameters": {name: list(shape) for name, shape in self.new_parameters.items()},
+            "state_bytes": self.state_bytes,
+            "cache_bytes": {str(n): {"base": self.kv_bytes(n), "linearized": self.cache_bytes(n)} for n in CONTEXTS},
+            "stages": [asdict(stage) for stage in self.stages],
+            "memory_bytes": self.memory_bytes,
+        }
+
+    def render(self) -> Group:
+        """The plan as tables for a terminal."""
+        layers = Table("layers", "become", "window", "sinks", "memory", title=f"{self.name}: {self.model_type}")
+        for first, last, name in _runs(self.layers):
+            where = f"{first}" if first == last else f"{first}-{last}"
+            if name == SOFTMAX:
+                layers.add_row(where, "softmax attention, as it was", "", "", "")
+                continue
+            spec = self.linearization["mixers"][name]
+            kind = spec["type"] if name == MAIN else f"{name}: {spec['type']}"
+            summary = MIXERS[spec["type"]].summary
+            layers.add_row(where, kind, str(spec["window"]), str(spec["sinks"]), summary)
+        sizes = Table("parameters", "", title="sizes")
+        sizes.add_row("reused from the base", f"{_count(self.reused_parameters):,}")
+        sizes.add_row("new", f"{_count(self.new_parameters):,}")
+        sizes.add_row("state of one sequence", decimal(self.state_bytes))
+        cache = Table("tokens", "base", "linearized", "ratio", title="cache of one sequence")
+        for n in CONTEXTS:
+            base, ours = self.kv_bytes(n), self.cache_bytes(n)
+            cache.add_row(f"{n // 1024}K", decimal(base), decimal(ours), f"{base / ours:.1f}x")
+        tables = [layers, sizes, cache]
+        if self.stages:
+            training = Table("stage", "tokens", "trained parameters", title="training")
+            for stage in self.stages:
+                training.add_row(stage.kind, f"{stage.tokens:,}", f"{stage.trained:,}")
+            tables.append(training)
+        memory = Table("step", "peak", title="memory, estimated, beyond the interpreter")
+        for step, size in self.memory_bytes.items():
+            memory.add_row(step, decimal(size))
+        return Group(*tables, memory)
+
+
+def make_plan(recipe: Recipe, base_config: Any) -> Plan:
+    """The plan of `recipe` for the base with this config.
+
+    Raises BadInput for a base that cannot be linearized, unknown mixers or options, and layers that do not fit it.
+    """
+    check_base(base_config)
+    specs = {MAIN: resolve_spec(recipe.mixer.to_dict(), "mixer")}
+    for name, spec in recipe.mixers.items():
+        specs[name] = resolve_spec(spec.to_dict(), f"mixers.{name}")
+    layers = resolve_layers(recipe.dump()["layers"], base_config.num_hidden_layers, list(specs))
+    used = {name: spec for name, spec in specs.items() if name in layers}
+    linearization = {"format": FORMAT, "mixers": used, "layers": layers}
+    config = linearized_config(base_config, linearization)
+    with torch.device("meta"):
+        new = {name: tuple(tensor.shape) for name, tensor in new_state(config).items()}
+    reused = {name: tuple(p.shape) for name, p in meta_model(base_config).named_parameters()}
+    dtype = recipe.export.dtype if recipe.export.dtype != "auto" else _dtype_name(base_config)
+    itemsize = getattr(torch, dtype).itemsize
+    dims = head_dims(base_config)
+    compute = compute_dtype(pick_device("auto"), recipe.precision)
+    stages = []
+    for stage in recipe.stages:
+        trained = _trained(stage, config, reused | new)
+        memory = _training_bytes(stage, base_config, _count(reused), _count(new), trained, compute.itemsize)
+        stages.append(StagePlan(stage.kind, stage.steps * stage.step_tokens, trained, memory))
+    cache = DynamicCache(config=base_config)
+    return Plan(
+        name=recipe.name,
+        model_type=base_config.model_type,
+        dtype=dtype,
+        linearization=linearization,
+        new_parameters=new,
+        reused_parameters=reused,
+        state_bytes=sum(_state_bytes(used[name], base_config, itemsize) for name in layers if name != SOFTMAX),
+        sliding_windows=tuple(getattr(layer, "sliding_window", None) for layer in cache.layers),
+        token_bytes=2 * dims.kv_heads * dims.dim * itemsize,
+        stages=tuple(stages),
+    )
+
+
+def check_base(config: Any) -> None:
+    """Raises BadInput unless `config` is an unquantised base of a known family."""
+    if config.model_type.startswith(PREFIX):
+        raise BadInput(f"base: model_type {config.model_type!r} is linearized already; give the model it was made from")
+    family_of(config)
+    if getattr(config, "quantization_config", None) is not None:
+        raise BadInput("base: config.json says it is quantised; give the bf16, fp16 or fp32 weights it was made from")
+
+
+def meta_model(config: Any) -> Any:
+    """The base's model without storage. Raises BadInput when the config contradicts itself."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # whatever the family's code makes of sizes that do not fit
+        raise BadInput(f"config.json: no {config.model_type} can be built from it: {first_line(error)}") from error
+
+
+def resolve_layers(layers: str | list[str] | dict[str, Any], depth: int, names: list[str]) -> list[str]:
+    """What each of `depth` layers becomes, a mixer's name or softmax, from any form a recipe may give.
+
+    Forms: `all`; letters such as `LLLN`, repeated to the depth; a list of names; `{softmax_every: n}` (the last of
+    every n layers); `{linear: [...]}` or `{softmax: [...]}` with layer numbers. Raises BadInput at `layers`.
+    """
+    if layers == "all":
+        layers = "L"
+    if isinstance(layers, str):
+        if not layers or set(layers) - {"L", "N"}:
+            raise BadInput(f"layers: {layers!r} is no pattern; use all, or letters such as LLLN (L linear, N softmax)")
+        resolved = [MAIN if letter == "L" else SOFTMAX for letter in itertools.islice(itertools.cycle(layers), depth)]
+    elif isinstance(layers, list):
+        if len(layers) != depth:
+            raise BadInput(f"layers: names {len(layers)} layers, but the base has {depth}")
+        for i, name in enumerate(layers):
+            if name not in (*names, SOFTMAX):
+                raise BadInput(f"layers[{i}]: {name!r} is no mixer; use one of {', '.join([*names, SOFTMAX])}")
+        resolved = layers
+    else:
+        ((form, value),) = ((form, value) for form, value in layers.items() if value is not None)
+        if form == "softmax_every":
+            resolved = [SOFTMAX if (i + 1) % value == 0 else MAIN for i in range(depth)]
+        else:
+            _check_numbers(value, depth, f"layers.{form}")
+            resolved = [MAIN if (i in value) == (form == "linear") else SOFTMAX for i in range(depth)]
+    if all(name == SOFTMAX for name in resolved):
+        raise BadInput(f"layers: leaves all {depth} layers softmax, so there is nothing to linearize")
+    return resolved
+
+
+def _check_numbers(numbers: list[int], depth: int, where: str) -> None:
+    for number in numbers:
+        if not 0 <= number < depth:
+            raise BadInput(f"{where}: there is no layer {number}; the base has 0 to {depth - 1}")
+        if numbers.count(number) > 1:
+            raise BadInput(f"{where}: layer {number} is named twice")
+
+
+def _state_bytes(spec: dict[str, Any], config: Any, itemsize: int) -> int:
+    """One linearized layer's share of LinearizedCacheLayer: ring, sinks, and recurrent states in float32."""
+    cls, options, dims = MIXERS[spec["type"]], make_spec(spec), head_dims(config)
+    pending = sum(cls.pending_sizes(options, dims)) if options.scope == "evicted" else 0
+    # 8 bytes each: the rank of a token in the ring; where each sink stands; the count of tokens seen
+    ring = (options.window - 1) * (dims.kv_heads * (2 * dims.dim + pending) * itemsize + 8)
+    sinks = options.sinks * (dims.kv_heads * 2 * dims.dim * itemsize + 8) + 8
+    return ring + sinks + 4 * sum(math.prod(shape) for shape in cls.state_shape(options, dims).values())
+
+
+def _trained(stage: Stage, config: Any, shapes: dict[str, tuple[int, ...]]) -> int:
+    """Parameters that a stage changes: groups with a rate, and the factors of LoRA beside its targets."""
+    groups = stage.rates.trained()
+    trained = sum(math.prod(shape) for name, shape in shapes.items() if parameter_group(name, config) in groups)
+    if stage.lora is not None:
+        targets = family_of(config).projections if stage.lora.targets == "attention" else stage.lora.targets
+        adapted = [shape for name, shape in shapes.items() if name.endswith(tuple(f".{t}.weight" for t in targets))]
+        trained += stage.lora.rank * sum(sum(shape) for shape in adapted)
+    return trained
+
+
+def _training_bytes(stage: Stage, config: Any, reused: int, new: int, trained: int, itemsize: int) -> int:
+    """Roughly, with e bytes in a number of the compute dtype and N tokens in a micro batch:
+
+    weights      4 P, and under autocast their copies e P; the base beside them e P_base, unless finetuning
+    optimizer    12 T: a gradient and Adam's two moments
+    activations  e N L (attention + MLP), kept for the backward pass: attention 4 C + 4 (H + G) D, MLP 4 C + 4 I;
+                 with checkpointing C in each layer and one layer in full; in alignment no MLP, but 2 C of targets
+    logits       e N V for ours, their gradient twice, and the base's in distillation; none in alignment
+    """
+    dims = head_dims(config)
+    width = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    width *= getattr(config, "num_experts_per_tok", 1)
+    attention = 4 * dims.hidden + 4 * (dims.heads + dims.kv_heads) * dims.dim
+    mlp = 4 * dims.hidden + 4 * width
+    layer, logits = {
+        "align": (attention + 2 * dims.hidden, 0),
+        "distill": (attention + mlp, 4 * config.vocab_size),
+        "finetune": (attention + mlp, 3 * config.vocab_size),
+    }[stage.kind]
+    depth = config.num_hidden_layers
+    kept = depth * dims.hidden + layer if stage.gradient_checkpointing else depth * layer
+    copies = (new + reused if itemsize < 4 else 0) + (0 if stage.kind == "finetune" else reused)
+    tokens = stage.batch_size * stage.seq_len
+    return 4 * (new + reused) + 12 * trained + itemsize * (copies + tokens * (kept + logits))
+
+
+def _dtype_name(config: Any) -> str:
+    dtype = config.dtype or torch.float32
+    return str(dtype).removeprefix("torch.")
+
+
+def _count(shapes: dict[str, tuple[int, ...]]) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def _runs(names: list[str]) -> list[tuple[int, int, str]]:
+    """Neighbouring equal layers as (first, last, name)."""
+    runs = []
+    for name, group in itertools.groupby(enumerate(names), key=lambda pair: pair[1]):
+        indices = [i for i, _ in group]
+        runs.append((indices[0], indices[-1], name))
+    return runs

@@ -1,0 +1,66 @@
+"""Progress of anything that may take longer than two seconds, on stderr: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+SHOW_AFTER = 2.0  # seconds
+LINE_EVERY = 15.0  # seconds between lines where there is no terminal
+
+console = Console(stderr=True, highlight=False)
+
+
+class Report(Protocol):
+    """What long work calls now and then: how much is done, of how much (None: unknown), and a word such as the loss."""
+
+    def __call__(self, done: float, total: float | None, note: str = "") -> None: ...
+
+
+@contextlib.contextmanager
+def progress(label: str) -> Iterator[Report]:
+    """A `Report` for the work called `label`; shows nothing for work that is over in two seconds."""
+    started = last = time.monotonic()
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
+    times = (TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+    bar = Progress(*columns, *times, console=console, transient=True)
+    task = bar.add_task(label, total=None, note="")
+
+    def report(done: float, total: float | None, note: str = "") -> None:
+        nonlocal last
+        now = time.monotonic()
+        if console.is_terminal:
+            bar.update(task, completed=done, total=total, note=note)
+            if now - started >= SHOW_AFTER:
+                bar.start()
+        elif now - last >= LINE_EVERY:
+            last = now
+            share = "" if total is None else f"{100 * done / max(total, 1):.0f}% "
+            console.print(f"{label}: {share}after {now - started:.0f} s {note}".rstrip())
+
+    try:
+        yield report
+    finally:
+        if bar.live.is_started:  # else rich writes an empty line
+            bar.stop()
+
+
+def quiet_libraries() -> None:
+    """Silences the bars, warnings and logs of the libraries below us; call it before they are imported."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("LMEVAL_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    warnings.filterwarnings("ignore")
+    for name in ("transformers", "datasets", "accelerate", "peft", "huggingface_hub", "lm_eval", "torch"):
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,0 +1,391 @@
+"""The recipe: one YAML file that says what is converted, how it is trained and how it is measured.
+
+`load` reads it (with `--set` overrides) into frozen pydantic models; every mistake becomes one BadInput sentence with
+the file, the path of the field and the nearest right name. Nothing here imports torch: mixer options and layer numbers
+are checked by the plan, which knows the mixers and the depth of the base.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from liger_convert import recipe_errors, yamlfile
+from liger_convert.errors import BadInput
+
+MAIN = "main"
+SOFTMAX = "softmax"
+
+
+def _whole(value: object) -> object:
+    """1e6 is how people write token counts; YAML hands it over as a float."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def refuse(at: str, why: str) -> NoReturn:
+    """A conflict between fields of the model under validation; `at` is the path of the guilty one below that model."""
+    raise PydanticCustomError("conflict", "{why}", {"at": at, "why": why})
+
+
+Count = Annotated[int, BeforeValidator(_whole), Field(gt=0)]
+Index = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class BaseOptions(Strict):
+    """How the base is fetched; remote code and pickle files run other people's code and stay off unless asked for."""
+
+    revision: str | None = None
+    trust_remote_code: bool = False
+    allow_pickle: bool = False
+
+
+class MixerSpec(Strict):
+    """A mixer as written; its further options and all defaults belong to the mixer (`mixers.resolve_spec`)."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    window: Count | None = None
+    sinks: Index | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Only what was written, ready for `mixers.resolve_spec`."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
+
+class LayerChoice(Strict):
+    """Exactly one of: every n-th layer stays softmax, these become linear, these stay softmax."""
+
+    softmax_every: Annotated[int, Field(ge=2)] | None = None
+    linear: Annotated[list[Index], Field(min_length=1)] | None = None
+    softmax: list[Index] | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> LayerChoice:
+        if sum(value is not None for value in (self.softmax_every, self.linear, self.softmax)) != 1:
+            refuse("", "give exactly one of softmax_every, linear and softmax")
+        return self
+
+
+def _lora_targets(value: object) -> object:
+    if value != "attention" and not (isinstance(value, list) and value and all(isinstance(v, str) for v in value)):
+        refuse("", "should be attention, or a list of projection names such as [q_proj, v_proj]")
+    return value
+
+
+def _layers_tag(value: object) -> str:
+    if isinstance(value, dict | LayerChoice):
+        return "choice"
+    return "names" if isinstance(value, list | tuple) else "pattern"
+
+
+def _pattern(value: str) -> str:
+    if not re.fullmatch("all|[LN]*L[LN]*", value):
+        refuse("", f"{value!r} is no pattern; use all, or letters such as LLLN (L becomes linear, N stays softmax)")
+    return value
+
+
+Layers = Annotated[
+    Annotated[str, AfterValidator(_pattern), Tag("pattern")]
+    | Annotated[Annotated[list[str], Field(min_length=1)], Tag("names")]
+    | Annotated[LayerChoice, Tag("choice")],
+    Discriminator(_layers_tag),
+]
+
+
+class Export(Strict):
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+
+
+class DataSource(Strict):
+    """Documents; `held_out` of them are kept from training and measure the perplexity."""
+
+    source: str
+    held_out: Fraction = 0.0
+
+    @property
+    def has_held_out(self) -> bool:
+        return self.held_out > 0
+
+    @property
+    def has_responses(self) -> bool:
+        """Whether its documents know which tokens are responses."""
+        return False
+
+
+class PydocSource(DataSource):
+    """The documentation every Python carries, as texts or as questions and answers: no file, no network."""
+
+    source: Literal["pydoc"] = "pydoc"
+    format: Literal["text", "messages"] = "text"
+
+    @property
+    def has_responses(self) -> bool:
+        return self.format != "text"
+
+
+class RowSource(DataSource):
+    """Rows with text (`field`), Alpaca's instruction/input/output, or chat messages."""
+
+    format: Literal["text", "alpaca", "messages"] = "text"
+    field: str | None = None  # the column to read; None: "text", or "messages" for messages
+    validation: str | None = None
+
+    @property
+    def has_held_out(self) -> bool:
+        return self.held_out > 0 or self.validation is not None
+
+    @property
+    def has_responses(self) -> bool:
+        return self.format != "text"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RowSource:
+        if self.field is not None and self.format == "alpaca":
+            refuse("field", "Alpaca rows have fixed columns, so drop it or set format to text or messages")
+        if self.held_out and self.validation is not None:
+            refuse("held_out", "validation already names the held-out documents, so give one of the two")
+        return self
+
+
+class FileSource(RowSource):
+    """A .txt, .jsonl or .json file, plain or compressed (.xz, .gz); `validation` is another such file."""
+
+    source: Literal["file"] = "file"
+    path: str
+
+
+class HubSource(RowSource):
+    """A data set of the Hugging Face hub; `validation` is another split of it."""
+
+    source: Literal["hub"] = "hub"
+    id: str
+    name: str | None = None
+    split: str = "train"
+    revision: str | None = None
+
+
+AnySource = Annotated[PydocSource | FileSource | HubSource, Field(discriminator="source")]
+
+
+class Rates(Strict):
+    """Peak learning rate of each parameter group; a group without one is frozen."""
+
+    mixer: Positive | None = None
+    attention: Positive | None = None
+    body: Positive | None = None
+    embeddings: Positive | None = None
+    lora: Positive | None = None
+
+    def trained(self) -> dict[str, float]:
+        return {name: rate for name, rate in self.model_dump().items() if rate is not None}
+
+
+class Lora(Strict):
+    rank: Count = 8
+    alpha: Positive = 16.0
+    dropout: Fraction = 0.0
+    targets: Annotated[Literal["attention"] | list[str], BeforeValidator(_lora_targets)] = "attention"
+
+
+class Stage(Strict):
+    """What the three kinds of stages share."""
+
+    kind: str
+    data: str
+    tokens: Count
+    seq_len: Annotated[Count, Field(ge=2)] = 512
+    batch_size: Count = 4
+    grad_accumulation: Count = 1
+    rates: Rates
+    lora: Lora | None = None
+    warmup: Fraction = 0.05
+    schedule: Literal["cosine", "constant", "linear"] = "cosine"
+    weight_decay: NonNegative = 0.0
+    clip: Positive = 1.0
+    save_every: Count = 50
+    gradient_checkpointing: bool = False
+
+    @property
+    def step_tokens(self) -> int:
+        return self.batch_size * self.grad_accumulation * self.seq_len
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps; the tokens that do not fill a last step are not trained on."""
+        return self.tokens // self.step_tokens
+
+    @property
+    def responses_only(self) -> bool:
+        """Whether the loss leaves out what is not a response."""
+        return False
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Stage:
+        trained = self.rates.trained()
+        if not trained:
+            refuse("rates", "every group is frozen, so give one of mixer, attention, body, embeddings, lora a rate")
+        if self.lora is None and "lora" in trained:
+            refuse("rates.lora", "this stage has no `lora:` section, so add one or drop the rate")
+        if self.lora is not None:
+            if "lora" not in trained:
+                refuse("rates.lora", "the `lora:` section needs a learning rate here")
+            own = [name for name in ("attention", "body", "embeddings") if name in trained]
+            if own:
+                refuse(f"rates.{own[0]}", "with `lora:` the base's own weights stay frozen, so drop one of the two")
+        if self.steps < 1:
+            size = f"batch_size × grad_accumulation × seq_len = {self.step_tokens}"
+            refuse("tokens", f"{self.tokens} is less than one optimizer step ({size})")
+        return self
+
+
+class AlignStage(Stage):
+    """Each layer learns to give the attention output of the base on the base's own activations.
+
+    calibrate: first fit each mixer that is trained in closed form on one batch, see `liger_convert.calibrate`.
+    """
+
+    kind: Literal["align"] = "align"
+    calibrate: bool = True
+
+    @model_validator(mode="after")
+    def _reachable(self) -> AlignStage:
+        for name in ("body", "embeddings"):
+            if name in self.rates.trained():
+                refuse(f"rates.{name}", "alignment gives it no gradient: each layer is fed the base's activations")
+        return self
+
+
+class DistillStage(Stage):
+    """The model learns the base's next-token distribution: KL to its logits, and optionally cross-entropy."""
+
+    kind: Literal["distill"] = "distill"
+    kl_weight: NonNegative = 1.0
+    ce_weight: NonNegative = 0.0
+    temperature: Positive = 1.0
+
+    @model_validator(mode="after")
+    def _weighted(self) -> DistillStage:
+        if self.kl_weight == 0 and self.ce_weight == 0:
+            refuse("kl_weight", "kl_weight and ce_weight are both 0, so there is nothing to learn")
+        return self
+
+
+class FinetuneStage(Stage):
+    """Cross-entropy on the data itself, on the responses only or on every token."""
+
+    kind: Literal["finetune"] = "finetune"
+    loss_on: Literal["responses", "all"] = "responses"
+
+    @property
+    def responses_only(self) -> bool:
+        return self.loss_on == "responses"
+
+
+AnyStage = Annotated[AlignStage | DistillStage | FinetuneStage, Field(discriminator="kind")]
+
+
+class Eval(Strict):
+    """`suite`: a name from eval/suites; `data`: a folder of local task files; `text`: a source with a held-out part."""
+
+    suite: str = "quick"
+    data: str | None = None
+    limit: Count | None = None
+    text: str | None = None
+    batch_size: Count = 4
+
+
+class Recipe(Strict):
+    version: Literal[1]
+    name: Annotated[str, Field(min_length=1)]
+    base: Annotated[str, Field(min_length=1)]
+    base_options: BaseOptions = BaseOptions()
+    mixer: MixerSpec
+    mixers: dict[str, MixerSpec] = {}
+    layers: Layers = "all"
+    export: Export = Export()
+    device: str = "auto"
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    seed: Index = 0
+    data: dict[str, AnySource] = {}
+    stages: list[AnyStage] = []
+    eval: Eval = Eval()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        for name in (MAIN, SOFTMAX):
+            if name in self.mixers:
+                refuse(f"mixers.{name}", "this name is taken (`main` is `mixer:`, `softmax` a kept layer)")
+        names = [MAIN, SOFTMAX, *self.mixers]
+        if isinstance(self.layers, list):
+            for i, layer in enumerate(self.layers):
+                if layer not in names:
+                    refuse(f"layers[{i}]", recipe_errors.unknown(layer, names, "name"))
+        for i, stage in enumerate(self.stages):
+            if stage.data not in self.data:
+                refuse(f"stages[{i}].data", recipe_errors.unknown(stage.data, self.data, "source under `data:`"))
+            if stage.responses_only and not self.data[stage.data].has_responses:
+                refuse(f"stages[{i}].loss_on", f"source {stage.data!r} is text without responses, so set it to all")
+        text = self.eval.text
+        if text is not None:
+            if text not in self.data:
+                refuse("eval.text", recipe_errors.unknown(text, self.data, "source under `data:`"))
+            if not self.data[text].has_held_out:
+                refuse("eval.text", f"source {text!r} holds nothing out, so set data.{text}.held_out")
+        return self
+
+    def dump(self) -> dict[str, Any]:
+        """Everything resolved, as plain JSON; of a mixer only what was written."""
+        specs = {name: spec.to_dict() for name, spec in self.mixers.items()}
+        return self.model_dump(mode="json") | {"mixer": self.mixer.to_dict(), "mixers": specs}
+
+    def fingerprint(self) -> str:
+        """sha256 of the resolved recipe: two recipes with the same one ask for the same run."""
+        return hashlib.sha256(json.dumps(self.dump(), sort_keys=True).encode()).hexdigest()
+
+
+def build(data: dict[str, Any], where: str) -> Recipe:
+    """The recipe in plain data. Raises BadInput, one sentence that starts with `where`."""
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        raise BadInput(f"{where}: {recipe_errors.sentence(error, Recipe, data)}") from None
+
+
+def parse(text: str, overrides: Sequence[str] = (), *, where: str = "recipe") -> Recipe:
+    """The recipe in YAML text with the `--set` overrides applied. Raises BadInput."""
+    data = yamlfile.parse(text, where)
+    if not isinstance(data, dict):
+        raise BadInput(f"{where}: a recipe is a mapping of fields (version, name, base, mixer, …)")
+    for override in overrides:
+        data = yamlfile.override(data, override)
+    return build(data, where + " (after --set)" * bool(overrides))
+
+
+def load(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in the file at `path`. Raises BadInput."""
+    return parse(yamlfile.read(path), overrides, where=str(path))

@@ -1,0 +1,304 @@
+"""A run: the steps from a recipe to a report, each recorded in DIR/manifest.json once its outputs are complete.
+
+Killed at any moment, a run continues after its last recorded step; a training stage continues from its last checkpoint.
+Every step starts from the same seeds whatever ran before it in the process, so both ways end in the same weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import set_seed
+
+from liger_convert import checkpoint, convert, data, diagnose, export, manifest, merge, report, suites, training
+from liger_convert.device import pick_device
+from liger_convert.errors import BadInput, LinearizeError
+from liger_convert.files import atomic_dir, atomic_write, disk_errors
+from liger_convert.manifest import Manifest
+from liger_convert.plan import Plan, make_plan
+from liger_convert.progress import console, progress
+from liger_convert.recipe import FileSource, Recipe
+
+PROMPTS = (
+    "The capital of France is",
+    "Once upon a time there was a lighthouse keeper who",
+    "A list in Python is",
+)
+
+
+class Interrupted(LinearizeError):
+    """Ctrl-C: the run can be resumed."""
+
+    exit_code = 130
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step. `work` fills the folder it is given (or its `outputs`) and returns facts for the manifest."""
+
+    name: str
+    work: Callable[[Path], dict[str, Any]]
+    inputs: tuple[str, ...] = ()  # the steps whose outputs it reads
+    outputs: tuple[str, ...] = ()  # in the run's folder, to stay; empty: steps/NAME, deleted once no step needs it
+    continues: bool = False  # goes on from what a killed attempt left in its folder
+
+
+class Run:
+    """A recipe at work in the folder `out`."""
+
+    def __init__(self, recipe: Recipe, out: Path, manifest: Manifest):
+        self.recipe, self.out, self.manifest = recipe, out, manifest
+        self.device = pick_device(recipe.device)
+        self.suite = suites.load(recipe.eval.suite)
+        self.documents = functools.cache(self._load_documents)
+
+    def steps(self) -> list[Step]:
+        """What the recipe asks for, in order."""
+        stages = tuple(f"{number}-{stage.kind}" for number, stage in enumerate(self.recipe.stages, 1))
+        training_steps = [
+            Step(name, functools.partial(self._stage, i, stages[:i]), ("base", "convert", *stages[:i]), continues=True)
+            for i, name in enumerate(stages)
+        ]
+        return [
+            Step("base", self._base),
+            Step("plan", self._plan, ("base",)),
+            Step("convert", self._convert, ("base",)),
+            *training_steps,
+            Step("merge", functools.partial(self._merge, stages), ("convert", *stages)),
+            Step("export", self._export, ("merge",), outputs=("export",)),
+            Step("eval", self._eval, ("base", "export")),
+            Step("report", self._report, ("eval",), outputs=("report.md", "report.json")),
+        ]
+
+    def execute(self, keep_steps: bool = False) -> None:
+        """Does every step that the manifest does not record yet."""
+        steps = self.steps()
+        if any(step.name not in self.manifest.steps for step in steps):
+            self._check_inputs()
+        for number, step in enumerate(steps, 1):
+            if step.name not in self.manifest.steps:
+                console.print(f"[{number}/{len(steps)}] {step.name}", markup=False)
+                self._perform(step)
+            if not keep_steps:
+                self._delete_unneeded(steps)
+
+    def _perform(self, step: Step) -> None:
+        folder = self._folder(step.name)
+        outputs = [self.out / name for name in step.outputs] or [folder]
+        if not step.continues:
+            _remove(folder, *outputs)
+        folder.mkdir(parents=True, exist_ok=True)
+        set_seed(self.recipe.seed)
+        started = time.monotonic()
+        try:
+            with disk_errors(folder):
+                facts = step.work(folder)
+        except BaseException:
+            if not step.continues:
+                _remove(folder, *outputs)
+            raise
+        facts |= {"wall_seconds": round(time.monotonic() - started, 1), "inputs": step.inputs}
+        self.manifest.steps[step.name] = facts | {"outputs": manifest.hashes(outputs, self.out)}
+        self.manifest.write(self.out)
+
+    def _delete_unneeded(self, steps: Sequence[Step]) -> None:
+        done = self.manifest.steps
+        needed = {name for step in steps if step.name not in done for name in step.inputs}
+        _remove(*(self._folder(step.name) for step in steps if step.name in done and step.name not in needed))
+        if len(done) == len(steps):
+            _remove(self.out / "steps")
+
+    def _check_inputs(self) -> None:
+        """A base or data file that is not what it was would make half a run of each. Raises BadInput."""
+        for path, sha256 in self.manifest.inputs.items():
+            if not Path(path).exists():
+                raise BadInput(f"{path}: this input of the run is gone; put it back or start a new run")
+            if manifest.hashes([Path(path)], self.out) != {path: sha256}:
+                raise BadInput(f"{path}: has changed since the run began; start a new run in a new folder")
+
+    # --- what the steps share
+
+    def _folder(self, name: str) -> Path:
+        return self.out / "steps" / name
+
+    @property
+    def _base_folder(self) -> Path:
+        return self.out / self.manifest.steps["base"]["path"]
+
+    @property
+    def _data_dir(self) -> Path | None:
+        return Path(self.recipe.eval.data) if self.recipe.eval.data is not None else None
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        return checkpoint.load_tokenizer(self._base_folder, self.recipe.base_options.trust_remote_code)
+
+    @functools.cached_property
+    def _planned(self) -> Plan:
+        config = checkpoint.load_config(self._base_folder, self.recipe.base_options.trust_remote_code)
+        return make_plan(self.recipe, config)
+
+    def _load_documents(self, name: str) -> data.Documents:
+        with progress(f"data {name}") as report:
+            return data.load_source(self.recipe.data[name], self._tokenizer, seed=self.recipe.seed, progress=report)
+
+    # --- the steps
+
+    def _base(self, folder: Path) -> dict[str, Any]:
+        path = checkpoint.resolve_base(self.recipe.base, folder, **self.recipe.base_options.model_dump())
+        given = checkpoint.locate_base(self.recipe.base) or path
+        self.manifest.inputs |= manifest.hashes([given.resolve()], self.out)
+        return {"path": str(path.relative_to(self.out) if path.is_relative_to(self.out) else path.resolve())}
+
+    def _plan(self, folder: Path) -> dict[str, Any]:
+        """Also reads all data: what is wrong there should stop the run now and not in its last step."""
+        plan = self._planned.to_dict()
+        suites.check_data(self.suite, self._data_dir)
+        for name in self.recipe.data:
+            self.documents(name)
+        if (text := self.recipe.eval.text) is not None:
+            held_out = sum(len(document.ids) for document in self.documents(text).held_out)
+            if held_out < self.suite.text_tokens:
+                needed = f"suite {self.suite.name} needs {self.suite.text_tokens}"
+                raise BadInput(f"data.{text}: {held_out} tokens are held out, {needed}; hold out more")
+        sources = [source for source in self.recipe.data.values() if isinstance(source, FileSource)]
+        paths = [path for source in sources for path in (source.path, source.validation)] + [self.recipe.eval.data]
+        self.manifest.inputs |= manifest.hashes([Path(path).resolve() for path in paths if path], self.out)
+        return {"plan": plan}
+
+    def _convert(self, folder: Path) -> dict[str, Any]:
+        with progress("convert") as report:
+            # in the base's dtype: what is about to be trained should not be rounded to the export's first
+            return convert.convert(
+                self._base_folder,
+                folder / "model",
+                self._planned.linearization,
+                seed=self.recipe.seed,
+                trust_remote_code=self.recipe.base_options.trust_remote_code,
+                progress=report,
+            )
+
+    def _stage(self, index: int, before: Sequence[str], folder: Path) -> dict[str, Any]:
+        stage = self.recipe.stages[index]
+        seed = self.recipe.seed + index  # stages that share a source should not see its documents in the same order
+        documents = self.documents(stage.data).train
+        with progress(folder.name) as report:
+            stats = training.run_stage(
+                stage,
+                model_dir=self._folder("convert") / "model",
+                results=[self._folder(name) / "result" for name in before],
+                base_dir=self._base_folder,
+                dataset=data.pack(documents, stage.seq_len, stage.tokens, seed, responses_only=stage.responses_only),
+                out=folder,
+                device=self.device,
+                precision=self.recipe.precision,
+                seed=seed,
+                resume=True,
+                progress=report,
+            )
+        return stats | {"seed": seed}
+
+    def _merge(self, stages: Sequence[str], folder: Path) -> dict[str, Any]:
+        results = [self._folder(name) / "result" for name in stages]
+        merge.merge(self._folder("convert") / "model", results, folder / "model")
+        return {}
+
+    def _export(self, folder: Path) -> dict[str, Any]:
+        model, out = self._folder("merge") / "model", self.out / "export"
+        with progress("export") as report:
+            return export.export(model, out, dtype=self._planned.dtype, name=self.recipe.name, progress=report)
+
+    def _eval(self, folder: Path) -> dict[str, Any]:
+        options = self.recipe.eval
+        with progress("eval") as report:
+            results = diagnose.diagnose(
+                self.out / "export",
+                self._base_folder,
+                self.suite,
+                held_out=self.documents(options.text).held_out if options.text is not None else None,
+                data_dir=self._data_dir,
+                limit=options.limit,
+                batch_size=options.batch_size,
+                device=self.device,
+                precision=self.recipe.precision,
+                prompts=PROMPTS,
+                report=report,
+            )
+        atomic_write(folder / "results.json", json.dumps(results))
+        return {}
+
+    def _report(self, folder: Path) -> dict[str, Any]:
+        results = json.loads((self._folder("eval") / "results.json").read_text(encoding="utf-8"))
+        report.write_report(self.out, results, asdict(self.manifest))
+        return {}
+
+
+def _remove(*paths: Path) -> None:
+    for path in paths:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def run(
+    recipe: Recipe,
+    out: Path,
+    *,
+    text: str = "",
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+    keep_steps: bool = False,
+) -> None:
+    """Runs `recipe` in the folder `out`, which must be new, or with `resume` hold this run unfinished.
+
+    text, overrides: what the recipe was read from, for the manifest. keep_steps: keep the models between the steps.
+    Raises BadInput when the recipe, its base or its data cannot be used (a new run then leaves no folder), or when
+    recipe or inputs are not those of the run to resume; LinearizeError when the work itself fails.
+    """
+    if resume:
+        Manifest.read(out)
+    else:
+        _check(recipe)
+        machine = manifest.machine(pick_device(recipe.device), torch.get_num_threads())
+        with atomic_dir(out) as folder:
+            Manifest.new(recipe, text, overrides, machine).write(folder)
+    with manifest.lock(out):
+        _remove(*out.glob(".*.partial-*"))  # left by a process that was killed
+        record = Manifest.read(out)
+        if changed := manifest.first_difference(record.recipe["resolved"], recipe.dump()):
+            raise BadInput(f"{out}: is a run of another recipe ({changed}); start a new run in a new folder")
+        torch.set_num_threads(record.machine["threads"])
+        machine = manifest.machine(pick_device(recipe.device), torch.get_num_threads())
+        if changed := manifest.first_difference(record.machine, machine):
+            console.print(f"note: {changed} since the run began, so its weights may differ a little", markup=False)
+        try:
+            Run(recipe, out, record).execute(keep_steps)
+        except BadInput:
+            if not resume and "convert" not in record.steps:
+                shutil.rmtree(out)
+            raise
+        except KeyboardInterrupt:
+            raise Interrupted(f"interrupted; the same command with --resume continues {out}") from None
+
+
+def _check(recipe: Recipe) -> None:
+    """What can be said of a recipe before anything is fetched or written. Raises BadInput."""
+    pick_device(recipe.device)
+    suite = suites.load(recipe.eval.suite)
+    suites.check_data(suite, Path(recipe.eval.data) if recipe.eval.data is not None else None)
+    if suite.needs_text and recipe.eval.text is None:
+        raise BadInput(
+            f"eval.text: suite {suite.name} scores held-out text; name a source under `data:` that holds some out"
+        )
+    for name, source in recipe.data.items():
+        if isinstance(source, FileSource) and not Path(source.path).exists():
+            raise BadInput(f"data.{name}.path: {source.path}: there is no such file")

@@ -1,0 +1,206 @@
+"""Where rows come from: the documentation that every Python carries, a file, or a data set of the hub.
+
+A row is a JSON value with a name for error messages. What its columns mean (text, Alpaca, messages) is `data.py`'s.
+"""
+
+from __future__ import annotations
+
+import ast
+import gzip
+import json
+import lzma
+import re
+import sys
+import sysconfig
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from liger_convert.errors import BadInput
+from liger_convert.recipe import FileSource, HubSource, PydocSource
+
+SUFFIXES = (".jsonl", ".json", ".txt")
+OPENERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open}
+
+# An answer about a long topic ends at a paragraph before this length, so that a question and its answer fit in a row.
+ANSWER_CHARS = 2000
+# What is left of a shorter text after its repetitions are dropped says nothing.
+MIN_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row. where: what an error message names ("x.jsonl line 3"). key: rows of one key are held out together."""
+
+    where: str
+    value: Any
+    key: str | None = None
+
+
+def rows(source: PydocSource | FileSource | HubSource, *, validation: bool = False) -> Iterator[Row]:
+    """The rows of `source`, or of the file or split that its `validation` names. Raises BadInput."""
+    if isinstance(source, PydocSource):
+        return pydoc_rows(questions=source.format == "messages")
+    if isinstance(source, FileSource):
+        return file_rows(Path(source.validation if validation and source.validation else source.path))
+    return hub_rows(source, source.validation if validation and source.validation else source.split)
+
+
+def file_rows(path: Path) -> Iterator[Row]:
+    """The rows of a .jsonl, .json or .txt file (a .txt is one row), plain or compressed with .xz or .gz.
+
+    Raises BadInput naming the file, and the line where there is one.
+    """
+    found: Iterator[Row]
+    kind = Path(path.stem if path.suffix in OPENERS else path.name).suffix
+    if kind not in SUFFIXES:
+        raise BadInput(f"{path}: a data file ends in {', '.join(SUFFIXES)}, each also with .xz or .gz")
+    if kind == ".jsonl":
+        lines = ((number, line.rstrip()) for number, line in _lines(path))
+        found = (Row(f"{path} line {number}", _json(path, line, number)) for number, line in lines if line)
+    elif text := "".join(line for _, line in _lines(path)).strip():
+        found = iter([Row(str(path), {"text": text})]) if kind == ".txt" else _json_list(path, text)
+    else:
+        found = iter(())
+    first = next(found, None)
+    if first is None:
+        raise BadInput(f"{path}: is empty")
+    yield first
+    yield from found
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    number = 0
+    try:
+        with OPENERS.get(path.suffix, open)(path, "rb") as stream:
+            for number, line in enumerate(stream, 1):
+                yield number, line.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path} line {number}: is not UTF-8 text ({error.reason})") from None
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        raise BadInput(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+
+
+def _json(path: Path, text: str, line: int = 1) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        at = f"{path} line {line + error.lineno - 1}"
+        hint = "; a file with one object per line is named .jsonl" if error.msg == "Extra data" else ""
+        raise BadInput(f"{at}: is not JSON ({error.msg} at column {error.colno}){hint}") from None
+
+
+def _json_list(path: Path, text: str) -> Iterator[Row]:
+    values = _json(path, text)
+    if not isinstance(values, list):
+        raise BadInput(f"{path}: holds one JSON {type(values).__name__}; a .json data file is a list of objects")
+    return (Row(f"{path} row {number}", value) for number, value in enumerate(values, 1))
+
+
+def hub_rows(source: HubSource, split: str) -> Iterator[Row]:
+    """The rows of one split of a data set of the hub. Raises BadInput when it cannot be had."""
+    import datasets
+
+    where = f"hub data set {source.id}"
+    try:
+        dataset = datasets.load_dataset(source.id, source.name, split=split, revision=source.revision)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise BadInput(f"{where}, split {split}: cannot be loaded ({str(error).splitlines()[0]})") from None
+    for number, value in enumerate(dataset):
+        yield Row(f"{where}, split {split}, row {number}", value)
+
+
+def pydoc_rows(*, questions: bool) -> Iterator[Row]:
+    """The language reference (`pydoc_data.topics`) and the docstrings of the standard library, in a fixed order.
+
+    One text a topic and a module, or, with `questions`, one question and answer a section and a docstring; the rows of
+    one topic or module share their key. Nothing is imported or run: docstrings are read off the source files.
+    """
+    for key, text in _topics().items():
+        entries = _sections(text) if questions else [("", text)]
+        for title, body in entries:
+            yield _documentation(f"topic {key}", f"Explain the Python topic: {title}" if questions else None, body)
+    for module, docstrings in _standard_library():
+        if questions:
+            for kind, name, text in docstrings:
+                yield _documentation(f"module {module}", f"What does the Python {kind} {name} do?", text)
+        else:
+            text = "\n\n".join(f"{name}\n\n{text}" for _, name, text in docstrings)
+            yield _documentation(f"module {module}", None, text)
+
+
+def _documentation(key: str, question: str | None, text: str) -> Row:
+    where = f"documentation of {key}"
+    if question is None:
+        return Row(where, {"text": text}, key)
+    answer = _cut(text, ANSWER_CHARS)
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return Row(where, {"messages": messages}, key)
+
+
+def _topics() -> dict[str, str]:
+    """Topic -> text. Topics contain one another (`compound` has all of `for`), so a paragraph stays only in the longest
+    one that has it: otherwise a held-out topic would have been trained on."""
+    from pydoc_data.topics import topics
+
+    seen: set[str] = set()
+    kept = {}
+    for name, text in sorted(topics.items(), key=lambda item: (-len(item[1]), item[0])):
+        # letters and digits alone: the underline of a title depends on the topic that contains it
+        paragraphs = {paragraph: re.sub(r"\W+", "", paragraph) for paragraph in text.strip("\n").split("\n\n")}
+        new = "\n\n".join(paragraph for paragraph, letters in paragraphs.items() if letters not in seen)
+        seen.update(paragraphs.values())
+        if len(new) >= MIN_CHARS:
+            kept[name] = new
+    return dict(sorted(kept.items()))
+
+
+def _sections(topic: str) -> Iterator[tuple[str, str]]:
+    """(title, body) of each titled section of a topic, in order."""
+    _, *parts = re.split(r"^(\S.*)\n([*=\-~^])\2{2,}$", topic, flags=re.MULTILINE)
+    for title, body in zip(parts[::3], parts[2::3]):
+        if len(body.strip()) >= MIN_CHARS:
+            yield title, body.strip("\n")
+
+
+def _cut(text: str, size: int) -> str:
+    """`text` up to the last paragraph that ends within `size` characters, or up to the first one's end."""
+    if len(text) <= size:
+        return text
+    end = text.rfind("\n\n", 0, size)
+    if end < 0:
+        end = text.find("\n\n", size)
+    return text if end < 0 else text[:end]
+
+
+def _standard_library() -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
+    """(module, [(kind, qualified name, docstring)]) of every public module of the standard library that has some."""
+    library = Path(sysconfig.get_path("stdlib"))
+    seen: set[str] = set()  # posixpath and ntpath, say, share docstrings
+    for top in sorted(sys.stdlib_module_names):
+        single = library / f"{top}.py"
+        for path in [single] if single.is_file() else sorted((library / top).rglob("*.py")):
+            parts = [part for part in path.relative_to(library).with_suffix("").parts if part != "__init__"]
+            if any(part.startswith("_") or part in ("test", "tests") for part in parts):
+                continue
+            module = ".".join(parts)
+            found = _docstrings(ast.parse(path.read_bytes()), "module", module)
+            new = [entry for entry in found if entry[2] not in seen]
+            seen.update(text for _, _, text in new)
+            if new:
+                yield module, new
+
+
+def _docstrings(node: Any, kind: str, name: str) -> Iterator[tuple[str, str, str]]:
+    text = ast.get_docstring(node)
+    if text is not None and len(text) >= MIN_CHARS:
+        yield kind, name, text
+    if kind not in ("module", "class"):
+        return
+    for child in node.body:
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not child.name.startswith("_"):
+            function = "method" if kind == "class" else "function"
+            child_kind = "class" if isinstance(child, ast.ClassDef) else function
+            yield from _docstrings(child, child_kind, f"{name}.{child.name}")

@@ -1,0 +1,36 @@
+"""Alignment: every linearized layer learns to give the base's attention output on the base's own activations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_convert.calibrate import calibrate
+from liger_convert.model import AlignTargets, collect_align_targets, linear_layers
+
+
+class AlignObjective:
+    """The mean over layers of the relative squared error of the attention outputs, all layers in one pass."""
+
+    summed = False
+
+    def __init__(self, base: Any, config: Any):
+        self.base, self.layers = base, linear_layers(config)
+
+    def __call__(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
+        return model(align=self._targets(batch), position_ids=batch["position_ids"]).loss
+
+    @torch.no_grad()
+    def layer_errors(self, model: Any, batch: dict[str, Tensor]) -> list[float]:
+        """The relative error of each linearized layer on one batch."""
+        return model(align=self._targets(batch), position_ids=batch["position_ids"]).layer_losses_L.tolist()
+
+    def calibrate(self, model: Any, batch: dict[str, Tensor]) -> None:
+        """Fits what the mixers can take from the base in closed form, in place, before any step."""
+        calibrate(model, self.base, batch["input_ids"], batch["position_ids"])
+
+    def _targets(self, batch: dict[str, Tensor]) -> AlignTargets:
+        inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
+        return collect_align_targets(self.base, inputs, self.layers)

@@ -1,0 +1,18 @@
+"""Fine-tuning: cross-entropy on the data itself. Which tokens count is in the labels (`data.pack`, responses_only)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from liger_convert.training.losses import cross_entropy, next_tokens, summed
+
+
+class FinetuneObjective:
+    summed = True
+
+    def __call__(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
+        next_N = next_tokens(batch["labels"])
+        logits_BTV = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+        return summed(logits_BTV.flatten(0, 1), lambda piece_NV, chunk: cross_entropy(piece_NV, next_N[chunk]))

@@ -1,0 +1,177 @@
+"""One training stage from the model it starts with to a result folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, set_seed
+
+from liger_convert.data import PackedDataset, collate
+from liger_convert.device import autocast, compute_dtype
+from liger_convert.errors import BadInput
+from liger_convert.families import family_of
+from liger_convert.files import atomic_dir, atomic_write
+from liger_convert.merge import ADAPTER, MODEL, load_chain
+from liger_convert.model import MIXER_MODULE, linear_layers
+from liger_convert.progress import Report
+from liger_convert.recipe import AlignStage, DistillStage, Lora, Stage
+from liger_convert.training.align import AlignObjective
+from liger_convert.training.distill import DistillObjective
+from liger_convert.training.finetune import FinetuneObjective
+from liger_convert.training.trainer import Objective, StageTrainer, freeze, last_checkpoint
+
+CURVE_POINTS = 50
+CALIBRATION_ROWS = 4  # whatever the batch size, so that splitting a batch changes nothing
+
+
+def run_stage(
+    stage: Stage,
+    *,
+    model_dir: Path,
+    results: Sequence[Path],
+    base_dir: Path,
+    dataset: PackedDataset,
+    out: Path,
+    device: torch.device,
+    precision: str = "auto",
+    seed: int = 0,
+    resume: bool = False,
+    progress: Report | None = None,
+) -> dict[str, Any]:
+    """Trains the linearized model `model_dir` with the `results` of earlier stages folded in, on `dataset`.
+
+    Leaves `out/result/adapter` (LoRA) or `out/result/model` (full), complete or not at all, and `out/stats.json`, which
+    it returns: steps, tokens, seconds, the loss curve as [step, mean loss since the last point], and for alignment the
+    relative error of each layer on the first batch before and after. With `resume` it continues from the last
+    checkpoint in `out`, and ends with the weights of a stage that was never stopped.
+    Under `torchrun` every process calls it, and the first one writes.
+    Raises BadInput when `out` already has a result (without `resume`), LinearizeError when the training diverges.
+    """
+    result, checkpoints, stats_file = out / "result", out / "checkpoints", out / "stats.json"
+    if result.exists() and resume:
+        return json.loads(stats_file.read_text())
+    if result.exists():
+        raise BadInput(f"{result}: already exists; name a new folder or remove this one")
+    if device.type == "cuda" and device.index:
+        raise BadInput(
+            f"device: training takes the first GPU it sees; use cuda with CUDA_VISIBLE_DEVICES={device.index}"
+        )
+    if device.type == "cuda" and "LOCAL_RANK" in os.environ:  # under torchrun each process has its own GPU
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+
+    set_seed(seed)
+    dtype = compute_dtype(device, precision)
+    model = load_chain(model_dir, results)
+    objective = make_objective(stage, model.config, base_dir, device, dtype)
+
+    def first_rows() -> dict[str, torch.Tensor]:
+        batch = collate([dataset[i] for i in range(min(CALIBRATION_ROWS, len(dataset)))])
+        return {name: t.to(device) for name, t in batch.items()}
+
+    # without a rate the mixers are not among what a LoRA stage saves, so they must stay as they are
+    if isinstance(stage, AlignStage) and stage.calibrate and stage.rates.mixer is not None:
+        assert isinstance(objective, AlignObjective)
+        with autocast(device, dtype):
+            objective.calibrate(model.to(device), first_rows())
+    if stage.lora is None:
+        freeze(model, stage.rates.trained())
+    else:
+        model = add_lora(model, stage.lora, train_mixer=stage.rates.mixer is not None)
+    trainer = StageTrainer(
+        model,
+        stage,
+        objective,
+        dataset,
+        out=checkpoints,
+        device=device,
+        dtype=dtype,
+        seed=seed,
+        progress=progress,
+        processes=int(os.environ.get("WORLD_SIZE", "1")),
+    )
+
+    def layer_errors() -> list[float]:
+        assert isinstance(objective, AlignObjective)
+        with autocast(device, dtype):
+            return objective.layer_errors(model.eval(), first_rows())
+
+    if not resume and trainer.is_world_process_zero():
+        shutil.rmtree(checkpoints, ignore_errors=True)  # of another attempt
+    aligning = isinstance(stage, AlignStage)
+    before = layer_errors() if aligning else []
+    started = time.monotonic()
+    trainer.train(resume_from_checkpoint=last_checkpoint(checkpoints) if resume else None)
+    seconds = time.monotonic() - started
+    losses = [(int(entry["step"]), entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    stats: dict[str, Any] = {
+        "kind": stage.kind,
+        "steps": trainer.state.global_step,
+        "tokens": trainer.state.global_step * stage.step_tokens * trainer.args.world_size,
+        "epochs": round(dataset.epochs, 3),
+        "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "seconds": round(seconds, 1),
+        "loss": curve(losses),
+    }
+    if aligning:
+        stats["align_error"] = {"before": before, "after": layer_errors()}
+    if trainer.is_world_process_zero():
+        model.config.use_cache = True  # Trainer switches it off
+        atomic_write(stats_file, json.dumps(stats, indent=1))
+        with atomic_dir(result) as folder:
+            if stage.lora is None:
+                model.save_pretrained(folder / MODEL)
+            else:
+                model.save_pretrained(folder / ADAPTER, save_embedding_layers=False)
+        shutil.rmtree(checkpoints, ignore_errors=True)
+    trainer.accelerator.wait_for_everyone()  # the result may be read at once
+    return stats
+
+
+def make_objective(stage: Stage, config: Any, base_dir: Path, device: torch.device, dtype: torch.dtype) -> Objective:
+    """The stage's loss; the base is loaded only where it teaches."""
+    if isinstance(stage, AlignStage):
+        return AlignObjective(load_base(base_dir, device, dtype), config)
+    if isinstance(stage, DistillStage):
+        return DistillObjective(load_base(base_dir, device, dtype) if stage.kl_weight else None, stage)
+    return FinetuneObjective()
+
+
+def load_base(path: Path, device: torch.device, dtype: torch.dtype) -> Any:
+    """The frozen teacher, its weights already in the dtype it computes in."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    return model.requires_grad_(False).eval().to(device)
+
+
+def add_lora(model: Any, lora: Lora, *, train_mixer: bool) -> Any:
+    """`model` with adapters, and with its mixers trained in full beside them. Raises BadInput for unknown targets."""
+    attention = lora.targets == "attention"
+    targets = family_of(model.config).projections if attention else lora.targets
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    for target in targets:
+        if target not in names:
+            raise BadInput(f"lora.targets: no projection is called {target!r}; there are {', '.join(sorted(names))}")
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # an int by its hint, a float in use
+        lora_dropout=lora.dropout,
+        target_modules=list(targets),
+        layers_to_transform=linear_layers(model.config) if attention else None,
+        modules_to_save=[MIXER_MODULE] if train_mixer else None,
+    )
+    return get_peft_model(model, config)
+
+
+def curve(losses: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """At most CURVE_POINTS points (step, mean loss since the last point)."""
+    size = -(-len(losses) // CURVE_POINTS) or 1
+    chunks = [losses[i : i + size] for i in range(0, len(losses), size)]
+    return [(chunk[-1][0], round(sum(loss for _, loss in chunk) / len(chunk), 5)) for chunk in chunks]

@@ -1,0 +1,198 @@
+"""`transformers.Trainer` for a stage: its loss, its parameter groups, and checkpoints of what is trained alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from liger_convert.data import PackedDataset, collate
+from liger_convert.device import autocast
+from liger_convert.errors import BadInput, LinearizeError
+from liger_convert.model import parameter_group
+from liger_convert.progress import Report
+from liger_convert.recipe import Stage
+
+TRAINED_FILE = "trained.safetensors"
+SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
+
+
+class Objective(Protocol):
+    """The loss of one batch: with `summed` a sum over the labelled tokens, else a mean over the batch."""
+
+    summed: bool
+
+    def __call__(self, model: Any, batch: dict[str, Tensor]) -> Tensor: ...
+
+
+def freeze(model: nn.Module, rates: dict[str, float]) -> None:
+    """Leaves only the groups that have a rate trainable."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter_group(name, model.config) in rates)
+
+
+def optimizer_groups(model: nn.Module, rates: dict[str, float], weight_decay: float) -> list[dict[str, Any]]:
+    """What is trainable by rate and decay. Only matrices decay, so no bias and no norm, and none of a mixer's: its
+    gates and feature maps do not rest at zero."""
+    groups: dict[tuple[str, bool], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            group = "lora" if ".lora_" in name else parameter_group(name, model.config)
+            groups.setdefault((group, parameter.dim() >= 2 and group != "mixer"), []).append(parameter)
+    return [
+        {"params": parameters, "lr": rates[group], "weight_decay": weight_decay * decays}
+        for (group, decays), parameters in groups.items()
+    ]
+
+
+class StageTrainer(Trainer):
+    """Trains `model` in place. Raises LinearizeError as soon as the loss or the gradient is not finite."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stage: Stage,
+        objective: Objective,
+        dataset: PackedDataset,
+        *,
+        out: Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        seed: int,
+        progress: Report | None = None,
+        processes: int = 1,
+    ):
+        steps = len(dataset) // (stage.batch_size * stage.grad_accumulation * processes)
+        if not steps:
+            raise BadInput(
+                f"{len(dataset)} rows of {dataset.seq_len} tokens are less than one optimizer step of this stage"
+            )
+        rates = stage.rates.trained()
+        checkpointing: dict[str, Any] = {}
+        if stage.gradient_checkpointing:
+            checkpointing = {
+                "gradient_checkpointing": True,
+                "gradient_checkpointing_kwargs": {"use_reentrant": False},
+            }
+        args = TrainingArguments(
+            output_dir=str(out),
+            max_steps=steps,
+            per_device_train_batch_size=stage.batch_size,
+            gradient_accumulation_steps=stage.grad_accumulation,
+            learning_rate=max(rates.values()),
+            lr_scheduler_type=SCHEDULES[stage.schedule],
+            warmup_steps=round(stage.warmup * steps),
+            max_grad_norm=stage.clip,
+            **checkpointing,
+            save_strategy="steps" if stage.save_every < steps else "no",
+            save_steps=stage.save_every,
+            save_total_limit=1,
+            logging_steps=1,
+            logging_nan_inf_filter=False,
+            train_sampling_strategy="sequential",
+            remove_unused_columns=False,
+            label_names=["labels"],
+            dataloader_pin_memory=device.type == "cuda",
+            use_cpu=device.type == "cpu",
+            seed=seed,
+            report_to=[],
+            disable_tqdm=True,
+        )
+        args._n_gpu = min(args.n_gpu, 1)  # several GPUs are for torchrun: DataParallel would split the packed rows
+        model.to(args.device)
+        optimizer = torch.optim.AdamW(optimizer_groups(model, rates, stage.weight_decay), fused=True)
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=collate,
+            train_dataset=dataset,
+            optimizers=(optimizer, None),
+            callbacks=[_Watch(stage.step_tokens * processes, progress)],
+        )
+        self.remove_callback(PrinterCallback)
+        self.objective: Objective = objective
+        self.dtype = dtype
+        self.model_accepts_loss_kwargs = True  # so that Trainer counts the labelled tokens of a step
+        self.loss_is_scaled_for_ga = True  # by compute_loss; transformers before 5.20 goes by the line above
+
+    def compute_loss_context_manager(self) -> Any:
+        """Our own autocast: accelerate's would turn all logits into float32."""
+        stack = contextlib.ExitStack()
+        stack.enter_context(autocast(self.args.device, self.dtype))
+        return stack
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        loss = self.objective(model, inputs)
+        if self.objective.summed:
+            # over the tokens of all micro-batches and processes, where DDP averages over processes
+            return loss * self.accelerator.num_processes / torch.as_tensor(num_items_in_batch).clamp_min(1)
+        return loss / self.current_gradient_accumulation_steps
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """What is trained, under its own names: the rest is where the stage began, and a mixture of experts is saved
+        by transformers under names that Trainer cannot load back."""
+        if self.args.should_save:
+            assert output_dir is not None
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
+            trained = {name: parameter.detach().contiguous() for name, parameter in self._trained().items()}
+            save_file(trained, Path(output_dir) / TRAINED_FILE)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        saved, trained = load_file(Path(resume_from_checkpoint) / TRAINED_FILE), self._trained()
+        if saved.keys() != trained.keys():
+            raise LinearizeError(f"{resume_from_checkpoint}: is of a stage that trained other parameters; remove it")
+        for name, parameter in trained.items():
+            parameter.data.copy_(saved[name])
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        assert self.model is not None
+        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+
+
+def last_checkpoint(folder: Path) -> str | None:
+    """The newest complete checkpoint: Trainer writes trainer_state.json last, so one cut short has none that parses."""
+    for path in sorted(
+        folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=lambda p: int(p.name.split("-")[1]), reverse=True
+    ):
+        with contextlib.suppress(OSError, ValueError):
+            json.loads((path / "trainer_state.json").read_text())
+            return str(path)
+    return None
+
+
+class _Watch(TrainerCallback):
+    """Reports progress and stops a training that has diverged, before anything of it is saved."""
+
+    def __init__(self, step_tokens: int, progress: Report | None):
+        self.step_tokens, self.progress = step_tokens, progress
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.started, self.first = time.monotonic(), state.global_step
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        if logs is None or "loss" not in logs:
+            return
+        for name, value in (("loss", logs["loss"]), ("gradient norm", logs.get("grad_norm", 0.0))):
+            if not math.isfinite(value):
+                raise LinearizeError(
+                    f"training diverged: the {name} is {value} at step {state.global_step} of {state.max_steps}; "
+                    "lower the learning rates or the clip, or lengthen the warm-up"
+                )
+        if self.progress is not None:
+            speed = (state.global_step - self.first) * self.step_tokens / (time.monotonic() - self.started)
+            self.progress(state.global_step, state.max_steps, f"loss {logs['loss']:.4f}, {speed:,.0f} tokens/s")

@@ -1,0 +1,317 @@
+"""Whatever a user gives wrongly ends as one sentence, the right exit code, and nothing new on the disk."""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from tiny import save_tiny_base
+
+from liger_convert import cli
+from liger_convert.manifest import Manifest, hashes
+from liger_convert.recipe import load
+
+RECIPE = {
+    "version": 1,
+    "name": "tiny",
+    "mixer": {"type": "gla", "window": 8, "sinks": 2},
+    "device": "cpu",
+    "data": {"text": {"source": "file", "path": "text.jsonl", "held_out": 0.2}},
+    "stages": [
+        {"kind": "align", "data": "text", "tokens": 64, "seq_len": 16, "batch_size": 2, "rates": {"mixer": 1e-2}}
+    ],
+    "eval": {"suite": "quick", "text": "text"},
+}
+
+
+class World:
+    """A folder with a recipe, a base and a text file, all sound until a case breaks one."""
+
+    def __init__(self, folder: Path, base: Path):
+        self.folder, self.base, self.out = folder, folder / "base", folder / "out"
+        shutil.copytree(base, self.base)
+        (folder / "text.jsonl").write_text("".join(json.dumps({"text": f"line {i} " * 9}) + "\n" for i in range(20)))
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"base": str(self.base)}))
+
+    def run(self, *overrides: str) -> list[str]:
+        sets = [word for override in overrides for word in ("--set", override)]
+        return ["run", str(self.folder / "recipe.yaml"), "--out", str(self.out), *sets]
+
+    def plan(self, *overrides: str) -> list[str]:
+        return ["plan", *self.run(*overrides)[1:2], *self.run(*overrides)[4:]]
+
+    def convert(self, *options: str) -> list[str]:
+        return ["convert", str(self.base), str(self.out), *options]
+
+    def config(self, **changes: object) -> None:
+        path = self.base / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    def tensors(self, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+        tensors = load_file(self.base / "model.safetensors")
+        change(tensors)
+        save_file(tensors, self.base / "model.safetensors")
+
+    def start(self) -> None:
+        """A run of the recipe that was killed after its first step."""
+        path = self.folder / "recipe.yaml"
+        record = Manifest.new(load(path), path.read_text(), [], {"threads": 1})
+        record.inputs = hashes([self.base], self.out)
+        record.steps = {"base": {"path": str(self.base)}}
+        self.out.mkdir()
+        (self.out / ".lock").touch()
+        record.write(self.out)
+
+    def resume(self, *overrides: str) -> list[str]:
+        return [*self.run(*overrides), "--resume"]
+
+    def lock(self) -> None:
+        self.locked = open(self.out / ".lock")  # noqa: SIM115 (for as long as this world exists)
+        fcntl.flock(self.locked, fcntl.LOCK_EX)
+
+    def linearized(self) -> Path:
+        assert cli.main(["convert", str(self.base), str(self.folder / "linearized"), "--window", "8"]) == 0
+        return self.folder / "linearized"
+
+
+def files(folder: Path) -> set[Path]:
+    return set(folder.rglob("*"))
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_base("llama", tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture
+def world(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.chdir(tmp_path)
+    return World(tmp_path, base)
+
+
+def case(name: str, says: str, words: Callable[[World], list[str]], code: int = 2):
+    return pytest.param(words, says, code, id=name)
+
+
+def after(*actions: Callable[[World], object]) -> Callable[[World], list[str]]:
+    """Does all actions; the last one gives the command."""
+
+    def words(world: World) -> list[str]:
+        for action in actions[:-1]:
+            action(world)
+        result = actions[-1](world)
+        assert isinstance(result, list)
+        return result
+
+    return words
+
+
+def wrote(name: str, text: str | bytes) -> Callable[[World], object]:
+    return lambda w: (w.folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
+
+
+def remove(name: str) -> Callable[[World], object]:
+    return lambda w: (w.folder / name).unlink()
+
+
+def edited(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[World], object]:
+    return lambda w: w.tensors(change)
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+convert = World.convert
+RECIPES = [
+    case("misspelt key", "mixr: unknown key; did you mean 'mixer'?", lambda w: w.run("mixr={}")),
+    case("misspelt key in a stage", "stages[0].rates.mixr", lambda w: w.run("stages[0].rates.mixr=1")),
+    case("misplaced key", "belongs to mixer.window", lambda w: w.run("window=64")),
+    case("wrong type", "seed: should be a whole number", lambda w: w.run("seed=x")),
+    case("unknown stage kind", "did you mean 'align'?", lambda w: w.run("stages[0].kind=alin")),
+    case("unknown source kind", "did you mean 'file'?", lambda w: w.run("data.text.source=fil")),
+    case("unknown source name", "stages[0].data: 'books'", lambda w: w.run("stages[0].data=books")),
+    case("nothing to train", "every group is frozen", lambda w: w.run("stages[0].rates={}")),
+    case("less than one step", "stages[0].tokens", lambda w: w.run("stages[0].tokens=3")),
+    case("bad precision", "use one of auto, float32", lambda w: w.run("precision=half")),
+    case("unknown device", "'tpu' is not a device", lambda w: w.run("device=tpu")),
+    case("absent device", "GPU that is not there", lambda w: w.run("device=cuda:7")),
+    case("unknown suite", "did you mean quick?", lambda w: w.run("eval.suite=quik")),
+    case("unknown mixer", "mixer.type: mixer 'gle' is unknown", lambda w: w.run("mixer.type=gle")),
+    case("unknown mixer option", "mixer.feature_mp", lambda w: w.run("mixer.feature_mp=relu")),
+    case("bad mixer option", "mixer.feature_map", lambda w: w.run("mixer.feature_map=3")),
+    case("negative sinks", "mixer.sinks", lambda w: w.run("mixer.sinks=-1")),
+    case("empty window", "mixer.window", lambda w: w.run("mixer.window=0")),
+    case("bad pattern", "layers: 'LXL' is no pattern", lambda w: w.run("layers=LXL")),
+    case("layer out of range", "layers.linear: there is no layer 9", lambda w: w.run("layers={linear: [9]}")),
+    case("list of wrong length", "layers: names 1 layers", lambda w: w.run("layers=[main]")),
+    case("no linear layer", "nothing to linearize", lambda w: w.run("layers={softmax: [0, 1, 2]}")),
+    case("unknown layer name", "layers[0]: 'man'", lambda w: w.run("layers=[man, main, main]")),
+    case("override without value", "write it as field=value", lambda w: w.run("seed")),
+    case("override into nothing", "[4] is not there", lambda w: w.run("stages[4].tokens=1")),
+    case("repeated key", "line 2: not valid YAML", after(wrote("recipe.yaml", "name: a\nname: b\n"), World.run)),
+    case("no YAML", "line 2: not valid YAML", after(wrote("recipe.yaml", "name: [a\n"), World.run)),
+    case("empty recipe", "a recipe is a mapping", after(wrote("recipe.yaml", ""), World.run)),
+    case("binary recipe", "cannot be read as text", after(wrote("recipe.yaml", b"\xff\xfe\x00"), World.run)),
+    case("missing fields", "required and missing", after(wrote("recipe.yaml", "version: 1\n"), World.run)),
+    case("missing recipe", "there is no such file", after(remove("recipe.yaml"), World.run)),
+    case("unknown shipped recipe", "did you mean smollm2-135m-quick?", lambda w: ["plan", "smollm-135m-quick"]),
+    case("plan of a bad recipe", "did you mean 'mixer'?", lambda w: w.plan("mixr={}")),
+    case("plan with a bad layer", "there is no layer 9", lambda w: w.plan("layers={softmax: [9]}")),
+]
+BASES = [
+    case("no such base", "there is no such file or folder", lambda w: w.run("base=/nowhere/at/all")),
+    case("no such package", "package is not installed", lambda w: w.run("base=package:no_such_thing/x.gguf")),
+    case(
+        "garbage gguf",
+        "cannot be read as a GGUF model",
+        after(wrote("x.gguf", b"nope"), lambda w: w.run("base=x.gguf")),
+    ),
+    case("no config", "config.json", after(remove("base/config.json"), World.run)),
+    case("broken config", "cannot be read as JSON", after(wrote("base/config.json", "{"), World.run)),
+    case("unknown family", "supported: llama", after(lambda w: w.config(model_type="gpt2"), World.run)),
+    case("quantised", "is quantised", after(lambda w: w.config(quantization_config={"bits": 4}), World.run)),
+    case("remote code", "brings its own code", after(lambda w: w.config(model_type="x", auto_map={}), World.run)),
+    case("no tokenizer", "holds no tokenizer", after(remove("base/tokenizer.json"), World.run)),
+    case("broken tokenizer", "tokenizer cannot be used", after(wrote("base/tokenizer.json", "{"), World.run)),
+    case("no weights", "holds no weights", after(remove("base/model.safetensors"), convert)),
+    case(
+        "pickle only",
+        "pickles, which can run code",
+        after(lambda w: (w.base / "model.safetensors").rename(w.base / "pytorch_model.bin"), convert),
+    ),
+    case("missing tensor", Q, after(edited(lambda t: t.pop(Q)), convert)),
+    case("extra tensor", "extra.weight", after(edited(lambda t: t.update({"extra.weight": torch.ones(1)})), convert)),
+    case("misshaped tensor", Q, after(edited(lambda t: t.update({Q: torch.ones(2, 2)})), convert)),
+    case("NaN tensor", Q, after(edited(lambda t: t[Q].view(-1)[5:6].fill_(float("nan"))), convert)),
+    case("integer tensor", Q, after(edited(lambda t: t.update({Q: t[Q].to(torch.int8)})), convert)),
+    case(
+        "truncated weights",
+        "truncated",
+        after(
+            lambda w: (p := w.base / "model.safetensors").write_bytes(p.read_bytes()[:-100]),
+            convert,
+        ),
+    ),
+    case(
+        "missing shard",
+        "this shard is missing",
+        after(
+            lambda w: (w.base / "model.safetensors").unlink(),
+            wrote("base/model.safetensors.index.json", json.dumps({"weight_map": {Q: "model-00001.safetensors"}})),
+            convert,
+        ),
+    ),
+    case("config contradicts shapes", "config.json", after(lambda w: w.config(intermediate_size=40), convert)),
+    case(
+        "linearized already",
+        "linearized already",
+        lambda w: ["convert", str(w.linearized()), str(w.out)],
+    ),
+]
+DATA = [
+    case(
+        "missing data file", "data.text.path: text.jsonl: there is no such file", after(remove("text.jsonl"), World.run)
+    ),
+    case("empty data file", "text.jsonl: is empty", after(wrote("text.jsonl", "\n"), World.run)),
+    case("bad row", "text.jsonl line 2: is not JSON", after(wrote("text.jsonl", '{"text": "a"}\n{\n'), World.run)),
+    case("row without text", "line 1: has no field 'text'", after(wrote("text.jsonl", '{"txt": "a"}\n'), World.run)),
+    case("row that is no object", "line 1: is a JSON int", after(wrote("text.jsonl", "3\n"), World.run)),
+    case("unknown data format", "a data file ends in", lambda w: w.run("data.text.path=recipe.yaml")),
+    case(
+        "cut archive",
+        "x.jsonl.xz: cannot be read",
+        after(wrote("x.jsonl.xz", b"\xfd7zXZ\x00"), lambda w: w.run("data.text.path=x.jsonl.xz")),
+    ),
+    case("chat rows without chat", "line 1: has no field 'instruction'", lambda w: w.run("data.text.format=alpaca")),
+]
+RUNS = [
+    case("OUT exists", "already exists", after(lambda w: w.out.mkdir(), World.run)),
+    case("resume of nothing", "holds no run to resume", World.resume),
+    case("resume of something else", "holds no run to resume", after(lambda w: w.out.mkdir(), World.resume)),
+    case("changed recipe", "seed was 0, is 1", after(World.start, lambda w: w.resume("seed=1"))),
+    case(
+        "changed stage",
+        "stages[0].tokens was 64, is 96",
+        after(World.start, lambda w: w.resume("stages[0].tokens=96")),
+    ),
+    case(
+        "changed base",
+        "model.safetensors: has changed since the run began",
+        after(World.start, edited(lambda t: t[Q].add_(1)), World.resume),
+    ),
+    case(
+        "vanished base", "this input of the run is gone", after(World.start, remove("base/config.json"), World.resume)
+    ),
+    case("run under way", "another process works on this run", after(World.start, World.lock, World.resume)),
+    case(
+        "manifest of another version",
+        "was not written by this version",
+        after(World.start, wrote("out/manifest.json", '{"format": 99}'), World.resume),
+    ),
+    case("no held-out text for the suite", "eval.text: suite quick", lambda w: w.run("eval.text=null")),
+    case("too little held-out text", "hold out more", lambda w: w.run("data.text.held_out=0.1")),
+    case("rows of no task", "has no piqa.jsonl", lambda w: w.run(f"eval.data={w.folder}", "eval.suite=paper")),
+]
+COMMANDS = [
+    case("unknown command", "No such command 'rum'", lambda w: ["rum"]),
+    case("unknown option", "No such option: --layer", lambda w: w.convert("--layer", "all")),
+    case("missing argument", "Missing argument", lambda w: ["convert", str(w.base)]),
+    case("convert over a folder", "already exists", after(lambda w: w.out.mkdir(), convert)),
+    case("convert to unknown mixer", "mixer 'glu' is unknown", lambda w: w.convert("--mixer", "glu")),
+    case("convert with unknown option", "no such option", lambda w: w.convert("--set", "gat=none")),
+    case("convert with a bad dtype", "export.dtype", lambda w: w.convert("--dtype", "int4")),
+    case(
+        "train without such a stage",
+        "--stage",
+        lambda w: ["train", *w.run()[1:], "--stage", "2", "--model", str(w.base)],
+    ),
+    case(
+        "train a base",
+        "not a linearized model",
+        lambda w: ["train", *w.run()[1:], "--stage", "1", "--model", str(w.base)],
+    ),
+    case("merge nothing", "base", lambda w: ["merge", str(w.linearized()), str(w.base), "--out", str(w.out)]),
+    case("export a base", "holds a llama model", lambda w: ["export", str(w.base), str(w.out)]),
+    case("eval without the rows", "piqa.jsonl", lambda w: ["eval", str(w.base), "--data", str(w.folder)]),
+    case("eval of nothing", "no such file or folder", lambda w: ["eval", "/nowhere/at/all"]),
+    case("eval by unknown suite", "did you mean quick?", lambda w: ["eval", str(w.base), "--suite", "quik"]),
+    case("diagnose a base", "not a linearized model", lambda w: ["diagnose", str(w.base)]),
+    case(
+        "diagnose without the rows", "piqa.jsonl", lambda w: ["diagnose", str(w.linearized()), "--data", str(w.folder)]
+    ),
+    case("generate from an empty prompt", "the prompt is empty", lambda w: ["generate", str(w.base), "--prompt", " "]),
+    case("generate from nothing", "/nowhere", lambda w: ["generate", "/nowhere/at/all", "--prompt", "hi"]),
+]
+
+
+@pytest.mark.parametrize(("words", "says", "code"), [*RECIPES, *BASES, *DATA, *RUNS, *COMMANDS])
+def test_bad_input_ends_in_one_sentence_and_leaves_nothing(world, words, says, code, capsys):
+    arguments = words(world)
+    before = files(world.folder)
+    capsys.readouterr()
+    assert cli.main(arguments) == code
+    output = capsys.readouterr()
+    complaints = [line for line in output.err.splitlines() if line.startswith("error: ")]
+    assert len(complaints) == 1, output.err
+    assert output.err.rstrip().endswith(complaints[0])
+    assert says in complaints[0]
+    assert "Traceback" not in output.err + output.out
+    assert files(world.folder) == before
+
+
+@pytest.mark.parametrize("words", [World.run, convert], ids=["run", "convert"])
+def test_a_full_disk_ends_in_one_sentence_and_leaves_nothing(world, words, monkeypatch, capsys):
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    before = files(world.folder)
+    monkeypatch.setattr(os, "fsync", full)
+    assert cli.main(words(world)) == 1
+    (complaint,) = capsys.readouterr().err.splitlines()
+    assert complaint.startswith(f"error: {world.folder}")
+    assert complaint.endswith("the disk is full; free some space and start again")
+    assert files(world.folder) == before

@@ -1,0 +1,402 @@
+"""Bases are found, read lazily and refused in one sentence; folders and files appear whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import huggingface_hub.constants
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from tiny import CHAT_TEMPLATE, save_tiny_base
+from transformers import AutoModelForCausalLM
+
+from liger_convert import checkpoint
+from liger_convert.checkpoint import Checkpoint, load_config, load_tokenizer, resolve_base
+from liger_convert.errors import BadInput, LinearizeError
+from liger_convert.files import atomic_dir, atomic_write
+
+STATE = {
+    "a": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
+    "b": torch.tensor(1.5),
+    "c": torch.zeros(0, 4, dtype=torch.float16),
+    "d": torch.linspace(0, 1, 5, dtype=torch.float64),
+}
+
+
+def save_shards(folder: Path) -> Path:
+    """STATE in two shards with their index."""
+    folder.mkdir()
+    shards = {
+        "one.safetensors": {"a": STATE["a"], "b": STATE["b"]},
+        "two.safetensors": {"c": STATE["c"], "d": STATE["d"]},
+    }
+    for name, tensors in shards.items():
+        save_file(tensors, folder / name)
+    write_index(folder, {key: name for name, tensors in shards.items() for key in tensors})
+    return folder
+
+
+def write_index(folder: Path, weight_map: object) -> None:
+    (folder / checkpoint.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_base("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def folder(base: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(base, tmp_path / "copy"))
+
+
+# --- reading
+
+
+def test_read_gives_the_tensors_that_were_saved(tmp_path):
+    found = Checkpoint.open(save_shards(tmp_path / "sharded"))
+    assert found.tensors.keys() == STATE.keys()
+    for name, tensor in STATE.items():
+        read = found.read(name)
+        assert read.dtype == tensor.dtype
+        assert torch.equal(read, tensor)
+
+
+def test_a_single_file_wins_over_a_stale_index_as_in_transformers(folder):
+    write_index(folder, {"gone": "gone.safetensors"})
+    assert Checkpoint.open(folder).tensors.keys() == load_file(folder / checkpoint.WEIGHTS).keys()
+
+
+def truncate(path: Path, size: int) -> None:
+    os.truncate(path, size if size >= 0 else path.stat().st_size + size)
+
+
+def save_twice(folder: Path) -> None:
+    save_file({"c": STATE["c"], "d": STATE["d"], "a": STATE["a"]}, folder / "two.safetensors")
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (lambda f: truncate(f / "two.safetensors", -3), r"two\.safetensors: is truncated"),
+    "empty": (lambda f: truncate(f / "two.safetensors", 0), r"two\.safetensors: is truncated or no safetensors file"),
+    "too long": (lambda f: (f / "two.safetensors").open("ab").write(b"more"), r"two\.safetensors: is truncated or no"),
+    "garbled header": (
+        lambda f: (f / "one.safetensors").write_bytes(b"\x10" + b"\0" * 7 + b"{" * 32),
+        r"one\.safetensors: .*JSON",
+    ),
+    "a pointer": (
+        lambda f: (f / "one.safetensors").write_text("version https://git-lfs"),
+        r"one\.safetensors: .*download",
+    ),
+    "missing shard": (lambda f: (f / "one.safetensors").unlink(), r"one\.safetensors: this shard is missing"),
+    "missing index": (
+        lambda f: (f / checkpoint.INDEX).unlink(),
+        "has safetensors files but neither model.safetensors nor",
+    ),
+    "index no JSON": (lambda f: (f / checkpoint.INDEX).write_text("{"), r"index\.json: cannot be read as JSON"),
+    "index a list": (
+        lambda f: (f / checkpoint.INDEX).write_text("[]"),
+        r"index\.json: must hold a JSON object, not a list",
+    ),
+    "index without map": (lambda f: (f / checkpoint.INDEX).write_text("{}"), r"index\.json: has no weight_map"),
+    "index points outside": (lambda f: write_index(f, {"a": "../a.safetensors"}), "not the name of a file beside it"),
+    "index names too few": (
+        lambda f: write_index(f, {"a": "one.safetensors", "c": "two.safetensors", "d": "two.safetensors"}),
+        "has b in no shard, but it is in one.safetensors",
+    ),
+    "index names too many": (
+        lambda f: write_index(f, dict.fromkeys("ab", "one.safetensors") | dict.fromkeys("cde", "two.safetensors")),
+        "has e in two.safetensors, but it is in no shard",
+    ),
+    "index mixes shards up": (
+        lambda f: write_index(f, dict.fromkeys("abc", "one.safetensors") | {"d": "two.safetensors"}),
+        "has c in one.safetensors, but it is in two.safetensors",
+    ),
+    "stored twice": (save_twice, r"two\.safetensors: tensor a stands in one\.safetensors as well"),
+    "quantised": (
+        lambda f: save_file({"a": STATE["a"].to(torch.int8), "b": STATE["b"]}, f / "one.safetensors"),
+        r"one\.safetensors: tensor a is I8: quantised",
+    ),
+    "only pickles": (
+        lambda f: [p.rename(p.with_suffix(".bin")) for p in f.glob("*")],
+        "its weights are pickles.*allow_pickle",
+    ),
+    "no weights": (lambda f: [p.unlink() for p in f.glob("*")], "holds no weights"),
+}
+
+
+@pytest.mark.parametrize(("damage", "says"), BROKEN.values(), ids=BROKEN.keys())
+def test_a_broken_checkpoint_is_refused_in_a_sentence_that_names_the_file(tmp_path, damage, says):
+    damage(save_shards(tmp_path / "sharded"))
+    with pytest.raises(BadInput, match=says) as caught:
+        Checkpoint.open(tmp_path / "sharded")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_shrinks_after_it_was_opened_is_noticed(tmp_path):
+    found = Checkpoint.open(save_shards(tmp_path / "sharded"))
+    truncate(tmp_path / "sharded/two.safetensors", -3)
+    with pytest.raises(BadInput, match="ends inside tensor d"):
+        found.read("d")
+
+
+# --- config and tokenizer
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "there is no such file"),
+        ("{", "cannot be read as JSON"),
+        ("{}", "names no model_type"),
+        ('{"model_type": "unheard_of"}', "transformers cannot use it.*unheard_of"),
+        ('{"model_type": "unheard_of", "auto_map": {"AutoConfig": "x.X"}}', "brings its own code.*trust_remote_code"),
+        ('{"model_type": "llama", "hidden_size": "wide"}', "transformers cannot use it"),
+    ],
+    ids=["missing", "no JSON", "no type", "unknown type", "own code", "wrong field"],
+)
+def test_a_config_that_cannot_be_used_is_refused(folder, text, says):
+    (folder / "config.json").unlink()
+    if text is not None:
+        (folder / "config.json").write_text(text)
+    with pytest.raises(BadInput, match=says):
+        load_config(folder)
+
+
+def test_a_missing_or_broken_tokenizer_is_refused(folder):
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(BadInput, match="its tokenizer cannot be used"):
+        load_tokenizer(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(BadInput, match="holds no tokenizer"):
+        load_tokenizer(folder)
+
+
+# --- where a base comes from
+
+
+def test_a_folder_is_taken_as_it_is(base, tmp_path):
+    assert resolve_base(str(base), tmp_path) == base
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("/nowhere/model", "there is no such file or folder"),
+        ("nowhere.gguf", "there is no such file or folder"),
+        ("package:no_such_package/model.gguf", "the package is not installed; pip install no-such-package"),
+        ("package:json/no_such_file", "package json holds no 'no_such_file'"),
+        ("package:json", "is neither a .gguf file nor a model folder"),
+        ("nobody/nothing", "is no folder here and cannot be had from the hub"),
+        ("nobody/nothing/at-all", "there is no such file or folder"),
+    ],
+)
+def test_a_base_that_is_nowhere_is_refused(source, says, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(BadInput, match=says) as caught:
+        resolve_base(source, tmp_path)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_packaged_file_is_found_without_importing_the_package(base, tmp_path, monkeypatch):
+    (tmp_path / "packaged_model").mkdir()
+    (tmp_path / "packaged_model/__init__.py").write_text("raise RuntimeError('imported')")
+    shutil.copytree(base, tmp_path / "packaged_model/base")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert resolve_base("package:packaged_model/base", tmp_path) == tmp_path / "packaged_model/base"
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_pickled_weights_become_safetensors_only_when_asked(folder, tmp_path, sharded):
+    state = load_file(folder / checkpoint.WEIGHTS)
+    (folder / checkpoint.WEIGHTS).unlink()
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]  # shared memory, as tied embeddings are pickled
+    torch.save(state, folder / checkpoint.PICKLE)
+    if sharded:
+        (folder / checkpoint.PICKLE).rename(folder / "pytorch_model-00001-of-00001.bin")
+        weight_map = dict.fromkeys(state, "pytorch_model-00001-of-00001.bin")
+        (folder / checkpoint.PICKLE_INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(BadInput, match=r"its weights are pickles.*allow_pickle"):
+        resolve_base(str(folder), tmp_path / "work")
+    made = resolve_base(str(folder), tmp_path / "work", allow_pickle=True)
+    found = Checkpoint.open(made)
+    assert found.tensors.keys() == state.keys()
+    assert all(torch.equal(found.read(name), tensor) for name, tensor in state.items())
+    load_tokenizer(made)
+
+
+def test_a_pickle_that_would_run_code_is_refused(folder, tmp_path):
+    (folder / checkpoint.WEIGHTS).unlink()
+    torch.save({"evil": subprocess.run}, folder / checkpoint.PICKLE)
+    with pytest.raises(BadInput, match="is no PyTorch state dict"):
+        resolve_base(str(folder), tmp_path / "work", allow_pickle=True)
+    assert list((tmp_path / "work").iterdir()) == []
+
+
+def write_gguf(path: Path, model: torch.nn.Module, vocabulary: str = "default", without: str = "") -> None:
+    """`model`, a tiny llama, as llama.cpp stores it: its own names, the rows of q and k in pairs for rotary."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(vocabulary)
+    tokens = [chr(c) for c in range(33, 127)] + ["12", "Ġ", "Ċ", "<s>", "</s>", "Ġa", "ab"]
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in ("<s>", "</s>") else 1 for token in tokens])
+    writer.add_token_merges(["1 2", "Ġ a", "a b"])
+    writer.add_bos_token_id(tokens.index("<s>"))
+    writer.add_eos_token_id(tokens.index("</s>"))
+    writer.add_chat_template(CHAT_TEMPLATE)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            tensor = tensor.unflatten(0, (-1, 2, config.head_dim // 2)).transpose(1, 2).flatten(0, 2)
+        if name != without:
+            writer.add_tensor(names.get_name(name, (".weight",)), tensor.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize(("vocabulary", "pieces"), [("smollm", ["1", "2"]), ("default", ["12"])])
+def test_a_gguf_file_becomes_the_model_it_was_made_from(tmp_path, vocabulary, pieces):
+    model = AutoModelForCausalLM.from_pretrained(save_tiny_base("llama", tmp_path / "base", rms_norm_eps=1e-3)).eval()
+    write_gguf(tmp_path / "model.gguf", model, vocabulary)
+    made = resolve_base(str(tmp_path / "model.gguf"), tmp_path / "work")
+    assert made == tmp_path / "work/base"
+    tokens = torch.arange(3, 40)[None]
+    torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(made)(tokens).logits, model(tokens).logits)
+    tokenizer = load_tokenizer(made)
+    assert tokenizer.tokenize("12") == pieces
+    assert tokenizer.chat_template == CHAT_TEMPLATE
+    assert checkpoint.base_config(str(tmp_path / "model.gguf")).hidden_size == model.config.hidden_size
+
+
+def test_a_gguf_file_that_lacks_a_tensor_is_refused(base, tmp_path):
+    write_gguf(tmp_path / "model.gguf", AutoModelForCausalLM.from_pretrained(base), without="model.norm.weight")
+    with pytest.raises(BadInput, match=r"holds nothing for 1 tensors of the model, such as model\.norm\.weight"):
+        resolve_base(str(tmp_path / "model.gguf"), tmp_path / "work")
+    assert not (tmp_path / "work").exists()
+
+
+def test_what_was_made_from_a_gguf_file_is_used_again(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF broken")
+    (tmp_path / "work/base").mkdir(parents=True)
+    assert resolve_base(str(tmp_path / "model.gguf"), tmp_path / "work") == tmp_path / "work/base"
+
+
+def test_a_broken_gguf_file_is_refused_and_leaves_nothing(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF broken")
+    for use in (lambda s: resolve_base(s, tmp_path), checkpoint.base_config):
+        with pytest.raises(BadInput, match=r"model\.gguf: cannot be read as a GGUF model"):
+            use(str(tmp_path / "model.gguf"))
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
+
+
+def test_gguf_without_its_package_names_the_install(tmp_path, monkeypatch):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.setattr(checkpoint.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BadInput, match=r"pip install 'liger-convert\[gguf\]'"):
+        resolve_base(str(tmp_path / "model.gguf"), tmp_path)
+
+
+# --- writing
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+    with atomic_dir(tmp_path / "deep/out") as partial:
+        (partial / "file").write_text("x")
+        assert not (tmp_path / "deep/out").exists()
+    assert (tmp_path / "deep/out/file").read_text() == "x"
+
+    def fails() -> None:
+        with atomic_dir(tmp_path / "other") as partial:
+            (partial / "file").write_text("x")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fails()
+    assert {path.name for path in tmp_path.iterdir()} == {"deep"}
+
+
+def test_an_existing_folder_is_kept_unless_it_may_be_overwritten(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/old").touch()
+    with pytest.raises(BadInput, match="out: already exists"), atomic_dir(tmp_path / "out"):
+        pass
+    assert (tmp_path / "out/old").exists()
+    with atomic_dir(tmp_path / "out", overwrite=True) as partial:
+        (partial / "new").touch()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"]
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    for pid in (dead.pid, os.getpid(), os.getppid()):
+        (tmp_path / f".out.partial-{pid}").mkdir()
+    with atomic_dir(tmp_path / "out"):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {"out", f".out.partial-{os.getppid()}"}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        SafetensorError("I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_full_disk_is_a_sentence_and_leaves_nothing(tmp_path, error):
+    def fills() -> None:
+        with atomic_dir(tmp_path / "out") as partial:
+            (partial / "file").write_text("x")
+            raise error
+
+    with pytest.raises(LinearizeError, match="out: the disk is full") as caught:
+        fills()
+    assert not isinstance(caught.value, BadInput)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_a_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(LinearizeError, match="file/out: cannot be written"), atomic_dir(tmp_path / "file/out"):
+        pass
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    atomic_write(tmp_path / "file", "old")
+
+    def fails(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(LinearizeError, match="disk is full"):
+        atomic_write(tmp_path / "file", b"new")
+    monkeypatch.undo()
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+    atomic_write(tmp_path / "file", b"new")
+    assert (tmp_path / "file").read_text() == "new"

@@ -1,0 +1,176 @@
+"""Every command does what its help says, on a tiny model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tiny import save_tiny_base
+
+from liger_convert import cli
+from liger_convert.families import FAMILIES
+from liger_convert.mixers import MIXERS
+from liger_convert.model import load_linearized
+
+COMMANDS = [
+    "run",
+    "plan",
+    "convert",
+    "train",
+    "merge",
+    "export",
+    "eval",
+    "diagnose",
+    "generate",
+    "mixers",
+    "families",
+]
+STAGE = {"data": "text", "tokens": 4 * 64, "seq_len": 32, "batch_size": 2}
+RECIPE = {
+    "version": 1,
+    "name": "tiny",
+    "base": "base",
+    "mixer": {"type": "gla", "window": 8, "sinks": 2},
+    "device": "cpu",
+    "precision": "float32",
+    "data": {"text": {"source": "file", "path": "text.jsonl"}},
+    "stages": [
+        STAGE | {"kind": "align", "rates": {"mixer": 1e-2}},
+        STAGE | {"kind": "finetune", "loss_on": "all", "rates": {"lora": 1e-2}, "lora": {}},
+    ],
+}
+SUITE = "description: tiny\ntext: [{window: 32, windows: 4}]\ncopying: [{length: 8, draws: 4}]\n"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory):
+    """A folder with a base, a converted model, a text, a suite and a recipe, as the working directory."""
+    folder = tmp_path_factory.mktemp("home")
+    save_tiny_base("llama", folder / "base")
+    (folder / "text.jsonl").write_text(
+        "".join(json.dumps({"text": f"{i} green bottles " * 9}) + "\n" for i in range(30))
+    )
+    (folder / "suite.yaml").write_text(SUITE)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert cli.main(["convert", "base", "converted", "--window", "8", "--layers", "LNL", "--set", "gate=head"]) == 0
+        yield folder
+
+
+def output(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    capsys.readouterr()
+    assert cli.main(words) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(command, capsys):
+    said = output(capsys, command, "--help")
+    assert f"linearize {command}" in " ".join(said.split())
+
+
+def test_no_words_at_all_show_every_command(capsys):
+    said = output(capsys)
+    assert all(command in said for command in COMMANDS)
+
+
+def test_help_does_not_import_torch():
+    code = (
+        "import sys; sys.argv = ['linearize', '--help']; from liger_convert.cli import main; main();"
+        "sys.exit(bool({'torch', 'transformers', 'pydantic'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_a_slip_in_a_recipe_is_told_without_importing_torch(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("version: 1\n")
+    code = (
+        "import sys; sys.argv = ['linearize']; from liger_convert.cli import main;"
+        "code = main(['run', 'recipe.yaml']); sys.exit(code if 'torch' not in sys.modules else 99)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=tmp_path).returncode == 2
+
+
+def test_plan_tells_layers_and_sizes_and_writes_nothing(home, capsys):
+    before = sorted(home.rglob("*"))
+    planned = json.loads(output(capsys, "plan", "recipe.yaml", "--set", "layers=LLN", "--json"))
+    assert planned["linearization"]["layers"] == ["main", "main", "softmax"]
+    assert [stage["tokens"] for stage in planned["stages"]] == [256, 256]
+    assert "softmax attention" in output(capsys, "plan", "recipe.yaml", "--set", "layers=LLN")
+    assert sorted(home.rglob("*")) == before
+
+
+def test_convert_makes_a_model_with_the_options_given(home):
+    config = load_linearized(home / "converted").config
+    assert config.linearization["layers"] == ["main", "softmax", "main"]
+    assert (
+        config.linearization["mixers"]["main"] | {"window": 8, "gate": "head"} == config.linearization["mixers"]["main"]
+    )
+
+
+def test_train_merge_and_export_make_a_trained_model(home, capsys):
+    for stage, model in ((1, "converted"), (2, "merged-1")):
+        words = ["train", "recipe.yaml", "--stage", str(stage), "--model", model, "--out", f"trained-{stage}", "--json"]
+        assert json.loads(output(capsys, *words))["steps"] == 4
+        output(capsys, "merge", model, f"trained-{stage}", "--out", f"merged-{stage}")
+    output(capsys, "export", "merged-2", "exported")
+    start, end = load_linearized(home / "converted").state_dict(), load_linearized(home / "exported").state_dict()
+    changed = {name.split("self_attn.")[-1] for name in start if not torch.equal(start[name], end[name])}
+    assert {"q_proj.weight", "mixer.log_share_H"} <= changed
+    assert not any("norm" in name for name in changed)
+
+
+def test_merging_both_stages_at_once_is_merging_one_after_the_other(home, capsys):
+    output(capsys, "merge", "converted", "trained-1", "trained-2", "--out", "merged-both")
+    one, other = load_linearized(home / "merged-2").state_dict(), load_linearized(home / "merged-both").state_dict()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_eval_measures_a_model_beside_its_baseline(home, capsys):
+    words = ["eval", "converted", "--baseline", "base", "--suite", "suite.yaml", "--text", "text.jsonl"]
+    models = json.loads(output(capsys, *words, "--json"))["models"]
+    assert list(models) == ["base", "linearized"]
+    assert set(models["base"]) == {"text_ppl", "text_byte_ppl", "copy_nll_8"}
+    assert models["base"] != models["linearized"]
+    assert "copy_nll_8" in output(capsys, *words)
+
+
+def test_diagnose_measures_each_branch_and_the_controls(home, capsys):
+    words = ["diagnose", "converted", "--suite", "suite.yaml", "--text", "text.jsonl", "--json"]
+    alone = ["linearized", "linearized_window_only", "linearized_memory_only"]
+    assert list(json.loads(output(capsys, *words))["models"]) == alone
+    beside = json.loads(output(capsys, *words, "--base", "base"))
+    assert list(beside["models"]) == ["base", "window_untrained", *alone]
+
+
+def test_generate_speaks_and_says_the_same_twice(home, capsys):
+    words = ["generate", "converted", "--prompt", "green", "--max-new-tokens", "12"]
+    first = output(capsys, *words)
+    assert first.strip()
+    assert output(capsys, *words) == first
+    assert output(capsys, *words, "--raw") != first
+
+
+def test_mixers_and_families_list_the_registries(capsys):
+    assert json.loads(output(capsys, "mixers", "--json")).keys() == MIXERS.keys()
+    assert json.loads(output(capsys, "families", "--json")).keys() == FAMILIES.keys()
+    assert all(name in output(capsys, "mixers") for name in MIXERS)
+    assert all(name in output(capsys, "families") for name in FAMILIES)
+
+
+def test_an_unexpected_error_leaves_its_traceback_in_a_file_or_shows_it(monkeypatch, capsys):
+    def surprise(*args: object) -> None:
+        raise RuntimeError("surprise")
+
+    monkeypatch.setattr("liger_convert.cli._show", surprise)
+    assert cli.main(["families"]) == 1
+    (complaint,) = capsys.readouterr().err.splitlines()
+    log = Path(complaint.partition("traceback in ")[2].partition(";")[0])
+    assert "RuntimeError: surprise" in log.read_text()
+    log.unlink()
+    with pytest.raises(RuntimeError, match="surprise"):
+        cli.main(["families", "--debug"])

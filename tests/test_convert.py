@@ -1,0 +1,335 @@
+"""A conversion loses nothing, adds what the config says, holds little in memory, and refuses what does not add up."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import save_tiny_base, tiny_config, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from liger_convert.checkpoint import INDEX, WEIGHTS, Checkpoint, load_tokenizer
+from liger_convert.convert import convert
+from liger_convert.errors import BadInput, LinearizeError
+from liger_convert.families import FAMILIES
+from liger_convert.mixers import resolve_spec
+from liger_convert.model import linearize_base, load_linearized, new_state
+from liger_convert.shards import all_finite
+
+LINEARIZATION = {
+    "format": 1,
+    "mixers": {"main": resolve_spec({"type": "gla", "window": 8, "sinks": 2})},
+    "layers": ["main", "softmax", "main"],
+}
+LINEARIZATION_PAPER = LINEARIZATION | {"mixers": {"main": resolve_spec({"type": "liger-paper"})}}
+TOKENS = torch.arange(3, 60)[None]
+
+
+@pytest.fixture(scope="session")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The tiny base of a family, made once."""
+    root = tmp_path_factory.mktemp("bases")
+    return lambda family: root / family if (root / family).exists() else save_tiny_base(family, root / family)
+
+
+@pytest.fixture
+def base(bases: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A tiny llama to damage."""
+    return Path(shutil.copytree(bases("llama"), tmp_path / "base"))
+
+
+def change(base: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(base / WEIGHTS)
+    edit(tensors)
+    save_file(tensors, base / WEIGHTS)
+
+
+def change_config(base: Path, **values: Any) -> None:
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | values))
+
+
+def shard(base: Path) -> None:
+    """Splits the weights into shards of three tensors with an index."""
+    tensors = load_file(base / WEIGHTS)
+    (base / WEIGHTS).unlink()
+    weight_map = {name: f"part-{i // 3:02}.safetensors" for i, name in enumerate(tensors)}
+    for file in set(weight_map.values()):
+        save_file({name: tensors[name] for name, where in weight_map.items() if where == file}, base / file)
+    (base / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def same(out: Path, tensors: dict[str, torch.Tensor]) -> bool:
+    found = Checkpoint.open(out)
+    return all(torch.equal(found.read(name), tensor) for name, tensor in tensors.items())
+
+
+# --- what comes out
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_the_folder_loads_as_the_model_made_in_memory(bases, tmp_path, family):
+    base = bases(family)
+    report = convert(base, tmp_path / "out", LINEARIZATION, seed=3)
+    model, loading = load_linearized(tmp_path / "out", output_loading_info=True)
+    assert not any(loading.values())
+    expected = linearize_base(base, LINEARIZATION, seed=3)
+    assert torch.equal(model.eval()(TOKENS).logits, expected.eval()(TOKENS).logits)
+    original = load_file(base / WEIGHTS)
+    assert same(tmp_path / "out", original)
+    assert report["tensors"] == {"copied": len(original), "new": len(new_state(model.config)), "dropped": []}
+
+
+def test_the_new_config_names_its_class_and_keeps_no_trace_of_the_base_folder(base, tmp_path):
+    convert(base, tmp_path / "out", LINEARIZATION)
+    text = (tmp_path / "out/config.json").read_text()
+    config = json.loads(text)
+    assert config["architectures"] == ["LinearizedLlamaForCausalLM"]
+    assert config["linearization"] == LINEARIZATION
+    assert config["dtype"] == "float32"
+    assert str(tmp_path) not in text
+
+
+def test_tokenizer_generation_config_and_licence_come_along(base, tmp_path):
+    (base / "LICENSE.txt").write_text("yes")
+    (base / "README.md").write_text("the base")
+    convert(base, tmp_path / "out", LINEARIZATION)
+    assert {path.name for path in base.iterdir()} - {path.name for path in (tmp_path / "out").iterdir()} == {
+        "README.md",
+        WEIGHTS,
+    }
+    assert (tmp_path / "out/LICENSE.txt").read_text() == "yes"
+    ours, theirs = load_tokenizer(tmp_path / "out"), load_tokenizer(base)
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert ours.chat_template == theirs.chat_template
+
+
+def test_a_mixer_without_parameters_adds_no_shard(base, tmp_path):
+    report = convert(base, tmp_path / "out", LINEARIZATION_PAPER)
+    assert report["tensors"]["new"] == 0
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 1
+    assert not any(load_linearized(tmp_path / "out", output_loading_info=True)[1].values())
+
+
+def test_shards_stay_shards(base, tmp_path):
+    original = load_file(base / WEIGHTS)
+    shard(base)
+    convert(base, tmp_path / "out", LINEARIZATION)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == len(list(base.glob("*.safetensors"))) + 1
+    assert same(tmp_path / "out", original)
+    assert not any(load_linearized(tmp_path / "out", output_loading_info=True)[1].values())
+
+
+def test_fused_experts_are_recognised_too(bases, tmp_path):
+    base = Path(shutil.copytree(bases("mixtral"), tmp_path / "base"))
+    model = AutoModelForCausalLM.from_pretrained(base)
+    fused = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert fused.keys() != load_file(base / WEIGHTS).keys()
+    save_file(fused, base / WEIGHTS)
+    convert(base, tmp_path / "out", LINEARIZATION)
+    converted, loading = load_linearized(tmp_path / "out", output_loading_info=True)
+    assert not any(loading.values())
+    assert all(torch.equal(converted.state_dict()[name], tensor) for name, tensor in fused.items())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_dtype_is_cast_while_streaming(base, tmp_path, dtype):
+    target = getattr(torch, dtype)
+    original = load_file(base / WEIGHTS)
+    convert(base, tmp_path / "out", LINEARIZATION, dtype=dtype)
+    assert same(tmp_path / "out", {name: tensor.to(target) for name, tensor in original.items()})
+    for name, parameter in load_linearized(tmp_path / "out").named_parameters():
+        assert parameter.dtype == (torch.float32 if ".mixer." in name else target)
+
+
+def test_without_a_dtype_every_tensor_keeps_its_own(base, tmp_path):
+    def mix(tensors: dict[str, torch.Tensor]) -> None:
+        for name in tensors:
+            if "norm" not in name:
+                tensors[name] = tensors[name].bfloat16()
+
+    change(base, mix)
+    original = load_file(base / WEIGHTS)
+    convert(base, tmp_path / "out", LINEARIZATION)
+    assert same(tmp_path / "out", original)
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_tied_head_may_be_stored_or_not(base, tmp_path):
+    change_config(base, tie_word_embeddings=True)
+    for name, edit in {
+        "stored": lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}),
+        "absent": lambda tensors: tensors.pop("lm_head.weight"),
+    }.items():
+        change(base, edit)
+        convert(base, tmp_path / name, LINEARIZATION)
+        model, loading = load_linearized(tmp_path / name, output_loading_info=True)
+        assert not any(loading.values())
+        assert torch.equal(model.lm_head.weight, load_file(base / WEIGHTS)["model.embed_tokens.weight"])
+
+
+def test_buffers_that_models_compute_are_dropped_and_named(base, tmp_path):
+    original = load_file(base / WEIGHTS)
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    change(base, lambda tensors: tensors.update({name: torch.ones(4)}))
+    report = convert(base, tmp_path / "out", LINEARIZATION)
+    assert report["tensors"]["dropped"] == [name]
+    assert name not in Checkpoint.open(tmp_path / "out").tensors
+    assert same(tmp_path / "out", original)
+
+
+def test_progress_ends_at_the_total(base, tmp_path):
+    seen = []
+    report = convert(
+        base, tmp_path / "out", LINEARIZATION, progress=lambda done, total, note="": seen.append((done, total))
+    )
+    assert seen == sorted(seen)
+    assert seen[-1] == (report["bytes"], report["bytes"])
+
+
+# --- what is refused
+
+
+def poison(name: str, value: float) -> Callable[[Path], None]:
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name][-1] = value
+
+    return lambda base: change(base, edit)
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda b: change(b, lambda t: t.pop(Q)), rf"base: tensor {Q} is missing"),
+    "several missing": (
+        lambda b: change(b, lambda t: [t.pop(name) for name in list(t) if ".1." in name]),
+        r"base: 9 tensors \(model\.layers\.1\..*\) are missing",
+    ),
+    "head missing": (lambda b: change(b, lambda t: t.pop("lm_head.weight")), "tensor lm_head.weight is missing"),
+    "extra": (
+        lambda b: change(b, lambda t: t.update({"model.extra.bias": torch.ones(2)})),
+        rf"{WEIGHTS}: tensor model\.extra\.bias is no part of the llama",
+    ),
+    "transposed": (
+        lambda b: change(b, lambda t: t.update({"lm_head.weight": t["lm_head.weight"].T.contiguous()})),
+        r"tensor lm_head\.weight is \[32, 101\], but config\.json implies \[101, 32\]",
+    ),
+    "NaN": (poison(Q, float("nan")), rf"{WEIGHTS}: tensor {Q} holds NaN or infinity"),
+    "infinity": (poison("model.norm.weight", float("inf")), r"tensor model\.norm\.weight holds NaN or infinity"),
+    "minus infinity": (poison("lm_head.weight", -float("inf")), r"tensor lm_head\.weight holds NaN or infinity"),
+    "truncated": (lambda b: (b / WEIGHTS).write_bytes((b / WEIGHTS).read_bytes()[:-8]), rf"{WEIGHTS}: is truncated"),
+    "pickled": (lambda b: (b / WEIGHTS).rename(b / "pytorch_model.bin"), "its weights are pickles"),
+    "fewer layers": (lambda b: change_config(b, num_hidden_layers=2), r"model\.layers\.2\..* are no part of the llama"),
+    "more layers": (lambda b: change_config(b, num_hidden_layers=4), r"model\.layers\.3\..* are missing"),
+    "other vocabulary": (lambda b: change_config(b, vocab_size=102), r"is \[101, 32\], but config\.json implies \[102"),
+    "other width": (lambda b: change_config(b, hidden_size=16), "but config.json implies"),
+    "other heads": (
+        lambda b: change_config(b, num_key_value_heads=4),
+        r"k_proj\.weight is \[16, 32\], but .* \[32, 32\]",
+    ),
+    "biases": (lambda b: change_config(b, attention_bias=True), r"q_proj\.bias.* are missing"),
+    "other family": (lambda b: change_config(b, model_type="qwen3"), r"q_norm\.weight.* are missing"),
+    "foreign family": (lambda b: change_config(b, model_type="gpt2"), "model_type 'gpt2' is not supported"),
+    "impossible config": (lambda b: change_config(b, pad_token_id=500), "no llama can be built from it"),
+    "quantised": (lambda b: change_config(b, quantization_config={"quant_method": "gptq"}), "says it is quantised"),
+    "no config": (lambda b: (b / "config.json").unlink(), r"config\.json: there is no such file"),
+    "no tokenizer": (lambda b: (b / "tokenizer.json").unlink(), "base: holds no tokenizer"),
+    "no weights": (lambda b: (b / WEIGHTS).unlink(), "base: holds no weights"),
+}
+
+
+@pytest.mark.parametrize(("damage", "says"), BROKEN.values(), ids=BROKEN.keys())
+def test_a_base_that_does_not_add_up_is_refused_and_nothing_is_left(base, tmp_path, damage, says):
+    damage(base)
+    with pytest.raises(BadInput, match=says) as caught:
+        convert(base, tmp_path / "out", LINEARIZATION)
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+def test_a_linearized_base_is_refused(base, tmp_path):
+    convert(base, tmp_path / "out", LINEARIZATION)
+    with pytest.raises(BadInput, match="is linearized already"):
+        convert(tmp_path / "out", tmp_path / "again", LINEARIZATION)
+
+
+def test_an_output_that_exists_is_refused_and_kept(base, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/mine").touch()
+    with pytest.raises(BadInput, match="out: already exists"):
+        convert(base, tmp_path / "out", LINEARIZATION)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_values_that_the_dtype_cannot_hold_are_refused(base, tmp_path):
+    poison(Q, 1e6)(base)
+    with pytest.raises(BadInput, match=rf"tensor {Q} is too large for float16; use bfloat16"):
+        convert(base, tmp_path / "out", LINEARIZATION, dtype="float16")
+    convert(base, tmp_path / "out", LINEARIZATION, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_a_full_disk_is_a_sentence_and_leaves_nothing(base, tmp_path, monkeypatch, dtype):
+    shard(base)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("shutil.copyfile" if dtype == "auto" else "liger_convert.shards.safetensors_header", full)
+    with pytest.raises(LinearizeError, match="out: the disk is full"):
+        convert(base, tmp_path / "out", LINEARIZATION, dtype=dtype)
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+# --- the check and the stream
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_check_finds_every_kind_of_value_that_is_not_finite(dtype):
+    largest = torch.finfo(dtype).max
+    sound = torch.tensor([0.0, -0.0, 1.0, -1.0, largest, -largest, torch.finfo(dtype).tiny / 2], dtype=dtype)
+    assert all_finite(sound)
+    for value in (float("inf"), -float("inf"), float("nan"), -float("nan")):
+        assert not all_finite(torch.cat((sound, torch.tensor([value], dtype=dtype))))
+
+
+def test_memory_stays_small_whatever_the_checkpoint_weighs(tmp_path):
+    """192 MB of weights in one file: the peak must not grow by more than a fraction of that, copied or cast."""
+    config = tiny_config(
+        "llama", hidden_size=1024, intermediate_size=8192, num_hidden_layers=3, vocab_size=4096, head_dim=256
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    assert (tmp_path / "base" / WEIGHTS).stat().st_size > 150e6
+    script = """
+        import json, resource, sys
+        from liger_convert.convert import convert
+        def peak():
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        base, out, linearization = sys.argv[1:]
+        before = peak()
+        for dtype in ("auto", "float32"):
+            convert(base, f"{out}-{dtype}", json.loads(linearization), dtype=dtype)
+        print(peak() - before)
+    """
+    command = [
+        sys.executable,
+        "-c",
+        textwrap.dedent(script),
+        tmp_path / "base",
+        tmp_path / "out",
+        json.dumps(LINEARIZATION),
+    ]
+    increase = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert increase < 100e6

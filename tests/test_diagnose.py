@@ -1,0 +1,142 @@
+"""The diagnosis measures the models it says it measures, and its verdict follows its rule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import save_tiny_base, tiny_tokenizer
+
+from liger_convert.data import Document
+from liger_convert.diagnose import NAMES, diagnose, verdict, window_control
+from liger_convert.evaluate import evaluate
+from liger_convert.generate import load_model
+from liger_convert.mixers import resolve_spec
+from liger_convert.model import linearize_base, set_branches
+from liger_convert.suites import Suite
+
+CPU = torch.device("cpu")
+SUITE = Suite.model_validate(
+    {
+        "name": "test",
+        "description": "a test",
+        "text": [{"window": 32, "windows": 3}],
+        "copying": [{"length": 12, "draws": 3}],
+    }
+)
+IDS = np.random.default_rng(0).integers(3, 101, 200, dtype=np.int32)
+OPTIONS: dict[str, Any] = {"held_out": [Document(IDS, np.ones(200, bool), 200)], "precision": "float32"}
+LAYERS = ["main", "softmax", "main"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_base("llama", tmp_path_factory.mktemp("base"))
+
+
+def linearized(base: Path, folder: Path, *, trained: bool = False, **spec: Any) -> Path:
+    plan = {"format": 1, "mixers": {"main": resolve_spec({"window": 6, "sinks": 2, **spec})}, "layers": LAYERS}
+    model = linearize_base(base, plan)
+    if trained:
+        model.model.layers[0].self_attn.v_proj.weight.data.mul_(1.1)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def measured(ppl: float, copy: float | None) -> dict[str, Any]:
+    values = {"text_ppl": ppl, "text_byte_ppl": 2.0, "copy_nll_32": 0.1, "copy_nll_256": copy}
+    return {metric: {"value": value, "stderr": 0.1, "n": 9} for metric, value in values.items()}
+
+
+def test_every_name_is_the_model_it_says(base: Path, tmp_path: Path) -> None:
+    folder = linearized(base, tmp_path, trained=True)
+    found = diagnose(folder, base, SUITE, device=CPU, prompts=["a", "b"], **OPTIONS)
+    assert tuple(found["models"]) == NAMES
+    control = {"type": "window", "window": 6, "sinks": 2}
+    plan = {"format": 1, "mixers": {"main": resolve_spec(control)}, "layers": LAYERS}
+    expected = {"base": load_model(base, CPU, "float32"), "window_untrained": linearize_base(base, plan)}
+    for name, branches in (
+        ("linearized", "both"),
+        ("linearized_window_only", "window"),
+        ("linearized_memory_only", "memory"),
+    ):
+        expected[name] = load_model(folder, CPU, "float32")
+        set_branches(expected[name], branches)
+    for name, model in expected.items():
+        assert found["models"][name] == evaluate(model, tiny_tokenizer(), SUITE, **OPTIONS), name
+    values = [found["models"][name]["text_ppl"]["value"] for name in NAMES]
+    assert len(set(values)) == len(values)
+    assert [set(row) for row in found["continuations"]] == [{"prompt", "base", "linearized"}] * 2
+
+
+def test_without_its_base_a_model_is_measured_by_its_branches(base: Path, tmp_path: Path) -> None:
+    found = diagnose(linearized(base, tmp_path), None, SUITE, device=CPU, **OPTIONS)
+    assert tuple(found["models"]) == NAMES[2:]
+    assert len(found["verdict"]["sentences"]) == 1
+
+
+def test_a_model_that_is_its_window_is_told_that_its_memory_is_unused(base: Path, tmp_path: Path) -> None:
+    found = diagnose(linearized(base, tmp_path, type="window"), base, SUITE, device=CPU, **OPTIONS)
+    assert found["verdict"]["memory_used"] is False
+    assert "THE MEMORY IS UNUSED" in found["verdict"]["sentences"][0]
+    assert "NO BETTER than the untrained base" in found["verdict"]["sentences"][1]
+
+
+def test_the_control_keeps_windows_sinks_and_layers_and_nothing_else() -> None:
+    mixers = {"main": resolve_spec({"window": 64, "sinks": 4}), "paper": resolve_spec({"type": "liger-paper"})}
+    control = window_control({"format": 1, "mixers": mixers, "layers": ["main", "softmax", "paper"]})
+    assert control["layers"] == ["main", "softmax", "paper"]
+    assert [(spec["type"], spec["window"], spec["sinks"]) for spec in control["mixers"].values()] == [
+        ("window", 64, 4),
+        ("window", mixers["paper"]["window"], mixers["paper"]["sinks"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("window_only", "used"),
+    [
+        (measured(20.0, 1.0), False),
+        (measured(20.1, 1.05), False),
+        (measured(20.1, 1.2), True),  # the copy loss alone
+        (measured(20.3, 1.0), True),  # the text alone
+        (measured(19.0, 0.5), False),  # a memory that harms is not used either
+        (measured(20.0, None), True),  # the window alone diverges
+    ],
+)
+def test_the_memory_is_used_when_the_model_is_worse_without_it(window_only: dict[str, Any], used: bool) -> None:
+    found = verdict({"linearized": measured(20.0, 1.0), "linearized_window_only": window_only})
+    assert found["memory_used"] is used
+    assert ("UNUSED" in found["sentences"][0]) is not used
+
+
+@pytest.mark.parametrize(
+    ("linearized", "says"),
+    [
+        (measured(28.9, 3.4), "NO BETTER than the untrained"),
+        (measured(25.0, 1.0), "The model is better than the untrained"),
+        (measured(35.0, 3.6), "The model is WORSE than the untrained"),
+        (measured(35.0, 1.0), "BETTER IN ONE AND WORSE IN ANOTHER than the untrained"),
+    ],
+)
+def test_the_verdict_compares_with_the_untrained_window(linearized: dict[str, Any], says: str) -> None:
+    names = {"base": measured(23.0, 0.23), "window_untrained": measured(28.9, 3.42)}
+    found = verdict(names | {"linearized": linearized, "linearized_window_only": linearized})
+    assert says in found["sentences"][1]
+    assert found["sentences"][2].startswith("Beside the base: text_ppl ")
+    assert "against 23, copy_nll_256" in found["sentences"][2]
+
+
+def test_of_two_models_that_diverge_neither_is_better() -> None:
+    broken = {"text_ppl": {"value": None, "stderr": None, "n": 9}}
+    found = verdict({"linearized": broken, "linearized_window_only": broken, "window_untrained": broken})
+    assert found["memory_used"] is False
+    assert "NO BETTER" in found["sentences"][1]
+
+
+def test_there_is_no_verdict_without_text_and_repetitions() -> None:
+    tasks = {"piqa/acc": {"value": 0.5, "stderr": 0.1, "n": 9}}
+    assert verdict({"linearized": tasks, "linearized_window_only": tasks})["memory_used"] is None

@@ -1,0 +1,122 @@
+"""An export is the model: by the code it carries where our packages are missing, and without that code where they are."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import save_tiny_base
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from liger_convert.convert import convert
+from liger_convert.errors import BadInput
+from liger_convert.export import code_files, export
+from liger_convert.mixers import resolve_spec
+from liger_convert.model import load_linearized
+
+TOKENS = torch.randint(3, 101, (2, 29), generator=torch.Generator().manual_seed(0))
+LINEARIZATION = {
+    "format": 1,
+    "mixers": {"main": resolve_spec({"window": 5, "sinks": 2}), "paper": resolve_spec({"type": "liger-paper"})},
+    "layers": ["main", "softmax", "paper"],
+}
+STRANGER = """
+import importlib.abc, sys
+
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.split(".")[0] in ("liger_convert", "gated_kernels"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Refuse())
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder, out = sys.argv[1:]
+try:
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+except Exception:
+    pass
+else:
+    raise SystemExit("loaded code without being trusted")
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+assert type(model).__module__.startswith("transformers_modules"), type(model)
+tokens = torch.load(out + "/tokens.pt")
+with torch.no_grad():
+    logits = model(tokens).logits
+text = model.generate(tokens, max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=None)
+torch.save({"logits": logits, "text": text}, out + "/found.pt")
+model.save_pretrained(out + "/again")
+AutoTokenizer.from_pretrained(folder)
+"""
+
+
+def converted(family: str, folder: Path) -> Path:
+    convert(save_tiny_base(family, folder / "base"), folder / "model", LINEARIZATION)
+    return folder / "model"
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3_moe"])
+def test_an_export_gives_the_same_logits_where_our_packages_cannot_be_imported(family: str, tmp_path: Path) -> None:
+    model_dir = converted(family, tmp_path)
+    export(model_dir, tmp_path / "export")
+    torch.save(TOKENS, tmp_path / "tokens.pt")
+    (tmp_path / "stranger.py").write_text(STRANGER)
+    command = [sys.executable, "stranger.py", str(tmp_path / "export"), str(tmp_path)]
+    threads = str(torch.get_num_threads())  # the order of sums, and so the last bit, depends on them
+    environment = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "PATH": "", "OMP_NUM_THREADS": threads}
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    found = torch.load(tmp_path / "found.pt")
+    model = load_linearized(model_dir).eval()
+    with torch.no_grad():
+        assert torch.equal(found["logits"], model(TOKENS).logits)
+    expected = model.generate(TOKENS, max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=None)
+    assert torch.equal(found["text"], expected)
+
+
+def test_with_the_package_an_export_needs_no_code_of_its_own(tmp_path: Path) -> None:
+    export(converted("llama", tmp_path), tmp_path / "export")
+    for trusting in (False, True):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", trust_remote_code=trusting)
+        assert type(model).__module__ == "liger_convert.model.modeling"
+    assert AutoTokenizer.from_pretrained(tmp_path / "export").chat_template
+
+
+def test_an_export_can_change_the_weights_dtype_but_not_the_mixers(tmp_path: Path) -> None:
+    export(converted("llama", tmp_path), tmp_path / "export", dtype="bfloat16")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype="auto")
+    dtypes = {(".mixer." in name, parameter.dtype) for name, parameter in model.named_parameters()}
+    assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
+
+
+def test_an_exports_config_caches_and_says_what_it_is(tmp_path: Path) -> None:
+    model_dir = converted("llama", tmp_path)
+    config = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps(config | {"use_cache": False}))  # as Trainer leaves it
+    export(model_dir, tmp_path / "export", name="tiny")
+    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert config["use_cache"] is True
+    assert config["linearization"] == LINEARIZATION
+    assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_linearized.LinearizedLlamaForCausalLM"
+    assert "# tiny, linearized" in (tmp_path / "export" / "README.md").read_text()
+
+
+def test_shipped_code_imports_only_itself_torch_and_transformers() -> None:
+    files = code_files()
+    assert "modeling_linearized.py" in files
+    for name, text in files.items():
+        for line in text.splitlines():
+            words = line.split()
+            if words[:1] in (["import"], ["from"]) and not words[1].startswith("."):
+                assert words[1].split(".")[0] in sys.stdlib_module_names | {"torch", "transformers"}, (name, line)
+
+
+def test_a_base_is_not_exported(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="llama model; export takes what"):
+        export(save_tiny_base("llama", tmp_path / "base"), tmp_path / "export")
+    assert not (tmp_path / "export").exists()

@@ -1,0 +1,82 @@
+"""Generation: what is streamed, templated and batched is what the model says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import save_tiny_base, tiny_tokenizer
+
+from liger_convert.errors import BadInput
+from liger_convert.generate import continuations, generate, load_model
+from liger_convert.mixers import resolve_spec
+from liger_convert.model import linearize_base
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=["base", "linearized"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = save_tiny_base("llama", tmp_path_factory.mktemp("base"))
+    if request.param == "base":
+        return base
+    plan = {"format": 1, "mixers": {"main": resolve_spec({"window": 6, "sinks": 2})}, "layers": ["main"] * 3}
+    folder = tmp_path_factory.mktemp("linearized")
+    linearize_base(base, plan).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    return load_model(folder, CPU, "float32")
+
+
+def greedy(model: Any, ids: list[int], tokens: int) -> str:
+    """One token at a time, with no cache."""
+    made: list[int] = []
+    while len(made) < tokens and made[-1:] != [2]:
+        with torch.no_grad():
+            made.append(int(model(torch.tensor([ids + made]), use_cache=False).logits[0, -1].argmax()))
+    return tiny_tokenizer().decode(made, skip_special_tokens=True)
+
+
+def test_streamed_text_is_that_of_greedy_decoding(model: Any) -> None:
+    tokenizer, pieces = tiny_tokenizer(), []
+    text = generate(model, tokenizer, "Tell me", max_new_tokens=30, chat=False, write=pieces.append)
+    assert text == "".join(pieces) == greedy(model, tokenizer("Tell me")["input_ids"], 30)
+    assert text == generate(model, tokenizer, "Tell me", max_new_tokens=30, chat=False)
+
+
+def test_a_prompt_becomes_a_turn_of_the_chat_template_where_there_is_one(model: Any) -> None:
+    tokenizer = tiny_tokenizer()
+    prompt = tokenizer("<s>user: Tell me</s><s>assistant: ")["input_ids"]
+    assert generate(model, tokenizer, "Tell me", max_new_tokens=9) == greedy(model, prompt, 9)
+    tokenizer.chat_template = None
+    assert generate(model, tokenizer, "Tell me", max_new_tokens=9) == greedy(
+        model, tokenizer("Tell me")["input_ids"], 9
+    )
+
+
+def test_continuations_of_a_batch_are_those_of_each_prompt(model: Any) -> None:
+    tokenizer, prompts = tiny_tokenizer(), ["a", "a much longer prompt", "of words"]
+    alone = [generate(model, tokenizer, prompt, max_new_tokens=20) for prompt in prompts]
+    assert continuations(model, tokenizer, prompts, max_new_tokens=20) == alone
+
+
+def test_sampling_follows_its_seed_and_not_the_models_own_settings(model: Any) -> None:
+    tokenizer = tiny_tokenizer()
+    first, again, other = (
+        generate(model, tokenizer, "Tell me", max_new_tokens=20, temperature=2.0, seed=seed) for seed in (1, 1, 2)
+    )
+    assert first == again != other
+    model.generation_config.update(do_sample=True, temperature=5.0)
+    assert generate(model, tokenizer, "Tell me", max_new_tokens=20) == greedy(
+        model, tokenizer("<s>user: Tell me</s><s>assistant: ")["input_ids"], 20
+    )
+
+
+def test_an_empty_prompt_is_bad_input(model: Any) -> None:
+    with pytest.raises(BadInput, match="the prompt is empty"):
+        generate(model, tiny_tokenizer(), " \n")

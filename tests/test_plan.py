@@ -1,0 +1,187 @@
+"""A plan says exactly what a conversion makes, from a config alone: layers, parameters, and the bytes of its cache."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from rich.console import Console
+from tiny import tiny_config
+from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config
+from transformers.cache_utils import DynamicLayer
+
+from liger_convert.errors import BadInput
+from liger_convert.families import FAMILIES, family_of
+from liger_convert.mixers import MIXERS
+from liger_convert.model import CLASSES, LinearizedCacheLayer, linearized_config, new_state
+from liger_convert.plan import Plan, make_plan, resolve_layers
+from liger_convert.recipe import Recipe, build
+
+L, N = "main", "softmax"
+
+
+def recipe(**fields: Any) -> Recipe:
+    required = {"version": 1, "name": "tiny", "base": "anywhere", "mixer": {"type": "gla", "window": 8, "sinks": 2}}
+    return build(required | {"data": {"text": {"source": "pydoc"}}} | fields, "recipe")
+
+
+def plan(family: str = "llama", **fields: Any) -> Plan:
+    return make_plan(recipe(**fields), tiny_config(family))
+
+
+# --- layers
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ("all", [L, L, L, L, L]),
+        ("LLLN", [L, L, L, N, L]),
+        ("NL", [N, L, N, L, N]),
+        ({"softmax_every": 2}, [L, N, L, N, L]),
+        ({"linear": [4, 0]}, [L, N, N, N, L]),
+        ({"softmax": [1]}, [L, N, L, L, L]),
+        ({"softmax": [], "linear": None}, [L, L, L, L, L]),
+        ([L, "other", N, N, "other"], [L, "other", N, N, "other"]),
+    ],
+)
+def test_every_form_of_layers_says_what_each_layer_becomes(layers, expected):
+    assert resolve_layers(layers, 5, [L, "other"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("layers", "says"),
+    [
+        ("", "layers: '' is no pattern"),
+        ("LLX", "layers: 'LLX' is no pattern"),
+        ("NN", "layers: leaves all 5 layers softmax"),
+        ([L, N], "layers: names 2 layers, but the base has 5"),
+        ([L, L, L, L, "othr"], r"layers\[4\]: 'othr' is no mixer; use one of main, other, softmax"),
+        ({"linear": [5]}, r"layers\.linear: there is no layer 5; the base has 0 to 4"),
+        ({"linear": [-1]}, r"layers\.linear: there is no layer -1"),
+        ({"softmax": [1, 2, 1]}, r"layers\.softmax: layer 1 is named twice"),
+        ({"softmax": [0, 1, 2, 3, 4]}, "layers: leaves all 5 layers softmax"),
+        ({"softmax_every": 1}, "layers: leaves all 5 layers softmax"),
+    ],
+)
+def test_layers_that_do_not_fit_the_base_are_refused(layers, says):
+    with pytest.raises(BadInput, match=says):
+        resolve_layers(layers, 5, [L, "other"])
+
+
+def test_only_the_mixers_in_use_are_part_of_the_linearization():
+    other = {"kept": {"type": "window", "window": 4}, "unused": {"type": "liger-paper"}}
+    made = plan(mixers=other, layers=["main", "kept", "softmax"])
+    assert list(made.linearization["mixers"]) == ["main", "kept"]
+    assert made.linearization["mixers"]["kept"]["type"] == "window"
+    assert made.layers == ["main", "kept", "softmax"]
+
+
+# --- sizes
+
+
+@torch.no_grad()
+def cache_bytes(model: Any, tokens: int) -> int:
+    """What the cache of one sequence of so many tokens really holds."""
+    cache = DynamicCache(config=model.config)
+    model.eval()(torch.randint(3, 100, (1, tokens)), past_key_values=cache, use_cache=True)
+    ours = [layer.nbytes() for layer in cache.layers if isinstance(layer, LinearizedCacheLayer)]
+    kept = [t.nbytes for layer in cache.layers if isinstance(layer, DynamicLayer) for t in (layer.keys, layer.values)]
+    return sum(ours) + sum(kept)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
+def test_the_cache_of_the_base_is_as_large_as_the_plan_says(family):
+    model = AutoModelForCausalLM.from_config(tiny_config(family))
+    for tokens in (10, 60):
+        assert plan(family).kv_bytes(tokens) == cache_bytes(model, tokens)
+
+
+@pytest.mark.parametrize("sinks", [0, 3])
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_the_cache_of_the_linearized_model_is_as_large_as_the_plan_says(family, mixer, sinks):
+    made = plan(family, mixer={"type": mixer, "window": 8, "sinks": sinks}, layers="LN")
+    config = linearized_config(tiny_config(family), made.linearization)
+    model = CLASSES[family][2](config)
+    assert made.cache_bytes(60) == cache_bytes(model, 60)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_counted_as_the_model_has_them(family):
+    config, made = tiny_config(family), plan(family, layers="LN")
+    sizes = made.to_dict()["parameters"]
+    assert sizes["reused"] == AutoModelForCausalLM.from_config(config).num_parameters()
+    new = new_state(linearized_config(config, made.linearization))
+    assert made.new_parameters == {name: tuple(tensor.shape) for name, tensor in new.items()}
+    assert sizes["new"] == sum(tensor.numel() for tensor in new.values())
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+@pytest.mark.parametrize("targets", ["attention", ["down_proj"]])
+def test_a_stage_with_lora_trains_what_peft_adds(family, targets):
+    stage = {"kind": "distill", "data": "text", "tokens": 2e5, "rates": {"lora": 1e-4}}
+    made = plan(family, stages=[stage | {"lora": {"rank": 4, "targets": targets}}])
+    config = tiny_config(family)
+    names = list(family_of(config).projections) if targets == "attention" else targets
+    adapted = get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(r=4, target_modules=names))
+    assert made.stages[0].trained == adapted.get_nb_trainable_parameters()[0]
+
+
+def test_a_stage_counts_the_tokens_of_whole_steps_and_the_groups_with_a_rate():
+    shape = {"data": "text", "seq_len": 64, "batch_size": 2, "grad_accumulation": 4}
+    align = {"kind": "align", "tokens": 1300, "rates": {"mixer": 1e-2}} | shape
+    finetune = {"kind": "finetune", "tokens": 5000, "rates": {"mixer": 1e-2, "body": 1e-5, "attention": 1e-4}} | shape
+    made = plan(stages=[align, finetune | {"loss_on": "all"}], layers="LN")
+    assert [stage.tokens for stage in made.stages] == [1024, 4608]
+    sizes = made.to_dict()["parameters"]
+    embeddings = 2 * 101 * 32
+    assert made.stages[0].trained == sizes["new"]
+    assert made.stages[1].trained == sizes["new"] + sizes["reused"] - embeddings
+    assert made.memory_bytes.keys() == {"convert", "inference", "1-align", "2-finetune"}
+
+
+def test_the_export_dtype_sets_the_bytes_of_weights_and_cache():
+    full, half = plan(), plan(export={"dtype": "bfloat16"})
+    assert (full.dtype, half.dtype) == ("float32", "bfloat16")
+    assert half.kv_bytes(4096) * 2 == full.kv_bytes(4096)
+    assert half.memory_bytes["inference"] < full.memory_bytes["inference"]
+
+
+# --- what is shown and what is refused
+
+
+def test_runs_of_equal_layers_share_a_row():
+    console = Console(width=160, file=io.StringIO(), record=True)
+    console.print(make_plan(recipe(layers="LLN"), tiny_config("llama", num_hidden_layers=7)).render())
+    rows = [line.split("│")[1].strip() for line in console.export_text().splitlines() if "attention" in line]
+    assert rows == ["0-1", "2", "3-4", "5", "6"]
+
+
+def test_the_plan_is_plain_json():
+    made = plan(layers="LLN")
+    assert json.loads(json.dumps(made.to_dict()))["linearization"] == made.linearization
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (GPT2Config(), "model_type 'gpt2' is not supported"),
+        (tiny_config("llama", quantization_config={"quant_method": "gptq"}), "says it is quantised"),
+        (tiny_config("llama", pad_token_id=500), "no llama can be built from it"),
+        (linearized_config(tiny_config("llama"), {"layers": []}), "'linearized_llama' is linearized already"),
+    ],
+    ids=["family", "quantised", "impossible", "linearized"],
+)
+def test_a_base_that_cannot_be_linearized_is_refused(config, says):
+    with pytest.raises(BadInput, match=says):
+        make_plan(recipe(), config)
+
+
+def test_a_mixer_that_does_not_exist_is_refused_with_its_path():
+    with pytest.raises(BadInput, match=r"mixers\.other\.type: .*'glaa'.*did you mean gla"):
+        plan(mixers={"other": {"type": "glaa"}})

@@ -1,0 +1,181 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from liger_convert import recipe
+from liger_convert.errors import BadInput
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+RECIPE = """
+version: 1
+name: test
+base: some/base
+mixer: {type: gla, window: 64, sinks: 4, feature_map: hedgehog}
+mixers: {other: {type: liger-paper}}
+layers: LLN
+data:
+  text: {source: pydoc, held_out: 0.1}
+  chat: {source: file, path: chat.json, format: alpaca}
+stages:
+  - {kind: align, data: text, tokens: 1e5, rates: {mixer: 1e-2}}
+  - {kind: finetune, data: chat, tokens: 50_000, rates: {mixer: 1E-4, lora: 2e-4}, lora: {}}
+eval: {text: text}
+"""
+
+
+def refusal(*overrides: str, text: str = RECIPE) -> str:
+    with pytest.raises(BadInput) as error:
+        recipe.parse(text, overrides, where="r.yaml")
+    return str(error.value)
+
+
+def test_defaults_are_filled_and_steps_counted():
+    parsed = recipe.parse(RECIPE)
+    align, finetune = parsed.stages
+    assert (align.tokens, align.seq_len, align.batch_size) == (100_000, 512, 4)
+    assert align.steps == 100_000 // (512 * 4)
+    assert align.rates.trained() == {"mixer": 0.01}
+    assert isinstance(finetune, recipe.FinetuneStage)
+    assert finetune.loss_on == "responses"
+    assert finetune.lora is not None
+    assert finetune.lora.targets == "attention"
+
+
+def test_numbers_in_scientific_notation_are_numbers():
+    rates = recipe.parse(RECIPE, ["stages[0].rates={mixer: 1e-4, attention: 2E-05}"]).stages[0].rates
+    assert (rates.mixer, rates.attention) == (1e-4, 2e-5)
+
+
+def test_a_dumped_recipe_reads_back_as_the_same_recipe():
+    parsed = recipe.parse(RECIPE)
+    assert recipe.Recipe.model_validate(parsed.dump()) == parsed
+    assert parsed.dump()["mixers"] == {"other": {"type": "liger-paper"}}
+
+
+def test_fingerprint_follows_the_meaning_and_not_the_writing():
+    parsed = recipe.parse(RECIPE)
+    assert (
+        recipe.parse(RECIPE.replace("layers: LLN", "layers: LLN  # a comment\nseed: 0")).fingerprint()
+        == parsed.fingerprint()
+    )
+    assert recipe.parse(RECIPE, ["seed=1"]).fingerprint() != parsed.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("override", "get", "value"),
+    [
+        ("seed=7", lambda r: r.seed, 7),
+        ("stages[0].tokens=2048", lambda r: r.stages[0].tokens, 2048),
+        ("stages[1].lora.rank=2", lambda r: r.stages[1].lora.rank, 2),
+        ("eval.limit=10", lambda r: r.eval.limit, 10),
+        ("base_options.trust_remote_code=true", lambda r: r.base_options.trust_remote_code, True),
+        ("layers={softmax_every: 4}", lambda r: r.layers.softmax_every, 4),
+        ("mixer.sinks=0", lambda r: r.mixer.sinks, 0),
+        ("data.more={source: pydoc}", lambda r: r.data["more"].source, "pydoc"),
+        ("base=a=b", lambda r: r.base, "a=b"),
+    ],
+)
+def test_set_overrides_one_field(override, get, value):
+    assert get(recipe.parse(RECIPE, [override])) == value
+
+
+def test_set_does_not_reach_through_a_yaml_anchor():
+    shared = RECIPE.replace("rates: {mixer: 1e-2}", "rates: &rates {mixer: 1e-2}")
+    shared = shared.replace("eval:", "  - {kind: distill, data: text, tokens: 1e5, rates: *rates}\neval:")
+    parsed = recipe.parse(shared, ["stages[0].rates.mixer=0.5"])
+    assert [stage.rates.mixer for stage in parsed.stages] == [0.5, 1e-4, 0.01]
+
+
+def test_a_misspelt_key_is_named_with_its_path_and_the_nearest_right_name():
+    assert (
+        refusal("stages[1].rates.mixr=1")
+        == "r.yaml (after --set): stages[1].rates.mixr: unknown key; did you mean 'mixer'?"
+    )
+
+
+def test_a_misplaced_key_is_told_where_it_belongs():
+    assert "window: this key belongs to mixer.window, not here" in refusal("window=64")
+    assert "stages[0].rank: this key belongs to stages[…].lora.rank, not here" in refusal("stages[0].rank=8")
+    assert "kl_weight of kind distill" in refusal("stages[0].kl_weight=1")
+    assert "path of source file" in refusal("data.text.path=x")
+
+
+def test_a_yaml_mistake_is_named_with_its_line():
+    assert refusal(text="version: 1\nname: [a\n").startswith("r.yaml: line 3: not valid YAML")
+    assert (
+        refusal(text="version: 1\nname: a\nversion: 2\n")
+        == "r.yaml: line 3: not valid YAML: the key 'version' appears twice"
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("stages[0].rates={}", "every group is frozen"),
+        ("stages[0].rates.lora=1e-3", "stages[0].rates.lora: this stage has no `lora:` section"),
+        ("stages[1].rates={mixer: 1e-3}", "stages[1].rates.lora: the `lora:` section needs a learning rate"),
+        ("stages[1].rates.body=1e-5", "stages[1].rates.body: with `lora:`"),
+        ("stages[0].rates.body=1e-5", "stages[0].rates.body: alignment gives it no gradient"),
+        ("stages[0].tokens=100", "stages[0].tokens: 100 is less than one optimizer step"),
+        ("stages[0].data=txt", "stages[0].data: 'txt' is not a source under `data:`; did you mean 'text'?"),
+        ("stages[1].data=text", "stages[1].loss_on: source 'text' is text without responses"),
+        ("eval.text=chat", "eval.text: source 'chat' holds nothing out"),
+        ("eval.text=books", "eval.text: 'books' is not a source"),
+        ("data.chat.field=text", "data.chat.field: Alpaca rows have fixed columns"),
+        ("data.chat={source: file, path: a, validation: b, held_out: 0.1}", "data.chat.held_out: validation already"),
+        ("layers=[main, sofmax, other]", "layers[1]: 'sofmax' is not a name; did you mean 'softmax'?"),
+        ("layers={linear: [0], softmax: [1]}", "layers: give exactly one of"),
+        ("layers=NNN", "layers: 'NNN' is no pattern"),
+        ("mixers.main={type: gla}", "mixers.main: this name is taken"),
+        ("stages[1].lora.targets=all", "stages[1].lora.targets: should be attention, or a list"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(override, says):
+    assert says in refusal(override)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("seed=true", "seed: should be a whole number, not true"),
+        ("stages[0].tokens=1.5", "stages[0].tokens: should be a whole number, not 1.5"),
+        ("stages[0].rates.mixer=.nan", "stages[0].rates.mixer: should be a finite number"),
+        ("stages[0].kind=algn", "stages[0].kind: 'algn' is not a kind; did you mean 'align'?"),
+        ("stages[0]=3", "stages[0]: should be a mapping of fields, not 3"),
+        ("data.text={}", "data.text: the field 'source' is required and missing"),
+        ("precision=fp16", "precision: 'fp16' is not a choice; use one of auto, float32, bfloat16"),
+        ("version=2", "version: should be 1, not 2"),
+        ("mixer.window=0", "mixer.window: should be greater than 0, not 0"),
+        ("base_options.revision=12", "base_options.revision: should be a string, not 12"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_would_be_right(override, says):
+    assert says in refusal(override)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("seed", "--set seed: write it as field=value"),
+        ("a..b=1", "--set a..b=1: write it as field=value"),
+        ("stages[9].tokens=1", "--set stages[9].tokens=1: [9] is not there"),
+        ("base.x=1", "--set base.x=1: 'x' is not there"),
+        ("seed=[", "--set seed=[: line 1: not valid YAML"),
+    ],
+)
+def test_an_override_that_points_nowhere_is_refused(override, says):
+    assert refusal(override).startswith(says)
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_recipes_load_and_name_their_own_command(path):
+    loaded = recipe.load(path)
+    assert loaded.name == path.stem
+    assert f"linearize run recipes/{path.name} --out runs/" in path.read_text()
+
+
+def test_recipes_are_read_without_importing_torch():
+    code = "import sys; sys.argv = ['linearize']; import liger_convert.recipe; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

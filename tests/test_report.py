@@ -1,0 +1,143 @@
+"""report.json and report.md, against files in golden/ that a person has read; run this file to write them anew."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from liger_convert.diagnose import verdict
+from liger_convert.report import build, cell, page, render, write_report
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def measured(value: float | None, stderr: float | None = None, n: int = 10) -> dict[str, Any]:
+    return {"value": value, "stderr": stderr, "n": n}
+
+
+def results() -> dict[str, Any]:
+    values = {
+        "base": (22.98, 1.2, 0.231, 0.008, 0.65),
+        "window_untrained": (28.89, 1.5, 3.42, 0.02, 0.65),
+        "linearized": (26.1, 1.3, 1.75, 0.03, 0.66),
+        "linearized_window_only": (30.2, 1.6, 3.6, 0.02, 0.64),
+        "linearized_memory_only": (3.9e6, 2e5, None, None, 0.51),
+    }
+    models = {
+        name: {
+            "text_ppl": measured(ppl, se),
+            "text_byte_ppl": measured(2.1, 0.05),
+            "copy_nll_256": measured(copy, copy_se, 12),
+            "piqa/acc": measured(acc, 0.0478, 100),
+            "lambada_openai/perplexity": measured(48.2),
+        }
+        for name, (ppl, se, copy, copy_se, acc) in values.items()
+    }
+    return {
+        "suite": {"name": "quick", "description": "a first look"},
+        "models": models,
+        "verdict": verdict(models),
+        "continuations": [
+            {"prompt": "Once upon a time", "base": "there was\n\na king.", "linearized": "there was a cat."}
+        ],
+    }
+
+
+def manifest(**steps: Any) -> dict[str, Any]:
+    spec = {"type": "gla", "window": 64, "sinks": 4}
+    plan = {
+        "linearization": {"format": 1, "mixers": {"main": spec}, "layers": ["main", "main", "main", "softmax"]},
+        "new_parameters": {"model.layers.0.self_attn.mixer.log_share_H": [9]},
+        "state_bytes": 1_536_000,
+        "cache_bytes": {"4096": {"base": 94_371_840, "linearized": 24_000_000}},
+    }
+    stage = {"kind": "align", "steps": 20, "tokens": 40_960, "trained_parameters": 1234, "seconds": 60.5, "outputs": {}}
+    return {
+        "recipe": {
+            "text": "version: 1",
+            "overrides": ["seed=1", "eval={suite: quick}"],
+            "resolved": {"name": "demo", "base": "org/model"},
+        },
+        "machine": {
+            "device": "CPU: one",
+            "threads": 2,
+            "platform": "Linux",
+            "versions": {"python": "3.11", "torch": "2.13.0"},
+        },
+        "seed": 1,
+        "steps": {"plan": {"plan": plan}, "1-align": stage | {"loss": [[10, 0.9], [20, 0.25]]}, **steps},
+    }
+
+
+def files() -> dict[str, str]:
+    report = build(results(), manifest())
+    return {"report.json": json.dumps(report, indent=2, ensure_ascii=False) + "\n", "report.md": page(report)}
+
+
+def test_the_report_is_the_golden_one(tmp_path: Path) -> None:
+    write_report(tmp_path, results(), manifest())
+    for name, text in files().items():
+        assert (tmp_path / name).read_text() == text == (GOLDEN / name).read_text(), name
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "report.md"]
+
+
+def test_report_json_has_value_stderr_and_n_of_every_metric_of_every_model(tmp_path: Path) -> None:
+    write_report(tmp_path, results(), manifest())
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert found["models"] == results()["models"]
+    assert all(set(m) == {"value", "stderr", "n"} for measures in found["models"].values() for m in measures.values())
+
+
+def test_a_report_without_training_or_continuations_has_no_such_sections() -> None:
+    bare = manifest()
+    del bare["steps"]["1-align"]
+    text = page(build(results() | {"continuations": []}, bare))
+    assert "## Training" not in text
+    assert "## Continuations" not in text
+    assert "## How to make it again" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "stderr", "text"),
+    [
+        (23.154, 1.239, "23.15 ± 1.24"),
+        (0.405, 0.0049, "0.405 ± 0.005"),
+        (0.405, None, "0.405"),
+        (2021.4, 12.3, "2021 ± 12"),
+        (3.9e6, 2e5, "3.9e+06 ± 2e+05"),
+        (None, None, "not finite"),
+    ],
+)
+def test_a_cell_shows_no_more_digits_than_it_knows(value: float | None, stderr: float | None, text: str) -> None:
+    assert cell(measured(value, stderr)) == text
+
+
+def test_the_terminal_table_has_a_column_for_every_model_and_the_verdict_below() -> None:
+    console = Console(file=io.StringIO(), width=160)
+    console.print(render(results()))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    for text in (
+        "untrained window",
+        "its memory alone",
+        "copy_nll_256",
+        "1.750 ± 0.030",
+        "not finite",
+        "The memory is used",
+    ):
+        assert text in shown
+
+
+def test_a_model_that_was_measured_on_less_leaves_its_cells_empty() -> None:
+    console = Console(file=io.StringIO(), width=160)
+    console.print(render({"models": {"base": {}, "mine": {"text_ppl": measured(9.0)}}}))
+    assert "9.000" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    for name, text in files().items():
+        (GOLDEN / name).write_text(text)

@@ -1,0 +1,195 @@
+"""A whole run on a tiny model: what it leaves, and that killing it at any point changes nothing of the result."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tiny import save_tiny_base
+
+from liger_convert import cli, run
+from liger_convert.files import sha256_file
+from liger_convert.manifest import first_difference
+from liger_convert.model import load_linearized
+from liger_convert.recipe import Recipe
+
+STAGE = {"data": "text", "tokens": 6 * 64, "seq_len": 32, "batch_size": 2, "save_every": 2}
+RECIPE = {
+    "version": 1,
+    "name": "tiny",
+    "mixer": {"type": "gla", "window": 8, "sinks": 2},
+    "layers": "LNL",
+    "device": "cpu",
+    "precision": "float32",
+    "data": {"text": {"source": "file", "path": "text.jsonl", "held_out": 0.3}},
+    "stages": [
+        STAGE | {"kind": "align", "rates": {"mixer": 1e-2}},
+        STAGE | {"kind": "distill", "rates": {"mixer": 1e-3, "attention": 1e-3, "body": 1e-4}},
+        STAGE
+        | {"kind": "finetune", "loss_on": "all", "rates": {"mixer": 1e-3, "lora": 1e-2}, "lora": {"dropout": 0.1}},
+    ],
+    "eval": {"suite": "suite.yaml", "text": "text"},
+}
+STEPS = ["base", "plan", "convert", "1-align", "2-distill", "3-finetune", "merge", "export", "eval", "report"]
+SUITE = "description: tiny\ntext: [{window: 32, windows: 4}]\ncopying: [{length: 8, draws: 4}]\n"
+
+# Runs a command and dies of SIGKILL: for `LABEL DONE` when the work with that label reports so much done, for
+# `record NAME` when that step is complete but not yet recorded.
+KILLED = """
+import os, signal, sys
+from contextlib import contextmanager
+from liger_convert import cli, manifest, run
+where, what, *words = sys.argv[1:]
+die = lambda: os.kill(os.getpid(), signal.SIGKILL)
+real_progress, real_write = run.progress, manifest.Manifest.write
+
+@contextmanager
+def progress(label):
+    with real_progress(label) as report:
+        def watched(done, total, note=""):
+            if label == where and done >= float(what):
+                die()
+            report(done, total, note)
+        yield watched
+
+def write(self, folder):
+    if where == "record" and what in self.steps:
+        die()
+    real_write(self, folder)
+
+run.progress, manifest.Manifest.write = progress, write
+sys.exit(cli.main(words))
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory):
+    """A folder with a base, a text, a suite and a recipe, as the working directory."""
+    folder = tmp_path_factory.mktemp("home")
+    save_tiny_base("llama", folder / "base")
+    rows = [
+        {"text": f"{i} bottles of beer on the wall, {i} bottles of beer. Take one down, pass it on. "}
+        for i in range(60)
+    ]
+    (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "suite.yaml").write_text(SUITE)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"base": "base"}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def finished(home: Path) -> Path:
+    assert cli.main(["run", "recipe.yaml", "--out", "finished"]) == 0
+    return home / "finished"
+
+
+def manifest(folder: Path) -> dict:
+    return json.loads((folder / "manifest.json").read_text())
+
+
+def weights(folder: Path) -> dict[str, str]:
+    return {path.name: sha256_file(path) for path in (folder / "export").glob("*.safetensors")}
+
+
+def test_a_run_leaves_an_export_a_report_and_a_manifest(finished):
+    assert sorted(p.name for p in finished.iterdir() if p.name != ".lock") == [
+        "export",
+        "manifest.json",
+        "report.json",
+        "report.md",
+    ]
+    model = load_linearized(finished / "export")
+    assert model.config.linearization["layers"] == ["main", "softmax", "main"]
+    assert model(torch.arange(5, 15)[None]).logits.isfinite().all()
+    models = json.loads((finished / "report.json").read_text())["models"]
+    assert list(models) == [
+        "base",
+        "window_untrained",
+        "linearized",
+        "linearized_window_only",
+        "linearized_memory_only",
+    ]
+    assert {"text_ppl", "text_byte_ppl", "copy_nll_8"} == set(models["base"])
+
+
+def test_the_manifest_says_what_went_in_and_what_came_out(finished, home):
+    record = manifest(finished)
+    assert list(record["steps"]) == STEPS
+    assert record["recipe"]["text"] == (home / "recipe.yaml").read_text()
+    assert Recipe.model_validate(record["recipe"]["resolved"]).stages[0].schedule == "cosine"
+    assert record["inputs"][str(home / "base/model.safetensors")] == sha256_file(home / "base/model.safetensors")
+    assert str(home / "text.jsonl") in record["inputs"]
+    exported = record["steps"]["export"]["outputs"]
+    assert set(exported) == {f"export/{p.name}" for p in (finished / "export").iterdir()}
+    assert all(sha256_file(finished / path) == sha256 for path, sha256 in exported.items())
+    assert set(record["steps"]["report"]["outputs"]) == {"report.md", "report.json"}
+    assert [record["steps"][name]["tokens"] for name in STEPS[3:6]] == [6 * 64] * 3
+    assert record["steps"]["2-distill"]["inputs"] == ["base", "convert", "1-align"]
+    assert all(step["wall_seconds"] >= 0 for step in record["steps"].values())
+    assert record["machine"]["versions"]["torch"] == torch.__version__
+
+
+def test_a_run_says_its_table_and_continuations(home, finished, capsys):
+    assert cli.main(["run", "recipe.yaml", "--out", "finished", "--resume"]) == 0
+    output = capsys.readouterr()
+    assert "copy_nll_8" in output.out
+    assert all(" ".join(prompt.split()[:4]) in output.out for prompt in run.PROMPTS)  # the table breaks longer lines
+    assert cli.main(["run", "recipe.yaml", "--out", "finished", "--resume", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads((finished / "report.json").read_text())
+
+
+def test_a_run_killed_anywhere_and_resumed_ends_with_the_same_weights(home, finished):
+    deaths = [("convert", "1"), ("1-align", "3"), ("record", "2-distill"), ("3-finetune", "5"), ("export", "1")]
+    command = ["run", "recipe.yaml", "--out", "killed"]
+    for where, what in deaths:
+        script = [sys.executable, "-c", KILLED, where, what, *command]
+        killed = subprocess.run(script, cwd=home, env=os.environ, capture_output=True, text=True)
+        assert killed.returncode == -9, killed.stderr
+        command = ["run", "recipe.yaml", "--out", "killed", "--resume"]
+    assert list(manifest(home / "killed")["steps"]) == STEPS[:7]
+    assert cli.main(command) == 0
+    assert weights(home / "killed") == weights(finished)
+    assert sorted(p.name for p in (home / "killed").iterdir()) == sorted(p.name for p in finished.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("trouble", "code", "says"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted; the same command with --resume continues troubled"),
+        (OSError(28, "No space left on device"), 1, "troubled/steps/convert: the disk is full"),
+        (RuntimeError("surprise\nand more"), 1, "unexpected RuntimeError: surprise (traceback in "),
+    ],
+    ids=["Ctrl-C", "full disk", "bug"],
+)
+def test_a_run_in_trouble_says_so_in_one_line(home, monkeypatch, capsys, trouble, code, says):
+    def fail(*args, **kwargs):
+        raise trouble
+
+    monkeypatch.setattr(run.convert, "convert", fail)
+    resume = ["--resume"] if (home / "troubled").exists() else []
+    assert cli.main(["run", "recipe.yaml", "--out", "troubled", *resume]) == code
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {says}")
+    assert list(manifest(home / "troubled")["steps"]) == ["base", "plan"]
+    assert not (home / "troubled/steps/convert").exists()
+
+
+def test_a_run_keeps_its_steps_when_told_to(home, finished):
+    resume = ["--resume"] if (home / "troubled").exists() else []
+    assert cli.main(["run", "recipe.yaml", "--out", "troubled", "--keep-steps", *resume]) == 0
+    assert weights(home / "troubled") == weights(finished)
+    assert (home / "troubled/steps/1-align/result").is_dir()
+
+
+def test_the_first_difference_of_two_recipes_is_named():
+    old = {"seed": 0, "stages": [{"tokens": 1}, {"tokens": 2}], "base": "a"}
+    assert first_difference(old, old) is None
+    assert first_difference(old, old | {"stages": [{"tokens": 1}, {"tokens": 3}]}) == "stages[1].tokens was 2, is 3"
+    assert first_difference(old, old | {"stages": []}).startswith("stages was [")
+    assert first_difference(old, old | {"more": "x"}) == 'more was null, is "x"'

@@ -1,0 +1,332 @@
+"""Each stage learns what it should, leaves the rest alone, and ends the same however it was interrupted or split."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from tiny import save_tiny_base
+from torch import Tensor
+
+from liger_convert import data
+from liger_convert.errors import BadInput, LinearizeError
+from liger_convert.merge import load_chain
+from liger_convert.mixers import resolve_spec
+from liger_convert.model import linearize_base, parameter_group
+from liger_convert.recipe import AlignStage, DistillStage, FinetuneStage, Lora, Rates, Stage
+from liger_convert.training import finetune, losses, run_stage
+from liger_convert.training.stage import add_lora, load_base
+from liger_convert.training.trainer import StageTrainer, freeze, last_checkpoint, optimizer_groups
+
+SEQ_LEN = 32
+CPU = torch.device("cpu")
+FULL = Rates(mixer=1e-2, attention=5e-3, body=2e-3, embeddings=1e-3)
+STAGES: dict[str, dict[str, Any]] = {
+    "align": {"kind": AlignStage, "rates": Rates(mixer=1e-2, attention=1e-2)},
+    "distill": {"kind": DistillStage, "rates": FULL, "ce_weight": 0.3, "temperature": 2.0},
+    "finetune": {"kind": FinetuneStage, "rates": FULL},
+    "lora": {"kind": FinetuneStage, "rates": Rates(mixer=1e-2, lora=2e-2), "lora": Lora(rank=4, dropout=0.1)},
+}
+every_stage = pytest.mark.parametrize("name", STAGES)
+
+
+def make_stage(name: str, *, steps: int = 8, batch: int = 2, accumulation: int = 1, **changes: Any) -> Stage:
+    fields = STAGES[name] | changes
+    kind = fields.pop("kind")
+    shape = {"seq_len": SEQ_LEN, "batch_size": batch, "grad_accumulation": accumulation}
+    return kind(data="text", tokens=steps * SEQ_LEN * batch * accumulation, **shape, **fields)
+
+
+@functools.cache
+def folders(family: str = "llama") -> tuple[Path, Path]:
+    """A tiny base and its linearized model, with a softmax layer between two linear ones."""
+    folder = Path(tempfile.mkdtemp(prefix="liger-test-"))
+    base = save_tiny_base(family, folder / "base", tokenizer=False)
+    spec = resolve_spec({"type": "gla", "window": 6, "sinks": 2}, "mixer")
+    linearization = {"format": 1, "mixers": {"main": spec}, "layers": ["main", "softmax", "main"]}
+    linearize_base(base, linearization).save_pretrained(folder / "linearized")
+    return base, folder / "linearized"
+
+
+@functools.cache
+def documents() -> list[data.Document]:
+    """Few and alike, so that a few steps learn them."""
+    rng = np.random.default_rng(0)
+    pattern = rng.integers(3, 101, 9)
+    made = []
+    for size in rng.integers(10, 60, 12):
+        ids = np.resize(pattern, size).astype(np.int32)
+        made.append(data.Document(ids, np.arange(size) >= size // 3, int(size)))
+    return made
+
+
+def train(
+    stage: Stage, out: Path, *, family: str = "llama", precision: str = "float32", results: Any = (), **options: Any
+) -> dict[str, Any]:
+    base, model = folders(family)
+    packed = data.pack(documents(), SEQ_LEN, stage.tokens, responses_only=isinstance(stage, FinetuneStage))
+    return run_stage(
+        stage,
+        model_dir=model,
+        results=results,
+        base_dir=base,
+        dataset=packed,
+        out=out,
+        device=CPU,
+        precision=precision,
+        **options,
+    )
+
+
+def result_bytes(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (out / "result").rglob("*.safetensors")}
+
+
+# --- the losses
+
+
+def reference_sum(logits: Tensor, teacher: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Cross-entropy and KL, summed over the positions whose next token is labelled, written out."""
+    keep = labels[:, 1:] != data.IGNORED
+    student, taught, following = logits[:, :-1][keep], teacher[:, :-1][keep], labels[:, 1:][keep]
+    p, log_q = (taught / temperature).softmax(-1), (student / temperature).log_softmax(-1)
+    kl = (p * (p.log() - log_q)).sum() * temperature**2
+    return F.cross_entropy(student, following, reduction="sum"), kl
+
+
+def test_chunked_losses_and_their_gradients_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, teacher = (torch.randn(3, 11, 17, generator=generator, dtype=torch.float32) for _ in range(2))
+    labels = torch.randint(0, 17, (3, 11), generator=generator)
+    labels[torch.rand(3, 11, generator=generator) < 0.3] = data.IGNORED
+    next_N = losses.next_tokens(labels)
+    logits.requires_grad_()
+    expected_ce, expected_kl = reference_sum(logits, teacher, labels, 1.7)
+    expected = expected_ce + 0.5 * expected_kl
+    (expected_grad,) = torch.autograd.grad(3 * expected, logits)
+    for chunk in (17 * 4, 17 * 1000, 1):
+        monkeypatch.setattr(losses, "CHUNK_LOGITS", chunk)
+
+        def loss(piece_NV: Tensor, at: slice) -> Tensor:
+            kl = losses.kl_divergence(piece_NV, teacher.flatten(0, 1)[at], next_N[at], 1.7)
+            return losses.cross_entropy(piece_NV, next_N[at]) + 0.5 * kl
+
+        total = losses.summed(logits.flatten(0, 1), loss)
+        (grad,) = torch.autograd.grad(3 * total, logits)
+        torch.testing.assert_close(total, expected)
+        torch.testing.assert_close(grad, expected_grad)
+
+
+@pytest.mark.parametrize("which", ["base", "linearized"])
+def test_a_packed_row_is_its_documents_apart(which: str) -> None:
+    base, linearized = folders()
+    model = load_base(base, CPU, torch.float32) if which == "base" else load_chain(linearized).eval()
+    packed = data.pack(documents(), SEQ_LEN, 8 * SEQ_LEN)
+    batch = data.collate([packed[i] for i in range(8)])
+    with torch.no_grad():
+        logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+        assert (batch["position_ids"] == 0).sum() > 12
+        for row, item in enumerate(packed):
+            starts = [*(item["position_ids"] == 0).nonzero().flatten().tolist(), SEQ_LEN]
+            for begin, end in itertools.pairwise(starts):
+                alone = model(input_ids=item["input_ids"][None, begin:end], use_cache=False).logits[0]
+                torch.testing.assert_close(logits[row, begin:end], alone, atol=1e-4, rtol=1e-4)
+
+
+# --- learning
+
+
+@every_stage
+def test_the_loss_goes_down_and_only_groups_with_a_rate_change(name: str, tmp_path: Path) -> None:
+    rates = STAGES[name]["rates"] if name == "lora" else Rates(mixer=1e-2, attention=1e-2)
+    stage = make_stage(name, steps=24, rates=rates, warmup=0.1)
+    stats = train(stage, tmp_path)
+    curve = [loss for _, loss in stats["loss"]]
+    assert np.mean(curve[-4:]) < 0.8 * np.mean(curve[:4])
+    assert stats["tokens"] == stage.tokens
+    before, after = (load_chain(folders()[1], results) for results in ([], [tmp_path / "result"]))
+    new = after.state_dict()
+    changed = {key for key, value in before.state_dict().items() if not value.equal(new[key])}
+    groups = {key: parameter_group(key, before.config) for key in new}
+    assert {groups[key] for key in changed} == {"mixer", "attention"}
+    assert changed >= {key for key, group in groups.items() if group == "attention" and "proj" in key}
+
+
+def test_alignment_lowers_the_error_of_every_layer(tmp_path: Path) -> None:
+    errors = train(make_stage("align", steps=24), tmp_path)["align_error"]
+    assert len(errors["before"]) == 2
+    assert all(after < 0.8 * before for before, after in zip(errors["before"], errors["after"]))
+
+
+def test_without_a_rate_the_mixers_of_a_lora_stage_are_frozen(tmp_path: Path) -> None:
+    train(make_stage("lora", rates=Rates(lora=1e-2)), tmp_path)
+    before, after = (load_chain(folders()[1], results).state_dict() for results in ([], [tmp_path / "result"]))
+    assert all(value.equal(after[key]) for key, value in before.items() if ".mixer." in key)
+    assert not before["model.layers.0.self_attn.q_proj.weight"].equal(after["model.layers.0.self_attn.q_proj.weight"])
+
+
+def test_the_base_is_loaded_only_where_it_teaches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> None:
+        raise AssertionError("this stage has no teacher")
+
+    monkeypatch.setattr("liger_convert.training.stage.load_base", refuse)
+    train(make_stage("finetune", steps=1), tmp_path / "finetune")
+    train(make_stage("distill", steps=1, kl_weight=0.0), tmp_path / "distill")
+
+
+def test_rates_and_decay_by_group() -> None:
+    model = load_chain(folders()[1])
+    rates = {"mixer": 1e-2, "body": 1e-4}
+    freeze(model, rates)
+    groups = {(g["lr"], g["weight_decay"]): g["params"] for g in optimizer_groups(model, rates, weight_decay=0.1)}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    assert {key: len(params) > 0 for key, params in groups.items()} == dict.fromkeys(
+        [(1e-2, 0.0), (1e-4, 0.0), (1e-4, 0.1)], True
+    )
+    assert all(".mixer." in names[p] for p in groups[1e-2, 0.0])
+    assert all("norm" in names[p] for p in groups[1e-4, 0.0])
+    assert all("norm" not in names[p] for p in groups[1e-4, 0.1])
+    lora = add_lora(load_chain(folders()[1]), Lora(), train_mixer=False)
+    (adapters,) = optimizer_groups(lora, {"lora": 2e-4}, weight_decay=0.1)
+    assert (adapters["lr"], adapters["weight_decay"], len(adapters["params"])) == (2e-4, 0.1, 2 * 2 * 4)
+
+
+def test_unknown_lora_targets_are_refused(tmp_path: Path) -> None:
+    stage = make_stage("lora", lora=Lora(targets=["q_proj", "query"]))
+    with pytest.raises(BadInput, match=r"lora\.targets: no projection is called 'query'; there are .*q_proj"):
+        train(stage, tmp_path)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bfloat16", torch.bfloat16), ("float32", torch.float32)])
+def test_precision_is_that_of_the_products_and_weights_stay_float32(
+    precision: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def spy(logits_NV: Tensor, chunk_loss: Any) -> Tensor:
+        seen.append(logits_NV.dtype)
+        return losses.summed(logits_NV, chunk_loss)
+
+    monkeypatch.setattr(finetune, "summed", spy)
+    train(make_stage("finetune", steps=2), tmp_path, precision=precision)
+    assert set(seen) == {dtype}
+    saved = load_file(tmp_path / "result" / "model" / "model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", ["align", "finetune"])
+def test_gradient_checkpointing_changes_nothing(name: str, tmp_path: Path) -> None:
+    curves = [
+        train(make_stage(name, steps=3, gradient_checkpointing=on), tmp_path / str(on))["loss"] for on in (False, True)
+    ]
+    np.testing.assert_allclose(*curves, rtol=1e-5)
+
+
+# --- splitting and stopping
+
+
+@every_stage
+def test_accumulated_batches_have_the_gradient_of_the_whole(name: str, tmp_path: Path) -> None:
+    """Documents of different lengths: the micro-batches differ in learned tokens, so a mean of means would show."""
+    lora = {"lora": Lora(rank=4)} if name == "lora" else {}
+    trained = []
+    for batch, accumulation in ((4, 1), (2, 2), (1, 4)):
+        stage = make_stage(
+            name, steps=2, batch=batch, accumulation=accumulation, warmup=0.0, schedule="constant", **lora
+        )
+        trained.append(sgd_step(stage, tmp_path / str(batch)))
+    assert len(trained[0]) > 10
+    for other in trained[1:]:
+        for key, value in trained[0].items():
+            torch.testing.assert_close(other[key], value, atol=1e-6, rtol=1e-3)
+
+
+def sgd_step(stage: Stage, out: Path) -> dict[str, Tensor]:
+    """What two steps of plain descent change: Adam's would hide the scale of the gradient."""
+    from liger_convert.training import stage as module
+
+    class Plain(StageTrainer):
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            self.start = {name: p.detach().clone() for name, p in self._trained().items()}
+            self.optimizer = torch.optim.SGD(self._trained().values(), lr=1e-2)
+            kept.append(self)
+
+    kept: list[Plain] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "StageTrainer", Plain)
+        train(stage, out)
+    return {name: p.detach() - kept[0].start[name] for name, p in kept[0]._trained().items()}
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("name", "family"), [*((name, "llama") for name in STAGES), ("finetune", "mixtral"), ("lora", "phi3")]
+)
+def test_a_stage_that_was_killed_ends_with_the_same_bytes(name: str, family: str, tmp_path: Path) -> None:
+    stage = make_stage(name, steps=7, accumulation=2, save_every=2)
+
+    def kill(done: float, total: float, note: str) -> None:
+        if done == 5:
+            raise Killed
+
+    whole = train(stage, tmp_path / "whole", family=family)
+    with pytest.raises(Killed):
+        train(stage, tmp_path / "killed", family=family, progress=kill)
+    assert not (tmp_path / "killed" / "result").exists()
+    steps = []
+    resumed = train(
+        stage, tmp_path / "killed", family=family, resume=True, progress=lambda done, total, note: steps.append(done)
+    )
+    assert steps == [5, 6, 7]
+    assert resumed["loss"] == whole["loss"]
+    assert result_bytes(tmp_path / "whole") == result_bytes(tmp_path / "killed")
+    assert not (tmp_path / "killed" / "checkpoints").exists()
+
+
+def test_a_checkpoint_cut_short_is_passed_over(tmp_path: Path) -> None:
+    for step, state in ((2, "{}"), (10, '{"global'), (9, "{}")):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        (folder / "trainer_state.json").write_text(state)
+    (tmp_path / "checkpoint-11").mkdir()
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-9")
+    assert last_checkpoint(tmp_path / "none") is None
+
+
+def test_a_finished_stage_is_not_trained_again(tmp_path: Path) -> None:
+    stage = make_stage("lora", steps=1)
+    stats = train(stage, tmp_path)
+    assert json.loads(json.dumps(stats)) == json.loads((tmp_path / "stats.json").read_text())
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("trained again")
+
+    assert train(stage, tmp_path, resume=True, progress=refuse)["loss"]
+    with pytest.raises(BadInput, match="result: already exists"):
+        train(stage, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["align", "distill", "lora"])
+def test_a_diverged_loss_stops_the_stage_and_saves_nothing(name: str, tmp_path: Path) -> None:
+    rates = Rates(mixer=1e30, lora=1e30) if name == "lora" else Rates(mixer=1e30, attention=1e30)
+    with pytest.raises(LinearizeError, match=r"diverged: the (loss|gradient norm) is (nan|inf) at step \d of 8"):
+        train(make_stage(name, rates=rates, warmup=0.0), tmp_path)
+    assert not (tmp_path / "result").exists()
+
+
+def test_a_trained_model_keeps_its_cache_switched_on(tmp_path: Path) -> None:
+    train(make_stage("finetune", steps=1), tmp_path)
+    assert json.loads((tmp_path / "result" / "model" / "config.json").read_text())["use_cache"] is True
