@@ -166,7 +166,8 @@ def _from_gguf(file: Path, out: Path) -> Path:
         vocabulary = GGUFReader(file).get_field("tokenizer.ggml.pre")
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         options: dict[str, Any] = {"gguf_file": file.name, "dtype": torch.float32, "output_loading_info": True}
-        model, report = AutoModelForCausalLM.from_pretrained(file.parent, **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(file.parent, **options)
+    model, report = loaded
     # the library only warns, and fills what it did not find with random numbers
     if missing := sorted(report["missing_keys"]):
         raise BadInput(f"base: {file}: holds nothing for {len(missing)} tensors of the model, such as {missing[0]}")
@@ -284,7 +285,7 @@ def _why_no_weights(folder: Path) -> str:
         return f"{folder}: has safetensors files but neither {WEIGHTS} nor {INDEX}; download the missing one"
     if any(folder.glob("*.bin")):
         return _pickled(folder)
-    return f"{folder}: holds no weights; {WEIGHTS} or {INDEX} should be there"
+    return f"{folder}: holds no weights; give {WEIGHTS}, or {INDEX} and its shards (pickles need {ALLOW_PICKLE})"
 
 
 def _read_header(file: Path) -> list[TensorInfo]:

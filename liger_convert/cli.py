@@ -71,9 +71,7 @@ Dtype = Annotated[str, typer.Option(help="Of the weights written: auto (as they 
 
 
 @app.callback()
-def options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an unexpected error came from.")] = False,
-) -> None:
+def options(debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of a bug.")] = False) -> None:
     """`--debug` is taken out by `main`, wherever it stands; it is declared here for the help."""
 
 
@@ -119,11 +117,13 @@ def plan(recipe: RecipeFile, set_: Overrides = None, as_json: Json = False) -> N
 
     Example: linearize plan recipes/smollm2-135m-quick.yaml --set layers=LLLN
     """
-    from liger_convert.checkpoint import base_config
-    from liger_convert.plan import make_plan
     from liger_convert.recipe import load
 
     loaded = load(recipe, set_ or ())
+
+    from liger_convert.checkpoint import base_config
+    from liger_convert.plan import make_plan
+
     options = loaded.base_options
     config = base_config(loaded.base, revision=options.revision, trust_remote_code=options.trust_remote_code)
     made = make_plan(loaded, config)
@@ -185,13 +185,16 @@ def train(
 
     Example: linearize train recipes/smollm2-135m-quick.yaml --stage 1 --model converted --out aligned
     """
-    from liger_convert.commands import train_stage
     from liger_convert.recipe import load
 
-    stats = train_stage(load(recipe, set_ or ()), stage, model, out, resume=resume)
-    table = Table(show_header=False)
-    for name, value in stats.items():
-        table.add_row(name, str(value))
+    loaded = load(recipe, set_ or ())
+
+    from liger_convert.commands import train_stage
+
+    stats = train_stage(loaded, stage, model, out, resume=resume)
+    losses = [loss for _, loss in stats["loss"]]
+    table = Table("steps", "tokens", "seconds", "loss, first → last")
+    table.add_row(str(stats["steps"]), f"{stats['tokens']:,}", str(stats["seconds"]), f"{losses[0]} → {losses[-1]}")
     _show(table, stats, as_json)
 
 

@@ -33,7 +33,8 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Waits until a file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -71,11 +72,11 @@ def atomic_dir(out: Path | str, overwrite: bool = False) -> Iterator[Path]:
         try:
             yield partial
             for path in [*partial.rglob("*"), partial]:
-                _fsync(path)
+                fsync(path)
             if overwrite and out.exists():
                 shutil.rmtree(out)
             partial.rename(out)
-            _fsync(out.parent)
+            fsync(out.parent)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Container, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from liger_convert.checkpoint import DTYPES, INDEX, Checkpoint, TensorInfo
 from liger_convert.errors import BadInput
+from liger_convert.files import fsync
 from liger_convert.model import MIXER_MODULE
 from liger_convert.progress import Report
 
@@ -49,11 +51,13 @@ class Shard:
     data: Iterator[Tensor]
     same: Path | None
 
-    def write(self, path: Path) -> Iterator[int]:
+    def write(self, path: Path, pool: ThreadPoolExecutor) -> Iterator[int]:
         """Writes the file, and says after each piece how many bytes that was."""
         if self.same is not None:
+            # the system copies a file faster than anybody who looks at its bytes, and does it while we look
+            copy = pool.submit(shutil.copyfile, self.same, path)
             yield from (piece.nbytes for piece in self.data)
-            shutil.copyfile(self.same, path)  # the system copies a file faster than anybody who looks at its bytes
+            copy.result()
             return
         with open(path, "wb") as file:
             file.write(safetensors_header(self.entries))
@@ -86,13 +90,18 @@ def write_shards(shards: list[Shard], folder: Path, progress: Report | None = No
     total = sum(entry.nbytes for shard in shards for entry in shard.entries)
     weight_map: dict[str, str] = {}
     done = 0
-    for number, shard in enumerate(shards, 1):
-        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        weight_map |= {entry.name: name for entry in shard.entries}
-        for nbytes in shard.write(folder / name):
-            done += nbytes
-            if progress is not None:
-                progress(done, total)
+    with ThreadPoolExecutor(2) as pool:
+        flushes = []
+        for number, shard in enumerate(shards, 1):
+            name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+            weight_map |= {entry.name: name for entry in shard.entries}
+            for nbytes in shard.write(folder / name, pool):
+                done += nbytes
+                if progress is not None:
+                    progress(done, total)
+            flushes.append(pool.submit(fsync, folder / name))  # beside the next file's copy
+        for flush in flushes:
+            flush.result()
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     return total

@@ -217,6 +217,22 @@ def test_a_packaged_file_is_found_without_importing_the_package(base, tmp_path, 
     assert resolve_base("package:packaged_model/base", tmp_path) == tmp_path / "packaged_model/base"
 
 
+def test_a_hub_id_is_fetched_without_pickles_and_code_unless_asked_for(base, tmp_path, monkeypatch):
+    asked: dict[str, set[str]] = {}
+
+    def snapshot_download(repo: str, revision: str | None, allow_patterns: list[str], ignore_patterns: object) -> str:
+        asked[f"{repo}@{revision}"] = set(allow_patterns)
+        return str(base)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert resolve_base("some/model", tmp_path) == base
+    resolve_base("some/model", tmp_path, revision="v2", allow_pickle=True, trust_remote_code=True)
+    assert "*.safetensors" in asked["some/model@None"]
+    assert asked["some/model@v2"] - asked["some/model@None"] == {"*.bin", "*.py"}
+    assert checkpoint.base_config("some/model").model_type == "llama"
+    assert asked["some/model@None"] == {"config.json"}
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_pickled_weights_become_safetensors_only_when_asked(folder, tmp_path, sharded):
     state = load_file(folder / checkpoint.WEIGHTS)

@@ -1,4 +1,4 @@
-"""An export is the model: by the code it carries where our packages are missing, and without that code where they are."""
+"""An export is the model: by the code it carries where our packages are missing, without it where they are not."""
 
 from __future__ import annotations
 

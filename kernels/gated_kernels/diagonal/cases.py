@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-Op = Callable[..., tuple[Tensor, Tensor]]
+from gated_kernels.check import Op
 
 
 class Case(NamedTuple):
@@ -24,6 +24,7 @@ class Case(NamedTuple):
     segments: bool = False
     exclusive: bool = False
     dtype: torch.dtype = torch.float32
+    v_dtype: torch.dtype | None = None  # of the values, when another
 
 
 CASES = {
@@ -39,6 +40,7 @@ CASES = {
     "odd length, float64": Case(97, gate="mixed", dtype=torch.float64),
     "long": Case(300, F=64, V=65),
     "long, bf16": Case(200, F=64, V=65, dtype=torch.bfloat16),
+    "bf16 values": Case(97, F=64, V=65, v_dtype=torch.bfloat16),
     "no decay": Case(97, gate="none"),
     "no decay, exclusive, segments": Case(97, gate="none", exclusive=True, segments=True),
     "strong": Case(130, gate="strong", F=64, V=64),
@@ -79,7 +81,7 @@ def inputs(case: Case) -> dict[str, Any]:
     return {
         "q_BTHF": normal(B, case.T, H, case.F),
         "k_BTGF": normal(B, case.T, case.G, case.F),
-        "v_BTGV": normal(B, case.T, case.G, case.V),
+        "v_BTGV": normal(B, case.T, case.G, case.V).to(case.v_dtype or case.dtype),
         "log_a": log_a,
         "state_BGFV": normal(B, case.G, case.F, case.V) if case.state else None,
         "segment_BT": 7 + starts.cumsum(1) if case.segments else None,
@@ -97,7 +99,7 @@ def in_pieces(op: Op, x: dict[str, Any]) -> tuple[Tensor, Tensor]:
     T = x["q_BTHF"].shape[1]
     cuts = sorted({0, min(1, T), T // 3, T // 2 + 1, T})
     outputs, state = [], x["state_BGFV"]
-    for start, end in zip(cuts, cuts[1:]):
+    for start, end in pairwise(cuts):
         piece = _slice(x, slice(start, end)) | {"state_BGFV": state}
         if start and x["segment_BT"] is not None:  # a segment that starts with a piece finds another's state
             same = x["segment_BT"][:, start] == x["segment_BT"][:, start - 1]

@@ -1,10 +1,10 @@
 """The diagonal recurrence in chunks: matrix products within a chunk, a loop over the states between chunks.
 
-In a chunk, the rows [scores | decayed queries] meet the columns [values ; state before the chunk] in one product, where
-the score of tokens t and s is q_t k_s times every decay after s up to t. Decays are products of the gates, never
-quotients of products from the start, which underflow: a chunk is halved again and again, and the queries of a second
-half meet the keys of its first half with both decays ending at the boundary between them. Halving stops at blocks whose
-gates are mild (nearly always at once); there, both decays of all pairs are taken from the middle of the block.
+The outputs of a chunk are its scores times its values, and its queries, decayed, times the state before it. The score
+of tokens t and s is q_t k_s times every decay after s up to t. Decays are products of the gates, never quotients of
+products from the start, which underflow: a chunk is halved again and again, and the queries of a second half meet the
+keys of its first half with both decays ending at the boundary between them. Halving stops at blocks whose gates are
+mild (nearly always at once); there, both decays of all pairs are taken from the middle of the block.
 
 The backward pass computes all of it again, so that only the inputs are kept.
 
@@ -15,7 +15,7 @@ length. Chunked tensors are [B, G, N, C, ...], queries [B, G, N, C, R, F], a gat
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as nnf
@@ -120,9 +120,10 @@ class _Pass(NamedTuple):
     v: Tensor
     decay: _Decay
     same: Tensor | None  # [B, 1, N, C, 1, C] whether two tokens are of one segment
-    rows: Tensor  # [B, G, N, C, R, C + F]
-    columns: Tensor  # [B, G, N, C + F, V]
+    scores: Tensor  # [B, G, N, C, R, C]
+    read: Tensor  # [B, G, N, C, R, F] queries decayed from the start of the chunk
     write: Tensor  # [B, G, N, C, F] keys decayed to the end of the chunk
+    states: Tensor  # [B, G, N, F, V] before each chunk
     last: Tensor  # [B, G, F, V]
 
 
@@ -139,45 +140,53 @@ def _forward(
         same = (segment[..., :, None] == segment[..., None, :])[..., None, :]
     decay = _decay(gate, segment)
 
-    rows = q.new_empty(B, G, N, C, R, C + F)
-    scores, read = rows[..., :C], rows[..., C:]
-    if decay.levels:
-        scores.zero_()  # what lies above the blocks
     left, right = _base_factors(q, k, decay)
-    torch.mul(_outer(left, right), _causal(decay.base, q), out=_blocks(scores, decay.base))
+    blocks = _outer(left, right).mul_(_causal(decay.base, q))
+    if decay.base == C:
+        scores = blocks.squeeze(3)
+    else:
+        scores = q.new_zeros(B, G, N, C, R, C)
+        _blocks(scores, decay.base).copy_(blocks)
     for half, prefix, suffix in decay.levels:
         left, right = _halves(q, half)[1] * prefix[..., None, :], _halves(k, half)[0] * suffix
         _blocks(scores, 2 * half)[..., half:, :, :half] = _outer(left, right)
     if same is not None:
         scores *= same
-    torch.mul(q, decay.prefix[..., None, :], out=read)
 
-    columns = q.new_empty(B, G, N, C + F, v.shape[-1])
-    columns[..., :C, :] = v
-    write = k * decay.suffix
-    states, added, totals = columns[..., C:, :].unbind(2), (write.mT @ v).unbind(2), decay.total.unbind(2)
-    states[0].copy_(state)
+    read, write = q * decay.prefix[..., None, :], k * decay.suffix
+    states = q.new_empty(B, G, N, F, v.shape[-1])
+    slots, added, totals = states.unbind(2), (write.mT @ v).unbind(2), decay.total.unbind(2)
+    slots[0].copy_(state)
     for n in range(N - 1):
-        torch.addcmul(added[n], states[n], totals[n], out=states[n + 1])
-    last = torch.addcmul(added[-1], states[-1], totals[-1])
-    return _Pass(q, k, v, decay, same, rows, columns, write, last)
+        torch.addcmul(added[n], slots[n], totals[n], out=slots[n + 1])
+    last = torch.addcmul(added[-1], slots[-1], totals[-1])
+    return _Pass(q, k, v, decay, same, scores, read, write, states, last)
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_BTHF, k_BTGF, v_BTGV, log_a, state, segment_BT):  # type: ignore[no-untyped-def, override]
+    def forward(
+        ctx: Any,
+        q_BTHF: Tensor,
+        k_BTGF: Tensor,
+        v_BTGV: Tensor,
+        log_a: Tensor,
+        state: Tensor,
+        segment_BT: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q_BTHF, k_BTGF, v_BTGV, log_a, state, segment_BT)
         run = _forward(q_BTHF, k_BTGF, v_BTGV, log_a, state, segment_BT)
-        o = (run.rows.flatten(3, 4) @ run.columns).unflatten(3, run.rows.shape[3:5])
+        o = run.scores.flatten(3, 4) @ run.v
+        o.flatten(0, 2).baddbmm_(run.read.flatten(3, 4).flatten(0, 2), run.states.flatten(0, 2))
+        o = o.unflatten(3, run.q.shape[3:5])
         return _tokens(o)[:, : q_BTHF.shape[1]].flatten(2, 3).to(v_BTGV.dtype), run.last
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, do_BTHV, dlast):  # type: ignore[no-untyped-def, override]
+    def backward(ctx: Any, do_BTHV: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
         inputs = ctx.saved_tensors
         with torch.autocast(do_BTHV.device.type, enabled=False):
-            grads = _backward(_forward(*inputs), do_BTHV, dlast, scalar=inputs[3].shape[-1] == 1)
-        *grads, dstate = grads
+            *grads, dstate = _backward(_forward(*inputs), do_BTHV, dlast, scalar=inputs[3].shape[-1] == 1)
         T = do_BTHV.shape[1]
         return *(_tokens(g)[:, :T].reshape(x.shape).to(x.dtype) for g, x in zip(grads, inputs)), dstate, None
 
@@ -192,10 +201,8 @@ def _backward(run: _Pass, do_BTHV: Tensor, dlast: Tensor, scalar: bool) -> tuple
         return x.sum(-1, keepdim=True) if scalar else x
 
     do = _split(do_BTHV.unflatten(2, (-1, R)), C, q.dtype).flatten(3, 4)
-    drows = (do @ run.columns.mT).unflatten(3, (C, R))
-    dcolumns = run.rows.flatten(3, 4).mT @ do
-    dscores, dread = drows[..., :C], drows[..., C:]
-    dv, dstates = dcolumns[..., :C, :], dcolumns[..., C:, :]
+    dscores, dread = (do @ run.v.mT).unflatten(3, (C, R)), (do @ run.states.mT).unflatten(3, (C, R))
+    dv, dstates = run.scores.flatten(3, 4).mT @ do, run.read.flatten(3, 4).mT @ do
     if run.same is not None:
         dscores *= run.same
 
@@ -205,13 +212,13 @@ def _backward(run: _Pass, do_BTHV: Tensor, dlast: Tensor, scalar: bool) -> tuple
     for n in reversed(range(1, len(slots))):
         torch.addcmul(dstates[:, :, n], slots[n], totals[n], out=slots[n - 1])
     dstate = torch.addcmul(dstates[:, :, 0], slots[0], totals[0])
-    dv = dv + run.write @ dadded
+    dv += run.write @ dadded
     dwrite = run.v @ dadded.mT
 
     # Gradients of the gates' sums, as every factor is the exponential of one.
-    dtotal = to_gate(((dadded * run.columns[..., C:, :]).sum(-1, keepdim=True) * decay.total).mT)
+    dtotal = to_gate(((dadded * run.states).sum(-1, keepdim=True) * decay.total).mT)
     dsuffix = to_gate(dwrite * run.write)
-    dprefix = to_gate((dread * run.rows[..., C:]).sum(4))
+    dprefix = to_gate((dread * run.read).sum(4))
     dk, dq = dwrite * decay.suffix, dread * decay.prefix[..., None, :]
 
     for half, prefix, suffix in reversed(decay.levels):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-Op = Callable[..., tuple[Tensor, Tensor]]
+from gated_kernels.check import Op
 
 
 class Case(NamedTuple):
@@ -23,6 +23,7 @@ class Case(NamedTuple):
     valid: bool = False
     segments: bool = False
     dtype: torch.dtype = torch.float32
+    v_dtype: torch.dtype | None = None  # of the values, when another
 
 
 CASES = {
@@ -46,6 +47,7 @@ CASES = {
     "holes, sinks, bf16": Case(97, P=9, W=5, M=3, valid=True, dtype=torch.bfloat16),
     "segments": Case(97, P=30, W=64, segments=True),
     "segments, holes, sinks": Case(130, P=30, W=10, M=4, valid=True, segments=True),
+    "bf16 values": Case(97, P=5, M=2, v_dtype=torch.bfloat16),
     "window of 64, bf16": Case(130, M=4, D=64, V=64, dtype=torch.bfloat16),
 }
 
@@ -60,7 +62,7 @@ def inputs(case: Case) -> dict[str, Any]:
     x: dict[str, Any] = {
         "q_BTHD": normal(B, case.T, H, case.D) * 3,
         "k_BSGD": normal(B, S, case.G, case.D),
-        "v_BSGV": normal(B, S, case.G, case.V),
+        "v_BSGV": normal(B, S, case.G, case.V).to(case.v_dtype or case.dtype),
         "window": case.W,
         "scale": case.D**-0.5,
     }
@@ -71,7 +73,7 @@ def inputs(case: Case) -> dict[str, Any]:
         x["segment_BS"] = 7 + (torch.rand(B, S, generator=random) < 0.06).cumsum(1)
     if case.M:
         x["sink_k_BMGD"] = normal(B, case.M, case.G, case.D)
-        x["sink_v_BMGV"] = normal(B, case.M, case.G, case.V)
+        x["sink_v_BMGV"] = normal(B, case.M, case.G, case.V).to(case.v_dtype or case.dtype)
         x["sink_visible_BTM"] = torch.rand(B, case.T, case.M, generator=random) < 0.6
         x["sink_visible_BTM"][0, : case.T // 3] = False
     return x
@@ -89,7 +91,7 @@ def in_pieces(op: Op, x: dict[str, Any]) -> tuple[Tensor, Tensor]:
     T, S = x["q_BTHD"].shape[1], x["k_BSGD"].shape[1]
     cuts = sorted({0, min(1, T), T // 3, T // 2 + 1, T})
     pieces = []
-    for start, end in zip(cuts, cuts[1:]):
+    for start, end in pairwise(cuts):
         keys = slice(max(S - T + start - x["window"] + 1, 0), S - T + end)
         pieces.append(op(**_slice(x, slice(start, end), keys)))
     o, lse = zip(*pieces)

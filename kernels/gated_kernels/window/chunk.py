@@ -1,8 +1,7 @@
 """Sliding-window attention with sinks, in blocks of queries: time and memory O(T (W + block)).
 
-The queries of a block meet the keys from the first one's window to the last one's own, and then the sinks. Exponentials
-are taken to base 2, which on a CPU is several times faster and not slow at -inf. Only inputs and outputs are kept; the
-backward pass computes the weights again from the logs of their sums.
+The queries of a block meet the keys from the first one's window to the last one's own, and then the sinks. Beside the
+inputs only the logs of the sums of weights are kept; the backward pass computes the weights again from them.
 
 Shapes: B batch, T queries, S = P + T keys, H query heads, G key-value heads, R = H / G, D head size, V value size,
 M sinks, N blocks, C block length, L = P' + C keys of a block. Blocked tensors are [B, G, N, ...].
@@ -36,15 +35,18 @@ def window(
 ) -> tuple[Tensor, Tensor]:
     """One softmax over the last `window` keys of each query and its visible sinks; query head h uses kv head h // R.
 
-    The S keys are P past ones and then the T queries' own. Query t sees key j iff 0 <= P + t - j < window, `valid_BS[j]`
-    and both are of one segment, and sink m iff `sink_visible_BTM[t, m]` (no key may be given as both). Returns o_BTHV in
-    v's dtype and lse_BTH, the log of the sum of exp(scale q.k), in fp32 (fp64 for fp64). A query that sees nothing has
-    o = 0 and lse = -inf, and passes no gradient on. Raises ValueError when S < T, window < 1 or H is no multiple of G.
+    The S keys are P past ones and then the T queries' own. Query t sees key j iff 0 <= P + t - j < window, valid_BS[j]
+    holds and both are of one segment, and sink m iff sink_visible_BTM[t, m] holds (no key may be given as both).
+    Returns o_BTHV in v's dtype and lse_BTH, the log of the sum of exp(scale q.k), in fp32 (fp64 for fp64). A query that
+    sees nothing has o = 0 and lse = -inf, and passes no gradient on. Raises ValueError when S < T, window < 1, H is no
+    multiple of G or only some of the three sink arguments are given.
     """
     T, H = q_BTHD.shape[1:3]
     S, G = k_BSGD.shape[1:3]
     if S < T or window < 1 or H % G:
-        raise ValueError(f"window {window}, {T} queries, {S} keys, {H} query heads and {G} kv heads do not fit together")
+        raise ValueError(f"window {window}, {T} queries, {S} keys, {H} query heads, {G} kv heads do not fit")
+    if len({x is None for x in (sink_k_BMGD, sink_v_BMGV, sink_visible_BTM)}) > 1:
+        raise ValueError("sink_k_BMGD, sink_v_BMGV and sink_visible_BTM are given together or not at all")
     reach = slice(max(S - T - window + 1, 0), None)  # keys before it are in no window
     k_BSGD, v_BSGV = k_BSGD[:, reach], v_BSGV[:, reach]
     valid_BS = None if valid_BS is None else valid_BS[:, reach].bool()
@@ -70,20 +72,20 @@ def _one_query(
     if sink_k_BMGD is not None and sink_v_BMGV is not None:
         k_BSGD, v_BSGV = torch.cat([k_BSGD, sink_k_BMGD], 1), torch.cat([v_BSGV, sink_v_BMGV], 1)
     q = _wide(q_BTHD).unflatten(2, (k_BSGD.shape[2], -1))[:, 0]
-    logits = (q @ _wide(k_BSGD).permute(0, 2, 3, 1)) * (scale / math.log(2))
+    logits = (q @ _wide(k_BSGD).permute(0, 2, 3, 1)) * scale
     if hidden_BS is not None:
         logits = logits.masked_fill(hidden_BS[:, None, None], -torch.inf)
-    o, lse = _read(logits, v_BSGV.transpose(1, 2))
-    return o.flatten(1, 2)[:, None], lse.flatten(1)[:, None] * math.log(2)
+    o, lse = _attend(logits, v_BSGV.transpose(1, 2))
+    return o.flatten(1, 2)[:, None], lse.flatten(1)[:, None]
 
 
-def _read(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Weighted sums of v in its dtype and logs to base 2 of the sums of weights; overwrites the logits."""
+def _attend(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Weighted means of v in its dtype and logs of the sums of weights; overwrites the logits."""
     top = logits.detach().amax(-1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)
-    weights = logits.sub_(top).exp2_()
+    weights = _exp_(logits.sub_(top))
     mass = weights.sum(-1, keepdim=True)
-    o = weights.to(v.dtype) @ v / mass.clamp(min=torch.finfo(mass.dtype).tiny)
-    return o.to(v.dtype), mass.log2() + top
+    weights = weights / mass.clamp(min=torch.finfo(mass.dtype).tiny)
+    return weights.to(v.dtype) @ v, mass.log() + top
 
 
 def _hidden_from_one(
@@ -111,8 +113,8 @@ class _Blocks(NamedTuple):
 
     @classmethod
     def of(cls, T: int, S: int, window: int) -> _Blocks:
-        length = min(BLOCK, T)
-        past = window - 1 if T > length else S - T
+        length = min(max(BLOCK, window // 8), T)
+        past = S - T if length == T else window - 1
         return cls(length, past, T, past - (S - T), -T % length)
 
     def queries(self, x_BTHD: Tensor, G: int) -> Tensor:
@@ -174,7 +176,7 @@ def _hidden(
 
 class _Window(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         q_BTHD: Tensor,
         k_BSGD: Tensor,
@@ -186,11 +188,11 @@ class _Window(torch.autograd.Function):
         blocks: _Blocks,
     ) -> tuple[Tensor, Tensor]:
         q, k = blocks.queries(q_BTHD, k_BSGD.shape[2]), blocks.keys(k_BSGD, sink_k_BMGD)
-        o, lse = _read(_logits(q, k, hidden, scale).flatten(3, 4), blocks.keys(v_BSGV, sink_v_BMGV))
+        o, lse = _attend(_logits(q, k, hidden, scale).flatten(3, 4), blocks.keys(v_BSGV, sink_v_BMGV))
         o_BTHV, lse_BTH = (blocks.queries_back(x.unflatten(3, q.shape[3:5])) for x in (o, lse))
         ctx.save_for_backward(q_BTHD, k_BSGD, v_BSGV, sink_k_BMGD, sink_v_BMGV, hidden, lse_BTH)
         ctx.scale, ctx.blocks = scale, blocks
-        return o_BTHV, lse_BTH[..., 0] * math.log(2)
+        return o_BTHV, lse_BTH[..., 0]
 
     @staticmethod
     @once_differentiable
@@ -203,23 +205,28 @@ class _Window(torch.autograd.Function):
             lse_BTH, dlse_BTH = lse_BTH.masked_fill(empty, 0), dlse_BTH[..., None].masked_fill(empty, 0)
             q, do, lse, dlse = (blocks.queries(x, G) for x in (q_BTHD, do_BTHV, lse_BTH, dlse_BTH))
             k, v, do = blocks.keys(k_BSGD, sink_k), blocks.keys(v_BSGV, sink_v), do.flatten(3, 4)
-            weights = _logits(q, k, hidden, ctx.scale).sub_(lse).exp2_()
+            weights = _exp_(_logits(q, k, hidden, ctx.scale).sub_(lse))
             dv = weights.flatten(3, 4).to(do.dtype).mT @ do
-            # The mean over the row is taken from these very products: do.o, its equal, would not cancel to the last bit.
+            # Their mean over the row is taken from these very products: do.o, its equal, would not cancel as well.
             dlogits = (do @ v.mT).unflatten(3, q.shape[3:5]) * weights
             dlogits.addcmul_(weights, dlse - dlogits.sum(-1, keepdim=True)).mul_(ctx.scale)
-            dlogits = dlogits.to(q.dtype).flatten(3, 4)
-            dq = blocks.queries_back((dlogits @ k).unflatten(3, q.shape[3:5]))
-            dk, dsink_k = blocks.keys_back(dlogits.mT @ q.flatten(3, 4), sink_k)
+            dlogits = dlogits.flatten(3, 4)
+            dq = blocks.queries_back((dlogits.to(k.dtype) @ k).unflatten(3, q.shape[3:5]))
+            dk, dsink_k = blocks.keys_back(dlogits.to(q.dtype).mT @ q.flatten(3, 4), sink_k)
             dv, dsink_v = blocks.keys_back(dv, sink_v)
         return dq, dk, dv, dsink_k, dsink_v, None, None, None
 
 
 def _logits(q: Tensor, k: Tensor, hidden: Tensor, scale: float) -> Tensor:
-    """[B, G, N, C, R, L + M] to base 2, -inf where hidden."""
+    """[B, G, N, C, R, L + M], -inf where hidden."""
     logits = (_wide(q).flatten(3, 4) @ _wide(k).mT).unflatten(3, q.shape[3:5])
     bias = torch.zeros_like(hidden, dtype=logits.dtype).masked_fill_(hidden, -torch.inf)
-    return torch.add(bias[:, None, :, :, None], logits, alpha=scale / math.log(2), out=logits)
+    return torch.add(bias[:, None, :, :, None], logits, alpha=scale, out=logits)
+
+
+def _exp_(x: Tensor) -> Tensor:
+    """exp in place by way of base 2: several times faster on a CPU, where exp is also slow at -inf."""
+    return x.mul_(1 / math.log(2)).exp2_()
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -1,0 +1,198 @@
+"""Times the ops against their peers on this machine: `python kernels/bench.py --op diagonal --t 1024`.
+
+Everything is measured in one run on the same inputs, which rotate; times are medians. An op whose results are not right
+on these very shapes is not timed: one sentence, exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from gated_kernels import OPS
+from gated_kernels.check import Inputs, Op, faults
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+OURS = "chunk"
+NAIVE = {"diagonal": "naive loop", "window": "full mask"}  # the references
+CHECKED = 160  # tokens of the check, whose reference is slow
+ROTATED = 4  # sets of inputs
+
+
+def diagonal_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
+    q, k = torch.randn(B, T, a.heads, a.feature_size), torch.randn(B, T, a.kv_heads, a.feature_size)
+    gate = torch.randn(B, T, a.kv_heads, a.feature_size)
+    return {
+        "q_BTHF": q.softmax(-1),
+        "k_BTGF": k.softmax(-1),
+        "v_BTGV": torch.randn(B, T, a.kv_heads, a.head_size + 1),  # and the normaliser's column
+        "log_a": torch.nn.functional.logsigmoid(gate) / 16,
+    }
+
+
+def window_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
+    q, k, v = (torch.randn(B, T, heads, a.head_size) for heads in (a.heads, a.kv_heads, a.kv_heads))
+    return {"q_BTHD": q, "k_BSGD": k, "v_BSGV": v, "window": a.window, "scale": a.head_size**-0.5}
+
+
+def sdpa(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, window: int, scale: float) -> tuple[Tensor]:
+    T = q_BTHD.shape[1]
+    band = torch.ones(T, T, dtype=torch.bool, device=q_BTHD.device).tril().triu(1 - window)
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHD, k_BSGD, v_BSGV))
+    attention = torch.nn.functional.scaled_dot_product_attention
+    return (attention(q, k, v, attn_mask=band, scale=scale, enable_gqa=True).transpose(1, 2),)
+
+
+def fla_chunk_gla(q_BTHF: Tensor, k_BTGF: Tensor, v_BTGV: Tensor, log_a: Tensor) -> tuple[Tensor, Tensor]:
+    from fla.ops.gla import chunk_gla
+
+    k, v, g = (x.repeat_interleave(q_BTHF.shape[2] // x.shape[2], 2) for x in (k_BTGF, v_BTGV, log_a))
+    return chunk_gla(q_BTHF, k, v, g, scale=1.0, output_final_state=True)
+
+
+INPUTS: dict[str, Callable[[argparse.Namespace, int, int], Inputs]] = {
+    "diagonal": diagonal_inputs,
+    "window": window_inputs,
+}
+PEERS: dict[str, dict[str, Op]] = {
+    "diagonal": {"fla chunk_gla": fla_chunk_gla},
+    "window": {"SDPA, band mask": sdpa},
+}
+
+
+def placed(inputs: Inputs, device: torch.device, dtype: torch.dtype) -> Inputs:
+    """The inputs on the device: gates in fp32, everything else in `dtype`."""
+
+    def place(name: str, value: Any) -> Any:
+        return value.to(device, torch.float32 if name == "log_a" else dtype) if isinstance(value, Tensor) else value
+
+    return {name: place(name, value) for name, value in inputs.items()}
+
+
+def forward(op: Op, inputs: Inputs) -> None:
+    with torch.no_grad():
+        op(**inputs)
+
+
+def forward_backward(op: Op, inputs: Inputs) -> None:
+    leaves = {k: x.detach().requires_grad_() for k, x in inputs.items() if isinstance(x, Tensor)}
+    outputs = op(**inputs | leaves)
+    torch.autograd.grad(outputs, list(leaves.values()), [torch.ones_like(output) for output in outputs])
+
+
+def milliseconds(
+    step: Callable[[Op, Inputs], None], op: Op, batches: list[Inputs], device: str, seconds: float
+) -> float:
+    """Median over `seconds`, but at least three calls; a first one is not counted."""
+    rotation, times = itertools.cycle(batches), []
+    step(op, next(rotation))
+    end = time.perf_counter() + seconds
+    while len(times) < 3 or time.perf_counter() < end:
+        inputs = next(rotation)
+        if device == "cuda":
+            started, stopped = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda.synchronize()
+            started.record()
+            step(op, inputs)
+            stopped.record()
+            torch.cuda.synchronize()
+            times.append(started.elapsed_time(stopped))
+        else:
+            started_at = time.perf_counter()
+            step(op, inputs)
+            times.append((time.perf_counter() - started_at) * 1e3)
+    return statistics.median(times)
+
+
+def measure(name: str, a: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row of times for our op and each of its peers; exits when our results are not right."""
+    device, dtype = torch.device(a.device), getattr(torch, a.dtype)
+    reference: Op = getattr(import_module(f"gated_kernels.{name}.reference"), name)
+    torch.manual_seed(0)
+    checked = placed(INPUTS[name](a, min(a.t, CHECKED), 1), device, dtype)
+    if found := faults(OPS[name], reference, checked):
+        sys.exit(f"{name} is not timed because it is wrong: {'; '.join(found)}.")
+    batches = [placed(INPUTS[name](a, a.t, a.batch), device, dtype) for _ in range(ROTATED)]
+    rows = []
+    for peer, op in {OURS: OPS[name], NAIVE[name]: reference, **PEERS[name]}.items():
+        row: dict[str, Any] = {"op": name, "implementation": peer, "missing": None}
+        try:
+            row["forward_ms"] = milliseconds(forward, op, batches, device.type, a.seconds)
+            row["forward_backward_ms"] = milliseconds(forward_backward, op, batches, device.type, a.seconds)
+        except ImportError as problem:
+            row["missing"] = f"missing: {problem}"
+        rows.append(row)
+    return rows
+
+
+def show(rows: list[dict[str, Any]], title: str) -> None:
+    table = Table("implementation", "forward ms", "times ours", "forward + backward ms", "times ours", title=title)
+    for row in rows:
+        if row["missing"]:
+            table.add_row(row["implementation"], row["missing"])
+            continue
+        ratios = [row[key] / rows[0][key] for key in ("forward_ms", "forward_backward_ms")]
+        cells = [
+            f"{row['forward_ms']:.3f}",
+            f"{ratios[0]:.1f}",
+            f"{row['forward_backward_ms']:.3f}",
+            f"{ratios[1]:.1f}",
+        ]
+        table.add_row(row["implementation"], *cells)
+    Console().print(table)
+
+
+def machine(device: str) -> dict[str, Any]:
+    packages = {}
+    for package in ("torch", "triton", "fla-core"):
+        with contextlib.suppress(PackageNotFoundError):
+            packages[package] = version(package)
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
+    return {"device": name, "threads": torch.get_num_threads(), "python": platform.python_version(), **packages}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--op", choices=list(OPS), action="append", help="may be given again; all of them without")
+    parser.add_argument("--t", type=int, default=1024, help="tokens of a sequence (1024)")
+    parser.add_argument("--batch", type=int, default=1, help="sequences (1)")
+    parser.add_argument("--heads", type=int, default=9, help="query heads (9)")
+    parser.add_argument("--kv-heads", type=int, default=3, help="key-value heads (3)")
+    parser.add_argument("--head-size", type=int, default=64, help="size of a head (64)")
+    parser.add_argument("--feature-size", type=int, default=64, help="size of the diagonal recurrence's features (64)")
+    parser.add_argument("--window", type=int, default=64, help="(64)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="(float32)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, help="CPU threads (all)")
+    parser.add_argument("--seconds", type=float, default=2, help="spent on each time (2)")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    a = parser.parse_args()
+    if a.threads:
+        torch.set_num_threads(a.threads)
+    results: dict[str, Any] = {"machine": machine(a.device), "shape": {k: v for k, v in vars(a).items() if k != "json"}}
+    results["rows"] = []
+    for name in a.op or OPS:
+        rows = measure(name, a)
+        shape = f"B{a.batch} T{a.t} heads {a.heads}/{a.kv_heads} size {a.head_size} features {a.feature_size} {a.dtype}"
+        show(rows, f"{name}, {shape}; {', '.join(f'{k} {v}' for k, v in results['machine'].items())}")
+        results["rows"] += rows
+    if a.json:
+        a.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
