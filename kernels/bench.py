@@ -1,7 +1,7 @@
 """Times the ops against their peers on this machine: `python kernels/bench.py --op diagonal --t 1024`.
 
-Everything is measured in one run on the same inputs, which rotate; times are medians. An op whose results are not right
-on these very shapes is not timed: one sentence, exit code 1.
+Everything is measured in one run on the same inputs, which rotate; times are medians, ratios are to ours. An op whose
+results are wrong (on these sizes, at 160 tokens) is not timed: one sentence, exit code 1.
 """
 
 from __future__ import annotations
@@ -88,17 +88,29 @@ def forward(op: Op, inputs: Inputs) -> None:
         op(**inputs)
 
 
-def forward_backward(op: Op, inputs: Inputs) -> None:
+def forward_recorded(op: Op, inputs: Inputs) -> tuple[tuple[Tensor, ...], list[Tensor]]:
     leaves = {k: x.detach().requires_grad_() for k, x in inputs.items() if isinstance(x, Tensor)}
-    outputs = op(**inputs | leaves)
-    torch.autograd.grad(outputs, list(leaves.values()), [torch.ones_like(output) for output in outputs])
+    return op(**inputs | leaves), list(leaves.values())
+
+
+def forward_backward(op: Op, inputs: Inputs) -> None:
+    outputs, leaves = forward_recorded(op, inputs)
+    torch.autograd.grad(outputs, leaves, [torch.ones_like(output) for output in outputs])
+
+
+STEPS: dict[str, Callable[[Op, Inputs], object]] = {
+    "forward": forward,
+    "forward, recorded": forward_recorded,
+    "forward + backward": forward_backward,
+}
 
 
 def milliseconds(
-    step: Callable[[Op, Inputs], None], op: Op, batches: list[Inputs], device: str, seconds: float
+    step: Callable[[Op, Inputs], object], op: Op, batches: list[Inputs], device: str, seconds: float
 ) -> float:
     """Median over `seconds`, but at least three calls; a first one is not counted."""
-    rotation, times = itertools.cycle(batches), []
+    rotation = itertools.cycle(batches)
+    times: list[float] = []
     step(op, next(rotation))
     end = time.perf_counter() + seconds
     while len(times) < 3 or time.perf_counter() < end:
@@ -128,31 +140,22 @@ def measure(name: str, a: argparse.Namespace) -> list[dict[str, Any]]:
         sys.exit(f"{name} is not timed because it is wrong: {'; '.join(found)}.")
     batches = [placed(INPUTS[name](a, a.t, a.batch), device, dtype) for _ in range(ROTATED)]
     rows = []
-    for peer, op in {OURS: OPS[name], NAIVE[name]: reference, **PEERS[name]}.items():
-        row: dict[str, Any] = {"op": name, "implementation": peer, "missing": None}
+    peers: dict[str, Op] = {OURS: OPS[name], NAIVE[name]: reference, **PEERS[name]}
+    for peer, op in peers.items():
+        row: dict[str, Any] = {"op": name, "implementation": peer}
         try:
-            row["forward_ms"] = milliseconds(forward, op, batches, device.type, a.seconds)
-            row["forward_backward_ms"] = milliseconds(forward_backward, op, batches, device.type, a.seconds)
-        except ImportError as problem:
-            row["missing"] = f"missing: {problem}"
+            row |= {label: milliseconds(step, op, batches, device.type, a.seconds) for label, step in STEPS.items()}
+        except ModuleNotFoundError as problem:
+            row["missing"] = problem.name
         rows.append(row)
     return rows
 
 
-def show(rows: list[dict[str, Any]], title: str) -> None:
-    table = Table("implementation", "forward ms", "times ours", "forward + backward ms", "times ours", title=title)
+def show(rows: list[dict[str, Any]], title: str, caption: str) -> None:
+    table = Table("", *STEPS, title=title, caption=caption)
     for row in rows:
-        if row["missing"]:
-            table.add_row(row["implementation"], row["missing"])
-            continue
-        ratios = [row[key] / rows[0][key] for key in ("forward_ms", "forward_backward_ms")]
-        cells = [
-            f"{row['forward_ms']:.3f}",
-            f"{ratios[0]:.1f}",
-            f"{row['forward_backward_ms']:.3f}",
-            f"{ratios[1]:.1f}",
-        ]
-        table.add_row(row["implementation"], *cells)
+        cells = [f"{row[step]:.3f} ms, {row[step] / rows[0][step]:.1f} x" for step in STEPS if step in row]
+        table.add_row(row["implementation"], *(cells or ["not installed"]))
     Console().print(table)
 
 
@@ -161,7 +164,8 @@ def machine(device: str) -> dict[str, Any]:
     for package in ("torch", "triton", "fla-core"):
         with contextlib.suppress(PackageNotFoundError):
             packages[package] = version(package)
-    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
+    cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    name = torch.cuda.get_device_name() if device == "cuda" else cpu
     return {"device": name, "threads": torch.get_num_threads(), "python": platform.python_version(), **packages}
 
 
@@ -187,8 +191,9 @@ def main() -> None:
     results["rows"] = []
     for name in a.op or OPS:
         rows = measure(name, a)
-        shape = f"B{a.batch} T{a.t} heads {a.heads}/{a.kv_heads} size {a.head_size} features {a.feature_size} {a.dtype}"
-        show(rows, f"{name}, {shape}; {', '.join(f'{k} {v}' for k, v in results['machine'].items())}")
+        sizes = f"{a.heads} / {a.kv_heads} heads of {a.head_size}, features {a.feature_size}, window {a.window}"
+        title = f"{name}: {a.batch} x {a.t} tokens, {sizes}, {a.dtype}"
+        show(rows, title, ", ".join(f"{key} {value}" for key, value in results["machine"].items()))
         results["rows"] += rows
     if a.json:
         a.json.write_text(json.dumps(results, indent=1) + "\n")

@@ -1,7 +1,7 @@
 """From a recipe and the base's config to a plan: what each layer becomes, how large everything is. Touches no weight.
 
 Shapes in the formulas: L layers, C hidden size, H query heads, G key-value heads, D head size, I width of the MLP,
-V vocabulary, P parameters, T trained parameters, N tokens.
+V vocabulary, F feature size, N tokens, P parameters, T trained ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from liger_convert.model.configuration import FORMAT
 from liger_convert.recipe import MAIN, Recipe, Stage
 
 CONTEXTS = (4096, 32768, 131072)
-COPY_BYTES = 64 << 20  # what convert takes for its buffers, whatever the checkpoint
+COPY_BYTES = 32 << 20  # what convert takes for its buffers, whatever the checkpoint
 
 
 @dataclass(frozen=True)
@@ -106,15 +106,14 @@ class Plan:
     def render(self) -> Group:
         """The plan as tables for a terminal."""
         layers = Table("layers", "become", "window", "sinks", "memory", title=f"{self.name}: {self.model_type}")
-        for first, last, name in _runs(self.layers):
-            where = f"{first}" if first == last else f"{first}-{last}"
+        for name in dict.fromkeys(self.layers):
+            where = _ranges([i for i, layer in enumerate(self.layers) if layer == name])
             if name == SOFTMAX:
                 layers.add_row(where, "softmax attention, as it was", "", "", "")
                 continue
             spec = self.linearization["mixers"][name]
             kind = spec["type"] if name == MAIN else f"{name}: {spec['type']}"
-            summary = MIXERS[spec["type"]].summary
-            layers.add_row(where, kind, str(spec["window"]), str(spec["sinks"]), summary)
+            layers.add_row(where, kind, str(spec["window"]), str(spec["sinks"]), MIXERS[spec["type"]].summary)
         sizes = Table("parameters", "", title="sizes")
         sizes.add_row("reused from the base", f"{_count(self.reused_parameters):,}")
         sizes.add_row("new", f"{_count(self.new_parameters):,}")
@@ -158,7 +157,7 @@ def make_plan(recipe: Recipe, base_config: Any) -> Plan:
     stages = []
     for stage in recipe.stages:
         trained = _trained(stage, config, reused | new)
-        memory = _training_bytes(stage, base_config, _count(reused), _count(new), trained, compute.itemsize)
+        memory = _training_bytes(stage, config, _count(reused), _count(new), trained, compute.itemsize)
         stages.append(StagePlan(stage.kind, stage.steps * stage.step_tokens, trained, memory))
     cache = DynamicCache(config=base_config)
     return Plan(
@@ -258,25 +257,37 @@ def _training_bytes(stage: Stage, config: Any, reused: int, new: int, trained: i
 
     weights      4 P, and under autocast their copies e P; the base beside them e P_base, unless finetuning
     optimizer    12 T: a gradient and Adam's two moments
-    activations  e N L (attention + MLP), kept for the backward pass: attention 4 C + 4 (H + G) D, MLP 4 C + 4 I;
-                 with checkpointing C in each layer and one layer in full; in alignment no MLP, but 2 C of targets
+    activations  kept for the backward pass, N times in each layer: attention e (4 C + 4 (H + G) D), MLP e (4 C + 4 I),
+                 norms in float32 16 C, mixer in float32 4 (3 (H + G) F + 3 H D). With checkpointing e C a layer, and
+                 one layer in full; in alignment no MLP, half the norms, and e 2 C of targets
     logits       e N V for ours, their gradient twice, and the base's in distillation; none in alignment
     """
-    dims = head_dims(config)
+    dims, depth = head_dims(config), config.num_hidden_layers
     width = getattr(config, "moe_intermediate_size", config.intermediate_size)
     width *= getattr(config, "num_experts_per_tok", 1)
-    attention = 4 * dims.hidden + 4 * (dims.heads + dims.kv_heads) * dims.dim
-    mlp = 4 * dims.hidden + 4 * width
+    attention = itemsize * (4 * dims.hidden + 4 * (dims.heads + dims.kv_heads) * dims.dim)
+    mlp = itemsize * (4 * dims.hidden + 4 * width)
+    norms = 16 * dims.hidden
+    mixers = sum(_mixer_bytes(config, name) for name in config.linearization["layers"] if name != SOFTMAX)
     layer, logits = {
-        "align": (attention + 2 * dims.hidden, 0),
-        "distill": (attention + mlp, 4 * config.vocab_size),
-        "finetune": (attention + mlp, 3 * config.vocab_size),
+        "align": (attention + norms // 2 + itemsize * 2 * dims.hidden, 0),
+        "distill": (attention + mlp + norms, 4 * config.vocab_size),
+        "finetune": (attention + mlp + norms, 3 * config.vocab_size),
     }[stage.kind]
-    depth = config.num_hidden_layers
-    kept = depth * dims.hidden + layer if stage.gradient_checkpointing else depth * layer
+    layers = depth * layer + mixers
+    if stage.gradient_checkpointing:
+        layers = depth * itemsize * dims.hidden + layers // depth
     copies = (new + reused if itemsize < 4 else 0) + (0 if stage.kind == "finetune" else reused)
     tokens = stage.batch_size * stage.seq_len
-    return 4 * (new + reused) + 12 * trained + itemsize * (copies + tokens * (kept + logits))
+    return 4 * (new + reused) + 12 * trained + itemsize * copies + tokens * (layers + itemsize * logits)
+
+
+def _mixer_bytes(config: Any, name: str) -> int:
+    """What one layer's mixer keeps of a token for the backward pass, in float32: features, gates and outputs."""
+    spec, dims = config.linearization["mixers"][name], head_dims(config)
+    shapes = MIXERS[spec["type"]].state_shape(make_spec(spec), dims).values()
+    features = max((shape[-2] for shape in shapes), default=0)
+    return 4 * (3 * (dims.heads + dims.kv_heads) * features + 3 * dims.heads * dims.dim) if features else 0
 
 
 def _dtype_name(config: Any) -> str:
@@ -288,10 +299,12 @@ def _count(shapes: dict[str, tuple[int, ...]]) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def _runs(names: list[str]) -> list[tuple[int, int, str]]:
-    """Neighbouring equal layers as (first, last, name)."""
-    runs = []
-    for name, group in itertools.groupby(enumerate(names), key=lambda pair: pair[1]):
-        indices = [i for i, _ in group]
-        runs.append((indices[0], indices[-1], name))
-    return runs
+def _ranges(numbers: list[int]) -> str:
+    """`0-2, 4, 6-9`: ascending numbers with neighbours joined."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -19,7 +19,7 @@ from liger_convert.files import fsync
 from liger_convert.model import MIXER_MODULE
 from liger_convert.progress import Report
 
-CHUNK = 16 << 20  # bytes read, checked and written at a time
+CHUNK = 1 << 20  # bytes read, checked, cast and written at a time: they stay in a core's cache from one to the next
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 # the bits of +infinity
 INFINITIES = {

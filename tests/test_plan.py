@@ -155,11 +155,11 @@ def test_the_export_dtype_sets_the_bytes_of_weights_and_cache():
 # --- what is shown and what is refused
 
 
-def test_runs_of_equal_layers_share_a_row():
+def test_equal_layers_share_a_row():
     console = Console(width=160, file=io.StringIO(), record=True)
     console.print(make_plan(recipe(layers="LLN"), tiny_config("llama", num_hidden_layers=7)).render())
     rows = [line.split("│")[1].strip() for line in console.export_text().splitlines() if "attention" in line]
-    assert rows == ["0-1", "2", "3-4", "5", "6"]
+    assert rows == ["0-1, 3-4, 6", "2, 5"]
 
 
 def test_the_plan_is_plain_json():

@@ -1,8 +1,15 @@
-"""The recurrences and the window as ops, each with a plain reference and a fast implementation."""
+"""The recurrences and the window as ops: one folder each, with a plain reference, a fast implementation and cases."""
+
+from collections.abc import Callable
+
+from torch import Tensor
 
 from gated_kernels.diagonal.chunk import diagonal
 from gated_kernels.window.chunk import window
 
-OPS = {"diagonal": diagonal, "window": window}
+OPS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "diagonal": diagonal,  # S_t = diag(a_t) S_{t-1} + k_t^T v_t, o_t = q_t S_t
+    "window": window,  # softmax attention over the last keys and the sinks
+}
 
 __all__ = ["OPS", "diagonal", "window"]

@@ -1,1 +1,1 @@
-"""Sliding-window attention with sinks."""
+"""Sliding-window softmax attention with sinks, and the log of the mass that it saw."""
