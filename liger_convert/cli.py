@@ -124,9 +124,7 @@ def plan(recipe: RecipeFile, set_: Overrides = None, as_json: Json = False) -> N
     from liger_convert.checkpoint import base_config
     from liger_convert.plan import make_plan
 
-    options = loaded.base_options
-    config = base_config(loaded.base, revision=options.revision, trust_remote_code=options.trust_remote_code)
-    made = make_plan(loaded, config)
+    made = make_plan(loaded, base_config(loaded.base, **loaded.base_options.model_dump(exclude={"allow_pickle"})))
     _show(made.render(), made.to_dict(), as_json)
 
 
@@ -384,7 +382,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LinearizeError as error:
         return _fail(str(error), error.exit_code)
     except USAGE_ERROR as error:
-        return _fail(f"{error.format_message()} (`linearize --help` says more)", 2)
+        command = error.ctx.command_path if error.ctx else "linearize"
+        return _fail(f"{error.format_message().rstrip('.')} (see {command} --help)", 2)
     except Exception as error:
         if debug:
             raise

@@ -347,6 +347,11 @@ def test_a_cache_filled_by_the_base_is_refused() -> None:
         shared_model("llama", "gla")(PROMPT, past_key_values=cache, use_cache=True)
 
 
+def test_a_config_of_another_format_is_refused_in_a_sentence() -> None:
+    with pytest.raises(ValueError, match="linearization.format is 2, but this code reads 1"):
+        linearize_base(base_folder("llama"), linearization() | {"format": 2})
+
+
 def test_a_mask_of_pairs_and_a_packed_cached_row_are_refused() -> None:
     model = shared_model("llama", "gla")
     with pytest.raises(ValueError, match="2-D padding mask"):

@@ -20,7 +20,7 @@ from liger_convert.mixers import build_mixer
 from liger_convert.mixers.base import Branches, Mixer
 from liger_convert.model.attention import MIXER_MODULE, LinearizedAttention, head_dims
 from liger_convert.model.cache import adopt_cache
-from liger_convert.model.configuration import CONFIGS, linear_layers
+from liger_convert.model.configuration import CONFIGS, FORMAT, linear_layers
 from liger_convert.model.layout import SequenceLayout
 
 
@@ -193,7 +193,9 @@ def _relative_error(o_BTC: Tensor, y_BTC: Tensor, valid_BT: Tensor | None) -> Te
 
 
 def linearize_layers(backbone: Any, config: Any) -> None:
-    """Swaps the attention of the linearized layers, in place."""
+    """Swaps the attention of the linearized layers, in place. Raises ValueError for a config of another format."""
+    if (given := config.linearization["format"]) != FORMAT:
+        raise ValueError(f"config.json: linearization.format is {given}, but this code reads {FORMAT}; use the code it is of")
     for i in linear_layers(config):
         backbone.layers[i].self_attn = LinearizedAttention(backbone.layers[i].self_attn, config, i)
 
