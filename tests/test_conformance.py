@@ -348,7 +348,7 @@ def test_a_cache_filled_by_the_base_is_refused() -> None:
 
 
 def test_a_config_of_another_format_is_refused_in_a_sentence() -> None:
-    with pytest.raises(ValueError, match="linearization.format is 2, but this code reads 1"):
+    with pytest.raises(ValueError, match=r"linearization\.format is 2, but this code reads 1"):
         linearize_base(base_folder("llama"), linearization() | {"format": 2})
 
 

@@ -195,7 +195,7 @@ def _relative_error(o_BTC: Tensor, y_BTC: Tensor, valid_BT: Tensor | None) -> Te
 def linearize_layers(backbone: Any, config: Any) -> None:
     """Swaps the attention of the linearized layers, in place. Raises ValueError for a config of another format."""
     if (given := config.linearization["format"]) != FORMAT:
-        raise ValueError(f"config.json: linearization.format is {given}, but this code reads {FORMAT}; use the code it is of")
+        raise ValueError(f"config.json: linearization.format is {given}, but this code reads {FORMAT}; use its own")
     for i in linear_layers(config):
         backbone.layers[i].self_attn = LinearizedAttention(backbone.layers[i].self_attn, config, i)
 
