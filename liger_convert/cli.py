@@ -6,6 +6,7 @@ torch and everything that needs it are imported inside the commands, so that `li
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import traceback
@@ -372,6 +373,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     quiet_libraries()
+    # before torch is imported: threads that spin while they wait make training ten times slower on a busy machine
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         words = [word for word in words if word != "--debug"]
         with disk_errors(Path.cwd()):
