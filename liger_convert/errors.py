@@ -1,5 +1,10 @@
 """The two ways a command ends early; the command line turns them into one sentence and an exit code."""
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
 
 class LinearizeError(Exception):
     """Something foreseeable went wrong while working (a full disk, a diverged loss): exit code 1, no traceback."""
@@ -16,3 +21,14 @@ class BadInput(LinearizeError):
 def first_line(error: BaseException) -> str:
     """The first line of a library's error, for a sentence of ours."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def nearest(name: object, known: Iterable[str]) -> str | None:
+    """The known name that `name` was probably meant to be, or None."""
+    return next(iter(difflib.get_close_matches(str(name), list(known), n=1)), None)
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """` (did you mean gla?)`, to stand behind what was wrong; empty where nothing known is near."""
+    near = nearest(name, known)
+    return f" (did you mean {near}?)" if near else ""

@@ -5,13 +5,12 @@ Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, C hidd
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor
 
-from liger_convert.errors import BadInput
+from liger_convert.errors import BadInput, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,7 @@ def family_of(config: Any) -> Family:
     model_type = str(getattr(config, "model_type", None))
     name = model_type.removeprefix(PREFIX)
     if name not in FAMILIES:
-        near = difflib.get_close_matches(name, FAMILIES, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
+        hint = did_you_mean(name, FAMILIES)
         known = ", ".join(FAMILIES)
         raise BadInput(f"config.json: model_type {model_type!r} is not supported{hint}; supported: {known}")
     return FAMILIES[name]

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterable, Iterator
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-
-def nearest(name: object, names: Iterable[str]) -> str | None:
-    found = difflib.get_close_matches(str(name), list(names), n=1, cutoff=0.6)
-    return found[0] if found else None
+from liger_convert.errors import nearest
 
 
 def unknown(name: object, names: Iterable[str], what: str) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 
-from liger_convert.errors import BadInput
+from liger_convert.errors import BadInput, did_you_mean
 
 PACKAGE = Path(__file__).parent
 # where each kind lies in a checkout; in an installed package it is a folder of the package (see pyproject.toml)
@@ -34,8 +33,7 @@ def _folder(kind: str) -> Path:
 
 def _find(kind: str, name: str) -> Path:
     if name not in (known := names(kind)):
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
+        hint = did_you_mean(name, known)
         kinds = ", ".join(known)
         raise BadInput(f"{kind.removesuffix('s')}: {name!r} is unknown{hint}; there are {kinds}, or give a .yaml file")
     return _folder(kind) / f"{name}.yaml"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import typing
 from typing import Any
 
-from liger_convert.errors import BadInput
+from liger_convert.errors import BadInput, did_you_mean
 from liger_convert.mixers.base import HeadDims, Mixer, MixerSpec
 from liger_convert.mixers.gla import GLA
 from liger_convert.mixers.liger_paper import LigerPaper
@@ -27,12 +26,14 @@ def resolve_spec(spec: dict[str, Any], where: str = "mixer") -> dict[str, Any]:
     options = dict(spec)
     kind = options.pop("type", GLA.name)
     if kind not in MIXERS:
-        raise BadInput(f"{where}.type: mixer {kind!r} is unknown{_nearest(kind, MIXERS)}; known: {', '.join(MIXERS)}")
+        raise BadInput(
+            f"{where}.type: mixer {kind!r} is unknown{did_you_mean(kind, MIXERS)}; known: {', '.join(MIXERS)}"
+        )
     cls: Any = MIXERS[kind].Spec
     types = typing.get_type_hints(cls)
     for name, value in options.items():
         if name not in types:
-            hint = _nearest(name, types)
+            hint = did_you_mean(name, types)
             raise BadInput(f"{where}.{name}: mixer {kind} has no such option{hint}; it has {', '.join(types)}")
         options[name] = _checked(types[name], value, f"{where}.{name}")
     resolved = cls(**options)
@@ -52,17 +53,12 @@ def make_spec(spec: dict[str, Any]) -> MixerSpec:
     return cls(**{name: value for name, value in spec.items() if name != "type"})
 
 
-def _nearest(name: Any, known: typing.Iterable[str]) -> str:
-    near = difflib.get_close_matches(str(name), list(known), n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
-
-
 def _checked(kind: Any, value: Any, where: str) -> Any:
     """`value` as the field's type (an int counts as a float; a bool is no number), or BadInput."""
     if typing.get_origin(kind) is typing.Literal:
         allowed = typing.get_args(kind)
         if value not in allowed:
-            hint = _nearest(value, allowed)
+            hint = did_you_mean(value, allowed)
             raise BadInput(f"{where}: {value!r} is not allowed{hint}; use one of {', '.join(allowed)}")
         return value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):

@@ -93,6 +93,7 @@ class Mixer(nn.Module, ABC):
     gate_rule: ClassVar[str]
     recurrence: ClassVar[str]
     Spec: ClassVar[type[MixerSpec]]
+    initial_log_share: ClassVar[float] = -4.0
 
     def __init__(self, spec: MixerSpec, dims: HeadDims):
         super().__init__()
@@ -109,8 +110,6 @@ class Mixer(nn.Module, ABC):
             init.constant_(self.mix_H, -3.0)
         elif self.spec.join == "shared":
             init.constant_(self.log_share_H, self.initial_log_share)
-
-    initial_log_share: ClassVar[float] = -4.0
 
     @classmethod
     @abstractmethod
