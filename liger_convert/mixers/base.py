@@ -24,6 +24,9 @@ Join = Literal["shared", "learned", "fixed"]
 Scope = Literal["evicted", "all"]
 Branches = Literal["both", "window", "memory"]
 
+LEAST_MASS = 1e-30  # of a memory that holds something; less counts as nothing
+EMPTY = -69.0  # a log mass at or below it: log(LEAST_MASS) and a little
+
 
 @dataclass(frozen=True)
 class HeadDims:
@@ -65,7 +68,8 @@ class MixerSpec:
     window: tokens a query sees exactly, itself included (at least 1). sinks: first tokens of a document that stay
     visible for ever. scope: the memory holds `all` tokens, or only those `evicted` from the window (sinks, which are
     never forgotten, are then never written). join: one `shared` denominator over the window's logits and the memory's
-    mass, or a `learned` or `fixed` mix of the two outputs.
+    mass, or a `learned` or `fixed` mix of the two outputs. In the shared denominator a memory of mass m weighs
+    w = m^gamma e^(c q / sqrt(D) + beta) beside the sum of the window's e^s; every head learns its gamma, c and beta.
     """
 
     window: int = 64
@@ -101,6 +105,8 @@ class Mixer(nn.Module, ABC):
         if spec.join == "learned":
             self.mix_H = nn.Parameter(torch.empty(dims.heads))
         elif spec.join == "shared":
+            self.share_power_H = nn.Parameter(torch.empty(dims.heads))
+            self.share_query_HD = nn.Parameter(torch.empty(dims.heads, dims.dim))
             self.log_share_H = nn.Parameter(torch.empty(dims.heads))
 
     @torch.no_grad()
@@ -109,6 +115,8 @@ class Mixer(nn.Module, ABC):
         if self.spec.join == "learned":
             init.constant_(self.mix_H, -3.0)
         elif self.spec.join == "shared":
+            init.ones_(self.share_power_H)
+            init.zeros_(self.share_query_HD)
             init.constant_(self.log_share_H, self.initial_log_share)
 
     @classmethod
@@ -150,7 +158,8 @@ class Mixer(nn.Module, ABC):
         branches: Branches,
     ) -> Tensor:
         """The layer's output [B,T,H,V] from its heads, its window's output and log-sum-exp; moves `past` on."""
-        return self.join(window_o_BTHV, window_lse_BTH, self.remember(heads, layout, past), branches)
+        memory = self.remember(heads, layout, past)
+        return self.join(heads.q_BTHD, window_o_BTHV, window_lse_BTH, memory, branches)
 
     def remember(self, heads: Heads, layout: SequenceLayout, past: LinearizedCacheLayer | None) -> Memory:
         """Writes the tokens that are due, reads the memory with the queries, and moves `past` on."""
@@ -174,34 +183,23 @@ class Mixer(nn.Module, ABC):
             past.states = states
         return memory
 
-    @torch.no_grad()
-    def calibrate(
-        self, heads: Heads, window_o_BTHV: Tensor, window_lse_BTH: Tensor, target_BTHV: Tensor, layout: SequenceLayout
-    ) -> None:
-        """Sets each head's scale of the shared denominator to what brings its output closest to the base's, the target.
+    def log_weight(self, q_BTHD: Tensor, memory: Memory) -> Tensor:
+        """[B,T,H]: the log of the memory's weight beside the sum of the window's e^s (see MixerSpec)."""
+        assert memory.log_mass_BTH is not None
+        asked_BTH = torch.einsum("bthd,hd->bth", q_BTHD.float(), self.share_query_HD.float()) / self.dims.dim**0.5
+        log_weight_BTH = self.share_power_H.float() * memory.log_mass_BTH + asked_BTH + self.log_share_H.float()
+        # whatever the query asks for, a memory that holds nothing weighs nothing
+        return log_weight_BTH.masked_fill(memory.log_mass_BTH <= EMPTY, -1e4)
 
-        Searched on a grid of e^0.5, because the error has several minima: a memory that recalls badly is best ignored.
-        """
-        if self.spec.join != "shared":
-            return
-        memory = self.remember(heads, layout, None)
-        scales = torch.arange(-8.0, 12.5, 0.5, device=target_BTHV.device)
-        errors = []
-        for scale in scales:
-            self.log_share_H.fill_(scale)
-            o_BTHV = self.join(window_o_BTHV, window_lse_BTH, memory, "both")
-            errors.append((o_BTHV.float() - target_BTHV.float()).square().sum((0, 1, 3)))
-        self.log_share_H.copy_(scales[torch.stack(errors).argmin(0)])
-
-    def join(self, window_o_BTHV: Tensor, window_lse_BTH: Tensor, memory: Memory, branches: Branches) -> Tensor:
+    def join(
+        self, q_BTHD: Tensor, window_o_BTHV: Tensor, window_lse_BTH: Tensor, memory: Memory, branches: Branches
+    ) -> Tensor:
         """Both branches as one output; a branch that is off leaves a mix as it is, and a shared denominator at once."""
         if self.spec.join == "shared":
-            assert memory.log_mass_BTH is not None
             if branches != "both":
                 return window_o_BTHV if branches == "window" else memory.o_BTHV
             # sigmoid(a - b) = e^a / (e^a + e^b): the two shares of the one denominator, without forming either
-            log_odds_BTH = memory.log_mass_BTH + self.log_share_H.float() - window_lse_BTH
-            share = log_odds_BTH.sigmoid()[..., None]
+            share = (self.log_weight(q_BTHD, memory) - window_lse_BTH).sigmoid()[..., None]
         elif self.spec.join == "learned":
             share = self.mix_H.float().sigmoid()[:, None]
         else:
@@ -264,7 +262,6 @@ class DiagonalMixer(Mixer):
         )
         log_mass_BTH = None
         if self.normalize:
-            # a memory that holds nothing yet has mass 0: the floor keeps its output 0 and its share e^-69 of nothing
-            mass_BTH1 = o_BTHV[..., -1:].clamp_min(1e-30)
+            mass_BTH1 = o_BTHV[..., -1:].clamp_min(LEAST_MASS)
             o_BTHV, log_mass_BTH = o_BTHV[..., :-1] / mass_BTH1, mass_BTH1[..., 0].log()
         return Memory(o_BTHV.to(heads.v_BSGD.dtype), log_mass_BTH), {"state": state}

@@ -1,7 +1,8 @@
 """Feature maps phi: what queries and keys become before they meet in the memory.
 
 A map is made for a number of heads and a head size; positive maps give weights that can be normalised.
-Shapes: N heads (query or key-value), D head size, F feature size.
+Shapes: N heads (query or key-value), H query heads, G key-value heads, R = H / G, D head size, E size of a code,
+F feature size.
 """
 
 from __future__ import annotations
@@ -9,16 +10,19 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor, nn
 from transformers import initialization as init
 
-FeatureMapName = Literal["hedgehog", "softmax2", "softmax", "exp", "elu1", "relu", "identity"]
+FeatureMapName = Literal["codebook", "hedgehog", "softmax2", "softmax", "exp", "elu1", "relu", "identity"]
 
-POSITIVE: tuple[FeatureMapName, ...] = ("hedgehog", "softmax2", "softmax", "exp", "elu1", "relu")
+POSITIVE: tuple[FeatureMapName, ...] = ("codebook", "hedgehog", "softmax2", "softmax", "exp", "elu1", "relu")
 
 
-def feature_size(name: FeatureMapName, dim: int) -> int:
-    """F for a head of size `dim`: the two-sided maps double it."""
+def feature_size(name: FeatureMapName, dim: int, codes: int) -> int:
+    """F for a head of size `dim`: a codebook has `codes`, the two-sided maps double the head."""
+    if name == "codebook":
+        return codes
     return 2 * dim if name in ("hedgehog", "softmax2", "exp") else dim
 
 
@@ -56,8 +60,68 @@ class FeatureMap(nn.Module):
                 # the clamp bounds one weight at e^30, so that sums over any length stay far inside float32
                 return torch.cat((x.clamp(-15, 15).exp(), (-x).clamp(-15, 15).exp()), -1)
             case "elu1":
-                return nn.functional.elu(x) + 1
+                return nnf.elu(x) + 1
             case "relu":
                 return x.relu()
             case _:
                 return x
+
+
+class Codebook(nn.Module):
+    """phi(x) = softmax(tau C u), u = P x + b brought to length 1: how near x is to each of F codes, which sum to 1.
+
+    Queries and keys of a key-value head share its codes C; each head has its own P, b and tau. A token is remembered
+    under its nearest codes and found by the queries that fall on them, so that F codes keep about F things apart
+    where the head's own size would keep D. What makes it work is where P, b and C start, which
+    `liger_convert.calibrate` takes from the base.
+    """
+
+    def __init__(self, codes: int, heads: int, kv_heads: int, dim: int):
+        super().__init__()
+        size = code_size(dim)
+        self.q_turn_HDE = nn.Parameter(torch.empty(heads, dim, size))
+        self.q_shift_HE = nn.Parameter(torch.empty(heads, size))
+        self.q_log_tau_H = nn.Parameter(torch.empty(heads))
+        self.k_turn_GDE = nn.Parameter(torch.empty(kv_heads, dim, size))
+        self.k_shift_GE = nn.Parameter(torch.empty(kv_heads, size))
+        self.k_log_tau_G = nn.Parameter(torch.empty(kv_heads))
+        self.codes_GFE = nn.Parameter(torch.empty(kv_heads, codes, size))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        for turn, shift, log_tau in (
+            (self.q_turn_HDE, self.q_shift_HE, self.q_log_tau_H),
+            (self.k_turn_GDE, self.k_shift_GE, self.k_log_tau_G),
+        ):
+            init.copy_(turn, torch.eye(*turn.shape[1:], dtype=turn.dtype, device=turn.device).expand_as(turn))
+            init.zeros_(shift)
+            init.constant_(log_tau, 3.0)
+        init.normal_(self.codes_GFE, std=self.codes_GFE.shape[-1] ** -0.5)
+
+    def turned_queries(self, q_BTHD: Tensor) -> Tensor:
+        """u of the queries, [B,T,H,E]."""
+        return _turned(q_BTHD, self.q_turn_HDE, self.q_shift_HE)
+
+    def turned_keys(self, k_BTGD: Tensor) -> Tensor:
+        """u of the keys, [B,T,G,E]."""
+        return _turned(k_BTGD, self.k_turn_GDE, self.k_shift_GE)
+
+    def queries(self, q_BTHD: Tensor) -> Tensor:
+        """phi(q) [B,T,H,F] in float32."""
+        u_BTHE = self.turned_queries(q_BTHD) * self.q_log_tau_H.float().exp()[:, None]
+        u_BTGRE = u_BTHE.unflatten(2, (len(self.codes_GFE), -1))
+        return torch.einsum("btgre,gfe->btgrf", u_BTGRE, self.codes_GFE.float()).softmax(-1).flatten(2, 3)
+
+    def keys(self, k_BTGD: Tensor) -> Tensor:
+        """phi(k) [B,T,G,F] in float32."""
+        u_BTGE = self.turned_keys(k_BTGD) * self.k_log_tau_G.float().exp()[:, None]
+        return torch.einsum("btge,gfe->btgf", u_BTGE, self.codes_GFE.float()).softmax(-1)
+
+
+def code_size(dim: int) -> int:
+    """E: half a head; what queries and keys have in common beyond the window needs no more directions."""
+    return max(1, dim // 2)
+
+
+def _turned(x_BTND: Tensor, turn_NDE: Tensor, shift_NE: Tensor) -> Tensor:
+    return nnf.normalize(torch.einsum("btnd,nde->btne", x_BTND.float(), turn_NDE.float()) + shift_NE.float(), dim=-1)

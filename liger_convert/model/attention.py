@@ -103,21 +103,6 @@ class LinearizedAttention(nn.Module):
         heads = Heads(q_BTHD, k_BTGD, q_rot_BTHD, k_rot_BTGD, v_BSGD, rank_BS, x_BTC)
         return heads, window_o_BTHD, window_lse_BTH
 
-    @torch.no_grad()
-    def calibrate(self, x_BTC: Tensor, position_embeddings: tuple[Tensor, Tensor], layout: SequenceLayout) -> None:
-        """Fits what the mixer can take from the base in closed form, on the base's own activations x."""
-        heads, window_o_BTHD, window_lse_BTH = self.look(x_BTC, position_embeddings, layout, None)
-        target_BTHD, _ = window(
-            heads.q_rot_BTHD,
-            heads.k_rot_BTGD,
-            heads.v_BSGD,
-            window=layout.tokens,
-            scale=self.scaling,
-            valid_BS=layout.valid_BT,
-            segment_BS=layout.document_BT,
-        )
-        self.mixer.calibrate(heads, window_o_BTHD, window_lse_BTH, target_BTHD, layout)
-
 
 def _sink_tokens(past: LinearizedCacheLayer | None, name: str, sinks: Sinks | None, new_BTGD: Tensor) -> Tensor | None:
     """[B,M,G,D]: the keys or values of the sinks, from the new tokens or from the cache, which keeps them."""
