@@ -41,16 +41,16 @@ LENGTH = 128  # tokens of x at least, and two windows of it: what the second hal
 
 @dataclass(frozen=True)
 class Losses:
-    """Nats a token: `copy` on the second half of a text said twice, `text` on the first."""
+    """Nats a token: `copy_nll` on the second half of a text said twice, `text_nll` on the first."""
 
-    copy: float
-    text: float
+    copy_nll: float
+    text_nll: float
 
     @property
     def score(self) -> float:
         """Their plain sum. A window costs several nats of recall and a few tenths of text, so recall decides, and text
         where layers recall alike; a ratio of the two would hang on near-zero denominators."""
-        return self.copy + self.text
+        return self.copy_nll + self.text_nll
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,11 @@ class Ranking:
 
     def render(self) -> Group:
         """Two tables for a terminal: every layer by itself, and the kept layers as they were chosen."""
-        layers = Table("layer", "linear alone: copy", "text", "softmax alone: copy", "text", "kept")
+        layers = Table("layer", "linear alone: copy_nll", "text_nll", "softmax alone: copy_nll", "text_nll", "kept")
         order = {layer: f"{place}." for place, (layer, _) in enumerate(self.path, 1)}
         for i, (swapped, restored) in enumerate(zip(self.swapped, self.restored)):
             layers.add_row(str(i), *_cells(swapped), *_cells(restored), order.get(i, ""))
-        path = Table("softmax layers", "copy", "text", title="loss in nats a token")
+        path = Table("softmax layers", "copy_nll", "text_nll")
         path.add_row("none", *_cells(self.linear))
         for layer, losses in self.path:
             path.add_row(f"+ {layer}", *_cells(losses))
@@ -193,4 +193,4 @@ def _json(losses: Losses) -> dict[str, float | None]:
 
 
 def _cells(losses: Losses) -> tuple[str, str]:
-    return f"{losses.copy:.3f}", f"{losses.text:.3f}"
+    return f"{losses.copy_nll:.3f}", f"{losses.text_nll:.3f}"

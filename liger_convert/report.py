@@ -64,11 +64,11 @@ said twice, before any training: on the repetition and on the text itself.
 
 | softmax layers | repetition | text |
 |---|---:|---:|
-| none | {{ nats(ranking.linear.copy) }} | {{ nats(ranking.linear.text) }} |
+| none | {{ nats(ranking.linear.copy_nll) }} | {{ nats(ranking.linear.text_nll) }} |
 {% for step in ranking.path %}
-| + {{ step.layer }} | {{ nats(step.copy) }} | {{ nats(step.text) }} |
+| + {{ step.layer }} | {{ nats(step.copy_nll) }} | {{ nats(step.text_nll) }} |
 {% endfor %}
-| all: the base | {{ nats(ranking.base.copy) }} | {{ nats(ranking.base.text) }} |
+| all: the base | {{ nats(ranking.base.copy_nll) }} | {{ nats(ranking.base.text_nll) }} |
 
 {% endif %}
 {% if training %}
@@ -149,7 +149,12 @@ def build(results: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, 
 def page(report: Mapping[str, Any]) -> str:
     """report.md from the content of report.json."""
     return PAGE.render(
-        **report, titles=TITLES, size=decimal, converted=_converted(report), table=_markdown(report["models"])
+        **report,
+        titles=TITLES,
+        size=decimal,
+        nats=lambda loss: cell({"value": loss, "stderr": None, "n": None}),
+        converted=_converted(report),
+        table=_markdown(report["models"]),
     )
 
 

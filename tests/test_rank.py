@@ -87,7 +87,7 @@ def test_of_layers_that_back_each_other_up_one_is_kept_and_not_both() -> None:
     found = searched(2, lambda kept: 3 - 2 * bool({3, 4} & set(kept)) - 0.5 * (6 in kept))
     assert found.swapped[3] == found.swapped[4] == found.base  # in the base neither is missed
     assert [layer for layer, _ in found.path] == [3, 6]
-    assert [losses.copy for _, losses in found.path] == [1, 0.5]
+    assert [losses.copy_nll for _, losses in found.path] == [1, 0.5]
 
 
 def test_layers_that_help_only_together_are_found() -> None:
@@ -103,7 +103,7 @@ def test_text_decides_between_layers_that_recall_alike() -> None:
 def test_a_set_of_layers_that_diverges_is_the_worst() -> None:
     found = searched(2, lambda kept: math.inf if 0 in kept else 3 - len(kept))
     assert found.kept == [1, 2]
-    assert found.to_dict()["layers"][0]["restored"]["copy"] is None
+    assert found.to_dict()["layers"][0]["restored"]["copy_nll"] is None
     json.dumps(found.to_dict(), allow_nan=False)
 
 
@@ -126,7 +126,7 @@ def test_a_ranking_is_made_of_the_losses_it_names_and_comes_out_the_same_twice()
     base = AutoModelForCausalLM.from_pretrained(base_folder("llama")).eval()
     options: dict[str, Any] = {"batch_size": 4, "dtype": torch.float32, "report": lambda done, total, note="": None}
     copied = copy_loss(base, tiny_tokenizer(), TEXT, CopyMeasure(length=128, draws=8), **options)
-    assert found.base.copy == pytest.approx(copied["copy_nll_128"]["value"], rel=1e-6)
+    assert found.base.copy_nll == pytest.approx(copied["copy_nll_128"]["value"], rel=1e-6)
     assert len({found.base, found.linear, *found.swapped, *found.restored}) == 8
     (left,) = {0, 1, 2} - set(found.kept)
     assert found.path[1][1] == found.swapped[left]  # two of three layers kept is one of three linear
