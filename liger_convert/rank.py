@@ -1,7 +1,8 @@
 """Which layers stay softmax, by measurement: what hangs on each of a base's layers once the others are linear.
 
 A set of kept layers is measured on texts said twice, [x, x]: the loss on the first half is its quality, that on the
-second its recall. The mixers are calibrated but untrained, so a ranking takes minutes and no training.
+second its recall. The mixers are calibrated but untrained, those that cannot be calibrated reduced to their window: a
+ranking takes minutes and no training.
 
 Layers that back each other up look worthless one at a time in the base, where the others still do their work. So the
 search goes the other way: from a model with no layer kept it restores the layer that helps most, beside those the best
@@ -25,6 +26,7 @@ from liger_convert import measures
 from liger_convert.calibrate import calibrate
 from liger_convert.data import Document, collate, pack
 from liger_convert.device import autocast, compute_dtype
+from liger_convert.diagnose import window_control
 from liger_convert.errors import BadInput
 from liger_convert.generate import load_model, weight_dtype
 from liger_convert.mixers import SOFTMAX
@@ -126,14 +128,16 @@ def rank(
     The base and the linearized model are in memory together, as in alignment. Raises BadInput when the documents do not
     hold two draws.
     """
-    keep, depth = plan.undecided, len(plan.layers)
-    length = max(LENGTH, 2 * plan.linearization["mixers"][MAIN]["window"])
+    keep, depth, mixer = plan.undecided, len(plan.layers), plan.linearization["mixers"][MAIN]
+    length = max(LENGTH, 2 * mixer["window"])
     if (tokens := sum(len(document.ids) for document in documents)) < 2 * length:
         what = f"{tokens} tokens to train on do not hold two spans of {length}, on which layers are ranked"
         raise BadInput(f"data.{recipe.plain_texts[0]}: {what}")
     dtype = compute_dtype(device, recipe.precision)
     base = load_model(base_dir, device, recipe.precision)
     linearization = plan.linearization | {"layers": [MAIN] * depth}
+    if mixer["join"] != "shared":  # nothing calibrates its memory, which untrained can drown all that layers differ in
+        linearization = window_control(linearization)
     weights = weight_dtype(device, recipe.precision)
     model = linearize_base(base_dir, linearization, recipe.seed, dtype=weights).to(device).eval()
     rows = pack(documents, 2 * length, CALIBRATION_ROWS * 2 * length, recipe.seed)
@@ -159,9 +163,9 @@ def rank(
 def search(depth: int, keep: int, measure: Callable[[Collection[int]], Losses]) -> Ranking:
     """The layers to keep of `depth`, where `measure` tells the losses with some of them kept.
 
-    Every layer is measured alone linear and alone softmax. The best 2 `keep`, taken in turns from both lists, are the
-    candidates: by the first list also those that help only beside others. Each round keeps the one whose addition
-    scores best. Ties go to the lower layer.
+    Every layer is measured alone softmax and alone linear. Candidates are 2 `keep` layers, in turns those that help most
+    alone and those that the base misses most, which may help only beside others. Each round keeps the candidate whose
+    addition scores best. Ties go to the lower layer.
     """
     everything = frozenset(range(depth))
     base, linear = measure(everything), measure(frozenset())

@@ -67,10 +67,11 @@ class Run:
             Step(name, functools.partial(self._stage, i, stages[:i]), ("base", "convert", *stages[:i]), continues=True)
             for i, name in enumerate(stages)
         ]
+        ranking = [Step("rank", self._rank, ("base",))] if self.recipe.softmax_auto is not None else []
         return [
             Step("base", self._base),
-            *([Step("rank", self._rank, ("base",))] if self.recipe.softmax_auto is not None else []),
-            Step("plan", self._plan, ("base",)),
+            *ranking,
+            Step("plan", self._plan, ("base", *(step.name for step in ranking))),
             Step("convert", self._convert, ("base",)),
             *training_steps,
             Step("merge", functools.partial(self._merge, stages), ("convert", *stages)),

@@ -54,8 +54,9 @@ def logits(model: Any) -> torch.Tensor:
         return model(TOKENS, use_cache=False).logits
 
 
-def ranked(keep: int = 1, text: list[Document] = TEXT, report: Report | None = None) -> Ranking:
-    fields: dict[str, Any] = {"version": 1, "name": "tiny", "base": "b", "mixer": {"type": "gla", "window": 8}}
+def ranked(keep: int = 1, text: list[Document] = TEXT, report: Report | None = None, mixer: str = "gla") -> Ranking:
+    spec = {"type": mixer, "window": 8, "sinks": 2}
+    fields: dict[str, Any] = {"version": 1, "name": "tiny", "base": "b", "mixer": spec}
     fields |= {"layers": {"softmax_auto": keep}, "data": {"text": {"source": "pydoc"}}, "precision": "float32"}
     recipe, folder = build(fields, "recipe"), base_folder("llama")
     plan = make_plan(recipe, load_config(folder))
@@ -131,6 +132,10 @@ def test_a_ranking_is_made_of_the_losses_it_names_and_comes_out_the_same_twice()
     (left,) = {0, 1, 2} - set(found.kept)
     assert found.path[1][1] == found.swapped[left]  # two of three layers kept is one of three linear
     assert told[-1] == (evaluations(3, 2), evaluations(3, 2))
+
+
+def test_a_mixer_that_cannot_be_calibrated_is_ranked_by_its_window() -> None:
+    assert ranked(mixer="liger-paper") == ranked(mixer="window") != ranked()
 
 
 def test_a_ranking_shows_every_layer_and_every_choice() -> None:
