@@ -47,7 +47,7 @@ class Plan:
     state_bytes: what all linearized layers together keep for one sequence of any length. sliding_windows: the base's
     own window in each layer, if it has one. token_bytes: one token's key and value in one layer's cache.
     undecided: how many layers stay softmax that a run has yet to choose; the last ones stand for them in
-    `linearization`, so that all sizes are right.
+    `linearization`, and all sizes are right unless the base's layers differ in their own windows.
     """
 
     name: str

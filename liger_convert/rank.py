@@ -163,9 +163,9 @@ def rank(
 def search(depth: int, keep: int, measure: Callable[[Collection[int]], Losses]) -> Ranking:
     """The layers to keep of `depth`, where `measure` tells the losses with some of them kept.
 
-    Every layer is measured alone softmax and alone linear. Candidates are 2 `keep` layers, in turns those that help most
-    alone and those that the base misses most, which may help only beside others. Each round keeps the candidate whose
-    addition scores best. Ties go to the lower layer.
+    Every layer is measured alone softmax and alone linear. Candidates are 2 `keep` layers, taken in turns from those
+    that help most alone and those that the base misses most, which may help only beside others. Each round keeps the
+    candidate whose addition scores best. Ties go to the lower layer.
     """
     everything = frozenset(range(depth))
     base, linear = measure(everything), measure(frozenset())
