@@ -130,6 +130,33 @@ def plan(recipe: RecipeFile, set_: Overrides = None, as_json: Json = False) -> N
 
 
 @app.command(rich_help_panel=PIPELINE)
+def rank(
+    recipe: RecipeFile,
+    keep: Annotated[
+        int | None, typer.Option(help="How many layers stay softmax.", show_default="recipe's", min=1)
+    ] = None,
+    set_: Overrides = None,
+    as_json: Json = False,
+) -> None:
+    """Choose by measurement which layers stay softmax: those on which most recall and quality hang.
+
+    Takes minutes and trains nothing. A recipe with layers: {softmax_auto: N} does the same as a step of its run.
+
+    Example: linearize rank recipes/smollm2-135m-quick.yaml --keep 4
+    """
+    from liger_convert.recipe import load
+
+    loaded = load(recipe, [*(set_ or ()), *([f"layers={{softmax_auto: {keep}}}"] if keep is not None else [])])
+
+    from liger_convert.commands import rank_layers
+
+    ranking = rank_layers(loaded)
+    _show(ranking.render(), ranking.to_dict(), as_json)
+    if not as_json:
+        print(f"layers: {{softmax: {ranking.kept}}}")
+
+
+@app.command(rich_help_panel=PIPELINE)
 def convert(
     base: Source,
     out: Annotated[Path, typer.Argument(help="New folder for the linearized model.", show_default=False)],

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from liger_convert import checkpoint, data, diagnose, evaluate, generate, suites, training, yamlfile
+from liger_convert import checkpoint, data, diagnose, evaluate, generate, rank, suites, training, yamlfile
 from liger_convert.convert import convert
 from liger_convert.device import pick_device
 from liger_convert.errors import BadInput
@@ -73,6 +73,11 @@ def convert_base(
         "export": {"dtype": dtype},
         "seed": seed,
     }
+    if isinstance(written["layers"], dict) and "softmax_auto" in written["layers"]:
+        raise BadInput(
+            "--layers: which layers stay softmax is measured on the text of a recipe; let `linearize rank RECIPE` "
+            "choose them, and give what it prints, such as --layers '{softmax: [3, 7]}'"
+        )
     for option in options:
         written = yamlfile.override(written, f"mixer.{option}")
     recipe = build(written, "convert")
@@ -82,6 +87,18 @@ def convert_base(
         plan = make_plan(recipe, checkpoint.load_config(folder, trust))
         convert(folder, out, plan.linearization, dtype=dtype, seed=seed, trust_remote_code=trust, progress=report)
     return plan
+
+
+def rank_layers(recipe: Recipe) -> rank.Ranking:
+    """The layers that `recipe` leaves to a measurement, chosen. Raises BadInput."""
+    if recipe.softmax_auto is None:
+        raise BadInput("--keep: is missing; say how many layers stay softmax, as the recipe's `layers` does not")
+    device, trust = pick_device(recipe.device), recipe.base_options.trust_remote_code
+    with local_model(recipe.base, **recipe.base_options.model_dump()) as base, progress("rank") as report:
+        plan = make_plan(recipe, checkpoint.load_config(base, trust))
+        tokenizer = checkpoint.load_tokenizer(base, trust)
+        documents = data.load_source(recipe.data[recipe.plain_texts[0]], tokenizer, seed=recipe.seed).train
+        return rank.rank(recipe, plan, base, tokenizer, documents, device, report)
 
 
 def train_stage(recipe: Recipe, number: int, model: Path, out: Path, *, resume: bool = False) -> dict[str, Any]:

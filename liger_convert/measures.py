@@ -63,7 +63,7 @@ def text_perplexity(
         raise BadInput(f"held-out text: {len(stream)} tokens do not fill two windows of {measure.window}")
     ids_NT = _prefixed(prefix, stream[: windows * size].reshape(windows, size))
     first = measure.score_from
-    losses_NT = _losses(model, ids_NT, batch_size, dtype, lambda done: report(done, len(ids_NT), measure.name))
+    losses_NT = window_losses(model, ids_NT, batch_size, dtype, lambda done: report(done, len(ids_NT), measure.name))
     losses_N = losses_NT[:, first - 1 :].sum(1, dtype=torch.float64).numpy()
     bytes_N = np.array([_bytes(tokenizer, row) - _bytes(tokenizer, row[:first]) for row in ids_NT.tolist()])
     tokens_N = np.full(len(ids_NT), ids_NT.shape[1] - first)
@@ -84,13 +84,22 @@ def copy_loss(
 ) -> dict[str, Measurement]:
     """Mean loss on the second half of [x, x], |x| = `measure.length`: what a memory of x is worth.
 
+    The first token of the second half is not scored, since nothing tells that x starts again. The standard error is
+    over the draws' mean losses; n = draws. Raises BadInput when the documents do not hold two spans.
+    """
+    ids_NT, (name,) = repetitions(tokenizer, documents, measure), measure.metrics
+    losses_NT = window_losses(model, ids_NT, batch_size, dtype, lambda done: report(done, len(ids_NT), name))
+    loss_N = losses_NT[:, -(measure.length - 1) :].mean(1, dtype=torch.float64)
+    return {name: measurement(loss_N.mean().item(), loss_N.std().item() / math.sqrt(len(loss_N)), len(loss_N))}
+
+
+def repetitions(tokenizer: Any, documents: Sequence[Document], measure: CopyMeasure) -> Tensor:
+    """[x, x] of every draw, int64 [N,T], |x| = `measure.length`.
+
     x is a span of the documents (the `measure.draws` spans lie evenly over them and do not overlap; there are fewer
     draws when the documents are too short), or with `tokens: uniform` drawn uniformly from the vocabulary without its
     special tokens, always with the same seed. A tokenizer that begins every text with a token of its own begins this
-    one too. The first token of the second half is not scored, since nothing tells that x starts again. The standard
-    error is over the draws' mean losses; n = draws.
-
-    Raises BadInput when the documents do not hold two spans.
+    one too. Raises BadInput when the documents do not hold two spans.
     """
     prefix, length = _prefix(tokenizer), measure.length
     if measure.tokens == "uniform":
@@ -102,11 +111,7 @@ def copy_loss(
         if draws < 2:
             raise BadInput(f"held-out text: {len(stream)} tokens do not hold two spans of {length}")
         x_NT = np.stack([stream[i * (len(stream) // draws) :][:length] for i in range(draws)])
-    ids_NT = _prefixed(prefix, np.concatenate([x_NT, x_NT], 1))
-    (name,) = measure.metrics
-    losses_NT = _losses(model, ids_NT, batch_size, dtype, lambda done: report(done, len(ids_NT), name))
-    loss_N = losses_NT[:, -(length - 1) :].mean(1, dtype=torch.float64)
-    return {name: measurement(loss_N.mean().item(), loss_N.std().item() / math.sqrt(len(loss_N)), len(loss_N))}
+    return _prefixed(prefix, np.concatenate([x_NT, x_NT], 1))
 
 
 def token_losses(model: Any, ids_BT: Tensor) -> Tensor:
@@ -144,15 +149,17 @@ def _head(model: Any, output: Any) -> Iterator[Callable[[Tensor], Tensor]]:
             backbone.forward = own
 
 
-def _losses(model: Any, ids_NT: Tensor, batch_size: int, dtype: torch.dtype, done: Callable[[int], None]) -> Tensor:
-    """`token_losses` of all windows, on the CPU."""
-    losses = []
+def window_losses(
+    model: Any, ids_NT: Tensor, batch_size: int, dtype: torch.dtype, done: Callable[[int], None] = lambda windows: None
+) -> Tensor:
+    """`token_losses` of all windows, float32 [N,T-1] on the CPU; `done` is told how many are."""
+    parts = []
     # one autocast for all batches: it then casts each weight once
     with torch.inference_mode(), autocast(model.device, dtype):
         for start in range(0, len(ids_NT), batch_size):
-            losses.append(token_losses(model, ids_NT[start : start + batch_size].to(model.device)).cpu())
+            parts.append(token_losses(model, ids_NT[start : start + batch_size].to(model.device)).cpu())
             done(min(start + batch_size, len(ids_NT)))
-    return torch.cat(losses)
+    return torch.cat(parts)
 
 
 def _prefix(tokenizer: Any) -> np.ndarray:

@@ -46,6 +46,8 @@ class Plan:
     new_parameters, reused_parameters: shapes by name, the latter in the naming of transformers' modules.
     state_bytes: what all linearized layers together keep for one sequence of any length. sliding_windows: the base's
     own window in each layer, if it has one. token_bytes: one token's key and value in one layer's cache.
+    undecided: how many layers stay softmax that a run has yet to choose; the last ones stand for them in
+    `linearization`, and all sizes are right unless the base's layers differ in their own windows.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Plan:
     sliding_windows: tuple[int | None, ...]
     token_bytes: int
     stages: tuple[StagePlan, ...]
+    undecided: int = 0
 
     @property
     def layers(self) -> list[str]:
@@ -94,7 +97,8 @@ class Plan:
             "name": self.name,
             "model_type": self.model_type,
             "dtype": self.dtype,
-            "linearization": self.linearization,
+            "linearization": self.linearization
+            | ({"layers": {"softmax_auto": self.undecided}} if self.undecided else {}),
             "parameters": {"new": _count(self.new_parameters), "reused": _count(self.reused_parameters)},
             "new_parameters": {name: list(shape) for name, shape in self.new_parameters.items()},
             "state_bytes": self.state_bytes,
@@ -108,6 +112,8 @@ class Plan:
         layers = Table("layers", "become", "window", "sinks", "memory", title=f"{self.name}: {self.model_type}")
         for name in dict.fromkeys(self.layers):
             where = _ranges([i for i, layer in enumerate(self.layers) if layer == name])
+            if self.undecided:
+                where = f"{self.layers.count(name)} of {len(self.layers)}, chosen by measurement in the run"
             if name == SOFTMAX:
                 layers.add_row(where, "softmax attention, as it was", "", "", "")
                 continue
@@ -171,6 +177,7 @@ def make_plan(recipe: Recipe, base_config: Any) -> Plan:
         sliding_windows=tuple(getattr(layer, "sliding_window", None) for layer in cache.layers),
         token_bytes=2 * dims.kv_heads * dims.dim * itemsize,
         stages=tuple(stages),
+        undecided=recipe.softmax_auto or 0,
     )
 
 
@@ -196,7 +203,8 @@ def resolve_layers(layers: str | list[str] | dict[str, Any], depth: int, names: 
     """What each of `depth` layers becomes, a mixer's name or softmax, from any form a recipe may give.
 
     Forms: `all`; letters such as `LLLN`, repeated to the depth; a list of names; `{softmax_every: n}` (the last of
-    every n layers); `{linear: [...]}` or `{softmax: [...]}` with layer numbers. Raises BadInput at `layers`.
+    every n layers); `{linear: [...]}` or `{softmax: [...]}` with layer numbers; `{softmax_auto: n}`, where the last n
+    stand for those that are chosen later. Raises BadInput at `layers`.
     """
     if layers == "all":
         layers = "L"
@@ -215,6 +223,10 @@ def resolve_layers(layers: str | list[str] | dict[str, Any], depth: int, names: 
         ((form, value),) = ((form, value) for form, value in layers.items() if value is not None)
         if form == "softmax_every":
             resolved = [SOFTMAX if (i + 1) % value == 0 else MAIN for i in range(depth)]
+        elif form == "softmax_auto":
+            if value >= depth:
+                raise BadInput(f"layers.softmax_auto: {value} is too many; of the base's {depth} layers keep fewer")
+            resolved = [MAIN] * (depth - value) + [SOFTMAX] * value
         else:
             _check_numbers(value, depth, f"layers.{form}")
             resolved = [MAIN if (i in value) == (form == "linear") else SOFTMAX for i in range(depth)]

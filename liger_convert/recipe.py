@@ -78,16 +78,18 @@ class MixerSpec(Strict):
 
 
 class LayerChoice(Strict):
-    """Exactly one of: every n-th layer stays softmax, these become linear, these stay softmax."""
+    """Exactly one of: every n-th layer stays softmax, these become linear, these stay softmax, so many stay softmax
+    and a measurement chooses which (`liger_convert.rank`)."""
 
     softmax_every: Annotated[int, Field(ge=2)] | None = None
     linear: Annotated[list[Index], Field(min_length=1)] | None = None
     softmax: list[Index] | None = None
+    softmax_auto: Count | None = None
 
     @model_validator(mode="after")
     def _one(self) -> LayerChoice:
-        if sum(value is not None for value in (self.softmax_every, self.linear, self.softmax)) != 1:
-            refuse("", "give exactly one of softmax_every, linear and softmax")
+        if sum(value is not None for value in self.model_dump().values()) != 1:
+            refuse("", "give exactly one of softmax_every, linear, softmax and softmax_auto")
         return self
 
 
@@ -345,6 +347,9 @@ class Recipe(Strict):
             for i, layer in enumerate(self.layers):
                 if layer not in names:
                     refuse(f"layers[{i}]", recipe_errors.unknown(layer, names, "name"))
+        if self.softmax_auto is not None and not self.plain_texts:
+            why = "which layers stay softmax is measured on text, so add a source of plain text under `data:`"
+            refuse("layers.softmax_auto", why)
         for i, stage in enumerate(self.stages):
             if stage.data not in self.data:
                 refuse(f"stages[{i}].data", recipe_errors.unknown(stage.data, self.data, "source under `data:`"))
@@ -357,6 +362,20 @@ class Recipe(Strict):
             if not self.data[text].has_held_out:
                 refuse("eval.text", f"source {text!r} holds nothing out, so set data.{text}.held_out")
         return self
+
+    @property
+    def softmax_auto(self) -> int | None:
+        """How many layers stay softmax, where a measurement chooses which."""
+        return self.layers.softmax_auto if isinstance(self.layers, LayerChoice) else None
+
+    @property
+    def plain_texts(self) -> list[str]:
+        """The names of the sources of plain text."""
+        return [name for name, source in self.data.items() if not source.has_responses]
+
+    def keeping(self, softmax: list[int]) -> Recipe:
+        """This recipe with its choice of layers made: these stay softmax."""
+        return self.model_copy(update={"layers": LayerChoice(softmax=softmax)})
 
     def dump(self) -> dict[str, Any]:
         """Everything resolved, as plain JSON; of a mixer only what was written."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import set_seed
 
-from liger_convert import checkpoint, convert, data, diagnose, export, manifest, merge, report, suites, training
+from liger_convert import checkpoint, convert, data, diagnose, export, manifest, merge, rank, report, suites, training
 from liger_convert.device import pick_device
 from liger_convert.errors import BadInput, LinearizeError
 from liger_convert.files import atomic_dir, atomic_write, disk_errors
@@ -67,9 +67,11 @@ class Run:
             Step(name, functools.partial(self._stage, i, stages[:i]), ("base", "convert", *stages[:i]), continues=True)
             for i, name in enumerate(stages)
         ]
+        ranking = [Step("rank", self._rank, ("base",))] if self.recipe.softmax_auto is not None else []
         return [
             Step("base", self._base),
-            Step("plan", self._plan, ("base",)),
+            *ranking,
+            Step("plan", self._plan, ("base", *(step.name for step in ranking))),
             Step("convert", self._convert, ("base",)),
             *training_steps,
             Step("merge", functools.partial(self._merge, stages), ("convert", *stages)),
@@ -143,8 +145,11 @@ class Run:
 
     @functools.cached_property
     def _planned(self) -> Plan:
-        config = checkpoint.load_config(self._base_folder, self.recipe.base_options.trust_remote_code)
-        return make_plan(self.recipe, config)
+        ranked = self.manifest.steps.get("rank")
+        return self._make_plan(self.recipe if ranked is None else self.recipe.keeping(ranked["ranking"]["kept"]))
+
+    def _make_plan(self, recipe: Recipe) -> Plan:
+        return make_plan(recipe, checkpoint.load_config(self._base_folder, recipe.base_options.trust_remote_code))
 
     def _load_documents(self, name: str) -> data.Documents:
         with progress(f"data {name}") as report:
@@ -158,9 +163,22 @@ class Run:
         self.manifest.inputs |= manifest.hashes([given.resolve()], self.out)
         return {"path": str(path.relative_to(self.out) if path.is_relative_to(self.out) else path.resolve())}
 
+    def _rank(self, folder: Path) -> dict[str, Any]:
+        """Chooses the layers that stay softmax, on the training part of the first text."""
+        plan = self._make_plan(self.recipe)
+        self._read_data()
+        documents = self.documents(self.recipe.plain_texts[0]).train
+        with progress("rank") as report:
+            ranking = rank.rank(self.recipe, plan, self._base_folder, self._tokenizer, documents, self.device, report)
+        return {"ranking": ranking.to_dict()}
+
     def _plan(self, folder: Path) -> dict[str, Any]:
-        """Also reads all data: what is wrong there should stop the run now and not in its last step."""
         plan = self._planned.to_dict()
+        self._read_data()
+        return {"plan": plan}
+
+    def _read_data(self) -> None:
+        """Reads all data: what is wrong there should stop the run in its first steps and not in its last."""
         suites.check_data(self.suite, self._data_dir)
         for name in self.recipe.data:
             self.documents(name)
@@ -172,7 +190,6 @@ class Run:
         sources = [source for source in self.recipe.data.values() if isinstance(source, FileSource)]
         paths = [path for source in sources for path in (source.path, source.validation)] + [self.recipe.eval.data]
         self.manifest.inputs |= manifest.hashes([Path(path).resolve() for path in paths if path], self.out)
-        return {"plan": plan}
 
     def _convert(self, folder: Path) -> dict[str, Any]:
         with progress("convert") as report:

@@ -148,6 +148,13 @@ RECIPES = [
     case("bad pattern", "layers: 'LXL' is no pattern", lambda w: w.run("layers=LXL")),
     case("layer out of range", "layers.linear: there is no layer 9", lambda w: w.run("layers={linear: [9]}")),
     case("list of wrong length", "layers: names 1 layers", lambda w: w.run("layers=[main]")),
+    case("too many layers kept", "layers.softmax_auto: 3 is too many", lambda w: w.run("layers={softmax_auto: 3}")),
+    case("no layer kept", "layers.softmax_auto: should be greater", lambda w: w.run("layers={softmax_auto: 0}")),
+    case(
+        "layers chosen on no text",
+        "add a source of plain text under `data:`",
+        lambda w: w.plan("layers={softmax_auto: 1}", "data={}", "stages=[]", "eval.text=null"),
+    ),
     case("no linear layer", "nothing to linearize", lambda w: w.run("layers={softmax: [0, 1, 2]}")),
     case("unknown layer name", "layers[0]: 'man'", lambda w: w.run("layers=[man, main, main]")),
     case("override without value", "write it as field=value", lambda w: w.run("seed")),
@@ -263,6 +270,26 @@ COMMANDS = [
     case("convert over a folder", "already exists", after(lambda w: w.out.mkdir(), convert)),
     case("convert to unknown mixer", "mixer 'glu' is unknown", lambda w: w.convert("--mixer", "glu")),
     case("convert with unknown option", "no such option", lambda w: w.convert("--set", "gat=none")),
+    case(
+        "convert with layers to be measured",
+        "let `linearize rank RECIPE` choose them",
+        lambda w: w.convert("--layers", "{softmax_auto: 1}"),
+    ),
+    case("rank without a number", "--keep: is missing", lambda w: ["rank", *w.plan()[1:]]),
+    case("rank of too many", "3 is too many", lambda w: ["rank", *w.plan()[1:], "--keep", "3"]),
+    case(
+        "rank on too little text",
+        "data.text: 11 tokens to train on do not hold two spans of 128",
+        after(
+            wrote("short.jsonl", '{"text": "hello there"}\n'),
+            lambda w: [
+                "rank",
+                *w.plan("data.text={source: file, path: short.jsonl}", "eval.text=null")[1:],
+                "--keep=1",
+            ],
+        ),
+    ),
+    case("rank of none", "--keep", lambda w: ["rank", *w.plan()[1:], "--keep", "0"]),
     case("convert with a bad dtype", "export.dtype", lambda w: w.convert("--dtype", "int4")),
     case(
         "train without such a stage",

@@ -18,6 +18,7 @@ from liger_convert.model import load_linearized
 COMMANDS = [
     "run",
     "plan",
+    "rank",
     "convert",
     "train",
     "merge",
@@ -102,6 +103,15 @@ def test_plan_tells_layers_and_sizes_and_writes_nothing(home, capsys):
     assert [stage["tokens"] for stage in planned["stages"]] == [256, 256]
     assert "softmax attention" in output(capsys, "plan", "recipe.yaml", "--set", "layers=LLN")
     assert sorted(home.rglob("*")) == before
+
+
+def test_rank_ends_with_the_line_for_the_recipe(home, capsys):
+    *_, line = output(capsys, "rank", "recipe.yaml", "--keep", "2").splitlines()
+    found = json.loads(output(capsys, "rank", "recipe.yaml", "--set", "layers={softmax_auto: 2}", "--json"))
+    assert yaml.safe_load(line) == {"layers": {"softmax": found["kept"]}}
+    planned = json.loads(output(capsys, "plan", "recipe.yaml", "--set", line.replace(": ", "=", 1), "--json"))
+    names = planned["linearization"]["layers"]
+    assert [i for i, name in enumerate(names) if name == "softmax"] == found["kept"]
 
 
 def test_convert_makes_a_model_with_the_options_given(home):

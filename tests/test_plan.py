@@ -46,6 +46,7 @@ def plan(family: str = "llama", **fields: Any) -> Plan:
         ({"linear": [4, 0]}, [L, N, N, N, L]),
         ({"softmax": [1]}, [L, N, L, L, L]),
         ({"softmax": [], "linear": None}, [L, L, L, L, L]),
+        ({"softmax_auto": 2}, [L, L, L, N, N]),
         ([L, "other", N, N, "other"], [L, "other", N, N, "other"]),
     ],
 )
@@ -66,6 +67,7 @@ def test_every_form_of_layers_says_what_each_layer_becomes(layers, expected):
         ({"softmax": [1, 2, 1]}, r"layers\.softmax: layer 1 is named twice"),
         ({"softmax": [0, 1, 2, 3, 4]}, "layers: leaves all 5 layers softmax"),
         ({"softmax_every": 1}, "layers: leaves all 5 layers softmax"),
+        ({"softmax_auto": 5}, r"layers\.softmax_auto: 5 is too many; of the base's 5 layers keep fewer"),
     ],
 )
 def test_layers_that_do_not_fit_the_base_are_refused(layers, says):
@@ -160,6 +162,17 @@ def test_equal_layers_share_a_row():
     console.print(make_plan(recipe(layers="LLN"), tiny_config("llama", num_hidden_layers=7)).render())
     rows = [line.split("│")[1].strip() for line in console.export_text().splitlines() if "attention" in line]
     assert rows == ["0-1, 3-4, 6", "2, 5"]
+
+
+def test_layers_that_a_run_will_choose_are_counted_and_not_named():
+    made, decided = plan(layers={"softmax_auto": 1}), plan(layers="LNL")
+    assert made.to_dict()["linearization"]["layers"] == {"softmax_auto": 1}
+    console = Console(width=160, file=io.StringIO(), record=True)
+    console.print(made.render())
+    rows = [line.split("│")[1].strip() for line in console.export_text().splitlines() if "attention" in line]
+    assert rows == ["2 of 3, chosen by measurement in the run", "1 of 3, chosen by measurement in the run"]
+    same = ("parameters", "state_bytes", "cache_bytes", "memory_bytes")
+    assert all(made.to_dict()[name] == decided.to_dict()[name] for name in same)
 
 
 def test_the_plan_is_plain_json():

@@ -72,6 +72,7 @@ def test_fingerprint_follows_the_meaning_and_not_the_writing():
         ("eval.limit=10", lambda r: r.eval.limit, 10),
         ("base_options.trust_remote_code=true", lambda r: r.base_options.trust_remote_code, True),
         ("layers={softmax_every: 4}", lambda r: r.layers.softmax_every, 4),
+        ("layers={softmax_auto: 4}", lambda r: r.softmax_auto, 4),
         ("mixer.sinks=0", lambda r: r.mixer.sinks, 0),
         ("data.more={source: pydoc}", lambda r: r.data["more"].source, "pydoc"),
         ("base=a=b", lambda r: r.base, "a=b"),

@@ -102,6 +102,18 @@ def test_a_report_without_training_or_continuations_has_no_such_sections() -> No
     assert "## How to make it again" in text
 
 
+def test_a_report_of_a_run_that_chose_its_layers_shows_the_choice() -> None:
+    losses = {"copy_nll": 3.2, "text_nll": 3.5}
+    path = [{"layer": 18, "copy_nll": 2.5, "text_nll": None}, {"layer": 3, "copy_nll": 1.5, "text_nll": 3.4}]
+    ranking = {"kept": [3, 18], "base": losses, "linear": losses, "layers": [], "path": path}
+    report = build(results(), manifest(rank={"ranking": ranking, "outputs": {}}))
+    assert report["ranking"] == ranking
+    text = page(report)
+    assert "## Why these layers stayed softmax" in text
+    assert "| + 18 | 2.500 | not finite |\n| + 3 | 1.500 | 3.400 |\n| all: the base | 3.200 | 3.500 |\n" in text
+    assert "## Why these layers" not in page(build(results(), manifest()))
+
+
 @pytest.mark.parametrize(
     ("value", "stderr", "text"),
     [

@@ -158,6 +158,25 @@ def test_a_run_killed_anywhere_and_resumed_ends_with_the_same_weights(home, fini
     assert sorted(p.name for p in (home / "killed").iterdir()) == sorted(p.name for p in finished.iterdir())
 
 
+def test_a_run_chooses_its_softmax_layers_once_and_goes_by_them(home, capsys):
+    choose = ["--set", "layers={softmax_auto: 1}", "--set", "stages=[]"]
+    script = [sys.executable, "-c", KILLED, "convert", "1", "run", "recipe.yaml", "--out", "chosen", *choose]
+    killed = subprocess.run(script, cwd=home, env=os.environ, capture_output=True, text=True)
+    assert killed.returncode == -9, killed.stderr
+    before = manifest(home / "chosen")["steps"]
+    assert list(before) == ["base", "rank", "plan"]
+    assert cli.main(["run", "recipe.yaml", "--out", "chosen", *choose, "--resume"]) == 0
+    steps = manifest(home / "chosen")["steps"]
+    assert steps["rank"] == before["rank"]
+    assert list(steps) == ["base", "rank", "plan", "convert", "merge", "export", "eval", "report"]
+    (kept,) = steps["rank"]["ranking"]["kept"]
+    layers = ["softmax" if i == kept else "main" for i in range(3)]
+    assert steps["plan"]["plan"]["linearization"]["layers"] == layers
+    assert load_linearized(home / "chosen/export").config.linearization["layers"] == layers
+    assert json.loads((home / "chosen/report.json").read_text())["ranking"] == steps["rank"]["ranking"]
+    assert f"| + {kept} |" in (home / "chosen/report.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("trouble", "code", "says"),
     [
