@@ -97,7 +97,9 @@ def train_stage(recipe: Recipe, number: int, model: Path, out: Path, *, resume: 
     stage, seed, device = recipe.stages[number - 1], recipe.seed + number - 1, pick_device(recipe.device)
     with local_model(recipe.base, **recipe.base_options.model_dump()) as base:
         documents = data.load_source(recipe.data[stage.data], checkpoint.load_tokenizer(model), seed=recipe.seed).train
-        dataset = data.pack(documents, stage.seq_len, stage.tokens, seed, responses_only=stage.responses_only)
+        dataset = data.pack(
+            documents, stage.seq_len, stage.tokens, seed, responses_only=stage.responses_only, repeats=stage.repeats
+        )
         out.mkdir(parents=True, exist_ok=True)
         with lock(out), progress(f"{number}-{stage.kind}") as report:
             return training.run_stage(

@@ -25,6 +25,10 @@ from liger_convert.sources import Row, rows
 
 IGNORED = -100  # the label that cross-entropy leaves out
 
+# Of the rows that repeat themselves, those that repeat random tokens: these can be told from memory alone, while a
+# stretch of text is half guessed from the words around.
+RANDOM_REPEATS = 0.3
+
 # Stanford Alpaca's layout, for tokenizers without a chat template.
 ALPACA_TEMPLATE = (
     "{{ 'Below is an instruction that describes a task. Write a response that appropriately completes the request.' }}"
@@ -227,12 +231,26 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     what keeps documents apart in attention; the label of a segment's first token, which nothing in the segment
     precedes, is -100, and with `responses_only` so is that of every token outside a document's `loss` mask.
     Nothing is copied before an item is asked for: the data set holds the order of the documents and their ends.
+
+    A share `repeats` of the rows says a stretch twice, so that there is something beyond the window to remember: text
+    alone rewards the window almost alone. Such a row is one document, or the copy could not be seen. Which rows, and
+    where, depends on `seed` and the row's number only. Does not go with `responses_only`: the masks know no copies.
     """
 
-    def __init__(self, documents: Sequence[Document], order: np.ndarray, seq_len: int, rows: int, responses_only: bool):
+    def __init__(
+        self,
+        documents: Sequence[Document],
+        order: np.ndarray,
+        seq_len: int,
+        rows: int,
+        responses_only: bool,
+        repeats: float,
+        seed: int,
+    ):
         self.documents, self.order = documents, order
         self.ends = np.cumsum([len(documents[i].ids) for i in order])
         self.seq_len, self.rows, self.responses_only = seq_len, rows, responses_only
+        self.repeats, self.seed = repeats, seed
 
     def __len__(self) -> int:
         return self.rows
@@ -255,8 +273,28 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
             labels_T[filled] = IGNORED
             filled += len(ids_N)
             which += 1
+        rng = np.random.default_rng((self.seed, row, 1))  # 1: not the stream that drew an order
+        if rng.random() < self.repeats:
+            self._repeat(input_ids_T, rng)
+            position_ids_T[:] = np.arange(self.seq_len)
+            labels_T[1:] = input_ids_T[1:]
         arrays = {"input_ids": input_ids_T, "position_ids": position_ids_T, "labels": labels_T}
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def _repeat(self, ids_T: np.ndarray, rng: np.random.Generator) -> None:
+        """Writes one stretch of a row over a later place in it; all pairs of places without overlap are equally likely."""
+        shortest, longest = max(1, min(32, self.seq_len // 4)), self.seq_len // 2 - self.seq_len // 32
+        length = int(rng.integers(shortest, longest, endpoint=True))
+        # of the tokens outside both stretches, so many stand before the first one, and so many before the second
+        first, second = np.sort(rng.choice(self.seq_len - 2 * length + 2, 2, replace=False)) - (0, 1)
+        if rng.random() < RANDOM_REPEATS:
+            ids_T[first : first + length] = [self._token(at) for at in rng.integers(self.ends[-1], size=length)]
+        ids_T[second + length : second + 2 * length] = ids_T[first : first + length]
+
+    def _token(self, at: int) -> int:
+        """The token at one place of all documents in their order."""
+        which = int(np.searchsorted(self.ends, at, side="right"))
+        return self.documents[self.order[which]].ids[at - self.ends[which]]
 
     @property
     def epochs(self) -> float:
@@ -271,9 +309,11 @@ def pack(
     seed: int = 0,
     *,
     responses_only: bool = False,
+    repeats: float = 0.0,
 ) -> PackedDataset:
     """`tokens // seq_len` rows of `documents` in an order drawn from `seed`, a new one each time they have all been
     used; without `tokens`, as many full rows as one pass gives. The tokens that fill no row are dropped.
+    `responses_only` and `repeats` are explained at PackedDataset.
 
     Raises BadInput when that is not one row.
     """
@@ -284,7 +324,7 @@ def pack(
         raise BadInput(f"data: {total if tokens is None else tokens} tokens do not fill one row of {seq_len} (seq_len)")
     epochs = math.ceil(rows * seq_len / total)
     order = [np.random.default_rng((seed, epoch)).permutation(len(documents)) for epoch in range(epochs)]
-    return PackedDataset(documents, np.concatenate(order), seq_len, rows, responses_only)
+    return PackedDataset(documents, np.concatenate(order), seq_len, rows, responses_only, repeats, seed)
 
 
 def collate(items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -213,7 +213,10 @@ class Lora(Strict):
 
 
 class Stage(Strict):
-    """What the three kinds of stages share."""
+    """What the three kinds of stages share.
+
+    repeats: the share of training rows that say a stretch of their own text twice, see `data.PackedDataset`.
+    """
 
     kind: str
     data: str
@@ -229,6 +232,7 @@ class Stage(Strict):
     clip: Positive = 1.0
     save_every: Count = 50
     gradient_checkpointing: bool = False
+    repeats: Fraction = 0.0
 
     @property
     def step_tokens(self) -> int:
@@ -304,6 +308,12 @@ class FinetuneStage(Stage):
     @property
     def responses_only(self) -> bool:
         return self.loss_on == "responses"
+
+    @model_validator(mode="after")
+    def _tells_responses(self) -> FinetuneStage:
+        if self.repeats and self.responses_only:
+            refuse("repeats", "the masks that tell responses know no copies, so drop it or set loss_on to all")
+        return self
 
 
 AnyStage = Annotated[AlignStage | DistillStage | FinetuneStage, Field(discriminator="kind")]

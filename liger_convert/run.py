@@ -190,13 +190,16 @@ class Run:
         stage = self.recipe.stages[index]
         seed = self.recipe.seed + index  # stages that share a source should not see its documents in the same order
         documents = self.documents(stage.data).train
+        dataset = data.pack(
+            documents, stage.seq_len, stage.tokens, seed, responses_only=stage.responses_only, repeats=stage.repeats
+        )
         with progress(folder.name) as report:
             stats = training.run_stage(
                 stage,
                 model_dir=self._folder("convert") / "model",
                 results=[self._folder(name) / "result" for name in before],
                 base_dir=self._base_folder,
-                dataset=data.pack(documents, stage.seq_len, stage.tokens, seed, responses_only=stage.responses_only),
+                dataset=dataset,
                 out=folder,
                 device=self.device,
                 precision=self.recipe.precision,
