@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch.utils.data import Dataset
 
 from liger_convert.errors import BadInput
 from liger_convert.progress import Report
-from liger_convert.recipe import FileSource, HubSource, PydocSource
+from liger_convert.recipe import AnySource, TeacherSource
 from liger_convert.sources import Row, rows
 
 IGNORED = -100  # the label that cross-entropy leaves out
@@ -70,26 +71,33 @@ class _Text:
 
 
 def load_source(
-    source: PydocSource | FileSource | HubSource, tokenizer: Any, *, seed: int = 0, progress: Report | None = None
+    source: AnySource, tokenizer: Any, *, seed: int = 0, written: Path | None = None, progress: Report | None = None
 ) -> Documents:
     """All documents of `source` as token ids, its held-out part apart.
 
     Held out are the documents of `source.validation`, or those whose hash of `seed` and text is below
     `source.held_out`, at least one: the same ones in every run, and no text on both sides. A plain text is tokenised
     as the tokenizer does it by itself; chat rows by its chat template (Alpaca's layout when it has none), where the
-    learned tokens are the assistant's, up to the mark that ends its turn.
+    learned tokens are the assistant's, up to the mark that ends its turn. What the base wrote itself is read from the
+    file `written`, see `teacher.write`; its first documents are held out, and what they say is not trained on.
     Raises BadInput naming file and line for a row that cannot be used.
     """
     if not tokenizer.is_fast:
         raise BadInput("the tokenizer has no fast version (tokenizer.json), which locating responses in a chat needs")
-    documents, skipped = _documents(source, rows(source), tokenizer, progress)
-    if getattr(source, "validation", None):
-        held_out, more = _documents(source, rows(source, validation=True), tokenizer, progress)
-        skipped += more
-        held_keys = {key for key, _ in held_out}
+    skipped = 0
+    if isinstance(source, TeacherSource):
+        assert written is not None
+        documents = _read(source, written, tokenizer)
+        held_out = documents[: source.held_out_documents]
     else:
-        held_keys = held_out_keys({key for key, _ in documents}, source.held_out, seed)
-        held_out = [(key, document) for key, document in documents if key in held_keys]
+        documents, skipped = _documents(source, rows(source), tokenizer, progress)
+        if getattr(source, "validation", None):
+            held_out, more = _documents(source, rows(source, validation=True), tokenizer, progress)
+            skipped += more
+        else:
+            drawn = held_out_keys({key for key, _ in documents}, source.held_out, seed)
+            held_out = [(key, document) for key, document in documents if key in drawn]
+    held_keys = {key for key, _ in held_out}
     train = [document for key, document in documents if key not in held_keys]
     if not train:
         raise BadInput(f"data: {_name(source)} has too few documents: nothing is left beside what is held out")
@@ -106,8 +114,19 @@ def held_out_keys(keys: set[str], fraction: float, seed: int) -> set[str]:
     return held_out or ({min(hashes, key=lambda key: hashes[key])} if fraction else set())
 
 
-def _name(source: PydocSource | FileSource | HubSource) -> str:
+def _name(source: AnySource) -> str:
     return getattr(source, "path", None) or getattr(source, "id", None) or source.source
+
+
+def _read(source: TeacherSource, path: Path, tokenizer: Any) -> list[tuple[str, Document]]:
+    """[(key, document)] of what the base wrote."""
+    ids = np.fromfile(path, "<u4").astype(np.int32)
+    if len(ids) != source.written_tokens:
+        raise BadInput(f"{path}: holds {len(ids)} tokens, which is not what the recipe asks for; remove the file")
+    ids_NT = ids.reshape(-1, source.document_tokens)
+    texts = tokenizer.batch_decode(ids_NT, skip_special_tokens=True)
+    loss_T = np.ones(source.document_tokens, bool)
+    return [(text, Document(ids_T, loss_T, len(text.encode()))) for text, ids_T in zip(texts, ids_NT)]
 
 
 def _documents(
@@ -282,7 +301,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def _repeat(self, ids_T: np.ndarray, rng: np.random.Generator) -> None:
-        """Writes one stretch of a row over a later place in it; all pairs of places without overlap are equally likely."""
+        """Writes one stretch of a row over a later place in it; every pair of places without overlap is as likely."""
         shortest, longest = max(1, min(32, self.seq_len // 4)), self.seq_len // 2 - self.seq_len // 32
         length = int(rng.integers(shortest, longest, endpoint=True))
         # of the tokens outside both stretches, so many stand before the first one, and so many before the second

@@ -46,6 +46,7 @@ class Plan:
     new_parameters, reused_parameters: shapes by name, the latter in the naming of transformers' modules.
     state_bytes: what all linearized layers together keep for one sequence of any length. sliding_windows: the base's
     own window in each layer, if it has one. token_bytes: one token's key and value in one layer's cache.
+    teacher_tokens: of each source that the base writes itself, how many it writes.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Plan:
     sliding_windows: tuple[int | None, ...]
     token_bytes: int
     stages: tuple[StagePlan, ...]
+    teacher_tokens: dict[str, int]
 
     @property
     def layers(self) -> list[str]:
@@ -100,6 +102,7 @@ class Plan:
             "state_bytes": self.state_bytes,
             "cache_bytes": {str(n): {"base": self.kv_bytes(n), "linearized": self.cache_bytes(n)} for n in CONTEXTS},
             "stages": [asdict(stage) for stage in self.stages],
+            "teacher_tokens": self.teacher_tokens,
             "memory_bytes": self.memory_bytes,
         }
 
@@ -123,6 +126,11 @@ class Plan:
             base, ours = self.kv_bytes(n), self.cache_bytes(n)
             cache.add_row(f"{n // 1024}K", decimal(base), decimal(ours), f"{base / ours:.1f}x")
         tables = [layers, sizes, cache]
+        if self.teacher_tokens:
+            writing = Table("source", "tokens", title="data, written by the base")
+            for name, tokens in self.teacher_tokens.items():
+                writing.add_row(name, f"{tokens:,}")
+            tables.append(writing)
         if self.stages:
             training = Table("stage", "tokens", "trained parameters", title="training")
             for stage in self.stages:
@@ -171,6 +179,7 @@ def make_plan(recipe: Recipe, base_config: Any) -> Plan:
         sliding_windows=tuple(getattr(layer, "sliding_window", None) for layer in cache.layers),
         token_bytes=2 * dims.kv_heads * dims.dim * itemsize,
         stages=tuple(stages),
+        teacher_tokens={name: source.written_tokens for name, source in recipe.teachers.items()},
     )
 
 

@@ -189,7 +189,49 @@ class HubSource(RowSource):
     revision: str | None = None
 
 
-AnySource = Annotated[PydocSource | FileSource | HubSource, Field(discriminator="source")]
+class TeacherSource(DataSource):
+    """Text that the base writes itself, sampled once a run, see `teacher.write`.
+
+    prompt: what documents begin with, in turn; None: the token that begins a text.
+    """
+
+    source: Literal["teacher"] = "teacher"
+    tokens: Count
+    document_tokens: Annotated[Count, Field(ge=2)] = 512
+    temperature: Positive = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    batch_size: Count = 16
+    prompt: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
+
+    @property
+    def documents(self) -> int:
+        """All of one length; the tokens that do not fill a last one are not written."""
+        return self.tokens // self.document_tokens
+
+    @property
+    def written_tokens(self) -> int:
+        return self.documents * self.document_tokens
+
+    @property
+    def held_out_documents(self) -> int:
+        """At least one where any are: the first ones, since each is drawn without regard to the others."""
+        return max(1, round(self.documents * self.held_out)) if self.held_out else 0
+
+    @property
+    def held_out_tokens(self) -> int:
+        """At least, and known before any is written: measures may leave out the token that begins a document."""
+        return self.held_out_documents * (self.document_tokens - 1)
+
+    @model_validator(mode="after")
+    def _enough(self) -> TeacherSource:
+        if self.documents < 1:
+            refuse("tokens", f"{self.tokens} is less than one document (document_tokens = {self.document_tokens})")
+        if self.held_out_documents == self.documents:
+            refuse("held_out", f"holds out all documents (there are {self.documents}), so nothing is left to train on")
+        return self
+
+
+AnySource = Annotated[PydocSource | FileSource | HubSource | TeacherSource, Field(discriminator="source")]
 
 
 class Rates(Strict):
@@ -367,6 +409,11 @@ class Recipe(Strict):
             if not self.data[text].has_held_out:
                 refuse("eval.text", f"source {text!r} holds nothing out, so set data.{text}.held_out")
         return self
+
+    @property
+    def teachers(self) -> dict[str, TeacherSource]:
+        """The sources that the base writes itself."""
+        return {name: source for name, source in self.data.items() if isinstance(source, TeacherSource)}
 
     def dump(self) -> dict[str, Any]:
         """Everything resolved, as plain JSON; of a mixer only what was written."""
