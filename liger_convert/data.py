@@ -307,13 +307,11 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         # of the tokens outside both stretches, so many stand before the first one, and so many before the second
         first, second = np.sort(rng.choice(self.seq_len - 2 * length + 2, 2, replace=False)) - (0, 1)
         if rng.random() < RANDOM_REPEATS:
-            ids_T[first : first + length] = [self._token(at) for at in rng.integers(self.ends[-1], size=length)]
+            at_N = rng.integers(self.ends[-1], size=length)  # of all tokens in the documents' order
+            which_N = np.searchsorted(self.ends, at_N, side="right")
+            random_N = [self.documents[self.order[w]].ids[at - self.ends[w]] for w, at in zip(which_N, at_N)]
+            ids_T[first : first + length] = random_N
         ids_T[second + length : second + 2 * length] = ids_T[first : first + length]
-
-    def _token(self, at: int) -> int:
-        """The token at one place of all documents in their order."""
-        which = int(np.searchsorted(self.ends, at, side="right"))
-        return self.documents[self.order[which]].ids[at - self.ends[which]]
 
     @property
     def epochs(self) -> float:
