@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from liger_convert import checkpoint, data, diagnose, evaluate, generate, rank, suites, training, yamlfile
+from liger_convert import checkpoint, data, diagnose, evaluate, generate, rank, suites, teacher, training, yamlfile
 from liger_convert.convert import convert
 from liger_convert.device import pick_device
 from liger_convert.errors import BadInput
@@ -16,7 +16,7 @@ from liger_convert.families import PREFIX
 from liger_convert.manifest import lock
 from liger_convert.plan import Plan, make_plan
 from liger_convert.progress import progress
-from liger_convert.recipe import FileSource, PydocSource, Recipe, build
+from liger_convert.recipe import FileSource, PydocSource, Recipe, TeacherSource, build
 
 PYDOC = "pydoc"
 
@@ -113,8 +113,25 @@ def train_stage(recipe: Recipe, number: int, model: Path, out: Path, *, resume: 
         refuse_existing(out)
     stage, seed, device = recipe.stages[number - 1], recipe.seed + number - 1, pick_device(recipe.device)
     with local_model(recipe.base, **recipe.base_options.model_dump()) as base:
-        documents = data.load_source(recipe.data[stage.data], checkpoint.load_tokenizer(model), seed=recipe.seed).train
-        dataset = data.pack(documents, stage.seq_len, stage.tokens, seed, responses_only=stage.responses_only)
+        source, tokenizer, written = recipe.data[stage.data], checkpoint.load_tokenizer(model), out / teacher.FILE
+        if isinstance(source, TeacherSource):
+            prompts = teacher.encode_prompts(source, tokenizer)
+            out.mkdir(parents=True, exist_ok=True)
+            with lock(out), progress(f"data {stage.data}") as report:
+                teacher.write(
+                    source,
+                    written,
+                    prompts=prompts,
+                    base_dir=base,
+                    device=device,
+                    precision=recipe.precision,
+                    seed=recipe.seed,
+                    progress=report,
+                )
+        documents = data.load_source(source, tokenizer, seed=recipe.seed, written=written).train
+        dataset = data.pack(
+            documents, stage.seq_len, stage.tokens, seed, responses_only=stage.responses_only, repeats=stage.repeats
+        )
         out.mkdir(parents=True, exist_ok=True)
         with lock(out), progress(f"{number}-{stage.kind}") as report:
             return training.run_stage(

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,14 @@ from torch.utils.data import Dataset
 
 from liger_convert.errors import BadInput
 from liger_convert.progress import Report
-from liger_convert.recipe import FileSource, HubSource, PydocSource
+from liger_convert.recipe import AnySource, TeacherSource
 from liger_convert.sources import Row, rows
 
 IGNORED = -100  # the label that cross-entropy leaves out
+
+# Of the rows that repeat themselves, those that repeat random tokens: these can be told from memory alone, while a
+# stretch of text is half guessed from the words around.
+RANDOM_REPEATS = 0.3
 
 # Stanford Alpaca's layout, for tokenizers without a chat template.
 ALPACA_TEMPLATE = (
@@ -66,26 +71,33 @@ class _Text:
 
 
 def load_source(
-    source: PydocSource | FileSource | HubSource, tokenizer: Any, *, seed: int = 0, progress: Report | None = None
+    source: AnySource, tokenizer: Any, *, seed: int = 0, written: Path | None = None, progress: Report | None = None
 ) -> Documents:
     """All documents of `source` as token ids, its held-out part apart.
 
     Held out are the documents of `source.validation`, or those whose hash of `seed` and text is below
     `source.held_out`, at least one: the same ones in every run, and no text on both sides. A plain text is tokenised
     as the tokenizer does it by itself; chat rows by its chat template (Alpaca's layout when it has none), where the
-    learned tokens are the assistant's, up to the mark that ends its turn.
+    learned tokens are the assistant's, up to the mark that ends its turn. What the base wrote itself is read from the
+    file `written`, see `teacher.write`; its first documents are held out, and what they say is not trained on.
     Raises BadInput naming file and line for a row that cannot be used.
     """
     if not tokenizer.is_fast:
         raise BadInput("the tokenizer has no fast version (tokenizer.json), which locating responses in a chat needs")
-    documents, skipped = _documents(source, rows(source), tokenizer, progress)
-    if getattr(source, "validation", None):
-        held_out, more = _documents(source, rows(source, validation=True), tokenizer, progress)
-        skipped += more
-        held_keys = {key for key, _ in held_out}
+    skipped = 0
+    if isinstance(source, TeacherSource):
+        assert written is not None
+        documents = _read(source, written, tokenizer)
+        held_out = documents[: source.held_out_documents]
     else:
-        held_keys = held_out_keys({key for key, _ in documents}, source.held_out, seed)
-        held_out = [(key, document) for key, document in documents if key in held_keys]
+        documents, skipped = _documents(source, rows(source), tokenizer, progress)
+        if getattr(source, "validation", None):
+            held_out, more = _documents(source, rows(source, validation=True), tokenizer, progress)
+            skipped += more
+        else:
+            drawn = held_out_keys({key for key, _ in documents}, source.held_out, seed)
+            held_out = [(key, document) for key, document in documents if key in drawn]
+    held_keys = {key for key, _ in held_out}
     train = [document for key, document in documents if key not in held_keys]
     if not train:
         raise BadInput(f"data: {_name(source)} has too few documents: nothing is left beside what is held out")
@@ -102,8 +114,19 @@ def held_out_keys(keys: set[str], fraction: float, seed: int) -> set[str]:
     return held_out or ({min(hashes, key=lambda key: hashes[key])} if fraction else set())
 
 
-def _name(source: PydocSource | FileSource | HubSource) -> str:
+def _name(source: AnySource) -> str:
     return getattr(source, "path", None) or getattr(source, "id", None) or source.source
+
+
+def _read(source: TeacherSource, path: Path, tokenizer: Any) -> list[tuple[str, Document]]:
+    """[(key, document)] of what the base wrote."""
+    ids = np.fromfile(path, "<u4").astype(np.int32)
+    if len(ids) != source.written_tokens:
+        raise BadInput(f"{path}: holds {len(ids)} tokens, which is not what the recipe asks for; remove the file")
+    ids_NT = ids.reshape(-1, source.document_tokens)
+    texts = tokenizer.batch_decode(ids_NT, skip_special_tokens=True)
+    loss_T = np.ones(source.document_tokens, bool)
+    return [(text, Document(ids_T, loss_T, len(text.encode()))) for text, ids_T in zip(texts, ids_NT)]
 
 
 def _documents(
@@ -227,12 +250,26 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     what keeps documents apart in attention; the label of a segment's first token, which nothing in the segment
     precedes, is -100, and with `responses_only` so is that of every token outside a document's `loss` mask.
     Nothing is copied before an item is asked for: the data set holds the order of the documents and their ends.
+
+    A share `repeats` of the rows says a stretch twice, so that there is something beyond the window to remember: text
+    alone rewards the window almost alone. Such a row is one document, or the copy could not be seen. Which rows, and
+    where, depends on `seed` and the row's number only. Does not go with `responses_only`: the masks know no copies.
     """
 
-    def __init__(self, documents: Sequence[Document], order: np.ndarray, seq_len: int, rows: int, responses_only: bool):
+    def __init__(
+        self,
+        documents: Sequence[Document],
+        order: np.ndarray,
+        seq_len: int,
+        rows: int,
+        responses_only: bool,
+        repeats: float,
+        seed: int,
+    ):
         self.documents, self.order = documents, order
         self.ends = np.cumsum([len(documents[i].ids) for i in order])
         self.seq_len, self.rows, self.responses_only = seq_len, rows, responses_only
+        self.repeats, self.seed = repeats, seed
 
     def __len__(self) -> int:
         return self.rows
@@ -255,8 +292,26 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
             labels_T[filled] = IGNORED
             filled += len(ids_N)
             which += 1
+        rng = np.random.default_rng((self.seed, row, 1))  # 1: not the stream that drew an order
+        if rng.random() < self.repeats:
+            self._repeat(input_ids_T, rng)
+            position_ids_T[:] = np.arange(self.seq_len)
+            labels_T[1:] = input_ids_T[1:]
         arrays = {"input_ids": input_ids_T, "position_ids": position_ids_T, "labels": labels_T}
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def _repeat(self, ids_T: np.ndarray, rng: np.random.Generator) -> None:
+        """Writes one stretch of a row over a later place in it; every pair of places without overlap is as likely."""
+        shortest, longest = max(1, min(32, self.seq_len // 4)), self.seq_len // 2 - self.seq_len // 32
+        length = int(rng.integers(shortest, longest, endpoint=True))
+        # of the tokens outside both stretches, so many stand before the first one, and so many before the second
+        first, second = np.sort(rng.choice(self.seq_len - 2 * length + 2, 2, replace=False)) - (0, 1)
+        if rng.random() < RANDOM_REPEATS:
+            at_N = rng.integers(self.ends[-1], size=length)  # of all tokens in the documents' order
+            which_N = np.searchsorted(self.ends, at_N, side="right")
+            random_N = [self.documents[self.order[w]].ids[at - self.ends[w]] for w, at in zip(which_N, at_N)]
+            ids_T[first : first + length] = random_N
+        ids_T[second + length : second + 2 * length] = ids_T[first : first + length]
 
     @property
     def epochs(self) -> float:
@@ -271,9 +326,11 @@ def pack(
     seed: int = 0,
     *,
     responses_only: bool = False,
+    repeats: float = 0.0,
 ) -> PackedDataset:
     """`tokens // seq_len` rows of `documents` in an order drawn from `seed`, a new one each time they have all been
     used; without `tokens`, as many full rows as one pass gives. The tokens that fill no row are dropped.
+    `responses_only` and `repeats` are explained at PackedDataset.
 
     Raises BadInput when that is not one row.
     """
@@ -284,7 +341,7 @@ def pack(
         raise BadInput(f"data: {total if tokens is None else tokens} tokens do not fill one row of {seq_len} (seq_len)")
     epochs = math.ceil(rows * seq_len / total)
     order = [np.random.default_rng((seed, epoch)).permutation(len(documents)) for epoch in range(epochs)]
-    return PackedDataset(documents, np.concatenate(order), seq_len, rows, responses_only)
+    return PackedDataset(documents, np.concatenate(order), seq_len, rows, responses_only, repeats, seed)
 
 
 def collate(items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

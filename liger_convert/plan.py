@@ -46,6 +46,7 @@ class Plan:
     new_parameters, reused_parameters: shapes by name, the latter in the naming of transformers' modules.
     state_bytes: what all linearized layers together keep for one sequence of any length. sliding_windows: the base's
     own window in each layer, if it has one. token_bytes: one token's key and value in one layer's cache.
+    teacher_tokens: of each source that the base writes itself, how many it writes.
     undecided: how many layers stay softmax that a run has yet to choose; the last ones stand for them in
     `linearization`, and all sizes are right unless the base's layers differ in their own windows.
     """
@@ -60,6 +61,7 @@ class Plan:
     sliding_windows: tuple[int | None, ...]
     token_bytes: int
     stages: tuple[StagePlan, ...]
+    teacher_tokens: dict[str, int]
     undecided: int = 0
 
     @property
@@ -104,6 +106,7 @@ class Plan:
             "state_bytes": self.state_bytes,
             "cache_bytes": {str(n): {"base": self.kv_bytes(n), "linearized": self.cache_bytes(n)} for n in CONTEXTS},
             "stages": [asdict(stage) for stage in self.stages],
+            "teacher_tokens": self.teacher_tokens,
             "memory_bytes": self.memory_bytes,
         }
 
@@ -129,6 +132,11 @@ class Plan:
             base, ours = self.kv_bytes(n), self.cache_bytes(n)
             cache.add_row(f"{n // 1024}K", decimal(base), decimal(ours), f"{base / ours:.1f}x")
         tables = [layers, sizes, cache]
+        if self.teacher_tokens:
+            writing = Table("source", "tokens", title="data, written by the base")
+            for name, tokens in self.teacher_tokens.items():
+                writing.add_row(name, f"{tokens:,}")
+            tables.append(writing)
         if self.stages:
             training = Table("stage", "tokens", "trained parameters", title="training")
             for stage in self.stages:
@@ -177,6 +185,7 @@ def make_plan(recipe: Recipe, base_config: Any) -> Plan:
         sliding_windows=tuple(getattr(layer, "sliding_window", None) for layer in cache.layers),
         token_bytes=2 * dims.kv_heads * dims.dim * itemsize,
         stages=tuple(stages),
+        teacher_tokens={name: source.written_tokens for name, source in recipe.teachers.items()},
         undecided=recipe.softmax_auto or 0,
     )
 

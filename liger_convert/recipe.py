@@ -191,7 +191,49 @@ class HubSource(RowSource):
     revision: str | None = None
 
 
-AnySource = Annotated[PydocSource | FileSource | HubSource, Field(discriminator="source")]
+class TeacherSource(DataSource):
+    """Text that the base writes itself, sampled once a run, see `teacher.write`.
+
+    prompt: what documents begin with, in turn; None: the token that begins a text.
+    """
+
+    source: Literal["teacher"] = "teacher"
+    tokens: Count
+    document_tokens: Annotated[Count, Field(ge=2)] = 512
+    temperature: Positive = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    batch_size: Count = 16
+    prompt: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
+
+    @property
+    def documents(self) -> int:
+        """All of one length; the tokens that do not fill a last one are not written."""
+        return self.tokens // self.document_tokens
+
+    @property
+    def written_tokens(self) -> int:
+        return self.documents * self.document_tokens
+
+    @property
+    def held_out_documents(self) -> int:
+        """At least one where any are: the first ones, since each is drawn without regard to the others."""
+        return max(1, round(self.documents * self.held_out)) if self.held_out else 0
+
+    @property
+    def held_out_tokens(self) -> int:
+        """At least, and known before any is written: measures may leave out the token that begins a document."""
+        return self.held_out_documents * (self.document_tokens - 1)
+
+    @model_validator(mode="after")
+    def _enough(self) -> TeacherSource:
+        if self.documents < 1:
+            refuse("tokens", f"{self.tokens} is less than one document (document_tokens = {self.document_tokens})")
+        if self.held_out_documents == self.documents:
+            refuse("held_out", f"holds out all documents (there are {self.documents}), so nothing is left to train on")
+        return self
+
+
+AnySource = Annotated[PydocSource | FileSource | HubSource | TeacherSource, Field(discriminator="source")]
 
 
 class Rates(Strict):
@@ -215,7 +257,10 @@ class Lora(Strict):
 
 
 class Stage(Strict):
-    """What the three kinds of stages share."""
+    """What the three kinds of stages share.
+
+    repeats: the share of training rows that say a stretch of their own text twice, see `data.PackedDataset`.
+    """
 
     kind: str
     data: str
@@ -231,6 +276,7 @@ class Stage(Strict):
     clip: Positive = 1.0
     save_every: Count = 50
     gradient_checkpointing: bool = False
+    repeats: Fraction = 0.0
 
     @property
     def step_tokens(self) -> int:
@@ -307,6 +353,12 @@ class FinetuneStage(Stage):
     def responses_only(self) -> bool:
         return self.loss_on == "responses"
 
+    @model_validator(mode="after")
+    def _tells_responses(self) -> FinetuneStage:
+        if self.repeats and self.responses_only:
+            refuse("repeats", "the masks that tell responses know no copies, so drop it or set loss_on to all")
+        return self
+
 
 AnyStage = Annotated[AlignStage | DistillStage | FinetuneStage, Field(discriminator="kind")]
 
@@ -348,7 +400,7 @@ class Recipe(Strict):
                 if layer not in names:
                     refuse(f"layers[{i}]", recipe_errors.unknown(layer, names, "name"))
         if self.softmax_auto is not None and not self.plain_texts:
-            why = "which layers stay softmax is measured on text, so add a source of plain text under `data:`"
+            why = "which layers stay softmax is measured on text, so add a source of plain text (not the teacher's) under `data:`"
             refuse("layers.softmax_auto", why)
         for i, stage in enumerate(self.stages):
             if stage.data not in self.data:
@@ -370,12 +422,17 @@ class Recipe(Strict):
 
     @property
     def plain_texts(self) -> list[str]:
-        """The names of the sources of plain text."""
-        return [name for name, source in self.data.items() if not source.has_responses]
+        """The names of the sources of plain text that is there before the run."""
+        return [name for name, source in self.data.items() if not (source.has_responses or name in self.teachers)]
 
     def keeping(self, softmax: list[int]) -> Recipe:
         """This recipe with its choice of layers made: these stay softmax."""
         return self.model_copy(update={"layers": LayerChoice(softmax=softmax)})
+
+    @property
+    def teachers(self) -> dict[str, TeacherSource]:
+        """The sources that the base writes itself."""
+        return {name: source for name, source in self.data.items() if isinstance(source, TeacherSource)}
 
     def dump(self) -> dict[str, Any]:
         """Everything resolved, as plain JSON; of a mixer only what was written."""

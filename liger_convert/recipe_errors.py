@@ -46,7 +46,7 @@ def _explain(error: Any, models: list[type[BaseModel]], top: type[BaseModel]) ->
     if kind == "literal_error" and _quoted(ctx["expected"]):
         return unknown(value, _quoted(ctx["expected"]), "choice")
     if kind == "extra_forbidden":
-        return _wrong_key(str(error["loc"][-1]), models, top)
+        return _wrong_key(error["loc"], models, top)
     what = _PLAIN.get(kind) or error["msg"].removeprefix("Input ").removeprefix("Value ")
     return f"{what[0].lower()}{what[1:]}" + ("" if isinstance(value, dict | list) else f", not {_yaml(value)}")
 
@@ -67,8 +67,11 @@ def _yaml(value: object) -> str:
     return json.dumps(value, default=str)
 
 
-def _wrong_key(key: str, models: list[type[BaseModel]], top: type[BaseModel]) -> str:
+def _wrong_key(loc: tuple[int | str, ...], models: list[type[BaseModel]], top: type[BaseModel]) -> str:
+    key = str(loc[-1])
     elsewhere = [path for path, name in _all_fields([top]) if name == key]
+    # rather a field nearby, and rather of all kinds than of one
+    elsewhere.sort(key=lambda path: (not path.startswith(str(loc[0])), " of " in path))
     if elsewhere:
         return f"this key belongs to {elsewhere[0]}, not here"
     names = [name for model in models for name in model.model_fields]

@@ -18,14 +18,27 @@ from typing import Any
 import torch
 from transformers import set_seed
 
-from liger_convert import checkpoint, convert, data, diagnose, export, manifest, merge, rank, report, suites, training
+from liger_convert import (
+    checkpoint,
+    convert,
+    data,
+    diagnose,
+    export,
+    manifest,
+    merge,
+    rank,
+    report,
+    suites,
+    teacher,
+    training,
+)
 from liger_convert.device import pick_device
 from liger_convert.errors import BadInput, LinearizeError
 from liger_convert.files import atomic_dir, atomic_write, disk_errors
 from liger_convert.manifest import Manifest
 from liger_convert.plan import Plan, make_plan
 from liger_convert.progress import console, progress
-from liger_convert.recipe import FileSource, Recipe
+from liger_convert.recipe import FileSource, Recipe, TeacherSource
 
 PROMPTS = (
     "The capital of France is",
@@ -63,8 +76,17 @@ class Run:
     def steps(self) -> list[Step]:
         """What the recipe asks for, in order."""
         stages = tuple(f"{number}-{stage.kind}" for number, stage in enumerate(self.recipe.stages, 1))
+        writing_steps = [
+            Step(f"data-{name}", functools.partial(self._write, name), ("base",), continues=True)
+            for name in self.recipe.teachers
+        ]
         training_steps = [
-            Step(name, functools.partial(self._stage, i, stages[:i]), ("base", "convert", *stages[:i]), continues=True)
+            Step(
+                name,
+                functools.partial(self._stage, i, stages[:i]),
+                ("base", "convert", *self._written(self.recipe.stages[i].data), *stages[:i]),
+                continues=True,
+            )
             for i, name in enumerate(stages)
         ]
         ranking = [Step("rank", self._rank, ("base",))] if self.recipe.softmax_auto is not None else []
@@ -73,10 +95,11 @@ class Run:
             *ranking,
             Step("plan", self._plan, ("base", *(step.name for step in ranking))),
             Step("convert", self._convert, ("base",)),
+            *writing_steps,
             *training_steps,
             Step("merge", functools.partial(self._merge, stages), ("convert", *stages)),
             Step("export", self._export, ("merge",), outputs=("export",)),
-            Step("eval", self._eval, ("base", "export")),
+            Step("eval", self._eval, ("base", "export", *self._written(self.recipe.eval.text))),
             Step("report", self._report, ("eval",), outputs=("report.md", "report.json")),
         ]
 
@@ -151,9 +174,14 @@ class Run:
     def _make_plan(self, recipe: Recipe) -> Plan:
         return make_plan(recipe, checkpoint.load_config(self._base_folder, recipe.base_options.trust_remote_code))
 
+    def _written(self, source: str | None) -> tuple[str, ...]:
+        """The step that a source comes from, if the base writes it."""
+        return (f"data-{source}",) if source in self.recipe.teachers else ()
+
     def _load_documents(self, name: str) -> data.Documents:
+        source, written = self.recipe.data[name], self._folder(f"data-{name}") / teacher.FILE
         with progress(f"data {name}") as report:
-            return data.load_source(self.recipe.data[name], self._tokenizer, seed=self.recipe.seed, progress=report)
+            return data.load_source(source, self._tokenizer, seed=self.recipe.seed, written=written, progress=report)
 
     # --- the steps
 
@@ -180,10 +208,16 @@ class Run:
     def _read_data(self) -> None:
         """Reads all data: what is wrong there should stop the run in its first steps and not in its last."""
         suites.check_data(self.suite, self._data_dir)
-        for name in self.recipe.data:
-            self.documents(name)
+        for name, source in self.recipe.data.items():
+            if isinstance(source, TeacherSource):
+                teacher.encode_prompts(source, self._tokenizer)
+            else:
+                self.documents(name)
         if (text := self.recipe.eval.text) is not None:
-            held_out = sum(len(document.ids) for document in self.documents(text).held_out)
+            if text in self.recipe.teachers:
+                held_out = self.recipe.teachers[text].held_out_tokens
+            else:
+                held_out = sum(len(document.ids) for document in self.documents(text).held_out)
             if held_out < self.suite.text_tokens:
                 needed = f"suite {self.suite.name} needs {self.suite.text_tokens}"
                 raise BadInput(f"data.{text}: {held_out} tokens are held out, {needed}; hold out more")
@@ -203,17 +237,35 @@ class Run:
                 progress=report,
             )
 
+    def _write(self, name: str, folder: Path) -> dict[str, Any]:
+        source = self.recipe.teachers[name]
+        with progress(folder.name) as report:
+            teacher.write(
+                source,
+                folder / teacher.FILE,
+                prompts=teacher.encode_prompts(source, self._tokenizer),
+                base_dir=self._base_folder,
+                device=self.device,
+                precision=self.recipe.precision,
+                seed=self.recipe.seed,
+                progress=report,
+            )
+        return {"tokens": source.written_tokens}
+
     def _stage(self, index: int, before: Sequence[str], folder: Path) -> dict[str, Any]:
         stage = self.recipe.stages[index]
         seed = self.recipe.seed + index  # stages that share a source should not see its documents in the same order
         documents = self.documents(stage.data).train
+        dataset = data.pack(
+            documents, stage.seq_len, stage.tokens, seed, responses_only=stage.responses_only, repeats=stage.repeats
+        )
         with progress(folder.name) as report:
             stats = training.run_stage(
                 stage,
                 model_dir=self._folder("convert") / "model",
                 results=[self._folder(name) / "result" for name in before],
                 base_dir=self._base_folder,
-                dataset=data.pack(documents, stage.seq_len, stage.tokens, seed, responses_only=stage.responses_only),
+                dataset=dataset,
                 out=folder,
                 device=self.device,
                 precision=self.recipe.precision,

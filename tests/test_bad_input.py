@@ -233,6 +233,16 @@ DATA = [
         "x.jsonl.xz: cannot be read",
         after(wrote("x.jsonl.xz", b"\xfd7zXZ\x00"), lambda w: w.run("data.text.path=x.jsonl.xz")),
     ),
+    case(
+        "prompt that fills a document",
+        "takes 9 tokens of a document of 9",
+        lambda w: w.run("data.own={source: teacher, tokens: 99, document_tokens: 9, prompt: [some text]}"),
+    ),
+    case(
+        "too little text of the base held out",
+        "data.text: 1022 tokens are held out, suite quick needs 2048",
+        lambda w: w.run("data.text={source: teacher, tokens: 1e4, held_out: 0.1}"),
+    ),
     case("chat rows without chat", "line 1: has no field 'instruction'", lambda w: w.run("data.text.format=alpaca")),
 ]
 RUNS = [

@@ -134,6 +134,16 @@ def test_train_merge_and_export_make_a_trained_model(home, capsys):
     assert not any("norm" in name for name in changed)
 
 
+def test_train_writes_the_text_of_the_base_into_its_folder(home, capsys):
+    own = "data.text={source: teacher, tokens: 600, document_tokens: 32}"
+    words = ["train", "recipe.yaml", "--stage", "1", "--model", "converted", "--out", "own", "--set", own]
+    stats = json.loads(output(capsys, *words, "--json"))
+    assert stats["epochs"] == round(256 / (18 * 32), 3)
+    assert (home / "own/tokens.u32").stat().st_size == 4 * 18 * 32
+    assert json.loads(output(capsys, *words, "--resume", "--json"))["loss"] == stats["loss"]
+    output(capsys, "merge", "converted", "own", "--out", "merged-own")
+
+
 def test_merging_both_stages_at_once_is_merging_one_after_the_other(home, capsys):
     output(capsys, "merge", "converted", "trained-1", "trained-2", "--out", "merged-both")
     one, other = load_linearized(home / "merged-2").state_dict(), load_linearized(home / "merged-both").state_dict()

@@ -12,10 +12,11 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from liger_convert.data import IGNORED, Document, collate, held_out_keys, load_source, pack
+from liger_convert.data import IGNORED, RANDOM_REPEATS, Document, collate, held_out_keys, load_source, pack
 from liger_convert.errors import BadInput
 from liger_convert.recipe import FileSource, HubSource
 from liger_convert.sources import Row, pydoc_rows
@@ -352,6 +353,92 @@ def test_packing_is_drawn_from_the_seed_and_cut_to_the_budget() -> None:
     assert len(one) == 20
     assert all(a["input_ids"].equal(b["input_ids"]) for a, b in zip(one, same))
     assert not all(a["input_ids"].equal(b["input_ids"]) for a, b in zip(one, other))
+
+
+def stretches(item: dict[str, Any], plain: dict[str, Any]) -> tuple[slice, slice, bool]:
+    """The two places of the copy in a row that repeats itself, given the row without, and whether it is random text.
+
+    The tokens of `documents` are all different, so what stands twice is the copy, up to chance in random text."""
+    ids, before = item["input_ids"].numpy(), plain["input_ids"].numpy()
+    changed = np.flatnonzero(ids != before)
+    lags = np.subtract.outer(changed, np.arange(len(ids)))
+    twice = (ids[changed][:, None] == ids) & (lags > 0)
+    lag = np.bincount(lags[twice]).argmax()
+    at = changed[changed >= lag]
+    at = at[ids[at] == ids[at - lag]]
+    return slice(at[0] - lag, at[-1] + 1 - lag), slice(at[0], at[-1] + 1), bool((changed < at[0]).any())
+
+
+REPEATS: dict[str, Any] = {"tokens": 64 * 600, "seed": 2}
+
+
+@functools.cache
+def repeated() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """600 rows of which 0.4 repeat themselves, and the same rows as they were."""
+    docs = documents(*[37, 101, 5, 64, 300] * 100)
+    return list(pack(docs, 64, repeats=0.4, **REPEATS)), list(pack(docs, 64, **REPEATS))
+
+
+def changed_rows() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    return [(item, plain) for item, plain in zip(*repeated()) if not item["input_ids"].equal(plain["input_ids"])]
+
+
+def test_as_many_rows_repeat_themselves_as_are_asked_for_and_the_others_stay() -> None:
+    share, four_sigma = len(changed_rows()) / 600, 4 * (0.4 * 0.6 / 600) ** 0.5
+    assert abs(share - 0.4) < four_sigma
+    for item, plain in zip(*repeated()):
+        if item["input_ids"].equal(plain["input_ids"]):
+            assert all(item[name].equal(plain[name]) for name in item)
+
+
+def test_a_copy_equals_its_original_and_nothing_else_of_the_row_is_touched() -> None:
+    for item, plain in changed_rows():
+        original, copy, random = stretches(item, plain)
+        ids, before = item["input_ids"].numpy(), plain["input_ids"].numpy()
+        assert (ids[original] == ids[copy]).all()
+        assert original.stop <= copy.start
+        untouched = np.ones(64, bool)
+        untouched[copy] = False
+        untouched[original] = not random
+        assert (ids[untouched] == before[untouched]).all()
+
+
+def test_copies_are_of_all_lengths_in_all_places_and_some_are_random_text() -> None:
+    found = [stretches(*pair) for pair in changed_rows()]
+    lengths = [copy.stop - copy.start for _, copy, _ in found]
+    assert (min(lengths), max(lengths)) == (64 // 4, 64 // 2 - 64 // 32)
+    assert min(original.start for original, _, _ in found) == 0
+    assert max(copy.stop for _, copy, _ in found) == 64
+    gaps = [copy.start - original.stop for original, copy, _ in found]
+    assert min(gaps) == 0
+    assert max(gaps) > 64 // 4
+    share, four_sigma = np.mean([random for _, _, random in found]), 4 * (0.3 * 0.7 / len(found)) ** 0.5
+    assert abs(share - RANDOM_REPEATS) < four_sigma
+
+
+def test_a_row_that_repeats_itself_is_one_document_learned_throughout() -> None:
+    for item, _ in changed_rows():
+        assert item["position_ids"].tolist() == list(range(64))
+        assert item["labels"][0] == IGNORED
+        assert item["labels"][1:].equal(item["input_ids"][1:])
+
+
+def test_what_repeats_depends_on_the_seed_and_the_row_alone() -> None:
+    docs, (rows, _) = documents(*[37, 101, 5, 64, 300] * 100), repeated()
+    again = pack(docs, 64, repeats=0.4, **REPEATS)
+    assert all(again[i]["input_ids"].equal(rows[i]["input_ids"]) for i in (599, 3, 77))
+    shorter = pack(docs, 64, repeats=0.4, **REPEATS | {"tokens": 64 * 20})
+    assert all(a["input_ids"].equal(b["input_ids"]) for a, b in zip(shorter, rows))
+    other = pack(docs, 64, repeats=0.4, **REPEATS | {"seed": 3})
+    starts = [[bool((item["position_ids"] == torch.arange(64)).all()) for item in packed] for packed in (rows, other)]
+    assert starts[0] != starts[1]
+
+
+@pytest.mark.parametrize("seq_len", [2, 3, 5, 31, 130, 1024])
+def test_rows_of_any_length_can_repeat_themselves(seq_len: int) -> None:
+    for item in pack(documents(50, 3000), seq_len, repeats=0.999):
+        ids = item["input_ids"].tolist()
+        assert len(set(ids)) < seq_len
 
 
 @pytest.mark.parametrize(("sizes", "tokens"), [((3, 4), None), ((30, 40), 7), ((), 100)])

@@ -157,6 +157,15 @@ def test_the_export_dtype_sets_the_bytes_of_weights_and_cache():
 # --- what is shown and what is refused
 
 
+def test_text_that_the_base_will_write_is_counted():
+    own = {"source": "teacher", "tokens": 1e6, "document_tokens": 300}
+    made = plan(data={"own": own, "text": {"source": "pydoc"}})
+    assert made.to_dict()["teacher_tokens"] == {"own": 999_900}
+    console = Console(width=160, file=io.StringIO(), record=True)
+    console.print(made.render())
+    assert "999,900" in console.export_text()
+
+
 def test_equal_layers_share_a_row():
     console = Console(width=160, file=io.StringIO(), record=True)
     console.print(make_plan(recipe(layers="LLN"), tiny_config("llama", num_hidden_layers=7)).render())

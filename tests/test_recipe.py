@@ -100,6 +100,8 @@ def test_a_misplaced_key_is_told_where_it_belongs():
     assert "window: this key belongs to mixer.window, not here" in refusal("window=64")
     assert "stages[0].rank: this key belongs to stages[…].lora.rank, not here" in refusal("stages[0].rank=8")
     assert "kl_weight of kind distill" in refusal("stages[0].kl_weight=1")
+    assert "stages[…].temperature of kind distill" in refusal("stages[0].temperature=1")
+    assert "tokens: this key belongs to stages[…].tokens, not here" in refusal("tokens=1e6")
     assert "path of source file" in refusal("data.text.path=x")
 
 
@@ -120,12 +122,16 @@ def test_a_yaml_mistake_is_named_with_its_line():
         ("stages[1].rates.body=1e-5", "stages[1].rates.body: with `lora:`"),
         ("stages[0].rates.body=1e-5", "stages[0].rates.body: alignment gives it no gradient"),
         ("stages[0].tokens=100", "stages[0].tokens: 100 is less than one optimizer step"),
+        ("stages[1].repeats=0.3", "stages[1].repeats: the masks that tell responses know no copies"),
         ("stages[0].data=txt", "stages[0].data: 'txt' is not a source under `data:`; did you mean 'text'?"),
         ("stages[1].data=text", "stages[1].loss_on: source 'text' is text without responses"),
         ("eval.text=chat", "eval.text: source 'chat' holds nothing out"),
         ("eval.text=books", "eval.text: 'books' is not a source"),
         ("data.chat.field=text", "data.chat.field: Alpaca rows have fixed columns"),
         ("data.chat={source: file, path: a, validation: b, held_out: 0.1}", "data.chat.held_out: validation already"),
+        ("data.own={source: teacher, tokens: 100}", "data.own.tokens: 100 is less than one document"),
+        ("data.own={source: teacher, tokens: 1e3, held_out: 0.1}", "data.own.held_out: holds out all documents"),
+        ("data.text={source: teacher, tokens: 1e6}", "eval.text: source 'text' holds nothing out"),
         ("layers=[main, sofmax, other]", "layers[1]: 'sofmax' is not a name; did you mean 'softmax'?"),
         ("layers={linear: [0], softmax: [1]}", "layers: give exactly one of"),
         ("layers=NNN", "layers: 'NNN' is no pattern"),
@@ -147,6 +153,10 @@ def test_fields_that_contradict_each_other_are_refused(override, says):
         ("stages[0]=3", "stages[0]: should be a mapping of fields, not 3"),
         ("data.text={}", "data.text: the field 'source' is required and missing"),
         ("precision=fp16", "precision: 'fp16' is not a choice; use one of auto, float32, bfloat16"),
+        ("stages[0].repeats=1.0", "stages[0].repeats: should be less than 1, not 1.0"),
+        ("data.own={source: teacher, tokens: 1e6, top_p: 0}", "data.own.top_p: should be greater than 0, not 0"),
+        ("data.own={source: teacher, tokens: 1e6, prompt: []}", "data.own.prompt: list should have at least 1 item"),
+        ("data.own={source: teacher, tokens: 1e6, prompt: A}", "data.own.prompt: should be a list"),
         ("version=2", "version: should be 1, not 2"),
         ("mixer.window=0", "mixer.window: should be greater than 0, not 0"),
         ("base_options.revision=12", "base_options.revision: should be a string, not 12"),

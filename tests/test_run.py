@@ -11,7 +11,7 @@ import torch
 import yaml
 from tiny import save_tiny_base
 
-from liger_convert import cli, run
+from liger_convert import cli, run, teacher
 from liger_convert.files import sha256_file
 from liger_convert.manifest import first_difference
 from liger_convert.model import load_linearized
@@ -175,6 +175,29 @@ def test_a_run_chooses_its_softmax_layers_once_and_goes_by_them(home, capsys):
     assert load_linearized(home / "chosen/export").config.linearization["layers"] == layers
     assert json.loads((home / "chosen/report.json").read_text())["ranking"] == steps["rank"]["ranking"]
     assert f"| + {kept} |" in (home / "chosen/report.md").read_text()
+
+
+def test_a_run_trains_on_what_its_base_writes_and_writes_it_once(home, monkeypatch):
+    own = {"source": "teacher", "tokens": 1000, "document_tokens": 32, "batch_size": 4, "held_out": 0.2}
+    stages = [stage | {"data": "own", "repeats": 0.5} for stage in RECIPE["stages"][:2]]
+    changes = {"base": "base", "data": {"own": own}, "stages": stages, "eval": {"suite": "suite.yaml", "text": "own"}}
+    (home / "own.yaml").write_text(yaml.safe_dump(RECIPE | changes))
+    assert cli.main(["run", "own.yaml", "--out", "own"]) == 0
+    steps = manifest(home / "own")["steps"]
+    assert list(steps) == [*STEPS[:3], "data-own", *STEPS[3:5], *STEPS[6:]]
+    assert steps["data-own"]["tokens"] == 31 * 32
+    assert list(steps["data-own"]["outputs"]) == ["steps/data-own/tokens.u32"]
+    assert all("data-own" in steps[name]["inputs"] for name in ("1-align", "2-distill", "eval"))
+    assert not (home / "own/steps").exists()
+    for where, what in (("data-own", "500"), ("2-distill", "3")):
+        words = ["run", "own.yaml", "--out", "own-killed", *["--resume"] * (where != "data-own")]
+        script = [sys.executable, "-c", KILLED, where, what, *words]
+        killed = subprocess.run(script, cwd=home, env=os.environ, capture_output=True, text=True)
+        assert killed.returncode == -9, killed.stderr
+    monkeypatch.setattr(teacher, "write", None)
+    assert cli.main(["run", "own.yaml", "--out", "own-killed", "--resume"]) == 0
+    assert manifest(home / "own-killed")["steps"]["data-own"]["outputs"] == steps["data-own"]["outputs"]
+    assert weights(home / "own-killed") == weights(home / "own")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,149 @@
+"""What the base writes: as much as asked for, drawn as asked for, and the same however the writing was interrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import save_tiny_base, tiny_tokenizer
+from transformers import GenerationConfig
+
+from liger_convert import teacher
+from liger_convert.data import load_source
+from liger_convert.errors import BadInput
+from liger_convert.recipe import TeacherSource
+from liger_convert.training.stage import load_base
+
+CPU = torch.device("cpu")
+BOS, EOS = 1, 2
+GREEDY = 1e-9  # a nucleus so small that it holds one token
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base whose own settings would sample otherwise, and whose tokenizer knows a token to begin with."""
+    folder = save_tiny_base("llama", tmp_path_factory.mktemp("base"))
+    settings = {"temperature": 9.0, "repetition_penalty": 5.0, "max_length": 7, "suppress_tokens": [EOS]}
+    GenerationConfig(do_sample=True, eos_token_id=EOS, **settings).save_pretrained(folder)
+    return folder
+
+
+def source(**fields: Any) -> TeacherSource:
+    return TeacherSource(**{"tokens": 530, "document_tokens": 24, "batch_size": 4} | fields)
+
+
+def write(base: Path, path: Path, asked: TeacherSource, tokenizer: Any = None, **options: Any) -> np.ndarray:
+    prompts = teacher.encode_prompts(asked, tokenizer or tiny_tokenizer())
+    teacher.write(asked, path, prompts=prompts, base_dir=base, device=CPU, precision="float32", **options)
+    return np.fromfile(path, "<u4").reshape(-1, asked.document_tokens)
+
+
+def continued(base: Path, prompt: list[int], tokens: int) -> list[int]:
+    """The likeliest continuation, one token at a time, with no cache."""
+    model, ids = load_base(base, CPU, torch.float32), list(prompt)
+    while len(ids) < tokens:
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids
+
+
+def test_documents_are_as_many_and_as_long_as_asked_for_and_follow_the_seed(base: Path, tmp_path: Path) -> None:
+    ids_NT = write(base, tmp_path / "a", source(), seed=1)
+    assert ids_NT.shape == (530 // 24, 24)
+    assert (ids_NT[:, 0] == BOS).all()
+    assert len({tuple(ids) for ids in ids_NT}) == len(ids_NT)
+    assert (write(base, tmp_path / "b", source(), seed=1) == ids_NT).all()
+    assert (write(base, tmp_path / "c", source(), seed=2) != ids_NT).any()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
+
+
+def test_the_end_of_a_text_does_not_end_a_document(base: Path, tmp_path: Path) -> None:
+    ids_NT = write(base, tmp_path / "a", source(tokens=24 * 99, batch_size=99))
+    ends = np.argwhere(ids_NT[:, 1:-1] == EOS)
+    assert len(ends)
+    assert len({tuple(ids_NT[row, at + 2 :]) for row, at in ends}) > 1
+
+
+def test_tokens_are_drawn_from_the_bases_own_distribution(base: Path, tmp_path: Path) -> None:
+    with torch.no_grad():
+        logits_V = load_base(base, CPU, torch.float32)(torch.tensor([[BOS]])).logits[0, -1].double()
+    for temperature in (1.0, 0.5):
+        asked = source(tokens=2 * 4000, document_tokens=2, batch_size=2000, temperature=temperature)
+        drawn_V = np.bincount(write(base, tmp_path / str(temperature), asked)[:, 1], minlength=101)
+        expected_V = 4000 * (logits_V / temperature).softmax(-1).numpy()
+        # each count is binomial: 5 deviations in none of 101 cases, and 1 more for the rarest
+        assert (abs(drawn_V - expected_V) < 5 * np.sqrt(expected_V) + 1).all()
+
+
+def test_prompts_take_turns_and_are_continued_whatever_their_lengths(base: Path, tmp_path: Path) -> None:
+    texts = ["a", "a much longer one", "of words"]
+    ids_NT = write(base, tmp_path / "a", source(prompt=texts, top_p=GREEDY))
+    expected = [continued(base, tiny_tokenizer()(text)["input_ids"], 24) for text in texts]
+    assert [ids.tolist() for ids in ids_NT] == [expected[i % 3] for i in range(22)]
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("torn", [b"", b"half a batch"])
+def test_writing_that_was_killed_goes_on_and_ends_with_the_same_bytes(base: Path, tmp_path: Path, torn: bytes) -> None:
+    whole = write(base, tmp_path / "whole", source(prompt=["a", "bcd", "ef"]))
+
+    def kill(done: float, total: float | None, note: str = "") -> None:
+        if done >= 24 * 12:
+            raise Killed
+
+    asked, path, seen = source(prompt=["a", "bcd", "ef"]), tmp_path / "killed", []
+    with pytest.raises(Killed):
+        write(base, path, asked, progress=kill)
+    assert not path.exists()
+    with open(tmp_path / "killed.partial", "ab") as file:
+        file.write(torn)
+    again = write(base, path, asked, progress=lambda done, total, note="": seen.append((done, total)))
+    assert (again == whole).all()
+    assert seen == [(24 * 16, 528), (24 * 20, 528), (24 * 22, 528)]
+    assert not (tmp_path / "killed.partial").exists()
+
+
+def test_what_is_written_is_not_written_again(base: Path, tmp_path: Path) -> None:
+    ids_NT = write(base, tmp_path / "a", source())
+    assert (write(tmp_path / "no base", tmp_path / "a", source(), seed=5) == ids_NT).all()
+
+
+def test_documents_hold_out_the_first_ones_and_no_text_is_on_both_sides(base: Path, tmp_path: Path) -> None:
+    asked = source(held_out=0.2, prompt=["a", "b"])
+    ids_NT = write(base, tmp_path / "a", asked)
+    documents = load_source(asked, tiny_tokenizer(), written=tmp_path / "a")
+    assert asked.held_out_documents == len(documents.held_out) == 4
+    found = [*documents.held_out, *documents.train]
+    assert [document.ids.tolist() for document in found] == ids_NT.tolist()
+    assert all(document.loss.all() and document.ids.dtype == np.int32 for document in found)
+    same = source(held_out=0.1, top_p=GREEDY)
+    write(base, tmp_path / "same", same)
+    with pytest.raises(BadInput, match="teacher has too few documents"):
+        load_source(same, tiny_tokenizer(), written=tmp_path / "same")
+
+
+def test_a_file_of_other_text_is_refused(base: Path, tmp_path: Path) -> None:
+    write(base, tmp_path / "a", source())
+    with pytest.raises(BadInput, match="a: holds 528 tokens, which is not what the recipe asks for"):
+        load_source(source(tokens=1000), tiny_tokenizer(), written=tmp_path / "a")
+
+
+def test_without_a_prompt_a_special_token_begins_a_document() -> None:
+    tokenizer = tiny_tokenizer()
+    assert teacher.encode_prompts(source(), tokenizer) == [[BOS]]
+    tokenizer.bos_token = None
+    assert teacher.encode_prompts(source(), tokenizer) == [[tokenizer.all_special_ids[0]]]
+    tokenizer.eos_token = tokenizer.pad_token = None
+    with pytest.raises(BadInput, match="no special token to begin a document with"):
+        teacher.encode_prompts(source(), tokenizer)
+
+
+def test_a_prompt_that_leaves_no_room_is_refused() -> None:
+    with pytest.raises(BadInput, match="prompt 'xxxxxxxxxxxxxxxxxxxxxxxx' takes 24 tokens of a document of 24"):
+        teacher.encode_prompts(source(prompt=["a", "x" * 24]), tiny_tokenizer())
