@@ -13,6 +13,7 @@ from liger_convert.mixers.gated_deltanet import GatedDeltaNet
 from liger_convert.mixers.gla import GLA
 from liger_convert.mixers.liger_paper import LigerPaper
 from liger_convert.mixers.rwkv7 import RWKV7
+from liger_convert.mixers.titans import Titans
 from liger_convert.mixers.ttt import TTT
 from liger_convert.mixers.window import Window
 
@@ -23,6 +24,7 @@ MIXERS: dict[str, type[Mixer]] = {
     LigerPaper.name: LigerPaper,
     RWKV7.name: RWKV7,
     TTT.name: TTT,
+    Titans.name: Titans,
     Window.name: Window,
 }
 

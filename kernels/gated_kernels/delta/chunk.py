@@ -115,27 +115,22 @@ def _chunked(
     C = min(CHUNK, 1 << (T - 1).bit_length())
     log_a = v_BTGV.new_zeros(()).expand(*v_BTGV.shape[:3], 1) if log_a is None else log_a
     q, k, v, r, gate = (
-        _split(x, C, state.dtype) for x in (q_BTHF.unflatten(2, (G, -1)), k_BTGF, v_BTGV, r_BTGF, log_a)
+        split(x, C, state.dtype) for x in (q_BTHF.unflatten(2, (G, -1)), k_BTGF, v_BTGV, r_BTGF, log_a)
     )
-    e = k if e_BTGF is None else _split(e_BTGF, C, state.dtype)
+    e = k if e_BTGF is None else split(e_BTGF, C, state.dtype)
     R, F = q.shape[4:]
     decay = _decay(gate)
     prefix, suffix, total = decay.prefix, decay.suffix, decay.total
-    same = None
-    if segment_BT is not None:
-        segment = nnf.pad(segment_BT[:, None], (0, -T % C), "replicate").unflatten(2, (-1, C))
-        same = (segment[..., :, None] == segment[..., None, :])[..., None, :]
-        last = segment[..., -1:]
-        before = torch.cat([segment[:, :, :1, :1], last[:, :, :-1]], 2)
-        prefix, suffix = prefix * (segment == before)[..., None], suffix * (segment == last)[..., None]
-        total = total * (last == before)[..., None]
+    same = None if segment_BT is None else same_segment(segment_BT, C)
+    if same is not None:
+        prefix, suffix, total = prefix * same.before, suffix * same.last, total * same.whole
 
     readers = torch.cat([q, r[..., None, :]], 4)
 
     def scores(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of the tokens before, for the queries [.., C, R, C] and r [.., C, C]; of the token itself [.., C, R, 1]."""
         found = _scores(readers, keys, decay)
-        found = found if same is None else found * same
+        found = found if same is None else found * same.pairs[..., None, :]
         return found[..., :R, :].flatten(3, 4), found[..., R, :], (q @ keys[..., None]).flatten(3, 4)
 
     q_e, r_e, self_e = scores(e)
@@ -224,7 +219,24 @@ def _each(x: Tensor, R: int) -> Tensor:
     return x[..., None, :].expand(*x.shape[:-1], R, -1).flatten(3, 4)
 
 
-def _split(x: Tensor, C: int, dtype: torch.dtype) -> Tensor:
+class Same(NamedTuple):
+    """Whether two places are of one segment; the state before a chunk is of its last token's."""
+
+    pairs: Tensor  # [B, 1, N, C, C] two tokens of a chunk
+    before: Tensor  # [B, 1, N, C, 1] a token and the state before its chunk
+    last: Tensor  # [B, 1, N, C, 1] a token and the last of its chunk
+    whole: Tensor  # [B, 1, N, 1, 1] the state before a chunk and its last token
+
+
+def same_segment(segment_BT: Tensor, C: int) -> Same:
+    """The given state is of the first token's segment; what fills up the last chunk is of its last token's."""
+    segment = nnf.pad(segment_BT[:, None], (0, -segment_BT.shape[1] % C), "replicate").unflatten(2, (-1, C))[..., None]
+    last = segment[..., -1:, :]
+    before = torch.cat([segment[:, :, :1, :1], last[:, :, :-1]], 2)
+    return Same(segment == segment.mT, segment == before, segment == last, last == before)
+
+
+def split(x: Tensor, C: int, dtype: torch.dtype) -> Tensor:
     """[B, T, G, ...] -> [B, G, N, C, ...], filled up with zeros."""
     T = x.shape[1]
     return nnf.pad(x.to(dtype), (0, 0) * (x.dim() - 2) + (0, -T % C)).unflatten(1, (-1, C)).movedim(3, 1)

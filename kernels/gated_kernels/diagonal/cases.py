@@ -90,7 +90,7 @@ def inputs(case: Case) -> dict[str, Any]:
 
 
 def _slice(x: dict[str, Any], tokens: slice, rows: slice = slice(None)) -> dict[str, Any]:
-    cut = [name for name, value in x.items() if ("_BT" in name or name == "log_a") and value is not None]
+    cut = [name for name, value in x.items() if ("_BT" in name or name.startswith("log_")) and value is not None]
     return x | {name: x[name][rows, tokens] for name in cut}
 
 
