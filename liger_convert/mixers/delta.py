@@ -47,7 +47,7 @@ class DeltaMixer(Mixer):
 
     recurrence = "delta"
     gate_rule = "none"
-    Spec: type[DeltaSpec] = DeltaSpec
+    Spec = DeltaSpec
     spec: DeltaSpec
     beta_per_channel = False
 

@@ -1,4 +1,4 @@
-"""DeltaNet: the delta rule with unit keys (2406.06484, eq. 1 and sec. 3.3).
+"""DeltaNet: the delta rule with unit keys (2406.06484).
 
 S_t = S_{t-1} + b_t u_t^T (v_t - u_t S_{t-1}),   b_t = sigmoid(pool(k_t) + c),   o_t = q_t S_t
 

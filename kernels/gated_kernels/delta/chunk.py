@@ -44,12 +44,12 @@ def delta(
 ) -> tuple[Tensor, Tensor]:
     """S_t = D_t S_{t-1} - e_t^T (r_t D_t S_{t-1}) + k_t^T v_t, D_t = diag(a_t), read by o_t = q_t S_t.
 
-    r is the key under which a token looks up what the decayed state holds, e the one along which that is taken away;
-    without e it is k, and the token writes k_t^T (v_t - r_t D_t S_{t-1}): the difference between its value and the one
-    held. A strength is a factor of k, e or v, so it is no argument. With unit keys u and strengths b, DeltaNet and the
+    r is the key under which a token looks up what the decayed state holds, e the one along which that is taken away.
+    Without e it is k, and the token writes k_t^T (v_t - r_t D_t S_{t-1}): the difference between its value and the one
+    held. Strengths are factors of k and e, so they are no arguments. With unit keys u and strengths b, DeltaNet and the
     linear per-token TTT are r = u, k = b u without a gate, gated DeltaNet adds a scalar one, and RWKV-7, which looks up
-    before it decays, is r = u / a, e = b u with a k of its own. Zeros in k (or v), log_a and e (or r) leave the state
-    untouched. Nothing here bounds S: the matrices D_t - e_t^T (r_t D_t) should not expand.
+    before it decays, is r = u / a, e = b u with a k of its own. Zeros in k, log_a and e leave the state untouched.
+    Nothing here bounds S: the matrices D_t - e_t^T (r_t D_t) should not expand.
 
     Query head h uses kv head h // R. log_a <= 0 is [B, T, G, F], [B, T, G, 1] or None (no decay). With `exclusive`,
     o_t = q_t S_{t-1}. `segment_BT` are integers; the recurrence restarts where they change, and the given state belongs
@@ -114,9 +114,7 @@ def _chunked(
     T, G = k_BTGF.shape[1:3]
     C = min(CHUNK, 1 << (T - 1).bit_length())
     log_a = v_BTGV.new_zeros(()).expand(*v_BTGV.shape[:3], 1) if log_a is None else log_a
-    q, k, v, r, gate = (
-        split(x, C, state.dtype) for x in (q_BTHF.unflatten(2, (G, -1)), k_BTGF, v_BTGV, r_BTGF, log_a)
-    )
+    q, k, v, r, gate = (split(x, C, state.dtype) for x in (q_BTHF.unflatten(2, (G, -1)), k_BTGF, v_BTGV, r_BTGF, log_a))
     e = k if e_BTGF is None else split(e_BTGF, C, state.dtype)
     R, F = q.shape[4:]
     decay = _decay(gate)
@@ -138,7 +136,7 @@ def _chunked(
     if e_BTGF is not None:
         q_k, r_k, self_k = scores(k)
         right[0] = -(r_k @ v)
-    # the system (1 + r_e) n = right, whose unit diagonal the solver supplies
+    # (1 + r_e) n = right, or (1 + r_e) (v + n) = right where e is k; the solver supplies the 1
     fresh, held = torch.linalg.solve_triangular(r_e, torch.cat(right, -1), upper=False, unitriangular=True).split(
         [v.shape[-1], F], -1
     )

@@ -44,10 +44,10 @@ def momentum(
     With a unit key u and a step size b, k = b u and r = u. Zeros in k, log_a, log_m and c leave both states untouched;
     c is 1 otherwise, where it is not learned. Nothing here bounds the states: steps can overshoot.
 
-    Query head h uses kv head h // R. log_a, log_m <= 0 and c are [B, T, G, 1]; a state is [B, G, 2 F, V], Z below M. With `exclusive`,
-    o_t = q_t M_{t-1}. `segment_BT` are integers; the recurrence restarts where they change, and the given state belongs
-    to the first of them. Computes in fp32 (fp64 for fp64 values), under autocast too. Returns o_BTHV in v's dtype and
-    the last state. Raises ValueError when H is no multiple of G.
+    Query head h uses kv head h // R. log_a, log_m <= 0 and c are [B, T, G, 1]; a state is [B, G, 2 F, V], Z below M.
+    With `exclusive`, o_t = q_t M_{t-1}. `segment_BT` are integers; the recurrence restarts where they change, and the
+    given state belongs to the first of them. Computes in fp32 (fp64 for fp64 values), under autocast too. Returns
+    o_BTHV in v's dtype and the last state. Raises ValueError when H is no multiple of G.
     """
     B, _, H, F = q_BTHF.shape
     G, V = v_BTGV.shape[2:]
@@ -95,7 +95,7 @@ def _chunked(
 
     system = new_before * (r @ k.mT)
     right = torch.cat([v, _both(r, old_before)], -1)
-    # the unit diagonal of the system is the solver's
+    # (1 + system) n = right; the solver supplies the 1
     fresh, held = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split(
         [v.shape[-1], 2 * F], -1
     )
