@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import Tensor
 
 OURS = "chunk"
-NAIVE = {"diagonal": "naive loop", "window": "full mask"}  # the references
+NAIVE = {"delta": "naive loop", "diagonal": "naive loop", "momentum": "naive loop", "window": "full mask"}
 CHECKED = 160  # tokens of the check, whose reference is slow
 ROTATED = 4  # sets of inputs
 
@@ -44,6 +44,23 @@ def diagonal_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
     }
 
 
+def delta_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
+    unit = torch.nn.functional.normalize
+    r = unit(torch.randn(B, T, a.kv_heads, a.head_size), dim=-1)
+    return {
+        "q_BTHF": unit(torch.randn(B, T, a.heads, a.head_size), dim=-1),
+        "k_BTGF": torch.rand(B, T, a.kv_heads, 1) * r,
+        "v_BTGV": torch.randn(B, T, a.kv_heads, a.head_size),
+        "r_BTGF": r,
+        "log_a": torch.nn.functional.logsigmoid(torch.randn(B, T, a.kv_heads, 1)) / 16,
+    }
+
+
+def momentum_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
+    log_m = torch.nn.functional.logsigmoid(torch.randn(B, T, a.kv_heads, 1))
+    return delta_inputs(a, T, B) | {"log_m": log_m, "c_BTG1": torch.ones_like(log_m)}
+
+
 def window_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
     q, k, v = (torch.randn(B, T, heads, a.head_size) for heads in (a.heads, a.kv_heads, a.kv_heads))
     return {"q_BTHD": q, "k_BSGD": k, "v_BSGV": v, "window": a.window, "scale": a.head_size**-0.5}
@@ -57,6 +74,16 @@ def sdpa(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, window: int, scale: flo
     return (attention(q, k, v, attn_mask=band, scale=scale, enable_gqa=True).transpose(1, 2),)
 
 
+def fla_chunk_gated_delta_rule(
+    q_BTHF: Tensor, k_BTGF: Tensor, v_BTGV: Tensor, r_BTGF: Tensor, log_a: Tensor
+) -> tuple[Tensor, Tensor]:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    beta, R = (k_BTGF * r_BTGF).sum(-1), q_BTHF.shape[2] // r_BTGF.shape[2]
+    k, v, g, beta = (x.repeat_interleave(R, 2) for x in (r_BTGF, v_BTGV, log_a[..., 0], beta))
+    return chunk_gated_delta_rule(q_BTHF, k, v, g, beta, scale=1.0, output_final_state=True)
+
+
 def fla_chunk_gla(q_BTHF: Tensor, k_BTGF: Tensor, v_BTGV: Tensor, log_a: Tensor) -> tuple[Tensor, Tensor]:
     from fla.ops.gla import chunk_gla
 
@@ -65,11 +92,15 @@ def fla_chunk_gla(q_BTHF: Tensor, k_BTGF: Tensor, v_BTGV: Tensor, log_a: Tensor)
 
 
 INPUTS: dict[str, Callable[[argparse.Namespace, int, int], Inputs]] = {
+    "delta": delta_inputs,
     "diagonal": diagonal_inputs,
+    "momentum": momentum_inputs,
     "window": window_inputs,
 }
 PEERS: dict[str, dict[str, Op]] = {
+    "delta": {"fla chunk_gated_delta_rule": fla_chunk_gated_delta_rule},
     "diagonal": {"fla chunk_gla": fla_chunk_gla},
+    "momentum": {},
     "window": {"SDPA, band mask": sdpa},
 }
 
@@ -78,7 +109,11 @@ def placed(inputs: Inputs, device: torch.device, dtype: torch.dtype) -> Inputs:
     """The inputs on the device: gates in fp32, everything else in `dtype`."""
 
     def place(name: str, value: Any) -> Any:
-        return value.to(device, torch.float32 if name == "log_a" else dtype) if isinstance(value, Tensor) else value
+        return (
+            value.to(device, torch.float32 if name.startswith("log_") else dtype)
+            if isinstance(value, Tensor)
+            else value
+        )
 
     return {name: place(name, value) for name, value in inputs.items()}
 

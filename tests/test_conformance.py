@@ -287,11 +287,16 @@ VARIANTS = [
     {"gate": "constant"},
     {"gate": "none", "feature_map": "relu"},
     {"gate_bias": -300.0},
+    {"type": "deltanet", "rope": True, "beta": "constant"},
+    {"type": "gated-deltanet", "scope": "all", "join": "fixed"},
+    {"type": "rwkv7", "rope": True, "beta": "constant", "window": 1},
+    {"type": "ttt", "scope": "all", "learning_rate": 1.5},
+    {"type": "titans", "scope": "all", "sinks": 0, "momentum_bias": 3.0},
 ]
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
-def test_every_option_of_gla_decodes_as_it_prefills(options: dict[str, Any]) -> None:
+def test_every_option_decodes_as_it_prefills(options: dict[str, Any]) -> None:
     model = build("llama", **{"type": "gla", "window": WINDOW, "sinks": SINKS, **options})
     cache = DynamicCache(config=model.config)
     parts = [logits(model, TOKENS[:, i : i + 1], past_key_values=cache, use_cache=True) for i in range(TOKENS.shape[1])]

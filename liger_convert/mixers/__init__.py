@@ -8,13 +8,23 @@ from typing import Any
 
 from liger_convert.errors import BadInput, did_you_mean
 from liger_convert.mixers.base import HeadDims, Mixer, MixerSpec
+from liger_convert.mixers.deltanet import DeltaNet
+from liger_convert.mixers.gated_deltanet import GatedDeltaNet
 from liger_convert.mixers.gla import GLA
 from liger_convert.mixers.liger_paper import LigerPaper
+from liger_convert.mixers.rwkv7 import RWKV7
+from liger_convert.mixers.titans import Titans
+from liger_convert.mixers.ttt import TTT
 from liger_convert.mixers.window import Window
 
 MIXERS: dict[str, type[Mixer]] = {
+    DeltaNet.name: DeltaNet,
+    GatedDeltaNet.name: GatedDeltaNet,
     GLA.name: GLA,
     LigerPaper.name: LigerPaper,
+    RWKV7.name: RWKV7,
+    TTT.name: TTT,
+    Titans.name: Titans,
     Window.name: Window,
 }
 

@@ -72,3 +72,14 @@ def test_heads_that_do_not_divide_are_refused(op: str) -> None:
     query = next(name for name in inputs if name.startswith("q_"))
     with pytest.raises(ValueError, match="5 query heads"):
         OPS[op](**inputs | {query: inputs[query][:, :, :5]})
+
+
+@pytest.mark.parametrize("case", ["one token", "a token more than a chunk"])
+@pytest.mark.parametrize("op", [op for op in OPS if "one token" in cases_of(op).CASES])
+def test_tokens_of_zeros_leave_a_state_exactly_as_it_was(op: str, case: str) -> None:
+    inputs = inputs_of(op, case)
+    written = {name for name, x in inputs.items() if isinstance(x, Tensor) and name not in ("q_BTHF", "state_BGFV")}
+    idle = inputs | {name: torch.zeros_like(inputs[name]) for name in written}
+    o_BTHV, state_BGFV = OPS[op](**idle)
+    assert torch.equal(state_BGFV, inputs["state_BGFV"])
+    assert o_BTHV.any()

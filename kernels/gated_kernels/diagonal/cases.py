@@ -90,8 +90,8 @@ def inputs(case: Case) -> dict[str, Any]:
 
 
 def _slice(x: dict[str, Any], tokens: slice, rows: slice = slice(None)) -> dict[str, Any]:
-    cut = ("q_BTHF", "k_BTGF", "v_BTGV", "log_a", "segment_BT")
-    return x | {name: x[name][rows, tokens] for name in cut if x[name] is not None}
+    cut = [name for name, value in x.items() if ("_BT" in name or name.startswith("log_")) and value is not None]
+    return x | {name: x[name][rows, tokens] for name in cut}
 
 
 def in_pieces(op: Op, x: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,128 @@
+"""The delta rule with momentum in chunks, in the manner of `gated_kernels.delta.chunk`.
+
+Written out, both states are weighted sums of the tokens' writes k_s^T n_s, where n_s is what the memory missed of v_s.
+In Z_t a write has the weight h(t, s), the product of m after s up to t. In M_t it has w(t, s), the sum over j from s to
+t of (product of a after j up to t) c_j h(j, s): a product of two triangular matrices, as every gate is one number a
+head. What is left of the states before the chunk has weights of the same kind, and the n_t solve a triangular system:
+
+    n_t + sum_{s<t} w(t-1, s) (r_t . k_s) n_s = v_t - r_t (what M_{t-1} has of the states before the chunk)
+
+Every weight is a sum of products of gates, so nothing overflows. The backward pass computes all of it again, so that
+only the inputs are kept.
+
+Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, N chunks, C chunk
+length. Chunked tensors are [B, G, N, C, ...]; M and Z are stacked, [.., 2 F, V].
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from gated_kernels.delta.chunk import same_segment, split
+
+CHUNK = 16  # momentum overshoots where one key comes again and again: a longer system is solved less exactly
+
+
+def momentum(
+    q_BTHF: Tensor,
+    k_BTGF: Tensor,
+    v_BTGV: Tensor,
+    r_BTGF: Tensor,
+    log_a: Tensor,
+    log_m: Tensor,
+    c_BTG1: Tensor,
+    *,
+    state_BGFV: Tensor | None = None,
+    segment_BT: Tensor | None = None,
+    exclusive: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Z_t = m_t Z_{t-1} + k_t^T (v_t - r_t M_{t-1}), M_t = a_t M_{t-1} + c_t Z_t, read by o_t = q_t M_t.
+
+    With a unit key u and a step size b, k = b u and r = u. Zeros in k, log_a, log_m and c leave both states untouched;
+    c is 1 otherwise, where it is not learned. Nothing here bounds the states: steps can overshoot.
+
+    Query head h uses kv head h // R. log_a, log_m <= 0 and c are [B, T, G, 1]; a state is [B, G, 2 F, V], Z below M.
+    With `exclusive`, o_t = q_t M_{t-1}. `segment_BT` are integers; the recurrence restarts where they change, and the
+    given state belongs to the first of them. Computes in fp32 (fp64 for fp64 values), under autocast too. Returns
+    o_BTHV in v's dtype and the last state. Raises ValueError when H is no multiple of G.
+    """
+    B, _, H, F = q_BTHF.shape
+    G, V = v_BTGV.shape[2:]
+    if H % G:
+        raise ValueError(f"{H} query heads are no multiple of {G} key-value heads")
+    dtype = torch.promote_types(v_BTGV.dtype, torch.float32)
+    state = v_BTGV.new_zeros(B, G, 2 * F, V, dtype=dtype) if state_BGFV is None else state_BGFV.to(dtype)
+    inputs = q_BTHF.unflatten(2, (G, -1)), k_BTGF, v_BTGV, r_BTGF, log_a, log_m, c_BTG1
+    with torch.autocast(v_BTGV.device.type, enabled=False):
+        if q_BTHF.shape[1] == 1:
+            o, last = _step(inputs, state, exclusive)
+        else:
+            o, last = checkpoint(
+                _chunked, inputs, state, segment_BT, exclusive, use_reentrant=False, preserve_rng_state=False
+            )
+        return o.flatten(2, 3).to(v_BTGV.dtype), last
+
+
+def _step(inputs: tuple[Tensor, ...], state: Tensor, exclusive: bool) -> tuple[Tensor, Tensor]:
+    q, k, v, r, log_a, log_m, c = (x[:, 0, ..., None, :].to(state.dtype) for x in inputs)
+    memory, step = state.chunk(2, 2)
+    new_step = torch.addcmul(step * log_m.exp(), k.mT, v - r @ memory)
+    new = torch.addcmul(memory * log_a.exp(), c, new_step)
+    o = q.squeeze(-2) @ (memory if exclusive else new)
+    return o[:, None], torch.cat([new, new_step], 2)
+
+
+def _chunked(
+    inputs: tuple[Tensor, ...], state: Tensor, segment_BT: Tensor | None, exclusive: bool
+) -> tuple[Tensor, Tensor]:
+    T = inputs[0].shape[1]
+    C = min(CHUNK, 1 << (T - 1).bit_length())
+    q, k, v, r, log_a, log_m, c = (split(x, C, state.dtype) for x in inputs)
+    R, F = q.shape[4:]
+    decay_a, decay_m = _products(log_a), _products(log_m)
+    prefix_a, prefix_m = decay_a[..., :1] * log_a[..., :1, :].exp(), decay_m[..., :1] * log_m[..., :1, :].exp()
+    # the weights in M_t of the states before the chunk [.., C, 2] and of the chunk's writes [.., C, C], then in M_{t-1}
+    old, new = torch.cat([prefix_a, decay_a @ (c * prefix_m)], -1), decay_a @ (c * decay_m)
+    first = old.new_tensor([[1.0, 0.0]]).expand_as(old[..., :1, :])
+    old_before, new_before = torch.cat([first, old[..., :-1, :]], -2), nnf.pad(new[..., :-1, :], (0, 0, 1, 0))
+    if segment_BT is not None:
+        same = same_segment(segment_BT, C)
+        old, old_before, prefix_m = old * same.before, old_before * same.before, prefix_m * same.before
+        new, new_before, decay_m = new * same.pairs, new_before * same.pairs, decay_m * same.pairs
+
+    system = new_before * (r @ k.mT)
+    right = torch.cat([v, _both(r, old_before)], -1)
+    # (1 + system) n = right; the solver supplies the 1
+    fresh, held = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split(
+        [v.shape[-1], 2 * F], -1
+    )
+    write = torch.cat([new[..., -1:, :].mT * k, decay_m[..., -1:, :].mT * k], -1).mT
+    kept = torch.stack([old[..., -1, :], nnf.pad(prefix_m[..., -1, :], (1, 0))], -2)
+    eye = torch.eye(F, dtype=k.dtype, device=k.device)
+    carried = (kept[..., :, None, :, None] * eye[:, None]).flatten(-4, -3).flatten(-2, -1) - write @ held
+    added = write @ fresh
+    states = [state]
+    for carried_n, added_n in zip(carried.unbind(2), added.unbind(2)):
+        states.append(carried_n @ states[-1] + added_n)
+    last = states.pop()
+    before_chunk = torch.stack(states, 2)
+    if exclusive:
+        old, new = old_before, new_before
+    scores = (q.flatten(3, 4) @ k.mT).unflatten(3, (C, R)) * new[..., None, :]
+    reads = _both(q, old[..., None, :]).flatten(3, 4)
+    o = reads @ before_chunk + scores.flatten(3, 4) @ (fresh - held @ before_chunk)
+    return o.unflatten(3, (C, R)).movedim(1, 3).flatten(1, 2)[:, :T], last
+
+
+def _products(log_gate: Tensor) -> Tensor:
+    """[.., C, 1] -> [.., t, s]: the product of the gates after s up to t, each by itself; 0 where s is after t."""
+    lower = log_gate.new_ones(log_gate.shape[-2], log_gate.shape[-2]).tril()
+    return (lower @ (log_gate * lower.tril(-1))).exp() * lower
+
+
+def _both(readers: Tensor, weights: Tensor) -> Tensor:
+    """[.., F] and [.., 2] -> [.., 2 F]: what reads M and Z with two weights."""
+    return torch.cat([readers * weights[..., :1], readers * weights[..., 1:]], -1)

@@ -1,0 +1,124 @@
+"""What the delta-rule mixers share: a memory that takes away what a key held before it writes.
+
+S_t = D_t S_{t-1} - e_t^T (r_t D_t S_{t-1}) + k_t^T v_t,   D_t = diag(a_t),   o_t = q_t S_t
+
+With unit keys u and a strength b in (0, 1), r = u and k = e = b u: the value held under u moves by b towards the new
+one. Queries are unit vectors too, so a key reads back its own value. The read is no weighted mean of values and has no
+mass: a shared denominator has nothing to go by.
+
+Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, V value size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from gated_kernels.delta.chunk import delta
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from liger_convert.mixers.base import HeadDims, Heads, Join, Memory, Mixer, MixerSpec
+from liger_convert.mixers.gates import pool_to
+
+
+@dataclass(frozen=True)
+class DeltaSpec(MixerSpec):
+    """beta: the strength b is the sigmoid of a learned bias, by itself (`constant`) or added to `pooled` keys.
+
+    beta_bias: where that bias starts. rope: whether the memory's queries and keys are rotated like the window's.
+    """
+
+    join: Join = "learned"
+    rope: bool = False
+    beta: Literal["pooled", "constant"] = "pooled"
+    beta_bias: float = 0.0
+
+    def problem(self) -> str | None:
+        if self.join == "shared":
+            return "join: shared needs the memory's mass, and what the delta rule reads has none; use learned"
+        return super().problem()
+
+
+class DeltaMixer(Mixer):
+    """The delta rule with one strength a head and no gate; subclasses change the gate or the entries."""
+
+    recurrence = "delta"
+    gate_rule = "none"
+    Spec = DeltaSpec
+    spec: DeltaSpec
+    beta_per_channel = False
+
+    def __init__(self, spec: DeltaSpec, dims: HeadDims):
+        super().__init__(spec, dims)
+        self.beta_bias_GX = nn.Parameter(torch.empty(dims.kv_heads, dims.dim if self.beta_per_channel else 1))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        init.constant_(self.beta_bias_GX, self.spec.beta_bias)
+
+    @classmethod
+    def state_shape(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, tuple[int, ...]]:
+        return {"state": (dims.kv_heads, dims.dim, dims.dim)}
+
+    @classmethod
+    def pending_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
+        assert isinstance(spec, DeltaSpec)
+        return (dims.dim, dims.dim) if spec.rope else (dims.dim,)
+
+    def inputs(self, heads: Heads) -> tuple[Tensor, ...]:
+        # strengths and gates are pooled from keys before rotary, whose channels keep their meaning at every position
+        return (heads.k_BTGD, heads.k_rot_BTGD) if self.spec.rope else (heads.k_BTGD,)
+
+    def query(self, heads: Heads) -> Tensor:
+        """Unit queries [B,T,H,D]."""
+        return unit(heads.q_rot_BTHD if self.spec.rope else heads.q_BTHD)
+
+    def beta(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        """b in (0, 1), [B,T,G,1] or [B,T,G,D]."""
+        if self.spec.beta == "constant":
+            return self.beta_bias_GX.float().sigmoid().expand(*inputs[0].shape[:2], *self.beta_bias_GX.shape)
+        return pooled(inputs[0], self.beta_bias_GX).sigmoid()
+
+    def log_gate(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        """log a <= 0, [B,T,G,1] or [B,T,G,D]."""
+        return inputs[0].new_zeros(*inputs[0].shape[:-1], 1, dtype=torch.float32)
+
+    def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
+        """k, v, r, log a, and e where it is not k."""
+        u_BTGD = unit(inputs[-1])
+        return self.beta(inputs) * u_BTGD, v_BTGV.float(), u_BTGD, self.log_gate(inputs)
+
+    def recur(
+        self,
+        heads: Heads,
+        entries: tuple[Tensor, ...],
+        states: dict[str, Tensor],
+        document_BT: Tensor | None,
+        exclusive: bool,
+    ) -> tuple[Memory, dict[str, Tensor]]:
+        k_BTGD, v_BTGV, r_BTGD, log_a, *e_BTGD = entries
+        o_BTHV, state = delta(
+            self.query(heads),
+            k_BTGD,
+            v_BTGV,
+            r_BTGD,
+            log_a,
+            e_BTGF=e_BTGD[0] if e_BTGD else None,
+            state_BGFV=states.get("state"),
+            segment_BT=document_BT,
+            exclusive=exclusive,
+        )
+        return Memory(o_BTHV.to(heads.v_BSGD.dtype), None), {"state": state}
+
+
+def unit(x: Tensor) -> Tensor:
+    """x over its length, in float32."""
+    return F.normalize(x.float(), dim=-1)
+
+
+def pooled(k_BTGD: Tensor, bias_GX: Tensor) -> Tensor:
+    """Logits [B,T,G,X]: keys pooled to the size of a learned bias, and the bias."""
+    return pool_to(k_BTGD.float(), bias_GX.shape[-1]) + bias_GX.float()
