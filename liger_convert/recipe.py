@@ -400,7 +400,7 @@ class Recipe(Strict):
                 if layer not in names:
                     refuse(f"layers[{i}]", recipe_errors.unknown(layer, names, "name"))
         if self.softmax_auto is not None and not self.plain_texts:
-            why = "which layers stay softmax is measured on text, so add a source of plain text (not the teacher's) under `data:`"
+            why = "the layers are chosen on text that is there before, so add a source of plain text under `data:`"
             refuse("layers.softmax_auto", why)
         for i, stage in enumerate(self.stages):
             if stage.data not in self.data:
