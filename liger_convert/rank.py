@@ -35,7 +35,7 @@ from liger_convert.plan import Plan
 from liger_convert.progress import Report
 from liger_convert.recipe import MAIN, Recipe
 from liger_convert.suites import CopyMeasure
-from liger_convert.training.stage import CALIBRATION_ROWS
+from liger_convert.training.stage import CALIBRATION_TOKENS
 
 DRAWS = 8
 LENGTH = 128  # tokens of x at least, and two windows of it: what the second half needs has then left the window
@@ -140,7 +140,7 @@ def rank(
         linearization = window_control(linearization)
     weights = weight_dtype(device, recipe.precision)
     model = linearize_base(base_dir, linearization, recipe.seed, dtype=weights).to(device).eval()
-    rows = pack(documents, 2 * length, CALIBRATION_ROWS * 2 * length, recipe.seed)
+    rows = pack(documents, 2 * length, max(CALIBRATION_TOKENS, 2 * length), recipe.seed)
     batch = collate([rows[i] for i in range(len(rows))])
     with autocast(device, dtype):
         calibrate(model, base, batch["input_ids"].to(device), batch["position_ids"].to(device))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from liger_convert.model.cache import LinearizedCacheLayer
     from liger_convert.model.layout import SequenceLayout
 
-Join = Literal["shared", "learned", "fixed"]
+Join = Literal["shared", "learned", "fixed", "memory"]
 Scope = Literal["evicted", "all"]
 Branches = Literal["both", "window", "memory"]
 
@@ -68,8 +68,9 @@ class MixerSpec:
     window: tokens a query sees exactly, itself included (at least 1). sinks: first tokens of a document that stay
     visible for ever. scope: the memory holds `all` tokens, or only those `evicted` from the window (sinks, which are
     never forgotten, are then never written). join: one `shared` denominator over the window's logits and the memory's
-    mass, or a `learned` or `fixed` mix of the two outputs. In the shared denominator a memory of mass m weighs
-    w = m^gamma e^(c q / sqrt(D) + beta) beside the sum of the window's e^s; every head learns its gamma, c and beta.
+    mass, a `learned` or `fixed` (half and half) mix of the two outputs, or the `memory` alone. In the shared
+    denominator a memory of mass m weighs w = m^gamma e^(c q / sqrt(D) + beta) beside the sum of the window's e^s; every
+    head learns its gamma, c and beta.
     """
 
     window: int = 64
@@ -203,7 +204,7 @@ class Mixer(nn.Module, ABC):
         elif self.spec.join == "learned":
             share = self.mix_H.float().sigmoid()[:, None]
         else:
-            share = torch.full((), 0.5, device=window_o_BTHV.device)
+            share = torch.full((), 0.5 if self.spec.join == "fixed" else 1.0, device=window_o_BTHV.device)
         window_weight = 0 if branches == "memory" else 1 - share
         memory_weight = 0 if branches == "window" else share
         return (window_weight * window_o_BTHV.float() + memory_weight * memory.o_BTHV.float()).to(window_o_BTHV.dtype)

@@ -19,7 +19,7 @@ FeatureMapName = Literal["codebook", "hedgehog", "softmax2", "softmax", "exp", "
 POSITIVE: tuple[FeatureMapName, ...] = ("codebook", "hedgehog", "softmax2", "softmax", "exp", "elu1", "relu")
 
 
-def feature_size(name: FeatureMapName, dim: int, codes: int) -> int:
+def feature_size(name: FeatureMapName, dim: int, codes: int = 0) -> int:
     """F for a head of size `dim`: a codebook has `codes`, the two-sided maps double the head."""
     if name == "codebook":
         return codes

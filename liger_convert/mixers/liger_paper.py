@@ -3,27 +3,37 @@
 S_t = diag(a_t) S_{t-1} + softmax(k_t)^T v_t,   a_t = sigmoid(k_t)^(1/16)   (the released "pooling" is the identity)
 o_t = 0.5 softmax(q_t) S_t + 0.5 window_64(q, k, v)_t
 
-Neither normalised nor scaled: its memory grows with the length. No new parameters.
+Neither normalised nor scaled: its memory grows with the length. No new parameters. Options are the ablations of its
+table 6: gates of new random weights, a learnt feature map, and (join: memory) no window.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import initialization as init
 
 from liger_convert.mixers.base import DiagonalMixer, HeadDims, Heads, Join, MixerSpec, Scope
+from liger_convert.mixers.feature_maps import FeatureMap, feature_size
 from liger_convert.mixers.gates import log_sigmoid_gate
 
 
 @dataclass(frozen=True)
 class LigerPaperSpec(MixerSpec):
-    """The published values; they can be changed one at a time to see what each does."""
+    """The published values; they can be changed one at a time to see what each does.
+
+    gate: the `keys` themselves, or a projection of the layer's input with `random` new weights. feature_map: `softmax`,
+    or the learnt `hedgehog`.
+    """
 
     window: int = 64
     sinks: int = 0
     scope: Scope = "all"
     join: Join = "fixed"
+    gate: Literal["keys", "random"] = "keys"
+    feature_map: Literal["softmax", "hedgehog"] = "softmax"
 
     def problem(self) -> str | None:
         if self.join == "shared":
@@ -36,24 +46,46 @@ class LigerPaper(DiagonalMixer):
     summary = "the published recipe: unnormalised memory of all tokens, half and half with the window"
     gate_rule = "sigmoid(k)^(1/16)"
     Spec = LigerPaperSpec
+    spec: LigerPaperSpec
     normalize = False
+
+    def __init__(self, spec: LigerPaperSpec, dims: HeadDims):
+        super().__init__(spec, dims)
+        self.features = feature_size(spec.feature_map, dims.dim)
+        self.q_map = FeatureMap(spec.feature_map, dims.heads, dims.dim)
+        self.k_map = FeatureMap(spec.feature_map, dims.kv_heads, dims.dim)
+        if spec.gate == "random":
+            self.gate_proj = nn.Linear(dims.hidden, dims.kv_heads * dims.dim, bias=False)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.q_map.reset_parameters()
+        self.k_map.reset_parameters()
+        if self.spec.gate == "random":
+            init.normal_(self.gate_proj.weight, std=0.02)
 
     @classmethod
     def state_shape(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, tuple[int, ...]]:
-        return {"state": (dims.kv_heads, dims.dim, dims.dim)}
+        assert isinstance(spec, LigerPaperSpec)
+        return {"state": (dims.kv_heads, feature_size(spec.feature_map, dims.dim), dims.dim)}
 
     @classmethod
     def pending_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
-        return (dims.dim,)
+        assert isinstance(spec, LigerPaperSpec)
+        return (dims.dim,) if spec.gate == "keys" else (dims.dim, dims.dim)
 
     def inputs(self, heads: Heads) -> tuple[Tensor, ...]:
-        return (heads.k_BTGD,)
+        if self.spec.gate == "keys":
+            return (heads.k_BTGD,)
+        logits_BTGD = self.gate_proj(heads.x_BTC.to(self.gate_proj.weight.dtype)).unflatten(-1, (-1, self.dims.dim))
+        return heads.k_BTGD, logits_BTGD.to(heads.k_BTGD.dtype)
 
     def query_features(self, heads: Heads) -> Tensor:
-        return heads.q_BTHD.float().softmax(-1)
+        return self.q_map(heads.q_BTHD)
 
     def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        return inputs[0].float().softmax(-1)
+        return self.k_map(inputs[0])
 
     def log_gate(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        return log_sigmoid_gate(inputs[0], 16.0)
+        gate = log_sigmoid_gate(inputs[-1], 16.0)
+        return gate.repeat(1, 1, 1, self.features // self.dims.dim)

@@ -29,7 +29,8 @@ from liger_convert.training.finetune import FinetuneObjective
 from liger_convert.training.trainer import Objective, StageTrainer, freeze, last_checkpoint
 
 CURVE_POINTS = 50
-CALIBRATION_ROWS = 4  # whatever the batch size, so that splitting a batch changes nothing
+ROWS = 4  # on which errors are reported: whatever the batch size, so that splitting a batch changes nothing
+CALIBRATION_TOKENS = 8192  # some thirty for each of 256 codes
 
 
 def run_stage(
@@ -72,15 +73,15 @@ def run_stage(
     model = load_chain(model_dir, results)
     objective = make_objective(stage, model.config, base_dir, device, dtype)
 
-    def first_rows() -> dict[str, torch.Tensor]:
-        batch = collate([dataset[i] for i in range(min(CALIBRATION_ROWS, len(dataset)))])
+    def first_rows(count: int) -> dict[str, torch.Tensor]:
+        batch = collate([dataset[i] for i in range(min(count, len(dataset)))])
         return {name: t.to(device) for name, t in batch.items()}
 
     # without a rate the mixers are not among what a LoRA stage saves, so they must stay as they are
     if isinstance(stage, AlignStage) and stage.calibrate and stage.rates.mixer is not None:
         assert isinstance(objective, AlignObjective)
         with autocast(device, dtype):
-            objective.calibrate(model.to(device), first_rows())
+            objective.calibrate(model.to(device), first_rows(-(-CALIBRATION_TOKENS // stage.seq_len)))
     if stage.lora is None:
         freeze(model, stage.rates.trained())
     else:
@@ -101,7 +102,7 @@ def run_stage(
     def layer_errors() -> list[float]:
         assert isinstance(objective, AlignObjective)
         with autocast(device, dtype):
-            return objective.layer_errors(model.eval(), first_rows())
+            return objective.layer_errors(model.eval(), first_rows(ROWS))
 
     if not resume and trainer.is_world_process_zero():
         shutil.rmtree(checkpoints, ignore_errors=True)  # of another attempt
