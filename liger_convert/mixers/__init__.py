@@ -8,13 +8,37 @@ from typing import Any
 
 from liger_convert.errors import BadInput, did_you_mean
 from liger_convert.mixers.base import HeadDims, Mixer, MixerSpec
+from liger_convert.mixers.decaying_fast_weights import DecayingFastWeights
+from liger_convert.mixers.gated_retention import GatedRetention
+from liger_convert.mixers.gated_rfa import GatedRFA
+from liger_convert.mixers.gateloop import GateLoop
 from liger_convert.mixers.gla import GLA
+from liger_convert.mixers.hgrn2 import HGRN2
 from liger_convert.mixers.liger_paper import LigerPaper
+from liger_convert.mixers.lightning import Lightning
+from liger_convert.mixers.linear_attention import LinearAttention
+from liger_convert.mixers.mamba2 import Mamba2
+from liger_convert.mixers.mlstm import MLSTM
+from liger_convert.mixers.rebased import Rebased
+from liger_convert.mixers.retnet import RetNet
+from liger_convert.mixers.rwkv6 import RWKV6
 from liger_convert.mixers.window import Window
 
 MIXERS: dict[str, type[Mixer]] = {
     GLA.name: GLA,
     LigerPaper.name: LigerPaper,
+    LinearAttention.name: LinearAttention,
+    Rebased.name: Rebased,
+    Lightning.name: Lightning,
+    RetNet.name: RetNet,
+    GatedRetention.name: GatedRetention,
+    GateLoop.name: GateLoop,
+    HGRN2.name: HGRN2,
+    Mamba2.name: Mamba2,
+    MLSTM.name: MLSTM,
+    RWKV6.name: RWKV6,
+    DecayingFastWeights.name: DecayingFastWeights,
+    GatedRFA.name: GatedRFA,
     Window.name: Window,
 }
 

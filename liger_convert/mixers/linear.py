@@ -1,0 +1,164 @@
+"""What the mixers over the diagonal recurrence share: maps of queries and keys, rotary, a gate, the size of the read.
+
+Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, F feature size, V value size.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from liger_convert.mixers.base import DiagonalMixer, HeadDims, Heads, Join, MixerSpec
+from liger_convert.mixers.gates import GateName, pool_to
+from liger_convert.mixers.kernel_maps import RANDOM, WEIGHTS, MapName, make_map, map_size
+
+
+@dataclass(frozen=True)
+class LinearSpec(MixerSpec):
+    """feature_map: phi, of queries and keys. rope: whether the memory's queries and keys are rotated like the window's.
+
+    normalize: the read is divided by the memory's mass; otherwise each head's read is brought to one size.
+    """
+
+    join: Join = "learned"
+    feature_map: MapName = "identity"
+    normalize: bool = False
+    rope: bool = False
+
+    def problem(self) -> str | None:
+        if self.normalize and self.feature_map not in WEIGHTS:
+            allowed = ", ".join(WEIGHTS)
+            return f"feature_map: {self.feature_map} gives negative weights, which normalize cannot use; use {allowed}"
+        if self.join == "shared" and not self.normalize:
+            return "join: shared needs the memory's mass, so normalize: true; or use join: learned"
+        return super().problem()
+
+
+class LinearMixer(DiagonalMixer):
+    """Linear attention: nothing is forgotten (a = 1) unless a subclass says otherwise.
+
+    An unnormalised sum grows with the length: its read is divided by its root mean square, per head, and multiplied by
+    a learned size per channel, as the papers do (GroupNorm in RetNet and mLSTM, RMSNorm in Lightning and Mamba2).
+    """
+
+    gate_rule = "1"
+    spec: LinearSpec
+
+    def __init__(self, spec: LinearSpec, dims: HeadDims):
+        super().__init__(spec, dims)
+        self.normalize = spec.normalize
+        self.features = map_size(spec.feature_map, dims.dim)
+        self.q_map = make_map(spec.feature_map, dims.heads, dims.dim)
+        # random features estimate a kernel only when queries and keys meet the same directions
+        self.k_map = None if spec.feature_map in RANDOM else make_map(spec.feature_map, dims.kv_heads, dims.dim)
+        if self.rescales:
+            self.size_HV = nn.Parameter(torch.empty(dims.heads, dims.dim))
+
+    @property
+    def rescales(self) -> bool:
+        """Whether the read is brought to one size."""
+        return not self.normalize
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        for map_ in (self.q_map, self.k_map):
+            if map_ is not None:
+                map_.reset_parameters()
+        if self.rescales:
+            init.constant_(self.size_HV, 1.0)
+
+    @classmethod
+    def state_shape(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, tuple[int, ...]]:
+        assert isinstance(spec, LinearSpec)
+        return {"state": (dims.kv_heads, map_size(spec.feature_map, dims.dim), dims.dim + spec.normalize)}
+
+    @classmethod
+    def pending_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
+        return (dims.dim,)
+
+    def inputs(self, heads: Heads) -> tuple[Tensor, ...]:
+        return (heads.k_rot_BTGD if self.spec.rope else heads.k_BTGD,)
+
+    def query_features(self, heads: Heads) -> Tensor:
+        return self.q_map(heads.q_rot_BTHD if self.spec.rope else heads.q_BTHD)
+
+    def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        return (self.k_map or self.q_map)(inputs[-1])
+
+    def log_gate(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        return inputs[0].new_zeros(*inputs[0].shape[:-1], 1, dtype=torch.float32)
+
+    def read(self, o_BTHV: Tensor) -> tuple[Tensor, Tensor | None]:
+        o_BTHV, log_mass_BTH = super().read(o_BTHV)
+        return self.rescale(o_BTHV) if self.rescales else o_BTHV, log_mass_BTH
+
+    def rescale(self, o_BTHV: Tensor) -> Tensor:
+        return F.rms_norm(o_BTHV, o_BTHV.shape[-1:], eps=1e-6) * self.size_HV.float()
+
+
+@dataclass(frozen=True)
+class GatedSpec(LinearSpec):
+    """gate: `pooled` keys per channel, one value a `head`, a learned `constant`, or `none`.
+
+    gate_bias: added to the gate's logits, learned from there.
+    """
+
+    gate: GateName = "pooled"
+    gate_bias: float = 7.0
+
+    def problem(self) -> str | None:
+        if self.gate == "pooled" and self.feature_map == "products":
+            return "feature_map: products has no channel a key could be pooled to; use gate: head"
+        return super().problem()
+
+
+class GatedMixer(LinearMixer):
+    """The gate's logits are pool(k) + b: the pretrained keys, pooled with no new weight, and a learned bias.
+
+    Subclasses say what log a is of the logits. A `scalar` gate is one value a head, whether pooled or constant.
+    """
+
+    scalar: ClassVar[bool] = False
+    spec: GatedSpec
+
+    def __init__(self, spec: GatedSpec, dims: HeadDims):
+        super().__init__(spec, dims)
+        if spec.gate != "none":
+            width = 1 if self.scalar or spec.gate == "head" else self.features
+            self.gate_bias_GF = nn.Parameter(torch.empty(dims.kv_heads, width))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.spec.gate != "none":
+            init.constant_(self.gate_bias_GF, self.spec.gate_bias)
+
+    @classmethod
+    def pending_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
+        assert isinstance(spec, GatedSpec)
+        return (dims.dim, dims.dim) if spec.rope else (dims.dim,)
+
+    def inputs(self, heads: Heads) -> tuple[Tensor, ...]:
+        # the gate is pooled from keys before rotary, whose channels keep their meaning at every position
+        return (heads.k_BTGD, heads.k_rot_BTGD) if self.spec.rope else (heads.k_BTGD,)
+
+    def gate_logits(self, inputs: tuple[Tensor, ...], bias_GF: Tensor) -> Tensor:
+        """pool(k) + b in float32, [B,T,G,F] for a bias [G,F]; b alone where the gate is a constant."""
+        k_BTGD, bias = inputs[0].float(), bias_GF.float()
+        if self.spec.gate == "constant":
+            return bias.expand(*k_BTGD.shape[:2], *bias.shape)
+        return pool_to(k_BTGD, bias.shape[-1]) + bias
+
+    def log_gate(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        if self.spec.gate == "none":
+            return super().log_gate(inputs)
+        return self.decay(self.gate_logits(inputs, self.gate_bias_GF))
+
+    @abstractmethod
+    def decay(self, logits: Tensor) -> Tensor:
+        """log a <= 0 of the gate's logits."""
