@@ -73,7 +73,7 @@ class RandomFeatures(nn.Module):
     """F = 2 D directions w, drawn once and trained from there, one set for all heads and for queries and keys alike.
 
     x is brought to length 1. `arccos`: relu(w x) sqrt(2 / F), the arc-cosine kernel of random feature attention.
-    `gaussian`: exp(w x - 1/2) / sqrt(F), an estimate of exp(-|q - k|^2 / 2) that is never negative (2009.14794).
+    `gaussian`: exp(w x - 1) / sqrt(F), an estimate of exp(-|q - k|^2 / 2) that is never negative (2009.14794).
     """
 
     def __init__(self, name: MapName, dim: int):
@@ -89,4 +89,4 @@ class RandomFeatures(nn.Module):
         if self.name == "arccos":
             return wx.relu() * math.sqrt(2 / wx.shape[-1])
         # |q|^2 = |k|^2 = 1, and as in `exp` the clamp keeps sums of any length inside float32
-        return (wx - 0.5).clamp(max=15).exp() / math.sqrt(wx.shape[-1])
+        return (wx - 1).clamp(max=15).exp() / math.sqrt(wx.shape[-1])
