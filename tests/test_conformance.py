@@ -287,11 +287,28 @@ VARIANTS = [
     {"gate": "constant"},
     {"gate": "none", "feature_map": "relu"},
     {"gate_bias": -300.0},
+    {"type": "linear-attention", "feature_map": "softmax"},
+    {"type": "linear-attention", "normalize": False, "join": "learned", "feature_map": "identity"},
+    {"type": "rebased", "feature_map": "products", "rope": True},
+    {"type": "lightning", "scope": "all", "feature_map": "relu", "normalize": True, "join": "shared"},
+    {"type": "retnet", "rope": False, "slope": 4.0},
+    {"type": "gated-retention", "gate": "constant"},
+    {"type": "gateloop", "gate": "head", "scope": "all", "rope": True},
+    {"type": "hgrn2", "normalize": True, "join": "shared", "feature_map": "hedgehog", "lower_bound": 0.0},
+    {"type": "mamba2", "gate": "constant", "feature_map": "softmax2", "gate_bias": 300.0},
+    {"type": "mlstm", "scope": "all", "input_bias": 8.0},
+    {"type": "mlstm", "normalize": False, "gate": "constant"},
+    {"type": "rwkv6", "scope": "all"},
+    {"type": "rwkv6", "scope": "all", "normalize": True, "join": "shared", "feature_map": "exp", "gate_bias": 300.0},
+    {"type": "decaying-fast-weights", "value_gates": 8, "scope": "all", "gate": "head"},
+    {"type": "decaying-fast-weights", "value_gates": 1, "feature_map": "softmax2", "gate": "constant"},
+    {"type": "gated-rfa", "feature_map": "gaussian", "gate": "constant"},
+    {"type": "gated-rfa", "feature_map": "hedgehog", "rope": True, "scope": "all"},
 ]
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
-def test_every_option_of_gla_decodes_as_it_prefills(options: dict[str, Any]) -> None:
+def test_every_option_decodes_as_it_prefills(options: dict[str, Any]) -> None:
     model = build("llama", **{"type": "gla", "window": WINDOW, "sinks": SINKS, **options})
     cache = DynamicCache(config=model.config)
     parts = [logits(model, TOKENS[:, i : i + 1], past_key_values=cache, use_cache=True) for i in range(TOKENS.shape[1])]

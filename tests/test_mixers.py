@@ -212,6 +212,18 @@ def test_a_mixer_computes_its_papers_equation(name: str) -> None:
         torch.testing.assert_close(got.double(), expected, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("scope", ["evicted", "all"])
+def test_every_parameter_of_a_memory_gets_a_gradient(name: str, scope: str) -> None:
+    mixer = started({"type": name, "scope": scope, "window": 5, "sinks": 1})
+    heads = random_heads(T)
+    heads.v_BSGD.requires_grad_()  # linear attention has no parameter of its own
+    memory = mixer.remember(heads, layout_of(T), None)
+    (memory.o_BTHV**3).sum().backward()
+    without = [key for key, parameter in mixer.named_parameters() if parameter.grad is None or not parameter.grad.any()]
+    assert set(without) <= {"mix_H", "log_share_H"}
+
+
 def test_every_mixer_over_linear_attention_has_its_equation_here() -> None:
     assert set(EQUATIONS) == set(LINEAR) - {"gla"}
 
