@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from liger_convert.mixers.base import DiagonalMixer, HeadDims, Heads, Join, MixerSpec
+from liger_convert.mixers.feature_maps import POSITIVE
 from liger_convert.mixers.gates import GateName, pool_to
 from liger_convert.mixers.kernel_maps import RANDOM, WEIGHTS, MapName, make_map, map_size
 
@@ -35,7 +36,7 @@ class LinearSpec(MixerSpec):
 
     def problem(self) -> str | None:
         if self.normalize and self.feature_map not in WEIGHTS:
-            allowed = ", ".join(WEIGHTS)
+            allowed = ", ".join(POSITIVE)
             return f"feature_map: {self.feature_map} gives negative weights, which normalize cannot use; use {allowed}"
         if self.join == "shared" and not self.normalize:
             return "join: shared needs the memory's mass, so normalize: true; or use join: learned"
