@@ -295,6 +295,7 @@ VARIANTS = [
     {"type": "gated-retention", "gate": "constant"},
     {"type": "gateloop", "gate": "head", "scope": "all", "rope": True},
     {"type": "hgrn2", "normalize": True, "join": "shared", "feature_map": "hedgehog", "lower_bound": 0.0},
+    {"type": "hgrn2", "lower_bound": 0.0, "gate_bias": -300.0},
     {"type": "mamba2", "gate": "constant", "feature_map": "softmax2", "gate_bias": 300.0},
     {"type": "mlstm", "scope": "all", "input_bias": 8.0},
     {"type": "mlstm", "normalize": False, "gate": "constant"},

@@ -52,7 +52,8 @@ class HGRN2(GatedMixer):
         return self.forgotten(self.gate_logits(inputs, self.gate_bias_GF))
 
     def decay(self, logits: Tensor) -> Tensor:
-        return torch.log1p(-self.forgotten(logits))
+        # with gamma = 0 a gate can shut for good, whose log is -inf
+        return torch.log1p(-self.forgotten(logits).clamp(max=1 - 1e-6))
 
     def forgotten(self, logits: Tensor) -> Tensor:
         """1 - a, exact also where a is nearly 1."""
