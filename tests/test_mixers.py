@@ -20,7 +20,7 @@ from liger_convert.errors import BadInput
 from liger_convert.mixers import MIXERS, build_mixer, resolve_spec
 from liger_convert.mixers.base import HeadDims, Heads, Mixer
 from liger_convert.mixers.kernel_maps import MapName, make_map
-from liger_convert.mixers.linear import LinearMixer
+from liger_convert.mixers.linear import GatedMixer, LinearMixer
 from liger_convert.model.layout import SequenceLayout
 
 DIMS = HeadDims(hidden=24, heads=6, kv_heads=2, dim=8)
@@ -114,7 +114,7 @@ def mlstm(h: Head, g: int) -> Tensor:
     """With the running maximum that the paper carries, which must cancel."""
     pooled = h.k.mean(-1)
     log_f = (pooled + h.p("gate_bias_GF")).sigmoid().log()
-    log_i = 15 * ((pooled + h.p("input_bias_G1")) / 15).tanh()
+    log_i = 15 * ((pooled + h.p("input_bias_GF")) / 15).tanh()
     S, n, m = torch.zeros(8, 8).double(), torch.zeros(8).double(), torch.tensor(0.0).double()
     outputs = []
     for t in range(T):
@@ -134,7 +134,7 @@ def rwkv6(h: Head, g: int) -> Tensor:
 
 def decaying_fast_weights(h: Head, g: int) -> Tensor:
     a = (h.k + h.p("gate_bias_GF")).sigmoid()
-    b = (h.k.unflatten(-1, (4, 2)).mean(-1) + h.p("value_bias_GN")).sigmoid().repeat_interleave(2, 1)
+    b = (h.k.unflatten(-1, (4, 2)).mean(-1) + h.p("value_bias_GF")).sigmoid().repeat_interleave(2, 1)
     return norm(h, contract(h.q, sum_of(outer(h.k, h.v), outer(a, b))))
 
 
@@ -190,6 +190,20 @@ def one_head(mixer: Mixer, heads: Heads, h: int) -> tuple[Head, int]:
     q, q_rot = heads.q_BTHD[0, :, h], heads.q_rot_BTHD[0, :, h]
     k, k_rot, v = heads.k_BTGD[0, :, g], heads.k_rot_BTGD[0, :, g], heads.v_BSGD[0, :, g]
     return Head(*(x.double() for x in (q, k, q_rot, k_rot, v)), p), g
+
+
+GATED = [name for name in LINEAR if issubclass(MIXERS[name], GatedMixer)]
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_a_learned_gate_starts_as_the_pooled_one_and_all_of_it_is_trained(name: str) -> None:
+    heads, outputs = random_heads(T), []
+    for options in ({}, {"gate": "learned"}):
+        mixer = started({"type": name, "window": 5, **options})
+        outputs.append(mixer.remember(heads, layout_of(T), None).o_BTHV)
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-6)
+    (outputs[1] ** 3).sum().backward()
+    assert all(p.grad is not None and p.grad.any() for key, p in mixer.named_parameters() if "_pool_" in key)
 
 
 @pytest.mark.parametrize("name", EQUATIONS)

@@ -11,9 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
-from transformers import initialization as init
+from torch import Tensor
 
 from liger_convert.mixers.base import HeadDims, MixerSpec
 from liger_convert.mixers.gates import log_sigmoid_gate
@@ -25,7 +23,7 @@ from liger_convert.mixers.linear import GatedMixer, GatedSpec
 class DecayingFastWeightsSpec(GatedSpec):
     """value_gates: 1, 2, 4 or 8 decays b a head. The paper has no normaliser, and a b for it would mean nothing."""
 
-    gate: Literal["pooled", "head", "constant"] = "pooled"
+    gate: Literal["pooled", "head", "learned", "constant"] = "pooled"
     value_gates: int = 4
 
     def problem(self) -> str | None:
@@ -45,11 +43,7 @@ class DecayingFastWeights(GatedMixer):
 
     def __init__(self, spec: DecayingFastWeightsSpec, dims: HeadDims):
         super().__init__(spec, dims)
-        self.value_bias_GN = nn.Parameter(torch.empty(dims.kv_heads, spec.value_gates))
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        init.constant_(self.value_bias_GN, self.spec.gate_bias)
+        self.add_gate("value", spec.value_gates, spec.gate_bias)
 
     @classmethod
     def state_shape(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, tuple[int, ...]]:
@@ -58,7 +52,7 @@ class DecayingFastWeights(GatedMixer):
         return {"state": (dims.kv_heads * groups, map_size(spec.feature_map, dims.dim), dims.dim // groups)}
 
     def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
-        return *super().write(inputs, v_BTGV), self.decay(self.gate_logits(inputs, self.value_bias_GN))
+        return *super().write(inputs, v_BTGV), self.decay(self.gate_logits(inputs, "value"))
 
     def decay(self, logits: Tensor) -> Tensor:
         return log_sigmoid_gate(logits, 1.0)

@@ -22,7 +22,7 @@ class GatedRetentionSpec(GatedSpec):
     """gate_normalizer: tau; with it a bias of 6 keeps a memory for thousands of tokens."""
 
     rope: bool = True
-    gate: Literal["head", "constant"] = "head"
+    gate: Literal["head", "learned", "constant"] = "head"
     gate_bias: float = 6.0
     gate_normalizer: float = 16.0
 

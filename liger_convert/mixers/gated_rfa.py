@@ -26,7 +26,7 @@ class GatedRFASpec(GatedSpec):
     join: Join = "shared"
     feature_map: MapName = "arccos"
     normalize: bool = True
-    gate: Literal["head", "constant"] = "head"
+    gate: Literal["head", "learned", "constant"] = "head"
 
 
 class GatedRFA(GatedMixer):
@@ -37,7 +37,7 @@ class GatedRFA(GatedMixer):
     scalar = True
 
     def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        return super().key_features(inputs) * (-self.gate_logits(inputs, self.gate_bias_GF)).sigmoid()
+        return super().key_features(inputs) * (-self.gate_logits(inputs)).sigmoid()
 
     def decay(self, logits: Tensor) -> Tensor:
         return log_sigmoid_gate(logits, 1.0)

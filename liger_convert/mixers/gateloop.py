@@ -21,7 +21,7 @@ from liger_convert.mixers.linear import GatedMixer, GatedSpec
 class GateLoopSpec(GatedSpec):
     """A bias of 7 keeps a memory for about a thousand tokens."""
 
-    gate: Literal["pooled", "head", "constant"] = "pooled"
+    gate: Literal["pooled", "head", "learned", "constant"] = "pooled"
 
 
 class GateLoop(GatedMixer):

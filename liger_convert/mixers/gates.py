@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-GateName = Literal["pooled", "head", "constant", "none"]
+GateName = Literal["pooled", "head", "learned", "constant", "none"]
 
 
 def pool_to(x_BTGD: Tensor, size: int) -> Tensor:

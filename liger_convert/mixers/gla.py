@@ -22,7 +22,8 @@ from liger_convert.mixers.linear import GatedMixer, GatedSpec
 
 @dataclass(frozen=True)
 class GLASpec(GatedSpec):
-    """gate: `pooled` keys per channel, one value a `head`, a learned `constant` per channel, or `none`.
+    """gate: `pooled` keys per channel, one value a `head`, a `learned` matrix on them, which starts as
+    the pooling, a learned `constant` per channel, or `none`.
 
     gate_bias: added to the gate's logits, learned from there; 6 keeps a memory for thousands of tokens at the start.
     gate_normalizer: tau. rope: whether the memory's queries and keys are rotated like the window's.

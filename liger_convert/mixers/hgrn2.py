@@ -25,7 +25,7 @@ class HGRN2Spec(GatedSpec):
     """feature_map: of the queries; the keys are the gate's. lower_bound: gamma, from 0 to below 1."""
 
     feature_map: MapName = "softmax"
-    gate: Literal["pooled"] = "pooled"
+    gate: Literal["pooled", "learned"] = "pooled"
     gate_bias: float = 6.0
     lower_bound: float = 0.9
 
@@ -49,7 +49,7 @@ class HGRN2(GatedMixer):
         self.k_map = None
 
     def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        return self.forgotten(self.gate_logits(inputs, self.gate_bias_GF))
+        return self.forgotten(self.gate_logits(inputs))
 
     def decay(self, logits: Tensor) -> Tensor:
         # with gamma = 0 a gate can shut for good, whose log is -inf

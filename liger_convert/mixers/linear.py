@@ -102,29 +102,29 @@ class LinearMixer(DiagonalMixer):
         return self.rescale(o_BTHV) if self.rescales else o_BTHV, log_mass_BTH
 
     def rescale(self, o_BTHV: Tensor) -> Tensor:
+        """The read at its learned size, whatever it was."""
         return F.rms_norm(o_BTHV, o_BTHV.shape[-1:], eps=1e-6) * self.size_HV.float()
 
 
 @dataclass(frozen=True)
 class GatedSpec(LinearSpec):
-    """gate: `pooled` keys per channel, one value a `head`, a learned `constant`, or `none`.
-
-    gate_bias: added to the gate's logits, learned from there.
+    """gate: `pooled` keys per channel, one value a `head`, a `learned` matrix on the keys, which starts as the pooling,
+    a learned `constant`, or `none`. gate_bias: added to the gate's logits, learned from there.
     """
 
     gate: GateName = "pooled"
     gate_bias: float = 7.0
 
     def problem(self) -> str | None:
-        if self.gate == "pooled" and self.feature_map == "products":
-            return "feature_map: products has no channel a key could be pooled to; use gate: head"
+        if self.gate in ("pooled", "learned") and self.feature_map == "products":
+            return "feature_map: products has no channel that keys could be pooled to; use parabola"
         return super().problem()
 
 
 class GatedMixer(LinearMixer):
-    """The gate's logits are pool(k) + b: the pretrained keys, pooled with no new weight, and a learned bias.
+    """A gate's logits are pool(k) + b: the pretrained keys, pooled with no new weight, and a learned bias.
 
-    Subclasses say what log a is of the logits. A `scalar` gate is one value a head, whether pooled or constant.
+    Subclasses say what log a is of the logits. A `scalar` gate has one value a head whatever it comes from.
     """
 
     scalar: ClassVar[bool] = False
@@ -132,14 +132,27 @@ class GatedMixer(LinearMixer):
 
     def __init__(self, spec: GatedSpec, dims: HeadDims):
         super().__init__(spec, dims)
+        self.gates: dict[str, float] = {}
         if spec.gate != "none":
-            width = 1 if self.scalar or spec.gate == "head" else self.features
-            self.gate_bias_GF = nn.Parameter(torch.empty(dims.kv_heads, width))
+            self.add_gate("gate", 1 if self.scalar or spec.gate == "head" else self.features, spec.gate_bias)
+
+    def add_gate(self, name: str, size: int, start: float) -> None:
+        """Logits called `name`, [B,T,G,size], whose bias starts at `start`."""
+        self.gates[name] = start
+        self.register_parameter(f"{name}_bias_GF", nn.Parameter(torch.empty(self.dims.kv_heads, size)))
+        if self.spec.gate == "learned":
+            pool = torch.empty(self.dims.kv_heads, self.dims.dim, size)
+            self.register_parameter(f"{name}_pool_GDF", nn.Parameter(pool))
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        if self.spec.gate != "none":
-            init.constant_(self.gate_bias_GF, self.spec.gate_bias)
+        for name, start in self.gates.items():
+            bias_GF = self.get_parameter(f"{name}_bias_GF")
+            init.constant_(bias_GF, start)
+            if self.spec.gate == "learned":
+                pool_GDF = self.get_parameter(f"{name}_pool_GDF")
+                each_channel = torch.eye(self.dims.dim, dtype=pool_GDF.dtype, device=pool_GDF.device)
+                init.copy_(pool_GDF, pool_to(each_channel, bias_GF.shape[1]).expand_as(pool_GDF))
 
     @classmethod
     def pending_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
@@ -150,17 +163,20 @@ class GatedMixer(LinearMixer):
         # the gate is pooled from keys before rotary, whose channels keep their meaning at every position
         return (heads.k_BTGD, heads.k_rot_BTGD) if self.spec.rope else (heads.k_BTGD,)
 
-    def gate_logits(self, inputs: tuple[Tensor, ...], bias_GF: Tensor) -> Tensor:
-        """pool(k) + b in float32, [B,T,G,F] for a bias [G,F]; b alone where the gate is a constant."""
-        k_BTGD, bias = inputs[0].float(), bias_GF.float()
-        if self.spec.gate == "constant":
-            return bias.expand(*k_BTGD.shape[:2], *bias.shape)
-        return pool_to(k_BTGD, bias.shape[-1]) + bias
+    def gate_logits(self, inputs: tuple[Tensor, ...], name: str = "gate") -> Tensor:
+        """The logits called `name` in float32, [B,T,G,F] or [B,T,G,1]."""
+        k_BTGD, bias_GF = inputs[0].float(), self.get_parameter(f"{name}_bias_GF").float()
+        match self.spec.gate:
+            case "constant":
+                return bias_GF.expand(*k_BTGD.shape[:2], *bias_GF.shape)
+            case "learned":
+                pool_GDF = self.get_parameter(f"{name}_pool_GDF").float()
+                return torch.einsum("btgd,gdf->btgf", k_BTGD, pool_GDF) + bias_GF
+            case _:
+                return pool_to(k_BTGD, bias_GF.shape[1]) + bias_GF
 
     def log_gate(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        if self.spec.gate == "none":
-            return super().log_gate(inputs)
-        return self.decay(self.gate_logits(inputs, self.gate_bias_GF))
+        return self.decay(self.gate_logits(inputs)) if self.gates else super().log_gate(inputs)
 
     @abstractmethod
     def decay(self, logits: Tensor) -> Tensor:

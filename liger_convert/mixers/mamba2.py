@@ -24,7 +24,7 @@ from liger_convert.mixers.linear import GatedMixer, GatedSpec
 class Mamba2Spec(GatedSpec):
     """A bias of -7 starts with dt near 0.001, the paper's smallest; A starts at 1, the paper's smallest."""
 
-    gate: Literal["head", "constant"] = "head"
+    gate: Literal["head", "learned", "constant"] = "head"
     gate_bias: float = -7.0
 
 
@@ -44,7 +44,7 @@ class Mamba2(GatedMixer):
         init.constant_(self.log_A_G1, 0.0)
 
     def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        return super().key_features(inputs) * F.softplus(self.gate_logits(inputs, self.gate_bias_GF))
+        return super().key_features(inputs) * F.softplus(self.gate_logits(inputs))
 
     def decay(self, logits: Tensor) -> Tensor:
         return -self.log_A_G1.float().exp() * F.softplus(logits)

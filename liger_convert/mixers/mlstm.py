@@ -14,9 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor, nn
-from transformers import initialization as init
+from torch import Tensor
 
 from liger_convert.mixers.base import HeadDims, MixerSpec
 from liger_convert.mixers.gates import log_sigmoid_gate, log_soft_cap
@@ -31,7 +29,7 @@ class MLSTMSpec(GatedSpec):
     """
 
     normalize: bool = True
-    gate: Literal["head", "constant"] = "head"
+    gate: Literal["head", "learned", "constant"] = "head"
     input_bias: float = 0.0
     cap: float = 15.0
 
@@ -54,14 +52,10 @@ class MLSTM(GatedMixer):
 
     def __init__(self, spec: MLSTMSpec, dims: HeadDims):
         super().__init__(spec, dims)
-        self.input_bias_G1 = nn.Parameter(torch.empty(dims.kv_heads, 1))
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        init.constant_(self.input_bias_G1, self.spec.input_bias)
+        self.add_gate("input", 1, spec.input_bias)
 
     def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        log_i = log_soft_cap(self.gate_logits(inputs, self.input_bias_G1), self.spec.cap)
+        log_i = log_soft_cap(self.gate_logits(inputs, "input"), self.spec.cap)
         return super().key_features(inputs) * log_i.exp() / math.sqrt(self.dims.dim)
 
     def decay(self, logits: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ FASTEST = 5.0  # of the logits: a token then keeps e^-148, while exp of pretrain
 class RWKV6Spec(GatedSpec):
     """A bias of -7 starts with a memory of about a thousand tokens."""
 
-    gate: Literal["pooled", "head", "constant"] = "pooled"
+    gate: Literal["pooled", "head", "learned", "constant"] = "pooled"
     gate_bias: float = -7.0
 
 
