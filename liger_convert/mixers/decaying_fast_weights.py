@@ -1,6 +1,6 @@
 """Decaying fast weights: a decay on both sides of the state, one of its rows and one of its columns (2210.04243).
 
-S_t = diag(a_t) S_{t-1} diag(b_t) + k_t^T v_t,   a_t, b_t = sigmoid(pool(k_t) + bias)^(1/tau),   o_t = norm(q_t S_t)
+S_t = diag(a_t) S_{t-1} diag(b_t) + k_t^T v_t,   a_t, b_t = sigmoid(pool(k_t) + bias),   o_t = norm(q_t S_t)
 
 A column decays by b alone, so that columns of one b are a head of the diagonal recurrence with the gate a b. The
 paper has a b per value channel; here `value_gates` groups of channels share one, each group at the cost of a head.
@@ -21,7 +21,7 @@ from liger_convert.mixers.linear import GatedMixer, GatedSpec
 
 @dataclass(frozen=True)
 class DecayingFastWeightsSpec(GatedSpec):
-    """value_gates: 1, 2, 4 or 8 decays b a head. The paper has no normaliser, and a b for it would mean nothing."""
+    """value_gates: 1, 2, 4 or 8 decays b a head, whose size they divide. The paper has no normaliser, and a b for it would mean nothing."""
 
     gate: Literal["pooled", "head", "learned", "constant"] = "pooled"
     value_gates: int = 4
