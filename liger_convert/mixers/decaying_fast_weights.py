@@ -21,7 +21,10 @@ from liger_convert.mixers.linear import GatedMixer, GatedSpec
 
 @dataclass(frozen=True)
 class DecayingFastWeightsSpec(GatedSpec):
-    """value_gates: 1, 2, 4 or 8 decays b a head, whose size they divide. The paper has no normaliser, and a b for it would mean nothing."""
+    """value_gates: 1, 2, 4 or 8 decays b a head, whose size they divide.
+
+    normalize stays false: the paper has no normaliser, and no b belongs to one.
+    """
 
     gate: Literal["pooled", "head", "learned", "constant"] = "pooled"
     value_gates: int = 4
