@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console, RenderableType
+from rich.filesize import decimal
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -354,19 +355,26 @@ def generate(
 
 
 @app.command(rich_help_panel=REFERENCE)
-def mixers(as_json: Json = False) -> None:
-    """List what can replace attention, with the options of each."""
-    from dataclasses import fields
+def mixers(
+    heads: Annotated[int, typer.Option(help="Query heads of a layer.", min=1)] = 32,
+    kv_heads: Annotated[int, typer.Option(help="Its key-value heads.", min=1)] = 8,
+    head_size: Annotated[int, typer.Option(help="The size of a head.", min=1)] = 128,
+    as_json: Json = False,
+) -> None:
+    """List what can replace attention: gate, recurrence and its fast paths, state of one layer, options.
 
-    from liger_convert.mixers import MIXERS
+    Example: linearize mixers --heads 9 --kv-heads 3 --head-size 64
+    """
+    from liger_convert.commands import describe_mixers
 
-    table = Table("mixer", "what it is", "gate", Column("options", overflow="fold"))
-    described = {}
-    for name, mixer in MIXERS.items():
-        options = {field.name: field.default for field in fields(mixer.Spec)}
-        about = {"summary": mixer.summary, "gate": mixer.gate_rule, "recurrence": mixer.recurrence}
-        described[name] = {**about, "options": options}
-        table.add_row(name, mixer.summary, mixer.gate_rule, "\n".join(f"{k}={v}" for k, v in options.items()))
+    described = describe_mixers(heads, kv_heads, head_size)
+    widths = {"what it is": 20, "gate": 18, "recurrence": 10}
+    narrow = [Column(title, max_width=width) for title, width in widths.items()]
+    table = Table(Column("mixer", no_wrap=True), *narrow, Column("state", no_wrap=True), "options")
+    for name, about in described.items():
+        recurrence = f"{about['recurrence']}: {', '.join(about['fast_paths'])}".removesuffix(": ")
+        values = " ".join(f"{option}={value}" for option, value in about["options"].items())
+        table.add_row(name, about["summary"], about["gate"], recurrence, decimal(about["state_bytes"]), values)
     _show(table, described, as_json)
 
 

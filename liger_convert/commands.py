@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import pkgutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,8 @@ from liger_convert.device import pick_device
 from liger_convert.errors import BadInput
 from liger_convert.families import PREFIX
 from liger_convert.manifest import lock
+from liger_convert.mixers import MIXERS
+from liger_convert.mixers.base import HeadDims
 from liger_convert.plan import Plan, make_plan
 from liger_convert.progress import progress
 from liger_convert.recipe import FileSource, PydocSource, Recipe, TeacherSource, build
@@ -233,3 +239,33 @@ def generate_text(model: str, prompt: str, write: Callable[[str], object], devic
     with local_model(model) as folder:
         tokenizer = checkpoint.load_tokenizer(folder)
         generate.generate(generate.load_model(folder, where), tokenizer, prompt, write=write, **options)
+
+
+def describe_mixers(heads: int, kv_heads: int, head_size: int) -> dict[str, dict[str, Any]]:
+    """Every mixer in words, with its options at their defaults, and the float32 state of a layer of that shape.
+
+    fast_paths: the implementations of its recurrence beside the plain reference. Raises BadInput for heads that do not
+    divide.
+    """
+    if heads % kv_heads:
+        raise BadInput(f"--heads: {heads} query heads are no multiple of {kv_heads} key-value heads")
+    dims, described = HeadDims(heads * head_size, heads, kv_heads, head_size), {}
+    for name, mixer in MIXERS.items():
+        spec = mixer.Spec()
+        shapes = mixer.state_shape(spec, dims)
+        described[name] = {
+            "summary": mixer.summary,
+            "gate": mixer.gate_rule,
+            "recurrence": mixer.recurrence,
+            "fast_paths": _fast_paths(mixer.recurrence),
+            "state": {state: list(shape) for state, shape in shapes.items()},
+            "state_bytes": 4 * sum(math.prod(shape) for shape in shapes.values()),
+            "options": asdict(spec),
+        }
+    return described
+
+
+def _fast_paths(op: str) -> list[str]:
+    spec = find_spec(f"gated_kernels.{op}")
+    folder = [] if spec is None else spec.submodule_search_locations
+    return [module.name for module in pkgutil.iter_modules(folder) if module.name not in ("reference", "cases")]

@@ -182,6 +182,19 @@ def test_mixers_and_families_list_the_registries(capsys):
     assert all(name in output(capsys, "families") for name in FAMILIES)
 
 
+def test_mixers_say_the_state_of_a_layer_of_the_shape_asked_for(capsys):
+    words = ["mixers", "--heads", "9", "--kv-heads", "3", "--head-size", "64"]
+    listed = json.loads(output(capsys, *words, "--json"))
+    assert all(mixer["summary"] and mixer["gate"] for mixer in listed.values())
+    assert listed["lightning"]["state"] == {"state": [3, 64, 64]}
+    assert listed["lightning"]["state_bytes"] == 4 * 3 * 64 * 64
+    assert listed["lightning"]["fast_paths"] == ["chunk"]
+    assert (listed["window"]["state_bytes"], listed["window"]["fast_paths"]) == (0, [])
+    assert "49.2 kB" in output(capsys, *words)
+    assert cli.main(["mixers", "--heads", "9", "--kv-heads", "2"]) == 2
+    assert "no multiple of 2 key-value heads" in capsys.readouterr().err
+
+
 def test_an_unexpected_error_leaves_its_traceback_in_a_file_or_shows_it(monkeypatch, capsys):
     def surprise(*args: object) -> None:
         raise RuntimeError("surprise")

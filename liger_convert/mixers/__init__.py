@@ -8,20 +8,44 @@ from typing import Any
 
 from liger_convert.errors import BadInput, did_you_mean
 from liger_convert.mixers.base import HeadDims, Mixer, MixerSpec
+from liger_convert.mixers.decaying_fast_weights import DecayingFastWeights
 from liger_convert.mixers.deltanet import DeltaNet
 from liger_convert.mixers.gated_deltanet import GatedDeltaNet
+from liger_convert.mixers.gated_retention import GatedRetention
+from liger_convert.mixers.gated_rfa import GatedRFA
+from liger_convert.mixers.gateloop import GateLoop
 from liger_convert.mixers.gla import GLA
+from liger_convert.mixers.hgrn2 import HGRN2
 from liger_convert.mixers.liger_paper import LigerPaper
+from liger_convert.mixers.lightning import Lightning
+from liger_convert.mixers.linear_attention import LinearAttention
+from liger_convert.mixers.mamba2 import Mamba2
+from liger_convert.mixers.mlstm import MLSTM
+from liger_convert.mixers.rebased import Rebased
+from liger_convert.mixers.retnet import RetNet
+from liger_convert.mixers.rwkv6 import RWKV6
 from liger_convert.mixers.rwkv7 import RWKV7
 from liger_convert.mixers.titans import Titans
 from liger_convert.mixers.ttt import TTT
 from liger_convert.mixers.window import Window
 
 MIXERS: dict[str, type[Mixer]] = {
-    DeltaNet.name: DeltaNet,
-    GatedDeltaNet.name: GatedDeltaNet,
     GLA.name: GLA,
     LigerPaper.name: LigerPaper,
+    LinearAttention.name: LinearAttention,
+    Rebased.name: Rebased,
+    GatedRFA.name: GatedRFA,
+    Lightning.name: Lightning,
+    RetNet.name: RetNet,
+    GatedRetention.name: GatedRetention,
+    GateLoop.name: GateLoop,
+    HGRN2.name: HGRN2,
+    Mamba2.name: Mamba2,
+    MLSTM.name: MLSTM,
+    RWKV6.name: RWKV6,
+    DecayingFastWeights.name: DecayingFastWeights,
+    DeltaNet.name: DeltaNet,
+    GatedDeltaNet.name: GatedDeltaNet,
     RWKV7.name: RWKV7,
     TTT.name: TTT,
     Titans.name: Titans,

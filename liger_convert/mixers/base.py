@@ -251,18 +251,40 @@ class DiagonalMixer(Mixer):
         document_BT: Tensor | None,
         exclusive: bool,
     ) -> tuple[Memory, dict[str, Tensor]]:
-        k_BTGF, v_BTGV, log_a = entries
-        o_BTHV, state = diagonal(
+        o_BTHV, state = self.attend(
             self.query_features(heads),
-            k_BTGF,
-            v_BTGV.float(),
-            log_a,
+            entries,
             state_BGFV=states.get("state"),
             segment_BT=document_BT,
             exclusive=exclusive,
         )
-        log_mass_BTH = None
-        if self.normalize:
-            mass_BTH1 = o_BTHV[..., -1:].clamp_min(LEAST_MASS)
-            o_BTHV, log_mass_BTH = o_BTHV[..., :-1] / mass_BTH1, mass_BTH1[..., 0].log()
+        o_BTHV, log_mass_BTH = self.read(o_BTHV)
         return Memory(o_BTHV.to(heads.v_BSGD.dtype), log_mass_BTH), {"state": state}
+
+    def attend(
+        self,
+        q_BTHF: Tensor,
+        entries: tuple[Tensor, ...],
+        *,
+        state_BGFV: Tensor | None,
+        segment_BT: Tensor | None,
+        exclusive: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """The recurrence over what `write` gives: phi(q) S [B,T,H,V] in float32, V counting the ones, and the state."""
+        k_BTGF, v_BTGV, log_a = entries
+        return diagonal(
+            q_BTHF,
+            k_BTGF,
+            v_BTGV.float(),
+            log_a,
+            state_BGFV=state_BGFV,
+            segment_BT=segment_BT,
+            exclusive=exclusive,
+        )
+
+    def read(self, o_BTHV: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What `attend` gives as the memory's output [B,T,H,V] and log mass [B,T,H] (None: not normalised)."""
+        if not self.normalize:
+            return o_BTHV, None
+        mass_BTH1 = o_BTHV[..., -1:].clamp_min(LEAST_MASS)
+        return o_BTHV[..., :-1] / mass_BTH1, mass_BTH1[..., 0].log()

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-GateName = Literal["pooled", "head", "constant", "none"]
+GateName = Literal["pooled", "head", "learned", "constant", "none"]
 
 
 def pool_to(x_BTGD: Tensor, size: int) -> Tensor:
@@ -30,3 +30,8 @@ def pool_to(x_BTGD: Tensor, size: int) -> Tensor:
 def log_sigmoid_gate(logits: Tensor, normalizer: float) -> Tensor:
     """log of sigmoid(logits)^(1/normalizer), in float32 (GLA, 2312.06635; Liger, 2503.01496)."""
     return F.logsigmoid(logits.float()) / normalizer
+
+
+def log_soft_cap(logits: Tensor, cap: float) -> Tensor:
+    """log of an exponential gate whose logits bend smoothly to stay within `cap` (xLSTM 7B, 2503.13427)."""
+    return cap * torch.tanh(logits / cap)

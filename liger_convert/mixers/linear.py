@@ -1,0 +1,197 @@
+"""What the mixers over the diagonal recurrence share: maps of queries and keys, rotary, a gate, the size of the read.
+
+Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, F feature size, V value size.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from liger_convert.mixers.base import DiagonalMixer, HeadDims, Heads, Join, MixerSpec
+from liger_convert.mixers.feature_maps import POSITIVE, Codebook
+from liger_convert.mixers.gates import GateName, pool_to
+from liger_convert.mixers.kernel_maps import RANDOM, WEIGHTS, MapName, make_map, map_size
+
+START_SIZE = 0.1  # of a read: size 1 adds 2.5 nats to an untrained SmolLM2-135M, this adds nothing
+
+
+@dataclass(frozen=True)
+class LinearSpec(MixerSpec):
+    """feature_map: phi, of queries and keys. rope: whether the memory's queries and keys are rotated like the window's.
+
+    codes: how many a codebook has, which is its feature size. normalize: the read is divided by the memory's mass;
+    otherwise each head's read is brought to one size.
+    """
+
+    join: Join = "learned"
+    feature_map: MapName = "identity"
+    codes: int = 256
+    normalize: bool = False
+    rope: bool = False
+
+    def problem(self) -> str | None:
+        if self.normalize and self.feature_map not in WEIGHTS:
+            allowed = ", ".join(POSITIVE)
+            return f"feature_map: {self.feature_map} gives negative weights, which normalize cannot use; use {allowed}"
+        if self.codes < 1:
+            return f"codes: {self.codes} is too few; a codebook has at least 1"
+        if self.join == "shared" and not self.normalize:
+            return "join: shared needs the memory's mass, so normalize: true; or use join: learned"
+        return super().problem()
+
+
+class LinearMixer(DiagonalMixer):
+    """Linear attention: nothing is forgotten (a = 1) unless a subclass says otherwise.
+
+    An unnormalised sum grows with the length: its read is divided by its root mean square, per head, and multiplied by
+    a learned size per channel, as the papers do (GroupNorm in RetNet and mLSTM, RMSNorm in Lightning and Mamba2).
+    """
+
+    gate_rule = "1"
+    spec: LinearSpec
+
+    def __init__(self, spec: LinearSpec, dims: HeadDims):
+        super().__init__(spec, dims)
+        self.normalize = spec.normalize
+        self.features = map_size(spec.feature_map, dims.dim, spec.codes)
+        self.codebook: Codebook | None = None
+        self.q_map: Any = None
+        self.k_map: Any = None
+        if spec.feature_map == "codebook":
+            self.codebook = Codebook(spec.codes, dims.heads, dims.kv_heads, dims.dim)
+        else:
+            self.q_map = make_map(spec.feature_map, dims.heads, dims.dim)
+            # random features estimate a kernel only when queries and keys meet the same directions
+            if spec.feature_map not in RANDOM:
+                self.k_map = make_map(spec.feature_map, dims.kv_heads, dims.dim)
+        if self.rescales:
+            self.size_HV = nn.Parameter(torch.empty(dims.heads, dims.dim))
+
+    @property
+    def rescales(self) -> bool:
+        """Whether the read is brought to one size."""
+        return not self.normalize
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        for map_ in (self.codebook, self.q_map, self.k_map):
+            if map_ is not None:
+                map_.reset_parameters()
+        if self.rescales:
+            init.constant_(self.size_HV, START_SIZE)
+
+    @classmethod
+    def state_shape(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, tuple[int, ...]]:
+        assert isinstance(spec, LinearSpec)
+        return {"state": (dims.kv_heads, map_size(spec.feature_map, dims.dim, spec.codes), dims.dim + spec.normalize)}
+
+    @classmethod
+    def pending_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
+        return (dims.dim,)
+
+    def inputs(self, heads: Heads) -> tuple[Tensor, ...]:
+        return (heads.k_rot_BTGD if self.spec.rope else heads.k_BTGD,)
+
+    def query_features(self, heads: Heads) -> Tensor:
+        q_BTHD = heads.q_rot_BTHD if self.spec.rope else heads.q_BTHD
+        return self.q_map(q_BTHD) if self.codebook is None else self.codebook.queries(q_BTHD)
+
+    def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        return (self.k_map or self.q_map)(inputs[-1]) if self.codebook is None else self.codebook.keys(inputs[-1])
+
+    def log_gate(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        return inputs[0].new_zeros(*inputs[0].shape[:-1], 1, dtype=torch.float32)
+
+    def read(self, o_BTHV: Tensor) -> tuple[Tensor, Tensor | None]:
+        o_BTHV, log_mass_BTH = super().read(o_BTHV)
+        return self.rescale(o_BTHV) if self.rescales else o_BTHV, log_mass_BTH
+
+    def rescale(self, o_BTHV: Tensor) -> Tensor:
+        """The read at its learned size, whatever it was."""
+        return F.rms_norm(o_BTHV, o_BTHV.shape[-1:], eps=1e-6) * self.size_HV.float()
+
+
+@dataclass(frozen=True)
+class GatedSpec(LinearSpec):
+    """gate: `pooled` keys per channel, one value a `head`, a `learned` matrix on the keys, which starts as the pooling,
+    a learned `constant`, or `none`. gate_bias: added to the gate's logits, learned from there.
+    """
+
+    gate: GateName = "pooled"
+    gate_bias: float = 7.0
+
+    def problem(self) -> str | None:
+        if self.gate in ("pooled", "learned") and self.feature_map in ("products", "codebook"):
+            return (
+                f"gate: {self.gate} keys have no channel for each feature of {self.feature_map}; use head or constant"
+            )
+        return super().problem()
+
+
+class GatedMixer(LinearMixer):
+    """A gate's logits are pool(k) + b: the pretrained keys, pooled with no new weight, and a learned bias.
+
+    Subclasses say what log a is of the logits. A `scalar` gate has one value a head whatever it comes from.
+    """
+
+    scalar: ClassVar[bool] = False
+    spec: GatedSpec
+
+    def __init__(self, spec: GatedSpec, dims: HeadDims):
+        super().__init__(spec, dims)
+        self.gates: dict[str, float] = {}
+        if spec.gate != "none":
+            self.add_gate("gate", 1 if self.scalar or spec.gate == "head" else self.features, spec.gate_bias)
+
+    def add_gate(self, name: str, size: int, start: float) -> None:
+        """Logits called `name`, [B,T,G,size], whose bias starts at `start`."""
+        self.gates[name] = start
+        self.register_parameter(f"{name}_bias_GF", nn.Parameter(torch.empty(self.dims.kv_heads, size)))
+        if self.spec.gate == "learned":
+            pool = torch.empty(self.dims.kv_heads, self.dims.dim, size)
+            self.register_parameter(f"{name}_pool_GDF", nn.Parameter(pool))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        for name, start in self.gates.items():
+            bias_GF = self.get_parameter(f"{name}_bias_GF")
+            init.constant_(bias_GF, start)
+            if self.spec.gate == "learned":
+                pool_GDF = self.get_parameter(f"{name}_pool_GDF")
+                each_channel = torch.eye(self.dims.dim, dtype=pool_GDF.dtype, device=pool_GDF.device)
+                init.copy_(pool_GDF, pool_to(each_channel, bias_GF.shape[1]).expand_as(pool_GDF))
+
+    @classmethod
+    def pending_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
+        assert isinstance(spec, GatedSpec)
+        return (dims.dim, dims.dim) if spec.rope else (dims.dim,)
+
+    def inputs(self, heads: Heads) -> tuple[Tensor, ...]:
+        # the gate is pooled from keys before rotary, whose channels keep their meaning at every position
+        return (heads.k_BTGD, heads.k_rot_BTGD) if self.spec.rope else (heads.k_BTGD,)
+
+    def gate_logits(self, inputs: tuple[Tensor, ...], name: str = "gate") -> Tensor:
+        """The logits called `name` in float32, [B,T,G,F] or [B,T,G,1]."""
+        k_BTGD, bias_GF = inputs[0].float(), self.get_parameter(f"{name}_bias_GF").float()
+        match self.spec.gate:
+            case "constant":
+                return bias_GF.expand(*k_BTGD.shape[:2], *bias_GF.shape)
+            case "learned":
+                pool_GDF = self.get_parameter(f"{name}_pool_GDF").float()
+                return torch.einsum("btgd,gdf->btgf", k_BTGD, pool_GDF) + bias_GF
+            case _:
+                return pool_to(k_BTGD, bias_GF.shape[1]) + bias_GF
+
+    def log_gate(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        return self.decay(self.gate_logits(inputs)) if self.gates else super().log_gate(inputs)
+
+    @abstractmethod
+    def decay(self, logits: Tensor) -> Tensor:
+        """log a <= 0 of the gate's logits."""

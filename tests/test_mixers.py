@@ -1,0 +1,308 @@
+"""Every mixer over the diagonal recurrence against its equation, written out for one head as the paper has it; what its
+options refuse; and how it starts.
+
+Shapes: T tokens, D head size, F feature size, V value size; one head of one sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as nnf
+from gated_kernels import window
+from torch import Tensor
+
+from liger_convert.errors import BadInput
+from liger_convert.mixers import MIXERS, build_mixer, resolve_spec
+from liger_convert.mixers.base import HeadDims, Heads, Mixer
+from liger_convert.mixers.kernel_maps import MapName, make_map
+from liger_convert.mixers.linear import GatedMixer, LinearMixer
+from liger_convert.model.layout import SequenceLayout
+
+DIMS = HeadDims(hidden=24, heads=6, kv_heads=2, dim=8)
+T = 37
+LINEAR = [name for name, cls in MIXERS.items() if issubclass(cls, LinearMixer)]
+
+
+class Head(NamedTuple):
+    """One query head and its key-value head in float64, and the mixer's parameters: `p(name)` is this head's row."""
+
+    q: Tensor
+    k: Tensor
+    q_rot: Tensor
+    k_rot: Tensor
+    v: Tensor
+    p: Callable[[str], Tensor]
+
+
+def sum_of(write_TFV: Tensor, a_TFV: Tensor | float = 1.0) -> Tensor:
+    """[T,F,V]: S_t = a_t S_{t-1} + write_t, a_t of any shape that broadcasts."""
+    states, state = [], torch.zeros_like(write_TFV[0])
+    for t, write in enumerate(write_TFV):
+        state = (a_TFV[t] if isinstance(a_TFV, Tensor) else a_TFV) * state + write
+        states.append(state)
+    return torch.stack(states)
+
+
+def outer(k_TF: Tensor, v_TV: Tensor) -> Tensor:
+    return k_TF[:, :, None] * v_TV[:, None]
+
+
+def contract(q_TF: Tensor, S_TFV: Tensor) -> Tensor:
+    return torch.einsum("tf,tfv->tv", q_TF, S_TFV)
+
+
+def mean(q_TF: Tensor, k_TF: Tensor, v_TV: Tensor, a: Tensor | float = 1.0) -> Tensor:
+    """[T,V+1]: the weighted mean of values, and the sum of the weights behind it."""
+    sums = contract(q_TF, sum_of(outer(k_TF, nnf.pad(v_TV, (0, 1), value=1.0)), a))
+    return torch.cat((sums[:, :-1] / sums[:, -1:], sums[:, -1:]), 1)
+
+
+def norm(h: Head, o_TV: Tensor) -> Tensor:
+    return o_TV * (o_TV.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * h.p("size_HV")
+
+
+def elu1(x: Tensor) -> Tensor:
+    return torch.where(x > 0, x + 1, x.exp())
+
+
+def parabola(h: Head, side: str) -> Tensor:
+    x = h.q if side == "q" else h.k
+    centred = x - x.mean(-1, keepdim=True)
+    x = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    return (h.p(f"{side}_map.gamma_ND") * x + h.p(f"{side}_map.beta_ND")).square() / 8**0.5
+
+
+def arccos(h: Head, x: Tensor) -> Tensor:
+    return (x / x.norm(dim=-1, keepdim=True) @ h.p("q_map.directions_FD").T).relu() / 8**0.5
+
+
+def lightning(h: Head, g: int) -> Tensor:
+    return norm(h, contract(h.q, sum_of(outer(h.k, h.v), float(torch.tensor(-(2.0 ** (-8 * (g + 1) / 2))).exp()))))
+
+
+def retnet(h: Head, g: int) -> Tensor:
+    return norm(h, contract(h.q_rot, sum_of(outer(h.k_rot, h.v), 1 - 2.0 ** (-5 - g))))
+
+
+def gated_retention(h: Head, g: int) -> Tensor:
+    a = (h.k.mean(-1) + h.p("gate_bias_GF")).sigmoid() ** (1 / 16)
+    return norm(h, contract(h.q_rot, sum_of(outer(h.k_rot, h.v), a)))
+
+
+def gateloop(h: Head, g: int) -> Tensor:
+    a = (h.k + h.p("gate_bias_GF")).sigmoid()
+    return norm(h, contract(h.q, sum_of(outer(h.k, h.v), a[..., None])))
+
+
+def hgrn2(h: Head, g: int) -> Tensor:
+    a = 0.9 + 0.1 * (h.k + h.p("gate_bias_GF")).sigmoid()
+    return norm(h, contract(h.q.softmax(-1), sum_of(outer(1 - a, h.v), a[..., None])))
+
+
+def mamba2(h: Head, g: int) -> Tensor:
+    dt = (1 + (h.k.mean(-1) + h.p("gate_bias_GF")).exp()).log()
+    a = (-h.p("log_A_G1").exp() * dt).exp()
+    return norm(h, contract(h.q, sum_of(outer(dt[:, None] * h.k, h.v), a)))
+
+
+def mlstm(h: Head, g: int) -> Tensor:
+    """With the running maximum that the paper carries, which must cancel."""
+    pooled = h.k.mean(-1)
+    log_f = (pooled + h.p("gate_bias_GF")).sigmoid().log()
+    log_i = 15 * ((pooled + h.p("input_bias_GF")) / 15).tanh()
+    S, n, m = torch.zeros(8, 8).double(), torch.zeros(8).double(), torch.tensor(0.0).double()
+    outputs = []
+    for t in range(T):
+        before, m = m, torch.maximum(log_f[t] + m, log_i[t])
+        keep, put, k = (log_f[t] + before - m).exp(), (log_i[t] - m).exp(), h.k[t] / 8**0.5
+        S, n = keep * S + put * k[:, None] * h.v[t], keep * n + put * k
+        outputs.append(h.q[t] @ S / torch.maximum((h.q[t] @ n).abs(), (-m).exp()))
+    return norm(h, torch.stack(outputs))
+
+
+def rwkv6(h: Head, g: int) -> Tensor:
+    a = (-(h.k + h.p("gate_bias_GF")).exp()).exp()
+    kv = outer(h.k, h.v)
+    before = torch.cat((torch.zeros_like(kv[:1]), sum_of(kv, a[..., None])[:-1]))
+    return norm(h, contract(h.q, before + h.p("bonus_GF")[:, None] * kv))
+
+
+def decaying_fast_weights(h: Head, g: int) -> Tensor:
+    a = (h.k + h.p("gate_bias_GF")).sigmoid()
+    b = (h.k.unflatten(-1, (4, 2)).mean(-1) + h.p("value_bias_GF")).sigmoid().repeat_interleave(2, 1)
+    return norm(h, contract(h.q, sum_of(outer(h.k, h.v), outer(a, b))))
+
+
+def gated_rfa(h: Head, g: int) -> Tensor:
+    gate = (h.k.mean(-1) + h.p("gate_bias_GF")).sigmoid()
+    return mean(arccos(h, h.q), (1 - gate)[:, None] * arccos(h, h.k), h.v, gate)
+
+
+EQUATIONS: dict[str, Callable[[Head, int], Tensor]] = {
+    "linear-attention": lambda h, g: mean(elu1(h.q), elu1(h.k) / 8, h.v),
+    "rebased": lambda h, g: mean(parabola(h, "q"), parabola(h, "k"), h.v),
+    "lightning": lightning,
+    "retnet": retnet,
+    "gated-retention": gated_retention,
+    "gateloop": gateloop,
+    "hgrn2": hgrn2,
+    "mamba2": mamba2,
+    "mlstm": mlstm,
+    "rwkv6": rwkv6,
+    "decaying-fast-weights": decaying_fast_weights,
+    "gated-rfa": gated_rfa,
+}
+
+
+def random_heads(tokens: int, seed: int = 0) -> Heads:
+    generator = torch.Generator().manual_seed(seed)
+    q, q_rot = (torch.randn(1, tokens, DIMS.heads, DIMS.dim, generator=generator) for _ in range(2))
+    k, k_rot, v = (torch.randn(1, tokens, DIMS.kv_heads, DIMS.dim, generator=generator) for _ in range(3))
+    rank = torch.arange(tokens)[None]
+    return Heads(q, k, q_rot, k_rot, v, rank, torch.zeros(1, tokens, DIMS.hidden))
+
+
+def layout_of(tokens: int) -> SequenceLayout:
+    return SequenceLayout.build(1, tokens, torch.arange(tokens)[None], None, None)
+
+
+def started(spec: dict[str, Any]) -> Mixer:
+    torch.manual_seed(0)
+    mixer = build_mixer(resolve_spec(spec), DIMS)
+    mixer.reset_parameters()
+    return mixer
+
+
+def one_head(mixer: Mixer, heads: Heads, h: int) -> tuple[Head, int]:
+    g = h * DIMS.kv_heads // DIMS.heads
+    named = {name: p.detach().double() for name, p in mixer.named_parameters()}
+
+    def p(name: str) -> Tensor:
+        if name.endswith("_FD"):
+            return named[name]
+        return named[name][h if "_H" in name or name.startswith("q_map") else g]
+
+    q, q_rot = heads.q_BTHD[0, :, h], heads.q_rot_BTHD[0, :, h]
+    k, k_rot, v = heads.k_BTGD[0, :, g], heads.k_rot_BTGD[0, :, g], heads.v_BSGD[0, :, g]
+    return Head(*(x.double() for x in (q, k, q_rot, k_rot, v)), p), g
+
+
+GATED = [name for name in LINEAR if issubclass(MIXERS[name], GatedMixer)]
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_a_learned_gate_starts_as_the_pooled_one_and_all_of_it_is_trained(name: str) -> None:
+    heads, outputs = random_heads(T), []
+    for options in ({}, {"gate": "learned"}):
+        mixer = started({"type": name, "window": 5, **options})
+        outputs.append(mixer.remember(heads, layout_of(T), None).o_BTHV)
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-6)
+    (outputs[1] ** 3).sum().backward()
+    assert all(p.grad is not None and p.grad.any() for key, p in mixer.named_parameters() if "_pool_" in key)
+
+
+@pytest.mark.parametrize("name", EQUATIONS)
+def test_a_mixer_computes_its_papers_equation(name: str) -> None:
+    mixer, heads = started({"type": name, "scope": "all", "sinks": 0}), random_heads(T)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(1)
+        for key, parameter in mixer.named_parameters():
+            if "gate_bias" in key:  # to gates that forget within the few tokens
+                parameter.fill_(1.0 if parameter.mean() > 0 else -1.0)
+            parameter += torch.randn(parameter.shape, generator=generator) * 0.5
+        memory = mixer.remember(heads, layout_of(T), None)
+    for h in range(DIMS.heads):
+        expected = EQUATIONS[name](*one_head(mixer, heads, h))
+        got = memory.o_BTHV[0, :, h]
+        if memory.log_mass_BTH is not None:
+            got = torch.cat((got, memory.log_mass_BTH[0, :, h, None].exp()), 1)
+        assert got.shape == expected.shape
+        # both are float32 but for the loop: a few roundings of T sums, none of them of a difference that vanishes
+        torch.testing.assert_close(got.double(), expected, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("scope", ["evicted", "all"])
+def test_every_parameter_of_a_memory_gets_a_gradient(name: str, scope: str) -> None:
+    mixer = started({"type": name, "scope": scope, "window": 5, "sinks": 1})
+    heads = random_heads(T)
+    heads.v_BSGD.requires_grad_()  # linear attention has no parameter of its own
+    memory = mixer.remember(heads, layout_of(T), None)
+    (memory.o_BTHV**3).sum().backward()
+    without = [key for key, parameter in mixer.named_parameters() if parameter.grad is None or not parameter.grad.any()]
+    assert set(without) <= {"mix_H", "log_share_H"}
+
+
+def test_every_mixer_over_linear_attention_has_its_equation_here() -> None:
+    assert set(EQUATIONS) == set(LINEAR) - {"gla"}
+
+
+@pytest.mark.parametrize("kernel", ["gaussian", "arccos"])
+def test_random_features_estimate_their_kernel(kernel: MapName) -> None:
+    torch.manual_seed(0)
+    phi = make_map(kernel, 1, 1024)
+    phi.reset_parameters()
+    q, k = nnf.normalize(torch.randn(2, 1, 5, 1, 1024), dim=-1).unbind()
+    angle = (q * k).sum(-1).arccos()
+    exact = {
+        "gaussian": (-(q - k).square().sum(-1) / 2).exp(),
+        "arccos": (angle.sin() + (torch.pi - angle) * angle.cos()) / torch.pi,
+    }[kernel]
+    # each of the F draws deviates by less than 1 for x nearly at right angles: five deviations of their mean
+    assert ((phi(q) * phi(k)).sum(-1) - exact).abs().max() < 5 / 2048**0.5
+
+
+def test_products_give_the_square_of_the_product() -> None:
+    phi = make_map("products", 1, 7)
+    phi.reset_parameters()
+    q, k = torch.randn(2, 1, 5, 1, 7, generator=torch.Generator().manual_seed(0)).unbind()
+    product = (nnf.layer_norm(q, (7,)) * nnf.layer_norm(k, (7,))).sum(-1) / 7
+    torch.testing.assert_close((phi(q) * phi(k)).sum(-1), product.square())
+
+
+@pytest.mark.parametrize("name", [name for name in LINEAR if name not in ("lightning", "retnet")])
+def test_a_new_memory_lasts_for_hundreds_of_tokens(name: str) -> None:
+    mixer, heads = started({"type": name}), random_heads(300)
+    assert isinstance(mixer, LinearMixer)
+    mean_log_a = mixer.log_gate(mixer.inputs(heads)).mean()
+    assert -mean_log_a < math.log(2) / 200
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_new_memory_has_little_weight_beside_the_window(name: str) -> None:
+    mixer, heads, layout = started({"type": name}), random_heads(300), layout_of(300)
+    window_o, lse = window(heads.q_rot_BTHD, heads.k_rot_BTGD, heads.v_BSGD, window=64, scale=DIMS.dim**-0.5)
+    both = mixer(heads, window_o, lse, layout, None, "both")
+    assert (both - window_o).norm() < 0.1 * window_o.norm()
+
+
+@pytest.mark.parametrize("name", [name for name in LINEAR if MIXERS[name].Spec().join == "learned"])
+def test_an_unnormalised_memory_refuses_the_shared_denominator(name: str) -> None:
+    with pytest.raises(BadInput, match=r"^mixer\.join: shared needs (the|a) memory's mass"):
+        resolve_spec({"type": name, "join": "shared"})
+
+
+@pytest.mark.parametrize(
+    ("spec", "field"),
+    [
+        ({"type": "linear-attention", "feature_map": "identity"}, "feature_map"),
+        ({"type": "gateloop", "feature_map": "products"}, "feature_map"),
+        ({"type": "lightning", "slope": -1.0}, "slope"),
+        ({"type": "gated-retention", "gate_normalizer": 0.0}, "gate_normalizer"),
+        ({"type": "gated-retention", "gate": "pooled"}, "gate"),
+        ({"type": "hgrn2", "lower_bound": 1.0}, "lower_bound"),
+        ({"type": "hgrn2", "rope": True}, "rope"),
+        ({"type": "mlstm", "cap": 16.0}, "cap"),
+        ({"type": "decaying-fast-weights", "value_gates": 3}, "value_gates"),
+        ({"type": "decaying-fast-weights", "normalize": True, "feature_map": "relu"}, "normalize"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_work_are_refused_by_name(spec: dict[str, Any], field: str) -> None:
+    with pytest.raises(BadInput, match=rf"^mixer\.{field}: "):
+        resolve_spec(spec)
