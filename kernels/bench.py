@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import Tensor
 
 OURS = "chunk"
-NAIVE = {"diagonal": "naive loop", "window": "full mask"}  # the references
+NAIVE = {"diagonal": "naive loop", "slots": "naive loop", "window": "full mask"}  # the references
 CHECKED = 160  # tokens of the check, whose reference is slow
 ROTATED = 4  # sets of inputs
 
@@ -41,6 +41,19 @@ def diagonal_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
         "k_BTGF": k.softmax(-1),
         "v_BTGV": torch.randn(B, T, a.kv_heads, a.head_size + 1),  # and the normaliser's column
         "log_a": torch.nn.functional.logsigmoid(gate) / 16,
+    }
+
+
+def slots_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
+    q, k, v = (torch.randn(B, T, heads, a.head_size) for heads in (a.heads, a.kv_heads, a.kv_heads))
+    log_a = torch.nn.functional.logsigmoid(torch.randn(B, T, a.kv_heads, a.feature_size)) / 16
+    return {
+        "q_BTHD": q,
+        "k_BTGD": k,
+        "v_BTGV": v,
+        "w_BTGM": 1 - log_a.exp(),
+        "log_a": log_a,
+        "scale": a.head_size**-0.5,
     }
 
 
@@ -66,10 +79,12 @@ def fla_chunk_gla(q_BTHF: Tensor, k_BTGF: Tensor, v_BTGV: Tensor, log_a: Tensor)
 
 INPUTS: dict[str, Callable[[argparse.Namespace, int, int], Inputs]] = {
     "diagonal": diagonal_inputs,
+    "slots": slots_inputs,
     "window": window_inputs,
 }
 PEERS: dict[str, dict[str, Op]] = {
     "diagonal": {"fla chunk_gla": fla_chunk_gla},
+    "slots": {},
     "window": {"SDPA, band mask": sdpa},
 }
 
@@ -177,7 +192,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=9, help="query heads (9)")
     parser.add_argument("--kv-heads", type=int, default=3, help="key-value heads (3)")
     parser.add_argument("--head-size", type=int, default=64, help="size of a head (64)")
-    parser.add_argument("--feature-size", type=int, default=64, help="size of the diagonal recurrence's features (64)")
+    parser.add_argument("--feature-size", type=int, default=64, help="features of the recurrence, or slots (64)")
     parser.add_argument("--window", type=int, default=64, help="(64)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="(float32)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")

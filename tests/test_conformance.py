@@ -287,11 +287,14 @@ VARIANTS = [
     {"gate": "constant"},
     {"gate": "none", "feature_map": "relu"},
     {"gate_bias": -300.0},
+    {"type": "gsa", "scope": "all", "join": "learned", "slots": 4},
+    {"type": "gsa", "slots": 1, "gate_bias": -300.0},
+    {"type": "abc", "window": 1, "sinks": 0, "slots": 3},
 ]
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
-def test_every_option_of_gla_decodes_as_it_prefills(options: dict[str, Any]) -> None:
+def test_every_option_decodes_as_it_prefills(options: dict[str, Any]) -> None:
     model = build("llama", **{"type": "gla", "window": WINDOW, "sinks": SINKS, **options})
     cache = DynamicCache(config=model.config)
     parts = [logits(model, TOKENS[:, i : i + 1], past_key_values=cache, use_cache=True) for i in range(TOKENS.shape[1])]

@@ -7,14 +7,18 @@ import typing
 from typing import Any
 
 from liger_convert.errors import BadInput, did_you_mean
+from liger_convert.mixers.abc import ABC
 from liger_convert.mixers.base import HeadDims, Mixer, MixerSpec
 from liger_convert.mixers.gla import GLA
+from liger_convert.mixers.gsa import GSA
 from liger_convert.mixers.liger_paper import LigerPaper
 from liger_convert.mixers.window import Window
 
 MIXERS: dict[str, type[Mixer]] = {
     GLA.name: GLA,
     LigerPaper.name: LigerPaper,
+    GSA.name: GSA,
+    ABC.name: ABC,
     Window.name: Window,
 }
 
