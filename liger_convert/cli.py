@@ -329,14 +329,14 @@ def generate(
 @app.command(rich_help_panel=REFERENCE)
 def mixers(as_json: Json = False) -> None:
     """List what can replace attention, with the options of each."""
-    from dataclasses import fields
+    from dataclasses import asdict
 
     from liger_convert.mixers import MIXERS
 
     table = Table("mixer", "what it is", "gate", Column("options", overflow="fold"))
     described = {}
     for name, mixer in MIXERS.items():
-        options = {field.name: field.default for field in fields(mixer.Spec)}
+        options = asdict(mixer.Spec())
         about = {"summary": mixer.summary, "gate": mixer.gate_rule, "recurrence": mixer.recurrence}
         described[name] = {**about, "options": options}
         table.add_row(name, mixer.summary, mixer.gate_rule, "\n".join(f"{k}={v}" for k, v in options.items()))

@@ -145,6 +145,18 @@ RECIPES = [
     case("bad mixer option", "mixer.feature_map", lambda w: w.run("mixer.feature_map=3")),
     case("no slots", "mixer.slots: 0 is too small", lambda w: w.plan("mixer={type: gsa, slots: 0}")),
     case("slots that keys cannot fill", "slots: keys of size 8", lambda w: w.plan("mixer={type: gsa, slots: 5}")),
+    case(
+        "unknown inner mixer",
+        "mixer.inner.type: mixer 'gle'",
+        lambda w: w.plan("mixer={type: mom, inner: {type: gle}}"),
+    ),
+    case(
+        "memories that are none",
+        "mixer.inner.type: window",
+        lambda w: w.plan("mixer={type: mom, inner: {type: window}}"),
+    ),
+    case("a window a memory", "mixer.inner.window: is", lambda w: w.plan("mixer={type: mom, inner: {window: 3}}")),
+    case("too many active memories", "mixer.active: 5", lambda w: w.plan("mixer={type: mom, active: 5}")),
     case("negative sinks", "mixer.sinks", lambda w: w.run("mixer.sinks=-1")),
     case("empty window", "mixer.window", lambda w: w.run("mixer.window=0")),
     case("bad pattern", "layers: 'LXL' is no pattern", lambda w: w.run("layers=LXL")),

@@ -12,6 +12,7 @@ from liger_convert.mixers.base import HeadDims, Mixer, MixerSpec
 from liger_convert.mixers.gla import GLA
 from liger_convert.mixers.gsa import GSA
 from liger_convert.mixers.liger_paper import LigerPaper
+from liger_convert.mixers.mom import MoM
 from liger_convert.mixers.window import Window
 
 MIXERS: dict[str, type[Mixer]] = {
@@ -19,6 +20,7 @@ MIXERS: dict[str, type[Mixer]] = {
     LigerPaper.name: LigerPaper,
     GSA.name: GSA,
     ABC.name: ABC,
+    MoM.name: MoM,
     Window.name: Window,
 }
 
@@ -65,6 +67,7 @@ def _checked(kind: Any, value: Any, where: str) -> Any:
             hint = did_you_mean(value, allowed)
             raise BadInput(f"{where}: {value!r} is not allowed{hint}; use one of {', '.join(allowed)}")
         return value
+    kind = typing.get_origin(kind) or kind
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):

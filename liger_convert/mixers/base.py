@@ -94,6 +94,8 @@ class Mixer(nn.Module, ABC):
     recurrence: ClassVar[str]
     Spec: ClassVar[type[MixerSpec]]
     initial_log_share: ClassVar[float] = -4.0
+    auxiliary_loss: Tensor | None = None
+    """What a forward pass in training adds to the loss, already weighted, until `take_auxiliary_loss` takes it."""
 
     def __init__(self, spec: MixerSpec, dims: HeadDims):
         super().__init__()
