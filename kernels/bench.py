@@ -28,7 +28,12 @@ from rich.table import Table
 from torch import Tensor
 
 OURS = "chunk"
-NAIVE = {"diagonal": "naive loop", "slots": "naive loop", "window": "full mask"}  # the references
+NAIVE = {
+    "diagonal": "naive loop",
+    "elementwise": "naive loop",
+    "slots": "naive loop",
+    "window": "full mask",
+}  # the references
 CHECKED = 160  # tokens of the check, whose reference is slow
 ROTATED = 4  # sets of inputs
 
@@ -41,6 +46,17 @@ def diagonal_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
         "k_BTGF": k.softmax(-1),
         "v_BTGV": torch.randn(B, T, a.kv_heads, a.head_size + 1),  # and the normaliser's column
         "log_a": torch.nn.functional.logsigmoid(gate) / 16,
+    }
+
+
+def elementwise_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
+    F, G, V = a.feature_size // 4, a.kv_heads, a.head_size  # Mamba's 16 states a channel
+    return {
+        "q_BTHF": torch.randn(B, T, a.heads, F),
+        "k_BTGF": torch.randn(B, T, G, F),
+        "v_BTGV": torch.randn(B, T, G, V),
+        "dt_BTGV": torch.randn(B, T, G, V).exp() / 100,
+        "log_A_GFV": -torch.arange(1.0, F + 1)[:, None].expand(G, F, V),
     }
 
 
@@ -79,11 +95,13 @@ def fla_chunk_gla(q_BTHF: Tensor, k_BTGF: Tensor, v_BTGV: Tensor, log_a: Tensor)
 
 INPUTS: dict[str, Callable[[argparse.Namespace, int, int], Inputs]] = {
     "diagonal": diagonal_inputs,
+    "elementwise": elementwise_inputs,
     "slots": slots_inputs,
     "window": window_inputs,
 }
 PEERS: dict[str, dict[str, Op]] = {
     "diagonal": {"fla chunk_gla": fla_chunk_gla},
+    "elementwise": {},
     "slots": {},
     "window": {"SDPA, band mask": sdpa},
 }

@@ -290,6 +290,10 @@ VARIANTS = [
     {"type": "gsa", "scope": "all", "join": "learned", "slots": 4},
     {"type": "gsa", "slots": 1, "gate_bias": -300.0},
     {"type": "abc", "window": 1, "sinks": 0, "slots": 3},
+    {"type": "mom", "memories": 3, "active": 1, "shared": False, "inner": {"type": "gsa", "slots": 4}},
+    {"type": "mom", "scope": "all", "join": "learned", "inner": {"type": "liger-paper"}},
+    {"type": "mamba", "scope": "all", "join": "learned", "states": 3},
+    {"type": "s4", "window": 1, "sinks": 0, "states": 1},
 ]
 
 

@@ -12,7 +12,9 @@ from liger_convert.mixers.base import HeadDims, Mixer, MixerSpec
 from liger_convert.mixers.gla import GLA
 from liger_convert.mixers.gsa import GSA
 from liger_convert.mixers.liger_paper import LigerPaper
+from liger_convert.mixers.mamba import Mamba
 from liger_convert.mixers.mom import MoM
+from liger_convert.mixers.s4 import S4
 from liger_convert.mixers.window import Window
 
 MIXERS: dict[str, type[Mixer]] = {
@@ -20,6 +22,8 @@ MIXERS: dict[str, type[Mixer]] = {
     LigerPaper.name: LigerPaper,
     GSA.name: GSA,
     ABC.name: ABC,
+    Mamba.name: Mamba,
+    S4.name: S4,
     MoM.name: MoM,
     Window.name: Window,
 }
