@@ -40,7 +40,8 @@ class S4(ElementwiseMixer):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        init.zeros_(self.read_GVRF)
+        # weights as long as the steps: a channel's mass tends to 1 + 1/2 + ... + 1/F, however slow it is
+        init.copy_(self.read_GVRF, self.first_log_steps()[:, None, None].expand_as(self.read_GVRF))
 
     def first_log_rates(self) -> Tensor:
         return super().first_log_rates() + self.first_log_steps()  # a step that is fixed is a part of the rate

@@ -30,7 +30,7 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "one token": Case(1),
+    "one token, slots filled before": Case(1),
     "one token, exclusive, no state": Case(1, exclusive=True, state=False),
     "two tokens, exclusive, no state, no decay": Case(2, gate="none", exclusive=True, state=False),
     "three tokens, float64": Case(3, dtype=torch.float64),
