@@ -9,6 +9,7 @@ from typing import Any
 from liger_convert.errors import BadInput, did_you_mean
 from liger_convert.mixers.abc import ABC
 from liger_convert.mixers.base import HeadDims, Mixer, MixerSpec
+from liger_convert.mixers.forgetting import Forgetting
 from liger_convert.mixers.gla import GLA
 from liger_convert.mixers.gsa import GSA
 from liger_convert.mixers.liger_paper import LigerPaper
@@ -26,6 +27,7 @@ MIXERS: dict[str, type[Mixer]] = {
     S4.name: S4,
     MoM.name: MoM,
     Window.name: Window,
+    Forgetting.name: Forgetting,
 }
 
 SOFTMAX = "softmax"

@@ -7,6 +7,7 @@ F feature size, V value size. States are float32.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 Join = Literal["shared", "learned", "fixed"]
 Scope = Literal["evicted", "all"]
 Branches = Literal["both", "window", "memory"]
+
+REMEMBERING = 8.0  # logit of a forget gate at the start: a window of 64 keeps e^-0.02 of its oldest token's weight
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,11 @@ class Heads(NamedTuple):
     x_BTC: Tensor
 
 
+# The window's output [B,T,H,V] and log-sum-exp [B,T,H], given the log forget gates [B,T,G] of the new tokens or None;
+# called once a forward pass, as it moves the ring on.
+Window = Callable[[Tensor | None], tuple[Tensor, Tensor]]
+
+
 class Memory(NamedTuple):
     """What a memory read gives: its output, and the log of the mass it stands for (None where it is not normalised)."""
 
@@ -65,13 +73,15 @@ class MixerSpec:
     window: tokens a query sees exactly, itself included (at least 1). sinks: first tokens of a document that stay
     visible for ever. scope: the memory holds `all` tokens, or only those `evicted` from the window (sinks, which are
     never forgotten, are then never written). join: one `shared` denominator over the window's logits and the memory's
-    mass, or a `learned` or `fixed` mix of the two outputs.
+    mass, or a `learned` or `fixed` mix of the two outputs. forget: the window's weights fade by a learned gate of every
+    token since (Forgetting Transformer, 2503.02130), one a key-value head; the sinks' beyond the window do not.
     """
 
     window: int = 64
     sinks: int = 4
     scope: Scope = "evicted"
     join: Join = "shared"
+    forget: bool = False
 
     def problem(self) -> str | None:
         """What is wrong with these values, as `field: sentence`, or None."""
@@ -104,6 +114,9 @@ class Mixer(nn.Module, ABC):
             self.mix_H = nn.Parameter(torch.empty(dims.heads))
         elif spec.join == "shared":
             self.log_share_H = nn.Parameter(torch.empty(dims.heads))
+        if spec.forget:
+            self.forget_GC = nn.Parameter(torch.empty(dims.kv_heads, dims.hidden))
+            self.forget_bias_G = nn.Parameter(torch.empty(dims.kv_heads))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -112,6 +125,9 @@ class Mixer(nn.Module, ABC):
             init.constant_(self.mix_H, -3.0)
         elif self.spec.join == "shared":
             init.constant_(self.log_share_H, self.initial_log_share)
+        if self.spec.forget:
+            init.zeros_(self.forget_GC)
+            init.constant_(self.forget_bias_G, REMEMBERING)
 
     @classmethod
     @abstractmethod
@@ -145,14 +161,21 @@ class Mixer(nn.Module, ABC):
     def forward(
         self,
         heads: Heads,
-        window_o_BTHV: Tensor,
-        window_lse_BTH: Tensor,
+        window: Window,
         layout: SequenceLayout,
         past: LinearizedCacheLayer | None,
         branches: Branches,
     ) -> Tensor:
-        """The layer's output [B,T,H,V] from its heads, its window's output and log-sum-exp; moves `past` on."""
-        return self.join(window_o_BTHV, window_lse_BTH, self.remember(heads, layout, past), branches)
+        """The layer's output [B,T,H,V] from its heads and its window; moves `past` on."""
+        return self.join(*window(self.log_forget(heads)), self.remember(heads, layout, past), branches)
+
+    def log_forget(self, heads: Heads) -> Tensor | None:
+        """The log forget gates of the new tokens, float32 [B,T,G]; None where the window does not forget."""
+        if not self.spec.forget:
+            return None
+        with torch.autocast(heads.x_BTC.device.type, enabled=False):
+            logits_BTG = heads.x_BTC.float() @ self.forget_GC.float().mT
+        return F.logsigmoid(logits_BTG + self.forget_bias_G.float())
 
     def remember(self, heads: Heads, layout: SequenceLayout, past: LinearizedCacheLayer | None) -> Memory:
         """Writes the tokens that are due, reads the memory with the queries, and moves `past` on."""
@@ -177,15 +200,14 @@ class Mixer(nn.Module, ABC):
         return memory
 
     @torch.no_grad()
-    def calibrate(
-        self, heads: Heads, window_o_BTHV: Tensor, window_lse_BTH: Tensor, target_BTHV: Tensor, layout: SequenceLayout
-    ) -> None:
+    def calibrate(self, heads: Heads, window: Window, target_BTHV: Tensor, layout: SequenceLayout) -> None:
         """Sets each head's scale of the shared denominator to what brings its output closest to the base's, the target.
 
         Searched on a grid of e^0.5, because the error has several minima: a memory that recalls badly is best ignored.
         """
         if self.spec.join != "shared":
             return
+        window_o_BTHV, window_lse_BTH = window(self.log_forget(heads))
         memory = self.remember(heads, layout, None)
         scales = torch.arange(-8.0, 12.5, 0.5, device=target_BTHV.device)
         errors = []

@@ -55,10 +55,10 @@ class MoMSpec(MixerSpec):
         return {name: value for name, value in resolved.items() if name not in common}
 
     def inner_mixer(self) -> tuple[type[Mixer], MixerSpec]:
-        """The memories' class and options. Their reads are joined here: `fixed` leaves them no parameter to join by."""
+        """The memories' class and options. They are joined here and have no window, so no parameters for either."""
         from liger_convert.mixers import MIXERS, make_spec
 
-        return MIXERS[self.inner["type"]], make_spec({**self.inner, **self._common(), "join": "fixed"})
+        return MIXERS[self.inner["type"]], make_spec({**self.inner, **self._common(), "join": "fixed", "forget": False})
 
     def problem(self) -> str | None:
         from liger_convert.mixers import MIXERS
