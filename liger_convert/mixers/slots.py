@@ -37,6 +37,7 @@ class SlotMixer(Mixer):
     """Subclasses say with which weights w a token is written, and how far it makes each slot forget, a."""
 
     recurrence = "slots"
+    initial_log_share = -6.0  # a slot's logit is as large as a token's, and there are as many of them
     spec: SlotSpec
 
     @abstractmethod
