@@ -157,6 +157,8 @@ RECIPES = [
     ),
     case("a window a memory", "mixer.inner.window: is", lambda w: w.plan("mixer={type: mom, inner: {window: 3}}")),
     case("too many active memories", "mixer.active: 5", lambda w: w.plan("mixer={type: mom, active: 5}")),
+    case("to forget nothing", "mixer.forget: is what", lambda w: w.plan("mixer={type: forgetting, forget: false}")),
+    case("no states", "mixer.states: 0 is too small", lambda w: w.plan("mixer={type: mamba, states: 0}")),
     case("negative sinks", "mixer.sinks", lambda w: w.run("mixer.sinks=-1")),
     case("empty window", "mixer.window", lambda w: w.run("mixer.window=0")),
     case("bad pattern", "layers: 'LXL' is no pattern", lambda w: w.run("layers=LXL")),

@@ -59,9 +59,10 @@ def test_a_memory_that_no_token_chose_is_unchanged_bit_for_bit(inner: str, monke
 
 
 @every_inner
+@pytest.mark.parametrize("memories", [1, 3])
 @torch.no_grad()
-def test_a_single_memory_that_all_choose_is_the_inner_mixer(inner: str) -> None:
-    routed = mom(inner, memories=1, active=1, shared=False)
+def test_memories_that_all_tokens_choose_are_the_inner_mixer(inner: str, memories: int) -> None:
+    routed = mom(inner, memories=memories, active=memories, shared=False)
     plain = build(type=inner, join="fixed", window=3, sinks=0, scope="evicted")
     plain.load_state_dict({name.replace("mixer.inner.", "mixer."): t for name, t in routed.state_dict().items()}, False)
     torch.testing.assert_close(routed(TOKENS).logits, plain(TOKENS).logits)

@@ -56,7 +56,7 @@ class Heads(NamedTuple):
 
 # The window's output [B,T,H,V] and log-sum-exp [B,T,H], given the log forget gates [B,T,G] of the new tokens or None;
 # called once a forward pass, as it moves the ring on.
-Window = Callable[[Tensor | None], tuple[Tensor, Tensor]]
+WindowRead = Callable[[Tensor | None], tuple[Tensor, Tensor]]
 
 
 class Memory(NamedTuple):
@@ -104,8 +104,8 @@ class Mixer(nn.Module, ABC):
     recurrence: ClassVar[str]
     Spec: ClassVar[type[MixerSpec]]
     initial_log_share: ClassVar[float] = -4.0
+    # what a forward pass in training adds to the loss, already weighted, until `take_auxiliary_loss` takes it
     auxiliary_loss: Tensor | None = None
-    """What a forward pass in training adds to the loss, already weighted, until `take_auxiliary_loss` takes it."""
 
     def __init__(self, spec: MixerSpec, dims: HeadDims):
         super().__init__()
@@ -161,7 +161,7 @@ class Mixer(nn.Module, ABC):
     def forward(
         self,
         heads: Heads,
-        window: Window,
+        window: WindowRead,
         layout: SequenceLayout,
         past: LinearizedCacheLayer | None,
         branches: Branches,
@@ -200,7 +200,7 @@ class Mixer(nn.Module, ABC):
         return memory
 
     @torch.no_grad()
-    def calibrate(self, heads: Heads, window: Window, target_BTHV: Tensor, layout: SequenceLayout) -> None:
+    def calibrate(self, heads: Heads, window: WindowRead, target_BTHV: Tensor, layout: SequenceLayout) -> None:
         """Sets each head's scale of the shared denominator to what brings its output closest to the base's, the target.
 
         Searched on a grid of e^0.5, because the error has several minima: a memory that recalls badly is best ignored.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from liger_convert.families import family_of, head_dim, project_qkv
 from liger_convert.mixers import build_mixer, make_spec
-from liger_convert.mixers.base import Branches, HeadDims, Heads, Window
+from liger_convert.mixers.base import Branches, HeadDims, Heads, WindowRead
 from liger_convert.model.cache import LinearizedCacheLayer
 from liger_convert.model.layout import SequenceLayout, Sinks
 
@@ -77,7 +77,7 @@ class LinearizedAttention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         layout: SequenceLayout,
         past: LinearizedCacheLayer | None,
-    ) -> tuple[Heads, Window]:
+    ) -> tuple[Heads, WindowRead]:
         """The heads of the new tokens, and what gives them the window's and the sinks' output and log-sum-exp."""
         q_BTHD, k_BTGD, q_rot_BTHD, k_rot_BTGD, v_BTGD = self.project(x_BTC, position_embeddings)
         keep = self.spec.window - 1
