@@ -53,7 +53,7 @@ def test_a_memory_that_no_token_chose_is_unchanged_bit_for_bit(inner: str, monke
     chosen_BGN = choices[0][1][:, 0]
     assert (chosen_BGN.sum(-1) == 2).all()
     for name, state in cache.layers[0].states.items():
-        same_BSG = (state == before[name]).flatten(3).all(-1)
+        same_BSG = (state == before[name]).unflatten(2, (chosen_BGN.shape[1], -1)).flatten(3).all(-1)
         assert torch.equal(same_BSG[:, 1:].mT, ~chosen_BGN), name
         assert not same_BSG[:, 0].any(), "every token is written to the shared memory"
 
