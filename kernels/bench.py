@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import Tensor
 
 OURS = "chunk"
-NAIVE = {"delta": "naive loop", "diagonal": "naive loop", "momentum": "naive loop", "window": "full mask"}
+NAIVE = {op: "full mask" if op == "window" else "naive loop" for op in OPS}  # the references
 CHECKED = 160  # tokens of the check, whose reference is slow
 ROTATED = 4  # sets of inputs
 
@@ -59,6 +59,30 @@ def delta_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
 def momentum_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
     log_m = torch.nn.functional.logsigmoid(torch.randn(B, T, a.kv_heads, 1))
     return delta_inputs(a, T, B) | {"log_m": log_m, "c_BTG1": torch.ones_like(log_m)}
+
+
+def elementwise_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
+    F, G, V = a.feature_size // 4, a.kv_heads, a.head_size  # Mamba's 16 states a channel
+    return {
+        "q_BTHF": torch.randn(B, T, a.heads, F),
+        "k_BTGF": torch.randn(B, T, G, F),
+        "v_BTGV": torch.randn(B, T, G, V),
+        "dt_BTGV": torch.randn(B, T, G, V).exp() / 100,
+        "log_A_GFV": -torch.arange(1.0, F + 1)[:, None].expand(G, F, V),
+    }
+
+
+def slots_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
+    q, k, v = (torch.randn(B, T, heads, a.head_size) for heads in (a.heads, a.kv_heads, a.kv_heads))
+    log_a = torch.nn.functional.logsigmoid(torch.randn(B, T, a.kv_heads, a.feature_size)) / 16
+    return {
+        "q_BTHD": q,
+        "k_BTGD": k,
+        "v_BTGV": v,
+        "w_BTGM": 1 - log_a.exp(),
+        "log_a": log_a,
+        "scale": a.head_size**-0.5,
+    }
 
 
 def window_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
@@ -95,12 +119,16 @@ INPUTS: dict[str, Callable[[argparse.Namespace, int, int], Inputs]] = {
     "delta": delta_inputs,
     "diagonal": diagonal_inputs,
     "momentum": momentum_inputs,
+    "elementwise": elementwise_inputs,
+    "slots": slots_inputs,
     "window": window_inputs,
 }
 PEERS: dict[str, dict[str, Op]] = {
     "delta": {"fla chunk_gated_delta_rule": fla_chunk_gated_delta_rule},
     "diagonal": {"fla chunk_gla": fla_chunk_gla},
     "momentum": {},
+    "elementwise": {},
+    "slots": {},
     "window": {"SDPA, band mask": sdpa},
 }
 
@@ -212,7 +240,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=9, help="query heads (9)")
     parser.add_argument("--kv-heads", type=int, default=3, help="key-value heads (3)")
     parser.add_argument("--head-size", type=int, default=64, help="size of a head (64)")
-    parser.add_argument("--feature-size", type=int, default=64, help="size of the diagonal recurrence's features (64)")
+    parser.add_argument("--feature-size", type=int, default=64, help="features of the recurrence, or slots (64)")
     parser.add_argument("--window", type=int, default=64, help="(64)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="(float32)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")

@@ -49,7 +49,8 @@ def calibrate_layer(attention: LinearizedAttention, x_BTC: Tensor, embeddings: A
     mixer: Mixer = attention.mixer
     if mixer.spec.join != "shared":
         return
-    heads, window_o_BTHV, window_lse_BTH = attention.look(x_BTC, embeddings, layout, None)
+    heads, see = attention.look(x_BTC, embeddings, layout, None)
+    window_o_BTHV, window_lse_BTH = see(mixer.log_forget(heads))
     target_BTHV, _ = window(
         heads.q_rot_BTHD,
         heads.k_rot_BTGD,

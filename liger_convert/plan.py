@@ -257,7 +257,7 @@ def _state_bytes(spec: dict[str, Any], config: Any, itemsize: int) -> int:
     cls, options, dims = MIXERS[spec["type"]], make_spec(spec), head_dims(config)
     pending = sum(cls.pending_sizes(options, dims)) if options.scope == "evicted" else 0
     # 8 bytes each: the rank of a token in the ring; where each sink stands; the count of tokens seen
-    ring = (options.window - 1) * (dims.kv_heads * (2 * dims.dim + pending) * itemsize + 8)
+    ring = (options.window - 1) * (dims.kv_heads * ((2 * dims.dim + pending) * itemsize + 4 * options.forget) + 8)
     sinks = options.sinks * (dims.kv_heads * 2 * dims.dim * itemsize + 8) + 8
     return ring + sinks + 4 * sum(math.prod(shape) for shape in cls.state_shape(options, dims).values())
 

@@ -317,6 +317,17 @@ VARIANTS = [
     {"type": "decaying-fast-weights", "value_gates": 1, "feature_map": "softmax2", "gate": "constant"},
     {"type": "gated-rfa", "feature_map": "gaussian", "gate": "constant"},
     {"type": "gated-rfa", "feature_map": "hedgehog", "rope": True, "scope": "all"},
+    {"forget": True},
+    {"forget": True, "window": 1, "sinks": 0, "scope": "all"},
+    {"type": "window", "forget": True, "window": 7},
+    {"type": "mom", "forget": True},
+    {"type": "gsa", "scope": "all", "join": "learned", "slots": 4},
+    {"type": "gsa", "slots": 1, "gate_bias": -300.0},
+    {"type": "abc", "window": 1, "sinks": 0, "slots": 3},
+    {"type": "mom", "memories": 3, "active": 1, "shared": False, "inner": {"type": "gsa", "slots": 4}},
+    {"type": "mom", "scope": "all", "join": "learned", "inner": {"type": "liger-paper"}},
+    {"type": "mamba", "scope": "all", "join": "learned", "states": 3},
+    {"type": "s4", "window": 1, "sinks": 0, "states": 1},
 ]
 
 

@@ -21,8 +21,11 @@ from liger_convert.model import load_linearized
 TOKENS = torch.randint(3, 101, (2, 29), generator=torch.Generator().manual_seed(0))
 LINEARIZATION = {
     "format": 1,
-    "mixers": {"main": resolve_spec({"window": 5, "sinks": 2}), "paper": resolve_spec({"type": "liger-paper"})},
-    "layers": ["main", "softmax", "paper"],
+    "mixers": {
+        "main": resolve_spec({"window": 5, "sinks": 2}),
+        "routed": resolve_spec({"type": "mom", "join": "fixed", "inner": {"type": "liger-paper"}}),
+    },
+    "layers": ["main", "softmax", "routed"],
 }
 STRANGER = """
 import importlib.abc, sys

@@ -70,13 +70,20 @@ def documents() -> list[data.Document]:
 
 
 def train(
-    stage: Stage, out: Path, *, family: str = "llama", precision: str = "float32", results: Any = (), **options: Any
+    stage: Stage,
+    out: Path,
+    *,
+    family: str = "llama",
+    model: Path | None = None,
+    precision: str = "float32",
+    results: Any = (),
+    **options: Any,
 ) -> dict[str, Any]:
-    base, model = folders(family)
+    base, linearized = folders(family)
     packed = data.pack(documents(), SEQ_LEN, stage.tokens, responses_only=isinstance(stage, FinetuneStage))
     return run_stage(
         stage,
-        model_dir=model,
+        model_dir=model or linearized,
         results=results,
         base_dir=base,
         dataset=packed,
@@ -330,3 +337,23 @@ def test_a_diverged_loss_stops_the_stage_and_saves_nothing(name: str, tmp_path: 
 def test_a_trained_model_keeps_its_cache_switched_on(tmp_path: Path) -> None:
     train(make_stage("finetune", steps=1), tmp_path)
     assert json.loads((tmp_path / "result" / "model" / "config.json").read_text())["use_cache"] is True
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["align", "distill", "finetune"])
+def test_every_stage_trains_the_routers_of_memories_towards_balance(
+    name: str, checkpointing: bool, tmp_path: Path
+) -> None:
+    # one memory a token: its weight is 1 whatever the router says, which so learns from the balance alone
+    spec = {"type": "mom", "memories": 3, "active": 1, "window": 6, "sinks": 2}
+    stage = make_stage(name, steps=2, gradient_checkpointing=checkpointing)
+    moved = {}
+    for balance in (0.0, 1.0):
+        plan = {"format": 1, "mixers": {"main": resolve_spec(spec | {"balance": balance})}, "layers": ["main"] * 3}
+        folder = tmp_path / str(balance)
+        linearize_base(folders()[0], plan).save_pretrained(folder)
+        train(stage, folder / "out", model=folder)
+        (before,), (after,) = (folder.glob("*.safetensors"), (folder / "out" / "result").rglob("*.safetensors"))
+        old, new = load_file(before), load_file(after)
+        moved[balance] = {not torch.equal(old[name], new[name]) for name in old if name.endswith("router_GNC")}
+    assert moved == {0.0: {False}, 1.0: {True}}

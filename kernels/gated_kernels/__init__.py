@@ -6,14 +6,18 @@ from torch import Tensor
 
 from gated_kernels.delta.chunk import delta
 from gated_kernels.diagonal.chunk import diagonal
+from gated_kernels.elementwise.chunk import elementwise
 from gated_kernels.momentum.chunk import momentum
+from gated_kernels.slots.chunk import slots
 from gated_kernels.window.chunk import window
 
-OPS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+OPS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "delta": delta,  # S_t = D_t S_{t-1} - e_t^T (r_t D_t S_{t-1}) + k_t^T v_t, o_t = q_t S_t
     "diagonal": diagonal,  # S_t = diag(a_t) S_{t-1} + k_t^T v_t, o_t = q_t S_t
+    "elementwise": elementwise,  # S_t = exp(dt_t log A) * S_{t-1} + k_t^T v_t, o_t = q_t S_t
     "momentum": momentum,  # Z_t = m_t Z_{t-1} + k_t^T (v_t - r_t M_{t-1}), M_t = a_t M_{t-1} + c_t Z_t, o_t = q_t M_t
+    "slots": slots,  # softmax attention over M slots, running means of keys and values
     "window": window,  # softmax attention over the last keys and the sinks
 }
 
-__all__ = ["OPS", "delta", "diagonal", "momentum", "window"]
+__all__ = ["OPS", "delta", "diagonal", "elementwise", "momentum", "slots", "window"]

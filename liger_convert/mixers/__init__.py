@@ -7,24 +7,30 @@ import typing
 from typing import Any
 
 from liger_convert.errors import BadInput, did_you_mean
+from liger_convert.mixers.abc import ABC
 from liger_convert.mixers.base import HeadDims, Mixer, MixerSpec
 from liger_convert.mixers.decaying_fast_weights import DecayingFastWeights
 from liger_convert.mixers.deltanet import DeltaNet
+from liger_convert.mixers.forgetting import Forgetting
 from liger_convert.mixers.gated_deltanet import GatedDeltaNet
 from liger_convert.mixers.gated_retention import GatedRetention
 from liger_convert.mixers.gated_rfa import GatedRFA
 from liger_convert.mixers.gateloop import GateLoop
 from liger_convert.mixers.gla import GLA
+from liger_convert.mixers.gsa import GSA
 from liger_convert.mixers.hgrn2 import HGRN2
 from liger_convert.mixers.liger_paper import LigerPaper
 from liger_convert.mixers.lightning import Lightning
 from liger_convert.mixers.linear_attention import LinearAttention
+from liger_convert.mixers.mamba import Mamba
 from liger_convert.mixers.mamba2 import Mamba2
 from liger_convert.mixers.mlstm import MLSTM
+from liger_convert.mixers.mom import MoM
 from liger_convert.mixers.rebased import Rebased
 from liger_convert.mixers.retnet import RetNet
 from liger_convert.mixers.rwkv6 import RWKV6
 from liger_convert.mixers.rwkv7 import RWKV7
+from liger_convert.mixers.s4 import S4
 from liger_convert.mixers.titans import Titans
 from liger_convert.mixers.ttt import TTT
 from liger_convert.mixers.window import Window
@@ -49,7 +55,13 @@ MIXERS: dict[str, type[Mixer]] = {
     RWKV7.name: RWKV7,
     TTT.name: TTT,
     Titans.name: Titans,
+    GSA.name: GSA,
+    ABC.name: ABC,
+    Mamba.name: Mamba,
+    S4.name: S4,
+    MoM.name: MoM,
     Window.name: Window,
+    Forgetting.name: Forgetting,
 }
 
 SOFTMAX = "softmax"
@@ -95,6 +107,7 @@ def _checked(kind: Any, value: Any, where: str) -> Any:
             hint = did_you_mean(value, allowed)
             raise BadInput(f"{where}: {value!r} is not allowed{hint}; use one of {', '.join(allowed)}")
         return value
+    kind = typing.get_origin(kind) or kind
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):

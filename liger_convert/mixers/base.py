@@ -7,6 +7,7 @@ F feature size, V value size. States are float32.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
@@ -25,7 +26,8 @@ Scope = Literal["evicted", "all"]
 Branches = Literal["both", "window", "memory"]
 
 LEAST_MASS = 1e-30  # of a memory that holds something; less counts as nothing
-EMPTY = -69.0  # a log mass at or below it: log(LEAST_MASS) and a little
+EMPTY = -60.0  # a log mass at or below it: log(LEAST_MASS), also of several such memories together
+REMEMBERING = 8.0  # logit of a forget gate at the start: a window of 64 keeps e^-0.02 of its oldest token's weight
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,11 @@ class Heads(NamedTuple):
     x_BTC: Tensor
 
 
+# The window's output [B,T,H,V] and log-sum-exp [B,T,H], given the log forget gates [B,T,G] of the new tokens or None;
+# called once a forward pass, as it moves the ring on.
+WindowRead = Callable[[Tensor | None], tuple[Tensor, Tensor]]
+
+
 class Memory(NamedTuple):
     """What a memory read gives: its output, and the log of the mass it stands for (None where it is not normalised)."""
 
@@ -70,13 +77,15 @@ class MixerSpec:
     never forgotten, are then never written). join: one `shared` denominator over the window's logits and the memory's
     mass, a `learned` or `fixed` (half and half) mix of the two outputs, or the `memory` alone. In the shared
     denominator a memory of mass m weighs w = m^gamma e^(c q / sqrt(D) + beta) beside the sum of the window's e^s; every
-    head learns its gamma, c and beta.
+    head learns its gamma, c and beta. forget: the window's weights fade by a learned gate of every token since
+    (Forgetting Transformer, 2503.02130), one a key-value head; the sinks' beyond the window do not.
     """
 
     window: int = 64
     sinks: int = 4
     scope: Scope = "evicted"
     join: Join = "shared"
+    forget: bool = False
 
     def problem(self) -> str | None:
         """What is wrong with these values, as `field: sentence`, or None."""
@@ -99,6 +108,8 @@ class Mixer(nn.Module, ABC):
     recurrence: ClassVar[str]
     Spec: ClassVar[type[MixerSpec]]
     initial_log_share: ClassVar[float] = -4.0
+    # what a forward pass in training adds to the loss, already weighted, until `take_auxiliary_loss` takes it
+    auxiliary_loss: Tensor | None = None
 
     def __init__(self, spec: MixerSpec, dims: HeadDims):
         super().__init__()
@@ -109,6 +120,9 @@ class Mixer(nn.Module, ABC):
             self.share_power_H = nn.Parameter(torch.empty(dims.heads))
             self.share_query_HD = nn.Parameter(torch.empty(dims.heads, dims.dim))
             self.log_share_H = nn.Parameter(torch.empty(dims.heads))
+        if spec.forget:
+            self.forget_GC = nn.Parameter(torch.empty(dims.kv_heads, dims.hidden))
+            self.forget_bias_G = nn.Parameter(torch.empty(dims.kv_heads))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -119,6 +133,9 @@ class Mixer(nn.Module, ABC):
             init.ones_(self.share_power_H)
             init.zeros_(self.share_query_HD)
             init.constant_(self.log_share_H, self.initial_log_share)
+        if self.spec.forget:
+            init.zeros_(self.forget_GC)
+            init.constant_(self.forget_bias_G, REMEMBERING)
 
     @classmethod
     @abstractmethod
@@ -152,15 +169,23 @@ class Mixer(nn.Module, ABC):
     def forward(
         self,
         heads: Heads,
-        window_o_BTHV: Tensor,
-        window_lse_BTH: Tensor,
+        window: WindowRead,
         layout: SequenceLayout,
         past: LinearizedCacheLayer | None,
         branches: Branches,
     ) -> Tensor:
-        """The layer's output [B,T,H,V] from its heads, its window's output and log-sum-exp; moves `past` on."""
+        """The layer's output [B,T,H,V] from its heads and its window; moves `past` on."""
+        window_o_BTHV, window_lse_BTH = window(self.log_forget(heads))
         memory = self.remember(heads, layout, past)
         return self.join(heads.q_BTHD, window_o_BTHV, window_lse_BTH, memory, branches)
+
+    def log_forget(self, heads: Heads) -> Tensor | None:
+        """The log forget gates of the new tokens, float32 [B,T,G]; None where the window does not forget."""
+        if not self.spec.forget:
+            return None
+        with torch.autocast(heads.x_BTC.device.type, enabled=False):
+            logits_BTG = heads.x_BTC.float() @ self.forget_GC.float().mT
+        return F.logsigmoid(logits_BTG + self.forget_bias_G.float())
 
     def remember(self, heads: Heads, layout: SequenceLayout, past: LinearizedCacheLayer | None) -> Memory:
         """Writes the tokens that are due, reads the memory with the queries, and moves `past` on."""

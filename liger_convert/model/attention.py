@@ -9,12 +9,13 @@ import sys
 from typing import Any
 
 import torch
+import torch.nn.functional as nnf
 from gated_kernels.window.chunk import window
 from torch import Tensor, nn
 
 from liger_convert.families import family_of, head_dim, project_qkv
 from liger_convert.mixers import build_mixer, make_spec
-from liger_convert.mixers.base import Branches, HeadDims, Heads
+from liger_convert.mixers.base import Branches, HeadDims, Heads, WindowRead
 from liger_convert.model.cache import LinearizedCacheLayer
 from liger_convert.model.layout import SequenceLayout, Sinks
 
@@ -64,8 +65,8 @@ class LinearizedAttention(nn.Module):
         if layout is None:
             raise ValueError("a linearized layer is run by its model, which passes it the batch's layout")
         past = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        heads, window_o_BTHD, window_lse_BTH = self.look(hidden_states, position_embeddings, layout, past)
-        o_BTHD = self.mixer(heads, window_o_BTHD, window_lse_BTH, layout, past, self.branches)
+        heads, see = self.look(hidden_states, position_embeddings, layout, past)
+        o_BTHD = self.mixer(heads, see, layout, past, self.branches)
         if past is not None:
             past.advance(layout.tokens)
         return getattr(self, self.family.projections[-1])(o_BTHD.flatten(2)), None
@@ -76,32 +77,59 @@ class LinearizedAttention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         layout: SequenceLayout,
         past: LinearizedCacheLayer | None,
-    ) -> tuple[Heads, Tensor, Tensor]:
-        """The heads of the new tokens, and what the window and the sinks give them: output and log-sum-exp."""
+    ) -> tuple[Heads, WindowRead]:
+        """The heads of the new tokens, and what gives them the window's and the sinks' output and log-sum-exp."""
         q_BTHD, k_BTGD, q_rot_BTHD, k_rot_BTGD, v_BTGD = self.project(x_BTC, position_embeddings)
         keep = self.spec.window - 1
         k_rot_BSGD = layout.extend(past, "k", k_rot_BTGD, keep)
         v_BSGD = layout.extend(past, "v", v_BTGD, keep)
         rank_BS = layout.extend(past, "rank", layout.rank_BT, keep)
         sinks = layout.sinks(past, self.spec.window, self.spec.sinks)
-        window_o_BTHD, window_lse_BTH = window(
-            q_rot_BTHD,
-            k_rot_BSGD,
-            v_BSGD,
-            window=self.spec.window,
-            scale=self.scaling,
-            valid_BS=layout.valid_BS(past, rank_BS),
-            segment_BS=layout.document_BT,
-            sink_k_BMGD=_sink_tokens(past, "k", sinks, k_rot_BTGD),
-            sink_v_BMGV=_sink_tokens(past, "v", sinks, v_BTGD),
-            sink_visible_BTM=None if sinks is None else sinks.visible_BTM,
-        )
+        sink_k_BMGD = _sink_tokens(past, "k", sinks, k_rot_BTGD)
+        sink_v_BMGV = _sink_tokens(past, "v", sinks, v_BTGD)
+        valid_BS = layout.valid_BS(past, rank_BS)
         if past is not None:
             past.sinks["seen"] = layout.seen_B(past)
             if sinks is not None:
                 past.sinks["at"] = sinks.at_BM
-        heads = Heads(q_BTHD, k_BTGD, q_rot_BTHD, k_rot_BTGD, v_BSGD, rank_BS, x_BTC)
-        return heads, window_o_BTHD, window_lse_BTH
+
+        def see(log_f_BTG: Tensor | None) -> tuple[Tensor, Tensor]:
+            q, k, sink_k = q_rot_BTHD, k_rot_BSGD, sink_k_BMGD
+            if log_f_BTG is not None:
+                if layout.valid_BT is not None:
+                    log_f_BTG = torch.where(layout.valid_BT[..., None], log_f_BTG, 0)
+                log_f_BSG = layout.extend(past, "log_f", log_f_BTG, keep)
+                q, k, sink_k = with_forgetting(q, k, sink_k, log_f_BSG / self.scaling)
+            return window(
+                q,
+                k,
+                v_BSGD,
+                window=self.spec.window,
+                scale=self.scaling,
+                valid_BS=valid_BS,
+                segment_BS=layout.document_BT,
+                sink_k_BMGD=sink_k,
+                sink_v_BMGV=sink_v_BMGV,
+                sink_visible_BTM=None if sinks is None else sinks.visible_BTM,
+            )
+
+        return Heads(q_BTHD, k_BTGD, q_rot_BTHD, k_rot_BTGD, v_BSGD, rank_BS, x_BTC), see
+
+
+def with_forgetting(
+    q_BTHD: Tensor, k_BSGD: Tensor, sink_k_BMGD: Tensor | None, log_f_BSG: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """q, k and the sinks' k with two channels more, which add the log_f after key s up to query t to their product.
+
+    The product of [q, c_t, 1] and [k, 1, -c_s], c being the sums of log_f from the ring's first token: in at least
+    float32, where a sum c of 1,000 is exact to 1e-4. To a sink, [k, 0, 0], they add nothing.
+    """
+    T, R = q_BTHD.shape[1], q_BTHD.shape[2] // k_BSGD.shape[2]
+    c_BSG1 = log_f_BSG.cumsum(1)[..., None]
+    c_BTH1 = c_BSG1[:, -T:].repeat_interleave(R, 2)
+    q = torch.cat((q_BTHD.to(log_f_BSG.dtype), c_BTH1, torch.ones_like(c_BTH1)), -1)
+    k = torch.cat((k_BSGD.to(log_f_BSG.dtype), torch.ones_like(c_BSG1), -c_BSG1), -1)
+    return q, k, None if sink_k_BMGD is None else nnf.pad(sink_k_BMGD.to(log_f_BSG.dtype), (0, 2))
 
 
 def _sink_tokens(past: LinearizedCacheLayer | None, name: str, sinks: Sinks | None, new_BTGD: Tensor) -> Tensor | None:

@@ -254,3 +254,17 @@ def set_branches(model: nn.Module, branches: Branches) -> None:
     for module in model.modules():
         if isinstance(module, LinearizedAttention):
             module.branches = branches
+
+
+def take_auxiliary_loss(model: nn.Module) -> Tensor | float:
+    """What the mixers of the last forward pass in training ask for beside its loss, each layer by itself, summed.
+
+    To be added to the loss before the backward pass; taken once. Gradient checkpointing must be the non-reentrant one,
+    whose first pass records this loss too.
+    """
+    total: Tensor | float = 0.0
+    for module in model.modules():
+        if isinstance(module, Mixer) and module.auxiliary_loss is not None:
+            total = total + module.auxiliary_loss
+            module.auxiliary_loss = None
+    return total

@@ -18,7 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from liger_convert.data import PackedDataset, collate
 from liger_convert.device import autocast
 from liger_convert.errors import BadInput, LinearizeError
-from liger_convert.model import parameter_group
+from liger_convert.model import parameter_group, take_auxiliary_loss
 from liger_convert.progress import Report
 from liger_convert.recipe import Stage
 
@@ -138,10 +138,13 @@ class StageTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         loss = self.objective(model, inputs)
+        auxiliary = take_auxiliary_loss(model) / self.current_gradient_accumulation_steps
         if self.objective.summed:
             # over the tokens of all micro-batches and processes, where DDP averages over processes
-            return loss * self.accelerator.num_processes / torch.as_tensor(num_items_in_batch).clamp_min(1)
-        return loss / self.current_gradient_accumulation_steps
+            loss = loss * self.accelerator.num_processes / torch.as_tensor(num_items_in_batch).clamp_min(1)
+        else:
+            loss = loss / self.current_gradient_accumulation_steps
+        return loss + auxiliary
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """What is trained, under its own names: the rest is where the stage began, and a mixture of experts is saved

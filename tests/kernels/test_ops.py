@@ -67,6 +67,14 @@ def test_results_are_deterministic_and_the_same_under_autocast(op: str, case: st
 
 
 @every_op
+def test_inference_mode_gives_the_same(op: str) -> None:
+    inputs = inputs_of(op, next(reversed(cases_of(op).CASES)))
+    with torch.inference_mode():
+        inferred = OPS[op](**{name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()})
+    assert all(torch.equal(a, b) for a, b in zip(inferred, OPS[op](**inputs), strict=True))
+
+
+@every_op
 def test_heads_that_do_not_divide_are_refused(op: str) -> None:
     inputs = inputs_of(op, next(iter(cases_of(op).CASES)))
     query = next(name for name in inputs if name.startswith("q_"))

@@ -1,0 +1,105 @@
+"""The elementwise recurrence in chunks: all chunks together step through their tokens, each from an empty state; then a
+loop over the chunks carries the states; then every token reads what stood before its chunk, decayed.
+
+A decay per entry of the state leaves no matrix product over tokens, so T F V numbers are made on the way; the backward
+pass makes them again, and only the inputs are kept. Every decay is an exponential of at most 0, and none is divided by.
+
+Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, N chunks, C chunk
+length. Chunked tensors are [B, G, N, C, ...].
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+CHUNK = 32
+
+
+def elementwise(
+    q_BTHF: Tensor,
+    k_BTGF: Tensor,
+    v_BTGV: Tensor,
+    dt_BTGV: Tensor,
+    log_A_GFV: Tensor,
+    *,
+    state_BGFV: Tensor | None = None,
+    segment_BT: Tensor | None = None,
+    exclusive: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """S_t = exp(dt_t log A) * S_{t-1} + k_t^T v_t, read by o_t = q_t S_t; query head h uses kv head h // R.
+
+    dt_t[v] >= 0 scales log_A[f, v] <= 0. With `exclusive`, o_t = q_t S_{t-1}. `segment_BT` are integers; the recurrence
+    restarts where they change, and the given state belongs to the first of them. Computes in fp32 (fp64 for fp64
+    values), under autocast too. Returns o_BTHV in v's dtype and the last state. Raises ValueError when H is no multiple
+    of G.
+    """
+    B, _, H, F = q_BTHF.shape
+    G, V = v_BTGV.shape[2:]
+    if H % G:
+        raise ValueError(f"{H} query heads are no multiple of {G} key-value heads")
+    dtype = torch.promote_types(v_BTGV.dtype, torch.float32)
+    state = v_BTGV.new_zeros(B, G, F, V, dtype=dtype) if state_BGFV is None else state_BGFV.to(dtype)
+    with torch.autocast(v_BTGV.device.type, enabled=False):
+        inputs = (*(x.to(dtype) for x in (q_BTHF, k_BTGF, v_BTGV, dt_BTGV, log_A_GFV)), state, segment_BT, exclusive)
+        o_BTHV, last = checkpoint(_run, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return o_BTHV.to(v_BTGV.dtype), last
+
+
+def _run(
+    q_BTHF: Tensor,
+    k_BTGF: Tensor,
+    v_BTGV: Tensor,
+    dt_BTGV: Tensor,
+    log_A_GFV: Tensor,
+    state: Tensor,
+    segment_BT: Tensor | None,
+    exclusive: bool,
+) -> tuple[Tensor, Tensor]:
+    T, G = v_BTGV.shape[1:3]
+    C = min(CHUNK, T)
+    q, k, v, dt = (_split(x, C) for x in (q_BTHF.unflatten(2, (G, -1)), k_BTGF, v_BTGV, dt_BTGV))
+    log_A = log_A_GFV[:, None]
+    same = before = None  # [B, 1, N, C, 1, 1]: whether a token is of the segment of the one before it, before its chunk
+    if segment_BT is not None:
+        same, before = _same_segment(segment_BT, C)
+
+    local, outputs = k.new_zeros(*k.shape[:3], k.shape[4], v.shape[4]), []
+    for c in range(C):
+        if same is not None:
+            local = local * same[:, :, :, c]
+        past = local
+        local = local * (dt[:, :, :, c, None] * log_A).exp() + k[:, :, :, c, :, None] * v[:, :, :, c, None]
+        outputs.append(q[:, :, :, c] @ (past if exclusive else local))
+
+    since = dt.cumsum(3)
+    carried = (since[:, :, :, -1, None] * log_A).exp()
+    if before is not None:
+        carried = carried * before[:, :, :, -1]
+    states = [state]
+    for added, decay in zip(local.unbind(2), carried.unbind(2)):
+        states.append(torch.addcmul(added, states[-1], decay))
+
+    if exclusive:
+        since = nnf.pad(since[:, :, :, :-1], (0, 0, 1, 0))
+    decayed = (since[:, :, :, :, None] * log_A[:, None]).exp() * torch.stack(states[:-1], 2)[:, :, :, None]
+    if before is not None:
+        decayed = decayed * before
+    o = torch.stack(outputs, 3) + q @ decayed
+    return o.movedim(1, 3).flatten(1, 2)[:, :T].flatten(2, 3), states[-1]
+
+
+def _same_segment(segment_BT: Tensor, C: int) -> tuple[Tensor, Tensor]:
+    segment = torch.cat([segment_BT, segment_BT[:, -1:].expand(-1, -segment_BT.shape[1] % C)], 1)
+    previous = torch.cat([segment[:, :1], segment[:, :-1]], 1)
+    same, chunks = segment == previous, segment.unflatten(1, (-1, C))
+    before = chunks == previous.unflatten(1, (-1, C))[..., :1]
+    return same.unflatten(1, (-1, C))[:, None, ..., None, None], before[:, None, ..., None, None]
+
+
+def _split(x: Tensor, C: int) -> Tensor:
+    """[B, T, G, ...] -> [B, G, N, C, ...], filled up with zeros."""
+    filled = torch.cat([x, x.new_zeros(x.shape[0], -x.shape[1] % C, *x.shape[2:])], 1)
+    return filled.unflatten(1, (-1, C)).movedim(3, 1)

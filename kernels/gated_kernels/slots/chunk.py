@@ -1,0 +1,129 @@
+"""Attention over slots as two passes of the diagonal recurrence with a softmax between them.
+
+Both states, K_t = diag(a_t) K_{t-1} + w_t^T [k_t, 1] and V_t likewise, are diagonal recurrences over slots. Reading the
+values, p_t V_t, is what `diagonal` does. Reading the keys, K_t q_t, is the transposed read: no other than the gradient
+that the read x_t K_t, weighted by q_t, has by x_t, and so the op's own backward pass. In turn its gradient by q_t is a
+read, and its other gradients are those of that read weighted by q_t. Neither pass sees a decay of its own.
+
+Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, D key size, V value size, M slots. The state of
+the keys has D + 1 columns: the last is each slot's mass, the sum of the decayed weights written to it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gated_kernels.diagonal.chunk import diagonal
+
+
+def slots(
+    q_BTHD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGV: Tensor,
+    w_BTGM: Tensor,
+    log_a: Tensor | None,
+    *,
+    scale: float,
+    keys_BGMD: Tensor | None = None,
+    values_BGMV: Tensor | None = None,
+    segment_BT: Tensor | None = None,
+    exclusive: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """o_t = sum_m p_m V_m / z_m, p = softmax_m(scale q_t K_m / z_m); token t adds w_t[m] >= 0 times itself to slot m.
+
+    K, V and the mass z of a slot decay by e^log_a: log_a <= 0 is [B, T, G, M], [B, T, G, 1] or None (no decay). A slot
+    of no mass takes no part. With `exclusive` a token is written after it has read. `segment_BT` are integers; the
+    slots are empty again where they change, and the given states belong to the first of them. Query head h uses kv head
+    h // R. Computes in fp32 (fp64 for fp64 values), under autocast too. Returns o_BTHV in v's dtype, the logits'
+    log-sum-exp [B, T, H] (-inf where all slots are empty) and the last states, keys [B, G, M, D + 1] and values
+    [B, G, M, V]. Raises ValueError when H is no multiple of G.
+    """
+    B, _, H, D = q_BTHD.shape
+    G = v_BTGV.shape[2]
+    if H % G:
+        raise ValueError(f"{H} query heads are no multiple of {G} key-value heads")
+    dtype = torch.promote_types(v_BTGV.dtype, torch.float32)
+    q, k, w = q_BTHD.to(dtype), nnf.pad(k_BTGD.to(dtype), (0, 1), value=1), w_BTGM.to(dtype)
+    log_a = None if log_a is None else log_a.to(dtype)
+    keys = w.new_zeros(B, G, w.shape[3], D + 1) if keys_BGMD is None else keys_BGMD.to(dtype)
+    with torch.autocast(v_BTGV.device.type, enabled=False):
+        # one more query a key-value head reads the column of masses
+        asked = nnf.pad(q.unflatten(2, (G, -1)) * scale, (0, 1, 0, 1))
+        asked = asked + nnf.pad(asked.new_ones(1, 1), (D, 0, H // G, 0))
+        read, keys = _Transposed.apply(asked.flatten(2, 3), k, w, log_a, keys, segment_BT, exclusive)
+        logits, mass = read.unflatten(2, (G, -1)).split((H // G, 1), 3)
+        empty = mass <= 0
+        nothing = empty.all(-1, keepdim=True)
+        mass = mass.masked_fill(empty, 1)
+        logits = (logits / mass).masked_fill(empty, -torch.inf).masked_fill(nothing, 0)
+        weights = (logits.softmax(-1) / mass).masked_fill(empty, 0).flatten(2, 3)
+        lse = logits.logsumexp(-1).masked_fill(nothing[..., 0], -torch.inf).flatten(2, 3)
+        o, values = diagonal(
+            weights, w, v_BTGV.to(dtype), log_a, state_BGFV=values_BGMV, segment_BT=segment_BT, exclusive=exclusive
+        )
+    return o.to(v_BTGV.dtype), lse, keys, values
+
+
+class _Transposed(torch.autograd.Function):
+    """K_t q_t, [B, T, H, M], and the last K; differentiable by all it is given."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        w: Tensor,
+        log_a: Tensor | None,
+        state: Tensor,
+        segment_BT: Tensor | None,
+        exclusive: bool,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(q, k, w, log_a, state, segment_BT)
+        ctx.exclusive = exclusive
+        x = q.new_zeros(*q.shape[:3], w.shape[3])
+        o, last, (x, *_) = _run(x, k, w, log_a, state, segment_BT, exclusive)
+        return torch.autograd.grad(o, x, q)[0], last.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dread: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, w, log_a, state, segment_BT = ctx.saved_tensors
+        with torch.autocast(q.device.type, enabled=False):
+            o, last, (_, *leaves) = _run(dread, k, w, log_a, state, segment_BT, ctx.exclusive)
+            dk, dw, dstate, *dlog_a = torch.autograd.grad((o, last), leaves, (q, dlast))
+        return o.detach(), dk, dw, dlog_a[0] if dlog_a else None, dstate, None, None
+
+
+def _run(
+    x: Tensor,
+    k: Tensor,
+    w: Tensor,
+    log_a: Tensor | None,
+    state: Tensor,
+    segment_BT: Tensor | None,
+    exclusive: bool,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """x_t K_t, the last K, and the leaves x, k, w, state and log_a to differentiate by."""
+    with torch.inference_mode(False), torch.enable_grad():
+        leaves = [_own(t).requires_grad_() for t in (x, k, w, state, log_a) if t is not None]
+        x, k, w, state, *gate = leaves
+        o, last = diagonal(
+            x,
+            w,
+            k,
+            gate[0] if gate else None,
+            state_BGFV=state,
+            segment_BT=None if segment_BT is None else _own(segment_BT),
+            exclusive=exclusive,
+        )
+    return o, last, leaves
+
+
+def _own(x: Tensor) -> Tensor:
+    """A leaf of x's values; those of inference mode cannot be saved for a backward pass."""
+    return x.clone() if x.is_inference() else x.detach()

@@ -1,0 +1,67 @@
+"""What mixers with a decay for every entry of the state share: a weighted mean of values per channel.
+
+S_t = A_t * S_{t-1} + k_t^T [u_t * v_t, u_t],   [n_t, m_t] = q_t S_t,   o_t = n_t / m_t
+
+Each value channel v forgets at F rates of its own, so each needs a mass m[v] of its own beside its sum n[v].
+Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, F states of a channel, V = D value channels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from liger_convert.mixers.base import HeadDims, Memory, Mixer, MixerSpec
+
+SLOWEST, FASTEST = 1e-3, 1e-1  # decay of the first state of a channel in a token: the channels start evenly between
+
+
+@dataclass(frozen=True)
+class ElementwiseSpec(MixerSpec):
+    """states: F, the rates at which a value channel forgets."""
+
+    states: int = 16
+
+    def problem(self) -> str | None:
+        if self.states < 1:
+            return f"states: {self.states} is too small; use 1 or more"
+        return super().problem()
+
+
+class ElementwiseMixer(Mixer):
+    """Subclasses say how long a token's step is, and with what k and q it is written and read."""
+
+    recurrence = "elementwise"
+    spec: ElementwiseSpec
+
+    def __init__(self, spec: ElementwiseSpec, dims: HeadDims):
+        super().__init__(spec, dims)
+        self.log_rate_GFV = nn.Parameter(torch.empty(dims.kv_heads, spec.states, dims.dim))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        init.copy_(self.log_rate_GFV, self.first_log_rates().expand_as(self.log_rate_GFV))
+
+    def first_log_rates(self) -> Tensor:
+        """[F,1] or [F,V]: the real start of S4D (2206.11893), A = -(f + 1)."""
+        return torch.arange(1.0, self.spec.states + 1, device=self.log_rate_GFV.device).log()[:, None]
+
+    def first_log_steps(self) -> Tensor:
+        """log dt [V]: evenly from the slowest channel to the fastest."""
+        device = self.log_rate_GFV.device
+        return torch.linspace(math.log(SLOWEST), math.log(FASTEST), self.dims.dim, device=device)
+
+    def log_A(self) -> Tensor:
+        """log A = -e^rate < 0 [G,F,V]; the clamp keeps it finite whatever training does."""
+        return -self.log_rate_GFV.float().clamp(max=15).exp()
+
+
+def mean_per_channel(read_BTHV2: Tensor, dtype: torch.dtype) -> Memory:
+    """n / m of reads [n, m], and the log of the channels' mean mass; an empty memory is as DiagonalMixer's."""
+    m_BTHV = read_BTHV2[..., 1].clamp_min(1e-30)
+    return Memory((read_BTHV2[..., 0] / m_BTHV).to(dtype), m_BTHV.mean(-1).log())

@@ -1,0 +1,61 @@
+"""A window that forgets is the Forgetting Transformer's attention, and starts as the window it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import save_tiny_base
+from transformers import AutoModelForCausalLM
+
+from liger_convert.mixers import resolve_spec
+from liger_convert.model import linearize_base
+from liger_convert.model.layout import SequenceLayout
+
+B, T, C = 2, 40, 32
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_base("llama", tmp_path_factory.mktemp("base"), tokenizer=False)
+
+
+def build(base: Path, **spec: Any) -> Any:
+    plan = {"format": 1, "mixers": {"main": resolve_spec(spec)}, "layers": ["main"] * 3}
+    return linearize_base(base, plan, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@pytest.mark.parametrize("window", [1, 7, 64])
+@torch.no_grad()
+def test_weights_fade_by_every_gate_since(base: Path, window: int) -> None:
+    model = build(base, type="forgetting", window=window)
+    torch.manual_seed(0)
+    x_BTC, attention = torch.randn(B, T, C), model.model.layers[1].self_attn
+    mixer = attention.mixer
+    mixer.forget_GC.normal_()
+    mixer.forget_bias_G.fill_(-1.0)
+    positions = torch.arange(T)[None]
+    embeddings = model.model.rotary_emb(x_BTC, positions)
+    got_BTC, _ = attention(x_BTC, embeddings, layout=SequenceLayout.build(B, T, positions, None, None))
+
+    _, _, q, k, v = (x.double() for x in attention.project(x_BTC, embeddings))
+    log_f_BTG = (x_BTC @ mixer.forget_GC.mT + mixer.forget_bias_G).double().sigmoid().log()
+    fade_BGTT = torch.full((B, 2, T, T), -torch.inf, dtype=torch.float64)
+    for t in range(T):
+        for s in range(max(0, t - window + 1), t + 1):
+            fade_BGTT[:, :, t, s] = log_f_BTG[:, s + 1 : t + 1].sum(1)
+    logits = torch.einsum("btgrd,bsgd->bgrts", q.unflatten(2, (2, -1)), k) * attention.scaling
+    o_BTHD = torch.einsum("bgrts,bsgd->btgrd", (logits + fade_BGTT[:, :, None]).softmax(-1), v).flatten(2, 3)
+    expected_BTC = attention.o_proj(o_BTHD.flatten(2).float())
+    # the logits' sums are of size T, so each is exact to T roundings, and a weight with it
+    assert (got_BTC - expected_BTC).norm() <= 4 * T * torch.finfo(torch.float32).eps * expected_BTC.norm()
+
+
+@torch.no_grad()
+def test_a_new_gate_hardly_forgets(base: Path) -> None:
+    tokens = torch.randint(3, 101, (B, T), generator=torch.Generator().manual_seed(0))
+    plain = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager").eval()(tokens).logits
+    # its oldest weight is e^-0.013 of the base's
+    assert (build(base, type="forgetting")(tokens).logits - plain).norm() < 0.02 * plain.norm()
