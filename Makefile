@@ -1,4 +1,5 @@
 # make demo: the whole pipeline on a small real model.  make test: the tests.  make check: style and types.
+# make reports: the runs whose reports are committed.
 # Each installs what it needs into .venv first.
 
 PYTHON ?= python3
@@ -6,10 +7,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 RECIPE := recipes/smollm2-135m-quick.yaml
 OUT ?= runs/demo
+# The runs behind eval/reports/. Each wants a GPU; a run that was stopped goes on. SET holds further options of all of
+# them, and `make report-NAME` makes one. A manifest quotes them, so give local files by paths below this folder, say
+#   make report-smollm2-135m-gla SET="--set base=runs/inputs/SmolLM2-135M-Instruct --set eval.data=runs/inputs/tasks"
+REPORTS := smollm2-135m-gla smollm2-135m-hybrid smollm2-135m-liger-paper \
+	$(addprefix smollm2-135m-liger-paper-,random-gates feature-map no-lora no-window)
+SET ?=
 # two test processes on one thread each are faster than one on two
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: install demo test check clean
+.PHONY: install demo test check reports $(REPORTS:%=report-%) clean
 
 install: $(VENV)/.installed
 
@@ -34,6 +41,15 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+reports: $(REPORTS:%=report-%)
+
+$(REPORTS:%=report-%): report-%: install
+	$(BIN)/linearize run recipes/$*.yaml --out runs/$* $(if $(wildcard runs/$*/manifest.json),--resume) $(SET)
+	@! grep -nE '(^|[^[:alnum:]./:~])~?/[[:alnum:]]' runs/$*/manifest.json || \
+		{ echo "error: runs/$*/manifest.json names a place on this machine"; exit 1; }
+	mkdir -p eval/reports/$*
+	cp runs/$*/report.md runs/$*/report.json runs/$*/manifest.json eval/reports/$*/
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info

@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import json
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -17,7 +17,7 @@ from liger_convert.files import atomic_write, read_json, sha256_file
 from liger_convert.recipe import Recipe
 
 FILE = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 PACKAGES = ("liger-convert", "torch", "transformers", "peft", "accelerate", "datasets", "lm-eval")
 
 
@@ -25,8 +25,9 @@ PACKAGES = ("liger-convert", "torch", "transformers", "peft", "accelerate", "dat
 class Manifest:
     """The content of manifest.json.
 
-    recipe: the file's text verbatim, the `--set` overrides and the resolved result. inputs and each step's outputs:
-    sha256 by path. steps: one entry per finished step, in order, with its wall time and facts (tokens seen, losses).
+    recipe: the file's text verbatim, the `--set` overrides and the resolved result. inputs: sha256 by name, see
+    `input_files`. steps: one entry per finished step, in order, with its wall time, facts (tokens seen, losses) and
+    outputs, sha256 by path in the run. Of paths it holds those that the recipe names, and no others.
     """
 
     recipe: dict[str, Any]
@@ -83,14 +84,22 @@ def _name(device: Any) -> str:
 
 
 def hashes(paths: Iterable[Path], relative_to: Path) -> dict[str, str]:
-    """sha256 of files, and of all files in folders; keyed by path, relative where it is below `relative_to`."""
-    files = [
-        file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path]) if file.is_file()
-    ]
+    """sha256 of files, and of all files in folders, by their paths below `relative_to`."""
+    return {str(file.relative_to(relative_to)): sha256_file(file) for path in paths for file in _files(path)}
+
+
+def input_files(inputs: Mapping[str, Path]) -> dict[str, Path]:
+    """Every file of `inputs` (the files and folders that a recipe names, by field) by a name that tells nothing of the
+    machine: the field, and the file's own name or its path in the field's folder: `base/config.json`."""
     return {
-        str(file.relative_to(relative_to) if file.is_relative_to(relative_to) else file): sha256_file(file)
-        for file in files
+        f"{field}/{file.relative_to(path) if path.is_dir() else file.name}": file
+        for field, path in inputs.items()
+        for file in _files(path)
     }
+
+
+def _files(path: Path) -> list[Path]:
+    return [file for file in (sorted(path.rglob("*")) if path.is_dir() else [path]) if file.is_file()]
 
 
 def first_difference(old: Any, new: Any, path: str = "") -> str | None:

@@ -34,7 +34,7 @@ from liger_convert import (
 )
 from liger_convert.device import pick_device
 from liger_convert.errors import BadInput, LinearizeError
-from liger_convert.files import atomic_dir, atomic_write, disk_errors
+from liger_convert.files import atomic_dir, atomic_write, disk_errors, sha256_file
 from liger_convert.manifest import Manifest
 from liger_convert.plan import Plan, make_plan
 from liger_convert.progress import console, progress
@@ -143,20 +143,40 @@ class Run:
 
     def _check_inputs(self) -> None:
         """A base or data file that is not what it was would make half a run of each. Raises BadInput."""
-        for path, sha256 in self.manifest.inputs.items():
-            if not Path(path).exists():
-                raise BadInput(f"{path}: this input of the run is gone; put it back or start a new run")
-            if manifest.hashes([Path(path)], self.out) != {path: sha256}:
-                raise BadInput(f"{path}: has changed since the run began; start a new run in a new folder")
+        if not self.manifest.inputs:
+            return
+        base = checkpoint.locate_base(self.recipe.base) or self._base_folder
+        files = manifest.input_files({"base": base} | self._data_inputs)
+        for name, sha256 in self.manifest.inputs.items():
+            if name not in files:
+                raise BadInput(f"{name}: this input of the run is gone; put it back or start a new run")
+            if sha256_file(files[name]) != sha256:
+                raise BadInput(f"{files[name]}: has changed since the run began; start a new run in a new folder")
+
+    def _record_inputs(self, inputs: dict[str, Path]) -> None:
+        self.manifest.inputs |= {name: sha256_file(file) for name, file in manifest.input_files(inputs).items()}
 
     # --- what the steps share
 
     def _folder(self, name: str) -> Path:
         return self.out / "steps" / name
 
-    @property
+    @functools.cached_property
     def _base_folder(self) -> Path:
-        return self.out / self.manifest.steps["base"]["path"]
+        """Looked up by every process again, since a manifest names no place on a machine; of a hub base, the commit
+        that the run began with."""
+        options = self.recipe.base_options.model_dump()
+        options["revision"] = self.manifest.steps.get("base", {}).get("commit", options["revision"])
+        return checkpoint.resolve_base(self.recipe.base, self._folder("base"), **options)
+
+    @property
+    def _data_inputs(self) -> dict[str, Path]:
+        """The files and folders that the recipe names beside its base, by field."""
+        paths = {"eval.data": self.recipe.eval.data}
+        for name, source in self.recipe.data.items():
+            if isinstance(source, FileSource):
+                paths |= {f"data.{name}.path": source.path, f"data.{name}.validation": source.validation}
+        return {field: Path(path) for field, path in paths.items() if path}
 
     @property
     def _data_dir(self) -> Path | None:
@@ -186,10 +206,9 @@ class Run:
     # --- the steps
 
     def _base(self, folder: Path) -> dict[str, Any]:
-        path = checkpoint.resolve_base(self.recipe.base, folder, **self.recipe.base_options.model_dump())
-        given = checkpoint.locate_base(self.recipe.base) or path
-        self.manifest.inputs |= manifest.hashes([given.resolve()], self.out)
-        return {"path": str(path.relative_to(self.out) if path.is_relative_to(self.out) else path.resolve())}
+        path, given = self._base_folder, checkpoint.locate_base(self.recipe.base)
+        self._record_inputs({"base": given or path})
+        return {"commit": path.name} if given is None and path.parent.name == "snapshots" else {}
 
     def _rank(self, folder: Path) -> dict[str, Any]:
         """Chooses the layers that stay softmax, on the training part of the first text."""
@@ -221,9 +240,7 @@ class Run:
             if held_out < self.suite.text_tokens:
                 needed = f"suite {self.suite.name} needs {self.suite.text_tokens}"
                 raise BadInput(f"data.{text}: {held_out} tokens are held out, {needed}; hold out more")
-        sources = [source for source in self.recipe.data.values() if isinstance(source, FileSource)]
-        paths = [path for source in sources for path in (source.path, source.validation)] + [self.recipe.eval.data]
-        self.manifest.inputs |= manifest.hashes([Path(path).resolve() for path in paths if path], self.out)
+        self._record_inputs(self._data_inputs)
 
     def _convert(self, folder: Path) -> dict[str, Any]:
         with progress("convert") as report:

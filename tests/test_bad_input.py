@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from tiny import save_tiny_base
 
 from liger_convert import cli
-from liger_convert.manifest import Manifest, hashes
+from liger_convert.files import sha256_file
+from liger_convert.manifest import Manifest, input_files
 from liger_convert.recipe import load
 
 RECIPE = {
@@ -62,8 +63,9 @@ class World:
         """A run of the recipe that was killed after its first step."""
         path = self.folder / "recipe.yaml"
         record = Manifest.new(load(path), path.read_text(), [], {"threads": 1})
-        record.inputs = hashes([self.base], self.out)
-        record.steps = {"base": {"path": str(self.base)}}
+        inputs = {"base": self.base, "data.text.path": self.folder / "text.jsonl"}
+        record.inputs = {name: sha256_file(file) for name, file in input_files(inputs).items()}
+        record.steps = {"base": {}}
         self.out.mkdir()
         (self.out / ".lock").touch()
         record.write(self.out)
@@ -277,6 +279,11 @@ RUNS = [
         "changed base",
         "model.safetensors: has changed since the run began",
         after(World.start, edited(lambda t: t[Q].add_(1)), World.resume),
+    ),
+    case(
+        "changed data",
+        "text.jsonl: has changed since the run began",
+        after(World.start, wrote("text.jsonl", '{"text": "a"}\n'), World.resume),
     ),
     case(
         "vanished base", "this input of the run is gone", after(World.start, remove("base/config.json"), World.resume)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +15,15 @@ from tiny import tiny_config
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config
 from transformers.cache_utils import DynamicLayer
 
+from liger_convert import suites
 from liger_convert.errors import BadInput
 from liger_convert.families import FAMILIES, family_of
 from liger_convert.mixers import MIXERS
 from liger_convert.model import CLASSES, LinearizedCacheLayer, linearized_config, new_state
 from liger_convert.plan import Plan, make_plan, resolve_layers
-from liger_convert.recipe import Recipe, build
+from liger_convert.recipe import Recipe, build, load
 
+RECIPES = Path(__file__).parent.parent / "recipes"
 L, N = "main", "softmax"
 
 
@@ -152,6 +155,20 @@ def test_the_export_dtype_sets_the_bytes_of_weights_and_cache():
     assert (full.dtype, half.dtype) == ("float32", "bfloat16")
     assert half.kv_bytes(4096) * 2 == full.kv_bytes(4096)
     assert half.memory_bytes["inference"] < full.memory_bytes["inference"]
+
+
+# --- the shipped recipes
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_recipes_fit_their_family_and_train_all_that_is_new(path):
+    loaded = load(path)
+    family = "mistral" if "mistral" in path.stem else "llama"
+    made = make_plan(loaded, tiny_config(family, num_hidden_layers=32))
+    assert all(stage.trained > 0 for stage in made.stages)
+    assert not made.new_parameters or any(stage.rates.mixer for stage in loaded.stages)
+    suite = suites.load(loaded.eval.suite)
+    assert loaded.eval.text is not None or not suite.needs_text
 
 
 # --- what is shown and what is refused

@@ -187,6 +187,27 @@ def test_shipped_recipes_load_and_name_their_own_command(path):
     assert f"linearize run recipes/{path.name} --out runs/" in path.read_text()
 
 
+@pytest.mark.parametrize(
+    ("ablation", "mixer", "stage"),
+    [
+        ("random-gates", {"gate": "random"}, {"rates.mixer": 1e-3}),
+        ("feature-map", {"feature_map": "hedgehog"}, {"rates.mixer": 1e-3}),
+        ("no-lora", {}, {"rates.lora": None, "rates.attention": 1e-4, "lora": None}),
+        ("no-window", {"join": "memory"}, {}),
+    ],
+)
+def test_an_ablation_of_the_published_recipe_changes_what_it_names_and_nothing_else(ablation, mixer, stage):
+    name = "smollm2-135m-liger-paper"
+    expected = recipe.load(RECIPES / f"{name}.yaml").dump()
+    expected["name"] = f"{name}-{ablation}"
+    expected["mixer"] |= mixer
+    (trained,) = expected["stages"]
+    for field, value in stage.items():
+        section, _, key = field.rpartition(".")
+        (trained[section] if section else trained)[key] = value
+    assert recipe.load(RECIPES / f"{name}-{ablation}.yaml").dump() == expected
+
+
 def test_recipes_are_read_without_importing_torch():
     code = "import sys; sys.argv = ['linearize']; import liger_convert.recipe; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

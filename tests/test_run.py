@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,9 @@ import torch
 import yaml
 from tiny import save_tiny_base
 
-from liger_convert import cli, run, teacher
+from liger_convert import checkpoint, cli, run, teacher
 from liger_convert.files import sha256_file
-from liger_convert.manifest import first_difference
+from liger_convert.manifest import first_difference, input_files
 from liger_convert.model import load_linearized
 from liger_convert.recipe import Recipe
 
@@ -123,8 +124,8 @@ def test_the_manifest_says_what_went_in_and_what_came_out(finished, home):
     assert list(record["steps"]) == STEPS
     assert record["recipe"]["text"] == (home / "recipe.yaml").read_text()
     assert Recipe.model_validate(record["recipe"]["resolved"]).stages[0].schedule == "cosine"
-    assert record["inputs"][str(home / "base/model.safetensors")] == sha256_file(home / "base/model.safetensors")
-    assert str(home / "text.jsonl") in record["inputs"]
+    assert record["inputs"]["base/model.safetensors"] == sha256_file(home / "base/model.safetensors")
+    assert record["inputs"]["data.text.path/text.jsonl"] == sha256_file(home / "text.jsonl")
     exported = record["steps"]["export"]["outputs"]
     assert set(exported) == {f"export/{p.name}" for p in (finished / "export").iterdir()}
     assert all(sha256_file(finished / path) == sha256 for path, sha256 in exported.items())
@@ -133,6 +134,41 @@ def test_the_manifest_says_what_went_in_and_what_came_out(finished, home):
     assert record["steps"]["2-distill"]["inputs"] == ["base", "convert", "1-align"]
     assert all(step["wall_seconds"] >= 0 for step in record["steps"].values())
     assert record["machine"]["versions"]["torch"] == torch.__version__
+
+
+def test_a_manifest_and_its_reports_name_no_place_on_the_machine(finished, home):
+    for name in ("manifest.json", "report.json", "report.md"):
+        text = (finished / name).read_text()
+        assert str(home) not in text
+        assert sys.prefix not in text
+
+
+def test_inputs_of_the_same_name_are_told_apart_by_the_field_that_names_them(tmp_path):
+    files = {field: tmp_path / field / "text.jsonl" for field in ("path", "validation")}
+    for file in files.values():
+        file.parent.mkdir()
+        file.touch()
+    assert input_files(files) == {f"{field}/text.jsonl": file for field, file in files.items()}
+    assert input_files({"eval.data": tmp_path}) == {f"eval.data/{field}/text.jsonl": files[field] for field in files}
+
+
+def test_a_resumed_run_takes_the_commit_of_its_hub_base_that_it_began_with(home, monkeypatch):
+    asked = []
+
+    def download(repo, revision, wanted):
+        asked.append(revision)
+        return home / "hub/snapshots/c0ffee"
+
+    shutil.copytree(home / "base", home / "hub/snapshots/c0ffee")
+    monkeypatch.setattr(checkpoint, "_download", download)
+    words = ["run", "recipe.yaml", "--out", "fetched", "--set", "base=someone/model", "--set", "stages=[]"]
+    with monkeypatch.context() as patch:
+        patch.setattr(run.convert, "convert", None)
+        assert cli.main(words) == 1
+    assert manifest(home / "fetched")["steps"]["base"]["commit"] == "c0ffee"
+    assert "snapshots" not in (home / "fetched/manifest.json").read_text()
+    assert cli.main([*words, "--resume"]) == 0
+    assert asked == [None, "c0ffee"]
 
 
 def test_a_run_says_its_table_and_continuations(home, finished, capsys):
