@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from gated_kernels.slots.chunk import slots
 from torch import Tensor
 
-from liger_convert.mixers.base import HeadDims, Heads, Memory, Mixer, MixerSpec
-
-EMPTY = math.log(1e-30)  # log of the mass of a memory that holds nothing yet, as in DiagonalMixer
+from liger_convert.mixers.base import LEAST_MASS, HeadDims, Heads, Memory, Mixer, MixerSpec
 
 
 @dataclass(frozen=True)
@@ -83,5 +81,5 @@ class SlotMixer(Mixer):
             segment_BT=document_BT,
             exclusive=exclusive,
         )
-        memory = Memory(o_BTHV.to(heads.v_BSGD.dtype), lse_BTH.clamp_min(EMPTY))
+        memory = Memory(o_BTHV.to(heads.v_BSGD.dtype), lse_BTH.clamp_min(math.log(LEAST_MASS)))
         return memory, {"keys": keys, "values": values}
