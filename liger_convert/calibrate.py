@@ -6,7 +6,7 @@ codes. The share: how much each head should trust its memory for each query, by 
 share that would bring its output closest to the base's.
 
 Shapes: B batch, T tokens, N = B * T, H query heads, G key-value heads, R = H / G, D head size, E size of a code,
-F codes, X predictors of a share.
+F codes, X predictors of a share, O offsets.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ def calibrate_layer(attention: LinearizedAttention, x_BTC: Tensor, embeddings: A
     mixer: Mixer = attention.mixer
     if mixer.spec.join != "shared":
         return
+    if not (layout.rank_BT >= mixer.spec.window + mixer.spec.sinks).any():
+        return  # no query has anything beyond its window and sinks: a fit to nothing would empty the codebook
     heads, see = attention.look(x_BTC, embeddings, layout, None)
     window_o_BTHV, window_lse_BTH = see(mixer.log_forget(heads))
     target_BTHV, _ = window(
@@ -142,7 +144,7 @@ def fit_codes(book: Codebook, heads: Heads, far: tuple[Tensor, Tensor]) -> None:
     book.q_shift_HE.copy_(-torch.einsum("hd,hde->he", q_mean_HD, q_turn_HDE))
 
     u_k = book.turned_keys(heads.k_BTGD).flatten(0, 1).transpose(0, 1)
-    u_q = book.turned_queries(heads.q_BTHD).flatten(0, 1).unflatten(1, (groups, shared)).permute(1, 0, 2, 3)
+    u_q = book.turned_queries(heads.q_BTHD).flatten(0, 1).unflatten(1, (groups, shared)).permute(1, 2, 0, 3)
     # keys make the clusters, and queries a fifth of them, so that no query falls where there is no code
     points = torch.cat((_some(u_k, SAMPLES * 4 // 5), _some(u_q.flatten(1, 2), SAMPLES // 5)), 1)
     book.codes_GFE.copy_(_clusters(points, book.codes_GFE.shape[1]))
@@ -172,13 +174,17 @@ def fit_share(
     def best_on_grid() -> tuple[Tensor, list[Tensor]]:
         start_H = mixer.log_share_H.clone()
         log_odds_BTH = mixer.log_weight(q_BTHD, memory) - window_lse_BTH
-        grid = torch.arange(-8.0, 12.5, 0.5, device=gap.device)
+        grid_OH = torch.arange(-8.0, 12.5, 0.5, device=gap.device)[:, None].expand(-1, len(start_H))
+        # and one that all but shuts the memory at every token, however low the window's logits are
+        shut_H = (-8 - log_odds_BTH.amax((0, 1))).clamp_max(-8)
+        offsets_OH = torch.cat((grid_OH, shut_H[None]))
         errors = []
-        for offset in grid:
-            share_BTH = (log_odds_BTH + offset).sigmoid()
+        for offset_H in offsets_OH:
+            share_BTH = (log_odds_BTH + offset_H).sigmoid()
             errors.append(left_H + (share_BTH * (2 * slope_BTH + share_BTH * square_BTH)).sum((0, 1)))
         error_H, index_H = torch.stack(errors).min(0)
-        return error_H, [start_H + grid[index_H], mixer.share_power_H.clone(), mixer.share_query_HD.clone()]
+        offset_H = offsets_OH.gather(0, index_H[None])[0]
+        return error_H, [start_H + offset_H, mixer.share_power_H.clone(), mixer.share_query_HD.clone()]
 
     mixer.log_share_H.zero_()
     mixer.share_power_H.fill_(1)

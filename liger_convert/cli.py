@@ -199,6 +199,37 @@ def convert(
 
 
 @app.command(rich_help_panel=PIPELINE)
+def calibrate(
+    model: Model,
+    out: Annotated[Path, typer.Argument(help="New folder for the calibrated model.", show_default=False)],
+    base: Annotated[
+        str, typer.Option(help="The base it was made from: folder, hub id or .gguf file.", show_default=False)
+    ],
+    text: Annotated[
+        str, typer.Option(help="What to fit on: a .txt or .jsonl file, or pydoc, as in eval.", show_default=False)
+    ],
+    tokens: Annotated[int, typer.Option(help="How much of the text is read.", min=1)] = 8192,
+    seq_len: Annotated[int, typer.Option(help="Tokens of a row.", min=2)] = 1024,
+    seed: Annotated[int, typer.Option(help="Of the order of the documents.")] = 0,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Fit the mixers of a linearized model to its base in closed form, without training.
+
+    Prints how far each layer's attention output is from the base's on that text, before and after.
+
+    Example: linearize calibrate converted calibrated --base HuggingFaceTB/SmolLM2-135M-Instruct --text pydoc
+    """
+    from liger_convert.commands import calibrate_model
+
+    found = calibrate_model(model, out, base, text=text, tokens=tokens, seq_len=seq_len, seed=seed, device=device)
+    table = Table("layer", Column("error before", justify="right"), Column("error after", justify="right"))
+    for row in found["layers"]:
+        table.add_row(str(row["layer"]), f"{row['before']:.4f}", f"{row['after']:.4f}")
+    _show(table, found, as_json)
+
+
+@app.command(rich_help_panel=PIPELINE)
 def train(
     recipe: RecipeFile,
     stage: Annotated[int, typer.Option(help="Which stage of the recipe, counted from 1.", show_default=False)],

@@ -12,19 +12,26 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from liger_convert import checkpoint, data, diagnose, evaluate, generate, rank, suites, teacher, training, yamlfile
-from liger_convert.convert import convert
-from liger_convert.device import pick_device
+from liger_convert.convert import convert, replace_mixers
+from liger_convert.device import autocast, compute_dtype, pick_device
 from liger_convert.errors import BadInput
 from liger_convert.families import PREFIX
 from liger_convert.manifest import lock
-from liger_convert.mixers import MIXERS
+from liger_convert.mixers import MIXERS, SOFTMAX
 from liger_convert.mixers.base import HeadDims
+from liger_convert.model import linear_layers, load_linearized
 from liger_convert.plan import Plan, make_plan
 from liger_convert.progress import progress
 from liger_convert.recipe import FileSource, PydocSource, Recipe, TeacherSource, build
+from liger_convert.training.align import AlignObjective
+from liger_convert.training.stage import load_base
 
 PYDOC = "pydoc"
+# what a base has in common with the model that was made from it
+SIZES = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
 @contextmanager
@@ -93,6 +100,61 @@ def convert_base(
         plan = make_plan(recipe, checkpoint.load_config(folder, trust))
         convert(folder, out, plan.linearization, dtype=dtype, seed=seed, trust_remote_code=trust, progress=report)
     return plan
+
+
+def calibrate_model(
+    model: Path, out: Path, base: str, *, text: str, tokens: int, seq_len: int, seed: int, device: str
+) -> dict[str, Any]:
+    """Fits the mixers of the linearized model `model` to its `base` on rows of `text`, into the new folder `out`.
+
+    Returns {"tokens": …, "layers": [{"layer", "before", "after"}]}: the relative error of each linearized layer on
+    these rows, see `training.align`. `text` is a file, or `pydoc` for Python's documentation. Raises BadInput.
+    """
+    refuse_existing(out)
+    require_linearized(model)
+    linearization = checkpoint.load_config(model).linearization
+    used = [linearization["mixers"][name] for name in set(linearization["layers"]) - {SOFTMAX}]
+    reach = [spec["window"] + spec["sinks"] for spec in used if spec["join"] == "shared"]
+    if not reach:
+        raise BadInput(f"{model}: has nothing to calibrate, as only mixers with join: shared do")
+    if tokens < seq_len:
+        raise BadInput(f"--tokens {tokens}: is less than one row of --seq-len {seq_len}")
+    where = pick_device(device)
+    dtype = compute_dtype(where)
+    with local_model(base) as folder, progress("calibrate") as report:
+        _require_base(base, folder, model)
+        documents = data.load_source(_source(text), checkpoint.load_tokenizer(model)).train
+        if (held := sum(len(document.ids) for document in documents)) < tokens:
+            raise BadInput(f"--text {text}: holds {held} tokens, but --tokens asks for {tokens}; give more text")
+        rows = data.pack(documents, seq_len, tokens, seed)
+        batch = {name: t.to(where) for name, t in data.collate([rows[i] for i in range(len(rows))]).items()}
+        if int(batch["position_ids"].max()) < min(reach):
+            what = f"in rows of {seq_len} no document is longer than {min(reach)} tokens, the window and its sinks"
+            raise BadInput(f"--text {text}: {what}; give longer ones or a larger --seq-len")
+        linearized = load_linearized(model, dtype=torch.float32).to(where).eval()
+        objective = AlignObjective(load_base(folder, where, dtype), linearized.config)
+        with autocast(where, dtype):
+            before = objective.layer_errors(linearized, batch)
+            report(1, 3)
+            objective.calibrate(linearized, batch)
+            report(2, 3)
+            after = objective.layer_errors(linearized, batch)
+            report(3, 3)
+        replace_mixers(model, out, linearized)
+    layers = zip(linear_layers(linearized.config), before, after)
+    return {
+        "tokens": len(rows) * seq_len,
+        "layers": [{"layer": i, "before": error, "after": left} for i, error, left in layers],
+    }
+
+
+def _require_base(base: str, folder: Path, model: Path) -> None:
+    """Raises BadInput unless `base`, in `folder`, is of the family and the sizes of the linearized model `model`."""
+    found, made = checkpoint.load_config(folder), checkpoint.load_config(model)
+    wanted = {"model_type": made.model_type.removeprefix(PREFIX)} | {name: getattr(made, name, None) for name in SIZES}
+    for name, value in wanted.items():
+        if (has := getattr(found, name, None)) != value:
+            raise BadInput(f"--base {base}: its {name} is {has}, but {model} was made from a base with {value}")
 
 
 def rank_layers(recipe: Recipe) -> rank.Ranking:
@@ -228,9 +290,12 @@ def diagnose_model(
 
 def _held_out(text: str, tokenizer: Any) -> Sequence[data.Document]:
     """A whole file, or the part of Python's documentation that a recipe with the same seed does not train on."""
-    if text == PYDOC:
-        return data.load_source(PydocSource(held_out=0.1), tokenizer).held_out
-    return data.load_source(FileSource(path=text), tokenizer).train
+    documents = data.load_source(_source(text), tokenizer)
+    return documents.held_out if text == PYDOC else documents.train
+
+
+def _source(text: str) -> FileSource | PydocSource:
+    return PydocSource(held_out=0.1) if text == PYDOC else FileSource(path=text)
 
 
 def generate_text(model: str, prompt: str, write: Callable[[str], object], device: str, **options: Any) -> None:

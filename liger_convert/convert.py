@@ -6,6 +6,7 @@ Peak memory is a buffer and one layer of new tensors, whatever the checkpoint's 
 from __future__ import annotations
 
 import re
+import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from liger_convert.checkpoint import (
+    INDEX,
     Checkpoint,
     TensorInfo,
     copy_companions,
@@ -25,7 +27,7 @@ from liger_convert.checkpoint import (
 )
 from liger_convert.errors import BadInput
 from liger_convert.files import atomic_dir
-from liger_convert.model import linear_layers, linearized_classes, linearized_config, new_state
+from liger_convert.model import MIXER_MODULE, linear_layers, linearized_classes, linearized_config, new_state
 from liger_convert.plan import check_base, meta_model
 from liger_convert.progress import Report
 from liger_convert.shards import Entry, Shard, copied_shards, write_shards
@@ -74,6 +76,22 @@ def convert(
         "bytes": total,
         "seconds": time.perf_counter() - started,
     }
+
+
+def replace_mixers(model_dir: Path, out: Path, model: Any) -> None:
+    """Writes the linearized checkpoint `model_dir` with the mixers of `model` to the new folder `out`.
+
+    Everything else is copied byte for byte. Raises BadInput when `model_dir` is damaged or `out` exists, LinearizeError
+    when the disk is full.
+    """
+    mixers = {name: t.cpu().contiguous() for name, t in model.state_dict().items() if f".{MIXER_MODULE}." in name}
+    entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in mixers.items()]
+    new = Shard(entries, (tensor.view(-1) for tensor in mixers.values()), None)
+    with atomic_dir(out) as folder:
+        for path in model_dir.iterdir():
+            if path.is_file() and path.name != INDEX and path.suffix != ".safetensors":
+                shutil.copyfile(path, folder / path.name)
+        write_shards([*copied_shards(Checkpoint.open(model_dir), dropped=mixers), new], folder)
 
 
 def check_tensors(checkpoint: Checkpoint, config: Any) -> list[str]:

@@ -77,9 +77,15 @@ class World:
         self.locked = open(self.out / ".lock")  # noqa: SIM115 (for as long as this world exists)
         fcntl.flock(self.locked, fcntl.LOCK_EX)
 
-    def linearized(self) -> Path:
-        assert cli.main(["convert", str(self.base), str(self.folder / "linearized"), "--window", "8"]) == 0
+    def linearized(self, *options: str) -> Path:
+        words = ["convert", str(self.base), str(self.folder / "linearized"), "--window", "8", *options]
+        assert cli.main(words) == 0
         return self.folder / "linearized"
+
+    def calibrate(self, *options: str, model: Path | None = None) -> list[str]:
+        """A later option counts instead of the same one before."""
+        sound = ["--base", str(self.base), "--text", "text.jsonl", "--tokens", "64", "--seq-len", "32"]
+        return ["calibrate", str(model or self.linearized()), str(self.out), *sound, *options]
 
 
 def files(folder: Path) -> set[Path]:
@@ -325,6 +331,43 @@ COMMANDS = [
         ),
     ),
     case("rank of none", "--keep", lambda w: ["rank", *w.plan()[1:], "--keep", "0"]),
+    case("calibrate into a folder", "out: already exists", after(lambda w: w.out.mkdir(), World.calibrate)),
+    case("calibrate a base", "not a linearized model", lambda w: w.calibrate(model=w.base)),
+    case("calibrate without a base", "Missing option '--base'", lambda w: ["calibrate", "a", "b", "--text", "pydoc"]),
+    case(
+        "calibrate mixers without a share",
+        "nothing to calibrate",
+        lambda w: w.calibrate(model=w.linearized("--mixer", "liger-paper")),
+    ),
+    case(
+        "calibrate to a base of other sizes",
+        "its num_hidden_layers is 2, but",
+        lambda w: w.calibrate("--base", str(save_tiny_base("llama", w.folder / "other", num_hidden_layers=2))),
+    ),
+    case(
+        "calibrate to another family",
+        "its model_type is qwen3, but",
+        lambda w: w.calibrate("--base", str(save_tiny_base("qwen3", w.folder / "other"))),
+    ),
+    case(
+        "calibrate to itself",
+        "its model_type is linearized_llama, but",
+        lambda w: w.calibrate("--base", str(w.folder / "linearized")),
+    ),
+    case("calibrate to no base", "no such file or folder", lambda w: w.calibrate("--base", "/nowhere/at/all")),
+    case("calibrate on no text", "no.txt: cannot be read", lambda w: w.calibrate("--text", "no.txt")),
+    case(
+        "calibrate on too little text",
+        "--text text.jsonl: holds 1350 tokens, but --tokens asks for 8192",
+        lambda w: w.calibrate("--tokens", "8192"),
+    ),
+    case("calibrate on less than a row", "is less than one row of", lambda w: w.calibrate("--seq-len", "65")),
+    case("calibrate on rows inside the window", "no document is longer", lambda w: w.calibrate("--seq-len", "12")),
+    case(
+        "calibrate on documents inside the window",
+        "no document is longer than 12 tokens",
+        after(wrote("short.jsonl", '{"text": "hello there"}\n' * 20), lambda w: w.calibrate("--text", "short.jsonl")),
+    ),
     case("convert with a bad dtype", "export.dtype", lambda w: w.convert("--dtype", "int4")),
     case(
         "train without such a stage",

@@ -1,43 +1,280 @@
-"""Calibration brings every layer's output closer to the base's and never further away."""
+"""Calibration finds what the base's attention has to tell, and brings every layer's output closer to the base's.
+
+Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, D head size, F codes.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
+from gated_kernels.check import error
 from tiny import save_tiny_base
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from liger_convert.calibrate import calibrate
-from liger_convert.mixers import resolve_spec
+from liger_convert import calibrate as module
+from liger_convert.calibrate import calibrate, far_keys, fit_codes, fit_share
+from liger_convert.mixers import build_mixer, resolve_spec
+from liger_convert.mixers.base import EMPTY, LEAST_MASS, HeadDims, Heads, Memory, Mixer
+from liger_convert.mixers.feature_maps import Codebook
 from liger_convert.model import collect_align_targets, linearize_base
+from liger_convert.model.layout import SequenceLayout
 
 TOKENS = torch.randint(3, 101, (2, 40), generator=torch.Generator().manual_seed(0))
 POSITIONS = torch.cat((torch.arange(25), torch.arange(15))).expand(2, 40)
+ODD_TOKENS = TOKENS[:, :37]
+ODD_POSITIONS = torch.stack(  # documents of one token, of a window, and longer ones
+    (torch.cat([torch.arange(n) for n in (1, 19, 17)]), torch.cat([torch.arange(n) for n in (23, 5, 9)]))
+)
 
 
-def layer_errors(model: object, base: object) -> torch.Tensor:
-    targets = collect_align_targets(base, {"input_ids": TOKENS, "position_ids": POSITIONS}, [0, 1, 2])
-    return model(align=targets, position_ids=POSITIONS).layer_losses_L
+def base_and_model(folder: Path, spec: dict[str, Any] | None = None, **changes: Any) -> tuple[Any, Any]:
+    save_tiny_base("llama", folder, tokenizer=False, **changes)
+    plan = {"format": 1, "mixers": {"main": resolve_spec(spec or {"window": 5, "sinks": 2})}, "layers": ["main"] * 3}
+    return AutoModelForCausalLM.from_pretrained(folder).eval(), linearize_base(folder, plan).eval()
 
 
-def test_calibration_lowers_the_error_of_every_layer(tmp_path: Path) -> None:
-    folder = save_tiny_base("llama", tmp_path / "base", tokenizer=False)
-    base = AutoModelForCausalLM.from_pretrained(folder).eval()
-    plan = {"format": 1, "mixers": {"main": resolve_spec({"window": 5, "sinks": 2})}, "layers": ["main"] * 3}
-    model = linearize_base(folder, plan).eval()
+def layer_errors(model: Any, base: Any, tokens: Tensor = TOKENS, positions: Tensor = POSITIONS) -> Tensor:
+    targets = collect_align_targets(base, {"input_ids": tokens, "position_ids": positions}, [0, 1, 2])
+    return model(align=targets, position_ids=positions).layer_losses_L
+
+
+def state(model: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+# --- a whole model
+
+
+@pytest.mark.parametrize(
+    ("changes", "codes"),
+    [({}, 256), ({"num_key_value_heads": 1}, 9), ({"num_key_value_heads": 4}, 9), ({"head_dim": 10}, 1)],
+    ids=["more codes than points", "one key-value head", "one query head to a key-value head", "one code"],
+)
+@pytest.mark.parametrize("rows", [(TOKENS, POSITIONS), (ODD_TOKENS, ODD_POSITIONS)], ids=["even", "odd"])
+def test_calibration_lowers_the_error_of_every_layer(
+    rows: tuple[Tensor, Tensor], changes: dict[str, Any], codes: int, tmp_path: Path
+) -> None:
+    base, model = base_and_model(tmp_path / "base", {"window": 5, "sinks": 2, "codes": codes}, **changes)
     for layer in model.model.layers:  # a start from which the search can only go down
         layer.self_attn.mixer.log_share_H.data.fill_(12)
-    before = layer_errors(model, base)
-    calibrate(model, base, TOKENS, POSITIONS)
-    assert (layer_errors(model, base) < before).all()
+    before = layer_errors(model, base, *rows)
+    calibrate(model, base, *rows)
+    assert (layer_errors(model, base, *rows) < before).all()
+    assert all(tensor.isfinite().all() for tensor in model.state_dict().values())
 
 
 def test_a_mixer_without_a_shared_denominator_is_left_alone(tmp_path: Path) -> None:
-    folder = save_tiny_base("llama", tmp_path / "base", tokenizer=False)
-    base = AutoModelForCausalLM.from_pretrained(folder).eval()
-    plan = {"format": 1, "mixers": {"main": resolve_spec({"type": "liger-paper"})}, "layers": ["main"] * 3}
-    model = linearize_base(folder, plan).eval()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    base, model = base_and_model(tmp_path / "base", {"type": "liger-paper"})
+    before = state(model)
     calibrate(model, base, TOKENS, POSITIONS)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert same(before, model.state_dict())
+
+
+def test_rows_whose_documents_end_inside_the_window_leave_a_model_as_it_was(tmp_path: Path) -> None:
+    base, model = base_and_model(tmp_path / "base")
+    before = state(model)
+    calibrate(model, base, TOKENS, torch.arange(40).remainder(7).expand(2, 40))
+    assert same(before, model.state_dict())
+    calibrate(model, base, TOKENS, torch.arange(40).remainder(8).expand(2, 40))
+    assert not same(before, model.state_dict())
+
+
+def test_calibration_is_deterministic_and_the_same_under_autocast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, model = base_and_model(tmp_path / "base")
+    start = state(model)
+    # autocast may change what the base computes, but nothing of what is fitted to it
+    targets = collect_align_targets(base, {"input_ids": TOKENS, "position_ids": POSITIONS}, [0, 1, 2])
+    monkeypatch.setattr(module, "collect_align_targets", lambda *_: targets)
+    found = []
+    for autocast in (False, False, True):
+        model.load_state_dict(start)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            calibrate(model, base, TOKENS, POSITIONS)
+        found.append(state(model))
+    assert same(found[0], found[1])
+    assert same(found[0], found[2])
+    assert not same(found[0], start)
+
+
+# --- the codes
+
+
+def planted(groups: int, shared: int, noise: float) -> tuple[Heads, tuple[Tensor, Tensor], Tensor]:
+    """Heads whose second half of queries each attend to one key of the first half, what `far_keys` says of them, and
+    which key that is. All that a query and its key have in common is a latent vector, which every head hides by a
+    linear map of its own behind a large mean and noise."""
+    batch, half, dim, latent = 2, 48, 16, 6
+    random = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random)
+
+    def hidden(z_BTNL: Tensor) -> Tensor:
+        heads = z_BTNL.shape[2]
+        mapped = torch.einsum("btnl,nld->btnd", z_BTNL, normal(heads, latent, dim))
+        return mapped + 5 * normal(heads, dim) + noise * normal(*mapped.shape)
+
+    z_BTGL = normal(batch, half, groups, latent)
+    partner_BT = torch.stack([torch.randperm(half, generator=random) for _ in range(batch)])
+    asked_BTGL = torch.stack([z[partner] for z, partner in zip(z_BTGL, partner_BT)])
+    asked_BTHL = asked_BTGL.repeat_interleave(shared, 2)
+    k_BTGD = hidden(torch.cat((z_BTGL, normal(*z_BTGL.shape)), 1))
+    q_BTHD = hidden(torch.cat((normal(*asked_BTHL.shape), asked_BTHL), 1))
+    found_BTGD = torch.stack([k[partner] for k, partner in zip(k_BTGD, partner_BT)])
+    far_BTHD = torch.cat((torch.zeros_like(found_BTGD), found_BTGD), 1).repeat_interleave(shared, 2)
+    mass_BTH = torch.cat((torch.zeros(batch, half), torch.ones(batch, half)), 1)[..., None].expand(far_BTHD.shape[:3])
+    rank_BT = torch.arange(2 * half).expand(batch, -1)
+    return Heads(q_BTHD, k_BTGD, q_BTHD, k_BTGD, k_BTGD, rank_BT, k_BTGD), (far_BTHD, mass_BTH), partner_BT
+
+
+def found_partners_H(book: Codebook, heads: Heads, partner_BT: Tensor) -> Tensor:
+    """The share of queries, by head, whose nearest key by phi(q) . phi(k) is their partner."""
+    half = partner_BT.shape[1]
+    phi_k_BTGF, phi_q_BTHF = book.keys(heads.k_BTGD[:, :half]), book.queries(heads.q_BTHD[:, half:])
+    phi_k_BTHF = phi_k_BTGF.repeat_interleave(phi_q_BTHF.shape[2] // phi_k_BTGF.shape[2], 2)
+    nearest_BHT = torch.einsum("bthf,bshf->bhts", phi_q_BTHF, phi_k_BTHF).argmax(-1)
+    return (nearest_BHT == partner_BT[:, None]).float().mean((0, 2))
+
+
+@pytest.mark.parametrize(("codes", "noise"), [(64, 0.1), (256, 0.5)], ids=["fewer codes than points", "more"])
+@pytest.mark.parametrize(("groups", "shared"), [(2, 1), (2, 3), (1, 3)])
+def test_queries_find_the_keys_they_attend_to(groups: int, shared: int, codes: int, noise: float) -> None:
+    heads, far, partner_BT = planted(groups, shared, noise)
+    torch.manual_seed(0)
+    book = Codebook(codes, groups * shared, groups, heads.k_BTGD.shape[-1]).requires_grad_(False)
+    book.reset_parameters()
+    assert (found_partners_H(book, heads, partner_BT) < 0.1).all()  # one of 48 by chance
+    fit_codes(book, heads, far)
+    assert (found_partners_H(book, heads, partner_BT) > 0.5).all()
+    torch.testing.assert_close(book.codes_GFE.norm(dim=-1), torch.ones(groups, codes))
+
+
+def test_the_queries_of_every_head_take_part_in_the_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads, far, _ = planted(2, 4, 0.1)
+    points: list[Tensor] = []
+    monkeypatch.setattr(module, "SAMPLES", 5 * 32)  # 32 of 4 heads' 192 queries: every 24th
+    monkeypatch.setattr(module, "_clusters", lambda found, count: points.append(found) or found[:, :count])
+    book = Codebook(8, 8, 2, heads.k_BTGD.shape[-1]).requires_grad_(False)
+    fit_codes(book, heads, far)
+    u_BTGRE = book.turned_queries(heads.q_BTHD).unflatten(2, (2, 4))
+    for g in range(2):
+        taken_RP = (u_BTGRE[:, :, g].permute(2, 0, 1, 3).flatten(1, 2)[:, :, None] == points[0][g]).all(-1).any(1)
+        assert taken_RP.any(1).all()
+
+
+def test_far_keys_are_those_beyond_window_and_sinks_by_their_attention() -> None:
+    window, sinks, scale = 5, 2, 0.7
+    (batch, tokens), heads, groups, dim = ODD_POSITIONS.shape, 6, 2, 3
+    random = torch.Generator().manual_seed(0)
+    q, q_rot = torch.randn(2, batch, tokens, heads, dim, generator=random)
+    k, k_rot = torch.randn(2, batch, tokens, groups, dim, generator=random)
+    layout = SequenceLayout.build(batch, tokens, ODD_POSITIONS, None, None)
+    attention: Any = SimpleNamespace(
+        dims=HeadDims(heads * dim, heads, groups, dim),
+        spec=SimpleNamespace(window=window, sinks=sinks),
+        scaling=scale,
+    )
+    got = far_keys(attention, Heads(q, k, q_rot, k_rot, k, layout.rank_BT, k), layout)
+
+    def loop(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        pulled, mass = torch.zeros(q.shape, dtype=dtype), torch.zeros(q.shape[:3], dtype=dtype)
+        for b in range(batch):
+            for t in range(tokens):
+                first = t - int(ODD_POSITIONS[b, t])  # of its document
+                far = range(first + sinks, t - window + 1)
+                for h in range(heads):
+                    g = h // (heads // groups)
+                    seen = k_rot[b, first : t + 1, g].to(dtype)
+                    weights = (seen @ q_rot[b, t, h].to(dtype) * scale).softmax(0)
+                    for j in far:
+                        pulled[b, t, h] += weights[j - first] * k[b, j, g].to(dtype)
+                        mass[b, t, h] += weights[j - first]
+        return pulled, mass
+
+    eps = torch.finfo(torch.float32).eps
+    for ours, plain, exact in zip(got, loop(torch.float32), loop(torch.float64)):
+        assert ours.shape == exact.shape
+        assert error(ours, exact) <= 2 * error(plain, exact) + 4 * eps
+        assert torch.equal(ours == 0, exact == 0)  # nothing far is nothing
+
+
+# --- the share
+
+
+def mixer_and_branches(lse: float) -> tuple[Mixer, Tensor, Memory, Tensor, Tensor]:
+    """A mixer, queries, a memory, and a window's output and log-sum-exp about `lse`."""
+    random = torch.Generator().manual_seed(0)
+    dims = HeadDims(32, 6, 2, 8)
+    mixer = build_mixer(resolve_spec({"codes": 8}), dims).requires_grad_(False)
+    mixer.reset_parameters()
+    q_BTHD, memory_BTHV, window_BTHV = torch.randn(3, 2, 150, dims.heads, dims.dim, generator=random)
+    log_mass_BTH, spread_BTH = torch.randn(2, 2, 150, dims.heads, generator=random)
+    return mixer, q_BTHD, Memory(memory_BTHV, log_mass_BTH), window_BTHV, lse + spread_BTH
+
+
+def squared_error_H(mixer: Mixer, q: Tensor, memory: Memory, window_o: Tensor, lse: Tensor, target: Tensor) -> Tensor:
+    return (mixer.join(q, window_o, lse, memory, "both") - target).square().sum((0, 1, 3))
+
+
+@pytest.mark.parametrize("lse", [-90.0, -30.0, 0.0, 90.0])
+@pytest.mark.parametrize("memory_scale", [1.0, 20.0])
+def test_no_head_is_left_worse_than_its_window_alone(memory_scale: float, lse: float) -> None:
+    mixer, q_BTHD, memory, window_o, window_lse = mixer_and_branches(lse)
+    memory = memory._replace(o_BTHV=memory_scale * memory.o_BTHV)  # of what the target knows nothing
+    target = window_o + 0.1 * torch.randn(window_o.shape, generator=torch.Generator().manual_seed(1))
+    left_H = fit_share(mixer, q_BTHD, memory, window_o, window_lse, target)
+    torch.testing.assert_close(left_H, squared_error_H(mixer, q_BTHD, memory, window_o, window_lse, target))
+    # the search goes down to shares of at most s = sigmoid(-8): |gap + s step| <= |gap| + s |step|
+    gap_H = (window_o - target).square().sum((0, 1, 3)).sqrt()
+    step_H = (memory.o_BTHV - window_o).square().sum((0, 1, 3)).sqrt()
+    assert (left_H.sqrt() <= gap_H + torch.tensor(-8.0).sigmoid() * step_H).all()
+
+
+def test_a_share_that_depends_on_the_query_is_found() -> None:
+    mixer, q_BTHD, memory, window_o, window_lse = mixer_and_branches(0.0)
+    mixer.share_query_HD.copy_(2 * torch.randn(6, 8, generator=torch.Generator().manual_seed(1)))
+    mixer.share_power_H.copy_(torch.linspace(0.5, 1.5, 6))
+    mixer.log_share_H.copy_(torch.linspace(-1, 1, 6))
+    planted_BTH = (mixer.log_weight(q_BTHD, memory) - window_lse).sigmoid()
+    target = mixer.join(q_BTHD, window_o, window_lse, memory, "both")
+    mixer.reset_parameters()
+    left_H = fit_share(mixer, q_BTHD, memory, window_o, window_lse, target)
+    found_BTH = (mixer.log_weight(q_BTHD, memory) - window_lse).sigmoid()
+    assert (found_BTH - planted_BTH).abs().max() < 0.15  # a ridge keeps the fit from being exact
+    mixer.share_query_HD.zero_()
+    assert (squared_error_H(mixer, q_BTHD, memory, window_o, window_lse, target) > 50 * left_H).all()
+
+
+def test_tokens_whose_memory_is_empty_have_no_say_in_the_share() -> None:
+    mixer, q_BTHD, memory, window_o, window_lse = mixer_and_branches(0.0)
+    assert memory.log_mass_BTH is not None
+    empty_T = torch.arange(150) % 3 == 0
+    memory = Memory(memory.o_BTHV, memory.log_mass_BTH.masked_fill(empty_T[:, None], torch.tensor(LEAST_MASS).log()))
+    found = []
+    for share in (0.2, 0.9):  # of the memory in what is wanted at the empty tokens
+        share_T = torch.where(empty_T, share, 0.5)[:, None, None]
+        fit_share(mixer, q_BTHD, memory, window_o, window_lse, window_o + share_T * (memory.o_BTHV - window_o))
+        found.append(state(mixer))
+    assert same(*found)
+
+
+def test_an_empty_memory_has_no_weight_whatever_the_query_says() -> None:
+    mixer, q_BTHD, memory, window_o, window_lse = mixer_and_branches(-90.0)
+    mixer.share_query_HD.fill_(100)
+    mixer.log_share_H.fill_(100)
+    empty = memory._replace(log_mass_BTH=torch.zeros_like(window_lse).clamp_min(LEAST_MASS).log())
+    assert empty.log_mass_BTH is not None
+    assert (empty.log_mass_BTH <= EMPTY).all()
+    assert torch.equal(mixer.join(100 * q_BTHD, window_o, window_lse, empty, "both"), window_o)
+    assert not torch.equal(mixer.join(100 * q_BTHD, window_o, window_lse, memory, "both"), window_o)

@@ -20,6 +20,7 @@ COMMANDS = [
     "plan",
     "rank",
     "convert",
+    "calibrate",
     "train",
     "merge",
     "export",
@@ -120,6 +121,24 @@ def test_convert_makes_a_model_with_the_options_given(home):
     assert (
         config.linearization["mixers"]["main"] | {"window": 8, "gate": "head"} == config.linearization["mixers"]["main"]
     )
+
+
+def test_calibrate_fits_the_mixers_and_leaves_all_else_as_it_was(home, capsys):
+    output(capsys, "convert", "base", "narrow", "--window", "8", "--layers", "LNL", "--dtype", "bfloat16")
+    words = ["--base", "base", "--text", "text.jsonl", "--tokens", "256", "--seq-len", "64"]
+    found = json.loads(output(capsys, "calibrate", "narrow", "calibrated", *words, "--json"))
+    assert found["tokens"] == 256
+    assert [row["layer"] for row in found["layers"]] == [0, 2]
+    assert all(row["after"] < row["before"] for row in found["layers"])
+    start, end = load_linearized(home / "narrow").state_dict(), load_linearized(home / "calibrated").state_dict()
+    assert {name: t.dtype for name, t in start.items()} == {name: t.dtype for name, t in end.items()}
+    changed = {name for name in start if not torch.equal(start[name], end[name])}
+    assert "model.layers.2.self_attn.mixer.codebook.codes_GFE" in changed
+    assert all(".mixer." in name for name in changed)
+    for file in ("config.json", "tokenizer.json"):
+        assert (home / "narrow" / file).read_bytes() == (home / "calibrated" / file).read_bytes()
+    told = output(capsys, "calibrate", "calibrated", "calibrated-again", *words)
+    assert f"{found['layers'][1]['after']:.4f}" in told  # where the first one ended, the second begins
 
 
 def test_train_merge_and_export_make_a_trained_model(home, capsys):
