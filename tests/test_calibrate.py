@@ -1,4 +1,4 @@
-"""Calibration finds what the base's attention has to tell, and brings every layer's output closer to the base's.
+"""Calibration finds the pairs that attend to each other and the share each head wants, and harms no head.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, D head size, F codes.
 """
