@@ -1,6 +1,6 @@
 """What a mixer can take from the base in closed form, before any training: seconds on a batch.
 
-Two fits per layer, on the base's own activations. The codebook: queries and keys that attend to each other beyond the
+Two fits per layer. The codebook, from the base's own activations: queries and keys that attend to each other beyond the
 window are turned into one space (canonical correlations of the attention-weighted pairs), whose clusters become the
 codes. The share: how much each head should trust its memory for each query, by weighted logistic regression on the
 share that would bring its output closest to the base's.
@@ -34,36 +34,57 @@ NEWTON_STEPS = 12
 
 @torch.no_grad()
 def calibrate(model: Any, base: Any, input_ids: Tensor, position_ids: Tensor) -> None:
-    """Fits every mixer of `model`, in place, to the base's own attention over a packed batch (both [B,T])."""
+    """Fits every mixer of `model`, in place, to the base's own attention over a packed batch (both [B,T]).
+
+    One forward pass through the model: each layer is fitted when its turn comes, on what the layers fitted before it
+    give it, so that it makes up for their errors instead of adding its own to them.
+    """
     batch = {"input_ids": input_ids, "position_ids": position_ids}
     targets = collect_align_targets(base, batch, linear_layers(model.config))
     layout = SequenceLayout.build(len(input_ids), input_ids.shape[1], position_ids, None, None)
-    with torch.autocast(input_ids.device.type, enabled=False):  # a fit needs more digits than training
-        for i, x_BTC, embeddings in zip(targets.layers, targets.hidden, targets.position_embeddings):
-            attention = model.model.layers[i].self_attn
-            calibrate_layer(attention, x_BTC.to(next(attention.parameters()).dtype), embeddings, layout)
+
+    def fit_first(base_x_BTC: Tensor, embeddings: Any) -> Any:
+        def hook(attention: LinearizedAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x_BTC = kwargs["hidden_states"]
+            calibrate_layer(attention, x_BTC, base_x_BTC.to(x_BTC.dtype), embeddings, layout)
+
+        return hook
+
+    hooks = [
+        model.model.layers[i].self_attn.register_forward_pre_hook(fit_first(x_BTC, embeddings), with_kwargs=True)
+        for i, x_BTC, embeddings in zip(targets.layers, targets.hidden, targets.position_embeddings)
+    ]
+    try:
+        with torch.autocast(input_ids.device.type, enabled=False):  # a fit needs more digits than training
+            model.model(**batch, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
-def calibrate_layer(attention: LinearizedAttention, x_BTC: Tensor, embeddings: Any, layout: SequenceLayout) -> None:
-    """Fits one layer to the softmax attention of its own projections on the base's activations x."""
+def calibrate_layer(
+    attention: LinearizedAttention, x_BTC: Tensor, base_x_BTC: Tensor, embeddings: Any, layout: SequenceLayout
+) -> None:
+    """Fits one layer on its inputs x to the softmax attention of its own projections on the base's inputs."""
     mixer: Mixer = attention.mixer
     if mixer.spec.join != "shared":
         return
     if not (layout.rank_BT >= mixer.spec.window + mixer.spec.sinks).any():
         return  # no query has anything beyond its window and sinks: a fit to nothing would empty the codebook
     heads, see = attention.look(x_BTC, embeddings, layout, None)
+    base_heads, _ = attention.look(base_x_BTC, embeddings, layout, None)
     window_o_BTHV, window_lse_BTH = see(mixer.log_forget(heads))
     target_BTHV, _ = window(
-        heads.q_rot_BTHD,
-        heads.k_rot_BTGD,
-        heads.v_BSGD,
+        base_heads.q_rot_BTHD,
+        base_heads.k_rot_BTGD,
+        base_heads.v_BSGD,
         window=layout.tokens,
         scale=attention.scaling,
         segment_BS=layout.document_BT,
     )
     books = [module for module in mixer.modules() if isinstance(module, Codebook)]
     for book in books:
-        fit_codes(book, heads, far_keys(attention, heads, layout))
+        fit_codes(book, base_heads, far_keys(attention, base_heads, layout))
 
     groups = mixer.dims.kv_heads
     best_G = target_BTHV.new_full((groups,), torch.inf, dtype=torch.float32)
