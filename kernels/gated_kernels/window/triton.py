@@ -65,7 +65,7 @@ def _load(x, row, inside, SIZE: tl.constexpr, PADDED: tl.constexpr):
 def _store(x, row, inside, value, SIZE: tl.constexpr, PADDED: tl.constexpr):
     column = tl.arange(0, PADDED)
     at = row.to(tl.int64)[:, None] * SIZE + column[None, :]
-    tl.store(x + at, value.to(x.dtype.element_ty), mask=inside[:, None] & (column < SIZE)[None, :])
+    tl.store(x + at, _round(value, x.dtype.element_ty), mask=inside[:, None] & (column < SIZE)[None, :])
 
 
 @triton.jit
@@ -87,7 +87,17 @@ def _sink_seen(query, sink, T, M, b, visible):
 
 
 @triton.jit
+def _round(x, dtype: tl.constexpr):
+    if INTERPRETED and dtype == tl.bfloat16 and x.dtype == tl.float32:  # the interpreter would cut digits off
+        bits = x.to(tl.uint32, bitcast=True)
+        x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
 def _dot(x, y, total):
+    """total + x y, of the dtype of y and summed in fp32."""
+    x = _round(x, y.dtype)
     if INTERPRETED:  # it would multiply the bits of bfloat16
         x, y = x.to(tl.float32), y.to(tl.float32)
     return tl.dot(x, y, total, input_precision="ieee")  # tf32 would lose the forget gate's sums
@@ -105,7 +115,7 @@ def _add(logits, v, o, top, mass):
     higher = tl.maximum(top, tl.max(logits, 1))
     finite = tl.where(higher == float("-inf"), 0.0, higher)
     weights, keep = tl.exp(logits - finite[:, None]), tl.exp(top - finite)
-    o = _dot(weights.to(v.dtype), v, o * keep[:, None])
+    o = _dot(weights, v, o * keep[:, None])
     return o, higher, mass * keep + tl.sum(weights, 1)
 
 
@@ -147,14 +157,14 @@ def forward_kernel(
 
 @triton.jit
 def backward_q_kernel(
-    q, k, v, valid, segment, sink_k, sink_v, visible, lse, do, dlse, dq, shift, scale, T, S, M, window,
+    q, k, v, valid, segment, sink_k, sink_v, visible, lse, do, dlse, dq, mean, scale, T, S, M, window,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Writes dq, and for the other kernel the part of a logit's gradient that a row's logits share.
+    """Writes dq, and for the other kernel the means of do.v over the weights of each row.
 
-    That is dlse minus the mean of do.v, taken over the very products that it will be subtracted from: do.o, its equal,
-    would not cancel as well. Hence two sweeps over the keys.
+    They are taken over the very products that they will be subtracted from: do.o, their equal, would not cancel as
+    well. Hence two sweeps over the keys.
     """
     n = tl.program_id(0) * N + tl.arange(0, N)
     g, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -164,7 +174,7 @@ def backward_q_kernel(
     lse_N = tl.load(lse + row, mask=inside, other=float("-inf"))
     some = lse_N != float("-inf")
     lse_N = tl.where(some, lse_N, float("inf"))
-    shift_N = tl.load(dlse + row, mask=inside & some, other=0.0)
+    dlse_N = tl.load(dlse + row, mask=some, other=0.0)
     mean_N = tl.zeros([N], tl.float32)
     dq_NC = tl.zeros([N, C], tl.float32)
     first = S - T + tl.program_id(0) * N // R
@@ -180,8 +190,8 @@ def backward_q_kernel(
             if sweep == 0:
                 mean_N += tl.sum(weights * dweights, 1)
             else:
-                dlogits = weights * (dweights + shift_N[:, None]) * scale
-                dq_NC = _dot(dlogits.to(k_KC.dtype), k_KC, dq_NC)
+                dlogits = weights * (dweights - mean_N[:, None] + dlse_N[:, None]) * scale
+                dq_NC = _dot(dlogits, k_KC, dq_NC)
         if visible is not None:
             for start in range(0, M, SINKS):
                 sink = start + tl.arange(0, SINKS)
@@ -194,17 +204,15 @@ def backward_q_kernel(
                     if sweep == 0:
                         mean_N += tl.sum(weights * dweights, 1)
                     else:
-                        dlogits = weights * (dweights + shift_N[:, None]) * scale
-                        dq_NC = _dot(dlogits.to(k_KC.dtype), k_KC, dq_NC)
-        if sweep == 0:
-            shift_N -= mean_N
+                        dlogits = weights * (dweights - mean_N[:, None] + dlse_N[:, None]) * scale
+                        dq_NC = _dot(dlogits, k_KC, dq_NC)
     _store(dq, row, inside, dq_NC, D, C)
-    tl.store(shift + row, shift_N, mask=inside)
+    tl.store(mean + row, mean_N, mask=inside)
 
 
 @triton.jit
 def backward_k_kernel(
-    q, k, v, valid, segment, visible, lse, do, shift, dk, dv, scale, T, S, window, part_size,
+    q, k, v, valid, segment, visible, lse, do, dlse, mean, dk, dv, scale, T, S, window, part_size,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
@@ -235,13 +243,14 @@ def backward_k_kernel(
             row = b * T * G * R + _row(n, g, G, R)
             q_NC, do_NE = _load(q, row, inside, D, C), _load(do, row, inside, V, E)
             lse_N = tl.load(lse + row, mask=inside, other=float("-inf"))
-            lse_N = tl.where(lse_N == float("-inf"), float("inf"), lse_N)
-            shift_N = tl.load(shift + row, mask=inside, other=0.0)
+            some = lse_N != float("-inf")
+            lse_N = tl.where(some, lse_N, float("inf"))
+            dlse_N, mean_N = tl.load(dlse + row, mask=some, other=0.0), tl.load(mean + row, mask=some, other=0.0)
             weights = tl.exp(_logits(k_KC, q_NC, scale, seen) - lse_N[None, :])
-            dv_KE = _dot(weights.to(do_NE.dtype), do_NE, dv_KE)
+            dv_KE = _dot(weights, do_NE, dv_KE)
             dweights = _dot(v_KE, tl.trans(do_NE), None)
-            dlogits = weights * (dweights + shift_N[None, :]) * scale
-            dk_KC = _dot(dlogits.to(q_NC.dtype), q_NC, dk_KC)
+            dlogits = weights * (dweights - mean_N[None, :] + dlse_N[None, :]) * scale
+            dk_KC = _dot(dlogits, q_NC, dk_KC)
     at += part.to(tl.int64) * B * S * G
     _store(dk, at, real, dk_KC, D, C)
     _store(dv, at, real, dv_KE, V, E)
@@ -293,14 +302,14 @@ def backward(
     (T, S, M, _), (B, G, R) = numbers, (len(q_BTHD), sizes["G"], sizes["R"])
     q, k, v, valid, segment, sink_k, sink_v, visible = _plain(*tensors)
     lse, do, dlse = _plain(lse_BTH, do_BTHV, dlse_BTH)
-    dq, dk, dv, shift = (torch.empty_like(x) for x in (q, k, v, lse))
+    dq, dk, dv, mean = (torch.empty_like(x) for x in (q, k, v, lse))
     with torch.cuda.device_of(q):
         backward_q_kernel[triton.cdiv(T * R, blocks.rows), G, B](
-            q, k, v, valid, segment, sink_k, sink_v, visible, lse, do, dlse, dq, shift, scale, *numbers,
+            q, k, v, valid, segment, sink_k, sink_v, visible, lse, do, dlse, dq, mean, scale, *numbers,
             **sizes, K=blocks.keys, SINKS=SINKS, **_launch(blocks),
         )  # fmt: skip
         backward_k_kernel[triton.cdiv(S, blocks.keys), G, B](
-            q, k, v, valid, segment, None, lse, do, shift, dk, dv, scale, T, S, window, 0,
+            q, k, v, valid, segment, None, lse, do, dlse, mean, dk, dv, scale, T, S, window, 0,
             **sizes, K=blocks.keys, **_launch(blocks),
         )  # fmt: skip
         if sink_k is None:
@@ -310,7 +319,8 @@ def backward(
         parts = triton.cdiv(T * R, part_size)
         dsink_k, dsink_v = (q.new_empty(parts, *x.shape, dtype=torch.float32) for x in (sink_k, sink_v))
         backward_k_kernel[sink_blocks, G * parts, B](
-            q, sink_k, sink_v, None, None, visible, lse, do, shift, dsink_k, dsink_v, scale, T, M, window, part_size,
+            q, sink_k, sink_v, None, None, visible, lse, do, dlse, mean, dsink_k, dsink_v,
+            scale, T, M, window, part_size,
             **sizes, K=SINKS, **_launch(blocks),
         )  # fmt: skip
     return [dq, dk, dv, dsink_k.sum(0).to(sink_k.dtype), dsink_v.sum(0).to(sink_v.dtype)]
