@@ -35,15 +35,16 @@ class Blocks(NamedTuple):
     warps: int
 
 
-# By bytes of a number of q and the larger one of C and E. Windows are a few blocks long: nothing to pipeline.
+# By bytes of a number and the larger one of C and E: what fits into registers, or nearly, according to the compiler.
+# Windows are a few blocks long, so loops are not pipelined.
 BLOCKS = {
-    (2, 64): Blocks(64, 64, 4),
-    (2, 128): Blocks(64, 64, 4),
-    (2, 256): Blocks(64, 32, 8),
-    (4, 64): Blocks(32, 32, 4),
-    (4, 128): Blocks(32, 32, 4),
-    (4, 256): Blocks(16, 32, 4),
-    (4, 512): Blocks(16, 16, 4),
+    (2, 64): Blocks(64, 32, 4),
+    (2, 128): Blocks(64, 32, 8),
+    (2, 256): Blocks(32, 32, 8),
+    (4, 64): Blocks(32, 32, 8),
+    (4, 128): Blocks(32, 16, 8),
+    (4, 256): Blocks(16, 16, 8),
+    (4, 512): Blocks(16, 16, 8),
 }
 
 
@@ -179,7 +180,7 @@ def backward_q_kernel(
     dq_NC = tl.zeros([N, C], tl.float32)
     first = S - T + tl.program_id(0) * N // R
     end = tl.minimum(S - T + (tl.program_id(0) * N + N - 1) // R + 1, S)
-    for sweep in tl.static_range(2):
+    for sweep in range(2):
         for start in range(tl.maximum(first - window + 1, 0), end, K):
             key = start + tl.arange(0, K)
             at, real = (b * S + key) * G + g, key < S
