@@ -23,7 +23,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
 triton = pytest.importorskip("triton", reason="Triton is not installed")
-if DEVICE == "cpu" and os.environ["TRITON_INTERPRET"] == "1" and hasattr(triton.language.sum, "cache_key"):
+if DEVICE == "cpu" and os.environ["TRITON_INTERPRET"] == "1" and isinstance(triton.language.sum, triton.JITFunction):
     pytest.skip("another module imported Triton before it could be told to interpret", allow_module_level=True)
 
 import gated_kernels  # noqa: E402
@@ -43,7 +43,6 @@ SHARED = {name: CASES[name] for name in (
     "window of 64, a few past keys",
     "window longer than the sequence",
     "holes, sinks, bf16",
-    "bf16 values",
     "window of 64, bf16",
 )}  # fmt: skip
 OWN = {
@@ -53,10 +52,11 @@ OWN = {
     "head size 128": Case(19, P=6, W=7, M=1, G=1, R=8, D=128, V=128, dtype=BF16),
     "head size 256": Case(9, P=6, W=7, M=1, G=1, D=256, V=256, dtype=BF16),
     "head size 64, forgetting": Case(19, P=6, W=7, M=4, G=1, D=66, V=64, v_dtype=BF16),
-    "head size 256, forgetting": Case(9, P=6, W=7, M=4, G=1, R=1, D=258, V=256),
+    "head size 128, forgetting": Case(9, P=6, W=7, M=4, G=1, R=1, D=130, V=128, v_dtype=BF16),
+    "head size 256, forgetting": Case(9, P=6, W=7, M=4, G=1, R=1, D=258, V=256, v_dtype=BF16),
     "window of 256": Case(9, P=255, W=256, G=1, R=2, dtype=BF16),
     "window of 300": Case(9, P=310, W=300, G=1, R=2),
-    "more sinks than a block, holes, segments": Case(33, P=9, W=6, M=37, R=2, valid=True, segments=True),
+    "more sinks than a block, holes, segments": Case(33, P=9, W=6, M=37, G=1, R=2, valid=True, segments=True),
 }
 SIZES = {  # of q and v, for every row of BLOCKS
     (2, 64): (64, BF16, 64, BF16),
@@ -151,7 +151,12 @@ def test_every_configuration_compiles_for_sm_90_and_fits_into_shared_memory(tmp_
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["forward_kernel", "backward_q_kernel", "backward_k_kernel", "backward_k_kernel"] * 7
+    assert done.stdout.split() == [
+        "forward_kernel",
+        "backward_q_kernel",
+        "backward_k_kernel",
+        "backward_k_kernel",
+    ] * len(kernels.BLOCKS)
 
 
 def compile_all() -> None:
@@ -161,9 +166,8 @@ def compile_all() -> None:
 
     names = {torch.float32: "*fp32", BF16: "*bf16", torch.uint8: "*u8", torch.int64: "*i64"}
 
-    def launch(
-        self: Any, *args: Any, grid: Any, warmup: bool, num_warps: int, num_stages: int, **constants: Any
-    ) -> None:
+    def launch(self: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
+        options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
         values = dict(zip(self.arg_names, args)) | constants
         signature, fixed, aligned = {}, {}, {}
         for i, (name, value) in enumerate(values.items()):
@@ -173,7 +177,6 @@ def compile_all() -> None:
                 signature[name], fixed[name] = "constexpr", value
             else:
                 signature[name] = "fp32" if isinstance(value, float) else "i32"
-        options = {"num_warps": num_warps, "num_stages": num_stages}
         source = ASTSource(self, signature, fixed, aligned)
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         assert compiled.metadata.shared <= 227 * 1024

@@ -415,7 +415,7 @@ def _unsupported(
     sink_v: Tensor | None,
     visible: Tensor | None,
 ) -> str | None:
-    (B, T, H, D), (S, G), V = q.shape, k.shape[1:3], v.shape[3]
+    (B, T, _, D), (S, G), V = q.shape, k.shape[1:3], v.shape[3]
     M = 0 if sink_k is None else sink_k.shape[1]
     if not (q.is_cuda or INTERPRETED.value):
         return f"tensors on {q.device.type}"
