@@ -151,12 +151,8 @@ def test_every_configuration_compiles_for_sm_90_and_fits_into_shared_memory(tmp_
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [
-        "forward_kernel",
-        "backward_q_kernel",
-        "backward_k_kernel",
-        "backward_k_kernel",
-    ] * len(kernels.BLOCKS)
+    each = ["forward_kernel", "backward_q_kernel", "backward_k_kernel", "backward_k_kernel"]
+    assert done.stdout.split() == each * len(kernels.BLOCKS)
 
 
 def compile_all() -> None:

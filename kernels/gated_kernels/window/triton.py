@@ -157,6 +157,18 @@ def forward_kernel(
 
 
 @triton.jit
+def _sweep(sweep, q, k, v, do, lse, dlse, scale, seen, mean, dq):
+    """The first sweep over the keys takes the mean of do.v, the second adds to dq."""
+    weights = tl.exp(_logits(q, k, scale, seen) - lse[:, None])
+    dweights = _dot(do, tl.trans(v), None)
+    if sweep == 0:
+        mean += tl.sum(weights * dweights, 1)
+    else:
+        dq = _dot(weights * (dweights - mean[:, None] + dlse[:, None]) * scale, k, dq)
+    return mean, dq
+
+
+@triton.jit
 def backward_q_kernel(
     q, k, v, valid, segment, sink_k, sink_v, visible, lse, do, dlse, dq, mean, scale, T, S, M, window,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
@@ -186,13 +198,7 @@ def backward_q_kernel(
             at, real = (b * S + key) * G + g, key < S
             seen = _in_window(query[:, None], key[None, :], T, S, b, window, valid, segment)
             k_KC, v_KE = _load(k, at, real, D, C), _load(v, at, real, V, E)
-            weights = tl.exp(_logits(q_NC, k_KC, scale, seen) - lse_N[:, None])
-            dweights = _dot(do_NE, tl.trans(v_KE), None)
-            if sweep == 0:
-                mean_N += tl.sum(weights * dweights, 1)
-            else:
-                dlogits = weights * (dweights - mean_N[:, None] + dlse_N[:, None]) * scale
-                dq_NC = _dot(dlogits, k_KC, dq_NC)
+            mean_N, dq_NC = _sweep(sweep, q_NC, k_KC, v_KE, do_NE, lse_N, dlse_N, scale, seen, mean_N, dq_NC)
         if visible is not None:
             for start in range(0, M, SINKS):
                 sink = start + tl.arange(0, SINKS)
@@ -200,13 +206,7 @@ def backward_q_kernel(
                 if tl.max(seen.to(tl.int32)) > 0:
                     at, real = (b * M + sink) * G + g, sink < M
                     k_KC, v_KE = _load(sink_k, at, real, D, C), _load(sink_v, at, real, V, E)
-                    weights = tl.exp(_logits(q_NC, k_KC, scale, seen) - lse_N[:, None])
-                    dweights = _dot(do_NE, tl.trans(v_KE), None)
-                    if sweep == 0:
-                        mean_N += tl.sum(weights * dweights, 1)
-                    else:
-                        dlogits = weights * (dweights - mean_N[:, None] + dlse_N[:, None]) * scale
-                        dq_NC = _dot(dlogits, k_KC, dq_NC)
+                    mean_N, dq_NC = _sweep(sweep, q_NC, k_KC, v_KE, do_NE, lse_N, dlse_N, scale, seen, mean_N, dq_NC)
     _store(dq, row, inside, dq_NC, D, C)
     tl.store(mean + row, mean_N, mask=inside)
 
