@@ -26,10 +26,11 @@ TRITON = ("window",)  # the ops that have a triton.py
 
 
 def use(path: str) -> None:
-    """Runs the ops that have Triton kernels by "triton", or by "torch", the default.
+    """Runs the ops that have Triton kernels by "triton", or by "torch", the default, in the whole process.
 
-    The environment variable GATED_KERNELS says the same at import. Raises ValueError for any other path, and
-    ImportError when Triton is not installed.
+    The environment variable GATED_KERNELS says the same at import. The Triton kernels have only ever run in Triton's
+    interpreter, never on real hardware; what they cannot do is left to torch, with one warning that says why. Raises
+    ValueError for any other path, and ImportError when Triton is not installed.
     """
     if path not in ("torch", "triton"):
         raise ValueError(f"the ops run by 'torch' or by 'triton', not by {path!r}")
