@@ -35,6 +35,7 @@ from gated_kernels.window.reference import window as reference  # noqa: E402
 chunk = import_module("gated_kernels.window.chunk")  # the package's own `window` is the op
 
 BF16 = torch.bfloat16
+REORDERED = 8 * torch.finfo(torch.float32).eps  # twice what `faults` allows an op: both sides round
 SHARED = {name: CASES[name] for name in (
     "one token, more past than window, bf16",
     "one token, holes and segments",
@@ -96,6 +97,11 @@ def window(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
     return found
 
 
+class Window(torch.nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return chunk.window(q, k, v, window=4, scale=0.5)
+
+
 @pytest.mark.parametrize("case", [*SHARED, *OWN])
 def test_the_kernels_err_at_most_twice_as_much_as_the_reference_in_its_dtype(case: str) -> None:
     assert not faults(window, reference, inputs_of((SHARED | OWN)[case]))
@@ -104,7 +110,7 @@ def test_the_kernels_err_at_most_twice_as_much_as_the_reference_in_its_dtype(cas
 def test_cutting_a_sequence_changes_nothing_but_the_last_bits() -> None:
     x = inputs_of(Case(40, P=3, W=9, M=2, R=2, D=5, V=3, segments=True))
     whole, pieces = run(window, x), run(lambda **x: in_pieces(window, x), x)
-    assert {name: e for name in whole if (e := error(pieces[name], whole[name])) > 1e-6} == {}
+    assert {name: e for name in whole if (e := error(pieces[name], whole[name])) > REORDERED} == {}
 
 
 def test_results_are_deterministic() -> None:
@@ -122,7 +128,9 @@ def test_the_op_takes_the_kernels_when_told_to_and_compiles_and_exports_with_the
     for name in by_triton:
         assert torch.equal(chosen[name], by_triton[name])
         assert torch.equal(compiled[name], by_triton[name])
-        assert error(by_triton[name], by_torch[name]) < 1e-6
+        assert error(by_triton[name], by_torch[name]) <= REORDERED
+    exported = torch.export.export(Window(), (x["q_BTHD"], x["k_BSGD"], x["v_BSGV"]))
+    assert torch.ops.gated_kernels.window.default in {node.target for node in exported.graph.nodes}
     sinks = (x["sink_k_BMGD"], x["sink_v_BMGV"], x["sink_visible_BTM"])
     torch.library.opcheck(
         kernels._forward, (x["q_BTHD"], x["k_BSGD"], x["v_BSGV"], x["valid_BS"], None, *sinks, 4, 0.5)
