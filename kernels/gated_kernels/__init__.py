@@ -1,6 +1,8 @@
 """The recurrences and the window as ops: one folder each, with a plain reference, a fast implementation and cases."""
 
+import os
 from collections.abc import Callable
+from importlib import import_module
 
 from torch import Tensor
 
@@ -20,4 +22,24 @@ OPS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "window": window,  # softmax attention over the last keys and the sinks
 }
 
-__all__ = ["OPS", "delta", "diagonal", "elementwise", "momentum", "slots", "window"]
+TRITON = ("window",)  # the ops that have a triton.py
+
+
+def use(path: str) -> None:
+    """Runs the ops that have Triton kernels by "triton", or by "torch", the default, in the whole process.
+
+    The environment variable GATED_KERNELS says the same at import. The Triton kernels have only ever run in Triton's
+    interpreter, never on real hardware; what they cannot do is left to torch, with one warning that says why. Raises
+    ValueError for any other path, and ImportError when Triton is not installed.
+    """
+    if path not in ("torch", "triton"):
+        raise ValueError(f"the ops run by 'torch' or by 'triton', not by {path!r}")
+    for op in TRITON:
+        fast = getattr(import_module(f"gated_kernels.{op}.triton"), op) if path == "triton" else None
+        import_module(f"gated_kernels.{op}.chunk").__dict__["fast"] = fast
+
+
+if "GATED_KERNELS" in os.environ:
+    use(os.environ["GATED_KERNELS"])
+
+__all__ = ["OPS", "delta", "diagonal", "elementwise", "momentum", "slots", "use", "window"]

@@ -10,6 +10,7 @@ M sinks, N blocks, C block length, L = P' + C keys of a block. Blocked tensors a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 BLOCK = 32
+
+# What `gated_kernels.use` puts before this op; it returns None for inputs that it leaves to it.
+fast: Callable[..., tuple[Tensor, Tensor] | None] | None = None
 
 
 def window(
@@ -47,6 +51,12 @@ def window(
         raise ValueError(f"window {window}, {T} queries, {S} keys, {H} query heads, {G} kv heads do not fit")
     if len({x is None for x in (sink_k_BMGD, sink_v_BMGV, sink_visible_BTM)}) > 1:
         raise ValueError("sink_k_BMGD, sink_v_BMGV and sink_visible_BTM are given together or not at all")
+    if fast is not None:
+        masks = {"valid_BS": valid_BS, "segment_BS": segment_BS, "sink_visible_BTM": sink_visible_BTM}
+        sinks = {"sink_k_BMGD": sink_k_BMGD, "sink_v_BMGV": sink_v_BMGV}
+        found = fast(q_BTHD, k_BSGD, v_BSGV, window=window, scale=scale, **masks, **sinks)
+        if found is not None:
+            return found
     reach = slice(max(S - T - window + 1, 0), None)  # keys before it are in no window
     k_BSGD, v_BSGV = k_BSGD[:, reach], v_BSGV[:, reach]
     valid_BS = None if valid_BS is None else valid_BS[:, reach].bool()

@@ -1,0 +1,436 @@
+"""Sliding-window attention with sinks in three Triton kernels: the function of `chunk.py`, for a GPU.
+
+It is off unless `gated_kernels.use("triton")` or the environment variable GATED_KERNELS=triton asks for it, because it
+has never run on real hardware: only in Triton's interpreter, and through the compiler for sm_90.
+
+The R query heads of a key-value head are rows of one problem: row n is query n // R of head n % R. The forward pass and
+that of dq give a program a block of rows, which meets the keys in their windows and then the sinks; the pass of dk and
+dv gives it a block of keys or of sinks, which meets the rows that may see them. Beside the inputs only the logs of the
+sums of weights are kept. Products are of the inputs' dtype with fp32 sums, the softmax is in fp32, and no program adds
+to what another one writes: gradients are deterministic.
+
+Shapes: B batch, T queries, S = P + T keys, H query heads, G key-value heads, R = H / G, D head size, V value size,
+M sinks. In a kernel: N block of rows, K block of keys or sinks, C and E the powers of two that hold D and V.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SINKS = 16  # in a block
+PROGRAMS = 256  # for the gradients of the sinks, which all rows share: enough to fill a GPU
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # then the kernels are Python and take tensors of a CPU
+
+
+class Blocks(NamedTuple):
+    rows: int
+    keys: int
+    warps: int
+
+
+# By bytes of a number and the larger one of C and E: what fits into registers, or nearly, according to the compiler.
+# Windows are a few blocks long, so loops are not pipelined.
+BLOCKS = {
+    (2, 64): Blocks(64, 32, 4),
+    (2, 128): Blocks(64, 32, 8),
+    (2, 256): Blocks(32, 32, 8),
+    (4, 64): Blocks(32, 32, 8),
+    (4, 128): Blocks(32, 16, 8),
+    (4, 256): Blocks(16, 16, 8),
+    (4, 512): Blocks(16, 16, 8),
+}
+
+
+@triton.jit
+def _row(n, g, G: tl.constexpr, R: tl.constexpr):
+    """Row n of key-value head g as a row of [T, H]."""
+    return (n // R * G + g) * R + n % R
+
+
+@triton.jit
+def _load(x, row, inside, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """[rows, PADDED] of a matrix with SIZE columns, 0 elsewhere."""
+    column = tl.arange(0, PADDED)
+    at = row.to(tl.int64)[:, None] * SIZE + column[None, :]
+    return tl.load(x + at, mask=inside[:, None] & (column < SIZE)[None, :], other=0.0)
+
+
+@triton.jit
+def _store(x, row, inside, value, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    column = tl.arange(0, PADDED)
+    at = row.to(tl.int64)[:, None] * SIZE + column[None, :]
+    tl.store(x + at, _round(value, x.dtype.element_ty), mask=inside[:, None] & (column < SIZE)[None, :])
+
+
+@triton.jit
+def _in_window(query, key, T, S, b, window, valid, segment):
+    """Whether queries, [N, 1] or [1, N], see keys, [1, K] or [K, 1]."""
+    own = query + (S - T)
+    seen = (own - key >= 0) & (own - key < window) & (own < S)
+    if valid is not None:
+        seen = seen & (tl.load(valid + b * S + key, mask=key < S, other=0) != 0)
+    if segment is not None:
+        of_query = tl.load(segment + b * S + own, mask=own < S, other=0)
+        seen = seen & (of_query == tl.load(segment + b * S + key, mask=key < S, other=0))
+    return seen
+
+
+@triton.jit
+def _sink_seen(query, sink, T, M, b, visible):
+    return tl.load(visible + (b * T + query) * M + sink, mask=(query < T) & (sink < M), other=0) != 0
+
+
+@triton.jit
+def _round(x, dtype: tl.constexpr):
+    if INTERPRETED and dtype == tl.bfloat16 and x.dtype == tl.float32:  # the interpreter would cut digits off
+        bits = x.to(tl.uint32, bitcast=True)
+        x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def _dot(x, y, total):
+    """total + x y, of the dtype of y and summed in fp32."""
+    x = _round(x, y.dtype)
+    if INTERPRETED:  # it would multiply the bits of bfloat16
+        x, y = x.to(tl.float32), y.to(tl.float32)
+    return tl.dot(x, y, total, input_precision="ieee")  # tf32 would lose the forget gate's sums
+
+
+@triton.jit
+def _logits(x, y, scale, seen):
+    """x y^T, -inf where not seen."""
+    return tl.where(seen, _dot(x, tl.trans(y), None) * scale, float("-inf"))
+
+
+@triton.jit
+def _add(logits, v, o, top, mass):
+    """Takes more keys into a running softmax."""
+    higher = tl.maximum(top, tl.max(logits, 1))
+    finite = tl.where(higher == float("-inf"), 0.0, higher)
+    weights, keep = tl.exp(logits - finite[:, None]), tl.exp(top - finite)
+    o = _dot(weights, v, o * keep[:, None])
+    return o, higher, mass * keep + tl.sum(weights, 1)
+
+
+@triton.jit
+def forward_kernel(
+    q, k, v, valid, segment, sink_k, sink_v, visible, o, lse, scale, T, S, M, window,
+    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * N + tl.arange(0, N)
+    g, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    query, inside = n // R, n < T * R
+    row = b * T * G * R + _row(n, g, G, R)
+    q_NC = _load(q, row, inside, D, C)
+    o_NE = tl.zeros([N, E], tl.float32)
+    top_N = tl.full([N], float("-inf"), tl.float32)
+    mass_N = tl.zeros([N], tl.float32)
+    first = S - T + tl.program_id(0) * N // R
+    end = tl.minimum(S - T + (tl.program_id(0) * N + N - 1) // R + 1, S)
+    for start in range(tl.maximum(first - window + 1, 0), end, K):
+        key = start + tl.arange(0, K)
+        at, real = (b * S + key) * G + g, key < S
+        seen = _in_window(query[:, None], key[None, :], T, S, b, window, valid, segment)
+        logits = _logits(q_NC, _load(k, at, real, D, C), scale, seen)
+        o_NE, top_N, mass_N = _add(logits, _load(v, at, real, V, E), o_NE, top_N, mass_N)
+    if visible is not None:
+        for start in range(0, M, SINKS):
+            sink = start + tl.arange(0, SINKS)
+            seen = _sink_seen(query[:, None], sink[None, :], T, M, b, visible)
+            if tl.max(seen.to(tl.int32)) > 0:  # packed rows: most sinks are other documents'
+                at, real = (b * M + sink) * G + g, sink < M
+                logits = _logits(q_NC, _load(sink_k, at, real, D, C), scale, seen)
+                o_NE, top_N, mass_N = _add(logits, _load(sink_v, at, real, V, E), o_NE, top_N, mass_N)
+    some = mass_N > 0
+    mass_N = tl.where(some, mass_N, 1.0)
+    _store(o, row, inside, o_NE / mass_N[:, None], V, E)
+    tl.store(lse + row, tl.where(some, top_N + tl.log(mass_N), float("-inf")), mask=inside)
+
+
+@triton.jit
+def _sweep(sweep, q, k, v, do, lse, dlse, scale, seen, mean, dq):
+    """The first sweep over the keys takes the mean of do.v, the second adds to dq."""
+    weights = tl.exp(_logits(q, k, scale, seen) - lse[:, None])
+    dweights = _dot(do, tl.trans(v), None)
+    if sweep == 0:
+        mean += tl.sum(weights * dweights, 1)
+    else:
+        dq = _dot(weights * (dweights - mean[:, None] + dlse[:, None]) * scale, k, dq)
+    return mean, dq
+
+
+@triton.jit
+def backward_q_kernel(
+    q, k, v, valid, segment, sink_k, sink_v, visible, lse, do, dlse, dq, mean, scale, T, S, M, window,
+    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Writes dq, and for the other kernel the means of do.v over the weights of each row.
+
+    They are taken over the very products that they will be subtracted from: do.o, their equal, would not cancel as
+    well. Hence two sweeps over the keys.
+    """
+    n = tl.program_id(0) * N + tl.arange(0, N)
+    g, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    query, inside = n // R, n < T * R
+    row = b * T * G * R + _row(n, g, G, R)
+    q_NC, do_NE = _load(q, row, inside, D, C), _load(do, row, inside, V, E)
+    lse_N = tl.load(lse + row, mask=inside, other=float("-inf"))
+    some = lse_N != float("-inf")
+    lse_N = tl.where(some, lse_N, float("inf"))
+    dlse_N = tl.load(dlse + row, mask=some, other=0.0)
+    mean_N = tl.zeros([N], tl.float32)
+    dq_NC = tl.zeros([N, C], tl.float32)
+    first = S - T + tl.program_id(0) * N // R
+    end = tl.minimum(S - T + (tl.program_id(0) * N + N - 1) // R + 1, S)
+    for sweep in range(2):
+        for start in range(tl.maximum(first - window + 1, 0), end, K):
+            key = start + tl.arange(0, K)
+            at, real = (b * S + key) * G + g, key < S
+            seen = _in_window(query[:, None], key[None, :], T, S, b, window, valid, segment)
+            k_KC, v_KE = _load(k, at, real, D, C), _load(v, at, real, V, E)
+            mean_N, dq_NC = _sweep(sweep, q_NC, k_KC, v_KE, do_NE, lse_N, dlse_N, scale, seen, mean_N, dq_NC)
+        if visible is not None:
+            for start in range(0, M, SINKS):
+                sink = start + tl.arange(0, SINKS)
+                seen = _sink_seen(query[:, None], sink[None, :], T, M, b, visible)
+                if tl.max(seen.to(tl.int32)) > 0:
+                    at, real = (b * M + sink) * G + g, sink < M
+                    k_KC, v_KE = _load(sink_k, at, real, D, C), _load(sink_v, at, real, V, E)
+                    mean_N, dq_NC = _sweep(sweep, q_NC, k_KC, v_KE, do_NE, lse_N, dlse_N, scale, seen, mean_N, dq_NC)
+    _store(dq, row, inside, dq_NC, D, C)
+    tl.store(mean + row, mean_N, mask=inside)
+
+
+@triton.jit
+def backward_k_kernel(
+    q, k, v, valid, segment, visible, lse, do, dlse, mean, dk, dv, scale, T, S, window, part_size,
+    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """Writes dk and dv of a block of keys or, when given `visible`, of S sinks: what part_size rows contribute."""
+    key = tl.program_id(0) * K + tl.arange(0, K)
+    B = tl.num_programs(2)
+    g, b = tl.program_id(1) % G, tl.program_id(2).to(tl.int64)
+    part = tl.program_id(1) // G
+    if visible is None:
+        first = tl.program_id(0) * K - (S - T)
+        end = tl.minimum(first + K - 1 + window, T) * R
+        first = tl.maximum(first, 0) * R
+    else:
+        first = part * part_size
+        end = tl.minimum(first + part_size, T * R)
+    at, real = (b * S + key) * G + g, key < S
+    k_KC, v_KE = _load(k, at, real, D, C), _load(v, at, real, V, E)
+    dk_KC = tl.zeros([K, C], tl.float32)
+    dv_KE = tl.zeros([K, E], tl.float32)
+    for start in range(first, end, N):
+        n = start + tl.arange(0, N)
+        query, inside = n // R, n < end
+        if visible is None:
+            seen = _in_window(query[None, :], key[:, None], T, S, b, window, valid, segment)
+        else:
+            seen = _sink_seen(query[None, :], key[:, None], T, S, b, visible)
+        if tl.max(seen.to(tl.int32)) > 0:
+            row = b * T * G * R + _row(n, g, G, R)
+            q_NC, do_NE = _load(q, row, inside, D, C), _load(do, row, inside, V, E)
+            lse_N = tl.load(lse + row, mask=inside, other=float("-inf"))
+            some = lse_N != float("-inf")
+            lse_N = tl.where(some, lse_N, float("inf"))
+            dlse_N, mean_N = tl.load(dlse + row, mask=some, other=0.0), tl.load(mean + row, mask=some, other=0.0)
+            weights = tl.exp(_logits(k_KC, q_NC, scale, seen) - lse_N[None, :])
+            dv_KE = _dot(weights, do_NE, dv_KE)
+            dweights = _dot(v_KE, tl.trans(do_NE), None)
+            dlogits = weights * (dweights - mean_N[None, :] + dlse_N[None, :]) * scale
+            dk_KC = _dot(dlogits, q_NC, dk_KC)
+    at += part.to(tl.int64) * B * S * G
+    _store(dk, at, real, dk_KC, D, C)
+    _store(dv, at, real, dv_KE, V, E)
+
+
+def forward(
+    q_BTHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGV: Tensor,
+    valid_BS: Tensor | None,
+    segment_BS: Tensor | None,
+    sink_k_BMGD: Tensor | None,
+    sink_v_BMGV: Tensor | None,
+    visible_BTM: Tensor | None,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """-> o_BTHV, lse_BTH"""
+    (B, T, H, _), V = q_BTHD.shape, v_BSGV.shape[3]
+    o, lse = q_BTHD.new_empty(B, T, H, V, dtype=v_BSGV.dtype), q_BTHD.new_empty(B, T, H, dtype=torch.float32)
+    tensors = (q_BTHD, k_BSGD, v_BSGV, valid_BS, segment_BS, sink_k_BMGD, sink_v_BMGV, visible_BTM)
+    blocks, numbers, sizes = _plan(q_BTHD, k_BSGD, v_BSGV, sink_k_BMGD, window)
+    G, R = sizes["G"], sizes["R"]
+    with torch.cuda.device_of(q_BTHD):
+        forward_kernel[triton.cdiv(T * R, blocks.rows), G, B](
+            *_plain(*tensors), o, lse, scale, *numbers, **sizes, K=blocks.keys, SINKS=SINKS, **_launch(blocks)
+        )
+    return o, lse
+
+
+def backward(
+    q_BTHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGV: Tensor,
+    valid_BS: Tensor | None,
+    segment_BS: Tensor | None,
+    sink_k_BMGD: Tensor | None,
+    sink_v_BMGV: Tensor | None,
+    visible_BTM: Tensor | None,
+    window: int,
+    scale: float,
+    lse_BTH: Tensor,
+    do_BTHV: Tensor,
+    dlse_BTH: Tensor,
+) -> list[Tensor]:
+    """-> dq, dk, dv, and with sinks dsink_k and dsink_v"""
+    tensors = (q_BTHD, k_BSGD, v_BSGV, valid_BS, segment_BS, sink_k_BMGD, sink_v_BMGV, visible_BTM)
+    blocks, numbers, sizes = _plan(q_BTHD, k_BSGD, v_BSGV, sink_k_BMGD, window)
+    (T, S, M, _), (B, G, R) = numbers, (len(q_BTHD), sizes["G"], sizes["R"])
+    q, k, v, valid, segment, sink_k, sink_v, visible = _plain(*tensors)
+    lse, do, dlse = _plain(lse_BTH, do_BTHV, dlse_BTH)
+    dq, dk, dv, mean = (torch.empty_like(x) for x in (q, k, v, lse))
+    with torch.cuda.device_of(q):
+        backward_q_kernel[triton.cdiv(T * R, blocks.rows), G, B](
+            q, k, v, valid, segment, sink_k, sink_v, visible, lse, do, dlse, dq, mean, scale, *numbers,
+            **sizes, K=blocks.keys, SINKS=SINKS, **_launch(blocks),
+        )  # fmt: skip
+        backward_k_kernel[triton.cdiv(S, blocks.keys), G, B](
+            q, k, v, valid, segment, None, lse, do, dlse, mean, dk, dv, scale, T, S, window, 0,
+            **sizes, K=blocks.keys, **_launch(blocks),
+        )  # fmt: skip
+        if sink_k is None:
+            return [dq, dk, dv]
+        row_blocks, sink_blocks = triton.cdiv(T * R, blocks.rows), triton.cdiv(M, SINKS)
+        part_size = triton.cdiv(row_blocks, max(PROGRAMS // max(B * G * sink_blocks, 1), 1)) * blocks.rows
+        parts = triton.cdiv(T * R, part_size)
+        dsink_k, dsink_v = (q.new_empty(parts, *x.shape, dtype=torch.float32) for x in (sink_k, sink_v))
+        backward_k_kernel[sink_blocks, G * parts, B](
+            q, sink_k, sink_v, None, None, visible, lse, do, dlse, mean, dsink_k, dsink_v,
+            scale, T, M, window, part_size,
+            **sizes, K=SINKS, **_launch(blocks),
+        )  # fmt: skip
+    return [dq, dk, dv, dsink_k.sum(0).to(sink_k.dtype), dsink_v.sum(0).to(sink_v.dtype)]
+
+
+def _plain(*tensors: Tensor | None) -> list[Any]:
+    """What a kernel can address: dense, booleans as bytes."""
+    dense = [None if x is None else x.contiguous() for x in tensors]
+    return [x.view(torch.uint8) if x is not None and x.dtype == torch.bool else x for x in dense]
+
+
+def _size(q: Tensor, v: Tensor) -> tuple[int, int]:
+    """The key of BLOCKS."""
+    channels = triton.next_power_of_2(max(q.shape[3], v.shape[3], 64))
+    return max(q.element_size(), v.element_size()), channels
+
+
+def _plan(q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, window: int) -> tuple[Blocks, tuple, dict[str, int]]:
+    """The blocks, the kernels' numbers T, S, M, window, and their constants."""
+    (T, H, D), (S, G), V = q.shape[1:], k.shape[1:3], v.shape[3]
+    C, E = (max(triton.next_power_of_2(size), 16) for size in (D, V))
+    blocks = BLOCKS[_size(q, v)]
+    sizes = {"G": G, "R": H // G, "D": D, "V": V, "C": C, "E": E, "N": blocks.rows}
+    return blocks, (T, S, 0 if sink_k is None else sink_k.shape[1], window), sizes
+
+
+def _launch(blocks: Blocks) -> dict[str, int]:
+    return {"num_warps": blocks.warps, "num_stages": 1}
+
+
+_forward = torch.library.custom_op("gated_kernels::window", forward, mutates_args=())
+_backward = torch.library.custom_op("gated_kernels::window_backward", backward, mutates_args=())
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return v.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@_backward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, valid: Any, segment: Any, sink_k: Any, sink_v: Any, *_: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (q, k, v, sink_k, sink_v) if x is not None]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.window, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, output[1])
+
+
+def _differentiate(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+    *tensors, lse = ctx.saved_tensors
+    dq, dk, dv, *dsinks = _backward(*tensors, ctx.window, ctx.scale, lse, do, dlse)
+    dsink_k, dsink_v = dsinks or (None, None)
+    return dq, dk, dv, None, None, dsink_k, dsink_v, None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+def window(
+    q_BTHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGV: Tensor,
+    *,
+    window: int,
+    scale: float,
+    valid_BS: Tensor | None = None,
+    segment_BS: Tensor | None = None,
+    sink_k_BMGD: Tensor | None = None,
+    sink_v_BMGV: Tensor | None = None,
+    sink_visible_BTM: Tensor | None = None,
+) -> tuple[Tensor, Tensor] | None:
+    """What `chunk.window` returns for the same arguments; None, with a warning once, for what the kernels cannot do."""
+    valid_BS, sink_visible_BTM = (None if x is None else x.bool() for x in (valid_BS, sink_visible_BTM))
+    tensors = (q_BTHD, k_BSGD, v_BSGV, valid_BS, segment_BS, sink_k_BMGD, sink_v_BMGV, sink_visible_BTM)
+    why = _unsupported(*tensors)
+    if why is None:
+        return _forward(*tensors, window, scale)
+    if not torch.compiler.is_compiling():
+        _warn(why)
+    return None
+
+
+def _unsupported(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    valid: Tensor | None,
+    segment: Tensor | None,
+    sink_k: Tensor | None,
+    sink_v: Tensor | None,
+    visible: Tensor | None,
+) -> str | None:
+    (B, T, _, D), (S, G), V = q.shape, k.shape[1:3], v.shape[3]
+    M = 0 if sink_k is None else sink_k.shape[1]
+    if not (q.is_cuda or INTERPRETED.value):
+        return f"tensors on {q.device.type}"
+    for x, like in ((q, q), (v, v), (k, q), (sink_k, q), (sink_v, v)):
+        if x is not None and (x.dtype != like.dtype or x.dtype not in (torch.float32, torch.bfloat16, torch.float16)):
+            return f"{x.dtype} beside {like.dtype}" if x.dtype != like.dtype else f"{x.dtype}"
+    if _size(q, v) not in BLOCKS:
+        return f"heads of {D} and {V} channels in {q.dtype}"
+    shapes = ((B, S, G, D), (B, S, G, V), (B, S), (B, S), (B, M, G, D), (B, M, G, V), (B, T, M))
+    for x, shape in zip((k, v, valid, segment, sink_k, sink_v, visible), shapes):
+        if x is not None and (x.shape != shape or x.device != q.device):  # a kernel would read where nothing is
+            return f"tensor of shape {tuple(x.shape)} on {x.device} for one of {shape} on {q.device}"
+    return None
+
+
+@cache
+def _warn(why: str) -> None:
+    warnings.warn(f"gated_kernels: the Triton window takes no {why}; the torch op runs instead", stacklevel=4)
