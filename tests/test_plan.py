@@ -164,7 +164,8 @@ def test_the_export_dtype_sets_the_bytes_of_weights_and_cache():
 def test_shipped_recipes_fit_their_family_and_train_all_that_is_new(path):
     loaded = load(path)
     family = "mistral" if "mistral" in path.stem else "llama"
-    made = make_plan(loaded, tiny_config(family, num_hidden_layers=32))
+    depth = len(loaded.layers) if isinstance(loaded.layers, list) else 32
+    made = make_plan(loaded, tiny_config(family, num_hidden_layers=depth))
     assert all(stage.trained > 0 for stage in made.stages)
     assert not made.new_parameters or any(stage.rates.mixer for stage in loaded.stages)
     suite = suites.load(loaded.eval.suite)
