@@ -1,0 +1,574 @@
+"""The diagonal recurrence in Triton kernels; checked under Triton's interpreter, never yet run on a real GPU.
+
+The state before every chunk is made first, then all chunks' outputs at once. Within a chunk, the score of tokens t and
+s is q_t k_s times every decay after s up to t. It is taken at the one level at which t and s lie in the second and the
+first half of the same block: there both decays end at the boundary between the halves, so that each is the exponential
+of a sum of gates, at most 1 at any strength. A level is one matrix product of the whole chunk, masked.
+
+Matrix products take the inputs' dtype and accumulate in fp32: bf16 as it is, fp32 as three TF32 products, and fp16 as
+one TF32 product, which holds it exactly and does not overflow. The backward pass computes all of it again; only the
+inputs are kept. A state belongs to a key-value head and is never repeated.
+
+Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, N chunks, C chunk
+length. Kernels see BF of the features and BV of the values at a time. A gate's last size FG is F or 1.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@triton.jit
+def _load(x, t, T, step, column, columns):
+    """Rows t of x, zeros where there are none."""
+    mask = ((t >= 0) & (t < T))[:, None] & (column < columns)[None, :]
+    return tl.load(x + t[:, None] * step + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _store(x, value, t, T, step, column, columns):
+    mask = (t < T)[:, None] & (column < columns)[None, :]
+    tl.store(x + t[:, None] * step + column[None, :], value.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _load_state(x, f, F: tl.constexpr, v, V: tl.constexpr):
+    return tl.load(x + f[:, None] * V + v[None, :], mask=(f < F)[:, None] & (v < V)[None, :], other=0.0)
+
+
+@triton.jit
+def _store_state(x, value, f, F: tl.constexpr, v, V: tl.constexpr):
+    mask = (f < F)[:, None] & (v < V)[None, :]
+    tl.store(x + f[:, None] * V + v[None, :], value.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _load_gates(log_a, b, t, T, g, f, G: tl.constexpr, F: tl.constexpr, FG: tl.constexpr, C: tl.constexpr, BF: tl.constexpr):
+    """[C, BF] in fp32; a scalar gate stands in every column, no gate is zeros."""
+    if log_a is None:
+        gates = tl.zeros((C, BF), tl.float32)
+    else:
+        mask = ((t >= 0) & (t < T))[:, None] & (f < F)[None, :]
+        rows = log_a + ((b * T + t) * G + g)[:, None] * FG
+        gates = tl.load(rows + (f % FG)[None, :], mask=mask, other=0.0).to(tl.float32)
+    return gates
+
+
+@triton.jit
+def _sums(x, BLOCK: tl.constexpr, REVERSE: tl.constexpr, C: tl.constexpr, BF: tl.constexpr):
+    """[C, BF] running sums over the tokens that start anew with every block."""
+    if BLOCK > 1:
+        x = tl.reshape(tl.cumsum(tl.reshape(x, (C // BLOCK, BLOCK, BF)), 1, reverse=REVERSE), (C, BF))
+    return x
+
+
+@triton.jit
+def _drop(x, PLACE: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr):
+    """Zeros at one place of every block."""
+    return tl.where((tl.arange(0, C) % BLOCK == PLACE)[:, None], 0.0, x)
+
+
+@triton.jit
+def _prefix(into, BLOCK: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr, BF: tl.constexpr):
+    """The decay from the start of a token's block to what it reads; `into` is its gate, or the one before (exclusive)."""
+    if EXCLUSIVE:
+        into = _drop(into, 0, BLOCK, C)
+    return tl.exp(_sums(into, BLOCK, False, C, BF))
+
+
+@triton.jit
+def _suffix(after, BLOCK: tl.constexpr, C: tl.constexpr, BF: tl.constexpr):
+    """The decay after a token to the end of its block; `after` is the gate of the next token."""
+    return tl.exp(_sums(_drop(after, BLOCK - 1, BLOCK, C), BLOCK, True, C, BF))
+
+
+@triton.jit
+def _prefix_grad(x, BLOCK: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr, BF: tl.constexpr):
+    """The gates' gradients from those of the exponents of `_prefix`."""
+    if EXCLUSIVE:
+        x = _drop(x, 0, BLOCK, C)  # its exponent is empty; added and subtracted again it would drown what is small
+        x = _sums(x, BLOCK, True, C, BF) - x
+    else:
+        x = _sums(x, BLOCK, True, C, BF)
+    return x
+
+
+@triton.jit
+def _suffix_grad(x, BLOCK: tl.constexpr, C: tl.constexpr, BF: tl.constexpr):
+    """The gates' gradients from those of the exponents of `_suffix`."""
+    x = _drop(x, BLOCK - 1, BLOCK, C)
+    return _sums(x, BLOCK, False, C, BF) - x
+
+
+@triton.jit
+def _is_pair(t, s, HALF: tl.constexpr):
+    """Whether t is in the second and s in the first half of the same block."""
+    return (s // HALF % 2 == 0) & (t // HALF == s // HALF + 1)
+
+
+@triton.jit
+def _same(segment, b, t, s, T):
+    """Whether two tokens are of one segment; what lies outside of the sequence belongs to its ends."""
+    t_segment = tl.load(segment + b * T + tl.minimum(tl.maximum(t, 0), T - 1))
+    return t_segment == tl.load(segment + b * T + tl.minimum(tl.maximum(s, 0), T - 1))
+
+
+@triton.jit
+def _readable(segment, b, first, t, s, T, EXCLUSIVE: tl.constexpr):
+    """Whether t reads what s writes; both count from the chunk's token `first`."""
+    if EXCLUSIVE:
+        readable = t > s
+    else:
+        readable = t >= s
+    if segment is not None:
+        readable = readable & _same(segment, b, first + t, first + s, T)
+    return readable
+
+
+@triton.jit
+def _total(into, segment, b, first, T, C: tl.constexpr):
+    """[BF] the decay of the whole chunk, 0 where a segment ends within; `into` are the tokens' own gates."""
+    total = tl.exp(tl.sum(into, 0))
+    if segment is not None:
+        total = tl.where(_same(segment, b, first - 1, first + C - 1, T), total, 0.0)
+    return total
+
+
+@triton.jit
+def _read_decay(into, segment, b, first, t, T, EXCLUSIVE: tl.constexpr, C: tl.constexpr, BF: tl.constexpr):
+    """The decay from the state before the chunk to what a token reads, 0 where that state is another segment's."""
+    decay = _prefix(into, C, EXCLUSIVE, C, BF)
+    if segment is not None:
+        decay = tl.where(_same(segment, b, t, first - 1, T)[:, None], decay, 0.0)
+    return decay
+
+
+@triton.jit
+def _write_decay(after, segment, b, first, t, T, C: tl.constexpr, BF: tl.constexpr):
+    """The decay of what a token writes to the state after the chunk, 0 where that state is another segment's."""
+    decay = _suffix(after, C, C, BF)
+    if segment is not None:
+        decay = tl.where(_same(segment, b, t, first + C - 1, T)[:, None], decay, 0.0)
+    return decay
+
+
+@triton.jit
+def _scores(
+    q, k, into, after, D: tl.constexpr,
+    GATED: tl.constexpr, EXCLUSIVE: tl.constexpr, TRANSPOSED: tl.constexpr,
+    C: tl.constexpr, BF: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """[t, s], or [s, t], before the mask: these features' part; D is the dtype of the products."""
+    row = tl.arange(0, C)[:, None]
+    column = tl.arange(0, C)[None, :]
+    if GATED:
+        scores = tl.zeros((C, C), tl.float32)
+        for level in tl.static_range(LEVELS):
+            left = (q * _prefix(into, 1 << level, EXCLUSIVE, C, BF)).to(D)
+            right = (k * _suffix(after, 1 << level, C, BF)).to(D)
+            if TRANSPOSED:
+                part = tl.dot(right, tl.trans(left), input_precision=PRECISION)
+                scores += tl.where(_is_pair(column, row, 1 << level), part, 0.0)
+            else:
+                part = tl.dot(left, tl.trans(right), input_precision=PRECISION)
+                scores += tl.where(_is_pair(row, column, 1 << level), part, 0.0)
+        scores += tl.where(row == column, tl.sum(q * k, 1)[:, None], 0.0)
+    elif TRANSPOSED:
+        scores = tl.dot(k.to(D), tl.trans(q.to(D)), input_precision=PRECISION)
+    else:
+        scores = tl.dot(q.to(D), tl.trans(k.to(D)), input_precision=PRECISION)
+    return scores
+
+
+@triton.jit
+def states_kernel(
+    k, v, log_a, segment, state, states, last, T,
+    G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, FG: tl.constexpr, EXCLUSIVE: tl.constexpr,
+    C: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state before every chunk, and the last one; a program per [BF, BV] of a head's state."""
+    D: tl.constexpr = states.dtype.element_ty
+    head = tl.program_id(0).to(tl.int64)
+    b, g = head // G, head % G
+    f = tl.program_id(1) * BF + tl.arange(0, BF)
+    v_ = tl.program_id(2) * BV + tl.arange(0, BV)
+    N = tl.cdiv(T, C)
+    now = _load_state(state + head * F * V, f, F, v_, V)
+    for n in range(N):
+        _store_state(states + (head * N + n) * F * V, now, f, F, v_, V)
+        first = n * C
+        t = first + tl.arange(0, C).to(tl.int64)
+        into = _load_gates(log_a, b, t, T, g, f, G, F, FG, C, BF)
+        after = _load_gates(log_a, b, t + 1, T, g, f, G, F, FG, C, BF)
+        keys = _load(k + (b * T * G + g) * F, t, T, G * F, f, F).to(tl.float32)
+        values = _load(v + (b * T * G + g) * V, t, T, G * V, v_, V).to(D)
+        write = (keys * _write_decay(after, segment, b, first, t, T, C, BF)).to(D)
+        now = now * _total(into, segment, b, first, T, C)[:, None]
+        now = tl.dot(tl.trans(write), values, now, input_precision=PRECISION)
+    _store_state(last + head * F * V, now, f, F, v_, V)
+
+
+@triton.jit
+def outputs_kernel(
+    q, k, v, log_a, segment, states, o, T,
+    G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, FG: tl.constexpr, EXCLUSIVE: tl.constexpr,
+    C: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A chunk's outputs of one query head a program."""
+    D: tl.constexpr = states.dtype.element_ty
+    N = tl.cdiv(T, C)
+    program = tl.program_id(0).to(tl.int64)
+    n, b, h = program % N, program // N // (G * R), program // N % (G * R)
+    g = h // R
+    first = n * C
+    i = tl.arange(0, C)
+    t = first + i
+    scores = tl.zeros((C, C), tl.float32)
+    for f0 in range(0, F, BF):
+        f = f0 + tl.arange(0, BF)
+        into = _load_gates(log_a, b, t - EXCLUSIVE, T, g, f, G, F, FG, C, BF)
+        after = _load_gates(log_a, b, t + 1, T, g, f, G, F, FG, C, BF)
+        queries = _load(q + (b * T * G * R + h) * F, t, T, G * R * F, f, F).to(tl.float32)
+        keys = _load(k + (b * T * G + g) * F, t, T, G * F, f, F).to(tl.float32)
+        scores += _scores(
+            queries, keys, into, after, D, log_a is not None, EXCLUSIVE, False, C, BF, LEVELS, PRECISION
+        )  # fmt: skip
+    scores = tl.where(_readable(segment, b, first, i[:, None], i[None, :], T, EXCLUSIVE), scores, 0.0).to(D)
+    for v0 in range(0, V, BV):
+        v_ = v0 + tl.arange(0, BV)
+        values = _load(v + (b * T * G + g) * V, t, T, G * V, v_, V).to(D)
+        outputs = tl.dot(scores, values, input_precision=PRECISION)
+        for f0 in range(0, F, BF):
+            f = f0 + tl.arange(0, BF)
+            into = _load_gates(log_a, b, t - EXCLUSIVE, T, g, f, G, F, FG, C, BF)
+            queries = _load(q + (b * T * G * R + h) * F, t, T, G * R * F, f, F).to(tl.float32)
+            read = (queries * _read_decay(into, segment, b, first, t, T, EXCLUSIVE, C, BF)).to(D)
+            before = _load_state(states + ((b * G + g) * N + n) * F * V, f, F, v_, V)
+            outputs = tl.dot(read, before, outputs, input_precision=PRECISION)
+        _store(o + (b * T * G * R + h) * V, outputs, t, T, G * R * V, v_, V)
+
+
+@triton.jit
+def dstates_kernel(
+    q, log_a, segment, do, dlast, dstates, dstate, T,
+    G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, FG: tl.constexpr, EXCLUSIVE: tl.constexpr,
+    C: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the state after every chunk, and of the first one; a program per [BF, BV] of a head's state."""
+    D: tl.constexpr = dstates.dtype.element_ty
+    head = tl.program_id(0).to(tl.int64)
+    b, g = head // G, head % G
+    f = tl.program_id(1) * BF + tl.arange(0, BF)
+    v_ = tl.program_id(2) * BV + tl.arange(0, BV)
+    N = tl.cdiv(T, C)
+    dnow = _load_state(dlast + head * F * V, f, F, v_, V)
+    for back in range(N):
+        n = N - 1 - back
+        _store_state(dstates + (head * N + n) * F * V, dnow, f, F, v_, V)
+        first = n * C
+        t = first + tl.arange(0, C).to(tl.int64)
+        own = _load_gates(log_a, b, t, T, g, f, G, F, FG, C, BF)
+        into = _load_gates(log_a, b, t - EXCLUSIVE, T, g, f, G, F, FG, C, BF)
+        decay = _read_decay(into, segment, b, first, t, T, EXCLUSIVE, C, BF)
+        dnow = dnow * _total(own, segment, b, first, T, C)[:, None]
+        for h in range(g * R, g * R + R):
+            queries = _load(q + (b * T * G * R + h) * F, t, T, G * R * F, f, F).to(tl.float32)
+            douts = _load(do + (b * T * G * R + h) * V, t, T, G * R * V, v_, V).to(D)
+            dnow = tl.dot(tl.trans((queries * decay).to(D)), douts, dnow, input_precision=PRECISION)
+    _store_state(dstate + head * F * V, dnow, f, F, v_, V)
+
+
+@triton.jit
+def dv_kernel(
+    q, k, log_a, segment, do, dstates, dv, T,
+    G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, FG: tl.constexpr, EXCLUSIVE: tl.constexpr,
+    C: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient of BV of a chunk's values a program; scores are computed transposed, as they are used."""
+    D: tl.constexpr = dstates.dtype.element_ty
+    N = tl.cdiv(T, C)
+    program = tl.program_id(0).to(tl.int64)
+    n, b, g = program % N, program // N // G, program // N % G
+    first = n * C
+    i = tl.arange(0, C)
+    t = first + i
+    v_ = tl.program_id(1) * BV + tl.arange(0, BV)
+    readable = _readable(segment, b, first, i[None, :], i[:, None], T, EXCLUSIVE)
+    dvalues = tl.zeros((C, BV), tl.float32)
+    for f0 in range(0, F, BF):
+        f = f0 + tl.arange(0, BF)
+        after = _load_gates(log_a, b, t + 1, T, g, f, G, F, FG, C, BF)
+        keys = _load(k + (b * T * G + g) * F, t, T, G * F, f, F).to(tl.float32)
+        write = (keys * _write_decay(after, segment, b, first, t, T, C, BF)).to(D)
+        dafter = _load_state(dstates + ((b * G + g) * N + n) * F * V, f, F, v_, V)
+        dvalues = tl.dot(write, dafter, dvalues, input_precision=PRECISION)
+    for h in range(g * R, g * R + R):
+        scores = tl.zeros((C, C), tl.float32)
+        for f0 in range(0, F, BF):
+            f = f0 + tl.arange(0, BF)
+            into = _load_gates(log_a, b, t - EXCLUSIVE, T, g, f, G, F, FG, C, BF)
+            after = _load_gates(log_a, b, t + 1, T, g, f, G, F, FG, C, BF)
+            queries = _load(q + (b * T * G * R + h) * F, t, T, G * R * F, f, F).to(tl.float32)
+            keys = _load(k + (b * T * G + g) * F, t, T, G * F, f, F).to(tl.float32)
+            scores += _scores(
+                queries, keys, into, after, D, log_a is not None, EXCLUSIVE, True, C, BF, LEVELS, PRECISION
+            )  # fmt: skip
+        douts = _load(do + (b * T * G * R + h) * V, t, T, G * R * V, v_, V).to(D)
+        dvalues = tl.dot(tl.where(readable, scores, 0.0).to(D), douts, dvalues, input_precision=PRECISION)
+    _store(dv + (b * T * G + g) * V, dvalues, t, T, G * V, v_, V)
+
+
+@triton.jit
+def dqk_kernel(
+    q, k, v, log_a, segment, do, states, dstates, dq, dk, dlog_a, B, T,
+    G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, FG: tl.constexpr, EXCLUSIVE: tl.constexpr,
+    C: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradients of BF features of a chunk's queries, keys and gates; of scalar gates, these features' part."""
+    D: tl.constexpr = states.dtype.element_ty
+    N = tl.cdiv(T, C)
+    program = tl.program_id(0).to(tl.int64)
+    n, b, g = program % N, program // N // G, program // N % G
+    first = n * C
+    i = tl.arange(0, C)
+    t = first + i
+    f = tl.program_id(1) * BF + tl.arange(0, BF)
+    own = _load_gates(log_a, b, t, T, g, f, G, F, FG, C, BF)
+    into = _load_gates(log_a, b, t - EXCLUSIVE, T, g, f, G, F, FG, C, BF)
+    after = _load_gates(log_a, b, t + 1, T, g, f, G, F, FG, C, BF)
+    keys = _load(k + (b * T * G + g) * F, t, T, G * F, f, F).to(tl.float32)
+
+    dkeys = tl.zeros((C, BF), tl.float32)
+    dtotal = tl.zeros((BF,), tl.float32)
+    for v0 in range(0, V, BV):
+        v_ = v0 + tl.arange(0, BV)
+        values = _load(v + (b * T * G + g) * V, t, T, G * V, v_, V).to(D)
+        before = _load_state(states + ((b * G + g) * N + n) * F * V, f, F, v_, V)
+        dafter = _load_state(dstates + ((b * G + g) * N + n) * F * V, f, F, v_, V)
+        dkeys = tl.dot(values, tl.trans(dafter), dkeys, input_precision=PRECISION)
+        dtotal += tl.sum(before.to(tl.float32) * dafter.to(tl.float32), 1)
+    dkeys *= _write_decay(after, segment, b, first, t, T, C, BF)
+    dgates = _suffix_grad(dkeys * keys, C, C, BF) + (dtotal * _total(own, segment, b, first, T, C))[None, :]
+
+    for h in range(g * R, g * R + R):
+        queries = _load(q + (b * T * G * R + h) * F, t, T, G * R * F, f, F).to(tl.float32)
+        dqueries = tl.zeros((C, BF), tl.float32)
+        dscores = tl.zeros((C, C), tl.float32)  # [t, s]
+        dscores_t = tl.zeros((C, C), tl.float32)  # [s, t]: a product, not a transposition, as its use is a product's left
+        for v0 in range(0, V, BV):
+            v_ = v0 + tl.arange(0, BV)
+            values = _load(v + (b * T * G + g) * V, t, T, G * V, v_, V).to(D)
+            douts = _load(do + (b * T * G * R + h) * V, t, T, G * R * V, v_, V).to(D)
+            before = _load_state(states + ((b * G + g) * N + n) * F * V, f, F, v_, V)
+            dscores = tl.dot(douts, tl.trans(values), dscores, input_precision=PRECISION)
+            dscores_t = tl.dot(values, tl.trans(douts), dscores_t, input_precision=PRECISION)
+            dqueries = tl.dot(douts, tl.trans(before), dqueries, input_precision=PRECISION)
+        dqueries *= _read_decay(into, segment, b, first, t, T, EXCLUSIVE, C, BF)
+        dgates += _prefix_grad(dqueries * queries, C, EXCLUSIVE, C, BF)
+        dscores = tl.where(_readable(segment, b, first, i[:, None], i[None, :], T, EXCLUSIVE), dscores, 0.0)
+        dscores_t = tl.where(_readable(segment, b, first, i[None, :], i[:, None], T, EXCLUSIVE), dscores_t, 0.0)
+        if log_a is None:
+            dqueries = tl.dot(dscores.to(D), keys.to(D), dqueries, input_precision=PRECISION)
+            dkeys = tl.dot(dscores_t.to(D), queries.to(D), dkeys, input_precision=PRECISION)
+        else:
+            # A token meets itself without a decay: kept out of the gates' gradients, where it would only cancel.
+            dself = tl.sum(tl.where(i[:, None] == i[None, :], dscores, 0.0), 1)[:, None]
+            dqueries += dself * keys
+            dkeys += dself * queries
+            for level in tl.static_range(LEVELS):
+                prefix = _prefix(into, 1 << level, EXCLUSIVE, C, BF)
+                suffix = _suffix(after, 1 << level, C, BF)
+                left = queries * prefix
+                right = keys * suffix
+                pair = tl.where(_is_pair(i[:, None], i[None, :], 1 << level), dscores, 0.0).to(D)
+                pair_t = tl.where(_is_pair(i[None, :], i[:, None], 1 << level), dscores_t, 0.0).to(D)
+                dleft = tl.dot(pair, right.to(D), input_precision=PRECISION)
+                dright = tl.dot(pair_t, left.to(D), input_precision=PRECISION)
+                dqueries += dleft * prefix
+                dkeys += dright * suffix
+                dgates += _prefix_grad(dleft * left, 1 << level, EXCLUSIVE, C, BF)
+                dgates += _suffix_grad(dright * right, 1 << level, C, BF)
+        _store(dq + (b * T * G * R + h) * F, dqueries, t, T, G * R * F, f, F)
+
+    _store(dk + (b * T * G + g) * F, dkeys, t, T, G * F, f, F)
+    if log_a is not None:
+        if FG == 1:
+            part = dlog_a + (tl.program_id(1) * B + b) * T * G + g
+            tl.store(part + t * G, tl.sum(dgates, 1), mask=t < T)
+        else:
+            _store(dlog_a + (b * T * G + g) * F, dgates, t, T, G * F, f, F)
+
+
+class Tiles(NamedTuple):
+    """How the kernels cut a problem up; fixed by its sizes and dtype, never searched for."""
+
+    C: int
+    BF: int
+    BV: int
+    PRECISION: str
+    dtype: torch.dtype  # of the matrix products
+
+
+def tiles(F: int, V: int, dtype: torch.dtype) -> Tiles:
+    if dtype == torch.bfloat16:
+        return Tiles(64, _block(F), _block(V), "tf32", dtype)
+    return Tiles(32, _block(F), _block(V), "tf32" if dtype == torch.float16 else "tf32x3", torch.float32)
+
+
+def _block(size: int) -> int:
+    """A block of 64, or less where less would stay unused: 32 for 65 or 80."""
+    return next(block for block in (16, 32, 64) if size <= block or (block == 32 and 0 < size % 64 <= 32))
+
+
+class _Problem:
+    """The sizes of one call, and what every kernel is given."""
+
+    def __init__(self, q_BTHF: Tensor, k_BTGF: Tensor, v_BTGV: Tensor, log_a: Tensor | None, exclusive: bool):
+        B, T, H, F = q_BTHF.shape
+        G, V = v_BTGV.shape[2:]
+        cut = tiles(F, V, _promoted(q_BTHF, k_BTGF, v_BTGV))
+        N = triton.cdiv(T, cut.C)
+        self.states_BGNFV = v_BTGV.new_empty(B, G, N, F, V, dtype=cut.dtype)
+        self.B, self.T = B, T
+        self.blocks_of_F, blocks_of_V = triton.cdiv(F, cut.BF), triton.cdiv(V, cut.BV)
+        self.by_state, self.by_query = (B * G, self.blocks_of_F, blocks_of_V), (B * H * N,)
+        self.by_feature, self.by_value = (B * G * N, self.blocks_of_F), (B * G * N, blocks_of_V)
+        self.constants = {
+            "G": G,
+            "R": H // G,
+            "F": F,
+            "V": V,
+            "FG": 1 if log_a is None else log_a.shape[-1],
+            "EXCLUSIVE": int(exclusive),
+            "C": cut.C,
+            "BF": cut.BF,
+            "BV": cut.BV,
+            "LEVELS": cut.C.bit_length() - 1,
+            "PRECISION": cut.PRECISION,
+            "num_warps": 4,
+        }
+
+
+def _promoted(*tensors: Tensor) -> torch.dtype:
+    return functools.reduce(torch.promote_types, (x.dtype for x in tensors))
+
+
+def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
+@torch.library.custom_op("gated_kernels::diagonal", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None, state: Tensor, segment: Tensor | None, exclusive: bool
+) -> tuple[Tensor, Tensor]:
+    """The outputs and the last state."""
+    q, k, v, log_a, state, segment = _contiguous(q, k, v, log_a, state, segment)
+    p = _Problem(q, k, v, log_a, exclusive)
+    o, last = v.new_empty(*q.shape[:3], v.shape[-1]), torch.empty_like(state)
+    with torch.cuda.device_of(v):
+        states_kernel[p.by_state](k, v, log_a, segment, state, p.states_BGNFV, last, p.T, **p.constants)
+        outputs_kernel[p.by_query](q, k, v, log_a, segment, p.states_BGNFV, o, p.T, **p.constants)
+    return o, last
+
+
+@_forward.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None, state: Tensor, segment: Tensor | None, exclusive: bool
+) -> tuple[Tensor, Tensor]:
+    return v.new_empty(*q.shape[:3], v.shape[-1]), state.new_empty(state.shape)
+
+
+@torch.library.custom_op("gated_kernels::diagonal_backward", mutates_args=())
+def _backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_a: Tensor | None,
+    state: Tensor,
+    segment: Tensor | None,
+    exclusive: bool,
+    do: Tensor,
+    dlast: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v, log_a (empty where there is none) and the state."""
+    q, k, v, log_a, state, segment, do, dlast = _contiguous(q, k, v, log_a, state, segment, do, dlast)
+    p = _Problem(q, k, v, log_a, exclusive)
+    states, dstates, last = p.states_BGNFV, torch.empty_like(p.states_BGNFV), torch.empty_like(state)
+    dq, dk, dv, dstate = (torch.empty_like(x) for x in (q, k, v, state))
+    dlog_a = None
+    if log_a is not None:  # of a scalar gate, a part from each block of features
+        dlog_a = log_a.new_empty(p.blocks_of_F if log_a.shape[-1] == 1 else 1, *log_a.shape, dtype=torch.float32)
+    with torch.cuda.device_of(v):
+        states_kernel[p.by_state](k, v, log_a, segment, state, states, last, p.T, **p.constants)
+        dstates_kernel[p.by_state](q, log_a, segment, do, dlast, dstates, dstate, p.T, **p.constants)
+        dv_kernel[p.by_value](q, k, log_a, segment, do, dstates, dv, p.T, **p.constants)
+        dqk_kernel[p.by_feature](
+            q, k, v, log_a, segment, do, states, dstates, dq, dk, dlog_a, p.B, p.T, **p.constants
+        )  # fmt: skip
+    return dq, dk, dv, v.new_empty(0) if log_a is None else dlog_a.sum(0).to(log_a.dtype), dstate
+
+
+@_backward.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_a: Tensor | None,
+    state: Tensor,
+    segment: Tensor | None,
+    exclusive: bool,
+    do: Tensor,
+    dlast: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv, dstate = (x.new_empty(x.shape) for x in (q, k, v, state))
+    return dq, dk, dv, v.new_empty(0) if log_a is None else log_a.new_empty(log_a.shape), dstate
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.exclusive = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx: Any, do: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
+    log_a = ctx.saved_tensors[3]
+    dq, dk, dv, dlog_a, dstate = _backward(*ctx.saved_tensors, ctx.exclusive, do, dlast)
+    return dq, dk, dv, None if log_a is None else dlog_a, dstate, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_keep)
+
+
+@functools.cache
+def _warn_once(problem: str) -> None:
+    warnings.warn(f"diagonal runs in torch, not in Triton: {problem}", stacklevel=4)
+
+
+def fast(
+    q_BTHF: Tensor,
+    k_BTGF: Tensor,
+    v_BTGV: Tensor,
+    log_a: Tensor | None,
+    state_BGFV: Tensor | None,
+    segment_BT: Tensor | None,
+    exclusive: bool,
+) -> tuple[Tensor, Tensor] | None:
+    """As `gated_kernels.diagonal`; None, with one warning that says why, for what the kernels do not do."""
+    if v_BTGV.device.type != "cuda" and not INTERPRETED:
+        return _warn_once(f"its inputs are on the {v_BTGV.device.type}")
+    if (dtype := _promoted(q_BTHF, k_BTGF, v_BTGV)) not in DTYPES:
+        return _warn_once(f"its inputs are {str(dtype).removeprefix('torch.')}")
+    if state_BGFV is None:
+        B, _, G, F = k_BTGF.shape
+        state_BGFV = v_BTGV.new_zeros(B, G, F, v_BTGV.shape[-1], dtype=torch.float32)
+    return _forward(q_BTHF, k_BTGF, v_BTGV, log_a, state_BGFV.float(), segment_BT, exclusive)
