@@ -1,6 +1,8 @@
 """The recurrences and the window as ops: one folder each, with a plain reference, a fast implementation and cases."""
 
+import os
 from collections.abc import Callable
+from importlib import import_module
 
 from torch import Tensor
 
@@ -20,4 +22,24 @@ OPS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "window": window,  # softmax attention over the last keys and the sinks
 }
 
-__all__ = ["OPS", "delta", "diagonal", "elementwise", "momentum", "slots", "window"]
+TRITON = ("diagonal",)  # ops with Triton kernels
+PATHS = ("torch", "triton")
+
+
+def use(path: str) -> None:
+    """Which implementation every op runs, for the whole process: `torch`, or `triton` where an op has it.
+
+    The start is `torch`, or what the environment variable GATED_KERNELS says: the Triton kernels have only ever run in
+    Triton's interpreter, not on real hardware. An input that they do not support is left to torch, with one warning.
+    Raises ValueError for another path, and ImportError when triton is asked for and is not installed.
+    """
+    if path not in PATHS:
+        raise ValueError(f"{path!r} is no path of the kernels; use one of {', '.join(PATHS)}")
+    for op in TRITON:
+        fast = import_module(f"gated_kernels.{op}.triton").fast if path == "triton" else None
+        import_module(f"gated_kernels.{op}.chunk").fast = fast  # type: ignore[attr-defined]
+
+
+use(os.environ.get("GATED_KERNELS", "torch"))
+
+__all__ = ["OPS", "delta", "diagonal", "elementwise", "momentum", "slots", "use", "window"]

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -54,7 +54,9 @@ def _store_state(x, value, f, F: tl.constexpr, v, V: tl.constexpr):
 
 
 @triton.jit
-def _load_gates(log_a, b, t, T, g, f, G: tl.constexpr, F: tl.constexpr, FG: tl.constexpr, C: tl.constexpr, BF: tl.constexpr):
+def _load_gates(
+    log_a, b, t, T, g, f, G: tl.constexpr, F: tl.constexpr, FG: tl.constexpr, C: tl.constexpr, BF: tl.constexpr
+):
     """[C, BF] in fp32; a scalar gate stands in every column, no gate is zeros."""
     if log_a is None:
         gates = tl.zeros((C, BF), tl.float32)
@@ -63,6 +65,17 @@ def _load_gates(log_a, b, t, T, g, f, G: tl.constexpr, F: tl.constexpr, FG: tl.c
         rows = log_a + ((b * T + t) * G + g)[:, None] * FG
         gates = tl.load(rows + (f % FG)[None, :], mask=mask, other=0.0).to(tl.float32)
     return gates
+
+
+@triton.jit
+def _product(a, b, c, D: tl.constexpr, PRECISION: tl.constexpr):
+    """a b + c in fp32, of operands in D."""
+    a = a.to(D)
+    b = b.to(D)
+    if INTERPRETED:  # Triton's interpreter multiplies the bits of bf16 as integers
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, c, input_precision=PRECISION)
 
 
 @triton.jit
@@ -81,7 +94,7 @@ def _drop(x, PLACE: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _prefix(into, BLOCK: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr, BF: tl.constexpr):
-    """The decay from the start of a token's block to what it reads; `into` is its gate, or the one before (exclusive)."""
+    """The decay from the start of a token's block to what it reads. `into`: its gate; the one before, if exclusive."""
     if EXCLUSIVE:
         into = _drop(into, 0, BLOCK, C)
     return tl.exp(_sums(into, BLOCK, False, C, BF))
@@ -127,10 +140,7 @@ def _same(segment, b, t, s, T):
 @triton.jit
 def _readable(segment, b, first, t, s, T, EXCLUSIVE: tl.constexpr):
     """Whether t reads what s writes; both count from the chunk's token `first`."""
-    if EXCLUSIVE:
-        readable = t > s
-    else:
-        readable = t >= s
+    readable = t >= s + EXCLUSIVE
     if segment is not None:
         readable = readable & _same(segment, b, first + t, first + s, T)
     return readable
@@ -175,19 +185,19 @@ def _scores(
     if GATED:
         scores = tl.zeros((C, C), tl.float32)
         for level in tl.static_range(LEVELS):
-            left = (q * _prefix(into, 1 << level, EXCLUSIVE, C, BF)).to(D)
-            right = (k * _suffix(after, 1 << level, C, BF)).to(D)
+            left = q * _prefix(into, 1 << level, EXCLUSIVE, C, BF)
+            right = k * _suffix(after, 1 << level, C, BF)
             if TRANSPOSED:
-                part = tl.dot(right, tl.trans(left), input_precision=PRECISION)
+                part = _product(right, tl.trans(left.to(D)), None, D, PRECISION)
                 scores += tl.where(_is_pair(column, row, 1 << level), part, 0.0)
             else:
-                part = tl.dot(left, tl.trans(right), input_precision=PRECISION)
+                part = _product(left, tl.trans(right.to(D)), None, D, PRECISION)
                 scores += tl.where(_is_pair(row, column, 1 << level), part, 0.0)
         scores += tl.where(row == column, tl.sum(q * k, 1)[:, None], 0.0)
     elif TRANSPOSED:
-        scores = tl.dot(k.to(D), tl.trans(q.to(D)), input_precision=PRECISION)
+        scores = _product(k, tl.trans(q.to(D)), None, D, PRECISION)
     else:
-        scores = tl.dot(q.to(D), tl.trans(k.to(D)), input_precision=PRECISION)
+        scores = _product(q, tl.trans(k.to(D)), None, D, PRECISION)
     return scores
 
 
@@ -212,10 +222,10 @@ def states_kernel(
         into = _load_gates(log_a, b, t, T, g, f, G, F, FG, C, BF)
         after = _load_gates(log_a, b, t + 1, T, g, f, G, F, FG, C, BF)
         keys = _load(k + (b * T * G + g) * F, t, T, G * F, f, F).to(tl.float32)
-        values = _load(v + (b * T * G + g) * V, t, T, G * V, v_, V).to(D)
-        write = (keys * _write_decay(after, segment, b, first, t, T, C, BF)).to(D)
+        values = _load(v + (b * T * G + g) * V, t, T, G * V, v_, V)
+        write = keys * _write_decay(after, segment, b, first, t, T, C, BF)
         now = now * _total(into, segment, b, first, T, C)[:, None]
-        now = tl.dot(tl.trans(write), values, now, input_precision=PRECISION)
+        now = _product(tl.trans(write.to(D)), values, now, D, PRECISION)
     _store_state(last + head * F * V, now, f, F, v_, V)
 
 
@@ -244,18 +254,18 @@ def outputs_kernel(
         scores += _scores(
             queries, keys, into, after, D, log_a is not None, EXCLUSIVE, False, C, BF, LEVELS, PRECISION
         )  # fmt: skip
-    scores = tl.where(_readable(segment, b, first, i[:, None], i[None, :], T, EXCLUSIVE), scores, 0.0).to(D)
+    scores = tl.where(_readable(segment, b, first, i[:, None], i[None, :], T, EXCLUSIVE), scores, 0.0)
     for v0 in range(0, V, BV):
         v_ = v0 + tl.arange(0, BV)
-        values = _load(v + (b * T * G + g) * V, t, T, G * V, v_, V).to(D)
-        outputs = tl.dot(scores, values, input_precision=PRECISION)
+        values = _load(v + (b * T * G + g) * V, t, T, G * V, v_, V)
+        outputs = _product(scores, values, None, D, PRECISION)
         for f0 in range(0, F, BF):
             f = f0 + tl.arange(0, BF)
             into = _load_gates(log_a, b, t - EXCLUSIVE, T, g, f, G, F, FG, C, BF)
             queries = _load(q + (b * T * G * R + h) * F, t, T, G * R * F, f, F).to(tl.float32)
-            read = (queries * _read_decay(into, segment, b, first, t, T, EXCLUSIVE, C, BF)).to(D)
+            read = queries * _read_decay(into, segment, b, first, t, T, EXCLUSIVE, C, BF)
             before = _load_state(states + ((b * G + g) * N + n) * F * V, f, F, v_, V)
-            outputs = tl.dot(read, before, outputs, input_precision=PRECISION)
+            outputs = _product(read, before, outputs, D, PRECISION)
         _store(o + (b * T * G * R + h) * V, outputs, t, T, G * R * V, v_, V)
 
 
@@ -284,8 +294,8 @@ def dstates_kernel(
         dnow = dnow * _total(own, segment, b, first, T, C)[:, None]
         for h in range(g * R, g * R + R):
             queries = _load(q + (b * T * G * R + h) * F, t, T, G * R * F, f, F).to(tl.float32)
-            douts = _load(do + (b * T * G * R + h) * V, t, T, G * R * V, v_, V).to(D)
-            dnow = tl.dot(tl.trans((queries * decay).to(D)), douts, dnow, input_precision=PRECISION)
+            douts = _load(do + (b * T * G * R + h) * V, t, T, G * R * V, v_, V)
+            dnow = _product(tl.trans((queries * decay).to(D)), douts, dnow, D, PRECISION)
     _store_state(dstate + head * F * V, dnow, f, F, v_, V)
 
 
@@ -310,9 +320,9 @@ def dv_kernel(
         f = f0 + tl.arange(0, BF)
         after = _load_gates(log_a, b, t + 1, T, g, f, G, F, FG, C, BF)
         keys = _load(k + (b * T * G + g) * F, t, T, G * F, f, F).to(tl.float32)
-        write = (keys * _write_decay(after, segment, b, first, t, T, C, BF)).to(D)
+        write = keys * _write_decay(after, segment, b, first, t, T, C, BF)
         dafter = _load_state(dstates + ((b * G + g) * N + n) * F * V, f, F, v_, V)
-        dvalues = tl.dot(write, dafter, dvalues, input_precision=PRECISION)
+        dvalues = _product(write, dafter, dvalues, D, PRECISION)
     for h in range(g * R, g * R + R):
         scores = tl.zeros((C, C), tl.float32)
         for f0 in range(0, F, BF):
@@ -324,8 +334,8 @@ def dv_kernel(
             scores += _scores(
                 queries, keys, into, after, D, log_a is not None, EXCLUSIVE, True, C, BF, LEVELS, PRECISION
             )  # fmt: skip
-        douts = _load(do + (b * T * G * R + h) * V, t, T, G * R * V, v_, V).to(D)
-        dvalues = tl.dot(tl.where(readable, scores, 0.0).to(D), douts, dvalues, input_precision=PRECISION)
+        douts = _load(do + (b * T * G * R + h) * V, t, T, G * R * V, v_, V)
+        dvalues = _product(tl.where(readable, scores, 0.0), douts, dvalues, D, PRECISION)
     _store(dv + (b * T * G + g) * V, dvalues, t, T, G * V, v_, V)
 
 
@@ -353,10 +363,10 @@ def dqk_kernel(
     dtotal = tl.zeros((BF,), tl.float32)
     for v0 in range(0, V, BV):
         v_ = v0 + tl.arange(0, BV)
-        values = _load(v + (b * T * G + g) * V, t, T, G * V, v_, V).to(D)
+        values = _load(v + (b * T * G + g) * V, t, T, G * V, v_, V)
         before = _load_state(states + ((b * G + g) * N + n) * F * V, f, F, v_, V)
         dafter = _load_state(dstates + ((b * G + g) * N + n) * F * V, f, F, v_, V)
-        dkeys = tl.dot(values, tl.trans(dafter), dkeys, input_precision=PRECISION)
+        dkeys = _product(values, tl.trans(dafter), dkeys, D, PRECISION)
         dtotal += tl.sum(before.to(tl.float32) * dafter.to(tl.float32), 1)
     dkeys *= _write_decay(after, segment, b, first, t, T, C, BF)
     dgates = _suffix_grad(dkeys * keys, C, C, BF) + (dtotal * _total(own, segment, b, first, T, C))[None, :]
@@ -365,22 +375,24 @@ def dqk_kernel(
         queries = _load(q + (b * T * G * R + h) * F, t, T, G * R * F, f, F).to(tl.float32)
         dqueries = tl.zeros((C, BF), tl.float32)
         dscores = tl.zeros((C, C), tl.float32)  # [t, s]
-        dscores_t = tl.zeros((C, C), tl.float32)  # [s, t]: a product, not a transposition, as its use is a product's left
+        dscores_t = tl.zeros(
+            (C, C), tl.float32
+        )  # [s, t]: a product, not a transposition, as its use is a product's left
         for v0 in range(0, V, BV):
             v_ = v0 + tl.arange(0, BV)
-            values = _load(v + (b * T * G + g) * V, t, T, G * V, v_, V).to(D)
-            douts = _load(do + (b * T * G * R + h) * V, t, T, G * R * V, v_, V).to(D)
+            values = _load(v + (b * T * G + g) * V, t, T, G * V, v_, V)
+            douts = _load(do + (b * T * G * R + h) * V, t, T, G * R * V, v_, V)
             before = _load_state(states + ((b * G + g) * N + n) * F * V, f, F, v_, V)
-            dscores = tl.dot(douts, tl.trans(values), dscores, input_precision=PRECISION)
-            dscores_t = tl.dot(values, tl.trans(douts), dscores_t, input_precision=PRECISION)
-            dqueries = tl.dot(douts, tl.trans(before), dqueries, input_precision=PRECISION)
+            dscores = _product(douts, tl.trans(values), dscores, D, PRECISION)
+            dscores_t = _product(values, tl.trans(douts), dscores_t, D, PRECISION)
+            dqueries = _product(douts, tl.trans(before), dqueries, D, PRECISION)
         dqueries *= _read_decay(into, segment, b, first, t, T, EXCLUSIVE, C, BF)
         dgates += _prefix_grad(dqueries * queries, C, EXCLUSIVE, C, BF)
         dscores = tl.where(_readable(segment, b, first, i[:, None], i[None, :], T, EXCLUSIVE), dscores, 0.0)
         dscores_t = tl.where(_readable(segment, b, first, i[None, :], i[:, None], T, EXCLUSIVE), dscores_t, 0.0)
         if log_a is None:
-            dqueries = tl.dot(dscores.to(D), keys.to(D), dqueries, input_precision=PRECISION)
-            dkeys = tl.dot(dscores_t.to(D), queries.to(D), dkeys, input_precision=PRECISION)
+            dqueries = _product(dscores, keys, dqueries, D, PRECISION)
+            dkeys = _product(dscores_t, queries, dkeys, D, PRECISION)
         else:
             # A token meets itself without a decay: kept out of the gates' gradients, where it would only cancel.
             dself = tl.sum(tl.where(i[:, None] == i[None, :], dscores, 0.0), 1)[:, None]
@@ -391,10 +403,10 @@ def dqk_kernel(
                 suffix = _suffix(after, 1 << level, C, BF)
                 left = queries * prefix
                 right = keys * suffix
-                pair = tl.where(_is_pair(i[:, None], i[None, :], 1 << level), dscores, 0.0).to(D)
-                pair_t = tl.where(_is_pair(i[None, :], i[:, None], 1 << level), dscores_t, 0.0).to(D)
-                dleft = tl.dot(pair, right.to(D), input_precision=PRECISION)
-                dright = tl.dot(pair_t, left.to(D), input_precision=PRECISION)
+                pair = tl.where(_is_pair(i[:, None], i[None, :], 1 << level), dscores, 0.0)
+                pair_t = tl.where(_is_pair(i[None, :], i[:, None], 1 << level), dscores_t, 0.0)
+                dleft = _product(pair, right, None, D, PRECISION)
+                dright = _product(pair_t, left, None, D, PRECISION)
                 dqueries += dleft * prefix
                 dkeys += dright * suffix
                 dgates += _prefix_grad(dleft * left, 1 << level, EXCLUSIVE, C, BF)
@@ -564,7 +576,7 @@ def fast(
     exclusive: bool,
 ) -> tuple[Tensor, Tensor] | None:
     """As `gated_kernels.diagonal`; None, with one warning that says why, for what the kernels do not do."""
-    if v_BTGV.device.type != "cuda" and not INTERPRETED:
+    if v_BTGV.device.type != "cuda" and not INTERPRETED.value:
         return _warn_once(f"its inputs are on the {v_BTGV.device.type}")
     if (dtype := _promoted(q_BTHF, k_BTGF, v_BTGV)) not in DTYPES:
         return _warn_once(f"its inputs are {str(dtype).removeprefix('torch.')}")
