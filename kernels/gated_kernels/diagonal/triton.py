@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -26,7 +26,13 @@ import triton.language as tl
 from torch import Tensor
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CHUNK = 32
+# By the inputs' dtype: that of what is multiplied, and how fp32 operands are.
+PRODUCTS = {
+    torch.bfloat16: (torch.bfloat16, "tf32"),
+    torch.float16: (torch.float32, "tf32"),
+    torch.float32: (torch.float32, "tf32x3"),
+}
 
 
 @triton.jit
@@ -64,6 +70,7 @@ def _load_gates(
         mask = ((t >= 0) & (t < T))[:, None] & (f < F)[None, :]
         rows = log_a + ((b * T + t) * G + g)[:, None] * FG
         gates = tl.load(rows + (f % FG)[None, :], mask=mask, other=0.0).to(tl.float32)
+        gates = tl.maximum(gates, -1e30)  # sums are products with zeros and ones, and 0 times -inf is none
     return gates
 
 
@@ -78,56 +85,38 @@ def _product(a, b, c, D: tl.constexpr, PRECISION: tl.constexpr):
     return tl.dot(a, b, c, input_precision=PRECISION)
 
 
-@triton.jit
-def _sums(x, BLOCK: tl.constexpr, REVERSE: tl.constexpr, C: tl.constexpr, BF: tl.constexpr):
-    """[C, BF] running sums over the tokens that start anew with every block."""
-    if BLOCK > 1:
-        x = tl.reshape(tl.cumsum(tl.reshape(x, (C // BLOCK, BLOCK, BF)), 1, reverse=REVERSE), (C, BF))
-    return x
+# Which gates u lie between token t and ...
 
 
 @triton.jit
-def _drop(x, PLACE: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr):
-    """Zeros at one place of every block."""
-    return tl.where((tl.arange(0, C) % BLOCK == PLACE)[:, None], 0.0, x)
+def _start(t, u, EXCLUSIVE: tl.constexpr):
+    """... the state before the chunk, for who reads it."""
+    return t >= u + EXCLUSIVE
 
 
 @triton.jit
-def _prefix(into, BLOCK: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr, BF: tl.constexpr):
-    """The decay from the start of a token's block to what it reads. `into`: its gate; the one before, if exclusive."""
-    if EXCLUSIVE:
-        into = _drop(into, 0, BLOCK, C)
-    return tl.exp(_sums(into, BLOCK, False, C, BF))
+def _end(t, u):
+    """... the state after the chunk, for who writes it."""
+    return u > t
 
 
 @triton.jit
-def _suffix(after, BLOCK: tl.constexpr, C: tl.constexpr, BF: tl.constexpr):
-    """The decay after a token to the end of its block; `after` is the gate of the next token."""
-    return tl.exp(_sums(_drop(after, BLOCK - 1, BLOCK, C), BLOCK, True, C, BF))
+def _middle(t, u, level, EXCLUSIVE: tl.constexpr):
+    """... the middle of its block, two halves of 2^level, for who reads in the second or writes in the first."""
+    second = (t >> level) % 2 == 1
+    return (t >> level == u >> level) & tl.where(second, t >= u + EXCLUSIVE, u > t)
 
 
 @triton.jit
-def _prefix_grad(x, BLOCK: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr, BF: tl.constexpr):
-    """The gates' gradients from those of the exponents of `_prefix`."""
-    if EXCLUSIVE:
-        x = _drop(x, 0, BLOCK, C)  # its exponent is empty; added and subtracted again it would drown what is small
-        x = _sums(x, BLOCK, True, C, BF) - x
-    else:
-        x = _sums(x, BLOCK, True, C, BF)
-    return x
+def _decay(between, gates):
+    """[C, BF] the decay of every token by the gates that are between; at least as exact as the exponential itself."""
+    return tl.exp(_product(between, gates, None, tl.float32, "tf32x3"))
 
 
 @triton.jit
-def _suffix_grad(x, BLOCK: tl.constexpr, C: tl.constexpr, BF: tl.constexpr):
-    """The gates' gradients from those of the exponents of `_suffix`."""
-    x = _drop(x, BLOCK - 1, BLOCK, C)
-    return _sums(x, BLOCK, False, C, BF) - x
-
-
-@triton.jit
-def _is_pair(t, s, HALF: tl.constexpr):
+def _is_pair(t, s, level):
     """Whether t is in the second and s in the first half of the same block."""
-    return (s // HALF % 2 == 0) & (t // HALF == s // HALF + 1)
+    return ((s >> level) % 2 == 0) & (t >> level == (s >> level) + 1)
 
 
 @triton.jit
@@ -147,52 +136,53 @@ def _readable(segment, b, first, t, s, T, EXCLUSIVE: tl.constexpr):
 
 
 @triton.jit
-def _total(into, segment, b, first, T, C: tl.constexpr):
-    """[BF] the decay of the whole chunk, 0 where a segment ends within; `into` are the tokens' own gates."""
-    total = tl.exp(tl.sum(into, 0))
+def _total(gates, segment, b, first, T, C: tl.constexpr):
+    """[BF] the decay of the whole chunk, 0 where a segment ends within."""
+    total = tl.exp(tl.sum(gates, 0))
     if segment is not None:
         total = tl.where(_same(segment, b, first - 1, first + C - 1, T), total, 0.0)
     return total
 
 
 @triton.jit
-def _read_decay(into, segment, b, first, t, T, EXCLUSIVE: tl.constexpr, C: tl.constexpr, BF: tl.constexpr):
+def _read_decay(gates, segment, b, first, i, T, EXCLUSIVE: tl.constexpr):
     """The decay from the state before the chunk to what a token reads, 0 where that state is another segment's."""
-    decay = _prefix(into, C, EXCLUSIVE, C, BF)
+    decay = _decay(_start(i[:, None], i[None, :], EXCLUSIVE), gates)
     if segment is not None:
-        decay = tl.where(_same(segment, b, t, first - 1, T)[:, None], decay, 0.0)
+        decay = tl.where(_same(segment, b, first + i, first - 1, T)[:, None], decay, 0.0)
     return decay
 
 
 @triton.jit
-def _write_decay(after, segment, b, first, t, T, C: tl.constexpr, BF: tl.constexpr):
+def _write_decay(gates, segment, b, first, i, T, C: tl.constexpr):
     """The decay of what a token writes to the state after the chunk, 0 where that state is another segment's."""
-    decay = _suffix(after, C, C, BF)
+    decay = _decay(_end(i[:, None], i[None, :]), gates)
     if segment is not None:
-        decay = tl.where(_same(segment, b, t, first + C - 1, T)[:, None], decay, 0.0)
+        decay = tl.where(_same(segment, b, first + i, first + C - 1, T)[:, None], decay, 0.0)
     return decay
 
 
 @triton.jit
 def _scores(
-    q, k, into, after, D: tl.constexpr,
+    q, k, gates, D: tl.constexpr,
     GATED: tl.constexpr, EXCLUSIVE: tl.constexpr, TRANSPOSED: tl.constexpr,
-    C: tl.constexpr, BF: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """[t, s], or [s, t], before the mask: these features' part; D is the dtype of the products."""
     row = tl.arange(0, C)[:, None]
     column = tl.arange(0, C)[None, :]
     if GATED:
         scores = tl.zeros((C, C), tl.float32)
-        for level in tl.static_range(LEVELS):
-            left = q * _prefix(into, 1 << level, EXCLUSIVE, C, BF)
-            right = k * _suffix(after, 1 << level, C, BF)
+        for level in tl.range(LEVELS, disable_licm=True):
+            decay = _decay(_middle(row, column, level, EXCLUSIVE), gates)
+            left = q * decay
+            right = k * decay
             if TRANSPOSED:
                 part = _product(right, tl.trans(left.to(D)), None, D, PRECISION)
-                scores += tl.where(_is_pair(column, row, 1 << level), part, 0.0)
+                scores += tl.where(_is_pair(column, row, level), part, 0.0)
             else:
                 part = _product(left, tl.trans(right.to(D)), None, D, PRECISION)
-                scores += tl.where(_is_pair(row, column, 1 << level), part, 0.0)
+                scores += tl.where(_is_pair(row, column, level), part, 0.0)
         scores += tl.where(row == column, tl.sum(q * k, 1)[:, None], 0.0)
     elif TRANSPOSED:
         scores = _product(k, tl.trans(q.to(D)), None, D, PRECISION)
@@ -213,18 +203,18 @@ def states_kernel(
     b, g = head // G, head % G
     f = tl.program_id(1) * BF + tl.arange(0, BF)
     v_ = tl.program_id(2) * BV + tl.arange(0, BV)
+    i = tl.arange(0, C).to(tl.int64)
     N = tl.cdiv(T, C)
     now = _load_state(state + head * F * V, f, F, v_, V)
     for n in range(N):
         _store_state(states + (head * N + n) * F * V, now, f, F, v_, V)
         first = n * C
-        t = first + tl.arange(0, C).to(tl.int64)
-        into = _load_gates(log_a, b, t, T, g, f, G, F, FG, C, BF)
-        after = _load_gates(log_a, b, t + 1, T, g, f, G, F, FG, C, BF)
+        t = first + i
+        gates = _load_gates(log_a, b, t, T, g, f, G, F, FG, C, BF)
         keys = _load(k + (b * T * G + g) * F, t, T, G * F, f, F).to(tl.float32)
         values = _load(v + (b * T * G + g) * V, t, T, G * V, v_, V)
-        write = keys * _write_decay(after, segment, b, first, t, T, C, BF)
-        now = now * _total(into, segment, b, first, T, C)[:, None]
+        write = keys * _write_decay(gates, segment, b, first, i, T, C)
+        now = now * _total(gates, segment, b, first, T, C)[:, None]
         now = _product(tl.trans(write.to(D)), values, now, D, PRECISION)
     _store_state(last + head * F * V, now, f, F, v_, V)
 
@@ -247,12 +237,11 @@ def outputs_kernel(
     scores = tl.zeros((C, C), tl.float32)
     for f0 in range(0, F, BF):
         f = f0 + tl.arange(0, BF)
-        into = _load_gates(log_a, b, t - EXCLUSIVE, T, g, f, G, F, FG, C, BF)
-        after = _load_gates(log_a, b, t + 1, T, g, f, G, F, FG, C, BF)
+        gates = _load_gates(log_a, b, t, T, g, f, G, F, FG, C, BF)
         queries = _load(q + (b * T * G * R + h) * F, t, T, G * R * F, f, F).to(tl.float32)
         keys = _load(k + (b * T * G + g) * F, t, T, G * F, f, F).to(tl.float32)
         scores += _scores(
-            queries, keys, into, after, D, log_a is not None, EXCLUSIVE, False, C, BF, LEVELS, PRECISION
+            queries, keys, gates, D, log_a is not None, EXCLUSIVE, False, C, LEVELS, PRECISION
         )  # fmt: skip
     scores = tl.where(_readable(segment, b, first, i[:, None], i[None, :], T, EXCLUSIVE), scores, 0.0)
     for v0 in range(0, V, BV):
@@ -261,9 +250,9 @@ def outputs_kernel(
         outputs = _product(scores, values, None, D, PRECISION)
         for f0 in range(0, F, BF):
             f = f0 + tl.arange(0, BF)
-            into = _load_gates(log_a, b, t - EXCLUSIVE, T, g, f, G, F, FG, C, BF)
+            gates = _load_gates(log_a, b, t, T, g, f, G, F, FG, C, BF)
             queries = _load(q + (b * T * G * R + h) * F, t, T, G * R * F, f, F).to(tl.float32)
-            read = queries * _read_decay(into, segment, b, first, t, T, EXCLUSIVE, C, BF)
+            read = queries * _read_decay(gates, segment, b, first, i, T, EXCLUSIVE)
             before = _load_state(states + ((b * G + g) * N + n) * F * V, f, F, v_, V)
             outputs = _product(read, before, outputs, D, PRECISION)
         _store(o + (b * T * G * R + h) * V, outputs, t, T, G * R * V, v_, V)
@@ -281,18 +270,19 @@ def dstates_kernel(
     b, g = head // G, head % G
     f = tl.program_id(1) * BF + tl.arange(0, BF)
     v_ = tl.program_id(2) * BV + tl.arange(0, BV)
+    i = tl.arange(0, C).to(tl.int64)
     N = tl.cdiv(T, C)
     dnow = _load_state(dlast + head * F * V, f, F, v_, V)
     for back in range(N):
         n = N - 1 - back
         _store_state(dstates + (head * N + n) * F * V, dnow, f, F, v_, V)
         first = n * C
-        t = first + tl.arange(0, C).to(tl.int64)
-        own = _load_gates(log_a, b, t, T, g, f, G, F, FG, C, BF)
-        into = _load_gates(log_a, b, t - EXCLUSIVE, T, g, f, G, F, FG, C, BF)
-        decay = _read_decay(into, segment, b, first, t, T, EXCLUSIVE, C, BF)
-        dnow = dnow * _total(own, segment, b, first, T, C)[:, None]
-        for h in range(g * R, g * R + R):
+        t = first + i
+        gates = _load_gates(log_a, b, t, T, g, f, G, F, FG, C, BF)
+        decay = _read_decay(gates, segment, b, first, i, T, EXCLUSIVE)
+        dnow = dnow * _total(gates, segment, b, first, T, C)[:, None]
+        for r in tl.range(R, disable_licm=True):
+            h = g * R + r
             queries = _load(q + (b * T * G * R + h) * F, t, T, G * R * F, f, F).to(tl.float32)
             douts = _load(do + (b * T * G * R + h) * V, t, T, G * R * V, v_, V)
             dnow = _product(tl.trans((queries * decay).to(D)), douts, dnow, D, PRECISION)
@@ -318,21 +308,21 @@ def dv_kernel(
     dvalues = tl.zeros((C, BV), tl.float32)
     for f0 in range(0, F, BF):
         f = f0 + tl.arange(0, BF)
-        after = _load_gates(log_a, b, t + 1, T, g, f, G, F, FG, C, BF)
+        gates = _load_gates(log_a, b, t, T, g, f, G, F, FG, C, BF)
         keys = _load(k + (b * T * G + g) * F, t, T, G * F, f, F).to(tl.float32)
-        write = keys * _write_decay(after, segment, b, first, t, T, C, BF)
+        write = keys * _write_decay(gates, segment, b, first, i, T, C)
         dafter = _load_state(dstates + ((b * G + g) * N + n) * F * V, f, F, v_, V)
         dvalues = _product(write, dafter, dvalues, D, PRECISION)
-    for h in range(g * R, g * R + R):
+    for r in tl.range(R, disable_licm=True):
+        h = g * R + r
         scores = tl.zeros((C, C), tl.float32)
         for f0 in range(0, F, BF):
             f = f0 + tl.arange(0, BF)
-            into = _load_gates(log_a, b, t - EXCLUSIVE, T, g, f, G, F, FG, C, BF)
-            after = _load_gates(log_a, b, t + 1, T, g, f, G, F, FG, C, BF)
+            gates = _load_gates(log_a, b, t, T, g, f, G, F, FG, C, BF)
             queries = _load(q + (b * T * G * R + h) * F, t, T, G * R * F, f, F).to(tl.float32)
             keys = _load(k + (b * T * G + g) * F, t, T, G * F, f, F).to(tl.float32)
             scores += _scores(
-                queries, keys, into, after, D, log_a is not None, EXCLUSIVE, True, C, BF, LEVELS, PRECISION
+                queries, keys, gates, D, log_a is not None, EXCLUSIVE, True, C, LEVELS, PRECISION
             )  # fmt: skip
         douts = _load(do + (b * T * G * R + h) * V, t, T, G * R * V, v_, V)
         dvalues = _product(tl.where(readable, scores, 0.0), douts, dvalues, D, PRECISION)
@@ -353,10 +343,10 @@ def dqk_kernel(
     first = n * C
     i = tl.arange(0, C)
     t = first + i
+    row = i[:, None]
+    column = i[None, :]
     f = tl.program_id(1) * BF + tl.arange(0, BF)
-    own = _load_gates(log_a, b, t, T, g, f, G, F, FG, C, BF)
-    into = _load_gates(log_a, b, t - EXCLUSIVE, T, g, f, G, F, FG, C, BF)
-    after = _load_gates(log_a, b, t + 1, T, g, f, G, F, FG, C, BF)
+    gates = _load_gates(log_a, b, t, T, g, f, G, F, FG, C, BF)
     keys = _load(k + (b * T * G + g) * F, t, T, G * F, f, F).to(tl.float32)
 
     dkeys = tl.zeros((C, BF), tl.float32)
@@ -368,10 +358,12 @@ def dqk_kernel(
         dafter = _load_state(dstates + ((b * G + g) * N + n) * F * V, f, F, v_, V)
         dkeys = _product(values, tl.trans(dafter), dkeys, D, PRECISION)
         dtotal += tl.sum(before.to(tl.float32) * dafter.to(tl.float32), 1)
-    dkeys *= _write_decay(after, segment, b, first, t, T, C, BF)
-    dgates = _suffix_grad(dkeys * keys, C, C, BF) + (dtotal * _total(own, segment, b, first, T, C))[None, :]
+    dkeys *= _write_decay(gates, segment, b, first, i, T, C)
+    dgates = tl.zeros((C, BF), tl.float32) + (dtotal * _total(gates, segment, b, first, T, C))[None, :]
+    dgates = _product(_end(column, row), dkeys * keys, dgates, tl.float32, PRECISION)
 
-    for h in range(g * R, g * R + R):
+    for r in tl.range(R, disable_licm=True):
+        h = g * R + r
         queries = _load(q + (b * T * G * R + h) * F, t, T, G * R * F, f, F).to(tl.float32)
         dqueries = tl.zeros((C, BF), tl.float32)
         dscores = tl.zeros((C, C), tl.float32)  # [t, s]
@@ -386,31 +378,30 @@ def dqk_kernel(
             dscores = _product(douts, tl.trans(values), dscores, D, PRECISION)
             dscores_t = _product(values, tl.trans(douts), dscores_t, D, PRECISION)
             dqueries = _product(douts, tl.trans(before), dqueries, D, PRECISION)
-        dqueries *= _read_decay(into, segment, b, first, t, T, EXCLUSIVE, C, BF)
-        dgates += _prefix_grad(dqueries * queries, C, EXCLUSIVE, C, BF)
-        dscores = tl.where(_readable(segment, b, first, i[:, None], i[None, :], T, EXCLUSIVE), dscores, 0.0)
-        dscores_t = tl.where(_readable(segment, b, first, i[None, :], i[:, None], T, EXCLUSIVE), dscores_t, 0.0)
+        dqueries *= _read_decay(gates, segment, b, first, i, T, EXCLUSIVE)
+        dgates = _product(_start(column, row, EXCLUSIVE), dqueries * queries, dgates, tl.float32, PRECISION)
+        dscores = tl.where(_readable(segment, b, first, row, column, T, EXCLUSIVE), dscores, 0.0)
+        dscores_t = tl.where(_readable(segment, b, first, column, row, T, EXCLUSIVE), dscores_t, 0.0)
         if log_a is None:
             dqueries = _product(dscores, keys, dqueries, D, PRECISION)
             dkeys = _product(dscores_t, queries, dkeys, D, PRECISION)
         else:
             # A token meets itself without a decay: kept out of the gates' gradients, where it would only cancel.
-            dself = tl.sum(tl.where(i[:, None] == i[None, :], dscores, 0.0), 1)[:, None]
+            dself = tl.sum(tl.where(row == column, dscores, 0.0), 1)[:, None]
             dqueries += dself * keys
             dkeys += dself * queries
-            for level in tl.static_range(LEVELS):
-                prefix = _prefix(into, 1 << level, EXCLUSIVE, C, BF)
-                suffix = _suffix(after, 1 << level, C, BF)
-                left = queries * prefix
-                right = keys * suffix
-                pair = tl.where(_is_pair(i[:, None], i[None, :], 1 << level), dscores, 0.0)
-                pair_t = tl.where(_is_pair(i[None, :], i[:, None], 1 << level), dscores_t, 0.0)
+            for level in tl.range(LEVELS, disable_licm=True):
+                decay = _decay(_middle(row, column, level, EXCLUSIVE), gates)
+                left = queries * decay
+                right = keys * decay
+                pair = tl.where(_is_pair(row, column, level), dscores, 0.0)
+                pair_t = tl.where(_is_pair(column, row, level), dscores_t, 0.0)
                 dleft = _product(pair, right, None, D, PRECISION)
                 dright = _product(pair_t, left, None, D, PRECISION)
-                dqueries += dleft * prefix
-                dkeys += dright * suffix
-                dgates += _prefix_grad(dleft * left, 1 << level, EXCLUSIVE, C, BF)
-                dgates += _suffix_grad(dright * right, 1 << level, C, BF)
+                dqueries += dleft * decay
+                dkeys += dright * decay
+                between = _middle(column, row, level, EXCLUSIVE)
+                dgates = _product(between, dleft * left + dright * right, dgates, tl.float32, PRECISION)
         _store(dq + (b * T * G * R + h) * F, dqueries, t, T, G * R * F, f, F)
 
     _store(dk + (b * T * G + g) * F, dkeys, t, T, G * F, f, F)
@@ -422,25 +413,32 @@ def dqk_kernel(
             _store(dlog_a + (b * T * G + g) * F, dgates, t, T, G * F, f, F)
 
 
-class Tiles(NamedTuple):
-    """How the kernels cut a problem up; fixed by its sizes and dtype, never searched for."""
+def constants(G: int, R: int, F: int, V: int, FG: int, exclusive: bool, dtype: torch.dtype) -> dict[str, Any]:
+    """What the kernels are compiled for; fixed by the sizes and the dtype, never searched for."""
+    return {
+        "G": G,
+        "R": R,
+        "F": F,
+        "V": V,
+        "FG": FG,
+        "EXCLUSIVE": int(exclusive),
+        "C": CHUNK,
+        "BF": _block(F),
+        "BV": _block(V),
+        "LEVELS": CHUNK.bit_length() - 1,
+        "PRECISION": PRODUCTS[dtype][1],
+    }
 
-    C: int
-    BF: int
-    BV: int
-    PRECISION: str
-    dtype: torch.dtype  # of the matrix products
 
-
-def tiles(F: int, V: int, dtype: torch.dtype) -> Tiles:
-    if dtype == torch.bfloat16:
-        return Tiles(64, _block(F), _block(V), "tf32", dtype)
-    return Tiles(32, _block(F), _block(V), "tf32" if dtype == torch.float16 else "tf32x3", torch.float32)
+def options(dtype: torch.dtype) -> dict[str, int]:
+    return {"num_warps": 8 if PRODUCTS[dtype][0] == torch.float32 else 4}
 
 
 def _block(size: int) -> int:
-    """A block of 64, or less where less would stay unused: 32 for 65 or 80."""
-    return next(block for block in (16, 32, 64) if size <= block or (block == 32 and 0 < size % 64 <= 32))
+    """64, or less where less of it would stay unused: 32 for 65 and 80."""
+    if size > 64:
+        return 32 if 0 < size % 64 <= 32 else 64
+    return max(16, triton.next_power_of_2(size))
 
 
 class _Problem:
@@ -449,27 +447,15 @@ class _Problem:
     def __init__(self, q_BTHF: Tensor, k_BTGF: Tensor, v_BTGV: Tensor, log_a: Tensor | None, exclusive: bool):
         B, T, H, F = q_BTHF.shape
         G, V = v_BTGV.shape[2:]
-        cut = tiles(F, V, _promoted(q_BTHF, k_BTGF, v_BTGV))
-        N = triton.cdiv(T, cut.C)
-        self.states_BGNFV = v_BTGV.new_empty(B, G, N, F, V, dtype=cut.dtype)
+        dtype = _promoted(q_BTHF, k_BTGF, v_BTGV)
+        N = triton.cdiv(T, CHUNK)
         self.B, self.T = B, T
-        self.blocks_of_F, blocks_of_V = triton.cdiv(F, cut.BF), triton.cdiv(V, cut.BV)
+        self.states_BGNFV = v_BTGV.new_empty(B, G, N, F, V, dtype=PRODUCTS[dtype][0])
+        self.blocks_of_F, blocks_of_V = triton.cdiv(F, _block(F)), triton.cdiv(V, _block(V))
         self.by_state, self.by_query = (B * G, self.blocks_of_F, blocks_of_V), (B * H * N,)
         self.by_feature, self.by_value = (B * G * N, self.blocks_of_F), (B * G * N, blocks_of_V)
-        self.constants = {
-            "G": G,
-            "R": H // G,
-            "F": F,
-            "V": V,
-            "FG": 1 if log_a is None else log_a.shape[-1],
-            "EXCLUSIVE": int(exclusive),
-            "C": cut.C,
-            "BF": cut.BF,
-            "BV": cut.BV,
-            "LEVELS": cut.C.bit_length() - 1,
-            "PRECISION": cut.PRECISION,
-            "num_warps": 4,
-        }
+        FG = 1 if log_a is None else log_a.shape[-1]
+        self.compiled_for = constants(G, H // G, F, V, FG, exclusive, dtype) | options(dtype)
 
 
 def _promoted(*tensors: Tensor) -> torch.dtype:
@@ -489,8 +475,8 @@ def _forward(
     p = _Problem(q, k, v, log_a, exclusive)
     o, last = v.new_empty(*q.shape[:3], v.shape[-1]), torch.empty_like(state)
     with torch.cuda.device_of(v):
-        states_kernel[p.by_state](k, v, log_a, segment, state, p.states_BGNFV, last, p.T, **p.constants)
-        outputs_kernel[p.by_query](q, k, v, log_a, segment, p.states_BGNFV, o, p.T, **p.constants)
+        states_kernel[p.by_state](k, v, log_a, segment, state, p.states_BGNFV, last, p.T, **p.compiled_for)
+        outputs_kernel[p.by_query](q, k, v, log_a, segment, p.states_BGNFV, o, p.T, **p.compiled_for)
     return o, last
 
 
@@ -522,12 +508,12 @@ def _backward(
     if log_a is not None:  # of a scalar gate, a part from each block of features
         dlog_a = log_a.new_empty(p.blocks_of_F if log_a.shape[-1] == 1 else 1, *log_a.shape, dtype=torch.float32)
     with torch.cuda.device_of(v):
-        states_kernel[p.by_state](k, v, log_a, segment, state, states, last, p.T, **p.constants)
-        dstates_kernel[p.by_state](q, log_a, segment, do, dlast, dstates, dstate, p.T, **p.constants)
-        dv_kernel[p.by_value](q, k, log_a, segment, do, dstates, dv, p.T, **p.constants)
+        states_kernel[p.by_state](k, v, log_a, segment, state, states, last, p.T, **p.compiled_for)
+        dstates_kernel[p.by_state](q, log_a, segment, do, dlast, dstates, dstate, p.T, **p.compiled_for)
+        dv_kernel[p.by_value](q, k, log_a, segment, do, dstates, dv, p.T, **p.compiled_for)
         dqk_kernel[p.by_feature](
-            q, k, v, log_a, segment, do, states, dstates, dq, dk, dlog_a, p.B, p.T, **p.constants
-        )  # fmt: skip
+            q, k, v, log_a, segment, do, states, dstates, dq, dk, dlog_a, p.B, p.T, **p.compiled_for
+        )
     return dq, dk, dv, v.new_empty(0) if log_a is None else dlog_a.sum(0).to(log_a.dtype), dstate
 
 
@@ -578,7 +564,7 @@ def fast(
     """As `gated_kernels.diagonal`; None, with one warning that says why, for what the kernels do not do."""
     if v_BTGV.device.type != "cuda" and not INTERPRETED.value:
         return _warn_once(f"its inputs are on the {v_BTGV.device.type}")
-    if (dtype := _promoted(q_BTHF, k_BTGF, v_BTGV)) not in DTYPES:
+    if (dtype := _promoted(q_BTHF, k_BTGF, v_BTGV)) not in PRODUCTS:
         return _warn_once(f"its inputs are {str(dtype).removeprefix('torch.')}")
     if state_BGFV is None:
         B, _, G, F = k_BTGF.shape
