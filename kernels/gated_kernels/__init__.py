@@ -22,24 +22,24 @@ OPS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "window": window,  # softmax attention over the last keys and the sinks
 }
 
-TRITON = ("diagonal",)  # ops with Triton kernels
-PATHS = ("torch", "triton")
+TRITON = ("diagonal",)  # the ops that have a triton.py
 
 
 def use(path: str) -> None:
-    """Which implementation every op runs, for the whole process: `torch`, or `triton` where an op has it.
+    """Runs the ops that have Triton kernels by "triton", or by "torch", the default, in the whole process.
 
-    The start is `torch`, or what the environment variable GATED_KERNELS says: the Triton kernels have only ever run in
-    Triton's interpreter, not on real hardware. An input that they do not support is left to torch, with one warning.
-    Raises ValueError for another path, and ImportError when triton is asked for and is not installed.
+    The environment variable GATED_KERNELS says the same at import. The Triton kernels have only ever run in Triton's
+    interpreter, never on real hardware; what they cannot do is left to torch, with one warning that says why. Raises
+    ValueError for any other path, and ImportError when Triton is not installed.
     """
-    if path not in PATHS:
-        raise ValueError(f"{path!r} is no path of the kernels; use one of {', '.join(PATHS)}")
+    if path not in ("torch", "triton"):
+        raise ValueError(f"the ops run by 'torch' or by 'triton', not by {path!r}")
     for op in TRITON:
-        fast = import_module(f"gated_kernels.{op}.triton").fast if path == "triton" else None
-        import_module(f"gated_kernels.{op}.chunk").fast = fast  # type: ignore[attr-defined]
+        fast = getattr(import_module(f"gated_kernels.{op}.triton"), op) if path == "triton" else None
+        import_module(f"gated_kernels.{op}.chunk").__dict__["fast"] = fast
 
 
-use(os.environ.get("GATED_KERNELS", "torch"))
+if "GATED_KERNELS" in os.environ:
+    use(os.environ["GATED_KERNELS"])
 
 __all__ = ["OPS", "delta", "diagonal", "elementwise", "momentum", "slots", "use", "window"]

@@ -547,26 +547,48 @@ def _differentiate(ctx: Any, do: Tensor, dlast: Tensor) -> tuple[Tensor | None, 
 _forward.register_autograd(_differentiate, setup_context=_keep)
 
 
-@functools.cache
-def _warn_once(problem: str) -> None:
-    warnings.warn(f"diagonal runs in torch, not in Triton: {problem}", stacklevel=4)
+def diagonal(
+    q_BTHF: Tensor,
+    k_BTGF: Tensor,
+    v_BTGV: Tensor,
+    log_a: Tensor | None,
+    *,
+    state_BGFV: Tensor | None = None,
+    segment_BT: Tensor | None = None,
+    exclusive: bool = False,
+) -> tuple[Tensor, Tensor] | None:
+    """As `gated_kernels.diagonal`; None, with a warning once, for what the kernels cannot do."""
+    if problem := _problem(q_BTHF, k_BTGF, v_BTGV, log_a, state_BGFV, segment_BT):
+        if not torch.compiler.is_compiling():
+            _warn_once(problem)
+        return None
+    if state_BGFV is None:
+        B, _, G, F = k_BTGF.shape
+        state_BGFV = v_BTGV.new_zeros(B, G, F, v_BTGV.shape[-1], dtype=torch.float32)
+    return _forward(q_BTHF, k_BTGF, v_BTGV, log_a, state_BGFV.float(), segment_BT, exclusive)
 
 
-def fast(
+def _problem(
     q_BTHF: Tensor,
     k_BTGF: Tensor,
     v_BTGV: Tensor,
     log_a: Tensor | None,
     state_BGFV: Tensor | None,
     segment_BT: Tensor | None,
-    exclusive: bool,
-) -> tuple[Tensor, Tensor] | None:
-    """As `gated_kernels.diagonal`; None, with one warning that says why, for what the kernels do not do."""
-    if v_BTGV.device.type != "cuda" and not INTERPRETED.value:
-        return _warn_once(f"its inputs are on the {v_BTGV.device.type}")
+) -> str | None:
+    (B, T, _, F), (G, V) = q_BTHF.shape, v_BTGV.shape[2:]
+    if not (v_BTGV.is_cuda or INTERPRETED.value):
+        return f"inputs on the {v_BTGV.device.type}"
     if (dtype := _promoted(q_BTHF, k_BTGF, v_BTGV)) not in PRODUCTS:
-        return _warn_once(f"its inputs are {str(dtype).removeprefix('torch.')}")
-    if state_BGFV is None:
-        B, _, G, F = k_BTGF.shape
-        state_BGFV = v_BTGV.new_zeros(B, G, F, v_BTGV.shape[-1], dtype=torch.float32)
-    return _forward(q_BTHF, k_BTGF, v_BTGV, log_a, state_BGFV.float(), segment_BT, exclusive)
+        return f"inputs in {str(dtype).removeprefix('torch.')}"
+    gates = (B, T, G, F if log_a is None or log_a.shape[-1] > 1 else 1)
+    shapes = ((B, T, G, F), (B, T, G, V), gates, (B, G, F, V), (B, T))
+    for x, shape in zip((k_BTGF, v_BTGV, log_a, state_BGFV, segment_BT), shapes):
+        if x is not None and (x.shape != shape or x.device != q_BTHF.device):  # a kernel would read what is not there
+            return f"{tuple(x.shape)} on {x.device} where {shape} on {q_BTHF.device} is due"
+    return None
+
+
+@functools.cache
+def _warn_once(problem: str) -> None:
+    warnings.warn(f"diagonal runs in torch, its Triton kernels do not take {problem}", stacklevel=4)
