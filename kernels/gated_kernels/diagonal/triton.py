@@ -109,7 +109,7 @@ def _middle(t, u, level, EXCLUSIVE: tl.constexpr):
 
 @triton.jit
 def _decay(between, gates):
-    """[C, BF] the decay of every token by the gates that are between; at least as exact as the exponential itself."""
+    """[C, BF] the decay of every token by the gates between; their sums are nearly fp32 whatever the dtype."""
     return tl.exp(_product(between, gates, None, tl.float32, "tf32x3"))
 
 
@@ -367,9 +367,7 @@ def dqk_kernel(
         queries = _load(q + (b * T * G * R + h) * F, t, T, G * R * F, f, F).to(tl.float32)
         dqueries = tl.zeros((C, BF), tl.float32)
         dscores = tl.zeros((C, C), tl.float32)  # [t, s]
-        dscores_t = tl.zeros(
-            (C, C), tl.float32
-        )  # [s, t]: a product, not a transposition, as its use is a product's left
+        dscores_t = tl.zeros((C, C), tl.float32)  # [s, t]: made anew, as turning an accumulator over costs more
         for v0 in range(0, V, BV):
             v_ = v0 + tl.arange(0, BV)
             values = _load(v + (b * T * G + g) * V, t, T, G * V, v_, V)
@@ -435,10 +433,8 @@ def options(dtype: torch.dtype) -> dict[str, int]:
 
 
 def _block(size: int) -> int:
-    """64, or less where less of it would stay unused: 32 for 65 and 80."""
-    if size > 64:
-        return 32 if 0 < size % 64 <= 32 else 64
-    return max(16, triton.next_power_of_2(size))
+    """64, or 32 where that leaves less unused: for 65 and 80, say."""
+    return 32 if 0 < size % 64 <= 32 else 64
 
 
 class _Problem:
