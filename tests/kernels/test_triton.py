@@ -196,7 +196,7 @@ def compile_all() -> None:
             ("states", "dstates"), pointers[kernels.PRODUCTS[dtype][0]]
         )
         types |= dict.fromkeys(("state", "last", "dstate", "dlast", "dlog_a"), "*fp32") | {"segment": "*i64"}
-        absent = dict.fromkeys((("log_a", "dlog_a") if FG is None else ()) + (() if segments else ("segment",)))
+        absent = dict.fromkeys((("log_a",) if FG is None else ()) + (() if segments else ("segment",)))
         for name in ("states", "outputs", "dstates", "dv", "dqk"):
             kernel = getattr(kernels, f"{name}_kernel")
             given = {x: value for x, value in (constants | absent).items() if x in kernel.arg_names}

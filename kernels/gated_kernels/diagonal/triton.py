@@ -458,8 +458,8 @@ def _promoted(*tensors: Tensor) -> torch.dtype:
     return functools.reduce(torch.promote_types, (x.dtype for x in tensors))
 
 
-def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if x is None else x.contiguous() for x in tensors]
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 @torch.library.custom_op("gated_kernels::diagonal", mutates_args=())
@@ -467,7 +467,8 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None, state: Tensor, segment: Tensor | None, exclusive: bool
 ) -> tuple[Tensor, Tensor]:
     """The outputs and the last state."""
-    q, k, v, log_a, state, segment = _contiguous(q, k, v, log_a, state, segment)
+    q, k, v, state = (x.contiguous() for x in (q, k, v, state))
+    log_a, segment = _contiguous(log_a), _contiguous(segment)
     p = _Problem(q, k, v, log_a, exclusive)
     o, last = v.new_empty(*q.shape[:3], v.shape[-1]), torch.empty_like(state)
     with torch.cuda.device_of(v):
@@ -496,11 +497,12 @@ def _backward(
     dlast: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v, log_a (empty where there is none) and the state."""
-    q, k, v, log_a, state, segment, do, dlast = _contiguous(q, k, v, log_a, state, segment, do, dlast)
+    q, k, v, state, do, dlast = (x.contiguous() for x in (q, k, v, state, do, dlast))
+    log_a, segment = _contiguous(log_a), _contiguous(segment)
     p = _Problem(q, k, v, log_a, exclusive)
     states, dstates, last = p.states_BGNFV, torch.empty_like(p.states_BGNFV), torch.empty_like(state)
     dq, dk, dv, dstate = (torch.empty_like(x) for x in (q, k, v, state))
-    dlog_a = None
+    dlog_a = v.new_empty(0)
     if log_a is not None:  # of a scalar gate, a part from each block of features
         dlog_a = log_a.new_empty(p.blocks_of_F if log_a.shape[-1] == 1 else 1, *log_a.shape, dtype=torch.float32)
     with torch.cuda.device_of(v):
@@ -510,7 +512,7 @@ def _backward(
         dqk_kernel[p.by_feature](
             q, k, v, log_a, segment, do, states, dstates, dq, dk, dlog_a, p.B, p.T, **p.compiled_for
         )
-    return dq, dk, dv, v.new_empty(0) if log_a is None else dlog_a.sum(0).to(log_a.dtype), dstate
+    return dq, dk, dv, dlog_a if log_a is None else dlog_a.sum(0).to(log_a.dtype), dstate
 
 
 @_backward.register_fake
