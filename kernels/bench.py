@@ -17,17 +17,19 @@ import time
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from gated_kernels import OPS
+from gated_kernels import OPS, TRITON, use
 from gated_kernels.check import Inputs, Op, faults
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 OURS = "chunk"
+KERNELS = "triton"
 NAIVE = {op: "full mask" if op == "window" else "naive loop" for op in OPS}  # the references
 CHECKED = 160  # tokens of the check, whose reference is slow
 ROTATED = 4  # sets of inputs
@@ -133,6 +135,13 @@ PEERS: dict[str, dict[str, Op]] = {
 }
 
 
+def in_triton(name: str) -> Op:
+    def op(**inputs: Any) -> tuple[Tensor, ...]:
+        return getattr(import_module(f"gated_kernels.{name}.triton"), name)(**inputs)
+
+    return op
+
+
 def placed(inputs: Inputs, device: torch.device, dtype: torch.dtype) -> Inputs:
     """The inputs on the device: gates in fp32, everything else in `dtype`."""
 
@@ -199,11 +208,16 @@ def measure(name: str, a: argparse.Namespace) -> list[dict[str, Any]]:
     reference: Op = getattr(import_module(f"gated_kernels.{name}.reference"), name)
     torch.manual_seed(0)
     checked = placed(INPUTS[name](a, min(a.t, CHECKED), 1), device, dtype)
-    if found := faults(OPS[name], reference, checked):
-        sys.exit(f"{name} is not timed because it is wrong: {'; '.join(found)}.")
+    ours = {OURS: OPS[name]}
+    if name in TRITON and device.type == "cuda" and find_spec("triton"):
+        ours[KERNELS] = in_triton(name)
+    for implementation, op in ours.items():
+        products = torch.bfloat16 if implementation == KERNELS and dtype == torch.bfloat16 else None
+        if found := faults(op, reference, checked, products):
+            sys.exit(f"{name} ({implementation}) is not timed because it is wrong: {'; '.join(found)}.")
     batches = [placed(INPUTS[name](a, a.t, a.batch), device, dtype) for _ in range(ROTATED)]
     rows = []
-    peers: dict[str, Op] = {OURS: OPS[name], NAIVE[name]: reference, **PEERS[name]}
+    peers: dict[str, Op] = {**ours, NAIVE[name]: reference, **PEERS[name]}
     for peer, op in peers.items():
         row: dict[str, Any] = {"op": name, "implementation": peer}
         try:
@@ -250,6 +264,7 @@ def main() -> None:
     a = parser.parse_args()
     if a.threads:
         torch.set_num_threads(a.threads)
+    use("torch")  # whatever the environment asks for: `chunk` means the torch op
     results: dict[str, Any] = {"machine": machine(a.device), "shape": {k: v for k, v in vars(a).items() if k != "json"}}
     results["rows"] = []
     for name in a.op or OPS:

@@ -22,7 +22,7 @@ OPS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "window": window,  # softmax attention over the last keys and the sinks
 }
 
-TRITON = ("window",)  # the ops that have a triton.py
+TRITON = ("diagonal", "window")  # the ops that have a triton.py
 
 
 def use(path: str) -> None:

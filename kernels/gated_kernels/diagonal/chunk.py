@@ -15,6 +15,7 @@ length. Chunked tensors are [B, G, N, C, ...], queries [B, G, N, C, R, F], a gat
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,9 @@ from torch.autograd.function import once_differentiable
 
 CHUNK = 32
 MILD = math.exp(-30)  # twice this exponent, in a pair that the mask removes, must stay finite
+
+# What `gated_kernels.use` puts before this op; it returns None for inputs that it leaves to it.
+fast: Callable[..., tuple[Tensor, Tensor] | None] | None = None
 
 
 def diagonal(
@@ -47,6 +51,11 @@ def diagonal(
     G, V = v_BTGV.shape[2:]
     if H % G:
         raise ValueError(f"{H} query heads are no multiple of {G} key-value heads")
+    if fast is not None and T > 1:
+        given = {"state_BGFV": state_BGFV, "segment_BT": segment_BT, "exclusive": exclusive}
+        found = fast(q_BTHF, k_BTGF, v_BTGV, log_a, **given)
+        if found is not None:
+            return found
     dtype = torch.promote_types(v_BTGV.dtype, torch.float32)
     state = v_BTGV.new_zeros(B, G, F, V, dtype=dtype) if state_BGFV is None else state_BGFV.to(dtype)
     with torch.autocast(v_BTGV.device.type, enabled=False):

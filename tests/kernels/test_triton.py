@@ -1,0 +1,213 @@
+"""The Triton kernels of the diagonal recurrence: in Triton's interpreter on the CPU, and through the compiler.
+
+Run as a script, it compiles them for sm_90, which needs no GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+if __name__ != "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+if __name__ != "__main__" and isinstance(triton.language.sum, triton.JITFunction):
+    pytest.skip("another module imported Triton before it could be told to interpret", allow_module_level=True)
+
+import gated_kernels  # noqa: E402
+from gated_kernels.check import Inputs, faults, run  # noqa: E402
+from gated_kernels.diagonal import triton as kernels  # noqa: E402
+from gated_kernels.diagonal.cases import CASES, Case, in_pieces, inputs  # noqa: E402
+from gated_kernels.diagonal.reference import diagonal as reference  # noqa: E402
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SMALL: dict[str, Any] = {"G": 1, "R": 2, "F": 16, "V": 17}
+SHARED = {
+    name: CASES[name]._replace(T=min(CASES[name].T, 70), **SMALL)
+    for name in (
+        "two tokens, no state",
+        "a token less than a chunk",
+        "a chunk",
+        "a token more than a chunk",
+        "no decay, exclusive, segments",
+        "strong, exclusive",
+        "steady -0.7",
+        "steady -20",
+        "-200 and 0",
+        "-200 and 0, bf16",
+        "bf16 values",
+        "segments, -200 and 0",
+        "scalar, -200 and 0",
+        "scalar, strong, exclusive",
+    )
+}
+OWN = {
+    "steady -20, exclusive": Case(65, gate="-20", exclusive=True, **SMALL),
+    "segments, exclusive, bf16": Case(65, gate="mixed", segments=True, exclusive=True, dtype=BF16, **SMALL),
+    "fp16": Case(40, dtype=FP16, **SMALL),
+    "several heads": Case(33, gate="mixed"),
+    "blocks of 32": Case(33, G=1, R=1, F=80, V=65),
+    "blocks of 64": Case(33, G=1, R=1, F=128, V=64, dtype=BF16),
+    "512 features, scalar": Case(33, G=1, R=1, F=512, V=16, scalar=True),
+    "5 features": Case(33, G=1, R=1, F=5, V=3),
+}
+EVERY = SHARED | OWN
+COMPILED = (  # every pair of block sizes, every dtype, every kind of gate
+    # F, V, size of the gate, dtype, exclusive, segments
+    (64, 65, 64, BF16, True, True),
+    (128, 128, 128, FP32, True, True),
+    (80, 64, 1, FP16, False, False),
+    (16, 17, None, BF16, False, True),
+)
+LEAST_SHARED = 99 * 1024  # bytes of shared memory a block may have, on the smallest of the Ampere and Hopper chips
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """Uninitialised memory holds NaN, so that whoever reads it is found out."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(1).isnan()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _in_triton() -> Iterator[None]:
+    kernels._warn_once.cache_clear()
+    gated_kernels.use("triton")
+    yield
+    gated_kernels.use("torch")
+
+
+def inputs_of(case: str) -> Inputs:
+    return inputs(EVERY[case])
+
+
+@pytest.mark.parametrize("case", EVERY)
+def test_kernels_err_at_most_twice_as_much_as_the_reference_and_the_roundings_of_their_products(case: str) -> None:
+    # the interpreter multiplies everything but bf16 in fp32, and rounds to bf16 towards zero
+    products = BF16 if BF16 in (EVERY[case].dtype, EVERY[case].v_dtype) else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is left to torch
+        assert not faults(gated_kernels.diagonal, reference, inputs_of(case), products)
+
+
+def test_cutting_a_sequence_changes_nothing() -> None:
+    inputs = inputs_of("segments, -200 and 0")
+    assert not faults(lambda **x: in_pieces(gated_kernels.diagonal, x), reference, inputs)
+
+
+def test_results_do_not_depend_on_how_the_inputs_lie_in_memory_nor_on_autocast() -> None:
+    inputs = inputs_of("a token more than a chunk")
+    strided = {name: x.mT.contiguous().mT if isinstance(x, Tensor) else x for name, x in inputs.items()}
+
+    def autocast(**x: Any) -> tuple[Tensor, ...]:
+        with torch.autocast("cpu", dtype=BF16):
+            return gated_kernels.diagonal(**x)
+
+    first, second = run(gated_kernels.diagonal, inputs), run(autocast, strided)
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+def test_a_gate_of_minus_infinity_forgets_everything_before_it() -> None:
+    inputs = inputs_of("a token more than a chunk")
+    inputs["log_a"][:, 20] = -torch.inf
+    after = {name: x[:, 20:] if "_BT" in name or name == "log_a" else x for name, x in inputs.items() if x is not None}
+    after |= {"state_BGFV": torch.zeros_like(inputs["state_BGFV"]), "segment_BT": None, "exclusive": False}
+    (o, last), (o_after, last_after) = gated_kernels.diagonal(**inputs), gated_kernels.diagonal(**after)
+    torch.testing.assert_close(o[:, 20:], o_after)
+    torch.testing.assert_close(last, last_after)
+
+
+def test_tokens_of_zeros_leave_a_state_exactly_as_it_was() -> None:
+    inputs = inputs_of("a token more than a chunk")
+    idle = inputs | {name: torch.zeros_like(inputs[name]) for name in ("k_BTGF", "v_BTGV", "log_a")}
+    assert torch.equal(gated_kernels.diagonal(**idle)[1], inputs["state_BGFV"])
+
+
+def test_torch_compile_sees_through_the_op() -> None:
+    inputs = inputs_of("a token less than a chunk")
+    compiled = torch.compile(gated_kernels.diagonal, backend="aot_eager", fullgraph=True)
+    eager, traced = run(gated_kernels.diagonal, inputs), run(compiled, inputs)
+    assert [name for name in eager if not torch.equal(eager[name], traced[name])] == []
+
+
+def test_the_custom_ops_keep_to_what_torch_asks_of_them() -> None:
+    torch.use_deterministic_algorithms(False)  # its checks compare uninitialised memory
+    x = inputs_of("two tokens, no state")
+    q, k, v, log_a = (x[name].requires_grad_() for name in ("q_BTHF", "k_BTGF", "v_BTGV", "log_a"))
+    state = q.new_zeros(2, 1, 16, 17, requires_grad=True)
+    torch.library.opcheck(kernels._forward, (q, k, v, log_a, state, None, True))
+    o, last = kernels._forward(q, k, v, None, state, None, False)
+    torch.library.opcheck(kernels._backward, tuple(
+        x if x is None or isinstance(x, bool) else x.detach() for x in (q, k, v, None, state, None, False, o, last)
+    ))  # fmt: skip
+
+
+def test_what_the_kernels_do_not_take_is_left_to_torch_with_one_warning() -> None:
+    inputs = inputs_of("two tokens, no state")
+    doubles = {name: x.double() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    with pytest.warns(UserWarning, match="do not take inputs in float64") as caught:
+        first, second = gated_kernels.diagonal(**doubles), gated_kernels.diagonal(**doubles)
+    assert len(caught) == 1
+    assert first[0].dtype == torch.float64
+    assert torch.equal(first[0], second[0])
+
+
+def test_the_kernels_are_off_unless_asked_for() -> None:
+    asked = "from importlib import import_module; print(import_module('gated_kernels.diagonal.chunk').fast)"
+    for environment, said in (({}, "None"), ({"GATED_KERNELS": "triton"}, "<function diagonal")):
+        without = {name: value for name, value in os.environ.items() if name != "GATED_KERNELS"}
+        done = subprocess.run([sys.executable, "-c", asked], env=without | environment, capture_output=True, text=True)
+        assert done.stdout.startswith(said), done.stderr
+    with pytest.raises(ValueError, match="'cuda'"):
+        gated_kernels.use("cuda")
+
+
+def test_configurations_of_every_kind_compile_for_hopper_within_the_shared_memory_of_ampere() -> None:
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    try:
+        get_ptxas(90)
+    except RuntimeError as problem:
+        pytest.skip(f"ptxas is absent: {problem}")
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    shared = [int(line) for line in done.stdout.split()]
+    assert len(shared) == 5 * len(COMPILED)
+    assert max(shared) <= LEAST_SHARED
+
+
+def compile_all() -> None:
+    """Prints the shared memory of every kernel in every one of COMPILED."""
+    pointers = {BF16: "*bf16", FP16: "*fp16", FP32: "*fp32"}
+    for F, V, FG, dtype, exclusive, segments in COMPILED:
+        constants = kernels.constants(8, 4, F, V, FG or 1, exclusive, dtype)
+        types = dict.fromkeys(("T", "B"), "i32") | dict.fromkeys(
+            ("states", "dstates"), pointers[kernels.PRODUCTS[dtype][0]]
+        )
+        types |= dict.fromkeys(("state", "last", "dstate", "dlast", "dlog_a"), "*fp32") | {"segment": "*i64"}
+        absent = dict.fromkeys((("log_a",) if FG is None else ()) + (() if segments else ("segment",)))
+        for name in ("states", "outputs", "dstates", "dv", "dqk"):
+            kernel = getattr(kernels, f"{name}_kernel")
+            given = {x: value for x, value in (constants | absent).items() if x in kernel.arg_names}
+            signature = {x: "constexpr" if x in given else types.get(x, pointers[dtype]) for x in kernel.arg_names}
+            aligned = {
+                (i,): [["tt.divisibility", 16]] for i, x in enumerate(kernel.arg_names) if signature[x][0] == "*"
+            }
+            source = triton.compiler.ASTSource(kernel, signature, given, aligned)
+            target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+            print(triton.compile(source, target=target, options=kernels.options(dtype)).metadata.shared)
+
+
+if __name__ == "__main__":
+    compile_all()
