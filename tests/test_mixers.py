@@ -198,7 +198,8 @@ GATED = [name for name in LINEAR if issubclass(MIXERS[name], GatedMixer)]
 @pytest.mark.parametrize("name", GATED)
 def test_a_learned_gate_starts_as_the_pooled_one_and_all_of_it_is_trained(name: str) -> None:
     heads, outputs = random_heads(T), []
-    for options in ({}, {"gate": "learned"}):
+    pooled = {"feature_map": "hedgehog", "gate": "pooled"} if name == "gla" else {}  # codes are no channels of keys
+    for options in (pooled, {**pooled, "gate": "learned"}):
         mixer = started({"type": name, "window": 5, **options})
         outputs.append(mixer.remember(heads, layout_of(T), None).o_BTHV)
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-6)
@@ -235,7 +236,7 @@ def test_every_parameter_of_a_memory_gets_a_gradient(name: str, scope: str) -> N
     memory = mixer.remember(heads, layout_of(T), None)
     (memory.o_BTHV**3).sum().backward()
     without = [key for key, parameter in mixer.named_parameters() if parameter.grad is None or not parameter.grad.any()]
-    assert set(without) <= {"mix_H", "log_share_H"}
+    assert set(without) <= {"mix_H", "log_share_H", "share_power_H", "share_query_HD"}  # which the join uses
 
 
 def test_every_mixer_over_linear_attention_has_its_equation_here() -> None:
@@ -291,7 +292,8 @@ def test_an_unnormalised_memory_refuses_the_shared_denominator(name: str) -> Non
     ("spec", "field"),
     [
         ({"type": "linear-attention", "feature_map": "identity"}, "feature_map"),
-        ({"type": "gateloop", "feature_map": "products"}, "feature_map"),
+        ({"type": "gateloop", "feature_map": "products"}, "gate"),
+        ({"gate": "pooled"}, "gate"),
         ({"type": "lightning", "slope": -1.0}, "slope"),
         ({"type": "gated-retention", "gate_normalizer": 0.0}, "gate_normalizer"),
         ({"type": "gated-retention", "gate": "pooled"}, "gate"),
