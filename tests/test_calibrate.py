@@ -72,6 +72,23 @@ def test_calibration_lowers_the_error_of_every_layer(
     assert all(tensor.isfinite().all() for tensor in model.state_dict().values())
 
 
+def test_each_layer_is_fitted_on_what_the_calibrated_layers_before_it_give_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, model = base_and_model(tmp_path / "base")
+    fitted_on = []
+
+    def spy(attention: Any, x_BTC: Tensor, *args: Any) -> None:
+        fitted_on.append(x_BTC)
+        calibrate_layer(attention, x_BTC, *args)
+
+    calibrate_layer = module.calibrate_layer
+    monkeypatch.setattr(module, "calibrate_layer", spy)
+    calibrate(model, base, TOKENS, POSITIONS)
+    given = collect_align_targets(model, {"input_ids": TOKENS, "position_ids": POSITIONS}, [0, 1, 2]).hidden
+    assert [torch.equal(x, y) for x, y in zip(fitted_on, given, strict=True)] == [True] * 3
+
+
 def test_a_mixer_without_a_shared_denominator_is_left_alone(tmp_path: Path) -> None:
     base, model = base_and_model(tmp_path / "base", {"type": "liger-paper"})
     before = state(model)
