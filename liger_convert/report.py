@@ -16,6 +16,7 @@ from rich.table import Table
 
 from liger_convert.files import atomic_write
 from liger_convert.measures import Measurement
+from liger_convert.recipe import MAIN
 
 TITLES = {
     "base": "base",
@@ -197,7 +198,8 @@ def _converted(report: Mapping[str, Any]) -> str:
     linearization = report["plan"]["linearization"]
     layers = Counter(linearization["layers"])
     mixers = [
-        f"{layers[name]} became `{spec['type']}` (window {spec['window']}, {spec['sinks']} sinks)"
+        f"{layers[name]} became {'' if name == MAIN else f'`{name}`: '}`{spec['type']}` "
+        f"(window {spec['window']}, {spec['sinks']} sinks)"
         for name, spec in linearization["mixers"].items()
     ]
     kept = [f"{layers['softmax']} kept softmax"] if layers["softmax"] else []

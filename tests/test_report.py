@@ -102,6 +102,15 @@ def test_a_report_without_training_or_continuations_has_no_such_sections() -> No
     assert "## How to make it again" in text
 
 
+def test_layers_of_a_named_mixer_are_told_from_those_of_the_main_one() -> None:
+    named = manifest()
+    linearization = named["steps"]["plan"]["plan"]["linearization"]
+    linearization["mixers"]["recall"] = linearization["mixers"]["main"]
+    linearization["layers"] = ["main", "recall", "main", "softmax"]
+    text = page(build(results(), named))
+    assert "2 became `gla` (window 64, 4 sinks) and 1 became `recall`: `gla` (window 64, 4 sinks) and 1 kept" in text
+
+
 def test_a_report_of_a_run_that_chose_its_layers_shows_the_choice() -> None:
     losses = {"copy_nll": 3.2, "text_nll": 3.5}
     path = [{"layer": 18, "copy_nll": 2.5, "text_nll": None}, {"layer": 3, "copy_nll": 1.5, "text_nll": 3.4}]
