@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from liger_convert import checkpoint
 from liger_convert.calibrate import calibrate
@@ -25,8 +23,10 @@ from liger_convert.data import collate, load_source, pack
 from liger_convert.device import autocast, compute_dtype
 from liger_convert.files import atomic_write
 from liger_convert.mixers import MIXERS, resolve_spec
-from liger_convert.model import collect_align_targets, linearize_base, parameter_group
+from liger_convert.model import collect_align_targets, linearize_base
 from liger_convert.recipe import PydocSource
+from liger_convert.training.stage import CALIBRATION_TOKENS, load_base
+from liger_convert.training.trainer import freeze, optimizer_groups
 
 RATES = {"mixer": 2e-3, "attention": 1e-4}
 ROWS = 2  # a batch
@@ -46,11 +46,11 @@ def main() -> None:
     atomic_write(args.out, page(rows, args))
 
 
-def measure(folder: Path, args: argparse.Namespace) -> list[tuple[str, float, float, float, float]]:
-    """Name, error at the start, calibrated, after training, and seconds of training, for each mixer."""
+def measure(folder: Path, args: argparse.Namespace) -> list[tuple[str, float, float, float]]:
+    """Name, and the error at the start, calibrated and after training, of each mixer."""
     device = torch.device("cpu")
     dtype = compute_dtype(device, "auto")
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().requires_grad_(False)
+    base = load_base(folder, device, dtype)
     documents = load_source(PydocSource(held_out=0.1), checkpoint.load_tokenizer(folder), seed=0)
     train = pack(documents.train, args.seq_len, args.tokens, 0, repeats=0.5)
     test = pack(documents.held_out, args.seq_len, 4 * args.seq_len, 0, repeats=0.5)
@@ -63,7 +63,7 @@ def measure(folder: Path, args: argparse.Namespace) -> list[tuple[str, float, fl
 
     batches = [targets(collate([train[i + j] for j in range(ROWS)])) for i in range(0, len(train), ROWS)]
     held_out = targets(collate([test[i] for i in range(len(test))]))
-    first = collate([train[i] for i in range(min(16, len(train)))])
+    first = collate([train[i] for i in range(min(-(-CALIBRATION_TOKENS // args.seq_len), len(train)))])
     found = []
     for name in args.mixers:
         linearization = {
@@ -82,29 +82,23 @@ def measure(folder: Path, args: argparse.Namespace) -> list[tuple[str, float, fl
             with autocast(device, dtype):
                 calibrate(model, base, first["input_ids"], first["position_ids"])
             calibrated = error(held_out).item()
-        groups = []
-        for group, rate in RATES.items():
-            parameters = [p for n, p in model.named_parameters() if parameter_group(n, model.config) == group]
-            groups.append({"params": parameters, "lr": rate})
-        trained = [p for group in groups for p in group["params"]]
-        optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+        freeze(model, RATES)
+        optimizer = torch.optim.AdamW(optimizer_groups(model, RATES, weight_decay=0.0))
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(batches))
-        began = time.monotonic()
         for batch in batches:
             error(batch).backward()
-            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
             model.zero_grad()
-        seconds = time.monotonic() - began
         with torch.no_grad():
-            row = (name, start, calibrated, error(held_out).item(), seconds)
+            row = (name, start, calibrated, error(held_out).item())
         print(*row, flush=True)
         found.append(row)
     return found
 
 
-def page(rows: list[tuple[str, float, float, float, float]], args: argparse.Namespace) -> str:
+def page(rows: list[tuple[str, float, float, float]], args: argparse.Namespace) -> str:
     """The table as Markdown."""
     rates = ", ".join(f"{group} {rate:g}" for group, rate in RATES.items())
     budget = f"--tokens {args.tokens} --seq-len {args.seq_len}"
@@ -121,7 +115,7 @@ def page(rows: list[tuple[str, float, float, float, float]], args: argparse.Name
         "| mixer | recurrence | start | calibrated | after |",
         "|---|---|---:|---:|---:|",
     ]
-    for name, start, calibrated, after, _ in rows:
+    for name, start, calibrated, after in rows:
         fitted = f"{calibrated:.4f}" if calibrated != start else "–"
         lines.append(f"| `{name}` | {MIXERS[name].recurrence} | {start:.4f} | {fitted} | {after:.4f} |")
     return "\n".join(lines) + "\n"

@@ -1,7 +1,7 @@
 """Other ways to the result of a recurrence: its sequence cut into pieces, or its segments one by one.
 
-Inputs by token, [B, T, ...], have BT in their names or are the log_a; states, [B, G, ...], have BG. An op returns its
-outputs by token, then its states in the order of its arguments.
+Inputs by token, [B, T, ...], have BT in their names or are a gate, log_a or log_m; states, [B, G, ...], have BG. An op
+returns its outputs by token, then its states in the order of its arguments.
 """
 
 from __future__ import annotations
@@ -56,5 +56,5 @@ def _run(op: Op, x: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _slice(x: dict[str, Any], tokens: slice, rows: slice = slice(None)) -> dict[str, Any]:
-    cut = [name for name in x if ("_BT" in name or name == "log_a") and x[name] is not None]
+    cut = [name for name in x if ("_BT" in name or name in ("log_a", "log_m")) and x[name] is not None]
     return x | {name: x[name][rows, tokens] for name in cut}

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as nnf
 
+from gated_kernels.cuts import in_pieces, one_by_one
 from gated_kernels.diagonal import cases as diagonal
-from gated_kernels.diagonal.cases import in_pieces, one_by_one
 
 __all__ = ["CASES", "in_pieces", "inputs", "one_by_one"]
 

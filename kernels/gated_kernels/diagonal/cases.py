@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from gated_kernels.check import Op
+from gated_kernels.cuts import in_pieces, one_by_one
+
+__all__ = ["CASES", "in_pieces", "inputs", "one_by_one"]
 
 
 class Case(NamedTuple):
@@ -87,42 +88,3 @@ def inputs(case: Case) -> dict[str, Any]:
         "segment_BT": 7 + starts.cumsum(1) if case.segments else None,
         "exclusive": case.exclusive,
     }
-
-
-def _slice(x: dict[str, Any], tokens: slice, rows: slice = slice(None)) -> dict[str, Any]:
-    cut = [name for name, value in x.items() if ("_BT" in name or name.startswith("log_")) and value is not None]
-    return x | {name: x[name][rows, tokens] for name in cut}
-
-
-def in_pieces(op: Op, x: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The sequence cut at odd places, the state carried on."""
-    T = x["q_BTHF"].shape[1]
-    cuts = sorted({0, min(1, T), T // 3, T // 2 + 1, T})
-    outputs, state = [], x["state_BGFV"]
-    for start, end in pairwise(cuts):
-        piece = _slice(x, slice(start, end)) | {"state_BGFV": state}
-        if start and x["segment_BT"] is not None:  # a segment that starts with a piece finds another's state
-            same = x["segment_BT"][:, start] == x["segment_BT"][:, start - 1]
-            piece["state_BGFV"] = state * same[:, None, None, None]
-        o, state = op(**piece)
-        outputs.append(o)
-    return torch.cat(outputs, 1), state
-
-
-def one_by_one(op: Op, x: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Every segment of every sequence by itself; the state given belongs to the first."""
-    B, T = x["q_BTHF"].shape[:2]
-    segment_BT = torch.zeros(B, T) if x["segment_BT"] is None else x["segment_BT"]
-    rows, states = [], []
-    for b in range(B):
-        lengths = segment_BT[b].unique_consecutive(return_counts=True)[1].tolist()
-        state = None if x["state_BGFV"] is None else x["state_BGFV"][b : b + 1]
-        start, outputs = 0, []
-        for length in lengths:
-            piece = _slice(x, slice(start, start + length), slice(b, b + 1))
-            o, state_after = op(**piece | {"state_BGFV": state, "segment_BT": None})
-            outputs.append(o)
-            start, state = start + length, None
-        rows.append(torch.cat(outputs, 1))
-        states.append(state_after)
-    return torch.cat(rows), torch.cat(states)

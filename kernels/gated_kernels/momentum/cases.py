@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from gated_kernels.cuts import in_pieces, one_by_one
 from gated_kernels.delta import cases as delta
-from gated_kernels.diagonal.cases import in_pieces, one_by_one
 
 __all__ = ["CASES", "in_pieces", "inputs", "one_by_one"]
 
