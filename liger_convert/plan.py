@@ -44,8 +44,9 @@ class Plan:
     """What a conversion will do.
 
     new_parameters, reused_parameters: shapes by name, the latter in the naming of transformers' modules.
-    state_bytes: what all linearized layers together keep for one sequence of any length. sliding_windows: the base's
-    own window in each layer, if it has one. token_bytes: one token's key and value in one layer's cache.
+    state_bytes: what all linearized layers together keep for one sequence of any length. growing_bytes: what those
+    whose window holds all tokens keep of each one besides. sliding_windows: the base's own window in each layer, if
+    it has one. token_bytes: one token's key and value in one layer's cache.
     teacher_tokens: of each source that the base writes itself, how many it writes.
     undecided: how many layers stay softmax that a run has yet to choose; the last ones stand for them in
     `linearization`, and all sizes are right unless the base's layers differ in their own windows.
@@ -58,6 +59,7 @@ class Plan:
     new_parameters: dict[str, tuple[int, ...]]
     reused_parameters: dict[str, tuple[int, ...]]
     state_bytes: int
+    growing_bytes: int
     sliding_windows: tuple[int | None, ...]
     token_bytes: int
     stages: tuple[StagePlan, ...]
@@ -73,9 +75,9 @@ class Plan:
         return sum(self._kv_layer_bytes(i, tokens) for i in range(len(self.layers)))
 
     def cache_bytes(self, tokens: int) -> int:
-        """The linearized model's cache of one sequence: the constant states, and the keys of layers kept softmax."""
+        """The linearized model's cache of one sequence: states, and the keys of layers that see all tokens."""
         kept = (i for i, mixer in enumerate(self.layers) if mixer == SOFTMAX)
-        return self.state_bytes + sum(self._kv_layer_bytes(i, tokens) for i in kept)
+        return self.state_bytes + self.growing_bytes * tokens + sum(self._kv_layer_bytes(i, tokens) for i in kept)
 
     def _kv_layer_bytes(self, layer: int, tokens: int) -> int:
         window = self.sliding_windows[layer]
@@ -104,6 +106,7 @@ class Plan:
             "parameters": {"new": _count(self.new_parameters), "reused": _count(self.reused_parameters)},
             "new_parameters": {name: list(shape) for name, shape in self.new_parameters.items()},
             "state_bytes": self.state_bytes,
+            "growing_bytes": self.growing_bytes,
             "cache_bytes": {str(n): {"base": self.kv_bytes(n), "linearized": self.cache_bytes(n)} for n in CONTEXTS},
             "stages": [asdict(stage) for stage in self.stages],
             "teacher_tokens": self.teacher_tokens,
@@ -122,11 +125,13 @@ class Plan:
                 continue
             spec = self.linearization["mixers"][name]
             kind = spec["type"] if name == MAIN else f"{name}: {spec['type']}"
-            layers.add_row(where, kind, str(spec["window"]), str(spec["sinks"]), MIXERS[spec["type"]].summary)
+            layers.add_row(where, kind, str(spec["window"] or "all"), str(spec["sinks"]), MIXERS[spec["type"]].summary)
         sizes = Table("parameters", "", title="sizes")
         sizes.add_row("reused from the base", f"{_count(self.reused_parameters):,}")
         sizes.add_row("new", f"{_count(self.new_parameters):,}")
         sizes.add_row("state of one sequence", decimal(self.state_bytes))
+        if self.growing_bytes:
+            sizes.add_row("and of each of its tokens, as windows of all tokens grow", decimal(self.growing_bytes))
         cache = Table("tokens", "base", "linearized", "ratio", title="cache of one sequence")
         for n in CONTEXTS:
             base, ours = self.kv_bytes(n), self.cache_bytes(n)
@@ -173,7 +178,7 @@ def make_plan(recipe: Recipe, base_config: Any) -> Plan:
         trained = _trained(stage, config, reused | new)
         memory = _training_bytes(stage, config, _count(reused), _count(new), trained, compute.itemsize)
         stages.append(StagePlan(stage.kind, stage.steps * stage.step_tokens, trained, memory))
-    cache = DynamicCache(config=base_config)
+    cache, linear = DynamicCache(config=base_config), [name for name in layers if name != SOFTMAX]
     return Plan(
         name=recipe.name,
         model_type=base_config.model_type,
@@ -181,7 +186,10 @@ def make_plan(recipe: Recipe, base_config: Any) -> Plan:
         linearization=linearization,
         new_parameters=new,
         reused_parameters=reused,
-        state_bytes=sum(_state_bytes(used[name], base_config, itemsize) for name in layers if name != SOFTMAX),
+        state_bytes=sum(_state_bytes(used[name], base_config, itemsize) for name in linear),
+        growing_bytes=sum(
+            _ring_bytes(used[name], base_config, itemsize) for name in linear if not used[name]["window"]
+        ),
         sliding_windows=tuple(getattr(layer, "sliding_window", None) for layer in cache.layers),
         token_bytes=2 * dims.kv_heads * dims.dim * itemsize,
         stages=tuple(stages),
@@ -213,7 +221,7 @@ def resolve_layers(layers: str | list[str] | dict[str, Any], depth: int, names: 
 
     Forms: `all`; letters such as `LLLN`, repeated to the depth; a list of names; `{softmax_every: n}` (the last of
     every n layers); `{linear: [...]}` or `{softmax: [...]}` with layer numbers; `{softmax_auto: n}`, where the last n
-    stand for those that are chosen later. Raises BadInput at `layers`.
+    stand for those that are chosen later; `{repeat: [...]}`, names repeated to the depth. Raises BadInput at `layers`.
     """
     if layers == "all":
         layers = "L"
@@ -224,9 +232,7 @@ def resolve_layers(layers: str | list[str] | dict[str, Any], depth: int, names: 
     elif isinstance(layers, list):
         if len(layers) != depth:
             raise BadInput(f"layers: names {len(layers)} layers, but the base has {depth}")
-        for i, name in enumerate(layers):
-            if name not in (*names, SOFTMAX):
-                raise BadInput(f"layers[{i}]: {name!r} is no mixer; use one of {', '.join([*names, SOFTMAX])}")
+        _check_names(layers, names, "layers")
         resolved = layers
     else:
         ((form, value),) = ((form, value) for form, value in layers.items() if value is not None)
@@ -236,12 +242,21 @@ def resolve_layers(layers: str | list[str] | dict[str, Any], depth: int, names: 
             if value >= depth:
                 raise BadInput(f"layers.softmax_auto: {value} is too many; of the base's {depth} layers keep fewer")
             resolved = [MAIN] * (depth - value) + [SOFTMAX] * value
+        elif form == "repeat":
+            _check_names(value, names, "layers.repeat")
+            resolved = list(itertools.islice(itertools.cycle(value), depth))
         else:
             _check_numbers(value, depth, f"layers.{form}")
             resolved = [MAIN if (i in value) == (form == "linear") else SOFTMAX for i in range(depth)]
     if all(name == SOFTMAX for name in resolved):
         raise BadInput(f"layers: leaves all {depth} layers softmax, so there is nothing to linearize")
     return resolved
+
+
+def _check_names(written: list[str], names: list[str], where: str) -> None:
+    for i, name in enumerate(written):
+        if name not in (*names, SOFTMAX):
+            raise BadInput(f"{where}[{i}]: {name!r} is no mixer; use one of {', '.join([*names, SOFTMAX])}")
 
 
 def _check_numbers(numbers: list[int], depth: int, where: str) -> None:
@@ -252,12 +267,18 @@ def _check_numbers(numbers: list[int], depth: int, where: str) -> None:
             raise BadInput(f"{where}: layer {number} is named twice")
 
 
-def _state_bytes(spec: dict[str, Any], config: Any, itemsize: int) -> int:
-    """One linearized layer's share of LinearizedCacheLayer: ring, sinks, and recurrent states in float32."""
+def _ring_bytes(spec: dict[str, Any], config: Any, itemsize: int) -> int:
+    """One token's share of one linearized layer's ring: key, value, what is pending, log f and, 8 bytes, its rank."""
     cls, options, dims = MIXERS[spec["type"]], make_spec(spec), head_dims(config)
     pending = sum(cls.pending_sizes(options, dims)) if options.scope == "evicted" else 0
-    # 8 bytes each: the rank of a token in the ring; where each sink stands; the count of tokens seen
-    ring = (options.window - 1) * (dims.kv_heads * ((2 * dims.dim + pending) * itemsize + 4 * options.forget) + 8)
+    return dims.kv_heads * ((2 * dims.dim + pending) * itemsize + 4 * options.forget) + 8
+
+
+def _state_bytes(spec: dict[str, Any], config: Any, itemsize: int) -> int:
+    """One linearized layer's share of LinearizedCacheLayer: a full ring, sinks, and recurrent states in float32."""
+    cls, options, dims = MIXERS[spec["type"]], make_spec(spec), head_dims(config)
+    ring = max(options.window - 1, 0) * _ring_bytes(spec, config, itemsize)
+    # 8 bytes each: where a sink stands; the count of tokens seen
     sinks = options.sinks * (dims.kv_heads * 2 * dims.dim * itemsize + 8) + 8
     return ring + sinks + 4 * sum(math.prod(shape) for shape in cls.state_shape(options, dims).values())
 

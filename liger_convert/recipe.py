@@ -69,7 +69,7 @@ class MixerSpec(Strict):
     model_config = ConfigDict(extra="allow")
 
     type: str
-    window: Count | None = None
+    window: Annotated[int, BeforeValidator(_whole), Field(ge=0)] | None = None
     sinks: Index | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -79,17 +79,18 @@ class MixerSpec(Strict):
 
 class LayerChoice(Strict):
     """Exactly one of: every n-th layer stays softmax, these become linear, these stay softmax, so many stay softmax
-    and a measurement chooses which (`liger_convert.rank`)."""
+    and a measurement chooses which (`liger_convert.rank`), these names over and over."""
 
     softmax_every: Annotated[int, Field(ge=2)] | None = None
     linear: Annotated[list[Index], Field(min_length=1)] | None = None
     softmax: list[Index] | None = None
     softmax_auto: Count | None = None
+    repeat: Annotated[list[str], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
     def _one(self) -> LayerChoice:
         if sum(value is not None for value in self.model_dump().values()) != 1:
-            refuse("", "give exactly one of softmax_every, linear, softmax and softmax_auto")
+            refuse("", "give exactly one of softmax_every, linear, softmax, softmax_auto and repeat")
         return self
 
 
@@ -395,10 +396,12 @@ class Recipe(Strict):
             if name in self.mixers:
                 refuse(f"mixers.{name}", "this name is taken (`main` is `mixer:`, `softmax` a kept layer)")
         names = [MAIN, SOFTMAX, *self.mixers]
-        if isinstance(self.layers, list):
-            for i, layer in enumerate(self.layers):
-                if layer not in names:
-                    refuse(f"layers[{i}]", recipe_errors.unknown(layer, names, "name"))
+        where, written = "layers", self.layers
+        if isinstance(written, LayerChoice):
+            where, written = "layers.repeat", written.repeat or []
+        for i, layer in enumerate(written if isinstance(written, list) else []):
+            if layer not in names:
+                refuse(f"{where}[{i}]", recipe_errors.unknown(layer, names, "name"))
         if self.softmax_auto is not None and not self.plain_texts:
             why = "the layers are chosen on text that is there before, so add a source of plain text under `data:`"
             refuse("layers.softmax_auto", why)

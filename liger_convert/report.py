@@ -48,7 +48,9 @@ are the converted model with its other branch switched off. Suite `{{ suite.name
 
 ## What it costs
 
-The linearized layers keep {{ size(plan.state_bytes) }} for a sequence of any length. The whole cache of one sequence:
+The linearized layers keep {{ size(plan.state_bytes) }} for a sequence of any length
+{%- if plan.growing_bytes | default(0) %}, and {{ size(plan.growing_bytes) }} of each token where a window holds all
+{%- endif %}. The whole cache of one sequence:
 
 | tokens | base | linearized | ratio |
 |---:|---:|---:|---:|
@@ -199,7 +201,7 @@ def _converted(report: Mapping[str, Any]) -> str:
     layers = Counter(linearization["layers"])
     mixers = [
         f"{layers[name]} became {'' if name == MAIN else f'`{name}`: '}`{spec['type']}` "
-        f"(window {spec['window']}, {spec['sinks']} sinks)"
+        f"(window {spec['window'] or 'of all tokens'}, {spec['sinks']} sinks)"
         for name, spec in linearization["mixers"].items()
     ]
     kept = [f"{layers['softmax']} kept softmax"] if layers["softmax"] else []

@@ -51,6 +51,7 @@ def plan(family: str = "llama", **fields: Any) -> Plan:
         ({"softmax": [], "linear": None}, [L, L, L, L, L]),
         ({"softmax_auto": 2}, [L, L, L, N, N]),
         ([L, "other", N, N, "other"], [L, "other", N, N, "other"]),
+        ({"repeat": [L, "other", N]}, [L, "other", N, L, "other"]),
     ],
 )
 def test_every_form_of_layers_says_what_each_layer_becomes(layers, expected):
@@ -65,6 +66,7 @@ def test_every_form_of_layers_says_what_each_layer_becomes(layers, expected):
         ("NN", "layers: leaves all 5 layers softmax"),
         ([L, N], "layers: names 2 layers, but the base has 5"),
         ([L, L, L, L, "othr"], r"layers\[4\]: 'othr' is no mixer; use one of main, other, softmax"),
+        ({"repeat": [L, "othr"]}, r"layers\.repeat\[1\]: 'othr' is no mixer; use one of main, other, softmax"),
         ({"linear": [5]}, r"layers\.linear: there is no layer 5; the base has 0 to 4"),
         ({"linear": [-1]}, r"layers\.linear: there is no layer -1"),
         ({"softmax": [1, 2, 1]}, r"layers\.softmax: layer 1 is named twice"),
@@ -114,6 +116,17 @@ def test_the_cache_of_the_linearized_model_is_as_large_as_the_plan_says(family, 
     config = linearized_config(tiny_config(family), made.linearization)
     model = CLASSES[family][2](config)
     assert made.cache_bytes(60) == cache_bytes(model, 60)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_window_of_all_tokens_grows_as_the_plan_says(family):
+    made = plan(family, mixers={"kept": {"type": "forgetting"}}, layers={"repeat": ["main", "kept"]})
+    model = CLASSES[family][2](linearized_config(tiny_config(family), made.linearization))
+    for tokens in (10, 60):
+        assert made.cache_bytes(tokens) == cache_bytes(model, tokens)
+    console = Console(width=160, file=io.StringIO(), record=True)
+    console.print(made.render())
+    assert "and of each of its tokens" in console.export_text()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

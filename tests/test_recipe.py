@@ -132,6 +132,7 @@ def test_a_yaml_mistake_is_named_with_its_line():
         ("data.own={source: teacher, tokens: 100}", "data.own.tokens: 100 is less than one document"),
         ("data.own={source: teacher, tokens: 1e3, held_out: 0.1}", "data.own.held_out: holds out all documents"),
         ("data.text={source: teacher, tokens: 1e6}", "eval.text: source 'text' holds nothing out"),
+        ("layers={repeat: [main, sofmax]}", "layers.repeat[1]: 'sofmax' is not a name; did you mean 'softmax'?"),
         ("layers=[main, sofmax, other]", "layers[1]: 'sofmax' is not a name; did you mean 'softmax'?"),
         ("layers={linear: [0], softmax: [1]}", "layers: give exactly one of"),
         ("layers=NNN", "layers: 'NNN' is no pattern"),
@@ -158,7 +159,7 @@ def test_fields_that_contradict_each_other_are_refused(override, says):
         ("data.own={source: teacher, tokens: 1e6, prompt: []}", "data.own.prompt: list should have at least 1 item"),
         ("data.own={source: teacher, tokens: 1e6, prompt: A}", "data.own.prompt: should be a list"),
         ("version=2", "version: should be 1, not 2"),
-        ("mixer.window=0", "mixer.window: should be greater than 0, not 0"),
+        ("mixer.window=-1", "mixer.window: should be greater than or equal to 0, not -1"),
         ("base_options.revision=12", "base_options.revision: should be a string, not 12"),
     ],
 )

@@ -6,6 +6,8 @@ F feature size, V value size. States are float32.
 
 from __future__ import annotations
 
+import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +29,8 @@ Branches = Literal["both", "window", "memory"]
 
 LEAST_MASS = 1e-30  # of a memory that holds something; less counts as nothing
 EMPTY = -60.0  # a log mass at or below it: log(LEAST_MASS), also of several such memories together
-REMEMBERING = 8.0  # logit of a forget gate at the start: a window of 64 keeps e^-0.02 of its oldest token's weight
+FADED = 0.02  # a new forget gate leaves the oldest token of its window e^-0.02 of its weight
+FAR = 4096  # … and where the window is unbounded, the token this far back
 
 
 @dataclass(frozen=True)
@@ -72,13 +75,14 @@ class Memory(NamedTuple):
 class MixerSpec:
     """Options every mixer has.
 
-    window: tokens a query sees exactly, itself included (at least 1). sinks: first tokens of a document that stay
-    visible for ever. scope: the memory holds `all` tokens, or only those `evicted` from the window (sinks, which are
-    never forgotten, are then never written). join: one `shared` denominator over the window's logits and the memory's
-    mass, a `learned` or `fixed` (half and half) mix of the two outputs, or the `memory` alone. In the shared
-    denominator a memory of mass m weighs w = m^gamma e^(c q / sqrt(D) + beta) beside the sum of the window's e^s; every
-    head learns its gamma, c and beta. forget: the window's weights fade by a learned gate of every token since
-    (Forgetting Transformer, 2503.02130), one a key-value head; the sinks' beyond the window do not.
+    window: tokens a query sees exactly, itself included (at least 1; 0, for all tokens, where there is no memory).
+    sinks: first tokens of a document that stay visible for ever. scope: the memory holds `all` tokens, or only
+    those `evicted` from the window (sinks, which are never forgotten, are then never written). join: one `shared`
+    denominator over the window's logits and the memory's mass, a `learned` or `fixed` (half and half) mix of the
+    two outputs, or the `memory` alone. In the shared denominator a memory of mass m weighs w = m^gamma e^(c q /
+    sqrt(D) + beta) beside the sum of the window's e^s; every head learns its gamma, c and beta. forget: the
+    window's weights fade by a learned gate of every token since (Forgetting Transformer, 2503.02130), one a
+    key-value head; the sinks' beyond the window do not.
     """
 
     window: int = 64
@@ -86,6 +90,11 @@ class MixerSpec:
     scope: Scope = "evicted"
     join: Join = "shared"
     forget: bool = False
+
+    @property
+    def keep(self) -> int:
+        """How many tokens the ring keeps between two calls: as many as there were where the window is unbounded."""
+        return self.window - 1 if self.window else sys.maxsize
 
     def problem(self) -> str | None:
         """What is wrong with these values, as `field: sentence`, or None."""
@@ -135,7 +144,8 @@ class Mixer(nn.Module, ABC):
             init.constant_(self.log_share_H, self.initial_log_share)
         if self.spec.forget:
             init.zeros_(self.forget_GC)
-            init.constant_(self.forget_bias_G, REMEMBERING)
+            # log sigmoid(b) = -e^-b, all but
+            init.constant_(self.forget_bias_G, math.log((self.spec.window or FAR) / FADED))
 
     @classmethod
     @abstractmethod
@@ -195,7 +205,7 @@ class Mixer(nn.Module, ABC):
             v_BTGV = heads.v_BSGD[:, -tokens:]
             writable_BT = layout.valid_BT
         else:
-            keep = self.spec.window - 1
+            keep = self.spec.keep
             streams = [layout.extend(past, f"pending{i}", t, keep) for i, t in enumerate(inputs)]
             inputs = tuple(_delay(stream, keep, tokens) for stream in streams)
             v_BTGV = _delay(heads.v_BSGD, keep, tokens)

@@ -1,9 +1,10 @@
-"""The attention of the Forgetting Transformer (2503.02130): softmax over a long window whose weights fade.
+"""The attention of the Forgetting Transformer (2503.02130): softmax whose weights fade.
 
 o_t = sum_s p_ts v_s,   p_t = softmax_s(q_t k_s scale + sum_{s < l <= t} log f_l),   f_t = sigmoid(x_t W + b)
 
-For a layer that should stay softmax: a window as long as the context is that attention whole, a shorter one bounds its
-cache. f is one gate a key-value head, and starts at nearly 1. Every mixer can have it on its own window (`forget`).
+For a layer that should stay softmax: it starts as the base's attention over all tokens, but for a gate of nearly 1
+(a token 4,096 back keeps e^-0.02 of its weight), one a key-value head. Its cache grows as the base's does, unless
+`window` bounds it. Every mixer can have the gate on its own window (`forget`).
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from liger_convert.mixers.window import Window, WindowSpec
 
 @dataclass(frozen=True)
 class ForgettingSpec(WindowSpec):
-    """Without sinks, which would never fade."""
+    """window: 0 for all tokens. Without sinks, which would never fade."""
 
-    window: int = 4096
+    window: int = 0
     sinks: int = 0
     forget: bool = True
 
@@ -29,6 +30,6 @@ class ForgettingSpec(WindowSpec):
 
 class Forgetting(Window):
     name = "forgetting"
-    summary = "softmax attention over a long window, fading by a learned gate; no memory"
+    summary = "softmax attention over all tokens, or a long window, fading by a learned gate; no memory"
     gate_rule = "sigmoid(x W + b)"
     Spec = ForgettingSpec

@@ -1,4 +1,7 @@
-"""The control: the window with its sinks and no memory, which a conversion must beat to be worth anything."""
+"""The control: the window with its sinks and no memory, which a conversion must beat to be worth anything.
+
+A window of 0 has no end: it is the base's own softmax attention, and its cache grows.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,8 @@ class WindowSpec(MixerSpec):
     def problem(self) -> str | None:
         if (self.scope, self.join) != ("all", "fixed"):
             return "scope: a window without a memory has no scope and no join; leave both out"
+        if self.window == 0:
+            return "sinks: a window of all tokens leaves none behind, so 0" if self.sinks else None
         return super().problem()
 
 

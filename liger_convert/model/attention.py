@@ -80,7 +80,7 @@ class LinearizedAttention(nn.Module):
     ) -> tuple[Heads, WindowRead]:
         """The heads of the new tokens, and what gives them the window's and the sinks' output and log-sum-exp."""
         q_BTHD, k_BTGD, q_rot_BTHD, k_rot_BTGD, v_BTGD = self.project(x_BTC, position_embeddings)
-        keep = self.spec.window - 1
+        keep = self.spec.keep
         k_rot_BSGD = layout.extend(past, "k", k_rot_BTGD, keep)
         v_BSGD = layout.extend(past, "v", v_BTGD, keep)
         rank_BS = layout.extend(past, "rank", layout.rank_BT, keep)
@@ -104,7 +104,7 @@ class LinearizedAttention(nn.Module):
                 q,
                 k,
                 v_BSGD,
-                window=self.spec.window,
+                window=self.spec.window or k.shape[1],
                 scale=self.scaling,
                 valid_BS=valid_BS,
                 segment_BS=layout.document_BT,

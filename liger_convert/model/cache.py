@@ -1,6 +1,7 @@
-"""One layer's memory between two calls: the window ring, the sinks and the recurrent states. Constant in size.
+"""One layer's memory between two calls: the window ring, the sinks and the recurrent states. Constant in size,
+unless the window has no end.
 
-Shapes: B batch, P tokens kept in the ring (at most window - 1), N sinks, G key-value heads.
+Shapes: B batch, P tokens kept in the ring (at most window - 1, if there is an end), N sinks, G key-value heads.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ class LinearizedCacheLayer(CacheLayerMixin):
         """The ring called `name` followed by `new` [B,T,...]; its last `keep` tokens stay."""
         old = self.ring.get(name)
         stream = new if old is None else torch.cat((old, new), 1)
+        whole = old is not None and stream.shape[1] <= keep
         # cloned, because a view of the last tokens would keep the whole prompt alive
-        self.ring[name] = stream[:, max(0, stream.shape[1] - keep) :].clone()
+        self.ring[name] = stream if whole else stream[:, max(0, stream.shape[1] - keep) :].clone()
         return stream
 
     def advance(self, tokens: int) -> None:

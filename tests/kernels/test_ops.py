@@ -66,6 +66,12 @@ def test_results_are_deterministic_and_the_same_under_autocast(op: str, case: st
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
+@pytest.mark.parametrize("case", cases_of("window").CASES)
+def test_a_long_window_is_right_in_parts_too(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_module("gated_kernels.window.chunk"), "LOGITS", 1)
+    assert not faults(OPS["window"], reference_of("window"), inputs_of("window", case))
+
+
 @every_op
 def test_inference_mode_gives_the_same(op: str) -> None:
     inputs = inputs_of(op, next(reversed(cases_of(op).CASES)))

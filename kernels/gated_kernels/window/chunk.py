@@ -1,6 +1,7 @@
 """Sliding-window attention with sinks, in blocks of queries: time and memory O(T (W + block)).
 
-The queries of a block meet the keys from the first one's window to the last one's own, and then the sinks. Beside the
+Beyond LOGITS logits the queries are taken in parts, one after the other: a window of all tokens needs no [T, T]. The
+queries of a block meet the keys from the first one's window to the last one's own, and then the sinks. Beside the
 inputs only the logs of the sums of weights are kept; the backward pass computes the weights again from them.
 
 Shapes: B batch, T queries, S = P + T keys, H query heads, G key-value heads, R = H / G, D head size, V value size,
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 BLOCK = 32
+LOGITS = 1 << 27  # at a time: half a gigabyte in float32
 
 # What `gated_kernels.use` puts before this op; it returns None for inputs that it leaves to it.
 fast: Callable[..., tuple[Tensor, Tensor] | None] | None = None
@@ -51,12 +53,16 @@ def window(
         raise ValueError(f"window {window}, {T} queries, {S} keys, {H} query heads, {G} kv heads do not fit")
     if len({x is None for x in (sink_k_BMGD, sink_v_BMGV, sink_visible_BTM)}) > 1:
         raise ValueError("sink_k_BMGD, sink_v_BMGV and sink_visible_BTM are given together or not at all")
+    masks = {"valid_BS": valid_BS, "segment_BS": segment_BS, "sink_visible_BTM": sink_visible_BTM}
+    sinks = {"sink_k_BMGD": sink_k_BMGD, "sink_v_BMGV": sink_v_BMGV}
     if fast is not None:
-        masks = {"valid_BS": valid_BS, "segment_BS": segment_BS, "sink_visible_BTM": sink_visible_BTM}
-        sinks = {"sink_k_BMGD": sink_k_BMGD, "sink_v_BMGV": sink_v_BMGV}
         found = fast(q_BTHD, k_BSGD, v_BSGV, window=window, scale=scale, **masks, **sinks)
         if found is not None:
             return found
+    part = max(LOGITS // (len(q_BTHD) * H * min(S, window)), BLOCK)
+    if part < T:
+        tensors = (q_BTHD, k_BSGD, v_BSGV, valid_BS, segment_BS, sink_visible_BTM)
+        return _in_parts(part, *tensors, window=window, scale=scale, **sinks)
     reach = slice(max(S - T - window + 1, 0), None)  # keys before it are in no window
     k_BSGD, v_BSGV = k_BSGD[:, reach], v_BSGV[:, reach]
     valid_BS = None if valid_BS is None else valid_BS[:, reach].bool()
@@ -68,6 +74,28 @@ def window(
         blocks = _Blocks.of(T, k_BSGD.shape[1], window)
         hidden = _hidden(blocks, window, valid_BS, segment_BS, sink_visible_BTM, k_BSGD.device)
         return _Window.apply(q_BTHD, k_BSGD, v_BSGV, sink_k_BMGD, sink_v_BMGV, hidden, scale, blocks)
+
+
+def _in_parts(
+    part: int,
+    q_BTHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGV: Tensor,
+    valid_BS: Tensor | None,
+    segment_BS: Tensor | None,
+    sink_visible_BTM: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """`part` queries at a time, each with the keys up to its last one."""
+    T, past, results = q_BTHD.shape[1], k_BSGD.shape[1] - q_BTHD.shape[1], []
+    for start in range(0, T, part):
+        own, keys = slice(start, start + part), slice(max(past + start - options["window"] + 1, 0), past + start + part)
+        valid, segment = (None if x is None else x[:, keys] for x in (valid_BS, segment_BS))
+        visible = None if sink_visible_BTM is None else sink_visible_BTM[:, own]
+        masks = {"valid_BS": valid, "segment_BS": segment, "sink_visible_BTM": visible}
+        results.append(window(q_BTHD[:, own], k_BSGD[:, keys], v_BSGV[:, keys], **masks, **options))
+    o, lse = zip(*results)
+    return torch.cat(o, 1), torch.cat(lse, 1)
 
 
 def _one_query(
@@ -123,7 +151,7 @@ class _Blocks(NamedTuple):
 
     @classmethod
     def of(cls, T: int, S: int, window: int) -> _Blocks:
-        length = min(max(BLOCK, window // 8), T)
+        length = T if window >= S else min(max(BLOCK, window // 8), T)
         past = S - T if length == T else window - 1
         return cls(length, past, T, past - (S - T), -T % length)
 
