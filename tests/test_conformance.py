@@ -309,6 +309,8 @@ VARIANTS = [
     {"type": "mlstm", "gate": "learned"},
     {"type": "decaying-fast-weights", "gate": "learned"},
     {"type": "gateloop", "gate": "head", "scope": "all", "rope": True},
+    {"type": "gateloop", "phase": False},
+    {"type": "gateloop", "gate": "learned", "feature_map": "softmax2"},
     {"type": "hgrn2", "normalize": True, "join": "shared", "feature_map": "hedgehog", "lower_bound": 0.0},
     {"type": "hgrn2", "lower_bound": 0.0, "gate_bias": -300.0},
     {"type": "mamba2", "gate": "constant", "feature_map": "softmax2", "gate_bias": 300.0},

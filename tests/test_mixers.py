@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -94,7 +95,22 @@ def gated_retention(h: Head, g: int) -> Tensor:
     return norm(h, contract(h.q_rot, sum_of(outer(h.k_rot, h.v), a)))
 
 
+def complex_(x_TF: Tensor) -> Tensor:
+    return torch.complex(x_TF[:, 0::2], x_TF[:, 1::2])
+
+
+def gateloop_state(h: Head) -> Tensor:
+    """[T,F/2,V] in complex128."""
+    a = (complex_(h.k).real + complex_(h.k).imag) / 2 + h.p("gate_bias_GF")
+    a = torch.polar(a.sigmoid(), h.k @ h.p("phase_GDC"))
+    return sum_of(outer(complex_(h.k).conj(), h.v.to(a.dtype)), a[..., None])
+
+
 def gateloop(h: Head, g: int) -> Tensor:
+    return norm(h, contract(complex_(h.q), gateloop_state(h)).real)
+
+
+def real_gateloop(h: Head, g: int) -> Tensor:
     a = (h.k + h.p("gate_bias_GF")).sigmoid()
     return norm(h, contract(h.q, sum_of(outer(h.k, h.v), a[..., None])))
 
@@ -159,6 +175,9 @@ EQUATIONS: dict[str, Callable[[Head, int], Tensor]] = {
 }
 
 
+REAL_GATELOOP = {"type": "gateloop", "phase": False}
+
+
 def random_heads(tokens: int, seed: int = 0) -> Heads:
     generator = torch.Generator().manual_seed(seed)
     q, q_rot = (torch.randn(1, tokens, DIMS.heads, DIMS.dim, generator=generator) for _ in range(2))
@@ -207,24 +226,52 @@ def test_a_learned_gate_starts_as_the_pooled_one_and_all_of_it_is_trained(name: 
     assert all(p.grad is not None and p.grad.any() for key, p in mixer.named_parameters() if "_pool_" in key)
 
 
-@pytest.mark.parametrize("name", EQUATIONS)
-def test_a_mixer_computes_its_papers_equation(name: str) -> None:
-    mixer, heads = started({"type": name, "scope": "all", "sinks": 0}), random_heads(T)
-    with torch.no_grad():
-        generator = torch.Generator().manual_seed(1)
-        for key, parameter in mixer.named_parameters():
-            if "gate_bias" in key:  # to gates that forget within the few tokens
-                parameter.fill_(1.0 if parameter.mean() > 0 else -1.0)
-            parameter += torch.randn(parameter.shape, generator=generator) * 0.5
-        memory = mixer.remember(heads, layout_of(T), None)
+@torch.no_grad()
+def moved(spec: dict[str, Any]) -> Mixer:
+    mixer = started({"scope": "all", "sinks": 0, **spec})
+    generator = torch.Generator().manual_seed(1)
+    for key, parameter in mixer.named_parameters():
+        if "gate_bias" in key:  # to gates that forget within the few tokens
+            parameter.fill_(1.0 if parameter.mean() > 0 else -1.0)
+        parameter += torch.randn(parameter.shape, generator=generator) * 0.5
+    return mixer
+
+
+@pytest.mark.parametrize(
+    ("spec", "equation"),
+    [*(({"type": name}, equation) for name, equation in EQUATIONS.items()), (REAL_GATELOOP, real_gateloop)],
+    ids=[*EQUATIONS, "gateloop, real"],
+)
+@torch.no_grad()
+def test_a_mixer_computes_its_papers_equation(spec: dict[str, Any], equation: Callable[[Head, int], Tensor]) -> None:
+    mixer, heads = moved(spec), random_heads(T)
+    memory = mixer.remember(heads, layout_of(T), None)
     for h in range(DIMS.heads):
-        expected = EQUATIONS[name](*one_head(mixer, heads, h))
+        expected = equation(*one_head(mixer, heads, h))
         got = memory.o_BTHV[0, :, h]
         if memory.log_mass_BTH is not None:
             got = torch.cat((got, memory.log_mass_BTH[0, :, h, None].exp()), 1)
         assert got.shape == expected.shape
         # both are float32 but for the loop: a few roundings of T sums, none of them of a difference that vanishes
         torch.testing.assert_close(got.double(), expected, rtol=2e-4, atol=2e-5)
+
+
+@torch.no_grad()
+def test_a_complex_state_is_carried_on_and_read_before_it_turns() -> None:
+    mixer, heads, document_BT = moved({"type": "gateloop"}), random_heads(T), None
+    assert isinstance(mixer, LinearMixer)
+    entries, states, cuts, outputs = mixer.write(mixer.inputs(heads), heads.v_BSGD), {}, (0, 1, 12, 13, T), []
+    for start, end in pairwise(cuts):
+        part = heads._replace(q_BTHD=heads.q_BTHD[:, start:end])
+        memory, states = mixer.recur(part, tuple(x[:, start:end] for x in entries), states, document_BT, exclusive=True)
+        outputs.append(memory.o_BTHV)
+    for h in range(DIMS.heads):
+        head, g = one_head(mixer, heads, h)
+        S = gateloop_state(head)
+        expected = norm(head, contract(complex_(head.q)[1:], S[:-1]).real)
+        torch.testing.assert_close(torch.cat(outputs, 1)[0, 1:, h].double(), expected, rtol=2e-4, atol=2e-5)
+        state = complex_(states["state"][0, g].double().mT).mT
+        torch.testing.assert_close(state, S[-1].conj(), rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", LINEAR)
@@ -292,7 +339,9 @@ def test_an_unnormalised_memory_refuses_the_shared_denominator(name: str) -> Non
     ("spec", "field"),
     [
         ({"type": "linear-attention", "feature_map": "identity"}, "feature_map"),
-        ({"type": "gateloop", "feature_map": "products"}, "gate"),
+        ({"type": "gateloop", "feature_map": "products", "phase": False}, "gate"),
+        ({"type": "gateloop", "feature_map": "codebook", "codes": 7, "gate": "head"}, "phase"),
+        ({"type": "gateloop", "feature_map": "softmax", "normalize": True}, "normalize"),
         ({"gate": "pooled"}, "gate"),
         ({"type": "lightning", "slope": -1.0}, "slope"),
         ({"type": "gated-retention", "gate_normalizer": 0.0}, "gate_normalizer"),
