@@ -53,8 +53,8 @@ def window(
         raise ValueError(f"window {window}, {T} queries, {S} keys, {H} query heads, {G} kv heads do not fit")
     if len({x is None for x in (sink_k_BMGD, sink_v_BMGV, sink_visible_BTM)}) > 1:
         raise ValueError("sink_k_BMGD, sink_v_BMGV and sink_visible_BTM are given together or not at all")
-    masks = {"valid_BS": valid_BS, "segment_BS": segment_BS, "sink_visible_BTM": sink_visible_BTM}
-    sinks = {"sink_k_BMGD": sink_k_BMGD, "sink_v_BMGV": sink_v_BMGV}
+    masks: dict[str, Any] = {"valid_BS": valid_BS, "segment_BS": segment_BS, "sink_visible_BTM": sink_visible_BTM}
+    sinks: dict[str, Any] = {"sink_k_BMGD": sink_k_BMGD, "sink_v_BMGV": sink_v_BMGV}
     if fast is not None:
         found = fast(q_BTHD, k_BSGD, v_BSGV, window=window, scale=scale, **masks, **sinks)
         if found is not None:
@@ -92,7 +92,7 @@ def _in_parts(
         own, keys = slice(start, start + part), slice(max(past + start - options["window"] + 1, 0), past + start + part)
         valid, segment = (None if x is None else x[:, keys] for x in (valid_BS, segment_BS))
         visible = None if sink_visible_BTM is None else sink_visible_BTM[:, own]
-        masks = {"valid_BS": valid, "segment_BS": segment, "sink_visible_BTM": visible}
+        masks: dict[str, Any] = {"valid_BS": valid, "segment_BS": segment, "sink_visible_BTM": visible}
         results.append(window(q_BTHD[:, own], k_BSGD[:, keys], v_BSGV[:, keys], **masks, **options))
     o, lse = zip(*results)
     return torch.cat(o, 1), torch.cat(lse, 1)
