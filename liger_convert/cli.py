@@ -385,6 +385,53 @@ def generate(
     print()
 
 
+@app.command(rich_help_panel=MEASURE)
+def bench(
+    model: Annotated[
+        str,
+        typer.Argument(help="Model folder, hub id or .gguf file, or a shape such as llama-3-8b.", show_default=False),
+    ],
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompts.")] = "1024,4096",
+    batch_size: BatchSize = 1,
+    decode_steps: Annotated[int, typer.Option(help="Tokens written after each prompt.", min=1)] = 64,
+    repeats: Annotated[int, typer.Option(help="Prompts of each length; the times are medians.", min=1)] = 5,
+    mixer: Annotated[
+        str | None, typer.Option(help="Of a shape, in every layer; see `linearize mixers`.", show_default="gla")
+    ] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="Model or shape to measure beside it.", show_default="a shape's own base")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="New folder for bench.json and bench.png.")] = None,
+    device: Device = "auto",
+    precision: Precision = "auto",
+    trust_remote_code: TrustCode = False,
+    as_json: Json = False,
+) -> None:
+    """Time a model: prompts of several lengths, the tokens after them, and the memory both take, beside its base.
+
+    A shape has random weights. Nothing is timed unless decoding equals prefill.
+
+    Example: linearize bench llama-3.2-1b --lengths 1024,8192,65536 --out runs/bench
+    """
+    from liger_convert.bench import render
+    from liger_convert.commands import bench_model
+
+    results = bench_model(
+        model,
+        lengths=lengths,
+        batch_size=batch_size,
+        decode_steps=decode_steps,
+        repeats=repeats,
+        mixer=mixer,
+        baseline=baseline,
+        device=device,
+        precision=precision,
+        trust_remote_code=trust_remote_code,
+        out=out,
+    )
+    _show(render(results), results, as_json)
+
+
 @app.command(rich_help_panel=REFERENCE)
 def mixers(
     heads: Annotated[int, typer.Option(help="Query heads of a layer.", min=1)] = 32,

@@ -6,15 +6,29 @@ import math
 import pkgutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
-from liger_convert import checkpoint, data, diagnose, evaluate, generate, rank, suites, teacher, training, yamlfile
+from liger_convert import (
+    bench,
+    checkpoint,
+    data,
+    diagnose,
+    evaluate,
+    generate,
+    rank,
+    suites,
+    teacher,
+    training,
+    yamlfile,
+)
 from liger_convert.convert import convert, replace_mixers
 from liger_convert.device import autocast, compute_dtype, pick_device
 from liger_convert.errors import BadInput
@@ -22,6 +36,7 @@ from liger_convert.families import PREFIX
 from liger_convert.manifest import lock
 from liger_convert.mixers import MIXERS, SOFTMAX
 from liger_convert.mixers.base import HeadDims
+from liger_convert.mixers.gla import GLA
 from liger_convert.model import linear_layers, load_linearized
 from liger_convert.plan import Plan, make_plan
 from liger_convert.progress import progress
@@ -304,6 +319,56 @@ def generate_text(model: str, prompt: str, write: Callable[[str], object], devic
     with local_model(model) as folder:
         tokenizer = checkpoint.load_tokenizer(folder)
         generate.generate(generate.load_model(folder, where), tokenizer, prompt, write=write, **options)
+
+
+def bench_model(
+    source: str,
+    *,
+    lengths: str,
+    batch_size: int,
+    decode_steps: int,
+    repeats: int,
+    mixer: str | None,
+    baseline: str | None,
+    device: str,
+    precision: str,
+    trust_remote_code: bool,
+    out: Path | None,
+) -> dict[str, Any]:
+    """`bench.bench` of `source`, a model or a shape of `bench.SHAPES`, written into the new folder `out`, if any.
+
+    mixer: of a shape, whose layers are all linearized. baseline: another model or shape, None for a shape's own base.
+    Raises BadInput, LinearizeError.
+    """
+    prompts, where = bench.parse_lengths(lengths), pick_device(device)
+    options = bench.Options(prompts, batch_size, decode_steps, repeats, where, compute_dtype(where, precision))
+    if out is not None:
+        refuse_existing(out)
+    shape = bench.is_shape(source)
+    if not shape and mixer is not None:
+        raise BadInput(f"--mixer {mixer}: is for shapes, but {source} is a model with layers of its own")
+    if baseline is None and shape:
+        baseline = source
+    with (
+        _loader(source, mixer or GLA.name, options, trust_remote_code) as load,
+        nullcontext() if baseline is None else _loader(baseline, None, options, trust_remote_code) as load_base,
+        progress(f"bench {source}") as report,
+    ):
+        results = bench.bench(source, load, load_base, options, report)
+    if out is not None:
+        bench.write(results, out)
+    return results
+
+
+@contextmanager
+def _loader(source: str, mixer: str | None, options: bench.Options, trust: bool) -> Iterator[Callable[[], Any]]:
+    """What makes the model on its device, in its dtype: at random for a shape, linearized by `mixer` unless None."""
+    if bench.is_shape(source):
+        yield partial(bench.random_model, source, mixer, options.device, options.dtype)
+        return
+    with local_model(source, trust_remote_code=trust) as folder:
+        from_folder: Any = AutoModelForCausalLM.from_pretrained
+        yield lambda: from_folder(folder, dtype=options.dtype, trust_remote_code=trust).to(options.device).eval()
 
 
 def describe_mixers(heads: int, kv_heads: int, head_size: int) -> dict[str, dict[str, Any]]:

@@ -392,6 +392,18 @@ COMMANDS = [
     case(
         "diagnose without the rows", "piqa.jsonl", lambda w: ["diagnose", str(w.linearized()), "--data", str(w.folder)]
     ),
+    case("bench a shape that is nearly one", "did you mean llama-3-8b?", lambda w: ["bench", "llama-3-8"]),
+    case("bench nothing", "/nowhere/at/all: there is no such file", lambda w: ["bench", "/nowhere/at/all"]),
+    case("bench lengths that are none", "--lengths: '1k,2'", lambda w: ["bench", str(w.base), "--lengths", "1k,2"]),
+    case("bench a length of nothing", "--lengths: '0'", lambda w: ["bench", str(w.base), "--lengths", "0"]),
+    case("bench with an unknown mixer", "did you mean gla?", lambda w: ["bench", "smollm2-135m", "--mixer", "glaa"]),
+    case("bench a model with a mixer", "is for shapes", lambda w: ["bench", str(w.base), "--mixer", "gla"]),
+    case("bench beside nothing", "no such file", lambda w: ["bench", str(w.base), "--baseline", "/nowhere/at/all"]),
+    case(
+        "bench into a folder that exists",
+        "already exists",
+        lambda w: ["bench", str(w.base), "--out", str(w.folder / "base")],
+    ),
     case("generate from an empty prompt", "the prompt is empty", lambda w: ["generate", str(w.base), "--prompt", " "]),
     case("generate from nothing", "/nowhere", lambda w: ["generate", "/nowhere/at/all", "--prompt", "hi"]),
 ]

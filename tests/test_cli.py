@@ -27,6 +27,7 @@ COMMANDS = [
     "eval",
     "diagnose",
     "generate",
+    "bench",
     "mixers",
     "families",
 ]

@@ -51,6 +51,7 @@ assert type(model).__module__.startswith("transformers_modules"), type(model)
 tokens = torch.load(out + "/tokens.pt")
 with torch.no_grad():
     logits = model(tokens).logits
+model.prefill_chunk = 8
 text = model.generate(tokens, max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=None)
 torch.save({"logits": logits, "text": text}, out + "/found.pt")
 model.save_pretrained(out + "/again")

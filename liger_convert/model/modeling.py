@@ -44,6 +44,9 @@ class AlignOutput(CausalLMOutputWithPast):
     layer_losses_L: Tensor | None = None
 
 
+Inputs = dict[str, Tensor | None]
+OF_ALL_TOKENS = ("output_attentions", "output_hidden_states", "output_router_logits")
+
 if TYPE_CHECKING:
     Family = Any
 else:
@@ -116,11 +119,16 @@ class LinearizedModel(LinearizedInit):
 
 
 class LinearizedForCausalLM(LinearizedInit):
-    """The language model: the family's, on the linearized backbone; `align=` runs its attention layers alone."""
+    """The language model: the family's, on the linearized backbone; `align=` runs its attention layers alone.
+
+    prefill_chunk: a prompt that goes into a cache for the logits of its last tokens, as generation has it, is read so
+    many tokens at a time: what this takes beside the cache does not grow with the prompt. None reads it in one piece.
+    """
 
     _backbone: type
     config: Any
     model: Any
+    prefill_chunk: int | None = 2048
 
     def __init__(self, config: Any):
         super().__init__(config)
@@ -134,17 +142,44 @@ class LinearizedForCausalLM(LinearizedInit):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
         align: AlignTargets | None = None,
         **kwargs: Any,
     ) -> Any:
         """As the family's; with `align` the alignment loss of each linearized layer on the base's own activations.
 
-        `position_ids` must stand in the signature: generation passes them only where it finds them, and without them
-        the rows of a padded batch would start at other positions than alone.
+        `position_ids` and `logits_to_keep` must stand in the signature, where generation looks for them: without the
+        first the rows of a padded batch would start at other positions than alone, and without the second the logits
+        of the whole prompt would be computed.
         """
         if align is not None:
             return self._align(align, position_ids, attention_mask)
-        return super().forward(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
+        inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
+        inputs["attention_mask"] = attention_mask
+        of_all_tokens = any(kwargs.get(name, getattr(self.config, name, False)) for name in OF_ALL_TOKENS)
+        if past_key_values is not None and not of_all_tokens and not torch.is_grad_enabled():
+            inputs = self._read_ahead(inputs, past_key_values, logits_to_keep)
+        return super().forward(**inputs, past_key_values=past_key_values, logits_to_keep=logits_to_keep, **kwargs)
+
+    def _read_ahead(self, inputs: Inputs, cache: Any, logits_to_keep: int | Tensor) -> Inputs:
+        """Reads all tokens but the last `prefill_chunk` into the cache; returns the inputs of those that are left."""
+        tokens = next((x.shape[1] for x in (inputs["input_ids"], inputs["inputs_embeds"]) if x is not None), 0)
+        chunk = self.prefill_chunk
+        if chunk is None or tokens <= chunk or not isinstance(logits_to_keep, int) or not 0 < logits_to_keep <= chunk:
+            return inputs
+
+        def part(start: int, end: int) -> Inputs:
+            cut = {name: None if x is None else x[:, start:end] for name, x in inputs.items()}
+            if (mask := inputs["attention_mask"]) is not None:  # covers what the cache holds, too
+                cut["attention_mask"] = mask[:, : mask.shape[1] - tokens + end]
+            return cut
+
+        ends = range(tokens % chunk or chunk, tokens, chunk)  # the first piece is the odd one
+        for start, end in zip((0, *ends), ends):
+            self.model(**part(start, end), past_key_values=cache, use_cache=True)
+        return part(tokens - chunk, tokens)
 
     def _align(self, targets: AlignTargets, position_ids: Tensor | None, attention_mask: Tensor | None) -> AlignOutput:
         backbone = self.model

@@ -1,0 +1,526 @@
+"""How fast a model reads a prompt and writes after it, and what it keeps in memory, beside its base: one run for all.
+
+A model whose decoding does not equal its prefill is not timed. Times are medians with quartiles over random prompts,
+each another one, after one that is not counted.
+Shapes: B batch, T tokens of a prompt, N tokens checked, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Group
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache, StaticCache
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from liger_convert.errors import BadInput, LinearizeError, did_you_mean, first_line, nearest
+from liger_convert.files import atomic_dir
+from liger_convert.manifest import machine
+from liger_convert.mixers import resolve_spec
+from liger_convert.mixers.base import Mixer
+from liger_convert.model import linear_layers, linearized_config
+from liger_convert.model.configuration import FORMAT
+from liger_convert.progress import Report
+from liger_convert.recipe import MAIN
+from liger_convert.resources import PACKAGE
+
+BASE, STATIC = "base", "base, compiled"
+OUT_OF_MEMORY = "out of memory"
+FILE, CURVES = "bench.json", "bench.png"
+FORMAT_VERSION = 1
+CHECKED = 32  # tokens of the check's prompt beyond the largest window
+CHECKED_STEPS = (1, 1, 2, 4)  # of the calls of the decode loop that are compared
+LARGEST = 1e-4  # what float32 may differ by, of the largest logit: tests/test_conformance.py
+
+
+def _decoder(
+    layers: int,
+    hidden: int,
+    mlp: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int,
+    theta: float,
+    tied: bool = True,
+    **more: Any,
+) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 1 << 20,
+        **more,
+    }
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "smollm2-135m": _decoder(30, 576, 1536, 9, 3, 49152, 1e5),
+    "smollm2-360m": _decoder(32, 960, 2560, 15, 5, 49152, 1e5),
+    "smollm2-1.7b": _decoder(24, 2048, 8192, 32, 32, 49152, 1.3e5),
+    "llama-3.2-1b": _decoder(16, 2048, 8192, 32, 8, 128256, 5e5),
+    "llama-3.2-3b": _decoder(28, 3072, 8192, 24, 8, 128256, 5e5),
+    "llama-3-8b": _decoder(32, 4096, 14336, 32, 8, 128256, 5e5, tied=False),
+    "mistral-7b": _decoder(32, 4096, 14336, 32, 8, 32768, 1e6, tied=False, model_type="mistral", sliding_window=None),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """lengths: tokens of the prompts. steps: tokens written after each. repeats: prompts of each length."""
+
+    lengths: Sequence[int]
+    batch_size: int
+    steps: int
+    repeats: int
+    device: torch.device
+    dtype: torch.dtype
+
+
+class Side(NamedTuple):
+    """What is measured: `caches(tokens)` makes what gives an empty cache for so many; `decode` is as below."""
+
+    name: str
+    model: Any
+    caches: Callable[[int], Callable[[], Any]]
+    decode: Callable[[Any, Any, Tensor, int], tuple[Tensor, Tensor]]
+
+
+def is_shape(source: str) -> bool:
+    """Whether `source` names a shape, and no file or folder of that name. Raises BadInput for what it nearly names."""
+    if Path(source).exists() or "/" in source:
+        return False
+    if source not in SHAPES and nearest(source, SHAPES):
+        known = ", ".join(SHAPES)
+        raise BadInput(
+            f"{source}: is neither a model nor a shape{did_you_mean(source, SHAPES)}; the shapes are {known}"
+        )
+    return source in SHAPES
+
+
+def parse_lengths(text: str) -> list[int]:
+    """`1024,4096` as numbers, ascending. Raises BadInput."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise BadInput(f"--lengths: {text!r} is no list of prompt lengths; give tokens, such as 1024,4096")
+    return sorted({int(word) for word in words})
+
+
+def random_model(shape: str, mixer: str | None, device: torch.device, dtype: torch.dtype) -> Any:
+    """A model of that shape with random weights, made where it will run, its mixers in float32.
+
+    Every layer is linearized by `mixer`; None leaves the base. Memories weigh more beside their windows than at the
+    start of a training, so that the check sees them in bfloat16, too. Raises BadInput for an unknown mixer.
+    """
+    values = dict(SHAPES[shape])
+    config = CONFIG_MAPPING[values.pop("model_type")](**values)
+    if mixer is not None:
+        spec = resolve_spec({"type": mixer})
+        layers = [MAIN] * config.num_hidden_layers
+        config = linearized_config(config, {"format": FORMAT, "mixers": {MAIN: spec}, "layers": layers})
+    torch.manual_seed(0)
+    with device:
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for module in model.modules():
+        if isinstance(module, Mixer):
+            module.float().reset_parameters()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith((".log_share_H", ".mix_H")):
+                parameter.fill_(4.0 if name.endswith("share_H") else 0.0)
+    return model.eval()
+
+
+def prefill(model: Any, cache: Any, ids_BT: Tensor) -> Tensor:
+    """Reads a prompt into the cache and returns the first token after it, [B,1]."""
+    logits = model(input_ids=ids_BT, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    return logits[:, -1].argmax(-1, keepdim=True)
+
+
+def decode(model: Any, cache: Any, token_B1: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """`steps` greedy steps from `token_B1` on: the tokens chosen [B,steps], and the logits [B,V] of the last one."""
+    chosen = [token_B1]
+    for _ in range(steps):
+        logits_BV = model(input_ids=chosen[-1], past_key_values=cache, use_cache=True).logits[:, -1]
+        chosen.append(logits_BV.argmax(-1, keepdim=True))
+    return torch.cat(chosen[1:], 1), logits_BV
+
+
+def decode_compiled(model: Any, cache: Any, token_B1: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """As `decode`, over a static cache by the call that transformers' generation compiles for one on a GPU."""
+    call, start = model.get_compiled_call(CompileConfig()), int(cache.get_seq_length())
+    chosen = [token_B1]
+    for position in range(start, start + steps):
+        inputs = model.prepare_inputs_for_generation(
+            chosen[-1],
+            past_key_values=cache,
+            position_ids=torch.full_like(token_B1, position),
+            use_cache=True,
+        )
+        logits_BV = call(**inputs, logits_to_keep=1, return_dict=True).logits[:, -1]
+        chosen.append(logits_BV.argmax(-1, keepdim=True))
+    return torch.cat(chosen[1:], 1), logits_BV.clone()  # the next call overwrites a CUDA graph's output
+
+
+def dynamic_caches(model: Any) -> Callable[[int], Callable[[], Any]]:
+    return lambda tokens: lambda: DynamicCache(config=model.config)
+
+
+def static_caches(model: Any) -> Callable[[int], Callable[[], Any]]:
+    def caches(tokens: int) -> Callable[[], Any]:
+        torch.compiler.reset()  # a further length counts as one recompilation more, of which few are allowed
+        cache = StaticCache(config=model.config, max_cache_len=tokens)
+
+        def empty() -> Any:
+            cache.reset()
+            return cache
+
+        return empty
+
+    return caches
+
+
+def cache_bytes(cache: Any) -> int:
+    """What the tensors of a cache hold, whatever they are views of."""
+    held = {}
+    for layer in cache.layers:
+        for value in vars(layer).values():
+            for tensor in value.values() if isinstance(value, dict) else (value,):
+                if isinstance(tensor, Tensor):
+                    held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(held.values())
+
+
+@torch.no_grad()
+def check(side: Side, options: Options) -> dict[str, float]:
+    """Compares the logits of several calls of `side.decode` with those of one pass over the same tokens, no cache.
+
+    In float32 no logit may differ by more than LARGEST of the largest. In less precision the mean difference may be
+    twice that of the pass itself from the pass in float32. Raises LinearizeError when they differ by more.
+    """
+    model, config = side.model, side.model.config
+    linear = linear_layers(config) if getattr(config, "linearization", None) else []
+    specs = [config.linearization["mixers"][config.linearization["layers"][i]] for i in linear]
+    tokens = max((spec["window"] + spec["sinks"] for spec in specs), default=0) + CHECKED
+    text, steps = _random_tokens(model, tokens, options), sum(CHECKED_STEPS)
+    cache = side.caches(tokens + steps)()
+    for part in text.split(tokens // 2 + 1, 1):
+        token = prefill(model, cache, part)
+    decoded = []
+    for count in CHECKED_STEPS:
+        chosen_BN, logits_BV = side.decode(model, cache, token, count)
+        text = torch.cat((text, token, chosen_BN[:, :-1]), 1)
+        token = chosen_BN[:, -1:]
+        decoded.append(logits_BV.float())
+    compared = torch.tensor(CHECKED_STEPS).cumsum(0) - 1
+
+    def whole() -> Tensor:
+        return model(input_ids=text, use_cache=False, logits_to_keep=steps).logits[:, compared.to(text.device)].float()
+
+    found = whole()
+    scale, difference = found.abs().max(), (torch.stack(decoded, 1) - found).abs()
+    if options.dtype == torch.float32:
+        error, allowed = float(difference.max() / scale), LARGEST
+    else:
+        with in_float32(model):
+            rounding = (found - whole()).abs().mean()
+        error, allowed = float(difference.mean() / scale), float(2 * rounding / scale)
+    if not error <= allowed:
+        raise LinearizeError(
+            f"{side.name}: decoding differs from prefill by {error:.1e} of the largest logit, where rounding explains "
+            f"{allowed:.1e}, so nothing is timed"
+        )
+    return {"tokens": tokens, "error": error, "allowed": allowed}
+
+
+@contextlib.contextmanager
+def in_float32(model: nn.Module) -> Iterator[None]:
+    """Each module computes in float32 while the block runs; only the weights of the one that runs are held twice."""
+    narrow: dict[nn.Parameter, Tensor] = {}
+
+    def widen(module: nn.Module, args: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            narrow[parameter] = parameter.data
+            parameter.data = parameter.data.float()
+
+    def restore(module: nn.Module, args: Any, output: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            parameter.data = narrow.pop(parameter)
+
+    owners = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
+    hooks = [module.register_forward_pre_hook(widen) for module in owners]
+    hooks += [module.register_forward_hook(restore, always_call=True) for module in owners]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def measure(side: Side, tokens: int, options: Options) -> dict[str, Any]:
+    """One row: times of prompts of `tokens` tokens, and what the cache then holds. Out of memory is told in it."""
+    row: dict[str, Any] = {"model": side.name, "tokens": tokens}
+    empty = side.caches(tokens + options.steps)
+    device, batch = options.device, options.batch_size
+    read, wrote = [], []
+    try:
+        for repeat in range(options.repeats + 1):
+            if repeat == 1 and device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            ids_BT, cache = _random_tokens(side.model, tokens, options), empty()
+            seconds, token_B1 = _timed(device, prefill, side.model, cache, ids_BT)
+            read.append(1e3 * seconds)
+            seconds, _ = _timed(device, side.decode, side.model, cache, token_B1, options.steps)
+            wrote.append(1e3 * seconds / options.steps)
+    except RuntimeError as error:
+        if not _out_of_memory(error):
+            raise
+        return row | {"error": OUT_OF_MEMORY}
+    prefill_ms, decode_ms = quartiles(read[1:]), quartiles(wrote[1:])
+    return row | {
+        "prefill_ms": prefill_ms,
+        "prefill_tokens_per_s": 1e3 * batch * tokens / prefill_ms["median"],
+        "decode_ms": decode_ms,
+        "decode_tokens_per_s": 1e3 * batch / decode_ms["median"],
+        "cache_bytes": cache_bytes(cache),
+        "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+    }
+
+
+def _out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)  # a GPU's, and a CPU's
+
+
+def quartiles(values: list[float]) -> dict[str, float]:
+    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return {"median": median, "q1": q1, "q3": q3, "n": len(values)}
+
+
+def _timed(device: torch.device, work: Callable[..., Any], *inputs: Any) -> tuple[float, Any]:
+    """Seconds until the device has done `work`, and what it gave."""
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    started = now()
+    result = work(*inputs)
+    return now() - started, result
+
+
+def _random_tokens(model: Any, tokens: int, options: Options) -> Tensor:
+    return torch.randint(model.config.vocab_size, (options.batch_size, tokens)).to(options.device)
+
+
+@torch.no_grad()
+def bench(
+    source: str, load: Callable[[], Any], load_base: Callable[[], Any] | None, options: Options, report: Report
+) -> dict[str, Any]:
+    """What bench.json holds: of the model that `load` makes, and then of the base, with each one's ratio to the model.
+
+    The models are in memory one after the other. Raises LinearizeError when the model's check is red; a base that
+    fails its own, or that cannot run, is among `missing` with the reason.
+    """
+    torch.manual_seed(0)
+    rows: list[dict[str, Any]] = []
+    missing: dict[str, str] = {}
+    total = len(options.lengths) * (1 if load_base is None else 3 if options.device.type == "cuda" else 2)
+
+    def add(side: Side) -> None:
+        for tokens in options.lengths:
+            report(len(rows), total, f"{side.name}, {tokens} tokens")
+            rows.append(measure(side, tokens, options))
+            _free(options.device)
+
+    model = load()
+    name = "linearized" if getattr(model.config, "linearization", None) else "model"
+    parameters = sum(p.numel() for p in model.parameters())
+    side = Side(name, model, dynamic_caches(model), decode)
+    checked = check(side, options)
+    add(side)
+    del model, side
+    _free(options.device)
+    base, reason = None, "no base was given; name one with --baseline"
+    if load_base is not None:
+        try:
+            base = load_base()
+        except RuntimeError as error:
+            if not _out_of_memory(error):
+                raise
+            reason = OUT_OF_MEMORY
+    if base is None:
+        missing[BASE] = missing[STATIC] = reason
+    else:
+        sides = [Side(BASE, base, dynamic_caches(base), decode)]
+        if options.device.type == "cuda":
+            sides.append(Side(STATIC, base, static_caches(base), decode_compiled))
+        else:
+            missing[STATIC] = f"transformers compiles a static cache for a GPU, and this ran on {options.device.type}"
+        for side in sides:
+            try:
+                check(side, options)
+                add(side)
+            except Exception as error:  # whatever a compiler makes of a model: the others' numbers stand
+                missing[side.name] = first_line(error)
+    for row in rows[len(options.lengths) :]:
+        row["ratio"] = _ratio(row, next(ours for ours in rows if ours["tokens"] == row["tokens"]))
+    return {
+        "format": FORMAT_VERSION,
+        "source": source,
+        "parameters": parameters,
+        "machine": _machine(options.device),
+        "commit": _commit(),
+        "kernels": "torch" if import_module("gated_kernels.window.chunk").fast is None else "triton",
+        "dtype": str(options.dtype).removeprefix("torch."),
+        "batch_size": options.batch_size,
+        "decode_steps": options.steps,
+        "memory": "peak_bytes" if options.device.type == "cuda" else "cache_bytes",
+        "check": checked,
+        "rows": rows,
+        "missing": missing,
+    }
+
+
+def _ratio(row: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, float] | None:
+    if "error" in row or "error" in ours:
+        return None
+    times = {name: row[name]["median"] / ours[name]["median"] for name in ("prefill_ms", "decode_ms")}
+    sizes = {name: row[name] / ours[name] for name in ("cache_bytes", "peak_bytes") if ours[name]}
+    return times | sizes
+
+
+def _free(device: torch.device) -> None:
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    found = machine(device, torch.get_num_threads())
+    with contextlib.suppress(PackageNotFoundError):
+        found["versions"]["triton"] = version("triton")
+    return found
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that this code runs from, `-dirty` behind it where it was changed; else None."""
+
+    def git(*words: str) -> str:
+        ran = subprocess.run(["git", "-C", str(PACKAGE), *words], capture_output=True, text=True, check=True)
+        return ran.stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")) != PACKAGE.parent.resolve():
+            return None  # an installed package, inside somebody else's checkout
+        return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def render(results: Mapping[str, Any]) -> Group:
+    """The rows as a table, and below it what was checked, what is missing and what is counted as memory."""
+    peak = results["memory"] == "peak_bytes"
+    sizes = ["cache_bytes", *(["peak_bytes"] if peak else [])]
+    table = Table("tokens", "model", title=Text(_title(results)))
+    for header in ("first token", "tokens/s", "a step", "tokens/s", *(size.partition("_")[0] for size in sizes)):
+        table.add_column(header, justify="right")
+    for row in sorted(results["rows"], key=lambda row: row["tokens"]):
+        cells = [row.get("error", "")]
+        if "error" not in row:
+            times = [
+                _cell(row, f"{kind}_ms", f"{row[f'{kind}_ms']['median']:.4g} ms") for kind in ("prefill", "decode")
+            ]
+            speeds = [f"{row[f'{kind}_tokens_per_s']:,.0f}" for kind in ("prefill", "decode")]
+            cells = [
+                times[0],
+                speeds[0],
+                times[1],
+                speeds[1],
+                *(_cell(row, size, decimal(row[size])) for size in sizes),
+            ]
+        table.add_row(f"{row['tokens']:,}", row["model"], *cells)
+    checked = results["check"]
+    told = [
+        f"Checked: decoding equals prefill to {checked['error']:.1e} of the largest logit (allowed "
+        f"{checked['allowed']:.1e}). x: a peer's figure over the model's.",
+        "Memory: the tensors of the cache, exactly"
+        + ("; the peak counts the weights, too." if peak else ", as a peak is only known of a GPU."),
+        *(f"Missing: {name}: {why}." for name, why in results["missing"].items()),
+    ]
+    return Group(table, *(Text(line) for line in told))
+
+
+def _title(results: Mapping[str, Any]) -> str:
+    source, batch, dtype, kernels = (results[name] for name in ("source", "batch_size", "dtype", "kernels"))
+    return f"{source}: batch {batch}, {dtype}, {kernels} kernels, {results['machine']['device']}"
+
+
+def _cell(row: Mapping[str, Any], name: str, value: str) -> str:
+    ratio = (row.get("ratio") or {}).get(name)
+    return value if ratio is None else f"{value}, {ratio:.3g}x"
+
+
+def write(results: dict[str, Any], out: Path) -> None:
+    """Writes bench.json and bench.png into the new folder `out`; without matplotlib the curves become `missing`.
+
+    Raises BadInput when `out` exists, LinearizeError for a full disk.
+    """
+    drawn = find_spec("matplotlib") is not None
+    if not drawn:
+        results["missing"]["curves"] = "matplotlib draws them, so pip install 'liger-convert[bench]'"
+    with atomic_dir(out) as folder:
+        (folder / FILE).write_text(json.dumps(results, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        if drawn:
+            draw(results, folder / CURVES)
+
+
+def draw(results: Mapping[str, Any], path: Path) -> None:
+    """Time to the first token, time of a step and memory over the length of the prompt, as a PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 4), dpi=150, layout="constrained")
+    figure.suptitle(_title(results))
+    memory = results["memory"]
+    panels = {
+        "prefill_ms": "ms to the first token",
+        "decode_ms": "ms a decode step",
+        memory: f"{memory.replace('_', ' in ')}",
+    }
+    rows = [row for row in results["rows"] if "error" not in row]
+    for axes, (key, title) in zip(figure.subplots(1, 3), panels.items()):
+        for name in dict.fromkeys(row["model"] for row in rows):
+            mine = [row for row in rows if row["model"] == name]
+            tokens, values = [row["tokens"] for row in mine], [row[key] for row in mine]
+            if key == memory:
+                axes.plot(tokens, values, marker="o", label=name)
+                continue
+            (line,) = axes.plot(tokens, [value["median"] for value in values], marker="o", label=name)
+            low, high = ([value[q] for value in values] for q in ("q1", "q3"))
+            axes.fill_between(tokens, low, high, alpha=0.2, color=line.get_color())
+        axes.set(xscale="log", yscale="log", xlabel="tokens of the prompt", title=title)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path)

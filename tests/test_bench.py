@@ -1,0 +1,225 @@
+"""What `linearize bench` tells is complete and comes after its check; what it cannot measure it names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny import save_tiny_base, tiny_config
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from liger_convert import bench, cli
+from liger_convert.mixers.base import Mixer
+
+CPU = torch.device("cpu")
+LENGTHS = [24, 150]  # the second beyond the default window
+WORDS = ["--lengths", "150,24", "--decode-steps", "3", "--repeats", "3", "--device", "cpu", "--precision", "float32"]
+OPTIONS = bench.Options(LENGTHS, 2, 3, 2, CPU, torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = bench.SHAPES["smollm2-135m"]
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 101}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
+    monkeypatch.setitem(bench.SHAPES, "tiny", shape | sizes | heads)
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    capsys.readouterr()
+    assert cli.main(["bench", *words]) == 0
+    return capsys.readouterr().out
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    return json.loads(run(capsys, *words, *WORDS, "--json"))
+
+
+def side(model: Any, name: str = "linearized") -> bench.Side:
+    return bench.Side(name, model, bench.dynamic_caches(model), bench.decode)
+
+
+def test_a_shape_is_measured_beside_its_base_and_all_of_it_is_written(capsys, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = run_json(capsys, "tiny", "--batch-size", "2", "--out", str(tmp_path / "out"))
+    assert json.loads((tmp_path / "out/bench.json").read_text()) == found
+    assert (tmp_path / "out/bench.png").read_bytes().startswith(b"\x89PNG")
+    assert {"torch", "transformers", "python"} <= found["machine"]["versions"].keys()
+    assert (found["machine"]["device"] != "", found["kernels"]) == (True, "torch")
+    assert found["commit"] is None or len(found["commit"].removesuffix("-dirty")) == 40
+    assert (found["dtype"], found["batch_size"], found["decode_steps"]) == ("float32", 2, 3)
+    assert found["check"]["error"] <= found["check"]["allowed"]
+    assert [(row["model"], row["tokens"]) for row in found["rows"]] == [
+        (name, tokens) for name in ("linearized", "base") for tokens in LENGTHS
+    ]
+    for row in found["rows"]:
+        for kind, tokens in (("prefill", row["tokens"]), ("decode", 1)):
+            times = row[f"{kind}_ms"]
+            assert 0 < times["q1"] <= times["median"] <= times["q3"]
+            assert times["n"] == 3
+            assert row[f"{kind}_tokens_per_s"] == pytest.approx(2 * tokens * 1000 / times["median"])
+        assert ("ratio" in row) == (row["model"] == "base")
+    ours, base = found["rows"][1], found["rows"][3]
+    assert base["ratio"]["decode_ms"] == base["decode_ms"]["median"] / ours["decode_ms"]["median"]
+    assert base["cache_bytes"] == 2 * 2 * 2 * 2 * 8 * 4 * (150 + 3)  # rows, layers, k and v, heads, size, bytes
+    assert base["ratio"]["cache_bytes"] == base["cache_bytes"] / ours["cache_bytes"]
+    assert found["memory"] == "cache_bytes"
+    assert base["peak_bytes"] is None
+
+
+def test_the_table_names_every_row_and_the_peers_that_are_missing(capsys) -> None:
+    said = " ".join(run(capsys, "tiny", *WORDS).split())
+    assert all(word in said for word in ("24", "150", "linearized", "base", "decoding equals prefill"))
+    assert "Missing: base, compiled: transformers compiles a static cache for a GPU" in said
+    assert "a peak is only known of a GPU" in said
+
+
+def test_models_are_measured_with_the_baseline_that_was_given_or_none(capsys, tmp_path: Path) -> None:
+    base = str(save_tiny_base("llama", tmp_path / "base"))
+    alone = run_json(capsys, base)
+    assert {row["model"] for row in alone["rows"]} == {"model"}
+    assert "--baseline" in alone["missing"]["base"]
+    assert cli.main(["convert", base, str(tmp_path / "converted"), "--window", "8"]) == 0
+    beside = run_json(capsys, str(tmp_path / "converted"), "--baseline", base)
+    assert [row["model"] for row in beside["rows"]] == ["linearized"] * 2 + ["base"] * 2
+    sizes = [row["cache_bytes"] for row in beside["rows"]]
+    assert sizes[0] == sizes[1], "beyond the window the cache does not grow"
+
+
+def test_without_matplotlib_the_command_says_how_to_get_curves(capsys, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(bench, "find_spec", lambda name: None)
+    said = " ".join(run(capsys, "tiny", *WORDS, "--out", str(tmp_path / "out")).split())
+    assert "Missing: curves: matplotlib draws them, so pip install 'liger-convert[bench]'" in said
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["bench.json"]
+
+
+def test_a_model_whose_decoding_is_wrong_is_not_timed(capsys, monkeypatch, tmp_path: Path) -> None:
+    whole = bench.decode
+
+    def forgets(model: Any, cache: Any, token_B1: torch.Tensor, steps: int) -> Any:
+        cache.layers[0].states["state"] = torch.zeros_like(cache.layers[0].states["state"])
+        return whole(model, cache, token_B1, steps)
+
+    monkeypatch.setattr(bench, "decode", forgets)
+    monkeypatch.setattr(bench, "measure", lambda *_: pytest.fail("timed"))
+    for precision in ("float32", "bfloat16"):
+        words = ["bench", "tiny", *WORDS, "--precision", precision, "--out", str(tmp_path / "out")]
+        assert cli.main(words) == 1
+        (complaint,) = capsys.readouterr().err.splitlines()
+        assert complaint.startswith("error: linearized: decoding differs from prefill by")
+        assert complaint.endswith("so nothing is timed")
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_peer_whose_check_is_red_or_that_does_not_run_is_named_and_the_rest_stands(capsys, monkeypatch) -> None:
+    real = bench.prefill
+
+    def breaks(model: Any, *inputs: Any) -> torch.Tensor:
+        if not hasattr(model.config, "linearization"):
+            raise RuntimeError("no such kernel\nand a long trace")
+        return real(model, *inputs)
+
+    monkeypatch.setattr(bench, "prefill", breaks)
+    found = run_json(capsys, "tiny")
+    assert found["missing"]["base"] == "no such kernel"
+    assert {row["model"] for row in found["rows"]} == {"linearized"}
+
+
+def test_a_length_that_does_not_fit_into_memory_is_told_in_its_row_and_the_others_are_measured(
+    capsys, monkeypatch, tmp_path: Path
+) -> None:
+    real = bench.prefill
+
+    def small(model: Any, cache: Any, ids_BT: torch.Tensor) -> torch.Tensor:
+        if ids_BT.shape[1] == 150 and not hasattr(model.config, "linearization"):
+            raise torch.OutOfMemoryError("too large")
+        return real(model, cache, ids_BT)
+
+    monkeypatch.setattr(bench, "prefill", small)
+    found = run_json(capsys, "tiny", "--out", str(tmp_path / "out"))
+    *_, sound, full = found["rows"]
+    assert "prefill_ms" in sound
+    assert (full["model"], full["error"], full["ratio"]) == ("base", "out of memory", None)
+    assert "out of memory" in run(capsys, "tiny", *WORDS)
+
+
+def test_a_base_that_does_not_fit_into_memory_costs_no_other_number(capsys, monkeypatch) -> None:
+    real = bench.random_model
+
+    def small(shape: str, mixer: str | None, *where: Any) -> Any:
+        if mixer is None:
+            raise torch.OutOfMemoryError("too large")
+        return real(shape, mixer, *where)
+
+    monkeypatch.setattr(bench, "random_model", small)
+    found = run_json(capsys, "tiny")
+    assert found["missing"][bench.BASE] == "out of memory"
+    assert [row["tokens"] for row in found["rows"]] == LENGTHS
+
+
+@pytest.mark.parametrize("mixer", ["gla", "gated-deltanet", "window"])
+def test_a_shape_takes_any_mixer_in_every_layer_and_keeps_it_in_float32(mixer: str) -> None:
+    model = bench.random_model("tiny", mixer, CPU, torch.bfloat16)
+    mixers = [module for module in model.modules() if isinstance(module, Mixer)]
+    assert [module.name for module in mixers] == [mixer] * 2
+    assert {p.dtype for name, p in model.named_parameters() if ".mixer." in name} <= {torch.float32}
+    assert {p.dtype for name, p in model.named_parameters() if ".mixer." not in name} == {torch.bfloat16}
+    bench.check(side(model), bench.Options([8], 2, 1, 1, CPU, torch.bfloat16))
+
+
+@pytest.mark.parametrize("shape", bench.SHAPES)
+def test_every_shape_can_be_built(shape: str) -> None:
+    with torch.device("meta"):
+        model = bench.random_model(shape, None, torch.device("meta"), torch.bfloat16)
+    billions = sum(p.numel() for p in model.parameters()) / 1e9
+    named = {"smollm2-135m": 0.135, "smollm2-360m": 0.362, "smollm2-1.7b": 1.711, "llama-3.2-1b": 1.236}
+    named |= {"llama-3.2-3b": 3.213, "llama-3-8b": 8.030, "mistral-7b": 7.248}
+    assert billions == pytest.approx(named[shape], abs=6e-4)
+
+
+def test_computing_in_float32_leaves_the_weights_as_they_were() -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config("mixtral"), dtype=torch.bfloat16).eval()
+    wide = AutoModelForCausalLM.from_config(tiny_config("mixtral"), dtype=torch.float32).eval()
+    wide.load_state_dict({name: tensor.float() for name, tensor in model.state_dict().items()})
+    before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    ids = torch.arange(3, 30)[None]
+    with torch.no_grad():
+        narrow = model(ids).logits
+        with bench.in_float32(model):
+            found = model(ids).logits
+        torch.testing.assert_close(found, wide(ids).logits)
+        assert torch.equal(model(ids).logits, narrow)
+    assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == before
+
+
+def test_the_bytes_of_a_cache_are_those_its_tensors_hold() -> None:
+    model = bench.random_model("tiny", "gla", CPU, torch.float32)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        bench.prefill(model, cache, torch.arange(3, 90)[None])
+    assert all(bench.cache_bytes(SimpleNamespace(layers=[layer])) == layer.nbytes() for layer in cache.layers)
+    small = bench.cache_bytes(cache)
+    cache.layers[0].ring["more"] = torch.zeros(1, 1000)[:, :1]
+    assert bench.cache_bytes(cache) == small + 4000, "a view holds what it is a view of"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_static_cache_of_the_base_gives_what_its_dynamic_one_does(monkeypatch) -> None:
+    model = bench.random_model("tiny", None, CPU, torch.float32)
+    monkeypatch.setattr(model, "get_compiled_call", lambda config: model.__call__)  # the compiler is not what is tested
+    static = bench.Side(bench.STATIC, model, bench.static_caches(model), bench.decode_compiled)
+    with torch.no_grad():
+        assert bench.check(static, OPTIONS)["error"] < bench.LARGEST
+        empty, ids = static.caches(40), torch.randint(3, 101, (2, 30))
+        for _ in range(2):
+            cache, other = empty(), DynamicCache(config=model.config)
+            token = bench.prefill(model, cache, ids)
+            chosen, logits = static.decode(model, cache, token, 5)
+            expected, same = bench.decode(model, other, bench.prefill(model, other, ids), 5)
+            assert torch.equal(chosen, expected)
+            torch.testing.assert_close(logits, same)
