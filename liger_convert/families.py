@@ -47,6 +47,7 @@ FAMILIES = {
         Family("granite"),
         Family("mixtral", moe=True),
         Family("qwen3_moe", qk_norm="head", moe=True),
+        Family("olmoe", qk_norm="flat", moe=True),
     )
 }
 
@@ -70,7 +71,10 @@ def head_dim(config: Any) -> int:
 
 
 def project_qkv(attention: Any, family: Family, dim: int, kv_heads: int, x_BTC: Tensor) -> tuple[Tensor, ...]:
-    """Queries [B,T,H,D] and keys, values [B,T,G,D] before rotary, by the family's own modules (adapters included)."""
+    """Queries [B,T,H,D] and keys, values [B,T,G,D] before rotary, by the family's own modules (adapters included).
+
+    `attention.clip` (OLMoE's clip_qkv) bounds them, None does not.
+    """
     if family.fused:
         qkv = getattr(attention, family.projections[0])(x_BTC)
         kv = kv_heads * dim
@@ -79,6 +83,8 @@ def project_qkv(attention: Any, family: Family, dim: int, kv_heads: int, x_BTC: 
         q, k, v = (getattr(attention, name)(x_BTC) for name in family.projections[:3])
     if family.qk_norm == "flat":
         q, k = attention.q_norm(q), attention.k_norm(k)
+    if attention.clip is not None:
+        q, k, v = (t.clamp(-attention.clip, attention.clip) for t in (q, k, v))
     q, k, v = (t.unflatten(-1, (-1, dim)) for t in (q, k, v))
     if family.qk_norm == "head":
         q, k = attention.q_norm(q), attention.k_norm(k)

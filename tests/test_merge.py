@@ -24,7 +24,7 @@ from liger_convert.recipe import FinetuneStage, Lora, Rates
 from liger_convert.training import run_stage
 
 TOKENS = torch.randint(3, 101, (2, 24), generator=torch.Generator().manual_seed(0))
-FAMILIES = ["llama", "phi3", "qwen3_moe"]
+FAMILIES = ["llama", "phi3", "mixtral", "qwen3_moe", "olmoe"]
 
 
 @functools.cache

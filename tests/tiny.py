@@ -41,6 +41,7 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
         "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.5},
         "mixtral": {"num_local_experts": 4},
         "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "head_dim": 8},
+        "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 1.0},
     }.get(model_type, {})
     return CONFIG_MAPPING[model_type](**values | changes)
 

@@ -39,6 +39,7 @@ class LinearizedAttention(nn.Module):
             self.add_module(name, child)
         self.family, self.dims, self.layer_idx = family_of(config), head_dims(config), layer_idx
         self.scaling: float = attention.scaling
+        self.clip: float | None = getattr(config, "clip_qkv", None)
         self.rotates: bool = getattr(attention, "use_rope", True)
         self.rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
         resolved = config.linearization["mixers"][config.linearization["layers"][layer_idx]]
