@@ -206,7 +206,8 @@ class Mixer(nn.Module, ABC):
         states = {} if past is None else past.states
         memory, states = self.recur(heads, entries, states, layout.document_BT, exclusive=self.spec.scope == "evicted")
         if past is not None:
-            past.states = states
+            for name, state in states.items():
+                past.write(past.states, name, state)
         return memory
 
     def log_weight(self, q_BTHD: Tensor, memory: Memory) -> Tensor:
