@@ -22,12 +22,14 @@ class LinearizedCacheLayer(CacheLayerMixin):
     None, neither True nor False, because the library sizes the masks of the *kept* layers by the first cache layer
     that says either.
 
-    While `static` holds, tensors are written in place and no shape changes, as a captured step needs it (decode.py).
+    While `static` holds, no shape changes and no value is looked at; what is `in_place` besides is written to where it
+    stands, as a captured step needs it (decode.py).
     """
 
     is_sliding = None
     is_croppable = False
     static = False
+    in_place = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,13 +56,13 @@ class LinearizedCacheLayer(CacheLayerMixin):
         old = self.ring.get(name)
         stream = new if old is None else torch.cat((old, new), 1)
         last = stream[:, max(0, stream.shape[1] - keep) :]
-        # cloned, because a view of the last tokens would keep the whole prompt alive
+        # cloned, because a view of the last tokens would keep the whole prompt alive; of a step it keeps one token more
         self.write(self.ring, name, last if self.static else last.clone())
         return stream
 
     def write(self, group: dict[str, Tensor], name: str, tensor: Tensor) -> None:
         """Keeps `tensor` as `name` of one of the three groups."""
-        if self.static:
+        if self.static and self.in_place:
             group[name].copy_(tensor)
         else:
             group[name] = tensor
@@ -71,8 +73,9 @@ class LinearizedCacheLayer(CacheLayerMixin):
         self.sinks.update({name: other.sinks[name] for name in ("seen", "since") if name in other.sinks})
         self.padded = other.padded
 
-    def freeze(self, keep: int) -> None:
-        """Gives every tensor the shape it stays at, and memory of its own. Ranks of -1 fill a ring up to `keep` tokens."""
+    def freeze(self, keep: int, in_place: bool) -> None:
+        """Gives every tensor the shape it stays at and memory of its own; ranks of -1 fill a ring to `keep` tokens."""
+        self.in_place = in_place
         for name, tensor in self.ring.items():
             missing = tensor.new_full((len(tensor), keep - tensor.shape[1], *tensor.shape[2:]), -(name == "rank"))
             self.ring[name] = torch.cat((missing, tensor), 1)

@@ -36,13 +36,13 @@ Step = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 class Decoder:
     """The steps of one generation; `model.decoding` says in words how they run.
 
-    `fix_kept` gives kept softmax layers a fixed room, as a capture needs it. By default that is so on a GPU only: a
-    CPU attends faster to the tokens there are than to a room with a mask.
+    `in_place` is what a capture needs, and the default on a GPU: every tensor stays at its address, and kept softmax
+    layers get a fixed room. A CPU attends faster to the tokens there are than to a room with a mask.
     """
 
-    def __init__(self, model: Any, fix_kept: bool | None = None):
+    def __init__(self, model: Any, in_place: bool | None = None):
         self.model = model
-        self.fix_kept = model.device.type == "cuda" if fix_kept is None else fix_kept
+        self.in_place = model.device.type == "cuda" if in_place is None else in_place
         self.cache: Any = None
         self.linear: list[LinearizedCacheLayer] = []
         self.kept: list[FixedLayer] = []
@@ -63,7 +63,7 @@ class Decoder:
         valid_B1 = mask_BS[:, -1:].bool()
         if self.kept:
             mask_BS = F.pad(mask_BS, (0, self.kept[0].room - mask_BS.shape[1]))
-        elif self.fix_kept:
+        elif self.in_place:
             mask_BS = None  # there are no kept layers
         given = ids_B1, inputs["position_ids"], valid_B1, mask_BS
         if fresh:
@@ -77,9 +77,9 @@ class Decoder:
         self.cache, self.linear, self.kept = cache, [], []
         for i, layer in enumerate(cache.layers):
             if isinstance(layer, LinearizedCacheLayer):
-                layer.freeze(self.model.model.layers[i].self_attn.spec.window - 1)
+                layer.freeze(self.model.model.layers[i].self_attn.spec.window - 1, self.in_place)
                 self.linear.append(layer)
-            elif self.fix_kept:
+            elif self.in_place:
                 dynamic = layer.thaw() if isinstance(layer, FixedLayer) else layer
                 cache.layers[i] = FixedLayer(dynamic, ((dynamic.get_seq_length() + WARM_UP) // ROOM + 1) * ROOM)
                 self.kept.append(cache.layers[i])
