@@ -214,7 +214,7 @@ class Mixer(nn.Module, ABC):
     def log_weight(self, q_BTHD: Tensor, memory: Memory) -> Tensor:
         """[B,T,H]: the log of the memory's weight beside the sum of the window's e^s (see MixerSpec)."""
         assert memory.log_mass_BTH is not None
-        asked_BTH = torch.einsum("bthd,hd->bth", q_BTHD.float(), self.share_query_HD.float()) / self.dims.dim**0.5
+        asked_BTH = (q_BTHD.float() * self.share_query_HD.float()).sum(-1) / self.dims.dim**0.5
         log_weight_BTH = self.share_power_H.float() * memory.log_mass_BTH + asked_BTH + self.log_share_H.float()
         # whatever the query asks for, a memory that holds nothing weighs nothing
         return log_weight_BTH.masked_fill(memory.log_mass_BTH <= EMPTY, -1e4)
