@@ -12,7 +12,7 @@ import torch
 from tiny import save_tiny_base
 from transformers import DynamicCache, TextStreamer
 
-from liger_convert.mixers import resolve_spec
+from liger_convert.mixers import MIXERS, resolve_spec
 from liger_convert.model import linearize_base, modeling
 from liger_convert.model.cache import FixedLayer
 from liger_convert.model.decode import Decoder, capture
@@ -108,8 +108,9 @@ def test_no_step_in_place_moves_a_tensor_or_changes_a_shape() -> None:
         assert step(3) == step(4) == step(5)
 
 
-def test_a_step_looks_at_no_value() -> None:
-    model, cache = build("llama", 1), DynamicCache()
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_step_looks_at_no_value(mixer: str) -> None:
+    model, cache = build("llama", 1, type=mixer), DynamicCache()
     decoder = Decoder(model, in_place=True)
     with torch.no_grad():
         model(TOKENS[:, :2], past_key_values=cache, use_cache=True)
