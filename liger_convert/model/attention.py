@@ -130,7 +130,8 @@ def _sink_tokens(past: LinearizedCacheLayer | None, name: str, sinks: Sinks | No
     """[B,M,G,D]: the keys or values of the sinks, from the new tokens or from the cache, which keeps them."""
     if sinks is None:
         return None
-    if past is not None and (sinks.index_BM is None or sinks.found_BM is None):
+    if sinks.index_BM is None or sinks.found_BM is None:
+        assert past is not None
         return past.sinks[name]
     index = sinks.index_BM[:, :, None, None].expand(-1, -1, *new_BTGD.shape[2:])
     found = sinks.found_BM[:, :, None, None]

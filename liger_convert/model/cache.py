@@ -42,7 +42,7 @@ class LinearizedCacheLayer(CacheLayerMixin):
         self.kept: FixedLayer | None = None  # answers for the masks of the kept layers while static
 
     @property
-    def is_compileable(self) -> bool:
+    def is_compileable(self) -> bool:  # type: ignore[override]
         return self.static
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -150,8 +150,10 @@ class FixedLayer(DynamicLayer):
     is_compileable = True
     is_croppable = False
     static = False
+    keys: Any
+    values: Any
 
-    def __init__(self, dynamic: DynamicLayer, room: int):
+    def __init__(self, dynamic: Any, room: int):
         super().__init__()
         self.dynamic, self.room, self.length = dynamic, room, dynamic.get_seq_length()
         self.is_sliding = dynamic.is_sliding

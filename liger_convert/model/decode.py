@@ -69,7 +69,7 @@ class Decoder:
         if fresh:
             self.step = self._captured(given)
         logits = self.step(*given)
-        for layer in (*self.linear, *self.kept):
+        for layer in self._layers():
             layer.length = length + 1  # a replay runs no line of Python
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
@@ -87,13 +87,16 @@ class Decoder:
             layer.kept = self.kept[0] if self.kept else None
 
     def _step(self, ids_B1: Tensor, positions_B1: Tensor, valid_B1: Tensor, mask_BS: Tensor | None) -> Tensor:
-        with _static((*self.linear, *self.kept)):
+        with _static(self._layers()):
             layout = SequenceLayout.build(len(ids_B1), 1, positions_B1, valid_B1, self.linear[0])
             inputs = {"input_ids": ids_B1, "position_ids": positions_B1, "attention_mask": mask_BS, "layout": layout}
             return self.model(**inputs, past_key_values=self.cache, use_cache=True).logits
 
+    def _layers(self) -> list[Any]:
+        return [*self.linear, *self.kept]
+
     def _tensors(self) -> list[Tensor]:
-        return [tensor for layer in (*self.linear, *self.kept) for tensor in layer.tensors()]
+        return [tensor for layer in self._layers() for tensor in layer.tensors()]
 
     def _captured(self, given: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> Step:
         """The step as a CUDA graph, or as it is where there is none to be had."""
@@ -177,7 +180,7 @@ def _is_step(inputs: dict[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def _static(layers: tuple[LinearizedCacheLayer | FixedLayer, ...]) -> Iterator[None]:
+def _static(layers: list[Any]) -> Iterator[None]:
     for layer in layers:
         layer.static = True
     try:
