@@ -19,8 +19,10 @@ from liger_convert.model import (
     LinearizedCacheLayer,
     collect_align_targets,
     linearize_base,
+    modeling,
     set_branches,
 )
+from liger_convert.model.decode import Decoder
 
 WINDOW, SINKS = 5, 2
 LAYERS = ["main", "softmax", "main"]
@@ -154,6 +156,20 @@ def test_a_generation_continued_from_its_cache_equals_one_without(model: Any) ->
     mask = torch.ones_like(text)
     continued = model.generate(text, attention_mask=mask, past_key_values=first.past_key_values, **GREEDY)
     assert torch.equal(continued, model.generate(text, attention_mask=mask, use_cache=False, **GREEDY))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_steps_of_fixed_shape_equal_plain_ones(model: Any, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling, "Decoder", functools.partial(Decoder, in_place=in_place))
+    options = GREEDY | {"return_dict_in_generate": True, "output_logits": True}
+    fixed = model.generate(PADDED, attention_mask=PADDED_MASK, **options)
+    bounded = all(mixer["window"] for mixer in model.config.linearization["mixers"].values())
+    assert model.decoding == "fixed steps" if bounded else model.decoding.startswith("plain steps: a window without")
+    plain = model.generate(PADDED, attention_mask=PADDED_MASK, disable_compile=True, **options)
+    assert model.decoding.startswith("plain steps")
+    assert torch.equal(fixed.sequences, plain.sequences)
+    # both are fp32 sums over the same tokens, at most in another order
+    assert_same_logits(torch.stack(fixed.logits), torch.stack(plain.logits), 1e-5)
 
 
 def test_packed_documents_never_see_each_other(model: Any) -> None:

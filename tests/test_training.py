@@ -280,7 +280,8 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize(
-    ("name", "family"), [*((name, "llama") for name in STAGES), ("finetune", "mixtral"), ("finetune", "olmoe"), ("lora", "phi3")]
+    ("name", "family"),
+    [*((name, "llama") for name in STAGES), ("finetune", "mixtral"), ("finetune", "olmoe"), ("lora", "phi3")],
 )
 def test_a_stage_that_was_killed_ends_with_the_same_bytes(name: str, family: str, tmp_path: Path) -> None:
     stage = make_stage(name, steps=7, accumulation=2, save_every=2)

@@ -212,17 +212,19 @@ class Mixer(nn.Module, ABC):
             writable_BT = layout.written_on_eviction(heads.rank_BS, self.spec.window, self.spec.sinks)
         entries = self.write(inputs, v_BTGV)
         if writable_BT is not None:
-            entries = tuple(torch.where(writable_BT[:, :, None, None], entry, 0) for entry in entries)
+            left_out_BT11 = ~writable_BT[:, :, None, None]
+            entries = tuple(entry.masked_fill(left_out_BT11, 0) for entry in entries)
         states = {} if past is None else past.states
         memory, states = self.recur(heads, entries, states, layout.document_BT, exclusive=self.spec.scope == "evicted")
         if past is not None:
-            past.states = states
+            for name, state in states.items():
+                past.write(past.states, name, state)
         return memory
 
     def log_weight(self, q_BTHD: Tensor, memory: Memory) -> Tensor:
         """[B,T,H]: the log of the memory's weight beside the sum of the window's e^s (see MixerSpec)."""
         assert memory.log_mass_BTH is not None
-        asked_BTH = torch.einsum("bthd,hd->bth", q_BTHD.float(), self.share_query_HD.float()) / self.dims.dim**0.5
+        asked_BTH = (q_BTHD.float() * self.share_query_HD.float()).sum(-1) / self.dims.dim**0.5
         log_weight_BTH = self.share_power_H.float() * memory.log_mass_BTH + asked_BTH + self.log_share_H.float()
         # whatever the query asks for, a memory that holds nothing weighs nothing
         return log_weight_BTH.masked_fill(memory.log_mass_BTH <= EMPTY, -1e4)
@@ -240,15 +242,19 @@ class Mixer(nn.Module, ABC):
             share = self.mix_H.float().sigmoid()[:, None]
         else:
             share = torch.full((), 0.5 if self.spec.join == "fixed" else 1.0, device=window_o_BTHV.device)
-        window_weight = 0 if branches == "memory" else 1 - share
-        memory_weight = 0 if branches == "window" else share
-        return (window_weight * window_o_BTHV.float() + memory_weight * memory.o_BTHV.float()).to(window_o_BTHV.dtype)
+        window_o, memory_o = window_o_BTHV.float(), memory.o_BTHV.float()
+        if branches == "both":
+            mixed_BTHV = torch.lerp(window_o, memory_o, share)
+        else:
+            mixed_BTHV = (1 - share) * window_o if branches == "window" else share * memory_o
+        return mixed_BTHV.to(window_o_BTHV.dtype)
 
 
 def _delay(stream_BSGX: Tensor, keep: int, tokens: int) -> Tensor:
     """[B,T,G,X]: at each new token, the one that leaves a ring of `keep` tokens behind it; zeros before the first."""
     missing = keep + tokens - stream_BSGX.shape[1]
-    return F.pad(stream_BSGX, (0, 0, 0, 0, missing, 0))[:, :tokens]
+    stream_BSGX = F.pad(stream_BSGX, (0, 0, 0, 0, missing, 0)) if missing else stream_BSGX
+    return stream_BSGX[:, :tokens]
 
 
 class DiagonalMixer(Mixer):

@@ -31,6 +31,11 @@ def two_sided_softmax(x: Tensor) -> Tensor:
     return torch.cat((x.softmax(-1), (-x).softmax(-1)), -1)
 
 
+def per_head(x_BTND: Tensor, w_NDE: Tensor) -> Tensor:
+    """[B,T,N,E]: each head's vectors times its own matrix; what einsum gives, in half the time for one token."""
+    return (x_BTND.flatten(0, 1).transpose(0, 1) @ w_NDE).transpose(0, 1).unflatten(0, x_BTND.shape[:2])
+
+
 class FeatureMap(nn.Module):
     """phi: [B,T,N,D] -> [B,T,N,F] in float32. `hedgehog` turns each head by a learned matrix first."""
 
@@ -51,7 +56,7 @@ class FeatureMap(nn.Module):
         x = x_BTND.float()
         match self.name:
             case "hedgehog":
-                return two_sided_softmax(torch.einsum("btnd,nde->btne", x, self.turn_NDD.float()))
+                return two_sided_softmax(per_head(x, self.turn_NDD.float()))
             case "softmax2":
                 return two_sided_softmax(x)
             case "softmax":
@@ -109,13 +114,15 @@ class Codebook(nn.Module):
     def queries(self, q_BTHD: Tensor) -> Tensor:
         """phi(q) [B,T,H,F] in float32."""
         u_BTHE = self.turned_queries(q_BTHD) * self.q_log_tau_H.float().exp()[:, None]
-        u_BTGRE = u_BTHE.unflatten(2, (len(self.codes_GFE), -1))
-        return torch.einsum("btgre,gfe->btgrf", u_BTGRE, self.codes_GFE.float()).softmax(-1).flatten(2, 3)
+        groups = len(self.codes_GFE)
+        u_BNGE = u_BTHE.unflatten(2, (groups, -1)).transpose(2, 3).flatten(1, 2)  # N = T R
+        phi_BNGF = per_head(u_BNGE, self.codes_GFE.float().mT).softmax(-1)
+        return phi_BNGF.unflatten(1, (u_BTHE.shape[1], -1)).transpose(2, 3).flatten(2, 3)
 
     def keys(self, k_BTGD: Tensor) -> Tensor:
         """phi(k) [B,T,G,F] in float32."""
         u_BTGE = self.turned_keys(k_BTGD) * self.k_log_tau_G.float().exp()[:, None]
-        return torch.einsum("btge,gfe->btgf", u_BTGE, self.codes_GFE.float()).softmax(-1)
+        return per_head(u_BTGE, self.codes_GFE.float().mT).softmax(-1)
 
 
 def code_size(dim: int) -> int:
@@ -124,4 +131,4 @@ def code_size(dim: int) -> int:
 
 
 def _turned(x_BTND: Tensor, turn_NDE: Tensor, shift_NE: Tensor) -> Tensor:
-    return nnf.normalize(torch.einsum("btnd,nde->btne", x_BTND.float(), turn_NDE.float()) + shift_NE.float(), dim=-1)
+    return nnf.normalize(per_head(x_BTND.float(), turn_NDE.float()) + shift_NE.float(), dim=-1)

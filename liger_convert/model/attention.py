@@ -84,15 +84,9 @@ class LinearizedAttention(nn.Module):
         keep = self.spec.keep
         k_rot_BSGD = layout.extend(past, "k", k_rot_BTGD, keep)
         v_BSGD = layout.extend(past, "v", v_BTGD, keep)
-        rank_BS = layout.extend(past, "rank", layout.rank_BT, keep)
-        sinks = layout.sinks(past, self.spec.window, self.spec.sinks)
+        rank_BS, valid_BS, sinks = layout.look(past, keep, self.spec.sinks)
         sink_k_BMGD = _sink_tokens(past, "k", sinks, k_rot_BTGD)
         sink_v_BMGV = _sink_tokens(past, "v", sinks, v_BTGD)
-        valid_BS = layout.valid_BS(past, rank_BS)
-        if past is not None:
-            past.sinks["seen"] = layout.seen_B(past)
-            if sinks is not None:
-                past.sinks["at"] = sinks.at_BM
 
         def see(log_f_BTG: Tensor | None) -> tuple[Tensor, Tensor]:
             q, k, sink_k = q_rot_BTHD, k_rot_BSGD, sink_k_BMGD
@@ -137,10 +131,13 @@ def _sink_tokens(past: LinearizedCacheLayer | None, name: str, sinks: Sinks | No
     """[B,M,G,D]: the keys or values of the sinks, from the new tokens or from the cache, which keeps them."""
     if sinks is None:
         return None
+    if sinks.index_BM is None or sinks.found_BM is None:
+        assert past is not None
+        return past.sinks[name]
     index = sinks.index_BM[:, :, None, None].expand(-1, -1, *new_BTGD.shape[2:])
     found = sinks.found_BM[:, :, None, None]
     old = None if past is None else past.sinks.get(name)
     tokens_BMGD = torch.where(found, new_BTGD.gather(1, index), new_BTGD.new_zeros(()) if old is None else old)
     if past is not None:
-        past.sinks[name] = tokens_BMGD
+        past.write(past.sinks, name, tokens_BMGD)
     return tokens_BMGD

@@ -1,7 +1,8 @@
 """One layer's memory between two calls: the window ring, the sinks and the recurrent states. Constant in size,
 unless the window has no end.
 
-Shapes: B batch, P tokens kept in the ring (at most window - 1, if there is an end), N sinks, G key-value heads.
+Shapes: B batch, T new tokens, P tokens kept in the ring (at most window - 1, if there is an end), N sinks, G key-value
+heads, S tokens that a kept layer has room for, D head size.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from liger_convert.mixers import SOFTMAX
 
@@ -21,11 +22,15 @@ class LinearizedCacheLayer(CacheLayerMixin):
     Queries of the library (length, mask sizes, beams, offloading) are answered for the whole layer. `is_sliding` is
     None, neither True nor False, because the library sizes the masks of the *kept* layers by the first cache layer
     that says either.
+
+    While `static` holds, no shape changes and no value is looked at; what is `in_place` besides is written to where it
+    stands, as a captured step needs it (decode.py).
     """
 
     is_sliding = None
     is_croppable = False
-    is_compileable = False
+    static = False
+    in_place = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,6 +39,12 @@ class LinearizedCacheLayer(CacheLayerMixin):
         self.states: dict[str, Tensor] = {}
         self.length = 0
         self.padded = False
+        self.has_all_sinks = False  # known, not merely so: what a static step goes by
+        self.kept: FixedLayer | None = None  # answers for the masks of the kept layers while static
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        return self.static
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
@@ -45,10 +56,39 @@ class LinearizedCacheLayer(CacheLayerMixin):
         """The ring called `name` followed by `new` [B,T,...]; its last `keep` tokens stay."""
         old = self.ring.get(name)
         stream = new if old is None else torch.cat((old, new), 1)
-        whole = old is not None and stream.shape[1] <= keep
-        # cloned, because a view of the last tokens would keep the whole prompt alive
-        self.ring[name] = stream if whole else stream[:, max(0, stream.shape[1] - keep) :].clone()
+        last = stream[:, max(0, stream.shape[1] - keep) :]
+        # cloned, because a view of the last tokens would keep the whole prompt alive; a step's keeps one token more
+        view = self.static or (old is not None and stream.shape[1] <= keep)
+        self.write(self.ring, name, last if view else last.clone())
         return stream
+
+    def write(self, group: dict[str, Tensor], name: str, tensor: Tensor) -> None:
+        """Keeps `tensor` as `name` of one of the three groups."""
+        if self.static and self.in_place:
+            group[name].copy_(tensor)
+        else:
+            group[name] = tensor
+
+    def share(self, other: LinearizedCacheLayer) -> None:
+        """Takes over what equal layers have in common: which tokens there are and where the sinks stand."""
+        self.ring["rank"] = other.ring["rank"]
+        self.sinks.update({name: other.sinks[name] for name in ("seen", "since") if name in other.sinks})
+        self.padded = other.padded
+
+    def freeze(self, keep: int, in_place: bool) -> None:
+        """Gives every tensor the shape it stays at and memory of its own; ranks of -1 fill a ring to `keep` tokens."""
+        self.in_place = in_place
+        for name, tensor in self.ring.items():
+            missing = tensor.new_full((len(tensor), keep - tensor.shape[1], *tensor.shape[2:]), -(name == "rank"))
+            self.ring[name] = torch.cat((missing, tensor), 1)
+        self.sinks = {name: tensor.clone() for name, tensor in self.sinks.items()}
+        self.states = {name: tensor.clone() for name, tensor in self.states.items()}
+        self.padded = True
+        self.has_all_sinks = "since" in self.sinks and bool((self.sinks["since"] > 0).all())
+
+    def tensors(self) -> list[Tensor]:
+        """Everything a step writes to."""
+        return [tensor for group in self._groups() for tensor in group.values()]
 
     def advance(self, tokens: int) -> None:
         """Counts `tokens` more tokens of every row, padding included."""
@@ -57,12 +97,14 @@ class LinearizedCacheLayer(CacheLayerMixin):
 
     def nbytes(self) -> int:
         """Bytes held for all rows together."""
-        return sum(t.numel() * t.element_size() for group in self._groups() for t in group.values())
+        return sum(t.numel() * t.element_size() for t in self.tensors())
 
-    def get_seq_length(self) -> int:
-        return self.length
+    def get_seq_length(self) -> Any:
+        return self.kept.get_seq_length() if self.static and self.kept is not None else self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self.static and self.kept is not None:
+            return self.kept.get_mask_sizes(query_length)
         return self.length + query_length, 0
 
     def get_max_length(self) -> int:
@@ -101,6 +143,63 @@ class LinearizedCacheLayer(CacheLayerMixin):
                 group[name] = change(tensor)
 
 
+class FixedLayer(DynamicLayer):
+    """A kept layer's keys and values [B,G,S,D] at fixed addresses, made from a dynamic layer and turned back into it.
+
+    Sliding layers keep all S tokens too: what has left their window is masked, as it is at any full length.
+    """
+
+    is_compileable = True
+    is_croppable = False
+    static = False
+    keys: Any
+    values: Any
+
+    def __init__(self, dynamic: Any, room: int):
+        super().__init__()
+        self.dynamic, self.room, self.length = dynamic, room, dynamic.get_seq_length()
+        self.is_sliding = dynamic.is_sliding
+        held = slice(self.length - dynamic.keys.shape[2], self.length)
+        self.keys, self.values = (t.new_zeros(*t.shape[:2], room, t.shape[3]) for t in (dynamic.keys, dynamic.values))
+        self.keys[:, :, held], self.values[:, :, held] = dynamic.keys, dynamic.values
+        dynamic.keys = dynamic.values = None  # until `thaw`
+        self.next = torch.tensor(self.length, device=self.keys.device)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.keys.index_copy_(2, self.next[None], key_states)
+        self.values.index_copy_(2, self.next[None], value_states)
+        self.next += 1
+        return self.keys, self.values
+
+    def tensors(self) -> list[Tensor]:
+        """Everything a step writes to."""
+        return [self.keys, self.values, self.next]
+
+    def get_seq_length(self) -> Any:
+        return self.next if self.static else self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.room, 0
+
+    def get_max_length(self) -> int:
+        return self.room
+
+    def reset(self) -> None:
+        self.length = 0
+        self.next.zero_()
+
+    def thaw(self) -> DynamicLayer:
+        """The dynamic layer, as it would be had it made these steps."""
+        start = 0
+        if isinstance(self.dynamic, DynamicSlidingWindowLayer):
+            self.dynamic.cumulative_length = self.length
+            start = max(0, self.length - self.dynamic.sliding_window + 1)
+        held = slice(start, self.length)
+        self.dynamic.keys, self.dynamic.values = (t[:, :, held].clone() for t in (self.keys, self.values))
+        return self.dynamic
+
+
 def adopt_cache(cache: Any, layers: list[str]) -> None:
     """Gives every linearized layer of a fresh dynamic cache its own cache layer, in place.
 
@@ -117,6 +216,8 @@ def adopt_cache(cache: Any, layers: list[str]) -> None:
         cache.layers.append(cache.layer_class_to_replicate())
     for i, mixer in enumerate(layers):
         layer = cache.layers[i]
+        if isinstance(layer, FixedLayer) and not layer.static:
+            cache.layers[i] = layer.thaw()
         if mixer == SOFTMAX or isinstance(layer, LinearizedCacheLayer):
             continue
         if not isinstance(layer, DynamicLayer):

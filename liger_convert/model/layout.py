@@ -16,23 +16,32 @@ from liger_convert.model.cache import LinearizedCacheLayer
 
 
 class Sinks(NamedTuple):
-    """Where each row's sinks stand: `index_BM` among the new tokens (meaningful where `found_BM`), `at_BM` in the
-    whole sequence (-1: not there yet), and `visible_BTM`: seen by a query from beyond the window."""
+    """Where each row's sinks stand: `index_BM` among the new tokens (meaningful where `found_BM`; both None when all
+    are known to stand before them), and `visible_BTM`: seen by a query from beyond the window."""
 
-    index_BM: Tensor
-    found_BM: Tensor
-    at_BM: Tensor
+    index_BM: Tensor | None
+    found_BM: Tensor | None
     visible_BTM: Tensor
+
+
+class Sight(NamedTuple):
+    """What layers of equal window and sinks have before them: the ranks of the ring's and the new tokens, which of
+    them are no padding (None: all), and the sinks (None: none)."""
+
+    rank_BS: Tensor
+    valid_BS: Tensor | None
+    sinks: Sinks | None
 
 
 class SequenceLayout:
     """valid_BT: False on padding, None when there is none. document_BT: index of the document in a packed row, None
     when a row is one document. rank_BT: how many real tokens of its document stand before a token, -1 on padding."""
 
-    def __init__(self, tokens: int, start: int, rank_BT: Tensor, valid_BT: Tensor | None, document_BT: Tensor | None):
-        self.tokens, self.start = tokens, start
+    def __init__(self, tokens: int, rank_BT: Tensor, valid_BT: Tensor | None, document_BT: Tensor | None):
+        self.tokens = tokens
         self.rank_BT, self.valid_BT, self.document_BT = rank_BT, valid_BT, document_BT
-        self._sinks: dict[tuple[int, int], Sinks | None] = {}
+        self._sights: dict[tuple[int, int], tuple[Sight, LinearizedCacheLayer | None]] = {}
+        self._written: dict[tuple[int, int], Tensor] = {}
 
     @classmethod
     def build(
@@ -45,7 +54,6 @@ class SequenceLayout:
     ) -> SequenceLayout:
         """From what a Hugging Face forward is given. Raises ValueError for what a recurrent layer cannot honour."""
         device = position_ids.device
-        start = 0 if past is None else past.length
         valid_BT = document_BT = None
         if attention_mask is not None:
             if attention_mask.dim() != 2:
@@ -55,7 +63,8 @@ class SequenceLayout:
             valid_BT = attention_mask[:, -tokens:].to(device=device, dtype=torch.bool)
             if valid_BT.shape[1] != tokens:
                 raise ValueError(f"attention_mask covers {attention_mask.shape[1]} tokens, but {tokens} are new")
-            if bool(valid_BT.all()):
+            # a static step must not look at the values
+            if not (past is not None and past.static) and bool(valid_BT.all()):
                 valid_BT = None
         elif tokens > 1:
             document_BT = find_packed_sequence_indices(position_ids)
@@ -74,41 +83,57 @@ class SequenceLayout:
             rank_BT = rank_BT + past.sinks["seen"][:, None]
         if valid_BT is not None:
             rank_BT = torch.where(valid_BT, rank_BT, -1)
-        return cls(tokens, start, rank_BT, valid_BT, document_BT)
-
-    def seen_B(self, past: LinearizedCacheLayer) -> Tensor:
-        """Real tokens of each row after this call."""
-        new: int | Tensor = self.tokens if self.valid_BT is None else self.valid_BT.sum(1)
-        return past.sinks.get("seen", torch.zeros_like(self.rank_BT[:, 0])) + new
+        return cls(tokens, rank_BT, valid_BT, document_BT)
 
     def extend(self, past: LinearizedCacheLayer | None, name: str, new: Tensor, keep: int) -> Tensor:
         """`new` behind what the ring of `past` holds under `name`; the ring moves on."""
         return new if past is None else past.extend(name, new, keep)
 
-    def valid_BS(self, past: LinearizedCacheLayer | None, rank_BS: Tensor) -> Tensor | None:
-        """False on padding, among the ring's and the new tokens; None when there never was any."""
-        if past is None:
-            return self.valid_BT
-        past.padded |= self.valid_BT is not None
-        return rank_BS >= 0 if past.padded else None
+    def look(self, past: LinearizedCacheLayer | None, keep: int, sinks: int) -> Sight:
+        """Of a layer whose ring keeps `keep` tokens. Worked out once for equal layers, whose caches then share it;
+        `past` moves on."""
+        key = (keep, sinks)
+        if key not in self._sights:
+            self._sights[key] = self._look(past, keep, sinks), past
+        sight, first = self._sights[key]
+        if past is not None and first is not None and past is not first:
+            past.share(first)
+        return sight
 
     def written_on_eviction(self, rank_BS: Tensor, window: int, sinks: int) -> Tensor:
         """[B,T]: at each new token, whether the one that then leaves the window goes into the memory."""
-        missing = window - 1 + self.tokens - rank_BS.shape[1]
-        written_BT = F.pad(rank_BS, (missing, 0), value=-1)[:, : self.tokens] >= sinks
-        if self.document_BT is not None:
-            leaving_BT = F.pad(self.document_BT, (window - 1, 0), value=-1)[:, : self.tokens]
-            written_BT = written_BT & (leaving_BT == self.document_BT)
-        return written_BT
+        key = (window, sinks)
+        if key not in self._written:
+            missing = window - 1 + self.tokens - rank_BS.shape[1]
+            written_BT = F.pad(rank_BS, (missing, 0), value=-1)[:, : self.tokens] >= sinks
+            if self.document_BT is not None:
+                leaving_BT = F.pad(self.document_BT, (window - 1, 0), value=-1)[:, : self.tokens]
+                written_BT = written_BT & (leaving_BT == self.document_BT)
+            self._written[key] = written_BT
+        return self._written[key]
 
-    def sinks(self, past: LinearizedCacheLayer | None, window: int, count: int) -> Sinks | None:
-        """Where the first `count` real tokens of each document are; None when `count` is 0. Shared by equal layers."""
-        if (window, count) not in self._sinks:
-            self._sinks[window, count] = self._find_sinks(past, window, count) if count else None
-        return self._sinks[window, count]
+    def _look(self, past: LinearizedCacheLayer | None, keep: int, count: int) -> Sight:
+        rank_BS = self.extend(past, "rank", self.rank_BT, keep)
+        sinks = self._find_sinks(past, keep, count) if count else None
+        valid_BS = self.valid_BT
+        if past is not None:
+            new: int | Tensor = self.tokens if self.valid_BT is None else self.valid_BT.sum(1)
+            seen_B = past.sinks.get("seen", torch.zeros_like(self.rank_BT[:, 0])) + new
+            past.write(past.sinks, "seen", seen_B)
+            past.padded |= self.valid_BT is not None
+            valid_BS = rank_BS >= 0 if past.padded else None
+        return Sight(rank_BS, valid_BS, sinks)
 
-    def _find_sinks(self, past: LinearizedCacheLayer | None, window: int, count: int) -> Sinks:
+    def _find_sinks(self, past: LinearizedCacheLayer | None, keep: int, count: int) -> Sinks:
+        """Of each document's first `count` real tokens. The cache keeps how far the next token is from each, 0 where a
+        sink has not come yet."""
         batch, device = len(self.rank_BT), self.rank_BT.device
+        query_T = torch.arange(self.tokens, device=device)
+        if past is not None and past.static and past.has_all_sinks:
+            since_BM = past.sinks["since"]
+            visible_BTM = query_T[:, None] + since_BM[:, None] > keep
+            past.write(past.sinks, "since", since_BM + self.tokens)
+            return Sinks(None, None, visible_BTM)
         wanted_M = torch.arange(count, device=device)
         is_sink_BMT = self.rank_BT[:, None] == wanted_M[None, :, None]
         if self.document_BT is not None:
@@ -117,12 +142,14 @@ class SequenceLayout:
             is_sink_BMT = is_sink_BMT.repeat(1, documents, 1) & (self.document_BT[:, None] == of_M[None, :, None])
         found_BM = is_sink_BMT.any(-1)
         index_BM = is_sink_BMT.int().argmax(-1)
-        before = torch.full((batch, found_BM.shape[1]), -1, device=device) if past is None else past.sinks.get("at")
-        if before is None:
-            before = torch.full_like(index_BM, -1)
-        at_BM = torch.where(found_BM, index_BM + self.start, before)
-        query_T = torch.arange(self.tokens, device=device) + self.start
-        visible_BTM = (at_BM >= 0)[:, None] & (query_T[None, :, None] - at_BM[:, None] >= window)
+        before_BM = None if past is None else past.sinks.get("since")
+        if before_BM is None:
+            before_BM = index_BM.new_zeros(batch, found_BM.shape[1])
+        there_BM = found_BM | (before_BM > 0)
+        since_BM = torch.where(found_BM, -index_BM, before_BM)
+        visible_BTM = there_BM[:, None] & (query_T[:, None] + since_BM[:, None] > keep)
         if self.document_BT is not None:
             visible_BTM = visible_BTM & (self.document_BT[:, :, None] == of_M)
-        return Sinks(index_BM, found_BM, at_BM, visible_BTM)
+        if past is not None:
+            past.write(past.sinks, "since", torch.where(there_BM, since_BM + self.tokens, 0))
+        return Sinks(index_BM, found_BM, visible_BTM)

@@ -15,13 +15,17 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+from transformers.utils import logging
 
 from liger_convert.mixers import build_mixer
 from liger_convert.mixers.base import Branches, Mixer
 from liger_convert.model.attention import MIXER_MODULE, LinearizedAttention, head_dims
 from liger_convert.model.cache import adopt_cache
 from liger_convert.model.configuration import CONFIGS, FORMAT, linear_layers
+from liger_convert.model.decode import Decoder, why_plain
 from liger_convert.model.layout import SequenceLayout
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -82,9 +86,13 @@ class LinearizedModel(LinearizedInit):
         past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        layout: SequenceLayout | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As the family's; `attention_mask` is 2-D. Packed documents: restarting `position_ids`, no mask, no cache."""
+        """As the family's; `attention_mask` is 2-D. Packed documents: restarting `position_ids`, no mask, no cache.
+
+        `layout` is given where it is worked out already; the mask is then the kept layers' alone.
+        """
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None:
             raise ValueError("pass input_ids or inputs_embeds")
@@ -102,7 +110,8 @@ class LinearizedModel(LinearizedInit):
         if position_ids is None:
             start = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = (torch.arange(tokens, device=given.device) + start)[None]
-        layout = SequenceLayout.build(batch, tokens, position_ids, attention_mask, past)
+        if layout is None:
+            layout = SequenceLayout.build(batch, tokens, position_ids, attention_mask, past)
         if len(linear) == len(self.layers):
             # no layer takes the family's mask, and one of 4 dimensions keeps it from building [tokens, tokens]
             attention_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=given.device)
@@ -129,6 +138,7 @@ class LinearizedForCausalLM(LinearizedInit):
     config: Any
     model: Any
     prefill_chunk: int | None = 2048
+    decoding = "none yet"  # how the last generation's steps ran, in words
 
     def __init__(self, config: Any):
         super().__init__(config)
@@ -216,6 +226,18 @@ class LinearizedForCausalLM(LinearizedInit):
         if model_kwargs.get("past_key_values") is not None:
             adopt_cache(model_kwargs["past_key_values"], self.config.linearization["layers"])
         return prepared
+
+    def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
+        """Whether `generate` calls what `get_compiled_call` gives, at every step, in the place of the model."""
+        reason = why_plain(self, generation_config, model_kwargs.get("past_key_values"))
+        self.decoding = "plain steps" if reason is None else f"plain steps: {reason}"
+        if reason is not None:
+            logger.info_once(f"decoding takes plain steps: {reason}")
+        return reason is None
+
+    def get_compiled_call(self, compile_config: Any) -> Any:
+        """A Decoder, which compiles nothing; `generate(disable_compile=True)` goes without it."""
+        return Decoder(self)
 
 
 def _relative_error(o_BTC: Tensor, y_BTC: Tensor, valid_BT: Tensor | None) -> Tensor:

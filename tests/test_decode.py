@@ -1,0 +1,179 @@
+"""Steps of fixed shape are the plain loop: wherever they start, however long they go on, captured or not."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import save_tiny_base
+from transformers import DynamicCache, TextStreamer
+
+from liger_convert.mixers import MIXERS, resolve_spec
+from liger_convert.model import linearize_base, modeling
+from liger_convert.model.cache import FixedLayer
+from liger_convert.model.decode import Decoder, capture
+
+TOKENS = torch.randint(3, 101, (2, 40), generator=torch.Generator().manual_seed(0))
+GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+PLAIN = {"disable_compile": True}
+
+
+@functools.cache
+def build(family: str, softmax: int | None, **spec: Any) -> Any:
+    """Three layers, of which the one numbered `softmax` is kept."""
+    layers = ["softmax" if i == softmax else "main" for i in range(3)]
+    plan = {"format": 1, "mixers": {"main": resolve_spec({"window": 5, "sinks": 2} | spec)}, "layers": layers}
+    base = save_tiny_base(family, Path(tempfile.mkdtemp(prefix=f"tiny-{family}-")), tokenizer=False)
+    model = linearize_base(base, plan, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("log_share_H"):
+                parameter += 4
+    return model
+
+
+# a linear layer first, a kept one first, sliding kept ones, none kept
+MODELS = [("llama", 1), ("llama", 0), ("mistral", 0), ("qwen2", 2), ("llama", None)]
+
+
+@pytest.fixture(params=MODELS, ids=str)
+def model(request: pytest.FixtureRequest) -> Any:
+    return build(*request.param)
+
+
+@pytest.fixture(params=[False, True], ids=["fixed", "in place"])
+def in_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(modeling, "Decoder", functools.partial(Decoder, in_place=request.param))
+    return request.param
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4, 30])
+def test_a_ring_is_full_partly_full_or_has_one_token_at_the_start(model: Any, in_place: bool, tokens: int) -> None:
+    prompt = TOKENS[:, :tokens]
+    fixed = model.generate(prompt, **GREEDY)
+    assert model.decoding == "fixed steps"
+    assert torch.equal(fixed, model.generate(prompt, use_cache=False, **GREEDY))
+
+
+def test_generation_goes_on_from_a_cache_of_fixed_shape(model: Any, in_place: bool) -> None:
+    first = model.generate(TOKENS[:, :3], return_dict_in_generate=True, **GREEDY)
+    assert any(isinstance(layer, FixedLayer) for layer in first.past_key_values.layers) == (
+        in_place and "softmax" in model.config.linearization["layers"]
+    )
+    text = torch.cat((first.sequences, TOKENS[:, :7]), 1)
+    again = model.generate(text, past_key_values=first.past_key_values, **GREEDY)
+    assert torch.equal(again, model.generate(text, use_cache=False, **GREEDY))
+
+
+def test_kept_layers_grow_when_their_room_is_full(model: Any, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("liger_convert.model.decode.ROOM", 4)
+    fixed = model.generate(TOKENS[:, :5], **GREEDY)
+    assert torch.equal(fixed, model.generate(TOKENS[:, :5], **GREEDY, **PLAIN))
+
+
+def test_padding_among_the_steps_is_no_token(model: Any, in_place: bool) -> None:
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[0, 12:15] = mask[1, 10] = 0
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    found = []
+    for step in (model, modeling.Decoder(model)):
+        cache, logits = DynamicCache(config=model.config), []
+        with torch.no_grad():
+            model(TOKENS[:, :9], attention_mask=mask[:, :9], past_key_values=cache, use_cache=True)
+            for i in range(9, 20):
+                inputs = {"input_ids": TOKENS[:, i : i + 1], "position_ids": positions[:, i : i + 1]}
+                out = step(**inputs, attention_mask=mask[:, : i + 1], past_key_values=cache, use_cache=True)
+                logits.append(out.logits[:, 0])
+        assert cache.get_seq_length() == 20
+        found.append(torch.stack(logits, 1)[mask[:, 9:].bool()])
+    plain, fixed = found
+    assert (fixed - plain).abs().max() <= 1e-5 * plain.abs().max()
+
+
+def test_no_step_in_place_moves_a_tensor_or_changes_a_shape() -> None:
+    model, cache = build("llama", 1), DynamicCache()
+    decoder = Decoder(model, in_place=True)
+
+    def step(i: int) -> list[tuple[int, torch.Size]]:
+        decoder(input_ids=TOKENS[:, i : i + 1], position_ids=torch.tensor([[i]]), past_key_values=cache, use_cache=True)
+        return [(tensor.data_ptr(), tensor.shape) for layer in cache.layers for tensor in layer.tensors()]
+
+    with torch.no_grad():
+        model(TOKENS[:, :2], past_key_values=cache, use_cache=True)
+        step(2)
+        assert step(3) == step(4) == step(5)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_step_looks_at_no_value(mixer: str) -> None:
+    model, cache = build("llama", 1, type=mixer), DynamicCache()
+    decoder = Decoder(model, in_place=True)
+    with torch.no_grad():
+        model(TOKENS[:, :2], past_key_values=cache, use_cache=True)
+        inputs = {"input_ids": TOKENS[:, 2:3], "position_ids": torch.tensor([[2]]), "past_key_values": cache}
+        decoder(**inputs, use_cache=True)
+        given = (TOKENS[:, 3:4], torch.tensor([[3]]), torch.ones(2, 1, dtype=torch.bool), torch.ones(2, 256).long())
+        with torch.profiler.profile() as profile:
+            decoder.step(*given)
+    looked = {"aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero"}
+    assert not looked & {event.key for event in profile.key_averages()}
+
+
+def test_streamed_and_sampled_steps_are_the_plain_ones(model: Any, in_place: bool) -> None:
+    class Kept(TextStreamer):
+        def __init__(self) -> None:
+            self.pieces: list[torch.Tensor] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.pieces.append(value.reshape(-1))
+
+        def end(self) -> None:
+            self.pieces.append(torch.tensor([-1]))
+
+    found = []
+    for options in ({}, PLAIN):
+        torch.manual_seed(1)
+        streamer = Kept()
+        sampled = GREEDY | {"do_sample": True, "streamer": streamer, "eos_token_id": list(range(3, 30)), **options}
+        found.append((model.generate(TOKENS[:1, :6], **sampled), torch.cat(streamer.pieces)))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_what_is_no_step_goes_to_the_model(model: Any, in_place: bool) -> None:
+    decoder, embeddings = modeling.Decoder(model), model.get_input_embeddings()(TOKENS[:, :6])
+    with torch.no_grad():
+        assert torch.equal(decoder(inputs_embeds=embeddings).logits, model(TOKENS[:, :6]).logits)
+
+
+def test_without_a_cache_or_linearized_layers_steps_are_plain_and_say_so() -> None:
+    model = build("llama", None)
+    model.generate(TOKENS[:, :6], use_cache=False, **GREEDY)
+    assert model.decoding == "plain steps: there is no cache, or no linearized layer in it"
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")
+
+
+@needs_cuda
+def test_a_captured_step_equals_the_plain_one_token_for_token(model: Any) -> None:
+    model.to("cuda")
+    try:
+        prompt = TOKENS[:, :6].cuda()
+        captured = model.generate(prompt, **GREEDY)
+        assert model.decoding == "captured steps"
+        assert torch.equal(captured, model.generate(prompt, **GREEDY, **PLAIN))
+    finally:
+        model.to("cpu")
+
+
+@needs_cuda
+def test_a_capture_changes_nothing_and_each_replay_is_one_step() -> None:
+    state = torch.zeros(1, device="cuda")
+    step = capture(lambda x: state.add_(x).clone(), (torch.ones(1, device="cuda"),), lambda: [state])  # type: ignore
+    assert state.item() == 0
+    assert [step(torch.full((1,), float(i), device="cuda")).item() for i in (1, 2, 3)] == [1, 3, 6]  # type: ignore
