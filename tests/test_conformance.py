@@ -346,7 +346,11 @@ def test_what_needs_the_whole_prompt_at_once_gets_it(options: dict[str, Any]) ->
 def test_a_window_that_holds_everything_is_the_base(family: str, mixer: str) -> None:
     base = AutoModelForCausalLM.from_pretrained(base_folder(family), attn_implementation="eager").eval()
     tokens = TOKENS[:, :24]  # the bases' own sliding windows are 24
-    assert_same_logits(logits(build(family, type=mixer, window=32, sinks=0), tokens), logits(base, tokens))
+    linearized = build(family, type=mixer, window=32, sinks=0)
+    assert_same_logits(logits(linearized, tokens), logits(base, tokens))
+    ours, theirs = (model(tokens, output_hidden_states=True).hidden_states for model in (linearized, base))
+    for of_ours, of_theirs in zip(ours, theirs, strict=True):
+        assert_same_logits(of_ours, of_theirs)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -144,6 +144,8 @@ class LinearizedForCausalLM(LinearizedInit):
         super().__init__(config)
         # the family built its stock backbone, which becomes the linearized one in place: the names stay the base's
         self.model.__class__ = self._backbone
+        # transformers notes what a class can record (hidden states) when one is made; an empty one will do
+        PreTrainedModel.__init__(self._backbone.__new__(self._backbone), config)
         linearize_layers(self.model, config)
         self.post_init()
 
