@@ -37,6 +37,7 @@ from liger_convert.mixers import resolve_spec
 from liger_convert.mixers.base import Mixer
 from liger_convert.model import linear_layers, linearized_config
 from liger_convert.model.configuration import FORMAT
+from liger_convert.model.decode import Decoder, why_plain
 from liger_convert.progress import Report
 from liger_convert.recipe import MAIN
 from liger_convert.resources import PACKAGE
@@ -99,13 +100,16 @@ class Options:
     dtype: torch.dtype
 
 
+Decode = Callable[[Any, Any, Tensor, int], tuple[Tensor, Tensor]]
+
+
 class Side(NamedTuple):
     """What is measured: `caches(tokens)` makes what gives an empty cache for so many; `decode` is as below."""
 
     name: str
     model: Any
     caches: Callable[[int], Callable[[], Any]]
-    decode: Callable[[Any, Any, Tensor, int], tuple[Tensor, Tensor]]
+    decode: Decode
 
 
 def is_shape(source: str) -> bool:
@@ -166,6 +170,25 @@ def decode(model: Any, cache: Any, token_B1: Tensor, steps: int) -> tuple[Tensor
         logits_BV = model(input_ids=chosen[-1], past_key_values=cache, use_cache=True).logits[:, -1]
         chosen.append(logits_BV.argmax(-1, keepdim=True))
     return torch.cat(chosen[1:], 1), logits_BV
+
+
+def decode_as_generated(model: Any) -> Decode:
+    """`decode` by the steps that `generate` takes of a linearized model: of fixed shape, on a GPU captured as a graph.
+
+    A cache's first step captures; the others replay it.
+    """
+    step = Decoder(model)
+
+    def steps_of(_: Any, cache: Any, token_B1: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+        chosen, start = [token_B1], int(cache.get_seq_length())
+        for position in range(start, start + steps):
+            at_B1 = torch.full_like(token_B1, position)
+            output = step(input_ids=chosen[-1], position_ids=at_B1, past_key_values=cache, use_cache=True)
+            logits_BV = output.logits[:, -1]
+            chosen.append(logits_BV.argmax(-1, keepdim=True))
+        return torch.cat(chosen[1:], 1), logits_BV.clone()  # the next step overwrites it
+
+    return steps_of
 
 
 def decode_compiled(model: Any, cache: Any, token_B1: Tensor, steps: int) -> tuple[Tensor, Tensor]:
@@ -282,7 +305,7 @@ def in_float32(model: nn.Module) -> Iterator[None]:
 def measure(side: Side, tokens: int, options: Options) -> dict[str, Any]:
     """One row: times of prompts of `tokens` tokens, and what the cache then holds. Out of memory is told in it."""
     row: dict[str, Any] = {"model": side.name, "tokens": tokens}
-    empty = side.caches(tokens + options.steps)
+    empty = side.caches(tokens + 1 + options.steps)
     device, batch = options.device, options.batch_size
     read, wrote = [], []
     try:
@@ -292,6 +315,7 @@ def measure(side: Side, tokens: int, options: Options) -> dict[str, Any]:
             ids_BT, cache = _random_tokens(side.model, tokens, options), empty()
             seconds, token_B1 = _timed(device, prefill, side.model, cache, ids_BT)
             read.append(1e3 * seconds)
+            token_B1, _ = side.decode(side.model, cache, token_B1, 1)  # a capture is no step
             seconds, _ = _timed(device, side.decode, side.model, cache, token_B1, options.steps)
             wrote.append(1e3 * seconds / options.steps)
     except RuntimeError as error:
@@ -356,11 +380,14 @@ def bench(
             _free(options.device)
 
     model = load()
-    name = "linearized" if getattr(model.config, "linearization", None) else "model"
+    linearized = getattr(model.config, "linearization", None) is not None
     parameters = sum(p.numel() for p in model.parameters())
-    side = Side(name, model, dynamic_caches(model), decode)
+    side = Side("linearized" if linearized else "model", model, dynamic_caches(model), decode)
+    if linearized and why_plain(model) is None:
+        side = side._replace(decode=decode_as_generated(model))
     checked = check(side, options)
     add(side)
+    decoding = getattr(model, "decoding", "plain steps")
     del model, side
     _free(options.device)
     base, reason = None, "no base was given; name one with --baseline"
@@ -394,6 +421,7 @@ def bench(
         "machine": _machine(options.device),
         "commit": _commit(),
         "kernels": "torch" if import_module("gated_kernels.window.chunk").fast is None else "triton",
+        "decoding": decoding,
         "dtype": str(options.dtype).removeprefix("torch."),
         "batch_size": options.batch_size,
         "decode_steps": options.steps,
@@ -474,8 +502,10 @@ def render(results: Mapping[str, Any]) -> Group:
 
 
 def _title(results: Mapping[str, Any]) -> str:
-    source, batch, dtype, kernels = (results[name] for name in ("source", "batch_size", "dtype", "kernels"))
-    return f"{source}: batch {batch}, {dtype}, {kernels} kernels, {results['machine']['device']}"
+    source, batch, dtype, kernels, decoding = (
+        results[name] for name in ("source", "batch_size", "dtype", "kernels", "decoding")
+    )
+    return f"{source}: batch {batch}, {dtype}, {kernels} kernels, {decoding}, {results['machine']['device']}"
 
 
 def _cell(row: Mapping[str, Any], name: str, value: str) -> str:

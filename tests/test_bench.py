@@ -49,7 +49,7 @@ def test_a_shape_is_measured_beside_its_base_and_all_of_it_is_written(capsys, tm
     assert json.loads((tmp_path / "out/bench.json").read_text()) == found
     assert (tmp_path / "out/bench.png").read_bytes().startswith(b"\x89PNG")
     assert {"torch", "transformers", "python"} <= found["machine"]["versions"].keys()
-    assert (found["machine"]["device"] != "", found["kernels"]) == (True, "torch")
+    assert (found["machine"]["device"] != "", found["kernels"], found["decoding"]) == (True, "torch", "fixed steps")
     assert found["commit"] is None or len(found["commit"].removesuffix("-dirty")) == 40
     assert (found["dtype"], found["batch_size"], found["decode_steps"]) == ("float32", 2, 3)
     assert found["check"]["error"] <= found["check"]["allowed"]
@@ -65,7 +65,7 @@ def test_a_shape_is_measured_beside_its_base_and_all_of_it_is_written(capsys, tm
         assert ("ratio" in row) == (row["model"] == "base")
     ours, base = found["rows"][1], found["rows"][3]
     assert base["ratio"]["decode_ms"] == base["decode_ms"]["median"] / ours["decode_ms"]["median"]
-    assert base["cache_bytes"] == 2 * 2 * 2 * 2 * 8 * 4 * (150 + 3)  # rows, layers, k and v, heads, size, bytes
+    assert base["cache_bytes"] == 2 * 2 * 2 * 2 * 8 * 4 * (150 + 1 + 3)  # rows, layers, k and v, heads, size, bytes
     assert base["ratio"]["cache_bytes"] == base["cache_bytes"] / ours["cache_bytes"]
     assert found["memory"] == "cache_bytes"
     assert base["peak_bytes"] is None
@@ -98,13 +98,17 @@ def test_without_matplotlib_the_command_says_how_to_get_curves(capsys, tmp_path:
 
 
 def test_a_model_whose_decoding_is_wrong_is_not_timed(capsys, monkeypatch, tmp_path: Path) -> None:
-    whole = bench.decode
+    real = bench.decode_as_generated
 
-    def forgets(model: Any, cache: Any, token_B1: torch.Tensor, steps: int) -> Any:
-        cache.layers[0].states["state"] = torch.zeros_like(cache.layers[0].states["state"])
-        return whole(model, cache, token_B1, steps)
+    def forgetful(model: Any) -> bench.Decode:
+        def forgets(model: Any, cache: Any, token_B1: torch.Tensor, steps: int) -> Any:
+            cache.layers[0].states["state"] = torch.zeros_like(cache.layers[0].states["state"])
+            return whole(model, cache, token_B1, steps)
 
-    monkeypatch.setattr(bench, "decode", forgets)
+        whole = real(model)
+        return forgets
+
+    monkeypatch.setattr(bench, "decode_as_generated", forgetful)
     monkeypatch.setattr(bench, "measure", lambda *_: pytest.fail("timed"))
     for precision in ("float32", "bfloat16"):
         words = ["bench", "tiny", *WORDS, "--precision", precision, "--out", str(tmp_path / "out")]

@@ -150,10 +150,10 @@ def test_what_is_no_step_goes_to_the_model(model: Any, in_place: bool) -> None:
         assert torch.equal(decoder(inputs_embeds=embeddings).logits, model(TOKENS[:, :6]).logits)
 
 
-def test_without_a_cache_or_linearized_layers_steps_are_plain_and_say_so() -> None:
+def test_without_a_cache_steps_are_plain_and_say_so() -> None:
     model = build("llama", None)
     model.generate(TOKENS[:, :6], use_cache=False, **GREEDY)
-    assert model.decoding == "plain steps: there is no cache, or no linearized layer in it"
+    assert model.decoding == "plain steps: there is no cache"
 
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")

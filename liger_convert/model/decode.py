@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
-from liger_convert.mixers import make_spec
+from liger_convert.mixers import SOFTMAX, make_spec
 from liger_convert.model.cache import FixedLayer, LinearizedCacheLayer
 from liger_convert.model.layout import SequenceLayout
 
@@ -148,17 +148,13 @@ def capture(step: Step, given: tuple[Tensor | None, ...], tensors: Callable[[], 
     return replay
 
 
-def why_plain(model: Any, generation_config: Any, cache: Any) -> str | None:
-    """Why `generate` should decode without a Decoder, or None."""
-    if generation_config.disable_compile or generation_config.compile_config is not None:
-        return "disable_compile or compile_config asks for it"
-    if not any(isinstance(layer, LinearizedCacheLayer) for layer in getattr(cache, "layers", [])):
-        return "there is no cache, or no linearized layer in it"
-    if any(not make_spec(mixer).window for mixer in model.config.linearization["mixers"].values()):
+def why_plain(model: Any) -> str | None:
+    """Why a linearized model decodes without a Decoder, or None."""
+    linearization = model.config.linearization
+    if any(not make_spec(mixer).window for mixer in linearization["mixers"].values()):
         return "a window without an end grows with every step"
-    kept = any(not isinstance(layer, LinearizedCacheLayer) for layer in cache.layers)
     attention = model.config._attn_implementation
-    if kept and model.device.type == "cuda" and attention not in ("sdpa", "eager"):
+    if SOFTMAX in linearization["layers"] and model.device.type == "cuda" and attention not in ("sdpa", "eager"):
         return f"kept layers attend by {attention}, whose masks cannot be of fixed shape"
     return None
 

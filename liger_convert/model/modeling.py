@@ -134,7 +134,7 @@ class LinearizedForCausalLM(LinearizedInit):
     many tokens at a time: what this takes beside the cache does not grow with the prompt. None reads it in one piece.
     """
 
-    _backbone: type
+    _backbone: Any
     config: Any
     model: Any
     prefill_chunk: int | None = 2048
@@ -231,7 +231,12 @@ class LinearizedForCausalLM(LinearizedInit):
 
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
         """Whether `generate` calls what `get_compiled_call` gives, at every step, in the place of the model."""
-        reason = why_plain(self, generation_config, model_kwargs.get("past_key_values"))
+        if generation_config.disable_compile or generation_config.compile_config is not None:
+            reason: str | None = "disable_compile or compile_config asks for it"
+        elif model_kwargs.get("past_key_values") is None:
+            reason = "there is no cache"
+        else:
+            reason = why_plain(self)
         self.decoding = "plain steps" if reason is None else f"plain steps: {reason}"
         if reason is not None:
             logger.info_once(f"decoding takes plain steps: {reason}")
