@@ -144,7 +144,7 @@ class Mixer(nn.Module, ABC):
             init.constant_(self.log_share_H, self.initial_log_share)
         if self.spec.forget:
             init.zeros_(self.forget_GC)
-            # log sigmoid(b) = -e^-b, all but
+            # log sigmoid(b) is nearly -e^-b
             init.constant_(self.forget_bias_G, math.log((self.spec.window or FAR) / FADED))
 
     @classmethod
