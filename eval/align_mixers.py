@@ -28,7 +28,7 @@ from liger_convert.recipe import PydocSource
 from liger_convert.training.stage import CALIBRATION_TOKENS, load_base
 from liger_convert.training.trainer import freeze, optimizer_groups
 
-RATES = {"mixer": 2e-3, "attention": 1e-4}
+RATES = {"mixer": 5e-3, "attention": 5e-4}
 ROWS = 2  # a batch
 
 
