@@ -15,13 +15,13 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from gated_kernels import in_use
 from rich.console import Group
 from rich.filesize import decimal
 from rich.table import Table
@@ -420,7 +420,7 @@ def bench(
         "parameters": parameters,
         "machine": _machine(options.device),
         "commit": _commit(),
-        "kernels": "torch" if import_module("gated_kernels.window.chunk").fast is None else "triton",
+        "kernels": in_use(),
         "decoding": decoding,
         "dtype": str(options.dtype).removeprefix("torch."),
         "batch_size": options.batch_size,

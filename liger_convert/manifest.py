@@ -63,10 +63,13 @@ class Manifest:
 
 
 def machine(device: Any, threads: int) -> dict[str, Any]:
-    """What the numbers of a run depend on besides its inputs: the torch `device`, CPU threads, versions."""
+    """What the numbers of a run depend on besides its inputs: the torch `device`, CPU threads, kernels, versions."""
+    from gated_kernels import in_use
+
     return {
         "device": _name(device),
         "threads": threads,
+        "kernels": in_use(),
         "platform": platform.platform(),
         "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES},
     }

@@ -66,6 +66,7 @@ def manifest(**steps: Any) -> dict[str, Any]:
         "machine": {
             "device": "CPU: one",
             "threads": 2,
+            "kernels": "torch",
             "platform": "Linux",
             "versions": {"python": "3.11", "torch": "2.13.0"},
         },

@@ -39,7 +39,12 @@ def use(path: str) -> None:
         import_module(f"gated_kernels.{op}.chunk").__dict__["fast"] = fast
 
 
+def in_use() -> str:
+    """What `use` chose last: "triton" or "torch"."""
+    return "torch" if import_module("gated_kernels.diagonal.chunk").fast is None else "triton"
+
+
 if "GATED_KERNELS" in os.environ:
     use(os.environ["GATED_KERNELS"])
 
-__all__ = ["OPS", "delta", "diagonal", "elementwise", "momentum", "slots", "use", "window"]
+__all__ = ["OPS", "delta", "diagonal", "elementwise", "in_use", "momentum", "slots", "use", "window"]
