@@ -25,11 +25,12 @@ from liger_convert.files import atomic_write
 from liger_convert.mixers import MIXERS, resolve_spec
 from liger_convert.model import collect_align_targets, linearize_base
 from liger_convert.recipe import PydocSource
-from liger_convert.training.stage import CALIBRATION_TOKENS, load_base
+from liger_convert.training.stage import load_base
 from liger_convert.training.trainer import freeze, optimizer_groups
 
 RATES = {"mixer": 5e-3, "attention": 5e-4}
 ROWS = 2  # a batch
+CALIBRATED = 4096  # tokens, half of what a run takes
 
 
 def main() -> None:
@@ -63,7 +64,7 @@ def measure(folder: Path, args: argparse.Namespace) -> list[tuple[str, float, fl
 
     batches = [targets(collate([train[i + j] for j in range(ROWS)])) for i in range(0, len(train), ROWS)]
     held_out = targets(collate([test[i] for i in range(len(test))]))
-    first = collate([train[i] for i in range(min(-(-CALIBRATION_TOKENS // args.seq_len), len(train)))])
+    first = collate([train[i] for i in range(min(-(-CALIBRATED // args.seq_len), len(train)))])
     found = []
     for name in args.mixers:
         linearization = {
@@ -106,8 +107,8 @@ def page(rows: list[tuple[str, float, float, float]], args: argparse.Namespace) 
         "# Every mixer at one small budget",
         "",
         f"Relative squared error of the attention outputs of `{args.base}` with every layer linear, mean over layers,",
-        "on text that was not trained on: at the start, calibrated (where there is something to calibrate), and after",
-        f"{args.tokens:,} tokens of alignment at defaults (rows of {args.seq_len}; rates: {rates}). Lower is better;",
+        f"on text that was not trained on: at the start, calibrated on {CALIBRATED:,} tokens (where there is something to",
+        f"calibrate), and after {args.tokens:,} tokens of alignment at defaults (rows of {args.seq_len}; rates: {rates}). Lower is better;",
         "`window` has no memory, so it is what a mixer must beat.",
         "",
         f"    python eval/align_mixers.py {args.base} {budget} --out {args.out}",
