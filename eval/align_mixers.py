@@ -109,8 +109,9 @@ def page(rows: list[tuple[str, float, float, float]], args: argparse.Namespace) 
         f"Relative squared error of the attention outputs of `{args.base}` with every layer linear, mean over layers,",
         f"on text that was not trained on: at the start, calibrated on {CALIBRATED:,} tokens (where there is something",
         f"to calibrate), and after {args.tokens:,} tokens of alignment at defaults (rows of {args.seq_len}; rates:",
-        f"{rates}). Lower is better;",
-        "`window` has no memory, so it is what a mixer must beat.",
+        f"{rates}). Lower is better; `window` has no memory, so it is what a mixer must beat.",
+        "`forgetting` starts as the base's own attention, but for",
+        "gates of nearly 1, so that training at these rates can only move it away.",
         "",
         f"    python eval/align_mixers.py {args.base} {budget} --out {args.out}",
         "",
@@ -118,9 +119,13 @@ def page(rows: list[tuple[str, float, float, float]], args: argparse.Namespace) 
         "|---|---|---:|---:|---:|",
     ]
     for name, start, calibrated, after in rows:
-        fitted = f"{calibrated:.4f}" if calibrated != start else "–"
-        lines.append(f"| `{name}` | {MIXERS[name].recurrence} | {start:.4f} | {fitted} | {after:.4f} |")
+        fitted = _cell(calibrated) if calibrated != start else "–"
+        lines.append(f"| `{name}` | {MIXERS[name].recurrence} | {_cell(start)} | {fitted} | {_cell(after)} |")
     return "\n".join(lines) + "\n"
+
+
+def _cell(error: float) -> str:
+    return f"{error:.4f}" if error >= 1e-4 else f"{error:.0e}"
 
 
 if __name__ == "__main__":
