@@ -148,13 +148,18 @@ def calibrate_model(
             raise BadInput(f"--text {text}: {what}; give longer ones or a larger --seq-len")
         linearized = load_linearized(model, dtype=torch.float32).to(where).eval()
         objective = AlignObjective(load_base(folder, where, dtype), linearized.config)
+
+        def errors() -> list[float]:
+            with autocast(where, dtype):  # left each time, as it keeps the weights that it has cast, changed or not
+                return objective.layer_errors(linearized, batch)
+
+        before = errors()
+        report(1, 3)
         with autocast(where, dtype):
-            before = objective.layer_errors(linearized, batch)
-            report(1, 3)
             objective.calibrate(linearized, batch)
-            report(2, 3)
-            after = objective.layer_errors(linearized, batch)
-            report(3, 3)
+        report(2, 3)
+        after = errors()
+        report(3, 3)
         replace_mixers(model, out, linearized)
     layers = zip(linear_layers(linearized.config), before, after)
     return {

@@ -65,7 +65,9 @@ def test_memories_that_all_tokens_choose_are_the_inner_mixer(inner: str, memorie
     routed = mom(inner, memories=memories, active=memories, shared=False)
     plain = build(type=inner, join="fixed", window=3, sinks=0, scope="evicted")
     plain.load_state_dict({name.replace("mixer.inner.", "mixer."): t for name, t in routed.state_dict().items()}, False)
-    torch.testing.assert_close(routed(TOKENS).logits, plain(TOKENS).logits)
+    expected = plain(TOKENS).logits
+    # sums in another order, held to what tests/test_conformance.py allows
+    torch.testing.assert_close(routed(TOKENS).logits, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
 
 
 def test_ties_of_the_router_go_to_the_first_memories() -> None:

@@ -151,6 +151,8 @@ def capture(step: Step, given: tuple[Tensor | None, ...], tensors: Callable[[], 
 def why_plain(model: Any) -> str | None:
     """Why a linearized model decodes without a Decoder, or None."""
     linearization = model.config.linearization
+    if all(layer == SOFTMAX for layer in linearization["layers"]):
+        return "no layer is linearized"
     if any(not make_spec(mixer).window for mixer in linearization["mixers"].values()):
         return "a window without an end grows with every step"
     attention = model.config._attn_implementation
