@@ -163,13 +163,23 @@ def prefill(model: Any, cache: Any, ids_BT: Tensor) -> Tensor:
     return logits[:, -1].argmax(-1, keepdim=True)
 
 
-def decode(model: Any, cache: Any, token_B1: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """`steps` greedy steps from `token_B1` on: the tokens chosen [B,steps], and the logits [B,V] of the last one."""
-    chosen = [token_B1]
-    for _ in range(steps):
-        logits_BV = model(input_ids=chosen[-1], past_key_values=cache, use_cache=True).logits[:, -1]
+def greedy(step: Callable[[Tensor, Tensor], Any], cache: Any, token_B1: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """The tokens [B,steps] that `step(token_B1, position_B1)`, a model's output, makes likeliest from `token_B1` on,
+    and the logits [B,V] of the last step."""
+    chosen, start = [token_B1], int(cache.get_seq_length())
+    for position in range(start, start + steps):
+        logits_BV = step(chosen[-1], torch.full_like(token_B1, position)).logits[:, -1]
         chosen.append(logits_BV.argmax(-1, keepdim=True))
-    return torch.cat(chosen[1:], 1), logits_BV
+    return torch.cat(chosen[1:], 1), logits_BV.clone()  # the next replay of a CUDA graph overwrites them
+
+
+def decode(model: Any, cache: Any, token_B1: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """`steps` greedy steps by the model's forward, see `greedy`."""
+
+    def step(ids_B1: Tensor, at_B1: Tensor) -> Any:
+        return model(input_ids=ids_B1, past_key_values=cache, use_cache=True)
+
+    return greedy(step, cache, token_B1, steps)
 
 
 def decode_as_generated(model: Any) -> Decode:
@@ -177,34 +187,26 @@ def decode_as_generated(model: Any) -> Decode:
 
     A cache's first step captures; the others replay it.
     """
-    step = Decoder(model)
+    decoder = Decoder(model)
 
     def steps_of(_: Any, cache: Any, token_B1: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-        chosen, start = [token_B1], int(cache.get_seq_length())
-        for position in range(start, start + steps):
-            at_B1 = torch.full_like(token_B1, position)
-            output = step(input_ids=chosen[-1], position_ids=at_B1, past_key_values=cache, use_cache=True)
-            logits_BV = output.logits[:, -1]
-            chosen.append(logits_BV.argmax(-1, keepdim=True))
-        return torch.cat(chosen[1:], 1), logits_BV.clone()  # the next step overwrites it
+        def step(ids_B1: Tensor, at_B1: Tensor) -> Any:
+            return decoder(input_ids=ids_B1, position_ids=at_B1, past_key_values=cache, use_cache=True)
+
+        return greedy(step, cache, token_B1, steps)
 
     return steps_of
 
 
 def decode_compiled(model: Any, cache: Any, token_B1: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     """As `decode`, over a static cache by the call that transformers' generation compiles for one on a GPU."""
-    call, start = model.get_compiled_call(CompileConfig()), int(cache.get_seq_length())
-    chosen = [token_B1]
-    for position in range(start, start + steps):
-        inputs = model.prepare_inputs_for_generation(
-            chosen[-1],
-            past_key_values=cache,
-            position_ids=torch.full_like(token_B1, position),
-            use_cache=True,
-        )
-        logits_BV = call(**inputs, logits_to_keep=1, return_dict=True).logits[:, -1]
-        chosen.append(logits_BV.argmax(-1, keepdim=True))
-    return torch.cat(chosen[1:], 1), logits_BV.clone()  # the next call overwrites a CUDA graph's output
+    call = model.get_compiled_call(CompileConfig())
+
+    def step(ids_B1: Tensor, at_B1: Tensor) -> Any:
+        inputs = model.prepare_inputs_for_generation(ids_B1, past_key_values=cache, position_ids=at_B1, use_cache=True)
+        return call(**inputs, logits_to_keep=1, return_dict=True)
+
+    return greedy(step, cache, token_B1, steps)
 
 
 def dynamic_caches(model: Any) -> Callable[[int], Callable[[], Any]]:

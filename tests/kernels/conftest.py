@@ -1,8 +1,20 @@
-"""Triton reads how it should run when it is imported, which any test module here may do first."""
+"""What the tests of all ops share."""
 
 import os
+from collections.abc import Iterator
 
+import pytest
 import torch
 
-if not torch.cuda.is_available():
+GPU = torch.cuda.is_available()
+if not GPU:  # read when Triton is imported, which any test module here may do first
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """Uninitialised memory holds NaN, so that whoever reads it is found out."""
+    torch.use_deterministic_algorithms(True)
+    assert all(torch.empty(1, device=device).isnan() for device in ("cpu", "cuda")[: 1 + GPU])
+    yield
+    torch.use_deterministic_algorithms(False)

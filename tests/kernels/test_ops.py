@@ -5,7 +5,6 @@ An op that is added to OPS, with its folder's `reference.py` and `cases.py`, is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
@@ -30,15 +29,6 @@ def inputs_of(op: str, case: str) -> Inputs:
 
 every_op = pytest.mark.parametrize("op", OPS)
 every_case = pytest.mark.parametrize(("op", "case"), [(op, case) for op in OPS for case in cases_of(op).CASES])
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> Iterator[None]:
-    """Uninitialised memory holds NaN, so that whoever reads it is found out."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(1).isnan()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @every_case

@@ -71,15 +71,6 @@ LEAST_SHARED = 99 * 1024  # bytes of shared memory a block may have, on the smal
 
 
 @pytest.fixture(autouse=True)
-def _poisoned_memory() -> Iterator[None]:
-    """Uninitialised memory holds NaN, so that whoever reads it is found out."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(1).isnan()
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture(autouse=True)
 def _in_triton() -> Iterator[None]:
     kernels._warn_once.cache_clear()
     gated_kernels.use("triton")
