@@ -14,9 +14,10 @@ from torch import Tensor
 
 from liger_convert.data import IGNORED
 
-# Logits worked on at a time: few enough that a chunk's float32 temporaries stay in a CPU's cache (five times the speed
-# of one pass over all of them), many enough to fill a GPU.
-CHUNK_LOGITS = 2**22
+# Logits worked on at a time, by device: few enough that a chunk's float32 temporaries stay in a CPU's cache (five times
+# the speed of one pass over all of them), many enough to fill a GPU for longer than it takes to launch the next (each
+# temporary is 1 GB).
+CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**28}
 
 ChunkLoss = Callable[[Tensor, slice], Tensor]
 
@@ -39,7 +40,7 @@ class _Summed(torch.autograd.Function):
     def forward(ctx: Any, logits_NV: Tensor, chunk_loss: ChunkLoss) -> Tensor:
         grad_NV = torch.empty_like(logits_NV)
         total = logits_NV.new_zeros((), dtype=torch.float32)
-        size = max(1, CHUNK_LOGITS // logits_NV.shape[1])
+        size = max(1, CHUNK_LOGITS[logits_NV.device.type] // logits_NV.shape[1])
         for start in range(0, len(logits_NV), size):
             chunk = slice(start, start + size)
             with torch.enable_grad():
@@ -67,4 +68,5 @@ def kl_divergence(logits_NV: Tensor, teacher_NV: Tensor, next_N: Tensor, tempera
     student_NV = F.log_softmax(logits_NV.float() / temperature, -1)
     teacher_NV = F.log_softmax(teacher_NV.float() / temperature, -1)
     kl_N = F.kl_div(student_NV, teacher_NV, log_target=True, reduction="none").sum(-1)
-    return kl_N[next_N != IGNORED].sum() * temperature**2
+    # selecting the tokens instead would make the host wait for their number
+    return kl_N.masked_fill(next_N == IGNORED, 0).sum() * temperature**2

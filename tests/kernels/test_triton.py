@@ -1,4 +1,4 @@
-"""The Triton kernels of the diagonal recurrence: in Triton's interpreter on the CPU, and through the compiler.
+"""The Triton kernels of the diagonal recurrence: on a GPU or, without one, in Triton's interpreter; and compiled.
 
 Run as a script, it compiles them for sm_90, which needs no GPU.
 """
@@ -16,10 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-if __name__ != "__main__":
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if __name__ != "__main__" and DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 triton = pytest.importorskip("triton", reason="Triton is not installed")
-if __name__ != "__main__" and isinstance(triton.language.sum, triton.JITFunction):
+if __name__ != "__main__" and DEVICE == "cpu" and isinstance(triton.language.sum, triton.JITFunction):
     pytest.skip("another module imported Triton before it could be told to interpret", allow_module_level=True)
 
 import gated_kernels  # noqa: E402
@@ -79,7 +80,7 @@ def _in_triton() -> Iterator[None]:
 
 
 def inputs_of(case: str) -> Inputs:
-    return inputs(EVERY[case])
+    return {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in inputs(EVERY[case]).items()}
 
 
 @pytest.mark.parametrize("case", EVERY)
@@ -101,7 +102,7 @@ def test_results_do_not_depend_on_how_the_inputs_lie_in_memory_nor_on_autocast()
     strided = {name: x.mT.contiguous().mT if isinstance(x, Tensor) else x for name, x in inputs.items()}
 
     def autocast(**x: Any) -> tuple[Tensor, ...]:
-        with torch.autocast("cpu", dtype=BF16):
+        with torch.autocast(DEVICE, dtype=BF16):
             return gated_kernels.diagonal(**x)
 
     first, second = run(gated_kernels.diagonal, inputs), run(autocast, strided)
