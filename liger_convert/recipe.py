@@ -261,6 +261,7 @@ class Stage(Strict):
     """What the three kinds of stages share.
 
     repeats: the share of training rows that say a stretch of their own text twice, see `data.PackedDataset`.
+    compile: on a GPU, whether the layers are compiled, which takes the first step a minute.
     """
 
     kind: str
@@ -277,6 +278,7 @@ class Stage(Strict):
     clip: Positive = 1.0
     save_every: Count = 50
     gradient_checkpointing: bool = False
+    compile: bool = True
     repeats: Fraction = 0.0
 
     @property

@@ -72,6 +72,12 @@ class LinearizedAttention(nn.Module):
             past.advance(layout.tokens)
         return getattr(self, self.family.projections[-1])(o_BTHD.flatten(2)), None
 
+    def prepare(self, layout: SequenceLayout) -> None:
+        """Has `layout` work out, once for all equal layers, what a pass without a cache asks it for."""
+        sight = layout.look(None, self.spec.keep, self.spec.sinks)
+        if self.spec.window and self.spec.scope == "evicted":
+            layout.written_on_eviction(sight.rank_BS, self.spec.window, self.spec.sinks)
+
     def look(
         self,
         x_BTC: Tensor,

@@ -112,6 +112,8 @@ class LinearizedModel(LinearizedInit):
             position_ids = (torch.arange(tokens, device=given.device) + start)[None]
         if layout is None:
             layout = SequenceLayout.build(batch, tokens, position_ids, attention_mask, past)
+        if past is None:
+            prepare(self, layout)
         if len(linear) == len(self.layers):
             # no layer takes the family's mask, and one of 4 dimensions keeps it from building [tokens, tokens]
             attention_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=given.device)
@@ -199,6 +201,7 @@ class LinearizedForCausalLM(LinearizedInit):
         if position_ids is None:
             position_ids = torch.arange(tokens, device=targets.hidden[0].device)[None]
         layout = SequenceLayout.build(batch, tokens, position_ids, attention_mask, None)
+        prepare(backbone, layout)
         losses = []
         for i, x_BTC, y_BTC, embeddings in zip(
             targets.layers, targets.hidden, targets.outputs, targets.position_embeddings, strict=True
@@ -245,6 +248,12 @@ class LinearizedForCausalLM(LinearizedInit):
     def get_compiled_call(self, compile_config: Any) -> Any:
         """A Decoder, which compiles nothing; `generate(disable_compile=True)` goes without it."""
         return Decoder(self)
+
+
+def prepare(backbone: Any, layout: SequenceLayout) -> None:
+    """Works out what equal layers see, before any of them runs: compiled layers are then one and the same graph."""
+    for i in linear_layers(backbone.config):
+        backbone.layers[i].self_attn.prepare(layout)
 
 
 def _relative_error(o_BTC: Tensor, y_BTC: Tensor, valid_BT: Tensor | None) -> Tensor:

@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, N = B * T, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +16,7 @@ from torch import Tensor
 from liger_convert.data import IGNORED
 
 # Logits worked on at a time, by device: few enough that a chunk's float32 temporaries stay in a CPU's cache (five times
-# the speed of one pass over all of them), many enough to fill a GPU for longer than it takes to launch the next (each
-# temporary is 1 GB).
+# the speed of one pass over all of them), many enough to fill a GPU for longer than it takes to launch the next.
 CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**28}
 
 ChunkLoss = Callable[[Tensor, slice], Tensor]
@@ -59,14 +59,32 @@ class _Summed(torch.autograd.Function):
 
 def cross_entropy(logits_NV: Tensor, next_N: Tensor) -> Tensor:
     """Sum over the tokens that have a next one."""
-    return F.cross_entropy(logits_NV.float(), next_N, ignore_index=IGNORED, reduction="sum")
+    return _fused(_cross_entropy, logits_NV)(logits_NV, next_N)
 
 
 def kl_divergence(logits_NV: Tensor, teacher_NV: Tensor, next_N: Tensor, temperature: float) -> Tensor:
     """Sum of KL(teacher || student) at `temperature`, times its square (which keeps the gradients' size), over the
     tokens that have a next one."""
+    return _fused(_kl_divergence, logits_NV)(logits_NV, teacher_NV, next_N, temperature)
+
+
+def _cross_entropy(logits_NV: Tensor, next_N: Tensor) -> Tensor:
+    return F.cross_entropy(logits_NV.float(), next_N, ignore_index=IGNORED, reduction="sum")
+
+
+def _kl_divergence(logits_NV: Tensor, teacher_NV: Tensor, next_N: Tensor, temperature: float) -> Tensor:
     student_NV = F.log_softmax(logits_NV.float() / temperature, -1)
     teacher_NV = F.log_softmax(teacher_NV.float() / temperature, -1)
     kl_N = F.kl_div(student_NV, teacher_NV, log_target=True, reduction="none").sum(-1)
     # selecting the tokens instead would make the host wait for their number
     return kl_N.masked_fill(next_N == IGNORED, 0).sum() * temperature**2
+
+
+@functools.cache
+def _compiled(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(loss)
+
+
+def _fused(loss: Callable[..., Tensor], logits_NV: Tensor) -> Callable[..., Tensor]:
+    """`loss`, on a GPU as few kernels that keep no float32 tensor of the logits' size."""
+    return _compiled(loss) if logits_NV.is_cuda else loss

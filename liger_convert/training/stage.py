@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, set_seed
 
 from liger_convert.data import PackedDataset, collate
@@ -86,6 +86,9 @@ def run_stage(
         freeze(model, stage.rates.trained())
     else:
         model = add_lora(model, stage.lora, train_mixer=stage.rates.mixer is not None)
+    aligning = isinstance(stage, AlignStage)
+    if stage.compile and device.type == "cuda":
+        compile_layers(model, objective, aligning)
     trainer = StageTrainer(
         model,
         stage,
@@ -101,12 +104,12 @@ def run_stage(
 
     def layer_errors() -> list[float]:
         assert isinstance(objective, AlignObjective)
-        with autocast(device, dtype):
+        # as it stands: not worth another compilation
+        with autocast(device, dtype), torch.compiler.set_stance("force_eager"):
             return objective.layer_errors(model.eval(), first_rows(ROWS))
 
     if not resume and trainer.is_world_process_zero():
         shutil.rmtree(checkpoints, ignore_errors=True)  # of another attempt
-    aligning = isinstance(stage, AlignStage)
     before = layer_errors() if aligning else []
     started = time.monotonic()
     trainer.train(resume_from_checkpoint=last_checkpoint(checkpoints) if resume else None)
@@ -143,6 +146,23 @@ def make_objective(stage: Stage, config: Any, base_dir: Path, device: torch.devi
     if isinstance(stage, DistillStage):
         return DistillObjective(load_base(base_dir, device, dtype) if stage.kl_weight else None, stage)
     return FinetuneObjective()
+
+
+def compile_layers(model: Any, objective: Objective, aligning: bool) -> None:
+    """Has torch.compile make one graph of each kind of layer, in place and under the same names.
+
+    Only the attention of the linearized layers runs in alignment, and the base's is being watched there.
+    """
+    torch._dynamo.config.recompile_limit = 64  # kinds of layers, times lengths of the last batch
+    whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    backbone = whole.model
+    if aligning:
+        for i in linear_layers(model.config):
+            backbone.layers[i].self_attn.compile()
+        return
+    teacher = getattr(objective, "base", None)
+    for layer in [*backbone.layers, *([] if teacher is None else teacher.model.layers)]:
+        layer.compile()
 
 
 def load_base(path: Path, device: torch.device, dtype: torch.dtype) -> Any:
