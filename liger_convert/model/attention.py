@@ -51,6 +51,8 @@ class LinearizedAttention(nn.Module):
         """q, k before and after rotary and v: [B,T,H,D], [B,T,G,D], the same rotated, [B,T,G,D]."""
         q, k, v = project_qkv(self, self.family, self.dims.dim, self.dims.kv_heads, x_BTC)
         q_rot, k_rot = self.rotate(q, k, *position_embeddings, unsqueeze_dim=2) if self.rotates else (q, k)
+        if q.is_cuda:  # the angles are float32 under autocast, and would make the window's products that, too
+            q_rot, k_rot = q_rot.to(q.dtype), k_rot.to(k.dtype)
         return q, k, q_rot, k_rot, v
 
     def forward(
