@@ -32,9 +32,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotary
 
 from liger_convert.mixers import resolve_spec
 from liger_convert.model.attention import LinearizedAttention
-from liger_convert.model.configuration import FORMAT
+from liger_convert.model.configuration import FORMAT, linearized_config
 from liger_convert.model.layout import SequenceLayout
-from liger_convert.model.modeling import linearized_config
 
 CHECKED = 160  # tokens
 ROTATED = 3  # sets of inputs
@@ -66,7 +65,7 @@ def core(a: argparse.Namespace, head_size: int, mixer: str) -> tuple[Core, Llama
         setattr(attention, name, nn.Identity())
     layer = Core(attention, config, 0)
     layer.mixer.reset_parameters()
-    return layer.to(DEVICE), LlamaRotaryEmbedding(config, device=DEVICE)
+    return layer.to(DEVICE), LlamaRotaryEmbedding(config).to(DEVICE)
 
 
 def step(layer: Core, rotary: LlamaRotaryEmbedding) -> Callable[[Tensor], Tensor]:
