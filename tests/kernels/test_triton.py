@@ -25,6 +25,7 @@ if __name__ != "__main__" and DEVICE == "cpu" and isinstance(triton.language.sum
 
 import gated_kernels  # noqa: E402
 from gated_kernels.check import Inputs, faults, run  # noqa: E402
+from gated_kernels.diagonal import scalar  # noqa: E402
 from gated_kernels.diagonal import triton as kernels  # noqa: E402
 from gated_kernels.diagonal.cases import CASES, Case, in_pieces, inputs  # noqa: E402
 from gated_kernels.diagonal.reference import diagonal as reference  # noqa: E402
@@ -38,6 +39,7 @@ SHARED = {
         "a token less than a chunk",
         "a chunk",
         "a token more than a chunk",
+        "no decay",
         "no decay, exclusive, segments",
         "strong, exclusive",
         "steady -0.7",
@@ -46,10 +48,8 @@ SHARED = {
         "-200 and 0, bf16",
         "bf16 values",
         "segments, -200 and 0",
-        "scalar, -200 and 0",
-        "scalar, strong, exclusive",
     )
-}
+} | {name: CASES[name] for name in ("scalar", "scalar, -200 and 0", "scalar, strong, exclusive")}
 OWN = {
     "steady -20, exclusive": Case(65, gate="-20", exclusive=True, **SMALL),
     "segments, exclusive, bf16": Case(65, gate="mixed", segments=True, exclusive=True, dtype=BF16, **SMALL),
@@ -57,16 +57,36 @@ OWN = {
     "several heads": Case(33, gate="mixed"),
     "blocks of 32": Case(33, G=1, R=1, F=80, V=65),
     "blocks of 64": Case(33, G=1, R=1, F=128, V=64, dtype=BF16),
-    "512 features, scalar": Case(33, G=1, R=1, F=512, V=16, scalar=True),
+    "512 features": Case(33, G=1, R=1, F=512, V=16),
     "5 features": Case(33, G=1, R=1, F=5, V=3),
+    "scalar, fp16": Case(70, scalar=True, gate="mixed", exclusive=True, dtype=FP16, **SMALL),
+    "scalar, 5 features": Case(33, G=1, R=1, F=5, V=3, scalar=True),
+    "scalar, 33 of 64 values": Case(33, G=1, R=1, V=97, scalar=True, dtype=BF16),
+    "scalar, three blocks of values": Case(65, G=1, R=1, V=257, scalar=True, gate="strong", dtype=BF16),
+    "scalar, three heads, bf16": Case(130, G=1, R=3, F=128, V=65, scalar=True, exclusive=True, dtype=BF16),
+    "scalar, four heads, bf16": Case(129, G=1, R=4, F=128, V=129, scalar=True, gate="mixed", segments=True, dtype=BF16),
+    "scalar, 80 features": Case(97, G=1, R=1, F=80, V=65, scalar=True, gate="strong", segments=True, exclusive=True),
+    "scalar, 1024 features": Case(65, G=1, R=1, F=1024, V=65, scalar=True, exclusive=True, dtype=BF16),
+    "scalar, bf16 gates and values": Case(70, gate="mixed", scalar=True, v_dtype=BF16, **SMALL),
+    "no decay, bf16": Case(130, gate="none", exclusive=True, dtype=BF16, **SMALL),
 }
 EVERY = SHARED | OWN
-COMPILED = (  # every pair of block sizes, every dtype, every kind of gate
-    # F, V, size of the gate, dtype, exclusive, segments
-    (64, 65, 64, BF16, True, True),
-    (128, 128, 128, FP32, True, True),
-    (80, 64, 1, FP16, False, False),
-    (16, 17, None, BF16, False, True),
+COMPILED = (  # every pair of block sizes, every dtype
+    # F, V, dtype, exclusive, segments
+    (64, 65, BF16, True, True),
+    (128, 128, FP32, True, True),
+    (80, 64, FP16, False, False),
+)
+SCALAR = (  # every way through the kernels for scalar gates, every dtype
+    # F, V, R, dtype, exclusive, gated
+    (16, 17, 1, BF16, False, False),
+    (128, 65, 3, BF16, True, True),
+    (128, 129, 4, BF16, True, True),
+    (256, 65, 3, BF16, True, True),
+    (1024, 129, 4, BF16, True, True),
+    (128, 257, 4, BF16, False, True),
+    (80, 64, 4, FP16, False, True),
+    (128, 129, 4, FP32, True, True),
 )
 LEAST_SHARED = 99 * 1024  # bytes of shared memory a block may have, on the smallest of the Ampere and Hopper chips
 
@@ -92,13 +112,24 @@ def test_kernels_err_at_most_twice_as_much_as_the_reference_and_the_roundings_of
         assert not faults(gated_kernels.diagonal, reference, inputs_of(case), products)
 
 
-def test_cutting_a_sequence_changes_nothing() -> None:
-    inputs = inputs_of("segments, -200 and 0")
+@pytest.mark.parametrize("case", ["segments, -200 and 0", "scalar, -200 and 0"])
+def test_cutting_a_sequence_changes_nothing(case: str) -> None:
+    inputs = inputs_of(case)
     assert not faults(lambda **x: in_pieces(gated_kernels.diagonal, x), reference, inputs)
 
 
-def test_results_do_not_depend_on_how_the_inputs_lie_in_memory_nor_on_autocast() -> None:
-    inputs = inputs_of("a token more than a chunk")
+@pytest.mark.parametrize("exclusive", [False, True])
+@pytest.mark.parametrize("gate", ["mixed", "none"])
+def test_states_may_be_passed_over_in_parts(gate: str, exclusive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scalar, "LEAST", 1)
+    case = Case(300, gate=gate, scalar=True, exclusive=exclusive, **SMALL)  # the last of five parts is shorter
+    given = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in inputs(case).items()}
+    assert not faults(gated_kernels.diagonal, reference, given)
+
+
+@pytest.mark.parametrize("case", ["a token more than a chunk", "scalar, fp16"])
+def test_results_do_not_depend_on_how_the_inputs_lie_in_memory_nor_on_autocast(case: str) -> None:
+    inputs = inputs_of(case)
     strided = {name: x.mT.contiguous().mT if isinstance(x, Tensor) else x for name, x in inputs.items()}
 
     def autocast(**x: Any) -> tuple[Tensor, ...]:
@@ -109,8 +140,9 @@ def test_results_do_not_depend_on_how_the_inputs_lie_in_memory_nor_on_autocast()
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
-def test_a_gate_of_minus_infinity_forgets_everything_before_it() -> None:
-    inputs = inputs_of("a token more than a chunk")
+@pytest.mark.parametrize("case", ["a token more than a chunk", "scalar"])
+def test_a_gate_of_minus_infinity_forgets_everything_before_it(case: str) -> None:
+    inputs = inputs_of(case)
     inputs["log_a"][:, 20] = -torch.inf
     after = {name: x[:, 20:] if "_BT" in name or name == "log_a" else x for name, x in inputs.items() if x is not None}
     after |= {"state_BGFV": torch.zeros_like(inputs["state_BGFV"]), "segment_BT": None, "exclusive": False}
@@ -119,28 +151,32 @@ def test_a_gate_of_minus_infinity_forgets_everything_before_it() -> None:
     torch.testing.assert_close(last, last_after)
 
 
-def test_tokens_of_zeros_leave_a_state_exactly_as_it_was() -> None:
-    inputs = inputs_of("a token more than a chunk")
+@pytest.mark.parametrize("case", ["a token more than a chunk", "scalar"])
+def test_tokens_of_zeros_leave_a_state_exactly_as_it_was(case: str) -> None:
+    inputs = inputs_of(case)
     idle = inputs | {name: torch.zeros_like(inputs[name]) for name in ("k_BTGF", "v_BTGV", "log_a")}
     assert torch.equal(gated_kernels.diagonal(**idle)[1], inputs["state_BGFV"])
 
 
-def test_torch_compile_sees_through_the_op() -> None:
-    inputs = inputs_of("a token less than a chunk")
+@pytest.mark.parametrize("case", ["a token less than a chunk", "scalar, 5 features"])
+def test_torch_compile_sees_through_the_op(case: str) -> None:
+    inputs = inputs_of(case)
     compiled = torch.compile(gated_kernels.diagonal, backend="aot_eager", fullgraph=True)
     eager, traced = run(gated_kernels.diagonal, inputs), run(compiled, inputs)
     assert [name for name in eager if not torch.equal(eager[name], traced[name])] == []
 
 
-def test_the_custom_ops_keep_to_what_torch_asks_of_them() -> None:
+@pytest.mark.parametrize("gate", ["each", "scalar", "none"])
+def test_the_custom_ops_keep_to_what_torch_asks_of_them(gate: str) -> None:
     torch.use_deterministic_algorithms(False)  # its checks compare uninitialised memory
     x = inputs_of("two tokens, no state")
     q, k, v, log_a = (x[name].requires_grad_() for name in ("q_BTHF", "k_BTGF", "v_BTGV", "log_a"))
+    log_a = {"each": log_a, "scalar": log_a[..., :1].detach().requires_grad_(), "none": None}[gate]
     state = q.new_zeros(2, 1, 16, 17, requires_grad=True)
     torch.library.opcheck(kernels._forward, (q, k, v, log_a, state, None, True))
-    o, last = kernels._forward(q, k, v, None, state, None, False)
+    o, last = kernels._forward(q, k, v, log_a, state, None, False)
     torch.library.opcheck(kernels._backward, tuple(
-        x if x is None or isinstance(x, bool) else x.detach() for x in (q, k, v, None, state, None, False, o, last)
+        x if x is None or isinstance(x, bool) else x.detach() for x in (q, k, v, log_a, state, None, False, o, last)
     ))  # fmt: skip
 
 
@@ -175,30 +211,41 @@ def test_configurations_of_every_kind_compile_for_hopper_within_the_shared_memor
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     shared = [int(line) for line in done.stdout.split()]
-    assert len(shared) == 5 * len(COMPILED)
+    assert len(shared) == 5 * len(COMPILED) + 8 * len(SCALAR)
     assert max(shared) <= LEAST_SHARED
 
 
 def compile_all() -> None:
-    """Prints the shared memory of every kernel in every one of COMPILED."""
-    pointers = {BF16: "*bf16", FP16: "*fp16", FP32: "*fp32"}
-    for F, V, FG, dtype, exclusive, segments in COMPILED:
-        constants = kernels.constants(8, 4, F, V, FG or 1, exclusive, dtype)
-        types = dict.fromkeys(("T", "B"), "i32") | dict.fromkeys(
-            ("states", "dstates"), pointers[kernels.PRODUCTS[dtype][0]]
-        )
-        types |= dict.fromkeys(("state", "last", "dstate", "dlast", "dlog_a"), "*fp32") | {"segment": "*i64"}
-        absent = dict.fromkeys((("log_a",) if FG is None else ()) + (() if segments else ("segment",)))
+    """Prints the shared memory of every kernel in every one of COMPILED and SCALAR."""
+    for F, V, dtype, exclusive, segments in COMPILED:
+        constants = kernels.constants(8, 4, F, V, exclusive, dtype) | kernels.options(dtype)
         for name in ("states", "outputs", "dstates", "dv", "dqk"):
-            kernel = getattr(kernels, f"{name}_kernel")
-            given = {x: value for x, value in (constants | absent).items() if x in kernel.arg_names}
-            signature = {x: "constexpr" if x in given else types.get(x, pointers[dtype]) for x in kernel.arg_names}
-            aligned = {
-                (i,): [["tt.divisibility", 16]] for i, x in enumerate(kernel.arg_names) if signature[x][0] == "*"
-            }
-            source = triton.compiler.ASTSource(kernel, signature, given, aligned)
-            target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
-            print(triton.compile(source, target=target, options=kernels.options(dtype)).metadata.shared)
+            shared_by(getattr(kernels, f"{name}_kernel"), constants | ({} if segments else {"segment": None}), dtype)
+    for F, V, R, dtype, exclusive, gated in SCALAR:
+        absent = {} if gated else dict.fromkeys(("log_a", "read", "write", "dlog_a"))
+        for name, kernel in scalar.KERNELS.items():
+            shared_by(kernel, scalar.constants(name, 8, R, F, V, exclusive, dtype) | absent, dtype)
+        chunk = scalar.CHUNK[kernels.PRODUCTS[dtype][0]]
+        shared_by(scalar.sums_kernel, {"G": 8, "EXCLUSIVE": exclusive, "C": chunk, "num_warps": 1} | absent, dtype)
+        constants = {"SIZE": F * V, "C": chunk, "CHUNKS": 16, "BLOCK": 1024, "REVERSED": exclusive}
+        shared_by(scalar.carry_kernel, constants | absent, dtype)
+        shared_by(scalar.pad_kernel, {"V": V, "W": scalar.row_size(V), "ROWS": 16, "COLUMNS": 256}, dtype)
+
+
+def shared_by(kernel: Any, constants: dict[str, Any], dtype: torch.dtype) -> None:
+    """Prints the shared memory of one kernel."""
+    pointers = {BF16: "*bf16", FP16: "*fp16", FP32: "*fp32"}
+    types = dict.fromkeys(("T", "B", "N", "PART", "rows"), "i32") | {"segment": "*i64"}
+    types |= dict.fromkeys(("states", "dstates"), pointers[kernels.PRODUCTS[dtype][0]])
+    types |= dict.fromkeys(("state", "last", "dstate", "dlast", "dlog_a", "ends"), "*fp32")
+    types |= dict.fromkeys(("read", "write"), "*fp64")
+    given = {x: value for x, value in constants.items() if x in kernel.arg_names}
+    signature = {x: "constexpr" if x in given else types.get(x, pointers[dtype]) for x in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, x in enumerate(kernel.arg_names) if signature[x][0] == "*"}
+    source = triton.compiler.ASTSource(kernel, signature, given, aligned)
+    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    options = {x: constants[x] for x in ("num_warps", "num_stages") if x in constants}
+    print(triton.compile(source, target=target, options=options).metadata.shared)
 
 
 if __name__ == "__main__":

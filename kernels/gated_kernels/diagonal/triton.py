@@ -16,8 +16,8 @@ length. Kernels see BF of the features and BV of the values at a time. A gate's 
 from __future__ import annotations
 
 import functools
-import os
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,64 +25,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+from gated_kernels.diagonal import scalar
+from gated_kernels.diagonal.tiles import INTERPRETED, PRODUCTS, load, product, store
+
 CHUNK = 32
-# By the inputs' dtype: that of what is multiplied, and how fp32 operands are.
-PRODUCTS = {
-    torch.bfloat16: (torch.bfloat16, "tf32"),
-    torch.float16: (torch.float32, "tf32"),
-    torch.float32: (torch.float32, "tf32x3"),
-}
 
 
 @triton.jit
-def _load(x, t, T, step, column, columns):
-    """Rows t of x, zeros where there are none."""
-    mask = ((t >= 0) & (t < T))[:, None] & (column < columns)[None, :]
-    return tl.load(x + t[:, None] * step + column[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _store(x, value, t, T, step, column, columns):
-    mask = (t < T)[:, None] & (column < columns)[None, :]
-    tl.store(x + t[:, None] * step + column[None, :], value.to(x.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _load_state(x, f, F: tl.constexpr, v, V: tl.constexpr):
-    return tl.load(x + f[:, None] * V + v[None, :], mask=(f < F)[:, None] & (v < V)[None, :], other=0.0)
-
-
-@triton.jit
-def _store_state(x, value, f, F: tl.constexpr, v, V: tl.constexpr):
-    mask = (f < F)[:, None] & (v < V)[None, :]
-    tl.store(x + f[:, None] * V + v[None, :], value.to(x.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _load_gates(
-    log_a, b, t, T, g, f, G: tl.constexpr, F: tl.constexpr, FG: tl.constexpr, C: tl.constexpr, BF: tl.constexpr
-):
-    """[C, BF] in fp32; a scalar gate stands in every column, no gate is zeros."""
-    if log_a is None:
-        gates = tl.zeros((C, BF), tl.float32)
-    else:
-        mask = ((t >= 0) & (t < T))[:, None] & (f < F)[None, :]
-        rows = log_a + ((b * T + t) * G + g)[:, None] * FG
-        gates = tl.load(rows + (f % FG)[None, :], mask=mask, other=0.0).to(tl.float32)
-        gates = tl.maximum(gates, -1e30)  # sums are products with zeros and ones, and 0 times -inf is none
-    return gates
-
-
-@triton.jit
-def _product(a, b, c, D: tl.constexpr, PRECISION: tl.constexpr):
-    """a b + c in fp32, of operands in D."""
-    a = a.to(D)
-    b = b.to(D)
-    if INTERPRETED:  # Triton's interpreter multiplies the bits of bf16 as integers
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, c, input_precision=PRECISION)
+def _load_gates(log_a, b, t, T, g, f, G: tl.constexpr, F: tl.constexpr):
+    """[C, BF] in fp32."""
+    gates = load(log_a + (b * T * G + g) * F, t, T, G * F, f, F).to(tl.float32)
+    return tl.maximum(gates, -1e30)  # sums are products with zeros and ones, and 0 times -inf is none
 
 
 # Which gates u lie between token t and ...
@@ -110,7 +63,7 @@ def _middle(t, u, level, EXCLUSIVE: tl.constexpr):
 @triton.jit
 def _decay(between, gates):
     """[C, BF] the decay of every token by the gates between; their sums are nearly fp32 whatever the dtype."""
-    return tl.exp(_product(between, gates, None, tl.float32, "tf32x3"))
+    return tl.exp(product(between, gates, None, tl.float32, "tf32x3"))
 
 
 @triton.jit
@@ -164,37 +117,30 @@ def _write_decay(gates, segment, b, first, i, T, C: tl.constexpr):
 
 @triton.jit
 def _scores(
-    q, k, gates, D: tl.constexpr,
-    GATED: tl.constexpr, EXCLUSIVE: tl.constexpr, TRANSPOSED: tl.constexpr,
+    q, k, gates, D: tl.constexpr, EXCLUSIVE: tl.constexpr, TRANSPOSED: tl.constexpr,
     C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """[t, s], or [s, t], before the mask: these features' part; D is the dtype of the products."""
     row = tl.arange(0, C)[:, None]
     column = tl.arange(0, C)[None, :]
-    if GATED:
-        scores = tl.zeros((C, C), tl.float32)
-        for level in tl.range(LEVELS, disable_licm=True):
-            decay = _decay(_middle(row, column, level, EXCLUSIVE), gates)
-            left = q * decay
-            right = k * decay
-            if TRANSPOSED:
-                part = _product(right, tl.trans(left.to(D)), None, D, PRECISION)
-                scores += tl.where(_is_pair(column, row, level), part, 0.0)
-            else:
-                part = _product(left, tl.trans(right.to(D)), None, D, PRECISION)
-                scores += tl.where(_is_pair(row, column, level), part, 0.0)
-        scores += tl.where(row == column, tl.sum(q * k, 1)[:, None], 0.0)
-    elif TRANSPOSED:
-        scores = _product(k, tl.trans(q.to(D)), None, D, PRECISION)
-    else:
-        scores = _product(q, tl.trans(k.to(D)), None, D, PRECISION)
-    return scores
+    scores = tl.zeros((C, C), tl.float32)
+    for level in tl.range(LEVELS, disable_licm=True):
+        decay = _decay(_middle(row, column, level, EXCLUSIVE), gates)
+        left = q * decay
+        right = k * decay
+        if TRANSPOSED:
+            part = product(right, tl.trans(left.to(D)), None, D, PRECISION)
+            scores += tl.where(_is_pair(column, row, level), part, 0.0)
+        else:
+            part = product(left, tl.trans(right.to(D)), None, D, PRECISION)
+            scores += tl.where(_is_pair(row, column, level), part, 0.0)
+    return scores + tl.where(row == column, tl.sum(q * k, 1)[:, None], 0.0)
 
 
 @triton.jit
 def states_kernel(
     k, v, log_a, segment, state, states, last, T,
-    G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, FG: tl.constexpr, EXCLUSIVE: tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr,
     C: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state before every chunk, and the last one; a program per [BF, BV] of a head's state."""
@@ -205,24 +151,24 @@ def states_kernel(
     v_ = tl.program_id(2) * BV + tl.arange(0, BV)
     i = tl.arange(0, C).to(tl.int64)
     N = tl.cdiv(T, C)
-    now = _load_state(state + head * F * V, f, F, v_, V)
+    now = load(state + head * F * V, f, F, V, v_, V)
     for n in range(N):
-        _store_state(states + (head * N + n) * F * V, now, f, F, v_, V)
+        store(states + (head * N + n) * F * V, now, f, F, V, v_, V)
         first = n * C
         t = first + i
-        gates = _load_gates(log_a, b, t, T, g, f, G, F, FG, C, BF)
-        keys = _load(k + (b * T * G + g) * F, t, T, G * F, f, F).to(tl.float32)
-        values = _load(v + (b * T * G + g) * V, t, T, G * V, v_, V)
+        gates = _load_gates(log_a, b, t, T, g, f, G, F)
+        keys = load(k + (b * T * G + g) * F, t, T, G * F, f, F).to(tl.float32)
+        values = load(v + (b * T * G + g) * V, t, T, G * V, v_, V)
         write = keys * _write_decay(gates, segment, b, first, i, T, C)
         now = now * _total(gates, segment, b, first, T, C)[:, None]
-        now = _product(tl.trans(write.to(D)), values, now, D, PRECISION)
-    _store_state(last + head * F * V, now, f, F, v_, V)
+        now = product(tl.trans(write.to(D)), values, now, D, PRECISION)
+    store(last + head * F * V, now, f, F, V, v_, V)
 
 
 @triton.jit
 def outputs_kernel(
     q, k, v, log_a, segment, states, o, T,
-    G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, FG: tl.constexpr, EXCLUSIVE: tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr,
     C: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A chunk's outputs of one query head a program."""
@@ -237,31 +183,29 @@ def outputs_kernel(
     scores = tl.zeros((C, C), tl.float32)
     for f0 in range(0, F, BF):
         f = f0 + tl.arange(0, BF)
-        gates = _load_gates(log_a, b, t, T, g, f, G, F, FG, C, BF)
-        queries = _load(q + (b * T * G * R + h) * F, t, T, G * R * F, f, F).to(tl.float32)
-        keys = _load(k + (b * T * G + g) * F, t, T, G * F, f, F).to(tl.float32)
-        scores += _scores(
-            queries, keys, gates, D, log_a is not None, EXCLUSIVE, False, C, LEVELS, PRECISION
-        )  # fmt: skip
+        gates = _load_gates(log_a, b, t, T, g, f, G, F)
+        queries = load(q + (b * T * G * R + h) * F, t, T, G * R * F, f, F).to(tl.float32)
+        keys = load(k + (b * T * G + g) * F, t, T, G * F, f, F).to(tl.float32)
+        scores += _scores(queries, keys, gates, D, EXCLUSIVE, False, C, LEVELS, PRECISION)
     scores = tl.where(_readable(segment, b, first, i[:, None], i[None, :], T, EXCLUSIVE), scores, 0.0)
     for v0 in range(0, V, BV):
         v_ = v0 + tl.arange(0, BV)
-        values = _load(v + (b * T * G + g) * V, t, T, G * V, v_, V)
-        outputs = _product(scores, values, None, D, PRECISION)
+        values = load(v + (b * T * G + g) * V, t, T, G * V, v_, V)
+        outputs = product(scores, values, None, D, PRECISION)
         for f0 in range(0, F, BF):
             f = f0 + tl.arange(0, BF)
-            gates = _load_gates(log_a, b, t, T, g, f, G, F, FG, C, BF)
-            queries = _load(q + (b * T * G * R + h) * F, t, T, G * R * F, f, F).to(tl.float32)
+            gates = _load_gates(log_a, b, t, T, g, f, G, F)
+            queries = load(q + (b * T * G * R + h) * F, t, T, G * R * F, f, F).to(tl.float32)
             read = queries * _read_decay(gates, segment, b, first, i, T, EXCLUSIVE)
-            before = _load_state(states + ((b * G + g) * N + n) * F * V, f, F, v_, V)
-            outputs = _product(read, before, outputs, D, PRECISION)
-        _store(o + (b * T * G * R + h) * V, outputs, t, T, G * R * V, v_, V)
+            before = load(states + ((b * G + g) * N + n) * F * V, f, F, V, v_, V)
+            outputs = product(read, before, outputs, D, PRECISION)
+        store(o + (b * T * G * R + h) * V, outputs, t, T, G * R * V, v_, V)
 
 
 @triton.jit
 def dstates_kernel(
     q, log_a, segment, do, dlast, dstates, dstate, T,
-    G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, FG: tl.constexpr, EXCLUSIVE: tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr,
     C: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the state after every chunk, and of the first one; a program per [BF, BV] of a head's state."""
@@ -272,27 +216,27 @@ def dstates_kernel(
     v_ = tl.program_id(2) * BV + tl.arange(0, BV)
     i = tl.arange(0, C).to(tl.int64)
     N = tl.cdiv(T, C)
-    dnow = _load_state(dlast + head * F * V, f, F, v_, V)
+    dnow = load(dlast + head * F * V, f, F, V, v_, V)
     for back in range(N):
         n = N - 1 - back
-        _store_state(dstates + (head * N + n) * F * V, dnow, f, F, v_, V)
+        store(dstates + (head * N + n) * F * V, dnow, f, F, V, v_, V)
         first = n * C
         t = first + i
-        gates = _load_gates(log_a, b, t, T, g, f, G, F, FG, C, BF)
+        gates = _load_gates(log_a, b, t, T, g, f, G, F)
         decay = _read_decay(gates, segment, b, first, i, T, EXCLUSIVE)
         dnow = dnow * _total(gates, segment, b, first, T, C)[:, None]
         for r in tl.range(R, disable_licm=True):
             h = g * R + r
-            queries = _load(q + (b * T * G * R + h) * F, t, T, G * R * F, f, F).to(tl.float32)
-            douts = _load(do + (b * T * G * R + h) * V, t, T, G * R * V, v_, V)
-            dnow = _product(tl.trans((queries * decay).to(D)), douts, dnow, D, PRECISION)
-    _store_state(dstate + head * F * V, dnow, f, F, v_, V)
+            queries = load(q + (b * T * G * R + h) * F, t, T, G * R * F, f, F).to(tl.float32)
+            douts = load(do + (b * T * G * R + h) * V, t, T, G * R * V, v_, V)
+            dnow = product(tl.trans((queries * decay).to(D)), douts, dnow, D, PRECISION)
+    store(dstate + head * F * V, dnow, f, F, V, v_, V)
 
 
 @triton.jit
 def dv_kernel(
     q, k, log_a, segment, do, dstates, dv, T,
-    G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, FG: tl.constexpr, EXCLUSIVE: tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr,
     C: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient of BV of a chunk's values a program; scores are computed transposed, as they are used."""
@@ -308,34 +252,32 @@ def dv_kernel(
     dvalues = tl.zeros((C, BV), tl.float32)
     for f0 in range(0, F, BF):
         f = f0 + tl.arange(0, BF)
-        gates = _load_gates(log_a, b, t, T, g, f, G, F, FG, C, BF)
-        keys = _load(k + (b * T * G + g) * F, t, T, G * F, f, F).to(tl.float32)
+        gates = _load_gates(log_a, b, t, T, g, f, G, F)
+        keys = load(k + (b * T * G + g) * F, t, T, G * F, f, F).to(tl.float32)
         write = keys * _write_decay(gates, segment, b, first, i, T, C)
-        dafter = _load_state(dstates + ((b * G + g) * N + n) * F * V, f, F, v_, V)
-        dvalues = _product(write, dafter, dvalues, D, PRECISION)
+        dafter = load(dstates + ((b * G + g) * N + n) * F * V, f, F, V, v_, V)
+        dvalues = product(write, dafter, dvalues, D, PRECISION)
     for r in tl.range(R, disable_licm=True):
         h = g * R + r
         scores = tl.zeros((C, C), tl.float32)
         for f0 in range(0, F, BF):
             f = f0 + tl.arange(0, BF)
-            gates = _load_gates(log_a, b, t, T, g, f, G, F, FG, C, BF)
-            queries = _load(q + (b * T * G * R + h) * F, t, T, G * R * F, f, F).to(tl.float32)
-            keys = _load(k + (b * T * G + g) * F, t, T, G * F, f, F).to(tl.float32)
-            scores += _scores(
-                queries, keys, gates, D, log_a is not None, EXCLUSIVE, True, C, LEVELS, PRECISION
-            )  # fmt: skip
-        douts = _load(do + (b * T * G * R + h) * V, t, T, G * R * V, v_, V)
-        dvalues = _product(tl.where(readable, scores, 0.0), douts, dvalues, D, PRECISION)
-    _store(dv + (b * T * G + g) * V, dvalues, t, T, G * V, v_, V)
+            gates = _load_gates(log_a, b, t, T, g, f, G, F)
+            queries = load(q + (b * T * G * R + h) * F, t, T, G * R * F, f, F).to(tl.float32)
+            keys = load(k + (b * T * G + g) * F, t, T, G * F, f, F).to(tl.float32)
+            scores += _scores(queries, keys, gates, D, EXCLUSIVE, True, C, LEVELS, PRECISION)
+        douts = load(do + (b * T * G * R + h) * V, t, T, G * R * V, v_, V)
+        dvalues = product(tl.where(readable, scores, 0.0), douts, dvalues, D, PRECISION)
+    store(dv + (b * T * G + g) * V, dvalues, t, T, G * V, v_, V)
 
 
 @triton.jit
 def dqk_kernel(
-    q, k, v, log_a, segment, do, states, dstates, dq, dk, dlog_a, B, T,
-    G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, FG: tl.constexpr, EXCLUSIVE: tl.constexpr,
+    q, k, v, log_a, segment, do, states, dstates, dq, dk, dlog_a, T,
+    G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr,
     C: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of BF features of a chunk's queries, keys and gates; of scalar gates, these features' part."""
+    """The gradients of BF features of a chunk's queries, keys and gates a program."""
     D: tl.constexpr = states.dtype.element_ty
     N = tl.cdiv(T, C)
     program = tl.program_id(0).to(tl.int64)
@@ -346,79 +288,69 @@ def dqk_kernel(
     row = i[:, None]
     column = i[None, :]
     f = tl.program_id(1) * BF + tl.arange(0, BF)
-    gates = _load_gates(log_a, b, t, T, g, f, G, F, FG, C, BF)
-    keys = _load(k + (b * T * G + g) * F, t, T, G * F, f, F).to(tl.float32)
+    gates = _load_gates(log_a, b, t, T, g, f, G, F)
+    keys = load(k + (b * T * G + g) * F, t, T, G * F, f, F).to(tl.float32)
 
     dkeys = tl.zeros((C, BF), tl.float32)
     dtotal = tl.zeros((BF,), tl.float32)
     for v0 in range(0, V, BV):
         v_ = v0 + tl.arange(0, BV)
-        values = _load(v + (b * T * G + g) * V, t, T, G * V, v_, V)
-        before = _load_state(states + ((b * G + g) * N + n) * F * V, f, F, v_, V)
-        dafter = _load_state(dstates + ((b * G + g) * N + n) * F * V, f, F, v_, V)
-        dkeys = _product(values, tl.trans(dafter), dkeys, D, PRECISION)
+        values = load(v + (b * T * G + g) * V, t, T, G * V, v_, V)
+        before = load(states + ((b * G + g) * N + n) * F * V, f, F, V, v_, V)
+        dafter = load(dstates + ((b * G + g) * N + n) * F * V, f, F, V, v_, V)
+        dkeys = product(values, tl.trans(dafter), dkeys, D, PRECISION)
         dtotal += tl.sum(before.to(tl.float32) * dafter.to(tl.float32), 1)
     dkeys *= _write_decay(gates, segment, b, first, i, T, C)
     dgates = tl.zeros((C, BF), tl.float32) + (dtotal * _total(gates, segment, b, first, T, C))[None, :]
-    dgates = _product(_end(column, row), dkeys * keys, dgates, tl.float32, PRECISION)
+    dgates = product(_end(column, row), dkeys * keys, dgates, tl.float32, PRECISION)
 
     for r in tl.range(R, disable_licm=True):
         h = g * R + r
-        queries = _load(q + (b * T * G * R + h) * F, t, T, G * R * F, f, F).to(tl.float32)
+        queries = load(q + (b * T * G * R + h) * F, t, T, G * R * F, f, F).to(tl.float32)
         dqueries = tl.zeros((C, BF), tl.float32)
         dscores = tl.zeros((C, C), tl.float32)  # [t, s]
         dscores_t = tl.zeros((C, C), tl.float32)  # [s, t]: made anew, as turning an accumulator over costs more
         for v0 in range(0, V, BV):
             v_ = v0 + tl.arange(0, BV)
-            values = _load(v + (b * T * G + g) * V, t, T, G * V, v_, V)
-            douts = _load(do + (b * T * G * R + h) * V, t, T, G * R * V, v_, V)
-            before = _load_state(states + ((b * G + g) * N + n) * F * V, f, F, v_, V)
-            dscores = _product(douts, tl.trans(values), dscores, D, PRECISION)
-            dscores_t = _product(values, tl.trans(douts), dscores_t, D, PRECISION)
-            dqueries = _product(douts, tl.trans(before), dqueries, D, PRECISION)
+            values = load(v + (b * T * G + g) * V, t, T, G * V, v_, V)
+            douts = load(do + (b * T * G * R + h) * V, t, T, G * R * V, v_, V)
+            before = load(states + ((b * G + g) * N + n) * F * V, f, F, V, v_, V)
+            dscores = product(douts, tl.trans(values), dscores, D, PRECISION)
+            dscores_t = product(values, tl.trans(douts), dscores_t, D, PRECISION)
+            dqueries = product(douts, tl.trans(before), dqueries, D, PRECISION)
         dqueries *= _read_decay(gates, segment, b, first, i, T, EXCLUSIVE)
-        dgates = _product(_start(column, row, EXCLUSIVE), dqueries * queries, dgates, tl.float32, PRECISION)
+        dgates = product(_start(column, row, EXCLUSIVE), dqueries * queries, dgates, tl.float32, PRECISION)
         dscores = tl.where(_readable(segment, b, first, row, column, T, EXCLUSIVE), dscores, 0.0)
         dscores_t = tl.where(_readable(segment, b, first, column, row, T, EXCLUSIVE), dscores_t, 0.0)
-        if log_a is None:
-            dqueries = _product(dscores, keys, dqueries, D, PRECISION)
-            dkeys = _product(dscores_t, queries, dkeys, D, PRECISION)
-        else:
-            # A token meets itself without a decay: kept out of the gates' gradients, where it would only cancel.
-            dself = tl.sum(tl.where(row == column, dscores, 0.0), 1)[:, None]
-            dqueries += dself * keys
-            dkeys += dself * queries
-            for level in tl.range(LEVELS, disable_licm=True):
-                decay = _decay(_middle(row, column, level, EXCLUSIVE), gates)
-                left = queries * decay
-                right = keys * decay
-                pair = tl.where(_is_pair(row, column, level), dscores, 0.0)
-                pair_t = tl.where(_is_pair(column, row, level), dscores_t, 0.0)
-                dleft = _product(pair, right, None, D, PRECISION)
-                dright = _product(pair_t, left, None, D, PRECISION)
-                dqueries += dleft * decay
-                dkeys += dright * decay
-                between = _middle(column, row, level, EXCLUSIVE)
-                dgates = _product(between, dleft * left + dright * right, dgates, tl.float32, PRECISION)
-        _store(dq + (b * T * G * R + h) * F, dqueries, t, T, G * R * F, f, F)
+        # A token meets itself without a decay: kept out of the gates' gradients, where it would only cancel.
+        dself = tl.sum(tl.where(row == column, dscores, 0.0), 1)[:, None]
+        dqueries += dself * keys
+        dkeys += dself * queries
+        for level in tl.range(LEVELS, disable_licm=True):
+            decay = _decay(_middle(row, column, level, EXCLUSIVE), gates)
+            left = queries * decay
+            right = keys * decay
+            pair = tl.where(_is_pair(row, column, level), dscores, 0.0)
+            pair_t = tl.where(_is_pair(column, row, level), dscores_t, 0.0)
+            dleft = product(pair, right, None, D, PRECISION)
+            dright = product(pair_t, left, None, D, PRECISION)
+            dqueries += dleft * decay
+            dkeys += dright * decay
+            between = _middle(column, row, level, EXCLUSIVE)
+            dgates = product(between, dleft * left + dright * right, dgates, tl.float32, PRECISION)
+        store(dq + (b * T * G * R + h) * F, dqueries, t, T, G * R * F, f, F)
 
-    _store(dk + (b * T * G + g) * F, dkeys, t, T, G * F, f, F)
-    if log_a is not None:
-        if FG == 1:
-            part = dlog_a + (tl.program_id(1) * B + b) * T * G + g
-            tl.store(part + t * G, tl.sum(dgates, 1), mask=t < T)
-        else:
-            _store(dlog_a + (b * T * G + g) * F, dgates, t, T, G * F, f, F)
+    store(dk + (b * T * G + g) * F, dkeys, t, T, G * F, f, F)
+    store(dlog_a + (b * T * G + g) * F, dgates, t, T, G * F, f, F)
 
 
-def constants(G: int, R: int, F: int, V: int, FG: int, exclusive: bool, dtype: torch.dtype) -> dict[str, Any]:
+def constants(G: int, R: int, F: int, V: int, exclusive: bool, dtype: torch.dtype) -> dict[str, Any]:
     """What the kernels are compiled for; fixed by the sizes and the dtype, never searched for."""
     return {
         "G": G,
         "R": R,
         "F": F,
         "V": V,
-        "FG": FG,
         "EXCLUSIVE": int(exclusive),
         "C": CHUNK,
         "BF": _block(F),
@@ -440,18 +372,17 @@ def _block(size: int) -> int:
 class _Problem:
     """The sizes of one call, and what every kernel is given."""
 
-    def __init__(self, q_BTHF: Tensor, k_BTGF: Tensor, v_BTGV: Tensor, log_a: Tensor | None, exclusive: bool):
+    def __init__(self, q_BTHF: Tensor, k_BTGF: Tensor, v_BTGV: Tensor, exclusive: bool):
         B, T, H, F = q_BTHF.shape
         G, V = v_BTGV.shape[2:]
         dtype = _promoted(q_BTHF, k_BTGF, v_BTGV)
         N = triton.cdiv(T, CHUNK)
-        self.B, self.T = B, T
+        self.T = T
         self.states_BGNFV = v_BTGV.new_empty(B, G, N, F, V, dtype=PRODUCTS[dtype][0])
-        self.blocks_of_F, blocks_of_V = triton.cdiv(F, _block(F)), triton.cdiv(V, _block(V))
-        self.by_state, self.by_query = (B * G, self.blocks_of_F, blocks_of_V), (B * H * N,)
-        self.by_feature, self.by_value = (B * G * N, self.blocks_of_F), (B * G * N, blocks_of_V)
-        FG = 1 if log_a is None else log_a.shape[-1]
-        self.compiled_for = constants(G, H // G, F, V, FG, exclusive, dtype) | options(dtype)
+        blocks_of_F, blocks_of_V = triton.cdiv(F, _block(F)), triton.cdiv(V, _block(V))
+        self.by_state, self.by_query = (B * G, blocks_of_F, blocks_of_V), (B * H * N,)
+        self.by_feature, self.by_value = (B * G * N, blocks_of_F), (B * G * N, blocks_of_V)
+        self.compiled_for = constants(G, H // G, F, V, exclusive, dtype) | options(dtype)
 
 
 def _promoted(*tensors: Tensor) -> torch.dtype:
@@ -462,6 +393,16 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
+def _is_scalar(log_a: Tensor | None) -> bool:
+    return log_a is None or log_a.shape[-1] == 1
+
+
+def _rows(like: Tensor, shape: Sequence[int], log_a: Tensor | None) -> Tensor:
+    """What holds values or their like, as the kernels for this kind of gate lay them out."""
+    V = shape[-1]
+    return like.new_empty(*shape[:-1], scalar.row_size(V) if _is_scalar(log_a) else V)[..., :V]
+
+
 @torch.library.custom_op("gated_kernels::diagonal", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None, state: Tensor, segment: Tensor | None, exclusive: bool
@@ -469,7 +410,10 @@ def _forward(
     """The outputs and the last state."""
     q, k, v, state = (x.contiguous() for x in (q, k, v, state))
     log_a, segment = _contiguous(log_a), _contiguous(segment)
-    p = _Problem(q, k, v, log_a, exclusive)
+    if _is_scalar(log_a):
+        with torch.cuda.device_of(v):
+            return scalar.forward(q, k, v, log_a, state, segment, exclusive)
+    p = _Problem(q, k, v, exclusive)
     o, last = v.new_empty(*q.shape[:3], v.shape[-1]), torch.empty_like(state)
     with torch.cuda.device_of(v):
         states_kernel[p.by_state](k, v, log_a, segment, state, p.states_BGNFV, last, p.T, **p.compiled_for)
@@ -481,7 +425,7 @@ def _forward(
 def _(
     q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None, state: Tensor, segment: Tensor | None, exclusive: bool
 ) -> tuple[Tensor, Tensor]:
-    return v.new_empty(*q.shape[:3], v.shape[-1]), state.new_empty(state.shape)
+    return _rows(v, (*q.shape[:3], v.shape[-1]), log_a), state.new_empty(state.shape)
 
 
 @torch.library.custom_op("gated_kernels::diagonal_backward", mutates_args=())
@@ -499,20 +443,19 @@ def _backward(
     """The gradients of q, k, v, log_a (empty where there is none) and the state."""
     q, k, v, state, do, dlast = (x.contiguous() for x in (q, k, v, state, do, dlast))
     log_a, segment = _contiguous(log_a), _contiguous(segment)
-    p = _Problem(q, k, v, log_a, exclusive)
+    if _is_scalar(log_a):
+        with torch.cuda.device_of(v):
+            dq, dk, dv, dlog_a, dstate = scalar.backward(q, k, v, log_a, state, segment, exclusive, do, dlast)
+        return dq, dk, dv, v.new_empty(0) if dlog_a is None else dlog_a, dstate
+    p = _Problem(q, k, v, exclusive)
     states, dstates, last = p.states_BGNFV, torch.empty_like(p.states_BGNFV), torch.empty_like(state)
-    dq, dk, dv, dstate = (torch.empty_like(x) for x in (q, k, v, state))
-    dlog_a = v.new_empty(0)
-    if log_a is not None:  # of a scalar gate, a part from each block of features
-        dlog_a = log_a.new_empty(p.blocks_of_F if log_a.shape[-1] == 1 else 1, *log_a.shape, dtype=torch.float32)
+    dq, dk, dv, dlog_a, dstate = (torch.empty_like(x) for x in (q, k, v, log_a, state))
     with torch.cuda.device_of(v):
         states_kernel[p.by_state](k, v, log_a, segment, state, states, last, p.T, **p.compiled_for)
         dstates_kernel[p.by_state](q, log_a, segment, do, dlast, dstates, dstate, p.T, **p.compiled_for)
         dv_kernel[p.by_value](q, k, log_a, segment, do, dstates, dv, p.T, **p.compiled_for)
-        dqk_kernel[p.by_feature](
-            q, k, v, log_a, segment, do, states, dstates, dq, dk, dlog_a, p.B, p.T, **p.compiled_for
-        )
-    return dq, dk, dv, dlog_a if log_a is None else dlog_a.sum(0).to(log_a.dtype), dstate
+        dqk_kernel[p.by_feature](q, k, v, log_a, segment, do, states, dstates, dq, dk, dlog_a, p.T, **p.compiled_for)
+    return dq, dk, dv, dlog_a, dstate
 
 
 @_backward.register_fake
@@ -527,8 +470,8 @@ def _(
     do: Tensor,
     dlast: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv, dstate = (x.new_empty(x.shape) for x in (q, k, v, state))
-    return dq, dk, dv, v.new_empty(0) if log_a is None else log_a.new_empty(log_a.shape), dstate
+    dq, dk, dstate = (x.new_empty(x.shape) for x in (q, k, state))
+    return dq, dk, _rows(v, v.shape, log_a), v.new_empty(0) if log_a is None else log_a.new_empty(log_a.shape), dstate
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -1,0 +1,41 @@
+"""What the Triton kernels of the diagonal recurrence share: tiles of tokens and of states, matrix products."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+# By the inputs' dtype: that of what is multiplied, and how fp32 operands are.
+PRODUCTS = {
+    torch.bfloat16: (torch.bfloat16, "tf32"),
+    torch.float16: (torch.float32, "tf32"),
+    torch.float32: (torch.float32, "tf32x3"),
+}
+
+
+@triton.jit
+def load(x, i, rows, step, column, columns):
+    """Rows i and some columns of x, whose rows lie `step` apart; zeros where there are none."""
+    mask = (i < rows)[:, None] & (column < columns)[None, :]
+    return tl.load(x + i[:, None] * step + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store(x, value, i, rows, step, column, columns):
+    mask = (i < rows)[:, None] & (column < columns)[None, :]
+    tl.store(x + i[:, None] * step + column[None, :], value.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def product(a, b, c, D: tl.constexpr, PRECISION: tl.constexpr):
+    """a b + c in fp32, of operands in D."""
+    a = a.to(D)
+    b = b.to(D)
+    if INTERPRETED:  # Triton's interpreter multiplies the bits of bf16 as integers
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, c, input_precision=PRECISION)
