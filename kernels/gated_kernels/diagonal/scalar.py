@@ -46,6 +46,14 @@ LEAST = 16  # chunks of a part
 
 
 @triton.jit
+def _store_sums(to, sums, C: tl.constexpr):
+    """In two fp32 numbers: rounded, and what was lost."""
+    rounded = sums.to(tl.float32)
+    tl.store(to, rounded)
+    tl.store(to + C, (sums - rounded.to(tl.float64)).to(tl.float32))
+
+
+@triton.jit
 def sums_kernel(
     log_a, segment, read, write, T, G: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
@@ -65,9 +73,9 @@ def sums_kernel(
         before = tl.load(segment + b * T + t - 1, mask=(t > 0) & (t < T), other=0)
         sums += tl.where((t > 0) & (t < T) & (now != before), -1000.0, 0.0).to(tl.float64)
     sums = tl.cumsum(sums, 0)
-    tl.store(write + program * C + i, sums)
+    _store_sums(write + program * 2 * C + i, sums, C)
     if EXCLUSIVE:
-        tl.store(read + program * C + i, sums - gates)
+        _store_sums(read + program * 2 * C + i, sums - gates, C)
 
 
 @triton.jit
@@ -82,27 +90,28 @@ def _decays(read, write, at, EXCLUSIVE: tl.constexpr, TRANSPOSED: tl.constexpr, 
         s = i[None, :]
     decays = (t >= s + EXCLUSIVE).to(tl.float32)
     if write is not None:
-        between = tl.minimum(tl.load(read + at + t) - tl.load(write + at + s), 0.0)
-        decays *= tl.exp(between.to(tl.float32))
+        lost = tl.load(read + at + C + t) - tl.load(write + at + C + s)
+        decays *= tl.exp(tl.minimum(tl.load(read + at + t) - tl.load(write + at + s) + lost, 0.0))
     return decays
 
 
 @triton.jit
 def _from_start(read, at, i):
     """The decay from the state before the chunk to what token i reads."""
-    return tl.exp(tl.load(read + at + i).to(tl.float32))
+    return tl.exp(tl.load(read + at + i))
 
 
 @triton.jit
 def _to_end(write, at, i, C: tl.constexpr):
     """The decay of what token i writes to the state after the chunk."""
-    return tl.exp((tl.load(write + at + C - 1) - tl.load(write + at + i)).to(tl.float32))
+    lost = tl.load(write + at + 2 * C - 1) - tl.load(write + at + C + i)
+    return tl.exp(tl.load(write + at + C - 1) - tl.load(write + at + i) + lost)
 
 
 @triton.jit
 def _total(write, at, C: tl.constexpr):
     """The decay of the whole chunk."""
-    return tl.exp(tl.load(write + at + C - 1).to(tl.float32))
+    return tl.exp(tl.load(write + at + C - 1))
 
 
 @triton.jit
@@ -146,7 +155,7 @@ def states_kernel(
         keys = load(k + (row * G + g) * F, i, rows, G * F, f, F).to(D)
         values = load(v + (row * G + g) * W, i, rows, G * W, x, W)
         if write is not None:
-            at = (head * N + n) * C
+            at = (head * N + n) * 2 * C
             to_end = _to_end(write, at, i, C)[:, None]
             total = _total(write, at, C)
             values = values * to_end
@@ -202,7 +211,7 @@ def dstates_kernel(
         queries = load(q + row * F, i, rows, G * R * F, f, F).to(D)
         douts = load(do + row * W, i, rows, G * R * W, x, W)
         if write is not None:
-            at = (head * N + n) * C
+            at = (head * N + n) * 2 * C
             start = _from_start(read, at, i)[:, None]
             total = tl.where(r == 0, _total(write, at, C), 1.0)
             douts = douts * start
@@ -240,8 +249,8 @@ def carry_kernel(
         tl.store(at, now, mask=e < SIZE)
         if write is not None:
             chunk = part * PART + n
-            sums = tl.load(write + (head * N + chunk) * C + C - 1, mask=(n < PART) & (chunk < N), other=0.0)
-            now *= tl.exp(tl.sum(sums, 0).to(tl.float32))
+            sums = tl.load(write + (head * N + chunk) * 2 * C + C - 1, mask=(n < PART) & (chunk < N), other=0.0)
+            now *= tl.exp(tl.sum(sums, 0))
         now += end
     tl.store(last + head * SIZE + e, now, mask=e < SIZE)
 
@@ -264,7 +273,7 @@ def outputs_kernel(
     i = tl.arange(0, C)
     rows = (T - n * C).to(tl.int32)
     row = b * T + n * C
-    decays = _decays(read, write, chunk * C, EXCLUSIVE, False, C)
+    decays = _decays(read, write, chunk * 2 * C, EXCLUSIVE, False, C)
     f = tl.arange(0, BF)
     values = load(v + (row * G + g) * W, i, rows, G * W, x, W)
     if TAIL:
@@ -297,7 +306,7 @@ def outputs_kernel(
                     before_y = load(states + chunk * F * W, f0 + f, F, W, y, W)
                     outputs_y = product(queries, before_y, outputs_y, D, PRECISION)
         if write is not None:
-            start = _from_start(read, chunk * C, i)[:, None]
+            start = _from_start(read, chunk * 2 * C, i)[:, None]
             outputs *= start
             if TAIL:
                 outputs_y *= start
@@ -340,11 +349,11 @@ def dv_kernel(
             dafter_y = load(dstates + chunk * F * W, f0 + f, F, W, y, W)
             dvalues_y = product(keys, dafter_y, dvalues_y, D, PRECISION)
     if write is not None:
-        to_end = _to_end(write, chunk * C, i, C)[:, None]
+        to_end = _to_end(write, chunk * 2 * C, i, C)[:, None]
         dvalues *= to_end
         if TAIL:
             dvalues_y *= to_end
-    decays = _decays(read, write, chunk * C, EXCLUSIVE, True, C)
+    decays = _decays(read, write, chunk * 2 * C, EXCLUSIVE, True, C)
     if dlog_a is not None:
         values = load(v + (row * G + g) * W, i, rows, G * W, x, W)
         if TAIL:
@@ -439,15 +448,15 @@ def dqk_kernel(
         dafter_y = load(dstates + chunk * F * W, f, F, W, y, W)
         dkeys, through = _meet_states(values_y, before_y, dafter_y, dkeys, through, D, PRECISION)
     if write is not None:
-        dkeys *= _to_end(write, chunk * C, i, C)[:, None]
-        start = _from_start(read, chunk * C, i)
+        dkeys *= _to_end(write, chunk * 2 * C, i, C)[:, None]
+        start = _from_start(read, chunk * 2 * C, i)
     if dlog_a is not None:
         u = i[None, :]
         dwrite = tl.sum(dkeys * keys.to(tl.float32), 1)[:, None]
-        dgates = tl.sum(through) * _total(write, chunk * C, C) + tl.sum(tl.where(i[:, None] < u, dwrite, 0.0), 0)
+        dgates = tl.sum(through) * _total(write, chunk * 2 * C, C) + tl.sum(tl.where(i[:, None] < u, dwrite, 0.0), 0)
         dread = tl.zeros((C,), tl.float32)
-    decays = _decays(read, write, chunk * C, EXCLUSIVE, False, C)
-    decays_t = _decays(read, write, chunk * C, EXCLUSIVE, True, C)
+    decays = _decays(read, write, chunk * 2 * C, EXCLUSIVE, False, C)
+    decays_t = _decays(read, write, chunk * 2 * C, EXCLUSIVE, True, C)
     for r in tl.range(R, disable_licm=True):
         h = g * R + r
         queries = load(q + (row * G * R + h) * F, i, rows, G * R * F, f, F)
@@ -565,7 +574,7 @@ class _Call:
         self.states_BGNFW = q.new_empty(self.B, G, self.N, F, row_size(V), dtype=PRODUCTS[dtype][0])
         self.read = self.write = None
         if log_a is not None or segment is not None:
-            self.write = q.new_empty(self.chunks, self.C, dtype=torch.float64)
+            self.write = q.new_empty(self.chunks, 2, self.C, dtype=torch.float32)
             self.read = torch.empty_like(self.write) if exclusive else self.write
             sums_kernel[(self.chunks,)](
                 log_a, segment, self.read, self.write, self.T, G=G, EXCLUSIVE=exclusive, C=self.C, num_warps=1
