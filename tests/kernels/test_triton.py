@@ -140,7 +140,7 @@ def test_results_do_not_depend_on_how_the_inputs_lie_in_memory_nor_on_autocast(c
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
-@pytest.mark.parametrize("case", ["a token more than a chunk", "scalar"])
+@pytest.mark.parametrize("case", ["a token more than a chunk", "scalar, 5 features"])
 def test_a_gate_of_minus_infinity_forgets_everything_before_it(case: str) -> None:
     inputs = inputs_of(case)
     inputs["log_a"][:, 20] = -torch.inf
@@ -226,7 +226,8 @@ def compile_all() -> None:
         for name, kernel in scalar.KERNELS.items():
             shared_by(kernel, scalar.constants(name, 8, R, F, V, exclusive, dtype) | absent, dtype)
         chunk = scalar.CHUNK[kernels.PRODUCTS[dtype][0]]
-        shared_by(scalar.sums_kernel, {"G": 8, "EXCLUSIVE": exclusive, "C": chunk, "num_warps": 1} | absent, dtype)
+        sums = {"G": 8, "EXCLUSIVE": exclusive, "C": chunk, "num_warps": 1}
+        shared_by(scalar.sums_kernel, sums | ({} if gated else {"log_a": None}), dtype)
         constants = {"SIZE": F * V, "C": chunk, "CHUNKS": 16, "BLOCK": 1024, "REVERSED": exclusive}
         shared_by(scalar.carry_kernel, constants | absent, dtype)
         shared_by(scalar.pad_kernel, {"V": V, "W": scalar.row_size(V), "ROWS": 16, "COLUMNS": 256}, dtype)
@@ -237,8 +238,7 @@ def shared_by(kernel: Any, constants: dict[str, Any], dtype: torch.dtype) -> Non
     pointers = {BF16: "*bf16", FP16: "*fp16", FP32: "*fp32"}
     types = dict.fromkeys(("T", "B", "N", "PART", "rows"), "i32") | {"segment": "*i64"}
     types |= dict.fromkeys(("states", "dstates"), pointers[kernels.PRODUCTS[dtype][0]])
-    types |= dict.fromkeys(("state", "last", "dstate", "dlast", "dlog_a", "ends"), "*fp32")
-    types |= dict.fromkeys(("read", "write"), "*fp64")
+    types |= dict.fromkeys(("state", "last", "dstate", "dlast", "dlog_a", "ends", "read", "write"), "*fp32")
     given = {x: value for x, value in constants.items() if x in kernel.arg_names}
     signature = {x: "constexpr" if x in given else types.get(x, pointers[dtype]) for x in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, x in enumerate(kernel.arg_names) if signature[x][0] == "*"}

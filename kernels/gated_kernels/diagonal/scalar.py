@@ -46,6 +46,14 @@ LEAST = 16  # chunks of a part
 
 
 @triton.jit
+def _store_sums(to, sums, C: tl.constexpr):
+    """In two fp32 numbers: rounded, and what was lost."""
+    rounded = sums.to(tl.float32)
+    tl.store(to, rounded)
+    tl.store(to + C, (sums - rounded.to(tl.float64)).to(tl.float32))
+
+
+@triton.jit
 def sums_kernel(
     log_a, segment, read, write, T, G: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
@@ -65,13 +73,15 @@ def sums_kernel(
         before = tl.load(segment + b * T + t - 1, mask=(t > 0) & (t < T), other=0)
         sums += tl.where((t > 0) & (t < T) & (now != before), -1000.0, 0.0).to(tl.float64)
     sums = tl.cumsum(sums, 0)
-    tl.store(write + program * C + i, sums)
+    _store_sums(write + program * 2 * C + i, sums, C)
     if EXCLUSIVE:
-        tl.store(read + program * C + i, sums - gates)
+        _store_sums(read + program * 2 * C + i, sums - gates, C)
 
 
 @triton.jit
-def _decays(read, write, at, EXCLUSIVE: tl.constexpr, TRANSPOSED: tl.constexpr, C: tl.constexpr):
+def _decays(
+    read, write, at, EXCLUSIVE: tl.constexpr, TRANSPOSED: tl.constexpr, C: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
     """[t, s], or [s, t], the decay of what s writes until t reads it, 0 where t does not; sums of a chunk are `at`."""
     i = tl.arange(0, C)
     if TRANSPOSED:
@@ -82,27 +92,30 @@ def _decays(read, write, at, EXCLUSIVE: tl.constexpr, TRANSPOSED: tl.constexpr, 
         s = i[None, :]
     decays = (t >= s + EXCLUSIVE).to(tl.float32)
     if write is not None:
-        between = tl.minimum(tl.load(read + at + t) - tl.load(write + at + s), 0.0)
-        decays *= tl.exp(between.to(tl.float32))
+        lost = tl.load(read + at + C + t) - tl.load(write + at + C + s)
+        decays *= tl.exp(tl.minimum(tl.load(read + at + t) - tl.load(write + at + s) + lost, 0.0))
+    if D == tl.bfloat16:  # noqa: SIM300
+        decays = decays.to(tl.float16)  # half the registers, still finer than what it is multiplied with
     return decays
 
 
 @triton.jit
 def _from_start(read, at, i):
     """The decay from the state before the chunk to what token i reads."""
-    return tl.exp(tl.load(read + at + i).to(tl.float32))
+    return tl.exp(tl.load(read + at + i))
 
 
 @triton.jit
 def _to_end(write, at, i, C: tl.constexpr):
     """The decay of what token i writes to the state after the chunk."""
-    return tl.exp((tl.load(write + at + C - 1) - tl.load(write + at + i)).to(tl.float32))
+    lost = tl.load(write + at + 2 * C - 1) - tl.load(write + at + C + i)
+    return tl.exp(tl.load(write + at + C - 1) - tl.load(write + at + i) + lost)
 
 
 @triton.jit
 def _total(write, at, C: tl.constexpr):
     """The decay of the whole chunk."""
-    return tl.exp(tl.load(write + at + C - 1).to(tl.float32))
+    return tl.exp(tl.load(write + at + C - 1))
 
 
 @triton.jit
@@ -146,7 +159,7 @@ def states_kernel(
         keys = load(k + (row * G + g) * F, i, rows, G * F, f, F).to(D)
         values = load(v + (row * G + g) * W, i, rows, G * W, x, W)
         if write is not None:
-            at = (head * N + n) * C
+            at = (head * N + n) * 2 * C
             to_end = _to_end(write, at, i, C)[:, None]
             total = _total(write, at, C)
             values = values * to_end
@@ -202,7 +215,7 @@ def dstates_kernel(
         queries = load(q + row * F, i, rows, G * R * F, f, F).to(D)
         douts = load(do + row * W, i, rows, G * R * W, x, W)
         if write is not None:
-            at = (head * N + n) * C
+            at = (head * N + n) * 2 * C
             start = _from_start(read, at, i)[:, None]
             total = tl.where(r == 0, _total(write, at, C), 1.0)
             douts = douts * start
@@ -240,8 +253,8 @@ def carry_kernel(
         tl.store(at, now, mask=e < SIZE)
         if write is not None:
             chunk = part * PART + n
-            sums = tl.load(write + (head * N + chunk) * C + C - 1, mask=(n < PART) & (chunk < N), other=0.0)
-            now *= tl.exp(tl.sum(sums, 0).to(tl.float32))
+            sums = tl.load(write + (head * N + chunk) * 2 * C + C - 1, mask=(n < PART) & (chunk < N), other=0.0)
+            now *= tl.exp(tl.sum(sums, 0))
         now += end
     tl.store(last + head * SIZE + e, now, mask=e < SIZE)
 
@@ -264,7 +277,7 @@ def outputs_kernel(
     i = tl.arange(0, C)
     rows = (T - n * C).to(tl.int32)
     row = b * T + n * C
-    decays = _decays(read, write, chunk * C, EXCLUSIVE, False, C)
+    decays = _decays(read, write, chunk * 2 * C, EXCLUSIVE, False, C, D)
     f = tl.arange(0, BF)
     values = load(v + (row * G + g) * W, i, rows, G * W, x, W)
     if TAIL:
@@ -297,7 +310,7 @@ def outputs_kernel(
                     before_y = load(states + chunk * F * W, f0 + f, F, W, y, W)
                     outputs_y = product(queries, before_y, outputs_y, D, PRECISION)
         if write is not None:
-            start = _from_start(read, chunk * C, i)[:, None]
+            start = _from_start(read, chunk * 2 * C, i)[:, None]
             outputs *= start
             if TAIL:
                 outputs_y *= start
@@ -311,7 +324,7 @@ def outputs_kernel(
 
 @triton.jit
 def dv_kernel(
-    q, k, v, read, write, do, dstates, dv, dlog_a, B, T,
+    q, k, v, read, write, do, dstates, dv, dpairs, B, T,
     G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, W: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr,
     D: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, TAIL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -340,12 +353,12 @@ def dv_kernel(
             dafter_y = load(dstates + chunk * F * W, f0 + f, F, W, y, W)
             dvalues_y = product(keys, dafter_y, dvalues_y, D, PRECISION)
     if write is not None:
-        to_end = _to_end(write, chunk * C, i, C)[:, None]
+        to_end = _to_end(write, chunk * 2 * C, i, C)[:, None]
         dvalues *= to_end
         if TAIL:
             dvalues_y *= to_end
-    decays = _decays(read, write, chunk * C, EXCLUSIVE, True, C)
-    if dlog_a is not None:
+    decays = _decays(read, write, chunk * 2 * C, EXCLUSIVE, True, C, D)
+    if dpairs is not None:
         values = load(v + (row * G + g) * W, i, rows, G * W, x, W)
         if TAIL:
             values_y = load(v + (row * G + g) * W, i, rows, G * W, y, W)
@@ -364,7 +377,7 @@ def dv_kernel(
         if TAIL:
             douts_y = load(do + (row * G * R + h) * W, i, rows, G * R * W, y, W).to(D)
             dvalues_y = product(scores, douts_y, dvalues_y, D, PRECISION)
-        if dlog_a is not None:
+        if dpairs is not None:
             dscores = product(values, tl.trans(douts), tl.zeros((C, C), tl.float32), D, PRECISION)
             if TAIL:
                 dscores = product(values_y, tl.trans(douts_y), dscores, D, PRECISION)
@@ -372,13 +385,12 @@ def dv_kernel(
     store(dv + (row * G + g) * W, dvalues, i, rows, G * W, x, W)
     if TAIL:
         store(dv + (row * G + g) * W, dvalues_y, i, rows, G * W, y, W)
-    if dlog_a is not None:
+    if dpairs is not None:
         u = i[:, None]
         column = i[None, :]
         around = product((column < u).to(tl.float32), pairs, None, tl.float32, PRECISION)  # [u, t], of all s before u
         dgates = tl.sum(tl.where(column >= u + EXCLUSIVE, around, 0.0), 1)
-        part = dlog_a + ((tl.program_id(1) * B + b) * T + n * C) * G + g
-        tl.store(part + i * G, dgates, mask=i < rows)
+        tl.store(dpairs + (tl.program_id(1) * B * N * G + chunk) * C + i, dgates)
 
 
 @triton.jit
@@ -400,12 +412,12 @@ def _meet(douts, values, before, dqueries, dscores, dscores_t, D: tl.constexpr, 
 
 @triton.jit
 def dqk_kernel(
-    q, k, v, read, write, do, states, dstates, dq, dk, dlog_a, B, T,
+    q, k, v, read, write, do, states, dstates, dq, dk, dread, dwrite, dtotal, B, T,
     G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, W: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr,
     D: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, TAIL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of BF features of a chunk's queries and keys a program, and these features' part of the gates' by
-    the states.
+    """The gradients of BF features of a chunk's queries and keys a program, and these features' part of those of the
+    decays from the state before, to the one after and of the chunk.
     """
     N = tl.cdiv(T, C)
     blocks: tl.constexpr = (F + BF - 1) // BF
@@ -439,15 +451,15 @@ def dqk_kernel(
         dafter_y = load(dstates + chunk * F * W, f, F, W, y, W)
         dkeys, through = _meet_states(values_y, before_y, dafter_y, dkeys, through, D, PRECISION)
     if write is not None:
-        dkeys *= _to_end(write, chunk * C, i, C)[:, None]
-        start = _from_start(read, chunk * C, i)
-    if dlog_a is not None:
-        u = i[None, :]
-        dwrite = tl.sum(dkeys * keys.to(tl.float32), 1)[:, None]
-        dgates = tl.sum(through) * _total(write, chunk * C, C) + tl.sum(tl.where(i[:, None] < u, dwrite, 0.0), 0)
-        dread = tl.zeros((C,), tl.float32)
-    decays = _decays(read, write, chunk * C, EXCLUSIVE, False, C)
-    decays_t = _decays(read, write, chunk * C, EXCLUSIVE, True, C)
+        dkeys *= _to_end(write, chunk * 2 * C, i, C)[:, None]
+        start = _from_start(read, chunk * 2 * C, i)
+    if dread is not None:
+        part = (block * B * N * G + chunk) * C
+        tl.store(dwrite + part + i, tl.sum(dkeys * keys.to(tl.float32), 1))
+        tl.store(dtotal + block * B * N * G + chunk, tl.sum(through) * _total(write, chunk * 2 * C, C))
+        dreads = tl.zeros((C,), tl.float32)
+    decays = _decays(read, write, chunk * 2 * C, EXCLUSIVE, False, C, D)
+    decays_t = _decays(read, write, chunk * 2 * C, EXCLUSIVE, True, C, D)
     for r in tl.range(R, disable_licm=True):
         h = g * R + r
         queries = load(q + (row * G * R + h) * F, i, rows, G * R * F, f, F)
@@ -475,16 +487,38 @@ def dqk_kernel(
             )  # fmt: skip
         if write is not None:
             dqueries *= start[:, None]
-        if dlog_a is not None:
-            dread += tl.sum(dqueries * queries.to(tl.float32), 1)
+        if dread is not None:
+            dreads += tl.sum(dqueries * queries.to(tl.float32), 1)
         dqueries = product(dscores * decays, keys, dqueries, D, PRECISION)
         dkeys = product(dscores_t * decays_t, queries, dkeys, D, PRECISION)
         store(dq + (row * G * R + h) * F, dqueries, i, rows, G * R * F, f, F)
     store(dk + (row * G + g) * F, dkeys, i, rows, G * F, f, F)
-    if dlog_a is not None:
-        dgates += tl.sum(tl.where(i[:, None] >= u + EXCLUSIVE, dread[:, None], 0.0), 0)
-        part = dlog_a + ((block * B + b) * T + n * C) * G + g
-        tl.store(part + i * G, dgates, mask=i < rows)
+    if dread is not None:
+        tl.store(dread + part + i, dreads)
+
+
+@triton.jit
+def dgates_kernel(
+    dread, dwrite, dtotal, dpairs, dlog_a, B, T, G: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr,
+    OF_F: tl.constexpr, OF_V: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a chunk's gates, from the parts of all blocks of features and of values."""
+    N = tl.cdiv(T, C)
+    chunk = tl.program_id(0).to(tl.int64)
+    n, b, g = chunk % N, chunk // N // G, chunk // N % G
+    i = tl.arange(0, C)
+    u = i[:, None]
+    token = i[None, :]
+    dgates = tl.zeros((C,), tl.float32)
+    for block in range(OF_F):
+        part = block * B * N * G + chunk
+        dreads = tl.where(token >= u + EXCLUSIVE, tl.load(dread + part * C + token), 0.0)
+        dwrites = tl.where(token < u, tl.load(dwrite + part * C + token), 0.0)
+        dgates += tl.sum(dreads + dwrites, 1) + tl.load(dtotal + part)
+    for block in range(OF_V):
+        dgates += tl.load(dpairs + (block * B * N * G + chunk) * C + i)
+    t = n * C + i
+    tl.store(dlog_a + (b * T + t) * G + g, dgates.to(dlog_a.dtype.element_ty), mask=t < T)
 
 
 @triton.jit
@@ -555,7 +589,8 @@ class _Call:
     """The sizes of a call and its sums of gates."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None, segment: Tensor | None, exclusive: bool):
-        (self.B, self.T, H, F), (G, V) = q.shape, v.shape[2:]
+        (self.B, self.T, H, F), (self.G, V) = q.shape, v.shape[2:]
+        G = self.G
         dtype = functools.reduce(torch.promote_types, (q.dtype, k.dtype, v.dtype))
         self.constants = {name: constants(name, G, H // G, F, V, exclusive, dtype) for name in KERNELS}
         self.blocks = {name: (triton.cdiv(F, c["BF"]), c["NV"]) for name, c in self.constants.items()}
@@ -565,7 +600,7 @@ class _Call:
         self.states_BGNFW = q.new_empty(self.B, G, self.N, F, row_size(V), dtype=PRODUCTS[dtype][0])
         self.read = self.write = None
         if log_a is not None or segment is not None:
-            self.write = q.new_empty(self.chunks, self.C, dtype=torch.float64)
+            self.write = q.new_empty(self.chunks, 2, self.C, dtype=torch.float32)
             self.read = torch.empty_like(self.write) if exclusive else self.write
             sums_kernel[(self.chunks,)](
                 log_a, segment, self.read, self.write, self.T, G=G, EXCLUSIVE=exclusive, C=self.C, num_warps=1
@@ -629,15 +664,21 @@ def backward(
     call.scan("states", state, states, k, v, call.write)
     dstate = call.scan("dstates", dlast, dstates, q, do, call.read, call.write)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    from_pairs = from_states = None
-    of_features, of_values = call.blocks["dqk"][0], call.blocks["dv"][1]
+    of_F, of_V = call.blocks["dqk"][0], call.blocks["dv"][1]
+    dread = dwrite = dtotal = dpairs = dlog_a = None
     if log_a is not None:
-        parts = log_a.new_empty(of_values + of_features, *log_a.shape, dtype=torch.float32)
-        from_pairs, from_states = parts.split([of_values, of_features])
+        dread, dwrite = q.new_empty(2, of_F, call.chunks, call.C, dtype=torch.float32)
+        dtotal = q.new_empty(of_F, call.chunks, dtype=torch.float32)
+        dpairs = q.new_empty(of_V, call.chunks, call.C, dtype=torch.float32)
     shared = q, k, v, call.read, call.write, do
-    dv_kernel[call.chunks, of_values](*shared, dstates, dv, from_pairs, call.B, call.T, **call.constants["dv"])
-    dqk_kernel[(call.chunks * of_features,)](
-        *shared, states, dstates, dq, dk, from_states, call.B, call.T, **call.constants["dqk"]
-    )
-    dlog_a = None if log_a is None else parts.sum(0).to(log_a.dtype)
+    dv_kernel[call.chunks, of_V](*shared, dstates, dv, dpairs, call.B, call.T, **call.constants["dv"])
+    dqk_kernel[(call.chunks * of_F,)](
+        *shared, states, dstates, dq, dk, dread, dwrite, dtotal, call.B, call.T, **call.constants["dqk"]
+    )  # fmt: skip
+    if log_a is not None:
+        dlog_a = torch.empty_like(log_a)
+        dgates_kernel[(call.chunks,)](
+            dread, dwrite, dtotal, dpairs, dlog_a, call.B, call.T, G=call.G, EXCLUSIVE=int(exclusive), C=call.C,
+            OF_F=of_F, OF_V=of_V, num_warps=1,
+        )  # fmt: skip
     return dq, dk, dv[..., :V], dlog_a, dstate
