@@ -37,12 +37,12 @@ BF16, FP32 = torch.bfloat16, torch.float32
 CHUNK = {BF16: 64, FP32: 32}
 BLOCKS = {
     "states": {BF16: (64, 64, 4, 3), FP32: (64, 32, 4, 2)},
-    "outputs": {BF16: (128, 128, 4, 2), FP32: (32, 64, 4, 1)},
+    "outputs": {BF16: (128, 128, 4, 2), FP32: (32, 32, 8, 1)},
     "dstates": {BF16: (64, 64, 4, 3), FP32: (64, 32, 4, 2)},
-    "dv": {BF16: (128, 128, 4, 1), FP32: (32, 64, 4, 1)},
-    "dqk": {BF16: (64, 128, 4, 2), FP32: (32, 64, 4, 1)},
+    "dv": {BF16: (128, 128, 4, 1), FP32: (32, 32, 8, 1)},
+    "dqk": {BF16: (64, 128, 4, 2), FP32: (16, 32, 4, 1)},
 }
-LOOPED = 64  # BF of outputs and dv where they loop over features
+LOOPED = 64  # largest block of what outputs, dv and dqk loop over, where they must
 PROGRAMS = 528  # of a pass over the states: enough to fill a GPU
 LEAST = 16  # chunks of a part
 
@@ -66,6 +66,7 @@ KERNELS = {
 }
 
 
+@functools.cache
 def constants(kernel: str, G: int, R: int, F: int, V: int, exclusive: bool, dtype: torch.dtype) -> dict[str, Any]:
     """What a kernel is compiled for and with; fixed by the sizes and the dtype, never searched for."""
     computed_in, precision = PRODUCTS[dtype]
@@ -76,6 +77,8 @@ def constants(kernel: str, G: int, R: int, F: int, V: int, exclusive: bool, dtyp
         BF, stages = min(BF, LOOPED), 2
     elif kernel == "outputs" and BV > 64:
         stages = 1
+    elif kernel == "dqk" and V > BV + 32:  # a loop over values, too
+        BV = min(BV, LOOPED)
     rest = V % BV if V > BV else 0
     narrow = 0 < rest <= 32
     found = {
