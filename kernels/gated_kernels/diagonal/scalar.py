@@ -43,8 +43,8 @@ BLOCKS = {
     "dqk": {BF16: (64, 128, 4, 2), FP32: (16, 32, 4, 1)},
 }
 LOOPED = 64  # largest block of what outputs, dv and dqk loop over, where they must
-PROGRAMS = 528  # of a pass over the states: enough to fill a GPU
-LEAST = 16  # chunks of a part
+PROGRAMS = 396  # of a pass over the states: enough to fill a GPU, three on a processor
+LEAST = 8  # tokens' chunks, times the heads of a group, that a part of a pass must have
 
 
 @triton.jit
@@ -140,7 +140,9 @@ class _Call:
     def scan(self, name: str, start: Tensor, states: Tensor, *inputs: Tensor | None) -> Tensor:
         """A pass over the states from `start` on; fills `states` and returns the one at the end."""
         end = torch.empty_like(start)
-        parts = min(self.N // LEAST, PROGRAMS // (self.heads * self.blocks[name][0] * self.blocks[name][1]))
+        steps = self.N * self.constants[name].get("R", 1)
+        tiles = self.heads * self.blocks[name][0] * self.blocks[name][1]
+        parts = min(self.N, steps // LEAST, PROGRAMS // tiles)
         part = triton.cdiv(self.N, parts) if parts >= 4 else self.N  # worth it, though every part is run twice
         parts = triton.cdiv(self.N, part)
 

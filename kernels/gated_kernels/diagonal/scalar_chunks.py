@@ -21,10 +21,12 @@ def _decays(
     else:
         t = i[:, None]
         s = i[None, :]
-    decays = (t >= s + EXCLUSIVE).to(tl.float32)
-    if write is not None:
+    if write is None:
+        decays = (t >= s + EXCLUSIVE).to(tl.float32)
+    else:
         lost = tl.load(read + at + C + t) - tl.load(write + at + C + s)
-        decays *= tl.exp(tl.minimum(tl.load(read + at + t) - tl.load(write + at + s) + lost, 0.0))
+        between = tl.load(read + at + t) - tl.load(write + at + s) + lost
+        decays = tl.exp2(tl.where(t >= s + EXCLUSIVE, between, -float("inf")))
     if D.is_bf16():
         decays = decays.to(tl.float16)  # half the registers, still finer than what it is multiplied with
     return decays

@@ -20,7 +20,7 @@ def _store_sums(to, sums, C: tl.constexpr):
 def sums_kernel(
     log_a, segment, read, write, T, G: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """A chunk's sums of gates: up to what each token reads, and up to what it writes."""
+    """A chunk's sums of gates, to base 2: up to what each token reads, and up to what it writes."""
     N = tl.cdiv(T, C)
     program = tl.program_id(0).to(tl.int64)
     n, b, g = program % N, program // N // G, program // N % G
@@ -30,6 +30,7 @@ def sums_kernel(
     if log_a is not None:
         gates = tl.load(log_a + (b * T + t) * G + g, mask=t < T, other=0.0).to(tl.float64)
         gates = tl.maximum(gates, -1000.0)
+    gates *= 1.4426950408889634  # to base 2
     sums = gates
     if segment is not None:
         now = tl.load(segment + b * T + t, mask=t < T, other=0)
@@ -44,20 +45,20 @@ def sums_kernel(
 @triton.jit
 def decay_from_start(read, at, i):
     """The decay from the state before the chunk to what token i reads."""
-    return tl.exp(tl.load(read + at + i))
+    return tl.exp2(tl.load(read + at + i))
 
 
 @triton.jit
 def decay_to_end(write, at, i, C: tl.constexpr):
     """The decay of what token i writes to the state after the chunk."""
     lost = tl.load(write + at + 2 * C - 1) - tl.load(write + at + C + i)
-    return tl.exp(tl.load(write + at + C - 1) - tl.load(write + at + i) + lost)
+    return tl.exp2(tl.load(write + at + C - 1) - tl.load(write + at + i) + lost)
 
 
 @triton.jit
 def decay_of_chunk(write, at, C: tl.constexpr):
     """The decay of the whole chunk."""
-    return tl.exp(tl.load(write + at + C - 1))
+    return tl.exp2(tl.load(write + at + C - 1))
 
 
 @triton.jit
@@ -196,6 +197,6 @@ def carry_kernel(
         if write is not None:
             chunk = part * PART + n
             sums = tl.load(write + (head * N + chunk) * 2 * C + C - 1, mask=(n < PART) & (chunk < N), other=0.0)
-            now *= tl.exp(tl.sum(sums, 0))
+            now *= tl.exp2(tl.sum(sums, 0))
         now += end
     tl.store(last + head * SIZE + e, now, mask=e < SIZE)
