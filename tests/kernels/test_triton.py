@@ -121,7 +121,7 @@ def test_cutting_a_sequence_changes_nothing(case: str) -> None:
 @pytest.mark.parametrize("exclusive", [False, True])
 @pytest.mark.parametrize("gate", ["mixed", "none"])
 def test_states_may_be_passed_over_in_parts(gate: str, exclusive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scalar, "LEAST", 1)
+    monkeypatch.setattr(scalar, "STEPS", 1)
     case = Case(300, gate=gate, scalar=True, exclusive=exclusive, **SMALL)  # the last of five parts is shorter
     given = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in inputs(case).items()}
     assert not faults(gated_kernels.diagonal, reference, given)

@@ -1,17 +1,18 @@
 """The diagonal recurrence with one gate a key-value head, or none, in Triton kernels.
 
 With one gate for all features, the decay from what token s writes to what token t reads is exp(x_t - y_s), where x and
-y are sums of the chunk's gates up to there, in fp64: differences of sums of up to 64 gates keep all digits that fp32
-has. Gates below -1000 are -1000, which is a decay of 0 in fp32 all the same, and so is the start of a segment. Hence
-a chunk's scores are one matrix product of queries and keys as they are, times a matrix of decays; what enters and
-leaves through the states is scaled by rows. The gradient of a gate is the sum of dscore * score over the pairs around
-it, by products with zeros and ones, so that nothing cancels.
+y are the sums of the chunk's gates up to there. They are made in fp64 and kept in two fp32 numbers each, so that their
+differences have all digits of fp32. Gates below -1000 count as -1000, a decay of 0 in fp32 all the same, and so does
+the start of a segment. A chunk's scores are one matrix product of queries and keys as they are, times a matrix of
+decays; what comes and goes by the states is scaled by rows. The gradient of a gate is the sum of dscore * score over
+the pairs it lies between, by a product with zeros and ones, so that nothing cancels.
 
-Values and their like are padded to rows of whole 16 bytes. Their last few columns (a column of ones is the usual case)
-are a narrow tile of their own beside the last whole one. The R query heads of a key-value head share its tiles.
+Values and their like are padded to rows of whole 16 bytes, which loads and stores of whole vectors need. Their last few
+columns (of 65, say, a column of ones) are a narrow tile beside the last whole one. The states and, where a block holds
+all features, keys and values are loaded once for the R query heads of a key-value head.
 
-Long sequences of few heads are cut into P parts: all of them run from a state of zeros, then one after another hands
-its last state on, and all of them run again.
+When a pass over the states has too few programs to fill a GPU, the sequence is cut into parts: all run from a state of
+zeros, each hands its last state on to the next, and all run again.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, W = V padded, N
 chunks, C chunk length. Kernels see BF of the features and BV of the values at a time, and TAIL beside the last of NV.
@@ -32,8 +33,8 @@ from gated_kernels.diagonal.scalar_passes import carry_kernel, dstates_kernel, s
 from gated_kernels.diagonal.tiles import PRODUCTS, load, store
 
 BF16, FP32 = torch.bfloat16, torch.float32
-# By the dtype of the products: tokens of a chunk, and of each kernel the largest BF and BV, then what it is compiled
-# with. Features beyond BF are taken in a loop, or by another program.
+# By the dtype of the products: the tokens of a chunk, and by kernel BF and BV at most, num_warps and num_stages. In bf16
+# these do not spill at the usual sizes, F of 64 to 1024 and V of 64, 65, 128, 129 and 257.
 CHUNK = {BF16: 64, FP32: 32}
 BLOCKS = {
     "states": {BF16: (64, 64, 4, 3), FP32: (64, 32, 4, 2)},
@@ -42,9 +43,9 @@ BLOCKS = {
     "dv": {BF16: (128, 128, 4, 1), FP32: (32, 32, 8, 1)},
     "dqk": {BF16: (64, 128, 4, 2), FP32: (16, 32, 4, 1)},
 }
-LOOPED = 64  # largest block of what outputs, dv and dqk loop over, where they must
-PROGRAMS = 396  # of a pass over the states: enough to fill a GPU, three on a processor
-LEAST = 8  # tokens' chunks, times the heads of a group, that a part of a pass must have
+LOOPED = 64  # BF of outputs and dv where they loop over features, BV of dqk where it loops over values
+PROGRAMS = 396  # that fill a GPU in a pass over the states: three on each of the 132 processors of an H200
+STEPS = 8  # of the loop over chunks (and heads, backward) that a part has at least
 
 
 @triton.jit
@@ -77,7 +78,7 @@ def constants(kernel: str, G: int, R: int, F: int, V: int, exclusive: bool, dtyp
         BF, stages = min(BF, LOOPED), 2
     elif kernel == "outputs" and BV > 64:
         stages = 1
-    elif kernel == "dqk" and V > BV + 32:  # a loop over values, too
+    elif kernel == "dqk" and V > BV + 32:
         BV = min(BV, LOOPED)
     rest = V % BV if V > BV else 0
     narrow = 0 < rest <= 32
@@ -106,6 +107,7 @@ def row_size(V: int) -> int:
 
 
 def _padded(x: Tensor) -> Tensor:
+    """[..., V] -> [..., W]"""
     V, W = x.shape[-1], row_size(x.shape[-1])
     if V == W:
         return x
@@ -117,16 +119,15 @@ def _padded(x: Tensor) -> Tensor:
 
 
 class _Call:
-    """The sizes of a call and its sums of gates."""
+    """The sizes of a call, its sums of gates and the passes over its states."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None, segment: Tensor | None, exclusive: bool):
-        (self.B, self.T, H, F), (self.G, V) = q.shape, v.shape[2:]
-        G = self.G
+        (self.B, self.T, H, F), (G, V) = q.shape, v.shape[2:]
         dtype = functools.reduce(torch.promote_types, (q.dtype, k.dtype, v.dtype))
         self.constants = {name: constants(name, G, H // G, F, V, exclusive, dtype) for name in KERNELS}
         self.blocks = {name: (triton.cdiv(F, c["BF"]), c["NV"]) for name, c in self.constants.items()}
         self.C = CHUNK[PRODUCTS[dtype][0]]
-        self.N, self.heads = triton.cdiv(self.T, self.C), self.B * G
+        self.G, self.N, self.heads = G, triton.cdiv(self.T, self.C), self.B * G
         self.chunks = self.heads * self.N
         self.states_BGNFW = q.new_empty(self.B, G, self.N, F, row_size(V), dtype=PRODUCTS[dtype][0])
         self.read = self.write = None
@@ -142,8 +143,8 @@ class _Call:
         end = torch.empty_like(start)
         steps = self.N * self.constants[name].get("R", 1)
         tiles = self.heads * self.blocks[name][0] * self.blocks[name][1]
-        parts = min(self.N, steps // LEAST, PROGRAMS // tiles)
-        part = triton.cdiv(self.N, parts) if parts >= 4 else self.N  # worth it, though every part is run twice
+        parts = min(self.N, steps // STEPS, PROGRAMS // tiles)
+        part = triton.cdiv(self.N, parts) if parts >= 4 else self.N  # chunks; every part is run twice
         parts = triton.cdiv(self.N, part)
 
         def run(*states: Tensor | None) -> None:
@@ -172,11 +173,9 @@ def forward(
     states = call.states_BGNFW
     last = call.scan("states", state, states, k, v, call.write)
     o = v.new_empty(*q.shape[:3], v.shape[-1])
-    constants = call.constants["outputs"]
-    programs = call.chunks * (constants["R"] // constants["HEADS"])
-    outputs_kernel[programs, call.blocks["outputs"][1]](
-        q, k, v, call.read, call.write, states, o, call.T, **constants
-    )  # fmt: skip
+    compiled_for = call.constants["outputs"]
+    grid = call.chunks * (compiled_for["R"] // compiled_for["HEADS"]), call.blocks["outputs"][1]
+    outputs_kernel[grid](q, k, v, call.read, call.write, states, o, call.T, **compiled_for)
     return o[..., :V], last
 
 

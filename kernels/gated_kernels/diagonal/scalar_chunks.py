@@ -13,7 +13,7 @@ from gated_kernels.diagonal.tiles import load, product, store
 def _decays(
     read, write, at, EXCLUSIVE: tl.constexpr, TRANSPOSED: tl.constexpr, C: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
-    """[t, s], or [s, t], the decay of what s writes until t reads it, 0 where t does not; sums of a chunk are `at`."""
+    """[t, s], or [s, t], the decay of what s writes until t reads it, 0 where t does not; sums of the chunk are `at`."""
     i = tl.arange(0, C)
     if TRANSPOSED:
         t = i[None, :]
@@ -163,7 +163,8 @@ def dv_kernel(
     if dpairs is not None:
         u = i[:, None]
         column = i[None, :]
-        around = product((column < u).to(tl.float32), pairs, None, tl.float32, PRECISION)  # [u, t], of all s before u
+        finer: tl.constexpr = PRECISION if D.is_bf16() else "tf32x3"
+        around = product((column < u).to(tl.float32), pairs, None, tl.float32, finer)  # [u, t], of all s before u
         dgates = tl.sum(tl.where(column >= u + EXCLUSIVE, around, 0.0), 1)
         tl.store(dpairs + (tl.program_id(1) * B * N * G + chunk) * C + i, dgates)
 
