@@ -33,8 +33,8 @@ from gated_kernels.diagonal.scalar_passes import carry_kernel, dstates_kernel, s
 from gated_kernels.diagonal.tiles import PRODUCTS, load, store
 
 BF16, FP32 = torch.bfloat16, torch.float32
-# By the dtype of the products: the tokens of a chunk, and by kernel BF and BV at most, num_warps and num_stages. In bf16
-# these do not spill at the usual sizes, F of 64 to 1024 and V of 64, 65, 128, 129 and 257.
+# By the dtype of the products: the tokens of a chunk; and for each kernel BF and BV at most, num_warps and num_stages.
+# In bf16 no kernel spills at the usual sizes, F of 64 to 1024 and V of 64, 65, 128, 129 and 257.
 CHUNK = {BF16: 64, FP32: 32}
 BLOCKS = {
     "states": {BF16: (64, 64, 4, 3), FP32: (64, 32, 4, 2)},

@@ -13,7 +13,7 @@ from gated_kernels.diagonal.tiles import load, product, store
 def _decays(
     read, write, at, EXCLUSIVE: tl.constexpr, TRANSPOSED: tl.constexpr, C: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
-    """[t, s], or [s, t], the decay of what s writes until t reads it, 0 where t does not; sums of the chunk are `at`."""
+    """[t, s], or [s, t], the decay of what s writes until t reads it, 0 where t does not; the chunk's sums are `at`."""
     i = tl.arange(0, C)
     if TRANSPOSED:
         t = i[None, :]
