@@ -121,7 +121,7 @@ def test_cutting_a_sequence_changes_nothing(case: str) -> None:
 @pytest.mark.parametrize("exclusive", [False, True])
 @pytest.mark.parametrize("gate", ["mixed", "none"])
 def test_states_may_be_passed_over_in_parts(gate: str, exclusive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scalar, "LEAST", 1)
+    monkeypatch.setattr(scalar, "STEPS", 1)
     case = Case(300, gate=gate, scalar=True, exclusive=exclusive, **SMALL)  # the last of five parts is shorter
     given = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in inputs(case).items()}
     assert not faults(gated_kernels.diagonal, reference, given)
@@ -211,7 +211,7 @@ def test_configurations_of_every_kind_compile_for_hopper_within_the_shared_memor
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     shared = [int(line) for line in done.stdout.split()]
-    assert len(shared) == 5 * len(COMPILED) + 8 * len(SCALAR)
+    assert len(shared) == 5 * len(COMPILED) + 9 * len(SCALAR)
     assert max(shared) <= LEAST_SHARED
 
 
@@ -222,14 +222,14 @@ def compile_all() -> None:
         for name in ("states", "outputs", "dstates", "dv", "dqk"):
             shared_by(getattr(kernels, f"{name}_kernel"), constants | ({} if segments else {"segment": None}), dtype)
     for F, V, R, dtype, exclusive, gated in SCALAR:
-        absent = {} if gated else dict.fromkeys(("log_a", "read", "write", "dlog_a"))
+        absent = {} if gated else dict.fromkeys(("read", "write", "dread", "dwrite", "dtotal", "dpairs"))
         for name, kernel in scalar.KERNELS.items():
             shared_by(kernel, scalar.constants(name, 8, R, F, V, exclusive, dtype) | absent, dtype)
-        chunk = scalar.CHUNK[kernels.PRODUCTS[dtype][0]]
-        sums = {"G": 8, "EXCLUSIVE": exclusive, "C": chunk, "num_warps": 1}
-        shared_by(scalar.sums_kernel, sums | ({} if gated else {"log_a": None}), dtype)
-        constants = {"SIZE": F * V, "C": chunk, "CHUNKS": 16, "BLOCK": 1024, "REVERSED": exclusive}
-        shared_by(scalar.carry_kernel, constants | absent, dtype)
+        sizes = {"G": 8, "EXCLUSIVE": exclusive, "C": scalar.CHUNK[kernels.PRODUCTS[dtype][0]], "num_warps": 1}
+        shared_by(scalar.sums_kernel, sizes | ({} if gated else {"log_a": None}), dtype)
+        shared_by(scalar.dgates_kernel, sizes | {"OF_F": 2, "OF_V": 1}, dtype)
+        constants = {"SIZE": F * V, "CHUNKS": 16, "BLOCK": 1024, "REVERSED": exclusive}
+        shared_by(scalar.carry_kernel, sizes | constants | absent | {"num_warps": 4}, dtype)
         shared_by(scalar.pad_kernel, {"V": V, "W": scalar.row_size(V), "ROWS": 16, "COLUMNS": 256}, dtype)
 
 
@@ -238,7 +238,8 @@ def shared_by(kernel: Any, constants: dict[str, Any], dtype: torch.dtype) -> Non
     pointers = {BF16: "*bf16", FP16: "*fp16", FP32: "*fp32"}
     types = dict.fromkeys(("T", "B", "N", "PART", "rows"), "i32") | {"segment": "*i64"}
     types |= dict.fromkeys(("states", "dstates"), pointers[kernels.PRODUCTS[dtype][0]])
-    types |= dict.fromkeys(("state", "last", "dstate", "dlast", "dlog_a", "ends", "read", "write"), "*fp32")
+    states, gates = ("state", "last", "dstate", "dlast", "ends"), ("log_a", "dlog_a", "read", "write")
+    types |= dict.fromkeys((*states, *gates, "dread", "dwrite", "dtotal", "dpairs"), "*fp32")
     given = {x: value for x, value in constants.items() if x in kernel.arg_names}
     signature = {x: "constexpr" if x in given else types.get(x, pointers[dtype]) for x in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, x in enumerate(kernel.arg_names) if signature[x][0] == "*"}

@@ -9,8 +9,10 @@ Matrix products take the inputs' dtype and accumulate in fp32: bf16 as it is, fp
 one TF32 product, which holds it exactly and does not overflow. The backward pass computes all of it again; only the
 inputs are kept. A state belongs to a key-value head and is never repeated.
 
+All of this is for a gate per feature. One gate a head, or none, needs no levels: `scalar.py` has kernels for these.
+
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, N chunks, C chunk
-length. Kernels see BF of the features and BV of the values at a time. A gate's last size FG is F or 1.
+length. Kernels see BF of the features and BV of the values at a time.
 """
 
 from __future__ import annotations
@@ -393,14 +395,10 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def _is_scalar(log_a: Tensor | None) -> bool:
-    return log_a is None or log_a.shape[-1] == 1
-
-
 def _rows(like: Tensor, shape: Sequence[int], log_a: Tensor | None) -> Tensor:
     """What holds values or their like, as the kernels for this kind of gate lay them out."""
     V = shape[-1]
-    return like.new_empty(*shape[:-1], scalar.row_size(V) if _is_scalar(log_a) else V)[..., :V]
+    return like.new_empty(*shape[:-1], scalar.row_size(V) if log_a is None or log_a.shape[-1] == 1 else V)[..., :V]
 
 
 @torch.library.custom_op("gated_kernels::diagonal", mutates_args=())
@@ -410,7 +408,7 @@ def _forward(
     """The outputs and the last state."""
     q, k, v, state = (x.contiguous() for x in (q, k, v, state))
     log_a, segment = _contiguous(log_a), _contiguous(segment)
-    if _is_scalar(log_a):
+    if log_a is None or log_a.shape[-1] == 1:
         with torch.cuda.device_of(v):
             return scalar.forward(q, k, v, log_a, state, segment, exclusive)
     p = _Problem(q, k, v, exclusive)
@@ -443,7 +441,7 @@ def _backward(
     """The gradients of q, k, v, log_a (empty where there is none) and the state."""
     q, k, v, state, do, dlast = (x.contiguous() for x in (q, k, v, state, do, dlast))
     log_a, segment = _contiguous(log_a), _contiguous(segment)
-    if _is_scalar(log_a):
+    if log_a is None or log_a.shape[-1] == 1:
         with torch.cuda.device_of(v):
             dq, dk, dv, dlog_a, dstate = scalar.backward(q, k, v, log_a, state, segment, exclusive, do, dlast)
         return dq, dk, dv, v.new_empty(0) if dlog_a is None else dlog_a, dstate

@@ -1,0 +1,297 @@
+"""The kernels of `scalar.py` that take every chunk by itself, once the states are known. The letters are there."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gated_kernels.diagonal.scalar_passes import decay_from_start, decay_of_chunk, decay_to_end, tail_columns
+from gated_kernels.diagonal.tiles import load, product, store
+
+
+@triton.jit
+def _decays(
+    read, write, at, EXCLUSIVE: tl.constexpr, TRANSPOSED: tl.constexpr, C: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    """[t, s], or [s, t], the decay of what s writes until t reads it, 0 where t does not; the chunk's sums are `at`."""
+    i = tl.arange(0, C)
+    if TRANSPOSED:
+        t = i[None, :]
+        s = i[:, None]
+    else:
+        t = i[:, None]
+        s = i[None, :]
+    if write is None:
+        decays = (t >= s + EXCLUSIVE).to(tl.float32)
+    else:
+        lost = tl.load(read + at + C + t) - tl.load(write + at + C + s)
+        between = tl.load(read + at + t) - tl.load(write + at + s) + lost
+        decays = tl.exp2(tl.where(t >= s + EXCLUSIVE, between, -float("inf")))
+    if D.is_bf16():
+        decays = decays.to(tl.float16)  # half the registers, still finer than what it is multiplied with
+    return decays
+
+
+@triton.jit
+def outputs_kernel(
+    q, k, v, read, write, states, o, T,
+    G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, W: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr,
+    D: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, TAIL: tl.constexpr, HEADS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A chunk's outputs of HEADS query heads a program: all of a key-value head when one block holds the features."""
+    N = tl.cdiv(T, C)
+    program = tl.program_id(0).to(tl.int64)
+    chunk, h0 = program // (R // HEADS), program % (R // HEADS) * HEADS
+    n, b, g = chunk % N, chunk // N // G, chunk // N % G
+    x = tl.program_id(1) * BV + tl.arange(0, BV)
+    if TAIL:
+        y = tail_columns(tl.program_id(1), NV, BV, TAIL, W)
+    i = tl.arange(0, C)
+    rows = (T - n * C).to(tl.int32)
+    row = b * T + n * C
+    at = chunk * 2 * C
+    decays = _decays(read, write, at, EXCLUSIVE, False, C, D)
+    f = tl.arange(0, BF)
+    values = load(v + (row * G + g) * W, i, rows, G * W, x, W)
+    if TAIL:
+        values_y = load(v + (row * G + g) * W, i, rows, G * W, y, W)
+    if F <= BF:
+        keys = load(k + (row * G + g) * F, i, rows, G * F, f, F)
+        before = load(states + chunk * F * W, f, F, W, x, W)
+        if TAIL:
+            before_y = load(states + chunk * F * W, f, F, W, y, W)
+    for r in tl.range(HEADS, disable_licm=True):
+        h = g * R + h0 + r
+        scores = tl.zeros((C, C), tl.float32)
+        outputs = tl.zeros((C, BV), tl.float32)
+        if TAIL:
+            outputs_y = tl.zeros((C, TAIL), tl.float32)
+        if F <= BF:
+            queries = load(q + (row * G * R + h) * F, i, rows, G * R * F, f, F)
+            scores = product(queries, tl.trans(keys.to(D)), scores, D, PRECISION)
+            outputs = product(queries, before, outputs, D, PRECISION)
+            if TAIL:
+                outputs_y = product(queries, before_y, outputs_y, D, PRECISION)
+        else:
+            for f0 in range(0, F, BF):
+                queries = load(q + (row * G * R + h) * F, i, rows, G * R * F, f0 + f, F)
+                keys = load(k + (row * G + g) * F, i, rows, G * F, f0 + f, F)
+                before = load(states + chunk * F * W, f0 + f, F, W, x, W)
+                scores = product(queries, tl.trans(keys.to(D)), scores, D, PRECISION)
+                outputs = product(queries, before, outputs, D, PRECISION)
+                if TAIL:
+                    before_y = load(states + chunk * F * W, f0 + f, F, W, y, W)
+                    outputs_y = product(queries, before_y, outputs_y, D, PRECISION)
+        if write is not None:
+            start = decay_from_start(read, at, i)[:, None]
+            outputs *= start
+            if TAIL:
+                outputs_y *= start
+        scores = (scores * decays).to(D)
+        outputs = product(scores, values, outputs, D, PRECISION)
+        store(o + (row * G * R + h) * W, outputs, i, rows, G * R * W, x, W)
+        if TAIL:
+            outputs_y = product(scores, values_y, outputs_y, D, PRECISION)
+            store(o + (row * G * R + h) * W, outputs_y, i, rows, G * R * W, y, W)
+
+
+@triton.jit
+def dv_kernel(
+    q, k, v, read, write, do, dstates, dv, dpairs, B, T,
+    G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, W: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr,
+    D: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, TAIL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient of BV of a chunk's values a program, and these values' part of the gates' by pairs in the chunk."""
+    N = tl.cdiv(T, C)
+    chunk = tl.program_id(0).to(tl.int64)
+    n, b, g = chunk % N, chunk // N // G, chunk // N % G
+    x = tl.program_id(1) * BV + tl.arange(0, BV)
+    if TAIL:
+        y = tail_columns(tl.program_id(1), NV, BV, TAIL, W)
+    f = tl.arange(0, BF)
+    i = tl.arange(0, C)
+    rows = (T - n * C).to(tl.int32)
+    row = b * T + n * C
+    at = chunk * 2 * C
+    if F <= BF:
+        keys = load(k + (row * G + g) * F, i, rows, G * F, f, F)
+    dvalues = tl.zeros((C, BV), tl.float32)
+    if TAIL:
+        dvalues_y = tl.zeros((C, TAIL), tl.float32)
+    for f0 in range(0, F, BF):
+        if F > BF:
+            keys = load(k + (row * G + g) * F, i, rows, G * F, f0 + f, F)
+        dafter = load(dstates + chunk * F * W, f0 + f, F, W, x, W)
+        dvalues = product(keys, dafter, dvalues, D, PRECISION)
+        if TAIL:
+            dafter_y = load(dstates + chunk * F * W, f0 + f, F, W, y, W)
+            dvalues_y = product(keys, dafter_y, dvalues_y, D, PRECISION)
+    if write is not None:
+        to_end = decay_to_end(write, at, i, C)[:, None]
+        dvalues *= to_end
+        if TAIL:
+            dvalues_y *= to_end
+    decays = _decays(read, write, at, EXCLUSIVE, True, C, D)
+    if dpairs is not None:
+        values = load(v + (row * G + g) * W, i, rows, G * W, x, W)
+        if TAIL:
+            values_y = load(v + (row * G + g) * W, i, rows, G * W, y, W)
+        pairs = tl.zeros((C, C), tl.float32)  # [s, t], score times gradient
+    for r in tl.range(R, disable_licm=True):
+        h = g * R + r
+        scores = tl.zeros((C, C), tl.float32)
+        for f0 in range(0, F, BF):
+            queries = load(q + (row * G * R + h) * F, i, rows, G * R * F, f0 + f, F)
+            if F > BF:
+                keys = load(k + (row * G + g) * F, i, rows, G * F, f0 + f, F)
+            scores = product(keys, tl.trans(queries.to(D)), scores, D, PRECISION)
+        scores *= decays
+        douts = load(do + (row * G * R + h) * W, i, rows, G * R * W, x, W).to(D)
+        dvalues = product(scores, douts, dvalues, D, PRECISION)
+        if TAIL:
+            douts_y = load(do + (row * G * R + h) * W, i, rows, G * R * W, y, W).to(D)
+            dvalues_y = product(scores, douts_y, dvalues_y, D, PRECISION)
+        if dpairs is not None:
+            dscores = product(values, tl.trans(douts), tl.zeros((C, C), tl.float32), D, PRECISION)
+            if TAIL:
+                dscores = product(values_y, tl.trans(douts_y), dscores, D, PRECISION)
+            pairs += scores * dscores
+    store(dv + (row * G + g) * W, dvalues, i, rows, G * W, x, W)
+    if TAIL:
+        store(dv + (row * G + g) * W, dvalues_y, i, rows, G * W, y, W)
+    if dpairs is not None:
+        u = i[:, None]
+        column = i[None, :]
+        finer: tl.constexpr = PRECISION if D.is_bf16() else "tf32x3"
+        around = product((column < u).to(tl.float32), pairs, None, tl.float32, finer)  # [u, t], of all s before u
+        dgates = tl.sum(tl.where(column >= u + EXCLUSIVE, around, 0.0), 1)
+        tl.store(dpairs + (tl.program_id(1) * B * N * G + chunk) * C + i, dgates)
+
+
+@triton.jit
+def _meet_states(values, before, dafter, dkeys, through, D: tl.constexpr, PRECISION: tl.constexpr):
+    """Gradients by some columns of the states: of keys, and of the features of the state that passes the chunk."""
+    through += tl.sum(before.to(tl.float32) * dafter.to(tl.float32), 1)
+    return product(values, tl.trans(dafter), dkeys, D, PRECISION), through
+
+
+@triton.jit
+def _dscores(douts, values, dscores, dscores_t, D: tl.constexpr, PRECISION: tl.constexpr):
+    """By some columns of the outputs; [s, t] is made anew, as turning an accumulator over costs more."""
+    douts = douts.to(D)
+    values = values.to(D)
+    dscores = product(douts, tl.trans(values), dscores, D, PRECISION)
+    return dscores, product(values, tl.trans(douts), dscores_t, D, PRECISION)
+
+
+@triton.jit
+def dqk_kernel(
+    q, k, v, read, write, do, states, dstates, dq, dk, dread, dwrite, dtotal, B, T,
+    G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, W: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr,
+    D: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, TAIL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradients of BF features of a chunk's queries and keys a program, and these features' part of those of the
+    decays from the state before, to the one after and of the chunk.
+    """
+    N = tl.cdiv(T, C)
+    blocks: tl.constexpr = (F + BF - 1) // BF
+    program = tl.program_id(0).to(tl.int64)
+    chunk, block = program // blocks, program % blocks
+    n, b, g = chunk % N, chunk // N // G, chunk // N % G
+    f = block.to(tl.int32) * BF + tl.arange(0, BF)
+    i = tl.arange(0, C)
+    rows = (T - n * C).to(tl.int32)
+    row = b * T + n * C
+    at = chunk * 2 * C
+    keys = load(k + (row * G + g) * F, i, rows, G * F, f, F)
+    dkeys = tl.zeros((C, BF), tl.float32)
+    through = tl.zeros((BF,), tl.float32)  # of the states that pass the chunk
+    if NV == 1:
+        x = tl.arange(0, BV)
+        values = load(v + (row * G + g) * W, i, rows, G * W, x, W)
+        before = load(states + chunk * F * W, f, F, W, x, W)
+        dafter = load(dstates + chunk * F * W, f, F, W, x, W)
+        dkeys, through = _meet_states(values, before, dafter, dkeys, through, D, PRECISION)
+    else:
+        for v0 in range(0, NV * BV, BV):
+            x = v0 + tl.arange(0, BV)
+            values = load(v + (row * G + g) * W, i, rows, G * W, x, W)
+            before = load(states + chunk * F * W, f, F, W, x, W)
+            dafter = load(dstates + chunk * F * W, f, F, W, x, W)
+            dkeys, through = _meet_states(values, before, dafter, dkeys, through, D, PRECISION)
+    if TAIL:
+        y = NV * BV + tl.arange(0, TAIL)
+        values_y = load(v + (row * G + g) * W, i, rows, G * W, y, W)
+        before_y = load(states + chunk * F * W, f, F, W, y, W)
+        dafter_y = load(dstates + chunk * F * W, f, F, W, y, W)
+        dkeys, through = _meet_states(values_y, before_y, dafter_y, dkeys, through, D, PRECISION)
+    if write is not None:
+        dkeys *= decay_to_end(write, at, i, C)[:, None]
+        start = decay_from_start(read, at, i)
+    if dread is not None:
+        part = (block * B * N * G + chunk) * C
+        tl.store(dwrite + part + i, tl.sum(dkeys * keys.to(tl.float32), 1))
+        tl.store(dtotal + block * B * N * G + chunk, tl.sum(through) * decay_of_chunk(write, at, C))
+        dreads = tl.zeros((C,), tl.float32)
+    decays = _decays(read, write, at, EXCLUSIVE, False, C, D)
+    decays_t = _decays(read, write, at, EXCLUSIVE, True, C, D)
+    for r in tl.range(R, disable_licm=True):
+        h = g * R + r
+        queries = load(q + (row * G * R + h) * F, i, rows, G * R * F, f, F)
+        dqueries = tl.zeros((C, BF), tl.float32)
+        dscores = tl.zeros((C, C), tl.float32)
+        dscores_t = tl.zeros((C, C), tl.float32)
+        if NV == 1:
+            douts = load(do + (row * G * R + h) * W, i, rows, G * R * W, x, W)
+            dscores, dscores_t = _dscores(douts, values, dscores, dscores_t, D, PRECISION)
+        else:
+            for v0 in range(0, NV * BV, BV):
+                x = v0 + tl.arange(0, BV)
+                douts = load(do + (row * G * R + h) * W, i, rows, G * R * W, x, W)
+                values = load(v + (row * G + g) * W, i, rows, G * W, x, W)
+                dscores, dscores_t = _dscores(douts, values, dscores, dscores_t, D, PRECISION)
+                before = load(states + chunk * F * W, f, F, W, x, W)
+                dqueries = product(douts, tl.trans(before), dqueries, D, PRECISION)
+        if TAIL:
+            douts_y = load(do + (row * G * R + h) * W, i, rows, G * R * W, y, W)
+            dscores, dscores_t = _dscores(douts_y, values_y, dscores, dscores_t, D, PRECISION)
+        dscores = (dscores * decays).to(D)  # before the others begin, as registers are few
+        dkeys = product(dscores_t * decays_t, queries, dkeys, D, PRECISION)
+        if NV == 1:
+            dqueries = product(douts, tl.trans(before), dqueries, D, PRECISION)
+        if TAIL:
+            dqueries = product(douts_y, tl.trans(before_y), dqueries, D, PRECISION)
+        if write is not None:
+            dqueries *= start[:, None]
+        if dread is not None:
+            dreads += tl.sum(dqueries * queries.to(tl.float32), 1)
+        dqueries = product(dscores, keys, dqueries, D, PRECISION)
+        store(dq + (row * G * R + h) * F, dqueries, i, rows, G * R * F, f, F)
+    store(dk + (row * G + g) * F, dkeys, i, rows, G * F, f, F)
+    if dread is not None:
+        tl.store(dread + part + i, dreads)
+
+
+@triton.jit
+def dgates_kernel(
+    dread, dwrite, dtotal, dpairs, dlog_a, B, T, G: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr,
+    OF_F: tl.constexpr, OF_V: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a chunk's gates, from the parts of all blocks of features and of values."""
+    N = tl.cdiv(T, C)
+    chunk = tl.program_id(0).to(tl.int64)
+    n, b, g = chunk % N, chunk // N // G, chunk // N % G
+    i = tl.arange(0, C)
+    u = i[:, None]
+    token = i[None, :]
+    dgates = tl.zeros((C,), tl.float32)
+    for block in range(OF_F):
+        part = block * B * N * G + chunk
+        dreads = tl.where(token >= u + EXCLUSIVE, tl.load(dread + part * C + token), 0.0)
+        dwrites = tl.where(token < u, tl.load(dwrite + part * C + token), 0.0)
+        dgates += tl.sum(dreads + dwrites, 1) + tl.load(dtotal + part)
+    for block in range(OF_V):
+        dgates += tl.load(dpairs + (block * B * N * G + chunk) * C + i)
+    t = n * C + i
+    tl.store(dlog_a + (b * T + t) * G + g, dgates.to(dlog_a.dtype.element_ty), mask=t < T)

@@ -1,0 +1,202 @@
+"""The kernels of `scalar.py` that pass over a sequence: the sums of gates and the states. The letters are there."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gated_kernels.diagonal.tiles import load, product, store
+
+
+@triton.jit
+def _store_sums(to, sums, C: tl.constexpr):
+    """In two fp32 numbers: rounded, and what was lost."""
+    rounded = sums.to(tl.float32)
+    tl.store(to, rounded)
+    tl.store(to + C, (sums - rounded.to(tl.float64)).to(tl.float32))
+
+
+@triton.jit
+def sums_kernel(
+    log_a, segment, read, write, T, G: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """A chunk's sums of gates, to base 2: up to what each token reads, and up to what it writes."""
+    N = tl.cdiv(T, C)
+    program = tl.program_id(0).to(tl.int64)
+    n, b, g = program % N, program // N // G, program // N % G
+    i = tl.arange(0, C)
+    t = n * C + i
+    gates = tl.zeros((C,), tl.float64)
+    if log_a is not None:
+        gates = tl.load(log_a + (b * T + t) * G + g, mask=t < T, other=0.0).to(tl.float64)
+        gates = tl.maximum(gates, -1000.0)
+    gates *= 1.4426950408889634  # to base 2
+    sums = gates
+    if segment is not None:
+        now = tl.load(segment + b * T + t, mask=t < T, other=0)
+        before = tl.load(segment + b * T + t - 1, mask=(t > 0) & (t < T), other=0)
+        sums += tl.where((t > 0) & (t < T) & (now != before), -1000.0, 0.0).to(tl.float64)
+    sums = tl.cumsum(sums, 0)
+    _store_sums(write + program * 2 * C + i, sums, C)
+    if EXCLUSIVE:
+        _store_sums(read + program * 2 * C + i, sums - gates, C)
+
+
+@triton.jit
+def decay_from_start(read, at, i):
+    """The decay from the state before the chunk to what token i reads."""
+    return tl.exp2(tl.load(read + at + i))
+
+
+@triton.jit
+def decay_to_end(write, at, i, C: tl.constexpr):
+    """The decay of what token i writes to the state after the chunk."""
+    lost = tl.load(write + at + 2 * C - 1) - tl.load(write + at + C + i)
+    return tl.exp2(tl.load(write + at + C - 1) - tl.load(write + at + i) + lost)
+
+
+@triton.jit
+def decay_of_chunk(write, at, C: tl.constexpr):
+    """The decay of the whole chunk."""
+    return tl.exp2(tl.load(write + at + C - 1))
+
+
+@triton.jit
+def tail_columns(block, NV: tl.constexpr, BV: tl.constexpr, TAIL: tl.constexpr, W: tl.constexpr):
+    """The columns beside the last whole block; none, all beyond the padding, of another."""
+    return tl.where(block == NV - 1, NV * BV, W) + tl.arange(0, TAIL)
+
+
+@triton.jit
+def states_kernel(
+    k, v, write, state, states, last, T, PART,
+    G: tl.constexpr, F: tl.constexpr, V: tl.constexpr, W: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
+    BF: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, TAIL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state before every chunk of a part of PART chunks, and the last one; a program per tile of a head's state."""
+    N = tl.cdiv(T, C)
+    parts = tl.cdiv(N, PART)
+    program = tl.program_id(0).to(tl.int64)
+    head, part = program // parts, program % parts
+    b, g = head // G, head % G
+    f = tl.program_id(1) * BF + tl.arange(0, BF)
+    x = tl.program_id(2) * BV + tl.arange(0, BV)
+    i = tl.arange(0, C)
+    now = tl.zeros((BF, BV), tl.float32)
+    if state is not None:
+        now = load(state + program * F * V, f, F, V, x, V)
+    if TAIL:
+        y = tail_columns(tl.program_id(2), NV, BV, TAIL, W)
+        now_y = tl.zeros((BF, TAIL), tl.float32)
+        if state is not None:
+            now_y = load(state + program * F * V, f, F, V, y, V)
+    for n in range(part * PART, tl.minimum(N, (part + 1) * PART)):
+        to = states
+        if states is not None:
+            to = states + (head * N + n) * F * W
+            store(to, now, f, F, W, x, W)
+            if TAIL:
+                store(to, now_y, f, F, W, y, W)
+        rows = T - n * C
+        row = b * T + n * C
+        keys = load(k + (row * G + g) * F, i, rows, G * F, f, F).to(D)
+        values = load(v + (row * G + g) * W, i, rows, G * W, x, W)
+        if write is not None:
+            at = (head * N + n) * 2 * C
+            to_end = decay_to_end(write, at, i, C)[:, None]
+            total = decay_of_chunk(write, at, C)
+            values = values * to_end
+            now *= total
+        now = product(tl.trans(keys), values, now, D, PRECISION)
+        if TAIL:
+            values_y = load(v + (row * G + g) * W, i, rows, G * W, y, W)
+            if write is not None:
+                values_y = values_y * to_end
+                now_y *= total
+            now_y = product(tl.trans(keys), values_y, now_y, D, PRECISION)
+    if last is not None:
+        store(last + program * F * V, now, f, F, V, x, V)
+        if TAIL:
+            store(last + program * F * V, now_y, f, F, V, y, V)
+
+
+@triton.jit
+def dstates_kernel(
+    q, do, read, write, dlast, dstates, dstate, T, PART,
+    G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
+    D: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, TAIL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the state after every chunk of a part, and of its first one; as `states_kernel`, from the end."""
+    N = tl.cdiv(T, C)
+    parts = tl.cdiv(N, PART)
+    program = tl.program_id(0).to(tl.int64)
+    head, part = program // parts, program % parts
+    b, g = head // G, head % G
+    f = tl.program_id(1) * BF + tl.arange(0, BF)
+    x = tl.program_id(2) * BV + tl.arange(0, BV)
+    i = tl.arange(0, C)
+    dnow = tl.zeros((BF, BV), tl.float32)
+    if dlast is not None:
+        dnow = load(dlast + program * F * V, f, F, V, x, V)
+    if TAIL:
+        y = tail_columns(tl.program_id(2), NV, BV, TAIL, W)
+        dnow_y = tl.zeros((BF, TAIL), tl.float32)
+        if dlast is not None:
+            dnow_y = load(dlast + program * F * V, f, F, V, y, V)
+    chunks = tl.minimum(N, (part + 1) * PART) - part * PART
+    for step in range(chunks * R):  # one loop, so that what the next chunk needs is on its way
+        n = part * PART + chunks - 1 - step // R
+        r = step % R
+        if dstates is not None:
+            to = dstates + (head * N + n) * F * W
+            if r == 0:
+                store(to, dnow, f, F, W, x, W)
+                if TAIL:
+                    store(to, dnow_y, f, F, W, y, W)
+        rows = T - n * C
+        row = (b * T + n * C) * G * R + g * R + r
+        queries = load(q + row * F, i, rows, G * R * F, f, F).to(D)
+        douts = load(do + row * W, i, rows, G * R * W, x, W)
+        if write is not None:
+            at = (head * N + n) * 2 * C
+            start = decay_from_start(read, at, i)[:, None]
+            total = tl.where(r == 0, decay_of_chunk(write, at, C), 1.0)
+            douts = douts * start
+            dnow *= total
+        dnow = product(tl.trans(queries), douts, dnow, D, PRECISION)
+        if TAIL:
+            douts_y = load(do + row * W, i, rows, G * R * W, y, W)
+            if write is not None:
+                douts_y = douts_y * start
+                dnow_y *= total
+            dnow_y = product(tl.trans(queries), douts_y, dnow_y, D, PRECISION)
+    if dstate is not None:
+        store(dstate + program * F * V, dnow, f, F, V, x, V)
+        if TAIL:
+            store(dstate + program * F * V, dnow_y, f, F, V, y, V)
+
+
+@triton.jit
+def carry_kernel(
+    write, state, ends, last, N, PART, SIZE: tl.constexpr, C: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+    REVERSED: tl.constexpr,
+):  # fmt: skip
+    """Every part's last state becomes the one before it, and the last of all; a program per piece of a head's state."""
+    head = tl.program_id(0).to(tl.int64)
+    e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    n = tl.arange(0, CHUNKS)
+    parts = tl.cdiv(N, PART)
+    now = tl.load(state + head * SIZE + e, mask=e < SIZE, other=0.0)
+    for step in range(parts):
+        part = step
+        if REVERSED:
+            part = parts - 1 - step
+        at = ends + (head * parts + part) * SIZE + e
+        end = tl.load(at, mask=e < SIZE, other=0.0)
+        tl.store(at, now, mask=e < SIZE)
+        if write is not None:
+            chunk = part * PART + n
+            sums = tl.load(write + (head * N + chunk) * 2 * C + C - 1, mask=(n < PART) & (chunk < N), other=0.0)
+            now *= tl.exp2(tl.sum(sums, 0))
+        now += end
+    tl.store(last + head * SIZE + e, now, mask=e < SIZE)
