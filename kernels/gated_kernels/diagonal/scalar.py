@@ -7,15 +7,17 @@ the start of a segment. A chunk's scores are one matrix product of queries and k
 decays; what comes and goes by the states is scaled by rows. The gradient of a gate is the sum of dscore * score over
 the pairs it lies between, by a product with zeros and ones, so that nothing cancels.
 
-Values and their like are padded to rows of whole 16 bytes, which loads and stores of whole vectors need. Their last few
-columns (of 65, say, a column of ones) are a narrow tile beside the last whole one. The states and, where a block holds
-all features, keys and values are loaded once for the R query heads of a key-value head.
+Values and their like are padded to rows of whole 16 bytes, which loads and stores of whole vectors need. One column
+more than whole tiles (the last of 65, a column of ones) is a vector beside them: Triton 3.6 reads a tile of 16 or 32
+columns beyond its shared memory on Hopper, where it is the second operand of a product. The states and, where a block
+holds all features, keys and values are loaded once for the R query heads of a key-value head.
 
 When a pass over the states has too few programs to fill a GPU, the sequence is cut into parts: all run from a state of
 zeros, each hands its last state on to the next, and all run again.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, W = V padded, N
-chunks, C chunk length. Kernels see BF of the features and BV of the values at a time, and TAIL beside the last of NV.
+chunks, C chunk length. Kernels see BF of the features and BV of the values at a time, in NV blocks, and with TAIL one
+column beside the last.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ BLOCKS = {
     "dv": {BF16: (128, 128, 4, 1), FP32: (32, 32, 8, 1)},
     "dqk": {BF16: (64, 128, 4, 2), FP32: (16, 32, 4, 1)},
 }
+NARROWEST = {BF16: 64, FP32: 16}  # tile, see above
 LOOPED = 64  # BF of outputs and dv where they loop over features, BV of dqk where it loops over values
 PROGRAMS = 396  # that fill a GPU in a pass over the states: three on each of the 132 processors of an H200
 STEPS = 8  # of the loop over chunks (and heads, backward) that a part has at least
@@ -72,16 +75,15 @@ def constants(kernel: str, G: int, R: int, F: int, V: int, exclusive: bool, dtyp
     """What a kernel is compiled for and with; fixed by the sizes and the dtype, never searched for."""
     computed_in, precision = PRODUCTS[dtype]
     BF, BV, warps, stages = BLOCKS[kernel][computed_in]
-    BF = min(BF, max(16, triton.next_power_of_2(F)))
-    BV = min(BV, max(16, triton.next_power_of_2(V + 1) // 2))
+    BF = min(BF, max(NARROWEST[computed_in], triton.next_power_of_2(F)))
+    BV = min(BV, max(NARROWEST[computed_in], triton.next_power_of_2(V + 1) // 2))
     if kernel in ("outputs", "dv") and F > BF:
         BF, stages = min(BF, LOOPED), 2
     elif kernel == "outputs" and BV > 64:
         stages = 1
-    elif kernel == "dqk" and V > BV + 32:
+    elif kernel == "dqk" and V > BV + 1:
         BV = min(BV, LOOPED)
-    rest = V % BV if V > BV else 0
-    narrow = 0 < rest <= 32
+    tail = V > BV and V % BV == 1
     found = {
         "G": G,
         "R": R,
@@ -93,8 +95,8 @@ def constants(kernel: str, G: int, R: int, F: int, V: int, exclusive: bool, dtyp
         "D": {BF16: tl.bfloat16, FP32: tl.float32}[computed_in],
         "BF": BF,
         "BV": BV,
-        "NV": V // BV if narrow else triton.cdiv(V, BV),
-        "TAIL": max(16, triton.next_power_of_2(rest)) if narrow else 0,
+        "NV": V // BV if tail else triton.cdiv(V, BV),
+        "TAIL": tail,
         "HEADS": R if F <= BF else 1,
         "PRECISION": precision,
     }

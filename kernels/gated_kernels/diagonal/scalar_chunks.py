@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gated_kernels.diagonal.scalar_passes import decay_from_start, decay_of_chunk, decay_to_end, tail_columns
-from gated_kernels.diagonal.tiles import load, product, store
+from gated_kernels.diagonal.scalar_passes import decay_from_start, decay_of_chunk, decay_to_end
+from gated_kernels.diagonal.tiles import load, load_column, product, store, store_column
 
 
 @triton.jit
@@ -46,7 +46,9 @@ def outputs_kernel(
     n, b, g = chunk % N, chunk // N // G, chunk // N % G
     x = tl.program_id(1) * BV + tl.arange(0, BV)
     if TAIL:
-        y = tail_columns(tl.program_id(1), NV, BV, TAIL, W)
+        y: tl.constexpr = NV * BV
+        mine = tl.program_id(1) == NV - 1  # the program of the last whole block has it
+        features = tl.where(mine, F, 0)
     i = tl.arange(0, C)
     rows = (T - n * C).to(tl.int32)
     row = b * T + n * C
@@ -55,24 +57,24 @@ def outputs_kernel(
     f = tl.arange(0, BF)
     values = load(v + (row * G + g) * W, i, rows, G * W, x, W)
     if TAIL:
-        values_y = load(v + (row * G + g) * W, i, rows, G * W, y, W)
+        values_y = load_column(v + (row * G + g) * W + y, i, tl.where(mine, rows, 0), G * W)
     if F <= BF:
         keys = load(k + (row * G + g) * F, i, rows, G * F, f, F)
         before = load(states + chunk * F * W, f, F, W, x, W)
         if TAIL:
-            before_y = load(states + chunk * F * W, f, F, W, y, W)
+            before_y = load_column(states + chunk * F * W + y, f, features, W)
     for r in tl.range(HEADS, disable_licm=True):
         h = g * R + h0 + r
         scores = tl.zeros((C, C), tl.float32)
         outputs = tl.zeros((C, BV), tl.float32)
         if TAIL:
-            outputs_y = tl.zeros((C, TAIL), tl.float32)
+            outputs_y = tl.zeros((C,), tl.float32)
         if F <= BF:
             queries = load(q + (row * G * R + h) * F, i, rows, G * R * F, f, F)
             scores = product(queries, tl.trans(keys.to(D)), scores, D, PRECISION)
             outputs = product(queries, before, outputs, D, PRECISION)
             if TAIL:
-                outputs_y = product(queries, before_y, outputs_y, D, PRECISION)
+                outputs_y += tl.sum(queries.to(tl.float32) * before_y[None, :], 1)
         else:
             for f0 in range(0, F, BF):
                 queries = load(q + (row * G * R + h) * F, i, rows, G * R * F, f0 + f, F)
@@ -81,19 +83,19 @@ def outputs_kernel(
                 scores = product(queries, tl.trans(keys.to(D)), scores, D, PRECISION)
                 outputs = product(queries, before, outputs, D, PRECISION)
                 if TAIL:
-                    before_y = load(states + chunk * F * W, f0 + f, F, W, y, W)
-                    outputs_y = product(queries, before_y, outputs_y, D, PRECISION)
+                    before_y = load_column(states + chunk * F * W + y, f0 + f, features, W)
+                    outputs_y += tl.sum(queries.to(tl.float32) * before_y[None, :], 1)
         if write is not None:
-            start = decay_from_start(read, at, i)[:, None]
-            outputs *= start
+            start = decay_from_start(read, at, i)
+            outputs *= start[:, None]
             if TAIL:
                 outputs_y *= start
-        scores = (scores * decays).to(D)
+        scores *= decays
         outputs = product(scores, values, outputs, D, PRECISION)
         store(o + (row * G * R + h) * W, outputs, i, rows, G * R * W, x, W)
         if TAIL:
-            outputs_y = product(scores, values_y, outputs_y, D, PRECISION)
-            store(o + (row * G * R + h) * W, outputs_y, i, rows, G * R * W, y, W)
+            outputs_y += tl.sum(scores * values_y[None, :], 1)
+            store_column(o + (row * G * R + h) * W + y, outputs_y, i, tl.where(mine, rows, 0), G * R * W)
 
 
 @triton.jit
@@ -108,7 +110,9 @@ def dv_kernel(
     n, b, g = chunk % N, chunk // N // G, chunk // N % G
     x = tl.program_id(1) * BV + tl.arange(0, BV)
     if TAIL:
-        y = tail_columns(tl.program_id(1), NV, BV, TAIL, W)
+        y: tl.constexpr = NV * BV
+        mine = tl.program_id(1) == NV - 1  # the program of the last whole block has it
+        features = tl.where(mine, F, 0)
     f = tl.arange(0, BF)
     i = tl.arange(0, C)
     rows = (T - n * C).to(tl.int32)
@@ -118,25 +122,25 @@ def dv_kernel(
         keys = load(k + (row * G + g) * F, i, rows, G * F, f, F)
     dvalues = tl.zeros((C, BV), tl.float32)
     if TAIL:
-        dvalues_y = tl.zeros((C, TAIL), tl.float32)
+        dvalues_y = tl.zeros((C,), tl.float32)
     for f0 in range(0, F, BF):
         if F > BF:
             keys = load(k + (row * G + g) * F, i, rows, G * F, f0 + f, F)
         dafter = load(dstates + chunk * F * W, f0 + f, F, W, x, W)
         dvalues = product(keys, dafter, dvalues, D, PRECISION)
         if TAIL:
-            dafter_y = load(dstates + chunk * F * W, f0 + f, F, W, y, W)
-            dvalues_y = product(keys, dafter_y, dvalues_y, D, PRECISION)
+            dafter_y = load_column(dstates + chunk * F * W + y, f0 + f, features, W)
+            dvalues_y += tl.sum(keys.to(tl.float32) * dafter_y[None, :], 1)
     if write is not None:
-        to_end = decay_to_end(write, at, i, C)[:, None]
-        dvalues *= to_end
+        to_end = decay_to_end(write, at, i, C)
+        dvalues *= to_end[:, None]
         if TAIL:
             dvalues_y *= to_end
     decays = _decays(read, write, at, EXCLUSIVE, True, C, D)
     if dpairs is not None:
         values = load(v + (row * G + g) * W, i, rows, G * W, x, W)
         if TAIL:
-            values_y = load(v + (row * G + g) * W, i, rows, G * W, y, W)
+            values_y = load_column(v + (row * G + g) * W + y, i, tl.where(mine, rows, 0), G * W)
         pairs = tl.zeros((C, C), tl.float32)  # [s, t], score times gradient
     for r in tl.range(R, disable_licm=True):
         h = g * R + r
@@ -150,16 +154,16 @@ def dv_kernel(
         douts = load(do + (row * G * R + h) * W, i, rows, G * R * W, x, W).to(D)
         dvalues = product(scores, douts, dvalues, D, PRECISION)
         if TAIL:
-            douts_y = load(do + (row * G * R + h) * W, i, rows, G * R * W, y, W).to(D)
-            dvalues_y = product(scores, douts_y, dvalues_y, D, PRECISION)
+            douts_y = load_column(do + (row * G * R + h) * W + y, i, tl.where(mine, rows, 0), G * R * W)
+            dvalues_y += tl.sum(scores * douts_y[None, :], 1)
         if dpairs is not None:
             dscores = product(values, tl.trans(douts), tl.zeros((C, C), tl.float32), D, PRECISION)
             if TAIL:
-                dscores = product(values_y, tl.trans(douts_y), dscores, D, PRECISION)
+                dscores += values_y[:, None] * douts_y[None, :]
             pairs += scores * dscores
     store(dv + (row * G + g) * W, dvalues, i, rows, G * W, x, W)
     if TAIL:
-        store(dv + (row * G + g) * W, dvalues_y, i, rows, G * W, y, W)
+        store_column(dv + (row * G + g) * W + y, dvalues_y, i, tl.where(mine, rows, 0), G * W)
     if dpairs is not None:
         u = i[:, None]
         column = i[None, :]
@@ -221,11 +225,12 @@ def dqk_kernel(
             dafter = load(dstates + chunk * F * W, f, F, W, x, W)
             dkeys, through = _meet_states(values, before, dafter, dkeys, through, D, PRECISION)
     if TAIL:
-        y = NV * BV + tl.arange(0, TAIL)
-        values_y = load(v + (row * G + g) * W, i, rows, G * W, y, W)
-        before_y = load(states + chunk * F * W, f, F, W, y, W)
-        dafter_y = load(dstates + chunk * F * W, f, F, W, y, W)
-        dkeys, through = _meet_states(values_y, before_y, dafter_y, dkeys, through, D, PRECISION)
+        y: tl.constexpr = NV * BV
+        values_y = load_column(v + (row * G + g) * W + y, i, rows, G * W)
+        before_y = load_column(states + chunk * F * W + y, f, F, W)
+        dafter_y = load_column(dstates + chunk * F * W + y, f, F, W)
+        dkeys += values_y[:, None] * dafter_y[None, :]
+        through += before_y * dafter_y
     if write is not None:
         dkeys *= decay_to_end(write, at, i, C)[:, None]
         start = decay_from_start(read, at, i)
@@ -254,14 +259,15 @@ def dqk_kernel(
                 before = load(states + chunk * F * W, f, F, W, x, W)
                 dqueries = product(douts, tl.trans(before), dqueries, D, PRECISION)
         if TAIL:
-            douts_y = load(do + (row * G * R + h) * W, i, rows, G * R * W, y, W)
-            dscores, dscores_t = _dscores(douts_y, values_y, dscores, dscores_t, D, PRECISION)
+            douts_y = load_column(do + (row * G * R + h) * W + y, i, rows, G * R * W)
+            dscores += douts_y[:, None] * values_y[None, :]
+            dscores_t += values_y[:, None] * douts_y[None, :]
         dscores = (dscores * decays).to(D)  # before the others begin, as registers are few
         dkeys = product(dscores_t * decays_t, queries, dkeys, D, PRECISION)
         if NV == 1:
             dqueries = product(douts, tl.trans(before), dqueries, D, PRECISION)
         if TAIL:
-            dqueries = product(douts_y, tl.trans(before_y), dqueries, D, PRECISION)
+            dqueries += douts_y[:, None] * before_y[None, :]
         if write is not None:
             dqueries *= start[:, None]
         if dread is not None:

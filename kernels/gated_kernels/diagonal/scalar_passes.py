@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gated_kernels.diagonal.tiles import load, product, store
+from gated_kernels.diagonal.tiles import load, load_column, product, store, store_column
 
 
 @triton.jit
@@ -62,12 +62,6 @@ def decay_of_chunk(write, at, C: tl.constexpr):
 
 
 @triton.jit
-def tail_columns(block, NV: tl.constexpr, BV: tl.constexpr, TAIL: tl.constexpr, W: tl.constexpr):
-    """The columns beside the last whole block; none, all beyond the padding, of another."""
-    return tl.where(block == NV - 1, NV * BV, W) + tl.arange(0, TAIL)
-
-
-@triton.jit
 def states_kernel(
     k, v, write, state, states, last, T, PART,
     G: tl.constexpr, F: tl.constexpr, V: tl.constexpr, W: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
@@ -86,38 +80,40 @@ def states_kernel(
     if state is not None:
         now = load(state + program * F * V, f, F, V, x, V)
     if TAIL:
-        y = tail_columns(tl.program_id(2), NV, BV, TAIL, W)
-        now_y = tl.zeros((BF, TAIL), tl.float32)
+        y: tl.constexpr = NV * BV
+        mine = tl.program_id(2) == NV - 1  # the program of the last whole block has it
+        features = tl.where(mine, F, 0)
+        now_y = tl.zeros((BF,), tl.float32)
         if state is not None:
-            now_y = load(state + program * F * V, f, F, V, y, V)
+            now_y = load_column(state + program * F * V + y, f, features, V)
     for n in range(part * PART, tl.minimum(N, (part + 1) * PART)):
         to = states
         if states is not None:
             to = states + (head * N + n) * F * W
             store(to, now, f, F, W, x, W)
             if TAIL:
-                store(to, now_y, f, F, W, y, W)
+                store_column(to + y, now_y, f, features, W)
         rows = T - n * C
         row = b * T + n * C
         keys = load(k + (row * G + g) * F, i, rows, G * F, f, F).to(D)
         values = load(v + (row * G + g) * W, i, rows, G * W, x, W)
         if write is not None:
             at = (head * N + n) * 2 * C
-            to_end = decay_to_end(write, at, i, C)[:, None]
+            to_end = decay_to_end(write, at, i, C)
             total = decay_of_chunk(write, at, C)
-            values = values * to_end
+            values = values * to_end[:, None]
             now *= total
         now = product(tl.trans(keys), values, now, D, PRECISION)
         if TAIL:
-            values_y = load(v + (row * G + g) * W, i, rows, G * W, y, W)
+            values_y = load_column(v + (row * G + g) * W + y, i, tl.where(mine, rows, 0), G * W)
             if write is not None:
-                values_y = values_y * to_end
+                values_y *= to_end
                 now_y *= total
-            now_y = product(tl.trans(keys), values_y, now_y, D, PRECISION)
+            now_y += tl.sum(keys.to(tl.float32) * values_y[:, None], 0)
     if last is not None:
         store(last + program * F * V, now, f, F, V, x, V)
         if TAIL:
-            store(last + program * F * V, now_y, f, F, V, y, V)
+            store_column(last + program * F * V + y, now_y, f, features, V)
 
 
 @triton.jit
@@ -139,10 +135,12 @@ def dstates_kernel(
     if dlast is not None:
         dnow = load(dlast + program * F * V, f, F, V, x, V)
     if TAIL:
-        y = tail_columns(tl.program_id(2), NV, BV, TAIL, W)
-        dnow_y = tl.zeros((BF, TAIL), tl.float32)
+        y: tl.constexpr = NV * BV
+        mine = tl.program_id(2) == NV - 1  # the program of the last whole block has it
+        features = tl.where(mine, F, 0)
+        dnow_y = tl.zeros((BF,), tl.float32)
         if dlast is not None:
-            dnow_y = load(dlast + program * F * V, f, F, V, y, V)
+            dnow_y = load_column(dlast + program * F * V + y, f, features, V)
     chunks = tl.minimum(N, (part + 1) * PART) - part * PART
     for step in range(chunks * R):  # one loop, so that what the next chunk needs is on its way
         n = part * PART + chunks - 1 - step // R
@@ -152,28 +150,28 @@ def dstates_kernel(
             if r == 0:
                 store(to, dnow, f, F, W, x, W)
                 if TAIL:
-                    store(to, dnow_y, f, F, W, y, W)
+                    store_column(to + y, dnow_y, f, features, W)
         rows = T - n * C
         row = (b * T + n * C) * G * R + g * R + r
         queries = load(q + row * F, i, rows, G * R * F, f, F).to(D)
         douts = load(do + row * W, i, rows, G * R * W, x, W)
         if write is not None:
             at = (head * N + n) * 2 * C
-            start = decay_from_start(read, at, i)[:, None]
+            start = decay_from_start(read, at, i)
             total = tl.where(r == 0, decay_of_chunk(write, at, C), 1.0)
-            douts = douts * start
+            douts = douts * start[:, None]
             dnow *= total
         dnow = product(tl.trans(queries), douts, dnow, D, PRECISION)
         if TAIL:
-            douts_y = load(do + row * W, i, rows, G * R * W, y, W)
+            douts_y = load_column(do + row * W + y, i, tl.where(mine, rows, 0), G * R * W)
             if write is not None:
-                douts_y = douts_y * start
+                douts_y *= start
                 dnow_y *= total
-            dnow_y = product(tl.trans(queries), douts_y, dnow_y, D, PRECISION)
+            dnow_y += tl.sum(queries.to(tl.float32) * douts_y[:, None], 0)
     if dstate is not None:
         store(dstate + program * F * V, dnow, f, F, V, x, V)
         if TAIL:
-            store(dstate + program * F * V, dnow_y, f, F, V, y, V)
+            store_column(dstate + program * F * V + y, dnow_y, f, features, V)
 
 
 @triton.jit

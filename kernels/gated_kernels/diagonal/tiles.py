@@ -31,6 +31,17 @@ def store(x, value, i, rows, step, column, columns):
 
 
 @triton.jit
+def load_column(x, i, rows, step):
+    """Numbers i of a column in fp32, `step` apart; zeros where there are none."""
+    return tl.load(x + i * step, mask=i < rows, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_column(x, value, i, rows, step):
+    tl.store(x + i * step, value.to(x.dtype.element_ty), mask=i < rows)
+
+
+@triton.jit
 def product(a, b, c, D: tl.constexpr, PRECISION: tl.constexpr):
     """a b + c in fp32, of operands in D."""
     a = a.to(D)
