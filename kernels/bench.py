@@ -212,7 +212,7 @@ def measure(name: str, a: argparse.Namespace) -> list[dict[str, Any]]:
     if name in TRITON and device.type == "cuda" and find_spec("triton"):
         ours[KERNELS] = in_triton(name)
     for implementation, op in ours.items():
-        products = torch.bfloat16 if implementation == KERNELS and dtype == torch.bfloat16 else None
+        products = torch.finfo(dtype).eps if implementation == KERNELS and dtype == torch.bfloat16 else None
         if found := faults(op, reference, checked, products):
             sys.exit(f"{name} ({implementation}) is not timed because it is wrong: {'; '.join(found)}.")
     batches = [placed(INPUTS[name](a, a.t, a.batch), device, dtype) for _ in range(ROTATED)]

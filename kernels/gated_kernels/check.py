@@ -37,17 +37,17 @@ def error(got: Tensor, exact: Tensor) -> float:
     return float(relative.nan_to_num(nan=torch.inf))
 
 
-def faults(op: Op, reference: Op, inputs: Inputs, products: torch.dtype | None = None) -> list[str]:
+def faults(op: Op, reference: Op, inputs: Inputs, products: float | None = None) -> list[str]:
     """A sentence for every output and gradient of `op` that errs more than twice as much as the reference does.
 
     The reference may be exact by luck, and is so by definition in float64, hence a few roundings more are allowed:
-    in what it computes in, or in `products`, what an op rounds the factors of its matrix products to.
+    in what it computes in, or of `products`, by which an op rounds the factors of its matrix products.
     """
     exact, plain, got = run(reference, inputs, torch.float64), run(reference, inputs), run(op, inputs)
     found = [f"{name} is missing" for name in exact if name not in got]
     for name, value in got.items():
         computed_in = torch.promote_types(value.dtype, torch.float32)
-        roundings = (64 if computed_in == torch.float64 else 4) * torch.finfo(products or computed_in).eps
+        roundings = (64 if computed_in == torch.float64 else 4) * (products or torch.finfo(computed_in).eps)
         ours, allowed = error(value, exact[name]), 2 * error(plain[name], exact[name]) + roundings
         if value.dtype != plain[name].dtype or not ours <= allowed:
             found.append(f"{name} ({value.dtype}) errs by {ours:.1e}, allowed {allowed:.1e} ({plain[name].dtype})")

@@ -47,7 +47,7 @@ BLOCKS = {
 }
 NARROWEST = {BF16: 64, FP32: 16}  # tile, see above
 LOOPED = 64  # BF of outputs and dv where they loop over features, BV of dqk where it loops over values
-PROGRAMS = 396  # that fill a GPU in a pass over the states: three on each of the 132 processors of an H200
+PROGRAMS = 528  # that fill a GPU in a pass over the states: four on each of the 132 processors of an H200
 STEPS = 8  # of the loop over chunks (and heads, backward) that a part has at least
 
 
@@ -144,14 +144,13 @@ class _Call:
         """A pass over the states from `start` on; fills `states` and returns the one at the end."""
         end = torch.empty_like(start)
         steps = self.N * self.constants[name].get("R", 1)
-        tiles = self.heads * self.blocks[name][0] * self.blocks[name][1]
-        parts = min(self.N, steps // STEPS, PROGRAMS // tiles)
+        programs = self.heads * self.blocks[name][0] * self.blocks[name][1]
+        parts = min(self.N, steps // STEPS, PROGRAMS // programs)
         part = triton.cdiv(self.N, parts) if parts >= 4 else self.N  # chunks; every part is run twice
         parts = triton.cdiv(self.N, part)
 
         def run(*states: Tensor | None) -> None:
-            grid = self.heads * parts, *self.blocks[name]
-            KERNELS[name][grid](*inputs, *states, self.T, part, **self.constants[name])
+            KERNELS[name][(programs * parts,)](*inputs, *states, self.T, part, **self.constants[name])
 
         if parts == 1:
             run(start, states, end)

@@ -70,23 +70,26 @@ def states_kernel(
     """The state before every chunk of a part of PART chunks, and the last one; a program per tile of a head's state."""
     N = tl.cdiv(T, C)
     parts = tl.cdiv(N, PART)
-    program = tl.program_id(0).to(tl.int64)
+    blocks: tl.constexpr = (F + BF - 1) // BF * NV
+    block = tl.program_id(0) % blocks  # those that share what they load run side by side
+    program = (tl.program_id(0) // blocks).to(tl.int64)
     head, part = program // parts, program % parts
     b, g = head // G, head % G
-    f = tl.program_id(1) * BF + tl.arange(0, BF)
-    x = tl.program_id(2) * BV + tl.arange(0, BV)
+    f = block // NV * BF + tl.arange(0, BF)
+    x = block % NV * BV + tl.arange(0, BV)
     i = tl.arange(0, C)
     now = tl.zeros((BF, BV), tl.float32)
     if state is not None:
         now = load(state + program * F * V, f, F, V, x, V)
     if TAIL:
         y: tl.constexpr = NV * BV
-        mine = tl.program_id(2) == NV - 1  # the program of the last whole block has it
+        mine = block % NV == NV - 1  # the program of the last whole block has it
         features = tl.where(mine, F, 0)
         now_y = tl.zeros((BF,), tl.float32)
         if state is not None:
             now_y = load_column(state + program * F * V + y, f, features, V)
-    for n in range(part * PART, tl.minimum(N, (part + 1) * PART)):
+    first = (part * PART).to(tl.int32)
+    for n in range(first, tl.minimum(N, first + PART)):
         to = states
         if states is not None:
             to = states + (head * N + n) * F * W
@@ -125,25 +128,28 @@ def dstates_kernel(
     """The gradient of the state after every chunk of a part, and of its first one; as `states_kernel`, from the end."""
     N = tl.cdiv(T, C)
     parts = tl.cdiv(N, PART)
-    program = tl.program_id(0).to(tl.int64)
+    blocks: tl.constexpr = (F + BF - 1) // BF * NV
+    block = tl.program_id(0) % blocks  # those that share what they load run side by side
+    program = (tl.program_id(0) // blocks).to(tl.int64)
     head, part = program // parts, program % parts
     b, g = head // G, head % G
-    f = tl.program_id(1) * BF + tl.arange(0, BF)
-    x = tl.program_id(2) * BV + tl.arange(0, BV)
+    f = block // NV * BF + tl.arange(0, BF)
+    x = block % NV * BV + tl.arange(0, BV)
     i = tl.arange(0, C)
     dnow = tl.zeros((BF, BV), tl.float32)
     if dlast is not None:
         dnow = load(dlast + program * F * V, f, F, V, x, V)
     if TAIL:
         y: tl.constexpr = NV * BV
-        mine = tl.program_id(2) == NV - 1  # the program of the last whole block has it
+        mine = block % NV == NV - 1  # the program of the last whole block has it
         features = tl.where(mine, F, 0)
         dnow_y = tl.zeros((BF,), tl.float32)
         if dlast is not None:
             dnow_y = load_column(dlast + program * F * V + y, f, features, V)
-    chunks = tl.minimum(N, (part + 1) * PART) - part * PART
-    for step in range(chunks * R):  # one loop, so that what the next chunk needs is on its way
-        n = part * PART + chunks - 1 - step // R
+    first = (part * PART).to(tl.int32)
+    end = tl.minimum(N, first + PART)
+    for step in range((end - first) * R):  # one loop, so that what the next chunk needs is on its way
+        n = end - 1 - step // R
         r = step % R
         if dstates is not None:
             to = dstates + (head * N + n) * F * W
