@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,11 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 if DEVICE == "cpu" and os.environ["TRITON_INTERPRET"] == "1" and isinstance(triton.language.sum, triton.JITFunction):
     pytest.skip("another module imported Triton before it could be told to interpret", allow_module_level=True)
 
+import gated_kernels  # noqa: E402
 from gated_kernels.check import error  # noqa: E402
 from gated_kernels.step import triton as kernels  # noqa: E402
 from gated_kernels.step.cases import CASES, Case, changed, inputs  # noqa: E402
+from gated_kernels.step.chunk import takes  # noqa: E402
 from gated_kernels.step.reference import step as reference  # noqa: E402
 
 BF16 = torch.bfloat16
@@ -41,6 +44,12 @@ COMPILED = {  # registers and shared memory are the larger, the more channels an
 }
 
 
+@pytest.fixture
+def use() -> Iterator[Callable[[str], None]]:
+    yield gated_kernels.use
+    gated_kernels.use("torch")
+
+
 def placed(x: Any, dtype: torch.dtype | None = None) -> Any:
     """A copy of nested inputs on the device; their floating-point numbers in `dtype`."""
     return changed(x, lambda t: t.to(DEVICE, dtype if t.is_floating_point() else None, copy=True))
@@ -48,8 +57,8 @@ def placed(x: Any, dtype: torch.dtype | None = None) -> Any:
 
 def outcome(step: Any, given: Any, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """What a step gives and leaves behind, by name."""
-    token, memory, rules, scale = placed(given, dtype)
-    found = {"output": step(token, memory, rules, scale)} | memory._asdict()
+    token, kept, rules = placed(given, dtype)
+    found = {"output": step(token, kept, rules)} | kept._asdict()
     return {name: x for name, x in found.items() if x is not None and x.is_floating_point()}
 
 
@@ -71,15 +80,14 @@ def faults(given: Any) -> list[str]:
 @pytest.mark.parametrize("case", CASES)
 def test_the_step_errs_at_most_twice_as_much_as_the_reference_in_its_dtype(case: str) -> None:
     given = inputs(CASES[case])
-    assert kernels.why_not(*placed(given[:3])) is None
     assert not faults(given)
 
 
 def test_an_empty_memory_weighs_nothing_whatever_is_asked_for() -> None:
-    token, memory, rules, scale = inputs(CASES["partly filled ring, nothing in memory"])
+    token, kept, rules = inputs(CASES["partly filled ring, nothing in memory"])
     assert rules.share is not None
     loud = rules._replace(share=rules.share._replace(log_H=torch.full_like(rules.share.log_H, 1e3)))
-    quiet, asked = (outcome(kernels.step, (token, memory, r, scale))["output"] for r in (rules, loud))
+    quiet, asked = (outcome(kernels.step, (token, kept, r))["output"] for r in (rules, loud))
     assert torch.equal(quiet, asked)
 
 
@@ -95,13 +103,16 @@ def test_projections_may_be_parts_of_one_tensor() -> None:
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
-def test_what_the_kernels_do_not_take_they_name() -> None:
-    token, memory, rules, _ = placed(inputs(CASES["small"]))
-    doubles = changed(token, lambda t: t.double() if t.is_floating_point() else t)
-    assert "several dtypes" in str(kernels.why_not(doubles, memory, rules))
-    assert "not of what leaves" in str(kernels.why_not(token, memory._replace(pending_BPGD=None), rules))
-    one = memory._replace(k_BPGD=memory.k_BPGD[:, :0])
-    assert kernels.why_not(token, one, rules) == "a window of one token"
+def test_layers_that_the_step_does_not_take_are_left_alone(use: Callable[[str], None]) -> None:
+    _, kept, rules = placed(inputs(CASES["small"]))
+    assert not takes(kept, rules, 4)
+    use("triton")
+    assert takes(kept, rules, 4)
+    assert not takes(kept._replace(pending_BPGD=None), rules, 4)
+    assert not takes(kept, rules._replace(share=None), 4)
+    assert not takes(kept._replace(k_BPGD=kept.k_BPGD[:, :0]), rules, 4)
+    assert not takes(kept._replace(state_BGFV=kept.state_BGFV.double()), rules, 4)
+    assert not takes(kept._replace(v_BPGD=kept.v_BPGD.bfloat16()), rules, 4)
 
 
 def test_every_size_compiles_for_hopper_without_spilling(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from gated_kernels.step.chunk import Codes, Gate, Memory, Rules, Share, Token
+from gated_kernels.step.chunk import Codes, Gate, Kept, Rules, Share, Token
 
 Kind = Literal["gla", "liger-paper"]
 
@@ -55,7 +55,7 @@ CASES = {
 }
 
 
-def inputs(case: Case) -> tuple[Token, Memory, Rules, float]:
+def inputs(case: Case) -> tuple[Token, Kept, Rules]:
     """The arguments of `step`; a ring that has turned, and a state that is empty while nothing has left the window."""
     B, G, R, D, M, P = case.B, case.G, case.R, case.D, case.M, case.W - 1
     H, C, E = G * R, D if case.C is None else case.C, D // 2
@@ -80,10 +80,9 @@ def inputs(case: Case) -> tuple[Token, Memory, Rules, float]:
             q_turn, normal(H, E) / 9, q_tau, k_turn, normal(G, E) / 9, k_tau, normal(G, case.F, E) / max(E, 1) ** 0.5
         )
     F = case.F if gla else D
-    biases = {"head": 2 + normal(G, 1), "constant": 2 + normal(G, F), "none": None}
-    gate = Gate("keys", None, 16.0) if not gla else None if case.gate == "none" else None
+    gate = None if gla else Gate("keys", None, 16.0)
     if gla and case.gate != "none":
-        gate = Gate(case.gate, biases[case.gate], 16.0)
+        gate = Gate(case.gate, 2 + normal(G, 1 if case.gate == "head" else F), 16.0)
     share = Share(1 + 0.1 * normal(H), normal(H, D), normal(H)) if gla else None
     valid = torch.ones(B, case.seen + 1, dtype=torch.bool)
     if case.padded:
@@ -91,10 +90,8 @@ def inputs(case: Case) -> tuple[Token, Memory, Rules, float]:
         valid[0, -1] = False
     rank = torch.where(valid, valid.cumsum(1) - 1, -1)
     rank_BS = torch.cat((rank.new_full((B, P), -1), rank), 1)[:, -case.W :]
-    if P <= case.seen:
-        far = rank[:, : case.seen - P].amax(1, keepdim=True) if P < case.seen else rank.new_full((B, 1), -1)
-    else:
-        far = rank.new_full((B, 1), -1)
+    gone = rank[:, : max(0, case.seen - P)]  # out of the window
+    far = gone.amax(1, keepdim=True) if gone.shape[1] else rank.new_full((B, 1), -1)
     visible = (torch.arange(M) <= far) if M else None
     angle = normal(B, max(C // 2, 1)).repeat(1, 2)[:, :C] if C else None
     token = Token(
@@ -105,11 +102,12 @@ def inputs(case: Case) -> tuple[Token, Memory, Rules, float]:
         None if angle is None else angle.sin().to(case.dtype),
         rank_BS.contiguous(),
         visible,
+        D**-0.5,
     )
     written = case.seen > 0 if not gla else bool((far >= M).any())
     state = normal(B, G, F, D + gla)
     state[..., D:] = state[..., D:].abs()
-    memory = Memory(
+    kept = Kept(
         head(B, P, G, D),
         head(B, P, G, D),
         head(B, P, G, D) if gla else None,
@@ -118,7 +116,7 @@ def inputs(case: Case) -> tuple[Token, Memory, Rules, float]:
         state * written,
         torch.tensor([case.turn + P]),
     )
-    return token, memory, Rules(codes, gate, share), D**-0.5
+    return token, kept, Rules(codes, gate, share)
 
 
 def changed(x: Any, change: Any) -> Any:

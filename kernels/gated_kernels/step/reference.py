@@ -7,32 +7,32 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from gated_kernels.diagonal.reference import diagonal
-from gated_kernels.step.chunk import Gate, Memory, Rules, Token
+from gated_kernels.step.chunk import Gate, Kept, Rules, Token
 from gated_kernels.window.reference import window
 
 
-def step(token: Token, memory: Memory, rules: Rules, scale: float) -> Tensor:
-    """The output [B,H,D] in the dtype of the values; moves the memory on in place."""
-    B, P, G, D = memory.k_BPGD.shape
-    slot, dtype = int(memory.turn) % P, token.v_BGD.dtype
-    evicted, normalised = memory.pending_BPGD is not None, rules.share is not None
+def step(token: Token, kept: Kept, rules: Rules) -> Tensor:
+    """The output [B,H,D] in the dtype of the values; writes to `kept`, as a step does."""
+    B, P, _, D = kept.k_BPGD.shape
+    slot, dtype = int(kept.turn) % P, token.v_BGD.dtype
+    evicted, normalised = kept.pending_BPGD is not None, rules.share is not None
     q, k, v = (_wide(x) for x in (token.q_BHD, token.k_BGD, token.v_BGD))
     q_rot, k_rot = (_rotated(x, token).to(dtype) for x in (q, k))
     rank_BS, visible_BM = token.rank_BS, token.sink_visible_BM
     sinks = 0 if visible_BM is None else visible_BM.shape[1]
     window_o, window_lse = window(
         _wide(q_rot)[:, None],
-        _wide(torch.cat((memory.k_BPGD.roll(-slot, 1), k_rot[:, None]), 1)),
-        torch.cat((memory.v_BPGD.roll(-slot, 1), token.v_BGD[:, None]), 1),
+        _wide(torch.cat((kept.k_BPGD.roll(-slot, 1), k_rot[:, None]), 1)),
+        torch.cat((kept.v_BPGD.roll(-slot, 1), token.v_BGD[:, None]), 1),
         window=P + 1,
-        scale=scale,
+        scale=token.scale,
         valid_BS=rank_BS >= 0,
-        sink_k_BMGD=None if memory.sink_k_BMGD is None else _wide(memory.sink_k_BMGD),
-        sink_v_BMGV=memory.sink_v_BMGD,
+        sink_k_BMGD=None if kept.sink_k_BMGD is None else _wide(kept.sink_k_BMGD),
+        sink_v_BMGV=kept.sink_v_BMGD,
         sink_visible_BTM=None if visible_BM is None else visible_BM[:, None],
     )
-    if memory.pending_BPGD is not None:
-        key, value = _wide(memory.pending_BPGD[:, slot]), _wide(memory.v_BPGD[:, slot])
+    if kept.pending_BPGD is not None:
+        key, value = _wide(kept.pending_BPGD[:, slot]), _wide(kept.v_BPGD[:, slot])
         written_B11 = (rank_BS[:, 0] >= sinks)[:, None, None]
     else:
         key, value, written_B11 = k, v, (rank_BS[:, -1] >= 0)[:, None, None]
@@ -45,7 +45,7 @@ def step(token: Token, memory: Memory, rules: Rules, scale: float) -> Tensor:
         (phi_k * written_B11)[:, None],
         (value * written_B11)[:, None],
         log_a[:, None],
-        state_BGFV=memory.state_BGFV,
+        state_BGFV=kept.state_BGFV,
         exclusive=evicted,
     )
     o_BHD, share_BH1 = _wide(o[:, 0]), 0.5
@@ -56,14 +56,14 @@ def step(token: Token, memory: Memory, rules: Rules, scale: float) -> Tensor:
         weight = weight.masked_fill(mass.log() <= -60, -1e4)
         share_BH1 = (weight - window_lse[:, 0]).sigmoid()[..., None]
     mixed = (1 - share_BH1) * _wide(window_o[:, 0]) + share_BH1 * o_BHD
-    memory.state_BGFV.copy_(state)
-    memory.k_BPGD[:, slot], memory.v_BPGD[:, slot] = k_rot, token.v_BGD
-    if memory.pending_BPGD is not None:
-        memory.pending_BPGD[:, slot] = token.k_BGD
-    if memory.sink_k_BMGD is not None and memory.sink_v_BMGD is not None:
+    kept.state_BGFV.copy_(state)
+    kept.k_BPGD[:, slot], kept.v_BPGD[:, slot] = k_rot, token.v_BGD
+    if kept.pending_BPGD is not None:
+        kept.pending_BPGD[:, slot] = token.k_BGD
+    if kept.sink_k_BMGD is not None and kept.sink_v_BMGD is not None:
         for b in range(B):
             if 0 <= (rank := int(rank_BS[b, -1])) < sinks:
-                memory.sink_k_BMGD[b, rank], memory.sink_v_BMGD[b, rank] = k_rot[b], token.v_BGD[b]
+                kept.sink_k_BMGD[b, rank], kept.sink_v_BMGD[b, rank] = k_rot[b], token.v_BGD[b]
     return mixed.to(dtype)
 
 

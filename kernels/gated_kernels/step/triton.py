@@ -18,11 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gated_kernels.step.chunk import Memory, Rules, Token
+from gated_kernels.step.chunk import Kept, Rules, Token
 
 ROWS = 16  # the fewest that a product takes
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # then the kernels are Python and take tensors of a CPU
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PROGRAMS = 256  # enough to fill a GPU
 
 
 @triton.jit
@@ -63,48 +63,54 @@ def _log_sigmoid(x):
 
 
 @triton.jit
-def _feature_logits(
-    x, b, B, n, g, z, turn, shift, log_tau, codes, logits, tops, sums,
+def _features(
+    x, b, B, n, g, along, z, turn, shift, log_tau, codes, logits, tops, sums,
     COUNT: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
-    CD: tl.constexpr, CE: tl.constexpr, BF: tl.constexpr,
+    CD: tl.constexpr, CE: tl.constexpr, BD: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """Keeps the logits of head n of COUNT for rows b of x, their maximum and their sum of exponentials; returns the
-    mean of z under their softmax, [N], which is a memory's mass."""
+    """For head n of COUNT, of group g, and the vectors at x, of rows b: keeps the logits of their features, the maximum
+    and the sum of exponentials. Returns the sums of the vectors, along a direction if one is given, and what z is on
+    average under the features, which is a memory's mass."""
     inside = b < B
+    total = tl.zeros([b.shape[0]], tl.float32)
+    if codes is not None:
+        e = tl.arange(0, CE)[None, :]
+        u = tl.zeros([b.shape[0], CE], tl.float32)
+        for first in range(0, D, BD):
+            d = first + tl.arange(0, BD)
+            matrix = tl.load(turn + d[:, None] * E + e, mask=(d < D)[:, None] & (e < E), other=0.0)
+            part = tl.load(x[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+            u += _dot(part, matrix)
+            if along is not None:
+                part *= tl.load(along + d, mask=d < D, other=0.0)[None, :]
+            total += tl.sum(part, 1)
+        u += tl.load(shift + e, mask=e < E, other=0.0)
+        u *= (tl.exp(tl.load(log_tau)) / tl.maximum(tl.sqrt(tl.sum(u * u, 1)), 1e-12))[:, None]
     row = b.to(tl.int64) * COUNT + n
     top = tl.full([b.shape[0]], float("-inf"), tl.float32)
-    total = tl.zeros([b.shape[0]], tl.float32)
     mass = tl.zeros([b.shape[0]], tl.float32)
-    u = x
-    if codes is not None:
-        d = tl.arange(0, CD)[:, None]
-        e = tl.arange(0, CE)[None, :]
-        matrix = tl.load(turn + d * E + e, mask=(d < D) & (e < E), other=0.0)
-        u = _dot(x, matrix.to(tl.float32)) + tl.load(shift + e, mask=e < E, other=0.0)
-        size = tl.sqrt(tl.sum(u * u, 1))
-        u = u * (tl.exp(tl.load(log_tau)) / tl.maximum(size, 1e-12))[:, None]
-    for start in range(0, F, BF):
-        f = start + tl.arange(0, BF)
+    weight = tl.zeros([b.shape[0]], tl.float32)
+    for first in range(0, F, BF):
+        f = first + tl.arange(0, BF)
+        block = inside[:, None] & (f < F)[None, :]
         if codes is not None:
-            at = (g * F + f)[:, None] * E + e
-            code = tl.load(codes + at, mask=(f < F)[:, None] & (e < E), other=0.0)
-            part = _dot(u, tl.trans(code.to(tl.float32)))
+            code = tl.load(codes + (g * F + f)[:, None] * E + e, mask=(f < F)[:, None] & (e < E), other=0.0)
+            part = _dot(u, tl.trans(code))
         else:
-            part = u
-        stored = inside[:, None] & (f < F)[None, :]
-        tl.store(logits + row[:, None] * F + f[None, :], part, mask=stored)
+            part = tl.load(x[:, None] + f[None, :], mask=block, other=0.0).to(tl.float32)
+        tl.store(logits + row[:, None] * F + f[None, :], part, mask=block)
         part = tl.where((f < F)[None, :], part, float("-inf"))
         higher = tl.maximum(top, tl.max(part, 1))
         weights = tl.exp(part - higher[:, None])
         keep = tl.exp(top - higher)
-        total = total * keep + tl.sum(weights, 1)
+        weight = weight * keep + tl.sum(weights, 1)
         if z is not None:
-            at = (b.to(tl.int64) * G + g)[:, None] * F + f[None, :]
-            mass = mass * keep + tl.sum(weights * tl.load(z + at * V + D, mask=stored, other=0.0), 1)
+            at = (b.to(tl.int64) * G + g)[:, None] * (F * V) + (f * V + D)[None, :]
+            mass = mass * keep + tl.sum(weights * tl.load(z + at, mask=block, other=0.0), 1)
         top = higher
     tl.store(tops + row, top, mask=inside)
-    tl.store(sums + row, total, mask=inside)
-    return mass / total
+    tl.store(sums + row, weight, mask=inside)
+    return total, mass / weight
 
 
 @triton.jit
@@ -112,24 +118,24 @@ def _query(
     b, B, n, q, q_step, z, turn, shift, log_tau, codes, power, asked, log_share,
     logits, tops, sums, masses, weights, root,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
-    CD: tl.constexpr, CE: tl.constexpr, BF: tl.constexpr,
+    CD: tl.constexpr, CE: tl.constexpr, BD: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     """The features of query head n for rows b, and what the memory weighs beside the window."""
-    d = tl.arange(0, CD)
-    inside = (b < B)[:, None] & (d < D)[None, :]
-    x = tl.load(q + b.to(tl.int64)[:, None] * q_step + n * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
     if codes is not None:
         turn += n * D * E
         shift += n * E
         log_tau += n
-    mass = _feature_logits(
-        x, b, B, n, n // R, z, turn, shift, log_tau, codes, logits, tops, sums, G * R + G, G, D, E, F, V, CD, CE, BF
-    )
-    if z is not None:
+    if asked is not None:
+        asked += n * D
+    x = q + b.to(tl.int64) * q_step + n * D
+    by_query, mass = _features(
+        x, b, B, n, n // R, asked, z, turn, shift, log_tau, codes, logits, tops, sums,
+        G * R + G, G, D, E, F, V, CD, CE, BD, BF,
+    )  # fmt: skip
+    if asked is not None:
         mass = tl.maximum(mass, 1e-30)
         log_mass = tl.log(mass)
-        by_query = tl.sum(x * tl.load(asked + n * D + d, mask=d < D, other=0.0)[None, :], 1) * root
-        weight = tl.load(power + n) * log_mass + by_query + tl.load(log_share + n)
+        weight = tl.load(power + n) * log_mass + by_query * root + tl.load(log_share + n)
         row = b.to(tl.int64) * (G * R) + n
         tl.store(masses + row, mass, mask=b < B)
         tl.store(weights + row, tl.where(log_mass <= -60.0, -1e4, weight), mask=b < B)
@@ -139,21 +145,19 @@ def _query(
 def _key(
     b, B, g, k, k_step, turn, shift, log_tau, codes, logits, tops, sums, pooled,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
-    CD: tl.constexpr, CE: tl.constexpr, BF: tl.constexpr,
+    CD: tl.constexpr, CE: tl.constexpr, BD: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     """The features and the mean of the key that is due at key-value head g for rows b."""
-    d = tl.arange(0, CD)
-    inside = (b < B)[:, None] & (d < D)[None, :]
-    x = tl.load(k + b.to(tl.int64)[:, None] * k_step + g * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
     if codes is not None:
         turn += g * D * E
         shift += g * E
         log_tau += g
-    _feature_logits(
-        x, b, B, G * R + g, g, None, turn, shift, log_tau, codes, logits, tops, sums, G * R + G, G, D, E, F, V,
-        CD, CE, BF,
+    x = k + b.to(tl.int64) * k_step + g * D
+    total, _ = _features(
+        x, b, B, G * R + g, g, None, None, turn, shift, log_tau, codes, logits, tops, sums,
+        G * R + G, G, D, E, F, V, CD, CE, BD, BF,
     )  # fmt: skip
-    tl.store(pooled + b.to(tl.int64) * G + g, tl.sum(x, 1) / D, mask=b < B)
+    tl.store(pooled + b.to(tl.int64) * G + g, total / D, mask=b < B)
 
 
 @triton.jit
@@ -171,11 +175,11 @@ def _add(q, k, v, seen, scale, o, top, mass):
 @triton.jit
 def _window(
     b, g, slot, q, k, v, q_step, k_step, v_step, cos, sin, turns, ring_k, ring_v, rank, sink_k, sink_v, visible,
-    o, lse, scale, M,
-    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, CD: tl.constexpr,
-    N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr,
+    o, lse, scale,
+    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, M: tl.constexpr,
+    CD: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """What the R queries of a row's key-value head see: the ring in the order of its slots, their own key, the sinks."""
+    """What the R queries of a row's key-value head see: their own key, the ring by its slots, the sinks."""
     n = tl.arange(0, N)
     d = tl.arange(0, CD)
     column = d[None, :]
@@ -187,25 +191,30 @@ def _window(
     queries = _rotated(row, column, (n < R)[:, None], cos, sin, D, C)
     new_k = _rotated(k + b * k_step + g * D, column, column < D, cos, sin, D, C)
     new_v = tl.load(v + b * v_step + g * D + column, mask=column < D, other=0.0)
-    mean = tl.zeros([N, CD], tl.float32)
-    top = tl.full([N], float("-inf"), tl.float32)
-    mass = tl.zeros([N], tl.float32)
-    for start in range(0, P + 1, K):
+    rank += b * (P + 1)
+    own = tl.sum(queries.to(tl.float32) * new_k.to(tl.float32), 1) * scale
+    is_token = tl.load(rank + P) >= 0
+    top = tl.where(is_token, own, float("-inf"))
+    mass = tl.where(is_token, 1.0, 0.0) + tl.zeros([N], tl.float32)
+    mean = tl.where(is_token, new_v.to(tl.float32), 0.0) + tl.zeros([N, CD], tl.float32)
+    ring_k += (b * P * G + g) * D
+    ring_v += (b * P * G + g) * D
+    for start in range(0, P, K):
         p = start + tl.arange(0, K)
-        age = tl.where(p < P, tl.where(p < slot, p - slot + P, p - slot), P)
-        seen = tl.load(rank + b * (P + 1) + age, mask=p <= P, other=-1) >= 0
-        at = ((b * P + p)[:, None] * G + g) * D + column
+        age = tl.where(p < slot, p - slot + P, p - slot)
+        seen = tl.load(rank + age, mask=p < P, other=-1) >= 0
+        at = p[:, None] * (G * D) + column
         inside = (p < P)[:, None] & (column < D)
         keys = tl.load(ring_k + at, mask=inside, other=0.0)
         values = tl.load(ring_v + at, mask=inside, other=0.0)
-        keys = tl.where((p == P)[:, None], new_k, keys)
-        values = tl.where((p == P)[:, None], new_v, values)
         mean, top, mass = _add(queries, keys, values, seen, scale, mean, top, mass)
     if sink_k is not None:
+        sink_k += (b * M * G + g) * D
+        sink_v += (b * M * G + g) * D
         for start in range(0, M, SINKS):
             m = start + tl.arange(0, SINKS)
             seen = tl.load(visible + b * M + m, mask=m < M, other=0) != 0
-            at = ((b * M + m)[:, None] * G + g) * D + column
+            at = m[:, None] * (G * D) + column
             inside = (m < M)[:, None] & (column < D)
             keys = tl.load(sink_k + at, mask=inside, other=0.0)
             values = tl.load(sink_v + at, mask=inside, other=0.0)
@@ -222,10 +231,10 @@ def read_kernel(
     q, k, v, q_step, k_step, v_step, cos, sin, turns, rank, visible,
     ring_k, ring_v, pending, sink_k, sink_v, state, turn,
     q_turn, q_shift, q_log_tau, k_turn, k_shift, k_log_tau, codes, power, asked, log_share,
-    logits, tops, sums, pooled, masses, weights, o, lse, scale, root, B, M,
+    logits, tops, sums, pooled, masses, weights, o, lse, scale, root, B,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, E: tl.constexpr, F: tl.constexpr,
-    V: tl.constexpr, P: tl.constexpr, CD: tl.constexpr, CE: tl.constexpr, BF: tl.constexpr, N: tl.constexpr,
-    K: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr,
+    V: tl.constexpr, P: tl.constexpr, M: tl.constexpr, CD: tl.constexpr, CE: tl.constexpr, BD: tl.constexpr,
+    BF: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     slot = tl.load(turn) % P
     tiles = tl.cdiv(B, ROWS)
@@ -234,7 +243,7 @@ def read_kernel(
         b = i % tiles * ROWS + tl.arange(0, ROWS)
         _query(
             b, B, i // tiles, q, q_step, state if power is not None else None, q_turn, q_shift, q_log_tau, codes,
-            power, asked, log_share, logits, tops, sums, masses, weights, root, G, R, D, E, F, V, CD, CE, BF,
+            power, asked, log_share, logits, tops, sums, masses, weights, root, G, R, D, E, F, V, CD, CE, BD, BF,
         )  # fmt: skip
     elif i < (G * R + G) * tiles:
         i -= G * R * tiles
@@ -242,34 +251,42 @@ def read_kernel(
         if pending is not None:
             _key(
                 b, B, i // tiles, pending + slot * G * D, P * G * D, k_turn, k_shift, k_log_tau, codes,
-                logits, tops, sums, pooled, G, R, D, E, F, V, CD, CE, BF,
+                logits, tops, sums, pooled, G, R, D, E, F, V, CD, CE, BD, BF,
             )  # fmt: skip
         else:
             _key(
                 b, B, i // tiles, k, k_step, k_turn, k_shift, k_log_tau, codes,
-                logits, tops, sums, pooled, G, R, D, E, F, V, CD, CE, BF,
+                logits, tops, sums, pooled, G, R, D, E, F, V, CD, CE, BD, BF,
             )  # fmt: skip
     else:
         i -= (G * R + G) * tiles
         _window(
             (i // G).to(tl.int64), i % G, slot, q, k, v, q_step, k_step, v_step, cos, sin, turns, ring_k, ring_v, rank,
-            sink_k, sink_v, visible, o, lse, scale, M, G, R, D, C, P, CD, N, K, SINKS,
+            sink_k, sink_v, visible, o, lse, scale, G, R, D, C, P, M, CD, N, K, SINKS,
         )  # fmt: skip
+
+
+@triton.jit
+def _rows_of_state(state, f, column, D: tl.constexpr, F: tl.constexpr, V: tl.constexpr):
+    block = (f < F)[:, None] & (column < D)[None, :]
+    return tl.load(state + (f * V)[:, None] + column[None, :], mask=block, other=0.0)
 
 
 @triton.jit
 def write_kernel(
     k, v, k_step, v_step, cos, sin, turns, rank, ring_k, ring_v, pending, sink_k, sink_v, state, turn,
-    bias, logits, tops, sums, pooled, masses, weights, window, lse, o, tau, M,
+    bias, logits, tops, sums, pooled, masses, weights, window, lse, o, tau,
     GATE: tl.constexpr, SHARED: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
-    F: tl.constexpr, FG: tl.constexpr, V: tl.constexpr, P: tl.constexpr, CD: tl.constexpr, N: tl.constexpr,
-    BF: tl.constexpr, BV: tl.constexpr,
+    F: tl.constexpr, FG: tl.constexpr, V: tl.constexpr, P: tl.constexpr, M: tl.constexpr, CD: tl.constexpr,
+    N: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     bg = tl.program_id(0).to(tl.int64)
     b, g = bg // G, bg % G
     is_first = tl.program_id(1) == 0
     column = tl.program_id(1) * BV + tl.arange(0, BV)
     inside = column < D
+    state += bg * (F * V)  # offsets within it take 32 bits
+    coming = _rows_of_state(state, tl.arange(0, BF), column, D, F, V)  # first of all, as it takes longest
     slot = tl.load(turn) % P
     new_rank = tl.load(rank + b * (P + 1) + P)
     new_v = tl.load(v + b * v_step + g * D + column, mask=inside, other=0.0)
@@ -287,9 +304,9 @@ def write_kernel(
     read = tl.zeros([N, BV], tl.float32)
     for start in range(0, F, BF):
         f = start + tl.arange(0, BF)
-        at = (bg * F + f) * V
-        block = (f < F)[:, None] & inside[None, :]
-        old = tl.load(state + at[:, None] + column[None, :], mask=block, other=0.0)
+        old = coming
+        if BF < F:
+            coming = _rows_of_state(state, f + BF, column, D, F, V)
         k_logits = tl.load(logits + key_row * F + f, mask=f < F, other=float("-inf"))
         feature = tl.where(written, tl.exp(k_logits - k_top) / k_sum, 0.0)
         if GATE is None:
@@ -303,7 +320,7 @@ def write_kernel(
                     gate += tl.load(pooled + bg)
             decay = tl.where(written, tl.exp(_log_sigmoid(gate) / tau), 1.0)
         new = old * decay[:, None] + feature[:, None] * value[None, :]
-        tl.store(state + at[:, None] + column[None, :], new, mask=block)
+        tl.store(state + (f * V)[:, None] + column[None, :], new, mask=(f < F)[:, None] & inside[None, :])
         for r in tl.static_range(R):
             row = b * (G * R + G) + g * R + r
             q_logits = tl.load(logits + row * F + f, mask=f < F, other=float("-inf"))
@@ -311,8 +328,8 @@ def write_kernel(
             part = tl.sum(asked[:, None] * (old if pending is not None else new), 0)
             read += tl.where((n == r)[:, None], part[None, :], 0.0)
         if SHARED and is_first:
-            mass = tl.load(state + at + D, mask=f < F, other=0.0)
-            tl.store(state + at + D, mass * decay + feature, mask=f < F)
+            mass = tl.load(state + f * V + D, mask=f < F, other=0.0)
+            tl.store(state + f * V + D, mass * decay + feature, mask=f < F)
     row = b * (G * R) + g * R + n
     out = row[:, None] * D + column[None, :]
     block = (n < R)[:, None] & inside[None, :]
@@ -327,10 +344,10 @@ def write_kernel(
     tl.store(o + out, _round(mixed, o.dtype.element_ty), mask=block)
     tl.debug_barrier()  # the value that leaves the ring has been read
     tl.store(ring_v + at_slot + column, new_v, mask=inside)
+    sink_columns = tl.where(new_rank < 0, 0, tl.where(new_rank < M, D, 0))  # none where it is no sink
     at_sink = ((b * M + new_rank) * G + g) * D
     if sink_v is not None:
-        if (new_rank >= 0) & (new_rank < M):
-            tl.store(sink_v + at_sink + column, new_v, mask=inside)
+        tl.store(sink_v + at_sink + column, new_v, mask=column < sink_columns)
     if is_first:
         d = tl.arange(0, CD)
         if C > 0:
@@ -339,83 +356,55 @@ def write_kernel(
         new_k = _rotated(k + b * k_step + g * D, d, d < D, cos, sin, D, C)
         tl.store(ring_k + at_slot + d, new_k, mask=d < D)
         if sink_k is not None:
-            if (new_rank >= 0) & (new_rank < M):
-                tl.store(sink_k + at_sink + d, new_k, mask=d < D)
+            tl.store(sink_k + at_sink + d, new_k, mask=d < sink_columns)
         if pending is not None:
             key = tl.load(k + b * k_step + g * D + d, mask=d < D, other=0.0)
             tl.store(pending + at_slot + d, key, mask=d < D)
 
 
-def step(token: Token, memory: Memory, rules: Rules, scale: float) -> Tensor:
-    """A layer's output [B,H,D] for one token of every row, in the dtype of the values; moves `memory` on in place.
-
-    Takes what `why_not` finds nothing against; see chunk.py.
-    """
-    (B, H, D), (_, P, G, _), (F, V) = token.q_BHD.shape, memory.k_BPGD.shape, memory.state_BGFV.shape[2:]
-    R, M = H // G, 0 if memory.sink_k_BMGD is None else memory.sink_k_BMGD.shape[1]
-    cos, sin = token.cos_BC, token.sin_BC
-    C, turns = (0, 0) if cos is None else (cos.shape[1], cos.stride(0) if len(cos) > 1 else 0)
+def step(token: Token, kept: Kept, rules: Rules) -> Tensor:
+    """See `gated_kernels.step.chunk.step`."""
+    (B, H, D), (_, P, G, _), (F, V) = token.q_BHD.shape, kept.k_BPGD.shape, kept.state_BGFV.shape[2:]
+    cos, sin, codes, gate, share = token.cos_BC, token.sin_BC, rules.codes, rules.gate, rules.share
     q, k, v = (x if x.stride()[1:] == (D, 1) else x.contiguous() for x in (token.q_BHD, token.k_BGD, token.v_BGD))
-    codes, gate, share = rules.codes or (None,) * 7, rules.gate, rules.share or (None,) * 3
-    new, CD = memory.state_BGFV.new_empty, max(16, triton.next_power_of_2(D))
-    E = 1 if rules.codes is None else rules.codes.codes_GFE.shape[2]
+    visible = None if token.sink_visible_BM is None else token.sink_visible_BM.contiguous()
+    turns = 0 if cos is None or len(cos) == 1 else cos.stride(0)
+    new, R, CD = kept.state_BGFV.new_empty, H // G, _held(D)
     logits, tops, sums, pooled = new(B, H + G, F), new(B, H + G), new(B, H + G), new(B, G)
     masses, weights, window, lse = new(B, H), new(B, H), new(B, H, D), new(B, H)
-    kept = (memory.k_BPGD, memory.v_BPGD, memory.pending_BPGD, memory.sink_k_BMGD, memory.sink_v_BMGD)
-    visible = None if token.sink_visible_BM is None else token.sink_visible_BM.contiguous()
-    o = v.new_empty(B, H, D)
-    sizes = {"G": G, "R": R, "D": D, "C": C, "F": F, "V": V, "P": P, "CD": CD}
+    o, E, FG = v.new_empty(B, H, D), 1 if codes is None else codes.codes_GFE.shape[2], 1
+    if gate is not None and gate.bias_GF is not None:
+        FG = gate.bias_GF.shape[1]
+    BF, BV = _block_of_state(F, D, B * G)
+    sizes = {"G": G, "R": R, "D": D, "F": F, "V": V, "P": P, "CD": CD}
+    sizes |= {"C": 0 if cos is None else cos.shape[1], "M": 0 if visible is None else visible.shape[1]}
     with torch.cuda.device_of(o):
         read_kernel[((H + G) * triton.cdiv(B, ROWS) + B * G,)](
             q, k, v, q.stride(0), k.stride(0), v.stride(0), cos, sin, turns, token.rank_BS, visible,
-            *kept, memory.state_BGFV, memory.turn, *codes, *share,
-            logits, tops, sums, pooled, masses, weights, window, lse, scale, D**-0.5, B, M,
-            **sizes, N=max(ROWS, triton.next_power_of_2(R)), E=E, CE=max(16, triton.next_power_of_2(E)), BF=_features(F, rules), K=_keys(CD, v),
-            SINKS=16, ROWS=ROWS, num_warps=4,
+            *kept, *(codes or (None,) * 7), *(share or (None,) * 3),
+            logits, tops, sums, pooled, masses, weights, window, lse, token.scale, D**-0.5, B,
+            **sizes, E=E, CE=_held(E), BD=min(CD, 64), BF=CD if codes is None else min(_held(F), 64),
+            N=_held(R), K=max(16, min(64, 16384 // (CD * v.element_size()))), SINKS=16, ROWS=ROWS,
+            num_warps=8 if CD > 64 else 4,
         )  # fmt: skip
-        BF, BV = _blocks(F, D, B * G)
         write_kernel[(B * G, triton.cdiv(D, BV))](
-            k, v, k.stride(0), v.stride(0), cos, sin, turns, token.rank_BS, *kept, memory.state_BGFV, memory.turn,
+            k, v, k.stride(0), v.stride(0), cos, sin, turns, token.rank_BS, *kept,
             None if gate is None else gate.bias_GF, logits, tops, sums, pooled, masses, weights, window, lse, o,
-            1.0 if gate is None else gate.normalizer, M,
-            GATE=None if gate is None else gate.of, SHARED=rules.share is not None, **sizes, N=triton.next_power_of_2(R),
-            FG=1 if gate is None or gate.bias_GF is None else gate.bias_GF.shape[1], BF=BF, BV=BV, num_warps=4,
+            1.0 if gate is None else gate.normalizer,
+            **sizes, GATE=None if gate is None else gate.of, SHARED=share is not None, FG=FG,
+            N=triton.next_power_of_2(R), BF=BF, BV=BV, num_warps=4,
         )  # fmt: skip
     return o
 
 
-def _features(F: int, rules: Rules) -> int:
-    """How many features a program takes at a time; all of them where they are a softmax of the channels."""
-    held = max(16, triton.next_power_of_2(F))
-    return held if rules.codes is None else min(held, 128)
+def _held(size: int) -> int:
+    return max(ROWS, triton.next_power_of_2(size))
 
 
-def _keys(channels: int, v: Tensor) -> int:
-    """Keys at a time: what a program's registers hold."""
-    return max(16, min(64, 16384 // (channels * v.element_size())))
-
-
-def _blocks(F: int, D: int, heads: int) -> tuple[int, int]:
-    """Rows and columns of the state that a program takes at a time."""
-    BV = max(16, min(64 if heads * D >= 128 * 128 else 32, triton.next_power_of_2(D)))
-    return max(16, min(triton.next_power_of_2(F), 8192 // BV)), BV
-
-
-def why_not(token: Token, memory: Memory, rules: Rules) -> str | None:
-    """What the kernels do not take, in words, or None."""
-    state, tensors = memory.state_BGFV, (token.v_BGD, *memory[:5])
-    (B, P, G, D), H = memory.k_BPGD.shape, token.q_BHD.shape[1]
-    if not (state.is_cuda or INTERPRETED.value):
-        return f"tensors on the {state.device.type}"
-    if any(x is not None and x.dtype != token.q_BHD.dtype for x in tensors) or token.q_BHD.dtype not in DTYPES:
-        return "queries, keys and values of several dtypes, or of another than float32, bfloat16 and float16"
-    if P == 0:
-        return "a window of one token"
-    if D > 256 or H // G > 64:
-        return f"heads of {D} channels in groups of {H // G}"
-    if state.shape[3] != D + (rules.share is not None) or (rules.share is None) != (memory.pending_BPGD is None):
-        return "a memory that is normalised but not of what leaves the window, or the other way round"
-    given = (*(rules.codes or ()), *(rules.share or ()), None if rules.gate is None else rules.gate.bias_GF)
-    if any(x is not None and (x.dtype != torch.float32 or not x.is_contiguous()) for x in (state, *given)):
-        return "parameters or states of another dtype than float32, or not contiguous"
-    return None
+def _block_of_state(F: int, D: int, heads: int) -> tuple[int, int]:
+    """BF and BV: all rows at once, where registers hold them, and columns such that there are programs enough."""
+    BV = min(64, _held(D))
+    while BV > 16 and heads * triton.cdiv(D, BV) < PROGRAMS:
+        BV //= 2
+    numbers = 8192 if _held(F) * BV <= 8192 else 4096  # the next ones are on their way meanwhile
+    return min(_held(F), numbers // BV), BV
