@@ -5,9 +5,11 @@ Run as a script, it compiles the step of several sizes for sm_90, which needs th
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -30,6 +32,13 @@ from gated_kernels.step import triton as kernels  # noqa: E402
 from gated_kernels.step.cases import CASES, Case, changed, inputs  # noqa: E402
 from gated_kernels.step.chunk import takes  # noqa: E402
 from gated_kernels.step.reference import step as reference  # noqa: E402
+from tiny import save_tiny_base  # noqa: E402
+from transformers import DynamicCache  # noqa: E402
+
+from liger_convert.mixers import resolve_spec  # noqa: E402
+from liger_convert.model import linearize_base, modeling  # noqa: E402
+from liger_convert.model.cache import LinearizedCacheLayer  # noqa: E402
+from liger_convert.model.decode import Decoder  # noqa: E402
 
 BF16 = torch.bfloat16
 COMPILED = {  # registers and shared memory are the larger, the more channels and features
@@ -113,6 +122,102 @@ def test_layers_that_the_step_does_not_take_are_left_alone(use: Callable[[str], 
     assert not takes(kept._replace(k_BPGD=kept.k_BPGD[:, :0]), rules, 4)
     assert not takes(kept._replace(state_BGFV=kept.state_BGFV.double()), rules, 4)
     assert not takes(kept._replace(v_BPGD=kept.v_BPGD.bfloat16()), rules, 4)
+
+
+@functools.cache
+def build(family: str, softmax: int | None, **spec: Any) -> Any:
+    """Three layers, of which the one numbered `softmax` is kept, and a memory with weight."""
+    layers = ["softmax" if i == softmax else "main" for i in range(3)]
+    plan = {"format": 1, "mixers": {"main": resolve_spec({"window": 5, "sinks": 2} | spec)}, "layers": layers}
+    base = save_tiny_base(family, Path(tempfile.mkdtemp(prefix=f"tiny-{family}-")), tokenizer=False)
+    model = linearize_base(base, plan, dtype=torch.float32).to(DEVICE).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("log_share_H"):
+                parameter += 4
+    return model
+
+
+@pytest.mark.parametrize(
+    ("prompt", "family", "softmax", "spec"),
+    [
+        (9, "llama", None, {"codes": 16}),
+        (1, "llama", 1, {"gate": "constant"}),
+        (6, "phi3", 0, {"gate": "none", "sinks": 0, "codes": 5}),
+        (2, "smollm3", 0, {"type": "liger-paper"}),
+    ],
+    ids=str,
+)
+def test_fused_steps_with_padding_and_what_comes_after_them_are_the_plain_ones(
+    prompt: int, family: str, softmax: int | None, spec: dict[str, Any], use: Callable[[str], None]
+) -> None:
+    model, steps = build(family, softmax, **spec), 6
+    tokens = torch.randint(3, 101, (2, prompt + steps + 3), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    mask = torch.ones_like(tokens)
+    mask[0, prompt + 2] = mask[1, prompt + 1] = mask[1, prompt + 4] = 0
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    found = []
+    for fused in (False, True):
+        use("triton" if fused else "torch")
+        decoder, cache, logits = Decoder(model, in_place=True) if fused else model, DynamicCache(), []
+
+        def read(start: int, end: int, model: Any = decoder, cache: Any = cache, logits: Any = logits) -> None:
+            inputs = {"input_ids": tokens[:, start:end], "position_ids": positions[:, start:end]}
+            out = model(**inputs, attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+            logits.append(out.logits[:, -1])
+
+        with torch.no_grad():
+            read(0, prompt)
+            for i in range(prompt, prompt + steps):
+                read(i, i + 1)
+            assert not fused or model.decoding.endswith(" steps, fused")
+            read(prompt + steps, prompt + steps + 2)  # no step
+            read(prompt + steps + 2, prompt + steps + 3)  # one step, from a new start
+        rows = torch.stack(logits, 1)[mask[:, [prompt - 1, *range(prompt, prompt + steps), -2, -1]].bool()]
+        found.append({"logits": rows} | caches(cache))
+    plain, ours = found
+    assert plain.keys() == ours.keys()
+    assert {name: e for name in plain if (e := error(ours[name], plain[name])) > 1e-5} == {}
+
+
+def caches(cache: Any) -> dict[str, Tensor]:
+    """What the linearized layers keep, the oldest token first, by name; rings without what fills them."""
+    found = {}
+    for i, layer in enumerate(cache.layers):
+        if isinstance(layer, LinearizedCacheLayer):
+            layer.settle()
+            real = layer.ring["rank"] >= 0
+            found |= {f"{i} ring {name}": x[real] for name, x in layer.ring.items()}
+            found |= {f"{i} {name}": x for name, x in (layer.sinks | layer.states).items()}
+    return found
+
+
+@pytest.mark.parametrize("spec", [{}, {"type": "liger-paper"}], ids=str)
+def test_text_is_that_of_plain_steps(
+    spec: dict[str, Any], use: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modeling, "Decoder", functools.partial(Decoder, in_place=True))
+    model, prompt = build("llama", None, **spec), torch.arange(5, 18, device=DEVICE)[None]
+    options: dict[str, Any] = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    plain = model.generate(prompt, disable_compile=True, **options)
+    use("triton")
+    assert torch.equal(model.generate(prompt, **options), plain)
+    assert model.decoding == ("captured" if DEVICE == "cuda" else "fixed") + " steps, fused"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [{"rope": True}, {"window": 1}, {"forget": True}, {"scope": "all"}, {"gate": "pooled", "feature_map": "softmax"}],
+    ids=str,
+)
+def test_other_layers_take_their_steps_as_before(spec: dict[str, Any], use: Callable[[str], None]) -> None:
+    model, cache, tokens = build("llama", None, **spec), DynamicCache(), torch.full((1, 7), 5, device=DEVICE)
+    with torch.no_grad():
+        model(tokens, past_key_values=cache, use_cache=True)
+        use("triton")
+        decoder = Decoder(model, in_place=True)
+        decoder._freeze(cache)
+    assert [layer.turn for layer in cache.layers] == [None] * 3
 
 
 def test_every_size_compiles_for_hopper_without_spilling(tmp_path: Path) -> None:
