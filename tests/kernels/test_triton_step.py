@@ -28,10 +28,9 @@ if DEVICE == "cpu" and os.environ["TRITON_INTERPRET"] == "1" and isinstance(trit
 
 import gated_kernels  # noqa: E402
 from gated_kernels.check import error  # noqa: E402
+from gated_kernels.step import chunk  # noqa: E402
 from gated_kernels.step import triton as kernels  # noqa: E402
-from gated_kernels.step.cases import CASES, Case, changed, inputs  # noqa: E402
-from gated_kernels.step.chunk import takes  # noqa: E402
-from gated_kernels.step.reference import step as reference  # noqa: E402
+from gated_kernels.step.cases import CASES, Case, changed, faults, inputs, outcome, placed  # noqa: E402
 from tiny import save_tiny_base  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
@@ -54,46 +53,19 @@ COMPILED = {  # registers and shared memory are the larger, the more channels an
 
 
 @pytest.fixture
-def use() -> Iterator[Callable[[str], None]]:
-    yield gated_kernels.use
-    gated_kernels.use("torch")
-
-
-def placed(x: Any, dtype: torch.dtype | None = None) -> Any:
-    """A copy of nested inputs on the device; their floating-point numbers in `dtype`."""
-    return changed(x, lambda t: t.to(DEVICE, dtype if t.is_floating_point() else None, copy=True))
-
-
-def outcome(step: Any, given: Any, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """What a step gives and leaves behind, by name."""
-    token, kept, rules = placed(given, dtype)
-    found = {"output": step(token, kept, rules)} | kept._asdict()
-    return {name: x for name, x in found.items() if x is not None and x.is_floating_point()}
-
-
-def faults(given: Any) -> list[str]:
-    """As gated_kernels.check.faults, of everything that a step changes."""
-    exact, plain, ours = (
-        outcome(reference, given, torch.float64),
-        outcome(reference, given),
-        outcome(kernels.step, given),
-    )
-    found = []
-    for name, x in ours.items():
-        allowed = 2 * error(plain[name], exact[name]) + 4 * torch.finfo(torch.float32).eps
-        if x.dtype != plain[name].dtype or not error(x, exact[name]) <= allowed:
-            found.append(f"{name} ({x.dtype}) errs by {error(x, exact[name]):.1e}, allowed {allowed:.1e}")
-    return found
+def use() -> Iterator[Callable[[bool], None]]:
+    """Says whether steps are fused; the other ops stay torch's, which are faster than Triton's interpreter."""
+    yield lambda fused: setattr(chunk, "fast", kernels.step if fused else None)
+    chunk.fast = None
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_step_errs_at_most_twice_as_much_as_the_reference_in_its_dtype(case: str) -> None:
-    given = inputs(CASES[case])
-    assert not faults(given)
+    assert not faults(kernels.step, placed(inputs(CASES[case]), DEVICE))
 
 
 def test_an_empty_memory_weighs_nothing_whatever_is_asked_for() -> None:
-    token, kept, rules = inputs(CASES["partly filled ring, nothing in memory"])
+    token, kept, rules = placed(inputs(CASES["partly filled ring, nothing in memory"]), DEVICE)
     assert rules.share is not None
     loud = rules._replace(share=rules.share._replace(log_H=torch.full_like(rules.share.log_H, 1e3)))
     quiet, asked = (outcome(kernels.step, (token, kept, r))["output"] for r in (rules, loud))
@@ -101,7 +73,7 @@ def test_an_empty_memory_weighs_nothing_whatever_is_asked_for() -> None:
 
 
 def test_projections_may_be_parts_of_one_tensor() -> None:
-    token, *rest = inputs(CASES["small"])
+    token, *rest = placed(inputs(CASES["small"]), DEVICE)
     whole = torch.cat([x.flatten(1) for x in (token.q_BHD, token.k_BGD, token.v_BGD)], 1)
     parts = whole.split([x[0].numel() for x in (token.q_BHD, token.k_BGD, token.v_BGD)], 1)
     q, k, v = (x.unflatten(1, (-1, token.q_BHD.shape[2])) for x in parts)
@@ -112,16 +84,23 @@ def test_projections_may_be_parts_of_one_tensor() -> None:
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
-def test_layers_that_the_step_does_not_take_are_left_alone(use: Callable[[str], None]) -> None:
-    _, kept, rules = placed(inputs(CASES["small"]))
-    assert not takes(kept, rules, 4)
-    use("triton")
-    assert takes(kept, rules, 4)
-    assert not takes(kept._replace(pending_BPGD=None), rules, 4)
-    assert not takes(kept, rules._replace(share=None), 4)
-    assert not takes(kept._replace(k_BPGD=kept.k_BPGD[:, :0]), rules, 4)
-    assert not takes(kept._replace(state_BGFV=kept.state_BGFV.double()), rules, 4)
-    assert not takes(kept._replace(v_BPGD=kept.v_BPGD.bfloat16()), rules, 4)
+def test_the_step_is_chosen_with_the_other_kernels() -> None:
+    gated_kernels.use("triton")
+    assert chunk.fast is kernels.step
+    gated_kernels.use("torch")
+    assert chunk.fast is None
+
+
+def test_layers_that_the_step_does_not_take_are_left_alone(use: Callable[[bool], None]) -> None:
+    _, kept, rules = placed(inputs(CASES["small"]), DEVICE)
+    assert not chunk.takes(kept, rules, 4)
+    use(True)
+    assert chunk.takes(kept, rules, 4)
+    assert not chunk.takes(kept._replace(pending_BPGD=None), rules, 4)
+    assert not chunk.takes(kept, rules._replace(share=None), 4)
+    assert not chunk.takes(kept._replace(k_BPGD=kept.k_BPGD[:, :0]), rules, 4)
+    assert not chunk.takes(kept._replace(state_BGFV=kept.state_BGFV.double()), rules, 4)
+    assert not chunk.takes(kept._replace(v_BPGD=kept.v_BPGD.bfloat16()), rules, 4)
 
 
 @functools.cache
@@ -149,7 +128,7 @@ def build(family: str, softmax: int | None, **spec: Any) -> Any:
     ids=str,
 )
 def test_fused_steps_with_padding_and_what_comes_after_them_are_the_plain_ones(
-    prompt: int, family: str, softmax: int | None, spec: dict[str, Any], use: Callable[[str], None]
+    prompt: int, family: str, softmax: int | None, spec: dict[str, Any], use: Callable[[bool], None]
 ) -> None:
     model, steps = build(family, softmax, **spec), 6
     tokens = torch.randint(3, 101, (2, prompt + steps + 3), generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -158,7 +137,7 @@ def test_fused_steps_with_padding_and_what_comes_after_them_are_the_plain_ones(
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     found = []
     for fused in (False, True):
-        use("triton" if fused else "torch")
+        use(fused)
         decoder, cache, logits = Decoder(model, in_place=True) if fused else model, DynamicCache(), []
 
         def read(start: int, end: int, model: Any = decoder, cache: Any = cache, logits: Any = logits) -> None:
@@ -192,15 +171,15 @@ def caches(cache: Any) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("spec", [{}, {"type": "liger-paper"}], ids=str)
+@pytest.mark.parametrize("spec", [{"codes": 16}, {"type": "liger-paper"}], ids=str)
 def test_text_is_that_of_plain_steps(
-    spec: dict[str, Any], use: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    spec: dict[str, Any], use: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(modeling, "Decoder", functools.partial(Decoder, in_place=True))
     model, prompt = build("llama", None, **spec), torch.arange(5, 18, device=DEVICE)[None]
     options: dict[str, Any] = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     plain = model.generate(prompt, disable_compile=True, **options)
-    use("triton")
+    use(True)
     assert torch.equal(model.generate(prompt, **options), plain)
     assert model.decoding == ("captured" if DEVICE == "cuda" else "fixed") + " steps, fused"
 
@@ -210,11 +189,11 @@ def test_text_is_that_of_plain_steps(
     [{"rope": True}, {"window": 1}, {"forget": True}, {"scope": "all"}, {"gate": "pooled", "feature_map": "softmax"}],
     ids=str,
 )
-def test_other_layers_take_their_steps_as_before(spec: dict[str, Any], use: Callable[[str], None]) -> None:
+def test_other_layers_take_their_steps_as_before(spec: dict[str, Any], use: Callable[[bool], None]) -> None:
     model, cache, tokens = build("llama", None, **spec), DynamicCache(), torch.full((1, 7), 5, device=DEVICE)
     with torch.no_grad():
         model(tokens, past_key_values=cache, use_cache=True)
-        use("triton")
+        use(True)
         decoder = Decoder(model, in_place=True)
         decoder._freeze(cache)
     assert [layer.turn for layer in cache.layers] == [None] * 3

@@ -1,14 +1,19 @@
-"""Steps on which the fused one is tested: what is given, what is kept, and how many tokens have come."""
+"""Steps on which the fused one is tested, and whether it is right on them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from gated_kernels.check import error
 from gated_kernels.step.chunk import Codes, Gate, Kept, Rules, Share, Token
+from gated_kernels.step.reference import step as reference
 
+Step = Callable[[Token, Kept, Rules], Tensor]
+Given = tuple[Token, Kept, Rules]
 Kind = Literal["gla", "liger-paper"]
 
 
@@ -55,7 +60,7 @@ CASES = {
 }
 
 
-def inputs(case: Case) -> tuple[Token, Kept, Rules]:
+def inputs(case: Case) -> Given:
     """The arguments of `step`; a ring that has turned, and a state that is empty while nothing has left the window."""
     B, G, R, D, M, P = case.B, case.G, case.R, case.D, case.M, case.W - 1
     H, C, E = G * R, D if case.C is None else case.C, D // 2
@@ -127,3 +132,32 @@ def changed(x: Any, change: Any) -> Any:
         parts = [changed(part, change) for part in x]
         return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
     return x
+
+
+def placed(given: Given, device: str, dtype: torch.dtype | None = None) -> Given:
+    """A copy on the device, whose floating-point numbers are in `dtype`."""
+    return changed(given, lambda x: x.to(device, dtype if x.is_floating_point() else None, copy=True))
+
+
+def outcome(step: Step, given: Given, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """What a step gives and leaves behind, by name."""
+    token, kept, rules = placed(given, str(given[0].q_BHD.device), dtype)
+    found = {"output": step(token, kept, rules)} | kept._asdict()
+    return {name: x for name, x in found.items() if x is not None and x.is_floating_point()}
+
+
+def faults(step: Step, given: Given) -> list[str]:
+    """As gated_kernels.check.faults, of everything that a step changes.
+
+    On a GPU a product of fp32 is three of TF32, with 22 bits for 24: four times the error, besides the usual twice.
+    """
+    exact, plain, ours = outcome(reference, given, torch.float64), outcome(reference, given), outcome(step, given)
+    single = outcome(reference, given, torch.float32)
+    found = []
+    for name, x in ours.items():
+        allowed = 2 * error(plain[name], exact[name]) + 4 * torch.finfo(torch.float32).eps
+        if x.is_cuda:
+            allowed += 6 * error(single[name], exact[name])
+        if x.dtype != plain[name].dtype or not error(x, exact[name]) <= allowed:
+            found.append(f"{name} ({x.dtype}) errs by {error(x, exact[name]):.1e}, allowed {allowed:.1e}")
+    return found
