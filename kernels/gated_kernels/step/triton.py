@@ -93,6 +93,9 @@ def _features(
     for first in range(0, F, BF):
         f = first + tl.arange(0, BF)
         block = inside[:, None] & (f < F)[None, :]
+        if z is not None:
+            at = (b.to(tl.int64) * G + g)[:, None] * (F * V) + (f * V + D)[None, :]
+            of_state = tl.load(z + at, mask=block, other=0.0)
         if codes is not None:
             code = tl.load(codes + (g * F + f)[:, None] * E + e, mask=(f < F)[:, None] & (e < E), other=0.0)
             part = _dot(u, tl.trans(code))
@@ -105,8 +108,7 @@ def _features(
         keep = tl.exp(top - higher)
         weight = weight * keep + tl.sum(weights, 1)
         if z is not None:
-            at = (b.to(tl.int64) * G + g)[:, None] * (F * V) + (f * V + D)[None, :]
-            mass = mass * keep + tl.sum(weights * tl.load(z + at, mask=block, other=0.0), 1)
+            mass = mass * keep + tl.sum(weights * of_state, 1)
         top = higher
     tl.store(tops + row, top, mask=inside)
     tl.store(sums + row, weight, mask=inside)
@@ -267,9 +269,22 @@ def read_kernel(
 
 
 @triton.jit
-def _rows_of_state(state, f, column, D: tl.constexpr, F: tl.constexpr, V: tl.constexpr):
+def _of_state(state, f, column, masses_too, D: tl.constexpr, F: tl.constexpr, V: tl.constexpr):
+    """Rows f of the state, and of the normaliser's column behind it."""
     block = (f < F)[:, None] & (column < D)[None, :]
-    return tl.load(state + (f * V)[:, None] + column[None, :], mask=block, other=0.0)
+    rows = tl.load(state + (f * V)[:, None] + column[None, :], mask=block, other=0.0)
+    masses = tl.zeros([f.shape[0]], tl.float32)
+    if V > D:
+        masses = tl.load(state + f * V + D, mask=f < tl.where(masses_too, F, 0), other=0.0)
+    return rows, masses
+
+
+@triton.jit
+def _of_features(logits, f, n, g, G: tl.constexpr, R: tl.constexpr, F: tl.constexpr):
+    """Logits f of the key and of the queries."""
+    of_key = tl.load(logits + (G * R + g) * F + f, mask=f < F, other=float("-inf"))
+    block = (n < R)[:, None] & (f < F)[None, :]
+    return of_key, tl.load(logits + (g * R + n)[:, None] * F + f[None, :], mask=block, other=float("-inf"))
 
 
 @triton.jit
@@ -281,73 +296,42 @@ def write_kernel(
     N: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     bg = tl.program_id(0).to(tl.int64)
-    b, g = bg // G, bg % G
+    b, g = bg // G, (bg % G).to(tl.int32)
     is_first = tl.program_id(1) == 0
     column = tl.program_id(1) * BV + tl.arange(0, BV)
     inside = column < D
+    n = tl.arange(0, N)
+    # everything is asked for before anything is waited for, the state first
     state += bg * (F * V)  # offsets within it take 32 bits
-    coming = _rows_of_state(state, tl.arange(0, BF), column, D, F, V)  # first of all, as it takes longest
-    slot = tl.load(turn) % P
+    next_rows, next_masses = _of_state(state, tl.arange(0, BF), column, is_first, D, F, V)
+    logits += b * (G * R + G) * F
+    next_key, next_queries = _of_features(logits, tl.arange(0, BF), n, g, G, R, F)
+    row = b * (G * R + G) + g * R + n
+    q_top = tl.load(tops + row, mask=n < R, other=0.0)
+    q_sum = tl.load(sums + row, mask=n < R, other=1.0)
+    key_row = b * (G * R + G) + G * R + g
+    k_top = tl.load(tops + key_row)
+    k_sum = tl.load(sums + key_row)
+    row = b * (G * R) + g * R + n
+    out = row[:, None] * D + column[None, :]
+    block = (n < R)[:, None] & inside[None, :]
+    seen = tl.load(window + out, mask=block, other=0.0)
+    if SHARED:
+        mass = tl.load(masses + row, mask=n < R, other=1.0)
+        weight = tl.load(weights + row, mask=n < R, other=0.0) - tl.load(lse + row, mask=n < R, other=0.0)
+    if GATE == "head":
+        mean = tl.load(pooled + bg)
     new_rank = tl.load(rank + b * (P + 1) + P)
     new_v = tl.load(v + b * v_step + g * D + column, mask=inside, other=0.0)
-    at_slot = ((b * P + slot) * G + g) * D
+    at_slot = ((b * P + tl.load(turn) % P) * G + g) * D
     if pending is not None:
         written = tl.load(rank + b * (P + 1)) >= M
         value = tl.load(ring_v + at_slot + column, mask=inside, other=0.0).to(tl.float32)
     else:
         written = new_rank >= 0
         value = new_v.to(tl.float32)
-    n = tl.arange(0, N)
-    key_row = b * (G * R + G) + G * R + g
-    k_top = tl.load(tops + key_row)
-    k_sum = tl.load(sums + key_row)
-    read = tl.zeros([N, BV], tl.float32)
-    for start in range(0, F, BF):
-        f = start + tl.arange(0, BF)
-        old = coming
-        if BF < F:
-            coming = _rows_of_state(state, f + BF, column, D, F, V)
-        k_logits = tl.load(logits + key_row * F + f, mask=f < F, other=float("-inf"))
-        feature = tl.where(written, tl.exp(k_logits - k_top) / k_sum, 0.0)
-        if GATE is None:
-            decay = tl.full([BF], 1.0, tl.float32)
-        else:
-            if GATE == "keys":
-                gate = tl.where(f < F, k_logits, 0.0)
-            else:
-                gate = tl.load(bias + g * FG + f % FG, mask=f < F, other=0.0)
-                if GATE == "head":
-                    gate += tl.load(pooled + bg)
-            decay = tl.where(written, tl.exp(_log_sigmoid(gate) / tau), 1.0)
-        new = old * decay[:, None] + feature[:, None] * value[None, :]
-        tl.store(state + (f * V)[:, None] + column[None, :], new, mask=(f < F)[:, None] & inside[None, :])
-        for r in tl.static_range(R):
-            row = b * (G * R + G) + g * R + r
-            q_logits = tl.load(logits + row * F + f, mask=f < F, other=float("-inf"))
-            asked = tl.exp(q_logits - tl.load(tops + row)) / tl.load(sums + row)
-            part = tl.sum(asked[:, None] * (old if pending is not None else new), 0)
-            read += tl.where((n == r)[:, None], part[None, :], 0.0)
-        if SHARED and is_first:
-            mass = tl.load(state + f * V + D, mask=f < F, other=0.0)
-            tl.store(state + f * V + D, mass * decay + feature, mask=f < F)
-    row = b * (G * R) + g * R + n
-    out = row[:, None] * D + column[None, :]
-    block = (n < R)[:, None] & inside[None, :]
-    seen = tl.load(window + out, mask=block, other=0.0)
-    if SHARED:
-        read = read / tl.load(masses + row, mask=n < R, other=1.0)[:, None]
-        weight = tl.load(weights + row, mask=n < R, other=0.0) - tl.load(lse + row, mask=n < R, other=0.0)
-        share = (1.0 / (1.0 + tl.exp(-weight)))[:, None]
-        mixed = seen + share * (read - seen)
-    else:
-        mixed = 0.5 * (seen + read)
-    tl.store(o + out, _round(mixed, o.dtype.element_ty), mask=block)
-    tl.debug_barrier()  # the value that leaves the ring has been read
-    tl.store(ring_v + at_slot + column, new_v, mask=inside)
     sink_columns = tl.where(new_rank < 0, 0, tl.where(new_rank < M, D, 0))  # none where it is no sink
     at_sink = ((b * M + new_rank) * G + g) * D
-    if sink_v is not None:
-        tl.store(sink_v + at_sink + column, new_v, mask=column < sink_columns)
     if is_first:
         d = tl.arange(0, CD)
         if C > 0:
@@ -360,6 +344,43 @@ def write_kernel(
         if pending is not None:
             key = tl.load(k + b * k_step + g * D + d, mask=d < D, other=0.0)
             tl.store(pending + at_slot + d, key, mask=d < D)
+    read = tl.zeros([N, BV], tl.float32)
+    for start in range(0, F, BF):
+        f = start + tl.arange(0, BF)
+        old, old_masses, k_logits, q_logits = next_rows, next_masses, next_key, next_queries
+        if BF < F:
+            next_rows, next_masses = _of_state(state, f + BF, column, is_first, D, F, V)
+            next_key, next_queries = _of_features(logits, f + BF, n, g, G, R, F)
+        feature = tl.where(written, tl.exp(k_logits - k_top) / k_sum, 0.0)
+        if GATE is None:
+            decay = tl.full([BF], 1.0, tl.float32)
+        else:
+            if GATE == "keys":
+                gate = tl.where(f < F, k_logits, 0.0)
+            else:
+                gate = tl.load(bias + g * FG + f % FG, mask=f < F, other=0.0)
+                if GATE == "head":
+                    gate += mean
+            decay = tl.where(written, tl.exp(_log_sigmoid(gate) / tau), 1.0)
+        new = old * decay[:, None] + feature[:, None] * value[None, :]
+        tl.store(state + (f * V)[:, None] + column[None, :], new, mask=(f < F)[:, None] & inside[None, :])
+        if SHARED:
+            tl.store(state + f * V + D, old_masses * decay + feature, mask=f < tl.where(is_first, F, 0))
+        asked = tl.exp(q_logits - q_top[:, None]) / q_sum[:, None]
+        for r in tl.static_range(R):
+            of_head = tl.sum(tl.where((n == r)[:, None], asked, 0.0), 0)
+            part = tl.sum(of_head[:, None] * (old if pending is not None else new), 0)
+            read += tl.where((n == r)[:, None], part[None, :], 0.0)
+    if SHARED:
+        share = (1.0 / (1.0 + tl.exp(-weight)))[:, None]
+        mixed = seen + share * (read / mass[:, None] - seen)
+    else:
+        mixed = 0.5 * (seen + read)
+    tl.store(o + out, _round(mixed, o.dtype.element_ty), mask=block)
+    tl.debug_barrier()  # the value that leaves the ring has been read
+    tl.store(ring_v + at_slot + column, new_v, mask=inside)
+    if sink_v is not None:
+        tl.store(sink_v + at_sink + column, new_v, mask=column < sink_columns)
 
 
 def step(token: Token, kept: Kept, rules: Rules) -> Tensor:
