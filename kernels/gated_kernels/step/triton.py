@@ -363,7 +363,11 @@ def write_kernel(
                     gate += mean
             decay = tl.where(written, tl.exp(_log_sigmoid(gate) / tau), 1.0)
         new = old * decay[:, None] + feature[:, None] * value[None, :]
-        tl.store(state + (f * V)[:, None] + column[None, :], new, mask=(f < F)[:, None] & inside[None, :])
+        at = state + (f * V)[:, None] + column[None, :]
+        if F % BF == 0 and D % BV == 0:
+            tl.store(at, new)  # a mask would make a branch of every number
+        else:
+            tl.store(at, new, mask=(f < F)[:, None] & inside[None, :])
         if SHARED:
             tl.store(state + f * V + D, old_masses * decay + feature, mask=f < tl.where(is_first, F, 0))
         asked = tl.exp(q_logits - q_top[:, None]) / q_sum[:, None]
