@@ -408,7 +408,7 @@ def step(token: Token, kept: Kept, rules: Rules) -> Tensor:
             q, k, v, q.stride(0), k.stride(0), v.stride(0), cos, sin, turns, token.rank_BS, visible,
             *kept, *(codes or (None,) * 7), *(share or (None,) * 3),
             logits, tops, sums, pooled, masses, weights, window, lse, token.scale, D**-0.5, B,
-            **sizes, E=E, CE=_held(E), BD=min(CD, 64), BF=CD if codes is None else min(_held(F), 64),
+            **sizes, E=E, CE=_held(E), BD=min(CD, 64), BF=CD if codes is None else 64 if F > 128 else _held(F),
             N=_held(R), K=max(16, min(64, 16384 // (CD * v.element_size()))), SINKS=16, ROWS=ROWS,
             num_warps=8 if CD > 64 else 4,
         )  # fmt: skip
