@@ -224,7 +224,8 @@ def compile_all() -> None:
     names = {torch.float32: "*fp32", BF16: "*bf16", torch.uint8: "*u8", torch.int64: "*i64", torch.bool: "*i1"}
 
     def launch(self: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
-        options = {"num_warps": constants.pop("num_warps")}
+        options = {name: constants.pop(name) for name in ("num_warps", "launch_pdl") if name in constants}
+        constants["OVERLAP"] = True
         values = dict(zip(self.arg_names, args)) | constants
         signature, fixed, aligned = {}, {}, {}
         for i, (name, value) in enumerate(values.items()):

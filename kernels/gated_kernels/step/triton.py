@@ -4,7 +4,8 @@
 for 16 rows, which meet the codebook's matrices together, and one the window of a row and key-value head. `write_kernel`
 goes through the state once, a program for some of its columns: it reads them with all query heads, mixes that with what
 the window gave, and writes the columns and the ring's slot. Only the first kernel reads the normaliser's column, which
-every column's program would need, and only the second one writes it. Sums are in fp32, as are features and the state;
+every column's program would need, and only the second one writes it. The second one begins while the first still
+runs, where a GPU can do that, and fetches the state meanwhile. Sums are in fp32, as are features and the state;
 products of fp32 are three TF32 ones.
 
 Shapes: see chunk.py; R = H / G. In a kernel: N rows of a product, K block of keys, BF and BV block of the state, and
@@ -12,6 +13,8 @@ the powers of two that hold them: CD channels, CE of a code.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import triton
@@ -237,7 +240,10 @@ def read_kernel(
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, E: tl.constexpr, F: tl.constexpr,
     V: tl.constexpr, P: tl.constexpr, M: tl.constexpr, CD: tl.constexpr, CE: tl.constexpr, BD: tl.constexpr,
     BF: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     slot = tl.load(turn) % P
     tiles = tl.cdiv(B, ROWS)
     i = tl.program_id(0)
@@ -293,7 +299,7 @@ def write_kernel(
     bias, logits, tops, sums, pooled, masses, weights, window, lse, o, tau,
     GATE: tl.constexpr, SHARED: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
     F: tl.constexpr, FG: tl.constexpr, V: tl.constexpr, P: tl.constexpr, M: tl.constexpr, CD: tl.constexpr,
-    N: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr,
+    N: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     bg = tl.program_id(0).to(tl.int64)
     b, g = bg // G, (bg % G).to(tl.int32)
@@ -301,9 +307,20 @@ def write_kernel(
     column = tl.program_id(1) * BV + tl.arange(0, BV)
     inside = column < D
     n = tl.arange(0, N)
-    # everything is asked for before anything is waited for, the state first
+    # everything is asked for before anything is waited for, and first of all what the other kernel has no part in
     state += bg * (F * V)  # offsets within it take 32 bits
     next_rows, next_masses = _of_state(state, tl.arange(0, BF), column, is_first, D, F, V)
+    new_rank = tl.load(rank + b * (P + 1) + P)
+    new_v = tl.load(v + b * v_step + g * D + column, mask=inside, other=0.0)
+    at_slot = ((b * P + tl.load(turn) % P) * G + g) * D
+    if pending is not None:
+        written = tl.load(rank + b * (P + 1)) >= M
+        value = tl.load(ring_v + at_slot + column, mask=inside, other=0.0).to(tl.float32)
+    else:
+        written = new_rank >= 0
+        value = new_v.to(tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     logits += b * (G * R + G) * F
     next_key, next_queries = _of_features(logits, tl.arange(0, BF), n, g, G, R, F)
     row = b * (G * R + G) + g * R + n
@@ -321,15 +338,6 @@ def write_kernel(
         weight = tl.load(weights + row, mask=n < R, other=0.0) - tl.load(lse + row, mask=n < R, other=0.0)
     if GATE == "head":
         mean = tl.load(pooled + bg)
-    new_rank = tl.load(rank + b * (P + 1) + P)
-    new_v = tl.load(v + b * v_step + g * D + column, mask=inside, other=0.0)
-    at_slot = ((b * P + tl.load(turn) % P) * G + g) * D
-    if pending is not None:
-        written = tl.load(rank + b * (P + 1)) >= M
-        value = tl.load(ring_v + at_slot + column, mask=inside, other=0.0).to(tl.float32)
-    else:
-        written = new_rank >= 0
-        value = new_v.to(tl.float32)
     sink_columns = tl.where(new_rank < 0, 0, tl.where(new_rank < M, D, 0))  # none where it is no sink
     at_sink = ((b * M + new_rank) * G + g) * D
     if is_first:
@@ -401,6 +409,7 @@ def step(token: Token, kept: Kept, rules: Rules) -> Tensor:
     if gate is not None and gate.bias_GF is not None:
         FG = gate.bias_GF.shape[1]
     BF, BV = _block_of_state(F, D, B * G)
+    overlap = o.is_cuda and _overlaps(o.device)
     sizes = {"G": G, "R": R, "D": D, "F": F, "V": V, "P": P, "CD": CD}
     sizes |= {"C": 0 if cos is None else cos.shape[1], "M": 0 if visible is None else visible.shape[1]}
     with torch.cuda.device_of(o):
@@ -409,7 +418,7 @@ def step(token: Token, kept: Kept, rules: Rules) -> Tensor:
             *kept, *(codes or (None,) * 7), *(share or (None,) * 3),
             logits, tops, sums, pooled, masses, weights, window, lse, token.scale, D**-0.5, B,
             **sizes, E=E, CE=_held(E), BD=min(CD, 64), BF=CD if codes is None else 64 if F > 128 else _held(F),
-            N=_held(R), K=max(16, min(64, 16384 // (CD * v.element_size()))), SINKS=16, ROWS=ROWS,
+            N=_held(R), K=max(16, min(64, 16384 // (CD * v.element_size()))), SINKS=16, ROWS=ROWS, OVERLAP=overlap,
             num_warps=8 if CD > 64 else 4,
         )  # fmt: skip
         write_kernel[(B * G, triton.cdiv(D, BV))](
@@ -417,9 +426,16 @@ def step(token: Token, kept: Kept, rules: Rules) -> Tensor:
             None if gate is None else gate.bias_GF, logits, tops, sums, pooled, masses, weights, window, lse, o,
             1.0 if gate is None else gate.normalizer,
             **sizes, GATE=None if gate is None else gate.of, SHARED=share is not None, FG=FG,
-            N=triton.next_power_of_2(R), BF=BF, BV=BV, num_warps=4,
+            N=triton.next_power_of_2(R), BF=BF, BV=BV, OVERLAP=overlap, num_warps=4,
+            launch_pdl=overlap,
         )  # fmt: skip
     return o
+
+
+@functools.cache
+def _overlaps(device: torch.device) -> bool:
+    """Whether a kernel may begin while the one before it still runs, and wait for it where it has to."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _held(size: int) -> int:
