@@ -229,9 +229,11 @@ def measure(name: str, a: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def show(rows: list[dict[str, Any]], title: str, caption: str) -> None:
-    table = Table("", *STEPS, title=title, caption=caption)
+    measured = STEPS if rows[0]["op"] != "step" else ("us a layer", "GB/s of state")
+    table = Table("", *measured, title=title, caption=caption)
     for row in rows:
         cells = [f"{row[step]:.3f} ms, {row[step] / rows[0][step]:.1f} x" for step in STEPS if step in row]
+        cells += [f"{row[step]:.1f}" for step in measured if step not in STEPS]
         table.add_row(row["implementation"], *(cells or ["not installed"]))
     Console().print(table)
 
@@ -248,7 +250,9 @@ def machine(device: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", choices=list(OPS), action="append", help="may be given again; all of them without")
+    parser.add_argument(
+        "--op", choices=[*OPS, "step"], action="append", help="may be given again; without, all but step"
+    )
     parser.add_argument("--t", type=int, default=1024, help="tokens of a sequence (1024)")
     parser.add_argument("--batch", type=int, default=1, help="sequences (1)")
     parser.add_argument("--heads", type=int, default=9, help="query heads (9)")
@@ -268,9 +272,9 @@ def main() -> None:
     results: dict[str, Any] = {"machine": machine(a.device), "shape": {k: v for k, v in vars(a).items() if k != "json"}}
     results["rows"] = []
     for name in a.op or OPS:
-        rows = measure(name, a)
+        rows = import_module("bench_step").measure(a) if name == "step" else measure(name, a)
         sizes = f"{a.heads} / {a.kv_heads} heads of {a.head_size}, features {a.feature_size}, window {a.window}"
-        title = f"{name}: {a.batch} x {a.t} tokens, {sizes}, {a.dtype}"
+        title = f"{name}: {a.batch} x {1 if name == 'step' else a.t} tokens, {sizes}, {a.dtype}"
         show(rows, title, ", ".join(f"{key} {value}" for key, value in results["machine"].items()))
         results["rows"] += rows
     if a.json:

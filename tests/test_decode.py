@@ -165,7 +165,7 @@ def test_a_captured_step_equals_the_plain_one_token_for_token(model: Any) -> Non
     try:
         prompt = TOKENS[:, :6].cuda()
         captured = model.generate(prompt, **GREEDY)
-        assert model.decoding == "captured steps"
+        assert model.decoding.startswith("captured steps")  # fused, where Triton is asked for
         assert torch.equal(captured, model.generate(prompt, **GREEDY, **PLAIN))
     finally:
         model.to("cpu")

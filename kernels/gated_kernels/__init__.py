@@ -22,7 +22,7 @@ OPS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "window": window,  # softmax attention over the last keys and the sinks
 }
 
-TRITON = ("diagonal", "window")  # the ops that have a triton.py
+TRITON = ("diagonal", "step", "window")  # what has a triton.py; a step has nothing else (see step/chunk.py)
 
 
 def use(path: str) -> None:

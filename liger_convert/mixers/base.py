@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from gated_kernels.diagonal.chunk import diagonal
+from gated_kernels.step.chunk import Rules, Token
 from torch import Tensor, nn
 from transformers import initialization as init
 
@@ -176,15 +177,26 @@ class Mixer(nn.Module, ABC):
     ) -> tuple[Memory, dict[str, Tensor]]:
         """Runs the recurrence over the tokens and reads it with the queries; returns the read and the new states."""
 
+    def step_rules(self) -> Rules | None:
+        """This mixer in the terms of the fused step of one token; None where it is beyond them."""
+        return None
+
     def forward(
         self,
-        heads: Heads,
-        window: WindowRead,
+        heads: Heads | Token,
+        window: WindowRead | None,
         layout: SequenceLayout,
         past: LinearizedCacheLayer | None,
         branches: Branches,
     ) -> Tensor:
-        """The layer's output [B,T,H,V] from its heads and its window; moves `past` on."""
+        """The layer's output [B,T,H,V] from its heads and its window; moves `past` on.
+
+        A token alone takes the fused step, which has its own window.
+        """
+        if isinstance(heads, Token):
+            assert past is not None
+            return past.step(heads, self.step_rules())
+        assert window is not None
         window_o_BTHV, window_lse_BTH = window(self.log_forget(heads))
         memory = self.remember(heads, layout, past)
         return self.join(heads.q_BTHD, window_o_BTHV, window_lse_BTH, memory, branches)

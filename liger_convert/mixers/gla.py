@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gated_kernels.step.chunk import Codes, Gate, Rules, Share
 from torch import Tensor
 
 from liger_convert.mixers.base import Join
@@ -45,6 +46,20 @@ class GLA(GatedMixer):
     Spec = GLASpec
     spec: GLASpec
     rescales = False
+
+    def step_rules(self) -> Rules | None:
+        spec = self.spec
+        usual = spec.join == "shared" and spec.scope == "evicted" and not (spec.rope or spec.forget)
+        if self.codebook is None or not usual:
+            return None
+        codes = Codes(*(getattr(self.codebook, name) for name in Codes._fields))
+        share = Share(self.share_power_H, self.share_query_HD, self.log_share_H)
+        match spec.gate:
+            case "none":
+                return Rules(codes, None, share)
+            case "head" | "constant":
+                return Rules(codes, Gate(spec.gate, self.get_parameter("gate_bias_GF"), spec.gate_normalizer), share)
+        return None
 
     def decay(self, logits: Tensor) -> Tensor:
         return log_sigmoid_gate(logits, self.spec.gate_normalizer)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from gated_kernels.step.chunk import Gate, Rules
 from torch import Tensor, nn
 from transformers import initialization as init
 
@@ -85,6 +86,10 @@ class LigerPaper(DiagonalMixer):
 
     def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
         return self.k_map(inputs[0])
+
+    def step_rules(self) -> Rules | None:
+        published = LigerPaperSpec(window=self.spec.window, sinks=self.spec.sinks)
+        return Rules(None, Gate("keys", None, 16.0), None) if self.spec == published else None
 
     def log_gate(self, inputs: tuple[Tensor, ...]) -> Tensor:
         gate = log_sigmoid_gate(inputs[-1], 16.0)

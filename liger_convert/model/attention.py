@@ -6,10 +6,12 @@ Shapes: B batch, T tokens, S = tokens of the ring + T, M sinks, H query heads, G
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as nnf
+from gated_kernels.step.chunk import Token, takes
 from gated_kernels.window.chunk import window
 from torch import Tensor, nn
 
@@ -68,8 +70,12 @@ class LinearizedAttention(nn.Module):
         if layout is None:
             raise ValueError("a linearized layer is run by its model, which passes it the batch's layout")
         past = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        heads, see = self.look(hidden_states, position_embeddings, layout, past)
-        o_BTHD = self.mixer(heads, see, layout, past, self.branches)
+        if past is not None and past.static and past.turn is not None:
+            token = self.token(hidden_states, position_embeddings, layout, past)
+            o_BTHD = self.mixer(token, None, layout, past, self.branches)
+        else:
+            heads, see = self.look(hidden_states, position_embeddings, layout, past)
+            o_BTHD = self.mixer(heads, see, layout, past, self.branches)
         if past is not None:
             past.advance(layout.tokens)
         return getattr(self, self.family.projections[-1])(o_BTHD.flatten(2)), None
@@ -79,6 +85,26 @@ class LinearizedAttention(nn.Module):
         sight = layout.look(None, self.spec.keep, self.spec.sinks)
         if self.spec.window and self.spec.scope == "evicted":
             layout.written_on_eviction(sight.rank_BS, self.spec.window, self.spec.sinks)
+
+    def fuses(self, past: LinearizedCacheLayer, turn: Tensor) -> bool:
+        """Whether this layer takes its steps fused when its cache, in its fixed shape, goes round by `turn`."""
+        kept, rules = past.fusible(turn), self.mixer.step_rules()
+        if kept is None or rules is None or self.branches != "both" or not takes(kept, rules, self.dims.heads):
+            return False
+        return not self.rotates or _turns_halves(self.rotate)
+
+    def token(
+        self,
+        x_B1C: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        layout: SequenceLayout,
+        past: LinearizedCacheLayer,
+    ) -> Token:
+        """What a fused step takes of the one new token."""
+        q, k, v = (x[:, 0] for x in project_qkv(self, self.family, self.dims.dim, self.dims.kv_heads, x_B1C))
+        cos, sin = (x[:, 0] for x in position_embeddings) if self.rotates else (None, None)
+        rank_BS, _, sinks = layout.look(past, self.spec.keep, self.spec.sinks)
+        return Token(q, k, v, cos, sin, rank_BS, None if sinks is None else sinks.visible_BTM[:, 0], self.scaling)
 
     def look(
         self,
@@ -117,6 +143,14 @@ class LinearizedAttention(nn.Module):
             )
 
         return Heads(q_BTHD, k_BTGD, q_rot_BTHD, k_rot_BTGD, v_BSGD, rank_BS, x_BTC), see
+
+
+@cache
+def _turns_halves(rotate: Any) -> bool:
+    """Whether a family's rotary turns channel c with channel c + D / 2: tried out on numbers."""
+    x, cos, sin = torch.tensor([[2.0, 3, 5, 7], [11, 13, 17, 19], [23, 29, 31, 37]])[:, None, None]
+    turned = x * cos + torch.cat((-x[..., 2:], x[..., :2]), -1) * sin
+    return all(torch.equal(found[0], turned) for found in rotate(x[None], x[None], cos, sin, unsqueeze_dim=2))
 
 
 def with_forgetting(

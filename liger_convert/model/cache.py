@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from gated_kernels.step.chunk import Kept, Rules, Token, step
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -24,7 +25,9 @@ class LinearizedCacheLayer(CacheLayerMixin):
     that says either.
 
     While `static` holds, no shape changes and no value is looked at; what is `in_place` besides is written to where it
-    stands, as a captured step needs it (decode.py).
+    stands, as a captured step needs it (decode.py). Fused steps (gated_kernels.step) do not shift the ring but go round
+    in it: `turn` counts them and thus names the slot of the oldest token, until `settle` restores the order. The ranks
+    are always in order.
     """
 
     is_sliding = None
@@ -41,6 +44,8 @@ class LinearizedCacheLayer(CacheLayerMixin):
         self.padded = False
         self.has_all_sinks = False  # known, not merely so: what a static step goes by
         self.kept: FixedLayer | None = None  # answers for the masks of the kept layers while static
+        self.turn: Tensor | None = None
+        self.turned_from = 0  # the length at the first of these steps
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
@@ -77,6 +82,7 @@ class LinearizedCacheLayer(CacheLayerMixin):
 
     def freeze(self, keep: int, in_place: bool) -> None:
         """Gives every tensor the shape it stays at and memory of its own; ranks of -1 fill a ring to `keep` tokens."""
+        self.settle()
         self.in_place = in_place
         for name, tensor in self.ring.items():
             missing = tensor.new_full((len(tensor), keep - tensor.shape[1], *tensor.shape[2:]), -(name == "rank"))
@@ -85,6 +91,36 @@ class LinearizedCacheLayer(CacheLayerMixin):
         self.states = {name: tensor.clone() for name, tensor in self.states.items()}
         self.padded = True
         self.has_all_sinks = "since" in self.sinks and bool((self.sinks["since"] > 0).all())
+
+    def fusible(self, turn: Tensor) -> Kept | None:
+        """What a fused step that goes round by `turn` writes to; None where this is not what its layers keep."""
+        ring, states = dict(self.ring), dict(self.states)
+        kept = Kept(
+            ring.pop("k"),
+            ring.pop("v"),
+            ring.pop("pending0", None),
+            self.sinks.get("k"),
+            self.sinks.get("v"),
+            states.pop("state", turn),
+            turn,
+        )
+        return kept if ring.keys() == {"rank"} and not states and kept.state_BGFV is not turn else None
+
+    def step(self, token: Token, rules: Rules | None) -> Tensor:
+        """The layer's output [B,1,H,D] by the fused step."""
+        assert self.turn is not None
+        kept = self.fusible(self.turn)
+        assert kept is not None
+        assert rules is not None
+        return step(token, kept, rules)[:, None]
+
+    def settle(self) -> None:
+        """Puts the oldest token first again, after fused steps."""
+        if self.turn is not None:
+            for name, tensor in self.ring.items():
+                if name != "rank":
+                    self.ring[name] = tensor.roll((self.turned_from - self.length) % tensor.shape[1], 1)
+            self.turn = None
 
     def tensors(self) -> list[Tensor]:
         """Everything a step writes to."""
@@ -218,6 +254,8 @@ def adopt_cache(cache: Any, layers: list[str]) -> None:
         layer = cache.layers[i]
         if isinstance(layer, FixedLayer) and not layer.static:
             cache.layers[i] = layer.thaw()
+        if isinstance(layer, LinearizedCacheLayer) and not layer.static:
+            layer.settle()
         if mixer == SOFTMAX or isinstance(layer, LinearizedCacheLayer):
             continue
         if not isinstance(layer, DynamicLayer):

@@ -47,6 +47,7 @@ class Decoder:
         self.cache: Any = None
         self.linear: list[LinearizedCacheLayer] = []
         self.kept: list[FixedLayer] = []
+        self.turn = torch.zeros((), dtype=torch.long, device=model.device)  # steps taken, for those that are fused
         self.step: Step = self._step
 
     def __call__(self, **inputs: Any) -> Any:
@@ -76,9 +77,13 @@ class Decoder:
 
     def _freeze(self, cache: Any) -> None:
         self.cache, self.linear, self.kept = cache, [], []
+        self.turn = torch.zeros_like(self.turn)
         for i, layer in enumerate(cache.layers):
             if isinstance(layer, LinearizedCacheLayer):
-                layer.freeze(self.model.model.layers[i].self_attn.spec.keep, self.in_place)
+                attention = self.model.model.layers[i].self_attn
+                layer.freeze(attention.spec.keep, self.in_place)
+                if self.in_place and attention.fuses(layer, self.turn):
+                    layer.turn, layer.turned_from = self.turn, layer.length
                 self.linear.append(layer)
             elif self.in_place:
                 dynamic = layer.thaw() if isinstance(layer, FixedLayer) else layer
@@ -91,17 +96,20 @@ class Decoder:
         with _static(self._layers()):
             layout = SequenceLayout.build(len(ids_B1), 1, positions_B1, valid_B1, self.linear[0])
             inputs = {"input_ids": ids_B1, "position_ids": positions_B1, "attention_mask": mask_BS, "layout": layout}
-            return self.model(**inputs, past_key_values=self.cache, use_cache=True).logits
+            logits = self.model(**inputs, past_key_values=self.cache, use_cache=True).logits
+        self.turn += 1
+        return logits
 
     def _layers(self) -> list[Any]:
         return [*self.linear, *self.kept]
 
     def _tensors(self) -> list[Tensor]:
-        return [tensor for layer in self._layers() for tensor in layer.tensors()]
+        return [self.turn, *(tensor for layer in self._layers() for tensor in layer.tensors())]
 
     def _captured(self, given: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> Step:
         """The step as a CUDA graph, or as it is where there is none to be had."""
-        self.model.decoding = "fixed steps"
+        fused = ", fused" if all(layer.turn is not None for layer in self.linear) else ""
+        self.model.decoding = f"fixed steps{fused}"
         if self.model.device.type != "cuda":
             return self._step
         reason = why_not_captured(self.model)
@@ -111,10 +119,10 @@ class Decoder:
             except RuntimeError as error:
                 reason = f"the capture failed: {str(error).splitlines()[0]}"
             else:
-                self.model.decoding = "captured steps"
+                self.model.decoding = f"captured steps{fused}"
                 logger.info_once("decoding replays a captured CUDA graph; disable_compile=True is the plain loop")
                 return step
-        self.model.decoding = f"fixed steps, not captured: {reason}"
+        self.model.decoding = f"fixed steps{fused}, not captured: {reason}"
         logger.warning_once(f"decoding is slower than it could be, as its step is not captured: {reason}")
         return self._step
 

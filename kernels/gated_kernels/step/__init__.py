@@ -1,0 +1,1 @@
+"""One token through a whole linearized layer, from its projections to what the output projection takes."""

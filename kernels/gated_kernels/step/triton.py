@@ -1,0 +1,451 @@
+"""A linearized layer's step of one token in two Triton kernels, which take nothing from the host and can be captured.
+
+`read_kernel` writes nothing that the layer keeps, and its programs are of two kinds: one takes the features of a head
+for 16 rows, which meet the codebook's matrices together, and one the window of a row and key-value head. `write_kernel`
+goes through the state once, a program for some of its columns: it reads them with all query heads, mixes that with what
+the window gave, and writes the columns and the ring's slot. Only the first kernel reads the normaliser's column, which
+every column's program would need, and only the second one writes it. The second one begins while the first still
+runs, where a GPU can do that, and fetches the state meanwhile. Sums are in fp32, as are features and the state;
+products of fp32 are three TF32 ones.
+
+Shapes: see chunk.py; R = H / G. In a kernel: N rows of a product, K block of keys, BF and BV block of the state, and
+the powers of two that hold them: CD channels, CE of a code.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gated_kernels.step.chunk import Kept, Rules, Token
+
+ROWS = 16  # the fewest that a product takes
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # then the kernels are Python and take tensors of a CPU
+PROGRAMS = 256  # enough to fill a GPU
+
+
+@triton.jit
+def _round(x, dtype: tl.constexpr):
+    if INTERPRETED and dtype == tl.bfloat16 and x.dtype == tl.float32:  # the interpreter would cut digits off
+        bits = x.to(tl.uint32, bitcast=True)
+        x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def _dot(x, y):
+    """x y, of the dtype of y and summed in fp32."""
+    x = _round(x, y.dtype)
+    if INTERPRETED:  # it would multiply the bits of bfloat16
+        x, y = x.to(tl.float32), y.to(tl.float32)
+    return tl.dot(x, y, input_precision="tf32x3")
+
+
+@triton.jit
+def _rotated(x, d, inside, cos, sin, D: tl.constexpr, C: tl.constexpr):
+    """Channels d of what stands at x, after rotary, in the dtype of x."""
+    own = tl.load(x + d, mask=inside & (d < D), other=0.0)
+    if C > 0:
+        turned = d < C
+        other = tl.where(d < C // 2, d + C // 2, d - C // 2)
+        pair = tl.load(x + other, mask=inside & turned, other=0.0).to(tl.float32)
+        pair = tl.where(d < C // 2, -pair, pair)
+        c = tl.load(cos + d, mask=turned, other=1.0).to(tl.float32)
+        s = tl.load(sin + d, mask=turned, other=0.0).to(tl.float32)
+        own = _round(own.to(tl.float32) * c + pair * s, own.dtype)
+    return own
+
+
+@triton.jit
+def _log_sigmoid(x):
+    return tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def _features(
+    x, b, B, n, g, along, z, turn, shift, log_tau, codes, logits, tops, sums,
+    COUNT: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
+    CD: tl.constexpr, CE: tl.constexpr, BD: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    """For head n of COUNT, of group g, and the vectors at x, of rows b: keeps the logits of their features, the maximum
+    and the sum of exponentials. Returns the sums of the vectors, along a direction if one is given, and what z is on
+    average under the features, which is a memory's mass."""
+    inside = b < B
+    total = tl.zeros([b.shape[0]], tl.float32)
+    if codes is not None:
+        e = tl.arange(0, CE)[None, :]
+        u = tl.zeros([b.shape[0], CE], tl.float32)
+        for first in range(0, D, BD):
+            d = first + tl.arange(0, BD)
+            matrix = tl.load(turn + d[:, None] * E + e, mask=(d < D)[:, None] & (e < E), other=0.0)
+            part = tl.load(x[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+            u += _dot(part, matrix)
+            if along is not None:
+                part *= tl.load(along + d, mask=d < D, other=0.0)[None, :]
+            total += tl.sum(part, 1)
+        u += tl.load(shift + e, mask=e < E, other=0.0)
+        u *= (tl.exp(tl.load(log_tau)) / tl.maximum(tl.sqrt(tl.sum(u * u, 1)), 1e-12))[:, None]
+    row = b.to(tl.int64) * COUNT + n
+    top = tl.full([b.shape[0]], float("-inf"), tl.float32)
+    mass = tl.zeros([b.shape[0]], tl.float32)
+    weight = tl.zeros([b.shape[0]], tl.float32)
+    for first in range(0, F, BF):
+        f = first + tl.arange(0, BF)
+        block = inside[:, None] & (f < F)[None, :]
+        if z is not None:
+            at = (b.to(tl.int64) * G + g)[:, None] * (F * V) + (f * V + D)[None, :]
+            of_state = tl.load(z + at, mask=block, other=0.0)
+        if codes is not None:
+            code = tl.load(codes + (g * F + f)[:, None] * E + e, mask=(f < F)[:, None] & (e < E), other=0.0)
+            part = _dot(u, tl.trans(code))
+        else:
+            part = tl.load(x[:, None] + f[None, :], mask=block, other=0.0).to(tl.float32)
+        tl.store(logits + row[:, None] * F + f[None, :], part, mask=block)
+        part = tl.where((f < F)[None, :], part, float("-inf"))
+        higher = tl.maximum(top, tl.max(part, 1))
+        weights = tl.exp(part - higher[:, None])
+        keep = tl.exp(top - higher)
+        weight = weight * keep + tl.sum(weights, 1)
+        if z is not None:
+            mass = mass * keep + tl.sum(weights * of_state, 1)
+        top = higher
+    tl.store(tops + row, top, mask=inside)
+    tl.store(sums + row, weight, mask=inside)
+    return total, mass / weight
+
+
+@triton.jit
+def _query(
+    b, B, n, q, q_step, z, turn, shift, log_tau, codes, power, asked, log_share,
+    logits, tops, sums, masses, weights, root,
+    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
+    CD: tl.constexpr, CE: tl.constexpr, BD: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    """The features of query head n for rows b, and what the memory weighs beside the window."""
+    if codes is not None:
+        turn += n * D * E
+        shift += n * E
+        log_tau += n
+    if asked is not None:
+        asked += n * D
+    x = q + b.to(tl.int64) * q_step + n * D
+    by_query, mass = _features(
+        x, b, B, n, n // R, asked, z, turn, shift, log_tau, codes, logits, tops, sums,
+        G * R + G, G, D, E, F, V, CD, CE, BD, BF,
+    )  # fmt: skip
+    if asked is not None:
+        mass = tl.maximum(mass, 1e-30)
+        log_mass = tl.log(mass)
+        weight = tl.load(power + n) * log_mass + by_query * root + tl.load(log_share + n)
+        row = b.to(tl.int64) * (G * R) + n
+        tl.store(masses + row, mass, mask=b < B)
+        tl.store(weights + row, tl.where(log_mass <= -60.0, -1e4, weight), mask=b < B)
+
+
+@triton.jit
+def _key(
+    b, B, g, k, k_step, turn, shift, log_tau, codes, logits, tops, sums, pooled,
+    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
+    CD: tl.constexpr, CE: tl.constexpr, BD: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    """The features and the mean of the key that is due at key-value head g for rows b."""
+    if codes is not None:
+        turn += g * D * E
+        shift += g * E
+        log_tau += g
+    x = k + b.to(tl.int64) * k_step + g * D
+    total, _ = _features(
+        x, b, B, G * R + g, g, None, None, turn, shift, log_tau, codes, logits, tops, sums,
+        G * R + G, G, D, E, F, V, CD, CE, BD, BF,
+    )  # fmt: skip
+    tl.store(pooled + b.to(tl.int64) * G + g, total / D, mask=b < B)
+
+
+@triton.jit
+def _add(q, k, v, seen, scale, o, top, mass):
+    """Takes more keys into a running softmax."""
+    logits = tl.where(seen[None, :], _dot(q, tl.trans(k)) * scale, float("-inf"))
+    higher = tl.maximum(top, tl.max(logits, 1))
+    finite = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp(logits - finite[:, None])
+    keep = tl.exp(top - finite)
+    o = o * keep[:, None] + _dot(weights, v)
+    return o, higher, mass * keep + tl.sum(weights, 1)
+
+
+@triton.jit
+def _window(
+    b, g, slot, q, k, v, q_step, k_step, v_step, cos, sin, turns, ring_k, ring_v, rank, sink_k, sink_v, visible,
+    o, lse, scale,
+    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, M: tl.constexpr,
+    CD: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """What the R queries of a row's key-value head see: their own key, the ring by its slots, the sinks."""
+    n = tl.arange(0, N)
+    d = tl.arange(0, CD)
+    column = d[None, :]
+    head = g * R + n
+    if C > 0:
+        cos += b * turns
+        sin += b * turns
+    row = q + b * q_step + head[:, None] * D
+    queries = _rotated(row, column, (n < R)[:, None], cos, sin, D, C)
+    new_k = _rotated(k + b * k_step + g * D, column, column < D, cos, sin, D, C)
+    new_v = tl.load(v + b * v_step + g * D + column, mask=column < D, other=0.0)
+    rank += b * (P + 1)
+    own = tl.sum(queries.to(tl.float32) * new_k.to(tl.float32), 1) * scale
+    is_token = tl.load(rank + P) >= 0
+    top = tl.where(is_token, own, float("-inf"))
+    mass = tl.where(is_token, 1.0, 0.0) + tl.zeros([N], tl.float32)
+    mean = tl.where(is_token, new_v.to(tl.float32), 0.0) + tl.zeros([N, CD], tl.float32)
+    ring_k += (b * P * G + g) * D
+    ring_v += (b * P * G + g) * D
+    for start in range(0, P, K):
+        p = start + tl.arange(0, K)
+        age = tl.where(p < slot, p - slot + P, p - slot)
+        seen = tl.load(rank + age, mask=p < P, other=-1) >= 0
+        at = p[:, None] * (G * D) + column
+        inside = (p < P)[:, None] & (column < D)
+        keys = tl.load(ring_k + at, mask=inside, other=0.0)
+        values = tl.load(ring_v + at, mask=inside, other=0.0)
+        mean, top, mass = _add(queries, keys, values, seen, scale, mean, top, mass)
+    if sink_k is not None:
+        sink_k += (b * M * G + g) * D
+        sink_v += (b * M * G + g) * D
+        for start in range(0, M, SINKS):
+            m = start + tl.arange(0, SINKS)
+            seen = tl.load(visible + b * M + m, mask=m < M, other=0) != 0
+            at = m[:, None] * (G * D) + column
+            inside = (m < M)[:, None] & (column < D)
+            keys = tl.load(sink_k + at, mask=inside, other=0.0)
+            values = tl.load(sink_v + at, mask=inside, other=0.0)
+            mean, top, mass = _add(queries, keys, values, seen, scale, mean, top, mass)
+    nothing = mass == 0.0
+    mean = mean / tl.where(nothing, 1.0, mass)[:, None]
+    row = b * (G * R) + head
+    tl.store(o + row[:, None] * D + column, mean, mask=(n < R)[:, None] & (column < D))
+    tl.store(lse + row, tl.where(nothing, float("-inf"), top + tl.log(mass)), mask=n < R)
+
+
+@triton.jit
+def read_kernel(
+    q, k, v, q_step, k_step, v_step, cos, sin, turns, rank, visible,
+    ring_k, ring_v, pending, sink_k, sink_v, state, turn,
+    q_turn, q_shift, q_log_tau, k_turn, k_shift, k_log_tau, codes, power, asked, log_share,
+    logits, tops, sums, pooled, masses, weights, o, lse, scale, root, B,
+    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, E: tl.constexpr, F: tl.constexpr,
+    V: tl.constexpr, P: tl.constexpr, M: tl.constexpr, CD: tl.constexpr, CE: tl.constexpr, BD: tl.constexpr,
+    BF: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    slot = tl.load(turn) % P
+    tiles = tl.cdiv(B, ROWS)
+    i = tl.program_id(0)
+    if i < G * R * tiles:
+        b = i % tiles * ROWS + tl.arange(0, ROWS)
+        _query(
+            b, B, i // tiles, q, q_step, state if power is not None else None, q_turn, q_shift, q_log_tau, codes,
+            power, asked, log_share, logits, tops, sums, masses, weights, root, G, R, D, E, F, V, CD, CE, BD, BF,
+        )  # fmt: skip
+    elif i < (G * R + G) * tiles:
+        i -= G * R * tiles
+        b = i % tiles * ROWS + tl.arange(0, ROWS)
+        if pending is not None:
+            _key(
+                b, B, i // tiles, pending + slot * G * D, P * G * D, k_turn, k_shift, k_log_tau, codes,
+                logits, tops, sums, pooled, G, R, D, E, F, V, CD, CE, BD, BF,
+            )  # fmt: skip
+        else:
+            _key(
+                b, B, i // tiles, k, k_step, k_turn, k_shift, k_log_tau, codes,
+                logits, tops, sums, pooled, G, R, D, E, F, V, CD, CE, BD, BF,
+            )  # fmt: skip
+    else:
+        i -= (G * R + G) * tiles
+        _window(
+            (i // G).to(tl.int64), i % G, slot, q, k, v, q_step, k_step, v_step, cos, sin, turns, ring_k, ring_v, rank,
+            sink_k, sink_v, visible, o, lse, scale, G, R, D, C, P, M, CD, N, K, SINKS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _of_state(state, f, column, masses_too, D: tl.constexpr, F: tl.constexpr, V: tl.constexpr):
+    """Rows f of the state, and of the normaliser's column behind it."""
+    block = (f < F)[:, None] & (column < D)[None, :]
+    rows = tl.load(state + (f * V)[:, None] + column[None, :], mask=block, other=0.0)
+    masses = tl.zeros([f.shape[0]], tl.float32)
+    if V > D:
+        masses = tl.load(state + f * V + D, mask=f < tl.where(masses_too, F, 0), other=0.0)
+    return rows, masses
+
+
+@triton.jit
+def _of_features(logits, f, n, g, G: tl.constexpr, R: tl.constexpr, F: tl.constexpr):
+    """Logits f of the key and of the queries."""
+    of_key = tl.load(logits + (G * R + g) * F + f, mask=f < F, other=float("-inf"))
+    block = (n < R)[:, None] & (f < F)[None, :]
+    return of_key, tl.load(logits + (g * R + n)[:, None] * F + f[None, :], mask=block, other=float("-inf"))
+
+
+@triton.jit
+def write_kernel(
+    k, v, k_step, v_step, cos, sin, turns, rank, ring_k, ring_v, pending, sink_k, sink_v, state, turn,
+    bias, logits, tops, sums, pooled, masses, weights, window, lse, o, tau,
+    GATE: tl.constexpr, SHARED: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
+    F: tl.constexpr, FG: tl.constexpr, V: tl.constexpr, P: tl.constexpr, M: tl.constexpr, CD: tl.constexpr,
+    N: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    bg = tl.program_id(0).to(tl.int64)
+    b, g = bg // G, (bg % G).to(tl.int32)
+    is_first = tl.program_id(1) == 0
+    column = tl.program_id(1) * BV + tl.arange(0, BV)
+    inside = column < D
+    n = tl.arange(0, N)
+    # everything is asked for before anything is waited for, and first of all what the other kernel has no part in
+    state += bg * (F * V)  # offsets within it take 32 bits
+    next_rows, next_masses = _of_state(state, tl.arange(0, BF), column, is_first, D, F, V)
+    new_rank = tl.load(rank + b * (P + 1) + P)
+    new_v = tl.load(v + b * v_step + g * D + column, mask=inside, other=0.0)
+    at_slot = ((b * P + tl.load(turn) % P) * G + g) * D
+    if pending is not None:
+        written = tl.load(rank + b * (P + 1)) >= M
+        value = tl.load(ring_v + at_slot + column, mask=inside, other=0.0).to(tl.float32)
+    else:
+        written = new_rank >= 0
+        value = new_v.to(tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    logits += b * (G * R + G) * F
+    next_key, next_queries = _of_features(logits, tl.arange(0, BF), n, g, G, R, F)
+    row = b * (G * R + G) + g * R + n
+    q_top = tl.load(tops + row, mask=n < R, other=0.0)
+    q_sum = tl.load(sums + row, mask=n < R, other=1.0)
+    key_row = b * (G * R + G) + G * R + g
+    k_top = tl.load(tops + key_row)
+    k_sum = tl.load(sums + key_row)
+    row = b * (G * R) + g * R + n
+    out = row[:, None] * D + column[None, :]
+    block = (n < R)[:, None] & inside[None, :]
+    seen = tl.load(window + out, mask=block, other=0.0)
+    if SHARED:
+        mass = tl.load(masses + row, mask=n < R, other=1.0)
+        weight = tl.load(weights + row, mask=n < R, other=0.0) - tl.load(lse + row, mask=n < R, other=0.0)
+    if GATE == "head":
+        mean = tl.load(pooled + bg)
+    sink_columns = tl.where(new_rank < 0, 0, tl.where(new_rank < M, D, 0))  # none where it is no sink
+    at_sink = ((b * M + new_rank) * G + g) * D
+    if is_first:
+        d = tl.arange(0, CD)
+        if C > 0:
+            cos += b * turns
+            sin += b * turns
+        new_k = _rotated(k + b * k_step + g * D, d, d < D, cos, sin, D, C)
+        tl.store(ring_k + at_slot + d, new_k, mask=d < D)
+        if sink_k is not None:
+            tl.store(sink_k + at_sink + d, new_k, mask=d < sink_columns)
+        if pending is not None:
+            key = tl.load(k + b * k_step + g * D + d, mask=d < D, other=0.0)
+            tl.store(pending + at_slot + d, key, mask=d < D)
+    read = tl.zeros([N, BV], tl.float32)
+    for start in range(0, F, BF):
+        f = start + tl.arange(0, BF)
+        old, old_masses, k_logits, q_logits = next_rows, next_masses, next_key, next_queries
+        if BF < F:
+            next_rows, next_masses = _of_state(state, f + BF, column, is_first, D, F, V)
+            next_key, next_queries = _of_features(logits, f + BF, n, g, G, R, F)
+        feature = tl.where(written, tl.exp(k_logits - k_top) / k_sum, 0.0)
+        if GATE is None:
+            decay = tl.full([BF], 1.0, tl.float32)
+        else:
+            if GATE == "keys":
+                gate = tl.where(f < F, k_logits, 0.0)
+            else:
+                gate = tl.load(bias + g * FG + f % FG, mask=f < F, other=0.0)
+                if GATE == "head":
+                    gate += mean
+            decay = tl.where(written, tl.exp(_log_sigmoid(gate) / tau), 1.0)
+        new = old * decay[:, None] + feature[:, None] * value[None, :]
+        at = state + (f * V)[:, None] + column[None, :]
+        if F % BF == 0 and D % BV == 0:
+            tl.store(at, new)  # a mask would make a branch of every number
+        else:
+            tl.store(at, new, mask=(f < F)[:, None] & inside[None, :])
+        if SHARED:
+            tl.store(state + f * V + D, old_masses * decay + feature, mask=f < tl.where(is_first, F, 0))
+        asked = tl.exp(q_logits - q_top[:, None]) / q_sum[:, None]
+        for r in tl.static_range(R):
+            of_head = tl.sum(tl.where((n == r)[:, None], asked, 0.0), 0)
+            part = tl.sum(of_head[:, None] * (old if pending is not None else new), 0)
+            read += tl.where((n == r)[:, None], part[None, :], 0.0)
+    if SHARED:
+        share = (1.0 / (1.0 + tl.exp(-weight)))[:, None]
+        mixed = seen + share * (read / mass[:, None] - seen)
+    else:
+        mixed = 0.5 * (seen + read)
+    tl.store(o + out, _round(mixed, o.dtype.element_ty), mask=block)
+    tl.debug_barrier()  # the value that leaves the ring has been read
+    tl.store(ring_v + at_slot + column, new_v, mask=inside)
+    if sink_v is not None:
+        tl.store(sink_v + at_sink + column, new_v, mask=column < sink_columns)
+
+
+def step(token: Token, kept: Kept, rules: Rules) -> Tensor:
+    """See `gated_kernels.step.chunk.step`."""
+    (B, H, D), (_, P, G, _), (F, V) = token.q_BHD.shape, kept.k_BPGD.shape, kept.state_BGFV.shape[2:]
+    cos, sin, codes, gate, share = token.cos_BC, token.sin_BC, rules.codes, rules.gate, rules.share
+    q, k, v = (x if x.stride()[1:] == (D, 1) else x.contiguous() for x in (token.q_BHD, token.k_BGD, token.v_BGD))
+    visible = None if token.sink_visible_BM is None else token.sink_visible_BM.contiguous()
+    turns = 0 if cos is None or len(cos) == 1 else cos.stride(0)
+    new, R, CD = kept.state_BGFV.new_empty, H // G, _held(D)
+    logits, tops, sums, pooled = new(B, H + G, F), new(B, H + G), new(B, H + G), new(B, G)
+    masses, weights, window, lse = new(B, H), new(B, H), new(B, H, D), new(B, H)
+    o, E, FG = v.new_empty(B, H, D), 1 if codes is None else codes.codes_GFE.shape[2], 1
+    if gate is not None and gate.bias_GF is not None:
+        FG = gate.bias_GF.shape[1]
+    BF, BV = _block_of_state(F, D, B * G)
+    overlap = o.is_cuda and _overlaps(o.device)
+    sizes = {"G": G, "R": R, "D": D, "F": F, "V": V, "P": P, "CD": CD}
+    sizes |= {"C": 0 if cos is None else cos.shape[1], "M": 0 if visible is None else visible.shape[1]}
+    with torch.cuda.device_of(o):
+        read_kernel[((H + G) * triton.cdiv(B, ROWS) + B * G,)](
+            q, k, v, q.stride(0), k.stride(0), v.stride(0), cos, sin, turns, token.rank_BS, visible,
+            *kept, *(codes or (None,) * 7), *(share or (None,) * 3),
+            logits, tops, sums, pooled, masses, weights, window, lse, token.scale, D**-0.5, B,
+            **sizes, E=E, CE=_held(E), BD=min(CD, 64), BF=CD if codes is None else 64 if F > 128 else _held(F),
+            N=_held(R), K=max(16, min(64, 16384 // (CD * v.element_size()))), SINKS=16, ROWS=ROWS, OVERLAP=overlap,
+            num_warps=8 if CD > 64 else 4,
+        )  # fmt: skip
+        write_kernel[(B * G, triton.cdiv(D, BV))](
+            k, v, k.stride(0), v.stride(0), cos, sin, turns, token.rank_BS, *kept,
+            None if gate is None else gate.bias_GF, logits, tops, sums, pooled, masses, weights, window, lse, o,
+            1.0 if gate is None else gate.normalizer,
+            **sizes, GATE=None if gate is None else gate.of, SHARED=share is not None, FG=FG,
+            N=triton.next_power_of_2(R), BF=BF, BV=BV, OVERLAP=overlap, num_warps=4,
+            launch_pdl=overlap,
+        )  # fmt: skip
+    return o
+
+
+@functools.cache
+def _overlaps(device: torch.device) -> bool:
+    """Whether a kernel may begin while the one before it still runs, and wait for it where it has to."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _held(size: int) -> int:
+    return max(ROWS, triton.next_power_of_2(size))
+
+
+def _block_of_state(F: int, D: int, heads: int) -> tuple[int, int]:
+    """BF and BV: all rows at once, where registers hold them, and columns such that there are programs enough."""
+    BV = min(64, _held(D))
+    while BV > 16 and heads * triton.cdiv(D, BV) < PROGRAMS:
+        BV //= 2
+    numbers = 8192 if _held(F) * BV <= 8192 else 4096  # the next ones are on their way meanwhile
+    return min(_held(F), numbers // BV), BV
