@@ -68,7 +68,7 @@ class LinearizedAttention(nn.Module):
         if layout is None:
             raise ValueError("a linearized layer is run by its model, which passes it the batch's layout")
         past = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        if past is not None and past.static and past.turn is not None:
+        if past is not None and past.static and past.taken is not None:
             token = self.token(hidden_states, position_embeddings, layout, past)
             o_BTHD = self.mixer(token, None, layout, past, self.branches)
         else:
@@ -78,9 +78,9 @@ class LinearizedAttention(nn.Module):
             past.advance(layout.tokens)
         return getattr(self, self.family.projections[-1])(o_BTHD.flatten(2)), None
 
-    def fuses(self, past: LinearizedCacheLayer, turn: Tensor) -> bool:
-        """Whether this layer takes its steps fused when its cache, in its fixed shape, goes round by `turn`."""
-        kept, rules = past.fusible(turn), self.mixer.step_rules()
+    def fuses(self, past: LinearizedCacheLayer, taken: Tensor) -> bool:
+        """Whether this layer takes its steps fused when its cache, in its fixed shape, goes round by `taken`."""
+        kept, rules = past.fusible(taken), self.mixer.step_rules()
         if kept is None or rules is None or self.branches != "both" or not takes(kept, rules, self.dims.heads):
             return False
         return not self.rotates or _turns_halves(self.rotate)

@@ -21,10 +21,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gated_kernels.step import chunk
 from gated_kernels.step.chunk import Kept, Rules, Token
 
 ROWS = 16  # the fewest that a product takes
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # then the kernels are Python and take tensors of a CPU
+LEAST_MASS, EMPTY = tl.constexpr(chunk.LEAST_MASS), tl.constexpr(chunk.EMPTY)
 PROGRAMS = 256  # enough to fill a GPU
 
 
@@ -138,12 +140,12 @@ def _query(
         G * R + G, G, D, E, F, V, CD, CE, BD, BF,
     )  # fmt: skip
     if asked is not None:
-        mass = tl.maximum(mass, 1e-30)
+        mass = tl.maximum(mass, LEAST_MASS)
         log_mass = tl.log(mass)
         weight = tl.load(power + n) * log_mass + by_query * root + tl.load(log_share + n)
         row = b.to(tl.int64) * (G * R) + n
         tl.store(masses + row, mass, mask=b < B)
-        tl.store(weights + row, tl.where(log_mass <= -60.0, -1e4, weight), mask=b < B)
+        tl.store(weights + row, tl.where(log_mass <= EMPTY, -1e4, weight), mask=b < B)
 
 
 @triton.jit
@@ -179,7 +181,7 @@ def _add(q, k, v, seen, scale, o, top, mass):
 
 @triton.jit
 def _window(
-    b, g, slot, q, k, v, q_step, k_step, v_step, cos, sin, turns, ring_k, ring_v, rank, sink_k, sink_v, visible,
+    b, g, slot, q, k, v, q_step, k_step, v_step, cos, sin, cos_step, ring_k, ring_v, rank, sink_k, sink_v, visible,
     o, lse, scale,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, M: tl.constexpr,
     CD: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr,
@@ -190,8 +192,8 @@ def _window(
     column = d[None, :]
     head = g * R + n
     if C > 0:
-        cos += b * turns
-        sin += b * turns
+        cos += b * cos_step
+        sin += b * cos_step
     row = q + b * q_step + head[:, None] * D
     queries = _rotated(row, column, (n < R)[:, None], cos, sin, D, C)
     new_k = _rotated(k + b * k_step + g * D, column, column < D, cos, sin, D, C)
@@ -233,8 +235,8 @@ def _window(
 
 @triton.jit
 def read_kernel(
-    q, k, v, q_step, k_step, v_step, cos, sin, turns, rank, visible,
-    ring_k, ring_v, pending, sink_k, sink_v, state, turn,
+    q, k, v, q_step, k_step, v_step, cos, sin, cos_step, rank, visible,
+    ring_k, ring_v, pending, sink_k, sink_v, state, taken,
     q_turn, q_shift, q_log_tau, k_turn, k_shift, k_log_tau, codes, power, asked, log_share,
     logits, tops, sums, pooled, masses, weights, o, lse, scale, root, B,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, E: tl.constexpr, F: tl.constexpr,
@@ -244,7 +246,7 @@ def read_kernel(
 ):  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    slot = tl.load(turn) % P
+    slot = tl.load(taken) % P
     tiles = tl.cdiv(B, ROWS)
     i = tl.program_id(0)
     if i < G * R * tiles:
@@ -256,21 +258,18 @@ def read_kernel(
     elif i < (G * R + G) * tiles:
         i -= G * R * tiles
         b = i % tiles * ROWS + tl.arange(0, ROWS)
+        due, due_step = k, k_step
         if pending is not None:
-            _key(
-                b, B, i // tiles, pending + slot * G * D, P * G * D, k_turn, k_shift, k_log_tau, codes,
-                logits, tops, sums, pooled, G, R, D, E, F, V, CD, CE, BD, BF,
-            )  # fmt: skip
-        else:
-            _key(
-                b, B, i // tiles, k, k_step, k_turn, k_shift, k_log_tau, codes,
-                logits, tops, sums, pooled, G, R, D, E, F, V, CD, CE, BD, BF,
-            )  # fmt: skip
+            due, due_step = pending + slot * G * D, P * G * D
+        _key(
+            b, B, i // tiles, due, due_step, k_turn, k_shift, k_log_tau, codes,
+            logits, tops, sums, pooled, G, R, D, E, F, V, CD, CE, BD, BF,
+        )  # fmt: skip
     else:
         i -= (G * R + G) * tiles
         _window(
-            (i // G).to(tl.int64), i % G, slot, q, k, v, q_step, k_step, v_step, cos, sin, turns, ring_k, ring_v, rank,
-            sink_k, sink_v, visible, o, lse, scale, G, R, D, C, P, M, CD, N, K, SINKS,
+            (i // G).to(tl.int64), i % G, slot, q, k, v, q_step, k_step, v_step, cos, sin, cos_step,
+            ring_k, ring_v, rank, sink_k, sink_v, visible, o, lse, scale, G, R, D, C, P, M, CD, N, K, SINKS,
         )  # fmt: skip
 
 
@@ -295,7 +294,7 @@ def _of_features(logits, f, n, g, G: tl.constexpr, R: tl.constexpr, F: tl.conste
 
 @triton.jit
 def write_kernel(
-    k, v, k_step, v_step, cos, sin, turns, rank, ring_k, ring_v, pending, sink_k, sink_v, state, turn,
+    k, v, k_step, v_step, cos, sin, cos_step, rank, ring_k, ring_v, pending, sink_k, sink_v, state, taken,
     bias, logits, tops, sums, pooled, masses, weights, window, lse, o, tau,
     GATE: tl.constexpr, SHARED: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
     F: tl.constexpr, FG: tl.constexpr, V: tl.constexpr, P: tl.constexpr, M: tl.constexpr, CD: tl.constexpr,
@@ -312,7 +311,7 @@ def write_kernel(
     next_rows, next_masses = _of_state(state, tl.arange(0, BF), column, is_first, D, F, V)
     new_rank = tl.load(rank + b * (P + 1) + P)
     new_v = tl.load(v + b * v_step + g * D + column, mask=inside, other=0.0)
-    at_slot = ((b * P + tl.load(turn) % P) * G + g) * D
+    at_slot = ((b * P + tl.load(taken) % P) * G + g) * D
     if pending is not None:
         written = tl.load(rank + b * (P + 1)) >= M
         value = tl.load(ring_v + at_slot + column, mask=inside, other=0.0).to(tl.float32)
@@ -343,8 +342,8 @@ def write_kernel(
     if is_first:
         d = tl.arange(0, CD)
         if C > 0:
-            cos += b * turns
-            sin += b * turns
+            cos += b * cos_step
+            sin += b * cos_step
         new_k = _rotated(k + b * k_step + g * D, d, d < D, cos, sin, D, C)
         tl.store(ring_k + at_slot + d, new_k, mask=d < D)
         if sink_k is not None:
@@ -401,7 +400,7 @@ def step(token: Token, kept: Kept, rules: Rules) -> Tensor:
     cos, sin, codes, gate, share = token.cos_BC, token.sin_BC, rules.codes, rules.gate, rules.share
     q, k, v = (x if x.stride()[1:] == (D, 1) else x.contiguous() for x in (token.q_BHD, token.k_BGD, token.v_BGD))
     visible = None if token.sink_visible_BM is None else token.sink_visible_BM.contiguous()
-    turns = 0 if cos is None or len(cos) == 1 else cos.stride(0)
+    cos_step = 0 if cos is None or len(cos) == 1 else cos.stride(0)
     new, R, CD = kept.state_BGFV.new_empty, H // G, _held(D)
     logits, tops, sums, pooled = new(B, H + G, F), new(B, H + G), new(B, H + G), new(B, G)
     masses, weights, window, lse = new(B, H), new(B, H), new(B, H, D), new(B, H)
@@ -414,7 +413,7 @@ def step(token: Token, kept: Kept, rules: Rules) -> Tensor:
     sizes |= {"C": 0 if cos is None else cos.shape[1], "M": 0 if visible is None else visible.shape[1]}
     with torch.cuda.device_of(o):
         read_kernel[((H + G) * triton.cdiv(B, ROWS) + B * G,)](
-            q, k, v, q.stride(0), k.stride(0), v.stride(0), cos, sin, turns, token.rank_BS, visible,
+            q, k, v, q.stride(0), k.stride(0), v.stride(0), cos, sin, cos_step, token.rank_BS, visible,
             *kept, *(codes or (None,) * 7), *(share or (None,) * 3),
             logits, tops, sums, pooled, masses, weights, window, lse, token.scale, D**-0.5, B,
             **sizes, E=E, CE=_held(E), BD=min(CD, 64), BF=CD if codes is None else 64 if F > 128 else _held(F),
@@ -422,7 +421,7 @@ def step(token: Token, kept: Kept, rules: Rules) -> Tensor:
             num_warps=8 if CD > 64 else 4,
         )  # fmt: skip
         write_kernel[(B * G, triton.cdiv(D, BV))](
-            k, v, k.stride(0), v.stride(0), cos, sin, turns, token.rank_BS, *kept,
+            k, v, k.stride(0), v.stride(0), cos, sin, cos_step, token.rank_BS, *kept,
             None if gate is None else gate.bias_GF, logits, tops, sums, pooled, masses, weights, window, lse, o,
             1.0 if gate is None else gate.normalizer,
             **sizes, GATE=None if gate is None else gate.of, SHARED=share is not None, FG=FG,
