@@ -158,7 +158,8 @@ def test_fused_steps_with_padding_and_what_comes_after_them_are_the_plain_ones(
         found.append({"logits": rows} | caches(cache))
     plain, ours = found
     assert plain.keys() == ours.keys()
-    assert {name: e for name in plain if (e := error(ours[name], plain[name])) > 1e-5} == {}
+    allowed = 1e-4 if DEVICE == "cuda" else 1e-5  # products of 22 bits, not of 24
+    assert {name: e for name in plain if (e := error(ours[name], plain[name])) > allowed} == {}
 
 
 def caches(cache: Any) -> dict[str, Tensor]:
