@@ -68,6 +68,12 @@ def _log_sigmoid(x):
 
 
 @triton.jit
+def _rows_of(z, f, inside, F: tl.constexpr, V: tl.constexpr):
+    """Numbers f of the states' column at z, for every row."""
+    return tl.load(z + (f * V)[None, :], mask=inside[:, None] & (f < F)[None, :], other=0.0)
+
+
+@triton.jit
 def _features(
     x, b, B, n, g, along, z, turn, shift, log_tau, codes, logits, tops, sums,
     COUNT: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
@@ -78,8 +84,13 @@ def _features(
     average under the features, which is a memory's mass."""
     inside = b < B
     total = tl.zeros([b.shape[0]], tl.float32)
+    if z is not None:  # asked for before anything is waited for
+        z += (b.to(tl.int64) * G + g)[:, None] * (F * V) + D
+        next_z = _rows_of(z, tl.arange(0, BF), inside, F, V)
     if codes is not None:
         e = tl.arange(0, CE)[None, :]
+        shifted = tl.load(shift + e, mask=e < E, other=0.0)
+        tau = tl.exp(tl.load(log_tau))
         u = tl.zeros([b.shape[0], CE], tl.float32)
         for first in range(0, D, BD):
             d = first + tl.arange(0, BD)
@@ -89,8 +100,8 @@ def _features(
             if along is not None:
                 part *= tl.load(along + d, mask=d < D, other=0.0)[None, :]
             total += tl.sum(part, 1)
-        u += tl.load(shift + e, mask=e < E, other=0.0)
-        u *= (tl.exp(tl.load(log_tau)) / tl.maximum(tl.sqrt(tl.sum(u * u, 1)), 1e-12))[:, None]
+        u += shifted
+        u *= (tau / tl.maximum(tl.sqrt(tl.sum(u * u, 1)), 1e-12))[:, None]
     row = b.to(tl.int64) * COUNT + n
     top = tl.full([b.shape[0]], float("-inf"), tl.float32)
     mass = tl.zeros([b.shape[0]], tl.float32)
@@ -99,8 +110,9 @@ def _features(
         f = first + tl.arange(0, BF)
         block = inside[:, None] & (f < F)[None, :]
         if z is not None:
-            at = (b.to(tl.int64) * G + g)[:, None] * (F * V) + (f * V + D)[None, :]
-            of_state = tl.load(z + at, mask=block, other=0.0)
+            due_z = next_z
+            if BF < F:
+                next_z = _rows_of(z, f + BF, inside, F, V)
         if codes is not None:
             code = tl.load(codes + (g * F + f)[:, None] * E + e, mask=(f < F)[:, None] & (e < E), other=0.0)
             part = _dot(u, tl.trans(code))
@@ -113,7 +125,7 @@ def _features(
         keep = tl.exp(top - higher)
         weight = weight * keep + tl.sum(weights, 1)
         if z is not None:
-            mass = mass * keep + tl.sum(weights * of_state, 1)
+            mass = mass * keep + tl.sum(weights * due_z, 1)
         top = higher
     tl.store(tops + row, top, mask=inside)
     tl.store(sums + row, weight, mask=inside)
@@ -134,6 +146,8 @@ def _query(
         log_tau += n
     if asked is not None:
         asked += n * D
+        gamma = tl.load(power + n)
+        beta = tl.load(log_share + n)
     x = q + b.to(tl.int64) * q_step + n * D
     by_query, mass = _features(
         x, b, B, n, n // R, asked, z, turn, shift, log_tau, codes, logits, tops, sums,
@@ -142,7 +156,7 @@ def _query(
     if asked is not None:
         mass = tl.maximum(mass, LEAST_MASS)
         log_mass = tl.log(mass)
-        weight = tl.load(power + n) * log_mass + by_query * root + tl.load(log_share + n)
+        weight = gamma * log_mass + by_query * root + beta
         row = b.to(tl.int64) * (G * R) + n
         tl.store(masses + row, mass, mask=b < B)
         tl.store(weights + row, tl.where(log_mass <= EMPTY, -1e4, weight), mask=b < B)
@@ -246,7 +260,6 @@ def read_kernel(
 ):  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    slot = tl.load(taken) % P
     tiles = tl.cdiv(B, ROWS)
     i = tl.program_id(0)
     if i < G * R * tiles:
@@ -260,7 +273,7 @@ def read_kernel(
         b = i % tiles * ROWS + tl.arange(0, ROWS)
         due, due_step = k, k_step
         if pending is not None:
-            due, due_step = pending + slot * G * D, P * G * D
+            due, due_step = pending + tl.load(taken) % P * G * D, P * G * D
         _key(
             b, B, i // tiles, due, due_step, k_turn, k_shift, k_log_tau, codes,
             logits, tops, sums, pooled, G, R, D, E, F, V, CD, CE, BD, BF,
@@ -268,7 +281,7 @@ def read_kernel(
     else:
         i -= (G * R + G) * tiles
         _window(
-            (i // G).to(tl.int64), i % G, slot, q, k, v, q_step, k_step, v_step, cos, sin, cos_step,
+            (i // G).to(tl.int64), i % G, tl.load(taken) % P, q, k, v, q_step, k_step, v_step, cos, sin, cos_step,
             ring_k, ring_v, rank, sink_k, sink_v, visible, o, lse, scale, G, R, D, C, P, M, CD, N, K, SINKS,
         )  # fmt: skip
 
