@@ -194,40 +194,42 @@ def _add(q, k, v, seen, scale, o, top, mass):
 
 
 @triton.jit
+def _slots(ring_k, ring_v, p, column, P: tl.constexpr, G: tl.constexpr, D: tl.constexpr):
+    """The keys and values in slots p."""
+    at = p[:, None] * (G * D) + column
+    inside = (p < P)[:, None] & (column < D)
+    values = tl.load(ring_v + at, mask=inside, other=0.0)
+    return tl.load(ring_k + at, mask=inside, other=0.0), values
+
+
+@triton.jit
 def _window(
     b, g, slot, q, k, v, q_step, k_step, v_step, cos, sin, cos_step, ring_k, ring_v, rank, sink_k, sink_v, visible,
     o, lse, scale,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, M: tl.constexpr,
     CD: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """What the R queries of a row's key-value head see: their own key, the ring by its slots, the sinks."""
+    """What the R queries of a row's key-value head see: the ring by its slots, the sinks, their own key."""
     n = tl.arange(0, N)
-    d = tl.arange(0, CD)
-    column = d[None, :]
+    column = tl.arange(0, CD)[None, :]
     head = g * R + n
+    ring_k += (b * P * G + g) * D
+    ring_v += (b * P * G + g) * D
+    rank += b * (P + 1)
     if C > 0:
         cos += b * cos_step
         sin += b * cos_step
-    row = q + b * q_step + head[:, None] * D
-    queries = _rotated(row, column, (n < R)[:, None], cos, sin, D, C)
+    queries = _rotated(q + b * q_step + head[:, None] * D, column, (n < R)[:, None], cos, sin, D, C)
     new_k = _rotated(k + b * k_step + g * D, column, column < D, cos, sin, D, C)
     new_v = tl.load(v + b * v_step + g * D + column, mask=column < D, other=0.0)
-    rank += b * (P + 1)
-    own = tl.sum(queries.to(tl.float32) * new_k.to(tl.float32), 1) * scale
     is_token = tl.load(rank + P) >= 0
-    top = tl.where(is_token, own, float("-inf"))
-    mass = tl.where(is_token, 1.0, 0.0) + tl.zeros([N], tl.float32)
-    mean = tl.where(is_token, new_v.to(tl.float32), 0.0) + tl.zeros([N, CD], tl.float32)
-    ring_k += (b * P * G + g) * D
-    ring_v += (b * P * G + g) * D
+    top = tl.full([N], float("-inf"), tl.float32)
+    mass = tl.zeros([N], tl.float32)
+    mean = tl.zeros([N, CD], tl.float32)
     for start in range(0, P, K):
         p = start + tl.arange(0, K)
-        age = tl.where(p < slot, p - slot + P, p - slot)
-        seen = tl.load(rank + age, mask=p < P, other=-1) >= 0
-        at = p[:, None] * (G * D) + column
-        inside = (p < P)[:, None] & (column < D)
-        keys = tl.load(ring_k + at, mask=inside, other=0.0)
-        values = tl.load(ring_v + at, mask=inside, other=0.0)
+        seen = tl.load(rank + tl.where(p < slot, p - slot + P, p - slot), mask=p < P, other=-1) >= 0
+        keys, values = _slots(ring_k, ring_v, p, column, P, G, D)
         mean, top, mass = _add(queries, keys, values, seen, scale, mean, top, mass)
     if sink_k is not None:
         sink_k += (b * M * G + g) * D
@@ -235,16 +237,20 @@ def _window(
         for start in range(0, M, SINKS):
             m = start + tl.arange(0, SINKS)
             seen = tl.load(visible + b * M + m, mask=m < M, other=0) != 0
-            at = m[:, None] * (G * D) + column
-            inside = (m < M)[:, None] & (column < D)
-            keys = tl.load(sink_k + at, mask=inside, other=0.0)
-            values = tl.load(sink_v + at, mask=inside, other=0.0)
+            keys, values = _slots(sink_k, sink_v, m, column, M, G, D)
             mean, top, mass = _add(queries, keys, values, seen, scale, mean, top, mass)
+    own = tl.sum(queries.to(tl.float32) * new_k.to(tl.float32), 1) * scale
+    own = tl.where(is_token, own, float("-inf"))
+    higher = tl.maximum(top, own)
+    finite = tl.where(higher == float("-inf"), 0.0, higher)
+    keep, weight = tl.exp(top - finite), tl.exp(own - finite)
+    mass = mass * keep + weight
+    mean = mean * keep[:, None] + weight[:, None] * new_v.to(tl.float32)
     nothing = mass == 0.0
     mean = mean / tl.where(nothing, 1.0, mass)[:, None]
     row = b * (G * R) + head
     tl.store(o + row[:, None] * D + column, mean, mask=(n < R)[:, None] & (column < D))
-    tl.store(lse + row, tl.where(nothing, float("-inf"), top + tl.log(mass)), mask=n < R)
+    tl.store(lse + row, tl.where(nothing, float("-inf"), higher + tl.log(mass)), mask=n < R)
 
 
 @triton.jit
