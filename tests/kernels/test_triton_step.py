@@ -145,7 +145,7 @@ def test_fused_steps_with_padding_and_what_comes_after_them_are_the_plain_ones(
         def read(start: int, end: int, model: Any = decoder, cache: Any = cache, logits: Any = logits) -> None:
             inputs = {"input_ids": tokens[:, start:end], "position_ids": positions[:, start:end]}
             out = model(**inputs, attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
-            logits.append(out.logits[:, -1])
+            logits.append(out.logits[:, -1].clone())  # the next replay of a graph overwrites them
 
         with torch.no_grad():
             read(0, prompt)
