@@ -73,16 +73,16 @@ class Steps:
         self.rotary = LlamaRotaryEmbedding(config).to(self.device)
         self.positions = torch.full((a.batch, 1), TOKENS, device=self.device)
         self.valid = torch.ones(a.batch, 1, dtype=torch.bool, device=self.device)
-        self.turn = torch.zeros((), dtype=torch.long, device=self.device)
+        self.taken = torch.zeros((), dtype=torch.long, device=self.device)
         with torch.no_grad():
             prompt = torch.randn(a.batch, TOKENS, width, dtype=self.dtype, device=self.device)
             self.run(prompt, torch.arange(TOKENS, device=self.device)[None], None)
         for layer, kept in zip(self.layers, self.cache.layers):
             kept.freeze(layer.spec.keep, in_place=True)
             if fused:
-                if not layer.fuses(kept, self.turn):
+                if not layer.fuses(kept, self.taken):
                     sys.exit(f"step: the kernels do not take {kind} of this size, dtype or device.")
-                kept.turn, kept.turned_from = self.turn, kept.length
+                kept.taken, kept.taken_from = self.taken, kept.length
 
     def layer(self, config: Any, i: int) -> Any:
         with torch.device("meta"):
@@ -108,7 +108,7 @@ class Steps:
     def step(self) -> Tensor:
         with torch.no_grad(), _static(self.cache.layers):
             o = self.run(self.x, self.positions, self.valid)
-            self.turn += 1
+            self.taken += 1
         return o
 
     def microseconds(self) -> float:

@@ -70,7 +70,7 @@ class LinearizedAttention(nn.Module):
         if layout is None:
             raise ValueError("a linearized layer is run by its model, which passes it the batch's layout")
         past = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        if past is not None and past.static and past.turn is not None:
+        if past is not None and past.static and past.taken is not None:
             token = self.token(hidden_states, position_embeddings, layout, past)
             o_BTHD = self.mixer(token, None, layout, past, self.branches)
         else:
@@ -80,6 +80,7 @@ class LinearizedAttention(nn.Module):
             past.advance(layout.tokens)
         return getattr(self, self.family.projections[-1])(o_BTHD.flatten(2)), None
 
+<<<<<<< HEAD
     def prepare(self, layout: SequenceLayout) -> None:
         """Has `layout` work out, once for all equal layers, what a pass without a cache asks it for."""
         sight = layout.look(None, self.spec.keep, self.spec.sinks)
@@ -89,6 +90,11 @@ class LinearizedAttention(nn.Module):
     def fuses(self, past: LinearizedCacheLayer, turn: Tensor) -> bool:
         """Whether this layer takes its steps fused when its cache, in its fixed shape, goes round by `turn`."""
         kept, rules = past.fusible(turn), self.mixer.step_rules()
+=======
+    def fuses(self, past: LinearizedCacheLayer, taken: Tensor) -> bool:
+        """Whether this layer takes its steps fused when its cache, in its fixed shape, goes round by `taken`."""
+        kept, rules = past.fusible(taken), self.mixer.step_rules()
+>>>>>>> s5-h2
         if kept is None or rules is None or self.branches != "both" or not takes(kept, rules, self.dims.heads):
             return False
         return not self.rotates or _turns_halves(self.rotate)

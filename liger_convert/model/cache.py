@@ -26,7 +26,7 @@ class LinearizedCacheLayer(CacheLayerMixin):
 
     While `static` holds, no shape changes and no value is looked at; what is `in_place` besides is written to where it
     stands, as a captured step needs it (decode.py). Fused steps (gated_kernels.step) do not shift the ring but go round
-    in it: `turn` counts them and thus names the slot of the oldest token, until `settle` restores the order. The ranks
+    in it: `taken` counts them and thus names the slot of the oldest token, until `settle` restores the order. The ranks
     are always in order.
     """
 
@@ -44,8 +44,8 @@ class LinearizedCacheLayer(CacheLayerMixin):
         self.padded = False
         self.has_all_sinks = False  # known, not merely so: what a static step goes by
         self.kept: FixedLayer | None = None  # answers for the masks of the kept layers while static
-        self.turn: Tensor | None = None
-        self.turned_from = 0  # the length at the first of these steps
+        self.taken: Tensor | None = None
+        self.taken_from = 0  # the length at the first of these steps
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
@@ -92,35 +92,29 @@ class LinearizedCacheLayer(CacheLayerMixin):
         self.padded = True
         self.has_all_sinks = "since" in self.sinks and bool((self.sinks["since"] > 0).all())
 
-    def fusible(self, turn: Tensor) -> Kept | None:
-        """What a fused step that goes round by `turn` writes to; None where this is not what its layers keep."""
-        ring, states = dict(self.ring), dict(self.states)
-        kept = Kept(
-            ring.pop("k"),
-            ring.pop("v"),
-            ring.pop("pending0", None),
-            self.sinks.get("k"),
-            self.sinks.get("v"),
-            states.pop("state", turn),
-            turn,
-        )
-        return kept if ring.keys() == {"rank"} and not states and kept.state_BGFV is not turn else None
+    def fusible(self, taken: Tensor) -> Kept | None:
+        """What a fused step that goes round by `taken` writes to; None where this is not what its layers keep."""
+        ring, sinks, states = self._groups()
+        if not {"k", "v", "rank"} <= ring.keys() <= {"k", "v", "rank", "pending0"} or states.keys() != {"state"}:
+            return None
+        pending = ring.get("pending0")
+        return Kept(ring["k"], ring["v"], pending, sinks.get("k"), sinks.get("v"), states["state"], taken)
 
     def step(self, token: Token, rules: Rules | None) -> Tensor:
         """The layer's output [B,1,H,D] by the fused step."""
-        assert self.turn is not None
-        kept = self.fusible(self.turn)
+        assert self.taken is not None
+        kept = self.fusible(self.taken)
         assert kept is not None
         assert rules is not None
         return step(token, kept, rules)[:, None]
 
     def settle(self) -> None:
         """Puts the oldest token first again, after fused steps."""
-        if self.turn is not None:
+        if self.taken is not None:
             for name, tensor in self.ring.items():
                 if name != "rank":
-                    self.ring[name] = tensor.roll((self.turned_from - self.length) % tensor.shape[1], 1)
-            self.turn = None
+                    self.ring[name] = tensor.roll((self.taken_from - self.length) % tensor.shape[1], 1)
+            self.taken = None
 
     def tensors(self) -> list[Tensor]:
         """Everything a step writes to."""

@@ -47,7 +47,7 @@ class Decoder:
         self.cache: Any = None
         self.linear: list[LinearizedCacheLayer] = []
         self.kept: list[FixedLayer] = []
-        self.turn = torch.zeros((), dtype=torch.long, device=model.device)  # steps taken, for those that are fused
+        self.taken = torch.zeros((), dtype=torch.long, device=model.device)  # steps taken, for those that are fused
         self.step: Step = self._step
 
     def __call__(self, **inputs: Any) -> Any:
@@ -77,13 +77,13 @@ class Decoder:
 
     def _freeze(self, cache: Any) -> None:
         self.cache, self.linear, self.kept = cache, [], []
-        self.turn = torch.zeros_like(self.turn)
+        self.taken = torch.zeros_like(self.taken)
         for i, layer in enumerate(cache.layers):
             if isinstance(layer, LinearizedCacheLayer):
                 attention = self.model.model.layers[i].self_attn
                 layer.freeze(attention.spec.keep, self.in_place)
-                if self.in_place and attention.fuses(layer, self.turn):
-                    layer.turn, layer.turned_from = self.turn, layer.length
+                if self.in_place and attention.fuses(layer, self.taken):
+                    layer.taken, layer.taken_from = self.taken, layer.length
                 self.linear.append(layer)
             elif self.in_place:
                 dynamic = layer.thaw() if isinstance(layer, FixedLayer) else layer
@@ -97,18 +97,18 @@ class Decoder:
             layout = SequenceLayout.build(len(ids_B1), 1, positions_B1, valid_B1, self.linear[0])
             inputs = {"input_ids": ids_B1, "position_ids": positions_B1, "attention_mask": mask_BS, "layout": layout}
             logits = self.model(**inputs, past_key_values=self.cache, use_cache=True).logits
-        self.turn += 1
+        self.taken += 1
         return logits
 
     def _layers(self) -> list[Any]:
         return [*self.linear, *self.kept]
 
     def _tensors(self) -> list[Tensor]:
-        return [self.turn, *(tensor for layer in self._layers() for tensor in layer.tensors())]
+        return [self.taken, *(tensor for layer in self._layers() for tensor in layer.tensors())]
 
     def _captured(self, given: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> Step:
         """The step as a CUDA graph, or as it is where there is none to be had."""
-        fused = ", fused" if all(layer.turn is not None for layer in self.linear) else ""
+        fused = ", fused" if all(layer.taken is not None for layer in self.linear) else ""
         self.model.decoding = f"fixed steps{fused}"
         if self.model.device.type != "cuda":
             return self._step

@@ -13,6 +13,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+LEAST_MASS = 1e-30  # of a memory, whatever it holds
+EMPTY = -60.0  # a log mass at or below it
+
 
 class Token(NamedTuple):
     """The new token of every row: its projections before rotary, and where it stands.
@@ -33,8 +36,11 @@ class Token(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A layer's tensors, which a step writes in place. Slot `turn` mod P of the ring is its oldest and the one that the
-    new token takes. `pending_BPGD`, the keys before rotary, says that only what leaves the window is written."""
+    """A layer's tensors, which a step writes in place.
+
+    `taken` counts the steps: slot `taken` mod P of the ring is the oldest, and the one that the new token takes.
+    `pending_BPGD`, the keys before rotary, says that only what leaves the window is written to the state.
+    """
 
     k_BPGD: Tensor
     v_BPGD: Tensor
@@ -42,7 +48,7 @@ class Kept(NamedTuple):
     sink_k_BMGD: Tensor | None
     sink_v_BMGD: Tensor | None
     state_BGFV: Tensor
-    turn: Tensor
+    taken: Tensor
 
 
 class Codes(NamedTuple):
@@ -66,7 +72,8 @@ class Gate(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The memory, of mass m, weighs m^power e^(query q / sqrt(D) + log) beside the window's sum of e^s."""
+    """The memory, of mass m, weighs m^power e^(query q / sqrt(D) + log) beside the window's sum of e^s; nothing where
+    log m is at most EMPTY."""
 
     power_H: Tensor
     query_HD: Tensor

@@ -7,14 +7,14 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from gated_kernels.diagonal.reference import diagonal
-from gated_kernels.step.chunk import Gate, Kept, Rules, Token
+from gated_kernels.step.chunk import EMPTY, LEAST_MASS, Gate, Kept, Rules, Token
 from gated_kernels.window.reference import window
 
 
 def step(token: Token, kept: Kept, rules: Rules) -> Tensor:
     """The output [B,H,D] in the dtype of the values; writes to `kept`, as a step does."""
     B, P, _, D = kept.k_BPGD.shape
-    slot, dtype = int(kept.turn) % P, token.v_BGD.dtype
+    slot, dtype = int(kept.taken) % P, token.v_BGD.dtype
     evicted, normalised = kept.pending_BPGD is not None, rules.share is not None
     q, k, v = (_wide(x) for x in (token.q_BHD, token.k_BGD, token.v_BGD))
     q_rot, k_rot = (_rotated(x, token).to(dtype) for x in (q, k))
@@ -50,10 +50,10 @@ def step(token: Token, kept: Kept, rules: Rules) -> Tensor:
     )
     o_BHD, share_BH1 = _wide(o[:, 0]), 0.5
     if rules.share is not None:
-        mass = o_BHD[..., -1].clamp_min(1e-30)
+        mass = o_BHD[..., -1].clamp_min(LEAST_MASS)
         o_BHD = o_BHD[..., :-1] / mass[..., None]
         weight = rules.share.power_H * mass.log() + (q * rules.share.query_HD).sum(-1) / D**0.5 + rules.share.log_H
-        weight = weight.masked_fill(mass.log() <= -60, -1e4)
+        weight = weight.masked_fill(mass.log() <= EMPTY, -1e4)
         share_BH1 = (weight - window_lse[:, 0]).sigmoid()[..., None]
     mixed = (1 - share_BH1) * _wide(window_o[:, 0]) + share_BH1 * o_BHD
     kept.state_BGFV.copy_(state)

@@ -21,10 +21,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gated_kernels.step import chunk
 from gated_kernels.step.chunk import Kept, Rules, Token
 
 ROWS = 16  # the fewest that a product takes
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # then the kernels are Python and take tensors of a CPU
+LEAST_MASS, EMPTY = tl.constexpr(chunk.LEAST_MASS), tl.constexpr(chunk.EMPTY)
 PROGRAMS = 256  # enough to fill a GPU
 
 
@@ -66,6 +68,12 @@ def _log_sigmoid(x):
 
 
 @triton.jit
+def _rows_of(z, f, inside, F: tl.constexpr, V: tl.constexpr):
+    """Numbers f of the states' column at z, for every row."""
+    return tl.load(z + (f * V)[None, :], mask=inside[:, None] & (f < F)[None, :], other=0.0)
+
+
+@triton.jit
 def _features(
     x, b, B, n, g, along, z, turn, shift, log_tau, codes, logits, tops, sums,
     COUNT: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
@@ -76,8 +84,13 @@ def _features(
     average under the features, which is a memory's mass."""
     inside = b < B
     total = tl.zeros([b.shape[0]], tl.float32)
+    if z is not None:  # asked for before anything is waited for
+        z += (b.to(tl.int64) * G + g)[:, None] * (F * V) + D
+        next_z = _rows_of(z, tl.arange(0, BF), inside, F, V)
     if codes is not None:
         e = tl.arange(0, CE)[None, :]
+        shifted = tl.load(shift + e, mask=e < E, other=0.0)
+        tau = tl.exp(tl.load(log_tau))
         u = tl.zeros([b.shape[0], CE], tl.float32)
         for first in range(0, D, BD):
             d = first + tl.arange(0, BD)
@@ -87,8 +100,8 @@ def _features(
             if along is not None:
                 part *= tl.load(along + d, mask=d < D, other=0.0)[None, :]
             total += tl.sum(part, 1)
-        u += tl.load(shift + e, mask=e < E, other=0.0)
-        u *= (tl.exp(tl.load(log_tau)) / tl.maximum(tl.sqrt(tl.sum(u * u, 1)), 1e-12))[:, None]
+        u += shifted
+        u *= (tau / tl.maximum(tl.sqrt(tl.sum(u * u, 1)), 1e-12))[:, None]
     row = b.to(tl.int64) * COUNT + n
     top = tl.full([b.shape[0]], float("-inf"), tl.float32)
     mass = tl.zeros([b.shape[0]], tl.float32)
@@ -97,8 +110,9 @@ def _features(
         f = first + tl.arange(0, BF)
         block = inside[:, None] & (f < F)[None, :]
         if z is not None:
-            at = (b.to(tl.int64) * G + g)[:, None] * (F * V) + (f * V + D)[None, :]
-            of_state = tl.load(z + at, mask=block, other=0.0)
+            due_z = next_z
+            if BF < F:
+                next_z = _rows_of(z, f + BF, inside, F, V)
         if codes is not None:
             code = tl.load(codes + (g * F + f)[:, None] * E + e, mask=(f < F)[:, None] & (e < E), other=0.0)
             part = _dot(u, tl.trans(code))
@@ -111,7 +125,7 @@ def _features(
         keep = tl.exp(top - higher)
         weight = weight * keep + tl.sum(weights, 1)
         if z is not None:
-            mass = mass * keep + tl.sum(weights * of_state, 1)
+            mass = mass * keep + tl.sum(weights * due_z, 1)
         top = higher
     tl.store(tops + row, top, mask=inside)
     tl.store(sums + row, weight, mask=inside)
@@ -132,18 +146,20 @@ def _query(
         log_tau += n
     if asked is not None:
         asked += n * D
+        gamma = tl.load(power + n)
+        beta = tl.load(log_share + n)
     x = q + b.to(tl.int64) * q_step + n * D
     by_query, mass = _features(
         x, b, B, n, n // R, asked, z, turn, shift, log_tau, codes, logits, tops, sums,
         G * R + G, G, D, E, F, V, CD, CE, BD, BF,
     )  # fmt: skip
     if asked is not None:
-        mass = tl.maximum(mass, 1e-30)
+        mass = tl.maximum(mass, LEAST_MASS)
         log_mass = tl.log(mass)
-        weight = tl.load(power + n) * log_mass + by_query * root + tl.load(log_share + n)
+        weight = gamma * log_mass + by_query * root + beta
         row = b.to(tl.int64) * (G * R) + n
         tl.store(masses + row, mass, mask=b < B)
-        tl.store(weights + row, tl.where(log_mass <= -60.0, -1e4, weight), mask=b < B)
+        tl.store(weights + row, tl.where(log_mass <= EMPTY, -1e4, weight), mask=b < B)
 
 
 @triton.jit
@@ -178,40 +194,42 @@ def _add(q, k, v, seen, scale, o, top, mass):
 
 
 @triton.jit
+def _slots(ring_k, ring_v, p, column, P: tl.constexpr, G: tl.constexpr, D: tl.constexpr):
+    """The keys and values in slots p."""
+    at = p[:, None] * (G * D) + column
+    inside = (p < P)[:, None] & (column < D)
+    values = tl.load(ring_v + at, mask=inside, other=0.0)
+    return tl.load(ring_k + at, mask=inside, other=0.0), values
+
+
+@triton.jit
 def _window(
-    b, g, slot, q, k, v, q_step, k_step, v_step, cos, sin, turns, ring_k, ring_v, rank, sink_k, sink_v, visible,
+    b, g, slot, q, k, v, q_step, k_step, v_step, cos, sin, cos_step, ring_k, ring_v, rank, sink_k, sink_v, visible,
     o, lse, scale,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, M: tl.constexpr,
     CD: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """What the R queries of a row's key-value head see: their own key, the ring by its slots, the sinks."""
+    """What the R queries of a row's key-value head see: the ring by its slots, the sinks, their own key."""
     n = tl.arange(0, N)
-    d = tl.arange(0, CD)
-    column = d[None, :]
+    column = tl.arange(0, CD)[None, :]
     head = g * R + n
-    if C > 0:
-        cos += b * turns
-        sin += b * turns
-    row = q + b * q_step + head[:, None] * D
-    queries = _rotated(row, column, (n < R)[:, None], cos, sin, D, C)
-    new_k = _rotated(k + b * k_step + g * D, column, column < D, cos, sin, D, C)
-    new_v = tl.load(v + b * v_step + g * D + column, mask=column < D, other=0.0)
-    rank += b * (P + 1)
-    own = tl.sum(queries.to(tl.float32) * new_k.to(tl.float32), 1) * scale
-    is_token = tl.load(rank + P) >= 0
-    top = tl.where(is_token, own, float("-inf"))
-    mass = tl.where(is_token, 1.0, 0.0) + tl.zeros([N], tl.float32)
-    mean = tl.where(is_token, new_v.to(tl.float32), 0.0) + tl.zeros([N, CD], tl.float32)
     ring_k += (b * P * G + g) * D
     ring_v += (b * P * G + g) * D
+    rank += b * (P + 1)
+    if C > 0:
+        cos += b * cos_step
+        sin += b * cos_step
+    queries = _rotated(q + b * q_step + head[:, None] * D, column, (n < R)[:, None], cos, sin, D, C)
+    new_k = _rotated(k + b * k_step + g * D, column, column < D, cos, sin, D, C)
+    new_v = tl.load(v + b * v_step + g * D + column, mask=column < D, other=0.0)
+    is_token = tl.load(rank + P) >= 0
+    top = tl.full([N], float("-inf"), tl.float32)
+    mass = tl.zeros([N], tl.float32)
+    mean = tl.zeros([N, CD], tl.float32)
     for start in range(0, P, K):
         p = start + tl.arange(0, K)
-        age = tl.where(p < slot, p - slot + P, p - slot)
-        seen = tl.load(rank + age, mask=p < P, other=-1) >= 0
-        at = p[:, None] * (G * D) + column
-        inside = (p < P)[:, None] & (column < D)
-        keys = tl.load(ring_k + at, mask=inside, other=0.0)
-        values = tl.load(ring_v + at, mask=inside, other=0.0)
+        seen = tl.load(rank + tl.where(p < slot, p - slot + P, p - slot), mask=p < P, other=-1) >= 0
+        keys, values = _slots(ring_k, ring_v, p, column, P, G, D)
         mean, top, mass = _add(queries, keys, values, seen, scale, mean, top, mass)
     if sink_k is not None:
         sink_k += (b * M * G + g) * D
@@ -219,22 +237,26 @@ def _window(
         for start in range(0, M, SINKS):
             m = start + tl.arange(0, SINKS)
             seen = tl.load(visible + b * M + m, mask=m < M, other=0) != 0
-            at = m[:, None] * (G * D) + column
-            inside = (m < M)[:, None] & (column < D)
-            keys = tl.load(sink_k + at, mask=inside, other=0.0)
-            values = tl.load(sink_v + at, mask=inside, other=0.0)
+            keys, values = _slots(sink_k, sink_v, m, column, M, G, D)
             mean, top, mass = _add(queries, keys, values, seen, scale, mean, top, mass)
+    own = tl.sum(queries.to(tl.float32) * new_k.to(tl.float32), 1) * scale
+    own = tl.where(is_token, own, float("-inf"))
+    higher = tl.maximum(top, own)
+    finite = tl.where(higher == float("-inf"), 0.0, higher)
+    keep, weight = tl.exp(top - finite), tl.exp(own - finite)
+    mass = mass * keep + weight
+    mean = mean * keep[:, None] + weight[:, None] * new_v.to(tl.float32)
     nothing = mass == 0.0
     mean = mean / tl.where(nothing, 1.0, mass)[:, None]
     row = b * (G * R) + head
     tl.store(o + row[:, None] * D + column, mean, mask=(n < R)[:, None] & (column < D))
-    tl.store(lse + row, tl.where(nothing, float("-inf"), top + tl.log(mass)), mask=n < R)
+    tl.store(lse + row, tl.where(nothing, float("-inf"), higher + tl.log(mass)), mask=n < R)
 
 
 @triton.jit
 def read_kernel(
-    q, k, v, q_step, k_step, v_step, cos, sin, turns, rank, visible,
-    ring_k, ring_v, pending, sink_k, sink_v, state, turn,
+    q, k, v, q_step, k_step, v_step, cos, sin, cos_step, rank, visible,
+    ring_k, ring_v, pending, sink_k, sink_v, state, taken,
     q_turn, q_shift, q_log_tau, k_turn, k_shift, k_log_tau, codes, power, asked, log_share,
     logits, tops, sums, pooled, masses, weights, o, lse, scale, root, B,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, E: tl.constexpr, F: tl.constexpr,
@@ -244,7 +266,6 @@ def read_kernel(
 ):  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    slot = tl.load(turn) % P
     tiles = tl.cdiv(B, ROWS)
     i = tl.program_id(0)
     if i < G * R * tiles:
@@ -256,21 +277,18 @@ def read_kernel(
     elif i < (G * R + G) * tiles:
         i -= G * R * tiles
         b = i % tiles * ROWS + tl.arange(0, ROWS)
+        due, due_step = k, k_step
         if pending is not None:
-            _key(
-                b, B, i // tiles, pending + slot * G * D, P * G * D, k_turn, k_shift, k_log_tau, codes,
-                logits, tops, sums, pooled, G, R, D, E, F, V, CD, CE, BD, BF,
-            )  # fmt: skip
-        else:
-            _key(
-                b, B, i // tiles, k, k_step, k_turn, k_shift, k_log_tau, codes,
-                logits, tops, sums, pooled, G, R, D, E, F, V, CD, CE, BD, BF,
-            )  # fmt: skip
+            due, due_step = pending + tl.load(taken) % P * G * D, P * G * D
+        _key(
+            b, B, i // tiles, due, due_step, k_turn, k_shift, k_log_tau, codes,
+            logits, tops, sums, pooled, G, R, D, E, F, V, CD, CE, BD, BF,
+        )  # fmt: skip
     else:
         i -= (G * R + G) * tiles
         _window(
-            (i // G).to(tl.int64), i % G, slot, q, k, v, q_step, k_step, v_step, cos, sin, turns, ring_k, ring_v, rank,
-            sink_k, sink_v, visible, o, lse, scale, G, R, D, C, P, M, CD, N, K, SINKS,
+            (i // G).to(tl.int64), i % G, tl.load(taken) % P, q, k, v, q_step, k_step, v_step, cos, sin, cos_step,
+            ring_k, ring_v, rank, sink_k, sink_v, visible, o, lse, scale, G, R, D, C, P, M, CD, N, K, SINKS,
         )  # fmt: skip
 
 
@@ -295,7 +313,7 @@ def _of_features(logits, f, n, g, G: tl.constexpr, R: tl.constexpr, F: tl.conste
 
 @triton.jit
 def write_kernel(
-    k, v, k_step, v_step, cos, sin, turns, rank, ring_k, ring_v, pending, sink_k, sink_v, state, turn,
+    k, v, k_step, v_step, cos, sin, cos_step, rank, ring_k, ring_v, pending, sink_k, sink_v, state, taken,
     bias, logits, tops, sums, pooled, masses, weights, window, lse, o, tau,
     GATE: tl.constexpr, SHARED: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
     F: tl.constexpr, FG: tl.constexpr, V: tl.constexpr, P: tl.constexpr, M: tl.constexpr, CD: tl.constexpr,
@@ -312,7 +330,7 @@ def write_kernel(
     next_rows, next_masses = _of_state(state, tl.arange(0, BF), column, is_first, D, F, V)
     new_rank = tl.load(rank + b * (P + 1) + P)
     new_v = tl.load(v + b * v_step + g * D + column, mask=inside, other=0.0)
-    at_slot = ((b * P + tl.load(turn) % P) * G + g) * D
+    at_slot = ((b * P + tl.load(taken) % P) * G + g) * D
     if pending is not None:
         written = tl.load(rank + b * (P + 1)) >= M
         value = tl.load(ring_v + at_slot + column, mask=inside, other=0.0).to(tl.float32)
@@ -343,8 +361,8 @@ def write_kernel(
     if is_first:
         d = tl.arange(0, CD)
         if C > 0:
-            cos += b * turns
-            sin += b * turns
+            cos += b * cos_step
+            sin += b * cos_step
         new_k = _rotated(k + b * k_step + g * D, d, d < D, cos, sin, D, C)
         tl.store(ring_k + at_slot + d, new_k, mask=d < D)
         if sink_k is not None:
@@ -401,7 +419,7 @@ def step(token: Token, kept: Kept, rules: Rules) -> Tensor:
     cos, sin, codes, gate, share = token.cos_BC, token.sin_BC, rules.codes, rules.gate, rules.share
     q, k, v = (x if x.stride()[1:] == (D, 1) else x.contiguous() for x in (token.q_BHD, token.k_BGD, token.v_BGD))
     visible = None if token.sink_visible_BM is None else token.sink_visible_BM.contiguous()
-    turns = 0 if cos is None or len(cos) == 1 else cos.stride(0)
+    cos_step = 0 if cos is None or len(cos) == 1 else cos.stride(0)
     new, R, CD = kept.state_BGFV.new_empty, H // G, _held(D)
     logits, tops, sums, pooled = new(B, H + G, F), new(B, H + G), new(B, H + G), new(B, G)
     masses, weights, window, lse = new(B, H), new(B, H), new(B, H, D), new(B, H)
@@ -414,7 +432,7 @@ def step(token: Token, kept: Kept, rules: Rules) -> Tensor:
     sizes |= {"C": 0 if cos is None else cos.shape[1], "M": 0 if visible is None else visible.shape[1]}
     with torch.cuda.device_of(o):
         read_kernel[((H + G) * triton.cdiv(B, ROWS) + B * G,)](
-            q, k, v, q.stride(0), k.stride(0), v.stride(0), cos, sin, turns, token.rank_BS, visible,
+            q, k, v, q.stride(0), k.stride(0), v.stride(0), cos, sin, cos_step, token.rank_BS, visible,
             *kept, *(codes or (None,) * 7), *(share or (None,) * 3),
             logits, tops, sums, pooled, masses, weights, window, lse, token.scale, D**-0.5, B,
             **sizes, E=E, CE=_held(E), BD=min(CD, 64), BF=CD if codes is None else 64 if F > 128 else _held(F),
@@ -422,7 +440,7 @@ def step(token: Token, kept: Kept, rules: Rules) -> Tensor:
             num_warps=8 if CD > 64 else 4,
         )  # fmt: skip
         write_kernel[(B * G, triton.cdiv(D, BV))](
-            k, v, k.stride(0), v.stride(0), cos, sin, turns, token.rank_BS, *kept,
+            k, v, k.stride(0), v.stride(0), cos, sin, cos_step, token.rank_BS, *kept,
             None if gate is None else gate.bias_GF, logits, tops, sums, pooled, masses, weights, window, lse, o,
             1.0 if gate is None else gate.normalizer,
             **sizes, GATE=None if gate is None else gate.of, SHARED=share is not None, FG=FG,
