@@ -3,7 +3,9 @@
 import os
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 
+import torch
 from torch import Tensor
 
 from gated_kernels.delta.chunk import delta
@@ -26,11 +28,11 @@ TRITON = ("diagonal", "step", "window")  # what has a triton.py; a step has noth
 
 
 def use(path: str) -> None:
-    """Runs the ops that have Triton kernels by "triton", or by "torch", the default, in the whole process.
+    """Runs the ops that have Triton kernels by "triton" or by "torch" in the whole process.
 
-    The environment variable GATED_KERNELS says the same at import. The Triton kernels have only ever run in Triton's
-    interpreter, never on real hardware; what they cannot do is left to torch, with one warning that says why. Raises
-    ValueError for any other path, and ImportError when Triton is not installed.
+    The default is "triton" where there are Triton and an Nvidia GPU; the environment variable GATED_KERNELS says
+    otherwise at import. Tensors on a CPU always go to torch, and so does, with one warning that says why, what the
+    kernels cannot do. Raises ValueError for any other path, and ImportError when Triton is not installed.
     """
     if path not in ("torch", "triton"):
         raise ValueError(f"the ops run by 'torch' or by 'triton', not by {path!r}")
@@ -44,7 +46,10 @@ def in_use() -> str:
     return "torch" if import_module("gated_kernels.diagonal.chunk").fast is None else "triton"
 
 
-if "GATED_KERNELS" in os.environ:
-    use(os.environ["GATED_KERNELS"])
+def _default() -> str:
+    return "triton" if torch.version.cuda and torch.cuda.is_available() and find_spec("triton") else "torch"
+
+
+use(os.environ.get("GATED_KERNELS") or _default())
 
 __all__ = ["OPS", "delta", "diagonal", "elementwise", "in_use", "momentum", "slots", "use", "window"]

@@ -80,21 +80,15 @@ class LinearizedAttention(nn.Module):
             past.advance(layout.tokens)
         return getattr(self, self.family.projections[-1])(o_BTHD.flatten(2)), None
 
-<<<<<<< HEAD
     def prepare(self, layout: SequenceLayout) -> None:
         """Has `layout` work out, once for all equal layers, what a pass without a cache asks it for."""
         sight = layout.look(None, self.spec.keep, self.spec.sinks)
         if self.spec.window and self.spec.scope == "evicted":
             layout.written_on_eviction(sight.rank_BS, self.spec.window, self.spec.sinks)
 
-    def fuses(self, past: LinearizedCacheLayer, turn: Tensor) -> bool:
-        """Whether this layer takes its steps fused when its cache, in its fixed shape, goes round by `turn`."""
-        kept, rules = past.fusible(turn), self.mixer.step_rules()
-=======
     def fuses(self, past: LinearizedCacheLayer, taken: Tensor) -> bool:
         """Whether this layer takes its steps fused when its cache, in its fixed shape, goes round by `taken`."""
         kept, rules = past.fusible(taken), self.mixer.step_rules()
->>>>>>> s5-h2
         if kept is None or rules is None or self.branches != "both" or not takes(kept, rules, self.dims.heads):
             return False
         return not self.rotates or _turns_halves(self.rotate)

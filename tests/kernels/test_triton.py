@@ -194,9 +194,14 @@ def test_what_the_kernels_do_not_take_is_left_to_torch_with_one_warning() -> Non
     assert torch.equal(first[0], second[0])
 
 
-def test_the_kernels_are_off_unless_asked_for() -> None:
+def test_the_kernels_are_on_where_there_is_a_gpu_or_when_asked_for() -> None:
     asked = "from importlib import import_module; print(import_module('gated_kernels.diagonal.chunk').fast)"
-    for environment, said in (({}, "None"), ({"GATED_KERNELS": "triton"}, "<function diagonal")):
+    usual = "<function diagonal" if DEVICE == "cuda" else "None"
+    for environment, said in (
+        ({}, usual),
+        ({"GATED_KERNELS": "triton"}, "<function diagonal"),
+        ({"GATED_KERNELS": "torch"}, "None"),
+    ):
         without = {name: value for name, value in os.environ.items() if name != "GATED_KERNELS"}
         done = subprocess.run([sys.executable, "-c", asked], env=without | environment, capture_output=True, text=True)
         assert done.stdout.startswith(said), done.stderr

@@ -1,4 +1,4 @@
-"""The diagonal recurrence in Triton kernels; checked under Triton's interpreter, never yet run on a real GPU.
+"""The diagonal recurrence in Triton kernels; with a gate of every feature (those with one a head, or none, are in scalar.py).
 
 The state before every chunk is made first, then all chunks' outputs at once. Within a chunk, the score of tokens t and
 s is q_t k_s times every decay after s up to t. It is taken at the one level at which t and s lie in the second and the
@@ -496,7 +496,9 @@ def diagonal(
     segment_BT: Tensor | None = None,
     exclusive: bool = False,
 ) -> tuple[Tensor, Tensor] | None:
-    """As `gated_kernels.diagonal`; None, with a warning once, for what the kernels cannot do."""
+    """As `gated_kernels.diagonal`; None on a CPU, and with a warning once for what the kernels cannot do."""
+    if not (v_BTGV.is_cuda or INTERPRETED.value):
+        return None
     if problem := _problem(q_BTHF, k_BTGF, v_BTGV, log_a, state_BGFV, segment_BT):
         if not torch.compiler.is_compiling():
             _warn_once(problem)
@@ -516,8 +518,6 @@ def _problem(
     segment_BT: Tensor | None,
 ) -> str | None:
     (B, T, _, F), (G, V) = q_BTHF.shape, v_BTGV.shape[2:]
-    if not (v_BTGV.is_cuda or INTERPRETED.value):
-        return f"inputs on the {v_BTGV.device.type}"
     if (dtype := _promoted(q_BTHF, k_BTGF, v_BTGV)) not in PRODUCTS:
         return f"inputs in {str(dtype).removeprefix('torch.')}"
     gates = (B, T, G, F if log_a is None or log_a.shape[-1] > 1 else 1)

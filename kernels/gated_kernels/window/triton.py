@@ -1,8 +1,5 @@
 """Sliding-window attention with sinks in three Triton kernels: the function of `chunk.py`, for a GPU.
 
-It is off unless `gated_kernels.use("triton")` or the environment variable GATED_KERNELS=triton asks for it, because it
-has never run on real hardware: only in Triton's interpreter, and through the compiler for sm_90.
-
 The R query heads of a key-value head are rows of one problem: row n is query n // R of head n % R. The forward pass and
 that of dq give a program a block of rows, which meets the keys in their windows and then the sinks; the pass of dk and
 dv gives it a block of keys or of sinks, which meets the rows that may see them. Beside the inputs only the logs of the
@@ -394,7 +391,10 @@ def window(
     sink_v_BMGV: Tensor | None = None,
     sink_visible_BTM: Tensor | None = None,
 ) -> tuple[Tensor, Tensor] | None:
-    """What `chunk.window` returns for the same arguments; None, with a warning once, for what the kernels cannot do."""
+    """What `chunk.window` returns for the same arguments; None on a CPU, and with a warning once for what the kernels
+    cannot do."""
+    if not (q_BTHD.is_cuda or INTERPRETED.value):
+        return None
     valid_BS, sink_visible_BTM = (None if x is None else x.bool() for x in (valid_BS, sink_visible_BTM))
     tensors = (q_BTHD, k_BSGD, v_BSGV, valid_BS, segment_BS, sink_k_BMGD, sink_v_BMGV, sink_visible_BTM)
     why = _unsupported(*tensors)
@@ -417,8 +417,6 @@ def _unsupported(
 ) -> str | None:
     (B, T, _, D), (S, G), V = q.shape, k.shape[1:3], v.shape[3]
     M = 0 if sink_k is None else sink_k.shape[1]
-    if not (q.is_cuda or INTERPRETED.value):
-        return f"tensors on {q.device.type}"
     for x, like in ((q, q), (v, v), (k, q), (sink_k, q), (sink_v, v)):
         if x is not None and (x.dtype != like.dtype or x.dtype not in (torch.float32, torch.bfloat16, torch.float16)):
             return f"{x.dtype} beside {like.dtype}" if x.dtype != like.dtype else f"{x.dtype}"
