@@ -1,4 +1,4 @@
-"""The diagonal recurrence in Triton kernels; with a gate of every feature (those with one a head, or none, are in scalar.py).
+"""The diagonal recurrence in Triton kernels.
 
 The state before every chunk is made first, then all chunks' outputs at once. Within a chunk, the score of tokens t and
 s is q_t k_s times every decay after s up to t. It is taken at the one level at which t and s lie in the second and the
