@@ -197,8 +197,9 @@ class FixedLayer(DynamicLayer):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.keys.index_copy_(2, self.next[None], key_states)
-        self.values.index_copy_(2, self.next[None], value_states)
+        # under autocast keys and values come in different dtypes, and the dynamic layer has made one of them
+        self.keys.index_copy_(2, self.next[None], key_states.to(self.keys.dtype))
+        self.values.index_copy_(2, self.next[None], value_states.to(self.values.dtype))
         self.next += 1
         return self.keys, self.values
 
