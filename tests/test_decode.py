@@ -156,6 +156,14 @@ def test_without_a_cache_steps_are_plain_and_say_so() -> None:
     assert model.decoding == "plain steps: there is no cache"
 
 
+def test_fixed_steps_under_autocast_are_the_plain_loop_whose_keys_and_values_differ_in_dtype(in_place: bool) -> None:
+    model = build("llama", 1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        fixed = model.generate(TOKENS[:, :9], **GREEDY)
+        assert model.decoding == "fixed steps"
+        assert torch.equal(fixed, model.generate(TOKENS[:, :9], **GREEDY, **PLAIN))
+
+
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")
 
 

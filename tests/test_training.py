@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from tiny import save_tiny_base
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_convert import data
 from liger_convert.errors import BadInput, LinearizeError
@@ -236,6 +236,32 @@ def test_gradient_checkpointing_changes_nothing(name: str, tmp_path: Path) -> No
         train(make_stage(name, steps=3, gradient_checkpointing=on), tmp_path / str(on))["loss"] for on in (False, True)
     ]
     np.testing.assert_allclose(*curves, rtol=1e-5)
+
+
+@every_stage
+def test_compiled_layers_train_as_they_are_and_alignment_compiles_what_it_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from liger_convert.training import stage as module
+
+    compiled: list[str] = []
+
+    def compile_without_a_backend(self: nn.Module) -> None:
+        compiled.append(type(self).__name__)
+        self._compiled_call_impl = torch.compile(self._call_impl, backend="eager")
+
+    monkeypatch.setattr(nn.Module, "compile", compile_without_a_backend)
+    lora = {"lora": Lora(rank=4)} if name == "lora" else {}
+    curves = []
+    for on in (False, True):
+        monkeypatch.setattr(module, "gains_by_compiling", lambda device, on=on: on)
+        curves.append(train(make_stage(name, steps=3, **lora), tmp_path / str(on))["loss"])
+    np.testing.assert_allclose(*curves, rtol=1e-5)
+    layers = {"align": 2, "distill": 6}.get(name, 3)  # the linear ones; all of model and base; all of the model
+    assert compiled == ["LinearizedAttention" if name == "align" else "LlamaDecoderLayer"] * layers
+    before = len(compiled)
+    train(make_stage(name, steps=1, compile=False, **lora), tmp_path / "off")
+    assert len(compiled) == before
 
 
 # --- splitting and stopping

@@ -87,7 +87,7 @@ def run_stage(
     else:
         model = add_lora(model, stage.lora, train_mixer=stage.rates.mixer is not None)
     aligning = isinstance(stage, AlignStage)
-    if stage.compile and device.type == "cuda":
+    if stage.compile and gains_by_compiling(device):
         compile_layers(model, objective, aligning)
     trainer = StageTrainer(
         model,
@@ -146,6 +146,11 @@ def make_objective(stage: Stage, config: Any, base_dir: Path, device: torch.devi
     if isinstance(stage, DistillStage):
         return DistillObjective(load_base(base_dir, device, dtype) if stage.kl_weight else None, stage)
     return FinetuneObjective()
+
+
+def gains_by_compiling(device: torch.device) -> bool:
+    """On a CPU a step takes longer than its launches, and the ops look at values."""
+    return device.type == "cuda"
 
 
 def compile_layers(model: Any, objective: Objective, aligning: bool) -> None:

@@ -79,10 +79,10 @@ def constants(kernel: str, G: int, R: int, F: int, V: int, exclusive: bool, dtyp
     BV = min(BV, max(NARROWEST[computed_in], triton.next_power_of_2(V + 1) // 2))
     if kernel in ("outputs", "dv") and F > BF:
         BF, stages = min(BF, LOOPED), 2
-    elif kernel == "outputs" and BV > 64:
-        stages = 1
     elif kernel == "dqk" and V > BV + 1:
         BV = min(BV, LOOPED)
+    elif kernel in ("outputs", "dqk") and BV > 64:
+        stages = 1  # more would not fit into the 99 KB of an Ampere's shared memory
     tail = V > BV and V % BV == 1
     found = {
         "G": G,
