@@ -72,7 +72,7 @@ def step(layer: Core, rotary: LlamaRotaryEmbedding) -> Callable[[Tensor], Tensor
     def run(x_BTC: Tensor) -> Tensor:
         B, T, _ = x_BTC.shape
         positions_1T = torch.arange(T, device=DEVICE)[None]
-        layout = SequenceLayout.build(B, T, positions_1T[:, :1].expand(1, T) if T == 1 else positions_1T, None, None)
+        layout = SequenceLayout.build(B, T, positions_1T, None, None)
         layer.prepare(layout)
         return layer(x_BTC, position_embeddings=rotary(x_BTC, positions_1T), layout=layout)[0]
 

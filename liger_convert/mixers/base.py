@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from gated_kernels.diagonal.chunk import diagonal
-from gated_kernels.step.chunk import Rules, Token
+from gated_kernels.step.chunk import EMPTY, LEAST_MASS, Rules, Token
 from torch import Tensor, nn
 from transformers import initialization as init
 
@@ -28,8 +28,6 @@ Join = Literal["shared", "learned", "fixed", "memory"]
 Scope = Literal["evicted", "all"]
 Branches = Literal["both", "window", "memory"]
 
-LEAST_MASS = 1e-30  # of a memory that holds something; less counts as nothing
-EMPTY = -60.0  # a log mass at or below it: log(LEAST_MASS), also of several such memories together
 FADED = 0.02  # a new forget gate leaves the oldest token of its window e^-0.02 of its weight
 FAR = 4096  # … and where the window is unbounded, the token this far back
 

@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-LEAST_MASS = 1e-30  # of a memory, whatever it holds
-EMPTY = -60.0  # a log mass at or below it
+LEAST_MASS = 1e-30  # of a memory that holds something; less counts as nothing
+EMPTY = -60.0  # a log mass at or below it: log(LEAST_MASS), also of several such memories together
 
 
 class Token(NamedTuple):
