@@ -9,9 +9,7 @@ exit code 1. Needs a GPU.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench import fla_chunk_gla, machine
+from bench import fla_chunk_gla, machine, milliseconds
 from gated_kernels import use
 from gated_kernels.check import error
 from rich.console import Console
@@ -106,22 +104,22 @@ def forward_backward(op: Callable[[Tensor], Tensor], x: Tensor) -> None:
     o.backward(torch.ones_like(o))
 
 
-def milliseconds(call: Callable[[Tensor], Any], inputs: list[Tensor], seconds: float) -> tuple[float, float]:
-    """Median, and GB of memory at the peak beyond what was there."""
-    rotation, times = itertools.cycle(inputs), []
-    for _ in range(3):
-        call(next(rotation))
+def measured(
+    step: Callable[[Any, Any], object], op: Callable[[Tensor], Any], inputs: list[Tensor], seconds: float
+) -> tuple[float, float]:
+    """Milliseconds of `step(op, input)`, and GB of memory at the peak beyond what was there."""
+    for x in inputs:  # compiled, and what libraries keep is there
+        step(op, x)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    while len(times) < 5 or sum(times) < 1e3 * seconds:
-        started, stopped = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        started.record()
-        call(next(rotation))
-        stopped.record()
-        torch.cuda.synchronize()
-        times.append(started.elapsed_time(stopped))
-    return statistics.median(times), (torch.cuda.max_memory_allocated() - before) / 1e9
+    median = milliseconds(step, op, inputs, "cuda", seconds)
+    return median, (torch.cuda.max_memory_allocated() - before) / 1e9
+
+
+def forward(op: Callable[[Tensor], Any], x: Tensor) -> None:
+    with torch.no_grad():
+        op(x)
 
 
 def causal(heads: int, kv_heads: int, backend: SDPBackend, x_BTC: Tensor, size: int) -> Tensor:
@@ -183,9 +181,8 @@ def main() -> None:
                 if name.startswith("fla") and not find_spec("fla"):
                     rows.append(row | {"missing": "fla"})
                     continue
-                with torch.no_grad():
-                    row["forward_ms"], row["forward_gb"] = milliseconds(op, inputs, a.seconds)
-                row["both_ms"], row["both_gb"] = milliseconds(partial(forward_backward, op), inputs, a.seconds)
+                row["forward_ms"], row["forward_gb"] = measured(forward, op, inputs, a.seconds)
+                row["both_ms"], row["both_gb"] = measured(forward_backward, op, inputs, a.seconds)
                 rows.append(row)
                 print(json.dumps(row), flush=True)
     about = machine("cuda")

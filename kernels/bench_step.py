@@ -27,7 +27,7 @@ from liger_convert.mixers import resolve_spec
 from liger_convert.mixers.base import HeadDims
 from liger_convert.model.attention import LinearizedAttention
 from liger_convert.model.cache import LinearizedCacheLayer
-from liger_convert.model.decode import _static
+from liger_convert.model.decode import static_steps
 from liger_convert.model.layout import SequenceLayout
 
 BYTES = 500e6  # of all layers' memories: more than a GPU's cache holds
@@ -106,7 +106,7 @@ class Steps:
         return o
 
     def step(self) -> Tensor:
-        with torch.no_grad(), _static(self.cache.layers):
+        with torch.no_grad(), static_steps(self.cache.layers):
             o = self.run(self.x, self.positions, self.valid)
             self.taken += 1
         return o

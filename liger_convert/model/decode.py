@@ -93,7 +93,7 @@ class Decoder:
             layer.kept = self.kept[0] if self.kept else None
 
     def _step(self, ids_B1: Tensor, positions_B1: Tensor, valid_B1: Tensor, mask_BS: Tensor | None) -> Tensor:
-        with _static(self._layers()):
+        with static_steps(self._layers()):
             layout = SequenceLayout.build(len(ids_B1), 1, positions_B1, valid_B1, self.linear[0])
             inputs = {"input_ids": ids_B1, "position_ids": positions_B1, "attention_mask": mask_BS, "layout": layout}
             logits = self.model(**inputs, past_key_values=self.cache, use_cache=True).logits
@@ -189,7 +189,7 @@ def _is_step(inputs: dict[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def _static(layers: list[Any]) -> Iterator[None]:
+def static_steps(layers: list[Any]) -> Iterator[None]:
     for layer in layers:
         layer.static = True
     try:

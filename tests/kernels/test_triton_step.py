@@ -9,10 +9,8 @@ import functools
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ if DEVICE == "cpu" and os.environ["TRITON_INTERPRET"] == "1" and isinstance(trit
     pytest.skip("another module imported Triton before it could be told to interpret", allow_module_level=True)
 
 import gated_kernels  # noqa: E402
+from compiled import compile_instead_of_launching, told_by  # noqa: E402
 from gated_kernels.check import error  # noqa: E402
 from gated_kernels.step import chunk  # noqa: E402
 from gated_kernels.step import triton as kernels  # noqa: E402
@@ -199,14 +198,7 @@ def test_other_layers_take_their_steps_as_before(spec: dict[str, Any], use: Call
 
 
 def test_every_size_compiles_for_hopper_without_spilling(tmp_path: Path) -> None:
-    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    if not ptxas.exists() and "TRITON_PTXAS_PATH" not in os.environ:
-        pytest.skip("this Triton comes without ptxas")
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()]
+    lines = told_by(__file__, tmp_path)
     assert [line[0] for line in lines] == ["read_kernel", "write_kernel"] * len(COMPILED)
     shared, spilled = ([int(line[i]) for line in lines] for i in (1, 2))
     assert max(shared) <= 99 * 1024  # of the smallest Ampere and Hopper chips
@@ -216,31 +208,11 @@ def test_every_size_compiles_for_hopper_without_spilling(tmp_path: Path) -> None
 def compile_all() -> None:
     """Calls the step of every case with tensors that hold nothing; what would be launched is compiled. Prints each
     kernel, its shared memory, and the bytes that a thread has to put elsewhere than in registers."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
-    names = {torch.float32: "*fp32", BF16: "*bf16", torch.uint8: "*u8", torch.int64: "*i64", torch.bool: "*i1"}
+    def tell(name: str, compiled: Any) -> None:
+        print(name, compiled.metadata.shared, *spilled(compiled.asm["cubin"]))
 
-    def launch(self: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
-        options = {name: constants.pop(name) for name in ("num_warps", "launch_pdl") if name in constants}
-        constants["OVERLAP"] = True
-        values = dict(zip(self.arg_names, args)) | constants
-        signature, fixed, aligned = {}, {}, {}
-        for i, (name, value) in enumerate(values.items()):
-            if isinstance(value, Tensor):
-                signature[name], aligned[i,] = names[value.dtype], [["tt.divisibility", 16]]
-            elif name in constants or value is None or (isinstance(value, int) and value == 1):
-                signature[name], fixed[name] = "constexpr", value
-            else:
-                signature[name] = "fp32" if isinstance(value, float) else "i32"
-                if isinstance(value, int) and value % 16 == 0:
-                    aligned[i,] = [["tt.divisibility", 16]]
-        source = ASTSource(self, signature, fixed, aligned)
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        print(self.__name__, compiled.metadata.shared, *spilled(compiled.asm["cubin"]))
-
-    triton.runtime.jit.JITFunction.run = launch
-    torch.cuda.device_of = nullcontext
+    compile_instead_of_launching(tell)
     for case in COMPILED.values():
         kernels.step(*changed(inputs(case), lambda t: t.to("meta")))
 

@@ -6,11 +6,8 @@ Run as a script it compiles every shipped configuration for sm_90, which needs t
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,6 +24,7 @@ if DEVICE == "cpu" and os.environ["TRITON_INTERPRET"] == "1" and isinstance(trit
     pytest.skip("another module imported Triton before it could be told to interpret", allow_module_level=True)
 
 import gated_kernels  # noqa: E402
+from compiled import compile_instead_of_launching, told_by  # noqa: E402
 from gated_kernels.check import Inputs, error, faults, run  # noqa: E402
 from gated_kernels.window import triton as kernels  # noqa: E402
 from gated_kernels.window.cases import CASES, Case, in_pieces, inputs  # noqa: E402
@@ -148,42 +146,18 @@ def test_what_the_kernels_cannot_do_falls_back_with_one_warning(use: Callable[[s
 
 
 def test_every_configuration_compiles_for_sm_90_and_fits_into_shared_memory(tmp_path: Path) -> None:
-    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    if not ptxas.exists() and "TRITON_PTXAS_PATH" not in os.environ:
-        pytest.skip("this Triton comes without ptxas")
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
     each = ["forward_kernel", "backward_q_kernel", "backward_k_kernel", "backward_k_kernel"]
-    assert done.stdout.split() == each * len(kernels.BLOCKS)
+    assert [word for line in told_by(__file__, tmp_path) for word in line] == each * len(kernels.BLOCKS)
 
 
 def compile_all() -> None:
     """Calls the op for every row of BLOCKS with tensors that hold nothing; what would be launched is compiled."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
-    names = {torch.float32: "*fp32", BF16: "*bf16", torch.uint8: "*u8", torch.int64: "*i64"}
-
-    def launch(self: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
-        options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-        values = dict(zip(self.arg_names, args)) | constants
-        signature, fixed, aligned = {}, {}, {}
-        for i, (name, value) in enumerate(values.items()):
-            if isinstance(value, Tensor):
-                signature[name], aligned[i,] = names[value.dtype], [["tt.divisibility", 16]]
-            elif name in constants or value is None:
-                signature[name], fixed[name] = "constexpr", value
-            else:
-                signature[name] = "fp32" if isinstance(value, float) else "i32"
-        source = ASTSource(self, signature, fixed, aligned)
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    def tell(name: str, compiled: Any) -> None:
         assert compiled.metadata.shared <= 227 * 1024
-        print(self.__name__)
+        print(name)
 
-    triton.runtime.jit.JITFunction.run = launch
-    torch.cuda.device_of = nullcontext
+    compile_instead_of_launching(tell)
     B, T, S, G, R, M = 1, 70, 79, 2, 4, 5
     for key in kernels.BLOCKS:
         D, dtype, V, v_dtype = SIZES[key]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+from gated_kernels.interpreter import INTERPRETED
+
 # By the inputs' dtype: that of what is multiplied, and how fp32 operands are.
 PRODUCTS = {
     torch.bfloat16: (torch.bfloat16, "tf32"),

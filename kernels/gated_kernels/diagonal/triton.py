@@ -28,7 +28,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gated_kernels.diagonal import scalar
-from gated_kernels.diagonal.tiles import INTERPRETED, PRODUCTS, load, product, store
+from gated_kernels.diagonal.tiles import PRODUCTS, load, product, store
+from gated_kernels.interpreter import INTERPRETED
 
 CHUNK = 32
 

@@ -21,27 +21,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gated_kernels.interpreter import INTERPRETED, rounded
 from gated_kernels.step import chunk
 from gated_kernels.step.chunk import Kept, Rules, Token
 
 ROWS = 16  # the fewest that a product takes
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # then the kernels are Python and take tensors of a CPU
 LEAST_MASS, EMPTY = tl.constexpr(chunk.LEAST_MASS), tl.constexpr(chunk.EMPTY)
 PROGRAMS = 256  # enough to fill a GPU
 
 
 @triton.jit
-def _round(x, dtype: tl.constexpr):
-    if INTERPRETED and dtype == tl.bfloat16 and x.dtype == tl.float32:  # the interpreter would cut digits off
-        bits = x.to(tl.uint32, bitcast=True)
-        x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
-    return x.to(dtype)
-
-
-@triton.jit
 def _dot(x, y):
     """x y, of the dtype of y and summed in fp32."""
-    x = _round(x, y.dtype)
+    x = rounded(x, y.dtype)
     if INTERPRETED:  # it would multiply the bits of bfloat16
         x, y = x.to(tl.float32), y.to(tl.float32)
     return tl.dot(x, y, input_precision="tf32x3")
@@ -58,7 +50,7 @@ def _rotated(x, d, inside, cos, sin, D: tl.constexpr, C: tl.constexpr):
         pair = tl.where(d < C // 2, -pair, pair)
         c = tl.load(cos + d, mask=turned, other=1.0).to(tl.float32)
         s = tl.load(sin + d, mask=turned, other=0.0).to(tl.float32)
-        own = _round(own.to(tl.float32) * c + pair * s, own.dtype)
+        own = rounded(own.to(tl.float32) * c + pair * s, own.dtype)
     return own
 
 
@@ -406,7 +398,7 @@ def write_kernel(
         mixed = seen + share * (read / mass[:, None] - seen)
     else:
         mixed = 0.5 * (seen + read)
-    tl.store(o + out, _round(mixed, o.dtype.element_ty), mask=block)
+    tl.store(o + out, rounded(mixed, o.dtype.element_ty), mask=block)
     tl.debug_barrier()  # the value that leaves the ring has been read
     tl.store(ring_v + at_slot + column, new_v, mask=inside)
     if sink_v is not None:

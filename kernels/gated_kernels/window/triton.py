@@ -21,9 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gated_kernels.interpreter import INTERPRETED, rounded
+
 SINKS = 16  # in a block
 PROGRAMS = 256  # for the gradients of the sinks, which all rows share: enough to fill a GPU
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # then the kernels are Python and take tensors of a CPU
 
 
 class Blocks(NamedTuple):
@@ -63,7 +64,7 @@ def _load(x, row, inside, SIZE: tl.constexpr, PADDED: tl.constexpr):
 def _store(x, row, inside, value, SIZE: tl.constexpr, PADDED: tl.constexpr):
     column = tl.arange(0, PADDED)
     at = row.to(tl.int64)[:, None] * SIZE + column[None, :]
-    tl.store(x + at, _round(value, x.dtype.element_ty), mask=inside[:, None] & (column < SIZE)[None, :])
+    tl.store(x + at, rounded(value, x.dtype.element_ty), mask=inside[:, None] & (column < SIZE)[None, :])
 
 
 @triton.jit
@@ -85,17 +86,9 @@ def _sink_seen(query, sink, T, M, b, visible):
 
 
 @triton.jit
-def _round(x, dtype: tl.constexpr):
-    if INTERPRETED and dtype == tl.bfloat16 and x.dtype == tl.float32:  # the interpreter would cut digits off
-        bits = x.to(tl.uint32, bitcast=True)
-        x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
-    return x.to(dtype)
-
-
-@triton.jit
 def _dot(x, y, total):
     """total + x y, of the dtype of y and summed in fp32."""
-    x = _round(x, y.dtype)
+    x = rounded(x, y.dtype)
     if INTERPRETED:  # it would multiply the bits of bfloat16
         x, y = x.to(tl.float32), y.to(tl.float32)
     return tl.dot(x, y, total, input_precision="ieee")  # tf32 would lose the forget gate's sums

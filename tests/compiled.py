@@ -1,0 +1,64 @@
+"""Triton kernels through the compiler for Hopper: a test module run as a script compiles instead of launching."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+NAMES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.uint8: "*u8",
+    torch.int64: "*i64",
+    torch.bool: "*i1",
+}
+
+
+def told_by(script: str, cache: Path) -> list[list[str]]:
+    """The words of every line that `script` prints, in a process whose Triton compiles. Skips where none can."""
+    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    if not ptxas.exists() and "TRITON_PTXAS_PATH" not in os.environ:
+        pytest.skip("this Triton comes without ptxas")
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [line.split() for line in done.stdout.splitlines()]
+
+
+def compile_instead_of_launching(tell: Callable[[str, Any], None]) -> None:
+    """From now on what would be launched, on tensors that may hold nothing, is compiled for sm_90; `tell` gets the
+    kernel's name and what became of it."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    def launch(self: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
+        options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "launch_pdl") if name in constants}
+        if "OVERLAP" in constants:  # as on the chip that it is compiled for
+            constants["OVERLAP"] = True
+        values = dict(zip(self.arg_names, args)) | constants
+        signature, fixed, aligned = {}, {}, {}
+        for i, (name, value) in enumerate(values.items()):
+            if isinstance(value, Tensor):
+                signature[name], aligned[i,] = NAMES[value.dtype], [["tt.divisibility", 16]]
+            elif name in constants or value is None or (isinstance(value, int) and value == 1):
+                signature[name], fixed[name] = "constexpr", value
+            else:
+                signature[name] = "fp32" if isinstance(value, float) else "i32"
+                if isinstance(value, int) and value % 16 == 0:
+                    aligned[i,] = [["tt.divisibility", 16]]
+        source = ASTSource(self, signature, fixed, aligned)
+        tell(self.__name__, triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options))
+
+    triton.runtime.jit.JITFunction.run = launch
+    torch.cuda.device_of = nullcontext  # type: ignore[assignment,misc]
