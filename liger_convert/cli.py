@@ -332,6 +332,7 @@ def diagnose(
     data: DataDir = None,
     limit: Limit = None,
     batch_size: BatchSize = 4,
+    processes: Annotated[int, typer.Option(min=1, help="Models measured at once, on as many GPUs as there are.")] = 1,
     device: Device = "auto",
     precision: Precision = "auto",
     as_json: Json = False,
@@ -354,6 +355,7 @@ def diagnose(
         data_dir=data,
         limit=limit,
         batch_size=batch_size,
+        processes=processes,
         device=device,
         precision=precision,
     )

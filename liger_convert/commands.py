@@ -286,6 +286,7 @@ def diagnose_model(
     data_dir: Path | None = None,
     limit: int | None = None,
     batch_size: int = 4,
+    processes: int = 1,
     device: str = "auto",
     precision: str = "auto",
 ) -> dict[str, Any]:
@@ -302,6 +303,7 @@ def diagnose_model(
             data_dir=data_dir,
             limit=limit,
             batch_size=batch_size,
+            processes=processes,
             device=where,
             precision=precision,
             report=report,

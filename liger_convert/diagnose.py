@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import re
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from liger_convert.measures import Measurement
 from liger_convert.mixers import resolve_spec
 from liger_convert.mixers.base import Branches
 from liger_convert.model import linearize_base, set_branches
-from liger_convert.progress import Report
+from liger_convert.progress import Report, quiet_libraries
 from liger_convert.suites import Suite
 
 BRANCHES: dict[str, Branches] = {
@@ -43,6 +46,7 @@ def diagnose(
     data_dir: Path | None = None,
     limit: int | None = None,
     batch_size: int = 4,
+    processes: int = 1,
     device: torch.device,
     precision: str = "auto",
     prompts: Sequence[str] = (),
@@ -53,32 +57,16 @@ def diagnose(
     `linearized` is the model in `model_dir`, `linearized_window_only` and `linearized_memory_only` the same with the
     other branch switched off, `base` the model it was made from, and `window_untrained` that base with nothing but the
     model's window and sinks in the layers that the model has linearized. Without `base_dir` the latter two are left
-    out. One model is in memory at a time. `prompts` are continued by the base and by the linearized model.
-    Arguments are else those of `evaluate.evaluate`, and so are the errors.
+    out. `prompts` are continued by the base and by the linearized model. One model is in memory at a time, or one in
+    each of several `processes`, which take turns on the GPUs that there are. Arguments are else those of
+    `evaluate.evaluate`, and so are the errors.
     """
-    tokenizer = load_tokenizer(model_dir)
-    models: dict[str, dict[str, Measurement]] = {}
-    said: dict[str, list[str]] = {}
-    model: Any = None
-    for name in NAMES if base_dir is not None else BRANCHES:
-        if name not in BRANCHES or name == "linearized":
-            model = None  # let go of the one before
-            model = _load(name, model_dir, base_dir, device, precision)
-        if name in BRANCHES:
-            set_branches(model, BRANCHES[name])
-        models[name] = evaluate(
-            model,
-            tokenizer,
-            suite,
-            held_out=held_out,
-            data_dir=data_dir,
-            limit=limit,
-            batch_size=batch_size,
-            precision=precision,
-            report=lambda done, total, note="", name=name: report(done, total, f"{name}: {note}"),
-        )
-        if prompts and name in ("base", "linearized"):
-            said[name] = continuations(model, tokenizer, prompts)
+    options = {"held_out": held_out, "data_dir": data_dir, "limit": limit, "batch_size": batch_size}
+    job = _Job(model_dir, base_dir, suite, device, precision, prompts, options)
+    names = NAMES if base_dir is not None else tuple(BRANCHES)
+    found = _one_by_one(job, names, report) if processes == 1 else _side_by_side(job, names, processes, report)
+    models = {name: found[name][0] for name in names}
+    said = {name: found[name][1] for name in names if found[name][1]}
     spoken = [{"prompt": prompt} | {name: said[name][i] for name in said} for i, prompt in enumerate(prompts)]
     return {
         "suite": suite.model_dump(mode="json"),
@@ -86,6 +74,79 @@ def diagnose(
         "verdict": verdict(models),
         "continuations": spoken,
     }
+
+
+Column = tuple[dict[str, Measurement], list[str]]  # what was measured on a model, and what it said
+
+
+@dataclass
+class _Job:
+    """What is measured and how. Keeps the last model, for the branches of the linearized one come behind each other."""
+
+    model_dir: Path
+    base_dir: Path | None
+    suite: Suite
+    device: torch.device
+    precision: str
+    prompts: Sequence[str]
+    options: dict[str, Any]
+    model: Any = None
+    loaded: str = ""
+
+    def column(self, name: str, report: Report) -> Column:
+        source = "linearized" if name in BRANCHES else name
+        if source != self.loaded:
+            self.model = None  # let go of the one before
+            self.model, self.loaded = _load(source, self.model_dir, self.base_dir, self.device, self.precision), source
+        if name in BRANCHES:
+            set_branches(self.model, BRANCHES[name])
+        tokenizer = load_tokenizer(self.model_dir)
+        measured = evaluate(self.model, tokenizer, self.suite, **self.options, precision=self.precision, report=report)
+        speaks = self.prompts and name in ("base", "linearized")
+        return measured, continuations(self.model, tokenizer, self.prompts) if speaks else []
+
+
+def _one_by_one(job: _Job, names: Sequence[str], report: Report) -> dict[str, Column]:
+    def told(name: str) -> Report:
+        return lambda done, total, note="": report(done, total, f"{name}: {note}")
+
+    return {name: job.column(name, told(name)) for name in names}
+
+
+def _side_by_side(job: _Job, names: Sequence[str], processes: int, report: Report) -> dict[str, Column]:
+    context = multiprocessing.get_context("spawn")  # a GPU does not survive a fork
+    turns = context.Queue()
+    for turn in range(processes):
+        turns.put(turn)
+    with ProcessPoolExecutor(processes, context, _begin, (job, turns, processes)) as pool:
+        futures = {pool.submit(_column, name): name for name in names}
+        report(0, len(names))
+        try:
+            for done, future in enumerate(as_completed(futures), 1):
+                future.result()
+                report(done, len(names), futures[future])
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        return {name: future.result() for future, name in futures.items()}
+
+
+_job: _Job  # of a process of several
+
+
+def _begin(job: _Job, turns: Any, processes: int) -> None:
+    """In a process of several: its own GPU where there are enough, its share of the cores."""
+    global _job
+    quiet_libraries()
+    torch.set_num_threads(max(1, torch.get_num_threads() // processes))
+    if job.device.type == "cuda" and job.device.index is None:
+        job = replace(job, device=torch.device("cuda", turns.get() % torch.cuda.device_count()))
+        torch.cuda.set_device(job.device)  # where Triton launches
+    _job = job
+
+
+def _column(name: str) -> Column:
+    return _job.column(name, lambda done, total, note="": None)
 
 
 def window_control(linearization: dict[str, Any]) -> dict[str, Any]:

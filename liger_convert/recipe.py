@@ -367,13 +367,15 @@ AnyStage = Annotated[AlignStage | DistillStage | FinetuneStage, Field(discrimina
 
 
 class Eval(Strict):
-    """`suite`: a name from eval/suites; `data`: a folder of local task files; `text`: a source with a held-out part."""
+    """`suite`: a name from eval/suites; `data`: a folder of local task files; `text`: a source with a held-out part;
+    `processes`: how many of the compared models are measured at once, on as many GPUs as there are."""
 
     suite: str = "quick"
     data: str | None = None
     limit: Count | None = None
     text: str | None = None
     batch_size: Count = 4
+    processes: Count = 1
 
 
 class Recipe(Strict):

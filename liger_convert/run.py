@@ -313,6 +313,7 @@ class Run:
                 data_dir=self._data_dir,
                 limit=options.limit,
                 batch_size=options.batch_size,
+                processes=options.processes,
                 device=self.device,
                 precision=self.recipe.precision,
                 prompts=PROMPTS,

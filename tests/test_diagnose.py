@@ -73,6 +73,12 @@ def test_every_name_is_the_model_it_says(base: Path, tmp_path: Path) -> None:
     assert [set(row) for row in found["continuations"]] == [{"prompt", "base", "linearized"}] * 2
 
 
+def test_side_by_side_the_models_measure_what_they_do_one_by_one(base: Path, tmp_path: Path) -> None:
+    folder = linearized(base, tmp_path, trained=True)
+    found = diagnose(folder, base, SUITE, device=CPU, prompts=["a"], processes=2, **OPTIONS)
+    assert found == diagnose(folder, base, SUITE, device=CPU, prompts=["a"], **OPTIONS)
+
+
 def test_without_its_base_a_model_is_measured_by_its_branches(base: Path, tmp_path: Path) -> None:
     found = diagnose(linearized(base, tmp_path), None, SUITE, device=CPU, **OPTIONS)
     assert tuple(found["models"]) == NAMES[2:]
