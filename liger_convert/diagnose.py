@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import multiprocessing
 import re
@@ -114,6 +115,9 @@ def _one_by_one(job: _Job, names: Sequence[str], report: Report) -> dict[str, Co
 
 
 def _side_by_side(job: _Job, names: Sequence[str], processes: int, report: Report) -> dict[str, Column]:
+    if job.device.type == "cuda":  # what this process held for training is theirs
+        gc.collect()
+        torch.cuda.empty_cache()
     context = multiprocessing.get_context("spawn")  # a GPU does not survive a fork
     turns = context.Queue()
     for turn in range(processes):
