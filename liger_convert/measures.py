@@ -24,6 +24,7 @@ from liger_convert.progress import Report
 from liger_convert.suites import CopyMeasure, TextMeasure
 
 Measurement = dict[str, float | int | None]  # value, stderr, n
+WINDOW = 1024  # tokens
 LOGIT_ROWS = 512  # tokens whose logits exist at a time: 100 MB in float32 for a vocabulary of 50,000
 
 
@@ -115,16 +116,34 @@ def repetitions(tokenizer: Any, documents: Sequence[Document], measure: CopyMeas
 
 
 def token_losses(model: Any, ids_BT: Tensor) -> Tensor:
-    """The loss of tokens 1 to T - 1 given those before them, float32 [B,T-1], in the caller's precision.
-
-    Logits exist for LOGIT_ROWS tokens at a time: those of all tokens would be by far the largest tensor.
-    """
+    """The loss of tokens 1 to T - 1 given those before them, float32 [B,T-1], in the caller's precision."""
     output = model.get_decoder()(input_ids=ids_BT, use_cache=False)
-    hidden = output.last_hidden_state[:, :-1].flatten(0, 1).split(LOGIT_ROWS)
-    targets = ids_BT[:, 1:].flatten().split(LOGIT_ROWS)
+    hidden_NC, targets_N = output.last_hidden_state[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten()
+    parts = [
+        cross_entropy(logits_RV, targets_R, reduction="none")
+        for logits_RV, targets_R in _in_parts(model, output, hidden_NC, targets_N)
+    ]
+    return torch.cat(parts).view(len(ids_BT), -1)
+
+
+def target_losses(
+    model: Any, ids_BT: Tensor, row_N: Tensor, column_N: Tensor, targets_N: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The loss of each target given what stands up to `column` in its row of `ids_BT`, float32 [N] in the caller's
+    precision, and whether no other token is likelier, bool [N]."""
+    output = model.get_decoder()(input_ids=ids_BT, use_cache=False)
+    losses, greedy = [], []
+    for logits_RV, targets_R in _in_parts(model, output, output.last_hidden_state[row_N, column_N], targets_N):
+        losses.append(cross_entropy(logits_RV, targets_R, reduction="none"))
+        greedy.append(logits_RV.argmax(-1) == targets_R)
+    return torch.cat(losses), torch.cat(greedy)
+
+
+def _in_parts(model: Any, output: Any, hidden_NC: Tensor, targets_N: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """(logits float32 [R,V], targets [R]), LOGIT_ROWS at a time: those of all are by far the largest tensor."""
     with _head(model, output) as logits:
-        losses = [cross_entropy(logits(x_RC).float(), y_R, reduction="none") for x_RC, y_R in zip(hidden, targets)]
-    return torch.cat(losses).view(len(ids_BT), -1)
+        for x_RC, targets_R in zip(hidden_NC.split(LOGIT_ROWS), targets_N.split(LOGIT_ROWS)):
+            yield logits(x_RC).float(), targets_R
 
 
 @contextlib.contextmanager
@@ -152,8 +171,10 @@ def _head(model: Any, output: Any) -> Iterator[Callable[[Tensor], Tensor]]:
 def window_losses(
     model: Any, ids_NT: Tensor, batch_size: int, dtype: torch.dtype, done: Callable[[int], None] = lambda windows: None
 ) -> Tensor:
-    """`token_losses` of all windows, float32 [N,T-1] on the CPU; `done` is told how many are."""
+    """`token_losses` of all windows, float32 [N,T-1] on the CPU; `done` is told how many are. `batch_size` windows of
+    up to WINDOW tokens are worked on at once, of longer ones fewer."""
     parts = []
+    batch_size = max(1, batch_size * WINDOW // max(WINDOW, ids_NT.shape[1]))
     # one autocast for all batches: it then casts each weight once
     with torch.inference_mode(), autocast(model.device, dtype):
         for start in range(0, len(ids_NT), batch_size):

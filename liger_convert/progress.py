@@ -55,7 +55,7 @@ def progress(label: str) -> Iterator[Report]:
 
 def quiet_libraries() -> None:
     """Silences the bars, warnings and logs of the libraries below us; call it before they are imported."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # nothing here forks
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -180,6 +180,32 @@ def test_shots_of_a_group_are_drawn_from_their_own_file(
     assert prompt.index("0 + 1 in anatomy?") < prompt.index("1 + 1 in anatomy?") < prompt.index("What comes next?")
 
 
+@pytest.mark.parametrize("linear", [False, True])
+def test_continuations_get_the_log_probabilities_that_lm_eval_gives_them(base: Path, model: Any, linear: bool) -> None:
+    from lm_eval.models.huggingface import HFLM
+
+    from liger_convert.harness import _Harness
+
+    if linear:
+        plan = {"format": 1, "mixers": {"main": resolve_spec({"window": 6, "sinks": 2})}, "layers": ["main"] * 3}
+        model = linearize_base(base, plan).eval()
+    harness = _Harness(model, tiny_tokenizer(), 3, torch.float32, lambda *_: None)
+    random = np.random.default_rng(0)
+    sizes = [(5, 3), (1, 1), (40, 7), (300, 4), (12, 2), (12, 1)]  # one of them longer than the model's 256
+    pairs = [tuple(random.integers(3, 101, size).tolist() for size in both) for both in sizes]
+    context, continuation = pairs[0]
+    pairs += [(context, [*continuation[:-1], 7])]  # the same input
+    with torch.no_grad():
+        greedy = model(torch.tensor([context])).logits[0, -1].argmax().item()
+    requests = [(("", ""), *pair) for pair in (*pairs, (context, [greedy]))]
+    expected = HFLM._loglikelihood_tokens(harness, requests, disable_tqdm=True)
+    found = harness._loglikelihood_tokens(requests)
+    assert [answer for _, answer in found] == [answer for _, answer in expected]
+    assert found[-1][1]
+    assert not all(answer for _, answer in found)
+    np.testing.assert_allclose([p for p, _ in found], [p for p, _ in expected], rtol=1e-5, atol=1e-5)
+
+
 def test_local_rows_may_be_compressed_and_limited(model: Any, rows: Path) -> None:
     plain = run(model, rows, [{"name": "piqa", "metrics": ["acc"], "limit": 3}])
     (rows / "piqa.jsonl.xz").write_bytes(lzma.compress((rows / "piqa.jsonl").read_bytes()))
