@@ -401,6 +401,12 @@ def bench(
     baseline: Annotated[
         str | None, typer.Option(help="Model or shape to measure beside it.", show_default="a shape's own base")
     ] = None,
+    prefill: Annotated[
+        bool, typer.Option(help="Read the prompts; without, caches are filled with noise and steps alone are timed.")
+    ] = True,
+    compiled: Annotated[
+        bool, typer.Option(help="On a GPU, measure the base compiled as well, anew for every length.")
+    ] = True,
     out: Annotated[Path | None, typer.Option(help="New folder for bench.json and bench.png.")] = None,
     device: Device = "auto",
     precision: Precision = "auto",
@@ -428,6 +434,8 @@ def bench(
         precision=precision,
         trust_remote_code=trust_remote_code,
         out=out,
+        prefill=prefill,
+        compiled=compiled,
     )
     _show(render(results), results, as_json)
 
