@@ -249,12 +249,16 @@ def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
 def show(rows: list[dict[str, Any]]) -> None:
     table = Table("", "head size", "shape", "forward", "GPU", "forward + backward", "GPU", "memory")
     for row in rows:
-        cells = [row.get("wrong") or row.get("missing", "")]
-        if not cells[0]:
+        cells = ["see below"]
+        if "both_gb" in row:
             times = [f"{row[name]:.3f} ms" for name in ("forward_ms", "forward_gpu_ms", "both_ms", "both_gpu_ms")]
             cells = [*times, f"{row['both_gb']:.2f} GB"]
         table.add_row(row["layer"], str(row["head_size"]), row["shape"], *cells)
-    Console(width=140).print(table)
+    console = Console(width=120, highlight=False)
+    console.print(table)
+    for row in rows:
+        if why := row.get("wrong") or row.get("missing"):
+            console.print(f"{row['layer']}, head size {row['head_size']}, {row['shape']}: {why}", markup=False)
 
 
 if __name__ == "__main__":
