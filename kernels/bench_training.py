@@ -197,7 +197,6 @@ def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for every stage and length; printed and written as soon as it is known."""
     device = pick_device(a.device)
     dtype = compute_dtype(device, a.precision)
-    torch._dynamo.config.assume_static_by_default = a.static  # type: ignore[assignment]
     about = machine(device.type) | {"kernels": in_use(), "dtype": str(dtype).removeprefix("torch.")}
     shape = {name: value for name, value in vars(a).items() if name != "json"}
     rows: list[dict[str, Any]] = []
@@ -284,7 +283,8 @@ def main() -> None:
     for length in a.lengths:
         if a.tokens_a_step % (length * a.accumulate):
             parser.error(f"--tokens-a-step: {a.tokens_a_step} is no multiple of {a.accumulate} x {length} tokens")
-    rows = measure(a)
+    with torch._dynamo.config.patch(assume_static_by_default=a.static):
+        rows = measure(a)
     show(rows, f"{a.shape}, {a.mixer} in every layer, {a.tokens_a_step:,} tokens a step")
     sys.exit(any("wrong" in row for row in rows))
 
