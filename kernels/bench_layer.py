@@ -187,7 +187,7 @@ def row_of(op: Run, inputs: list[Inputs], seconds: float) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mixer", action="append", help="may be given again (liger-paper, gla)")
-    parser.add_argument("--head-size", type=int, action="append", help="may be given again (128, 64)")
+    parser.add_argument("--head-size", type=int, action="append", help="may be given again (128)")
     parser.add_argument("--shape", action="append", help="BATCHxTOKENS, again and again (16x2048 1x32768)")
     parser.add_argument("--heads", type=int, default=32, help="query heads (32)")
     parser.add_argument("--kv-heads", type=int, default=8, help="key-value heads (8)")
@@ -215,7 +215,7 @@ def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
         if a.json:
             a.json.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
 
-    for size in a.head_size or [128, 64]:
+    for size in a.head_size or [128]:
         for shape in a.shape or ["16x2048", "1x32768"]:
             (B, T), sizes = map(int, shape.split("x")), (a.heads, a.kv_heads, size)
             inputs = [

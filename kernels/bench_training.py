@@ -96,7 +96,7 @@ class Training:
         if stage.lora is None:
             freeze(model, rates)
         else:
-            model = add_lora(model, stage.lora, train_mixer=stage.rates.mixer is not None)
+            model = add_lora(model, stage.lora, train_mixer=stage.rates.mixer is not None).to(device)
         if gains_by_compiling(device):
             compile_layers(model, objective, isinstance(stage, AlignStage))
         optimizer = torch.optim.AdamW(optimizer_groups(model, rates, stage.weight_decay), fused=True)
@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step, where memory is short (1)")
     parser.add_argument("--stages", default=",".join(STAGES), help="(%(default)s)")
     parser.add_argument("--mixer", default="gla", help="in every layer (gla)")
-    parser.add_argument("--seconds", type=float, default=1.5, help="spent on each time (1.5)")
+    parser.add_argument("--seconds", type=float, default=1, help="spent on each time (1)")
     parser.add_argument("--static", action="store_true", help="compile every length by itself")
     parser.add_argument("--precision", choices=["auto", "float32", "bfloat16"], default="auto")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (auto)")

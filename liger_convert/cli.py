@@ -415,7 +415,8 @@ def bench(
 ) -> None:
     """Time a model: prompts of several lengths, the tokens after them, and the memory both take, beside its base.
 
-    A shape has random weights. Nothing is timed unless decoding equals prefill.
+    A shape has random weights. Nothing is timed unless decoding equals prefill. With --out, what there is after every
+    row stands in OUT.partial.json.
 
     Example: linearize bench llama-3.2-1b --lengths 1024,8192,65536 --out runs/bench
     """
