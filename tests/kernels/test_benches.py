@@ -67,11 +67,12 @@ def test_a_layer_whose_gradients_are_wrong_is_not_timed(layer, monkeypatch) -> N
 @pytest.fixture
 def training(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(KERNELS))
-    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 101}
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 101}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
     monkeypatch.setitem(speeds.SHAPES, "tiny", speeds.SHAPES["smollm2-135m"] | sizes | heads)
     module = import_module("bench_training")
     monkeypatch.setattr(module, "CHECKED", (3, 80))
+    monkeypatch.setattr(module, "LEAST_STEPS", 1)
     return module
 
 
