@@ -202,6 +202,19 @@ def milliseconds(
     return statistics.median(times)
 
 
+def gpu_milliseconds(calls: list[Callable[[], object]]) -> float:
+    """What the kernels of a call take, as the profiler has it: the mean over `calls`, each run once."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+    on_gpu = [event for event in profiler.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
+    # a range that somebody has named spans kernels that are in the list themselves
+    kernels = [event for event in on_gpu if not getattr(event, "is_user_annotation", False)]
+    return sum(event.self_device_time_total for event in kernels) / 1e3 / len(calls)
+
+
 def measure(name: str, a: argparse.Namespace) -> list[dict[str, Any]]:
     """A row of times for our op and each of its peers; exits when our results are not right."""
     device, dtype = torch.device(a.device), getattr(torch, a.dtype)

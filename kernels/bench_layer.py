@@ -1,9 +1,15 @@
 """Times what stands between a layer's q/k/v projections and its output projection: `python kernels/bench_layer.py`.
 
-Rotary, feature maps, gates, memory, window, sinks and join of a mixer, compiled as training compiles them, beside full
-causal attention (without rotary) and fla's gated linear attention alone. All in one run on rotating random inputs;
-times are medians. A layer whose output or gradient is wrong, on these sizes at 160 tokens, is not timed: one sentence,
-exit code 1. Needs a GPU.
+Rotary, feature maps, gates, memory, window, sinks and join of a mixer, compiled and under autocast to bfloat16 as in
+training (every shape by itself, as rows of one length are), beside full causal attention (without rotary) and fla's
+gated linear attention alone. All in one run on rotating random inputs. What a model works out once for all its layers
+(which token stands where, the angles of rotary) is not timed.
+
+`ms` is the median of a call on an idle GPU, its launches included; `GPU` the time its kernels take, which is what is
+left where a model launches ahead. The forward pass is that of training, recorded for the backward pass; memory is the
+peak beyond inputs and parameters. A layer whose output or gradients are wrong on the very inputs that
+are timed is not timed: its row says so, exit code 1. The file that --json names is complete after every row. Needs a
+GPU.
 """
 
 from __future__ import annotations
@@ -13,12 +19,12 @@ import json
 import sys
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
-from bench import fla_chunk_gla, machine, milliseconds
+from bench import fla_chunk_gla, gpu_milliseconds, machine, milliseconds
 from gated_kernels import use
 from gated_kernels.check import error
 from rich.console import Console
@@ -28,18 +34,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
+from liger_convert.device import autocast
 from liger_convert.mixers import resolve_spec
 from liger_convert.model.attention import LinearizedAttention
 from liger_convert.model.configuration import FORMAT, linearized_config
 from liger_convert.model.layout import SequenceLayout
 
-CHECKED = 160  # tokens
+DTYPE = torch.bfloat16
 ROTATED = 3  # sets of inputs
 DEVICE = torch.device("cuda")
 
+# What is timed: q, k and v side by side, [B,T,(H+2G)D], to [B,T,HD]. Inputs come with the gradient of the output.
+Run = Callable[[Tensor], Tensor]
+Inputs = tuple[Tensor, Tensor]
+
 
 class Core(LinearizedAttention):
-    """A linearized layer without its projections: its input is q, k and v side by side, [B,T,(H+2G)D]."""
+    """A linearized layer without its projections: its input is q, k and v side by side."""
 
     def project(self, x_BTC: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         H, G = self.dims.heads, self.dims.kv_heads
@@ -48,13 +59,13 @@ class Core(LinearizedAttention):
 
 
 def core(a: argparse.Namespace, head_size: int, mixer: str) -> tuple[Core, LlamaRotaryEmbedding]:
+    """A layer whose memory weighs enough beside its window for the check to see it, and its rotary."""
     base = LlamaConfig(
         hidden_size=a.heads * head_size,
         num_attention_heads=a.heads,
         num_key_value_heads=a.kv_heads,
         head_dim=head_size,
         num_hidden_layers=1,
-        attn_implementation="sdpa",
     )
     spec = resolve_spec({"type": mixer} | ({"codes": a.codes} if mixer == "gla" else {}))
     config = linearized_config(base, {"format": FORMAT, "mixers": {"main": spec}, "layers": ["main"]})
@@ -62,139 +73,192 @@ def core(a: argparse.Namespace, head_size: int, mixer: str) -> tuple[Core, Llama
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         setattr(attention, name, nn.Identity())
     layer = Core(attention, config, 0)
+    torch.manual_seed(0)
     layer.mixer.reset_parameters()
+    with torch.no_grad():
+        for name, parameter in layer.mixer.named_parameters():
+            if name in ("log_share_H", "mix_H"):
+                parameter.fill_(4.0 if name == "log_share_H" else 0.0)
+            parameter += 0.1 * torch.randn_like(parameter)
     return layer.to(DEVICE), LlamaRotaryEmbedding(config).to(DEVICE)
 
 
-def step(layer: Core, rotary: LlamaRotaryEmbedding) -> Callable[[Tensor], Tensor]:
-    def run(x_BTC: Tensor) -> Tensor:
-        B, T, _ = x_BTC.shape
-        positions_1T = torch.arange(T, device=DEVICE)[None]
-        layout = SequenceLayout.build(B, T, positions_1T, None, None)
-        layer.prepare(layout)
-        return layer(x_BTC, position_embeddings=rotary(x_BTC, positions_1T), layout=layout)[0]
+def on_rows(layer: Core, rotary: LlamaRotaryEmbedding, B: int, T: int) -> Callable[[torch.dtype], Run]:
+    """`layer` on rows of T tokens, computing in a dtype: as a model calls it, which prepares its layout once."""
+    positions_1T = torch.arange(T, device=DEVICE)[None]
+    layout = SequenceLayout.build(B, T, positions_1T, None, None)
+    layer.prepare(layout)
 
-    return run
+    def computing_in(dtype: torch.dtype) -> Run:
+        angles = rotary(torch.empty(0, device=DEVICE, dtype=dtype), positions_1T)
+
+        def run(x_BTC: Tensor) -> Tensor:
+            with autocast(DEVICE, dtype):
+                return layer(x_BTC, position_embeddings=angles, layout=layout)[0]
+
+        return run
+
+    return computing_in
 
 
-def results(run: Callable[[Tensor], Tensor], x_BTC: Tensor) -> dict[str, Tensor]:
+def results(run: Run, parameters: dict[str, Tensor], x_BTC: Tensor, do_BTC: Tensor) -> dict[str, Tensor]:
     x_BTC = x_BTC.detach().requires_grad_()
     o = run(x_BTC)
-    torch.manual_seed(1)
-    (dx,) = torch.autograd.grad(o, x_BTC, torch.randn_like(o, dtype=torch.float32).to(o.dtype))
-    return {"output": o.detach(), "gradient of the input": dx}
+    grads = torch.autograd.grad(o, [x_BTC, *parameters.values()], do_BTC.to(o.dtype), allow_unused=True)
+    names = ["gradient of the input", *(f"gradient of {name}" for name in parameters)]
+    return {"output": o.detach()} | {name: grad for name, grad in zip(names, grads) if grad is not None}
 
 
-def check(run: Callable[[Tensor], Tensor], compiled: Callable[[Tensor], Tensor], x_BTC: Tensor) -> list[str]:
-    """The kernels in bf16 against the torch ops in float32, beside the torch ops in bf16."""
-    use("torch")
-    exact, plain = results(run, x_BTC.float()), results(run, x_BTC)
-    use("triton")
-    found = []
-    for name, got in results(compiled, x_BTC).items():
-        ours, allowed = error(got, exact[name]), 2 * error(plain[name], exact[name]) + 4 * torch.finfo(x_BTC.dtype).eps
-        if not ours <= allowed:
-            found.append(f"{name} errs by {ours:.1e}, allowed {allowed:.1e}")
+def check(runs: Callable[[torch.dtype], Run], layer: Core, inputs: list[Inputs]) -> list[str]:
+    """The compiled kernels in bfloat16 against the torch ops in float32, beside the torch ops in bfloat16.
+
+    Two roundings of one computation err alike, so twice the error of the plain ops is allowed, and four roundings of
+    bfloat16, should these be exact by luck; errors are means over the inputs, as some gradients are few numbers.
+    """
+    parameters = dict(layer.mixer.named_parameters())
+    ours: dict[str, list[float]] = {}
+    plain: dict[str, list[float]] = {}
+    for x, do in inputs:
+        use("torch")
+        with torch.compiler.set_stance("force_eager"):
+            exact = results(runs(torch.float32), parameters, x.float(), do)
+            for name, value in results(runs(DTYPE), parameters, x, do).items():
+                plain.setdefault(name, []).append(error(value, exact[name]))
+        use("triton")
+        for name, value in results(runs(DTYPE), parameters, x, do).items():
+            ours.setdefault(name, []).append(error(value, exact[name]))
+    found = [f"{name} is missing" for name in plain if name not in ours]
+    for name, errors in ours.items():
+        err, allowed = fmean(errors), 2 * fmean(plain[name]) + 4 * torch.finfo(DTYPE).eps
+        if not err <= allowed:
+            found.append(f"{name} errs by {err:.1e}, allowed {allowed:.1e}")
     return found
 
 
-def forward_backward(op: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    x = x.detach().requires_grad_()
-    o = op(x)
-    o.backward(torch.ones_like(o))
+def forward(op: Run, inputs: Inputs) -> Tensor:
+    return op(inputs[0].detach().requires_grad_())
 
 
-def measured(
-    step: Callable[[Any, Any], object], op: Callable[[Tensor], Any], inputs: list[Tensor], seconds: float
-) -> tuple[float, float]:
-    """Milliseconds of `step(op, input)`, and GB of memory at the peak beyond what was there."""
+def forward_backward(op: Run, inputs: Inputs) -> None:
+    forward(op, inputs).backward(inputs[1])
+
+
+def measured(step: Callable[..., object], op: Run, inputs: list[Inputs], seconds: float) -> tuple[float, float, float]:
+    """Milliseconds of `step(op, input)` by the clock and of its kernels, GB of memory at the peak beyond the rest."""
     for x in inputs:  # compiled, and what libraries keep is there
         step(op, x)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     median = milliseconds(step, op, inputs, "cuda", seconds)
-    return median, (torch.cuda.max_memory_allocated() - before) / 1e9
+    peak = (torch.cuda.max_memory_allocated() - before) / 1e9
+    return median, gpu_milliseconds([partial(step, op, x) for x in inputs]), peak
 
 
-def forward(op: Callable[[Tensor], Any], x: Tensor) -> None:
-    with torch.no_grad():
-        op(x)
-
-
-def causal(heads: int, kv_heads: int, backend: SDPBackend, x_BTC: Tensor, size: int) -> Tensor:
+def causal(heads: int, kv_heads: int, size: int, backend: SDPBackend, x_BTC: Tensor) -> Tensor:
     q, k, v = x_BTC.unflatten(-1, (-1, size)).split((heads, kv_heads, kv_heads), 2)
     with sdpa_kernel(backend):
         o = nn.functional.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
         )
-    return o.transpose(1, 2)
+    return o.transpose(1, 2).flatten(2)
 
 
-def fla_alone(heads: int, kv_heads: int, x_BTC: Tensor, size: int) -> Tensor:
+def fla_alone(heads: int, kv_heads: int, size: int, x_BTC: Tensor) -> Tensor:
     q, k, v = x_BTC.unflatten(-1, (-1, size)).split((heads, kv_heads, kv_heads), 2)
     log_a = nn.functional.logsigmoid(k.float()) / 16
-    return fla_chunk_gla(q.softmax(-1), k.softmax(-1), v, log_a)[0]
+    return fla_chunk_gla(q.softmax(-1), k.softmax(-1), v, log_a)[0].flatten(2)
+
+
+def row_of(op: Run, inputs: list[Inputs], seconds: float) -> dict[str, Any]:
+    """The times of one op; an op that is not installed, not for these sizes or too large says so."""
+    row: dict[str, Any] = {}
+    try:
+        for name, step in (("forward", forward), ("both", forward_backward)):
+            figures = measured(step, op, inputs, seconds)
+            row |= {f"{name}_{unit}": figure for unit, figure in zip(("ms", "gpu_ms", "gb"), figures)}
+    except ModuleNotFoundError as problem:
+        row["missing"] = f"{problem.name} is not installed"
+    except RuntimeError as problem:
+        row["missing"] = str(problem).splitlines()[0]
+    return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mixer", action="append", help="may be given again (liger-paper, gla)")
-    parser.add_argument("--head-size", type=int, action="append", help="may be given again (128, 64)")
-    parser.add_argument("--shape", action="append", help="BATCHxTOKENS, again and again (16x2048 4x8192 1x32768)")
+    parser.add_argument("--head-size", type=int, action="append", help="may be given again (128)")
+    parser.add_argument("--shape", action="append", help="BATCHxTOKENS, again and again (16x2048 1x32768)")
     parser.add_argument("--heads", type=int, default=32, help="query heads (32)")
     parser.add_argument("--kv-heads", type=int, default=8, help="key-value heads (8)")
     parser.add_argument("--codes", type=int, default=256, help="of the codebook of gla (256)")
-    parser.add_argument("--seconds", type=float, default=0.5, help="spent on each time (0.5)")
+    parser.add_argument("--seconds", type=float, default=0.3, help="spent on each time (0.3)")
     parser.add_argument("--no-fla", action="store_true", help="leave fla out: its first calls take minutes")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     a = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench_layer.py: needs a GPU; on a CPU time the ops by kernels/bench.py")
+    rows = measure(a)
+    show(rows)
+    sys.exit(any("wrong" in row for row in rows))
+
+
+def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for every head size, shape and op; printed and written as soon as it is known."""
     torch._dynamo.config.recompile_limit = 64
-    rows: list[dict[str, Any]] = []
-    for size in a.head_size or [128, 64]:
-        ops: dict[str, Callable[[Tensor], Tensor]] = {}
-        for mixer in a.mixer or ["liger-paper", "gla"]:
-            torch.manual_seed(0)
-            layer, rotary = core(a, size, mixer)
-            plain = step(layer, rotary)
-            fast, _ = core(a, size, mixer)
-            fast.load_state_dict(layer.state_dict())
-            fast.compile()
-            x_BTC = torch.randn(1, CHECKED, (a.heads + 2 * a.kv_heads) * size, device=DEVICE, dtype=torch.bfloat16)
-            if wrong := check(plain, step(fast, rotary), x_BTC):
-                sys.exit(f"{mixer} (head size {size}) is not timed because it is wrong: {'; '.join(wrong)}.")
-            ops[f"ours, {mixer}"] = step(fast, rotary)
-        for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
-            ops[f"full causal, {backend.name}"] = partial(causal, a.heads, a.kv_heads, backend, size=size)
-        if not a.no_fla:
-            ops["fla chunk_gla alone"] = partial(fla_alone, a.heads, a.kv_heads, size=size)
-        for shape in a.shape or ["16x2048", "4x8192", "1x32768"]:
-            B, T = map(int, shape.split("x"))
+    about, rows = machine(DEVICE.type), []  # type: ignore[var-annotated]
+    mixers, peers = a.mixer or ["liger-paper", "gla"], (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
+
+    def add(**row: Any) -> None:
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        if a.json:
+            a.json.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
+
+    for size in a.head_size or [128]:
+        for shape in a.shape or ["16x2048", "1x32768"]:
+            (B, T), sizes = map(int, shape.split("x")), (a.heads, a.kv_heads, size)
             inputs = [
-                torch.randn(B, T, (a.heads + 2 * a.kv_heads) * size, device=DEVICE, dtype=torch.bfloat16)
+                (
+                    torch.randn(B, T, (a.heads + 2 * a.kv_heads) * size, device=DEVICE, dtype=DTYPE),
+                    torch.randn(B, T, a.heads * size, device=DEVICE, dtype=DTYPE),
+                )
                 for _ in range(ROTATED)
             ]
+            ops: dict[str, Run] = {}
+            for backend in peers:
+                ops[f"full causal, {backend.name}"] = partial(causal, *sizes, backend)
+            if not a.no_fla:
+                ops["fla chunk_gla alone"] = partial(fla_alone, *sizes)
+            for mixer in mixers:
+                found: dict[str, Any] = {"layer": f"ours, {mixer}", "head_size": size, "shape": shape}
+                try:
+                    layer, rotary = core(a, size, mixer)
+                    layer.compile(dynamic=False)
+                    runs = on_rows(layer, rotary, B, T)
+                    wrong = check(runs, layer, inputs)
+                    found |= {"wrong": "; ".join(wrong)} if wrong else row_of(runs(DTYPE), inputs, a.seconds)
+                except Exception as problem:  # whatever a compiler makes of it: the others' numbers stand
+                    found["wrong"] = f"{type(problem).__name__}: {str(problem).splitlines()[0]}"
+                add(**found)
             for name, op in ops.items():
-                row: dict[str, Any] = {"layer": name, "head_size": size, "shape": shape}
-                if name.startswith("fla") and not find_spec("fla"):
-                    rows.append(row | {"missing": "fla"})
-                    continue
-                row["forward_ms"], row["forward_gb"] = measured(forward, op, inputs, a.seconds)
-                row["both_ms"], row["both_gb"] = measured(forward_backward, op, inputs, a.seconds)
-                rows.append(row)
-                print(json.dumps(row), flush=True)
-    about = machine("cuda")
-    table = Table("", "head size", "shape", "forward", "forward + backward", "memory", caption=str(about))
+                add(layer=name, head_size=size, shape=shape, **row_of(op, inputs, a.seconds))
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    table = Table("", "head size", "shape", "forward", "GPU", "forward + backward", "GPU", "memory")
     for row in rows:
-        cells = ["not installed"] if "missing" in row else [
-            f"{row['forward_ms']:.3f} ms", f"{row['both_ms']:.3f} ms", f"{row['both_gb']:.2f} GB"
-        ]  # fmt: skip
+        cells = ["see below"]
+        if "both_gb" in row:
+            times = [f"{row[name]:.3f} ms" for name in ("forward_ms", "forward_gpu_ms", "both_ms", "both_gpu_ms")]
+            cells = [*times, f"{row['both_gb']:.2f} GB"]
         table.add_row(row["layer"], str(row["head_size"]), row["shape"], *cells)
-    Console(width=120).print(table)
-    if a.json:
-        a.json.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
+    console = Console(width=120, highlight=False)
+    console.print(table)
+    for row in rows:
+        if why := row.get("wrong") or row.get("missing"):
+            console.print(f"{row['layer']}, head size {row['head_size']}, {row['shape']}: {why}", markup=False)
 
 
 if __name__ == "__main__":

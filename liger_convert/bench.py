@@ -1,7 +1,8 @@
 """How fast a model reads a prompt and writes after it, and what it keeps in memory, beside its base: one run for all.
 
 A model whose decoding does not equal its prefill is not timed. Times are medians with quartiles over random prompts,
-each another one, after one that is not counted.
+each another one, after one that is not counted. Where prompts are not to be read, all but their first tokens are noise
+in the cache: a step takes as long, and a long context of many rows is there at once.
 Shapes: B batch, T tokens of a prompt, N tokens checked, V vocabulary.
 """
 
@@ -35,7 +36,7 @@ from liger_convert.files import atomic_dir
 from liger_convert.manifest import machine
 from liger_convert.mixers import resolve_spec
 from liger_convert.mixers.base import Mixer
-from liger_convert.model import linear_layers, linearized_config
+from liger_convert.model import LinearizedCacheLayer, linear_layers, linearized_config
 from liger_convert.model.configuration import FORMAT
 from liger_convert.model.decode import Decoder, why_plain
 from liger_convert.progress import Report
@@ -90,7 +91,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Options:
-    """lengths: tokens of the prompts. steps: tokens written after each. repeats: prompts of each length."""
+    """lengths: tokens of the prompts, ascending. steps: tokens written after each. repeats: prompts of each length.
+
+    prefill: whether prompts are read; otherwise their caches are filled. compiled: whether the base is measured in its
+    compiled form, too, which is compiled again for every length.
+    """
 
     lengths: Sequence[int]
     batch_size: int
@@ -98,6 +103,8 @@ class Options:
     repeats: int
     device: torch.device
     dtype: torch.dtype
+    prefill: bool = True
+    compiled: bool = True
 
 
 Decode = Callable[[Any, Any, Tensor, int], tuple[Tensor, Tensor]]
@@ -214,9 +221,14 @@ def dynamic_caches(model: Any) -> Callable[[int], Callable[[], Any]]:
 
 
 def static_caches(model: Any) -> Callable[[int], Callable[[], Any]]:
+    held: dict[int, Any] = {}  # the last one: what is compiled is compiled for it
+
     def caches(tokens: int) -> Callable[[], Any]:
-        torch.compiler.reset()  # a further length counts as one recompilation more, of which few are allowed
-        cache = StaticCache(config=model.config, max_cache_len=tokens)
+        if tokens not in held:
+            held.clear()
+            torch.compiler.reset()  # a further length counts as one recompilation more, of which few are allowed
+            held[tokens] = StaticCache(config=model.config, max_cache_len=tokens)
+        cache = held[tokens]
 
         def empty() -> Any:
             cache.reset()
@@ -225,6 +237,18 @@ def static_caches(model: Any) -> Callable[[int], Callable[[], Any]]:
         return empty
 
     return caches
+
+
+def fill(cache: Any, tokens: int) -> None:
+    """Lets a cache that holds some tokens hold `tokens` more: of softmax layers as noise. A bounded window, its sinks
+    and a memory stay as large as they are."""
+    for layer in cache.layers:
+        if isinstance(layer, LinearizedCacheLayer):
+            layer.advance(tokens)
+        else:
+            batch, heads, _, size = layer.keys.shape
+            noise = layer.keys.new_empty(batch, heads, tokens, size).normal_()
+            layer.update(noise, noise)
 
 
 def cache_bytes(cache: Any) -> int:
@@ -245,12 +269,10 @@ def check(side: Side, options: Options) -> dict[str, float]:
     In float32 no logit may differ by more than LARGEST of the largest. In less precision the mean difference may be
     twice that of the pass itself from the pass in float32. Raises LinearizeError when they differ by more.
     """
-    model, config = side.model, side.model.config
-    linear = linear_layers(config) if getattr(config, "linearization", None) else []
-    specs = [config.linearization["mixers"][config.linearization["layers"][i]] for i in linear]
-    tokens = max((spec["window"] + spec["sinks"] for spec in specs), default=0) + CHECKED
-    text, steps = _random_tokens(model, tokens, options), sum(CHECKED_STEPS)
-    cache = side.caches(tokens + steps)()
+    model, tokens, steps = side.model, _past_windows(side.model), sum(CHECKED_STEPS)
+    text = _random_tokens(model, tokens, options)
+    # of the size that is measured first, where that holds it: what is compiled for it is then compiled once
+    cache = side.caches(max(tokens + steps, _room(options.lengths[0], options)))()
     for part in text.split(tokens // 2 + 1, 1):
         token = prefill(model, cache, part)
     decoded = []
@@ -280,6 +302,24 @@ def check(side: Side, options: Options) -> dict[str, float]:
     return {"tokens": tokens, "error": error, "allowed": allowed}
 
 
+def _mixers(model: Any) -> list[dict[str, Any]]:
+    """The resolved spec of every linearized layer."""
+    config = model.config
+    if not getattr(config, "linearization", None):
+        return []
+    names = config.linearization["layers"]
+    return [config.linearization["mixers"][names[i]] for i in linear_layers(config)]
+
+
+def _past_windows(model: Any) -> int:
+    """Tokens of a prompt that goes beyond every window."""
+    return max((spec["window"] + spec["sinks"] for spec in _mixers(model)), default=0) + CHECKED
+
+
+def _room(tokens: int, options: Options) -> int:
+    return tokens + 1 + options.steps
+
+
 @contextlib.contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
     """Each module computes in float32 while the block runs; only the weights of the one that runs are held twice."""
@@ -307,16 +347,19 @@ def in_float32(model: nn.Module) -> Iterator[None]:
 def measure(side: Side, tokens: int, options: Options) -> dict[str, Any]:
     """One row: times of prompts of `tokens` tokens, and what the cache then holds. Out of memory is told in it."""
     row: dict[str, Any] = {"model": side.name, "tokens": tokens}
-    empty = side.caches(tokens + 1 + options.steps)
+    empty = side.caches(_room(tokens, options))
     device, batch = options.device, options.batch_size
+    told = tokens if options.prefill else min(tokens, _past_windows(side.model))
     read, wrote = [], []
     try:
         for repeat in range(options.repeats + 1):
             if repeat == 1 and device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
-            ids_BT, cache = _random_tokens(side.model, tokens, options), empty()
+            ids_BT, cache = _random_tokens(side.model, told, options), empty()
             seconds, token_B1 = _timed(device, prefill, side.model, cache, ids_BT)
             read.append(1e3 * seconds)
+            if told < tokens:
+                fill(cache, tokens - told)
             token_B1, _ = side.decode(side.model, cache, token_B1, 1)  # a capture is no step
             seconds, _ = _timed(device, side.decode, side.model, cache, token_B1, options.steps)
             wrote.append(1e3 * seconds / options.steps)
@@ -324,10 +367,10 @@ def measure(side: Side, tokens: int, options: Options) -> dict[str, Any]:
         if not _out_of_memory(error):
             raise
         return row | {"error": OUT_OF_MEMORY}
-    prefill_ms, decode_ms = quartiles(read[1:]), quartiles(wrote[1:])
+    prefill_ms, decode_ms = quartiles(read[1:]) if options.prefill else None, quartiles(wrote[1:])
     return row | {
         "prefill_ms": prefill_ms,
-        "prefill_tokens_per_s": 1e3 * batch * tokens / prefill_ms["median"],
+        "prefill_tokens_per_s": 1e3 * batch * tokens / prefill_ms["median"] if prefill_ms else None,
         "decode_ms": decode_ms,
         "decode_tokens_per_s": 1e3 * batch / decode_ms["median"],
         "cache_bytes": cache_bytes(cache),
@@ -363,33 +406,65 @@ def _random_tokens(model: Any, tokens: int, options: Options) -> Tensor:
 
 @torch.no_grad()
 def bench(
-    source: str, load: Callable[[], Any], load_base: Callable[[], Any] | None, options: Options, report: Report
+    source: str,
+    load: Callable[[], Any],
+    load_base: Callable[[], Any] | None,
+    options: Options,
+    report: Report,
+    keep: Callable[[dict[str, Any]], object] = lambda results: None,
 ) -> dict[str, Any]:
     """What bench.json holds: of the model that `load` makes, and then of the base, with each one's ratio to the model.
 
-    The models are in memory one after the other. Raises LinearizeError when the model's check is red; a base that
-    fails its own, or that cannot run, is among `missing` with the reason.
+    The models are in memory one after the other. `keep` is given what there is after every row. Raises LinearizeError
+    when the model's check is red, BadInput for a model whose cache cannot be filled; a base that fails its own check,
+    or that cannot run, is among `missing` with the reason.
     """
     torch.manual_seed(0)
     rows: list[dict[str, Any]] = []
     missing: dict[str, str] = {}
-    total = len(options.lengths) * (1 if load_base is None else 3 if options.device.type == "cuda" else 2)
+    compiled = options.compiled and options.device.type == "cuda"
+    total = len(options.lengths) * (1 if load_base is None else 2 + compiled)
+    results = {
+        "format": FORMAT_VERSION,
+        "source": source,
+        "parameters": 0,
+        "machine": _machine(options.device),
+        "commit": _commit(),
+        "kernels": in_use(),
+        "decoding": "plain steps",
+        "dtype": str(options.dtype).removeprefix("torch."),
+        "batch_size": options.batch_size,
+        "decode_steps": options.steps,
+        "prompts": "read" if options.prefill else "filled",
+        "memory": "peak_bytes" if options.device.type == "cuda" else "cache_bytes",
+        "check": {},
+        "rows": rows,
+        "missing": missing,
+    }
 
     def add(side: Side) -> None:
         for tokens in options.lengths:
             report(len(rows), total, f"{side.name}, {tokens} tokens")
-            rows.append(measure(side, tokens, options))
+            row = measure(side, tokens, options)
+            if side.name in (BASE, STATIC):
+                row["ratio"] = _ratio(row, next(ours for ours in rows if ours["tokens"] == tokens))
+            rows.append(row)
+            keep(results)
             _free(options.device)
 
+    report(0, total, "making the model")
     model = load()
+    if not options.prefill and not all(spec["window"] for spec in _mixers(model)):
+        raise BadInput(f"--no-prefill: {source} has windows without an end, whose tokens must be read; leave it out")
     linearized = getattr(model.config, "linearization", None) is not None
-    parameters = sum(p.numel() for p in model.parameters())
+    results["parameters"] = sum(p.numel() for p in model.parameters())
     side = Side("linearized" if linearized else "model", model, dynamic_caches(model), decode)
     if linearized and why_plain(model) is None:
         side = side._replace(decode=decode_as_generated(model))
-    checked = check(side, options)
+    report(0, total, "checking the model")
+    results["check"] = check(side, options)
+    results["decoding"] = getattr(model, "decoding", "plain steps")
     add(side)
-    decoding = getattr(model, "decoding", "plain steps")
     del model, side
     _free(options.device)
     base, reason = None, "no base was given; name one with --baseline"
@@ -404,40 +479,25 @@ def bench(
         missing[BASE] = missing[STATIC] = reason
     else:
         sides = [Side(BASE, base, dynamic_caches(base), decode)]
-        if options.device.type == "cuda":
+        if compiled:
             sides.append(Side(STATIC, base, static_caches(base), decode_compiled))
-        else:
+        elif options.compiled:
             missing[STATIC] = f"transformers compiles a static cache for a GPU, and this ran on {options.device.type}"
         for side in sides:
             try:
+                report(len(rows), total, f"checking the {side.name}")
                 check(side, options)
                 add(side)
             except Exception as error:  # whatever a compiler makes of a model: the others' numbers stand
                 missing[side.name] = first_line(error)
-    for row in rows[len(options.lengths) :]:
-        row["ratio"] = _ratio(row, next(ours for ours in rows if ours["tokens"] == row["tokens"]))
-    return {
-        "format": FORMAT_VERSION,
-        "source": source,
-        "parameters": parameters,
-        "machine": _machine(options.device),
-        "commit": _commit(),
-        "kernels": in_use(),
-        "decoding": decoding,
-        "dtype": str(options.dtype).removeprefix("torch."),
-        "batch_size": options.batch_size,
-        "decode_steps": options.steps,
-        "memory": "peak_bytes" if options.device.type == "cuda" else "cache_bytes",
-        "check": checked,
-        "rows": rows,
-        "missing": missing,
-    }
+    return results
 
 
 def _ratio(row: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, float] | None:
     if "error" in row or "error" in ours:
         return None
-    times = {name: row[name]["median"] / ours[name]["median"] for name in ("prefill_ms", "decode_ms")}
+    both = [name for name in ("prefill_ms", "decode_ms") if row[name] and ours[name]]
+    times = {name: row[name]["median"] / ours[name]["median"] for name in both}
     sizes = {name: row[name] / ours[name] for name in ("cache_bytes", "peak_bytes") if ours[name]}
     return times | sizes
 
@@ -480,24 +540,21 @@ def render(results: Mapping[str, Any]) -> Group:
     for row in sorted(results["rows"], key=lambda row: row["tokens"]):
         cells = [row.get("error", "")]
         if "error" not in row:
-            times = [
-                _cell(row, f"{kind}_ms", f"{row[f'{kind}_ms']['median']:.4g} ms") for kind in ("prefill", "decode")
-            ]
-            speeds = [f"{row[f'{kind}_tokens_per_s']:,.0f}" for kind in ("prefill", "decode")]
-            cells = [
-                times[0],
-                speeds[0],
-                times[1],
-                speeds[1],
-                *(_cell(row, size, decimal(row[size])) for size in sizes),
-            ]
+            cells = []
+            for kind in ("prefill", "decode"):
+                time_ms = row[f"{kind}_ms"]
+                cells.append(_cell(row, f"{kind}_ms", f"{time_ms['median']:.4g} ms") if time_ms else "")
+                cells.append(f"{row[f'{kind}_tokens_per_s']:,.0f}" if time_ms else "")
+            cells += [_cell(row, size, decimal(row[size])) for size in sizes]
         table.add_row(f"{row['tokens']:,}", row["model"], *cells)
     checked = results["check"]
+    filled = "Prompts were not read: all but their first tokens are noise in the cache."
     told = [
         f"Checked: decoding equals prefill to {checked['error']:.1e} of the largest logit (allowed "
         f"{checked['allowed']:.1e}). x: a peer's figure over the model's.",
         "Memory: the tensors of the cache, exactly"
         + ("; the peak counts the weights, too." if peak else ", as a peak is only known of a GPU."),
+        *([filled] if results["prompts"] == "filled" else []),
         *(f"Missing: {name}: {why}." for name, why in results["missing"].items()),
     ]
     return Group(table, *(Text(line) for line in told))
@@ -542,7 +599,9 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
         memory: f"{memory.replace('_', ' in ')}",
     }
     rows = [row for row in results["rows"] if "error" not in row]
-    for axes, (key, title) in zip(figure.subplots(1, 3), panels.items()):
+    if results["prompts"] == "filled":
+        del panels["prefill_ms"]
+    for axes, (key, title) in zip(figure.subplots(1, len(panels)), panels.items()):
         for name in dict.fromkeys(row["model"] for row in rows):
             mine = [row for row in rows if row["model"] == name]
             tokens, values = [row["tokens"] for row in mine], [row[key] for row in mine]

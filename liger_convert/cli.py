@@ -403,6 +403,12 @@ def bench(
     baseline: Annotated[
         str | None, typer.Option(help="Model or shape to measure beside it.", show_default="a shape's own base")
     ] = None,
+    prefill: Annotated[
+        bool, typer.Option(help="Read the prompts; without, caches are filled with noise and steps alone are timed.")
+    ] = True,
+    compiled: Annotated[
+        bool, typer.Option(help="On a GPU, measure the base compiled as well, anew for every length.")
+    ] = True,
     out: Annotated[Path | None, typer.Option(help="New folder for bench.json and bench.png.")] = None,
     device: Device = "auto",
     precision: Precision = "auto",
@@ -411,7 +417,8 @@ def bench(
 ) -> None:
     """Time a model: prompts of several lengths, the tokens after them, and the memory both take, beside its base.
 
-    A shape has random weights. Nothing is timed unless decoding equals prefill.
+    A shape has random weights. Nothing is timed unless decoding equals prefill. With --out, what there is after every
+    row stands in OUT.partial.json.
 
     Example: linearize bench llama-3.2-1b --lengths 1024,8192,65536 --out runs/bench
     """
@@ -430,6 +437,8 @@ def bench(
         precision=precision,
         trust_remote_code=trust_remote_code,
         out=out,
+        prefill=prefill,
+        compiled=compiled,
     )
     _show(render(results), results, as_json)
 

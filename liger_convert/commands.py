@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import pkgutil
 import tempfile
@@ -33,6 +34,7 @@ from liger_convert.convert import convert, replace_mixers
 from liger_convert.device import autocast, compute_dtype, pick_device
 from liger_convert.errors import BadInput
 from liger_convert.families import PREFIX
+from liger_convert.files import atomic_write
 from liger_convert.manifest import lock
 from liger_convert.mixers import MIXERS, SOFTMAX
 from liger_convert.mixers.base import HeadDims
@@ -341,16 +343,26 @@ def bench_model(
     precision: str,
     trust_remote_code: bool,
     out: Path | None,
+    prefill: bool = True,
+    compiled: bool = True,
 ) -> dict[str, Any]:
     """`bench.bench` of `source`, a model or a shape of `bench.SHAPES`, written into the new folder `out`, if any.
 
     mixer: of a shape, whose layers are all linearized. baseline: another model or shape, None for a shape's own base.
-    Raises BadInput, LinearizeError.
+    What is measured before it is complete stands in `OUT.partial.json`. Raises BadInput, LinearizeError.
     """
     prompts, where = bench.parse_lengths(lengths), pick_device(device)
-    options = bench.Options(prompts, batch_size, decode_steps, repeats, where, compute_dtype(where, precision))
+    dtype = compute_dtype(where, precision)
+    options = bench.Options(prompts, batch_size, decode_steps, repeats, where, dtype, prefill, compiled)
+    so_far = None if out is None else out.with_name(f"{out.name}.partial.json")
     if out is not None:
         refuse_existing(out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+
+    def keep(results: dict[str, Any]) -> None:
+        if so_far is not None:
+            atomic_write(so_far, json.dumps(results, indent=2) + "\n")
+
     shape = bench.is_shape(source)
     if not shape and mixer is not None:
         raise BadInput(f"--mixer {mixer}: is for shapes, but {source} is a model with layers of its own")
@@ -361,9 +373,10 @@ def bench_model(
         nullcontext() if baseline is None else _loader(baseline, None, options, trust_remote_code) as load_base,
         progress(f"bench {source}") as report,
     ):
-        results = bench.bench(source, load, load_base, options, report)
-    if out is not None:
+        results = bench.bench(source, load, load_base, options, report, keep)
+    if out is not None and so_far is not None:
         bench.write(results, out)
+        so_far.unlink(missing_ok=True)
     return results
 
 

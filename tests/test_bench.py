@@ -71,6 +71,67 @@ def test_a_shape_is_measured_beside_its_base_and_all_of_it_is_written(capsys, tm
     assert base["peak_bytes"] is None
 
 
+def test_without_prefill_a_long_context_is_there_without_being_read(capsys, monkeypatch, tmp_path: Path) -> None:
+    real, read = bench.prefill, []
+
+    def counted(model: Any, cache: Any, ids_BT: torch.Tensor) -> torch.Tensor:
+        read.append(ids_BT.shape[1])
+        return real(model, cache, ids_BT)
+
+    monkeypatch.setattr(bench, "prefill", counted)
+    words = ["--no-prefill", "--lengths", "24,5000", "--out", str(tmp_path / "out")]
+    found = json.loads(run(capsys, "tiny", *WORDS, *words, "--json"))
+    assert max(read) <= 64 + 4 + bench.CHECKED
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert found["prompts"] == "filled"
+    for row in found["rows"]:
+        assert (row["prefill_ms"], row["prefill_tokens_per_s"]) == (None, None)
+        assert row["decode_ms"]["median"] > 0
+    ours, base = found["rows"][1], found["rows"][3]
+    assert base["cache_bytes"] == 2 * 2 * 2 * 8 * 4 * (5000 + 1 + 3), "one row; all tokens, k and v of 2 layers"
+    assert ours["cache_bytes"] < base["cache_bytes"] / 10
+    assert base["ratio"].keys() == {"decode_ms", "cache_bytes"}
+    assert "Prompts were not read" in run(capsys, "tiny", *WORDS, "--no-prefill")
+
+
+@torch.no_grad()
+def test_a_filled_cache_is_as_long_as_one_that_was_read() -> None:
+    model = bench.random_model("tiny", None, CPU, torch.float32)
+    for caches in (bench.dynamic_caches(model), bench.static_caches(model)):
+        cache = caches(50)()
+        bench.prefill(model, cache, torch.arange(3, 33)[None])
+        bench.fill(cache, 15)
+        assert int(cache.get_seq_length()) == 45
+        assert all(layer.keys[:, :, :45].abs().amin(-1).all() for layer in cache.layers)
+        bench.decode(model, cache, torch.ones(1, 1, dtype=torch.long), 2)
+        assert int(cache.get_seq_length()) == 47
+
+
+def test_a_cache_that_keeps_every_token_is_not_filled(capsys) -> None:
+    assert cli.main(["bench", "tiny", *WORDS, "--no-prefill", "--mixer", "forgetting"]) == 2
+    assert "windows without an end" in capsys.readouterr().err
+
+
+def test_what_was_measured_before_a_run_was_stopped_is_kept(monkeypatch, tmp_path: Path) -> None:
+    real, out = bench.measure, tmp_path / "new/out"
+
+    def stopped(side: bench.Side, tokens: int, options: bench.Options) -> dict[str, Any]:
+        if side.name == bench.BASE and tokens == 150:
+            raise KeyboardInterrupt
+        return real(side, tokens, options)
+
+    monkeypatch.setattr(bench, "measure", stopped)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        raise SystemExit(cli.main(["bench", "tiny", *WORDS, "--out", str(out)]))
+    kept = json.loads((tmp_path / "new/out.partial.json").read_text())
+    assert [(row["model"], row["tokens"]) for row in kept["rows"]] == [
+        ("linearized", 24),
+        ("linearized", 150),
+        ("base", 24),
+    ]
+    assert not out.exists()
+
+
 def test_the_table_names_every_row_and_the_peers_that_are_missing(capsys) -> None:
     said = " ".join(run(capsys, "tiny", *WORDS).split())
     assert all(word in said for word in ("24", "150", "linearized", "base", "decoding equals prefill"))
@@ -227,3 +288,6 @@ def test_the_static_cache_of_the_base_gives_what_its_dynamic_one_does(monkeypatc
             expected, same = bench.decode(model, other, bench.prefill(model, other, ids), 5)
             assert torch.equal(chosen, expected)
             torch.testing.assert_close(logits, same)
+    caches = bench.static_caches(model)
+    assert caches(40)() is caches(40)(), "what is compiled for a cache is compiled once"
+    assert caches(41)() is not caches(40)()

@@ -1,0 +1,295 @@
+"""Times the optimizer steps of a training stage: `python kernels/bench_training.py --shape smollm2-135m`.
+
+Forward and backward pass, clipping and optimizer step of align, distill and LoRA finetune, on a model of random weights
+with every layer linear, and of the same finetune of its base: losses, adapters, groups, autocast and compiled layers
+are the toolkit's own, the data is not read. Every length takes the same tokens a step, in rows of one document each.
+`step` is the median by the clock, `busy` the share of it in which the GPU computes; `peak` is memory, weights and
+optimizer included.
+
+A stage is compiled once, for rows of any length; --static compiles every length by itself, as a training of rows of one
+length does. The loss and the gradients of a stage on a few short rows are compared with those of the torch ops in
+float32 before anything is timed; a row whose stage is wrong there, or whose loss is not finite, has no time, and the
+exit code is 1. The file that --json names is complete after every row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench import gpu_milliseconds, machine
+from gated_kernels import in_use, use
+from gated_kernels.check import error
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from liger_convert.bench import SHAPES, in_float32, quartiles, random_model
+from liger_convert.device import autocast, compute_dtype, pick_device
+from liger_convert.model import take_auxiliary_loss
+from liger_convert.recipe import AlignStage, DistillStage, FinetuneStage, Lora, Rates, Stage
+from liger_convert.training.align import AlignObjective
+from liger_convert.training.distill import DistillObjective
+from liger_convert.training.finetune import FinetuneObjective
+from liger_convert.training.stage import add_lora, compile_layers, gains_by_compiling
+from liger_convert.training.trainer import Objective, freeze, optimizer_groups
+
+CHECKED = (3, 208)  # rows and tokens, no two sizes of a graph's inputs alike: what are, dynamo takes for one
+BASE = "finetune-base"
+LEAST_STEPS = 3
+
+# Rates hardly matter for the time; these leave a model of random weights finite.
+STAGES: dict[str, dict[str, Any]] = {
+    "align": {"kind": AlignStage, "rates": Rates(mixer=1e-4, attention=1e-4)},
+    "distill": {"kind": DistillStage, "rates": Rates(mixer=1e-4, attention=1e-4, body=1e-4)},
+    "finetune": {
+        "kind": FinetuneStage,
+        "rates": Rates(lora=1e-4),
+        "lora": Lora(targets=["q_proj", "k_proj", "v_proj"]),
+        "loss_on": "all",
+    },
+}
+STAGES[BASE] = STAGES["finetune"]
+
+
+def make_stage(name: str, tokens: int, length: int, accumulation: int) -> Stage:
+    """The stage as a recipe would have it, of one step."""
+    options = {option: value for option, value in STAGES[name].items() if option != "kind"}
+    rows = tokens // length // accumulation
+    sizes = {"tokens": tokens, "seq_len": length, "batch_size": rows, "grad_accumulation": accumulation}
+    return STAGES[name]["kind"](data="random", **sizes, **options)
+
+
+@dataclass
+class Training:
+    """A model in one stage, with its adapters, if any, and its teacher, if it has one."""
+
+    stage: Stage
+    model: Any
+    base: Any
+    objective: Objective
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, name: str, stage: Stage, a: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Training:
+        """As `run_stage` sets one up: weights in float32, the teacher's in the dtype it computes in."""
+        model = random_model(a.shape, None if name == BASE else a.mixer, device, torch.float32).train()
+        base = None
+        if name in ("align", "distill"):
+            base = random_model(a.shape, None, device, dtype).requires_grad_(False)
+        objective: Objective = FinetuneObjective()
+        if isinstance(stage, AlignStage):
+            objective = AlignObjective(base, model.config)
+        elif isinstance(stage, DistillStage):
+            ids = base.get_input_embeddings().weight  # other tokens' embeddings: of equal weights, the divergence
+            ids.data = ids.data.roll(1, 0)  # would be so small that the check saw nothing but rounding
+            objective = DistillObjective(base, stage)
+        rates = stage.rates.trained()
+        if stage.lora is None:
+            freeze(model, rates)
+        else:
+            model = add_lora(model, stage.lora, train_mixer=stage.rates.mixer is not None).to(device)
+        if gains_by_compiling(device):
+            compile_layers(model, objective, isinstance(stage, AlignStage))
+        optimizer = torch.optim.AdamW(optimizer_groups(model, rates, stage.weight_decay), fused=True)
+        return cls(stage, model, base, objective, optimizer, device, dtype)
+
+    @property
+    def trained(self) -> list[torch.nn.Parameter]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def batch(self, rows: int, tokens: int) -> dict[str, Tensor]:
+        ids_BT = torch.randint(3, self.model.config.vocab_size, (rows, tokens), device=self.device)
+        positions_BT = torch.arange(tokens, device=self.device).expand(rows, tokens)
+        return {"input_ids": ids_BT, "position_ids": positions_BT, "labels": ids_BT}
+
+    def backward(self, batch: dict[str, Tensor], parts: int = 1, dtype: torch.dtype | None = None) -> Tensor:
+        """One micro-batch of `parts`, as StageTrainer takes it; the loss of the step is the sum of theirs."""
+        with autocast(self.device, dtype or self.dtype):
+            loss = self.objective(self.model, batch)
+            auxiliary = take_auxiliary_loss(self.model) / parts
+        rows, tokens = batch["labels"].shape
+        loss = loss / (parts * rows * (tokens - 1) if self.objective.summed else parts) + auxiliary
+        loss.backward()
+        return loss.detach()
+
+    def step(self, batches: list[dict[str, Tensor]]) -> Tensor:
+        loss = torch.stack([self.backward(batch, len(batches)) for batch in batches]).sum()
+        torch.nn.utils.clip_grad_norm_(self.trained, self.stage.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def check(self) -> dict[str, float]:
+        """Relative errors of the loss and the gradients, with twice those of the torch ops in this dtype as what is
+        allowed, and four roundings, should these be right by luck. Raises ValueError for more."""
+        batch, path = self.batch(*CHECKED), in_use()
+
+        def found(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+            loss = self.backward(batch, dtype=dtype)
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.trained]
+            self.optimizer.zero_grad()
+            return loss, torch.cat([grad.flatten() for grad in grads])
+
+        use("torch")
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                plain = found(self.dtype)
+                with nullcontext() if self.base is None else in_float32(self.base):
+                    exact = found(torch.float32)
+        finally:
+            use(path)
+        told = {}
+        for what, ours, theirs, right in zip(("loss", "gradient"), found(self.dtype), plain, exact):
+            err, allowed = error(ours, right), 2 * error(theirs, right) + 4 * torch.finfo(self.dtype).eps
+            if not err <= allowed:
+                raise ValueError(f"its {what} errs by {err:.1e}, allowed {allowed:.1e}, so it is not timed")
+            told |= {f"{what}_error": err, f"{what}_allowed": allowed}
+        return told
+
+    def measure(self, seconds: float) -> dict[str, Any]:
+        """Times of steps after two that are not counted; the first one may compile."""
+        stage, cuda = self.stage, self.device.type == "cuda"
+        batches = [self.batch(stage.batch_size, stage.seq_len) for _ in range(stage.grad_accumulation)]
+
+        def timed() -> float:
+            _wait(self.device)
+            started = time.perf_counter()
+            losses.append(self.step(batches))
+            _wait(self.device)
+            return 1e3 * (time.perf_counter() - started)
+
+        losses: list[Tensor] = []
+        first_ms, _ = timed(), timed()
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        times, end = [], time.perf_counter() + seconds
+        while len(times) < LEAST_STEPS or time.perf_counter() < end:
+            times.append(timed())
+        if not all(torch.isfinite(torch.stack(losses)).tolist()):
+            raise ValueError("its loss is not finite, so no time is given")
+        step_ms = quartiles(times)
+        busy = gpu_milliseconds([lambda: self.step(batches)] * 2) / step_ms["median"] if cuda else None
+        return {
+            "first_step_s": first_ms / 1e3,
+            "step_ms": step_ms,
+            "tokens_per_s": 1e3 * stage.step_tokens / step_ms["median"],
+            "busy": busy,
+            "peak_bytes": torch.cuda.max_memory_allocated(self.device) if cuda else None,
+            "loss": float(losses[-1]),
+        }
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for every stage and length; printed and written as soon as it is known."""
+    device = pick_device(a.device)
+    dtype = compute_dtype(device, a.precision)
+    about = machine(device.type) | {"kernels": in_use(), "dtype": str(dtype).removeprefix("torch.")}
+    shape = {name: value for name, value in vars(a).items() if name != "json"}
+    rows: list[dict[str, Any]] = []
+
+    def add(row: dict[str, Any]) -> None:
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        if a.json:
+            a.json.write_text(json.dumps({"machine": about, "shape": shape, "rows": rows}, indent=1) + "\n")
+
+    for name in a.stages:
+        torch.manual_seed(0)
+        stages = [make_stage(name, a.tokens_a_step, length, a.accumulate) for length in a.lengths]
+        training, checked = Training.of(name, stages[0], a, device, dtype), {}
+        for stage in stages:
+            row: dict[str, Any] = {"stage": name, "tokens_a_row": stage.seq_len, "rows": stage.batch_size}
+            training.stage = stage
+            if a.static:
+                torch.compiler.reset()
+            try:
+                checked = checked or training.check()
+                row |= training.measure(a.seconds) | {"check": checked}
+            except torch.OutOfMemoryError:
+                row["missing"] = "out of memory"
+            except Exception as problem:  # whatever a compiler makes of it: the others' numbers stand
+                row["wrong"] = f"{type(problem).__name__}: {str(problem).splitlines()[0]}"
+            training.optimizer.zero_grad()
+            add(row)
+            _free(device)
+        del training
+        torch.compiler.reset()  # what is compiled for these modules goes with them
+        _free(device)
+    return rows
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def show(rows: list[dict[str, Any]], title: str) -> None:
+    """The rows as a table; a finetune's speed also beside its base's at the same length."""
+    base = {row["tokens_a_row"]: row for row in rows if row["stage"] == BASE and "step_ms" in row}
+    right = ("tokens a row", "step", "tokens/s", "x base", "busy", "peak", "first step")
+    table = Table("stage", *right, title=title)
+    for row in rows:
+        cells = ["see below"]
+        if "step_ms" in row:
+            peer = base.get(row["tokens_a_row"]) if row["stage"] == "finetune" else None
+            cells = [
+                f"{row['step_ms']['median']:.1f} ms",
+                f"{row['tokens_per_s']:,.0f}",
+                f"{row['tokens_per_s'] / peer['tokens_per_s']:.2f}" if peer else "",
+                f"{row['busy']:.0%}" if row["busy"] else "",
+                f"{row['peak_bytes'] / 1e9:.1f} GB" if row["peak_bytes"] else "",
+                f"{row['first_step_s']:.1f} s",
+            ]
+        table.add_row(row["stage"], f"{row['rows']} x {row['tokens_a_row']:,}", *cells)
+    console = Console(width=120, highlight=False)
+    console.print(table)
+    for row in rows:
+        if why := row.get("wrong") or row.get("missing"):
+            console.print(f"{row['stage']}, {row['tokens_a_row']:,} tokens a row: {why}", markup=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m", help="(smollm2-135m)")
+    parser.add_argument("--lengths", default="2048,4096,8192,16384", help="tokens a row (2048,4096,8192,16384)")
+    parser.add_argument("--tokens-a-step", type=int, default=32768, help="of an optimizer step (32768)")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step, where memory is short (1)")
+    parser.add_argument("--stages", default=",".join(STAGES), help="(%(default)s)")
+    parser.add_argument("--mixer", default="gla", help="in every layer (gla)")
+    parser.add_argument("--seconds", type=float, default=1, help="spent on each time (1)")
+    parser.add_argument("--static", action="store_true", help="compile every length by itself")
+    parser.add_argument("--precision", choices=["auto", "float32", "bfloat16"], default="auto")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (auto)")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    a = parser.parse_args()
+    a.lengths, a.stages = [int(length) for length in a.lengths.split(",")], a.stages.split(",")
+    if unknown := [name for name in a.stages if name not in STAGES]:
+        parser.error(f"--stages: {unknown[0]!r} is none of {', '.join(STAGES)}")
+    for length in a.lengths:
+        if a.tokens_a_step % (length * a.accumulate):
+            parser.error(f"--tokens-a-step: {a.tokens_a_step} is no multiple of {a.accumulate} x {length} tokens")
+    with torch._dynamo.config.patch(assume_static_by_default=a.static):
+        rows = measure(a)
+    show(rows, f"{a.shape}, {a.mixer} in every layer, {a.tokens_a_step:,} tokens a step")
+    sys.exit(any("wrong" in row for row in rows))
+
+
+if __name__ == "__main__":
+    main()
