@@ -114,7 +114,7 @@ def _features(
         u += shifted
         u *= (tl.exp(tau) / tl.maximum(tl.sqrt(tl.sum(u * u, 1)), 1e-12))[:, None]
         found = _dot(u, tl.trans(code))
-        tl.store(totals + row, total, mask=inside & (c == 0))
+        tl.store(totals + row, total, mask=b < tl.where(c == 0, B, 0))
     tl.store(logits + row[:, None] * F + f[None, :], found, mask=inside[:, None] & (f < F)[None, :])
     found = tl.where((f < F)[None, :], found, float("-inf"))
     top = tl.max(found, 1)
@@ -147,6 +147,12 @@ def _slots(ring_k, ring_v, p, column, P: tl.constexpr, G: tl.constexpr, D: tl.co
 
 
 @triton.jit
+def _seen(rank, p, slot, P: tl.constexpr):
+    """Whether there is a token in slots p, where that of `slot` is the oldest."""
+    return tl.load(rank + tl.where(p < slot, p - slot + P, p - slot), mask=p < P, other=-1) >= 0
+
+
+@triton.jit
 def _window(
     b, g, taken, q, k, v, q_step, k_step, v_step, cos, sin, cos_step, ring_k, ring_v, rank, sink_k, sink_v, visible,
     o, lse, scale,
@@ -157,16 +163,7 @@ def _window(
     n = tl.arange(0, N)
     column = tl.arange(0, CD)[None, :]
     head = g * R + n
-    # all that needs no address from memory is asked for before anything is waited for
-    taken = tl.load(taken)
-    ring_k += (b * P * G + g) * D
-    ring_v += (b * P * G + g) * D
-    next_keys, next_values = _slots(ring_k, ring_v, tl.arange(0, K), column, P, G, D)
-    if sink_k is not None:
-        sink_k += (b * M * G + g) * D
-        sink_v += (b * M * G + g) * D
-        visible += b * M
-        next_sink_keys, next_sink_values = _slots(sink_k, sink_v, tl.arange(0, SINKS), column, M, G, D)
+    slot = tl.load(taken).to(tl.int32) % P
     if C > 0:
         cos += b * cos_step
         sin += b * cos_step
@@ -175,25 +172,35 @@ def _window(
     new_v = tl.load(v + b * v_step + g * D + column, mask=column < D, other=0.0)
     rank += b * (P + 1)
     is_token = tl.load(rank + P) >= 0
-    slot = taken.to(tl.int32) % P
+    ring_k += (b * P * G + g) * D
+    ring_v += (b * P * G + g) * D
+    # the first tiles last, since the compiler has them wait at once: then all that is asked for is under way
+    next_seen = _seen(rank, tl.arange(0, K), slot, P)
+    if sink_k is not None:
+        sink_k += (b * M * G + g) * D
+        sink_v += (b * M * G + g) * D
+        visible += b * M
+        next_shown = tl.load(visible + tl.arange(0, SINKS), mask=tl.arange(0, SINKS) < M, other=0) != 0
+        next_sink_keys, next_sink_values = _slots(sink_k, sink_v, tl.arange(0, SINKS), column, M, G, D)
+    next_keys, next_values = _slots(ring_k, ring_v, tl.arange(0, K), column, P, G, D)
     top = tl.full([N], float("-inf"), tl.float32)
     mass = tl.zeros([N], tl.float32)
     mean = tl.zeros([N, CD], tl.float32)
     for start in range(0, P, K):
-        p = start + tl.arange(0, K)
-        seen = tl.load(rank + tl.where(p < slot, p - slot + P, p - slot), mask=p < P, other=-1) >= 0
-        keys, values = next_keys, next_values
+        p = start + K + tl.arange(0, K)
+        keys, values, seen = next_keys, next_values, next_seen
         if K < P:
-            next_keys, next_values = _slots(ring_k, ring_v, p + K, column, P, G, D)
+            next_seen = _seen(rank, p, slot, P)
+            next_keys, next_values = _slots(ring_k, ring_v, p, column, P, G, D)
         mean, top, mass = _add(queries, keys, values, seen, scale, mean, top, mass)
     if sink_k is not None:
         for start in range(0, M, SINKS):
-            m = start + tl.arange(0, SINKS)
-            seen = tl.load(visible + m, mask=m < M, other=0) != 0
-            keys, values = next_sink_keys, next_sink_values
+            m = start + SINKS + tl.arange(0, SINKS)
+            keys, values, shown = next_sink_keys, next_sink_values, next_shown
             if SINKS < M:
-                next_sink_keys, next_sink_values = _slots(sink_k, sink_v, m + SINKS, column, M, G, D)
-            mean, top, mass = _add(queries, keys, values, seen, scale, mean, top, mass)
+                next_shown = tl.load(visible + m, mask=m < M, other=0) != 0
+                next_sink_keys, next_sink_values = _slots(sink_k, sink_v, m, column, M, G, D)
+            mean, top, mass = _add(queries, keys, values, shown, scale, mean, top, mass)
     own = tl.sum(queries.to(tl.float32) * new_k.to(tl.float32), 1) * scale
     own = tl.where(is_token, own, float("-inf"))
     higher = tl.maximum(top, own)
@@ -260,9 +267,10 @@ def read_kernel(
 
 @triton.jit
 def _of_state(state, f, column, masses_too, D: tl.constexpr, F: tl.constexpr, V: tl.constexpr):
-    """Rows f of the state, [1,BF,BV], and of the normaliser's column behind it."""
-    block = (f < F)[None, :, None] & (column < D)[None, None, :]
-    rows = tl.load(state + (f * V)[None, :, None] + column[None, None, :], mask=block, other=0.0)
+    """Rows f of the state, and of the normaliser's column behind it."""
+    f_in_tile = f[None, None, :, None]
+    block = (f_in_tile < F) & (column < D)
+    rows = tl.load(state + f_in_tile * V + column, mask=block, other=0.0)
     masses = tl.zeros([f.shape[0]], tl.float32)
     if V > D:
         masses = tl.load(state + f * V + D, mask=f < tl.where(masses_too, F, 0), other=0.0)
@@ -278,14 +286,13 @@ def _of_features(logits, f, n, g, G: tl.constexpr, R: tl.constexpr, F: tl.conste
 
 
 @triton.jit
-def _softmax(tops, sums, at, inside):
-    """Of rows of pieces, those that are inside: the largest logit, what makes of a piece's sum its part of the whole
-    one, and the whole one."""
-    top_of = tl.load(tops + at, mask=inside, other=float("-inf"))
+def _softmax(top_of, sum_of):
+    """Of rows of pieces, by their largest logits and sums: the largest logit, what makes of a piece's sum its part of
+    the whole one, and the whole one."""
     top = tl.max(top_of, 1)
     top = tl.where(top == float("-inf"), 0.0, top)  # of no row
     weight = tl.exp(top_of - top[:, None])
-    total = tl.sum(weight * tl.load(sums + at, mask=inside, other=0.0), 1)
+    total = tl.sum(weight * sum_of, 1)
     return top, weight, tl.where(total == 0.0, 1.0, total)
 
 
@@ -295,7 +302,8 @@ def write_kernel(
     bias, power, log_share, logits, totals, tops, sums, masses, window, lse, o, tau, root,
     GATE: tl.constexpr, SHARED: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
     F: tl.constexpr, FG: tl.constexpr, V: tl.constexpr, P: tl.constexpr, M: tl.constexpr, S: tl.constexpr,
-    CD: tl.constexpr, CS: tl.constexpr, N: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, OVERLAP: tl.constexpr,
+    CD: tl.constexpr, CS: tl.constexpr, N: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -306,9 +314,11 @@ def write_kernel(
     inside = column < D
     n = tl.arange(0, N)
     d = tl.arange(0, CD)
+    # a tile of the state is [1,BV/BC,BF,BC]: the lanes of a warp go along a row, and a thread has several columns of it
+    in_tile = tl.program_id(1) * BV + tl.arange(0, BV // BC)[None, :, None, None] * BC + tl.arange(0, BC)
     # everything is asked for before anything is waited for, and first of all what the other kernel has no part in
     state += bg * (F * V)  # offsets within it take 32 bits
-    next_rows, next_masses = _of_state(state, tl.arange(0, BF), column, is_first, D, F, V)
+    next_rows, next_masses = _of_state(state, tl.arange(0, BF), in_tile, is_first, D, F, V)
     new_rank = tl.load(rank + b * (P + 1) + P)
     new_v = tl.load(v + b * v_step + g * D + column, mask=inside, other=0.0)
     if C > 0:
@@ -320,10 +330,10 @@ def write_kernel(
     if pending is not None:
         new_key = tl.load(key + d, mask=d < D, other=0.0)
         written = tl.load(rank + b * (P + 1)) >= M
-        value = tl.load(ring_v + at_slot + column, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(ring_v + at_slot + in_tile, mask=in_tile < D, other=0.0).to(tl.float32)
     else:
         written = new_rank >= 0
-        value = new_v.to(tl.float32)
+        value = tl.load(v + b * v_step + g * D + in_tile, mask=in_tile < D, other=0.0).to(tl.float32)
     if GATE == "head":
         head_bias = tl.load(bias + g)
     if SHARED:
@@ -342,6 +352,10 @@ def write_kernel(
     s = tl.arange(0, CS)[None, :]
     pieces = heads[:, None] * S + s
     is_piece = (n < R)[:, None] & (s < S)
+    q_top_of = tl.load(tops + pieces, mask=is_piece, other=float("-inf"))
+    k_top_of = tl.load(tops + key_head * S + s, mask=s < S, other=float("-inf"))
+    q_sum_of = tl.load(sums + pieces, mask=is_piece, other=0.0)
+    k_sum_of = tl.load(sums + key_head * S + s, mask=s < S, other=0.0)
     if SHARED:
         mass_of = tl.load(masses + pieces, mask=is_piece, other=0.0)
         window_lse = tl.load(lse + row, mask=n < R, other=0.0)
@@ -349,8 +363,8 @@ def write_kernel(
     if GATE == "head":
         gate = head_bias + tl.load(totals + key_head) / D
         head_decay = tl.where(written, tl.exp(_log_sigmoid(gate) / tau), 1.0)
-    q_top, q_weight, q_sum = _softmax(tops, sums, pieces, is_piece)
-    k_top, _, k_sum = _softmax(tops, sums, key_head * S + s, s < S)
+    q_top, q_weight, q_sum = _softmax(q_top_of, q_sum_of)
+    k_top, _, k_sum = _softmax(k_top_of, k_sum_of)
     if SHARED:
         mass = tl.maximum(tl.sum(mass_of * q_weight, 1) / q_sum, LEAST_MASS)
         log_mass = tl.log(mass)
@@ -361,7 +375,7 @@ def write_kernel(
         f = start + tl.arange(0, BF)
         old, old_masses, k_logits, q_logits = next_rows, next_masses, next_key, next_queries
         if BF < F:
-            next_rows, next_masses = _of_state(state, f + BF, column, is_first, D, F, V)
+            next_rows, next_masses = _of_state(state, f + BF, in_tile, is_first, D, F, V)
             next_key, next_queries = _of_features(logits, f + BF, n, g, G, R, F)
         feature = tl.where(written, tl.exp(k_logits - k_top) / k_sum, 0.0)
         if GATE is None:
@@ -374,20 +388,21 @@ def write_kernel(
             else:
                 gate = tl.load(bias + g * FG + f % FG, mask=f < F, other=0.0)
             decay = tl.where(written, tl.exp(_log_sigmoid(gate) / tau), 1.0)
-        new = old * decay[None, :, None] + feature[None, :, None] * value[None, None, :]
-        at = state + (f * V)[None, :, None] + column[None, None, :]
+        new = old * decay[None, None, :, None] + feature[None, None, :, None] * value
+        f_in_tile = f[None, None, :, None]
+        at = state + f_in_tile * V + in_tile
         if F % BF == 0 and D % BV == 0:
             tl.store(at, new)  # a mask would make a branch of every number
         else:
-            tl.store(at, new, mask=(f < F)[None, :, None] & inside[None, None, :])
+            tl.store(at, new, mask=(f_in_tile < F) & (in_tile < D))
         if SHARED:
             tl.store(state + f * V + D, old_masses * decay + feature, mask=f < tl.where(is_first, F, 0))
         asked = tl.exp(q_logits - q_top[:, None]) / q_sum[:, None]
         asked_of = old if pending is not None else new
         if N < 16:
-            read += tl.sum(asked[:, :, None] * asked_of, 1)
+            read += tl.reshape(tl.sum(asked[:, None, :, None] * asked_of, 2), [N, BV])
         else:
-            read += _dot(asked, tl.reshape(asked_of, [BF, BV]))
+            read += _dot(asked, tl.reshape(tl.permute(asked_of, (0, 2, 1, 3)), [BF, BV]))
     if SHARED:
         share = (1.0 / (1.0 + tl.exp(-weight)))[:, None]
         mixed = seen + share * (read / mass[:, None] - seen)
@@ -441,7 +456,7 @@ def step(token: Token, kept: Kept, rules: Rules) -> Tensor:
             None if gate is None else gate.bias_GF, *((None, None) if share is None else (share.power_H, share.log_H)),
             logits, totals, tops, sums, masses, window, lse, o, 1.0 if gate is None else gate.normalizer, D**-0.5,
             **sizes, GATE=None if gate is None else gate.of, SHARED=share is not None, FG=FG,
-            CS=triton.next_power_of_2(S), N=triton.next_power_of_2(R), BF=BF, BV=BV, num_warps=CONFIG.write_warps,
+            CS=triton.next_power_of_2(S), N=triton.next_power_of_2(R), BF=BF, BV=BV, BC=min(BV, 32), num_warps=CONFIG.write_warps,
             maxnreg=CONFIG.registers, launch_pdl=overlap,
         )  # fmt: skip
     return o
