@@ -36,6 +36,7 @@ class Config(NamedTuple):
 
     codes: int = 64
     channels: int = 32
+    ahead: int = 1  # fetched into the L2 cache before the kernel before has ended: 0 nothing, 1 all but the state, 2 all
     read_warps: int = 4  # twice as many for heads of more than 256 bytes
     columns: int = 128
     programs: int = 128
@@ -75,6 +76,15 @@ def _rotated(x, d, inside, cos, sin, D: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def _log_sigmoid(x):
     return tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def _ahead(x, i, count):
+    """Has numbers i, of `count`, of what stands at x come as near as the L2 cache: a hint, which waits for nothing and
+    may come too early."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // $0", "=r,l", [x + tl.minimum(i, count - 1)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -224,16 +234,35 @@ def read_kernel(
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, E: tl.constexpr, F: tl.constexpr,
     V: tl.constexpr, P: tl.constexpr, M: tl.constexpr, S: tl.constexpr, CD: tl.constexpr, CE: tl.constexpr,
     BD: tl.constexpr, BF: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PP: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()  # first of all: what the next kernel fetches early is then there, too
-        tl.extra.cuda.gdc_launch_dependents()
     tiles = tl.cdiv(B, ROWS)
     i = tl.program_id(0)
     c = i % S
     n = i // S // tiles
     b = i // S % tiles * ROWS + tl.arange(0, ROWS)
+    if OVERLAP:
+        if AHEAD > 0:
+            if n >= G * R + G:
+                bg = (i - (G * R + G) * tiles * S).to(tl.int64)
+                at = tl.arange(0, PP)[:, None] * (G * D) + tl.arange(0, CD // 16)[None, :] * 16
+                first = (bg // G * P * G + bg % G) * D
+                last = (P - 1) * G * D + D
+                _ahead(ring_k + first, at, last)
+                _ahead(ring_v + first, at, last)
+                if AHEAD > 1:
+                    for line in range(0, F * V, 32 * 1024):
+                        _ahead(state + bg * (F * V), line + tl.arange(0, 1024) * 32, F * V)
+            elif codes is not None:
+                lines = tl.arange(0, CD * CE // 32) * 32
+                g = tl.where(n < G * R, n // R, n - G * R)
+                _ahead(codes + (g * F + c * BF) * E, tl.arange(0, BF * CE // 32) * 32, tl.minimum(BF, F - c * BF) * E)
+                if n < G * R:
+                    _ahead(q_turn + n * D * E, lines, D * E)
+                else:
+                    _ahead(k_turn + g * D * E, lines, D * E)
+        tl.extra.cuda.gdc_wait()  # before anything is read, by this kernel or by the next one, which fetches early
+        tl.extra.cuda.gdc_launch_dependents()
     if n < G * R:
         x = q + b.to(tl.int64) * q_step + n * D
         if codes is not None:
@@ -449,7 +478,8 @@ def step(token: Token, kept: Kept, rules: Rules) -> Tensor:
             *kept, *(codes or (None,) * 7), None if share is None else share.query_HD,
             logits, totals, tops, sums, masses, window, lse, token.scale, B,
             **sizes, E=E, CE=_held(E), BD=min(CONFIG.channels, CD), BF=piece, N=_held(R), K=16 if wide else 64,
-            SINKS=16, ROWS=ROWS, num_warps=CONFIG.read_warps * (2 if wide else 1), launch_pdl=overlap,
+            SINKS=16, ROWS=ROWS, PP=triton.next_power_of_2(P), AHEAD=CONFIG.ahead,
+            num_warps=CONFIG.read_warps * (2 if wide else 1), launch_pdl=overlap,
         )  # fmt: skip
         write_kernel[(B * G, triton.cdiv(D, BV))](
             k, v, k.stride(0), v.stride(0), cos, sin, cos_step, token.rank_BS, *kept,
