@@ -297,7 +297,7 @@ def read_kernel(
 @triton.jit
 def _of_state(state, f, column, masses_too, D: tl.constexpr, F: tl.constexpr, V: tl.constexpr):
     """Rows f of the state, and of the normaliser's column behind it."""
-    f_in_tile = f[None, None, :, None]
+    f_in_tile = f[None, :, None, None]
     block = (f_in_tile < F) & (column < D)
     rows = tl.load(state + f_in_tile * V + column, mask=block, other=0.0)
     masses = tl.zeros([f.shape[0]], tl.float32)
@@ -343,8 +343,8 @@ def write_kernel(
     inside = column < D
     n = tl.arange(0, N)
     d = tl.arange(0, CD)
-    # a tile of the state is [1,BV/BC,BF,BC]: the lanes of a warp go along a row, and a thread has several columns of it
-    in_tile = tl.program_id(1) * BV + tl.arange(0, BV // BC)[None, :, None, None] * BC + tl.arange(0, BC)
+    # a tile of the state is [1,BF,BV/BC,BC]: a thread then has several columns of the same rows
+    in_tile = tl.program_id(1) * BV + tl.arange(0, BV // BC)[None, None, :, None] * BC + tl.arange(0, BC)
     # everything is asked for before anything is waited for, and first of all what the other kernel has no part in
     state += bg * (F * V)  # offsets within it take 32 bits
     next_rows, next_masses = _of_state(state, tl.arange(0, BF), in_tile, is_first, D, F, V)
@@ -417,8 +417,8 @@ def write_kernel(
             else:
                 gate = tl.load(bias + g * FG + f % FG, mask=f < F, other=0.0)
             decay = tl.where(written, tl.exp(_log_sigmoid(gate) / tau), 1.0)
-        new = old * decay[None, None, :, None] + feature[None, None, :, None] * value
-        f_in_tile = f[None, None, :, None]
+        new = old * decay[None, :, None, None] + feature[None, :, None, None] * value
+        f_in_tile = f[None, :, None, None]
         at = state + f_in_tile * V + in_tile
         if F % BF == 0 and D % BV == 0:
             tl.store(at, new)  # a mask would make a branch of every number
@@ -429,9 +429,9 @@ def write_kernel(
         asked = tl.exp(q_logits - q_top[:, None]) / q_sum[:, None]
         asked_of = old if pending is not None else new
         if N < 16:
-            read += tl.reshape(tl.sum(asked[:, None, :, None] * asked_of, 2), [N, BV])
+            read += tl.reshape(tl.sum(asked[:, :, None, None] * asked_of, 1), [N, BV])
         else:
-            read += _dot(asked, tl.reshape(tl.permute(asked_of, (0, 2, 1, 3)), [BF, BV]))
+            read += _dot(asked, tl.reshape(asked_of, [BF, BV]))
     if SHARED:
         share = (1.0 / (1.0 + tl.exp(-weight)))[:, None]
         mixed = seen + share * (read / mass[:, None] - seen)
