@@ -27,6 +27,8 @@ from gated_kernels.step import chunk
 from gated_kernels.step.chunk import Kept, Rules, Token
 
 ROWS = 16  # the fewest that a product takes
+# Of a tile's axes but the last, Triton 3.6 gives the first one to a program's warps and 3.9 the last one.
+ROWS_AXIS = tl.constexpr(1 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) else 2)
 LEAST_MASS, EMPTY = tl.constexpr(chunk.LEAST_MASS), tl.constexpr(chunk.EMPTY)
 
 
@@ -163,11 +165,20 @@ def _seen(rank, p, slot, P: tl.constexpr):
 
 
 @triton.jit
+def _sinks(sink_k, sink_v, visible, m, column, M: tl.constexpr, G: tl.constexpr, D: tl.constexpr):
+    """The keys and values of sinks m, and whether they are seen."""
+    shown = tl.load(visible + m, mask=m < M, other=0) != 0
+    keys, values = _slots(sink_k, sink_v, m, column, M, G, D)
+    return keys, values, shown
+
+
+@triton.jit
 def _window(
     b, g, taken, q, k, v, q_step, k_step, v_step, cos, sin, cos_step, ring_k, ring_v, rank, sink_k, sink_v, visible,
     o, lse, scale,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, M: tl.constexpr,
     CD: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """What the R queries of a row's key-value head see: the ring by its slots, the sinks, their own key."""
     n = tl.arange(0, N)
@@ -190,8 +201,8 @@ def _window(
         sink_k += (b * M * G + g) * D
         sink_v += (b * M * G + g) * D
         visible += b * M
-        next_shown = tl.load(visible + tl.arange(0, SINKS), mask=tl.arange(0, SINKS) < M, other=0) != 0
-        next_sink_keys, next_sink_values = _slots(sink_k, sink_v, tl.arange(0, SINKS), column, M, G, D)
+        if EARLY:
+            sinks, values_of_sinks, shown = _sinks(sink_k, sink_v, visible, tl.arange(0, SINKS), column, M, G, D)
     next_keys, next_values = _slots(ring_k, ring_v, tl.arange(0, K), column, P, G, D)
     top = tl.full([N], float("-inf"), tl.float32)
     mass = tl.zeros([N], tl.float32)
@@ -204,13 +215,11 @@ def _window(
             next_keys, next_values = _slots(ring_k, ring_v, p, column, P, G, D)
         mean, top, mass = _add(queries, keys, values, seen, scale, mean, top, mass)
     if sink_k is not None:
-        for start in range(0, M, SINKS):
-            m = start + SINKS + tl.arange(0, SINKS)
-            keys, values, shown = next_sink_keys, next_sink_values, next_shown
-            if SINKS < M:
-                next_shown = tl.load(visible + m, mask=m < M, other=0) != 0
-                next_sink_keys, next_sink_values = _slots(sink_k, sink_v, m, column, M, G, D)
-            mean, top, mass = _add(queries, keys, values, shown, scale, mean, top, mass)
+        for start in tl.static_range(0, M, SINKS):
+            if start > 0 or not EARLY:
+                m = start + tl.arange(0, SINKS)
+                sinks, values_of_sinks, shown = _sinks(sink_k, sink_v, visible, m, column, M, G, D)
+            mean, top, mass = _add(queries, sinks, values_of_sinks, shown, scale, mean, top, mass)
     own = tl.sum(queries.to(tl.float32) * new_k.to(tl.float32), 1) * scale
     own = tl.where(is_token, own, float("-inf"))
     higher = tl.maximum(top, own)
@@ -290,14 +299,20 @@ def read_kernel(
         i -= (G * R + G) * tiles * S
         _window(
             (i // G).to(tl.int64), i % G, taken, q, k, v, q_step, k_step, v_step, cos, sin, cos_step,
-            ring_k, ring_v, rank, sink_k, sink_v, visible, o, lse, scale, G, R, D, C, P, M, CD, N, K, SINKS,
+            ring_k, ring_v, rank, sink_k, sink_v, visible, o, lse, scale, G, R, D, C, P, M, CD, N, K, SINKS, K == 64,
         )  # fmt: skip
+
+
+@triton.jit
+def _down(x):
+    """What belongs to rows of a tile, [N or 1,BF], as it stands in it."""
+    return x[:, :, None, None] if ROWS_AXIS == 1 else x[:, None, :, None]
 
 
 @triton.jit
 def _of_state(state, f, column, masses_too, D: tl.constexpr, F: tl.constexpr, V: tl.constexpr):
     """Rows f of the state, and of the normaliser's column behind it."""
-    f_in_tile = f[None, :, None, None]
+    f_in_tile = _down(f[None, :])
     block = (f_in_tile < F) & (column < D)
     rows = tl.load(state + f_in_tile * V + column, mask=block, other=0.0)
     masses = tl.zeros([f.shape[0]], tl.float32)
@@ -343,8 +358,10 @@ def write_kernel(
     inside = column < D
     n = tl.arange(0, N)
     d = tl.arange(0, CD)
-    # a tile of the state is [1,BF,BV/BC,BC]: a thread then has several columns of the same rows
-    in_tile = tl.program_id(1) * BV + tl.arange(0, BV // BC)[None, None, :, None] * BC + tl.arange(0, BC)
+    # a tile of the state is [1,BF,BV/BC,BC], or [1,BV/BC,BF,BC]: then a thread has several columns of the same rows
+    group = tl.arange(0, BV // BC)
+    group = group[None, None, :, None] if ROWS_AXIS == 1 else group[None, :, None, None]
+    in_tile = tl.program_id(1) * BV + group * BC + tl.arange(0, BC)
     # everything is asked for before anything is waited for, and first of all what the other kernel has no part in
     state += bg * (F * V)  # offsets within it take 32 bits
     next_rows, next_masses = _of_state(state, tl.arange(0, BF), in_tile, is_first, D, F, V)
@@ -417,8 +434,8 @@ def write_kernel(
             else:
                 gate = tl.load(bias + g * FG + f % FG, mask=f < F, other=0.0)
             decay = tl.where(written, tl.exp(_log_sigmoid(gate) / tau), 1.0)
-        new = old * decay[None, :, None, None] + feature[None, :, None, None] * value
-        f_in_tile = f[None, :, None, None]
+        new = old * _down(decay[None, :]) + _down(feature[None, :]) * value
+        f_in_tile = _down(f[None, :])
         at = state + f_in_tile * V + in_tile
         if F % BF == 0 and D % BV == 0:
             tl.store(at, new)  # a mask would make a branch of every number
@@ -429,8 +446,10 @@ def write_kernel(
         asked = tl.exp(q_logits - q_top[:, None]) / q_sum[:, None]
         asked_of = old if pending is not None else new
         if N < 16:
-            read += tl.reshape(tl.sum(asked[:, :, None, None] * asked_of, 1), [N, BV])
+            read += tl.reshape(tl.sum(_down(asked) * asked_of, ROWS_AXIS), [N, BV])
         else:
+            if ROWS_AXIS == 2:
+                asked_of = tl.permute(asked_of, (0, 2, 1, 3))
             read += _dot(asked, tl.reshape(asked_of, [BF, BV]))
     if SHARED:
         share = (1.0 / (1.0 + tl.exp(-weight)))[:, None]
