@@ -1,15 +1,21 @@
 """A linearized layer's step of one token in two Triton kernels, which take nothing from the host and can be captured.
 
-`read_kernel` writes nothing that the layer keeps, and its programs are of two kinds: one takes the features of a head
-for 16 rows, which meet the codebook's matrices together, and one the window of a row and key-value head. `write_kernel`
-goes through the state once, a program for some of its columns: it reads them with all query heads, mixes that with what
-the window gave, and writes the columns and the ring's slot. Only the first kernel reads the normaliser's column, which
-every column's program would need, and only the second one writes it. The second one begins while the first still
-runs, where a GPU can do that, and fetches the state meanwhile. Sums are in fp32, as are features and the state;
-products of fp32 are three TF32 ones.
+A step moves few bytes, so its time is that of what waits for what. `read_kernel` has programs of two kinds, which need
+nothing of each other: a piece of the features of a head, for 16 rows, which meet the codebook's matrices together; and
+the window of a row and key-value head. Pieces are not normalised: their reader puts largest logits and sums together,
+so that a large codebook is spread over the GPU. `write_kernel` goes through the state once: a program fetches a tile of
+a row's state, in which it is alone, waits for the first kernel only then, writes the decayed state and reads it with
+all query heads, and mixes that with the window. A few query heads are a multiplication and a sum over the tile's rows,
+with neither a product's padding to 16 nor its way through shared memory; warps take rows, so that a thread uses a
+feature for several columns. Only the first kernel reads the normaliser's column, which every column's program would
+need, and only the second one writes it. Where a GPU can, each kernel is launched while the one before it runs, has what
+does not depend on that one brought near, and waits for it before it reads anything else: the first kernel waits, and
+only then lets the second begin, so that nothing that came before the first is open when the second fetches the state.
+Sums are in fp32, as are features and the state; products of fp32 are three TF32 ones.
 
-Shapes: see chunk.py; R = H / G. In a kernel: N rows of a product, K block of keys, BF and BV block of the state, and
-the powers of two that hold them: CD channels, CE of a code.
+Shapes: see chunk.py; R = H / G, S pieces of features. In a kernel: N rows of a product, K block of keys, BD and BF
+block of channels and features, BV columns of a tile of the state, by BC, and the powers of two that hold them: CD
+channels, CE of a code, CS pieces, PP slots of the ring.
 """
 
 from __future__ import annotations
@@ -33,19 +39,20 @@ LEAST_MASS, EMPTY = tl.constexpr(chunk.LEAST_MASS), tl.constexpr(chunk.EMPTY)
 
 
 class Config(NamedTuple):
-    """What a program takes. For features: `codes` of a codebook, by way of `channels` at a time. Of the state: at most
-    `columns`, fewer until there are `programs`, and of them `whole` numbers at once, or else `part` at a time."""
+    """What a program takes. Of a codebook `codes`, by `channels` at a time. Of the state at most `columns`, fewer until
+    there are `programs`, and of them `whole` numbers at once or else `part` at a time: two of these are under way."""
 
     codes: int = 64
     channels: int = 32
-    ahead: int = 1  # fetched into the L2 cache before the kernel before has ended: 0 nothing, 1 all but the state, 2 all
+    ahead: int = 1  # brought near before the kernel before has ended: 0 nothing, 1 all but the state, 2 all
     read_warps: int = 4  # twice as many for heads of more than 256 bytes
+    read_registers: int | None = None  # of a thread, at most; None leaves it to the compiler
     columns: int = 128
     programs: int = 128
     whole: int = 16384
     part: int = 8192
     write_warps: int = 8
-    registers: int | None = None  # of a thread of the second kernel, at most
+    write_registers: int | None = None
 
 
 CONFIG = Config()
@@ -280,7 +287,8 @@ def read_kernel(
             q_log_tau += n
         _features(
             x, b, B, n, n // R, c, None if asked is None else asked + n * D, None if asked is None else state,
-            q_turn, q_shift, q_log_tau, codes, logits, totals, tops, sums, masses, G * R + G, G, D, E, F, V, S, CE, BD, BF,
+            q_turn, q_shift, q_log_tau, codes, logits, totals, tops, sums, masses,
+            G * R + G, G, D, E, F, V, S, CE, BD, BF,
         )  # fmt: skip
     elif n < G * R + G:
         g = n - G * R
@@ -498,15 +506,16 @@ def step(token: Token, kept: Kept, rules: Rules) -> Tensor:
             logits, totals, tops, sums, masses, window, lse, token.scale, B,
             **sizes, E=E, CE=_held(E), BD=min(CONFIG.channels, CD), BF=piece, N=_held(R), K=16 if wide else 64,
             SINKS=16, ROWS=ROWS, PP=triton.next_power_of_2(P), AHEAD=CONFIG.ahead,
-            num_warps=CONFIG.read_warps * (2 if wide else 1), launch_pdl=overlap,
+            num_warps=CONFIG.read_warps * (2 if wide else 1), maxnreg=CONFIG.read_registers,
+            launch_pdl=overlap,
         )  # fmt: skip
         write_kernel[(B * G, triton.cdiv(D, BV))](
             k, v, k.stride(0), v.stride(0), cos, sin, cos_step, token.rank_BS, *kept,
             None if gate is None else gate.bias_GF, *((None, None) if share is None else (share.power_H, share.log_H)),
             logits, totals, tops, sums, masses, window, lse, o, 1.0 if gate is None else gate.normalizer, D**-0.5,
             **sizes, GATE=None if gate is None else gate.of, SHARED=share is not None, FG=FG,
-            CS=triton.next_power_of_2(S), N=triton.next_power_of_2(R), BF=BF, BV=BV, BC=min(BV, 32), num_warps=CONFIG.write_warps,
-            maxnreg=CONFIG.registers, launch_pdl=overlap,
+            CS=triton.next_power_of_2(S), N=triton.next_power_of_2(R), BF=BF, BV=BV, BC=min(BV, 32),
+            num_warps=CONFIG.write_warps, maxnreg=CONFIG.write_registers, launch_pdl=overlap,
         )  # fmt: skip
     return o
 
