@@ -494,7 +494,7 @@ def step(token: Token, kept: Kept, rules: Rules) -> Tensor:
     o, E, FG = v.new_empty(B, H, D), 1 if codes is None else codes.codes_GFE.shape[2], 1
     if gate is not None and gate.bias_GF is not None:
         FG = gate.bias_GF.shape[1]
-    BF, BV = _block_of_state(F, D, B * G)
+    BF, BV = _block_of_state(F, D, R, B * G)
     wide = CD * v.element_size() > 256
     overlap = o.is_cuda and _overlaps(o.device)
     sizes = {"G": G, "R": R, "D": D, "F": F, "V": V, "P": P, "S": S, "CD": CD, "OVERLAP": overlap}
@@ -530,9 +530,10 @@ def _held(size: int) -> int:
     return max(ROWS, triton.next_power_of_2(size))
 
 
-def _block_of_state(F: int, D: int, heads: int) -> tuple[int, int]:
+def _block_of_state(F: int, D: int, R: int, heads: int) -> tuple[int, int]:
     """BF and BV: few enough columns for many programs, and all rows at once where registers hold them."""
     BV = min(CONFIG.columns, _held(D))
     while BV > 16 and heads * triton.cdiv(D, BV) < CONFIG.programs:
         BV //= 2
-    return _held(F) if _held(F) * BV <= CONFIG.whole else CONFIG.part // BV, BV
+    BF = _held(F) if _held(F) * BV <= CONFIG.whole else CONFIG.part // BV
+    return min(BF, 128 if R > 8 else BF), BV  # many query heads take a matrix product
