@@ -45,7 +45,7 @@ COMPILED = {  # registers and shared memory are the larger, the more channels an
     "128 channels, 256 features": Case(D=128, F=256, G=8, R=4, B=16, dtype=BF16),
     "64 channels, 128 features": Case(D=64, F=128, G=3, R=3, B=16, dtype=BF16),
     "64 channels, 256 features": Case(D=64, F=256, G=3, R=3, B=16, dtype=BF16),
-    "64 channels, 1024 features": Case(D=64, F=1024, G=3, R=3, B=16, dtype=BF16),
+    "64 channels, 2048 features": Case(D=64, F=2048, G=3, R=3, B=16, dtype=BF16),
     "128 channels, fp32": Case(D=128, F=128, G=8, R=4, B=16),
     "256 channels": Case(D=256, F=256, G=1, R=8, B=1, dtype=BF16),
     "liger-paper": Case("liger-paper", D=128, G=8, R=4, M=0, B=16, dtype=BF16),
