@@ -1,12 +1,14 @@
 """Checks every recurrence and every mixer on this machine's GPU: `python kernels/check_gpu.py`.
 
 Ops run on their own cases (odd sizes, states carried in, packing, grouped heads, strong gates), in fp32, in bf16 and
-in whatever else a case is in, by every path there is: the torch op, and what `use("triton")` puts before it. Outputs,
-states and all gradients are held to the plain loop in float64 on the CPU, within twice the error of the same loop in
-the case's dtype. A mixer runs as one linearized layer between its projections: a prompt, the steps of one token after
-it as generation takes them, and the gradient of its input, held to the same layer in float64 on the CPU, within twice
-the error of the layer in its dtype there; four times that where kernels compute in three TF32 products instead of one
-in fp32, between other steps that pass their errors on. What is wrong is said in one sentence, with exit code 1.
+in whatever else a case is in, by every path there is: the torch op, and the kernels that `use("triton")` and, where
+fla-core is installed, `use("triton+fla")` put before it. Outputs, states and all gradients are held to the plain loop
+in float64 on the CPU, within twice the error of the same loop in the case's dtype.
+
+A mixer runs as one linearized layer between its projections: a prompt, the steps of one token after it as generation
+takes them, and the gradient of its input, held to the same layer in float64 on the CPU, within twice the error of the
+layer in its dtype there; four times that where kernels compute in three TF32 products instead of one in fp32, between
+other steps that pass their errors on. What is wrong is said in one sentence, with exit code 1.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from unittest import mock
 import torch
 from bench import machine
 from bench_layer import Core
-from gated_kernels import OPS, TRITON, use
+from gated_kernels import FLA, OPS, TRITON, has_fla, use
 from gated_kernels.check import Inputs, Op, errors, run
 from gated_kernels.step import cases as steps
 from rich.console import Console
@@ -97,7 +99,9 @@ def done(job: Job, device: str) -> list[Result]:
 
 
 def paths(device: torch.device) -> tuple[str, ...]:
-    return ("torch", "triton") if device.type == "cuda" else ("torch",)
+    if device.type != "cuda":
+        return ("torch",)
+    return ("torch", "triton", "triton+fla") if has_fla() else ("torch", "triton")
 
 
 @contextmanager
@@ -115,7 +119,7 @@ def by(path: str) -> Iterator[set[str]]:
 
         return call
 
-    for op in TRITON:
+    for op in (*TRITON, *FLA):
         module = import_module(f"gated_kernels.{op}.chunk")
         if module.__dict__["fast"] is not None:
             module.__dict__["fast"] = watched(op, module.__dict__["fast"])
@@ -123,6 +127,11 @@ def by(path: str) -> Iterator[set[str]]:
         yield taken
     finally:
         use("torch")
+
+
+def adds(path: str, taken: set[str]) -> bool:
+    """Whether another path than those before it ran."""
+    return path == "torch" or any(kernel.startswith(path.rpartition("+")[2]) for kernel in taken)
 
 
 def judged(job: Job, path: str, taken: set[str], found: dict[str, tuple[float, float]]) -> Result:
@@ -170,7 +179,7 @@ def check_op(job: Job, device: torch.device) -> Iterator[Result]:
         except Exception as problem:
             yield raised(job, path, problem)
             continue
-        if path == "torch" or taken:
+        if adds(path, taken):
             # an op that runs by another's kernels hands them fp32
             own = any(kernel.endswith(f" {job.name}") for kernel in taken)
             products = rounding(dtypes if own else set()) if taken else None
@@ -272,7 +281,7 @@ def check_mixer(job: Job, device: torch.device) -> Iterator[Result]:
         except Exception as problem:
             yield raised(job, path, problem)
             continue
-        if path == "torch" or taken:
+        if adds(path, taken):
             single = bool(taken) and job.dtype == torch.float32
             found = errors(got, plain, exact, rounding({job.dtype}), 8 if single else 2)
             yield judged(job, path, taken, found)
