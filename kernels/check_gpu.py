@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,11 +92,22 @@ def jobs(names: Iterable[str]) -> Iterator[Job]:
             yield from (Job("mixer", name, "", dtype) for dtype in DTYPES)
 
 
-def done(job: Job, device: str) -> list[Result]:
+def done(job: Job, device: str, tuned: bool) -> list[Result]:
     """The results of a job, one a path. A path that takes nothing of it is left out."""
     torch.set_num_threads(1)
     check = check_mixer if job.kind == "mixer" else check_step if job.name == "step" else check_op
-    return list(check(job, torch.device(device)))
+    with nullcontext() if tuned or device == "cpu" or not has_fla() else untuned():
+        return list(check(job, torch.device(device)))
+
+
+@contextmanager
+def untuned() -> Iterator[None]:
+    """The first choice of every kernel that Triton would tune, which is fla-core's alone, and nothing kept of it."""
+    from triton.runtime.autotuner import Autotuner
+
+    os.environ["FLA_CACHE_RESULTS"] = "0"  # read when the package is imported
+    with mock.patch.object(Autotuner, "_bench", return_value=[0.0, 0.0, 0.0]):
+        yield
 
 
 def paths(device: torch.device) -> tuple[str, ...]:
@@ -319,14 +331,17 @@ def main() -> None:
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--processes", type=int, default=min(8, os.cpu_count() or 1), help="side by side (up to 8)")
+    parser.add_argument(
+        "--tuned", action="store_true", help="let fla-core tune its kernels to every size, which takes many minutes"
+    )
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     a = parser.parse_args()
     todo, started = list(jobs(a.only or every)), time.perf_counter()
     if a.processes > 1:
         with ProcessPoolExecutor(a.processes, multiprocessing.get_context("spawn")) as pool:
-            found = list(pool.map(done, todo, [a.device] * len(todo)))
+            found = list(pool.map(partial(done, device=a.device, tuned=a.tuned), todo))
     else:
-        found = [done(job, a.device) for job in todo]
+        found = [done(job, a.device, a.tuned) for job in todo]
     rows = summed([result for results in found for result in results])
     about = machine(a.device) | {"seconds": round(time.perf_counter() - started)}
     show(rows, ", ".join(f"{key} {value}" for key, value in about.items()))

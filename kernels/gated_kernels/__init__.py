@@ -26,7 +26,7 @@ OPS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
 }
 
 TRITON = ("diagonal", "step", "window")  # what has a triton.py; a step has nothing else (see step/chunk.py)
-FLA = ("delta",)  # what has a fla.py instead: kernels of flash-linear-attention
+FLA = ("delta",)  # what has a fla.py instead, for a kernel of flash-linear-attention
 
 
 def use(path: str) -> None:
@@ -42,10 +42,9 @@ def use(path: str) -> None:
         raise ValueError(f"the ops run by 'torch', by 'triton' or by 'triton+fla', not by {path!r}")
     if path == "triton+fla" and not has_fla():
         raise ImportError("the path 'triton+fla' needs fla-core 0.6: pip install 'liger-convert[fla]'")
-    taken = {"torch": {}, "triton": {"triton": TRITON}, "triton+fla": {"triton": TRITON, "fla": FLA}}[path]
     for op in (*TRITON, *FLA):
-        files = [file for file, ops in taken.items() if op in ops]
-        fast = getattr(import_module(f"gated_kernels.{op}.{files[0]}"), op) if files else None
+        file = "triton" if op in TRITON else "fla"
+        fast = getattr(import_module(f"gated_kernels.{op}.{file}"), op) if file in path.split("+") else None
         import_module(f"gated_kernels.{op}.chunk").__dict__["fast"] = fast
 
 

@@ -375,10 +375,6 @@ def by_documents(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def plain_comba(*tensors: Tensor, **options: Any) -> Any:
-    return theirs("comba/naive", "naive_chunk_comba")(*tensors, **options)
-
-
 def plain_low_rank(*tensors: Tensor, scale: float, **options: Any) -> Any:
     q, *others = heads_first(*tensors)
     recurrence = theirs("generalized_delta_rule/dplr/naive", "dplr_recurrence")
@@ -387,19 +383,18 @@ def plain_low_rank(*tensors: Tensor, scale: float, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("case", ADAPTED)
-def test_the_adapter_of_their_delta_kernels_gives_our_results_and_gradients(
+def test_the_adapter_of_their_delta_kernel_gives_our_results_and_gradients(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapter, "comba", lambda: by_documents(plain_comba))
-    monkeypatch.setattr(adapter, "low_rank", lambda: by_documents(plain_low_rank))
+    monkeypatch.setattr(adapter, "kernel", lambda: by_documents(plain_low_rank))
     x = delta_inputs(ADAPTED[case])
     del x["exclusive"]
-    exact, got = run(delta_reference, x, torch.float64), run(adapter.by_kernels, x)
+    exact, got = run(delta_reference, x, torch.float64), run(adapter.by_kernel, x)
     tolerance = T * torch.finfo(torch.float32).eps
     assert {name: e for name in exact if (e := error(got[name], exact[name])) > tolerance} == {}
 
 
-def test_what_their_delta_kernels_cannot_do_is_named() -> None:
+def test_what_their_delta_kernel_cannot_do_is_named() -> None:
     half, gate = torch.bfloat16, torch.full((1,), -5.0)
     assert adapter._problem({half}, 64, 64, gate) is None
     assert adapter._problem({half, torch.float32}, 64, 64, gate) == "torch.float32"
