@@ -57,7 +57,7 @@ def in_use() -> str:
 def has_fla() -> bool:
     """Whether the version of fla-core is installed that the adapters are written for; imports nothing of it."""
     try:
-        return version("fla-core").startswith("0.6.")
+        return version("fla-core").startswith("0.6.") and find_spec("einops") is not None
     except PackageNotFoundError:
         return False
 
