@@ -110,6 +110,13 @@ def fla_chunk_gated_delta_rule(
     return chunk_gated_delta_rule(q_BTHF, k, v, g, beta, scale=1.0, output_final_state=True)
 
 
+def fla_adapted(q_BTHF: Tensor, k_BTGF: Tensor, v_BTGV: Tensor, r_BTGF: Tensor, log_a: Tensor) -> tuple[Tensor, Tensor]:
+    """What `use("triton+fla")` runs."""
+    state = v_BTGV.new_zeros(len(v_BTGV), *k_BTGF.shape[2:], v_BTGV.shape[-1], dtype=torch.float32)
+    adapter = import_module("gated_kernels.delta.fla")
+    return adapter.by_kernel(q_BTHF, k_BTGF, v_BTGV, r_BTGF, log_a, None, state, None)
+
+
 def fla_chunk_gla(q_BTHF: Tensor, k_BTGF: Tensor, v_BTGV: Tensor, log_a: Tensor) -> tuple[Tensor, Tensor]:
     from fla.ops.gla import chunk_gla
 
@@ -126,7 +133,10 @@ INPUTS: dict[str, Callable[[argparse.Namespace, int, int], Inputs]] = {
     "window": window_inputs,
 }
 PEERS: dict[str, dict[str, Op]] = {
-    "delta": {"fla chunk_gated_delta_rule": fla_chunk_gated_delta_rule},
+    "delta": {
+        "fla chunk_dplr_delta_rule": fla_adapted,
+        "fla chunk_gated_delta_rule": fla_chunk_gated_delta_rule,
+    },
     "diagonal": {"fla chunk_gla": fla_chunk_gla},
     "momentum": {},
     "elementwise": {},

@@ -418,4 +418,4 @@ def describe_mixers(heads: int, kv_heads: int, head_size: int) -> dict[str, dict
 def _fast_paths(op: str) -> list[str]:
     spec = find_spec(f"gated_kernels.{op}")
     folder = [] if spec is None else spec.submodule_search_locations
-    return [module.name for module in pkgutil.iter_modules(folder) if module.name in ("chunk", "triton")]
+    return [module.name for module in pkgutil.iter_modules(folder) if module.name in ("chunk", "triton", "fla")]

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import torch
@@ -25,31 +26,48 @@ OPS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
 }
 
 TRITON = ("diagonal", "step", "window")  # what has a triton.py; a step has nothing else (see step/chunk.py)
+FLA = ("delta",)  # what has a fla.py instead, for a kernel of flash-linear-attention
 
 
 def use(path: str) -> None:
-    """Runs the ops that have Triton kernels by "triton" or by "torch" in the whole process.
+    """Runs the ops by "torch", or those with kernels by these in the whole process: "triton" are our own, "triton+fla"
+    also those of flash-linear-attention for what has none of ours.
 
-    The default is "triton" where there are Triton and an Nvidia GPU; the environment variable GATED_KERNELS says
-    otherwise at import. Tensors on a CPU always go to torch, and so does, with one warning that says why, what the
-    kernels cannot do. Raises ValueError for any other path, and ImportError when Triton is not installed.
+    The default is "triton" where there are Triton and an Nvidia GPU, or "triton+fla" where fla-core 0.6 is there, too;
+    the environment variable GATED_KERNELS says otherwise at import. Tensors on a CPU always go to torch, and so does,
+    with one warning that says why, what the kernels cannot do. Raises ValueError for any other path, and ImportError
+    when what it needs is not installed.
     """
-    if path not in ("torch", "triton"):
-        raise ValueError(f"the ops run by 'torch' or by 'triton', not by {path!r}")
-    for op in TRITON:
-        fast = getattr(import_module(f"gated_kernels.{op}.triton"), op) if path == "triton" else None
+    if path not in ("torch", "triton", "triton+fla"):
+        raise ValueError(f"the ops run by 'torch', by 'triton' or by 'triton+fla', not by {path!r}")
+    if path == "triton+fla" and not has_fla():
+        raise ImportError("the path 'triton+fla' needs fla-core 0.6: pip install 'liger-convert[fla]'")
+    for op in (*TRITON, *FLA):
+        file = "triton" if op in TRITON else "fla"
+        fast = getattr(import_module(f"gated_kernels.{op}.{file}"), op) if file in path.split("+") else None
         import_module(f"gated_kernels.{op}.chunk").__dict__["fast"] = fast
 
 
 def in_use() -> str:
-    """What `use` chose last: "triton" or "torch"."""
-    return "torch" if import_module("gated_kernels.diagonal.chunk").fast is None else "triton"
+    """What `use` chose last."""
+    own, others = (import_module(f"gated_kernels.{op}.chunk").fast for op in (TRITON[0], FLA[0]))
+    return "torch" if own is None else "triton" if others is None else "triton+fla"
+
+
+def has_fla() -> bool:
+    """Whether the version of fla-core is installed that the adapters are written for; imports nothing of it."""
+    try:
+        return version("fla-core").startswith("0.6.") and find_spec("einops") is not None
+    except PackageNotFoundError:
+        return False
 
 
 def _default() -> str:
-    return "triton" if torch.version.cuda and torch.cuda.is_available() and find_spec("triton") else "torch"
+    if not (torch.version.cuda and torch.cuda.is_available() and find_spec("triton")):
+        return "torch"
+    return "triton+fla" if has_fla() else "triton"
 
 
 use(os.environ.get("GATED_KERNELS") or _default())
 
-__all__ = ["OPS", "delta", "diagonal", "elementwise", "in_use", "momentum", "slots", "use", "window"]
+__all__ = ["OPS", "delta", "diagonal", "elementwise", "has_fla", "in_use", "momentum", "slots", "use", "window"]

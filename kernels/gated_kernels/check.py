@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -37,18 +38,35 @@ def error(got: Tensor, exact: Tensor) -> float:
     return float(relative.nan_to_num(nan=torch.inf))
 
 
-def faults(op: Op, reference: Op, inputs: Inputs, products: float | None = None) -> list[str]:
-    """A sentence for every output and gradient of `op` that errs more than twice as much as the reference does.
+def errors(
+    got: dict[str, Tensor],
+    plain: dict[str, Tensor],
+    exact: dict[str, Tensor],
+    products: float | None = None,
+    times: float = 2,
+) -> dict[str, tuple[float, float]]:
+    """Every result's error, infinite where it is missing or not of the dtype of the plain one, and what is allowed.
 
-    The reference may be exact by luck, and is so by definition in float64, hence a few roundings more are allowed:
-    in what it computes in, or of `products`, by which an op rounds the factors of its matrix products.
+    That is so many times the plain one's error. It may be exact by luck, and is so by definition in float64, hence a
+    few roundings more are allowed: in what it computes in, or of `products`, by which an op rounds the factors of its
+    matrix products.
     """
-    exact, plain, got = run(reference, inputs, torch.float64), run(reference, inputs), run(op, inputs)
-    found = [f"{name} is missing" for name in exact if name not in got]
-    for name, value in got.items():
-        computed_in = torch.promote_types(value.dtype, torch.float32)
+    found = {}
+    for name, x in exact.items():
+        dtype = plain[name].dtype
+        computed_in = torch.promote_types(dtype, torch.float32)
         roundings = (64 if computed_in == torch.float64 else 4) * (products or torch.finfo(computed_in).eps)
-        ours, allowed = error(value, exact[name]), 2 * error(plain[name], exact[name]) + roundings
-        if value.dtype != plain[name].dtype or not ours <= allowed:
-            found.append(f"{name} ({value.dtype}) errs by {ours:.1e}, allowed {allowed:.1e} ({plain[name].dtype})")
+        right = name in got and got[name].dtype == dtype
+        found[name] = error(got[name], x) if right else math.inf, times * error(plain[name], x) + roundings
     return found
+
+
+def faults(op: Op, reference: Op, inputs: Inputs, products: float | None = None) -> list[str]:
+    """A sentence for every output and gradient of `op` that errs more than twice as much as the reference does."""
+    exact, plain, got = run(reference, inputs, torch.float64), run(reference, inputs), run(op, inputs)
+    return [
+        f"{name} ({got[name].dtype if name in got else 'missing'}) errs by {ours:.1e}, allowed {allowed:.1e}"
+        f" ({plain[name].dtype})"
+        for name, (ours, allowed) in errors(got, plain, exact, products).items()
+        if not ours <= allowed
+    ]

@@ -267,6 +267,12 @@ def _delay(stream_BSGX: Tensor, keep: int, tokens: int) -> Tensor:
     return stream_BSGX[:, :tokens]
 
 
+def multiplies_in_bf16(v_BSGD: Tensor) -> bool:
+    """Whether a recurrence takes its factors in the bf16 of the layer's values, on a GPU: tensor cores multiply it at
+    several times the speed of float32, and sum up in that; it has its range, too."""
+    return v_BSGD.is_cuda and v_BSGD.dtype == torch.bfloat16
+
+
 class DiagonalMixer(Mixer):
     """S_t = diag(a_t) S_{t-1} + phi(k_t)^T v_t, read by phi(q_t); subclasses say what phi and a are.
 
@@ -323,8 +329,7 @@ class DiagonalMixer(Mixer):
     ) -> tuple[Tensor, Tensor]:
         """The recurrence over what `write` gives: phi(q) S [B,T,H,V], V counting the ones, and the state."""
         k_BTGF, v_BTGV, log_a = entries
-        if v_BTGV.is_cuda and v_BTGV.dtype == torch.bfloat16:
-            # tensor cores multiply it at several times the speed of float32, and sum up in that; it has its range, too
+        if multiplies_in_bf16(v_BTGV):
             q_BTHF, k_BTGF = q_BTHF.to(v_BTGV.dtype), k_BTGF.to(v_BTGV.dtype)
         else:
             v_BTGV = v_BTGV.float()

@@ -20,7 +20,7 @@ from gated_kernels.delta.chunk import delta
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from liger_convert.mixers.base import HeadDims, Heads, Join, Memory, Mixer, MixerSpec
+from liger_convert.mixers.base import HeadDims, Heads, Join, Memory, Mixer, MixerSpec, multiplies_in_bf16
 from liger_convert.mixers.gates import pool_to
 
 
@@ -100,8 +100,12 @@ class DeltaMixer(Mixer):
         exclusive: bool,
     ) -> tuple[Memory, dict[str, Tensor]]:
         k_BTGD, v_BTGV, r_BTGD, log_a, *e_BTGD = entries
+        factors = [self.query(heads), k_BTGD, v_BTGV, r_BTGD, *e_BTGD]
+        if multiplies_in_bf16(heads.v_BSGD):
+            factors = [x.to(heads.v_BSGD.dtype) for x in factors]
+        q_BTHD, k_BTGD, v_BTGV, r_BTGD, *e_BTGD = factors
         o_BTHV, state = delta(
-            self.query(heads),
+            q_BTHD,
             k_BTGD,
             v_BTGV,
             r_BTGD,

@@ -5,6 +5,8 @@ torch and einops, while the package around them needs Triton. They compute in fl
 are held to our ops in float64 within T float32 roundings, T being the longest of their sums. Where a convention differs
 it is said beside the case: theirs scale queries by 1/sqrt(F) unless told otherwise, ours never do.
 
+The adapters to its kernels are tested with these in a kernel's place.
+
 Of our recurrences theirs have no plain form of Mamba, S4 and mLSTM, and put a layer norm inside TTT and Titans.
 
 Shapes: B batch, T tokens, H heads (G key-value heads where theirs can share them), F feature size, V value size, M
@@ -13,16 +15,26 @@ slots.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
+from itertools import pairwise
 from runpy import run_path
 from typing import Any
 
+import gated_kernels
 import pytest
 import torch
 import torch.nn.functional as nnf
 from gated_kernels import delta, diagonal, elementwise, momentum, slots, window
+from gated_kernels.check import error, run
+from gated_kernels.delta.cases import Case as DeltaCase
+from gated_kernels.delta.cases import diagonal as sizes
+from gated_kernels.delta.cases import inputs as delta_inputs
+from gated_kernels.delta.reference import delta as delta_reference
 from torch import Tensor
 
 from liger_convert.mixers import build_mixer, resolve_spec
@@ -330,3 +342,79 @@ def test_a_recurrence_is_that_of_flash_linear_attention(name: str) -> None:
     for a, b in zip(their, our, strict=True):
         assert a.shape == b.shape
         assert (a.double() - b.double()).norm() <= T * torch.finfo(torch.float32).eps * b.double().norm()
+
+
+# Where theirs has kernels for a recurrence that ours has none for: the adapter, with a plain form in a kernel's place.
+
+adapter = import_module("gated_kernels.delta.fla")  # the package's own `delta` is the op
+SMALL = {"G": 2, "R": 3, "F": 16, "V": 17}
+ADAPTED = {
+    "one gate a head": DeltaCase(sizes.Case(70, scalar=True, **SMALL)),
+    "no gate, segments": DeltaCase(sizes.Case(70, gate="none", segments=True, **SMALL)),
+    "one gate a head, -200 and 0, segments": DeltaCase(sizes.Case(70, gate="mixed", scalar=True, segments=True)),
+    "a gate per channel": DeltaCase(sizes.Case(33, **SMALL)),
+    "a gate per channel, -200 and 0, segments": DeltaCase(sizes.Case(40, gate="mixed", segments=True, **SMALL)),
+    "erases elsewhere": DeltaCase(sizes.Case(33, scalar=True, **SMALL), erases_elsewhere=True),
+    "erases elsewhere, segments": DeltaCase(sizes.Case(40, segments=True, **SMALL), erases_elsewhere=True),
+}
+
+
+def by_documents(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As their kernels take packed rows."""
+
+    def call(*tensors: Tensor, initial_state: Tensor, cu_seqlens: Tensor | None = None, **options: Any) -> Any:
+        if cu_seqlens is None:
+            return function(*tensors, initial_state=initial_state, **options)
+        found = [
+            function(*(x[:, start:end] for x in tensors), initial_state=initial_state[n : n + 1], **options)
+            for n, (start, end) in enumerate(pairwise(cu_seqlens.tolist()))
+        ]
+        o, last = zip(*found)
+        return torch.cat(o, 1), torch.cat(last)
+
+    return call
+
+
+def plain_low_rank(*tensors: Tensor, scale: float, **options: Any) -> Any:
+    q, *others = heads_first(*tensors)
+    recurrence = theirs("generalized_delta_rule/dplr/naive", "dplr_recurrence")
+    o, last = recurrence(q * scale * q.shape[-1] ** 0.5, *others, **options)
+    return o.transpose(1, 2), last
+
+
+@pytest.mark.parametrize("case", ADAPTED)
+def test_the_adapter_of_their_delta_kernel_gives_our_results_and_gradients(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter, "kernel", lambda: by_documents(plain_low_rank))
+    x = delta_inputs(ADAPTED[case])
+    del x["exclusive"]
+    exact, got = run(delta_reference, x, torch.float64), run(adapter.by_kernel, x)
+    tolerance = T * torch.finfo(torch.float32).eps
+    assert {name: e for name in exact if (e := error(got[name], exact[name])) > tolerance} == {}
+
+
+def test_what_their_delta_kernel_cannot_do_is_named() -> None:
+    half, gate = torch.bfloat16, torch.full((1,), -5.0)
+    assert adapter._problem({half}, 64, 64, gate) is None
+    assert adapter._problem({half, torch.float32}, 64, 64, gate) == "torch.float32"
+    assert adapter._problem({half}, 512, 64, None) == "512 features and 64 values a head"
+    assert "gradient of gates" in adapter._problem({half}, 64, 64, gate.requires_grad_())
+
+
+def test_a_process_without_a_gpu_never_imports_theirs() -> None:
+    script = """if True:
+        import sys, torch, gated_kernels
+        gated_kernels.use("triton+fla")
+        assert gated_kernels.in_use() == "triton+fla"
+        x = torch.randn(1, 5, 2, 16, dtype=torch.bfloat16)
+        gated_kernels.delta(x, x, x, x, None)
+        assert "fla" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
+
+
+def test_their_kernels_need_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gated_kernels, "has_fla", lambda: False)
+    with pytest.raises(ImportError, match=r"pip install 'liger-convert\[fla\]'"):
+        gated_kernels.use("triton+fla")

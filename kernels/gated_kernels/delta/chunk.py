@@ -19,6 +19,7 @@ length. Chunked tensors are [B, G, N, C, ...]; the R queries of a token and its 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,9 @@ from torch.utils.checkpoint import checkpoint
 
 CHUNK = 32
 MILD = math.exp(-30)  # twice this exponent, in a pair that the mask removes, must stay finite
+
+# What `gated_kernels.use` puts before this op; it returns None for inputs that it leaves to it.
+fast: Callable[..., tuple[Tensor, Tensor] | None] | None = None
 
 
 def delta(
@@ -70,8 +74,14 @@ def delta(
             q = nnf.pad(q_BTHF[:, 1:], (0, 0, 0, 0, 0, 1))
             if segment_BT is not None:
                 q = q * nnf.pad(segment_BT[:, 1:] == segment_BT[:, :-1], (0, 1))[..., None, None]
-        inputs = q, k_BTGF, v_BTGV, r_BTGF, log_a, e_BTGF, state, segment_BT
-        o_BTHV, last = checkpoint(_chunked, *inputs, use_reentrant=False, preserve_rng_state=False)
+        found = None
+        if fast is not None:
+            options = {"e_BTGF": e_BTGF, "state_BGFV": state, "segment_BT": segment_BT}
+            found = fast(q, k_BTGF, v_BTGV, r_BTGF, log_a, **options)
+        if found is None:
+            inputs = q, k_BTGF, v_BTGV, r_BTGF, log_a, e_BTGF, state, segment_BT
+            found = checkpoint(_chunked, *inputs, use_reentrant=False, preserve_rng_state=False)
+        o_BTHV, last = found
         if exclusive:
             first = (q_BTHF[:, 0].to(dtype).unflatten(1, (G, -1)) @ state).flatten(1, 2)
             o_BTHV = torch.cat([first[:, None], o_BTHV[:, :-1]], 1)

@@ -1,0 +1,50 @@
+"""`kernels/check_gpu.py` runs, here on a CPU, and says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import gated_kernels
+import pytest
+
+KERNELS = Path(__file__).parents[2] / "kernels"
+WORDS = ["--device", "cpu", "--processes", "1", "--only", "elementwise", "--only", "s4", "--only", "window"]
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(KERNELS)
+    return import_module("check_gpu")
+
+
+def test_every_case_of_an_op_and_a_layer_of_a_mixer_are_checked(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["check_gpu.py", *WORDS, "--json", str(tmp_path / "found.json")])
+    script.main()
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert [(row["kind"], row["name"], row["path"]) for row in rows] == [
+        ("op", "elementwise", "torch"),
+        ("mixer", "s4", "torch"),
+        ("op", "window", "torch"),
+        ("mixer", "window", "torch"),
+    ]
+    assert all(0 < row["worst"] <= 1 and not row["wrong"] for row in rows)
+    assert "elementwise" in capsys.readouterr().out
+
+
+def test_what_is_wrong_is_said_in_one_sentence(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = gated_kernels.OPS["elementwise"]
+
+    def wrong(**inputs: Any) -> Any:
+        o, state = right(**inputs)
+        return o * 1.001, state
+
+    monkeypatch.setitem(gated_kernels.OPS, "elementwise", wrong)
+    monkeypatch.setattr(sys, "argv", ["check_gpu.py", *WORDS[:6]])
+    with pytest.raises(SystemExit, match=r"^1 of 1 are wrong: op elementwise by torch \(one token, float32: output 0"):
+        script.main()
