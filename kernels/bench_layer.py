@@ -52,10 +52,9 @@ Inputs = tuple[Tensor, Tensor]
 class Core(LinearizedAttention):
     """A linearized layer without its projections: its input is q, k and v side by side."""
 
-    def project(self, x_BTC: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    def qkv(self, x_BTC: Tensor) -> tuple[Tensor, ...]:
         H, G = self.dims.heads, self.dims.kv_heads
-        q, k, v = x_BTC.unflatten(-1, (-1, self.dims.dim)).split((H, G, G), 2)
-        return q, k, *self.rotate(q, k, *position_embeddings, unsqueeze_dim=2), v
+        return x_BTC.unflatten(-1, (-1, self.dims.dim)).split((H, G, G), 2)
 
 
 def core(a: argparse.Namespace, head_size: int, mixer: str) -> tuple[Core, LlamaRotaryEmbedding]:

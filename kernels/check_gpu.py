@@ -50,6 +50,7 @@ from liger_convert.model.decode import static_steps
 from liger_convert.model.layout import SequenceLayout
 
 DTYPES = (torch.float32, torch.bfloat16)
+FLOAT = Tensor.float
 BATCH, PROMPT, STEPS = 2, 70, 4  # of a layer
 HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 16
 
@@ -246,7 +247,9 @@ def lived(layer: LinearizedAttention, rotary: LlamaRotaryEmbedding, x_BTC: Tenso
         positions_1T = torch.arange(start, start + x_BTC.shape[1], device=x_BTC.device)[None]
         B, T, _ = x_BTC.shape
         layout = SequenceLayout.build(B, T, positions_1T, valid_BT, None if start == 0 else kept)
-        return layer(x_BTC, rotary(x_BTC, positions_1T), past_key_values=past, layout=layout)[0]
+        with mock.patch.object(Tensor, "float", FLOAT):  # as transformers has them, whatever mixers compute in
+            angles = rotary(x_BTC, positions_1T)
+        return layer(x_BTC, angles, past_key_values=past, layout=layout)[0]
 
     prompt = x_BTC[:, :PROMPT].clone().requires_grad_()
     o = see(prompt, 0)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
 import multiprocessing
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from liger_convert.checkpoint import load_config, load_tokenizer
 from liger_convert.data import Document
 from liger_convert.evaluate import evaluate
+from liger_convert.files import atomic_write
 from liger_convert.generate import continuations, load_model, weight_dtype
 from liger_convert.measures import Measurement
 from liger_convert.mixers import resolve_spec
@@ -51,6 +53,7 @@ def diagnose(
     device: torch.device,
     precision: str = "auto",
     prompts: Sequence[str] = (),
+    keep: Path | None = None,
     report: Report = lambda done, total, note="": None,
 ) -> dict[str, Any]:
     """{"suite": …, "models": {NAME: {METRIC: measurement}}, "verdict": …, "continuations": […]}, NAME as in NAMES.
@@ -59,13 +62,21 @@ def diagnose(
     other branch switched off, `base` the model it was made from, and `window_untrained` that base with nothing but the
     model's window and sinks in the layers that the model has linearized. Without `base_dir` the latter two are left
     out. `prompts` are continued by the base and by the linearized model. One model is in memory at a time, or one in
-    each of several `processes`, which take turns on the GPUs that there are. Arguments are else those of
-    `evaluate.evaluate`, and so are the errors.
+    each of several `processes`, which take turns on the GPUs that there are. What a model gave is written to the folder
+    `keep` at once, and read from there by the next attempt. Arguments are else those of `evaluate.evaluate`, and so are
+    the errors.
     """
     options = {"held_out": held_out, "data_dir": data_dir, "limit": limit, "batch_size": batch_size}
     job = _Job(model_dir, base_dir, suite, device, precision, prompts, options)
     names = NAMES if base_dir is not None else tuple(BRANCHES)
-    found = _one_by_one(job, names, report) if processes == 1 else _side_by_side(job, names, processes, report)
+    kept = {name: keep / f"{name}.json" for name in names} if keep is not None else {}
+    found = {name: json.loads(path.read_text()) for name, path in kept.items() if path.exists()}
+    left = [name for name in names if name not in found]
+    columns = _one_by_one(job, left, report) if processes == 1 else _side_by_side(job, left, processes, report)
+    for name, column in columns:
+        found[name] = column
+        if keep is not None:
+            atomic_write(kept[name], json.dumps(column))
     models = {name: found[name][0] for name in names}
     said = {name: found[name][1] for name in names if found[name][1]}
     spoken = [{"prompt": prompt} | {name: said[name][i] for name in said} for i, prompt in enumerate(prompts)]
@@ -107,14 +118,12 @@ class _Job:
         return measured, continuations(self.model, tokenizer, self.prompts) if speaks else []
 
 
-def _one_by_one(job: _Job, names: Sequence[str], report: Report) -> dict[str, Column]:
-    def told(name: str) -> Report:
-        return lambda done, total, note="": report(done, total, f"{name}: {note}")
-
-    return {name: job.column(name, told(name)) for name in names}
+def _one_by_one(job: _Job, names: Sequence[str], report: Report) -> Iterator[tuple[str, Column]]:
+    for name in names:
+        yield name, job.column(name, lambda done, total, note="", name=name: report(done, total, f"{name}: {note}"))
 
 
-def _side_by_side(job: _Job, names: Sequence[str], processes: int, report: Report) -> dict[str, Column]:
+def _side_by_side(job: _Job, names: Sequence[str], processes: int, report: Report) -> Iterator[tuple[str, Column]]:
     if job.device.type == "cuda":  # what this process held for training is theirs
         gc.collect()
         torch.cuda.empty_cache()
@@ -127,12 +136,14 @@ def _side_by_side(job: _Job, names: Sequence[str], processes: int, report: Repor
         report(0, len(names))
         try:
             for done, future in enumerate(as_completed(futures), 1):
-                future.result()
+                if future.exception() is None:
+                    yield futures[future], future.result()
                 report(done, len(names), futures[future])
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-        return {name: future.result() for future, name in futures.items()}
+    for future in futures:
+        future.result()  # raises what one raised, once the others are kept
 
 
 _job: _Job  # of a process of several

@@ -51,7 +51,6 @@ CONTAINS = {
     "niah_s1_2048": ("{{input}}", "\n\n"),
     "niah_s2_2048": ("{{input}}", "\n\n"),
 }
-GENERATED = 4  # times as many texts are continued at once as are scored: a step of one token is small work
 BOOTSTRAP = 1000  # resamples for the standard error of a metric that has no formula for it
 
 
@@ -260,12 +259,7 @@ class _Harness(HFLM):
 
     def generate_until(self, requests: list, disable_tqdm: bool = True) -> list:
         self._begin(requests)
-        before = self.batch_size_per_gpu
-        self.batch_size_per_gpu = GENERATED * before
-        try:
-            return super().generate_until(requests, disable_tqdm=True)
-        finally:
-            self.batch_size_per_gpu = before
+        return super().generate_until(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(self, requests: list, disable_tqdm: bool = True, override_bs: int | None = None) -> list:
         """[(log-probability, whether it is the greedy one)] of the continuations of [(_, context, continuation)].

@@ -99,7 +99,7 @@ class Run:
             *training_steps,
             Step("merge", functools.partial(self._merge, stages), ("convert", *stages)),
             Step("export", self._export, ("merge",), outputs=("export",)),
-            Step("eval", self._eval, ("base", "export", *self._written(self.recipe.eval.text))),
+            Step("eval", self._eval, ("base", "export", *self._written(self.recipe.eval.text)), continues=True),
             Step("report", self._report, ("eval",), outputs=("report.md", "report.json")),
         ]
 
@@ -317,6 +317,7 @@ class Run:
                 device=self.device,
                 precision=self.recipe.precision,
                 prompts=PROMPTS,
+                keep=folder,
                 report=report,
             )
         atomic_write(folder / "results.json", json.dumps(results))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tiny import save_tiny_base, tiny_tokenizer
 
 from liger_convert.data import Document
 from liger_convert.diagnose import NAMES, diagnose, verdict, window_control
+from liger_convert.errors import LinearizeError
 from liger_convert.evaluate import evaluate
 from liger_convert.generate import load_model
 from liger_convert.mixers import resolve_spec
@@ -77,6 +79,27 @@ def test_side_by_side_the_models_measure_what_they_do_one_by_one(base: Path, tmp
     folder = linearized(base, tmp_path, trained=True)
     found = diagnose(folder, base, SUITE, device=CPU, prompts=["a"], processes=2, **OPTIONS)
     assert found == diagnose(folder, base, SUITE, device=CPU, prompts=["a"], **OPTIONS)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_failing_model_costs_none_of_the_measures_before_it(base: Path, tmp_path: Path, processes: int) -> None:
+    folder, keep, aside = linearized(base, tmp_path / "model"), tmp_path / "keep", tmp_path / "aside"
+    keep.mkdir()
+    folder.rename(aside)
+    folder.mkdir()
+    for file in aside.iterdir():
+        if not file.name.startswith("model"):  # its weights are gone, the tokenizer is there
+            (folder / file.name).write_bytes(file.read_bytes())
+    options = OPTIONS | {"processes": processes, "keep": keep}
+    with pytest.raises((OSError, LinearizeError)):
+        diagnose(folder, base, SUITE, device=CPU, **options)
+    assert {path.stem for path in keep.iterdir()} == {"base", "window_untrained"}
+    for path in keep.iterdir():
+        measures, said = json.loads(path.read_text())
+        path.write_text(json.dumps([measures | {"mark": measures["text_ppl"]}, said]))
+    found = diagnose(aside, base, SUITE, device=CPU, **options)["models"]
+    assert [name for name in NAMES if "mark" in found[name]] == ["base", "window_untrained"]
+    assert found.keys() == set(NAMES)
 
 
 def test_without_its_base_a_model_is_measured_by_its_branches(base: Path, tmp_path: Path) -> None:

@@ -45,7 +45,8 @@ def errors(
     products: float | None = None,
     times: float = 2,
 ) -> dict[str, tuple[float, float]]:
-    """Every result's error, infinite where it is missing or not of the dtype of the plain one, and what is allowed.
+    """Every result's error, infinite where it is missing or not of the shape and dtype of the plain one, and what is
+    allowed.
 
     That is so many times the plain one's error. It may be exact by luck, and is so by definition in float64, hence a
     few roundings more are allowed: in what it computes in, or of `products`, by which an op rounds the factors of its
@@ -56,7 +57,7 @@ def errors(
         dtype = plain[name].dtype
         computed_in = torch.promote_types(dtype, torch.float32)
         roundings = (64 if computed_in == torch.float64 else 4) * (products or torch.finfo(computed_in).eps)
-        right = name in got and got[name].dtype == dtype
+        right = name in got and got[name].dtype == dtype and got[name].shape == x.shape
         found[name] = error(got[name], x) if right else math.inf, times * error(plain[name], x) + roundings
     return found
 

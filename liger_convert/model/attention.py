@@ -49,9 +49,13 @@ class LinearizedAttention(nn.Module):
         self.add_module(MIXER_MODULE, build_mixer(resolved, self.dims))
         self.branches: Branches = "both"
 
+    def qkv(self, x_BTC: Tensor) -> tuple[Tensor, ...]:
+        """[B,T,H,D], [B,T,G,D] and [B,T,G,D], before rotary."""
+        return project_qkv(self, self.family, self.dims.dim, self.dims.kv_heads, x_BTC)
+
     def project(self, x_BTC: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         """q, k before and after rotary and v: [B,T,H,D], [B,T,G,D], the same rotated, [B,T,G,D]."""
-        q, k, v = project_qkv(self, self.family, self.dims.dim, self.dims.kv_heads, x_BTC)
+        q, k, v = self.qkv(x_BTC)
         q_rot, k_rot = self.rotate(q, k, *position_embeddings, unsqueeze_dim=2) if self.rotates else (q, k)
         if q.is_cuda:  # the angles are float32 under autocast, and would make the window's products that, too
             q_rot, k_rot = q_rot.to(q.dtype), k_rot.to(k.dtype)
@@ -101,7 +105,7 @@ class LinearizedAttention(nn.Module):
         past: LinearizedCacheLayer,
     ) -> Token:
         """What a fused step takes of the one new token."""
-        q, k, v = (x[:, 0] for x in project_qkv(self, self.family, self.dims.dim, self.dims.kv_heads, x_B1C))
+        q, k, v = (x[:, 0] for x in self.qkv(x_B1C))
         cos, sin = (x[:, 0] for x in position_embeddings) if self.rotates else (None, None)
         rank_BS, _, sinks = layout.look(past, self.spec.keep, self.spec.sinks)
         return Token(q, k, v, cos, sin, rank_BS, None if sinks is None else sinks.visible_BTM[:, 0], self.scaling)

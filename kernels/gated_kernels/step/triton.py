@@ -39,19 +39,20 @@ LEAST_MASS, EMPTY = tl.constexpr(chunk.LEAST_MASS), tl.constexpr(chunk.EMPTY)
 
 
 class Config(NamedTuple):
-    """What a program takes. Of a codebook `codes`, by `channels` at a time. Of the state at most `columns`, fewer until
-    there are `programs`, and of them `whole` numbers at once or else `part` at a time: two of these are under way."""
+    """What a program takes, by measurement on an H200 (kernels/results/step-h200.md). Of a codebook `codes`, by
+    `channels` at a time. Of the state at most `columns`, fewer until there are `programs`, and of them `whole` numbers
+    at once or else `part` at a time, of which two are under way: a warp for each `a_warp`, 4 at least."""
 
     codes: int = 64
     channels: int = 32
     ahead: int = 1  # brought near before the kernel before has ended: 0 nothing, 1 all but the state, 2 all
     read_warps: int = 4  # twice as many for heads of more than 256 bytes
     read_registers: int | None = None  # of a thread, at most; None leaves it to the compiler
-    columns: int = 128
+    columns: int = 32
     programs: int = 128
-    whole: int = 16384
+    whole: int = 4096
     part: int = 8192
-    write_warps: int = 8
+    a_warp: int = 1024
     write_registers: int | None = None
 
 
@@ -515,7 +516,7 @@ def step(token: Token, kept: Kept, rules: Rules) -> Tensor:
             logits, totals, tops, sums, masses, window, lse, o, 1.0 if gate is None else gate.normalizer, D**-0.5,
             **sizes, GATE=None if gate is None else gate.of, SHARED=share is not None, FG=FG,
             CS=triton.next_power_of_2(S), N=triton.next_power_of_2(R), BF=BF, BV=BV, BC=min(BV, 32),
-            num_warps=CONFIG.write_warps, maxnreg=CONFIG.write_registers, launch_pdl=overlap,
+            num_warps=max(4, BF * BV // CONFIG.a_warp), maxnreg=CONFIG.write_registers, launch_pdl=overlap,
         )  # fmt: skip
     return o
 
