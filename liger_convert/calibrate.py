@@ -1,9 +1,10 @@
 """What a mixer can take from the base in closed form, before any training: seconds on a batch.
 
-Two fits per layer. The codebook, from the base's own activations: queries and keys that attend to each other beyond the
-window are turned into one space (canonical correlations of the attention-weighted pairs), whose clusters become the
-codes. The share: how much each head should trust its memory for each query, by weighted logistic regression on the
-share that would bring its output closest to the base's.
+Two fits per layer of a shared denominator. The codebook, from the base's own activations: queries and keys that attend
+to each other beyond the window are turned into one space (canonical correlations of the attention-weighted pairs),
+whose clusters become the codes. The share: how much each head should trust its memory for each query, by weighted
+logistic regression on the share that would bring its output closest to the base's. A learned mix is one share a head
+for all queries, and has a least-squares solution, together with the size of each channel where the read has one.
 
 Shapes: B batch, T tokens, N = B * T, H query heads, G key-value heads, R = H / G, D head size, E size of a code,
 F codes, X predictors of a share, O offsets.
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from liger_convert.mixers.base import EMPTY, Heads, Memory, Mixer
 from liger_convert.mixers.feature_maps import Codebook
+from liger_convert.mixers.linear import LinearMixer
 from liger_convert.model import LinearizedAttention, collect_align_targets, linear_layers
 from liger_convert.model.layout import SequenceLayout
 
@@ -30,6 +32,7 @@ RIDGE = 0.02  # of the mean variance, added to every direction's
 CLUSTER_STEPS = 12
 SAMPLES = 8192  # vectors that are clustered, per key-value head
 NEWTON_STEPS = 12
+MIXED = (0.02, 0.98)  # of a learned mix
 
 
 @torch.no_grad()
@@ -67,7 +70,7 @@ def calibrate_layer(
 ) -> None:
     """Fits one layer on its inputs x to the softmax attention of its own projections on the base's inputs."""
     mixer: Mixer = attention.mixer
-    if mixer.spec.join != "shared":
+    if mixer.spec.join not in ("shared", "learned"):
         return
     if not (layout.rank_BT >= mixer.spec.window + mixer.spec.sinks).any():
         return  # no query has anything beyond its window and sinks: a fit to nothing would empty the codebook
@@ -82,6 +85,9 @@ def calibrate_layer(
         scale=attention.scaling,
         segment_BS=layout.document_BT,
     )
+    if mixer.spec.join == "learned":
+        fit_mix(mixer, mixer.remember(heads, layout, None), window_o_BTHV, target_BTHV)
+        return
     books = [module for module in mixer.modules() if isinstance(module, Codebook)]
     for book in books:
         fit_codes(book, base_heads, far_keys(attention, base_heads, layout))
@@ -222,6 +228,24 @@ def fit_share(
     for parameter, new, old in zip(parameters, regressed, plain):
         parameter.copy_(_where(better_H, new, old))
     return torch.where(better_H, error_H, plain_H)
+
+
+def fit_mix(mixer: Mixer, memory: Memory, window_o_BTHV: Tensor, target_BTHV: Tensor) -> None:
+    """Sets the memory's share s of each head, and the size of each channel of a read that has one, to the least squares
+    of (1 - s) w + s o against the target. A share never leaves MIXED: at 0 and at 1 nothing could be learned of it."""
+    w, o, t = (x.float().flatten(0, 1) for x in (window_o_BTHV, memory.o_BTHV, target_BTHV))
+    if not isinstance(mixer, LinearMixer) or not mixer.rescales:
+        step, gap = o - w, w - t
+        share_H = -(gap * step).sum((0, 2)) / step.square().sum((0, 2)).clamp_min(1e-12)
+        mixer.mix_H.copy_(share_H.clamp(*MIXED).logit())
+        return
+    # a w + c o with one a a head and one c a channel: c is linear in a, and what is left is a parabola in a
+    ww, oo, wo, wt, ot = ((x * y).sum(0) for x, y in ((w, w), (o, o), (w, o), (w, t), (o, t)))
+    oo = oo.clamp_min(1e-12)
+    a_H = (wt - ot * wo / oo).sum(-1) / (ww - wo.square() / oo).sum(-1).clamp_min(1e-12)
+    share_H = (1 - a_H).clamp(*MIXED)
+    mixer.mix_H.copy_(share_H.logit())
+    mixer.size_HV.mul_((ot - (1 - share_H)[:, None] * wo) / oo / share_H[:, None])
 
 
 def _regress(

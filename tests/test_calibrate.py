@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from liger_convert import calibrate as module
-from liger_convert.calibrate import calibrate, far_keys, fit_codes, fit_share
+from liger_convert.calibrate import calibrate, far_keys, fit_codes, fit_mix, fit_share
 from liger_convert.mixers import build_mixer, resolve_spec
 from liger_convert.mixers.base import EMPTY, LEAST_MASS, HeadDims, Heads, Memory, Mixer
 from liger_convert.mixers.feature_maps import Codebook
@@ -89,7 +89,48 @@ def test_each_layer_is_fitted_on_what_the_calibrated_layers_before_it_give_it(
     assert [torch.equal(x, y) for x, y in zip(fitted_on, given, strict=True)] == [True] * 3
 
 
-def test_a_mixer_without_a_shared_denominator_is_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "mixer", ["retnet", "gateloop", "mamba2", "mlstm", "rwkv6", "decaying-fast-weights", "deltanet", "rwkv7", "titans"]
+)
+def test_a_learned_mix_is_fitted_in_every_layer(mixer: str, tmp_path: Path) -> None:
+    base, model = base_and_model(tmp_path / "base", {"type": mixer, "window": 5, "sinks": 2})
+    for layer in model.model.layers:  # a start that trusts the memory, which knows nothing yet
+        layer.self_attn.mixer.mix_H.data.fill_(2)
+    before = layer_errors(model, base)
+    calibrate(model, base, TOKENS, POSITIONS)
+    assert (layer_errors(model, base) < before).all()
+    assert all(tensor.isfinite().all() for tensor in model.state_dict().values())
+
+
+@pytest.mark.parametrize("mixer", ["retnet", "deltanet"], ids=["with sizes", "without"])
+def test_the_fit_of_a_learned_mix_leaves_nothing_to_gain(mixer: str) -> None:
+    mixing = build_mixer(resolve_spec({"type": mixer}), HeadDims(24, 4, 2, 6))
+    random = torch.Generator().manual_seed(3)
+    window_o, read, noise = (torch.randn(2, 30, 4, 6, generator=random) for _ in range(3))
+    sizes = torch.rand(4, 6, generator=random) + 0.5 if mixer == "retnet" else 1
+    target = 0.7 * window_o + 0.3 * sizes * read + 0.1 * noise
+    parameters = [mixing.mix_H] + ([mixing.size_HV] if mixer == "retnet" else [])
+    for parameter in parameters[1:]:
+        parameter.data.fill_(1)
+
+    def left_H() -> Tensor:
+        o = read * (mixing.size_HV if mixer == "retnet" else 1)
+        joined = mixing.join(window_o, window_o, window_o[..., 0], Memory(o, None), "both")
+        return (joined - target).square().sum((0, 1, 3))
+
+    with torch.no_grad():
+        fit_mix(mixing, Memory(read, None), window_o, target)
+        best_H = left_H()
+        assert (mixing.mix_H.sigmoid() - 0.3).abs().max() < 0.1
+        for parameter in parameters:
+            fitted = parameter.clone()
+            for _ in range(20):
+                parameter.copy_(fitted * (1 + 0.1 * torch.randn(fitted.shape, generator=random)))
+                assert (left_H() >= best_H * (1 - 1e-5)).all()
+            parameter.copy_(fitted)
+
+
+def test_a_fixed_mix_is_left_alone(tmp_path: Path) -> None:
     base, model = base_and_model(tmp_path / "base", {"type": "liger-paper"})
     before = state(model)
     calibrate(model, base, TOKENS, POSITIONS)
