@@ -24,7 +24,7 @@ from liger_convert.progress import Report
 from liger_convert.suites import CopyMeasure, TextMeasure
 
 Measurement = dict[str, float | int | None]  # value, stderr, n
-WINDOW = 1024  # tokens
+ROW = 256  # tokens of what counts as one of a batch
 LOGIT_ROWS = 512  # tokens whose logits exist at a time: 100 MB in float32 for a vocabulary of 50,000
 
 
@@ -172,9 +172,9 @@ def window_losses(
     model: Any, ids_NT: Tensor, batch_size: int, dtype: torch.dtype, done: Callable[[int], None] = lambda windows: None
 ) -> Tensor:
     """`token_losses` of all windows, float32 [N,T-1] on the CPU; `done` is told how many are. `batch_size` windows of
-    up to WINDOW tokens are worked on at once, of longer ones fewer."""
+    up to ROW tokens are worked on at once, of longer ones fewer."""
     parts = []
-    batch_size = max(1, batch_size * WINDOW // max(WINDOW, ids_NT.shape[1]))
+    batch_size = max(1, batch_size * ROW // max(ROW, ids_NT.shape[1]))
     # one autocast for all batches: it then casts each weight once
     with torch.inference_mode(), autocast(model.device, dtype):
         for start in range(0, len(ids_NT), batch_size):

@@ -332,6 +332,17 @@ def test_no_layer_sees_more_of_a_prompt_than_a_piece_and_the_head_no_more_than_i
     assert tokens_seen(model.model.layers[0], functools.partial(generate, prefill_chunk_size=6)) == [6, 6, 6, 6, 5, 1]
 
 
+def test_of_many_rows_a_piece_is_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama", type="gla", window=WINDOW)
+    monkeypatch.setattr(modeling, "LEAST_CHUNK", 3)
+    prompts = TOKENS[:1].repeat(12, 1)
+    generate = functools.partial(model.generate, prompts, **GREEDY | {"max_new_tokens": 2})
+    whole = generate()
+    model.prefill_chunk = 8
+    assert tokens_seen(model.model.layers[0], generate) == [4, 5, 5, 5, 5, 5, 1]
+    assert torch.equal(generate(), whole)
+
+
 @pytest.mark.parametrize("options", [{"output_hidden_states": True}, {"use_cache": False}], ids=str)
 def test_what_needs_the_whole_prompt_at_once_gets_it(options: dict[str, Any]) -> None:
     model = build("llama", type="gla", window=WINDOW)

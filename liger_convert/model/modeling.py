@@ -129,11 +129,16 @@ class LinearizedModel(LinearizedInit):
         )
 
 
+FULL_ROWS = 8  # that are read by whole pieces
+LEAST_CHUNK = 64  # tokens of a row: smaller pieces would be slow
+
+
 class LinearizedForCausalLM(LinearizedInit):
     """The language model: the family's, on the linearized backbone; `align=` runs its attention layers alone.
 
     prefill_chunk: a prompt that goes into a cache for the logits of its last tokens, as generation has it, is read so
-    many tokens at a time: what this takes beside the cache does not grow with the prompt. None reads it in one piece.
+    many tokens at a time, and fewer of more than FULL_ROWS rows: what this takes beside the cache grows neither with
+    the prompt nor with the batch. None reads it in one piece.
     """
 
     _backbone: Any
@@ -178,9 +183,13 @@ class LinearizedForCausalLM(LinearizedInit):
         return super().forward(**inputs, past_key_values=past_key_values, logits_to_keep=logits_to_keep, **kwargs)
 
     def _read_ahead(self, inputs: Inputs, cache: Any, logits_to_keep: int | Tensor) -> Inputs:
-        """Reads all tokens but the last `prefill_chunk` into the cache; returns the inputs of those that are left."""
-        tokens = next((x.shape[1] for x in (inputs["input_ids"], inputs["inputs_embeds"]) if x is not None), 0)
+        """Reads all tokens but those of the last piece into the cache; returns the inputs of those that are left."""
+        rows, tokens = next(
+            (x.shape[:2] for x in (inputs["input_ids"], inputs["inputs_embeds"]) if x is not None), (0, 0)
+        )
         chunk = self.prefill_chunk
+        if chunk is not None and rows > FULL_ROWS:
+            chunk = min(chunk, max(LEAST_CHUNK, chunk * FULL_ROWS // rows))
         if chunk is None or tokens <= chunk or not isinstance(logits_to_keep, int) or not 0 < logits_to_keep <= chunk:
             return inputs
 
