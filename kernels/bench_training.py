@@ -32,10 +32,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from liger_convert.bench import SHAPES, in_float32, quartiles, random_model
+from liger_convert.bench import in_float32, quartiles
 from liger_convert.device import autocast, compute_dtype, pick_device
 from liger_convert.model import take_auxiliary_loss
 from liger_convert.recipe import AlignStage, DistillStage, FinetuneStage, Lora, Rates, Stage
+from liger_convert.shapes import SHAPES, random_model
 from liger_convert.training.align import AlignObjective
 from liger_convert.training.distill import DistillObjective
 from liger_convert.training.finetune import FinetuneObjective

@@ -10,83 +10,33 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from gated_kernels import in_use
-from rich.console import Group
-from rich.filesize import decimal
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache, StaticCache
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import CompileConfig, DynamicCache, StaticCache
 
-from liger_convert.errors import BadInput, LinearizeError, did_you_mean, first_line, nearest
-from liger_convert.files import atomic_dir
+from liger_convert.errors import BadInput, LinearizeError, first_line
 from liger_convert.manifest import machine
-from liger_convert.mixers import resolve_spec
-from liger_convert.mixers.base import Mixer
-from liger_convert.model import LinearizedCacheLayer, linear_layers, linearized_config
-from liger_convert.model.configuration import FORMAT
+from liger_convert.model import LinearizedCacheLayer, linear_layers
 from liger_convert.model.decode import Decoder, why_plain
 from liger_convert.progress import Report
-from liger_convert.recipe import MAIN
 from liger_convert.resources import PACKAGE
 
 BASE, STATIC = "base", "base, compiled"
 OUT_OF_MEMORY = "out of memory"
-FILE, CURVES = "bench.json", "bench.png"
 FORMAT_VERSION = 1
 CHECKED = 32  # tokens of the check's prompt beyond the largest window
 CHECKED_STEPS = (1, 1, 2, 4)  # of the calls of the decode loop that are compared
 LARGEST = 1e-4  # what float32 may differ by, of the largest logit: tests/test_conformance.py
-
-
-def _decoder(
-    layers: int,
-    hidden: int,
-    mlp: int,
-    heads: int,
-    kv_heads: int,
-    vocab: int,
-    theta: float,
-    tied: bool = True,
-    **more: Any,
-) -> dict[str, Any]:
-    return {
-        "model_type": "llama",
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": mlp,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
-        "tie_word_embeddings": tied,
-        "max_position_embeddings": 1 << 20,
-        **more,
-    }
-
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "smollm2-135m": _decoder(30, 576, 1536, 9, 3, 49152, 1e5),
-    "smollm2-360m": _decoder(32, 960, 2560, 15, 5, 49152, 1e5),
-    "smollm2-1.7b": _decoder(24, 2048, 8192, 32, 32, 49152, 1.3e5),
-    "llama-3.2-1b": _decoder(16, 2048, 8192, 32, 8, 128256, 5e5),
-    "llama-3.2-3b": _decoder(28, 3072, 8192, 24, 8, 128256, 5e5),
-    "llama-3-8b": _decoder(32, 4096, 14336, 32, 8, 128256, 5e5, tied=False),
-    "mistral-7b": _decoder(32, 4096, 14336, 32, 8, 32768, 1e6, tied=False, model_type="mistral", sliding_window=None),
-}
 
 
 @dataclass(frozen=True)
@@ -119,49 +69,12 @@ class Side(NamedTuple):
     decode: Decode
 
 
-def is_shape(source: str) -> bool:
-    """Whether `source` names a shape, and no file or folder of that name. Raises BadInput for what it nearly names."""
-    if Path(source).exists() or "/" in source:
-        return False
-    if source not in SHAPES and nearest(source, SHAPES):
-        known = ", ".join(SHAPES)
-        raise BadInput(
-            f"{source}: is neither a model nor a shape{did_you_mean(source, SHAPES)}; the shapes are {known}"
-        )
-    return source in SHAPES
-
-
 def parse_lengths(text: str) -> list[int]:
     """`1024,4096` as numbers, ascending. Raises BadInput."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) for word in words):
         raise BadInput(f"--lengths: {text!r} is no list of prompt lengths; give tokens, such as 1024,4096")
     return sorted({int(word) for word in words})
-
-
-def random_model(shape: str, mixer: str | None, device: torch.device, dtype: torch.dtype) -> Any:
-    """A model of that shape with random weights, made where it will run, its mixers in float32.
-
-    Every layer is linearized by `mixer`; None leaves the base. Memories weigh more beside their windows than at the
-    start of a training, so that the check sees them in bfloat16, too. Raises BadInput for an unknown mixer.
-    """
-    values = dict(SHAPES[shape])
-    config = CONFIG_MAPPING[values.pop("model_type")](**values)
-    if mixer is not None:
-        spec = resolve_spec({"type": mixer})
-        layers = [MAIN] * config.num_hidden_layers
-        config = linearized_config(config, {"format": FORMAT, "mixers": {MAIN: spec}, "layers": layers})
-    torch.manual_seed(0)
-    with device:
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    for module in model.modules():
-        if isinstance(module, Mixer):
-            module.float().reset_parameters()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith((".log_share_H", ".mix_H")):
-                parameter.fill_(4.0 if name.endswith("share_H") else 0.0)
-    return model.eval()
 
 
 def prefill(model: Any, cache: Any, ids_BT: Tensor) -> Tensor:
@@ -528,90 +441,3 @@ def _commit() -> str | None:
         return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*")
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def render(results: Mapping[str, Any]) -> Group:
-    """The rows as a table, and below it what was checked, what is missing and what is counted as memory."""
-    peak = results["memory"] == "peak_bytes"
-    sizes = ["cache_bytes", *(["peak_bytes"] if peak else [])]
-    table = Table("tokens", "model", title=Text(_title(results)))
-    for header in ("first token", "tokens/s", "a step", "tokens/s", *(size.partition("_")[0] for size in sizes)):
-        table.add_column(header, justify="right")
-    for row in sorted(results["rows"], key=lambda row: row["tokens"]):
-        cells = [row.get("error", "")]
-        if "error" not in row:
-            cells = []
-            for kind in ("prefill", "decode"):
-                time_ms = row[f"{kind}_ms"]
-                cells.append(_cell(row, f"{kind}_ms", f"{time_ms['median']:.4g} ms") if time_ms else "")
-                cells.append(f"{row[f'{kind}_tokens_per_s']:,.0f}" if time_ms else "")
-            cells += [_cell(row, size, decimal(row[size])) for size in sizes]
-        table.add_row(f"{row['tokens']:,}", row["model"], *cells)
-    checked = results["check"]
-    filled = "Prompts were not read: all but their first tokens are noise in the cache."
-    told = [
-        f"Checked: decoding equals prefill to {checked['error']:.1e} of the largest logit (allowed "
-        f"{checked['allowed']:.1e}). x: a peer's figure over the model's.",
-        "Memory: the tensors of the cache, exactly"
-        + ("; the peak counts the weights, too." if peak else ", as a peak is only known of a GPU."),
-        *([filled] if results["prompts"] == "filled" else []),
-        *(f"Missing: {name}: {why}." for name, why in results["missing"].items()),
-    ]
-    return Group(table, *(Text(line) for line in told))
-
-
-def _title(results: Mapping[str, Any]) -> str:
-    source, batch, dtype, kernels, decoding = (
-        results[name] for name in ("source", "batch_size", "dtype", "kernels", "decoding")
-    )
-    return f"{source}: batch {batch}, {dtype}, {kernels} kernels, {decoding}, {results['machine']['device']}"
-
-
-def _cell(row: Mapping[str, Any], name: str, value: str) -> str:
-    ratio = (row.get("ratio") or {}).get(name)
-    return value if ratio is None else f"{value}, {ratio:.3g}x"
-
-
-def write(results: dict[str, Any], out: Path) -> None:
-    """Writes bench.json and bench.png into the new folder `out`; without matplotlib the curves become `missing`.
-
-    Raises BadInput when `out` exists, LinearizeError for a full disk.
-    """
-    drawn = find_spec("matplotlib") is not None
-    if not drawn:
-        results["missing"]["curves"] = "matplotlib draws them, so pip install 'liger-convert[bench]'"
-    with atomic_dir(out) as folder:
-        (folder / FILE).write_text(json.dumps(results, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        if drawn:
-            draw(results, folder / CURVES)
-
-
-def draw(results: Mapping[str, Any], path: Path) -> None:
-    """Time to the first token, time of a step and memory over the length of the prompt, as a PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 4), dpi=150, layout="constrained")
-    figure.suptitle(_title(results))
-    memory = results["memory"]
-    panels = {
-        "prefill_ms": "ms to the first token",
-        "decode_ms": "ms a decode step",
-        memory: f"{memory.replace('_', ' in ')}",
-    }
-    rows = [row for row in results["rows"] if "error" not in row]
-    if results["prompts"] == "filled":
-        del panels["prefill_ms"]
-    for axes, (key, title) in zip(figure.subplots(1, len(panels)), panels.items()):
-        for name in dict.fromkeys(row["model"] for row in rows):
-            mine = [row for row in rows if row["model"] == name]
-            tokens, values = [row["tokens"] for row in mine], [row[key] for row in mine]
-            if key == memory:
-                axes.plot(tokens, values, marker="o", label=name)
-                continue
-            (line,) = axes.plot(tokens, [value["median"] for value in values], marker="o", label=name)
-            low, high = ([value[q] for value in values] for q in ("q1", "q3"))
-            axes.fill_between(tokens, low, high, alpha=0.2, color=line.get_color())
-        axes.set(xscale="log", yscale="log", xlabel="tokens of the prompt", title=title)
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.savefig(path)

@@ -422,7 +422,7 @@ def bench(
 
     Example: linearize bench llama-3.2-1b --lengths 1024,8192,65536 --out runs/bench
     """
-    from liger_convert.bench import render
+    from liger_convert.bench_page import render
     from liger_convert.commands import bench_model
 
     results = bench_model(

@@ -19,12 +19,14 @@ from transformers import AutoModelForCausalLM
 
 from liger_convert import (
     bench,
+    bench_page,
     checkpoint,
     data,
     diagnose,
     evaluate,
     generate,
     rank,
+    shapes,
     suites,
     teacher,
     training,
@@ -346,7 +348,7 @@ def bench_model(
     prefill: bool = True,
     compiled: bool = True,
 ) -> dict[str, Any]:
-    """`bench.bench` of `source`, a model or a shape of `bench.SHAPES`, written into the new folder `out`, if any.
+    """`bench.bench` of `source`, a model or a shape of `shapes.SHAPES`, written into the new folder `out`, if any.
 
     mixer: of a shape, whose layers are all linearized. baseline: another model or shape, None for a shape's own base.
     What is measured before it is complete stands in `OUT.partial.json`. Raises BadInput, LinearizeError.
@@ -363,7 +365,7 @@ def bench_model(
         if so_far is not None:
             atomic_write(so_far, json.dumps(results, indent=2) + "\n")
 
-    shape = bench.is_shape(source)
+    shape = shapes.is_shape(source)
     if not shape and mixer is not None:
         raise BadInput(f"--mixer {mixer}: is for shapes, but {source} is a model with layers of its own")
     if baseline is None and shape:
@@ -375,7 +377,7 @@ def bench_model(
     ):
         results = bench.bench(source, load, load_base, options, report, keep)
     if out is not None and so_far is not None:
-        bench.write(results, out)
+        bench_page.write(results, out)
         so_far.unlink(missing_ok=True)
     return results
 
@@ -383,8 +385,8 @@ def bench_model(
 @contextmanager
 def _loader(source: str, mixer: str | None, options: bench.Options, trust: bool) -> Iterator[Callable[[], Any]]:
     """What makes the model on its device, in its dtype: at random for a shape, linearized by `mixer` unless None."""
-    if bench.is_shape(source):
-        yield partial(bench.random_model, source, mixer, options.device, options.dtype)
+    if shapes.is_shape(source):
+        yield partial(shapes.random_model, source, mixer, options.device, options.dtype)
         return
     with local_model(source, trust_remote_code=trust) as folder:
         from_folder: Any = AutoModelForCausalLM.from_pretrained

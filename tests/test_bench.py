@@ -12,7 +12,7 @@ import torch
 from tiny import save_tiny_base, tiny_config
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from liger_convert import bench, cli
+from liger_convert import bench, bench_page, cli, shapes
 from liger_convert.mixers.base import Mixer
 
 CPU = torch.device("cpu")
@@ -23,10 +23,10 @@ OPTIONS = bench.Options(LENGTHS, 2, 3, 2, CPU, torch.float32)
 
 @pytest.fixture(autouse=True)
 def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = bench.SHAPES["smollm2-135m"]
+    shape = shapes.SHAPES["smollm2-135m"]
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 101}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
-    monkeypatch.setitem(bench.SHAPES, "tiny", shape | sizes | heads)
+    monkeypatch.setitem(shapes.SHAPES, "tiny", shape | sizes | heads)
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -96,7 +96,7 @@ def test_without_prefill_a_long_context_is_there_without_being_read(capsys, monk
 
 @torch.no_grad()
 def test_a_filled_cache_is_as_long_as_one_that_was_read() -> None:
-    model = bench.random_model("tiny", None, CPU, torch.float32)
+    model = shapes.random_model("tiny", None, CPU, torch.float32)
     for caches in (bench.dynamic_caches(model), bench.static_caches(model)):
         cache = caches(50)()
         bench.prefill(model, cache, torch.arange(3, 33)[None])
@@ -152,7 +152,7 @@ def test_models_are_measured_with_the_baseline_that_was_given_or_none(capsys, tm
 
 
 def test_without_matplotlib_the_command_says_how_to_get_curves(capsys, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(bench, "find_spec", lambda name: None)
+    monkeypatch.setattr(bench_page, "find_spec", lambda name: None)
     said = " ".join(run(capsys, "tiny", *WORDS, "--out", str(tmp_path / "out")).split())
     assert "Missing: curves: matplotlib draws them, so pip install 'liger-convert[bench]'" in said
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["bench.json"]
@@ -213,14 +213,14 @@ def test_a_length_that_does_not_fit_into_memory_is_told_in_its_row_and_the_other
 
 
 def test_a_base_that_does_not_fit_into_memory_costs_no_other_number(capsys, monkeypatch) -> None:
-    real = bench.random_model
+    real = shapes.random_model
 
     def small(shape: str, mixer: str | None, *where: Any) -> Any:
         if mixer is None:
             raise torch.OutOfMemoryError("too large")
         return real(shape, mixer, *where)
 
-    monkeypatch.setattr(bench, "random_model", small)
+    monkeypatch.setattr(shapes, "random_model", small)
     found = run_json(capsys, "tiny")
     assert found["missing"][bench.BASE] == "out of memory"
     assert [row["tokens"] for row in found["rows"]] == LENGTHS
@@ -228,7 +228,7 @@ def test_a_base_that_does_not_fit_into_memory_costs_no_other_number(capsys, monk
 
 @pytest.mark.parametrize("mixer", ["gla", "gated-deltanet", "window"])
 def test_a_shape_takes_any_mixer_in_every_layer_and_keeps_it_in_float32(mixer: str) -> None:
-    model = bench.random_model("tiny", mixer, CPU, torch.bfloat16)
+    model = shapes.random_model("tiny", mixer, CPU, torch.bfloat16)
     mixers = [module for module in model.modules() if isinstance(module, Mixer)]
     assert [module.name for module in mixers] == [mixer] * 2
     assert {p.dtype for name, p in model.named_parameters() if ".mixer." in name} <= {torch.float32}
@@ -236,10 +236,10 @@ def test_a_shape_takes_any_mixer_in_every_layer_and_keeps_it_in_float32(mixer: s
     bench.check(side(model), bench.Options([8], 2, 1, 1, CPU, torch.bfloat16))
 
 
-@pytest.mark.parametrize("shape", bench.SHAPES)
+@pytest.mark.parametrize("shape", shapes.SHAPES)
 def test_every_shape_can_be_built(shape: str) -> None:
     with torch.device("meta"):
-        model = bench.random_model(shape, None, torch.device("meta"), torch.bfloat16)
+        model = shapes.random_model(shape, None, torch.device("meta"), torch.bfloat16)
     billions = sum(p.numel() for p in model.parameters()) / 1e9
     named = {"smollm2-135m": 0.135, "smollm2-360m": 0.362, "smollm2-1.7b": 1.711, "llama-3.2-1b": 1.236}
     named |= {"llama-3.2-3b": 3.213, "llama-3-8b": 8.030, "mistral-7b": 7.248}
@@ -263,7 +263,7 @@ def test_computing_in_float32_leaves_the_weights_as_they_were() -> None:
 
 
 def test_the_bytes_of_a_cache_are_those_its_tensors_hold() -> None:
-    model = bench.random_model("tiny", "gla", CPU, torch.float32)
+    model = shapes.random_model("tiny", "gla", CPU, torch.float32)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         bench.prefill(model, cache, torch.arange(3, 90)[None])
@@ -275,7 +275,7 @@ def test_the_bytes_of_a_cache_are_those_its_tensors_hold() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_static_cache_of_the_base_gives_what_its_dynamic_one_does(monkeypatch) -> None:
-    model = bench.random_model("tiny", None, CPU, torch.float32)
+    model = shapes.random_model("tiny", None, CPU, torch.float32)
     monkeypatch.setattr(model, "get_compiled_call", lambda config: model.__call__)  # the compiler is not what is tested
     static = bench.Side(bench.STATIC, model, bench.static_caches(model), bench.decode_compiled)
     with torch.no_grad():

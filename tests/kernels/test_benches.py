@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from liger_convert import bench as speeds
+from liger_convert import shapes
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 
@@ -69,7 +69,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(KERNELS))
     sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 101}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
-    monkeypatch.setitem(speeds.SHAPES, "tiny", speeds.SHAPES["smollm2-135m"] | sizes | heads)
+    monkeypatch.setitem(shapes.SHAPES, "tiny", shapes.SHAPES["smollm2-135m"] | sizes | heads)
     module = import_module("bench_training")
     monkeypatch.setattr(module, "CHECKED", (3, 80))
     monkeypatch.setattr(module, "LEAST_STEPS", 1)
