@@ -14,6 +14,7 @@ import platform
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -32,6 +33,7 @@ OURS = "chunk"
 KERNELS = "triton"
 NAIVE = {op: "full mask" if op == "window" else "naive loop" for op in OPS}  # the references
 CHECKED = 160  # tokens of the check, whose reference is slow
+NAMED = 100  # characters of a kernel's name
 ROTATED = 4  # sets of inputs
 
 
@@ -212,8 +214,9 @@ def milliseconds(
     return statistics.median(times)
 
 
-def gpu_milliseconds(calls: list[Callable[[], object]]) -> float:
-    """What the kernels of a call take, as the profiler has it: the mean over `calls`, each run once."""
+def gpu_kernels(calls: list[Callable[[], object]]) -> dict[str, float]:
+    """Milliseconds that a call spends in every kernel, as the profiler has it, the longest first: the mean over
+    `calls`, each run once."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for call in calls:
@@ -222,7 +225,10 @@ def gpu_milliseconds(calls: list[Callable[[], object]]) -> float:
     on_gpu = [event for event in profiler.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
     # a range that somebody has named spans kernels that are in the list themselves
     kernels = [event for event in on_gpu if not getattr(event, "is_user_annotation", False)]
-    return sum(event.self_device_time_total for event in kernels) / 1e3 / len(calls)
+    times: Counter[str] = Counter()  # names that begin alike are one
+    for event in kernels:
+        times[event.key[:NAMED]] += event.self_device_time_total / 1e3 / len(calls)
+    return dict(times.most_common())
 
 
 def measure(name: str, a: argparse.Namespace) -> list[dict[str, Any]]:

@@ -7,9 +7,9 @@ gated linear attention alone. All in one run on rotating random inputs. What a m
 
 `ms` is the median of a call on an idle GPU, its launches included; `GPU` the time its kernels take, which is what is
 left where a model launches ahead. The forward pass is that of training, recorded for the backward pass; memory is the
-peak beyond inputs and parameters. A layer whose output or gradients are wrong on the very inputs that
-are timed is not timed: its row says so, exit code 1. The file that --json names is complete after every row. Needs a
-GPU.
+peak beyond inputs and parameters. A layer whose output or gradients are wrong on the very inputs that are timed is not
+timed: its row says so, exit code 1. The file that --json names is complete after every row, and tells the longest
+kernels, too. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import json
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
-from bench import fla_chunk_gla, gpu_milliseconds, machine, milliseconds
+from bench import fla_chunk_gla, gpu_kernels, machine, milliseconds
 from gated_kernels import use
 from gated_kernels.check import error
 from rich.console import Console
@@ -42,6 +43,7 @@ from liger_convert.model.layout import SequenceLayout
 
 DTYPE = torch.bfloat16
 ROTATED = 3  # sets of inputs
+LONGEST = 16  # kernels whose times are told
 DEVICE = torch.device("cuda")
 
 # What is timed: q, k and v side by side, [B,T,(H+2G)D], to [B,T,HD]. Inputs come with the gradient of the output.
@@ -142,8 +144,9 @@ def forward_backward(op: Run, inputs: Inputs) -> None:
     forward(op, inputs).backward(inputs[1])
 
 
-def measured(step: Callable[..., object], op: Run, inputs: list[Inputs], seconds: float) -> tuple[float, float, float]:
-    """Milliseconds of `step(op, input)` by the clock and of its kernels, GB of memory at the peak beyond the rest."""
+def measured(step: Callable[..., object], op: Run, inputs: list[Inputs], seconds: float) -> tuple[Any, ...]:
+    """Milliseconds of `step(op, input)` by the clock and of its kernels, GB of memory at the peak beyond the rest, and
+    milliseconds of the longest kernels."""
     for x in inputs:  # compiled, and what libraries keep is there
         step(op, x)
     torch.cuda.synchronize()
@@ -151,7 +154,8 @@ def measured(step: Callable[..., object], op: Run, inputs: list[Inputs], seconds
     torch.cuda.reset_peak_memory_stats()
     median = milliseconds(step, op, inputs, "cuda", seconds)
     peak = (torch.cuda.max_memory_allocated() - before) / 1e9
-    return median, gpu_milliseconds([partial(step, op, x) for x in inputs]), peak
+    kernels = gpu_kernels([partial(step, op, x) for x in inputs])
+    return median, sum(kernels.values()), peak, dict(islice(kernels.items(), LONGEST))
 
 
 def causal(heads: int, kv_heads: int, size: int, backend: SDPBackend, x_BTC: Tensor) -> Tensor:
@@ -175,7 +179,7 @@ def row_of(op: Run, inputs: list[Inputs], seconds: float) -> dict[str, Any]:
     try:
         for name, step in (("forward", forward), ("both", forward_backward)):
             figures = measured(step, op, inputs, seconds)
-            row |= {f"{name}_{unit}": figure for unit, figure in zip(("ms", "gpu_ms", "gb"), figures)}
+            row |= {f"{name}_{unit}": figure for unit, figure in zip(("ms", "gpu_ms", "gb", "kernels"), figures)}
     except ModuleNotFoundError as problem:
         row["missing"] = f"{problem.name} is not installed"
     except RuntimeError as problem:
@@ -210,7 +214,7 @@ def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
 
     def add(**row: Any) -> None:
         rows.append(row)
-        print(json.dumps(row), flush=True)
+        print(json.dumps({name: value for name, value in row.items() if not name.endswith("kernels")}), flush=True)
         if a.json:
             a.json.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
 

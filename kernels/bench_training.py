@@ -9,7 +9,7 @@ optimizer included.
 A stage is compiled once, for rows of any length; --static compiles every length by itself, as a training of rows of one
 length does. The loss and the gradients of a stage on a few short rows are compared with those of the torch ops in
 float32 before anything is timed; a row whose stage is wrong there, or whose loss is not finite, has no time, and the
-exit code is 1. The file that --json names is complete after every row.
+exit code is 1. The file that --json names is complete after every row, and tells the longest kernels, too.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench import gpu_milliseconds, machine
+from bench import gpu_kernels, machine
 from gated_kernels import in_use, use
 from gated_kernels.check import error
 from rich.console import Console
@@ -46,6 +47,7 @@ from liger_convert.training.trainer import Objective, freeze, optimizer_groups
 CHECKED = (3, 208)  # rows and tokens, no two sizes of a graph's inputs alike: what are, dynamo takes for one
 BASE = "finetune-base"
 LEAST_STEPS = 3
+LONGEST = 24  # kernels whose times are told
 
 # Rates hardly matter for the time; these leave a model of random weights finite.
 STAGES: dict[str, dict[str, Any]] = {
@@ -180,12 +182,13 @@ class Training:
         if not all(torch.isfinite(torch.stack(losses)).tolist()):
             raise ValueError("its loss is not finite, so no time is given")
         step_ms = quartiles(times)
-        busy = gpu_milliseconds([lambda: self.step(batches)] * 2) / step_ms["median"] if cuda else None
+        kernels = gpu_kernels([lambda: self.step(batches)] * 2) if cuda else {}
         return {
             "first_step_s": first_ms / 1e3,
             "step_ms": step_ms,
             "tokens_per_s": 1e3 * stage.step_tokens / step_ms["median"],
-            "busy": busy,
+            "busy": sum(kernels.values()) / step_ms["median"] if cuda else None,
+            "kernels": dict(islice(kernels.items(), LONGEST)),
             "peak_bytes": torch.cuda.max_memory_allocated(self.device) if cuda else None,
             "loss": float(losses[-1]),
         }
@@ -206,7 +209,7 @@ def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
 
     def add(row: dict[str, Any]) -> None:
         rows.append(row)
-        print(json.dumps(row), flush=True)
+        print(json.dumps({name: value for name, value in row.items() if name != "kernels"}), flush=True)
         if a.json:
             a.json.write_text(json.dumps({"machine": about, "shape": shape, "rows": rows}, indent=1) + "\n")
 
