@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import gated_kernels
 import pytest
+import torch
+
+from liger_convert.mixers import MIXERS
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 WORDS = ["--device", "cpu", "--processes", "1", "--only", "elementwise", "--only", "s4", "--only", "window"]
@@ -48,3 +52,26 @@ def test_what_is_wrong_is_said_in_one_sentence(script: Any, monkeypatch: pytest.
     monkeypatch.setattr(sys, "argv", ["check_gpu.py", *WORDS[:6]])
     with pytest.raises(SystemExit, match=r"^1 of 1 are wrong: op elementwise by torch \(one token, float32: output 0"):
         script.main()
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_mixer_makes_no_tensor_on_another_device_than_its_own(
+    mixer: str, script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meta = torch.device("meta")  # holds no values, and what is on a CPU cannot meet what is there
+
+    def stands_for(method: str, value: object) -> None:
+        real = getattr(torch.Tensor, method)
+        monkeypatch.setattr(torch.Tensor, method, lambda x: value if x.is_meta else real(x))
+
+    stands_for("__bool__", True)
+    stands_for("__int__", 3)
+    autocast = torch.autocast
+    monkeypatch.setattr(
+        torch, "autocast", lambda kind, **options: nullcontext() if kind == "meta" else autocast(kind, **options)
+    )
+    layer, rotary = script.layer_of(mixer, torch.bfloat16)
+    width = (script.HEADS + 2 * script.KV_HEADS) * script.HEAD_SIZE
+    x_BTC = torch.empty(script.BATCH, script.PROMPT + script.STEPS, width, device=meta, dtype=torch.bfloat16)
+    outputs = script.lived(layer.to(meta), rotary.to(meta), x_BTC)
+    assert {x.device for x in outputs.values()} == {meta}
