@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,10 @@ class _Job:
     model: Any = None
     loaded: str = ""
 
+    @cached_property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self.model_dir)
+
     def column(self, name: str, report: Report) -> Column:
         source = "linearized" if name in BRANCHES else name
         if source != self.loaded:
@@ -112,10 +117,11 @@ class _Job:
             self.model, self.loaded = _load(source, self.model_dir, self.base_dir, self.device, self.precision), source
         if name in BRANCHES:
             set_branches(self.model, BRANCHES[name])
-        tokenizer = load_tokenizer(self.model_dir)
-        measured = evaluate(self.model, tokenizer, self.suite, **self.options, precision=self.precision, report=report)
+        measured = evaluate(
+            self.model, self.tokenizer, self.suite, **self.options, precision=self.precision, report=report
+        )
         speaks = self.prompts and name in ("base", "linearized")
-        return measured, continuations(self.model, tokenizer, self.prompts) if speaks else []
+        return measured, continuations(self.model, self.tokenizer, self.prompts) if speaks else []
 
 
 def _one_by_one(job: _Job, names: Sequence[str], report: Report) -> Iterator[tuple[str, Column]]:

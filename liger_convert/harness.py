@@ -243,7 +243,6 @@ class _Harness(HFLM):
             tokenizer=tokenizer,
             batch_size=batch_size,
             mixed_precision_dtype=dtype if low else None,
-            softmax_dtype="float32",  # log-probabilities are summed over an answer: bf16's 8 bits do not rank answers
         )
         self.done = self.total = 0
         self.task, self.report, self.products = "", report, dtype

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ if __name__ != "__main__" and DEVICE == "cpu" and isinstance(triton.language.sum
     pytest.skip("another module imported Triton before it could be told to interpret", allow_module_level=True)
 
 import gated_kernels  # noqa: E402
+from compiled import told_by  # noqa: E402
 from gated_kernels.check import Inputs, faults, run  # noqa: E402
 from gated_kernels.diagonal import scalar  # noqa: E402
 from gated_kernels.diagonal import triton as kernels  # noqa: E402
@@ -209,17 +211,8 @@ def test_the_kernels_are_on_where_there_is_a_gpu_or_when_asked_for() -> None:
         gated_kernels.use("cuda")
 
 
-def test_configurations_of_every_kind_compile_for_hopper_within_the_shared_memory_of_ampere() -> None:
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    try:
-        get_ptxas(90)
-    except RuntimeError as problem:
-        pytest.skip(f"ptxas is absent: {problem}")
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    shared = [int(line) for line in done.stdout.split()]
+def test_configurations_of_every_kind_compile_for_hopper_within_the_shared_memory_of_ampere(tmp_path: Path) -> None:
+    shared = [int(word) for line in told_by(__file__, tmp_path) for word in line]
     assert len(shared) == 5 * len(COMPILED) + 9 * len(SCALAR)
     assert max(shared) <= LEAST_SHARED
 
