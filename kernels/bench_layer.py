@@ -46,17 +46,18 @@ ROTATED = 3  # sets of inputs
 LONGEST = 16  # kernels whose times are told
 DEVICE = torch.device("cuda")
 
-# What is timed: q, k and v side by side, [B,T,(H+2G)D], to [B,T,HD]. Inputs come with the gradient of the output.
-Run = Callable[[Tensor], Tensor]
-Inputs = tuple[Tensor, Tensor]
+# What is timed: q [B,T,H,D], k and v [B,T,G,D], to [B,T,HD]. Inputs come with the gradient of the output.
+Heads = tuple[Tensor, Tensor, Tensor]
+Run = Callable[[Heads], Tensor]
+Inputs = tuple[Heads, Tensor]
 
 
 class Core(LinearizedAttention):
-    """A linearized layer without its projections: its input is q, k and v side by side."""
+    """A linearized layer without its projections: its input is q, k and v, or all three side by side."""
 
-    def qkv(self, x_BTC: Tensor) -> tuple[Tensor, ...]:
+    def qkv(self, x: Any) -> tuple[Tensor, ...]:
         H, G = self.dims.heads, self.dims.kv_heads
-        return x_BTC.unflatten(-1, (-1, self.dims.dim)).split((H, G, G), 2)
+        return x if isinstance(x, tuple) else x.unflatten(-1, (-1, self.dims.dim)).split((H, G, G), 2)
 
 
 def core(a: argparse.Namespace, head_size: int, mixer: str) -> tuple[Core, LlamaRotaryEmbedding]:
@@ -93,20 +94,25 @@ def on_rows(layer: Core, rotary: LlamaRotaryEmbedding, B: int, T: int) -> Callab
     def computing_in(dtype: torch.dtype) -> Run:
         angles = rotary(torch.empty(0, device=DEVICE, dtype=dtype), positions_1T)
 
-        def run(x_BTC: Tensor) -> Tensor:
+        def run(qkv: Heads) -> Tensor:
             with autocast(DEVICE, dtype):
-                return layer(x_BTC, position_embeddings=angles, layout=layout)[0]
+                return layer(qkv, position_embeddings=angles, layout=layout)[0]
 
         return run
 
     return computing_in
 
 
-def results(run: Run, parameters: dict[str, Tensor], x_BTC: Tensor, do_BTC: Tensor) -> dict[str, Tensor]:
-    x_BTC = x_BTC.detach().requires_grad_()
-    o = run(x_BTC)
-    grads = torch.autograd.grad(o, [x_BTC, *parameters.values()], do_BTC.to(o.dtype), allow_unused=True)
-    names = ["gradient of the input", *(f"gradient of {name}" for name in parameters)]
+def leaves(qkv: Heads) -> Heads:
+    q, k, v = (x.detach().requires_grad_() for x in qkv)
+    return q, k, v
+
+
+def results(run: Run, parameters: dict[str, Tensor], qkv: Heads, do_BTC: Tensor) -> dict[str, Tensor]:
+    qkv = leaves(qkv)
+    o = run(qkv)
+    grads = torch.autograd.grad(o, [*qkv, *parameters.values()], do_BTC.to(o.dtype), allow_unused=True)
+    names = [f"gradient of {name}" for name in ("q", "k", "v", *parameters)]
     return {"output": o.detach()} | {name: grad for name, grad in zip(names, grads) if grad is not None}
 
 
@@ -119,14 +125,15 @@ def check(runs: Callable[[torch.dtype], Run], layer: Core, inputs: list[Inputs])
     parameters = dict(layer.mixer.named_parameters())
     ours: dict[str, list[float]] = {}
     plain: dict[str, list[float]] = {}
-    for x, do in inputs:
+    for qkv, do in inputs:
         use("torch")
         with torch.compiler.set_stance("force_eager"):
-            exact = results(runs(torch.float32), parameters, x.float(), do)
-            for name, value in results(runs(DTYPE), parameters, x, do).items():
+            q, k, v = (x.float() for x in qkv)
+            exact = results(runs(torch.float32), parameters, (q, k, v), do)
+            for name, value in results(runs(DTYPE), parameters, qkv, do).items():
                 plain.setdefault(name, []).append(error(value, exact[name]))
         use("triton")
-        for name, value in results(runs(DTYPE), parameters, x, do).items():
+        for name, value in results(runs(DTYPE), parameters, qkv, do).items():
             ours.setdefault(name, []).append(error(value, exact[name]))
     found = [f"{name} is missing" for name in plain if name not in ours]
     for name, errors in ours.items():
@@ -137,7 +144,7 @@ def check(runs: Callable[[torch.dtype], Run], layer: Core, inputs: list[Inputs])
 
 
 def forward(op: Run, inputs: Inputs) -> Tensor:
-    return op(inputs[0].detach().requires_grad_())
+    return op(leaves(inputs[0]))
 
 
 def forward_backward(op: Run, inputs: Inputs) -> None:
@@ -158,8 +165,8 @@ def measured(step: Callable[..., object], op: Run, inputs: list[Inputs], seconds
     return median, sum(kernels.values()), peak, dict(islice(kernels.items(), LONGEST))
 
 
-def causal(heads: int, kv_heads: int, size: int, backend: SDPBackend, x_BTC: Tensor) -> Tensor:
-    q, k, v = x_BTC.unflatten(-1, (-1, size)).split((heads, kv_heads, kv_heads), 2)
+def causal(backend: SDPBackend, qkv: Heads) -> Tensor:
+    q, k, v = qkv
     with sdpa_kernel(backend):
         o = nn.functional.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
@@ -167,8 +174,8 @@ def causal(heads: int, kv_heads: int, size: int, backend: SDPBackend, x_BTC: Ten
     return o.transpose(1, 2).flatten(2)
 
 
-def fla_alone(heads: int, kv_heads: int, size: int, x_BTC: Tensor) -> Tensor:
-    q, k, v = x_BTC.unflatten(-1, (-1, size)).split((heads, kv_heads, kv_heads), 2)
+def fla_alone(qkv: Heads) -> Tensor:
+    q, k, v = qkv
     log_a = nn.functional.logsigmoid(k.float()) / 16
     return fla_chunk_gla(q.softmax(-1), k.softmax(-1), v, log_a)[0].flatten(2)
 
@@ -220,19 +227,18 @@ def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
 
     for size in a.head_size or [128]:
         for shape in a.shape or ["16x2048", "1x32768"]:
-            (B, T), sizes = map(int, shape.split("x")), (a.heads, a.kv_heads, size)
+            B, T = map(int, shape.split("x"))
+            random = partial(torch.randn, device=DEVICE, dtype=DTYPE)
             inputs = [
                 (
-                    torch.randn(B, T, (a.heads + 2 * a.kv_heads) * size, device=DEVICE, dtype=DTYPE),
-                    torch.randn(B, T, a.heads * size, device=DEVICE, dtype=DTYPE),
+                    (random(B, T, a.heads, size), random(B, T, a.kv_heads, size), random(B, T, a.kv_heads, size)),
+                    random(B, T, a.heads * size),
                 )
                 for _ in range(ROTATED)
             ]
-            ops: dict[str, Run] = {}
-            for backend in peers:
-                ops[f"full causal, {backend.name}"] = partial(causal, *sizes, backend)
+            ops: dict[str, Run] = {f"full causal, {backend.name}": partial(causal, backend) for backend in peers}
             if not a.no_fla:
-                ops["fla chunk_gla alone"] = partial(fla_alone, *sizes)
+                ops["fla chunk_gla alone"] = fla_alone
             for mixer in mixers:
                 found: dict[str, Any] = {"layer": f"ours, {mixer}", "head_size": size, "shape": shape}
                 try:

@@ -222,7 +222,13 @@ def train_stage(recipe: Recipe, number: int, model: Path, out: Path, *, resume: 
                 )
         documents = data.load_source(source, tokenizer, seed=recipe.seed, written=written).train
         dataset = data.pack(
-            documents, stage.seq_len, stage.tokens, seed, responses_only=stage.responses_only, repeats=stage.repeats
+            documents,
+            stage.seq_len,
+            stage.tokens,
+            seed,
+            responses_only=stage.responses_only,
+            repeats=stage.repeats,
+            joined=stage.joined,
         )
         out.mkdir(parents=True, exist_ok=True)
         with lock(out), progress(f"{number}-{stage.kind}") as report:

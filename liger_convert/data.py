@@ -251,6 +251,9 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     precedes, is -100, and with `responses_only` so is that of every token outside a document's `loss` mask.
     Nothing is copied before an item is asked for: the data set holds the order of the documents and their ends.
 
+    With `joined` a row is one segment, whatever it is made of: what a memory still holds after thousands of tokens is
+    learned in long segments, and most documents are short.
+
     A share `repeats` of the rows says a stretch twice, so that there is something beyond the window to remember: text
     alone rewards the window almost alone. Such a row is one document, or the copy could not be seen. Which rows, and
     where, depends on `seed` and the row's number only. Does not go with `responses_only`: the masks know no copies.
@@ -264,12 +267,13 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         rows: int,
         responses_only: bool,
         repeats: float,
+        joined: bool,
         seed: int,
     ):
         self.documents, self.order = documents, order
         self.ends = np.cumsum([len(documents[i].ids) for i in order])
         self.seq_len, self.rows, self.responses_only = seq_len, rows, responses_only
-        self.repeats, self.seed = repeats, seed
+        self.repeats, self.joined, self.seed = repeats, joined, seed
 
     def __len__(self) -> int:
         return self.rows
@@ -286,10 +290,11 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
             ids_N = document.ids[begin : begin + self.seq_len - filled]
             segment = slice(filled, filled + len(ids_N))
             input_ids_T[segment] = labels_T[segment] = ids_N
-            position_ids_T[segment] = np.arange(len(ids_N))
+            position_ids_T[segment] = np.arange(len(ids_N)) + (filled if self.joined else 0)
             if self.responses_only:
                 labels_T[segment][~document.loss[begin : begin + len(ids_N)]] = IGNORED
-            labels_T[filled] = IGNORED
+            if not (self.joined and filled):
+                labels_T[filled] = IGNORED
             filled += len(ids_N)
             which += 1
         rng = np.random.default_rng((self.seed, row, 1))  # 1: not the stream that drew an order
@@ -327,10 +332,11 @@ def pack(
     *,
     responses_only: bool = False,
     repeats: float = 0.0,
+    joined: bool = False,
 ) -> PackedDataset:
     """`tokens // seq_len` rows of `documents` in an order drawn from `seed`, a new one each time they have all been
     used; without `tokens`, as many full rows as one pass gives. The tokens that fill no row are dropped.
-    `responses_only` and `repeats` are explained at PackedDataset.
+    `responses_only`, `repeats` and `joined` are explained at PackedDataset.
 
     Raises BadInput when that is not one row.
     """
@@ -341,7 +347,7 @@ def pack(
         raise BadInput(f"data: {total if tokens is None else tokens} tokens do not fill one row of {seq_len} (seq_len)")
     epochs = math.ceil(rows * seq_len / total)
     order = [np.random.default_rng((seed, epoch)).permutation(len(documents)) for epoch in range(epochs)]
-    return PackedDataset(documents, np.concatenate(order), seq_len, rows, responses_only, repeats, seed)
+    return PackedDataset(documents, np.concatenate(order), seq_len, rows, responses_only, repeats, joined, seed)
 
 
 def collate(items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

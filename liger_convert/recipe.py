@@ -261,6 +261,7 @@ class Stage(Strict):
     """What the three kinds of stages share.
 
     repeats: the share of training rows that say a stretch of their own text twice, see `data.PackedDataset`.
+    joined: whether a row is one text for the model, whatever documents it is made of; otherwise each begins anew.
     compile: on a GPU, whether the layers are compiled, which takes the first step a minute.
     """
 
@@ -280,6 +281,7 @@ class Stage(Strict):
     gradient_checkpointing: bool = False
     compile: bool = True
     repeats: Fraction = 0.0
+    joined: bool = False
 
     @property
     def step_tokens(self) -> int:

@@ -274,7 +274,13 @@ class Run:
         seed = self.recipe.seed + index  # stages that share a source should not see its documents in the same order
         documents = self.documents(stage.data).train
         dataset = data.pack(
-            documents, stage.seq_len, stage.tokens, seed, responses_only=stage.responses_only, repeats=stage.repeats
+            documents,
+            stage.seq_len,
+            stage.tokens,
+            seed,
+            responses_only=stage.responses_only,
+            repeats=stage.repeats,
+            joined=stage.joined,
         )
         with progress(folder.name) as report:
             stats = training.run_stage(

@@ -333,6 +333,19 @@ def test_a_segment_is_one_document_whose_first_token_is_no_target() -> None:
         assert (item["labels"][~first] == item["input_ids"][~first]).all()
 
 
+@pytest.mark.parametrize("responses_only", [False, True])
+def test_a_joined_row_is_one_segment_of_the_same_tokens(responses_only: bool) -> None:
+    docs = documents(5, 11, 3, 20, 9)
+    learned_token = np.concatenate([d.loss for d in docs]) | (not responses_only)
+    options = {"seq_len": 8, "tokens": 400, "responses_only": responses_only}
+    apart, joined = pack(docs, **options), pack(docs, **options, joined=True)  # type: ignore[arg-type]
+    for before, item in zip(apart, joined, strict=True):
+        assert item["input_ids"].equal(before["input_ids"])
+        assert item["position_ids"].tolist() == list(range(8))
+        learned = torch.from_numpy(learned_token[item["input_ids"]]) & (item["position_ids"] > 0)
+        assert item["labels"].equal(torch.where(learned, item["input_ids"], IGNORED))
+
+
 def test_with_responses_only_the_labels_follow_the_loss_mask() -> None:
     docs = documents(5, 11, 3, 20, 9)
     learned_token = np.concatenate([d.loss for d in docs])
