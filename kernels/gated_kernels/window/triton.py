@@ -27,22 +27,30 @@ SINKS = 16  # in a block
 PROGRAMS = 256  # for the gradients of the sinks, which all rows share: enough to fill a GPU
 
 
-class Blocks(NamedTuple):
+class Block(NamedTuple):
     rows: int
     keys: int
     warps: int
 
 
+class Blocks(NamedTuple):
+    """Of the forward pass, and of the gradients of queries and of keys."""
+
+    forward: Block
+    queries: Block
+    keys: Block
+
+
 # By bytes of a number and the larger one of C and E: what fits into registers, or nearly, according to the compiler.
-# Windows are a few blocks long, so loops are not pipelined.
+# Windows are a few blocks long, so loops are not pipelined; one of 64 is a single block of 128 keys.
 BLOCKS = {
-    (2, 64): Blocks(64, 32, 4),
-    (2, 128): Blocks(64, 32, 8),
-    (2, 256): Blocks(32, 32, 8),
-    (4, 64): Blocks(32, 32, 8),
-    (4, 128): Blocks(32, 16, 8),
-    (4, 256): Blocks(16, 16, 8),
-    (4, 512): Blocks(16, 16, 8),
+    (2, 64): Blocks(Block(128, 128, 8), Block(64, 128, 4), Block(64, 64, 4)),
+    (2, 128): Blocks(Block(128, 128, 8), Block(64, 128, 8), Block(64, 64, 8)),
+    (2, 256): Blocks(*3 * [Block(32, 32, 8)]),
+    (4, 64): Blocks(*3 * [Block(32, 32, 8)]),
+    (4, 128): Blocks(*3 * [Block(32, 16, 8)]),
+    (4, 256): Blocks(*3 * [Block(16, 16, 8)]),
+    (4, 512): Blocks(*3 * [Block(16, 16, 8)]),
 }
 
 
@@ -147,14 +155,24 @@ def forward_kernel(
 
 
 @triton.jit
+def _weights(q, k, v, do, lse, scale, seen):
+    """Of keys in the softmax, and their gradients."""
+    return tl.exp(_logits(q, k, scale, seen) - lse[:, None]), _dot(do, tl.trans(v), None)
+
+
+@triton.jit
+def _add_dq(weights, dweights, mean, dlse, scale, k, dq):
+    return _dot(weights * (dweights - mean[:, None] + dlse[:, None]) * scale, k, dq)
+
+
+@triton.jit
 def _sweep(sweep, q, k, v, do, lse, dlse, scale, seen, mean, dq):
     """The first sweep over the keys takes the mean of do.v, the second adds to dq."""
-    weights = tl.exp(_logits(q, k, scale, seen) - lse[:, None])
-    dweights = _dot(do, tl.trans(v), None)
+    weights, dweights = _weights(q, k, v, do, lse, scale, seen)
     if sweep == 0:
         mean += tl.sum(weights * dweights, 1)
     else:
-        dq = _dot(weights * (dweights - mean[:, None] + dlse[:, None]) * scale, k, dq)
+        dq = _add_dq(weights, dweights, mean, dlse, scale, k, dq)
     return mean, dq
 
 
@@ -162,12 +180,12 @@ def _sweep(sweep, q, k, v, do, lse, dlse, scale, seen, mean, dq):
 def backward_q_kernel(
     q, k, v, valid, segment, sink_k, sink_v, visible, lse, do, dlse, dq, mean, scale, T, S, M, window,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr,
+    C: tl.constexpr, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Writes dq, and for the other kernel the means of do.v over the weights of each row.
 
     They are taken over the very products that they will be subtracted from: do.o, their equal, would not cancel as
-    well. Hence two sweeps over the keys.
+    well. Hence two sweeps over the keys, or none over those of the window, when a block holds the WHOLE of it.
     """
     n = tl.program_id(0) * N + tl.arange(0, N)
     g, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -182,13 +200,21 @@ def backward_q_kernel(
     dq_NC = tl.zeros([N, C], tl.float32)
     first = S - T + tl.program_id(0) * N // R
     end = tl.minimum(S - T + (tl.program_id(0) * N + N - 1) // R + 1, S)
+    if WHOLE:
+        w_key = tl.maximum(first - window + 1, 0) + tl.arange(0, K)
+        w_at, w_real = (b * S + w_key) * G + g, w_key < S
+        w_seen = _in_window(query[:, None], w_key[None, :], T, S, b, window, valid, segment)
+        w_k_KC = _load(k, w_at, w_real, D, C)
+        w_weights, w_dweights = _weights(q_NC, w_k_KC, _load(v, w_at, w_real, V, E), do_NE, lse_N, scale, w_seen)
+        mean_N += tl.sum(w_weights * w_dweights, 1)
     for sweep in range(2):
-        for start in range(tl.maximum(first - window + 1, 0), end, K):
-            key = start + tl.arange(0, K)
-            at, real = (b * S + key) * G + g, key < S
-            seen = _in_window(query[:, None], key[None, :], T, S, b, window, valid, segment)
-            k_KC, v_KE = _load(k, at, real, D, C), _load(v, at, real, V, E)
-            mean_N, dq_NC = _sweep(sweep, q_NC, k_KC, v_KE, do_NE, lse_N, dlse_N, scale, seen, mean_N, dq_NC)
+        if not WHOLE:
+            for start in range(tl.maximum(first - window + 1, 0), end, K):
+                key = start + tl.arange(0, K)
+                at, real = (b * S + key) * G + g, key < S
+                seen = _in_window(query[:, None], key[None, :], T, S, b, window, valid, segment)
+                k_KC, v_KE = _load(k, at, real, D, C), _load(v, at, real, V, E)
+                mean_N, dq_NC = _sweep(sweep, q_NC, k_KC, v_KE, do_NE, lse_N, dlse_N, scale, seen, mean_N, dq_NC)
         if visible is not None:
             for start in range(0, M, SINKS):
                 sink = start + tl.arange(0, SINKS)
@@ -197,6 +223,8 @@ def backward_q_kernel(
                     at, real = (b * M + sink) * G + g, sink < M
                     k_KC, v_KE = _load(sink_k, at, real, D, C), _load(sink_v, at, real, V, E)
                     mean_N, dq_NC = _sweep(sweep, q_NC, k_KC, v_KE, do_NE, lse_N, dlse_N, scale, seen, mean_N, dq_NC)
+    if WHOLE:
+        dq_NC = _add_dq(w_weights, w_dweights, mean_N, dlse_N, scale, w_k_KC, dq_NC)
     _store(dq, row, inside, dq_NC, D, C)
     tl.store(mean + row, mean_N, mask=inside)
 
@@ -266,8 +294,8 @@ def forward(
     blocks, numbers, sizes = _plan(q_BTHD, k_BSGD, v_BSGV, sink_k_BMGD, window)
     G, R = sizes["G"], sizes["R"]
     with torch.cuda.device_of(q_BTHD):
-        forward_kernel[triton.cdiv(T * R, blocks.rows), G, B](
-            *_plain(*tensors), o, lse, scale, *numbers, **sizes, K=blocks.keys, SINKS=SINKS, **_launch(blocks)
+        forward_kernel[triton.cdiv(T * R, blocks.forward.rows), G, B](
+            *_plain(*tensors), o, lse, scale, *numbers, **sizes, SINKS=SINKS, **_launch(blocks.forward)
         )
     return o, lse
 
@@ -295,24 +323,24 @@ def backward(
     lse, do, dlse = _plain(lse_BTH, do_BTHV, dlse_BTH)
     dq, dk, dv, mean = (torch.empty_like(x) for x in (q, k, v, lse))
     with torch.cuda.device_of(q):
-        backward_q_kernel[triton.cdiv(T * R, blocks.rows), G, B](
+        backward_q_kernel[triton.cdiv(T * R, blocks.queries.rows), G, B](
             q, k, v, valid, segment, sink_k, sink_v, visible, lse, do, dlse, dq, mean, scale, *numbers,
-            **sizes, K=blocks.keys, SINKS=SINKS, **_launch(blocks),
+            **sizes, SINKS=SINKS, WHOLE=_holds(blocks.queries, R, window), **_launch(blocks.queries),
         )  # fmt: skip
-        backward_k_kernel[triton.cdiv(S, blocks.keys), G, B](
+        backward_k_kernel[triton.cdiv(S, blocks.keys.keys), G, B](
             q, k, v, valid, segment, None, lse, do, dlse, mean, dk, dv, scale, T, S, window, 0,
-            **sizes, K=blocks.keys, **_launch(blocks),
+            **sizes, **_launch(blocks.keys),
         )  # fmt: skip
         if sink_k is None:
             return [dq, dk, dv]
-        row_blocks, sink_blocks = triton.cdiv(T * R, blocks.rows), triton.cdiv(M, SINKS)
-        part_size = triton.cdiv(row_blocks, max(PROGRAMS // max(B * G * sink_blocks, 1), 1)) * blocks.rows
+        rows = blocks.keys.rows
+        row_blocks, sink_blocks = triton.cdiv(T * R, rows), triton.cdiv(M, SINKS)
+        part_size = triton.cdiv(row_blocks, max(PROGRAMS // max(B * G * sink_blocks, 1), 1)) * rows
         parts = triton.cdiv(T * R, part_size)
         dsink_k, dsink_v = (q.new_empty(parts, *x.shape, dtype=torch.float32) for x in (sink_k, sink_v))
         backward_k_kernel[sink_blocks, G * parts, B](
             q, sink_k, sink_v, None, None, visible, lse, do, dlse, mean, dsink_k, dsink_v,
-            scale, T, M, window, part_size,
-            **sizes, K=SINKS, **_launch(blocks),
+            scale, T, M, window, part_size, **sizes, **_launch(blocks.keys._replace(keys=SINKS)),
         )  # fmt: skip
     return [dq, dk, dv, dsink_k.sum(0).to(sink_k.dtype), dsink_v.sum(0).to(sink_v.dtype)]
 
@@ -334,12 +362,18 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, window: int) -
     (T, H, D), (S, G), V = q.shape[1:], k.shape[1:3], v.shape[3]
     C, E = (max(triton.next_power_of_2(size), 16) for size in (D, V))
     blocks = BLOCKS[_size(q, v)]
-    sizes = {"G": G, "R": H // G, "D": D, "V": V, "C": C, "E": E, "N": blocks.rows}
+    sizes = {"G": G, "R": H // G, "D": D, "V": V, "C": C, "E": E}
     return blocks, (T, S, 0 if sink_k is None else sink_k.shape[1], window), sizes
 
 
-def _launch(blocks: Blocks) -> dict[str, int]:
-    return {"num_warps": blocks.warps, "num_stages": 1}
+def _holds(block: Block, R: int, window: int) -> bool:
+    """Whether a block of keys holds the windows of a block of rows, wherever among the R heads of a query it begins."""
+    queries = block.rows // R if block.rows % R == 0 else (block.rows - 2) // R + 2
+    return window - 1 + queries <= block.keys
+
+
+def _launch(block: Block) -> dict[str, int]:
+    return {"N": block.rows, "K": block.keys, "num_warps": block.warps, "num_stages": 1}
 
 
 _forward = torch.library.custom_op("gated_kernels::window", forward, mutates_args=())
