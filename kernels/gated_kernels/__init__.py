@@ -9,6 +9,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from gated_kernels.codebook.chunk import codebook
+from gated_kernels.coded.chunk import coded
 from gated_kernels.delta.chunk import delta
 from gated_kernels.diagonal.chunk import diagonal
 from gated_kernels.elementwise.chunk import elementwise
@@ -16,7 +18,9 @@ from gated_kernels.momentum.chunk import momentum
 from gated_kernels.slots.chunk import slots
 from gated_kernels.window.chunk import window
 
-OPS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+OPS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
+    "codebook": codebook,  # phi(x) = softmax(tau C u), u = P x + b brought to length 1
+    "coded": coded,  # the diagonal recurrence of a codebook's maps
     "delta": delta,  # S_t = D_t S_{t-1} - e_t^T (r_t D_t S_{t-1}) + k_t^T v_t, o_t = q_t S_t
     "diagonal": diagonal,  # S_t = diag(a_t) S_{t-1} + k_t^T v_t, o_t = q_t S_t
     "elementwise": elementwise,  # S_t = exp(dt_t log A) * S_{t-1} + k_t^T v_t, o_t = q_t S_t
@@ -25,7 +29,8 @@ OPS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "window": window,  # softmax attention over the last keys and the sinks
 }
 
-TRITON = ("diagonal", "step", "window")  # what has a triton.py; a step has nothing else (see step/chunk.py)
+# What has a triton.py; a step has nothing else (see step/chunk.py).
+TRITON = ("codebook", "coded", "diagonal", "step", "window")
 FLA = ("delta",)  # what has a fla.py instead, for a kernel of flash-linear-attention
 
 
@@ -70,4 +75,17 @@ def _default() -> str:
 
 use(os.environ.get("GATED_KERNELS") or _default())
 
-__all__ = ["OPS", "delta", "diagonal", "elementwise", "has_fla", "in_use", "momentum", "slots", "use", "window"]
+__all__ = [
+    "OPS",
+    "codebook",
+    "coded",
+    "delta",
+    "diagonal",
+    "elementwise",
+    "has_fla",
+    "in_use",
+    "momentum",
+    "slots",
+    "use",
+    "window",
+]

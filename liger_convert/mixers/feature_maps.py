@@ -11,8 +11,11 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as nnf
+from gated_kernels.codebook.chunk import codebook, per_head, turned
 from torch import Tensor, nn
 from transformers import initialization as init
+
+from liger_convert.mixers.base import multiplies_in_bf16
 
 FeatureMapName = Literal["codebook", "hedgehog", "softmax2", "softmax", "exp", "elu1", "relu", "identity"]
 
@@ -29,11 +32,6 @@ def feature_size(name: FeatureMapName, dim: int, codes: int = 0) -> int:
 def two_sided_softmax(x: Tensor) -> Tensor:
     """[softmax(x), softmax(-x)]: positive, bounded and spiky on both sides of zero (Hedgehog, 2402.04347)."""
     return torch.cat((x.softmax(-1), (-x).softmax(-1)), -1)
-
-
-def per_head(x_BTND: Tensor, w_NDE: Tensor) -> Tensor:
-    """[B,T,N,E]: each head's vectors times its own matrix; what einsum gives, in half the time for one token."""
-    return (x_BTND.flatten(0, 1).transpose(0, 1) @ w_NDE).transpose(0, 1).unflatten(0, x_BTND.shape[:2])
 
 
 class FeatureMap(nn.Module):
@@ -105,30 +103,23 @@ class Codebook(nn.Module):
 
     def turned_queries(self, q_BTHD: Tensor) -> Tensor:
         """u of the queries, [B,T,H,E]."""
-        return _turned(q_BTHD, self.q_turn_HDE, self.q_shift_HE)
+        return turned(q_BTHD, self.q_turn_HDE, self.q_shift_HE)
 
     def turned_keys(self, k_BTGD: Tensor) -> Tensor:
         """u of the keys, [B,T,G,E]."""
-        return _turned(k_BTGD, self.k_turn_GDE, self.k_shift_GE)
+        return turned(k_BTGD, self.k_turn_GDE, self.k_shift_GE)
 
     def queries(self, q_BTHD: Tensor) -> Tensor:
-        """phi(q) [B,T,H,F] in float32."""
-        u_BTHE = self.turned_queries(q_BTHD) * self.q_log_tau_H.float().exp()[:, None]
-        groups = len(self.codes_GFE)
-        u_BNGE = u_BTHE.unflatten(2, (groups, -1)).transpose(2, 3).flatten(1, 2)  # N = T R
-        phi_BNGF = per_head(u_BNGE, self.codes_GFE.float().mT).softmax(-1)
-        return phi_BNGF.unflatten(1, (u_BTHE.shape[1], -1)).transpose(2, 3).flatten(2, 3)
+        """phi(q) [B,T,H,F] in float32, or in bf16 where that is what the recurrence multiplies."""
+        q_BTHD = q_BTHD if multiplies_in_bf16(q_BTHD) else q_BTHD.float()
+        return codebook(q_BTHD, self.q_turn_HDE, self.q_shift_HE, self.q_log_tau_H, self.codes_GFE)
 
     def keys(self, k_BTGD: Tensor) -> Tensor:
-        """phi(k) [B,T,G,F] in float32."""
-        u_BTGE = self.turned_keys(k_BTGD) * self.k_log_tau_G.float().exp()[:, None]
-        return per_head(u_BTGE, self.codes_GFE.float().mT).softmax(-1)
+        """phi(k) [B,T,G,F], as of queries."""
+        k_BTGD = k_BTGD if multiplies_in_bf16(k_BTGD) else k_BTGD.float()
+        return codebook(k_BTGD, self.k_turn_GDE, self.k_shift_GE, self.k_log_tau_G, self.codes_GFE)
 
 
 def code_size(dim: int) -> int:
     """E: half a head; what queries and keys have in common beyond the window needs no more directions."""
     return max(1, dim // 2)
-
-
-def _turned(x_BTND: Tensor, turn_NDE: Tensor, shift_NE: Tensor) -> Tensor:
-    return nnf.normalize(per_head(x_BTND.float(), turn_NDE.float()) + shift_NE.float(), dim=-1)

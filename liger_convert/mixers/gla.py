@@ -10,11 +10,13 @@ feature_maps.py) or Hedgehog's (2402.04347); the one denominator over window and
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from gated_kernels.coded.chunk import coded
 from gated_kernels.step.chunk import Codes, Gate, Rules, Share
 from torch import Tensor
 
-from liger_convert.mixers.base import Join
+from liger_convert.mixers.base import Heads, Join, multiplies_in_bf16
 from liger_convert.mixers.feature_maps import FeatureMapName
 from liger_convert.mixers.gates import GateName, log_sigmoid_gate
 from liger_convert.mixers.linear import GatedMixer, GatedSpec
@@ -47,12 +49,35 @@ class GLA(GatedMixer):
     spec: GLASpec
     rescales = False
 
+    def query_features(self, heads: Heads) -> Tensor:
+        """Queries as they are where there is a codebook: `attend` maps them, and keys, so that no map need be kept."""
+        if self.codebook is None:
+            return super().query_features(heads)
+        return heads.q_rot_BTHD if self.spec.rope else heads.q_BTHD
+
+    def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        return super().key_features(inputs) if self.codebook is None else inputs[-1]
+
+    def attend(self, q_BTHF: Tensor, entries: tuple[Tensor, ...], **options: Any) -> tuple[Tensor, Tensor]:
+        if self.codebook is None:
+            return super().attend(q_BTHF, entries, **options)
+        q_BTHD, (k_BTGD, v_BTGV, log_a) = q_BTHF, entries
+        if multiplies_in_bf16(v_BTGV):
+            q_BTHD, k_BTGD = q_BTHD.to(v_BTGV.dtype), k_BTGD.to(v_BTGV.dtype)
+        else:
+            q_BTHD, k_BTGD, v_BTGV = q_BTHD.float(), k_BTGD.float(), v_BTGV.float()
+        # a key of zeros has a map, too: what leaves the state as it is are the zeros of its value and its gate
+        return coded(q_BTHD, k_BTGD, v_BTGV, log_a, *self.codes(), **options)
+
+    def codes(self) -> Codes:
+        return Codes(*(getattr(self.codebook, name) for name in Codes._fields))
+
     def step_rules(self) -> Rules | None:
         spec = self.spec
         usual = spec.join == "shared" and spec.scope == "evicted" and not (spec.rope or spec.forget)
         if self.codebook is None or not usual:
             return None
-        codes = Codes(*(getattr(self.codebook, name) for name in Codes._fields))
+        codes = self.codes()
         share = Share(self.share_power_H, self.share_query_HD, self.log_share_H)
         match spec.gate:
             case "none":

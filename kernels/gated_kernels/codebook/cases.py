@@ -1,0 +1,65 @@
+"""Inputs on which the codebook's map is tested, and other ways to get the same result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Case(NamedTuple):
+    T: int
+    G: int = 2
+    R: int = 3
+    D: int = 16
+    F: int = 33
+    tau: float = 2.0  # its log
+    shift: float = 0.5
+    dtype: torch.dtype = torch.float32
+    v_dtype: torch.dtype | None = None  # of the vectors, when another
+
+
+CASES = {
+    "one vector": Case(1),
+    "two codes": Case(5, F=2),
+    "a head's own codes": Case(7, R=1, F=64),
+    "no shift, float64": Case(9, shift=0.0, dtype=torch.float64),
+    "odd sizes": Case(67, G=1, D=10, F=65),
+    "two heads of 64": Case(65, R=2, D=64, F=128),
+    "heads of 80": Case(33, D=80, F=257, G=1),
+    "heads of 128, bf16": Case(70, G=1, R=4, D=128, F=256, tau=3.0, dtype=torch.bfloat16),
+    "bf16 vectors": Case(97, D=64, v_dtype=torch.bfloat16),
+    "many codes, bf16 vectors": Case(40, G=1, F=600, D=64, v_dtype=torch.bfloat16),
+    "flat": Case(20, tau=-3.0),
+    "one code in nearly all weights": Case(20, tau=5.0),
+}
+
+
+def inputs(case: Case) -> dict[str, Any]:
+    B, N, E = 2, case.G * case.R, max(1, case.D // 2)
+    random = torch.Generator().manual_seed(case.T)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random, dtype=torch.float64)
+
+    found = {
+        "turn_NDE": normal(N, case.D, E) * case.D**-0.5,
+        "shift_NE": normal(N, E) * case.shift,
+        "log_tau_N": case.tau + 0.2 * normal(N),
+        "codes_GFE": normal(case.G, case.F, E) * E**-0.5,
+    }
+    x_BTND = normal(B, case.T, N, case.D).to(case.v_dtype or case.dtype)
+    return {"x_BTND": x_BTND, **{name: x.to(case.dtype) for name, x in found.items()}}
+
+
+def in_pieces(op: Callable[..., Tensor], x: dict[str, Any]) -> Tensor:
+    """The tokens in two calls."""
+    parts = x["x_BTND"].split(x["x_BTND"].shape[1] // 2 + 1, 1)
+    return torch.cat([op(**x | {"x_BTND": part}) for part in parts], 1)
+
+
+def one_by_one(op: Callable[..., Tensor], x: dict[str, Any]) -> Tensor:
+    """Every row by itself."""
+    return torch.cat([op(**x | {"x_BTND": row}) for row in x["x_BTND"].split(1)])

@@ -1,0 +1,49 @@
+"""The codebook's map in torch: phi(x) = softmax(tau C u), u = P x + b brought to length 1.
+
+Shapes: B batch, T tokens, N heads (query or key-value), G heads with codes of their own, D head size, E size of a code,
+F codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+# What `gated_kernels.use` puts before this op; it returns None for inputs that it leaves to it.
+fast: Callable[..., Tensor | None] | None = None
+
+
+def codebook(x_BTND: Tensor, turn_NDE: Tensor, shift_NE: Tensor, log_tau_N: Tensor, codes_GFE: Tensor) -> Tensor:
+    """phi(x) [B,T,N,F] in x's dtype: how near x, turned its head's way, is to each of F codes, which sum to 1; head n
+    uses the codes n // (N / G).
+
+    Computes in fp32 (fp64 for fp64 vectors), under autocast too. Raises ValueError when N is no multiple of G.
+    """
+    heads, groups = x_BTND.shape[2], len(codes_GFE)
+    if heads % groups:
+        raise ValueError(f"{heads} heads are no multiple of the {groups} that have codes")
+    if fast is not None:
+        found = fast(x_BTND, turn_NDE, shift_NE, log_tau_N, codes_GFE)
+        if found is not None:
+            return found
+    dtype = torch.promote_types(x_BTND.dtype, torch.float32)
+    with torch.autocast(x_BTND.device.type, enabled=False):
+        u_BTNE = turned(x_BTND, turn_NDE, shift_NE) * log_tau_N.to(dtype).exp()[:, None]
+        u_BMGE = u_BTNE.unflatten(2, (groups, -1)).transpose(2, 3).flatten(1, 2)  # M = T N / G
+        phi_BMGF = per_head(u_BMGE, codes_GFE.to(dtype).mT).softmax(-1)
+        return phi_BMGF.unflatten(1, (u_BTNE.shape[1], -1)).transpose(2, 3).flatten(2, 3).to(x_BTND.dtype)
+
+
+def turned(x_BTND: Tensor, turn_NDE: Tensor, shift_NE: Tensor) -> Tensor:
+    """u [B,T,N,E], in fp32 at least."""
+    dtype = torch.promote_types(x_BTND.dtype, torch.float32)
+    with torch.autocast(x_BTND.device.type, enabled=False):
+        return nnf.normalize(per_head(x_BTND.to(dtype), turn_NDE.to(dtype)) + shift_NE.to(dtype), dim=-1)
+
+
+def per_head(x_BTND: Tensor, w_NDE: Tensor) -> Tensor:
+    """[B,T,N,E]: each head's vectors times its own matrix; what einsum gives, in half the time for one token."""
+    return (x_BTND.flatten(0, 1).transpose(0, 1) @ w_NDE).transpose(0, 1).unflatten(0, x_BTND.shape[:2])

@@ -1,0 +1,61 @@
+"""Inputs on which the recurrence over a codebook is tested, and other ways to get the same result."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from gated_kernels.codebook import cases as codebook
+from gated_kernels.cuts import in_pieces, one_by_one
+from gated_kernels.diagonal import cases as diagonal
+
+__all__ = ["CASES", "in_pieces", "inputs", "one_by_one"]
+
+
+class Case(NamedTuple):
+    sizes: diagonal.Case  # of the recurrence
+    D: int = 16
+
+
+def _case(T: int, D: int = 16, **sizes: Any) -> Case:
+    return Case(diagonal.Case(T, scalar=True, **sizes), D)
+
+
+CASES = {
+    "one token": _case(1),
+    "one token, exclusive, bf16": _case(1, exclusive=True, dtype=torch.bfloat16),
+    "two tokens, no state": _case(2, state=False),
+    "a token more than a chunk": _case(33, F=40, gate="mixed"),
+    "no decay, exclusive, segments": _case(70, gate="none", exclusive=True, segments=True),
+    "segments, exclusive, float64": _case(97, segments=True, exclusive=True, dtype=torch.float64),
+    "heads of 64, bf16": _case(130, D=64, F=128, V=65, exclusive=True, dtype=torch.bfloat16),
+    "many codes, bf16": _case(70, D=64, G=1, F=300, V=65, exclusive=True, dtype=torch.bfloat16),
+    "a gate per feature, bf16": Case(diagonal.Case(40, F=32, dtype=torch.bfloat16)),
+}
+
+
+def inputs(case: Case) -> dict[str, Any]:
+    s = case.sizes
+    made = {
+        side: codebook.inputs(codebook.Case(s.T, G=s.G, R=R, D=case.D, F=s.F, tau=2.0, dtype=s.dtype))
+        for side, R in (("q", s.R), ("k", 1))
+    }
+    q, k = made["q"], made["k"]
+    rest = diagonal.inputs(s)
+    return {
+        "q_BTHD": q["x_BTND"],
+        "k_BTGD": k["x_BTND"],
+        "v_BTGV": rest["v_BTGV"],
+        "log_a": rest["log_a"],
+        "q_turn_HDE": q["turn_NDE"],
+        "q_shift_HE": q["shift_NE"],
+        "q_log_tau_H": q["log_tau_N"],
+        "k_turn_GDE": k["turn_NDE"],
+        "k_shift_GE": k["shift_NE"],
+        "k_log_tau_G": k["log_tau_N"],
+        "codes_GFE": k["codes_GFE"],
+        "state_BGFV": rest["state_BGFV"],
+        "segment_BT": rest["segment_BT"],
+        "exclusive": s.exclusive,
+    }

@@ -1,0 +1,134 @@
+"""The diagonal recurrence over a codebook's maps, by the Triton kernels of both, keeping only what it is given.
+
+The maps of queries and keys, F numbers a head and token, are made once more in the backward pass.
+
+Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, E size of a code, F codes, V value size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gated_kernels.codebook import triton as codebook
+from gated_kernels.diagonal import triton as diagonal
+from gated_kernels.interpreter import INTERPRETED
+
+
+@torch.library.custom_op("gated_kernels::coded", mutates_args=())
+def forward(
+    q: Tensor,
+    k: Tensor,
+    q_turn: Tensor,
+    q_shift: Tensor,
+    q_log_tau: Tensor,
+    k_turn: Tensor,
+    k_shift: Tensor,
+    k_log_tau: Tensor,
+    codes: Tensor,
+    v: Tensor,
+    log_a: Tensor | None,
+    state: Tensor,
+    segment: Tensor | None,
+    exclusive: bool,
+) -> tuple[Tensor, Tensor]:
+    """The outputs and the last state."""
+    phi_q = codebook.forward(q, q_turn, q_shift, q_log_tau, codes)
+    phi_k = codebook.forward(k, k_turn, k_shift, k_log_tau, codes)
+    return diagonal._forward(phi_q, phi_k, v, log_a, state, segment, exclusive)
+
+
+@forward.register_fake
+def _(q: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    v, log_a, state = given[8:11]
+    return diagonal._rows(v, (*q.shape[:3], v.shape[-1]), log_a), state.new_empty(state.shape)
+
+
+@torch.library.custom_op("gated_kernels::coded_backward", mutates_args=())
+def backward(
+    q: Tensor,
+    k: Tensor,
+    q_turn: Tensor,
+    q_shift: Tensor,
+    q_log_tau: Tensor,
+    k_turn: Tensor,
+    k_shift: Tensor,
+    k_log_tau: Tensor,
+    codes: Tensor,
+    v: Tensor,
+    log_a: Tensor | None,
+    state: Tensor,
+    segment: Tensor | None,
+    exclusive: bool,
+    do: Tensor,
+    dlast: Tensor,
+) -> list[Tensor]:
+    """The gradients of all tensors up to the state, of log_a empty where there is none."""
+    of_q, of_k = (q, q_turn, q_shift, q_log_tau, codes), (k, k_turn, k_shift, k_log_tau, codes)
+    phi_q, phi_k = codebook.forward(*of_q), codebook.forward(*of_k)
+    dphi_q, dphi_k, *rest = diagonal._backward(phi_q, phi_k, v, log_a, state, segment, exclusive, do, dlast)
+    del phi_q, phi_k
+    dq, *dq_map, dcodes = codebook.backward(*of_q, dphi_q)
+    del dphi_q
+    dk, *dk_map, dcodes_by_k = codebook.backward(*of_k, dphi_k)
+    return [dq, dk, *dq_map, *dk_map, dcodes + dcodes_by_k, *rest]
+
+
+@backward.register_fake
+def _(*given: Any) -> list[Tensor]:
+    v, log_a, state = given[9:12]
+    dlog_a = v.new_empty(0) if log_a is None else log_a.new_empty(log_a.shape)
+    return [
+        *(x.new_empty(x.shape) for x in given[:9]), diagonal._rows(v, v.shape, log_a), dlog_a,
+        state.new_empty(state.shape),
+    ]  # fmt: skip
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.exclusive = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx: Any, do: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
+    *grads, dlog_a, dstate = backward(*ctx.saved_tensors, ctx.exclusive, do, dlast)
+    return *grads, None if ctx.saved_tensors[10] is None else dlog_a, dstate, None, None
+
+
+forward.register_autograd(_differentiate, setup_context=_keep)
+
+
+def coded(
+    q_BTHD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGV: Tensor,
+    log_a: Tensor | None,
+    q_turn_HDE: Tensor,
+    q_shift_HE: Tensor,
+    q_log_tau_H: Tensor,
+    k_turn_GDE: Tensor,
+    k_shift_GE: Tensor,
+    k_log_tau_G: Tensor,
+    codes_GFE: Tensor,
+    *,
+    state_BGFV: Tensor | None = None,
+    segment_BT: Tensor | None = None,
+    exclusive: bool = False,
+) -> tuple[Tensor, Tensor] | None:
+    """As `gated_kernels.coded`; None for what one of the two ops does not take, which says why when it is called."""
+    if not (v_BTGV.is_cuda or INTERPRETED.value) or v_BTGV.dtype != torch.bfloat16:
+        return None
+    of_q, of_k = (q_turn_HDE, q_shift_HE, q_log_tau_H), (k_turn_GDE, k_shift_GE, k_log_tau_G)
+    if any(codebook.problem(x, *of_x, codes_GFE) for x, of_x in ((q_BTHD, of_q), (k_BTGD, of_k))):
+        return None
+    B, _, G, _ = k_BTGD.shape
+    F = codes_GFE.shape[1]
+    phi_q, phi_k = (x.new_empty(1).expand(*x.shape[:3], F) for x in (q_BTHD, k_BTGD))  # of their sizes, nothing more
+    if len(codes_GFE) != G or diagonal._problem(phi_q, phi_k, v_BTGV, log_a, state_BGFV, segment_BT):
+        return None
+    if state_BGFV is None:
+        state_BGFV = v_BTGV.new_zeros(B, G, F, v_BTGV.shape[-1], dtype=torch.float32)
+    return forward(
+        q_BTHD, k_BTGD, *of_q, *of_k, codes_GFE, v_BTGV, log_a, state_BGFV.float(), segment_BT, exclusive
+    )  # fmt: skip

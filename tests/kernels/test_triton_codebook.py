@@ -1,0 +1,216 @@
+"""The Triton kernels of the codebook, and of the recurrence over it: on a GPU or, without one, in Triton's interpreter;
+and through the compiler.
+
+Run as a script it compiles them for sm_90, which needs the compiler but no GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+if DEVICE == "cpu" and os.environ["TRITON_INTERPRET"] == "1" and isinstance(triton.language.sum, triton.JITFunction):
+    pytest.skip("another module imported Triton before it could be told to interpret", allow_module_level=True)
+
+import gated_kernels  # noqa: E402
+from compiled import compile_instead_of_launching, resources, told_by  # noqa: E402
+from gated_kernels.check import Inputs, faults, run  # noqa: E402
+from gated_kernels.codebook import triton as kernels  # noqa: E402
+from gated_kernels.codebook.cases import CASES, Case, inputs  # noqa: E402
+from gated_kernels.codebook.reference import codebook as reference  # noqa: E402
+from gated_kernels.coded import cases as coded  # noqa: E402
+from gated_kernels.coded.reference import coded as coded_reference  # noqa: E402
+from gated_kernels.diagonal.cases import Case as Sizes  # noqa: E402
+
+BF16, FP32 = torch.bfloat16, torch.float32
+OWN = {
+    "65 codes, heads of 16": Case(67, G=2, R=1, F=65),
+    "two heads of 64": Case(33, G=2, R=2, D=64, F=64),
+    "three heads of 80": Case(65, G=1, R=3, D=80, F=130),
+    "heads of 128": Case(71, G=1, R=2, D=128, F=256),
+    "heads of 64, more codes than a block": Case(70, G=1, R=3, D=64, F=400),
+    "heads of 256": Case(9, G=1, R=1, D=256, F=33),
+    "codes of 5": Case(9, G=2, R=2, D=10, F=7),
+}
+EVERY = CASES | OWN
+CODED = {name: case for name, case in coded.CASES.items() if case.sizes.dtype == BF16 and case.sizes.T > 1} | {
+    "segments": coded.Case(Sizes(70, scalar=True, gate="mixed", segments=True, dtype=BF16)),
+    "no state, no decay": coded.Case(Sizes(33, gate="none", state=False, dtype=BF16)),
+}
+COMPILED = (  # N, G, D, F
+    (32, 8, 128, 256),
+    (9, 3, 64, 256),
+    (9, 3, 64, 2048),
+    (16, 16, 128, 128),
+    (6, 2, 80, 65),
+)
+HEADS_OF_256 = (4, 2, 256, 256)
+
+
+@pytest.fixture(autouse=True)
+def _in_triton() -> Iterator[None]:
+    kernels._warn_once.cache_clear()
+    gated_kernels.use("triton")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "(codebook|diagonal) runs in torch")  # nothing is left to it
+        yield
+    gated_kernels.use("torch")
+
+
+def placed(x: Inputs) -> Inputs:
+    return {name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in x.items()}
+
+
+def inputs_of(case: Case, parameters: torch.dtype = BF16) -> Inputs:
+    """Vectors in bf16; parameters in that, too, as a model in bf16 has them, or in fp32 as training has them."""
+    x = inputs(case._replace(dtype=FP32, v_dtype=BF16))
+    return placed(
+        {name: value if name in ("x_BTND", "log_tau_N") else value.to(parameters) for name, value in x.items()}
+    )
+
+
+@pytest.mark.parametrize("programs", [kernels.PROGRAMS, 1])
+@pytest.mark.parametrize("case", EVERY)
+def test_the_kernels_err_at_most_twice_as_much_as_the_reference_and_the_roundings_of_their_products(
+    case: str, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "PROGRAMS", programs)  # 1: a program takes all blocks of a head's rows
+    assert not faults(gated_kernels.codebook, reference, inputs_of(EVERY[case]), torch.finfo(BF16).eps)
+
+
+def test_parameters_may_be_in_float32() -> None:
+    assert not faults(gated_kernels.codebook, reference, inputs_of(OWN["heads of 128"], FP32), torch.finfo(BF16).eps)
+
+
+@pytest.mark.parametrize("case", CODED)
+def test_the_recurrence_over_a_codebook_is_right_by_kernels_that_keep_no_map(case: str) -> None:
+    x, kept = placed(coded.inputs(CODED[case])), []
+
+    def watched(**given: Any) -> tuple[Tensor, ...]:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+            return gated_kernels.coded(**given)
+
+    assert not faults(watched, coded_reference, x, torch.finfo(BF16).eps)
+    state = x["k_BTGD"].new_empty(2, *x["codes_GFE"].shape[:2], x["v_BTGV"].shape[3])  # made where none is given
+    given = {value.shape for value in (*x.values(), state) if isinstance(value, Tensor)}
+    assert kept
+    assert {tensor.shape for tensor in kept} <= given
+
+
+def test_a_vector_that_turns_into_nothing_is_as_near_to_every_code() -> None:
+    x = inputs_of(Case(9, shift=0.0))
+    x["x_BTND"][0, 3] = 0
+    leaves = {name: value.requires_grad_() for name, value in x.items()}
+    phi = gated_kernels.codebook(**leaves)
+    assert torch.equal(phi[0, 3], torch.full_like(phi[0, 3], 1 / 33))
+    weights = torch.randn_like(phi)
+    weights[0, 3] = 0  # a map that nothing reads, as of the padding
+    phi.backward(weights)
+    assert all(leaf.grad.isfinite().all() for leaf in leaves.values())
+    assert not leaves["x_BTND"].grad[0, 3].any()
+
+
+def test_tokens_without_value_and_gate_leave_a_state_exactly_as_it_was() -> None:
+    x = placed(coded.inputs(CODED["heads of 64, bf16"]))
+    idle = x | {name: torch.zeros_like(x[name]) for name in ("v_BTGV", "log_a")}
+    assert torch.equal(gated_kernels.coded(**idle)[1], x["state_BGFV"].float())
+
+
+def test_results_do_not_depend_on_how_the_inputs_lie_in_memory_nor_on_autocast() -> None:
+    x = inputs_of(CASES["odd sizes"])
+    strided = {name: value.mT.contiguous().mT if value.ndim > 1 else value for name, value in x.items()}
+
+    def autocast(**given: Tensor) -> Tensor:
+        with torch.autocast(DEVICE, dtype=BF16):
+            return gated_kernels.codebook(**given)
+
+    first, second = run(gated_kernels.codebook, x), run(autocast, strided)
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+@pytest.mark.parametrize("op", ["codebook", "coded"])
+def test_torch_compile_sees_through_the_ops(op: str) -> None:
+    x = inputs_of(CASES["two codes"]) if op == "codebook" else placed(coded.inputs(CODED["no state, no decay"]))
+    call: Callable[..., Any] = gated_kernels.OPS[op]
+    eager, traced = run(call, x), run(torch.compile(call, backend="aot_eager", fullgraph=True), x)
+    assert [name for name in eager if not torch.equal(eager[name], traced[name])] == []
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_custom_ops_keep_to_what_torch_asks_of_them(gated: bool) -> None:
+    torch.use_deterministic_algorithms(False)  # its checks compare uninitialised memory
+    x = {name: value.requires_grad_() for name, value in inputs_of(CASES["two codes"]).items()}
+    torch.library.opcheck(kernels.forward, tuple(x.values()))
+    phi = kernels.forward(*x.values())
+    torch.library.opcheck(kernels.backward, (*(value.detach() for value in x.values()), phi.detach()))
+    both = import_module("gated_kernels.coded.triton")
+    c = placed(coded.inputs(coded.Case(Sizes(3, scalar=True, dtype=BF16))))
+    names = ("q_BTHD", "k_BTGD", "q_turn_HDE", "q_shift_HE", "q_log_tau_H", "k_turn_GDE", "k_shift_GE", "k_log_tau_G")
+    given = [c[name].requires_grad_() for name in (*names, "codes_GFE", "v_BTGV")]
+    given += [c["log_a"].requires_grad_() if gated else None, c["state_BGFV"].float().requires_grad_(), None, True]
+    torch.library.opcheck(both.forward, tuple(given))
+    o, last = both.forward(*given)
+    plain = [value.detach() if isinstance(value, Tensor) else value for value in given]
+    torch.library.opcheck(both.backward, (*plain, o.detach(), last.detach()))
+
+
+def test_what_the_kernels_do_not_take_is_left_to_torch_with_one_warning() -> None:
+    warnings.resetwarnings()
+    x = inputs_of(CASES["two codes"])
+    x["x_BTND"] = x["x_BTND"].float()
+    with pytest.warns(UserWarning, match="do not take vectors in float32") as caught:
+        first, second = gated_kernels.codebook(**x), gated_kernels.codebook(**x)
+    assert len(caught) == 1
+    assert first.dtype == FP32
+    assert torch.equal(first, second)
+    c = placed(coded.inputs(coded.CASES["a token more than a chunk"]))
+    assert gated_kernels.coded(**c)[0].dtype == FP32, "the maps by torch, the recurrence by its kernels"
+    for name, wrong, said in (
+        ("turn_NDE", x["turn_NDE"][:1], r"\(1, 16, 8\) on .* where \(6, 16, 8\)"),
+        ("codes_GFE", x["codes_GFE"].half(), "parameters in float16"),
+    ):
+        assert kernels.problem(**x | {"x_BTND": x["x_BTND"].bfloat16()}) is None
+        found = kernels.problem(**x | {"x_BTND": x["x_BTND"].bfloat16(), name: wrong})
+        assert re.search(said, found or "")
+    assert "heads of 512" in (kernels.problem(*inputs_of(Case(2, D=512)).values()) or "")
+
+
+def test_every_configuration_compiles_for_hopper_without_spills(tmp_path: Path) -> None:
+    told = [(name, int(shared), int(stack)) for name, shared, stack in told_by(__file__, tmp_path)]
+    each = ["forward_kernel", "rows_kernel", "turns_kernel", "codes_kernel"]
+    assert [name for name, _, _ in told] == each * (len(COMPILED) + 1)
+    *usual, heads_of_256 = (told[at : at + 4] for at in range(0, len(told), 4))
+    assert max(shared for sizes in usual for _, shared, _ in sizes) <= 99 * 1024  # of the smallest chips
+    assert max(shared for _, shared, _ in heads_of_256) <= 227 * 1024
+    assert [sizes for sizes in usual if any(stack for _, _, stack in sizes)] == []
+
+
+def compile_all() -> None:
+    """Calls the ops with tensors that hold nothing; what would be launched is compiled."""
+
+    def tell(name: str, compiled: Any) -> None:
+        print(name, compiled.metadata.shared, resources(compiled)["STACK"])
+
+    compile_instead_of_launching(tell)
+    for N, G, D, F in (*COMPILED, HEADS_OF_256):
+        shapes = ((2, 1024, N, D), (N, D, D // 2), (N, D // 2), (N,), (G, F, D // 2))
+        x, *parameters = (torch.empty(shape, dtype=BF16, device="meta") for shape in shapes)
+        phi = kernels.forward._init_fn(x, *parameters)
+        kernels.backward._init_fn(x, *parameters, phi)
+
+
+if __name__ == "__main__":
+    compile_all()
