@@ -32,9 +32,38 @@ from torch import Tensor
 OURS = "chunk"
 KERNELS = "triton"
 NAIVE = {op: "full mask" if op == "window" else "naive loop" for op in OPS}  # the references
+BF16_ALONE = ("codebook", "coded")  # what their kernels take
 CHECKED = 160  # tokens of the check, whose reference is slow
 NAMED = 100  # characters of a kernel's name
 ROTATED = 4  # sets of inputs
+
+
+def codebook_inputs(a: argparse.Namespace, T: int, B: int, heads: int | None = None) -> Inputs:
+    N, D, E = heads or a.heads, a.head_size, a.head_size // 2
+    return {
+        "x_BTND": torch.randn(B, T, N, D),
+        "turn_NDE": torch.randn(N, D, E) * D**-0.5,
+        "shift_NE": torch.randn(N, E) / 2,
+        "log_tau_N": torch.full((N,), 2.5),
+        "codes_GFE": torch.randn(a.kv_heads, a.feature_size, E) * E**-0.5,
+    }
+
+
+def coded_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
+    q, k = codebook_inputs(a, T, B), codebook_inputs(a, T, B, a.kv_heads)
+    return {
+        "q_BTHD": q["x_BTND"],
+        "k_BTGD": k["x_BTND"],
+        "v_BTGV": torch.randn(B, T, a.kv_heads, a.head_size + 1),  # and the normaliser's column
+        "log_a": torch.nn.functional.logsigmoid(torch.randn(B, T, a.kv_heads, 1)) / 16,
+        "q_turn_HDE": q["turn_NDE"],
+        "q_shift_HE": q["shift_NE"],
+        "q_log_tau_H": q["log_tau_N"],
+        "k_turn_GDE": k["turn_NDE"],
+        "k_shift_GE": k["shift_NE"],
+        "k_log_tau_G": k["log_tau_N"],
+        "codes_GFE": k["codes_GFE"],
+    }
 
 
 def diagonal_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
@@ -127,6 +156,8 @@ def fla_chunk_gla(q_BTHF: Tensor, k_BTGF: Tensor, v_BTGV: Tensor, log_a: Tensor)
 
 
 INPUTS: dict[str, Callable[[argparse.Namespace, int, int], Inputs]] = {
+    "codebook": codebook_inputs,
+    "coded": coded_inputs,
     "delta": delta_inputs,
     "diagonal": diagonal_inputs,
     "momentum": momentum_inputs,
@@ -135,6 +166,8 @@ INPUTS: dict[str, Callable[[argparse.Namespace, int, int], Inputs]] = {
     "window": window_inputs,
 }
 PEERS: dict[str, dict[str, Op]] = {
+    "codebook": {},
+    "coded": {},
     "delta": {
         "fla chunk_dplr_delta_rule": fla_adapted,
         "fla chunk_gated_delta_rule": fla_chunk_gated_delta_rule,
@@ -148,7 +181,7 @@ PEERS: dict[str, dict[str, Op]] = {
 
 
 def in_triton(name: str) -> Op:
-    def op(**inputs: Any) -> tuple[Tensor, ...]:
+    def op(**inputs: Any) -> Tensor | tuple[Tensor, ...]:
         return getattr(import_module(f"gated_kernels.{name}.triton"), name)(**inputs)
 
     return op
@@ -174,7 +207,8 @@ def forward(op: Op, inputs: Inputs) -> None:
 
 def forward_recorded(op: Op, inputs: Inputs) -> tuple[tuple[Tensor, ...], list[Tensor]]:
     leaves = {k: x.detach().requires_grad_() for k, x in inputs.items() if isinstance(x, Tensor)}
-    return op(**inputs | leaves), list(leaves.values())
+    outputs = op(**inputs | leaves)
+    return (outputs,) if isinstance(outputs, Tensor) else outputs, list(leaves.values())
 
 
 def forward_backward(op: Op, inputs: Inputs) -> None:
@@ -238,7 +272,8 @@ def measure(name: str, a: argparse.Namespace) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     checked = placed(INPUTS[name](a, min(a.t, CHECKED), 1), device, dtype)
     ours = {OURS: OPS[name]}
-    if name in TRITON and device.type == "cuda" and find_spec("triton"):
+    taken = dtype == torch.bfloat16 or name not in BF16_ALONE
+    if name in TRITON and taken and device.type == "cuda" and find_spec("triton"):
         ours[KERNELS] = in_triton(name)
     for implementation, op in ours.items():
         products = torch.finfo(dtype).eps if implementation == KERNELS and dtype == torch.bfloat16 else None

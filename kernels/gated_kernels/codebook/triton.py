@@ -126,30 +126,34 @@ def rows_kernel(
     dlog_tau_M = tl.zeros((M,), tl.float32)
     for first in range(start, tl.minimum(start + part, rows), M):
         left = (rows - first).to(tl.int32)
+        back = dphi + (first * N + n) * F
+        ahead = load(back, i, left, N * F, f, F)
         x_MD = load(x + (first * N + n) * D, i, left, N * D, d, D)
         u_ME, inverse = _turned(x_MD, turn_DE, shift_E)
         u_ME = u_ME.to(tl.float16)
         store(us + (first * N + n) * E, u_ME, i, left, N * E, e, E)
-        back = dphi + (first * N + n) * F
         top = tl.full((M,), float("-inf"), tl.float32)
         mass = tl.zeros((M,), tl.float32)
-        mean = tl.zeros((M,), tl.float32)
+        means_MF = tl.zeros((M, BF), tl.float32)  # summed up in the end: a sum by rows changes how tiles lie
         for f0 in range(0, F, BF):
             logits = _logits(u_ME, load(codes, f0 + f, F, E, e, E), tau * TO_BASE_2, f0 + f, F, BF)
-            dweights = load(back, i, left, N * F, f0 + f, F).to(tl.float32)
+            dweights = ahead.to(tl.float32)
+            ahead = load(back, i, left, N * F, f0 + BF + f, F)  # under way while this block is worked on
             higher = tl.maximum(top, tl.max(logits, 1))
             keep = tl.exp2(top - higher)
             weights = tl.exp2(logits - higher[:, None])
             mass = mass * keep + tl.sum(weights, 1)
-            mean = mean * keep + tl.sum(weights * dweights, 1)
+            means_MF = means_MF * keep[:, None] + weights * dweights
             top = higher
-        mean /= mass
+        mean = tl.sum(means_MF, 1) / mass
         total = top + tl.log2(mass)
         du = tl.zeros((M, BE), tl.float32)
+        last: tl.constexpr = (F - 1) // BF * BF  # back from there, as what was read last is still at hand
         for f0 in range(0, F, BF):
-            codes_FE = load(codes, f0 + f, F, E, e, E)
-            logits = _logits(u_ME, codes_FE, tau * TO_BASE_2, f0 + f, F, BF)
-            dweights = load(back, i, left, N * F, f0 + f, F).to(tl.float32)
+            at = last - f0 + f
+            codes_FE = load(codes, at, F, E, e, E)
+            logits = _logits(u_ME, codes_FE, tau * TO_BASE_2, at, F, BF)
+            dweights = load(back, i, left, N * F, at, F).to(tl.float32)
             dlogits = tl.exp2(logits - total[:, None]) * (dweights - mean[:, None])
             dlog_tau_M += tl.sum(dlogits * logits, 1)
             du = product(rounded(dlogits, tl.bfloat16), rounded(codes_FE, tl.bfloat16), du, tl.bfloat16, "tf32")
