@@ -22,19 +22,19 @@ def _load_gates(log_a, b, t, T, g, f, G: tl.constexpr, F: tl.constexpr):
 
 
 @triton.jit
-def _start(t, u, EXCLUSIVE: tl.constexpr):
+def is_after_start(t, u, EXCLUSIVE: tl.constexpr):
     """... the state before the chunk, for who reads it."""
     return t >= u + EXCLUSIVE
 
 
 @triton.jit
-def _end(t, u):
+def is_before_end(t, u):
     """... the state after the chunk, for who writes it."""
     return u > t
 
 
 @triton.jit
-def _middle(t, u, level, EXCLUSIVE: tl.constexpr):
+def is_to_middle(t, u, level, EXCLUSIVE: tl.constexpr):
     """... the middle of its block, two halves of 2^level, for who reads in the second or writes in the first."""
     second = (t >> level) % 2 == 1
     return (t >> level == u >> level) & tl.where(second, t >= u + EXCLUSIVE, u > t)
@@ -47,7 +47,7 @@ def _decay(between, gates):
 
 
 @triton.jit
-def _is_pair(t, s, level):
+def is_pair(t, s, level):
     """Whether t is in the second and s in the first half of the same block."""
     return ((s >> level) % 2 == 0) & (t >> level == (s >> level) + 1)
 
@@ -80,7 +80,7 @@ def _total(gates, segment, b, first, T, C: tl.constexpr):
 @triton.jit
 def _read_decay(gates, segment, b, first, i, T, EXCLUSIVE: tl.constexpr):
     """The decay from the state before the chunk to what a token reads, 0 where that state is another segment's."""
-    decay = _decay(_start(i[:, None], i[None, :], EXCLUSIVE), gates)
+    decay = _decay(is_after_start(i[:, None], i[None, :], EXCLUSIVE), gates)
     if segment is not None:
         decay = tl.where(_same(segment, b, first + i, first - 1, T)[:, None], decay, 0.0)
     return decay
@@ -89,7 +89,7 @@ def _read_decay(gates, segment, b, first, i, T, EXCLUSIVE: tl.constexpr):
 @triton.jit
 def _write_decay(gates, segment, b, first, i, T, C: tl.constexpr):
     """The decay of what a token writes to the state after the chunk, 0 where that state is another segment's."""
-    decay = _decay(_end(i[:, None], i[None, :]), gates)
+    decay = _decay(is_before_end(i[:, None], i[None, :]), gates)
     if segment is not None:
         decay = tl.where(_same(segment, b, first + i, first + C - 1, T)[:, None], decay, 0.0)
     return decay
@@ -105,15 +105,15 @@ def _scores(
     column = tl.arange(0, C)[None, :]
     scores = tl.zeros((C, C), tl.float32)
     for level in tl.range(LEVELS, disable_licm=True):
-        decay = _decay(_middle(row, column, level, EXCLUSIVE), gates)
+        decay = _decay(is_to_middle(row, column, level, EXCLUSIVE), gates)
         left = q * decay
         right = k * decay
         if TRANSPOSED:
             part = product(right, tl.trans(left.to(D)), None, D, PRECISION)
-            scores += tl.where(_is_pair(column, row, level), part, 0.0)
+            scores += tl.where(is_pair(column, row, level), part, 0.0)
         else:
             part = product(left, tl.trans(right.to(D)), None, D, PRECISION)
-            scores += tl.where(_is_pair(row, column, level), part, 0.0)
+            scores += tl.where(is_pair(row, column, level), part, 0.0)
     return scores + tl.where(row == column, tl.sum(q * k, 1)[:, None], 0.0)
 
 
@@ -282,7 +282,7 @@ def dqk_kernel(
         dtotal += tl.sum(before.to(tl.float32) * dafter.to(tl.float32), 1)
     dkeys *= _write_decay(gates, segment, b, first, i, T, C)
     dgates = tl.zeros((C, BF), tl.float32) + (dtotal * _total(gates, segment, b, first, T, C))[None, :]
-    dgates = product(_end(column, row), dkeys * keys, dgates, tl.float32, PRECISION)
+    dgates = product(is_before_end(column, row), dkeys * keys, dgates, tl.float32, PRECISION)
 
     for r in tl.range(R, disable_licm=True):
         h = g * R + r
@@ -299,7 +299,7 @@ def dqk_kernel(
             dscores_t = product(values, tl.trans(douts), dscores_t, D, PRECISION)
             dqueries = product(douts, tl.trans(before), dqueries, D, PRECISION)
         dqueries *= _read_decay(gates, segment, b, first, i, T, EXCLUSIVE)
-        dgates = product(_start(column, row, EXCLUSIVE), dqueries * queries, dgates, tl.float32, PRECISION)
+        dgates = product(is_after_start(column, row, EXCLUSIVE), dqueries * queries, dgates, tl.float32, PRECISION)
         dscores = tl.where(_readable(segment, b, first, row, column, T, EXCLUSIVE), dscores, 0.0)
         dscores_t = tl.where(_readable(segment, b, first, column, row, T, EXCLUSIVE), dscores_t, 0.0)
         # A token meets itself without a decay: kept out of the gates' gradients, where it would only cancel.
@@ -307,16 +307,16 @@ def dqk_kernel(
         dqueries += dself * keys
         dkeys += dself * queries
         for level in tl.range(LEVELS, disable_licm=True):
-            decay = _decay(_middle(row, column, level, EXCLUSIVE), gates)
+            decay = _decay(is_to_middle(row, column, level, EXCLUSIVE), gates)
             left = queries * decay
             right = keys * decay
-            pair = tl.where(_is_pair(row, column, level), dscores, 0.0)
-            pair_t = tl.where(_is_pair(column, row, level), dscores_t, 0.0)
+            pair = tl.where(is_pair(row, column, level), dscores, 0.0)
+            pair_t = tl.where(is_pair(column, row, level), dscores_t, 0.0)
             dleft = product(pair, right, None, D, PRECISION)
             dright = product(pair_t, left, None, D, PRECISION)
             dqueries += dleft * decay
             dkeys += dright * decay
-            between = _middle(column, row, level, EXCLUSIVE)
+            between = is_to_middle(column, row, level, EXCLUSIVE)
             dgates = product(between, dleft * left + dright * right, dgates, tl.float32, PRECISION)
         store(dq + (b * T * G * R + h) * F, dqueries, t, T, G * R * F, f, F)
 

@@ -27,7 +27,7 @@ import torch
 import triton
 from torch import Tensor
 
-from gated_kernels.diagonal import scalar
+from gated_kernels.diagonal import features_bf16, scalar
 from gated_kernels.diagonal.features import dqk_kernel, dstates_kernel, dv_kernel, outputs_kernel, states_kernel
 from gated_kernels.diagonal.tiles import PRODUCTS
 from gated_kernels.interpreter import INTERPRETED
@@ -100,6 +100,9 @@ def _forward(
     if log_a is None or log_a.shape[-1] == 1:
         with torch.cuda.device_of(v):
             return scalar.forward(q, k, v, log_a, state, segment, exclusive)
+    if _promoted(q, k, v) == torch.bfloat16:
+        with torch.cuda.device_of(v):
+            return features_bf16.forward(q, k, v, log_a, state, segment, exclusive)
     p = _Problem(q, k, v, exclusive)
     o, last = v.new_empty(*q.shape[:3], v.shape[-1]), torch.empty_like(state)
     with torch.cuda.device_of(v):
@@ -134,6 +137,9 @@ def _backward(
         with torch.cuda.device_of(v):
             dq, dk, dv, dlog_a, dstate = scalar.backward(q, k, v, log_a, state, segment, exclusive, do, dlast)
         return dq, dk, dv, v.new_empty(0) if dlog_a is None else dlog_a, dstate
+    if _promoted(q, k, v) == torch.bfloat16:
+        with torch.cuda.device_of(v):
+            return features_bf16.backward(q, k, v, log_a, state, segment, exclusive, do, dlast)
     p = _Problem(q, k, v, exclusive)
     states, dstates, last = p.states_BGNFV, torch.empty_like(p.states_BGNFV), torch.empty_like(state)
     dq, dk, dv, dlog_a, dstate = (torch.empty_like(x) for x in (q, k, v, log_a, state))

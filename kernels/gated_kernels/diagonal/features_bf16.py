@@ -1,0 +1,168 @@
+"""The diagonal recurrence with a gate per feature and inputs in bf16, in Triton kernels.
+
+With x and y the sums of a chunk's gates up to what token t reads and what s writes, and m the one in the middle of the
+chunk, the score of t and s is the product of q_t exp(x_t - m) and k_s exp(m - y_s): one matrix product a chunk, if none
+of these exponents is too large. Chunks where one is are `strong`. They have kernels of their own, in which the score of
+a pair is made at the one level at which t and s lie in the second and the first half of the same block, with both
+decays up to the boundary between the halves: right at any strength, but in a product for each level. Every kernel that
+takes chunks by themselves is launched twice, once for either kind.
+
+The states and keys are loaded once for the R query heads of a key-value head where a block holds all features. When a
+pass over the states has too few programs to fill a GPU, the sequence is cut into parts, as in `scalar.py`.
+
+Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, N chunks, C chunk
+length. Kernels see BF of the features and BV of the values at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gated_kernels.diagonal import scalar
+from gated_kernels.diagonal.features_chunks import dqk_kernel, dv_kernel, outputs_kernel
+from gated_kernels.diagonal.features_passes import carry_kernel, dstates_kernel, states_kernel, sums_kernel
+
+CHUNK = 64
+LIMIT = 87.0  # of an exponent to base 2: twice as much leaves a product of four factors 2^41 in fp32's range
+STEP = 11.0  # of one gate to base 2: the gradient of a stronger one would drown in what cancels beside it
+# BF and BV at most, num_warps and num_stages; tiles of fewer than 64 columns are misread on Hopper, see `scalar.py`.
+BLOCKS = {
+    "sums": (128, 64, 8, 1),
+    "states": (64, 128, 4, 2),
+    "outputs": (128, 64, 4, 1),
+    "dstates": (64, 128, 4, 2),
+    "dv": (128, 128, 4, 1),
+    "dqk": (64, 128, 4, 1),
+}
+STRONG_BLOCKS = {"outputs": (64, 64, 4, 1), "dv": (64, 64, 4, 1), "dqk": (64, 64, 4, 1)}
+LOOPED = 64  # BF of outputs and dv where they loop over features, BV of dqk where it loops over values
+KERNELS = {
+    "sums": sums_kernel,
+    "states": states_kernel,
+    "outputs": outputs_kernel,
+    "dstates": dstates_kernel,
+    "dv": dv_kernel,
+    "dqk": dqk_kernel,
+}
+
+
+@functools.cache
+def constants(kernel: str, G: int, R: int, F: int, V: int, exclusive: bool, strong: bool = False) -> dict[str, Any]:
+    """What a kernel is compiled for and with; fixed by the sizes, never searched for."""
+    BF, BV, warps, stages = (STRONG_BLOCKS if strong else BLOCKS)[kernel]
+    BF, BV = min(BF, max(64, triton.next_power_of_2(F))), min(BV, max(64, triton.next_power_of_2(V)))
+    if kernel in ("outputs", "dv") and F > BF:
+        BF = min(BF, LOOPED)
+    elif kernel == "dqk" and V > BV:
+        BV = min(BV, LOOPED)
+    found = {
+        "G": G,
+        "R": R,
+        "F": F,
+        "V": V,
+        "EXCLUSIVE": int(exclusive),
+        "C": CHUNK,
+        "D": tl.bfloat16,
+        "BF": BF,
+        "BV": BV,
+        "TWO": int(V > BV and not strong),
+        "HEADS": R if F <= BF else 1,
+        "LEVELS": CHUNK.bit_length() - 1,
+        "LIMIT": LIMIT,
+        "STEP": STEP,
+        "PRECISION": "tf32",
+        "STRONG": int(strong),
+    }
+    return {x: found[x] for x in KERNELS[kernel].arg_names if x in found} | {"num_warps": warps, "num_stages": stages}
+
+
+class _Call:
+    """The sizes of a call, its sums of gates and the passes over its states."""
+
+    def __init__(self, q: Tensor, v: Tensor, log_a: Tensor, segment: Tensor | None, exclusive: bool):
+        (B, self.T, H, self.F), (self.G, self.V) = q.shape, v.shape[2:]
+        self.N, self.heads = triton.cdiv(self.T, CHUNK), B * self.G
+        self.chunks = self.heads * self.N
+        self.sizes = self.G, H // self.G, self.F, self.V, exclusive
+        self.states = v.new_empty(self.chunks, self.F, self.V)
+        self.sums = v.new_empty(self.chunks, CHUNK + 1, self.F, dtype=torch.float32)
+        self.strong = v.new_empty(self.chunks, dtype=torch.int32)
+        self.bounds = None if segment is None else self.strong.new_empty(self.chunks, 2, CHUNK)
+        outputs = self.sums, self.bounds, self.strong
+        sums_kernel[(self.chunks,)](log_a, segment, *outputs, self.T, **constants("sums", *self.sizes))
+
+    def scan(self, name: str, start: Tensor, states: Tensor, *inputs: Tensor) -> Tensor:
+        """A pass over the states from `start` on; fills `states` and returns the one at the end."""
+        end, compiled_for = torch.empty_like(start), constants(name, *self.sizes)
+        steps = self.N * compiled_for.get("R", 1)
+        programs = self.heads * triton.cdiv(self.F, compiled_for["BF"]) * triton.cdiv(self.V, compiled_for["BV"])
+        parts = min(self.N, steps // scalar.STEPS, scalar.PROGRAMS // programs)
+        part = triton.cdiv(self.N, parts) if parts >= 4 else self.N  # chunks; every part is run twice
+        parts = triton.cdiv(self.N, part)
+
+        def run(*states: Tensor | None) -> None:
+            grid = (programs * parts,)
+            KERNELS[name][grid](*inputs, self.sums, self.bounds, *states, self.T, part, **compiled_for)
+
+        if parts == 1:
+            run(start, states, end)
+            return end
+        ends = start.new_empty(self.heads * parts, self.F, self.V)
+        run(None, None, ends)
+        carry_kernel[self.heads, triton.cdiv(self.F, 16), triton.cdiv(self.V, 64)](
+            self.sums, self.bounds, start, ends, end, self.T, part, F=self.F, V=self.V, C=CHUNK,
+            CHUNKS=triton.next_power_of_2(part), BF=16, BV=64, REVERSED=name == "dstates",
+        )  # fmt: skip
+        run(ends, states, None)
+        return end
+
+    def by_chunk(self, name: str, *inputs: Tensor) -> None:
+        """Launches a kernel for the strong chunks and for the others, which leaves out the strong."""
+        for strong in (False, True):
+            compiled_for = constants(name, *self.sizes, strong)
+            if name == "dqk":
+                grid: tuple[int, ...] = (self.chunks * triton.cdiv(self.F, compiled_for["BF"]),)
+            else:
+                programs = self.chunks * (self.sizes[1] // compiled_for.get("HEADS", self.sizes[1]))
+                grid = programs, triton.cdiv(self.V, compiled_for["BV"] * (1 + compiled_for.get("TWO", 0)))
+            KERNELS[name][grid](*inputs, self.T, **compiled_for)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, log_a: Tensor, state: Tensor, segment: Tensor | None, exclusive: bool
+) -> tuple[Tensor, Tensor]:
+    """The outputs and the last state."""
+    call = _Call(q, v, log_a, segment, exclusive)
+    last = call.scan("states", state, call.states, k, v)
+    o = v.new_empty(*q.shape[:3], v.shape[-1])
+    call.by_chunk("outputs", q, k, v, call.sums, call.strong, call.bounds, call.states, o)
+    return o, last
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_a: Tensor,
+    state: Tensor,
+    segment: Tensor | None,
+    exclusive: bool,
+    do: Tensor,
+    dlast: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v, log_a and the state."""
+    call = _Call(q, v, log_a, segment, exclusive)
+    dstates = torch.empty_like(call.states)
+    call.scan("states", state, call.states, k, v)
+    dstate = call.scan("dstates", dlast, dstates, q, do)
+    dq, dk, dv, dlog_a = (torch.empty_like(x) for x in (q, k, v, log_a))
+    shared = call.sums, call.strong, call.bounds, do
+    call.by_chunk("dv", q, k, *shared, dstates, dv)
+    call.by_chunk("dqk", q, k, v, *shared, call.states, dstates, dq, dk, dlog_a)
+    return dq, dk, dv, dlog_a, dstate

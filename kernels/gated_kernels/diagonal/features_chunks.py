@@ -1,0 +1,360 @@
+"""The kernels of `features_bf16.py` that take every chunk by itself, once the states are known. The letters are there.
+
+Each is compiled twice, for STRONG chunks and for the others, and leaves alone the chunks that are not its own.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gated_kernels.diagonal.features import is_after_start, is_before_end, is_pair, is_to_middle
+from gated_kernels.diagonal.features_passes import starts, stops, sum_at, sums_at
+from gated_kernels.diagonal.tiles import load, product, store
+
+
+@triton.jit
+def _load_again(x, i, rows, step, column, columns):
+    """As `load`; what was loaded before is not kept in registers until now."""
+    mask = (i < rows)[:, None] & (column < columns)[None, :]
+    return tl.load(x + i[:, None] * step + column[None, :], mask=mask, other=0.0, volatile=True)
+
+
+@triton.jit
+def _sum_from(x, C: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
+    """[C, BF] the sums over a token and all after it, of x in as many bits as fp32 has: differences of it must cancel."""
+    after = (tl.arange(0, C)[None, :] >= tl.arange(0, C)[:, None]).to(tl.float32)
+    coarse = x.to(D)
+    x -= coarse.to(tl.float32)
+    fine = x.to(D)
+    sums = product(after, x - fine.to(tl.float32), None, D, PRECISION)
+    sums = product(after, fine, sums, D, PRECISION)
+    return product(after, coarse, sums, D, PRECISION)
+
+
+@triton.jit
+def _readable(bounds, chunk, i, EXCLUSIVE: tl.constexpr, TRANSPOSED: tl.constexpr, C: tl.constexpr):
+    """[t, s], or [s, t], whether t reads what s writes."""
+    row = i[:, None]
+    column = i[None, :]
+    if TRANSPOSED:
+        readable = column >= row + EXCLUSIVE
+        if bounds is not None:
+            readable = readable & (column <= stops(bounds, chunk, i, C)[:, None])
+    else:
+        readable = row >= column + EXCLUSIVE
+        if bounds is not None:
+            readable = readable & (column >= starts(bounds, chunk, i, C)[:, None])
+    return readable
+
+
+@triton.jit
+def _read(sums, chunk, i, f, F: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr):
+    """[C, BF] the decay from the middle to what a token reads, which is a growth before the middle."""
+    return tl.exp2(sums_at(sums, chunk, i + 1 - EXCLUSIVE, f, F, C))
+
+
+@triton.jit
+def _write(sums, chunk, i, f, F: tl.constexpr, C: tl.constexpr):
+    """[C, BF] the decay of what a token writes to the middle."""
+    return tl.exp2(-sums_at(sums, chunk, i + 1, f, F, C))
+
+
+@triton.jit
+def _write_to_end(sums, chunk, i, f, F: tl.constexpr, C: tl.constexpr):
+    """[C, BF] the decay of what a token writes to the state after the chunk."""
+    return tl.exp2(sum_at(sums, chunk, C, f, F, C)[None, :] - sums_at(sums, chunk, i + 1, f, F, C))
+
+
+@triton.jit
+def _before(states, sums, chunk, f, x, F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
+    """[BF, BV] the state before the chunk as if it were in the middle: bf16 times a power of 2, which is exact."""
+    to_middle = tl.exp2(-sum_at(sums, chunk, 0, f, F, C))
+    return (load(states + chunk * F * V, f, F, V, x, V) * to_middle[:, None]).to(D)
+
+
+@triton.jit
+def _level_decay(sums, chunk, i, f, level, F: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr):
+    """[C, BF] the decay to the middle of a token's block, two halves of 2^level, of who reads in the second or writes
+    in the first."""
+    middle = ((i >> (level + 1)) << (level + 1)) + (1 << level) - 1
+    until = sums_at(sums, chunk, middle + 1, f, F, C)
+    read = sums_at(sums, chunk, i + 1 - EXCLUSIVE, f, F, C)
+    written = sums_at(sums, chunk, i + 1, f, F, C)
+    return tl.exp2(tl.where(((i >> level) % 2 == 1)[:, None], read - until, until - written))
+
+
+@triton.jit
+def _level_scores(
+    q, k, sums, chunk, i, f, rows, G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, EXCLUSIVE: tl.constexpr,
+    TRANSPOSED: tl.constexpr, C: tl.constexpr, D: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """[t, s], or [s, t], before the mask: these features' part, at any strength."""
+    row = i[:, None]
+    column = i[None, :]
+    queries = load(q, i, rows, G * R * F, f, F).to(tl.float32)
+    keys = load(k, i, rows, G * F, f, F).to(tl.float32)
+    scores = tl.where(row == column, tl.sum(queries * keys, 1)[:, None], 0.0)
+    for level in tl.range(LEVELS, disable_licm=True):
+        decay = _level_decay(sums, chunk, i, f, level, F, EXCLUSIVE, C)
+        left = (queries * decay).to(D)
+        right = (keys * decay).to(D)
+        if TRANSPOSED:
+            part = product(right, tl.trans(left), None, D, PRECISION)
+            scores += tl.where(is_pair(column, row, level), part, 0.0)
+        else:
+            part = product(left, tl.trans(right), None, D, PRECISION)
+            scores += tl.where(is_pair(row, column, level), part, 0.0)
+    return scores
+
+
+@triton.jit
+def outputs_kernel(
+    q, k, v, sums, strong, bounds, states, o, T,
+    G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr,
+    D: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr, HEADS: tl.constexpr,
+    LEVELS: tl.constexpr, PRECISION: tl.constexpr, STRONG: tl.constexpr,
+):  # fmt: skip
+    """A chunk's outputs of HEADS query heads a program: all of a key-value head when one block holds the features."""
+    N = tl.cdiv(T, C)
+    program = tl.program_id(0).to(tl.int64)
+    chunk, h0 = program // (R // HEADS), program % (R // HEADS) * HEADS
+    if tl.load(strong + chunk) != STRONG:
+        return
+    n, b, g = chunk % N, chunk // N // G, chunk // N % G
+    x = tl.program_id(1) * (1 + TWO) * BV + tl.arange(0, BV)
+    f = tl.arange(0, BF)
+    i = tl.arange(0, C)
+    first = n * C
+    rows = (T - first).to(tl.int32)
+    row = b * T + first
+    readable = _readable(bounds, chunk, i, EXCLUSIVE, False, C)
+    values = load(v + (row * G + g) * V, i, rows, G * V, x, V)
+    if TWO:
+        values_2 = load(v + (row * G + g) * V, i, rows, G * V, BV + x, V)
+    if F <= BF:
+        keys = load(k + (row * G + g) * F, i, rows, G * F, f, F)
+        right = (keys * _write(sums, chunk, i, f, F, C)).to(D)
+        read = _read(sums, chunk, i, f, F, EXCLUSIVE, C)
+        before = _before(states, sums, chunk, f, x, F, V, C, D)
+        if TWO:
+            before_2 = _before(states, sums, chunk, f, BV + x, F, V, C, D)
+    for r in tl.range(HEADS, disable_licm=True):
+        h = g * R + h0 + r
+        scores = tl.zeros((C, C), tl.float32)
+        outputs = tl.zeros((C, BV), tl.float32)
+        if TWO:
+            outputs_2 = tl.zeros((C, BV), tl.float32)
+        for f0 in range(0, F, BF):
+            if F > BF:
+                read = _read(sums, chunk, i, f0 + f, F, EXCLUSIVE, C)
+            queries = load(q + (row * G * R + h) * F, i, rows, G * R * F, f0 + f, F)
+            left = (queries * read).to(D)
+            if STRONG:
+                scores += _level_scores(
+                    q + (row * G * R + h) * F, k + (row * G + g) * F, sums, chunk, i, f0 + f, rows, G, R, F, EXCLUSIVE,
+                    False, C, D, LEVELS, PRECISION,
+                )  # fmt: skip
+            else:
+                if F > BF:
+                    keys = load(k + (row * G + g) * F, i, rows, G * F, f0 + f, F)
+                    right = (keys * _write(sums, chunk, i, f0 + f, F, C)).to(D)
+                scores = product(left, tl.trans(right), scores, D, PRECISION)
+            if F > BF:
+                before = _before(states, sums, chunk, f0 + f, x, F, V, C, D)
+            outputs = product(left, before, outputs, D, PRECISION)
+            if TWO:
+                if F > BF:
+                    before_2 = _before(states, sums, chunk, f0 + f, BV + x, F, V, C, D)
+                outputs_2 = product(left, before_2, outputs_2, D, PRECISION)
+        if bounds is not None:
+            own = (starts(bounds, chunk, i, C) < 0)[:, None]
+            outputs = tl.where(own, outputs, 0.0)
+            if TWO:
+                outputs_2 = tl.where(own, outputs_2, 0.0)
+        scores = tl.where(readable, scores, 0.0)
+        outputs = product(scores, values, outputs, D, PRECISION)
+        store(o + (row * G * R + h) * V, outputs, i, rows, G * R * V, x, V)
+        if TWO:
+            outputs_2 = product(scores, values_2, outputs_2, D, PRECISION)
+            store(o + (row * G * R + h) * V, outputs_2, i, rows, G * R * V, BV + x, V)
+
+
+@triton.jit
+def dv_kernel(
+    q, k, sums, strong, bounds, do, dstates, dv, T,
+    G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr,
+    D: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
+    STRONG: tl.constexpr,
+):  # fmt: skip
+    """The gradient of BV of a chunk's values a program; scores are computed transposed, as they are used."""
+    N = tl.cdiv(T, C)
+    chunk = tl.program_id(0).to(tl.int64)
+    if tl.load(strong + chunk) != STRONG:
+        return
+    n, b, g = chunk % N, chunk // N // G, chunk // N % G
+    x = tl.program_id(1) * BV + tl.arange(0, BV)
+    f = tl.arange(0, BF)
+    i = tl.arange(0, C)
+    first = n * C
+    rows = (T - first).to(tl.int32)
+    row = b * T + first
+    readable = _readable(bounds, chunk, i, EXCLUSIVE, True, C)
+    dvalues = tl.zeros((C, BV), tl.float32)
+    for f0 in range(0, F, 64):
+        few = f0 + tl.arange(0, 64)
+        late = load(k + (row * G + g) * F, i, rows, G * F, few, F) * _write_to_end(sums, chunk, i, few, F, C)
+        dafter = load(dstates + chunk * F * V, few, F, V, x, V)
+        dvalues = product(late, dafter, dvalues, D, PRECISION)
+    if bounds is not None:
+        dvalues = tl.where((stops(bounds, chunk, i, C) == C)[:, None], dvalues, 0.0)
+    if F <= BF:
+        keys = load(k + (row * G + g) * F, i, rows, G * F, f, F)
+        right = (keys * _write(sums, chunk, i, f, F, C)).to(D)
+        read = _read(sums, chunk, i, f, F, EXCLUSIVE, C)
+    for r in tl.range(R, disable_licm=True):
+        h = g * R + r
+        scores = tl.zeros((C, C), tl.float32)
+        if STRONG:
+            for f0 in range(0, F, BF):
+                scores += _level_scores(
+                    q + (row * G * R + h) * F, k + (row * G + g) * F, sums, chunk, i, f0 + f, rows, G, R, F, EXCLUSIVE,
+                    True, C, D, LEVELS, PRECISION,
+                )  # fmt: skip
+        elif F <= BF:
+            queries = load(q + (row * G * R + h) * F, i, rows, G * R * F, f, F)
+            scores = product(right, tl.trans((queries * read).to(D)), scores, D, PRECISION)
+        else:
+            for f0 in range(0, F, BF):
+                keys = load(k + (row * G + g) * F, i, rows, G * F, f0 + f, F)
+                right = (keys * _write(sums, chunk, i, f0 + f, F, C)).to(D)
+                queries = load(q + (row * G * R + h) * F, i, rows, G * R * F, f0 + f, F)
+                left = (queries * _read(sums, chunk, i, f0 + f, F, EXCLUSIVE, C)).to(D)
+                scores = product(right, tl.trans(left), scores, D, PRECISION)
+        douts = load(do + (row * G * R + h) * V, i, rows, G * R * V, x, V)
+        dvalues = product(tl.where(readable, scores, 0.0), douts, dvalues, D, PRECISION)
+    store(dv + (row * G + g) * V, dvalues, i, rows, G * V, x, V)
+
+
+@triton.jit
+def dqk_kernel(
+    q, k, v, sums, strong, bounds, do, states, dstates, dq, dk, dlog_a, T,
+    G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr,
+    D: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
+    STRONG: tl.constexpr,
+):  # fmt: skip
+    """The gradients of BF features of a chunk's queries, keys and gates a program.
+
+    A gate's is that of all it lies between: of reads after it less writes after it, where pairs that are both after it
+    cancel as they are sums of the very same rounded products, and of everything that reaches the end less writes after it.
+    """
+    N = tl.cdiv(T, C)
+    blocks: tl.constexpr = (F + BF - 1) // BF
+    program = tl.program_id(0).to(tl.int64)
+    chunk, block = program // blocks, program % blocks
+    if tl.load(strong + chunk) != STRONG:
+        return
+    n, b, g = chunk % N, chunk // N // G, chunk // N % G
+    f = block.to(tl.int32) * BF + tl.arange(0, BF)
+    i = tl.arange(0, C)
+    row_ = i[:, None]
+    column = i[None, :]
+    first = n * C
+    rows = (T - first).to(tl.int32)
+    row = b * T + first
+    keys = load(k + (row * G + g) * F, i, rows, G * F, f, F).to(tl.float32)
+    right = (keys * _write(sums, chunk, i, f, F, C)).to(D)
+    if V <= BV:
+        x = tl.arange(0, BV)
+        values = load(v + (row * G + g) * V, i, rows, G * V, x, V)
+        before = _before(states, sums, chunk, f, x, F, V, C, D)
+    dkeys = tl.zeros((C, BF), tl.float32)
+    if STRONG:
+        dgates = tl.zeros((C, BF), tl.float32)
+    else:
+        reads = tl.zeros((C, BF), tl.float32)
+    for r in tl.range(R, disable_licm=True):
+        h = g * R + r
+        if not STRONG:
+            queries = load(q + (row * G * R + h) * F, i, rows, G * R * F, f, F)
+            left = (queries * _read(sums, chunk, i, f, F, EXCLUSIVE, C)).to(D)
+        if V <= BV:
+            douts = load(do + (row * G * R + h) * V, i, rows, G * R * V, x, V)
+            dscores = product(douts, tl.trans(values), None, D, PRECISION)
+            dscores_t = product(values, tl.trans(douts), None, D, PRECISION)
+            dqueries = product(douts, tl.trans(before), None, D, PRECISION)
+        else:
+            dscores = tl.zeros((C, C), tl.float32)
+            dscores_t = tl.zeros((C, C), tl.float32)
+            dqueries = tl.zeros((C, BF), tl.float32)
+            for v0 in range(0, V, BV):
+                x = v0 + tl.arange(0, BV)
+                values = load(v + (row * G + g) * V, i, rows, G * V, x, V)
+                douts = load(do + (row * G * R + h) * V, i, rows, G * R * V, x, V)
+                before = _before(states, sums, chunk, f, x, F, V, C, D)
+                dscores = product(douts, tl.trans(values), dscores, D, PRECISION)
+                dscores_t = product(values, tl.trans(douts), dscores_t, D, PRECISION)
+                dqueries = product(douts, tl.trans(before), dqueries, D, PRECISION)
+        if bounds is not None:
+            dqueries = tl.where((starts(bounds, chunk, i, C) < 0)[:, None], dqueries, 0.0)
+        # [s, t] is made anew, as turning an accumulator over costs more.
+        dscores = tl.where(_readable(bounds, chunk, i, EXCLUSIVE, False, C), dscores, 0.0).to(D)
+        dscores_t = tl.where(_readable(bounds, chunk, i, EXCLUSIVE, True, C), dscores_t, 0.0).to(D)
+        if STRONG:
+            queries = load(q + (row * G * R + h) * F, i, rows, G * R * F, f, F).to(tl.float32)
+            dqueries *= _read(sums, chunk, i, f, F, EXCLUSIVE, C)
+            from_start = is_after_start(column, row_, EXCLUSIVE)
+            dgates = product(from_start, dqueries * queries, dgates, tl.float32, PRECISION)
+            # A token meets itself without a decay: kept out of the gates' gradients, where it would only cancel.
+            dself = tl.sum(tl.where(row_ == column, dscores, 0.0), 1)[:, None]
+            dqueries += dself * keys
+            dkeys += dself * queries
+            for level in tl.range(LEVELS, disable_licm=True):
+                decay = _level_decay(sums, chunk, i, f, level, F, EXCLUSIVE, C)
+                second = queries * decay
+                former = keys * decay
+                pair = tl.where(is_pair(row_, column, level), dscores, 0.0)
+                pair_t = tl.where(is_pair(column, row_, level), dscores_t, 0.0)
+                dsecond = product(pair, former, None, D, PRECISION)
+                dformer = product(pair_t, second, None, D, PRECISION)
+                dqueries += dsecond * decay
+                dkeys += dformer * decay
+                between = is_to_middle(column, row_, level, EXCLUSIVE)
+                dgates = product(between, dsecond * second + dformer * former, dgates, tl.float32, PRECISION)
+        else:
+            dqueries = product(dscores, right, dqueries, D, PRECISION)
+            dkeys = product(dscores_t, left, dkeys, D, PRECISION)
+            reads += dqueries * left.to(tl.float32)
+            at = sums + chunk * (C + 1) * F
+            dqueries *= tl.exp2(_load_again(at, i + 1 - EXCLUSIVE, C + 1, F, f, F))
+        store(dq + (row * G * R + h) * F, dqueries, i, rows, G * R * F, f, F)
+
+    late = tl.zeros((C, BF), tl.float32)  # the gradient of what reaches the end
+    through = tl.zeros((BF,), tl.float32)
+    for v0 in range(0, V, 64):
+        y = v0 + tl.arange(0, 64)
+        state = _load_again(states + chunk * F * V, f, F, V, y, V)
+        dafter = load(dstates + chunk * F * V, f, F, V, y, V)
+        values_y = _load_again(v + (row * G + g) * V, i, rows, G * V, y, V)
+        late = product(values_y, tl.trans(dafter), late, D, PRECISION)
+        through += tl.sum(state.to(tl.float32) * dafter.to(tl.float32), 1)
+    end = sum_at(sums, chunk, C, f, F, C)
+    through *= tl.exp2(end - sum_at(sums, chunk, 0, f, F, C))
+    if bounds is not None:
+        late = tl.where((stops(bounds, chunk, i, C) == C)[:, None], late, 0.0)
+        through = tl.where(starts(bounds, chunk, C - 1, C) < 0, through, 0.0)
+    if STRONG:
+        late *= _write_to_end(sums, chunk, i, f, F, C)
+        dkeys += late
+        dgates = product(is_before_end(column, row_), late * keys, dgates, tl.float32, PRECISION)
+    else:
+        right = (_load_again(k + (row * G + g) * F, i, rows, G * F, f, F) * _write(sums, chunk, i, f, F, C)).to(D)
+        late *= tl.exp2(end)[None, :]
+        through += tl.sum(late * right.to(tl.float32), 0)
+        dkeys += late
+        dgates = _sum_from(reads - dkeys * right.to(tl.float32), C, D, PRECISION)
+        if EXCLUSIVE:
+            dgates -= reads
+        dkeys *= _write(sums, chunk, i, f, F, C)
+    store(dk + (row * G + g) * F, dkeys, i, rows, G * F, f, F)
+    store(dlog_a + (row * G + g) * F, dgates + through[None, :], i, rows, G * F, f, F)
