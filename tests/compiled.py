@@ -39,6 +39,16 @@ def told_by(script: str, cache: Path) -> list[list[str]]:
     return [line.split() for line in done.stdout.splitlines()]
 
 
+def spilled(cubin: bytes) -> list[str]:
+    """The bytes that a thread has to put elsewhere than in registers, for each kernel."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    return re.findall(r"STACK:(\d+)", told.stdout)
+
+
 def compile_instead_of_launching(tell: Callable[[str, Any], None]) -> None:
     """From now on what would be launched, on tensors that may hold nothing, is compiled for sm_90; `tell` gets the
     kernel's name and what became of it."""

@@ -25,9 +25,9 @@ if __name__ != "__main__" and DEVICE == "cpu" and isinstance(triton.language.sum
     pytest.skip("another module imported Triton before it could be told to interpret", allow_module_level=True)
 
 import gated_kernels  # noqa: E402
-from compiled import told_by  # noqa: E402
-from gated_kernels.check import Inputs, faults, run  # noqa: E402
-from gated_kernels.diagonal import scalar  # noqa: E402
+from compiled import spilled, told_by  # noqa: E402
+from gated_kernels.check import Inputs, error, faults, run  # noqa: E402
+from gated_kernels.diagonal import features_bf16, scalar  # noqa: E402
 from gated_kernels.diagonal import triton as kernels  # noqa: E402
 from gated_kernels.diagonal.cases import CASES, Case, in_pieces, inputs  # noqa: E402
 from gated_kernels.diagonal.reference import diagonal as reference  # noqa: E402
@@ -48,6 +48,7 @@ SHARED = {
         "steady -20",
         "-200 and 0",
         "-200 and 0, bf16",
+        "mild, but for some tokens, bf16",
         "bf16 values",
         "segments, -200 and 0",
     )
@@ -61,6 +62,17 @@ OWN = {
     "blocks of 64": Case(33, G=1, R=1, F=128, V=64, dtype=BF16),
     "512 features": Case(33, G=1, R=1, F=512, V=16),
     "5 features": Case(33, G=1, R=1, F=5, V=3),
+    "two tokens, bf16": Case(2, dtype=BF16, **SMALL),
+    "a chunk of 64, exclusive, bf16": Case(64, exclusive=True, dtype=BF16, **SMALL),
+    "three chunks of 64, four heads, bf16": Case(131, G=1, R=4, F=128, V=128, segments=True, dtype=BF16),
+    "some strong, segments, exclusive, bf16": Case(
+        200, gate="patches", segments=True, exclusive=True, dtype=BF16, **SMALL
+    ),
+    "some strong, blocks, bf16": Case(97, G=1, R=2, F=192, V=130, gate="patches", segments=True, dtype=BF16),
+    "steady -1.4, bf16": Case(130, gate="-1.4", dtype=BF16, **SMALL),
+    "steady -5, exclusive, bf16": Case(130, gate="-5", exclusive=True, dtype=BF16, **SMALL),
+    "steady -20, bf16": Case(130, gate="-20", dtype=BF16, **SMALL),
+    "steady -20, exclusive, bf16": Case(65, gate="-20", exclusive=True, dtype=BF16, **SMALL),
     "scalar, fp16": Case(70, scalar=True, gate="mixed", exclusive=True, dtype=FP16, **SMALL),
     "scalar, 5 features": Case(33, G=1, R=1, F=5, V=3, scalar=True),
     "scalar, 33 of 64 values": Case(33, G=1, R=1, V=97, scalar=True, dtype=BF16),
@@ -75,7 +87,7 @@ OWN = {
 EVERY = SHARED | OWN
 COMPILED = (  # every pair of block sizes, every dtype
     # F, V, dtype, exclusive, segments
-    (64, 65, BF16, True, True),
+    (64, 65, FP16, True, True),
     (128, 128, FP32, True, True),
     (80, 64, FP16, False, False),
 )
@@ -89,6 +101,13 @@ SCALAR = (  # every way through the kernels for scalar gates, every dtype
     (128, 257, 4, BF16, False, True),
     (80, 64, 4, FP16, False, True),
     (128, 129, 4, FP32, True, True),
+)
+FEATURES = (  # every way through the kernels for a gate per feature in bf16
+    # F, V, R, exclusive, segments
+    (64, 64, 4, False, True),
+    (128, 128, 4, True, True),
+    (128, 128, 4, False, False),
+    (192, 129, 3, True, False),
 )
 LEAST_SHARED = 99 * 1024  # bytes of shared memory a block may have, on the smallest of the Ampere and Hopper chips
 
@@ -125,12 +144,17 @@ def test_cutting_a_sequence_changes_nothing(case: str) -> None:
 
 
 @pytest.mark.parametrize("exclusive", [False, True])
-@pytest.mark.parametrize("gate", ["mixed", "none"])
+@pytest.mark.parametrize("gate", ["mixed", "none", "mild, each"])
 def test_states_may_be_passed_over_in_parts(gate: str, exclusive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scalar, "STEPS", 1)
-    case = Case(300, gate=gate, scalar=True, exclusive=exclusive, **SMALL)  # the last of five parts is shorter
+    gate, each, _ = gate.partition(", each")
+    case = Case(300, gate=gate, scalar=not each, exclusive=exclusive, segments=bool(each), **SMALL)
+    if each:
+        case = case._replace(T=550, dtype=BF16)
     given = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in inputs(case).items()}
-    assert not faults(gated_kernels.diagonal, reference, given)
+    if each:
+        given["segment_BT"] = given["segment_BT"] * 0 + torch.arange(550, device=DEVICE).ge(130).long()
+    assert not faults(gated_kernels.diagonal, reference, given, torch.finfo(BF16).eps if each else None)
 
 
 @pytest.mark.parametrize("case", ["a token more than a chunk", "scalar, fp16"])
@@ -146,25 +170,26 @@ def test_results_do_not_depend_on_how_the_inputs_lie_in_memory_nor_on_autocast(c
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
-@pytest.mark.parametrize("case", ["a token more than a chunk", "scalar, 5 features"])
+@pytest.mark.parametrize("case", ["a token more than a chunk", "scalar, 5 features", "steady -1.4, bf16"])
 def test_a_gate_of_minus_infinity_forgets_everything_before_it(case: str) -> None:
     inputs = inputs_of(case)
     inputs["log_a"][:, 20] = -torch.inf
     after = {name: x[:, 20:] if "_BT" in name or name == "log_a" else x for name, x in inputs.items() if x is not None}
     after |= {"state_BGFV": torch.zeros_like(inputs["state_BGFV"]), "segment_BT": None, "exclusive": False}
     (o, last), (o_after, last_after) = gated_kernels.diagonal(**inputs), gated_kernels.diagonal(**after)
-    torch.testing.assert_close(o[:, 20:], o_after)
-    torch.testing.assert_close(last, last_after)
+    allowed = 1e-6 if o.dtype == FP32 else 0.02  # the chunks begin elsewhere
+    assert error(o[:, 20:], o_after) <= allowed
+    assert error(last, last_after) <= allowed
 
 
-@pytest.mark.parametrize("case", ["a token more than a chunk", "scalar"])
+@pytest.mark.parametrize("case", ["a token more than a chunk", "scalar", "steady -1.4, bf16"])
 def test_tokens_of_zeros_leave_a_state_exactly_as_it_was(case: str) -> None:
     inputs = inputs_of(case)
     idle = inputs | {name: torch.zeros_like(inputs[name]) for name in ("k_BTGF", "v_BTGV", "log_a")}
     assert torch.equal(gated_kernels.diagonal(**idle)[1], inputs["state_BGFV"])
 
 
-@pytest.mark.parametrize("case", ["a token less than a chunk", "scalar, 5 features"])
+@pytest.mark.parametrize("case", ["a token less than a chunk", "scalar, 5 features", "two tokens, bf16"])
 def test_torch_compile_sees_through_the_op(case: str) -> None:
     inputs = inputs_of(case)
     compiled = torch.compile(gated_kernels.diagonal, backend="aot_eager", fullgraph=True)
@@ -212,13 +237,15 @@ def test_the_kernels_are_on_where_there_is_a_gpu_or_when_asked_for() -> None:
 
 
 def test_configurations_of_every_kind_compile_for_hopper_within_the_shared_memory_of_ampere(tmp_path: Path) -> None:
-    shared = [int(word) for line in told_by(__file__, tmp_path) for word in line]
-    assert len(shared) == 5 * len(COMPILED) + 9 * len(SCALAR)
-    assert max(shared) <= LEAST_SHARED
+    lines = told_by(__file__, tmp_path)
+    assert len(lines) == 5 * len(COMPILED) + 9 * len(SCALAR) + 10 * len(FEATURES)
+    assert max(int(line[0]) for line in lines) <= LEAST_SHARED
+    assert not any(int(line[1]) for line in lines if len(line) > 1)
 
 
 def compile_all() -> None:
-    """Prints the shared memory of every kernel in every one of COMPILED and SCALAR."""
+    """Prints the shared memory of every kernel in all of COMPILED, SCALAR and FEATURES; and the bytes that a thread
+    puts elsewhere than in registers, where there must be none."""
     for F, V, dtype, exclusive, segments in COMPILED:
         constants = kernels.constants(8, 4, F, V, exclusive, dtype) | kernels.options(dtype)
         for name in ("states", "outputs", "dstates", "dv", "dqk"):
@@ -234,13 +261,24 @@ def compile_all() -> None:
         shared_by(scalar.carry_kernel, sizes | constants | absent | {"num_warps": 4}, dtype)
         shared_by(scalar.pad_kernel, {"V": V, "W": scalar.row_size(V), "ROWS": 16, "COLUMNS": 256}, dtype)
 
+    for F, V, R, exclusive, segments in FEATURES:
+        absent = {} if segments else {"segment": None, "bounds": None}
+        for name, kernel in features_bf16.KERNELS.items():
+            for strong in [False] + [True] * (name in features_bf16.STRONG_BLOCKS):
+                constants = features_bf16.constants(name, 8, R, F, V, exclusive, strong) | absent
+                shared_by(kernel, constants, BF16, spills=not strong and F == V)
+        constants = {"F": F, "V": V, "C": features_bf16.CHUNK, "CHUNKS": 16, "BF": 16, "BV": 64, "REVERSED": exclusive}
+        shared_by(features_bf16.carry_kernel, constants | absent, BF16)
 
-def shared_by(kernel: Any, constants: dict[str, Any], dtype: torch.dtype) -> None:
-    """Prints the shared memory of one kernel."""
+
+def shared_by(kernel: Any, constants: dict[str, Any], dtype: torch.dtype, spills: bool = False) -> None:
+    """Prints the shared memory of one kernel, and what it spills."""
     pointers = {BF16: "*bf16", FP16: "*fp16", FP32: "*fp32"}
     types = dict.fromkeys(("T", "B", "N", "PART", "rows"), "i32") | {"segment": "*i64"}
+    types |= dict.fromkeys(("strong", "bounds"), "*i32")
     types |= dict.fromkeys(("states", "dstates"), pointers[kernels.PRODUCTS[dtype][0]])
-    states, gates = ("state", "last", "dstate", "dlast", "ends"), ("log_a", "dlog_a", "read", "write")
+    states = "state", "first", "last", "dstate", "dlast", "ends"
+    gates = "log_a", "dlog_a", "read", "write", "sums"
     types |= dict.fromkeys((*states, *gates, "dread", "dwrite", "dtotal", "dpairs"), "*fp32")
     given = {x: value for x, value in constants.items() if x in kernel.arg_names}
     signature = {x: "constexpr" if x in given else types.get(x, pointers[dtype]) for x in kernel.arg_names}
@@ -248,7 +286,8 @@ def shared_by(kernel: Any, constants: dict[str, Any], dtype: torch.dtype) -> Non
     source = triton.compiler.ASTSource(kernel, signature, given, aligned)
     target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
     options = {x: constants[x] for x in ("num_warps", "num_stages") if x in constants}
-    print(triton.compile(source, target=target, options=options).metadata.shared)
+    compiled = triton.compile(source, target=target, options=options)
+    print(compiled.metadata.shared, *(spilled(compiled.asm["cubin"]) if spills else ()))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +24,7 @@ if DEVICE == "cpu" and os.environ["TRITON_INTERPRET"] == "1" and isinstance(trit
     pytest.skip("another module imported Triton before it could be told to interpret", allow_module_level=True)
 
 import gated_kernels  # noqa: E402
-from compiled import compile_instead_of_launching, told_by  # noqa: E402
+from compiled import compile_instead_of_launching, spilled, told_by  # noqa: E402
 from gated_kernels.check import error  # noqa: E402
 from gated_kernels.step import chunk  # noqa: E402
 from gated_kernels.step import triton as kernels  # noqa: E402
@@ -215,15 +213,6 @@ def compile_all() -> None:
     compile_instead_of_launching(tell)
     for case in COMPILED.values():
         kernels.step(*changed(inputs(case), lambda t: t.to("meta")))
-
-
-def spilled(cubin: bytes) -> list[str]:
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        told = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    return re.findall(r"STACK:(\d+)", told.stdout)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,8 @@ CASES = {
     "steady -20": Case(130, gate="-20"),
     "-200 and 0": Case(97, gate="mixed"),
     "-200 and 0, bf16": Case(97, gate="mixed", dtype=torch.bfloat16),
+    "mild, but for some tokens": Case(200, gate="patches"),
+    "mild, but for some tokens, bf16": Case(200, gate="patches", F=64, V=65, dtype=torch.bfloat16),
     "segments": Case(130, segments=True),
     "segments, -200 and 0": Case(130, gate="mixed", segments=True),
     "segments, exclusive, float64": Case(97, gate="strong", segments=True, exclusive=True, dtype=torch.float64),
@@ -76,6 +78,10 @@ def inputs(case: Case) -> dict[str, Any]:
         log_a = gate.new_tensor([0.0, -0.01, -20.0, -200.0])[torch.randint(4, gate.shape, generator=random)]
     elif case.gate in ("mild", "strong"):
         log_a = nnf.logsigmoid(gate) * (1 / 16 if case.gate == "mild" else 2)
+    elif case.gate == "patches":  # of strong gates, in every other 64 tokens
+        log_a = nnf.logsigmoid(gate) / 16
+        log_a[:, 70:80] *= 200
+        log_a[:, -1] -= 90
     else:
         log_a = float(case.gate) * (1 + 0.01 * gate)
     starts = torch.rand(B, case.T, generator=random) < 0.06

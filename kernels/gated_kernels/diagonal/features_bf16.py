@@ -1,14 +1,14 @@
 """The diagonal recurrence with a gate per feature and inputs in bf16, in Triton kernels.
 
-With x and y the sums of a chunk's gates up to what token t reads and what s writes, and m the one in the middle of the
-chunk, the score of t and s is the product of q_t exp(x_t - m) and k_s exp(m - y_s): one matrix product a chunk, if none
-of these exponents is too large. Chunks where one is are `strong`. They have kernels of their own, in which the score of
-a pair is made at the one level at which t and s lie in the second and the first half of the same block, with both
-decays up to the boundary between the halves: right at any strength, but in a product for each level. Every kernel that
-takes chunks by themselves is launched twice, once for either kind.
+With x and y the sums of a chunk's gates up to what token t reads and what s writes, less the sum in the middle of the
+chunk, the score of t and s is the product of q_t exp(x_t) and k_s exp(-y_s): one matrix product a chunk, if none of the
+exponents is too large. Chunks in which one is are `strong`. There the score of a pair is taken at the one level at
+which t and s lie in the second and the first half of the same block: both decays end at the boundary between the
+halves, so that each is at most 1, and a level is one product, masked. The kernels that take every chunk by itself are
+compiled and launched twice, for either kind of chunk.
 
-The states and keys are loaded once for the R query heads of a key-value head where a block holds all features. When a
-pass over the states has too few programs to fill a GPU, the sequence is cut into parts, as in `scalar.py`.
+States and keys are loaded once for the R query heads of a key-value head where a block holds all features. When a pass
+over the states has too few programs to fill a GPU, the sequence is cut into parts, as in `scalar.py`.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, N chunks, C chunk
 length. Kernels see BF of the features and BV of the values at a time.
@@ -40,7 +40,7 @@ BLOCKS = {
     "dv": (128, 128, 4, 1),
     "dqk": (64, 128, 4, 1),
 }
-STRONG_BLOCKS = {"outputs": (64, 64, 4, 1), "dv": (64, 64, 4, 1), "dqk": (64, 64, 4, 1)}
+STRONG_BLOCKS = {"outputs": (64, 64, 8, 1), "dv": (64, 64, 8, 1), "dqk": (64, 64, 8, 1)}
 LOOPED = 64  # BF of outputs and dv where they loop over features, BV of dqk where it loops over values
 KERNELS = {
     "sums": sums_kernel,

@@ -22,7 +22,7 @@ def _load_again(x, i, rows, step, column, columns):
 
 @triton.jit
 def _sum_from(x, C: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
-    """[C, BF] the sums over a token and all after it, of x in as many bits as fp32 has: differences of it must cancel."""
+    """[C, BF] the sums over a token and all after it, of all 24 bits of x, as large numbers cancel in them."""
     after = (tl.arange(0, C)[None, :] >= tl.arange(0, C)[:, None]).to(tl.float32)
     coarse = x.to(D)
     x -= coarse.to(tl.float32)
@@ -245,8 +245,9 @@ def dqk_kernel(
 ):  # fmt: skip
     """The gradients of BF features of a chunk's queries, keys and gates a program.
 
-    A gate's is that of all it lies between: of reads after it less writes after it, where pairs that are both after it
-    cancel as they are sums of the very same rounded products, and of everything that reaches the end less writes after it.
+    A gate's gradient is the sum over all pairs that it lies between. That is the sum of what tokens after it read, less
+    what is read of the tokens after it; the pairs in both are sums of the very same rounded products, so that they
+    cancel to fp32. Beside strong gates even that would be too much: there the pairs are summed for each level.
     """
     N = tl.cdiv(T, C)
     blocks: tl.constexpr = (F + BF - 1) // BF
@@ -262,8 +263,8 @@ def dqk_kernel(
     first = n * C
     rows = (T - first).to(tl.int32)
     row = b * T + first
-    keys = load(k + (row * G + g) * F, i, rows, G * F, f, F).to(tl.float32)
-    right = (keys * _write(sums, chunk, i, f, F, C)).to(D)
+    if not STRONG:
+        right = (load(k + (row * G + g) * F, i, rows, G * F, f, F) * _write(sums, chunk, i, f, F, C)).to(D)
     if V <= BV:
         x = tl.arange(0, BV)
         values = load(v + (row * G + g) * V, i, rows, G * V, x, V)
@@ -301,26 +302,28 @@ def dqk_kernel(
         dscores = tl.where(_readable(bounds, chunk, i, EXCLUSIVE, False, C), dscores, 0.0).to(D)
         dscores_t = tl.where(_readable(bounds, chunk, i, EXCLUSIVE, True, C), dscores_t, 0.0).to(D)
         if STRONG:
-            queries = load(q + (row * G * R + h) * F, i, rows, G * R * F, f, F).to(tl.float32)
             dqueries *= _read(sums, chunk, i, f, F, EXCLUSIVE, C)
-            from_start = is_after_start(column, row_, EXCLUSIVE)
-            dgates = product(from_start, dqueries * queries, dgates, tl.float32, PRECISION)
+            queries = load(q + (row * G * R + h) * F, i, rows, G * R * F, f, F)
+            after = is_after_start(column, row_, EXCLUSIVE).to(tl.float32)
+            dgates = product(after, dqueries * queries, dgates, D, PRECISION)
             # A token meets itself without a decay: kept out of the gates' gradients, where it would only cancel.
-            dself = tl.sum(tl.where(row_ == column, dscores, 0.0), 1)[:, None]
-            dqueries += dself * keys
+            dself = tl.sum(tl.where(row_ == column, dscores.to(tl.float32), 0.0), 1)[:, None]
             dkeys += dself * queries
+            dqueries += dself * _load_again(k + (row * G + g) * F, i, rows, G * F, f, F)
             for level in tl.range(LEVELS, disable_licm=True):
                 decay = _level_decay(sums, chunk, i, f, level, F, EXCLUSIVE, C)
-                second = queries * decay
-                former = keys * decay
+                keys = _load_again(k + (row * G + g) * F, i, rows, G * F, f, F)
                 pair = tl.where(is_pair(row_, column, level), dscores, 0.0)
-                pair_t = tl.where(is_pair(column, row_, level), dscores_t, 0.0)
-                dsecond = product(pair, former, None, D, PRECISION)
-                dformer = product(pair_t, second, None, D, PRECISION)
-                dqueries += dsecond * decay
-                dkeys += dformer * decay
-                between = is_to_middle(column, row_, level, EXCLUSIVE)
-                dgates = product(between, dsecond * second + dformer * former, dgates, tl.float32, PRECISION)
+                part = product(pair, keys * decay, None, D, PRECISION) * decay
+                dqueries += part
+                queries = _load_again(q + (row * G * R + h) * F, i, rows, G * R * F, f, F)
+                between = part * queries
+                pair = tl.where(is_pair(column, row_, level), dscores_t, 0.0)
+                part = product(pair, queries * decay, None, D, PRECISION) * decay
+                dkeys += part
+                between += part * keys
+                inside = is_to_middle(column, row_, level, EXCLUSIVE).to(tl.float32)
+                dgates = product(inside, between, dgates, D, PRECISION)
         else:
             dqueries = product(dscores, right, dqueries, D, PRECISION)
             dkeys = product(dscores_t, left, dkeys, D, PRECISION)
@@ -346,7 +349,8 @@ def dqk_kernel(
     if STRONG:
         late *= _write_to_end(sums, chunk, i, f, F, C)
         dkeys += late
-        dgates = product(is_before_end(column, row_), late * keys, dgates, tl.float32, PRECISION)
+        late *= _load_again(k + (row * G + g) * F, i, rows, G * F, f, F)
+        dgates = product(is_before_end(column, row_).to(tl.float32), late, dgates, D, PRECISION)
     else:
         right = (_load_again(k + (row * G + g) * F, i, rows, G * F, f, F) * _write(sums, chunk, i, f, F, C)).to(D)
         late *= tl.exp2(end)[None, :]

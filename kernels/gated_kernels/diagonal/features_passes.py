@@ -1,4 +1,4 @@
-"""The kernels of `features_bf16.py` that pass over a sequence: the sums of gates and the states. The letters are there."""
+"""The kernels of `features_bf16.py` that pass over a sequence: sums of gates, and states. The letters are there."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from gated_kernels.diagonal.tiles import load, product, store
 
 @triton.jit
 def sums_kernel(
-    log_a, segment, sums, bounds, strong, T, G: tl.constexpr, F: tl.constexpr, C: tl.constexpr, BF: tl.constexpr, LIMIT: tl.constexpr,
-    STEP: tl.constexpr,
+    log_a, segment, sums, bounds, strong, T,
+    G: tl.constexpr, F: tl.constexpr, C: tl.constexpr, BF: tl.constexpr, LIMIT: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's sums of gates, to base 2; and whether one is too far from that in the middle, or a gate by itself."""
+    """A chunk's sums of gates, to base 2, and where its segments start and stop.
+
+    A feature's sums are less the one in the middle, down to a whole number, if none is too far from it. If one is, or
+    a gate is too strong, the chunk is strong.
+    """
     N = tl.cdiv(T, C)
     chunk = tl.program_id(0).to(tl.int64)
     n, b, g = chunk % N, chunk // N // G, chunk // N % G
@@ -59,7 +63,7 @@ def stops(bounds, chunk, i, C: tl.constexpr):
 
 @triton.jit
 def sums_at(sums, chunk, j, f, F: tl.constexpr, C: tl.constexpr):
-    """[.., BF] the sums of the chunk's first j gates. Token t writes to that of t + 1, and reads there or exclusively."""
+    """[.., BF] the sums of the chunk's first j gates: t + 1 when token t writes, t + 1 - EXCLUSIVE when it reads."""
     return load(sums + chunk * (C + 1) * F, j, C + 1, F, f, F)
 
 
@@ -137,7 +141,7 @@ def dstates_kernel(
         n = end - 1 - step // R
         r = step % R
         chunk = head * N + n
-        if dstates is not None:
+        if dstates is not None:  # noqa: SIM102
             if r == 0:
                 store(dstates + chunk * F * V, dnow, f, F, V, x, V)
         first = n * C
