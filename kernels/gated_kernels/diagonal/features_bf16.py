@@ -122,7 +122,7 @@ class _Call:
         run(ends, states, None)
         return end
 
-    def by_chunk(self, name: str, *inputs: Tensor) -> None:
+    def by_chunk(self, name: str, *inputs: Tensor | None) -> None:
         """Launches a kernel for the strong chunks and for the others, which leaves out the strong."""
         for strong in (False, True):
             compiled_for = constants(name, *self.sizes, strong)

@@ -70,7 +70,7 @@ def _write_to_end(sums, chunk, i, f, F: tl.constexpr, C: tl.constexpr):
 def _before(states, sums, chunk, f, x, F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
     """[BF, BV] the state before the chunk as if it were in the middle: bf16 times a power of 2, which is exact."""
     to_middle = tl.exp2(-sum_at(sums, chunk, 0, f, F, C))
-    return (load(states + chunk * F * V, f, F, V, x, V) * to_middle[:, None]).to(D)
+    return (load(states, f, F, V, x, V) * to_middle[:, None]).to(D)
 
 
 @triton.jit
@@ -128,19 +128,23 @@ def outputs_kernel(
     first = n * C
     rows = (T - first).to(tl.int32)
     row = b * T + first
+    q += (row * G * R + g * R + h0) * F
+    k += (row * G + g) * F
+    v += (row * G + g) * V
+    o += (row * G * R + g * R + h0) * V
+    states += chunk * F * V
     readable = _readable(bounds, chunk, i, EXCLUSIVE, False, C)
-    values = load(v + (row * G + g) * V, i, rows, G * V, x, V)
+    values = load(v, i, rows, G * V, x, V)
     if TWO:
-        values_2 = load(v + (row * G + g) * V, i, rows, G * V, BV + x, V)
+        values_2 = load(v, i, rows, G * V, BV + x, V)
     if F <= BF:
-        keys = load(k + (row * G + g) * F, i, rows, G * F, f, F)
-        right = (keys * _write(sums, chunk, i, f, F, C)).to(D)
+        if not STRONG:
+            right = (load(k, i, rows, G * F, f, F) * _write(sums, chunk, i, f, F, C)).to(D)
         read = _read(sums, chunk, i, f, F, EXCLUSIVE, C)
         before = _before(states, sums, chunk, f, x, F, V, C, D)
         if TWO:
             before_2 = _before(states, sums, chunk, f, BV + x, F, V, C, D)
     for r in tl.range(HEADS, disable_licm=True):
-        h = g * R + h0 + r
         scores = tl.zeros((C, C), tl.float32)
         outputs = tl.zeros((C, BV), tl.float32)
         if TWO:
@@ -148,17 +152,15 @@ def outputs_kernel(
         for f0 in range(0, F, BF):
             if F > BF:
                 read = _read(sums, chunk, i, f0 + f, F, EXCLUSIVE, C)
-            queries = load(q + (row * G * R + h) * F, i, rows, G * R * F, f0 + f, F)
+            queries = load(q + r * F, i, rows, G * R * F, f0 + f, F)
             left = (queries * read).to(D)
             if STRONG:
                 scores += _level_scores(
-                    q + (row * G * R + h) * F, k + (row * G + g) * F, sums, chunk, i, f0 + f, rows, G, R, F, EXCLUSIVE,
-                    False, C, D, LEVELS, PRECISION,
+                    q + r * F, k, sums, chunk, i, f0 + f, rows, G, R, F, EXCLUSIVE, False, C, D, LEVELS, PRECISION
                 )  # fmt: skip
             else:
                 if F > BF:
-                    keys = load(k + (row * G + g) * F, i, rows, G * F, f0 + f, F)
-                    right = (keys * _write(sums, chunk, i, f0 + f, F, C)).to(D)
+                    right = (load(k, i, rows, G * F, f0 + f, F) * _write(sums, chunk, i, f0 + f, F, C)).to(D)
                 scores = product(left, tl.trans(right), scores, D, PRECISION)
             if F > BF:
                 before = _before(states, sums, chunk, f0 + f, x, F, V, C, D)
@@ -174,10 +176,10 @@ def outputs_kernel(
                 outputs_2 = tl.where(own, outputs_2, 0.0)
         scores = tl.where(readable, scores, 0.0)
         outputs = product(scores, values, outputs, D, PRECISION)
-        store(o + (row * G * R + h) * V, outputs, i, rows, G * R * V, x, V)
+        store(o + r * V, outputs, i, rows, G * R * V, x, V)
         if TWO:
             outputs_2 = product(scores, values_2, outputs_2, D, PRECISION)
-            store(o + (row * G * R + h) * V, outputs_2, i, rows, G * R * V, BV + x, V)
+            store(o + r * V, outputs_2, i, rows, G * R * V, BV + x, V)
 
 
 @triton.jit
@@ -199,41 +201,43 @@ def dv_kernel(
     first = n * C
     rows = (T - first).to(tl.int32)
     row = b * T + first
+    q += (row * G * R + g * R) * F
+    k += (row * G + g) * F
+    do += (row * G * R + g * R) * V
+    dv += (row * G + g) * V
+    dstates += chunk * F * V
     readable = _readable(bounds, chunk, i, EXCLUSIVE, True, C)
     dvalues = tl.zeros((C, BV), tl.float32)
     for f0 in range(0, F, 64):
         few = f0 + tl.arange(0, 64)
-        late = load(k + (row * G + g) * F, i, rows, G * F, few, F) * _write_to_end(sums, chunk, i, few, F, C)
-        dafter = load(dstates + chunk * F * V, few, F, V, x, V)
+        late = load(k, i, rows, G * F, few, F) * _write_to_end(sums, chunk, i, few, F, C)
+        dafter = load(dstates, few, F, V, x, V)
         dvalues = product(late, dafter, dvalues, D, PRECISION)
     if bounds is not None:
         dvalues = tl.where((stops(bounds, chunk, i, C) == C)[:, None], dvalues, 0.0)
     if F <= BF:
-        keys = load(k + (row * G + g) * F, i, rows, G * F, f, F)
-        right = (keys * _write(sums, chunk, i, f, F, C)).to(D)
+        if not STRONG:
+            right = (load(k, i, rows, G * F, f, F) * _write(sums, chunk, i, f, F, C)).to(D)
         read = _read(sums, chunk, i, f, F, EXCLUSIVE, C)
     for r in tl.range(R, disable_licm=True):
-        h = g * R + r
         scores = tl.zeros((C, C), tl.float32)
         if STRONG:
             for f0 in range(0, F, BF):
                 scores += _level_scores(
-                    q + (row * G * R + h) * F, k + (row * G + g) * F, sums, chunk, i, f0 + f, rows, G, R, F, EXCLUSIVE,
-                    True, C, D, LEVELS, PRECISION,
+                    q + r * F, k, sums, chunk, i, f0 + f, rows, G, R, F, EXCLUSIVE, True, C, D, LEVELS, PRECISION
                 )  # fmt: skip
         elif F <= BF:
-            queries = load(q + (row * G * R + h) * F, i, rows, G * R * F, f, F)
+            queries = load(q + r * F, i, rows, G * R * F, f, F)
             scores = product(right, tl.trans((queries * read).to(D)), scores, D, PRECISION)
         else:
             for f0 in range(0, F, BF):
-                keys = load(k + (row * G + g) * F, i, rows, G * F, f0 + f, F)
-                right = (keys * _write(sums, chunk, i, f0 + f, F, C)).to(D)
-                queries = load(q + (row * G * R + h) * F, i, rows, G * R * F, f0 + f, F)
+                right = (load(k, i, rows, G * F, f0 + f, F) * _write(sums, chunk, i, f0 + f, F, C)).to(D)
+                queries = load(q + r * F, i, rows, G * R * F, f0 + f, F)
                 left = (queries * _read(sums, chunk, i, f0 + f, F, EXCLUSIVE, C)).to(D)
                 scores = product(right, tl.trans(left), scores, D, PRECISION)
-        douts = load(do + (row * G * R + h) * V, i, rows, G * R * V, x, V)
+        douts = load(do + r * V, i, rows, G * R * V, x, V)
         dvalues = product(tl.where(readable, scores, 0.0), douts, dvalues, D, PRECISION)
-    store(dv + (row * G + g) * V, dvalues, i, rows, G * V, x, V)
+    store(dv, dvalues, i, rows, G * V, x, V)
 
 
 @triton.jit
@@ -263,11 +267,20 @@ def dqk_kernel(
     first = n * C
     rows = (T - first).to(tl.int32)
     row = b * T + first
+    q += (row * G * R + g * R) * F
+    k += (row * G + g) * F
+    v += (row * G + g) * V
+    do += (row * G * R + g * R) * V
+    dq += (row * G * R + g * R) * F
+    dk += (row * G + g) * F
+    dlog_a += (row * G + g) * F
+    states += chunk * F * V
+    dstates += chunk * F * V
     if not STRONG:
-        right = (load(k + (row * G + g) * F, i, rows, G * F, f, F) * _write(sums, chunk, i, f, F, C)).to(D)
+        right = (load(k, i, rows, G * F, f, F) * _write(sums, chunk, i, f, F, C)).to(D)
     if V <= BV:
         x = tl.arange(0, BV)
-        values = load(v + (row * G + g) * V, i, rows, G * V, x, V)
+        values = load(v, i, rows, G * V, x, V)
         before = _before(states, sums, chunk, f, x, F, V, C, D)
     dkeys = tl.zeros((C, BF), tl.float32)
     if STRONG:
@@ -275,12 +288,11 @@ def dqk_kernel(
     else:
         reads = tl.zeros((C, BF), tl.float32)
     for r in tl.range(R, disable_licm=True):
-        h = g * R + r
         if not STRONG:
-            queries = load(q + (row * G * R + h) * F, i, rows, G * R * F, f, F)
+            queries = load(q + r * F, i, rows, G * R * F, f, F)
             left = (queries * _read(sums, chunk, i, f, F, EXCLUSIVE, C)).to(D)
         if V <= BV:
-            douts = load(do + (row * G * R + h) * V, i, rows, G * R * V, x, V)
+            douts = load(do + r * V, i, rows, G * R * V, x, V)
             dscores = product(douts, tl.trans(values), None, D, PRECISION)
             dscores_t = product(values, tl.trans(douts), None, D, PRECISION)
             dqueries = product(douts, tl.trans(before), None, D, PRECISION)
@@ -290,8 +302,8 @@ def dqk_kernel(
             dqueries = tl.zeros((C, BF), tl.float32)
             for v0 in range(0, V, BV):
                 x = v0 + tl.arange(0, BV)
-                values = load(v + (row * G + g) * V, i, rows, G * V, x, V)
-                douts = load(do + (row * G * R + h) * V, i, rows, G * R * V, x, V)
+                values = load(v, i, rows, G * V, x, V)
+                douts = load(do + r * V, i, rows, G * R * V, x, V)
                 before = _before(states, sums, chunk, f, x, F, V, C, D)
                 dscores = product(douts, tl.trans(values), dscores, D, PRECISION)
                 dscores_t = product(values, tl.trans(douts), dscores_t, D, PRECISION)
@@ -303,20 +315,20 @@ def dqk_kernel(
         dscores_t = tl.where(_readable(bounds, chunk, i, EXCLUSIVE, True, C), dscores_t, 0.0).to(D)
         if STRONG:
             dqueries *= _read(sums, chunk, i, f, F, EXCLUSIVE, C)
-            queries = load(q + (row * G * R + h) * F, i, rows, G * R * F, f, F)
+            queries = load(q + r * F, i, rows, G * R * F, f, F)
             after = is_after_start(column, row_, EXCLUSIVE).to(tl.float32)
             dgates = product(after, dqueries * queries, dgates, D, PRECISION)
             # A token meets itself without a decay: kept out of the gates' gradients, where it would only cancel.
             dself = tl.sum(tl.where(row_ == column, dscores.to(tl.float32), 0.0), 1)[:, None]
             dkeys += dself * queries
-            dqueries += dself * _load_again(k + (row * G + g) * F, i, rows, G * F, f, F)
+            dqueries += dself * _load_again(k, i, rows, G * F, f, F)
             for level in tl.range(LEVELS, disable_licm=True):
                 decay = _level_decay(sums, chunk, i, f, level, F, EXCLUSIVE, C)
-                keys = _load_again(k + (row * G + g) * F, i, rows, G * F, f, F)
+                keys = _load_again(k, i, rows, G * F, f, F)
                 pair = tl.where(is_pair(row_, column, level), dscores, 0.0)
                 part = product(pair, keys * decay, None, D, PRECISION) * decay
                 dqueries += part
-                queries = _load_again(q + (row * G * R + h) * F, i, rows, G * R * F, f, F)
+                queries = _load_again(q + r * F, i, rows, G * R * F, f, F)
                 between = part * queries
                 pair = tl.where(is_pair(column, row_, level), dscores_t, 0.0)
                 part = product(pair, queries * decay, None, D, PRECISION) * decay
@@ -330,15 +342,15 @@ def dqk_kernel(
             reads += dqueries * left.to(tl.float32)
             at = sums + chunk * (C + 1) * F
             dqueries *= tl.exp2(_load_again(at, i + 1 - EXCLUSIVE, C + 1, F, f, F))
-        store(dq + (row * G * R + h) * F, dqueries, i, rows, G * R * F, f, F)
+        store(dq + r * F, dqueries, i, rows, G * R * F, f, F)
 
     late = tl.zeros((C, BF), tl.float32)  # the gradient of what reaches the end
     through = tl.zeros((BF,), tl.float32)
     for v0 in range(0, V, 64):
         y = v0 + tl.arange(0, 64)
-        state = _load_again(states + chunk * F * V, f, F, V, y, V)
-        dafter = load(dstates + chunk * F * V, f, F, V, y, V)
-        values_y = _load_again(v + (row * G + g) * V, i, rows, G * V, y, V)
+        state = _load_again(states, f, F, V, y, V)
+        dafter = load(dstates, f, F, V, y, V)
+        values_y = _load_again(v, i, rows, G * V, y, V)
         late = product(values_y, tl.trans(dafter), late, D, PRECISION)
         through += tl.sum(state.to(tl.float32) * dafter.to(tl.float32), 1)
     end = sum_at(sums, chunk, C, f, F, C)
@@ -349,10 +361,10 @@ def dqk_kernel(
     if STRONG:
         late *= _write_to_end(sums, chunk, i, f, F, C)
         dkeys += late
-        late *= _load_again(k + (row * G + g) * F, i, rows, G * F, f, F)
+        late *= _load_again(k, i, rows, G * F, f, F)
         dgates = product(is_before_end(column, row_).to(tl.float32), late, dgates, D, PRECISION)
     else:
-        right = (_load_again(k + (row * G + g) * F, i, rows, G * F, f, F) * _write(sums, chunk, i, f, F, C)).to(D)
+        right = (_load_again(k, i, rows, G * F, f, F) * _write(sums, chunk, i, f, F, C)).to(D)
         late *= tl.exp2(end)[None, :]
         through += tl.sum(late * right.to(tl.float32), 0)
         dkeys += late
@@ -360,5 +372,5 @@ def dqk_kernel(
         if EXCLUSIVE:
             dgates -= reads
         dkeys *= _write(sums, chunk, i, f, F, C)
-    store(dk + (row * G + g) * F, dkeys, i, rows, G * F, f, F)
-    store(dlog_a + (row * G + g) * F, dgates + through[None, :], i, rows, G * F, f, F)
+    store(dk, dkeys, i, rows, G * F, f, F)
+    store(dlog_a, dgates + through[None, :], i, rows, G * F, f, F)

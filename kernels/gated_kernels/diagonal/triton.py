@@ -9,8 +9,8 @@ Matrix products take the inputs' dtype and accumulate in fp32: bf16 as it is, fp
 one TF32 product, which holds it exactly and does not overflow. The backward pass computes all of it again; only the
 inputs are kept. A state belongs to a key-value head and is never repeated.
 
-All of this is for a gate per feature (`features.py`). One gate a head, or none, needs no levels: `scalar.py` has
-kernels for these.
+All of this is for a gate per feature in fp32 and fp16 (`features.py`). In bf16 most chunks need no levels
+(`features_bf16.py`), and with one gate a head, or none, no chunk does (`scalar.py`): these have kernels of their own.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, N chunks, C chunk
 length. Kernels see BF of the features and BV of the values at a time.
