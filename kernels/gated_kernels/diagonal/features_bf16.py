@@ -31,13 +31,14 @@ from gated_kernels.diagonal.features_passes import carry_kernel, dstates_kernel,
 CHUNK = 64
 LIMIT = 87.0  # of an exponent to base 2: twice as much leaves a product of four factors 2^41 in fp32's range
 STEP = 11.0  # of one gate to base 2: the gradient of a stronger one would drown in what cancels beside it
-# BF and BV at most, num_warps and num_stages; tiles of fewer than 64 columns are misread on Hopper, see `scalar.py`.
+# BF and BV at most, num_warps and num_stages (kernels for chunks that are not strong spill nothing at F = V = 64 or 128
+# but 8 bytes of exclusive reads in segments); tiles of fewer than 64 columns are misread on Hopper, see `scalar.py`.
 BLOCKS = {
     "sums": (128, 64, 8, 1),
     "states": (64, 128, 4, 2),
-    "outputs": (128, 64, 4, 1),
+    "outputs": (128, 64, 4, 2),
     "dstates": (64, 128, 4, 2),
-    "dv": (128, 128, 4, 1),
+    "dv": (128, 128, 4, 2),
     "dqk": (64, 128, 4, 1),
 }
 STRONG_BLOCKS = {"outputs": (64, 64, 8, 1), "dv": (64, 64, 8, 1), "dqk": (64, 64, 8, 1)}
