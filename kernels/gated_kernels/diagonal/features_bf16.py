@@ -29,7 +29,7 @@ from gated_kernels.diagonal.features_chunks import dqk_kernel, dv_kernel, output
 from gated_kernels.diagonal.features_passes import carry_kernel, dstates_kernel, states_kernel, sums_kernel
 
 CHUNK = 64
-LIMIT = 87.0  # of an exponent to base 2: twice as much leaves a product of four factors 2^41 in fp32's range
+LIMIT = 87.0  # of an exponent to base 2: what it multiplies may be as large as 2^40 in bf16 and fp32
 STEP = 11.0  # of one gate to base 2: the gradient of a stronger one would drown in what cancels beside it
 # BF and BV at most, num_warps and num_stages (kernels for chunks that are not strong spill nothing at F = V = 64 or 128
 # but 8 bytes of exclusive reads in segments); tiles of fewer than 64 columns are misread on Hopper, see `scalar.py`.
