@@ -35,6 +35,7 @@ NAIVE = {op: "full mask" if op == "window" else "naive loop" for op in OPS}  # t
 BF16_ALONE = ("codebook", "coded")  # what their kernels take
 CHECKED = 160  # tokens of the check, whose reference is slow
 NAMED = 100  # characters of a kernel's name
+AHEAD = 8  # calls that are timed behind each other
 ROTATED = 4  # sets of inputs
 
 
@@ -226,24 +227,28 @@ STEPS: dict[str, Callable[[Op, Inputs], object]] = {
 def milliseconds(
     step: Callable[[Op, Inputs], object], op: Op, batches: list[Inputs], device: str, seconds: float
 ) -> float:
-    """Median over `seconds`, but at least three calls; a first one is not counted."""
+    """Median over `seconds`, but at least three calls; a first one is not counted.
+
+    On a GPU calls are launched ahead, as a model's are: the time of one is that between the events before and after it.
+    """
     rotation = itertools.cycle(batches)
     times: list[float] = []
     step(op, next(rotation))
     end = time.perf_counter() + seconds
     while len(times) < 3 or time.perf_counter() < end:
-        inputs = next(rotation)
         if device == "cuda":
-            started, stopped = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda.synchronize()
-            started.record()
-            step(op, inputs)
-            stopped.record()
+            step(op, next(rotation))  # under way while those that are timed are launched
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(AHEAD + 1)]
+            events[0].record()
+            for event in events[1:]:
+                step(op, next(rotation))
+                event.record()
             torch.cuda.synchronize()
-            times.append(started.elapsed_time(stopped))
+            times += [before.elapsed_time(after) for before, after in itertools.pairwise(events)]
         else:
             started_at = time.perf_counter()
-            step(op, inputs)
+            step(op, next(rotation))
             times.append((time.perf_counter() - started_at) * 1e3)
     return statistics.median(times)
 

@@ -5,11 +5,10 @@ training (every shape by itself, as rows of one length are), beside full causal 
 gated linear attention alone. All in one run on rotating random inputs. What a model works out once for all its layers
 (which token stands where, the angles of rotary) is not timed.
 
-`ms` is the median of a call on an idle GPU, its launches included; `GPU` the time its kernels take, which is what is
-left where a model launches ahead. The forward pass is that of training, recorded for the backward pass; memory is the
-peak beyond inputs and parameters. A layer whose output or gradients are wrong on the very inputs that are timed is not
-timed: its row says so, exit code 1. The file that --json names is complete after every row, and tells the longest
-kernels, too. Needs a GPU.
+`ms` is the median of calls that are launched ahead, as a model's are; `GPU` the time their kernels take. The forward
+pass is that of training, recorded for the backward pass; memory is the peak beyond inputs and parameters. A layer whose
+output or gradients are wrong on the very inputs that are timed is not timed: its row says so, exit code 1. The file
+that --json names is complete after every row, and tells the longest kernels, too. Needs a GPU.
 """
 
 from __future__ import annotations

@@ -46,7 +46,8 @@ BLOCKS = {
     "dqk": {BF16: (64, 128, 4, 2), FP32: (16, 32, 4, 1)},
 }
 NARROWEST = {BF16: 64, FP32: 16}  # tile, see above
-LOOPED = 64  # BF of outputs and dv where they loop over features, BV of dqk where it loops over values
+LOOPED = {"outputs": (64, 4, 2), "dv": (64, 4, 2)}  # BF, num_warps and num_stages in bf16 where they loop over features
+LOOPED_BV = 64  # of dqk where it loops over values
 PROGRAMS = 528  # that fill a GPU in a pass over the states: four on each of the 132 processors of an H200
 STEPS = 8  # of the loop over chunks (and heads, backward) that a part has at least
 
@@ -77,10 +78,13 @@ def constants(kernel: str, G: int, R: int, F: int, V: int, exclusive: bool, dtyp
     BF, BV, warps, stages = BLOCKS[kernel][computed_in]
     BF = min(BF, max(NARROWEST[computed_in], triton.next_power_of_2(F)))
     BV = min(BV, max(NARROWEST[computed_in], triton.next_power_of_2(V + 1) // 2))
-    if kernel in ("outputs", "dv") and F > BF:
-        BF, stages = min(BF, LOOPED), 2
+    if kernel in LOOPED and F > BF:
+        if computed_in == BF16:
+            BF, warps, stages = LOOPED[kernel]
+        else:
+            stages = 2
     elif kernel == "dqk" and V > BV + 1:
-        BV = min(BV, LOOPED)
+        BV = min(BV, LOOPED_BV)
     elif kernel in ("outputs", "dqk") and BV > 64:
         stages = 1  # more would not fit into the 99 KB of an Ampere's shared memory
     tail = V > BV and V % BV == 1

@@ -41,11 +41,12 @@ class Blocks(NamedTuple):
     keys: Block
 
 
-# By bytes of a number and the larger one of C and E: what fits into registers, or nearly, according to the compiler.
-# Windows are a few blocks long, so loops are not pipelined; one of 64 is a single block of 128 keys.
+# By bytes of a number and the larger one of C and E: in two bytes, heads of up to 128, the fastest on an H200 with a
+# window of 64; else what fits into registers, or nearly, according to the compiler. Windows are a few blocks long, so
+# loops are not pipelined.
 BLOCKS = {
-    (2, 64): Blocks(Block(128, 128, 8), Block(64, 128, 4), Block(64, 64, 4)),
-    (2, 128): Blocks(Block(128, 128, 8), Block(64, 128, 8), Block(64, 64, 8)),
+    (2, 64): Blocks(*3 * [Block(64, 32, 4)]),
+    (2, 128): Blocks(Block(64, 32, 4), Block(64, 32, 4), Block(64, 64, 4)),
     (2, 256): Blocks(*3 * [Block(32, 32, 8)]),
     (4, 64): Blocks(*3 * [Block(32, 32, 8)]),
     (4, 128): Blocks(*3 * [Block(32, 16, 8)]),
@@ -155,24 +156,14 @@ def forward_kernel(
 
 
 @triton.jit
-def _weights(q, k, v, do, lse, scale, seen):
-    """Of keys in the softmax, and their gradients."""
-    return tl.exp(_logits(q, k, scale, seen) - lse[:, None]), _dot(do, tl.trans(v), None)
-
-
-@triton.jit
-def _add_dq(weights, dweights, mean, dlse, scale, k, dq):
-    return _dot(weights * (dweights - mean[:, None] + dlse[:, None]) * scale, k, dq)
-
-
-@triton.jit
 def _sweep(sweep, q, k, v, do, lse, dlse, scale, seen, mean, dq):
     """The first sweep over the keys takes the mean of do.v, the second adds to dq."""
-    weights, dweights = _weights(q, k, v, do, lse, scale, seen)
+    weights = tl.exp(_logits(q, k, scale, seen) - lse[:, None])
+    dweights = _dot(do, tl.trans(v), None)
     if sweep == 0:
         mean += tl.sum(weights * dweights, 1)
     else:
-        dq = _add_dq(weights, dweights, mean, dlse, scale, k, dq)
+        dq = _dot(weights * (dweights - mean[:, None] + dlse[:, None]) * scale, k, dq)
     return mean, dq
 
 
@@ -180,12 +171,12 @@ def _sweep(sweep, q, k, v, do, lse, dlse, scale, seen, mean, dq):
 def backward_q_kernel(
     q, k, v, valid, segment, sink_k, sink_v, visible, lse, do, dlse, dq, mean, scale, T, S, M, window,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr, WHOLE: tl.constexpr,
+    C: tl.constexpr, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Writes dq, and for the other kernel the means of do.v over the weights of each row.
 
     They are taken over the very products that they will be subtracted from: do.o, their equal, would not cancel as
-    well. Hence two sweeps over the keys, or none over those of the window, when a block holds the WHOLE of it.
+    well. Hence two sweeps over the keys.
     """
     n = tl.program_id(0) * N + tl.arange(0, N)
     g, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -200,21 +191,13 @@ def backward_q_kernel(
     dq_NC = tl.zeros([N, C], tl.float32)
     first = S - T + tl.program_id(0) * N // R
     end = tl.minimum(S - T + (tl.program_id(0) * N + N - 1) // R + 1, S)
-    if WHOLE:
-        w_key = tl.maximum(first - window + 1, 0) + tl.arange(0, K)
-        w_at, w_real = (b * S + w_key) * G + g, w_key < S
-        w_seen = _in_window(query[:, None], w_key[None, :], T, S, b, window, valid, segment)
-        w_k_KC = _load(k, w_at, w_real, D, C)
-        w_weights, w_dweights = _weights(q_NC, w_k_KC, _load(v, w_at, w_real, V, E), do_NE, lse_N, scale, w_seen)
-        mean_N += tl.sum(w_weights * w_dweights, 1)
     for sweep in range(2):
-        if not WHOLE:
-            for start in range(tl.maximum(first - window + 1, 0), end, K):
-                key = start + tl.arange(0, K)
-                at, real = (b * S + key) * G + g, key < S
-                seen = _in_window(query[:, None], key[None, :], T, S, b, window, valid, segment)
-                k_KC, v_KE = _load(k, at, real, D, C), _load(v, at, real, V, E)
-                mean_N, dq_NC = _sweep(sweep, q_NC, k_KC, v_KE, do_NE, lse_N, dlse_N, scale, seen, mean_N, dq_NC)
+        for start in range(tl.maximum(first - window + 1, 0), end, K):
+            key = start + tl.arange(0, K)
+            at, real = (b * S + key) * G + g, key < S
+            seen = _in_window(query[:, None], key[None, :], T, S, b, window, valid, segment)
+            k_KC, v_KE = _load(k, at, real, D, C), _load(v, at, real, V, E)
+            mean_N, dq_NC = _sweep(sweep, q_NC, k_KC, v_KE, do_NE, lse_N, dlse_N, scale, seen, mean_N, dq_NC)
         if visible is not None:
             for start in range(0, M, SINKS):
                 sink = start + tl.arange(0, SINKS)
@@ -223,8 +206,6 @@ def backward_q_kernel(
                     at, real = (b * M + sink) * G + g, sink < M
                     k_KC, v_KE = _load(sink_k, at, real, D, C), _load(sink_v, at, real, V, E)
                     mean_N, dq_NC = _sweep(sweep, q_NC, k_KC, v_KE, do_NE, lse_N, dlse_N, scale, seen, mean_N, dq_NC)
-    if WHOLE:
-        dq_NC = _add_dq(w_weights, w_dweights, mean_N, dlse_N, scale, w_k_KC, dq_NC)
     _store(dq, row, inside, dq_NC, D, C)
     tl.store(mean + row, mean_N, mask=inside)
 
@@ -325,7 +306,7 @@ def backward(
     with torch.cuda.device_of(q):
         backward_q_kernel[triton.cdiv(T * R, blocks.queries.rows), G, B](
             q, k, v, valid, segment, sink_k, sink_v, visible, lse, do, dlse, dq, mean, scale, *numbers,
-            **sizes, SINKS=SINKS, WHOLE=_holds(blocks.queries, R, window), **_launch(blocks.queries),
+            **sizes, SINKS=SINKS, **_launch(blocks.queries),
         )  # fmt: skip
         backward_k_kernel[triton.cdiv(S, blocks.keys.keys), G, B](
             q, k, v, valid, segment, None, lse, do, dlse, mean, dk, dv, scale, T, S, window, 0,
@@ -364,12 +345,6 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, window: int) -
     blocks = BLOCKS[_size(q, v)]
     sizes = {"G": G, "R": H // G, "D": D, "V": V, "C": C, "E": E}
     return blocks, (T, S, 0 if sink_k is None else sink_k.shape[1], window), sizes
-
-
-def _holds(block: Block, R: int, window: int) -> bool:
-    """Whether a block of keys holds the windows of a block of rows, wherever among the R heads of a query it begins."""
-    queries = block.rows // R if block.rows % R == 0 else (block.rows - 2) // R + 2
-    return window - 1 + queries <= block.keys
 
 
 def _launch(block: Block) -> dict[str, int]:
