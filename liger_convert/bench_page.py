@@ -77,6 +77,7 @@ def write(results: dict[str, Any], out: Path) -> None:
 def draw(results: Mapping[str, Any], path: Path) -> None:
     """Time to the first token, time of a step and memory over the length of the prompt, as a PNG."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     figure = Figure(figsize=(13, 4), dpi=150, layout="constrained")
     figure.suptitle(_title(results))
@@ -84,22 +85,34 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
     panels = {
         "prefill_ms": "ms to the first token",
         "decode_ms": "ms a decode step",
-        memory: f"{memory.replace('_', ' in ')}",
+        memory: f"{memory.partition('_')[0]}, GB",
     }
-    rows = [row for row in results["rows"] if "error" not in row]
     if results["prompts"] == "filled":
         del panels["prefill_ms"]
+    lengths = sorted({row["tokens"] for row in results["rows"]})
     for axes, (key, title) in zip(figure.subplots(1, len(panels)), panels.items()):
-        for name in dict.fromkeys(row["model"] for row in rows):
-            mine = [row for row in rows if row["model"] == name]
+        for name in dict.fromkeys(row["model"] for row in results["rows"]):
+            mine = [row for row in results["rows"] if row["model"] == name]
+            missing = [f"{row['error']} at {_short(row['tokens'])}" for row in mine if "error" in row]
+            label = "; ".join([name, *missing])
+            mine = [row for row in mine if "error" not in row]
             tokens, values = [row["tokens"] for row in mine], [row[key] for row in mine]
             if key == memory:
-                axes.plot(tokens, values, marker="o", label=name)
+                axes.plot(tokens, [value / 1e9 for value in values], marker="o", label=label)
                 continue
-            (line,) = axes.plot(tokens, [value["median"] for value in values], marker="o", label=name)
+            (line,) = axes.plot(tokens, [value["median"] for value in values], marker="o", label=label)
             low, high = ([value[q] for value in values] for q in ("q1", "q3"))
             axes.fill_between(tokens, low, high, alpha=0.2, color=line.get_color())
         axes.set(xscale="log", yscale="log", xlabel="tokens of the prompt", title=title)
+        axes.set_xticks(lengths, [_short(tokens) for tokens in lengths])
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.grid(alpha=0.3)
         axes.legend()
     figure.savefig(path)
+
+
+def _short(tokens: int) -> str:
+    return f"{tokens // 1024}K" if tokens % 1024 == 0 else f"{tokens:,}"

@@ -212,9 +212,9 @@ def test_the_custom_ops_keep_to_what_torch_asks_of_them(gate: str) -> None:
     q, k, v, log_a = (x[name].requires_grad_() for name in ("q_BTHF", "k_BTGF", "v_BTGV", "log_a"))
     log_a = {"each": log_a, "scalar": log_a[..., :1].detach().requires_grad_(), "none": None}[gate]
     state = q.new_zeros(2, 1, 16, 17, requires_grad=True)
-    torch.library.opcheck(kernels._forward, (q, k, v, log_a, state, None, True))
-    o, last = kernels._forward(q, k, v, log_a, state, None, False)
-    torch.library.opcheck(kernels._backward, tuple(
+    torch.library.opcheck(kernels.forward, (q, k, v, log_a, state, None, True))
+    o, last = kernels.forward(q, k, v, log_a, state, None, False)
+    torch.library.opcheck(kernels.backward, tuple(
         x if x is None or isinstance(x, bool) else x.detach() for x in (q, k, v, log_a, state, None, False, o, last)
     ))  # fmt: skip
 
@@ -248,7 +248,7 @@ def test_configurations_of_every_kind_compile_for_hopper_within_the_shared_memor
     lines = told_by(__file__, tmp_path)
     assert len(lines) == 5 * len(COMPILED) + 9 * len(SCALAR) + 10 * len(FEATURES)
     assert max(int(line[0]) for line in lines) <= LEAST_SHARED
-    assert max(int(line[1]) for line in lines if len(line) > 1) <= 16  # bytes a thread, of exclusive reads in segments
+    assert max(int(line[1]) for line in lines if len(line) > 1) <= 192  # bytes a thread: 8 by Triton 3.6
 
 
 def compile_all() -> None:

@@ -32,13 +32,14 @@ from gated_kernels.diagonal.tiles import load, product, store
 from gated_kernels.interpreter import INTERPRETED, rounded
 
 PROGRAMS = 528  # that fill a GPU: four on each of the 132 processors of an H200
-# M, BF, num_warps and num_stages of each kernel where there are up to 256 codes and where there are more. None of them
-# spills at heads of 64 and 128.
+# M, BF, num_warps and num_stages of each kernel: for heads of up to 64 with up to 256 codes and with more, of up to 128
+# with up to 256 codes, and for all others; second and third are the fastest on an H200 of those that fit into 99
+# KB. At heads of 64 and 128 none spills by Triton 3.6, and by 3.9 one 24 bytes.
 BLOCKS = {
-    "forward": {True: (64, 256, 4, 2), False: (128, 128, 8, 2)},
-    "rows": {True: (64, 64, 4, 2), False: (64, 64, 4, 2)},
-    "turns": {True: (64, 0, 4, 2), False: (64, 0, 4, 2)},
-    "codes": {True: (64, 128, 8, 2), False: (64, 128, 8, 2)},
+    "forward": ((64, 256, 4, 2), (64, 256, 4, 2), (64, 256, 4, 2), (128, 128, 8, 2)),
+    "rows": ((64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2)),
+    "turns": ((64, 0, 4, 2),) * 4,
+    "codes": ((64, 128, 8, 2), (64, 64, 4, 2), (128, 64, 4, 2), (64, 128, 8, 2)),
 }
 LARGEST = 256  # head, the largest whose tiles fit into shared memory
 TO_BASE_2 = tl.constexpr(1.4426950408889634)
@@ -229,7 +230,7 @@ KERNELS = {"forward": forward_kernel, "rows": rows_kernel, "turns": turns_kernel
 @functools.cache
 def constants(kernel: str, N: int, G: int, D: int, E: int, F: int) -> dict[str, Any]:
     """What a kernel is compiled for and with; fixed by the sizes, never searched for."""
-    M, BF, warps, stages = BLOCKS[kernel][F <= 256]
+    M, BF, warps, stages = BLOCKS[kernel][2 * (D > 64) + (F > 256 or D > 128)]
     BD, BE = (max(64, triton.next_power_of_2(size)) for size in (D, E))
     if BD > 128:  # twice the registers, and no more shared memory than there is
         BF, warps, stages = min(BF, 64), 8, 1

@@ -37,13 +37,13 @@ def forward(
     """The outputs and the last state."""
     phi_q = codebook.forward(q, q_turn, q_shift, q_log_tau, codes)
     phi_k = codebook.forward(k, k_turn, k_shift, k_log_tau, codes)
-    return diagonal._forward(phi_q, phi_k, v, log_a, state, segment, exclusive)
+    return diagonal.forward(phi_q, phi_k, v, log_a, state, segment, exclusive)
 
 
 @forward.register_fake
 def _(q: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     v, log_a, state = given[8:11]
-    return diagonal._rows(v, (*q.shape[:3], v.shape[-1]), log_a), state.new_empty(state.shape)
+    return diagonal.rows_like(v, (*q.shape[:3], v.shape[-1]), log_a), state.new_empty(state.shape)
 
 
 @torch.library.custom_op("gated_kernels::coded_backward", mutates_args=())
@@ -68,7 +68,7 @@ def backward(
     """The gradients of all tensors up to the state, of log_a empty where there is none."""
     of_q, of_k = (q, q_turn, q_shift, q_log_tau, codes), (k, k_turn, k_shift, k_log_tau, codes)
     phi_q, phi_k = codebook.forward(*of_q), codebook.forward(*of_k)
-    dphi_q, dphi_k, *rest = diagonal._backward(phi_q, phi_k, v, log_a, state, segment, exclusive, do, dlast)
+    dphi_q, dphi_k, *rest = diagonal.backward(phi_q, phi_k, v, log_a, state, segment, exclusive, do, dlast)
     del phi_q, phi_k
     dq, *dq_map, dcodes = codebook.backward(*of_q, dphi_q)
     del dphi_q
@@ -81,7 +81,7 @@ def _(*given: Any) -> list[Tensor]:
     v, log_a, state = given[9:12]
     dlog_a = v.new_empty(0) if log_a is None else log_a.new_empty(log_a.shape)
     return [
-        *(x.new_empty(x.shape) for x in given[:9]), diagonal._rows(v, v.shape, log_a), dlog_a,
+        *(x.new_empty(x.shape) for x in given[:9]), diagonal.rows_like(v, v.shape, log_a), dlog_a,
         state.new_empty(state.shape),
     ]  # fmt: skip
 
@@ -125,7 +125,7 @@ def coded(
     B, _, G, _ = k_BTGD.shape
     F = codes_GFE.shape[1]
     phi_q, phi_k = (x.new_empty(1).expand(*x.shape[:3], F) for x in (q_BTHD, k_BTGD))  # of their sizes, nothing more
-    if len(codes_GFE) != G or diagonal._problem(phi_q, phi_k, v_BTGV, log_a, state_BGFV, segment_BT):
+    if len(codes_GFE) != G or diagonal.problem(phi_q, phi_k, v_BTGV, log_a, state_BGFV, segment_BT):
         return None
     if state_BGFV is None:
         state_BGFV = v_BTGV.new_zeros(B, G, F, v_BTGV.shape[-1], dtype=torch.float32)

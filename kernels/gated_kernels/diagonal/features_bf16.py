@@ -31,13 +31,14 @@ from gated_kernels.diagonal.features_passes import carry_kernel, dstates_kernel,
 CHUNK = 64
 LIMIT = 87.0  # of an exponent to base 2: what it multiplies may be as large as 2^40 in bf16 and fp32
 STEP = 11.0  # of one gate to base 2: the gradient of a stronger one would drown in what cancels beside it
-# BF and BV at most, num_warps and num_stages (kernels for chunks that are not strong spill nothing at F = V = 64 or 128
-# but 8 bytes of exclusive reads in segments); tiles of fewer than 64 columns are misread on Hopper, see `scalar.py`.
+# BF and BV at most, num_warps and num_stages, the fastest on an H200 at F = V = 128 (by Triton 3.6 kernels for
+# chunks that are not strong spill nothing at F = V = 64 or 128 but 8 bytes of exclusive reads in segments; by 3.9 up to
+# 176); tiles of fewer than 64 columns are misread on Hopper, see `scalar.py`.
 BLOCKS = {
-    "sums": (128, 64, 8, 1),
+    "sums": (128, 64, 4, 1),
     "states": (64, 128, 4, 2),
     "outputs": (128, 64, 4, 2),
-    "dstates": (64, 128, 4, 2),
+    "dstates": (64, 128, 4, 3),
     "dv": (128, 128, 4, 2),
     "dqk": (64, 128, 4, 1),
 }

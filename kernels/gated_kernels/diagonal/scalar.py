@@ -39,14 +39,15 @@ BF16, FP32 = torch.bfloat16, torch.float32
 # In bf16 no kernel spills at the usual sizes, F of 64 to 1024 and V of 64, 65, 128, 129 and 257.
 CHUNK = {BF16: 64, FP32: 32}
 BLOCKS = {
-    "states": {BF16: (64, 64, 4, 3), FP32: (64, 32, 4, 2)},
+    "states": {BF16: (64, 128, 4, 3), FP32: (64, 32, 4, 2)},
     "outputs": {BF16: (128, 128, 4, 2), FP32: (32, 32, 8, 1)},
-    "dstates": {BF16: (64, 64, 4, 3), FP32: (64, 32, 4, 2)},
+    "dstates": {BF16: (64, 128, 4, 3), FP32: (64, 32, 4, 2)},
     "dv": {BF16: (128, 128, 4, 1), FP32: (32, 32, 8, 1)},
     "dqk": {BF16: (64, 128, 4, 2), FP32: (16, 32, 4, 1)},
 }
 NARROWEST = {BF16: 64, FP32: 16}  # tile, see above
-LOOPED = {"outputs": (64, 4, 2), "dv": (64, 4, 2)}  # BF, num_warps and num_stages in bf16 where they loop over features
+# BF in bf16 where they loop over features, by BV. With a third stage outputs of 64 columns came out wrong (Triton 3.6).
+LOOPED = {"outputs": {64: 64, 128: 64}, "dv": {64: 64, 128: 128}}
 LOOPED_BV = 64  # of dqk where it loops over values
 PROGRAMS = 528  # that fill a GPU in a pass over the states: four on each of the 132 processors of an H200
 STEPS = 8  # of the loop over chunks (and heads, backward) that a part has at least
@@ -79,10 +80,7 @@ def constants(kernel: str, G: int, R: int, F: int, V: int, exclusive: bool, dtyp
     BF = min(BF, max(NARROWEST[computed_in], triton.next_power_of_2(F)))
     BV = min(BV, max(NARROWEST[computed_in], triton.next_power_of_2(V + 1) // 2))
     if kernel in LOOPED and F > BF:
-        if computed_in == BF16:
-            BF, warps, stages = LOOPED[kernel]
-        else:
-            stages = 2
+        BF, stages = LOOPED[kernel][BV] if computed_in == BF16 else BF, 2
     elif kernel == "dqk" and V > BV + 1:
         BV = min(BV, LOOPED_BV)
     elif kernel in ("outputs", "dqk") and BV > 64:

@@ -84,14 +84,14 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def _rows(like: Tensor, shape: Sequence[int], log_a: Tensor | None) -> Tensor:
+def rows_like(like: Tensor, shape: Sequence[int], log_a: Tensor | None) -> Tensor:
     """What holds values or their like, as the kernels for this kind of gate lay them out."""
     V = shape[-1]
     return like.new_empty(*shape[:-1], scalar.row_size(V) if log_a is None or log_a.shape[-1] == 1 else V)[..., :V]
 
 
 @torch.library.custom_op("gated_kernels::diagonal", mutates_args=())
-def _forward(
+def forward(
     q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None, state: Tensor, segment: Tensor | None, exclusive: bool
 ) -> tuple[Tensor, Tensor]:
     """The outputs and the last state."""
@@ -111,15 +111,15 @@ def _forward(
     return o, last
 
 
-@_forward.register_fake
+@forward.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None, state: Tensor, segment: Tensor | None, exclusive: bool
 ) -> tuple[Tensor, Tensor]:
-    return _rows(v, (*q.shape[:3], v.shape[-1]), log_a), state.new_empty(state.shape)
+    return rows_like(v, (*q.shape[:3], v.shape[-1]), log_a), state.new_empty(state.shape)
 
 
 @torch.library.custom_op("gated_kernels::diagonal_backward", mutates_args=())
-def _backward(
+def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -151,7 +151,7 @@ def _backward(
     return dq, dk, dv, dlog_a, dstate
 
 
-@_backward.register_fake
+@backward.register_fake
 def _(
     q: Tensor,
     k: Tensor,
@@ -164,7 +164,8 @@ def _(
     dlast: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dstate = (x.new_empty(x.shape) for x in (q, k, state))
-    return dq, dk, _rows(v, v.shape, log_a), v.new_empty(0) if log_a is None else log_a.new_empty(log_a.shape), dstate
+    dlog_a = v.new_empty(0) if log_a is None else log_a.new_empty(log_a.shape)
+    return dq, dk, rows_like(v, v.shape, log_a), dlog_a, dstate
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -174,11 +175,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, do: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
     log_a = ctx.saved_tensors[3]
-    dq, dk, dv, dlog_a, dstate = _backward(*ctx.saved_tensors, ctx.exclusive, do, dlast)
+    dq, dk, dv, dlog_a, dstate = backward(*ctx.saved_tensors, ctx.exclusive, do, dlast)
     return dq, dk, dv, None if log_a is None else dlog_a, dstate, None, None
 
 
-_forward.register_autograd(_differentiate, setup_context=_keep)
+forward.register_autograd(_differentiate, setup_context=_keep)
 
 
 def diagonal(
@@ -194,17 +195,17 @@ def diagonal(
     """As `gated_kernels.diagonal`; None on a CPU, and with a warning once for what the kernels cannot do."""
     if not (v_BTGV.is_cuda or INTERPRETED.value):
         return None
-    if problem := _problem(q_BTHF, k_BTGF, v_BTGV, log_a, state_BGFV, segment_BT):
+    if why := problem(q_BTHF, k_BTGF, v_BTGV, log_a, state_BGFV, segment_BT):
         if not torch.compiler.is_compiling():
-            _warn_once(problem)
+            _warn_once(why)
         return None
     if state_BGFV is None:
         B, _, G, F = k_BTGF.shape
         state_BGFV = v_BTGV.new_zeros(B, G, F, v_BTGV.shape[-1], dtype=torch.float32)
-    return _forward(q_BTHF, k_BTGF, v_BTGV, log_a, state_BGFV.float(), segment_BT, exclusive)
+    return forward(q_BTHF, k_BTGF, v_BTGV, log_a, state_BGFV.float(), segment_BT, exclusive)
 
 
-def _problem(
+def problem(
     q_BTHF: Tensor,
     k_BTGF: Tensor,
     v_BTGV: Tensor,
@@ -212,6 +213,7 @@ def _problem(
     state_BGFV: Tensor | None,
     segment_BT: Tensor | None,
 ) -> str | None:
+    """What the kernels do not take of this, or None."""
     (B, T, _, F), (G, V) = q_BTHF.shape, v_BTGV.shape[2:]
     if (dtype := _promoted(q_BTHF, k_BTGF, v_BTGV)) not in PRODUCTS:
         return f"inputs in {str(dtype).removeprefix('torch.')}"
@@ -224,5 +226,5 @@ def _problem(
 
 
 @functools.cache
-def _warn_once(problem: str) -> None:
-    warnings.warn(f"diagonal runs in torch, its Triton kernels do not take {problem}", stacklevel=4)
+def _warn_once(why: str) -> None:
+    warnings.warn(f"diagonal runs in torch, its Triton kernels do not take {why}", stacklevel=4)
