@@ -221,15 +221,7 @@ def train_stage(recipe: Recipe, number: int, model: Path, out: Path, *, resume: 
                     progress=report,
                 )
         documents = data.load_source(source, tokenizer, seed=recipe.seed, written=written).train
-        dataset = data.pack(
-            documents,
-            stage.seq_len,
-            stage.tokens,
-            seed,
-            responses_only=stage.responses_only,
-            repeats=stage.repeats,
-            joined=stage.joined,
-        )
+        dataset = training.rows_of(stage, documents, seed)
         out.mkdir(parents=True, exist_ok=True)
         with lock(out), progress(f"{number}-{stage.kind}") as report:
             return training.run_stage(

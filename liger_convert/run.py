@@ -273,15 +273,7 @@ class Run:
         stage = self.recipe.stages[index]
         seed = self.recipe.seed + index  # stages that share a source should not see its documents in the same order
         documents = self.documents(stage.data).train
-        dataset = data.pack(
-            documents,
-            stage.seq_len,
-            stage.tokens,
-            seed,
-            responses_only=stage.responses_only,
-            repeats=stage.repeats,
-            joined=stage.joined,
-        )
+        dataset = training.rows_of(stage, documents, seed)
         with progress(folder.name) as report:
             stats = training.run_stage(
                 stage,

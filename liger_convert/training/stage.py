@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, set_seed
 
-from liger_convert.data import PackedDataset, collate
+from liger_convert.data import Document, PackedDataset, collate, pack
 from liger_convert.device import autocast, compute_dtype
 from liger_convert.errors import BadInput
 from liger_convert.families import family_of
@@ -31,6 +31,19 @@ from liger_convert.training.trainer import Objective, StageTrainer, freeze, last
 CURVE_POINTS = 50
 ROWS = 4  # on which errors are reported: whatever the batch size, so that splitting a batch changes nothing
 CALIBRATION_TOKENS = 8192  # some thirty for each of 256 codes
+
+
+def rows_of(stage: Stage, documents: Sequence[Document], seed: int) -> PackedDataset:
+    """The rows that a stage trains on, in their order. Raises BadInput when there is not one."""
+    return pack(
+        documents,
+        stage.seq_len,
+        stage.tokens,
+        seed,
+        responses_only=stage.responses_only,
+        repeats=stage.repeats,
+        joined=stage.joined,
+    )
 
 
 def run_stage(

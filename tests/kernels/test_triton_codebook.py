@@ -36,6 +36,7 @@ from gated_kernels.coded.reference import coded as coded_reference  # noqa: E402
 from gated_kernels.diagonal.cases import Case as Sizes  # noqa: E402
 
 BF16, FP32 = torch.bfloat16, torch.float32
+ROUNDING = torch.finfo(BF16).eps / 4  # `faults` allows four of these: a map's and those of what meets it
 OWN = {
     "65 codes, heads of 16": Case(67, G=2, R=1, F=65),
     "two heads of 64": Case(33, G=2, R=2, D=64, F=64),
@@ -84,18 +85,18 @@ def inputs_of(case: Case, parameters: torch.dtype = BF16) -> Inputs:
 
 @pytest.mark.parametrize("case", EVERY)
 def test_the_kernels_err_at_most_twice_as_much_as_the_reference_and_the_roundings_of_their_products(case: str) -> None:
-    assert not faults(gated_kernels.codebook, reference, inputs_of(EVERY[case]), torch.finfo(BF16).eps)
+    assert not faults(gated_kernels.codebook, reference, inputs_of(EVERY[case]), ROUNDING)
 
 
 @pytest.mark.parametrize("case", ["odd sizes", "heads of 128", "heads of 64, more codes than a block"])
 @pytest.mark.parametrize("programs", [1, 4])
 def test_a_program_may_take_several_blocks_of_rows(case: str, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "PROGRAMS", programs)
-    assert not faults(gated_kernels.codebook, reference, inputs_of(EVERY[case]), torch.finfo(BF16).eps)
+    assert not faults(gated_kernels.codebook, reference, inputs_of(EVERY[case]), ROUNDING)
 
 
 def test_parameters_may_be_in_float32() -> None:
-    assert not faults(gated_kernels.codebook, reference, inputs_of(OWN["heads of 128"], FP32), torch.finfo(BF16).eps)
+    assert not faults(gated_kernels.codebook, reference, inputs_of(OWN["heads of 128"], FP32), ROUNDING)
 
 
 @pytest.mark.parametrize("case", CODED)
@@ -106,7 +107,7 @@ def test_the_recurrence_over_a_codebook_is_right_by_kernels_that_keep_no_map(cas
         with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
             return gated_kernels.coded(**given)
 
-    assert not faults(watched, coded_reference, x, torch.finfo(BF16).eps)
+    assert not faults(watched, coded_reference, x, ROUNDING)
     state = x["k_BTGD"].new_empty(2, *x["codes_GFE"].shape[:2], x["v_BTGV"].shape[3])  # made where none is given
     given = {value.shape for value in (*x.values(), state) if isinstance(value, Tensor)}
     assert kept
@@ -172,7 +173,6 @@ def test_the_custom_ops_keep_to_what_torch_asks_of_them(gated: bool) -> None:
 
 def test_what_the_kernels_do_not_take_is_left_to_torch_with_one_warning() -> None:
     warnings.resetwarnings()
-    kernels._warn_once.cache_clear()  # another test may have been told
     x = inputs_of(CASES["two codes"])
     x["x_BTND"] = x["x_BTND"].float()
     with pytest.warns(UserWarning, match="do not take vectors in float32") as caught:

@@ -10,8 +10,9 @@ turns them, and `codes_kernel`, with a program for every block of codes and some
 program adds to what another one writes: each has its own part of a parameter's gradient, and the parts are added up, so
 that all gradients are deterministic.
 
-Products take bf16 and accumulate in fp32, all else is in fp32: u, its length, tau and the softmax. Tiles that may come
-second in a product have 64 columns at least (see diagonal/scalar.py), of which E fills 32 for heads of 64.
+Products take fp16 on the way to the logits, where bf16 would cost the map half of its digits, and bf16 in all others;
+they accumulate in fp32, and all else is in fp32: u, its length, tau and the softmax. Tiles that may come second in a
+product have 64 columns at least (see diagonal/scalar.py), of which E fills 32 for heads of 64.
 
 Shapes: B batch, T tokens, N heads, G heads with codes of their own, D head size, E size of a code, F codes. In a
 kernel: M rows in a block, BD and BE the powers of two that hold D and E, BF codes in a block.
@@ -48,7 +49,8 @@ TO_BASE_2 = tl.constexpr(1.4426950408889634)
 @triton.jit
 def _turned(x, turn, shift):
     """[M, BE] u and the inverse of the length it had; as in torch, a length counts as 1e-12 at least."""
-    y = product(x, turn, None, tl.bfloat16, "tf32") + shift[None, :]
+    x = tl.clamp(x.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+    y = product(x, turn, None, tl.float16, "tf32") + shift[None, :]
     inverse = 1.0 / tl.maximum(tl.sqrt(tl.sum(y * y, 1)), 1e-12)
     return y * inverse[:, None], inverse
 
@@ -179,7 +181,7 @@ def turns_kernel(
     i = tl.arange(0, M)
     d = tl.arange(0, BD)
     e = tl.arange(0, BE)
-    turn_DE = load(turn + n * D * E, d, D, E, e, E)
+    turn_DE = rounded(load(turn + n * D * E, d, D, E, e, E).to(tl.float32), tl.bfloat16)
     dturn_DE = tl.zeros((BD, BE), tl.float32)
     dshift_E = tl.zeros((BE,), tl.float32)
     for first in range(start, tl.minimum(start + part, rows), M):
@@ -247,8 +249,8 @@ def _split(rows: int, compiled_for: dict[str, Any], programs: int) -> tuple[int,
 
 
 def _plain(*tensors: Tensor) -> list[Tensor]:
-    """Vectors, turns, shifts, tau and codes as the kernels read them: dense; factors of products in bf16."""
-    dtypes = (torch.bfloat16, torch.bfloat16, torch.float32, torch.float32, torch.float16)
+    """Vectors, turns, shifts, tau and codes as the kernels read them: dense."""
+    dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float32, torch.float16)
     return [x.to(dtype).contiguous() for x, dtype in zip(tensors, dtypes)]
 
 

@@ -60,6 +60,13 @@ CASES = {
     "scalar": Case(130, scalar=True, R=4, F=80, V=16),
     "scalar, -200 and 0": Case(97, gate="mixed", scalar=True, segments=True),
     "scalar, strong, exclusive": Case(65, gate="strong", scalar=True, exclusive=True),
+    "scalar, heads of 64 over a codebook, bf16": Case(
+        200, G=1, F=256, V=65, scalar=True, exclusive=True, dtype=torch.bfloat16
+    ),
+    "scalar, heads of 128 over a codebook, bf16": Case(
+        200, G=1, R=4, F=256, V=129, scalar=True, exclusive=True, dtype=torch.bfloat16
+    ),
+    "heads of 128, bf16": Case(200, G=1, R=4, F=128, V=128, dtype=torch.bfloat16),
 }
 
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from gated_kernels.diagonal.tiles import load, product, store
+from gated_kernels.interpreter import rounded
 
 
 @triton.jit
@@ -109,10 +110,10 @@ def _scores(
         left = q * decay
         right = k * decay
         if TRANSPOSED:
-            part = product(right, tl.trans(left.to(D)), None, D, PRECISION)
+            part = product(right, tl.trans(rounded(left, D)), None, D, PRECISION)
             scores += tl.where(is_pair(column, row, level), part, 0.0)
         else:
-            part = product(left, tl.trans(right.to(D)), None, D, PRECISION)
+            part = product(left, tl.trans(rounded(right, D)), None, D, PRECISION)
             scores += tl.where(is_pair(row, column, level), part, 0.0)
     return scores + tl.where(row == column, tl.sum(q * k, 1)[:, None], 0.0)
 
@@ -141,7 +142,7 @@ def states_kernel(
         values = load(v + (b * T * G + g) * V, t, T, G * V, v_, V)
         write = keys * _write_decay(gates, segment, b, first, i, T, C)
         now = now * _total(gates, segment, b, first, T, C)[:, None]
-        now = product(tl.trans(write.to(D)), values, now, D, PRECISION)
+        now = product(tl.trans(rounded(write, D)), values, now, D, PRECISION)
     store(last + head * F * V, now, f, F, V, v_, V)
 
 
@@ -209,7 +210,7 @@ def dstates_kernel(
             h = g * R + r
             queries = load(q + (b * T * G * R + h) * F, t, T, G * R * F, f, F).to(tl.float32)
             douts = load(do + (b * T * G * R + h) * V, t, T, G * R * V, v_, V)
-            dnow = product(tl.trans((queries * decay).to(D)), douts, dnow, D, PRECISION)
+            dnow = product(tl.trans(rounded(queries * decay, D)), douts, dnow, D, PRECISION)
     store(dstate + head * F * V, dnow, f, F, V, v_, V)
 
 

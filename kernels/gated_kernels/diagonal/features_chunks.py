@@ -11,6 +11,7 @@ import triton.language as tl
 from gated_kernels.diagonal.features import is_after_start, is_before_end, is_pair, is_to_middle
 from gated_kernels.diagonal.features_passes import starts, stops, sum_at, sums_at
 from gated_kernels.diagonal.tiles import load, product, store
+from gated_kernels.interpreter import rounded
 
 
 @triton.jit
@@ -24,9 +25,9 @@ def _load_again(x, i, rows, step, column, columns):
 def _sum_from(x, C: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
     """[C, BF] the sums over a token and all after it, of all 24 bits of x, as large numbers cancel in them."""
     after = (tl.arange(0, C)[None, :] >= tl.arange(0, C)[:, None]).to(tl.float32)
-    coarse = x.to(D)
+    coarse = rounded(x, D)
     x -= coarse.to(tl.float32)
-    fine = x.to(D)
+    fine = rounded(x, D)
     sums = product(after, x - fine.to(tl.float32), None, D, PRECISION)
     sums = product(after, fine, sums, D, PRECISION)
     return product(after, coarse, sums, D, PRECISION)
@@ -70,7 +71,7 @@ def _write_to_end(sums, chunk, i, f, F: tl.constexpr, C: tl.constexpr):
 def _before(states, sums, chunk, f, x, F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
     """[BF, BV] the state before the chunk as if it were in the middle: bf16 times a power of 2, which is exact."""
     to_middle = tl.exp2(-sum_at(sums, chunk, 0, f, F, C))
-    return (load(states, f, F, V, x, V) * to_middle[:, None]).to(D)
+    return rounded(load(states, f, F, V, x, V) * to_middle[:, None], D)
 
 
 @triton.jit
@@ -97,8 +98,8 @@ def _level_scores(
     scores = tl.where(row == column, tl.sum(queries * keys, 1)[:, None], 0.0)
     for level in tl.range(LEVELS, disable_licm=True):
         decay = _level_decay(sums, chunk, i, f, level, F, EXCLUSIVE, C)
-        left = (queries * decay).to(D)
-        right = (keys * decay).to(D)
+        left = rounded(queries * decay, D)
+        right = rounded(keys * decay, D)
         if TRANSPOSED:
             part = product(right, tl.trans(left), None, D, PRECISION)
             scores += tl.where(is_pair(column, row, level), part, 0.0)
@@ -139,7 +140,7 @@ def outputs_kernel(
         values_2 = load(v, i, rows, G * V, BV + x, V)
     if F <= BF:
         if not STRONG:
-            right = (load(k, i, rows, G * F, f, F) * _write(sums, chunk, i, f, F, C)).to(D)
+            right = rounded(load(k, i, rows, G * F, f, F) * _write(sums, chunk, i, f, F, C), D)
         read = _read(sums, chunk, i, f, F, EXCLUSIVE, C)
         before = _before(states, sums, chunk, f, x, F, V, C, D)
         if TWO:
@@ -153,14 +154,14 @@ def outputs_kernel(
             if F > BF:
                 read = _read(sums, chunk, i, f0 + f, F, EXCLUSIVE, C)
             queries = load(q + r * F, i, rows, G * R * F, f0 + f, F)
-            left = (queries * read).to(D)
+            left = rounded(queries * read, D)
             if STRONG:
                 scores += _level_scores(
                     q + r * F, k, sums, chunk, i, f0 + f, rows, G, R, F, EXCLUSIVE, False, C, D, LEVELS, PRECISION
                 )  # fmt: skip
             else:
                 if F > BF:
-                    right = (load(k, i, rows, G * F, f0 + f, F) * _write(sums, chunk, i, f0 + f, F, C)).to(D)
+                    right = rounded(load(k, i, rows, G * F, f0 + f, F) * _write(sums, chunk, i, f0 + f, F, C), D)
                 scores = product(left, tl.trans(right), scores, D, PRECISION)
             if F > BF:
                 before = _before(states, sums, chunk, f0 + f, x, F, V, C, D)
@@ -217,7 +218,7 @@ def dv_kernel(
         dvalues = tl.where((stops(bounds, chunk, i, C) == C)[:, None], dvalues, 0.0)
     if F <= BF:
         if not STRONG:
-            right = (load(k, i, rows, G * F, f, F) * _write(sums, chunk, i, f, F, C)).to(D)
+            right = rounded(load(k, i, rows, G * F, f, F) * _write(sums, chunk, i, f, F, C), D)
         read = _read(sums, chunk, i, f, F, EXCLUSIVE, C)
     for r in tl.range(R, disable_licm=True):
         scores = tl.zeros((C, C), tl.float32)
@@ -228,12 +229,12 @@ def dv_kernel(
                 )  # fmt: skip
         elif F <= BF:
             queries = load(q + r * F, i, rows, G * R * F, f, F)
-            scores = product(right, tl.trans((queries * read).to(D)), scores, D, PRECISION)
+            scores = product(right, tl.trans(rounded(queries * read, D)), scores, D, PRECISION)
         else:
             for f0 in range(0, F, BF):
-                right = (load(k, i, rows, G * F, f0 + f, F) * _write(sums, chunk, i, f0 + f, F, C)).to(D)
+                right = rounded(load(k, i, rows, G * F, f0 + f, F) * _write(sums, chunk, i, f0 + f, F, C), D)
                 queries = load(q + r * F, i, rows, G * R * F, f0 + f, F)
-                left = (queries * _read(sums, chunk, i, f0 + f, F, EXCLUSIVE, C)).to(D)
+                left = rounded(queries * _read(sums, chunk, i, f0 + f, F, EXCLUSIVE, C), D)
                 scores = product(right, tl.trans(left), scores, D, PRECISION)
         douts = load(do + r * V, i, rows, G * R * V, x, V)
         dvalues = product(tl.where(readable, scores, 0.0), douts, dvalues, D, PRECISION)
@@ -277,7 +278,7 @@ def dqk_kernel(
     states += chunk * F * V
     dstates += chunk * F * V
     if not STRONG:
-        right = (load(k, i, rows, G * F, f, F) * _write(sums, chunk, i, f, F, C)).to(D)
+        right = rounded(load(k, i, rows, G * F, f, F) * _write(sums, chunk, i, f, F, C), D)
     if V <= BV:
         x = tl.arange(0, BV)
         values = load(v, i, rows, G * V, x, V)
@@ -290,7 +291,7 @@ def dqk_kernel(
     for r in tl.range(R, disable_licm=True):
         if not STRONG:
             queries = load(q + r * F, i, rows, G * R * F, f, F)
-            left = (queries * _read(sums, chunk, i, f, F, EXCLUSIVE, C)).to(D)
+            left = rounded(queries * _read(sums, chunk, i, f, F, EXCLUSIVE, C), D)
         if V <= BV:
             douts = load(do + r * V, i, rows, G * R * V, x, V)
             dscores = product(douts, tl.trans(values), None, D, PRECISION)
@@ -311,8 +312,8 @@ def dqk_kernel(
         if bounds is not None:
             dqueries = tl.where((starts(bounds, chunk, i, C) < 0)[:, None], dqueries, 0.0)
         # [s, t] is made anew, as turning an accumulator over costs more.
-        dscores = tl.where(_readable(bounds, chunk, i, EXCLUSIVE, False, C), dscores, 0.0).to(D)
-        dscores_t = tl.where(_readable(bounds, chunk, i, EXCLUSIVE, True, C), dscores_t, 0.0).to(D)
+        dscores = rounded(tl.where(_readable(bounds, chunk, i, EXCLUSIVE, False, C), dscores, 0.0), D)
+        dscores_t = rounded(tl.where(_readable(bounds, chunk, i, EXCLUSIVE, True, C), dscores_t, 0.0), D)
         if STRONG:
             dqueries *= _read(sums, chunk, i, f, F, EXCLUSIVE, C)
             queries = load(q + r * F, i, rows, G * R * F, f, F)
@@ -364,7 +365,7 @@ def dqk_kernel(
         late *= _load_again(k, i, rows, G * F, f, F)
         dgates = product(is_before_end(column, row_).to(tl.float32), late, dgates, D, PRECISION)
     else:
-        right = (_load_again(k, i, rows, G * F, f, F) * _write(sums, chunk, i, f, F, C)).to(D)
+        right = rounded(_load_again(k, i, rows, G * F, f, F) * _write(sums, chunk, i, f, F, C), D)
         late *= tl.exp2(end)[None, :]
         through += tl.sum(late * right.to(tl.float32), 0)
         dkeys += late

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from gated_kernels.diagonal.tiles import load, product, store
+from gated_kernels.interpreter import rounded
 
 
 @triton.jit
@@ -109,7 +110,7 @@ def states_kernel(
         if bounds is not None:
             decay = tl.where((stops(bounds, chunk, i, C) == C)[:, None], decay, 0.0)
             total = tl.where(starts(bounds, chunk, C - 1, C) < 0, total, 0.0)
-        now = product(tl.trans((keys * decay).to(D)), values, now * total[:, None], D, PRECISION)
+        now = product(tl.trans(rounded(keys * decay, D)), values, now * total[:, None], D, PRECISION)
     if last is not None:
         store(last + program * F * V, now, f, F, V, x, V)
 
@@ -155,7 +156,7 @@ def dstates_kernel(
             decay = tl.where((starts(bounds, chunk, i, C) < 0)[:, None], decay, 0.0)
             total = tl.where(starts(bounds, chunk, C - 1, C) < 0, total, 0.0)
         total = tl.where(r == 0, total, 1.0)
-        dnow = product(tl.trans((queries * decay).to(D)), douts, dnow * total[:, None], D, PRECISION)
+        dnow = product(tl.trans(rounded(queries * decay, D)), douts, dnow * total[:, None], D, PRECISION)
     if dstate is not None:
         store(dstate + program * F * V, dnow, f, F, V, x, V)
 

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from gated_kernels.diagonal.scalar_passes import decay_from_start, decay_of_chunk, decay_to_end
 from gated_kernels.diagonal.tiles import load, load_column, product, store, store_column
+from gated_kernels.interpreter import rounded
 
 
 @triton.jit
@@ -262,7 +263,7 @@ def dqk_kernel(
             douts_y = load_column(do + (row * G * R + h) * W + y, i, rows, G * R * W)
             dscores += douts_y[:, None] * values_y[None, :]
             dscores_t += values_y[:, None] * douts_y[None, :]
-        dscores = (dscores * decays).to(D)  # before the others begin, as registers are few
+        dscores = rounded(dscores * decays, D)  # before the others begin, as registers are few
         dkeys = product(dscores_t * decays_t, queries, dkeys, D, PRECISION)
         if NV == 1:
             dqueries = product(douts, tl.trans(before), dqueries, D, PRECISION)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gated_kernels.interpreter import INTERPRETED
+from gated_kernels.interpreter import INTERPRETED, rounded
 
 # By the inputs' dtype: that of what is multiplied, and how fp32 operands are.
 PRODUCTS = {
@@ -26,7 +26,7 @@ def load(x, i, rows, step, column, columns):
 @triton.jit
 def store(x, value, i, rows, step, column, columns):
     mask = (i < rows)[:, None] & (column < columns)[None, :]
-    tl.store(x + i[:, None] * step + column[None, :], value.to(x.dtype.element_ty), mask=mask)
+    tl.store(x + i[:, None] * step + column[None, :], rounded(value, x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -37,14 +37,14 @@ def load_column(x, i, rows, step):
 
 @triton.jit
 def store_column(x, value, i, rows, step):
-    tl.store(x + i * step, value.to(x.dtype.element_ty), mask=i < rows)
+    tl.store(x + i * step, rounded(value, x.dtype.element_ty), mask=i < rows)
 
 
 @triton.jit
 def product(a, b, c, D: tl.constexpr, PRECISION: tl.constexpr):
     """a b + c in fp32, of operands in D."""
-    a = a.to(D)
-    b = b.to(D)
+    a = rounded(a, D)
+    b = rounded(b, D)
     if INTERPRETED:  # Triton's interpreter multiplies the bits of bf16 as integers
         a = a.to(tl.float32)
         b = b.to(tl.float32)
