@@ -76,14 +76,3 @@ def compile_instead_of_launching(tell: Callable[[str, Any], None]) -> None:
 
     triton.runtime.jit.JITFunction.run = launch
     torch.cuda.device_of = nullcontext  # type: ignore[assignment,misc]
-
-
-def resources(compiled: Any) -> dict[str, int]:
-    """What a thread of a compiled kernel takes, by the words of cuobjdump: REG registers, STACK bytes of what did not
-    fit into them."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        told = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    return {name: int(number) for name, number in re.findall(r"\b([A-Z]+):(\d+)", told.stdout)}

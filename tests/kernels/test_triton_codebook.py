@@ -26,7 +26,7 @@ if DEVICE == "cpu" and os.environ["TRITON_INTERPRET"] == "1" and isinstance(trit
     pytest.skip("another module imported Triton before it could be told to interpret", allow_module_level=True)
 
 import gated_kernels  # noqa: E402
-from compiled import compile_instead_of_launching, resources, told_by  # noqa: E402
+from compiled import compile_instead_of_launching, spilled, told_by  # noqa: E402
 from gated_kernels.check import Inputs, faults, run  # noqa: E402
 from gated_kernels.codebook import triton as kernels  # noqa: E402
 from gated_kernels.codebook.cases import CASES, Case, inputs  # noqa: E402
@@ -206,7 +206,7 @@ def compile_all() -> None:
     """Calls the ops with tensors that hold nothing; what would be launched is compiled."""
 
     def tell(name: str, compiled: Any) -> None:
-        print(name, compiled.metadata.shared, resources(compiled)["STACK"])
+        print(name, compiled.metadata.shared, *spilled(compiled.asm["cubin"]))
 
     compile_instead_of_launching(tell)
     for N, G, D, F in (*COMPILED, HEADS_OF_256):
