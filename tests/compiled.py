@@ -49,6 +49,41 @@ def spilled(cubin: bytes) -> list[str]:
     return re.findall(r"STACK:(\d+)", told.stdout)
 
 
+def overwritten(ttgir: str, stages: int) -> list[str]:
+    """The buffers that a loop loads a coming tile into while a product of this turn may still read them.
+
+    A loop of several stages loads tiles ahead into buffers that take turns, and needs one for every stage. Triton (3.6
+    and 3.9) gives too few to a tile that is an operand of a product and used in registers as well.
+    """
+    lines, buffers, made_of = ttgir.splitlines(), {}, {}
+
+    def allocation(name: str) -> str:
+        return allocation(made_of[name]) if name in made_of else name
+
+    for line in lines:
+        if found := re.match(r"\s*(%\S+) = ttg\.local_alloc.*memdesc<(\d+)x", line):
+            buffers[found[1]] = int(found[2])
+        elif found := re.match(r"\s*(%\S+) = ttg\.memdesc_\w+ (%\w+)", line):
+            made_of[found[1]] = found[2]
+    wrong = []
+    for start, line in enumerate(lines):
+        if "scf.for" not in line:
+            continue
+        indent = len(line) - len(line.lstrip())
+        end = next(i for i in range(start + 1, len(lines)) if re.match(rf"\s{{{indent}}}}}", lines[i]))
+        under_way: list[set[str]] = []  # operands of the products that were begun in this turn
+        for told in lines[start + 1 : end]:
+            if found := re.search(r"warp_group_dot (%\w+), (%\w+),.*isAsync = true", told):
+                under_way.append({allocation(found[1]), allocation(found[2])})
+            elif found := re.search(r"warp_group_dot_wait.*pendings = (\d+)", told):
+                under_way = under_way[max(0, len(under_way) - int(found[1])) :]
+            elif found := re.search(r"async_copy_global_to_local [^,]+, (%\w+)", told):
+                target = allocation(found[1])
+                if buffers[target] < stages and any(target in operands for operands in under_way):
+                    wrong.append(target)
+    return wrong
+
+
 def compile_instead_of_launching(tell: Callable[[str, Any], None]) -> None:
     """From now on what would be launched, on tensors that may hold nothing, is compiled for sm_90; `tell` gets the
     kernel's name and what became of it."""
@@ -72,7 +107,9 @@ def compile_instead_of_launching(tell: Callable[[str, Any], None]) -> None:
                 if isinstance(value, int) and value % 16 == 0:
                     aligned[i,] = [["tt.divisibility", 16]]
         source = ASTSource(self, signature, fixed, aligned)
-        tell(self.__name__, triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options))
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        assert not overwritten(compiled.asm["ttgir"], compiled.metadata.num_stages), self.__name__
+        tell(self.__name__, compiled)
 
     triton.runtime.jit.JITFunction.run = launch
     torch.cuda.device_of = nullcontext  # type: ignore[assignment,misc]

@@ -12,6 +12,10 @@ more than whole tiles (the last of 65, a column of ones) is a vector beside them
 columns beyond its shared memory on Hopper, where it is the second operand of a product. The states and, where a block
 holds all features, keys and values are loaded once for the R query heads of a key-value head.
 
+In a loop with several stages no tile is both an operand of a product and used in registers: Triton (3.6 and 3.9) then
+keeps one buffer of it where the others have two, and loads the next tile over what a product under way still reads.
+Hence loops of their own for the column beside the tiles.
+
 When a pass over the states has too few programs to fill a GPU, the sequence is cut into parts: all run from a state of
 zeros, each hands its last state on to the next, and all run again.
 
@@ -46,7 +50,7 @@ BLOCKS = {
     "dqk": {BF16: (64, 128, 4, 2), FP32: (16, 32, 4, 1)},
 }
 NARROWEST = {BF16: 64, FP32: 16}  # tile, see above
-# BF in bf16 where they loop over features, by BV. With a third stage outputs of 64 columns came out wrong (Triton 3.6).
+# BF in bf16 where they loop over features, by BV.
 LOOPED = {"outputs": {64: 64, 128: 64}, "dv": {64: 64, 128: 128}}
 LOOPED_BV = 64  # of dqk where it loops over values
 PROGRAMS = 528  # that fill a GPU in a pass over the states: four on each of the 132 processors of an H200
@@ -82,7 +86,7 @@ def constants(kernel: str, G: int, R: int, F: int, V: int, exclusive: bool, dtyp
     if kernel in LOOPED and F > BF:
         BF, stages = LOOPED[kernel][BV] if computed_in == BF16 else BF, 2
     elif kernel == "dqk" and V > BV + 1:
-        BV = min(BV, LOOPED_BV)
+        BV, stages = min(BV, LOOPED_BV), 1  # gradients of states are an operand and in registers
     elif kernel in ("outputs", "dqk") and BV > 64:
         stages = 1  # more would not fit into the 99 KB of an Ampere's shared memory
     tail = V > BV and V % BV == 1

@@ -83,7 +83,9 @@ def outputs_kernel(
                 before = load(states + chunk * F * W, f0 + f, F, W, x, W)
                 scores = product(queries, tl.trans(keys.to(D)), scores, D, PRECISION)
                 outputs = product(queries, before, outputs, D, PRECISION)
-                if TAIL:
+            if TAIL:
+                for f0 in range(0, F, BF):  # not in the loop above, see scalar.py
+                    queries = load(q + (row * G * R + h) * F, i, rows, G * R * F, f0 + f, F)
                     before_y = load_column(states + chunk * F * W + y, f0 + f, features, W)
                     outputs_y += tl.sum(queries.to(tl.float32) * before_y[None, :], 1)
         if write is not None:
@@ -129,7 +131,10 @@ def dv_kernel(
             keys = load(k + (row * G + g) * F, i, rows, G * F, f0 + f, F)
         dafter = load(dstates + chunk * F * W, f0 + f, F, W, x, W)
         dvalues = product(keys, dafter, dvalues, D, PRECISION)
-        if TAIL:
+    if TAIL:
+        for f0 in range(0, F, BF):
+            if F > BF:
+                keys = load(k + (row * G + g) * F, i, rows, G * F, f0 + f, F)
             dafter_y = load_column(dstates + chunk * F * W + y, f0 + f, features, W)
             dvalues_y += tl.sum(keys.to(tl.float32) * dafter_y[None, :], 1)
     if write is not None:
