@@ -1,10 +1,11 @@
 """What a mixer can take from the base in closed form, before any training: seconds on a batch.
 
-Two fits per layer of a shared denominator. The codebook, from the base's own activations: queries and keys that attend
-to each other beyond the window are turned into one space (canonical correlations of the attention-weighted pairs),
-whose clusters become the codes. The share: how much each head should trust its memory for each query, by weighted
-logistic regression on the share that would bring its output closest to the base's. A learned mix is one share a head
-for all queries, and has a least-squares solution, together with the size of each channel where the read has one.
+Three fits per layer of a shared denominator. The codebook, from the base's own activations: queries and keys that
+attend to each other beyond the window are turned into one space (canonical correlations of the attention-weighted
+pairs), whose clusters become the codes. The share: how much each head should trust its memory for each query, by
+weighted logistic regression on the share that would bring its output closest to the base's. And how long a memory
+lasts: the gate's bias of each key-value head, on a grid, by the same error. A learned mix is one share a head for all
+queries, and has a least-squares solution, together with the size of each channel where the read has one.
 
 Shapes: B batch, T tokens, N = B * T, H query heads, G key-value heads, R = H / G, D head size, E size of a code,
 F codes, X predictors of a share, O offsets.
@@ -22,11 +23,12 @@ from torch import Tensor
 
 from liger_convert.mixers.base import EMPTY, Heads, Memory, Mixer
 from liger_convert.mixers.feature_maps import Codebook
-from liger_convert.mixers.linear import LinearMixer
+from liger_convert.mixers.linear import GatedMixer, LinearMixer
 from liger_convert.model import LinearizedAttention, collect_align_targets, linear_layers
 from liger_convert.model.layout import SequenceLayout
 
 TAUS = (10.0, 20.0, 40.0)
+GATE_STEPS = (-1.5, -3.0)  # beside the bias a gate has: 6 of `gla` lasts 6,450 tokens, 4.5 1,440 and 3 321
 STRENGTH = 0.75  # power of a direction's correlation in the code space: 1 trusts the strongest only, 0 all alike
 RIDGE = 0.02  # of the mean variance, added to every direction's
 CLUSTER_STEPS = 12
@@ -94,21 +96,36 @@ def calibrate_layer(
 
     groups = mixer.dims.kv_heads
     best_G = target_BTHV.new_full((groups,), torch.inf, dtype=torch.float32)
-    kept = [mixer.log_share_H, mixer.share_power_H, mixer.share_query_HD]
-    kept += [log_tau for book in books for log_tau in (book.q_log_tau_H, book.k_log_tau_G)]
+    log_taus = [log_tau for book in books for log_tau in (book.q_log_tau_H, book.k_log_tau_G)]
+    gated = [module for module in mixer.modules() if isinstance(module, GatedMixer)]
+    biases = [module.get_parameter(f"{name}_bias_GF") for module in gated for name in module.gates]
+    kept = [mixer.log_share_H, mixer.share_power_H, mixer.share_query_HD, *log_taus, *biases]
     best = [parameter.clone() for parameter in kept]
-    for tau in TAUS if books else TAUS[:1]:
-        for book in books:
-            book.q_log_tau_H.fill_(math.log(tau))
-            book.k_log_tau_G.fill_(math.log(tau))
+
+    def attempt() -> None:
+        nonlocal best_G, best
         memory = mixer.remember(heads, layout, None)
         error_H = fit_share(mixer, heads.q_BTHD, memory, window_o_BTHV, window_lse_BTH, target_BTHV)
         error_G = error_H.unflatten(0, (groups, -1)).sum(1)
         better_G = error_G < best_G
         best_G = torch.where(better_G, error_G, best_G)
         best = [_where(better_G, parameter, old) for parameter, old in zip(kept, best)]
-    for parameter, value in zip(kept, best):
-        parameter.copy_(value)
+
+    def take_best() -> None:
+        for parameter, value in zip(kept, best):
+            parameter.copy_(value)
+
+    for tau in TAUS if books else TAUS[:1]:
+        for log_tau in log_taus:
+            log_tau.fill_(math.log(tau))
+        attempt()
+    take_best()
+    starts = [bias.clone() for bias in biases]
+    for step in GATE_STEPS if biases else ():
+        for bias, start in zip(biases, starts):
+            bias.copy_(start + step)
+        attempt()
+    take_best()
 
 
 def far_keys(attention: LinearizedAttention, heads: Heads, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
@@ -252,24 +269,25 @@ def _regress(
     q_BTHD: Tensor, log_mass_BTH: Tensor, window_lse_BTH: Tensor, wanted_BTH: Tensor, weight_BTH: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """beta [H], gamma [H] >= 0 and c [H,D] of share = sigmoid(gamma log m + c q / sqrt(D) + beta - window's lse)."""
-    mass_NH, lse_NH = log_mass_BTH.flatten(0, 1).clamp_min(EMPTY), window_lse_BTH.float().flatten(0, 1)
-    wanted_NH, weight_NH = wanted_BTH.flatten(0, 1), weight_BTH.flatten(0, 1)
-    weight_NH = weight_NH / weight_NH.sum(0).clamp_min(1e-12)
+    mass_HN, lse_HN = (x_BTH.float().flatten(0, 1).T for x_BTH in (log_mass_BTH.clamp_min(EMPTY), window_lse_BTH))
+    wanted_HN, weight_HN = wanted_BTH.flatten(0, 1).T, weight_BTH.flatten(0, 1).T
+    weight_HN = weight_HN / weight_HN.sum(1, keepdim=True).clamp_min(1e-12)
     dim = q_BTHD.shape[-1]
-    known = torch.cat((mass_NH[..., None], q_BTHD.flatten(0, 1) / dim**0.5, torch.ones_like(mass_NH)[..., None]), -1)
-    at_rest = torch.zeros(known.shape[1:], device=known.device)
+    q_HND = q_BTHD.flatten(0, 1).transpose(0, 1) / dim**0.5
+    known = torch.cat((mass_HN[..., None], q_HND, torch.ones_like(mass_HN)[..., None]), -1)
+    at_rest = torch.zeros(known.shape[::2], device=known.device)
     at_rest[:, 0] = 1
 
-    def newton(known_NHX: Tensor, at_rest_HX: Tensor) -> Tensor:
+    def newton(known_HNX: Tensor, at_rest_HX: Tensor) -> Tensor:
         theta_HX = at_rest_HX.clone()
         keep_X = torch.full_like(theta_HX[0], 1e-3)
         keep_X[-1] = 1e-6  # the offset is free
         for _ in range(NEWTON_STEPS):
-            share_NH = (torch.einsum("nhx,hx->nh", known_NHX, theta_HX) - lse_NH).sigmoid()
-            slope_HX = torch.einsum("nhx,nh->hx", known_NHX, weight_NH * (share_NH - wanted_NH))
-            slope_HX += keep_X * (theta_HX - at_rest_HX)
-            bend_NH = weight_NH * (share_NH * (1 - share_NH) + 1e-4)
-            bend_HXX = torch.einsum("nhx,nhy->hxy", known_NHX * bend_NH[..., None], known_NHX) + keep_X.diag()
+            share_HN = ((known_HNX @ theta_HX[..., None])[..., 0] - lse_HN).sigmoid()
+            miss_HN = weight_HN * (share_HN - wanted_HN)
+            slope_HX = (miss_HN[:, None] @ known_HNX)[:, 0] + keep_X * (theta_HX - at_rest_HX)
+            bend_HN = weight_HN * (share_HN * (1 - share_HN) + 1e-4)
+            bend_HXX = (known_HNX * bend_HN[..., None]).mT @ known_HNX + keep_X.diag()
             step_HX = torch.linalg.solve(bend_HXX, slope_HX)
             theta_HX -= step_HX * (3 / step_HX.abs().amax(-1, keepdim=True).clamp_min(3))
         return theta_HX

@@ -130,6 +130,36 @@ def test_the_fit_of_a_learned_mix_leaves_nothing_to_gain(mixer: str) -> None:
             parameter.copy_(fitted)
 
 
+def test_the_memory_of_each_group_lasts_as_long_as_its_heads_look_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gates = {"gate_bias": 6.0, "gate_normalizer": 1.0}  # a bias of 6 lasts 403 tokens, 3 lasts 20
+    base, model = base_and_model(tmp_path / "base", {"window": 5, "sinks": 2, "codes": 16, **gates})
+    tokens = torch.randint(3, 101, (2, 300), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(300).expand(2, 300)
+    targets = collect_align_targets(base, {"input_ids": tokens, "position_ids": positions}, [0])
+    x_BTC, embeddings = targets.hidden[0], targets.position_embeddings[0]
+    layout = SequenceLayout.build(2, 300, positions, None, None)
+    attention = model.model.layers[0].self_attn
+    mixer = attention.mixer.requires_grad_(False)
+    heads, see = attention.look(x_BTC, embeddings, layout, None)
+    window_o_BTHV, window_lse_BTH = see(None)
+    # what softmax attention looks at is replaced by what a memory with these gates recalls
+    mixer.log_share_H.fill_(1)
+    for log_tau in (mixer.codebook.q_log_tau_H, mixer.codebook.k_log_tau_G):
+        log_tau.fill_(torch.tensor(20.0).log())
+    planted_G1 = torch.tensor([[3.0], [6.0]])
+    mixer.gate_bias_GF.copy_(planted_G1)
+    memory = mixer.remember(heads, layout, None)
+    target_BTHV = mixer.join(heads.q_BTHD, window_o_BTHV, window_lse_BTH, memory, "both")
+    monkeypatch.setattr(module, "TAUS", (20.0,))
+    monkeypatch.setattr(module, "fit_codes", lambda *_: None)
+    monkeypatch.setattr(module, "window", lambda *_, **__: (target_BTHV, None))
+    mixer.gate_bias_GF.fill_(6)
+    module.calibrate_layer(attention, x_BTC, x_BTC, embeddings, layout)
+    assert torch.equal(mixer.gate_bias_GF, planted_G1)
+
+
 def test_a_fixed_mix_is_left_alone(tmp_path: Path) -> None:
     base, model = base_and_model(tmp_path / "base", {"type": "liger-paper"})
     before = state(model)
