@@ -526,3 +526,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _fail(sentence: str, code: int) -> int:
     stderr.print(f"error: {sentence}", markup=False, soft_wrap=True)
     return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

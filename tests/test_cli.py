@@ -81,6 +81,14 @@ def test_no_words_at_all_show_every_command(capsys):
     assert all(command in said for command in COMMANDS)
 
 
+def test_the_module_runs_as_the_command_does():
+    done = subprocess.run([sys.executable, "-m", "liger_convert.cli", "families"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "mistral" in done.stdout
+    wrong = subprocess.run([sys.executable, "-m", "liger_convert.cli", "nothing"], capture_output=True, text=True)
+    assert wrong.returncode == 2
+
+
 def test_help_does_not_import_torch():
     code = (
         "import sys; sys.argv = ['linearize', '--help']; from liger_convert.cli import main; main();"
