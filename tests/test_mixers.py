@@ -15,11 +15,12 @@ import pytest
 import torch
 import torch.nn.functional as nnf
 from gated_kernels import window
+from gated_kernels.check import error
 from torch import Tensor
 
 from liger_convert.errors import BadInput
 from liger_convert.mixers import MIXERS, build_mixer, resolve_spec
-from liger_convert.mixers.base import HeadDims, Heads, Mixer
+from liger_convert.mixers.base import HeadDims, Heads, LogWeight, Mixer
 from liger_convert.mixers.kernel_maps import MapName, make_map
 from liger_convert.mixers.linear import GatedMixer, LinearMixer
 from liger_convert.model.layout import SequenceLayout
@@ -357,3 +358,31 @@ def test_an_unnormalised_memory_refuses_the_shared_denominator(name: str) -> Non
 def test_options_that_cannot_work_are_refused_by_name(spec: dict[str, Any], field: str) -> None:
     with pytest.raises(BadInput, match=rf"^mixer\.{field}: "):
         resolve_spec(spec)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradients_of_a_share_are_those_of_its_formula(dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random)
+
+    H, D = 5, 12
+    inputs = [normal(2, 67, H, D).to(dtype), normal(2, 67, H), normal(H, D), normal(H), normal(H)]
+    d_BTH = normal(2, 67, H)
+
+    def formula(q: Tensor, log_mass: Tensor, query: Tensor, power: Tensor, beta: Tensor) -> Tensor:
+        q = q.to(torch.promote_types(q.dtype, torch.float32))
+        return power * log_mass + (q * query).sum(-1) / D**0.5 + beta
+
+    def results(op: Any, computed_in: torch.dtype | None = None) -> list[Tensor]:
+        leaves = [x.to(computed_in or x.dtype, copy=True).requires_grad_() for x in inputs]
+        found = op(*leaves)
+        return [found.detach(), *torch.autograd.grad(found, leaves, d_BTH.to(found.dtype))]
+
+    found = results(LogWeight.apply)
+    for ours, plain, exact in zip(found, results(formula), results(formula, torch.float64)):
+        assert ours.dtype == plain.dtype
+        assert error(ours, exact) <= 2 * error(plain, exact) + 4 * torch.finfo(torch.float32).eps
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(torch.equal(*pair) for pair in zip(results(LogWeight.apply), found))
