@@ -160,6 +160,10 @@ def test_train_merge_and_export_make_a_trained_model(home, capsys):
     changed = {name.split("self_attn.")[-1] for name in start if not torch.equal(start[name], end[name])}
     assert {"q_proj.weight", "mixer.log_share_H"} <= changed
     assert not any("norm" in name for name in changed)
+    # both stages merged at once are one after the other
+    output(capsys, "merge", "converted", "trained-1", "trained-2", "--out", "merged-both")
+    one, other = load_linearized(home / "merged-2").state_dict(), load_linearized(home / "merged-both").state_dict()
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_train_writes_the_text_of_the_base_into_its_folder(home, capsys):
@@ -170,12 +174,6 @@ def test_train_writes_the_text_of_the_base_into_its_folder(home, capsys):
     assert (home / "own/tokens.u32").stat().st_size == 4 * 18 * 32
     assert json.loads(output(capsys, *words, "--resume", "--json"))["loss"] == stats["loss"]
     output(capsys, "merge", "converted", "own", "--out", "merged-own")
-
-
-def test_merging_both_stages_at_once_is_merging_one_after_the_other(home, capsys):
-    output(capsys, "merge", "converted", "trained-1", "trained-2", "--out", "merged-both")
-    one, other = load_linearized(home / "merged-2").state_dict(), load_linearized(home / "merged-both").state_dict()
-    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_eval_measures_a_model_beside_its_baseline(home, capsys):
