@@ -198,16 +198,16 @@ def check_op(job: Job, device: torch.device) -> Iterator[Result]:
     for path in paths(device):
         try:
             with by(path) as taken:
-                found = held(inputs, exact, plain)
-                if any(not ours <= most for ours, most in found.values()):
+                result = judged(job, path, taken, held(inputs, exact, plain))
+                if result.wrong:
                     others = [varied(inputs, seed) for seed in range(VARIATIONS)]
-                    all_found = [held(x, run(reference, x, torch.float64), run(reference, x)) for x in others]
-                    found = {name: mean_of([found[name] for found in all_found]) for name in found}
+                    each = [held(x, run(reference, x, torch.float64), run(reference, x)) for x in others]
+                    result = judged(job, path, taken, means(each))
         except Exception as problem:
             yield raised(job, path, problem)
             continue
         if adds(path, taken):
-            yield judged(job, path, taken, found)
+            yield result
 
 
 def varied(inputs: Inputs, seed: int) -> Inputs:
@@ -222,9 +222,11 @@ def varied(inputs: Inputs, seed: int) -> Inputs:
     return {name: change(x) for name, x in inputs.items()}
 
 
-def mean_of(pairs: list[tuple[float, float]]) -> tuple[float, float]:
-    ours, most = zip(*pairs)
-    return fmean(ours), fmean(most)
+def means(each: list[dict[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
+    """Of the errors of every result, and of what is allowed them."""
+    return {
+        name: (fmean(found[name][0] for found in each), fmean(found[name][1] for found in each)) for name in each[0]
+    }
 
 
 def check_step(job: Job, device: torch.device) -> Iterator[Result]:

@@ -84,10 +84,19 @@ def overwritten(ttgir: str, stages: int) -> list[str]:
     return wrong
 
 
+def compiled_for_hopper(source: Any, options: dict[str, Any]) -> Any:
+    """A kernel for sm_90. None may load a tile over one that is in use, whatever it is compiled for."""
+    from triton.backends.compiler import GPUTarget
+
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    found = overwritten(compiled.asm["ttgir"], compiled.metadata.num_stages)
+    assert not found, f"{compiled.name} loads over {found}: {options}, {source.constants}"
+    return compiled
+
+
 def compile_instead_of_launching(tell: Callable[[str, Any], None]) -> None:
     """From now on what would be launched, on tensors that may hold nothing, is compiled for sm_90; `tell` gets the
     kernel's name and what became of it."""
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     def launch(self: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
@@ -106,10 +115,7 @@ def compile_instead_of_launching(tell: Callable[[str, Any], None]) -> None:
                 signature[name] = "fp32" if isinstance(value, float) else "i32"
                 if isinstance(value, int) and value % 16 == 0:
                     aligned[i,] = [["tt.divisibility", 16]]
-        source = ASTSource(self, signature, fixed, aligned)
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        assert not overwritten(compiled.asm["ttgir"], compiled.metadata.num_stages), self.__name__
-        tell(self.__name__, compiled)
+        tell(self.__name__, compiled_for_hopper(ASTSource(self, signature, fixed, aligned), options))
 
     triton.runtime.jit.JITFunction.run = launch
     torch.cuda.device_of = nullcontext  # type: ignore[assignment,misc]

@@ -12,7 +12,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
-from compiled import compile_instead_of_launching, overwritten, told_by  # noqa: E402
+from compiled import compile_instead_of_launching, told_by  # noqa: E402
 
 
 @triton.jit
@@ -31,17 +31,17 @@ def sums_kernel(x, y, o, N, IN_REGISTERS: tl.constexpr):
 
 
 def test_a_tile_that_is_loaded_over_one_in_use_is_found(tmp_path: Path) -> None:
-    assert told_by(__file__, tmp_path) == [["False"], ["True"]]
+    assert told_by(__file__, tmp_path) == [["compiled", "sums_kernel"], ["sums_kernel", "loads", "over"]]
 
 
 def compile_all() -> None:
-    import compiled
-
-    compiled.overwritten = lambda *_: []  # it is asked below, of what must not pass
-    compile_instead_of_launching(lambda _, made: print(bool(overwritten(made.asm["ttgir"], 2))))
+    compile_instead_of_launching(lambda name, _: print("compiled", name))
     x = torch.empty(8, 64, 64, dtype=torch.bfloat16, device="meta")
     for in_registers in (False, True):
-        sums_kernel[(1,)](x, x, x, 7, IN_REGISTERS=in_registers, num_warps=4, num_stages=2)
+        try:
+            sums_kernel[(1,)](x, x, x, 7, IN_REGISTERS=in_registers, num_warps=4, num_stages=2)
+        except AssertionError as refused:
+            print(*str(refused).split()[:3])
 
 
 if __name__ == "__main__":

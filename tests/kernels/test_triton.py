@@ -25,7 +25,7 @@ if __name__ != "__main__" and DEVICE == "cpu" and isinstance(triton.language.sum
     pytest.skip("another module imported Triton before it could be told to interpret", allow_module_level=True)
 
 import gated_kernels  # noqa: E402
-from compiled import overwritten, spilled, told_by  # noqa: E402
+from compiled import compiled_for_hopper, spilled, told_by  # noqa: E402
 from gated_kernels.check import Inputs, error, faults, run  # noqa: E402
 from gated_kernels.diagonal import features_bf16, scalar  # noqa: E402
 from gated_kernels.diagonal import triton as kernels  # noqa: E402
@@ -293,10 +293,7 @@ def shared_by(kernel: Any, constants: dict[str, Any], dtype: torch.dtype, spills
     signature = {x: "constexpr" if x in given else types.get(x, pointers[dtype]) for x in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, x in enumerate(kernel.arg_names) if signature[x][0] == "*"}
     source = triton.compiler.ASTSource(kernel, signature, given, aligned)
-    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
-    options = {x: constants[x] for x in ("num_warps", "num_stages") if x in constants}
-    compiled = triton.compile(source, target=target, options=options)
-    assert not overwritten(compiled.asm["ttgir"], compiled.metadata.num_stages), (kernel.__name__, constants)
+    compiled = compiled_for_hopper(source, {x: constants[x] for x in ("num_warps", "num_stages") if x in constants})
     print(compiled.metadata.shared, *(spilled(compiled.asm["cubin"]) if spills else ()))
 
 
