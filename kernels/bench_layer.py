@@ -87,7 +87,7 @@ def core(a: argparse.Namespace, head_size: int, mixer: str) -> tuple[Core, Llama
 def on_rows(layer: Core, rotary: LlamaRotaryEmbedding, B: int, T: int) -> Callable[[torch.dtype], Run]:
     """`layer` on rows of T tokens, computing in a dtype: as a model calls it, which prepares its layout once."""
     positions_1T = torch.arange(T, device=DEVICE)[None]
-    layout = SequenceLayout.build(B, T, positions_1T, None, None)
+    layout = SequenceLayout.build(torch.empty(B, T, device=DEVICE), None, None, None)
     layer.prepare(layout)
 
     def computing_in(dtype: torch.dtype) -> Run:

@@ -100,7 +100,7 @@ class Steps:
     def run(self, x_BTC: Tensor, positions_BT: Tensor, valid_BT: Tensor | None) -> Tensor:
         embeddings = self.rotary(x_BTC, positions_BT)
         past = self.cache.layers[0] if self.cache.layers[0].length else None
-        layout = SequenceLayout.build(len(x_BTC), x_BTC.shape[1], positions_BT, valid_BT, past)
+        layout = SequenceLayout.build(x_BTC, positions_BT, valid_BT, past)
         for layer in self.layers:
             o, _ = layer(x_BTC, embeddings, layout=layout, past_key_values=self.cache)
         return o

@@ -3,13 +3,14 @@
 Forward and backward pass, clipping and optimizer step of align, distill and LoRA finetune, on a model of random weights
 with every layer linear, and of the same finetune of its base: losses, adapters, groups, autocast and compiled layers
 are the toolkit's own, the data is not read. Every length takes the same tokens a step, in rows of one document each.
-`step` is the median by the clock, `busy` the share of it in which the GPU computes; `peak` is memory, weights and
-optimizer included.
+`step` is the median by the clock, `busy` the share of it in which the GPU computes; `peak` is the memory set aside,
+weights, optimizer and graph included.
 
-A stage is compiled once, for rows of any length; --static compiles every length by itself, as a training of rows of one
-length does. The loss and the gradients of a stage on a few short rows are compared with those of the torch ops in
-float32 before anything is timed; a row whose stage is wrong there, or whose loss is not finite, has no time, and the
-exit code is 1. The file that --json names is complete after every row, and tells the longest kernels, too.
+Every length is compiled by itself and its passes are captured as one CUDA graph, as in a training of joined rows;
+--plain launches kernel by kernel, as one of rows that hold several documents does. The loss and the gradients of a
+stage on a few short rows are compared with those of the torch ops in float32 before anything is timed; a row whose
+stage is wrong there, or whose loss is not finite, has no time, and the exit code is 1. The file that --json names is
+complete after every row, and tells the longest kernels, too.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ import torch
 from bench import gpu_kernels, machine
 from gated_kernels import in_use, use
 from gated_kernels.check import error
+from peft import PeftModel
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -39,6 +42,7 @@ from liger_convert.model import take_auxiliary_loss
 from liger_convert.recipe import AlignStage, DistillStage, FinetuneStage, Lora, Rates, Stage
 from liger_convert.shapes import SHAPES, random_model
 from liger_convert.training.align import AlignObjective
+from liger_convert.training.capture import Passes, captured, why_not_captured
 from liger_convert.training.distill import DistillObjective
 from liger_convert.training.finetune import FinetuneObjective
 from liger_convert.training.stage import add_lora, compile_layers, gains_by_compiling
@@ -63,11 +67,17 @@ STAGES: dict[str, dict[str, Any]] = {
 STAGES[BASE] = STAGES["finetune"]
 
 
-def make_stage(name: str, tokens: int, length: int, accumulation: int) -> Stage:
+def make_stage(name: str, tokens: int, length: int, accumulation: int, joined: bool = True) -> Stage:
     """The stage as a recipe would have it, of one step."""
     options = {option: value for option, value in STAGES[name].items() if option != "kind"}
     rows = tokens // length // accumulation
-    sizes = {"tokens": tokens, "seq_len": length, "batch_size": rows, "grad_accumulation": accumulation}
+    sizes = {
+        "tokens": tokens,
+        "seq_len": length,
+        "batch_size": rows,
+        "grad_accumulation": accumulation,
+        "joined": joined,
+    }
     return STAGES[name]["kind"](data="random", **sizes, **options)
 
 
@@ -113,8 +123,16 @@ class Training:
 
     def batch(self, rows: int, tokens: int) -> dict[str, Tensor]:
         ids_BT = torch.randint(3, self.model.config.vocab_size, (rows, tokens), device=self.device)
-        positions_BT = torch.arange(tokens, device=self.device).expand(rows, tokens)
-        return {"input_ids": ids_BT, "position_ids": positions_BT, "labels": ids_BT}
+        return {"input_ids": ids_BT, "labels": ids_BT}
+
+    def passes(self, batch: dict[str, Tensor], parts: int = 1) -> Passes:
+        """Those of micro-batches like `batch`, captured where StageTrainer captures them."""
+        plain = partial(self.backward, parts=parts)
+        whole = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        models = [whole] if self.base is None else [whole, self.base]
+        if why_not_captured(self.stage, models, self.device, 1) is not None:
+            return plain
+        return captured(plain, batch, self.trained, models)
 
     def backward(self, batch: dict[str, Tensor], parts: int = 1, dtype: torch.dtype | None = None) -> Tensor:
         """One micro-batch of `parts`, as StageTrainer takes it; the loss of the step is the sum of theirs."""
@@ -126,8 +144,8 @@ class Training:
         loss.backward()
         return loss.detach()
 
-    def step(self, batches: list[dict[str, Tensor]]) -> Tensor:
-        loss = torch.stack([self.backward(batch, len(batches)) for batch in batches]).sum()
+    def step(self, passes: Passes, batches: list[dict[str, Tensor]]) -> Tensor:
+        loss = torch.stack([passes(batch) for batch in batches]).sum()
         torch.nn.utils.clip_grad_norm_(self.trained, self.stage.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -138,8 +156,8 @@ class Training:
         allowed, and four roundings, should these be right by luck. Raises ValueError for more."""
         batch, path = self.batch(*CHECKED), in_use()
 
-        def found(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-            loss = self.backward(batch, dtype=dtype)
+        def found(passes: Passes) -> tuple[Tensor, Tensor]:
+            loss = passes(batch)
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.trained]
             self.optimizer.zero_grad()
             return loss, torch.cat([grad.flatten() for grad in grads])
@@ -147,13 +165,13 @@ class Training:
         use("torch")
         try:
             with torch.compiler.set_stance("force_eager"):
-                plain = found(self.dtype)
+                plain = found(self.backward)
                 with nullcontext() if self.base is None else in_float32(self.base):
-                    exact = found(torch.float32)
+                    exact = found(partial(self.backward, dtype=torch.float32))
         finally:
             use(path)
         told = {}
-        for what, ours, theirs, right in zip(("loss", "gradient"), found(self.dtype), plain, exact):
+        for what, ours, theirs, right in zip(("loss", "gradient"), found(self.passes(batch)), plain, exact):
             err, allowed = error(ours, right), 2 * error(theirs, right) + 4 * torch.finfo(self.dtype).eps
             if not err <= allowed:
                 raise ValueError(f"its {what} errs by {err:.1e}, allowed {allowed:.1e}, so it is not timed")
@@ -161,20 +179,24 @@ class Training:
         return told
 
     def measure(self, seconds: float) -> dict[str, Any]:
-        """Times of steps after two that are not counted; the first one may compile."""
-        stage, cuda = self.stage, self.device.type == "cuda"
+        """Times of steps after two that are not counted; before the first one the passes are compiled and captured."""
+        stage, cuda, started = self.stage, self.device.type == "cuda", time.perf_counter()
         batches = [self.batch(stage.batch_size, stage.seq_len) for _ in range(stage.grad_accumulation)]
+        passes = self.passes(batches[0], len(batches))
 
         def timed() -> float:
             _wait(self.device)
-            started = time.perf_counter()
-            losses.append(self.step(batches))
+            begin = time.perf_counter()
+            losses.append(self.step(passes, batches))
             _wait(self.device)
-            return 1e3 * (time.perf_counter() - started)
+            return 1e3 * (time.perf_counter() - begin)
 
         losses: list[Tensor] = []
-        first_ms, _ = timed(), timed()
+        timed()
+        first_s = time.perf_counter() - started
+        timed()
         if cuda:
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
         times, end = [], time.perf_counter() + seconds
         while len(times) < LEAST_STEPS or time.perf_counter() < end:
@@ -182,14 +204,14 @@ class Training:
         if not all(torch.isfinite(torch.stack(losses)).tolist()):
             raise ValueError("its loss is not finite, so no time is given")
         step_ms = quartiles(times)
-        kernels = gpu_kernels([lambda: self.step(batches)] * 2) if cuda else {}
+        kernels = gpu_kernels([lambda: self.step(passes, batches)] * 2) if cuda else {}
         return {
-            "first_step_s": first_ms / 1e3,
+            "first_step_s": first_s,
             "step_ms": step_ms,
             "tokens_per_s": 1e3 * stage.step_tokens / step_ms["median"],
             "busy": sum(kernels.values()) / step_ms["median"] if cuda else None,
             "kernels": dict(islice(kernels.items(), LONGEST)),
-            "peak_bytes": torch.cuda.max_memory_allocated(self.device) if cuda else None,
+            "peak_bytes": torch.cuda.max_memory_reserved(self.device) if cuda else None,
             "loss": float(losses[-1]),
         }
 
@@ -215,13 +237,11 @@ def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
 
     for name in a.stages:
         torch.manual_seed(0)
-        stages = [make_stage(name, a.tokens_a_step, length, a.accumulate) for length in a.lengths]
+        stages = [make_stage(name, a.tokens_a_step, length, a.accumulate, not a.plain) for length in a.lengths]
         training, checked = Training.of(name, stages[0], a, device, dtype), {}
         for stage in stages:
             row: dict[str, Any] = {"stage": name, "tokens_a_row": stage.seq_len, "rows": stage.batch_size}
             training.stage = stage
-            if a.static:
-                torch.compiler.reset()
             try:
                 checked = checked or training.check()
                 row |= training.measure(a.seconds) | {"check": checked}
@@ -278,7 +298,7 @@ def main() -> None:
     parser.add_argument("--stages", default=",".join(STAGES), help="(%(default)s)")
     parser.add_argument("--mixer", default="gla", help="in every layer (gla)")
     parser.add_argument("--seconds", type=float, default=1, help="spent on each time (1)")
-    parser.add_argument("--static", action="store_true", help="compile every length by itself")
+    parser.add_argument("--plain", action="store_true", help="capture nothing, as where rows are not joined")
     parser.add_argument("--precision", choices=["auto", "float32", "bfloat16"], default="auto")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (auto)")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
@@ -289,8 +309,7 @@ def main() -> None:
     for length in a.lengths:
         if a.tokens_a_step % (length * a.accumulate):
             parser.error(f"--tokens-a-step: {a.tokens_a_step} is no multiple of {a.accumulate} x {length} tokens")
-    with torch._dynamo.config.patch(assume_static_by_default=a.static):
-        rows = measure(a)
+    rows = measure(a)
     show(rows, f"{a.shape}, {a.mixer} in every layer, {a.tokens_a_step:,} tokens a step")
     sys.exit(any("wrong" in row for row in rows))
 

@@ -275,8 +275,7 @@ def lived(layer: LinearizedAttention, rotary: LlamaRotaryEmbedding, x_BTC: Tenso
 
     def see(x_BTC: Tensor, start: int, past: Any = None, valid_BT: Tensor | None = None) -> Tensor:
         positions_1T = torch.arange(start, start + x_BTC.shape[1], device=x_BTC.device)[None]
-        B, T, _ = x_BTC.shape
-        layout = SequenceLayout.build(B, T, positions_1T, valid_BT, None if start == 0 else kept)
+        layout = SequenceLayout.build(x_BTC, positions_1T, valid_BT, None if start == 0 else kept)
         with mock.patch.object(Tensor, "float", FLOAT):  # as transformers has them, whatever mixers compute in
             angles = rotary(x_BTC, positions_1T)
         return layer(x_BTC, angles, past_key_values=past, layout=layout)[0]

@@ -46,7 +46,7 @@ def calibrate(model: Any, base: Any, input_ids: Tensor, position_ids: Tensor) ->
     """
     batch = {"input_ids": input_ids, "position_ids": position_ids}
     targets = collect_align_targets(base, batch, linear_layers(model.config))
-    layout = SequenceLayout.build(len(input_ids), input_ids.shape[1], position_ids, None, None)
+    layout = SequenceLayout.build(input_ids, position_ids, None, None)
 
     def fit_first(base_x_BTC: Tensor, embeddings: Any) -> Any:
         def hook(attention: LinearizedAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

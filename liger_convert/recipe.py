@@ -262,7 +262,8 @@ class Stage(Strict):
 
     repeats: the share of training rows that say a stretch of their own text twice, see `data.PackedDataset`.
     joined: whether a row is one text for the model, whatever documents it is made of; otherwise each begins anew.
-    compile: on a GPU, whether the layers are compiled, which takes the first step a minute.
+    compile: on a GPU, whether the layers are compiled, which takes the first step a minute, and where rows are joined
+    the step's passes captured as one CUDA graph.
     """
 
     kind: str

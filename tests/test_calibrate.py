@@ -139,7 +139,7 @@ def test_the_memory_of_each_group_lasts_as_long_as_its_heads_look_back(
     positions = torch.arange(300).expand(2, 300)
     targets = collect_align_targets(base, {"input_ids": tokens, "position_ids": positions}, [0])
     x_BTC, embeddings = targets.hidden[0], targets.position_embeddings[0]
-    layout = SequenceLayout.build(2, 300, positions, None, None)
+    layout = SequenceLayout.build(torch.empty(2, 300), positions, None, None)
     attention = model.model.layers[0].self_attn
     mixer = attention.mixer.requires_grad_(False)
     heads, see = attention.look(x_BTC, embeddings, layout, None)
@@ -267,7 +267,7 @@ def test_far_keys_are_those_beyond_window_and_sinks_by_their_attention() -> None
     random = torch.Generator().manual_seed(0)
     q, q_rot = torch.randn(2, batch, tokens, heads, dim, generator=random)
     k, k_rot = torch.randn(2, batch, tokens, groups, dim, generator=random)
-    layout = SequenceLayout.build(batch, tokens, ODD_POSITIONS, None, None)
+    layout = SequenceLayout.build(ODD_POSITIONS, ODD_POSITIONS, None, None)
     attention: Any = SimpleNamespace(
         dims=HeadDims(heads * dim, heads, groups, dim),
         spec=SimpleNamespace(window=window, sinks=sinks),

@@ -188,7 +188,7 @@ def random_heads(tokens: int, seed: int = 0) -> Heads:
 
 
 def layout_of(tokens: int) -> SequenceLayout:
-    return SequenceLayout.build(1, tokens, torch.arange(tokens)[None], None, None)
+    return SequenceLayout.build(torch.empty(1, tokens), torch.arange(tokens)[None], None, None)
 
 
 def started(spec: dict[str, Any]) -> Mixer:

@@ -82,7 +82,7 @@ def random_heads(tokens: int) -> Heads:
 
 
 def layout_of(tokens: int) -> SequenceLayout:
-    return SequenceLayout.build(1, tokens, torch.arange(tokens)[None], None, None)
+    return SequenceLayout.build(torch.empty(1, tokens), torch.arange(tokens)[None], None, None)
 
 
 @every_mixer

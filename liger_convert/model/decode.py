@@ -94,7 +94,7 @@ class Decoder:
 
     def _step(self, ids_B1: Tensor, positions_B1: Tensor, valid_B1: Tensor, mask_BS: Tensor | None) -> Tensor:
         with static_steps(self._layers()):
-            layout = SequenceLayout.build(len(ids_B1), 1, positions_B1, valid_B1, self.linear[0])
+            layout = SequenceLayout.build(ids_B1, positions_B1, valid_B1, self.linear[0])
             inputs = {"input_ids": ids_B1, "position_ids": positions_B1, "attention_mask": mask_BS, "layout": layout}
             logits = self.model(**inputs, past_key_values=self.cache, use_cache=True).logits
         self.taken += 1
@@ -127,7 +127,9 @@ class Decoder:
         return self._step
 
 
-def capture(step: Step, given: tuple[Tensor | None, ...], tensors: Callable[[], list[Tensor]]) -> Step:
+def capture(
+    step: Callable[..., Tensor], given: tuple[Tensor | None, ...], tensors: Callable[[], list[Tensor]]
+) -> Callable[..., Tensor]:
     """`step` as one CUDA graph, replayed by a call with inputs of the shapes of `given`, whose result the next call
     overwrites. `tensors()` lists what a step changes; it is left as it was. Raises RuntimeError where `step` cannot be
     captured, as when it looks at a value."""
@@ -138,10 +140,10 @@ def capture(step: Step, given: tuple[Tensor | None, ...], tensors: Callable[[], 
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM_UP):
-                step(*slots)  # type: ignore[arg-type]
+                step(*slots)
         torch.cuda.current_stream().wait_stream(side)
         with torch.cuda.graph(graph):
-            result = step(*slots)  # type: ignore[arg-type]
+            result = step(*slots)
     finally:
         for tensor, old in zip(tensors(), before, strict=True):
             tensor.copy_(old)

@@ -46,14 +46,14 @@ class SequenceLayout:
     @classmethod
     def build(
         cls,
-        batch: int,
-        tokens: int,
-        position_ids: Tensor,
+        given: Tensor,
+        position_ids: Tensor | None,
         attention_mask: Tensor | None,
         past: LinearizedCacheLayer | None,
     ) -> SequenceLayout:
-        """From what a Hugging Face forward is given. Raises ValueError for what a recurrent layer cannot honour."""
-        device = position_ids.device
+        """From what a Hugging Face forward is given, which is `given` [B,T,...]. Without `position_ids` a row is one
+        document, and no value is looked at. Raises ValueError for what a recurrent layer cannot honour."""
+        (batch, tokens), device = given.shape[:2], given.device
         valid_BT = document_BT = None
         if attention_mask is not None:
             if attention_mask.dim() != 2:
@@ -66,7 +66,7 @@ class SequenceLayout:
             # a static step must not look at the values
             if not (past is not None and past.static) and bool(valid_BT.all()):
                 valid_BT = None
-        elif tokens > 1:
+        elif tokens > 1 and position_ids is not None:
             document_BT = find_packed_sequence_indices(position_ids)
             if document_BT is not None and past is not None:
                 raise ValueError("packed documents cannot be cached: pass use_cache=False")

@@ -5,6 +5,8 @@ Shapes: B batch, T tokens, C hidden size, L linearized layers.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -106,12 +108,11 @@ class LinearizedModel(LinearizedInit):
         if past_key_values is not None:
             adopt_cache(past_key_values, self.config.linearization["layers"])
             past = past_key_values.layers[linear[0]] if linear else None
-        batch, tokens = given.shape[:2]
+        if layout is None:
+            layout = SequenceLayout.build(given, position_ids, attention_mask, past)
         if position_ids is None:
             start = past_key_values.get_seq_length() if past_key_values is not None else 0
-            position_ids = (torch.arange(tokens, device=given.device) + start)[None]
-        if layout is None:
-            layout = SequenceLayout.build(batch, tokens, position_ids, attention_mask, past)
+            position_ids = (torch.arange(given.shape[1], device=given.device) + start)[None]
         if past is None:
             prepare(self, layout)
         if len(linear) == len(self.layers):
@@ -206,11 +207,9 @@ class LinearizedForCausalLM(LinearizedInit):
 
     def _align(self, targets: AlignTargets, position_ids: Tensor | None, attention_mask: Tensor | None) -> AlignOutput:
         backbone = self.model
-        batch, tokens = targets.hidden[0].shape[:2]
-        if position_ids is None:
-            position_ids = torch.arange(tokens, device=targets.hidden[0].device)[None]
-        layout = SequenceLayout.build(batch, tokens, position_ids, attention_mask, None)
+        layout = SequenceLayout.build(targets.hidden[0], position_ids, attention_mask, None)
         prepare(backbone, layout)
+        relative_error = _compiled_error() if targets.hidden[0].is_cuda else _relative_error
         losses = []
         for i, x_BTC, y_BTC, embeddings in zip(
             targets.layers, targets.hidden, targets.outputs, targets.position_embeddings, strict=True
@@ -218,7 +217,7 @@ class LinearizedForCausalLM(LinearizedInit):
 
             def layer_loss(x: Tensor, y: Tensor, embeddings: Any = embeddings, i: int = i) -> Tensor:
                 o, _ = backbone.layers[i].self_attn(x, position_embeddings=embeddings, layout=layout)
-                return _relative_error(o, y, layout.valid_BT)
+                return relative_error(o, y, layout.valid_BT)
 
             if backbone.gradient_checkpointing and self.training:
                 loss = torch.utils.checkpoint.checkpoint(layer_loss, x_BTC, y_BTC, use_reentrant=False)
@@ -272,6 +271,12 @@ def _relative_error(o_BTC: Tensor, y_BTC: Tensor, valid_BT: Tensor | None) -> Te
         error_BT, size_BT = error_BT * valid_BT, size_BT * valid_BT
     # row by row, so that a batch taken in parts has the mean of the parts' losses
     return (error_BT.sum(1) / size_BT.sum(1).clamp_min(torch.finfo(torch.float32).tiny)).mean()
+
+
+@functools.cache
+def _compiled_error() -> Callable[..., Tensor]:
+    """On a GPU two kernels instead of a dozen, each of which writes a float32 tensor of the layer's size."""
+    return torch.compile(_relative_error, dynamic=False)
 
 
 def linearize_layers(backbone: Any, config: Any) -> None:

@@ -20,17 +20,17 @@ class AlignObjective:
         self.base, self.layers = base, linear_layers(config)
 
     def __call__(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
-        return model(align=self._targets(batch), position_ids=batch["position_ids"]).loss
+        return model(align=self._targets(batch), position_ids=batch.get("position_ids")).loss
 
     @torch.no_grad()
     def layer_errors(self, model: Any, batch: dict[str, Tensor]) -> list[float]:
         """The relative error of each linearized layer on one batch."""
-        return model(align=self._targets(batch), position_ids=batch["position_ids"]).layer_losses_L.tolist()
+        return model(align=self._targets(batch), position_ids=batch.get("position_ids")).layer_losses_L.tolist()
 
     def calibrate(self, model: Any, batch: dict[str, Tensor]) -> None:
         """Fits what the mixers can take from the base in closed form, in place, before any step."""
         calibrate(model, self.base, batch["input_ids"], batch["position_ids"])
 
     def _targets(self, batch: dict[str, Tensor]) -> AlignTargets:
-        inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
+        inputs = {name: x for name, x in batch.items() if name in ("input_ids", "position_ids")}
         return collect_align_targets(self.base, inputs, self.layers)

@@ -20,7 +20,7 @@ class DistillObjective:
         self.base, self.stage = base, stage
 
     def __call__(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
-        inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
+        inputs = {name: batch.get(name) for name in ("input_ids", "position_ids")}
         next_N = next_tokens(batch["labels"])
         logits_NV = model(**inputs, use_cache=False).logits.flatten(0, 1)
         teacher_NV = None

@@ -14,5 +14,6 @@ class FinetuneObjective:
 
     def __call__(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
         next_N = next_tokens(batch["labels"])
-        logits_BTV = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+        inputs = {name: batch.get(name) for name in ("input_ids", "position_ids")}
+        logits_BTV = model(**inputs, use_cache=False).logits
         return summed(logits_BTV.flatten(0, 1), lambda piece_NV, chunk: cross_entropy(piece_NV, next_N[chunk]))

@@ -54,7 +54,11 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad_NV,) = ctx.saved_tensors
-        return grad_NV * grads[0], None
+        return _fused(_scaled, grad_NV)(grad_NV, grads[0]), None
+
+
+def _scaled(grad_NV: Tensor, scale: Tensor) -> Tensor:
+    return grad_NV * scale
 
 
 def cross_entropy(logits_NV: Tensor, next_N: Tensor) -> Tensor:

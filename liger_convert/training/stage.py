@@ -63,9 +63,9 @@ def run_stage(
     """Trains the linearized model `model_dir` with the `results` of earlier stages folded in, on `dataset`.
 
     Leaves `out/result/adapter` (LoRA) or `out/result/model` (full), complete or not at all, and `out/stats.json`, which
-    it returns: steps, tokens, seconds, the loss curve as [step, mean loss since the last point], and for alignment the
-    relative error of each layer on the first batch before and after. With `resume` it continues from the last
-    checkpoint in `out`, and ends with the weights of a stage that was never stopped.
+    it returns: steps, tokens, seconds, how the passes ran, the loss curve as [step, mean loss since the last point],
+    and for alignment the relative error of each layer on the first batch before and after. With `resume` it continues
+    from the last checkpoint in `out`, and ends with the weights of a stage that was never stopped.
     Under `torchrun` every process calls it, and the first one writes.
     Raises BadInput when `out` already has a result (without `resume`), LinearizeError when the training diverges.
     """
@@ -135,6 +135,7 @@ def run_stage(
         "epochs": round(dataset.epochs, 3),
         "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "seconds": round(seconds, 1),
+        "passes": "captured" if trainer.plain is None else f"plain: {trainer.plain}",
         "loss": curve(losses),
     }
     if aligning:
@@ -167,20 +168,26 @@ def gains_by_compiling(device: torch.device) -> bool:
 
 
 def compile_layers(model: Any, objective: Objective, aligning: bool) -> None:
-    """Has torch.compile make one graph of each kind of layer, in place and under the same names.
+    """Has torch.compile make one graph of each kind of layer, in place and under the same names, and of each length of
+    rows: kernels for any length are slower.
 
-    Only the attention of the linearized layers runs in alignment, and the base's is being watched there.
+    In alignment only the attention of the linearized layers runs, and of the base's layers each part by itself: what
+    goes into its attention and comes out is being watched, by hooks that are none of a graph's business.
     """
     torch._dynamo.config.recompile_limit = 64  # kinds of layers, times lengths of the last batch
     whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     backbone = whole.model
     if aligning:
         for i in linear_layers(model.config):
-            backbone.layers[i].self_attn.compile()
+            backbone.layers[i].self_attn.compile(dynamic=False)
+        assert isinstance(objective, AlignObjective)
+        for layer in objective.base.model.layers:
+            for part in layer.children():
+                part.forward = torch.compile(part.forward, dynamic=False)
         return
     teacher = getattr(objective, "base", None)
     for layer in [*backbone.layers, *([] if teacher is None else teacher.model.layers)]:
-        layer.compile()
+        layer.compile(dynamic=False)
 
 
 def load_base(path: Path, device: torch.device, dtype: torch.dtype) -> Any:

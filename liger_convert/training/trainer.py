@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
 
 from liger_convert.data import PackedDataset, collate
 from liger_convert.device import autocast
@@ -21,13 +23,17 @@ from liger_convert.errors import BadInput, LinearizeError
 from liger_convert.model import parameter_group, take_auxiliary_loss
 from liger_convert.progress import Report
 from liger_convert.recipe import Stage
+from liger_convert.training.capture import Passes, captured, why_not_captured
+
+logger = logging.get_logger(__name__)
 
 TRAINED_FILE = "trained.safetensors"
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 
 
 class Objective(Protocol):
-    """The loss of one batch: with `summed` a sum over the labelled tokens, else a mean over the batch."""
+    """The loss of one batch: with `summed` a sum over the labelled tokens, else a mean over the batch. Without
+    `position_ids` every row is one document."""
 
     summed: bool
 
@@ -120,9 +126,41 @@ class StageTrainer(Trainer):
         )
         self.remove_callback(PrinterCallback)
         self.objective: Objective = objective
+        whole = model.get_base_model() if isinstance(model, PeftModel) else model
+        self.models = [whole, *([] if (base := getattr(objective, "base", None)) is None else [base])]
+        self.plain = why_not_captured(stage, self.models, device, processes)  # why the passes are no graph, if so
+        self.passes: Passes | None = None
         self.dtype = dtype
         self.model_accepts_loss_kwargs = True  # so that Trainer counts the labelled tokens of a step
         self.loss_is_scaled_for_ga = True  # by compute_loss; transformers before 5.20 goes by the line above
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
+        """Forward and backward pass, which are replayed where they can be captured."""
+        if self.plain is not None and self.passes is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        batch = {name: x for name, x in self._prepare_inputs(inputs).items() if name != "position_ids"}
+        batch["counted"] = torch.as_tensor(num_items_in_batch, device=self.args.device)
+        if self.passes is None:
+            model.train()
+            try:
+                self.passes = captured(self._passes, batch, list(self._trained().values()), self.models)
+            except RuntimeError as error:
+                self.passes, self.plain = self._passes, f"the capture failed: {str(error).splitlines()[0]}"
+                logger.warning_once(f"training is slower than it could be, as its step is not captured: {self.plain}")
+        return self.passes(batch)
+
+    def _passes(self, batch: dict[str, Tensor]) -> Tensor:
+        """As Trainer's training_step, for rows that are one document each."""
+        assert self.model is not None
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(self.model, batch, num_items_in_batch=batch["counted"])
+        self.accelerator.backward(loss)
+        return loss.detach()
 
     def compute_loss_context_manager(self) -> Any:
         """Our own autocast: accelerate's would turn all logits into float32."""

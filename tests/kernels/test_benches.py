@@ -78,7 +78,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def training_options(**changes: Any) -> argparse.Namespace:
     options = {"shape": "tiny", "mixer": "gla", "lengths": [80, 160], "tokens_a_step": 320, "accumulate": 1}
-    options |= {"stages": ["finetune"], "seconds": 0, "static": False, "device": "cpu", "precision": "float32"}
+    options |= {"stages": ["finetune"], "seconds": 0, "plain": False, "device": "cpu", "precision": "float32"}
     return argparse.Namespace(**options | {"json": None} | changes)
 
 

@@ -1,0 +1,98 @@
+"""The forward and backward pass of a micro-batch as one CUDA graph.
+
+A step of a small model is mostly launching: some forty kernels a layer, each from Python. Replayed, they follow each
+other. What it takes is that no number of a batch decides what is run; where documents are kept apart in their rows,
+the places where they begin do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from liger_convert.model.decode import capture
+from liger_convert.recipe import Stage
+
+# A batch -> its loss, detached; adds the gradients to `.grad`.
+Passes = Callable[[dict[str, Tensor]], Tensor]
+
+# What transformers calls "sdpa" asks the positions, on the host, whether a row holds several documents, and then makes
+# a mask. An attention that it knows no masks of is never given one.
+MASKLESS = "sdpa_of_one_document"
+AttentionInterface.register(MASKLESS, sdpa_attention_forward)
+
+
+def why_not_captured(stage: Stage, models: Iterable[Any], device: torch.device, processes: int) -> str | None:
+    """Why the passes of a stage, run through `models`, cannot be one CUDA graph, or None."""
+    if device.type != "cuda":
+        return "there is no Nvidia GPU"
+    if not stage.compile:
+        return "compile: false asks for it"
+    if not stage.joined:
+        return "where documents begin in a row decides what is run (joined: true makes each row one text)"
+    if processes > 1:
+        return "gradients are exchanged between processes"
+    if stage.gradient_checkpointing:
+        return "gradient checkpointing asks for the state of the random numbers"
+    for model in models:
+        if (attention := model.config._attn_implementation) != "sdpa":
+            return f"the attention is {attention!r}, not 'sdpa'"
+        if (reach := getattr(model.config, "sliding_window", None)) is not None and reach < stage.seq_len:
+            return f"the base's own window of {reach} tokens needs a mask"
+    return None
+
+
+def captured(passes: Passes, batch: dict[str, Tensor], parameters: list[nn.Parameter], models: Iterable[Any]) -> Passes:
+    """`passes` as one CUDA graph, for batches of the shapes of `batch`, whose rows are one document each.
+
+    Gradients add up in `.grad` as they do without, until it is None again. Parameters and random numbers are as
+    before. Raises RuntimeError where something cannot be captured, as when a value is looked at.
+    """
+    names, random = list(batch), torch.cuda.get_rng_state()
+
+    def run(*given: Tensor | None) -> Tensor:
+        return passes({name: x for name, x in zip(names, given, strict=True) if x is not None})
+
+    _forget(parameters)
+    try:
+        with _maskless(models):
+            run(*batch.values())  # finds out which parameters get a gradient at all, and compiles
+            held = [(p, p.grad) for p in parameters if p.grad is not None]
+            replay = capture(run, tuple(batch.values()), list)
+    finally:
+        _forget(parameters)
+        torch.cuda.set_rng_state(random)
+
+    def replayed(batch: dict[str, Tensor]) -> Tensor:
+        fresh = [grad for p, grad in held if p.grad is None]
+        if fresh:
+            torch._foreach_zero_(fresh)
+        for p, grad in held:
+            p.grad = grad
+        return replay(*(batch[name] for name in names)).clone()
+
+    return replayed
+
+
+def _forget(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
+@contextlib.contextmanager
+def _maskless(models: Iterable[Any]) -> Iterator[None]:
+    """Attention of `models` that looks at no position, as each row is one document."""
+    before = [(model, model.config._attn_implementation) for model in models]
+    try:
+        for model, _ in before:
+            model.set_attn_implementation(MASKLESS)
+        yield
+    finally:
+        for model, attention in before:
+            model.set_attn_implementation(attention)
