@@ -31,7 +31,6 @@ import torch
 from bench import gpu_kernels, machine
 from gated_kernels import in_use, use
 from gated_kernels.check import error
-from peft import PeftModel
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -128,8 +127,7 @@ class Training:
     def passes(self, batch: dict[str, Tensor], parts: int = 1) -> Passes:
         """Those of micro-batches like `batch`, captured where StageTrainer captures them."""
         plain = partial(self.backward, parts=parts)
-        whole = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
-        models = [whole] if self.base is None else [whole, self.base]
+        models = [model for model in (self.model, self.base) if model is not None]
         if why_not_captured(self.stage, models, self.device, 1) is not None:
             return plain
         return captured(plain, batch, self.trained, models)

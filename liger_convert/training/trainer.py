@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
@@ -126,8 +125,7 @@ class StageTrainer(Trainer):
         )
         self.remove_callback(PrinterCallback)
         self.objective: Objective = objective
-        whole = model.get_base_model() if isinstance(model, PeftModel) else model
-        self.models = [whole, *([] if (base := getattr(objective, "base", None)) is None else [base])]
+        self.models = [m for m in (model, getattr(objective, "base", None)) if m is not None]
         self.plain = why_not_captured(stage, self.models, device, processes)  # why the passes are no graph, if so
         self.passes: Passes | None = None
         self.dtype = dtype
