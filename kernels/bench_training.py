@@ -70,14 +70,8 @@ def make_stage(name: str, tokens: int, length: int, accumulation: int, joined: b
     """The stage as a recipe would have it, of one step."""
     options = {option: value for option, value in STAGES[name].items() if option != "kind"}
     rows = tokens // length // accumulation
-    sizes = {
-        "tokens": tokens,
-        "seq_len": length,
-        "batch_size": rows,
-        "grad_accumulation": accumulation,
-        "joined": joined,
-    }
-    return STAGES[name]["kind"](data="random", **sizes, **options)
+    sizes = {"tokens": tokens, "seq_len": length, "batch_size": rows, "grad_accumulation": accumulation}
+    return STAGES[name]["kind"](data="random", joined=joined, **sizes, **options)
 
 
 @dataclass

@@ -5,8 +5,6 @@ Shapes: B batch, T tokens, C hidden size, L linearized layers.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -209,7 +207,6 @@ class LinearizedForCausalLM(LinearizedInit):
         backbone = self.model
         layout = SequenceLayout.build(targets.hidden[0], position_ids, attention_mask, None)
         prepare(backbone, layout)
-        relative_error = _compiled_error() if targets.hidden[0].is_cuda else _relative_error
         losses = []
         for i, x_BTC, y_BTC, embeddings in zip(
             targets.layers, targets.hidden, targets.outputs, targets.position_embeddings, strict=True
@@ -217,7 +214,7 @@ class LinearizedForCausalLM(LinearizedInit):
 
             def layer_loss(x: Tensor, y: Tensor, embeddings: Any = embeddings, i: int = i) -> Tensor:
                 o, _ = backbone.layers[i].self_attn(x, position_embeddings=embeddings, layout=layout)
-                return relative_error(o, y, layout.valid_BT)
+                return self.relative_error(o, y, layout.valid_BT)
 
             if backbone.gradient_checkpointing and self.training:
                 loss = torch.utils.checkpoint.checkpoint(layer_loss, x_BTC, y_BTC, use_reentrant=False)
@@ -226,6 +223,16 @@ class LinearizedForCausalLM(LinearizedInit):
             losses.append(loss)
         losses_L = torch.stack(losses)
         return AlignOutput(loss=losses_L.mean(), layer_losses_L=losses_L.detach())
+
+    @staticmethod
+    def relative_error(o_BTC: Tensor, y_BTC: Tensor, valid_BT: Tensor | None) -> Tensor:
+        """The squared error of a layer's output over its target's square, without what is padding."""
+        error_BT = (o_BTC.float() - y_BTC.float()).square().sum(-1)
+        size_BT = y_BTC.float().square().sum(-1)
+        if valid_BT is not None:
+            error_BT, size_BT = error_BT * valid_BT, size_BT * valid_BT
+        # row by row, so that a batch taken in parts has the mean of the parts' losses
+        return (error_BT.sum(1) / size_BT.sum(1).clamp_min(torch.finfo(torch.float32).tiny)).mean()
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -262,21 +269,6 @@ def prepare(backbone: Any, layout: SequenceLayout) -> None:
     """Works out what equal layers see, before any of them runs: compiled layers are then one and the same graph."""
     for i in linear_layers(backbone.config):
         backbone.layers[i].self_attn.prepare(layout)
-
-
-def _relative_error(o_BTC: Tensor, y_BTC: Tensor, valid_BT: Tensor | None) -> Tensor:
-    error_BT = (o_BTC.float() - y_BTC.float()).square().sum(-1)
-    size_BT = y_BTC.float().square().sum(-1)
-    if valid_BT is not None:
-        error_BT, size_BT = error_BT * valid_BT, size_BT * valid_BT
-    # row by row, so that a batch taken in parts has the mean of the parts' losses
-    return (error_BT.sum(1) / size_BT.sum(1).clamp_min(torch.finfo(torch.float32).tiny)).mean()
-
-
-@functools.cache
-def _compiled_error() -> Callable[..., Tensor]:
-    """On a GPU two kernels instead of a dozen, each of which writes a float32 tensor of the layer's size."""
-    return torch.compile(_relative_error, dynamic=False)
 
 
 def linearize_layers(backbone: Any, config: Any) -> None:

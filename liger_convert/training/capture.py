@@ -56,8 +56,8 @@ def captured(passes: Passes, batch: dict[str, Tensor], parameters: list[nn.Param
     """
     names, random = list(batch), torch.cuda.get_rng_state()
 
-    def run(*given: Tensor | None) -> Tensor:
-        return passes({name: x for name, x in zip(names, given, strict=True) if x is not None})
+    def run(*given: Tensor) -> Tensor:
+        return passes(dict(zip(names, given, strict=True)))
 
     _forget(parameters)
     try:

@@ -139,26 +139,26 @@ class StageTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
         """Forward and backward pass, which are replayed where they can be captured."""
-        if self.plain is not None and self.passes is None:
-            return super().training_step(model, inputs, num_items_in_batch)
-        batch = {name: x for name, x in self._prepare_inputs(inputs).items() if name != "position_ids"}
-        batch["counted"] = torch.as_tensor(num_items_in_batch, device=self.args.device)
-        if self.passes is None:
-            model.train()
-            try:
-                self.passes = captured(self._passes, batch, list(self._trained().values()), self.models)
-            except RuntimeError as error:
-                self.passes, self.plain = self._passes, f"the capture failed: {str(error).splitlines()[0]}"
-                logger.warning_once(f"training is slower than it could be, as its step is not captured: {self.plain}")
-        return self.passes(batch)
+        if self.plain is None:
+            batch = {name: x for name, x in self._prepare_inputs(inputs).items() if name != "position_ids"}
+            batch["counted"] = torch.as_tensor(num_items_in_batch, device=self.args.device)
+            if self.passes is None:
+                self._capture(batch)
+            if self.passes is not None:
+                return self.passes(batch)
+        return super().training_step(model, inputs, num_items_in_batch)
 
-    def _passes(self, batch: dict[str, Tensor]) -> Tensor:
-        """As Trainer's training_step, for rows that are one document each."""
+    def _capture(self, batch: dict[str, Tensor]) -> None:
+        """Sets `passes`, or where it cannot be done `plain`."""
         assert self.model is not None
-        with self.compute_loss_context_manager():
-            loss = self.compute_loss(self.model, batch, num_items_in_batch=batch["counted"])
-        self.accelerator.backward(loss)
-        return loss.detach()
+        model, plain = self.model, super().training_step
+        try:
+            self.passes = captured(
+                lambda batch: plain(model, batch, batch["counted"]), batch, list(self._trained().values()), self.models
+            )
+        except RuntimeError as error:
+            self.plain = f"the capture failed: {str(error).splitlines()[0]}"
+            logger.warning_once(f"training is slower than it could be, as its step is not captured: {self.plain}")
 
     def compute_loss_context_manager(self) -> Any:
         """Our own autocast: accelerate's would turn all logits into float32."""
