@@ -41,7 +41,7 @@ from liger_convert.model import take_auxiliary_loss
 from liger_convert.recipe import AlignStage, DistillStage, FinetuneStage, Lora, Rates, Stage
 from liger_convert.shapes import SHAPES, random_model
 from liger_convert.training.align import AlignObjective
-from liger_convert.training.capture import Passes, captured, why_not_captured
+from liger_convert.training.capture import CapturedPasses, Passes, why_not_captured
 from liger_convert.training.distill import DistillObjective
 from liger_convert.training.finetune import FinetuneObjective
 from liger_convert.training.stage import add_lora, compile_layers, gains_by_compiling
@@ -124,7 +124,9 @@ class Training:
         models = [model for model in (self.model, self.base) if model is not None]
         if why_not_captured(self.stage, models, self.device, 1) is not None:
             return plain
-        return captured(plain, batch, self.trained, models)
+        passes = CapturedPasses(plain, self.trained, models)
+        passes.capture(batch)
+        return passes
 
     def backward(self, batch: dict[str, Tensor], parts: int = 1, dtype: torch.dtype | None = None) -> Tensor:
         """One micro-batch of `parts`, as StageTrainer takes it; the loss of the step is the sum of theirs."""

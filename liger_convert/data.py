@@ -257,6 +257,9 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     A share `repeats` of the rows says a stretch twice, so that there is something beyond the window to remember: text
     alone rewards the window almost alone. Such a row is one document, or the copy could not be seen. Which rows, and
     where, depends on `seed` and the row's number only. Does not go with `responses_only`: the masks know no copies.
+
+    `shorter` are pairs (length, share): of every `batch_size` rows, which make a micro-batch, that share is cut into
+    pieces of that length, each as a row by itself. Such an item is [T / length, length].
     """
 
     def __init__(
@@ -268,12 +271,17 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         responses_only: bool,
         repeats: float,
         joined: bool,
+        shorter: Sequence[tuple[int, float]],
+        batch_size: int,
         seed: int,
     ):
         self.documents, self.order = documents, order
         self.ends = np.cumsum([len(documents[i].ids) for i in order])
         self.seq_len, self.rows, self.responses_only = seq_len, rows, responses_only
         self.repeats, self.joined, self.seed = repeats, joined, seed
+        self.batch_size = batch_size
+        self.lengths = [seq_len, *(length for length, _ in shorter)]
+        self.shares = [1 - sum(share for _, share in shorter), *(share for _, share in shorter)]
 
     def __len__(self) -> int:
         return self.rows
@@ -281,13 +289,30 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     def __getitem__(self, row: int) -> dict[str, Tensor]:
         if not 0 <= row < self.rows:
             raise IndexError(row)
-        input_ids_T, position_ids_T, labels_T = (np.empty(self.seq_len, np.int64) for _ in range(3))
-        at, filled = row * self.seq_len, 0
+        drawn = np.random.default_rng((self.seed, row // self.batch_size, 2)).choice(self.lengths, p=self.shares)
+        return self.whole(row) if drawn == self.seq_len else self._cut(row, int(drawn))
+
+    def whole(self, row: int) -> dict[str, Tensor]:
+        """The row as it is where there are no shorter ones, [T] each."""
+        return {name: x_1T[0] for name, x_1T in self._cut(row, self.seq_len).items()}
+
+    def _cut(self, row: int, length: int) -> dict[str, Tensor]:
+        """The row in pieces, [T / length, length] each."""
+        rng = np.random.default_rng((self.seed, row, 1))  # 1: not the stream that drew an order
+        starts = range(row * self.seq_len, (row + 1) * self.seq_len, length)
+        arrays = zip(*(self._tokens(at, length, rng) for at in starts))
+        names = "input_ids", "position_ids", "labels"
+        return {name: torch.from_numpy(np.stack(pieces)) for name, pieces in zip(names, arrays, strict=True)}
+
+    def _tokens(self, at: int, length: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Ids, positions and labels of the tokens from `at` on, of all in the documents' order, as one row."""
+        input_ids_T, position_ids_T, labels_T = (np.empty(length, np.int64) for _ in range(3))
+        filled = 0
         which = int(np.searchsorted(self.ends, at, side="right"))
-        while filled < self.seq_len:
+        while filled < length:
             document = self.documents[self.order[which]]
             begin = at + filled - int(self.ends[which]) + len(document.ids)
-            ids_N = document.ids[begin : begin + self.seq_len - filled]
+            ids_N = document.ids[begin : begin + length - filled]
             segment = slice(filled, filled + len(ids_N))
             input_ids_T[segment] = labels_T[segment] = ids_N
             position_ids_T[segment] = np.arange(len(ids_N)) + (filled if self.joined else 0)
@@ -297,20 +322,19 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
                 labels_T[filled] = IGNORED
             filled += len(ids_N)
             which += 1
-        rng = np.random.default_rng((self.seed, row, 1))  # 1: not the stream that drew an order
         if rng.random() < self.repeats:
             self._repeat(input_ids_T, rng)
-            position_ids_T[:] = np.arange(self.seq_len)
+            position_ids_T[:] = np.arange(length)
             labels_T[1:] = input_ids_T[1:]
-        arrays = {"input_ids": input_ids_T, "position_ids": position_ids_T, "labels": labels_T}
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return input_ids_T, position_ids_T, labels_T
 
     def _repeat(self, ids_T: np.ndarray, rng: np.random.Generator) -> None:
         """Writes one stretch of a row over a later place in it; every pair of places without overlap is as likely."""
-        shortest, longest = max(1, min(32, self.seq_len // 4)), self.seq_len // 2 - self.seq_len // 32
+        T = len(ids_T)
+        shortest, longest = max(1, min(32, T // 4)), T // 2 - T // 32
         length = int(rng.integers(shortest, longest, endpoint=True))
         # of the tokens outside both stretches, so many stand before the first one, and so many before the second
-        first, second = np.sort(rng.choice(self.seq_len - 2 * length + 2, 2, replace=False)) - (0, 1)
+        first, second = np.sort(rng.choice(T - 2 * length + 2, 2, replace=False)) - (0, 1)
         if rng.random() < RANDOM_REPEATS:
             at_N = rng.integers(self.ends[-1], size=length)  # of all tokens in the documents' order
             which_N = np.searchsorted(self.ends, at_N, side="right")
@@ -333,10 +357,12 @@ def pack(
     responses_only: bool = False,
     repeats: float = 0.0,
     joined: bool = False,
+    shorter: Sequence[tuple[int, float]] = (),
+    batch_size: int = 1,
 ) -> PackedDataset:
     """`tokens // seq_len` rows of `documents` in an order drawn from `seed`, a new one each time they have all been
     used; without `tokens`, as many full rows as one pass gives. The tokens that fill no row are dropped.
-    `responses_only`, `repeats` and `joined` are explained at PackedDataset.
+    The other arguments are explained at PackedDataset.
 
     Raises BadInput when that is not one row.
     """
@@ -347,9 +373,11 @@ def pack(
         raise BadInput(f"data: {total if tokens is None else tokens} tokens do not fill one row of {seq_len} (seq_len)")
     epochs = math.ceil(rows * seq_len / total)
     order = [np.random.default_rng((seed, epoch)).permutation(len(documents)) for epoch in range(epochs)]
-    return PackedDataset(documents, np.concatenate(order), seq_len, rows, responses_only, repeats, joined, seed)
+    return PackedDataset(
+        documents, np.concatenate(order), seq_len, rows, responses_only, repeats, joined, shorter, batch_size, seed
+    )
 
 
 def collate(items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Items of a PackedDataset -> one batch, [B,T] each."""
-    return {name: torch.stack([item[name] for item in items]) for name in items[0]}
+    """Items of a PackedDataset, all of one length -> one batch, [B,T] each."""
+    return {name: torch.cat([item[name].view(-1, item[name].shape[-1]) for item in items]) for name in items[0]}

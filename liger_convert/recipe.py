@@ -257,9 +257,18 @@ class Lora(Strict):
     targets: Annotated[Literal["attention"] | list[str], BeforeValidator(_lora_targets)] = "attention"
 
 
+class Shorter(Strict):
+    """Shorter rows of a stage, and in which share of its micro-batches rows are cut into such."""
+
+    seq_len: Annotated[Count, Field(ge=2)]
+    share: Annotated[float, Field(gt=0, lt=1)]
+
+
 class Stage(Strict):
     """What the three kinds of stages share.
 
+    shorter: rows of other lengths among those of `seq_len`, as many more as they are shorter: what is learned in long
+    rows alone is lost on short ones.
     repeats: the share of training rows that say a stretch of their own text twice, see `data.PackedDataset`.
     joined: whether a row is one text for the model, whatever documents it is made of; otherwise each begins anew.
     compile: on a GPU, whether the layers are compiled, which takes the first step a minute, and where rows are joined
@@ -283,6 +292,7 @@ class Stage(Strict):
     compile: bool = True
     repeats: Fraction = 0.0
     joined: bool = False
+    shorter: list[Shorter] = []
 
     @property
     def step_tokens(self) -> int:
@@ -311,6 +321,11 @@ class Stage(Strict):
             own = [name for name in ("attention", "body", "embeddings") if name in trained]
             if own:
                 refuse(f"rates.{own[0]}", "with `lora:` the base's own weights stay frozen, so drop one of the two")
+        for i, other in enumerate(self.shorter):
+            if other.seq_len == self.seq_len or self.seq_len % other.seq_len:
+                refuse(f"shorter[{i}].seq_len", f"{other.seq_len} does not divide seq_len ({self.seq_len}) into pieces")
+        if sum(other.share for other in self.shorter) >= 1:
+            refuse("shorter", f"its shares leave no row of seq_len ({self.seq_len}), so make them smaller")
         if self.steps < 1:
             size = f"batch_size × grad_accumulation × seq_len = {self.step_tokens}"
             refuse("tokens", f"{self.tokens} is less than one optimizer step ({size})")

@@ -346,6 +346,30 @@ def test_a_joined_row_is_one_segment_of_the_same_tokens(responses_only: bool) ->
         assert item["labels"].equal(torch.where(learned, item["input_ids"], IGNORED))
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_micro_batches_of_shorter_rows_have_the_same_tokens_in_pieces(joined: bool) -> None:
+    docs, batch_size = documents(5, 11, 3, 20, 9), 3
+    options: dict[str, Any] = {"seq_len": 16, "tokens": 16 * 3 * 200, "joined": joined}
+    plain, packed = pack(docs, **options), pack(docs, **options, shorter=[(8, 0.2), (4, 0.3)], batch_size=batch_size)
+    lengths = []
+    for at in range(0, len(packed), batch_size):
+        batch = collate([packed[i] for i in range(at, at + batch_size)])
+        rows, length = batch["input_ids"].shape
+        lengths.append(length)
+        assert rows * length == 16 * batch_size
+        whole = collate([plain[i] for i in range(at, at + batch_size)])
+        assert batch["input_ids"].flatten().equal(whole["input_ids"].flatten())
+        assert (batch["position_ids"][:, 0] == 0).all()
+        if joined:
+            assert batch["position_ids"].equal(torch.arange(length).expand(rows, -1))
+        first = batch["position_ids"] == 0
+        assert batch["labels"].equal(torch.where(first, IGNORED, batch["input_ids"]))
+    shares = [np.mean(np.equal(lengths, length)) for length in (16, 8, 4)]
+    np.testing.assert_allclose(shares, [0.5, 0.2, 0.3], atol=0.1)
+    for i in (0, 7):
+        assert all(x.equal(plain[i][name]) for name, x in packed.whole(i).items())
+
+
 def test_with_responses_only_the_labels_follow_the_loss_mask() -> None:
     docs = documents(5, 11, 3, 20, 9)
     learned_token = np.concatenate([d.loss for d in docs])

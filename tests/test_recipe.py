@@ -122,6 +122,12 @@ def test_a_yaml_mistake_is_named_with_its_line():
         ("stages[1].rates.body=1e-5", "stages[1].rates.body: with `lora:`"),
         ("stages[0].rates.body=1e-5", "stages[0].rates.body: alignment gives it no gradient"),
         ("stages[0].tokens=100", "stages[0].tokens: 100 is less than one optimizer step"),
+        ("stages[0].shorter=[{seq_len: 100, share: 0.3}]", "stages[0].shorter[0].seq_len: 100 does not divide seq_len"),
+        ("stages[0].shorter=[{seq_len: 512, share: 0.3}]", "stages[0].shorter[0].seq_len: 512 does not divide seq_len"),
+        (
+            "stages[0].shorter=[{seq_len: 64, share: 0.5}, {seq_len: 32, share: 0.5}]",
+            "stages[0].shorter: its shares leave no row of seq_len (512)",
+        ),
         ("stages[1].repeats=0.3", "stages[1].repeats: the masks that tell responses know no copies"),
         ("stages[0].data=txt", "stages[0].data: 'txt' is not a source under `data:`; did you mean 'text'?"),
         ("stages[1].data=text", "stages[1].loss_on: source 'text' is text without responses"),

@@ -83,7 +83,8 @@ def train(
 ) -> dict[str, Any]:
     base, linearized = folders(family)
     masked = isinstance(stage, FinetuneStage) and not stage.joined
-    packed = data.pack(documents(), SEQ_LEN, stage.tokens, responses_only=masked, joined=stage.joined)
+    cut = {"shorter": [(other.seq_len, other.share) for other in stage.shorter], "batch_size": stage.batch_size}
+    packed = data.pack(documents(), SEQ_LEN, stage.tokens, responses_only=masked, joined=stage.joined, **cut)
     return run_stage(
         stage,
         model_dir=model or linearized,
@@ -287,9 +288,10 @@ def replayed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def looked(*_: Any) -> Any:
         raise RuntimeError("a value of the batch was looked at")
 
-    def stand_in(step: Any, given: tuple[Tensor, ...], tensors: Any) -> Any:
+    def stand_in(step: Any, given: tuple[Tensor, ...], tensors: Any, pool: Any) -> Any:
         slots = [x.clone() for x in given]
         assert not tensors()
+        assert pool == "shared"
         with monkeypatch.context() as patches:
             for module in (masking_utils, layout):
                 patches.setattr(module, "find_packed_sequence_indices", looked)
@@ -306,25 +308,29 @@ def replayed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return replay
 
     monkeypatch.setattr(capture, "capture", stand_in)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "shared")
     monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
     monkeypatch.setattr(torch.cuda, "set_rng_state", torch.set_rng_state)
     monkeypatch.setattr(trainer, "why_not_captured", lambda *_: None)
     return done
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("accumulation", "lengths"), [(1, 1), (2, 1), (2, 2)])
 @every_stage
 def test_replayed_passes_train_the_same_weights(
-    name: str, accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, accumulation: int, lengths: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where a graph for rows of another length is made between two micro-batches of a step."""
     only = {"align": {"calibrate": False}, "distill": {}}.get(name, {"loss_on": "all"})
-    stage = make_stage(name, steps=3, accumulation=accumulation, joined=True, **only)
+    shorter = [{"seq_len": SEQ_LEN // 4, "share": 0.5}] * (lengths - 1)
+    stage = make_stage(name, steps=3, accumulation=accumulation, joined=True, shorter=shorter, **only)
     plain = train(stage, tmp_path / "plain")
     assert plain["passes"] == "plain: there is no Nvidia GPU"
     with monkeypatch.context() as patches:
         done = replayed_on_a_cpu(patches)
         replayed = train(stage, tmp_path / "replayed")
-    assert done == ["captured", *["replayed"] * 3 * accumulation]
+    assert done.count("captured") == lengths
+    assert done.count("replayed") == 3 * accumulation
     assert replayed["passes"] == "captured"
     np.testing.assert_allclose(replayed["loss"], plain["loss"], rtol=1e-5)
     before, after = (

@@ -128,11 +128,14 @@ class Decoder:
 
 
 def capture(
-    step: Callable[..., Tensor], given: tuple[Tensor | None, ...], tensors: Callable[[], list[Tensor]]
+    step: Callable[..., Tensor],
+    given: tuple[Tensor | None, ...],
+    tensors: Callable[[], list[Tensor]],
+    pool: Any = None,
 ) -> Callable[..., Tensor]:
     """`step` as one CUDA graph, replayed by a call with inputs of the shapes of `given`, whose result the next call
-    overwrites. `tensors()` lists what a step changes; it is left as it was. Raises RuntimeError where `step` cannot be
-    captured, as when it looks at a value."""
+    overwrites. `tensors()` lists what a step changes; it is left as it was. Graphs of one `pool` take turns in the same
+    memory. Raises RuntimeError where `step` cannot be captured, as when it looks at a value."""
     slots = tuple(None if x is None else x.clone() for x in given)
     before = [tensor.clone() for tensor in tensors()]
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -142,7 +145,7 @@ def capture(
             for _ in range(WARM_UP):
                 step(*slots)
         torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=pool):
             result = step(*slots)
     finally:
         for tensor, old in zip(tensors(), before, strict=True):

@@ -2,7 +2,7 @@
 
 A step of a small model is mostly launching: some forty kernels a layer, each from Python. Replayed, they follow each
 other. What it takes is that no number of a batch decides what is run; where documents are kept apart in their rows,
-the places where they begin do.
+the places where they begin do. Batches of other shapes have graphs of their own, which add to the same gradients.
 """
 
 from __future__ import annotations
@@ -48,41 +48,53 @@ def why_not_captured(stage: Stage, models: Iterable[Any], device: torch.device, 
     return None
 
 
-def captured(passes: Passes, batch: dict[str, Tensor], parameters: list[nn.Parameter], models: Iterable[Any]) -> Passes:
-    """`passes` as one CUDA graph, for batches of the shapes of `batch`, whose rows are one document each.
+class CapturedPasses:
+    """`passes` as one CUDA graph for each of the shapes of their batches, whose rows are one document each.
 
-    Gradients add up in `.grad` as they do without, until it is None again. Parameters and random numbers are as
-    before. Raises RuntimeError where something cannot be captured, as when a value is looked at.
+    Gradients add up in `.grad` as they do without, until it is None again.
     """
-    names, random = list(batch), torch.cuda.get_rng_state()
 
-    def run(*given: Tensor) -> Tensor:
-        return passes(dict(zip(names, given, strict=True)))
+    def __init__(self, passes: Passes, parameters: list[nn.Parameter], models: list[Any]):
+        self.passes, self.parameters, self.models = passes, parameters, models
+        self.pool: Any = None
+        self.replays: dict[tuple[torch.Size, ...], Callable[..., Tensor]] = {}
+        self.grads: dict[nn.Parameter, Tensor] = {}  # what the graphs write to, of the parameters that get a gradient
 
-    _forget(parameters)
-    try:
-        with _maskless(models):
-            run(*batch.values())  # finds out which parameters get a gradient at all, and compiles
-            held = [(p, p.grad) for p in parameters if p.grad is not None]
-            replay = capture(run, tuple(batch.values()), list)
-    finally:
-        _forget(parameters)
-        torch.cuda.set_rng_state(random)
+    def capture(self, batch: dict[str, Tensor]) -> None:
+        """Makes the graph for batches like this one, if there is none; leaves parameters, gradients and random numbers
+        as they were. Raises RuntimeError where something cannot be captured, as when a value is looked at."""
+        if _shapes(batch) in self.replays:
+            return
+        names, random = list(batch), torch.cuda.get_rng_state()
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        before = [None if p.grad is None else (p.grad, p.grad.clone()) for p in self.parameters]
 
-    def replayed(batch: dict[str, Tensor]) -> Tensor:
-        fresh = [grad for p, grad in held if p.grad is None]
-        if fresh:
+        def run(*given: Tensor) -> Tensor:
+            return self.passes(dict(zip(names, given, strict=True)))
+
+        try:
+            for p in self.parameters:
+                p.grad = self.grads.get(p)
+            with _maskless(self.models):
+                run(*batch.values())  # finds out which parameters get a gradient at all, and compiles
+                self.grads = {p: p.grad for p in self.parameters if p.grad is not None}
+                self.replays[_shapes(batch)] = capture(run, tuple(batch.values()), list, self.pool)
+        finally:
+            for p, kept in zip(self.parameters, before, strict=True):
+                p.grad = None if kept is None else kept[0].copy_(kept[1])
+            torch.cuda.set_rng_state(random)
+
+    def __call__(self, batch: dict[str, Tensor]) -> Tensor:
+        """The loss of a batch, detached, by the graph for its shapes."""
+        if fresh := [grad for p, grad in self.grads.items() if p.grad is None]:
             torch._foreach_zero_(fresh)
-        for p, grad in held:
+        for p, grad in self.grads.items():
             p.grad = grad
-        return replay(*(batch[name] for name in names)).clone()
-
-    return replayed
+        return self.replays[_shapes(batch)](*batch.values()).clone()
 
 
-def _forget(parameters: list[nn.Parameter]) -> None:
-    for parameter in parameters:
-        parameter.grad = None
+def _shapes(batch: dict[str, Tensor]) -> tuple[torch.Size, ...]:
+    return tuple(x.shape for x in batch.values())
 
 
 @contextlib.contextmanager

@@ -43,6 +43,8 @@ def rows_of(stage: Stage, documents: Sequence[Document], seed: int) -> PackedDat
         responses_only=stage.responses_only,
         repeats=stage.repeats,
         joined=stage.joined,
+        shorter=[(other.seq_len, other.share) for other in stage.shorter],
+        batch_size=stage.batch_size,
     )
 
 
@@ -87,7 +89,7 @@ def run_stage(
     objective = make_objective(stage, model.config, base_dir, device, dtype)
 
     def first_rows(count: int) -> dict[str, torch.Tensor]:
-        batch = collate([dataset[i] for i in range(min(count, len(dataset)))])
+        batch = collate([dataset.whole(i) for i in range(min(count, len(dataset)))])
         return {name: t.to(device) for name, t in batch.items()}
 
     # without a rate the mixers are not among what a LoRA stage saves, so they must stay as they are

@@ -22,7 +22,7 @@ from liger_convert.errors import BadInput, LinearizeError
 from liger_convert.model import parameter_group, take_auxiliary_loss
 from liger_convert.progress import Report
 from liger_convert.recipe import Stage
-from liger_convert.training.capture import Passes, captured, why_not_captured
+from liger_convert.training.capture import CapturedPasses, why_not_captured
 
 logger = logging.get_logger(__name__)
 
@@ -127,7 +127,7 @@ class StageTrainer(Trainer):
         self.objective: Objective = objective
         self.models = [m for m in (model, getattr(objective, "base", None)) if m is not None]
         self.plain = why_not_captured(stage, self.models, device, processes)  # why the passes are no graph, if so
-        self.passes: Passes | None = None
+        self.passes = CapturedPasses(self._plain_passes, list(self._trained().values()), self.models)
         self.dtype = dtype
         self.model_accepts_loss_kwargs = True  # so that Trainer counts the labelled tokens of a step
         self.loss_is_scaled_for_ga = True  # by compute_loss; transformers before 5.20 goes by the line above
@@ -142,23 +142,18 @@ class StageTrainer(Trainer):
         if self.plain is None:
             batch = {name: x for name, x in self._prepare_inputs(inputs).items() if name != "position_ids"}
             batch["counted"] = torch.as_tensor(num_items_in_batch, device=self.args.device)
-            if self.passes is None:
-                self._capture(batch)
-            if self.passes is not None:
+            try:
+                self.passes.capture(batch)
+            except RuntimeError as error:
+                self.plain = f"the capture failed: {str(error).splitlines()[0]}"
+                logger.warning_once(f"training is slower than it could be, as its step is not captured: {self.plain}")
+            else:
                 return self.passes(batch)
         return super().training_step(model, inputs, num_items_in_batch)
 
-    def _capture(self, batch: dict[str, Tensor]) -> None:
-        """Sets `passes`, or where it cannot be done `plain`."""
+    def _plain_passes(self, batch: dict[str, Tensor]) -> Tensor:
         assert self.model is not None
-        model, plain = self.model, super().training_step
-        try:
-            self.passes = captured(
-                lambda batch: plain(model, batch, batch["counted"]), batch, list(self._trained().values()), self.models
-            )
-        except RuntimeError as error:
-            self.plain = f"the capture failed: {str(error).splitlines()[0]}"
-            logger.warning_once(f"training is slower than it could be, as its step is not captured: {self.plain}")
+        return super().training_step(self.model, batch, batch["counted"])
 
     def compute_loss_context_manager(self) -> Any:
         """Our own autocast: accelerate's would turn all logits into float32."""
