@@ -55,8 +55,9 @@ def coded_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
     return {
         "q_BTHD": q["x_BTND"],
         "k_BTGD": k["x_BTND"],
-        "v_BTGV": torch.randn(B, T, a.kv_heads, a.head_size + 1),  # and the normaliser's column
+        "v_BTGV": torch.randn(B, T, a.kv_heads, a.head_size),
         "log_a": torch.nn.functional.logsigmoid(torch.randn(B, T, a.kv_heads, 1)) / 16,
+        "written_BTG": torch.ones(B, T, a.kv_heads, dtype=torch.bool),
         "q_turn_HDE": q["turn_NDE"],
         "q_shift_HE": q["shift_NE"],
         "q_log_tau_H": q["log_tau_N"],
@@ -189,14 +190,13 @@ def in_triton(name: str) -> Op:
 
 
 def placed(inputs: Inputs, device: torch.device, dtype: torch.dtype) -> Inputs:
-    """The inputs on the device: gates in fp32, everything else in `dtype`."""
+    """The inputs on the device: gates in fp32, all other numbers in `dtype`."""
 
     def place(name: str, value: Any) -> Any:
-        return (
-            value.to(device, torch.float32 if name.startswith("log_") else dtype)
-            if isinstance(value, Tensor)
-            else value
-        )
+        if not isinstance(value, Tensor):
+            return value
+        wanted = torch.float32 if name.startswith("log_") else dtype
+        return value.to(device, wanted if value.is_floating_point() else value.dtype)
 
     return {name: place(name, value) for name, value in inputs.items()}
 
@@ -207,9 +207,11 @@ def forward(op: Op, inputs: Inputs) -> None:
 
 
 def forward_recorded(op: Op, inputs: Inputs) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    leaves = {k: x.detach().requires_grad_() for k, x in inputs.items() if isinstance(x, Tensor)}
+    numbers = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    leaves = {name: x.detach().requires_grad_() for name, x in numbers.items()}
     outputs = op(**inputs | leaves)
-    return (outputs,) if isinstance(outputs, Tensor) else outputs, list(leaves.values())
+    outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+    return tuple(x for x in outputs if x is not None), list(leaves.values())
 
 
 def forward_backward(op: Op, inputs: Inputs) -> None:

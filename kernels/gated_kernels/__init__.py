@@ -18,7 +18,7 @@ from gated_kernels.momentum.chunk import momentum
 from gated_kernels.slots.chunk import slots
 from gated_kernels.window.chunk import window
 
-OPS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
+OPS: dict[str, Callable[..., Tensor | tuple[Tensor | None, ...]]] = {
     "codebook": codebook,  # phi(x) = softmax(tau C u), u = P x + b brought to length 1
     "coded": coded,  # the diagonal recurrence of a codebook's maps
     "delta": delta,  # S_t = D_t S_{t-1} - e_t^T (r_t D_t S_{t-1}) + k_t^T v_t, o_t = q_t S_t

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Op = Callable[..., Tensor | tuple[Tensor, ...]]
+Op = Callable[..., Tensor | tuple[Tensor | None, ...]]
 Inputs = dict[str, Any]
 
 
@@ -21,7 +21,7 @@ def run(op: Op, inputs: Inputs, dtype: torch.dtype | None = None) -> dict[str, T
         if isinstance(value, Tensor) and value.is_floating_point()
     }
     outputs = op(**inputs | leaves)
-    outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+    outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(x for x in outputs if x is not None)
     random = torch.Generator().manual_seed(0)
     # Quarters, which every dtype holds exactly; what is sent back to a -inf must not matter.
     weights = [(torch.randint(-8, 9, output.shape, generator=random) / 4).to(output) for output in outputs]

@@ -1,7 +1,7 @@
 """Other ways to the result of a recurrence: its sequence cut into pieces, or its segments one by one.
 
 Inputs by token, [B, T, ...], have BT in their names or are a gate, log_a or log_m; states, [B, G, ...], have BG. An op
-returns its outputs by token, then its states in the order of its arguments.
+returns its outputs by token (None for what it was not asked for), then its states in the order of its arguments.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _states(x: dict[str, Any]) -> list[str]:
 
 def _run(op: Op, x: dict[str, Any]) -> tuple[Any, ...]:
     """The op's outputs by token, then its states by name."""
-    names, results = _states(x), op(**x)
+    names, results = _states(x), [result for result in op(**x) if result is not None]
     return *results[: -len(names)], dict(zip(names, results[-len(names) :]))
 
 

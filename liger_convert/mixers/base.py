@@ -311,7 +311,7 @@ def multiplies_in_bf16(v_BSGD: Tensor) -> bool:
 class DiagonalMixer(Mixer):
     """S_t = diag(a_t) S_{t-1} + phi(k_t)^T v_t, read by phi(q_t); subclasses say what phi and a are.
 
-    With `normalize`, a column of ones beside v carries z_t = diag(a_t) z_{t-1} + phi(k_t), and the read is divided by
+    With `normalize`, the state's last column is z_t = diag(a_t) z_{t-1} + phi(k_t), and the read is divided by
     phi(q_t) z_t: a weighted mean of values at any length, whose mass phi(q_t) z_t the shared denominator needs.
     """
 
@@ -331,9 +331,11 @@ class DiagonalMixer(Mixer):
         """log a <= 0, [B,T,G,F] or [B,T,G,1]."""
 
     def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
-        if self.normalize:
-            v_BTGV = F.pad(v_BTGV, (0, 1), value=1.0)
-        return self.key_features(inputs), v_BTGV, self.log_gate(inputs)
+        entries = self.key_features(inputs), v_BTGV, self.log_gate(inputs)
+        if not self.normalize:
+            return entries
+        written_BTG1 = v_BTGV.new_ones(*v_BTGV.shape[:3], 1, dtype=torch.bool)
+        return *entries, written_BTG1
 
     def recur(
         self,
@@ -343,14 +345,14 @@ class DiagonalMixer(Mixer):
         document_BT: Tensor | None,
         exclusive: bool,
     ) -> tuple[Memory, dict[str, Tensor]]:
-        o_BTHV, state = self.attend(
+        o_BTHV, mass_BTH, state = self.attend(
             self.query_features(heads),
             entries,
             state_BGFV=states.get("state"),
             segment_BT=document_BT,
             exclusive=exclusive,
         )
-        o_BTHV, log_mass_BTH = self.read(o_BTHV)
+        o_BTHV, log_mass_BTH = self.read(o_BTHV, mass_BTH)
         return Memory(o_BTHV.to(heads.v_BSGD.dtype), log_mass_BTH), {"state": state}
 
     def attend(
@@ -361,9 +363,9 @@ class DiagonalMixer(Mixer):
         state_BGFV: Tensor | None,
         segment_BT: Tensor | None,
         exclusive: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """The recurrence over what `write` gives: phi(q) S [B,T,H,V], V counting the ones, and the state."""
-        k_BTGF, v_BTGV, log_a = entries
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The recurrence over what `write` gives: phi(q) S [B,T,H,V], its mass [B,T,H] with `normalize`, the state."""
+        k_BTGF, v_BTGV, log_a, *written = entries
         if multiplies_in_bf16(v_BTGV):
             q_BTHF, k_BTGF = q_BTHF.to(v_BTGV.dtype), k_BTGF.to(v_BTGV.dtype)
         else:
@@ -373,14 +375,15 @@ class DiagonalMixer(Mixer):
             k_BTGF,
             v_BTGV,
             log_a,
+            written_BTG=written[0][..., 0] if written else None,
             state_BGFV=state_BGFV,
             segment_BT=segment_BT,
             exclusive=exclusive,
         )
 
-    def read(self, o_BTHV: Tensor) -> tuple[Tensor, Tensor | None]:
+    def read(self, o_BTHV: Tensor, mass_BTH: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """What `attend` gives as the memory's output [B,T,H,V] and log mass [B,T,H] (None: not normalised)."""
-        if not self.normalize:
+        if mass_BTH is None:
             return o_BTHV, None
-        mass_BTH1 = o_BTHV[..., -1:].float().clamp_min(LEAST_MASS)
-        return o_BTHV[..., :-1] / mass_BTH1, mass_BTH1[..., 0].log()
+        mass_BTH = mass_BTH.clamp_min(LEAST_MASS)
+        return o_BTHV / mass_BTH[..., None], mass_BTH.log()

@@ -60,12 +60,14 @@ class DecayingFastWeights(GatedMixer):
     def decay(self, logits: Tensor) -> Tensor:
         return log_sigmoid_gate(logits, 1.0)
 
-    def attend(self, q_BTHF: Tensor, entries: tuple[Tensor, ...], **options: Any) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, q_BTHF: Tensor, entries: tuple[Tensor, ...], **options: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         k_BTGF, v_BTGV, log_a, log_b_BTGN = entries
         groups, kv_heads = self.spec.value_gates, self.dims.kv_heads
         each = (k_BTGF.repeat_interleave(groups, 2), v_BTGV.unflatten(-1, (groups, -1)).flatten(2, 3))
         gate = (log_a[:, :, :, None] + log_b_BTGN[..., None]).flatten(2, 3)
         q = q_BTHF.unflatten(2, (kv_heads, 1, -1)).expand(-1, -1, -1, groups, -1, -1).flatten(2, 4)
-        o, state = super().attend(q, (*each, gate), **options)
+        o, _, state = super().attend(q, (*each, gate), **options)
         # [B,T,G,N,R,V/N] -> [B,T,H,V]
-        return o.unflatten(2, (kv_heads, groups, -1)).transpose(3, 4).flatten(4).flatten(2, 3), state
+        return o.unflatten(2, (kv_heads, groups, -1)).transpose(3, 4).flatten(4).flatten(2, 3), None, state

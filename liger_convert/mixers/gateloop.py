@@ -74,15 +74,17 @@ class GateLoop(GatedMixer):
             theta_BTGC = torch.einsum("btgd,gdc->btgc", inputs[0].float(), self.phase_GDC.float())
         return *entries, theta_BTGC
 
-    def attend(self, q_BTHF: Tensor, entries: tuple[Tensor, ...], **options: Any) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, q_BTHF: Tensor, entries: tuple[Tensor, ...], **options: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         if not self.spec.phase:
             return super().attend(q_BTHF, entries, **options)
         k_BTGF, v_BTGV, log_a, theta_BTGC = entries
         k_angle_BTGC = theta_BTGC.double().cumsum(1)  # far from 0, float32 would lose the angle
         q_angle_BTGC = k_angle_BTGC - theta_BTGC if options["exclusive"] else k_angle_BTGC
         q_BTHF = turn(q_BTHF, q_angle_BTGC.repeat_interleave(q_BTHF.shape[2] // k_BTGF.shape[2], 2))
-        o_BTHV, state_BGFV = super().attend(q_BTHF, (turn(k_BTGF, k_angle_BTGC), v_BTGV, log_a), **options)
-        return o_BTHV, turn(state_BGFV.mT, -k_angle_BTGC[:, -1, :, None]).mT
+        o_BTHV, _, state_BGFV = super().attend(q_BTHF, (turn(k_BTGF, k_angle_BTGC), v_BTGV, log_a), **options)
+        return o_BTHV, None, turn(state_BGFV.mT, -k_angle_BTGC[:, -1, :, None]).mT
 
 
 def turn(x: Tensor, angle: Tensor) -> Tensor:

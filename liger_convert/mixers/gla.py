@@ -58,15 +58,18 @@ class GLA(GatedMixer):
     def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
         return super().key_features(inputs) if self.codebook is None else inputs[-1]
 
-    def attend(self, q_BTHF: Tensor, entries: tuple[Tensor, ...], **options: Any) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, q_BTHF: Tensor, entries: tuple[Tensor, ...], **options: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         if self.codebook is None:
             return super().attend(q_BTHF, entries, **options)
-        q_BTHD, (k_BTGD, v_BTGV, log_a) = q_BTHF, entries
+        q_BTHD, (k_BTGD, v_BTGV, log_a, *written) = q_BTHF, entries
         if multiplies_in_bf16(v_BTGV):
             q_BTHD, k_BTGD = q_BTHD.to(v_BTGV.dtype), k_BTGD.to(v_BTGV.dtype)
         else:
             q_BTHD, k_BTGD, v_BTGV = q_BTHD.float(), k_BTGD.float(), v_BTGV.float()
         # a key of zeros has a map, too: what leaves the state as it is are the zeros of its value and its gate
+        options["written_BTG"] = written[0][..., 0] if written else None
         return coded(q_BTHD, k_BTGD, v_BTGV, log_a, *self.codes(), **options)
 
     def codes(self) -> Codes:

@@ -109,8 +109,8 @@ class LinearMixer(DiagonalMixer):
     def log_gate(self, inputs: tuple[Tensor, ...]) -> Tensor:
         return inputs[0].new_zeros(*inputs[0].shape[:-1], 1, dtype=torch.float32)
 
-    def read(self, o_BTHV: Tensor) -> tuple[Tensor, Tensor | None]:
-        o_BTHV, log_mass_BTH = super().read(o_BTHV)
+    def read(self, o_BTHV: Tensor, mass_BTH: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        o_BTHV, log_mass_BTH = super().read(o_BTHV, mass_BTH)
         return self.rescale(o_BTHV) if self.rescales else o_BTHV, log_mass_BTH
 
     def rescale(self, o_BTHV: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ class MLSTM(GatedMixer):
     def decay(self, logits: Tensor) -> Tensor:
         return log_sigmoid_gate(logits, 1.0)
 
-    def read(self, o_BTHV: Tensor) -> tuple[Tensor, Tensor | None]:
-        if self.normalize:
-            o_BTHV = o_BTHV[..., :-1] / o_BTHV[..., -1:].abs().clamp_min(1)
+    def read(self, o_BTHV: Tensor, mass_BTH: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if mass_BTH is not None:
+            o_BTHV = o_BTHV / mass_BTH[..., None].abs().clamp_min(1)
         return self.rescale(o_BTHV), None

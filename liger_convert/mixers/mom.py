@@ -152,7 +152,7 @@ class MoM(Mixer):
         memories: list[Memory] = []
         after: list[dict[str, Tensor]] = []
         for m, chosen in enumerate(chosen_BTGS.bool().unbind(-1)):
-            routed = tuple(torch.where(chosen[..., None], entry, 0) for entry in entries_)
+            routed = tuple(entry.masked_fill(~chosen[..., None], 0) for entry in entries_)
             before = {name: state[:, m] for name, state in states.items()}
             memory, state = self.inner.recur(heads, routed, before, document_BT, exclusive)
             memories.append(memory)

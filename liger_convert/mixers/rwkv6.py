@@ -49,11 +49,14 @@ class RWKV6(GatedMixer):
     def decay(self, logits: Tensor) -> Tensor:
         return -logits.clamp(max=FASTEST).exp()
 
-    def attend(self, q_BTHF: Tensor, entries: tuple[Tensor, ...], **options: Any) -> tuple[Tensor, Tensor]:
-        o_BTHV, last = super().attend(q_BTHF, entries, **options | {"exclusive": True})
+    def attend(
+        self, q_BTHF: Tensor, entries: tuple[Tensor, ...], **options: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        o_BTHV, mass_BTH, last = super().attend(q_BTHF, entries, **options | {"exclusive": True})
         if self.spec.scope == "all":
-            k_BTGF, v_BTGV, _ = entries
+            k_BTGF, v_BTGV, *_ = entries
             q_BTGRF, uk_BTGF = q_BTHF.unflatten(2, (self.dims.kv_heads, -1)), k_BTGF * self.bonus_GF.float()
             weight_BTGR1 = (q_BTGRF * uk_BTGF[:, :, :, None]).sum(-1, keepdim=True)
             o_BTHV = o_BTHV + (weight_BTGR1 * v_BTGV[:, :, :, None].float()).flatten(2, 3)
-        return o_BTHV, last
+            mass_BTH = None if mass_BTH is None else mass_BTH + weight_BTGR1.flatten(2)
+        return o_BTHV, mass_BTH, last

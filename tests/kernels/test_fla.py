@@ -104,7 +104,7 @@ def gla() -> tuple[Results, Results]:
     x = Inputs()
     got = theirs("gla/naive", "naive_recurrent_gla")(x.q, x.k, x.v, x.log_a_F, x.state, True)
     x = x.d
-    return got, diagonal(x.q * F**-0.5, x.k, x.v, x.log_a_F, state_BGFV=x.state)
+    return got, diagonal(x.q * F**-0.5, x.k, x.v, x.log_a_F, state_BGFV=x.state)[::2]
 
 
 @case
@@ -112,7 +112,7 @@ def simple_gla() -> tuple[Results, Results]:
     x = Inputs()
     got = theirs("simple_gla/naive", "naive_recurrent_simple_gla")(x.q, x.k, x.v, x.log_a, 1.0, x.state)
     x = x.d
-    return got, diagonal(x.q, x.k, x.v, x.log_a[..., None], state_BGFV=x.state)
+    return got, diagonal(x.q, x.k, x.v, x.log_a[..., None], state_BGFV=x.state)[::2]
 
 
 @case
@@ -128,7 +128,7 @@ def linear_attn() -> tuple[Results, Results]:
     x = Inputs()
     got = theirs("linear_attn/naive", "naive_recurrent_linear_attn")(x.q, x.k, x.v, 1.0, x.state, True)
     x = x.d
-    return got, diagonal(x.q, x.k, x.v, None, state_BGFV=x.state)
+    return got, diagonal(x.q, x.k, x.v, None, state_BGFV=x.state)[::2]
 
 
 @case
@@ -136,7 +136,7 @@ def normalised_linear_attn() -> tuple[Results, Results]:
     x = Inputs()
     q, k = x.q.sigmoid(), x.k.sigmoid()
     got = theirs("linear_attn/naive", "naive_recurrent_linear_attn")(q, k, x.v, 1.0, normalize=True)
-    o, _ = diagonal(q.double(), k.double(), nnf.pad(x.d.v, (0, 1), value=1.0), None)
+    o, *_ = diagonal(q.double(), k.double(), nnf.pad(x.d.v, (0, 1), value=1.0), None)
     return got[:1], (o[..., :-1] / o[..., -1:],)
 
 
@@ -158,7 +158,7 @@ def rebased() -> tuple[Results, Results]:
     phi.reset_parameters()
     y_q, y_k = (nnf.layer_norm(y, (F,)) for y in (x.q, x.k))
     got = theirs("rebased/naive", "naive_parallel_rebased")(*heads_first(y_q, y_k, x.v), 1e4).transpose(1, 2)
-    o, _ = diagonal(phi(x.q).double(), phi(x.k).double(), nnf.pad(x.d.v, (0, 1), value=1.0), None)
+    o, *_ = diagonal(phi(x.q).double(), phi(x.k).double(), nnf.pad(x.d.v, (0, 1), value=1.0), None)
     return (got,), (o[..., :-1] / o[..., -1:],)
 
 
@@ -200,7 +200,7 @@ def rwkv6() -> tuple[Results, Results]:
     o, last = theirs("rwkv6/recurrent_naive", "naive_recurrent_rwkv6")(*arguments)
     x = x.d
     options = {"state_BGFV": x.state, "segment_BT": None, "exclusive": False}
-    return (o.transpose(1, 2), last), mixer.attend(x.q, (x.k, x.v, x.log_a_F), **options)
+    return (o.transpose(1, 2), last), mixer.attend(x.q, (x.k, x.v, x.log_a_F), **options)[::2]
 
 
 @case

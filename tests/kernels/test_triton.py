@@ -76,14 +76,29 @@ OWN = {
     "steady -20, exclusive, bf16": Case(65, gate="-20", exclusive=True, dtype=BF16, **SMALL),
     "scalar, fp16": Case(70, scalar=True, gate="mixed", exclusive=True, dtype=FP16, **SMALL),
     "scalar, 5 features": Case(33, G=1, R=1, F=5, V=3, scalar=True),
-    "scalar, 33 of 64 values": Case(33, G=1, R=1, V=97, scalar=True, dtype=BF16),
+    "scalar, 97 of 128 values": Case(33, G=1, R=1, V=97, scalar=True, dtype=BF16),
     "scalar, three blocks of values": Case(65, G=1, R=1, V=257, scalar=True, gate="strong", dtype=BF16),
     "scalar, three heads, bf16": Case(130, G=1, R=3, F=128, V=65, scalar=True, exclusive=True, dtype=BF16),
-    "scalar, four heads, bf16": Case(129, G=1, R=4, F=128, V=129, scalar=True, gate="mixed", segments=True, dtype=BF16),
     "scalar, 80 features": Case(97, G=1, R=1, F=80, V=65, scalar=True, gate="strong", segments=True, exclusive=True),
-    "scalar, 1024 features": Case(65, G=1, R=1, F=1024, V=65, scalar=True, exclusive=True, dtype=BF16),
     "scalar, bf16 gates and values": Case(70, gate="mixed", scalar=True, v_dtype=BF16, **SMALL),
     "no decay, bf16": Case(130, gate="none", exclusive=True, dtype=BF16, **SMALL),
+    "mass, no state": Case(70, scalar=True, mass=True, state=False, **SMALL),
+    "mass, no decay": Case(130, gate="none", mass=True, **SMALL),
+    "mass, strong, exclusive": Case(97, gate="strong", scalar=True, mass=True, exclusive=True),
+    "mass, fp16": Case(70, gate="mixed", scalar=True, segments=True, mass=True, dtype=FP16, **SMALL),
+    "mass, bf16 gates and values": Case(70, gate="mixed", scalar=True, mass=True, v_dtype=BF16, **SMALL),
+    "mass, three heads, bf16": Case(130, G=1, R=3, F=128, V=64, scalar=True, mass=True, exclusive=True, dtype=BF16),
+    "mass, four heads, bf16": Case(
+        129, R=4, F=128, V=128, scalar=True, gate="mixed", segments=True, mass=True, dtype=BF16
+    ),
+    "mass, blocks of features": Case(65, R=1, F=300, V=65, scalar=True, gate="mixed", mass=True, exclusive=True),
+    "mass, blocks of features, bf16": Case(
+        130, G=1, R=3, F=300, V=64, scalar=True, gate="mixed", segments=True, mass=True, dtype=BF16
+    ),
+    "mass, 2048 features": Case(65, G=1, R=1, F=2048, V=64, scalar=True, mass=True, exclusive=True, dtype=BF16),
+    "mass, blocks of values, bf16": Case(70, G=1, R=3, F=256, V=257, scalar=True, gate="strong", mass=True, dtype=BF16),
+    "mass, a gate per feature": Case(70, gate="mixed", mass=True, exclusive=True, **SMALL),
+    "mass, a gate per feature, bf16": Case(130, segments=True, mass=True, dtype=BF16, **SMALL),
 }
 EVERY = SHARED | OWN
 COMPILED = (  # every pair of block sizes, every dtype
@@ -93,15 +108,18 @@ COMPILED = (  # every pair of block sizes, every dtype
     (80, 64, FP16, False, False),
 )
 SCALAR = (  # every way through the kernels for scalar gates, every dtype
-    # F, V, R, dtype, exclusive, gated
-    (16, 17, 1, BF16, False, False),
-    (128, 65, 3, BF16, True, True),
-    (128, 129, 4, BF16, True, True),
-    (256, 65, 3, BF16, True, True),
-    (1024, 129, 4, BF16, True, True),
-    (128, 257, 4, BF16, False, True),
-    (80, 64, 4, FP16, False, True),
-    (128, 129, 4, FP32, True, True),
+    # F, V, R, dtype, exclusive, gated, mass
+    (16, 17, 1, BF16, False, False, False),
+    (64, 65, 1, BF16, False, True, False),
+    (128, 64, 3, BF16, True, True, True),
+    (128, 128, 4, BF16, True, True, True),
+    (256, 64, 3, BF16, True, True, True),
+    (1024, 128, 4, BF16, True, True, True),
+    (256, 128, 4, BF16, True, False, True),
+    (128, 256, 4, BF16, False, True, True),
+    (128, 128, 4, BF16, False, True, False),
+    (80, 64, 4, FP16, False, True, True),
+    (128, 128, 4, FP32, True, True, True),
 )
 FEATURES = (  # every way through the kernels for a gate per feature in bf16
     # F, V, R, exclusive, segments
@@ -138,17 +156,32 @@ def test_kernels_err_at_most_twice_as_much_as_the_reference_and_the_roundings_of
         assert not faults(gated_kernels.diagonal, reference, inputs_of(case), products)
 
 
-@pytest.mark.parametrize("case", ["segments, -200 and 0", "scalar, -200 and 0"])
+@pytest.mark.parametrize("results", ["output", "mass", "state"])
+def test_a_gradient_may_come_by_one_result_alone(results: str) -> None:
+    alone = ("output", "mass", "state").index(results)
+    inputs = inputs_of("mass, fp16") | {"segment_BT": None}
+    ours, plain = (
+        lambda **x: gated_kernels.diagonal(**x)[alone],
+        lambda **x: reference(**x)[alone],
+    )
+    assert not faults(ours, plain, inputs, torch.finfo(FP16).eps if DEVICE == "cuda" else None)
+
+
+@pytest.mark.parametrize("case", ["segments, -200 and 0", "scalar, -200 and 0", "mass, no state"])
 def test_cutting_a_sequence_changes_nothing(case: str) -> None:
     inputs = inputs_of(case)
     assert not faults(lambda **x: in_pieces(gated_kernels.diagonal, x), reference, inputs)
 
 
 @pytest.mark.parametrize("exclusive", [False, True])
+@pytest.mark.parametrize("mass", [False, True])
 @pytest.mark.parametrize("gate", ["mixed", "none"])
-def test_states_may_be_passed_over_in_parts(gate: str, exclusive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_may_be_passed_over_in_parts(
+    gate: str, mass: bool, exclusive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(scalar, "STEPS", 1)
-    case = Case(300, gate=gate, scalar=True, exclusive=exclusive, **SMALL)  # the last of five parts is shorter
+    # the last of five parts is shorter
+    case = Case(300, gate=gate, scalar=True, mass=mass, exclusive=exclusive, **SMALL)
     given = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in inputs(case).items()}
     assert not faults(gated_kernels.diagonal, reference, given)
 
@@ -166,7 +199,7 @@ def test_states_decayed_by_feature_may_be_passed_over_in_parts(
     assert not faults(gated_kernels.diagonal, reference, given, ROUNDING)
 
 
-@pytest.mark.parametrize("case", ["a token more than a chunk", "scalar, fp16"])
+@pytest.mark.parametrize("case", ["a token more than a chunk", "scalar, fp16", "mass, fp16"])
 def test_results_do_not_depend_on_how_the_inputs_lie_in_memory_nor_on_autocast(case: str) -> None:
     inputs = inputs_of(case)
     strided = {name: x.mT.contiguous().mT if isinstance(x, Tensor) else x for name, x in inputs.items()}
@@ -179,26 +212,34 @@ def test_results_do_not_depend_on_how_the_inputs_lie_in_memory_nor_on_autocast(c
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
-@pytest.mark.parametrize("case", ["a token more than a chunk", "scalar, 5 features", "steady -1.4, bf16"])
+@pytest.mark.parametrize(
+    "case", ["a token more than a chunk", "scalar, 5 features", "mass, strong, exclusive", "steady -1.4, bf16"]
+)
 def test_a_gate_of_minus_infinity_forgets_everything_before_it(case: str) -> None:
     inputs = inputs_of(case)
     inputs["log_a"][:, 20] = -torch.inf
     after = {name: x[:, 20:] if "_BT" in name or name == "log_a" else x for name, x in inputs.items() if x is not None}
-    after |= {"state_BGFV": torch.zeros_like(inputs["state_BGFV"]), "segment_BT": None, "exclusive": False}
-    (o, last), (o_after, last_after) = gated_kernels.diagonal(**inputs), gated_kernels.diagonal(**after)
+    after |= {"state_BGFV": torch.zeros_like(inputs["state_BGFV"]), "segment_BT": None}
+    after["exclusive"] = inputs["exclusive"]
+    (o, mass, last), (o_after, mass_after, last_after) = (gated_kernels.diagonal(**x) for x in (inputs, after))
     allowed = 1e-6 if o.dtype == FP32 else 0.02  # the chunks begin elsewhere
-    assert error(o[:, 20:], o_after) <= allowed
+    first = 20 + inputs["exclusive"]  # the token of the gate reads what was before it
+    assert error(o[:, first:], o_after[:, first - 20 :]) <= allowed
     assert error(last, last_after) <= allowed
+    assert mass is None or error(mass[:, first:], mass_after[:, first - 20 :]) <= allowed
 
 
-@pytest.mark.parametrize("case", ["a token more than a chunk", "scalar", "steady -1.4, bf16"])
+@pytest.mark.parametrize("case", ["a token more than a chunk", "scalar", "mass, four heads, bf16", "steady -1.4, bf16"])
 def test_tokens_of_zeros_leave_a_state_exactly_as_it_was(case: str) -> None:
-    inputs = inputs_of(case)
-    idle = inputs | {name: torch.zeros_like(inputs[name]) for name in ("k_BTGF", "v_BTGV", "log_a")}
-    assert torch.equal(gated_kernels.diagonal(**idle)[1], inputs["state_BGFV"])
+    inputs = inputs_of(case) | {"segment_BT": None}
+    zeros = [name for name in ("k_BTGF", "v_BTGV", "log_a", "written_BTG") if name in inputs]
+    idle = inputs | {name: torch.zeros_like(inputs[name]) for name in zeros}
+    assert torch.equal(gated_kernels.diagonal(**idle)[2], inputs["state_BGFV"].float())
 
 
-@pytest.mark.parametrize("case", ["a token less than a chunk", "scalar, 5 features", "two tokens, bf16"])
+@pytest.mark.parametrize(
+    "case", ["a token less than a chunk", "scalar, 5 features", "mass, no state", "two tokens, bf16"]
+)
 def test_torch_compile_sees_through_the_op(case: str) -> None:
     inputs = inputs_of(case)
     compiled = torch.compile(gated_kernels.diagonal, backend="aot_eager", fullgraph=True)
@@ -206,17 +247,20 @@ def test_torch_compile_sees_through_the_op(case: str) -> None:
     assert [name for name in eager if not torch.equal(eager[name], traced[name])] == []
 
 
-@pytest.mark.parametrize("gate", ["each", "scalar", "none"])
-def test_the_custom_ops_keep_to_what_torch_asks_of_them(gate: str) -> None:
+@pytest.mark.parametrize(
+    ("gate", "mass"), [("each", False), ("scalar", False), ("scalar", True), ("none", False), ("none", True)]
+)
+def test_the_custom_ops_keep_to_what_torch_asks_of_them(gate: str, mass: bool) -> None:
     torch.use_deterministic_algorithms(False)  # its checks compare uninitialised memory
     x = inputs_of("two tokens, no state")
     q, k, v, log_a = (x[name].requires_grad_() for name in ("q_BTHF", "k_BTGF", "v_BTGV", "log_a"))
     log_a = {"each": log_a, "scalar": log_a[..., :1].detach().requires_grad_(), "none": None}[gate]
-    state = q.new_zeros(2, 1, 16, 17, requires_grad=True)
-    torch.library.opcheck(kernels.forward, (q, k, v, log_a, state, None, True))
-    o, last = kernels.forward(q, k, v, log_a, state, None, False)
+    written = torch.ones(2, 2, 1, dtype=torch.bool, device=DEVICE) if mass else None
+    state = q.new_zeros(2, 1, 16, 17 + mass, requires_grad=True)
+    given = (q, k, v, log_a, written, state, None, True)
+    torch.library.opcheck(kernels.forward, given)
     torch.library.opcheck(kernels.backward, tuple(
-        x if x is None or isinstance(x, bool) else x.detach() for x in (q, k, v, log_a, state, None, False, o, last)
+        x.detach() if isinstance(x, Tensor) else x for x in (*given, *kernels.forward(*given))
     ))  # fmt: skip
 
 
@@ -247,7 +291,7 @@ def test_the_kernels_are_on_where_there_is_a_gpu_or_when_asked_for() -> None:
 
 def test_configurations_of_every_kind_compile_for_hopper_within_the_shared_memory_of_ampere(tmp_path: Path) -> None:
     lines = told_by(__file__, tmp_path)
-    assert len(lines) == 5 * len(COMPILED) + 9 * len(SCALAR) + 10 * len(FEATURES)
+    assert len(lines) == 5 * len(COMPILED) + 8 * len(SCALAR) + 10 * len(FEATURES)
     assert max(int(line[0]) for line in lines) <= LEAST_SHARED
     assert max(int(line[1]) for line in lines if len(line) > 1) <= 192  # bytes a thread: 8 by Triton 3.6
 
@@ -259,17 +303,17 @@ def compile_all() -> None:
         constants = kernels.constants(8, 4, F, V, exclusive, dtype) | kernels.options(dtype)
         for name in ("states", "outputs", "dstates", "dv", "dqk"):
             shared_by(getattr(kernels, f"{name}_kernel"), constants | ({} if segments else {"segment": None}), dtype)
-    for F, V, R, dtype, exclusive, gated in SCALAR:
+    for F, V, R, dtype, exclusive, gated, mass in SCALAR:
         absent = {} if gated else dict.fromkeys(("read", "write", "dread", "dwrite", "dtotal", "dpairs"))
+        absent |= {} if mass else dict.fromkeys(("written", "dmass", "z", "dz"))
         for name, kernel in scalar.KERNELS.items():
-            shared_by(kernel, scalar.constants(name, 8, R, F, V, exclusive, dtype) | absent, dtype)
+            compiled_for = scalar.constants(name, 8, R, F, V, mass, exclusive, dtype) | absent
+            shared_by(kernel, compiled_for, dtype, spills=dtype == BF16 and V != 65)
         sizes = {"G": 8, "EXCLUSIVE": exclusive, "C": scalar.CHUNK[kernels.PRODUCTS[dtype][0]], "num_warps": 1}
         shared_by(scalar.sums_kernel, sizes | ({} if gated else {"log_a": None}), dtype)
         shared_by(scalar.dgates_kernel, sizes | {"OF_F": 2, "OF_V": 1}, dtype)
-        constants = {"SIZE": F * V, "CHUNKS": 16, "BLOCK": 1024, "REVERSED": exclusive}
+        constants = {"SIZE": F * (V + mass), "CHUNKS": 16, "BLOCK": 1024, "REVERSED": exclusive}
         shared_by(scalar.carry_kernel, sizes | constants | absent | {"num_warps": 4}, dtype)
-        shared_by(scalar.pad_kernel, {"V": V, "W": scalar.row_size(V), "ROWS": 16, "COLUMNS": 256}, dtype)
-
     for F, V, R, exclusive, segments in FEATURES:
         absent = {} if segments else {"segment": None, "bounds": None}
         for name, kernel in features_bf16.KERNELS.items():
@@ -284,11 +328,12 @@ def shared_by(kernel: Any, constants: dict[str, Any], dtype: torch.dtype, spills
     """Prints the shared memory of one kernel, and what it spills."""
     pointers = {BF16: "*bf16", FP16: "*fp16", FP32: "*fp32"}
     types = dict.fromkeys(("T", "B", "N", "PART", "rows"), "i32") | {"segment": "*i64"}
-    types |= dict.fromkeys(("strong", "bounds"), "*i32")
+    types |= dict.fromkeys(("strong", "bounds"), "*i32") | {"written": "*i1"}
     types |= dict.fromkeys(("states", "dstates"), pointers[kernels.PRODUCTS[dtype][0]])
     states = "state", "first", "last", "dstate", "dlast", "ends"
     gates = "log_a", "dlog_a", "read", "write", "sums"
     types |= dict.fromkeys((*states, *gates, "dread", "dwrite", "dtotal", "dpairs"), "*fp32")
+    types |= dict.fromkeys(("mass", "dmass", "z", "dz"), "*fp32")
     given = {x: value for x, value in constants.items() if x in kernel.arg_names}
     signature = {x: "constexpr" if x in given else types.get(x, pointers[dtype]) for x in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, x in enumerate(kernel.arg_names) if signature[x][0] == "*"}

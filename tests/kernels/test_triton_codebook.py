@@ -50,6 +50,7 @@ EVERY = CASES | OWN
 CODED = {name: case for name, case in coded.CASES.items() if case.sizes.dtype == BF16 and case.sizes.T > 1} | {
     "segments": coded.Case(Sizes(70, scalar=True, gate="mixed", segments=True, dtype=BF16)),
     "no state, no decay": coded.Case(Sizes(33, gate="none", state=False, dtype=BF16)),
+    "mass, no state": coded.Case(Sizes(33, scalar=True, state=False, mass=True, dtype=BF16)),
 }
 COMPILED = (  # N, G, D, F
     (32, 8, 128, 256),
@@ -108,8 +109,10 @@ def test_the_recurrence_over_a_codebook_is_right_by_kernels_that_keep_no_map(cas
             return gated_kernels.coded(**given)
 
     assert not faults(watched, coded_reference, x, ROUNDING)
-    state = x["k_BTGD"].new_empty(2, *x["codes_GFE"].shape[:2], x["v_BTGV"].shape[3])  # made where none is given
-    given = {value.shape for value in (*x.values(), state) if isinstance(value, Tensor)}
+    columns = x["v_BTGV"].shape[3] + CODED[case].sizes.mass
+    state = x["k_BTGD"].new_empty(2, *x["codes_GFE"].shape[:2], columns)  # made where none is given
+    with_ones = x["v_BTGV"].new_empty(*x["v_BTGV"].shape[:3], columns)  # as gates per feature have their values
+    given = {value.shape for value in (*x.values(), state, with_ones) if isinstance(value, Tensor)}
     assert kept
     assert {tensor.shape for tensor in kept} <= given
 
@@ -129,8 +132,8 @@ def test_a_vector_that_turns_into_nothing_is_as_near_to_every_code() -> None:
 
 def test_tokens_without_value_and_gate_leave_a_state_exactly_as_it_was() -> None:
     x = placed(coded.inputs(CODED["heads of 64, bf16"]))
-    idle = x | {name: torch.zeros_like(x[name]) for name in ("v_BTGV", "log_a")}
-    assert torch.equal(gated_kernels.coded(**idle)[1], x["state_BGFV"].float())
+    idle = x | {name: torch.zeros_like(x[name]) for name in ("v_BTGV", "log_a", "written_BTG")}
+    assert torch.equal(gated_kernels.coded(**idle)[2], x["state_BGFV"].float())
 
 
 def test_results_do_not_depend_on_how_the_inputs_lie_in_memory_nor_on_autocast() -> None:
@@ -147,28 +150,29 @@ def test_results_do_not_depend_on_how_the_inputs_lie_in_memory_nor_on_autocast()
 
 @pytest.mark.parametrize("op", ["codebook", "coded"])
 def test_torch_compile_sees_through_the_ops(op: str) -> None:
-    x = inputs_of(CASES["two codes"]) if op == "codebook" else placed(coded.inputs(CODED["no state, no decay"]))
+    x = inputs_of(CASES["two codes"]) if op == "codebook" else placed(coded.inputs(CODED["mass, no state"]))
     call: Callable[..., Any] = gated_kernels.OPS[op]
     eager, traced = run(call, x), run(torch.compile(call, backend="aot_eager", fullgraph=True), x)
     assert [name for name in eager if not torch.equal(eager[name], traced[name])] == []
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_the_custom_ops_keep_to_what_torch_asks_of_them(gated: bool) -> None:
+@pytest.mark.parametrize("mass", [True, False])
+def test_the_custom_ops_keep_to_what_torch_asks_of_them(mass: bool, gated: bool) -> None:
     torch.use_deterministic_algorithms(False)  # its checks compare uninitialised memory
     x = {name: value.requires_grad_() for name, value in inputs_of(CASES["two codes"]).items()}
     torch.library.opcheck(kernels.forward, tuple(x.values()))
     phi = kernels.forward(*x.values())
     torch.library.opcheck(kernels.backward, (*(value.detach() for value in x.values()), phi.detach()))
     both = import_module("gated_kernels.coded.triton")
-    c = placed(coded.inputs(coded.Case(Sizes(3, scalar=True, dtype=BF16))))
+    c = placed(coded.inputs(coded.Case(Sizes(3, scalar=True, mass=mass, dtype=BF16))))
     names = ("q_BTHD", "k_BTGD", "q_turn_HDE", "q_shift_HE", "q_log_tau_H", "k_turn_GDE", "k_shift_GE", "k_log_tau_G")
     given = [c[name].requires_grad_() for name in (*names, "codes_GFE", "v_BTGV")]
-    given += [c["log_a"].requires_grad_() if gated else None, c["state_BGFV"].float().requires_grad_(), None, True]
+    given += [c["log_a"].requires_grad_() if gated else None, c.get("written_BTG")]
+    given += [c["state_BGFV"].float().requires_grad_(), None, True]
     torch.library.opcheck(both.forward, tuple(given))
-    o, last = both.forward(*given)
-    plain = [value.detach() if isinstance(value, Tensor) else value for value in given]
-    torch.library.opcheck(both.backward, (*plain, o.detach(), last.detach()))
+    plain = (value.detach() if isinstance(value, Tensor) else value for value in (*given, *both.forward(*given)))
+    torch.library.opcheck(both.backward, tuple(plain))
 
 
 def test_what_the_kernels_do_not_take_is_left_to_torch_with_one_warning() -> None:

@@ -29,9 +29,12 @@ CASES = {
     "a token more than a chunk": _case(33, F=40, gate="mixed"),
     "no decay, exclusive, segments": _case(70, gate="none", exclusive=True, segments=True),
     "segments, exclusive, float64": _case(97, segments=True, exclusive=True, dtype=torch.float64),
-    "heads of 64, bf16": _case(130, D=64, F=128, V=65, exclusive=True, dtype=torch.bfloat16),
-    "many codes, bf16": _case(70, D=64, G=1, F=300, V=65, exclusive=True, dtype=torch.bfloat16),
+    "mass, one token": _case(1, mass=True),
+    "mass, segments": _case(83, gate="mixed", segments=True, mass=True),
+    "heads of 64, bf16": _case(130, D=64, F=128, V=64, mass=True, exclusive=True, dtype=torch.bfloat16),
+    "many codes, bf16": _case(70, D=64, G=1, F=300, V=64, mass=True, exclusive=True, dtype=torch.bfloat16),
     "a gate per feature, bf16": Case(diagonal.Case(40, F=32, dtype=torch.bfloat16)),
+    "mass, a gate per feature, bf16": Case(diagonal.Case(40, F=32, mass=True, dtype=torch.bfloat16)),
 }
 
 
@@ -46,8 +49,6 @@ def inputs(case: Case) -> dict[str, Any]:
     return {
         "q_BTHD": q["x_BTND"],
         "k_BTGD": k["x_BTND"],
-        "v_BTGV": rest["v_BTGV"],
-        "log_a": rest["log_a"],
         "q_turn_HDE": q["turn_NDE"],
         "q_shift_HE": q["shift_NE"],
         "q_log_tau_H": q["log_tau_N"],
@@ -55,7 +56,5 @@ def inputs(case: Case) -> dict[str, Any]:
         "k_shift_GE": k["shift_NE"],
         "k_log_tau_G": k["log_tau_N"],
         "codes_GFE": k["codes_GFE"],
-        "state_BGFV": rest["state_BGFV"],
-        "segment_BT": rest["segment_BT"],
-        "exclusive": s.exclusive,
+        **{name: x for name, x in rest.items() if name not in ("q_BTHF", "k_BTGF")},
     }

@@ -24,13 +24,21 @@ def coded(
     k_log_tau_G: Tensor,
     codes_GFE: Tensor,
     *,
+    written_BTG: Tensor | None = None,
     state_BGFV: Tensor | None = None,
     segment_BT: Tensor | None = None,
     exclusive: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """See `gated_kernels.coded`."""
     q_BTHF = codebook(q_BTHD, q_turn_HDE, q_shift_HE, q_log_tau_H, codes_GFE)
     k_BTGF = codebook(k_BTGD, k_turn_GDE, k_shift_GE, k_log_tau_G, codes_GFE)
     return diagonal(
-        q_BTHF, k_BTGF, v_BTGV, log_a, state_BGFV=state_BGFV, segment_BT=segment_BT, exclusive=exclusive
-    )  # fmt: skip
+        q_BTHF,
+        k_BTGF,
+        v_BTGV,
+        log_a,
+        written_BTG=written_BTG,
+        state_BGFV=state_BGFV,
+        segment_BT=segment_BT,
+        exclusive=exclusive,
+    )

@@ -30,20 +30,22 @@ def forward(
     codes: Tensor,
     v: Tensor,
     log_a: Tensor | None,
+    written: Tensor | None,
     state: Tensor,
     segment: Tensor | None,
     exclusive: bool,
-) -> tuple[Tensor, Tensor]:
-    """The outputs and the last state."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The outputs, the mass (empty where no token is written for it) and the last state."""
     phi_q = codebook.forward(q, q_turn, q_shift, q_log_tau, codes)
     phi_k = codebook.forward(k, k_turn, k_shift, k_log_tau, codes)
-    return diagonal.forward(phi_q, phi_k, v, log_a, state, segment, exclusive)
+    return diagonal.forward(phi_q, phi_k, v, log_a, written, state, segment, exclusive)
 
 
 @forward.register_fake
-def _(q: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    v, log_a, state = given[8:11]
-    return diagonal.rows_like(v, (*q.shape[:3], v.shape[-1]), log_a), state.new_empty(state.shape)
+def _(q: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    v, _, written, state = given[8:12]
+    mass = v.new_empty(0 if written is None else q.shape[:3], dtype=torch.float32)
+    return v.new_empty(*q.shape[:3], v.shape[-1]), mass, state.new_empty(state.shape)
 
 
 @torch.library.custom_op("gated_kernels::coded_backward", mutates_args=())
@@ -59,16 +61,20 @@ def backward(
     codes: Tensor,
     v: Tensor,
     log_a: Tensor | None,
+    written: Tensor | None,
     state: Tensor,
     segment: Tensor | None,
     exclusive: bool,
     do: Tensor,
+    dmass: Tensor,
     dlast: Tensor,
 ) -> list[Tensor]:
-    """The gradients of all tensors up to the state, of log_a empty where there is none."""
+    """The gradients of all tensors up to log_a (empty where there is none), and of the state."""
     of_q, of_k = (q, q_turn, q_shift, q_log_tau, codes), (k, k_turn, k_shift, k_log_tau, codes)
     phi_q, phi_k = codebook.forward(*of_q), codebook.forward(*of_k)
-    dphi_q, dphi_k, *rest = diagonal.backward(phi_q, phi_k, v, log_a, state, segment, exclusive, do, dlast)
+    dphi_q, dphi_k, *rest = diagonal.backward(
+        phi_q, phi_k, v, log_a, written, state, segment, exclusive, do, dmass, dlast
+    )
     del phi_q, phi_k
     dq, *dq_map, dcodes = codebook.backward(*of_q, dphi_q)
     del dphi_q
@@ -78,22 +84,19 @@ def backward(
 
 @backward.register_fake
 def _(*given: Any) -> list[Tensor]:
-    v, log_a, state = given[9:12]
+    v, log_a, _, state = given[9:13]
     dlog_a = v.new_empty(0) if log_a is None else log_a.new_empty(log_a.shape)
-    return [
-        *(x.new_empty(x.shape) for x in given[:9]), diagonal.rows_like(v, v.shape, log_a), dlog_a,
-        state.new_empty(state.shape),
-    ]  # fmt: skip
+    return [*(x.new_empty(x.shape) for x in given[:10]), dlog_a, state.new_empty(state.shape)]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     *tensors, ctx.exclusive = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _differentiate(ctx: Any, do: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
-    *grads, dlog_a, dstate = backward(*ctx.saved_tensors, ctx.exclusive, do, dlast)
-    return *grads, None if ctx.saved_tensors[10] is None else dlog_a, dstate, None, None
+def _differentiate(ctx: Any, do: Tensor, dmass: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
+    *grads, dlog_a, dstate = backward(*ctx.saved_tensors, ctx.exclusive, do, dmass, dlast)
+    return *grads, None if ctx.saved_tensors[10] is None else dlog_a, None, dstate, None, None
 
 
 forward.register_autograd(_differentiate, setup_context=_keep)
@@ -112,10 +115,11 @@ def coded(
     k_log_tau_G: Tensor,
     codes_GFE: Tensor,
     *,
+    written_BTG: Tensor | None = None,
     state_BGFV: Tensor | None = None,
     segment_BT: Tensor | None = None,
     exclusive: bool = False,
-) -> tuple[Tensor, Tensor] | None:
+) -> tuple[Tensor, Tensor | None, Tensor] | None:
     """As `gated_kernels.coded`; None for what one of the two ops does not take, which says why when it is called."""
     if not (v_BTGV.is_cuda or INTERPRETED.value) or v_BTGV.dtype != torch.bfloat16:
         return None
@@ -125,10 +129,14 @@ def coded(
     B, _, G, _ = k_BTGD.shape
     F = codes_GFE.shape[1]
     phi_q, phi_k = (x.new_empty(1).expand(*x.shape[:3], F) for x in (q_BTHD, k_BTGD))  # of their sizes, nothing more
-    if len(codes_GFE) != G or diagonal.problem(phi_q, phi_k, v_BTGV, log_a, state_BGFV, segment_BT):
+    if len(codes_GFE) != G or diagonal.problem(phi_q, phi_k, v_BTGV, log_a, written_BTG, state_BGFV, segment_BT):
         return None
     if state_BGFV is None:
-        state_BGFV = v_BTGV.new_zeros(B, G, F, v_BTGV.shape[-1], dtype=torch.float32)
-    return forward(
-        q_BTHD, k_BTGD, *of_q, *of_k, codes_GFE, v_BTGV, log_a, state_BGFV.float(), segment_BT, exclusive
-    )  # fmt: skip
+        columns = v_BTGV.shape[-1] + (written_BTG is not None)
+        state_BGFV = v_BTGV.new_zeros(B, G, F, columns, dtype=torch.float32)
+    state = state_BGFV.float()
+
+    def run(v: Tensor, written: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        return forward(q_BTHD, k_BTGD, *of_q, *of_k, codes_GFE, v, log_a, written, state, segment_BT, exclusive)
+
+    return diagonal.with_mass(run, v_BTGV, log_a, written_BTG)

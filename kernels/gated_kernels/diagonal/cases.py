@@ -23,6 +23,7 @@ class Case(NamedTuple):
     scalar: bool = False
     state: bool = True
     segments: bool = False
+    mass: bool = False
     exclusive: bool = False
     dtype: torch.dtype = torch.float32
     v_dtype: torch.dtype | None = None  # of the values, when another
@@ -61,11 +62,19 @@ CASES = {
     "scalar, -200 and 0": Case(97, gate="mixed", scalar=True, segments=True),
     "scalar, strong, exclusive": Case(65, gate="strong", scalar=True, exclusive=True),
     "scalar, heads of 64 over a codebook, bf16": Case(
-        200, G=1, F=256, V=65, scalar=True, exclusive=True, dtype=torch.bfloat16
+        200, G=1, F=256, V=64, scalar=True, mass=True, exclusive=True, dtype=torch.bfloat16
     ),
     "scalar, heads of 128 over a codebook, bf16": Case(
-        200, G=1, R=4, F=256, V=129, scalar=True, exclusive=True, dtype=torch.bfloat16
+        200, G=1, R=4, F=256, V=128, scalar=True, mass=True, exclusive=True, dtype=torch.bfloat16
     ),
+    "mass, one token": Case(1, mass=True),
+    "mass, two tokens, no state": Case(2, state=False, scalar=True, mass=True),
+    "mass, a gate per feature": Case(97, gate="mixed", mass=True),
+    "mass, a gate per feature, bf16": Case(97, F=64, V=64, mass=True, dtype=torch.bfloat16),
+    "mass, segments, float64": Case(97, gate="mixed", scalar=True, segments=True, mass=True, dtype=torch.float64),
+    "mass, no decay, exclusive": Case(97, gate="none", mass=True, exclusive=True),
+    "mass, strong": Case(130, gate="strong", scalar=True, R=4, F=80, V=16, mass=True),
+    "mass, bf16 values": Case(97, scalar=True, F=64, V=64, mass=True, v_dtype=torch.bfloat16),
     "heads of 128, bf16": Case(200, G=1, R=4, F=128, V=128, dtype=torch.bfloat16),
 }
 
@@ -92,12 +101,17 @@ def inputs(case: Case) -> dict[str, Any]:
     else:
         log_a = float(case.gate) * (1 + 0.01 * gate)
     starts = torch.rand(B, case.T, generator=random) < 0.06
-    return {
+    made: dict[str, Any] = {
         "q_BTHF": normal(B, case.T, H, case.F),
         "k_BTGF": normal(B, case.T, case.G, case.F),
         "v_BTGV": normal(B, case.T, case.G, case.V).to(case.v_dtype or case.dtype),
         "log_a": log_a,
-        "state_BGFV": normal(B, case.G, case.F, case.V) if case.state else None,
+        "state_BGFV": normal(B, case.G, case.F, case.V + case.mass) if case.state else None,
         "segment_BT": 7 + starts.cumsum(1) if case.segments else None,
         "exclusive": case.exclusive,
     }
+    if case.mass:
+        written_BTG = torch.rand(B, case.T, case.G, generator=random) < 0.8
+        written_BTG[0, : case.T // 3] = False
+        made["written_BTG"] = written_BTG
+    return made

@@ -8,8 +8,9 @@ mild (nearly always at once); there, both decays of all pairs are taken from the
 
 The backward pass computes all of it again, so that only the inputs are kept.
 
-Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, N chunks, C chunk
-length. Chunked tensors are [B, G, N, C, ...], queries [B, G, N, C, R, F], a gate's last size is F or 1.
+Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, X = V and one for
+the mass, N chunks, C chunk length. Chunked tensors are [B, G, N, C, ...], queries [B, G, N, C, R, F], a gate's last
+size is F or 1.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ CHUNK = 32
 MILD = math.exp(-30)  # twice this exponent, in a pair that the mask removes, must stay finite
 
 # What `gated_kernels.use` puts before this op; it returns None for inputs that it leaves to it.
-fast: Callable[..., tuple[Tensor, Tensor] | None] | None = None
+fast: Callable[..., tuple[Tensor, Tensor | None, Tensor] | None] | None = None
 
 
 def diagonal(
@@ -36,16 +37,20 @@ def diagonal(
     v_BTGV: Tensor,
     log_a: Tensor | None,
     *,
+    written_BTG: Tensor | None = None,
     state_BGFV: Tensor | None = None,
     segment_BT: Tensor | None = None,
     exclusive: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """The recurrence S_t = diag(a_t) S_{t-1} + k_t^T v_t, read by o_t = q_t S_t; query head h uses kv head h // R.
 
+    With `written_BTG`, booleans, the states have one more column, z_t = diag(a_t) z_{t-1} + k_t for the tokens that are
+    true there, and its read q_t z_t is the mass: the sum of the weights by which o_t is made of their values.
     log_a <= 0 is [B, T, G, F], [B, T, G, 1] or None (no decay). With `exclusive`, o_t = q_t S_{t-1}. `segment_BT` are
     integers; the recurrence restarts where they change, and the given state belongs to the first of them.
-    Computes in fp32 (fp64 for fp64 values), under autocast too. Returns o_BTHV in v's dtype and the last state. Raises
-    ValueError when H is no multiple of G.
+    Computes in fp32 (fp64 for fp64 values), under autocast too. Returns o_BTHV in v's dtype, the mass [B, T, H] in
+    that which is computed in (None without `written_BTG`) and the last state. Raises ValueError when H is no multiple
+    of G.
     """
     B, T, H, F = q_BTHF.shape
     G, V = v_BTGV.shape[2:]
@@ -53,25 +58,45 @@ def diagonal(
         raise ValueError(f"{H} query heads are no multiple of {G} key-value heads")
     if fast is not None and T > 1:
         given = {"state_BGFV": state_BGFV, "segment_BT": segment_BT, "exclusive": exclusive}
-        found = fast(q_BTHF, k_BTGF, v_BTGV, log_a, **given)
+        found = fast(q_BTHF, k_BTGF, v_BTGV, log_a, written_BTG=written_BTG, **given)
         if found is not None:
             return found
     dtype = torch.promote_types(v_BTGV.dtype, torch.float32)
-    state = v_BTGV.new_zeros(B, G, F, V, dtype=dtype) if state_BGFV is None else state_BGFV.to(dtype)
     with torch.autocast(v_BTGV.device.type, enabled=False):
-        if T == 1:
-            return _step(q_BTHF, k_BTGF, v_BTGV, log_a, state, exclusive)
-        log_a = v_BTGV.new_zeros(()).expand(B, T, G, 1) if log_a is None else log_a
-        if not exclusive:
-            return _Chunked.apply(q_BTHF, k_BTGF, v_BTGV, log_a, state, segment_BT)
-        # What q_t reads before token t, it would read after token t - 1.
-        early_BTHF = nnf.pad(q_BTHF[:, 1:], (0, 0, 0, 0, 0, 1))
-        if segment_BT is not None:
-            same_BT = nnf.pad(segment_BT[:, 1:] == segment_BT[:, :-1], (0, 1))
-            early_BTHF = early_BTHF * same_BT[..., None, None]
-        o_BTHV, last = _Chunked.apply(early_BTHF, k_BTGF, v_BTGV, log_a, state, segment_BT)
-        first = (q_BTHF[:, 0].to(dtype).unflatten(1, (G, -1)) @ state).flatten(1, 2)
-        return torch.cat([first[:, None].to(o_BTHV.dtype), o_BTHV[:, :-1]], 1), last
+        v_BTGX = v_BTGV
+        if written_BTG is not None:
+            v_BTGX = torch.cat((v_BTGV.to(dtype), written_BTG[..., None].to(dtype)), -1)
+        X = v_BTGX.shape[-1]
+        state = v_BTGV.new_zeros(B, G, F, X, dtype=dtype) if state_BGFV is None else state_BGFV.to(dtype)
+        o_BTHX, last = _recurrence(q_BTHF, k_BTGF, v_BTGX, log_a, state, segment_BT, exclusive)
+    if written_BTG is None:
+        return o_BTHX, None, last
+    return o_BTHX[..., :V].to(v_BTGV.dtype), o_BTHX[..., V], last
+
+
+def _recurrence(
+    q_BTHF: Tensor,
+    k_BTGF: Tensor,
+    v_BTGV: Tensor,
+    log_a: Tensor | None,
+    state: Tensor,
+    segment_BT: Tensor | None,
+    exclusive: bool,
+) -> tuple[Tensor, Tensor]:
+    B, T, G = v_BTGV.shape[:3]
+    if T == 1:
+        return _step(q_BTHF, k_BTGF, v_BTGV, log_a, state, exclusive)
+    log_a = v_BTGV.new_zeros(()).expand(B, T, G, 1) if log_a is None else log_a
+    if not exclusive:
+        return _Chunked.apply(q_BTHF, k_BTGF, v_BTGV, log_a, state, segment_BT)
+    # What q_t reads before token t, it would read after token t - 1.
+    early_BTHF = nnf.pad(q_BTHF[:, 1:], (0, 0, 0, 0, 0, 1))
+    if segment_BT is not None:
+        same_BT = nnf.pad(segment_BT[:, 1:] == segment_BT[:, :-1], (0, 1))
+        early_BTHF = early_BTHF * same_BT[..., None, None]
+    o_BTHV, last = _Chunked.apply(early_BTHF, k_BTGF, v_BTGV, log_a, state, segment_BT)
+    first = (q_BTHF[:, 0].to(state.dtype).unflatten(1, (G, -1)) @ state).flatten(1, 2)
+    return torch.cat([first[:, None].to(o_BTHV.dtype), o_BTHV[:, :-1]], 1), last
 
 
 def _step(

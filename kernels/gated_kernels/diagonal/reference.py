@@ -1,6 +1,6 @@
 """The diagonal recurrence as it is defined: every query head on its own, one token after another.
 
-Shapes: B batch, T tokens, H query heads, G key-value heads, F feature size, V value size.
+Shapes: B batch, T tokens, H query heads, G key-value heads, F feature size, V value size, X = V and one with a mass.
 """
 
 from __future__ import annotations
@@ -15,17 +15,21 @@ def diagonal(
     v_BTGV: Tensor,
     log_a: Tensor | None,
     *,
+    written_BTG: Tensor | None = None,
     state_BGFV: Tensor | None = None,
     segment_BT: Tensor | None = None,
     exclusive: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """See `gated_kernels.diagonal`; computed in the dtype of the values, but at least in fp32."""
     B, T, H, F = q_BTHF.shape
-    G, V = v_BTGV.shape[2:]
+    G = v_BTGV.shape[2]
     dtype = torch.promote_types(v_BTGV.dtype, torch.float32)
     log_a = k_BTGF.new_zeros(B, T, G, 1) if log_a is None else log_a
-    q, k, v, log_a = (x.to(dtype).repeat_interleave(H // x.shape[2], 2) for x in (q_BTHF, k_BTGF, v_BTGV, log_a))
-    state_BGFV = v.new_zeros(B, G, F, V) if state_BGFV is None else state_BGFV.to(dtype)
+    v_BTGX = v_BTGV.to(dtype)
+    if written_BTG is not None:
+        v_BTGX = torch.cat((v_BTGX, written_BTG[..., None]), -1)
+    q, k, v, log_a = (x.to(dtype).repeat_interleave(H // x.shape[2], 2) for x in (q_BTHF, k_BTGF, v_BTGX, log_a))
+    state_BGFV = v.new_zeros(B, G, F, v.shape[-1]) if state_BGFV is None else state_BGFV.to(dtype)
     state = state_BGFV.repeat_interleave(H // G, 1)
     outputs = []
     for t in range(T):
@@ -34,4 +38,5 @@ def diagonal(
         before = state
         state = state * log_a[:, t, :, :, None].exp() + torch.einsum("bhf,bhv->bhfv", k[:, t], v[:, t])
         outputs.append(torch.einsum("bhf,bhfv->bhv", q[:, t], before if exclusive else state))
-    return torch.stack(outputs, 1).to(v_BTGV.dtype), state[:, :: H // G]
+    o, mass = torch.stack(outputs, 1).split((v_BTGV.shape[-1], v.shape[-1] - v_BTGV.shape[-1]), -1)
+    return o.to(v_BTGV.dtype), None if written_BTG is None else mass[..., 0], state[:, :: H // G]

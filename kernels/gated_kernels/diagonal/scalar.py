@@ -7,21 +7,20 @@ the start of a segment. A chunk's scores are one matrix product of queries and k
 decays; what comes and goes by the states is scaled by rows. The gradient of a gate is the sum of dscore * score over
 the pairs it lies between, by a product with zeros and ones, so that nothing cancels.
 
-Values and their like are padded to rows of whole 16 bytes, which loads and stores of whole vectors need. One column
-more than whole tiles (the last of 65, a column of ones) is a vector beside them: Triton 3.6 reads a tile of 16 or 32
-columns beyond its shared memory on Hopper, where it is the second operand of a product. The states and, where a block
-holds all features, keys and values are loaded once for the R query heads of a key-value head.
+The mass is one more column of the states, z, written with ones and kept in vectors beside the tiles: in rows of one
+number more hardly anything could be loaded in whole vectors. It is fp32 throughout. Only the states before and after
+all tokens, which callers keep, have it as their last column. The states and, where a block holds all features, keys
+and values are loaded once for the R query heads of a key-value head.
 
 In a loop with several stages no tile is both an operand of a product and used in registers: Triton (3.6 and 3.9) then
 keeps one buffer of it where the others have two, and loads the next tile over what a product under way still reads.
-Hence loops of their own for the column beside the tiles.
+Hence a loop of its own for the mass where features come in several blocks.
 
 When a pass over the states has too few programs to fill a GPU, the sequence is cut into parts: all run from a state of
 zeros, each hands its last state on to the next, and all run again.
 
-Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, W = V padded, N
-chunks, C chunk length. Kernels see BF of the features and BV of the values at a time, in NV blocks, and with TAIL one
-column beside the last.
+Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, S = V and one
+with a mass, N chunks, C chunk length. Kernels see BF of the features and BV of the values at a time, in NV blocks.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from torch import Tensor
 
 from gated_kernels.diagonal.scalar_chunks import dgates_kernel, dqk_kernel, dv_kernel, outputs_kernel
 from gated_kernels.diagonal.scalar_passes import carry_kernel, dstates_kernel, states_kernel, sums_kernel
-from gated_kernels.diagonal.tiles import PRODUCTS, load, store
+from gated_kernels.diagonal.tiles import PRODUCTS
 
 BF16, FP32 = torch.bfloat16, torch.float32
 # By the dtype of the products: the tokens of a chunk; and for each kernel BF and BV at most, num_warps and num_stages.
-# In bf16 no kernel spills at the usual sizes, F of 64 to 1024 and V of 64, 65, 128, 129 and 257.
+# In bf16 no kernel spills at the usual sizes, F of 64 to 1024 and V of 64, 128 and 256.
 CHUNK = {BF16: 64, FP32: 32}
 BLOCKS = {
     "states": {BF16: (64, 128, 4, 3), FP32: (64, 32, 4, 2)},
@@ -49,22 +48,12 @@ BLOCKS = {
     "dv": {BF16: (128, 128, 4, 1), FP32: (32, 32, 8, 1)},
     "dqk": {BF16: (64, 128, 4, 2), FP32: (16, 32, 4, 1)},
 }
-NARROWEST = {BF16: 64, FP32: 16}  # tile, see above
+NARROWEST = {BF16: 64, FP32: 16}  # tile: on Hopper Triton 3.6 reads one of 16 or 32 columns beyond its shared memory
 # BF in bf16 where they loop over features, by BV.
 LOOPED = {"outputs": {64: 64, 128: 64}, "dv": {64: 64, 128: 128}}
 LOOPED_BV = 64  # of dqk where it loops over values
 PROGRAMS = 528  # that fill a GPU in a pass over the states: four on each of the 132 processors of an H200
 STEPS = 8  # of the loop over chunks (and heads, backward) that a part has at least
-
-
-@triton.jit
-def pad_kernel(x, padded, rows, V: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Zeros after each row's V numbers, W in all."""
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    i = tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
-    numbers = load(x + first * V, i, rows - first, V, column, V)
-    store(padded + first * W, numbers, i, rows - first, W, column, W)
 
 
 KERNELS = {
@@ -77,67 +66,61 @@ KERNELS = {
 
 
 @functools.cache
-def constants(kernel: str, G: int, R: int, F: int, V: int, exclusive: bool, dtype: torch.dtype) -> dict[str, Any]:
+def constants(
+    kernel: str, G: int, R: int, F: int, V: int, mass: bool, exclusive: bool, dtype: torch.dtype
+) -> dict[str, Any]:
     """What a kernel is compiled for and with; fixed by the sizes and the dtype, never searched for."""
     computed_in, precision = PRODUCTS[dtype]
     BF, BV, warps, stages = BLOCKS[kernel][computed_in]
     BF = min(BF, max(NARROWEST[computed_in], triton.next_power_of_2(F)))
-    BV = min(BV, max(NARROWEST[computed_in], triton.next_power_of_2(V + 1) // 2))
+    BV = min(BV, max(NARROWEST[computed_in], triton.next_power_of_2(V)))
     if kernel in LOOPED and F > BF:
         BF, stages = LOOPED[kernel][BV] if computed_in == BF16 else BF, 2
-    elif kernel == "dqk" and V > BV + 1:
+    elif kernel == "dqk" and V > BV:
         BV, stages = min(BV, LOOPED_BV), 1  # gradients of states are an operand and in registers
     elif kernel in ("outputs", "dqk") and BV > 64:
         stages = 1  # more would not fit into the 99 KB of an Ampere's shared memory
-    tail = V > BV and V % BV == 1
     found = {
         "G": G,
         "R": R,
         "F": F,
         "V": V,
-        "W": row_size(V),
+        "S": V + mass,
         "EXCLUSIVE": int(exclusive),
         "C": CHUNK[computed_in],
         "D": {BF16: tl.bfloat16, FP32: tl.float32}[computed_in],
         "BF": BF,
         "BV": BV,
-        "NV": V // BV if tail else triton.cdiv(V, BV),
-        "TAIL": tail,
+        "NV": triton.cdiv(V, BV),
         "HEADS": R if F <= BF else 1,
         "PRECISION": precision,
     }
     return {x: found[x] for x in KERNELS[kernel].arg_names if x in found} | {"num_warps": warps, "num_stages": stages}
 
 
-def row_size(V: int) -> int:
-    """W: 8 numbers are at least 16 bytes."""
-    return triton.cdiv(V, 8) * 8
-
-
-def _padded(x: Tensor) -> Tensor:
-    """[..., V] -> [..., W]"""
-    V, W = x.shape[-1], row_size(x.shape[-1])
-    if V == W:
-        return x
-    y = x.new_empty(*x.shape[:-1], W)
-    rows, columns = x.numel() // V, triton.next_power_of_2(W)
-    at_once = max(1, 4096 // columns)
-    pad_kernel[(triton.cdiv(rows, at_once),)](x, y, rows, V=V, W=W, ROWS=at_once, COLUMNS=columns)
-    return y
-
-
 class _Call:
     """The sizes of a call, its sums of gates and the passes over its states."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None, segment: Tensor | None, exclusive: bool):
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_a: Tensor | None,
+        written: Tensor | None,
+        segment: Tensor | None,
+        exclusive: bool,
+    ):
         (self.B, self.T, H, F), (G, V) = q.shape, v.shape[2:]
         dtype = functools.reduce(torch.promote_types, (q.dtype, k.dtype, v.dtype))
-        self.constants = {name: constants(name, G, H // G, F, V, exclusive, dtype) for name in KERNELS}
-        self.blocks = {name: (triton.cdiv(F, c["BF"]), c["NV"]) for name, c in self.constants.items()}
+        sizes = G, H // G, F, V, written is not None, exclusive, dtype
+        self.constants = {name: constants(name, *sizes) for name in KERNELS}
+        self.blocks = {name: (triton.cdiv(F, c["BF"]), triton.cdiv(V, c["BV"])) for name, c in self.constants.items()}
         self.C = CHUNK[PRODUCTS[dtype][0]]
         self.G, self.N, self.heads = G, triton.cdiv(self.T, self.C), self.B * G
         self.chunks = self.heads * self.N
-        self.states_BGNFW = q.new_empty(self.B, G, self.N, F, row_size(V), dtype=PRODUCTS[dtype][0])
+        self.states = q.new_empty(self.chunks, F, V, dtype=PRODUCTS[dtype][0])
+        self.z = None if written is None else q.new_empty(self.chunks, F, dtype=torch.float32)
         self.read = self.write = None
         if log_a is not None or segment is not None:
             self.write = q.new_empty(self.chunks, 2, self.C, dtype=torch.float32)
@@ -146,8 +129,8 @@ class _Call:
                 log_a, segment, self.read, self.write, self.T, G=G, EXCLUSIVE=exclusive, C=self.C, num_warps=1
             )  # fmt: skip
 
-    def scan(self, name: str, start: Tensor, states: Tensor, *inputs: Tensor | None) -> Tensor:
-        """A pass over the states from `start` on; fills `states` and returns the one at the end."""
+    def scan(self, name: str, start: Tensor, states: Tensor, z: Tensor | None, *inputs: Tensor | None) -> Tensor:
+        """A pass over the states from `start` on; fills `states` and `z` and returns the one at the end."""
         end = torch.empty_like(start)
         steps = self.N * self.constants[name].get("R", 1)
         programs = self.heads * self.blocks[name][0] * self.blocks[name][1]
@@ -159,31 +142,40 @@ class _Call:
             KERNELS[name][(programs * parts,)](*inputs, *states, self.T, part, **self.constants[name])
 
         if parts == 1:
-            run(start, states, end)
+            run(start, states, z, end)
             return end
         size = start[0, 0].numel()
         ends = start.new_empty(self.heads * parts, size)
-        run(None, None, ends)
+        run(None, None, None, ends)
         carry_kernel[self.heads, triton.cdiv(size, 1024)](
             self.write, start, ends, end, self.N, part, SIZE=size, C=self.C,
             CHUNKS=triton.next_power_of_2(part), BLOCK=1024, REVERSED=name == "dstates",
         )  # fmt: skip
-        run(ends, states, None)
+        run(ends, states, z, None)
         return end
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None, state: Tensor, segment: Tensor | None, exclusive: bool
-) -> tuple[Tensor, Tensor]:
-    """The outputs, in rows of W numbers, and the last state."""
-    call, V, v = _Call(q, k, v, log_a, segment, exclusive), v.shape[-1], _padded(v)
-    states = call.states_BGNFW
-    last = call.scan("states", state, states, k, v, call.write)
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_a: Tensor | None,
+    written: Tensor | None,
+    state: Tensor,
+    segment: Tensor | None,
+    exclusive: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The outputs, the mass (empty without `written`) and the last state."""
+    call = _Call(q, k, v, log_a, written, segment, exclusive)
+    last = call.scan("states", state, call.states, call.z, k, v, written, call.write)
     o = v.new_empty(*q.shape[:3], v.shape[-1])
+    mass = q.new_empty(0 if written is None else q.shape[:3], dtype=torch.float32)
     compiled_for = call.constants["outputs"]
     grid = call.chunks * (compiled_for["R"] // compiled_for["HEADS"]), call.blocks["outputs"][1]
-    outputs_kernel[grid](q, k, v, call.read, call.write, states, o, call.T, **compiled_for)
-    return o[..., :V], last
+    outputs_kernel[grid](
+        q, k, v, written, call.read, call.write, call.states, call.z, o, mass, call.T, **compiled_for
+    )  # fmt: skip
+    return o, mass, last
 
 
 def backward(
@@ -191,17 +183,19 @@ def backward(
     k: Tensor,
     v: Tensor,
     log_a: Tensor | None,
+    written: Tensor | None,
     state: Tensor,
     segment: Tensor | None,
     exclusive: bool,
     do: Tensor,
+    dmass: Tensor | None,
     dlast: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """The gradients of q, k, v (in rows of W numbers), log_a and the state."""
-    call, V, v, do = _Call(q, k, v, log_a, segment, exclusive), v.shape[-1], _padded(v), _padded(do)
-    states, dstates = call.states_BGNFW, torch.empty_like(call.states_BGNFW)
-    call.scan("states", state, states, k, v, call.write)
-    dstate = call.scan("dstates", dlast, dstates, q, do, call.read, call.write)
+    """The gradients of q, k, v, log_a and the state."""
+    call = _Call(q, k, v, log_a, written, segment, exclusive)
+    dstates, dz = torch.empty_like(call.states), None if call.z is None else torch.empty_like(call.z)
+    call.scan("states", state, call.states, call.z, k, v, written, call.write)
+    dstate = call.scan("dstates", dlast, dstates, dz, q, do, dmass, call.read, call.write)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     of_F, of_V = call.blocks["dqk"][0], call.blocks["dv"][1]
     dread = dwrite = dtotal = dpairs = dlog_a = None
@@ -209,10 +203,11 @@ def backward(
         dread, dwrite = q.new_empty(2, of_F, call.chunks, call.C, dtype=torch.float32)
         dtotal = q.new_empty(of_F, call.chunks, dtype=torch.float32)
         dpairs = q.new_empty(of_V, call.chunks, call.C, dtype=torch.float32)
-    shared = q, k, v, call.read, call.write, do
+    shared = q, k, v, written, call.read, call.write, do, dmass
     dv_kernel[call.chunks, of_V](*shared, dstates, dv, dpairs, call.B, call.T, **call.constants["dv"])
     dqk_kernel[(call.chunks * of_F,)](
-        *shared, states, dstates, dq, dk, dread, dwrite, dtotal, call.B, call.T, **call.constants["dqk"]
+        *shared, call.states, call.z, dstates, dz, dq, dk, dread, dwrite, dtotal, call.B, call.T,
+        **call.constants["dqk"],
     )  # fmt: skip
     if log_a is not None:
         dlog_a = torch.empty_like(log_a)
@@ -220,4 +215,4 @@ def backward(
             dread, dwrite, dtotal, dpairs, dlog_a, call.B, call.T, G=call.G, EXCLUSIVE=int(exclusive), C=call.C,
             OF_F=of_F, OF_V=of_V, num_warps=1,
         )  # fmt: skip
-    return dq, dk, dv[..., :V], dlog_a, dstate
+    return dq, dk, dv, dlog_a, dstate

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from gated_kernels.diagonal.scalar_passes import decay_from_start, decay_of_chunk, decay_to_end
-from gated_kernels.diagonal.tiles import load, load_column, product, store, store_column
+from gated_kernels.diagonal.tiles import load, load_vector, product, store, store_vector
 from gated_kernels.interpreter import rounded
 
 
@@ -35,10 +35,9 @@ def _decays(
 
 @triton.jit
 def outputs_kernel(
-    q, k, v, read, write, states, o, T,
-    G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, W: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr,
-    D: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, TAIL: tl.constexpr, HEADS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, k, v, written, read, write, states, z, o, mass, T,
+    G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr,
+    D: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, HEADS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A chunk's outputs of HEADS query heads a program: all of a key-value head when one block holds the features."""
     N = tl.cdiv(T, C)
@@ -46,76 +45,70 @@ def outputs_kernel(
     chunk, h0 = program // (R // HEADS), program % (R // HEADS) * HEADS
     n, b, g = chunk % N, chunk // N // G, chunk // N % G
     x = tl.program_id(1) * BV + tl.arange(0, BV)
-    if TAIL:
-        y: tl.constexpr = NV * BV
-        mine = tl.program_id(1) == NV - 1  # the program of the last whole block has it
-        features = tl.where(mine, F, 0)
     i = tl.arange(0, C)
     rows = (T - n * C).to(tl.int32)
     row = b * T + n * C
     at = chunk * 2 * C
     decays = _decays(read, write, at, EXCLUSIVE, False, C, D)
     f = tl.arange(0, BF)
-    values = load(v + (row * G + g) * W, i, rows, G * W, x, W)
-    if TAIL:
-        values_y = load_column(v + (row * G + g) * W + y, i, tl.where(mine, rows, 0), G * W)
+    values = load(v + (row * G + g) * V, i, rows, G * V, x, V)
+    if written is not None:
+        mine = tl.program_id(1) == 0  # one of those that share their queries has the mass
+        features = tl.where(mine, F, 0)
+        ones = load_vector(written + row * G + g, i, tl.where(mine, rows, 0), G)
     if F <= BF:
         keys = load(k + (row * G + g) * F, i, rows, G * F, f, F)
-        before = load(states + chunk * F * W, f, F, W, x, W)
-        if TAIL:
-            before_y = load_column(states + chunk * F * W + y, f, features, W)
+        before = load(states + chunk * F * V, f, F, V, x, V)
+        if written is not None:
+            z_before = load_vector(z + chunk * F, f, features, 1)
     for r in tl.range(HEADS, disable_licm=True):
         h = g * R + h0 + r
         scores = tl.zeros((C, C), tl.float32)
         outputs = tl.zeros((C, BV), tl.float32)
-        if TAIL:
-            outputs_y = tl.zeros((C,), tl.float32)
+        if written is not None:
+            masses = tl.zeros((C,), tl.float32)
         if F <= BF:
             queries = load(q + (row * G * R + h) * F, i, rows, G * R * F, f, F)
             scores = product(queries, tl.trans(keys.to(D)), scores, D, PRECISION)
             outputs = product(queries, before, outputs, D, PRECISION)
-            if TAIL:
-                outputs_y += tl.sum(queries.to(tl.float32) * before_y[None, :], 1)
+            if written is not None:
+                masses += tl.sum(queries.to(tl.float32) * z_before[None, :], 1)
         else:
             for f0 in range(0, F, BF):
                 queries = load(q + (row * G * R + h) * F, i, rows, G * R * F, f0 + f, F)
                 keys = load(k + (row * G + g) * F, i, rows, G * F, f0 + f, F)
-                before = load(states + chunk * F * W, f0 + f, F, W, x, W)
+                before = load(states + chunk * F * V, f0 + f, F, V, x, V)
                 scores = product(queries, tl.trans(keys.to(D)), scores, D, PRECISION)
                 outputs = product(queries, before, outputs, D, PRECISION)
-            if TAIL:
+            if written is not None:
                 for f0 in range(0, F, BF):  # not in the loop above, see scalar.py
                     queries = load(q + (row * G * R + h) * F, i, rows, G * R * F, f0 + f, F)
-                    before_y = load_column(states + chunk * F * W + y, f0 + f, features, W)
-                    outputs_y += tl.sum(queries.to(tl.float32) * before_y[None, :], 1)
+                    z_before = load_vector(z + chunk * F, f0 + f, features, 1)
+                    masses += tl.sum(queries.to(tl.float32) * z_before[None, :], 1)
         if write is not None:
             start = decay_from_start(read, at, i)
             outputs *= start[:, None]
-            if TAIL:
-                outputs_y *= start
+            if written is not None:
+                masses *= start
         scores *= decays
         outputs = product(scores, values, outputs, D, PRECISION)
-        store(o + (row * G * R + h) * W, outputs, i, rows, G * R * W, x, W)
-        if TAIL:
-            outputs_y += tl.sum(scores * values_y[None, :], 1)
-            store_column(o + (row * G * R + h) * W + y, outputs_y, i, tl.where(mine, rows, 0), G * R * W)
+        store(o + (row * G * R + h) * V, outputs, i, rows, G * R * V, x, V)
+        if written is not None:
+            masses += tl.sum(scores * ones[None, :], 1)
+            store_vector(mass + row * G * R + h, masses, i, tl.where(mine, rows, 0), G * R)
 
 
 @triton.jit
 def dv_kernel(
-    q, k, v, read, write, do, dstates, dv, dpairs, B, T,
-    G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, W: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr,
-    D: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, TAIL: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, written, read, write, do, dmass, dstates, dv, dpairs, B, T,
+    G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr,
+    D: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient of BV of a chunk's values a program, and these values' part of the gates' by pairs in the chunk."""
     N = tl.cdiv(T, C)
     chunk = tl.program_id(0).to(tl.int64)
     n, b, g = chunk % N, chunk // N // G, chunk // N % G
     x = tl.program_id(1) * BV + tl.arange(0, BV)
-    if TAIL:
-        y: tl.constexpr = NV * BV
-        mine = tl.program_id(1) == NV - 1  # the program of the last whole block has it
-        features = tl.where(mine, F, 0)
     f = tl.arange(0, BF)
     i = tl.arange(0, C)
     rows = (T - n * C).to(tl.int32)
@@ -124,29 +117,18 @@ def dv_kernel(
     if F <= BF:
         keys = load(k + (row * G + g) * F, i, rows, G * F, f, F)
     dvalues = tl.zeros((C, BV), tl.float32)
-    if TAIL:
-        dvalues_y = tl.zeros((C,), tl.float32)
     for f0 in range(0, F, BF):
         if F > BF:
             keys = load(k + (row * G + g) * F, i, rows, G * F, f0 + f, F)
-        dafter = load(dstates + chunk * F * W, f0 + f, F, W, x, W)
+        dafter = load(dstates + chunk * F * V, f0 + f, F, V, x, V)
         dvalues = product(keys, dafter, dvalues, D, PRECISION)
-    if TAIL:
-        for f0 in range(0, F, BF):
-            if F > BF:
-                keys = load(k + (row * G + g) * F, i, rows, G * F, f0 + f, F)
-            dafter_y = load_column(dstates + chunk * F * W + y, f0 + f, features, W)
-            dvalues_y += tl.sum(keys.to(tl.float32) * dafter_y[None, :], 1)
     if write is not None:
-        to_end = decay_to_end(write, at, i, C)
-        dvalues *= to_end[:, None]
-        if TAIL:
-            dvalues_y *= to_end
+        dvalues *= decay_to_end(write, at, i, C)[:, None]
     decays = _decays(read, write, at, EXCLUSIVE, True, C, D)
     if dpairs is not None:
-        values = load(v + (row * G + g) * W, i, rows, G * W, x, W)
-        if TAIL:
-            values_y = load_column(v + (row * G + g) * W + y, i, tl.where(mine, rows, 0), G * W)
+        values = load(v + (row * G + g) * V, i, rows, G * V, x, V)
+        if written is not None:  # of the blocks of values, the first has the mass
+            ones = load_vector(written + row * G + g, i, tl.where(tl.program_id(1) == 0, rows, 0), G)
         pairs = tl.zeros((C, C), tl.float32)  # [s, t], score times gradient
     for r in tl.range(R, disable_licm=True):
         h = g * R + r
@@ -157,19 +139,15 @@ def dv_kernel(
                 keys = load(k + (row * G + g) * F, i, rows, G * F, f0 + f, F)
             scores = product(keys, tl.trans(queries.to(D)), scores, D, PRECISION)
         scores *= decays
-        douts = load(do + (row * G * R + h) * W, i, rows, G * R * W, x, W).to(D)
+        douts = load(do + (row * G * R + h) * V, i, rows, G * R * V, x, V).to(D)
         dvalues = product(scores, douts, dvalues, D, PRECISION)
-        if TAIL:
-            douts_y = load_column(do + (row * G * R + h) * W + y, i, tl.where(mine, rows, 0), G * R * W)
-            dvalues_y += tl.sum(scores * douts_y[None, :], 1)
         if dpairs is not None:
             dscores = product(values, tl.trans(douts), tl.zeros((C, C), tl.float32), D, PRECISION)
-            if TAIL:
-                dscores += values_y[:, None] * douts_y[None, :]
+            if written is not None:
+                dmasses = load_vector(dmass + row * G * R + h, i, rows, G * R)
+                dscores += ones[:, None] * dmasses[None, :]
             pairs += scores * dscores
-    store(dv + (row * G + g) * W, dvalues, i, rows, G * W, x, W)
-    if TAIL:
-        store_column(dv + (row * G + g) * W + y, dvalues_y, i, tl.where(mine, rows, 0), G * W)
+    store(dv + (row * G + g) * V, dvalues, i, rows, G * V, x, V)
     if dpairs is not None:
         u = i[:, None]
         column = i[None, :]
@@ -197,9 +175,9 @@ def _dscores(douts, values, dscores, dscores_t, D: tl.constexpr, PRECISION: tl.c
 
 @triton.jit
 def dqk_kernel(
-    q, k, v, read, write, do, states, dstates, dq, dk, dread, dwrite, dtotal, B, T,
-    G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, W: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr,
-    D: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, TAIL: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, written, read, write, do, dmass, states, z, dstates, dz, dq, dk, dread, dwrite, dtotal, B, T,
+    G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr,
+    D: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradients of BF features of a chunk's queries and keys a program, and these features' part of those of the
     decays from the state before, to the one after and of the chunk.
@@ -219,24 +197,23 @@ def dqk_kernel(
     through = tl.zeros((BF,), tl.float32)  # of the states that pass the chunk
     if NV == 1:
         x = tl.arange(0, BV)
-        values = load(v + (row * G + g) * W, i, rows, G * W, x, W)
-        before = load(states + chunk * F * W, f, F, W, x, W)
-        dafter = load(dstates + chunk * F * W, f, F, W, x, W)
+        values = load(v + (row * G + g) * V, i, rows, G * V, x, V)
+        before = load(states + chunk * F * V, f, F, V, x, V)
+        dafter = load(dstates + chunk * F * V, f, F, V, x, V)
         dkeys, through = _meet_states(values, before, dafter, dkeys, through, D, PRECISION)
     else:
         for v0 in range(0, NV * BV, BV):
             x = v0 + tl.arange(0, BV)
-            values = load(v + (row * G + g) * W, i, rows, G * W, x, W)
-            before = load(states + chunk * F * W, f, F, W, x, W)
-            dafter = load(dstates + chunk * F * W, f, F, W, x, W)
+            values = load(v + (row * G + g) * V, i, rows, G * V, x, V)
+            before = load(states + chunk * F * V, f, F, V, x, V)
+            dafter = load(dstates + chunk * F * V, f, F, V, x, V)
             dkeys, through = _meet_states(values, before, dafter, dkeys, through, D, PRECISION)
-    if TAIL:
-        y: tl.constexpr = NV * BV
-        values_y = load_column(v + (row * G + g) * W + y, i, rows, G * W)
-        before_y = load_column(states + chunk * F * W + y, f, F, W)
-        dafter_y = load_column(dstates + chunk * F * W + y, f, F, W)
-        dkeys += values_y[:, None] * dafter_y[None, :]
-        through += before_y * dafter_y
+    if written is not None:
+        ones = load_vector(written + row * G + g, i, rows, G)
+        z_before = load_vector(z + chunk * F, f, F, 1)
+        dz_after = load_vector(dz + chunk * F, f, F, 1)
+        dkeys += ones[:, None] * dz_after[None, :]
+        through += z_before * dz_after
     if write is not None:
         dkeys *= decay_to_end(write, at, i, C)[:, None]
         start = decay_from_start(read, at, i)
@@ -254,26 +231,26 @@ def dqk_kernel(
         dscores = tl.zeros((C, C), tl.float32)
         dscores_t = tl.zeros((C, C), tl.float32)
         if NV == 1:
-            douts = load(do + (row * G * R + h) * W, i, rows, G * R * W, x, W)
+            douts = load(do + (row * G * R + h) * V, i, rows, G * R * V, x, V)
             dscores, dscores_t = _dscores(douts, values, dscores, dscores_t, D, PRECISION)
         else:
             for v0 in range(0, NV * BV, BV):
                 x = v0 + tl.arange(0, BV)
-                douts = load(do + (row * G * R + h) * W, i, rows, G * R * W, x, W)
-                values = load(v + (row * G + g) * W, i, rows, G * W, x, W)
+                douts = load(do + (row * G * R + h) * V, i, rows, G * R * V, x, V)
+                values = load(v + (row * G + g) * V, i, rows, G * V, x, V)
                 dscores, dscores_t = _dscores(douts, values, dscores, dscores_t, D, PRECISION)
-                before = load(states + chunk * F * W, f, F, W, x, W)
+                before = load(states + chunk * F * V, f, F, V, x, V)
                 dqueries = product(douts, tl.trans(before), dqueries, D, PRECISION)
-        if TAIL:
-            douts_y = load_column(do + (row * G * R + h) * W + y, i, rows, G * R * W)
-            dscores += douts_y[:, None] * values_y[None, :]
-            dscores_t += values_y[:, None] * douts_y[None, :]
+        if written is not None:
+            dmasses = load_vector(dmass + row * G * R + h, i, rows, G * R)
+            dscores += dmasses[:, None] * ones[None, :]
+            dscores_t += ones[:, None] * dmasses[None, :]
         dscores = rounded(dscores * decays, D)  # before the others begin, as registers are few
         dkeys = product(dscores_t * decays_t, queries, dkeys, D, PRECISION)
         if NV == 1:
             dqueries = product(douts, tl.trans(before), dqueries, D, PRECISION)
-        if TAIL:
-            dqueries += douts_y[:, None] * before_y[None, :]
+        if written is not None:
+            dqueries += dmasses[:, None] * z_before[None, :]
         if write is not None:
             dqueries *= start[:, None]
         if dread is not None:

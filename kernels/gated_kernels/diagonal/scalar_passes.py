@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gated_kernels.diagonal.tiles import load, load_column, product, store, store_column
+from gated_kernels.diagonal.tiles import load, load_vector, product, store, store_vector
 
 
 @triton.jit
@@ -63,9 +63,9 @@ def decay_of_chunk(write, at, C: tl.constexpr):
 
 @triton.jit
 def states_kernel(
-    k, v, write, state, states, last, T, PART,
-    G: tl.constexpr, F: tl.constexpr, V: tl.constexpr, W: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
-    BF: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, TAIL: tl.constexpr, PRECISION: tl.constexpr,
+    k, v, written, write, state, states, z, last, T, PART,
+    G: tl.constexpr, F: tl.constexpr, V: tl.constexpr, S: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
+    BF: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state before every chunk of a part of PART chunks, and the last one; a program per tile of a head's state."""
     N = tl.cdiv(T, C)
@@ -80,26 +80,24 @@ def states_kernel(
     i = tl.arange(0, C)
     now = tl.zeros((BF, BV), tl.float32)
     if state is not None:
-        now = load(state + program * F * V, f, F, V, x, V)
-    if TAIL:
-        y: tl.constexpr = NV * BV
-        mine = block % NV == NV - 1  # the program of the last whole block has it
+        now = load(state + program * F * S, f, F, S, x, V)
+    if written is not None:
+        mine = block % NV == 0  # one of those that share their features has the mass
         features = tl.where(mine, F, 0)
-        now_y = tl.zeros((BF,), tl.float32)
+        z_now = tl.zeros((BF,), tl.float32)
         if state is not None:
-            now_y = load_column(state + program * F * V + y, f, features, V)
+            z_now = load_vector(state + program * F * S + V, f, features, S)
     first = (part * PART).to(tl.int32)
     for n in range(first, tl.minimum(N, first + PART)):
-        to = states
         if states is not None:
-            to = states + (head * N + n) * F * W
-            store(to, now, f, F, W, x, W)
-            if TAIL:
-                store_column(to + y, now_y, f, features, W)
+            to = (head * N + n) * F
+            store(states + to * V, now, f, F, V, x, V)
+            if written is not None:
+                store_vector(z + to, z_now, f, features, 1)
         rows = T - n * C
         row = b * T + n * C
         keys = load(k + (row * G + g) * F, i, rows, G * F, f, F).to(D)
-        values = load(v + (row * G + g) * W, i, rows, G * W, x, W)
+        values = load(v + (row * G + g) * V, i, rows, G * V, x, V)
         if write is not None:
             at = (head * N + n) * 2 * C
             to_end = decay_to_end(write, at, i, C)
@@ -107,23 +105,23 @@ def states_kernel(
             values = values * to_end[:, None]
             now *= total
         now = product(tl.trans(keys), values, now, D, PRECISION)
-        if TAIL:
-            values_y = load_column(v + (row * G + g) * W + y, i, tl.where(mine, rows, 0), G * W)
+        if written is not None:
+            ones = load_vector(written + row * G + g, i, tl.where(mine, rows, 0), G)
             if write is not None:
-                values_y *= to_end
-                now_y *= total
-            now_y += tl.sum(keys.to(tl.float32) * values_y[:, None], 0)
+                ones *= to_end
+                z_now *= total
+            z_now += tl.sum(keys.to(tl.float32) * ones[:, None], 0)
     if last is not None:
-        store(last + program * F * V, now, f, F, V, x, V)
-        if TAIL:
-            store_column(last + program * F * V + y, now_y, f, features, V)
+        store(last + program * F * S, now, f, F, S, x, V)
+        if written is not None:
+            store_vector(last + program * F * S + V, z_now, f, features, S)
 
 
 @triton.jit
 def dstates_kernel(
-    q, do, read, write, dlast, dstates, dstate, T, PART,
-    G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
-    D: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, TAIL: tl.constexpr, PRECISION: tl.constexpr,
+    q, do, dmass, read, write, dlast, dstates, dz, dstate, T, PART,
+    G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, S: tl.constexpr, C: tl.constexpr,
+    D: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the state after every chunk of a part, and of its first one; as `states_kernel`, from the end."""
     N = tl.cdiv(T, C)
@@ -138,29 +136,28 @@ def dstates_kernel(
     i = tl.arange(0, C)
     dnow = tl.zeros((BF, BV), tl.float32)
     if dlast is not None:
-        dnow = load(dlast + program * F * V, f, F, V, x, V)
-    if TAIL:
-        y: tl.constexpr = NV * BV
-        mine = block % NV == NV - 1  # the program of the last whole block has it
+        dnow = load(dlast + program * F * S, f, F, S, x, V)
+    if dmass is not None:
+        mine = block % NV == 0  # one of those that share their features has the mass
         features = tl.where(mine, F, 0)
-        dnow_y = tl.zeros((BF,), tl.float32)
+        dz_now = tl.zeros((BF,), tl.float32)
         if dlast is not None:
-            dnow_y = load_column(dlast + program * F * V + y, f, features, V)
+            dz_now = load_vector(dlast + program * F * S + V, f, features, S)
     first = (part * PART).to(tl.int32)
     end = tl.minimum(N, first + PART)
     for step in range((end - first) * R):  # one loop, so that what the next chunk needs is on its way
         n = end - 1 - step // R
         r = step % R
         if dstates is not None:
-            to = dstates + (head * N + n) * F * W
+            to = (head * N + n) * F
             if r == 0:
-                store(to, dnow, f, F, W, x, W)
-                if TAIL:
-                    store_column(to + y, dnow_y, f, features, W)
+                store(dstates + to * V, dnow, f, F, V, x, V)
+                if dmass is not None:
+                    store_vector(dz + to, dz_now, f, features, 1)
         rows = T - n * C
         row = (b * T + n * C) * G * R + g * R + r
         queries = load(q + row * F, i, rows, G * R * F, f, F).to(D)
-        douts = load(do + row * W, i, rows, G * R * W, x, W)
+        douts = load(do + row * V, i, rows, G * R * V, x, V)
         if write is not None:
             at = (head * N + n) * 2 * C
             start = decay_from_start(read, at, i)
@@ -168,16 +165,16 @@ def dstates_kernel(
             douts = douts * start[:, None]
             dnow *= total
         dnow = product(tl.trans(queries), douts, dnow, D, PRECISION)
-        if TAIL:
-            douts_y = load_column(do + row * W + y, i, tl.where(mine, rows, 0), G * R * W)
+        if dmass is not None:
+            dmasses = load_vector(dmass + row, i, tl.where(mine, rows, 0), G * R)
             if write is not None:
-                douts_y *= start
-                dnow_y *= total
-            dnow_y += tl.sum(queries.to(tl.float32) * douts_y[:, None], 0)
+                dmasses *= start
+                dz_now *= total
+            dz_now += tl.sum(queries.to(tl.float32) * dmasses[:, None], 0)
     if dstate is not None:
-        store(dstate + program * F * V, dnow, f, F, V, x, V)
-        if TAIL:
-            store_column(dstate + program * F * V + y, dnow_y, f, features, V)
+        store(dstate + program * F * S, dnow, f, F, S, x, V)
+        if dmass is not None:
+            store_vector(dstate + program * F * S + V, dz_now, f, features, S)
 
 
 @triton.jit

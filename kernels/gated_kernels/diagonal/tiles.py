@@ -30,14 +30,14 @@ def store(x, value, i, rows, step, column, columns):
 
 
 @triton.jit
-def load_column(x, i, rows, step):
-    """Numbers i of a column in fp32, `step` apart; zeros where there are none."""
-    return tl.load(x + i * step, mask=i < rows, other=0.0).to(tl.float32)
+def load_vector(x, i, size, step):
+    """Numbers i of x in fp32, `step` apart; zeros where there are none."""
+    return tl.load(x + i * step, mask=i < size, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_column(x, value, i, rows, step):
-    tl.store(x + i * step, rounded(value, x.dtype.element_ty), mask=i < rows)
+def store_vector(x, value, i, size, step):
+    tl.store(x + i * step, value, mask=i < size)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ inputs are kept. A state belongs to a key-value head and is never repeated.
 
 All of this is for a gate per feature in fp32 and fp16 (`features.py`). In bf16 most chunks need no levels
 (`features_bf16.py`), and with one gate a head, or none, no chunk does (`scalar.py`): these have kernels of their own.
+Only the last know a mass; for the others it is a column of ones beside the values.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, N chunks, C chunk
 length. Kernels see BF of the features and BV of the values at a time.
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,38 +85,50 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def rows_like(like: Tensor, shape: Sequence[int], log_a: Tensor | None) -> Tensor:
-    """What holds values or their like, as the kernels for this kind of gate lay them out."""
-    V = shape[-1]
-    return like.new_empty(*shape[:-1], scalar.row_size(V) if log_a is None or log_a.shape[-1] == 1 else V)[..., :V]
-
-
 @torch.library.custom_op("gated_kernels::diagonal", mutates_args=())
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None, state: Tensor, segment: Tensor | None, exclusive: bool
-) -> tuple[Tensor, Tensor]:
-    """The outputs and the last state."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_a: Tensor | None,
+    written: Tensor | None,
+    state: Tensor,
+    segment: Tensor | None,
+    exclusive: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The outputs, the mass (empty where no token is written for it) and the last state."""
     q, k, v, state = (x.contiguous() for x in (q, k, v, state))
-    log_a, segment = _contiguous(log_a), _contiguous(segment)
+    log_a, written, segment = _contiguous(log_a), _contiguous(written), _contiguous(segment)
     if log_a is None or log_a.shape[-1] == 1:
         with torch.cuda.device_of(v):
-            return scalar.forward(q, k, v, log_a, state, segment, exclusive)
+            return scalar.forward(q, k, v, log_a, written, state, segment, exclusive)
+    assert written is None
+    none = v.new_empty(0, dtype=torch.float32)
     if _promoted(q, k, v) == torch.bfloat16:
         with torch.cuda.device_of(v):
-            return features_bf16.forward(q, k, v, log_a, state, segment, exclusive)
+            o, last = features_bf16.forward(q, k, v, log_a, state, segment, exclusive)
+        return o, none, last
     p = _Problem(q, k, v, exclusive)
     o, last = v.new_empty(*q.shape[:3], v.shape[-1]), torch.empty_like(state)
     with torch.cuda.device_of(v):
         states_kernel[p.by_state](k, v, log_a, segment, state, p.states_BGNFV, last, p.T, **p.compiled_for)
         outputs_kernel[p.by_query](q, k, v, log_a, segment, p.states_BGNFV, o, p.T, **p.compiled_for)
-    return o, last
+    return o, none, last
 
 
 @forward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None, state: Tensor, segment: Tensor | None, exclusive: bool
-) -> tuple[Tensor, Tensor]:
-    return rows_like(v, (*q.shape[:3], v.shape[-1]), log_a), state.new_empty(state.shape)
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_a: Tensor | None,
+    written: Tensor | None,
+    state: Tensor,
+    segment: Tensor | None,
+    exclusive: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    mass = v.new_empty(0 if written is None else q.shape[:3], dtype=torch.float32)
+    return v.new_empty(*q.shape[:3], v.shape[-1]), mass, state.new_empty(state.shape)
 
 
 @torch.library.custom_op("gated_kernels::diagonal_backward", mutates_args=())
@@ -124,18 +137,22 @@ def backward(
     k: Tensor,
     v: Tensor,
     log_a: Tensor | None,
+    written: Tensor | None,
     state: Tensor,
     segment: Tensor | None,
     exclusive: bool,
     do: Tensor,
+    dmass: Tensor,
     dlast: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v, log_a (empty where there is none) and the state."""
-    q, k, v, state, do, dlast = (x.contiguous() for x in (q, k, v, state, do, dlast))
-    log_a, segment = _contiguous(log_a), _contiguous(segment)
+    q, k, v, state, do, dmass, dlast = (x.contiguous() for x in (q, k, v, state, do, dmass, dlast))
+    log_a, written, segment = _contiguous(log_a), _contiguous(written), _contiguous(segment)
     if log_a is None or log_a.shape[-1] == 1:
         with torch.cuda.device_of(v):
-            dq, dk, dv, dlog_a, dstate = scalar.backward(q, k, v, log_a, state, segment, exclusive, do, dlast)
+            dq, dk, dv, dlog_a, dstate = scalar.backward(
+                q, k, v, log_a, written, state, segment, exclusive, do, None if written is None else dmass, dlast
+            )
         return dq, dk, dv, v.new_empty(0) if dlog_a is None else dlog_a, dstate
     if _promoted(q, k, v) == torch.bfloat16:
         with torch.cuda.device_of(v):
@@ -157,26 +174,27 @@ def _(
     k: Tensor,
     v: Tensor,
     log_a: Tensor | None,
+    written: Tensor | None,
     state: Tensor,
     segment: Tensor | None,
     exclusive: bool,
     do: Tensor,
+    dmass: Tensor,
     dlast: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dstate = (x.new_empty(x.shape) for x in (q, k, state))
-    dlog_a = v.new_empty(0) if log_a is None else log_a.new_empty(log_a.shape)
-    return dq, dk, rows_like(v, v.shape, log_a), dlog_a, dstate
+    dq, dk, dv, dstate = (x.new_empty(x.shape) for x in (q, k, v, state))
+    return dq, dk, dv, v.new_empty(0) if log_a is None else log_a.new_empty(log_a.shape), dstate
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     *tensors, ctx.exclusive = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _differentiate(ctx: Any, do: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, do: Tensor, dmass: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
     log_a = ctx.saved_tensors[3]
-    dq, dk, dv, dlog_a, dstate = backward(*ctx.saved_tensors, ctx.exclusive, do, dlast)
-    return dq, dk, dv, None if log_a is None else dlog_a, dstate, None, None
+    dq, dk, dv, dlog_a, dstate = backward(*ctx.saved_tensors, ctx.exclusive, do, dmass, dlast)
+    return dq, dk, dv, None if log_a is None else dlog_a, None, dstate, None, None
 
 
 forward.register_autograd(_differentiate, setup_context=_keep)
@@ -188,21 +206,42 @@ def diagonal(
     v_BTGV: Tensor,
     log_a: Tensor | None,
     *,
+    written_BTG: Tensor | None = None,
     state_BGFV: Tensor | None = None,
     segment_BT: Tensor | None = None,
     exclusive: bool = False,
-) -> tuple[Tensor, Tensor] | None:
+) -> tuple[Tensor, Tensor | None, Tensor] | None:
     """As `gated_kernels.diagonal`; None on a CPU, and with a warning once for what the kernels cannot do."""
     if not (v_BTGV.is_cuda or INTERPRETED.value):
         return None
-    if why := problem(q_BTHF, k_BTGF, v_BTGV, log_a, state_BGFV, segment_BT):
+    if why := problem(q_BTHF, k_BTGF, v_BTGV, log_a, written_BTG, state_BGFV, segment_BT):
         if not torch.compiler.is_compiling():
             _warn_once(why)
         return None
     if state_BGFV is None:
         B, _, G, F = k_BTGF.shape
-        state_BGFV = v_BTGV.new_zeros(B, G, F, v_BTGV.shape[-1], dtype=torch.float32)
-    return forward(q_BTHF, k_BTGF, v_BTGV, log_a, state_BGFV.float(), segment_BT, exclusive)
+        columns = v_BTGV.shape[-1] + (written_BTG is not None)
+        state_BGFV = v_BTGV.new_zeros(B, G, F, columns, dtype=torch.float32)
+    state = state_BGFV.float()
+
+    def run(v: Tensor, written: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        return forward(q_BTHF, k_BTGF, v, log_a, written, state, segment_BT, exclusive)
+
+    return with_mass(run, v_BTGV, log_a, written_BTG)
+
+
+def with_mass(
+    run: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]],
+    v: Tensor,
+    log_a: Tensor | None,
+    written: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The outputs, the mass and the last state by `run(v, written)`, whose kernels for gates per feature know none."""
+    if written is None or log_a is None or log_a.shape[-1] == 1:
+        o, mass, last = run(v, written)
+        return o, None if written is None else mass, last
+    o, _, last = run(torch.cat((v, written[..., None].to(v.dtype)), -1), None)
+    return o[..., :-1], o[..., -1].float(), last
 
 
 def problem(
@@ -210,6 +249,7 @@ def problem(
     k_BTGF: Tensor,
     v_BTGV: Tensor,
     log_a: Tensor | None,
+    written_BTG: Tensor | None,
     state_BGFV: Tensor | None,
     segment_BT: Tensor | None,
 ) -> str | None:
@@ -218,8 +258,9 @@ def problem(
     if (dtype := _promoted(q_BTHF, k_BTGF, v_BTGV)) not in PRODUCTS:
         return f"inputs in {str(dtype).removeprefix('torch.')}"
     gates = (B, T, G, F if log_a is None or log_a.shape[-1] > 1 else 1)
-    shapes = ((B, T, G, F), (B, T, G, V), gates, (B, G, F, V), (B, T))
-    for x, shape in zip((k_BTGF, v_BTGV, log_a, state_BGFV, segment_BT), shapes):
+    states = (B, G, F, V + (written_BTG is not None))
+    shapes = ((B, T, G, F), (B, T, G, V), gates, (B, T, G), states, (B, T))
+    for x, shape in zip((k_BTGF, v_BTGV, log_a, written_BTG, state_BGFV, segment_BT), shapes):
         if x is not None and (x.shape != shape or x.device != q_BTHF.device):  # a kernel would read what is not there
             return f"{tuple(x.shape)} on {x.device} where {shape} on {q_BTHF.device} is due"
     return None

@@ -63,7 +63,7 @@ def slots(
         logits = (logits / mass).masked_fill(empty, -torch.inf).masked_fill(nothing, 0)
         weights = (logits.softmax(-1) / mass).masked_fill(empty, 0).flatten(2, 3)
         lse = logits.logsumexp(-1).masked_fill(nothing[..., 0], -torch.inf).flatten(2, 3)
-        o, values = diagonal(
+        o, _, values = diagonal(
             weights, w, v_BTGV.to(dtype), log_a, state_BGFV=values_BGMV, segment_BT=segment_BT, exclusive=exclusive
         )
     return o.to(v_BTGV.dtype), lse, keys, values
@@ -112,7 +112,7 @@ def _run(
     with torch.inference_mode(False), torch.enable_grad():
         leaves = [_own(t).requires_grad_() for t in (x, k, w, state, log_a) if t is not None]
         x, k, w, state, *gate = leaves
-        o, last = diagonal(
+        o, _, last = diagonal(
             x,
             w,
             k,

@@ -40,7 +40,7 @@ def step(token: Token, kept: Kept, rules: Rules) -> Tensor:
     if normalised:
         value = nnf.pad(value, (0, 1), value=1.0)
     log_a = _log_gate(key, rules.gate) * written_B11
-    o, state = diagonal(
+    o, _, state = diagonal(
         phi_q[:, None],
         (phi_k * written_B11)[:, None],
         (value * written_B11)[:, None],
