@@ -308,7 +308,7 @@ def compile_all() -> None:
         absent |= {} if mass else dict.fromkeys(("written", "dmass", "z", "dz"))
         for name, kernel in scalar.KERNELS.items():
             compiled_for = scalar.constants(name, 8, R, F, V, mass, exclusive, dtype) | absent
-            shared_by(kernel, compiled_for, dtype, spills=dtype == BF16 and V != 65)
+            shared_by(kernel, compiled_for, dtype, spills=dtype == BF16 and V in (64, 128))
         sizes = {"G": 8, "EXCLUSIVE": exclusive, "C": scalar.CHUNK[kernels.PRODUCTS[dtype][0]], "num_warps": 1}
         shared_by(scalar.sums_kernel, sizes | ({} if gated else {"log_a": None}), dtype)
         shared_by(scalar.dgates_kernel, sizes | {"OF_F": 2, "OF_V": 1}, dtype)

@@ -35,7 +35,7 @@ def forward(
     segment: Tensor | None,
     exclusive: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The outputs, the mass (empty where no token is written for it) and the last state."""
+    """The outputs, the mass (empty without `written`) and the last state."""
     phi_q = codebook.forward(q, q_turn, q_shift, q_log_tau, codes)
     phi_k = codebook.forward(k, k_turn, k_shift, k_log_tau, codes)
     return diagonal.forward(phi_q, phi_k, v, log_a, written, state, segment, exclusive)

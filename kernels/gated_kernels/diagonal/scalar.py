@@ -7,9 +7,9 @@ the start of a segment. A chunk's scores are one matrix product of queries and k
 decays; what comes and goes by the states is scaled by rows. The gradient of a gate is the sum of dscore * score over
 the pairs it lies between, by a product with zeros and ones, so that nothing cancels.
 
-The mass is one more column of the states, z, written with ones and kept in vectors beside the tiles: in rows of one
-number more hardly anything could be loaded in whole vectors. It is fp32 throughout. Only the states before and after
-all tokens, which callers keep, have it as their last column. The states and, where a block holds all features, keys
+The mass is read from one more column of the states, z, to which tokens add their keys. It is kept in fp32 vectors
+beside the tiles, as hardly anything is loaded in whole vectors from rows of one number more; only the first and the
+last state, which callers keep, have it as their last column. The states and, where a block holds all features, keys
 and values are loaded once for the R query heads of a key-value head.
 
 In a loop with several stages no tile is both an operand of a product and used in registers: Triton (3.6 and 3.9) then
@@ -39,7 +39,7 @@ from gated_kernels.diagonal.tiles import PRODUCTS
 
 BF16, FP32 = torch.bfloat16, torch.float32
 # By the dtype of the products: the tokens of a chunk; and for each kernel BF and BV at most, num_warps and num_stages.
-# In bf16 no kernel spills at the usual sizes, F of 64 to 1024 and V of 64, 128 and 256.
+# In bf16 by Triton 3.6 none spills more than 16 bytes a thread at the usual sizes, F of 64 to 1024, V of 64 and 128.
 CHUNK = {BF16: 64, FP32: 32}
 BLOCKS = {
     "states": {BF16: (64, 128, 4, 3), FP32: (64, 32, 4, 2)},
@@ -54,7 +54,6 @@ LOOPED = {"outputs": {64: 64, 128: 64}, "dv": {64: 64, 128: 128}}
 LOOPED_BV = 64  # of dqk where it loops over values
 PROGRAMS = 528  # that fill a GPU in a pass over the states: four on each of the 132 processors of an H200
 STEPS = 8  # of the loop over chunks (and heads, backward) that a part has at least
-
 
 KERNELS = {
     "states": states_kernel,

@@ -128,7 +128,7 @@ def dv_kernel(
     if dpairs is not None:
         values = load(v + (row * G + g) * V, i, rows, G * V, x, V)
         if written is not None:  # of the blocks of values, the first has the mass
-            ones = load_vector(written + row * G + g, i, tl.where(tl.program_id(1) == 0, rows, 0), G)
+            counts = load_vector(written + row * G + g, i, tl.where(tl.program_id(1) == 0, rows, 0), G) > 0
         pairs = tl.zeros((C, C), tl.float32)  # [s, t], score times gradient
     for r in tl.range(R, disable_licm=True):
         h = g * R + r
@@ -145,7 +145,7 @@ def dv_kernel(
             dscores = product(values, tl.trans(douts), tl.zeros((C, C), tl.float32), D, PRECISION)
             if written is not None:
                 dmasses = load_vector(dmass + row * G * R + h, i, rows, G * R)
-                dscores += ones[:, None] * dmasses[None, :]
+                dscores += tl.where(counts[:, None], dmasses[None, :], 0.0)
             pairs += scores * dscores
     store(dv + (row * G + g) * V, dvalues, i, rows, G * V, x, V)
     if dpairs is not None:

@@ -96,7 +96,7 @@ def forward(
     segment: Tensor | None,
     exclusive: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The outputs, the mass (empty where no token is written for it) and the last state."""
+    """The outputs, the mass (empty without `written`) and the last state."""
     q, k, v, state = (x.contiguous() for x in (q, k, v, state))
     log_a, written, segment = _contiguous(log_a), _contiguous(written), _contiguous(segment)
     if log_a is None or log_a.shape[-1] == 1:
