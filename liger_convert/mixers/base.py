@@ -312,7 +312,8 @@ class DiagonalMixer(Mixer):
     """S_t = diag(a_t) S_{t-1} + phi(k_t)^T v_t, read by phi(q_t); subclasses say what phi and a are.
 
     With `normalize`, the state's last column is z_t = diag(a_t) z_{t-1} + phi(k_t), and the read is divided by
-    phi(q_t) z_t: a weighted mean of values at any length, whose mass phi(q_t) z_t the shared denominator needs.
+    phi(q_t) z_t: a weighted mean of values at any length, whose mass phi(q_t) z_t the shared denominator needs. The
+    entries then end with a boolean, whether the token is written, by which its key is added to z.
     """
 
     recurrence = "diagonal"

@@ -236,7 +236,7 @@ def with_mass(
     log_a: Tensor | None,
     written: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The outputs, the mass and the last state by `run(v, written)`, whose kernels for gates per feature know none."""
+    """What `run(v, written)` gives; its kernels for gates per feature take the mass as one more column of values."""
     if written is None or log_a is None or log_a.shape[-1] == 1:
         o, mass, last = run(v, written)
         return o, None if written is None else mass, last
