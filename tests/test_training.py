@@ -38,6 +38,7 @@ STAGES: dict[str, dict[str, Any]] = {
     "finetune": {"kind": FinetuneStage, "rates": FULL},
     "lora": {"kind": FinetuneStage, "rates": Rates(mixer=1e-2, lora=2e-2), "lora": Lora(rank=4, dropout=0.1)},
 }
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")
 every_stage = pytest.mark.parametrize("name", STAGES)
 
 
@@ -339,6 +340,34 @@ def test_replayed_passes_train_the_same_weights(
     )
     for key, value in before.items():
         torch.testing.assert_close(after[key], value, rtol=1e-4, atol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+def test_graphs_of_two_shapes_add_to_the_same_gradients(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from liger_convert.training.capture import CapturedPasses
+
+    if device == "cpu":
+        replayed_on_a_cpu(monkeypatch)
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(64, 64, device=device))
+
+    def passes(batch: dict[str, Tensor]) -> Tensor:
+        loss = (batch["x"] @ weight).tanh().square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    graphs = CapturedPasses(passes, [weight], [])
+    for rows in ((8, 32, 8), (32,), (32, 8), (8, 8, 32)):  # micro-batches of a step
+        batches = [{"x": torch.randn(n, 64, device=device)} for n in rows]
+        expected = [passes(batch).item() for batch in batches]
+        expected_grad, weight.grad = weight.grad, None
+        found = []
+        for batch in batches:
+            graphs.capture(batch)
+            found.append(graphs(batch).item())
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+        torch.testing.assert_close(weight.grad, expected_grad, rtol=1e-4, atol=1e-4)
+        weight.grad = None
 
 
 def test_passes_that_cannot_be_captured_are_run_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
