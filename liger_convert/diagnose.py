@@ -63,12 +63,12 @@ def diagnose(
     other branch switched off, `base` the model it was made from, and `window_untrained` that base with nothing but the
     model's window and sinks in the layers that the model has linearized. Without `base_dir` the latter two are left
     out. `prompts` are continued by the base and by the linearized model. One model is in memory at a time, or one in
-    each of several `processes`, which take turns on the GPUs that there are. What a model gave is written to the folder
+    each of several `processes`, which take turns on the GPUs that there are. Each measure is written to the folder
     `keep` at once, and read from there by the next attempt. Arguments are else those of `evaluate.evaluate`, and so are
     the errors.
     """
     options = {"held_out": held_out, "data_dir": data_dir, "limit": limit, "batch_size": batch_size}
-    job = _Job(model_dir, base_dir, suite, device, precision, prompts, options)
+    job = _Job(model_dir, base_dir, suite, device, precision, prompts, options, keep)
     names = NAMES if base_dir is not None else tuple(BRANCHES)
     kept = {name: keep / f"{name}.json" for name in names} if keep is not None else {}
     found = {name: json.loads(path.read_text()) for name, path in kept.items() if path.exists()}
@@ -78,6 +78,7 @@ def diagnose(
         found[name] = column
         if keep is not None:
             atomic_write(kept[name], json.dumps(column))
+            _begun(keep, name).unlink(missing_ok=True)  # a suite may measure nothing here
     models = {name: found[name][0] for name in names}
     said = {name: found[name][1] for name in names if found[name][1]}
     spoken = [{"prompt": prompt} | {name: said[name][i] for name in said} for i, prompt in enumerate(prompts)]
@@ -103,6 +104,7 @@ class _Job:
     precision: str
     prompts: Sequence[str]
     options: dict[str, Any]
+    keep: Path | None
     model: Any = None
     loaded: str = ""
 
@@ -118,10 +120,21 @@ class _Job:
         if name in BRANCHES:
             set_branches(self.model, BRANCHES[name])
         measured = evaluate(
-            self.model, self.tokenizer, self.suite, **self.options, precision=self.precision, report=report
+            self.model,
+            self.tokenizer,
+            self.suite,
+            **self.options,
+            precision=self.precision,
+            keep=None if self.keep is None else _begun(self.keep, name),
+            report=report,
         )
         speaks = self.prompts and name in ("base", "linearized")
         return measured, continuations(self.model, self.tokenizer, self.prompts) if speaks else []
+
+
+def _begun(keep: Path, name: str) -> Path:
+    """Where the measures of a model stand until they are all there."""
+    return keep / f"{name}.begun.json"
 
 
 def _one_by_one(job: _Job, names: Sequence[str], report: Report) -> Iterator[tuple[str, Column]]:

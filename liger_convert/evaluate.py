@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from liger_convert.data import Document
 from liger_convert.device import compute_dtype
 from liger_convert.errors import BadInput
+from liger_convert.files import atomic_write
 from liger_convert.measures import Measurement, copy_loss, text_perplexity
 from liger_convert.progress import Report
 from liger_convert.suites import Suite, check_data
@@ -24,6 +27,7 @@ def evaluate(
     limit: int | None = None,
     batch_size: int = 4,
     precision: str = "auto",
+    keep: Path | None = None,
     report: Report = lambda done, total, note="": None,
 ) -> dict[str, Measurement]:
     """{METRIC: {"value", "stderr", "n"}} of any causal language model, on the device where it is.
@@ -31,7 +35,8 @@ def evaluate(
     held_out: the documents that text and copy measures read, tokenised by `tokenizer`. data_dir: a folder of local
     files for the tasks, which otherwise load their data from the hub; tasks marked `needs_data` are left out without.
     limit: documents of each task, instead of the suite's own limits; our own measures stay whole. precision: of the
-    matrix products; the weights stay as they are. `report` is called with what is done of each measure or task.
+    matrix products; the weights stay as they are. keep: a file that holds, after each measure or task, what there is so
+    far, and from which the next attempt goes on. `report` is called with what is done of each measure or task.
 
     Raises BadInput when the suite lacks what it reads.
     """
@@ -41,14 +46,23 @@ def evaluate(
     dtype = compute_dtype(model.device, precision)
     model.eval()
     documents = held_out or []
-    found: dict[str, Measurement] = {}
     options: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype, "report": report}
+    measures: dict[str, Callable[[], dict[str, Measurement]]] = {}
     for text in suite.text:
-        found |= text_perplexity(model, tokenizer, documents, text, **options)
+        measures[text.metrics[0]] = partial(text_perplexity, model, tokenizer, documents, text, **options)
     for copying in suite.copying:
-        found |= copy_loss(model, tokenizer, documents, copying, **options)
+        measures[copying.metrics[0]] = partial(copy_loss, model, tokenizer, documents, copying, **options)
     if tasks := suite.tasks_for(data_dir):
-        from liger_convert.harness import run_tasks  # lm-eval takes seconds to import
+        from liger_convert.harness import run_task  # lm-eval takes seconds to import
 
-        found |= run_tasks(model, tokenizer, tasks, data_dir=data_dir, limit=limit, **options)
-    return found
+        for task in tasks:
+            measures[task.name] = partial(run_task, model, tokenizer, task, data_dir=data_dir, limit=limit, **options)
+    found: dict[str, dict[str, Measurement]] = {}
+    if keep is not None and keep.exists():
+        found = json.loads(keep.read_text())
+    for name, measure in measures.items():
+        if name not in found:
+            found[name] = measure()
+            if keep is not None:
+                atomic_write(keep, json.dumps(found))
+    return {metric: measured for name in measures for metric, measured in found[name].items()}

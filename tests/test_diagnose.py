@@ -102,6 +102,30 @@ def test_a_failing_model_costs_none_of_the_measures_before_it(base: Path, tmp_pa
     assert found.keys() == set(NAMES)
 
 
+def test_a_measure_that_fails_costs_none_before_it(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from liger_convert import evaluate as module
+
+    folder, keep = linearized(base, tmp_path / "model"), tmp_path / "keep"
+    keep.mkdir()
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("out of time")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(module, "copy_loss", fails)
+        with pytest.raises(RuntimeError, match="out of time"):
+            diagnose(folder, base, SUITE, device=CPU, keep=keep, **OPTIONS)
+    assert [path.name for path in keep.iterdir()] == ["base.begun.json"]
+    with monkeypatch.context() as patches:
+        measured = []
+        plain = module.text_perplexity
+        patches.setattr(module, "text_perplexity", lambda *a, **o: measured.append(1) or plain(*a, **o))
+        found = diagnose(folder, base, SUITE, device=CPU, keep=keep, **OPTIONS)
+    assert len(measured) == len(SUITE.text) * (len(NAMES) - 1)
+    assert found == diagnose(folder, base, SUITE, device=CPU, **OPTIONS)
+    assert {path.stem for path in keep.iterdir()} == set(NAMES)
+
+
 def test_without_its_base_a_model_is_measured_by_its_branches(base: Path, tmp_path: Path) -> None:
     found = diagnose(linearized(base, tmp_path), None, SUITE, device=CPU, **OPTIONS)
     assert tuple(found["models"]) == NAMES[2:]
