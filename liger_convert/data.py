@@ -258,8 +258,8 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     alone rewards the window almost alone. Such a row is one document, or the copy could not be seen. Which rows, and
     where, depends on `seed` and the row's number only. Does not go with `responses_only`: the masks know no copies.
 
-    `shorter` are pairs (length, share): of every `batch_size` rows, which make a micro-batch, that share is cut into
-    pieces of that length, each as a row by itself. Such an item is [T / length, length].
+    `shorter` are pairs (length, share): in that share of the micro-batches, which are `batch_size` rows each, all rows
+    are cut into pieces of that length, each a row by itself. Such an item is [T / length, length].
     """
 
     def __init__(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,22 +46,24 @@ def evaluate(
     model.eval()
     documents = held_out or []
     options: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype, "report": report}
-    measures: dict[str, Callable[[], dict[str, Measurement]]] = {}
-    for text in suite.text:
-        measures[text.metrics[0]] = partial(text_perplexity, model, tokenizer, documents, text, **options)
-    for copying in suite.copying:
-        measures[copying.metrics[0]] = partial(copy_loss, model, tokenizer, documents, copying, **options)
-    if tasks := suite.tasks_for(data_dir):
-        from liger_convert.harness import run_task  # lm-eval takes seconds to import
-
-        for task in tasks:
-            measures[task.name] = partial(run_task, model, tokenizer, task, data_dir=data_dir, limit=limit, **options)
-    found: dict[str, dict[str, Measurement]] = {}
+    found: dict[str, dict[str, Measurement]] = {}  # by the first metric of a measure of ours, or the name of a task
     if keep is not None and keep.exists():
         found = json.loads(keep.read_text())
-    for name, measure in measures.items():
-        if name not in found:
-            found[name] = measure()
-            if keep is not None:
-                atomic_write(keep, json.dumps(found))
-    return {metric: measured for name in measures for metric, measured in found[name].items()}
+
+    def done(name: str, measured: dict[str, Measurement]) -> None:
+        found[name] = measured
+        if keep is not None:
+            atomic_write(keep, json.dumps(found))
+
+    for text in suite.text:
+        if text.metrics[0] not in found:
+            done(text.metrics[0], text_perplexity(model, tokenizer, documents, text, **options))
+    for copying in suite.copying:
+        if copying.metrics[0] not in found:
+            done(copying.metrics[0], copy_loss(model, tokenizer, documents, copying, **options))
+    if tasks := [task for task in suite.tasks_for(data_dir) if task.name not in found]:
+        from liger_convert.harness import run_tasks  # lm-eval takes seconds to import
+
+        for name, measured in run_tasks(model, tokenizer, tasks, data_dir=data_dir, limit=limit, **options):
+            done(name, measured)
+    return {metric: measurement for measured in found.values() for metric, measurement in measured.items()}

@@ -7,7 +7,7 @@ import io
 import os
 import random
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -54,42 +54,50 @@ CONTAINS = {
 BOOTSTRAP = 1000  # resamples for the standard error of a metric that has no formula for it
 
 
-def run_task(
+def run_tasks(
     model: Any,
     tokenizer: Any,
-    task: Task,
+    tasks: Sequence[Task],
     *,
     data_dir: Path | None,
     limit: int | None,
     batch_size: int,
     dtype: torch.dtype,
     report: Report,
-) -> dict[str, Measurement]:
-    """What `task` measures on `model`, as {"task/metric": measurement}; n = documents.
+) -> Iterator[tuple[str, dict[str, Measurement]]]:
+    """Of each task its name and what it measures on `model`, as {"task/metric": measurement}; n = documents.
 
-    With `data_dir` it reads the local files there (`suites.LOCAL_FILES`) and nothing else; without, its data set from
-    the hub. `limit` replaces the limit of the task. Raises BadInput for a task or metric that there is not, and
+    With `data_dir` they read the local files there (`suites.LOCAL_FILES`) and nothing else; without, their data sets
+    from the hub. `limit` replaces the limits of the tasks. Raises BadInput for a task or metric that there is not, and
     for data that cannot be had or does not fit the task.
     """
     harness = _Harness(model, tokenizer, batch_size, dtype, report)
-    with tempfile.TemporaryDirectory(prefix="linearize-") as folder, _quiet():
-        loaded = _load(_task_manager(task, data_dir, Path(folder)), task, data_dir)
-        # not simple_evaluate: that also asks git, pip and the hub about this machine
-        results = lm_eval.evaluate(
-            harness, loaded, limit=limit or task.limit, bootstrap_iters=BOOTSTRAP, log_samples=False
-        )
-    return _flatten(task, results["results"][task.name])
+    with tempfile.TemporaryDirectory(prefix="linearize-") as folder:
+        with _quiet():
+            manager = _task_manager(tasks, data_dir, Path(folder))
+        for task in tasks:
+            with _quiet():
+                loaded = _load(manager, task, data_dir)
+                # not simple_evaluate: that also asks git, pip and the hub about this machine, for every task anew
+                results = lm_eval.evaluate(
+                    harness, loaded, limit=limit or task.limit, bootstrap_iters=BOOTSTRAP, log_samples=False
+                )
+            yield task.name, _flatten(task, results["results"][task.name])
 
 
-def _task_manager(task: Task, data_dir: Path | None, folder: Path) -> TaskManager:
-    """lm-eval's index of the task; with `data_dir` of YAMLs that this writes into `folder`."""
+def _task_manager(tasks: Sequence[Task], data_dir: Path | None, folder: Path) -> TaskManager:
+    """lm-eval's index of the tasks; with `data_dir` of YAMLs that this writes into `folder`."""
+    names = [task.name for task in tasks]
     if data_dir is not None:
-        _write_local_task(task.name, local_files(task, data_dir), folder)
+        for task in tasks:
+            _write_local_task(task.name, local_files(task, data_dir), folder)
         return TaskManager(include_path=folder, include_defaults=False)
-    if task.name in CONTAINS:
-        raise BadInput(f"task {task.name}: reads a local file; give the folder that holds it with --data")
-    if task.name in STOCK_YAML:
-        return TaskManager(include_path=(STOCK / STOCK_YAML[task.name]).parent, include_defaults=False)
+    for name in names:
+        if name in CONTAINS:
+            raise BadInput(f"task {name}: reads a local file; give the folder that holds it with --data")
+    if all(name in STOCK_YAML for name in names):
+        paths: list[str | Path] = [(STOCK / STOCK_YAML[name]).parent for name in names]
+        return TaskManager(include_path=sorted(set(paths)), include_defaults=False)
     return TaskManager()
 
 
