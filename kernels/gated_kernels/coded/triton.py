@@ -126,15 +126,11 @@ def coded(
     of_q, of_k = (q_turn_HDE, q_shift_HE, q_log_tau_H), (k_turn_GDE, k_shift_GE, k_log_tau_G)
     if any(codebook.problem(x, *of_x, codes_GFE) for x, of_x in ((q_BTHD, of_q), (k_BTGD, of_k))):
         return None
-    B, _, G, _ = k_BTGD.shape
-    F = codes_GFE.shape[1]
+    G, F = k_BTGD.shape[2], codes_GFE.shape[1]
     phi_q, phi_k = (x.new_empty(1).expand(*x.shape[:3], F) for x in (q_BTHD, k_BTGD))  # of their sizes, nothing more
     if len(codes_GFE) != G or diagonal.problem(phi_q, phi_k, v_BTGV, log_a, written_BTG, state_BGFV, segment_BT):
         return None
-    if state_BGFV is None:
-        columns = v_BTGV.shape[-1] + (written_BTG is not None)
-        state_BGFV = v_BTGV.new_zeros(B, G, F, columns, dtype=torch.float32)
-    state = state_BGFV.float()
+    state = diagonal.first_state(v_BTGV, F, written_BTG, state_BGFV)
 
     def run(v: Tensor, written: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         return forward(q_BTHD, k_BTGD, *of_q, *of_k, codes_GFE, v, log_a, written, state, segment_BT, exclusive)

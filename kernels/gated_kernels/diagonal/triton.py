@@ -218,16 +218,20 @@ def diagonal(
         if not torch.compiler.is_compiling():
             _warn_once(why)
         return None
-    if state_BGFV is None:
-        B, _, G, F = k_BTGF.shape
-        columns = v_BTGV.shape[-1] + (written_BTG is not None)
-        state_BGFV = v_BTGV.new_zeros(B, G, F, columns, dtype=torch.float32)
-    state = state_BGFV.float()
+    state = first_state(v_BTGV, k_BTGF.shape[-1], written_BTG, state_BGFV)
 
     def run(v: Tensor, written: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         return forward(q_BTHF, k_BTGF, v, log_a, written, state, segment_BT, exclusive)
 
     return with_mass(run, v_BTGV, log_a, written_BTG)
+
+
+def first_state(v: Tensor, features: int, written: Tensor | None, state: Tensor | None) -> Tensor:
+    """The given state, or one of zeros, in fp32 [B, G, F, V], with a mass one column more."""
+    if state is not None:
+        return state.float()
+    B, _, G, V = v.shape
+    return v.new_zeros(B, G, features, V + (written is not None), dtype=torch.float32)
 
 
 def with_mass(
