@@ -32,6 +32,7 @@ GATE_STEPS = (-1.5, -3.0)  # beside the bias a gate has: 6 of `gla` lasts 6,450 
 STRENGTH = 0.75  # power of a direction's correlation in the code space: 1 trusts the strongest only, 0 all alike
 RIDGE = 0.02  # of the mean variance, added to every direction's
 CLUSTER_STEPS = 12
+LONG, SHORT = 8, 4  # in windows: half of the tokens of rows longer than LONG are read as texts of SHORT
 SAMPLES = 8192  # vectors that are clustered, per key-value head
 NEWTON_STEPS = 12
 MIXED = (0.02, 0.98)  # of a learned mix
@@ -42,8 +43,11 @@ def calibrate(model: Any, base: Any, input_ids: Tensor, position_ids: Tensor) ->
     """Fits every mixer of `model`, in place, to the base's own attention over a packed batch (both [B,T]).
 
     One forward pass through the model: each layer is fitted when its turn comes, on what the layers fitted before it
-    give it, so that it makes up for their errors instead of adding its own to them.
+    give it, so that it makes up for their errors instead of adding its own to them. Long rows are read in two lengths:
+    a memory must also serve a text that has just left its window, and in long rows alone hardly a query meets one.
     """
+    windows = [model.model.layers[i].self_attn.spec.window for i in linear_layers(model.config)]
+    position_ids = _in_two_lengths(position_ids, max(windows, default=0))
     batch = {"input_ids": input_ids, "position_ids": position_ids}
     targets = collect_align_targets(base, batch, linear_layers(model.config))
     layout = SequenceLayout.build(input_ids, position_ids, None, None)
@@ -65,6 +69,16 @@ def calibrate(model: Any, base: Any, input_ids: Tensor, position_ids: Tensor) ->
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _in_two_lengths(position_ids_BT: Tensor, window: int) -> Tensor:
+    """The positions, restarting every SHORT windows in the latter half of the tokens if rows are longer than LONG."""
+    tokens = position_ids_BT.shape[1]
+    if tokens <= LONG * window or not window:
+        return position_ids_BT
+    at_BT = torch.arange(position_ids_BT.numel(), device=position_ids_BT.device).view_as(position_ids_BT)
+    cut_BT = torch.minimum(position_ids_BT, at_BT % tokens % (SHORT * window))
+    return torch.where(at_BT < at_BT.numel() // 2, position_ids_BT, cut_BT)
 
 
 def calibrate_layer(

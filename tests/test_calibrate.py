@@ -176,6 +176,28 @@ def test_rows_whose_documents_end_inside_the_window_leave_a_model_as_it_was(tmp_
     assert not same(before, model.state_dict())
 
 
+def test_half_of_the_tokens_of_long_rows_are_read_as_short_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, model = base_and_model(tmp_path / "base")
+    read: list[Tensor] = []
+    monkeypatch.setattr(module, "calibrate_layer", lambda *given: read.append(given[-1].rank_BT))
+
+    def ranks(tokens: Tensor, positions: Tensor) -> Tensor:
+        calibrate(model, base, tokens, positions)
+        return read.pop()
+
+    whole_T, short_T = torch.arange(41), torch.cat([torch.arange(n) for n in (20, 20, 1)])
+    tokens = TOKENS[:1, :1].expand(3, 41)
+    row, half, *_, last = ranks(tokens, whole_T.expand(3, 41))  # 41 tokens: one more than eight windows of 5
+    assert torch.equal(row, whole_T)
+    assert torch.equal(half, torch.cat((whole_T[:20], short_T[20:])))
+    assert torch.equal(last, short_T)
+    (documents,) = ranks(tokens[:1], torch.cat([torch.arange(n) for n in (30, 11)])[None])
+    assert torch.equal(documents, torch.cat([torch.arange(n) for n in (20, 10, 10, 1)]))
+    assert torch.equal(ranks(TOKENS, POSITIONS), POSITIONS)  # eight windows: not long
+
+
 def test_calibration_is_deterministic_and_the_same_under_autocast(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

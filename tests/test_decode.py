@@ -168,13 +168,15 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA gr
 
 
 @needs_cuda
-def test_a_captured_step_equals_the_plain_one_token_for_token(model: Any) -> None:
+@pytest.mark.parametrize("casting", [False, True], ids=["in its dtype", "under autocast"])
+def test_a_captured_step_equals_the_plain_one_token_for_token(casting: bool, model: Any) -> None:
     model.to("cuda")
     try:
         prompt = TOKENS[:, :6].cuda()
-        captured = model.generate(prompt, **GREEDY)
-        assert model.decoding.startswith("captured steps")  # fused, where Triton is asked for
-        assert torch.equal(captured, model.generate(prompt, **GREEDY, **PLAIN))
+        with torch.autocast("cuda", torch.bfloat16, enabled=casting):
+            captured = model.generate(prompt, **GREEDY)
+            assert model.decoding.startswith("captured steps")  # fused, where Triton is asked for
+            assert torch.equal(captured, model.generate(prompt, **GREEDY, **PLAIN))
     finally:
         model.to("cpu")
 

@@ -139,14 +139,17 @@ def capture(
     slots = tuple(None if x is None else x.clone() for x in given)
     before = [tensor.clone() for tensor in tensors()]
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    # casts that autocast keeps for what comes next would not live as long as the graph, which makes its own
+    casting, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     try:
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UP):
-                step(*slots)
-        torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(graph, pool=pool):
-            result = step(*slots)
+        with torch.autocast("cuda", dtype, enabled=casting, cache_enabled=False):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UP):
+                    step(*slots)
+            torch.cuda.current_stream().wait_stream(side)
+            with torch.cuda.graph(graph, pool=pool):
+                result = step(*slots)
     finally:
         for tensor, old in zip(tensors(), before, strict=True):
             tensor.copy_(old)
@@ -178,8 +181,6 @@ def why_not_captured(model: Any) -> str | None:
     """Why the step of a model on a GPU cannot be a CUDA graph, or None."""
     if model.training:
         return "the model is in training mode"
-    if torch.is_autocast_enabled("cuda"):
-        return "autocast is on, whose casts are not kept as long as a graph; load the model in that dtype instead"
     if len(devices := {str(parameter.device) for parameter in model.parameters()}) > 1:
         return f"the model is spread over {', '.join(sorted(devices))}"
     return None
