@@ -187,7 +187,7 @@ def test_what_the_kernels_do_not_take_is_left_to_torch_with_one_warning() -> Non
     c = placed(coded.inputs(coded.CASES["a token more than a chunk"]))
     assert gated_kernels.coded(**c)[0].dtype == FP32, "the maps by torch, the recurrence by its kernels"
     for name, wrong, said in (
-        ("turn_NDE", x["turn_NDE"][:1], r"\(1, 16, 8\) on .* where \(6, 16, 8\)"),
+        ("turn_NDE", x["turn_NDE"][:1], r"\(1, 16, 8\) on .* where \(32, 16, 8\)"),
         ("codes_GFE", x["codes_GFE"].half(), "parameters in float16"),
     ):
         assert kernels.problem(**x | {"x_BTND": x["x_BTND"].bfloat16()}) is None

@@ -21,17 +21,17 @@ class Case(NamedTuple):
     v_dtype: torch.dtype | None = None  # of the vectors, when another
 
 
-CASES = {
-    "one vector": Case(1, G=8, R=4),  # heads enough that the plain gradients are not right by luck
-    "two codes": Case(5, F=2),
-    "a head's own codes": Case(7, R=1, F=64),
+CASES = {  # small ones with heads enough that the plain gradients, one number a head, are not right by luck
+    "one vector": Case(1, G=8, R=4),
+    "two codes": Case(5, G=4, R=8, F=2),
+    "a head's own codes": Case(7, G=16, R=1, F=64),
     "no shift, float64": Case(9, shift=0.0, dtype=torch.float64),
-    "odd sizes": Case(67, G=1, D=10, F=65),
+    "odd sizes": Case(67, G=1, R=9, D=10, F=65),
     "two heads of 64": Case(65, R=2, D=64, F=128),
-    "heads of 80": Case(33, D=80, F=257, G=1),
+    "heads of 80": Case(33, D=80, F=257, G=1, R=9),
     "heads of 128, bf16": Case(70, G=1, R=4, D=128, F=256, tau=3.0, dtype=torch.bfloat16),
     "bf16 vectors": Case(97, D=64, v_dtype=torch.bfloat16),
-    "many codes, bf16 vectors": Case(40, G=1, F=600, D=64, v_dtype=torch.bfloat16),
+    "many codes, bf16 vectors": Case(40, G=1, R=8, F=600, D=64, v_dtype=torch.bfloat16),
     "flat": Case(20, tau=-3.0),
     "one code in nearly all weights": Case(20, tau=5.0),
 }
