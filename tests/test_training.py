@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
-import tempfile
-from inspect import isfunction
 from pathlib import Path
 from typing import Any
 
@@ -15,97 +12,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from tiny import save_tiny_base
+from stages import CPU, SEQ_LEN, STAGES, documents, every_stage, folders, make_stage, result_bytes, train
 from torch import Tensor
-from transformers import masking_utils
 
 from liger_convert import data
 from liger_convert.errors import BadInput, LinearizeError
 from liger_convert.merge import load_chain
 from liger_convert.mixers import resolve_spec
 from liger_convert.model import linearize_base, parameter_group
-from liger_convert.recipe import AlignStage, DistillStage, FinetuneStage, Lora, Rates, Stage
-from liger_convert.training import finetune, losses, run_stage
+from liger_convert.recipe import Lora, Rates, Stage
+from liger_convert.training import finetune, losses
 from liger_convert.training.stage import add_lora, load_base
 from liger_convert.training.trainer import StageTrainer, freeze, last_checkpoint, optimizer_groups
-
-SEQ_LEN = 32
-CPU = torch.device("cpu")
-FULL = Rates(mixer=1e-2, attention=5e-3, body=2e-3, embeddings=1e-3)
-STAGES: dict[str, dict[str, Any]] = {
-    "align": {"kind": AlignStage, "rates": Rates(mixer=1e-2, attention=1e-2)},
-    "distill": {"kind": DistillStage, "rates": FULL, "ce_weight": 0.3, "temperature": 2.0},
-    "finetune": {"kind": FinetuneStage, "rates": FULL},
-    "lora": {"kind": FinetuneStage, "rates": Rates(mixer=1e-2, lora=2e-2), "lora": Lora(rank=4, dropout=0.1)},
-}
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")
-every_stage = pytest.mark.parametrize("name", STAGES)
-
-
-def make_stage(name: str, *, steps: int = 8, batch: int = 2, accumulation: int = 1, **changes: Any) -> Stage:
-    fields = STAGES[name] | changes
-    kind = fields.pop("kind")
-    shape = {"seq_len": SEQ_LEN, "batch_size": batch, "grad_accumulation": accumulation}
-    return kind(data="text", tokens=steps * SEQ_LEN * batch * accumulation, **shape, **fields)
-
-
-@functools.cache
-def folders(family: str = "llama") -> tuple[Path, Path]:
-    """A tiny base and its linearized model, with a softmax layer between two linear ones."""
-    folder = Path(tempfile.mkdtemp(prefix="liger-test-"))
-    base = save_tiny_base(family, folder / "base", tokenizer=False)
-    spec = resolve_spec({"type": "gla", "window": 6, "sinks": 2}, "mixer")
-    linearization = {"format": 1, "mixers": {"main": spec}, "layers": ["main", "softmax", "main"]}
-    linearize_base(base, linearization).save_pretrained(folder / "linearized")
-    return base, folder / "linearized"
-
-
-@functools.cache
-def documents() -> list[data.Document]:
-    """Few and alike, so that a few steps learn them."""
-    rng = np.random.default_rng(0)
-    pattern = rng.integers(3, 101, 9)
-    made = []
-    for size in rng.integers(10, 60, 12):
-        ids = np.resize(pattern, size).astype(np.int32)
-        made.append(data.Document(ids, np.arange(size) >= size // 3, int(size)))
-    return made
-
-
-def train(
-    stage: Stage,
-    out: Path,
-    *,
-    family: str = "llama",
-    model: Path | None = None,
-    precision: str = "float32",
-    results: Any = (),
-    **options: Any,
-) -> dict[str, Any]:
-    base, linearized = folders(family)
-    masked = isinstance(stage, FinetuneStage) and not stage.joined
-    cut = {"shorter": [(other.seq_len, other.share) for other in stage.shorter], "batch_size": stage.batch_size}
-    packed = data.pack(documents(), SEQ_LEN, stage.tokens, responses_only=masked, joined=stage.joined, **cut)
-    return run_stage(
-        stage,
-        model_dir=model or linearized,
-        results=results,
-        base_dir=base,
-        dataset=packed,
-        out=out,
-        device=CPU,
-        precision=precision,
-        **options,
-    )
-
-
-def files_of(out: Path) -> list[Path]:
-    return sorted((out / "result").rglob("*.safetensors"))
-
-
-def result_bytes(out: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in files_of(out)}
-
 
 # --- the losses
 
@@ -245,166 +163,6 @@ def test_gradient_checkpointing_changes_nothing(name: str, tmp_path: Path) -> No
         train(make_stage(name, steps=3, gradient_checkpointing=on), tmp_path / str(on))["loss"] for on in (False, True)
     ]
     np.testing.assert_allclose(*curves, rtol=1e-5)
-
-
-@every_stage
-def test_compiled_layers_train_as_they_are_and_alignment_compiles_what_it_runs(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from liger_convert.training import stage as module
-
-    compiled: list[str] = []
-    real = torch.compile
-
-    def compile_without_a_backend(call: Any, dynamic: bool) -> Any:
-        compiled.append(call.__qualname__ if isfunction(call) else f"{type(call.__self__).__name__}.{call.__name__}")
-        return real(call, backend="eager", dynamic=dynamic)
-
-    monkeypatch.setattr(torch, "compile", compile_without_a_backend)
-    lora = {"lora": Lora(rank=4)} if name == "lora" else {}
-    curves = []
-    for on in (False, True):
-        monkeypatch.setattr(module, "gains_by_compiling", lambda device, on=on: on)
-        curves.append(train(make_stage(name, steps=3, **lora), tmp_path / str(on))["loss"])
-    np.testing.assert_allclose(*curves, rtol=1e-5)
-    parts = ["LlamaAttention.forward", "LlamaMLP.forward", *["LlamaRMSNorm.forward"] * 2]
-    assert compiled == {
-        # the linear layers, their error, and the base in parts
-        "align": ["LinearizedAttention._call_impl"] * 2 + ["LinearizedForCausalLM.relative_error"] + parts * 3,
-        "distill": ["LlamaDecoderLayer._call_impl"] * 6,  # of model and base
-    }.get(name, ["LlamaDecoderLayer._call_impl"] * 3)
-    before = len(compiled)
-    train(make_stage(name, steps=1, compile=False, **lora), tmp_path / "off")
-    assert len(compiled) == before
-
-
-def replayed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Has every stage take the path of a CUDA graph: its slots, warm-up and replays, on a CPU; what would be
-    captured may look at no position. Returns the words for what happens, as it does."""
-    from liger_convert.model import layout
-    from liger_convert.training import capture, trainer
-
-    done: list[str] = []
-
-    def looked(*_: Any) -> Any:
-        raise RuntimeError("a value of the batch was looked at")
-
-    def stand_in(step: Any, given: tuple[Tensor, ...], tensors: Any, pool: Any) -> Any:
-        slots = [x.clone() for x in given]
-        assert not tensors()
-        assert pool == "shared"
-        with monkeypatch.context() as patches:
-            for module in (masking_utils, layout):
-                patches.setattr(module, "find_packed_sequence_indices", looked)
-            for _ in range(2):
-                step(*slots)
-        done.append("captured")
-
-        def replay(*inputs: Tensor) -> Tensor:
-            for slot, x in zip(slots, inputs, strict=True):
-                slot.copy_(x)
-            done.append("replayed")
-            return step(*slots)
-
-        return replay
-
-    monkeypatch.setattr(capture, "capture", stand_in)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "shared")
-    monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
-    monkeypatch.setattr(torch.cuda, "set_rng_state", torch.set_rng_state)
-    monkeypatch.setattr(trainer, "why_not_captured", lambda *_: None)
-    return done
-
-
-@pytest.mark.parametrize(("accumulation", "lengths"), [(1, 1), (2, 1), (2, 2)])
-@every_stage
-def test_replayed_passes_train_the_same_weights(
-    name: str, accumulation: int, lengths: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where a graph for rows of another length is made between two micro-batches of a step."""
-    only = {"align": {"calibrate": False}, "distill": {}}.get(name, {"loss_on": "all"})
-    shorter = [{"seq_len": SEQ_LEN // 4, "share": 0.5}] * (lengths - 1)
-    stage = make_stage(name, steps=3, accumulation=accumulation, joined=True, shorter=shorter, **only)
-    plain = train(stage, tmp_path / "plain")
-    assert plain["passes"] == "plain: there is no Nvidia GPU"
-    with monkeypatch.context() as patches:
-        done = replayed_on_a_cpu(patches)
-        replayed = train(stage, tmp_path / "replayed")
-    assert done.count("captured") == lengths
-    assert done.count("replayed") == 3 * accumulation
-    assert replayed["passes"] == "captured"
-    np.testing.assert_allclose(replayed["loss"], plain["loss"], rtol=1e-5)
-    before, after = (
-        {k: v for f in files_of(out) for k, v in load_file(f).items()}
-        for out in (tmp_path / "plain", tmp_path / "replayed")
-    )
-    for key, value in before.items():
-        torch.testing.assert_close(after[key], value, rtol=1e-4, atol=1e-5, msg=key)
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
-def test_graphs_of_two_shapes_add_to_the_same_gradients(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from liger_convert.training.capture import CapturedPasses
-
-    if device == "cpu":
-        replayed_on_a_cpu(monkeypatch)
-    torch.manual_seed(0)
-    weight = torch.nn.Parameter(torch.randn(64, 64, device=device))
-
-    def passes(batch: dict[str, Tensor]) -> Tensor:
-        loss = (batch["x"] @ weight).tanh().square().sum()
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
-
-    graphs = CapturedPasses(passes, [weight], [])
-    for rows in ((8, 32, 8), (32,), (32, 8), (8, 8, 32)):  # micro-batches of a step
-        batches = [{"x": torch.randn(n, 64, device=device)} for n in rows]
-        expected = [passes(batch).item() for batch in batches]
-        expected_grad, weight.grad = weight.grad, None
-        found = []
-        for batch in batches:
-            graphs.capture(batch)
-            found.append(graphs(batch).item())
-        np.testing.assert_allclose(found, expected, rtol=1e-5)
-        torch.testing.assert_close(weight.grad, expected_grad, rtol=1e-4, atol=1e-4)
-        weight.grad = None
-
-
-def test_passes_that_cannot_be_captured_are_run_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from liger_convert.training import capture
-
-    stage = make_stage("distill", steps=3, joined=True)
-    plain = train(stage, tmp_path / "plain")
-    replayed_on_a_cpu(monkeypatch)
-
-    def fails(*_: Any) -> Any:
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
-
-    monkeypatch.setattr(capture, "capture", fails)
-    stats = train(stage, tmp_path / "failed")
-    assert stats["passes"] == "plain: the capture failed: operation not permitted when stream is capturing"
-    np.testing.assert_allclose(stats["loss"], plain["loss"], rtol=1e-5)
-
-
-def test_what_keeps_a_stage_from_being_captured_is_said() -> None:
-    from liger_convert.training.capture import why_not_captured
-
-    def why(processes: int = 1, device: str = "cuda", base: Any = None, **changes: Any) -> str | None:
-        stage = make_stage("distill", **({"joined": True} | changes))
-        return why_not_captured(
-            stage, [base or load_base(folders()[0], CPU, torch.float32)], torch.device(device), processes
-        )
-
-    assert why() is None
-    assert "no Nvidia GPU" in str(why(device="cpu"))
-    assert "documents begin" in str(why(joined=False))
-    assert "compile: false" in str(why(compile=False))
-    assert "between processes" in str(why(processes=2))
-    assert "checkpointing" in str(why(gradient_checkpointing=True))
-    assert "window of 24 tokens" in str(why(base=load_base(folders("mistral")[0], CPU, torch.float32)))
-    eager = load_base(folders()[0], CPU, torch.float32)
-    eager.set_attn_implementation("eager")
-    assert "'eager'" in str(why(base=eager))
 
 
 # --- splitting and stopping

@@ -1,0 +1,95 @@
+"""Stages of training small enough for a test: their recipes, a model between two kinds of layers, and its documents."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import save_tiny_base
+
+from liger_convert import data
+from liger_convert.mixers import resolve_spec
+from liger_convert.model import linearize_base
+from liger_convert.recipe import AlignStage, DistillStage, FinetuneStage, Lora, Rates, Stage
+from liger_convert.training import run_stage
+
+SEQ_LEN = 32
+CPU = torch.device("cpu")
+FULL = Rates(mixer=1e-2, attention=5e-3, body=2e-3, embeddings=1e-3)
+STAGES: dict[str, dict[str, Any]] = {
+    "align": {"kind": AlignStage, "rates": Rates(mixer=1e-2, attention=1e-2)},
+    "distill": {"kind": DistillStage, "rates": FULL, "ce_weight": 0.3, "temperature": 2.0},
+    "finetune": {"kind": FinetuneStage, "rates": FULL},
+    "lora": {"kind": FinetuneStage, "rates": Rates(mixer=1e-2, lora=2e-2), "lora": Lora(rank=4, dropout=0.1)},
+}
+every_stage = pytest.mark.parametrize("name", STAGES)
+
+
+def make_stage(name: str, *, steps: int = 8, batch: int = 2, accumulation: int = 1, **changes: Any) -> Stage:
+    fields = STAGES[name] | changes
+    kind = fields.pop("kind")
+    shape = {"seq_len": SEQ_LEN, "batch_size": batch, "grad_accumulation": accumulation}
+    return kind(data="text", tokens=steps * SEQ_LEN * batch * accumulation, **shape, **fields)
+
+
+@functools.cache
+def folders(family: str = "llama") -> tuple[Path, Path]:
+    """A tiny base and its linearized model, with a softmax layer between two linear ones."""
+    folder = Path(tempfile.mkdtemp(prefix="liger-test-"))
+    base = save_tiny_base(family, folder / "base", tokenizer=False)
+    spec = resolve_spec({"type": "gla", "window": 6, "sinks": 2}, "mixer")
+    linearization = {"format": 1, "mixers": {"main": spec}, "layers": ["main", "softmax", "main"]}
+    linearize_base(base, linearization).save_pretrained(folder / "linearized")
+    return base, folder / "linearized"
+
+
+@functools.cache
+def documents() -> list[data.Document]:
+    """Few and alike, so that a few steps learn them."""
+    rng = np.random.default_rng(0)
+    pattern = rng.integers(3, 101, 9)
+    made = []
+    for size in rng.integers(10, 60, 12):
+        ids = np.resize(pattern, size).astype(np.int32)
+        made.append(data.Document(ids, np.arange(size) >= size // 3, int(size)))
+    return made
+
+
+def train(
+    stage: Stage,
+    out: Path,
+    *,
+    family: str = "llama",
+    model: Path | None = None,
+    precision: str = "float32",
+    results: Any = (),
+    **options: Any,
+) -> dict[str, Any]:
+    base, linearized = folders(family)
+    masked = isinstance(stage, FinetuneStage) and not stage.joined
+    cut = {"shorter": [(other.seq_len, other.share) for other in stage.shorter], "batch_size": stage.batch_size}
+    packed = data.pack(documents(), SEQ_LEN, stage.tokens, responses_only=masked, joined=stage.joined, **cut)
+    return run_stage(
+        stage,
+        model_dir=model or linearized,
+        results=results,
+        base_dir=base,
+        dataset=packed,
+        out=out,
+        device=CPU,
+        precision=precision,
+        **options,
+    )
+
+
+def files_of(out: Path) -> list[Path]:
+    return sorted((out / "result").rglob("*.safetensors"))
+
+
+def result_bytes(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in files_of(out)}

@@ -1,0 +1,180 @@
+"""A stage whose layers are compiled, or whose passes are replayed as a graph, trains as it does without."""
+
+from __future__ import annotations
+
+from inspect import isfunction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from stages import CPU, SEQ_LEN, every_stage, files_of, folders, make_stage, train
+from torch import Tensor
+from transformers import masking_utils
+
+from liger_convert.recipe import Lora
+from liger_convert.training.stage import load_base
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")
+
+
+@every_stage
+def test_compiled_layers_train_as_they_are_and_alignment_compiles_what_it_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from liger_convert.training import stage as module
+
+    compiled: list[str] = []
+    real = torch.compile
+
+    def compile_without_a_backend(call: Any, dynamic: bool) -> Any:
+        compiled.append(call.__qualname__ if isfunction(call) else f"{type(call.__self__).__name__}.{call.__name__}")
+        return real(call, backend="eager", dynamic=dynamic)
+
+    monkeypatch.setattr(torch, "compile", compile_without_a_backend)
+    lora = {"lora": Lora(rank=4)} if name == "lora" else {}
+    curves = []
+    for on in (False, True):
+        monkeypatch.setattr(module, "gains_by_compiling", lambda device, on=on: on)
+        curves.append(train(make_stage(name, steps=3, **lora), tmp_path / str(on))["loss"])
+    np.testing.assert_allclose(*curves, rtol=1e-5)
+    parts = ["LlamaAttention.forward", "LlamaMLP.forward", *["LlamaRMSNorm.forward"] * 2]
+    assert compiled == {
+        # the linear layers, their error, and the base in parts
+        "align": ["LinearizedAttention._call_impl"] * 2 + ["LinearizedForCausalLM.relative_error"] + parts * 3,
+        "distill": ["LlamaDecoderLayer._call_impl"] * 6,  # of model and base
+    }.get(name, ["LlamaDecoderLayer._call_impl"] * 3)
+    before = len(compiled)
+    train(make_stage(name, steps=1, compile=False, **lora), tmp_path / "off")
+    assert len(compiled) == before
+
+
+def replayed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Has every stage take the path of a CUDA graph: its slots, warm-up and replays, on a CPU; what would be
+    captured may look at no position. Returns the words for what happens, as it does."""
+    from liger_convert.model import layout
+    from liger_convert.training import capture, trainer
+
+    done: list[str] = []
+
+    def looked(*_: Any) -> Any:
+        raise RuntimeError("a value of the batch was looked at")
+
+    def stand_in(step: Any, given: tuple[Tensor, ...], tensors: Any, pool: Any) -> Any:
+        slots = [x.clone() for x in given]
+        assert not tensors()
+        assert pool == "shared"
+        with monkeypatch.context() as patches:
+            for module in (masking_utils, layout):
+                patches.setattr(module, "find_packed_sequence_indices", looked)
+            for _ in range(2):
+                step(*slots)
+        done.append("captured")
+
+        def replay(*inputs: Tensor) -> Tensor:
+            for slot, x in zip(slots, inputs, strict=True):
+                slot.copy_(x)
+            done.append("replayed")
+            return step(*slots)
+
+        return replay
+
+    monkeypatch.setattr(capture, "capture", stand_in)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "shared")
+    monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", torch.set_rng_state)
+    monkeypatch.setattr(trainer, "why_not_captured", lambda *_: None)
+    return done
+
+
+@pytest.mark.parametrize(("accumulation", "lengths"), [(1, 1), (2, 1), (2, 2)])
+@every_stage
+def test_replayed_passes_train_the_same_weights(
+    name: str, accumulation: int, lengths: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a graph for rows of another length is made between two micro-batches of a step."""
+    only = {"align": {"calibrate": False}, "distill": {}}.get(name, {"loss_on": "all"})
+    shorter = [{"seq_len": SEQ_LEN // 4, "share": 0.5}] * (lengths - 1)
+    stage = make_stage(name, steps=3, accumulation=accumulation, joined=True, shorter=shorter, **only)
+    plain = train(stage, tmp_path / "plain")
+    assert plain["passes"] == "plain: there is no Nvidia GPU"
+    with monkeypatch.context() as patches:
+        done = replayed_on_a_cpu(patches)
+        replayed = train(stage, tmp_path / "replayed")
+    assert done.count("captured") == lengths
+    assert done.count("replayed") == 3 * accumulation
+    assert replayed["passes"] == "captured"
+    np.testing.assert_allclose(replayed["loss"], plain["loss"], rtol=1e-5)
+    before, after = (
+        {k: v for f in files_of(out) for k, v in load_file(f).items()}
+        for out in (tmp_path / "plain", tmp_path / "replayed")
+    )
+    for key, value in before.items():
+        torch.testing.assert_close(after[key], value, rtol=1e-4, atol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+def test_graphs_of_two_shapes_add_to_the_same_gradients(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from liger_convert.training.capture import CapturedPasses
+
+    if device == "cpu":
+        replayed_on_a_cpu(monkeypatch)
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(64, 64, device=device))
+
+    def passes(batch: dict[str, Tensor]) -> Tensor:
+        loss = (batch["x"] @ weight).tanh().square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    graphs = CapturedPasses(passes, [weight], [])
+    for rows in ((8, 32, 8), (32,), (32, 8), (8, 8, 32)):  # micro-batches of a step
+        batches = [{"x": torch.randn(n, 64, device=device)} for n in rows]
+        expected = [passes(batch).item() for batch in batches]
+        expected_grad, weight.grad = weight.grad, None
+        found = []
+        for batch in batches:
+            graphs.capture(batch)
+            found.append(graphs(batch).item())
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+        torch.testing.assert_close(weight.grad, expected_grad, rtol=1e-4, atol=1e-4)
+        weight.grad = None
+
+
+def test_passes_that_cannot_be_captured_are_run_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from liger_convert.training import capture
+
+    stage = make_stage("distill", steps=3, joined=True)
+    plain = train(stage, tmp_path / "plain")
+    replayed_on_a_cpu(monkeypatch)
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(capture, "capture", fails)
+    stats = train(stage, tmp_path / "failed")
+    assert stats["passes"] == "plain: the capture failed: operation not permitted when stream is capturing"
+    np.testing.assert_allclose(stats["loss"], plain["loss"], rtol=1e-5)
+
+
+def test_what_keeps_a_stage_from_being_captured_is_said() -> None:
+    from liger_convert.training.capture import why_not_captured
+
+    def why(processes: int = 1, device: str = "cuda", base: Any = None, **changes: Any) -> str | None:
+        stage = make_stage("distill", **({"joined": True} | changes))
+        return why_not_captured(
+            stage, [base or load_base(folders()[0], CPU, torch.float32)], torch.device(device), processes
+        )
+
+    assert why() is None
+    assert "no Nvidia GPU" in str(why(device="cpu"))
+    assert "documents begin" in str(why(joined=False))
+    assert "compile: false" in str(why(compile=False))
+    assert "between processes" in str(why(processes=2))
+    assert "checkpointing" in str(why(gradient_checkpointing=True))
+    assert "window of 24 tokens" in str(why(base=load_base(folders("mistral")[0], CPU, torch.float32)))
+    eager = load_base(folders()[0], CPU, torch.float32)
+    eager.set_attn_implementation("eager")
+    assert "'eager'" in str(why(base=eager))
