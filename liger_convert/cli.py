@@ -20,7 +20,7 @@ from rich.filesize import decimal
 from rich.table import Column, Table
 from rich.text import Text
 
-from liger_convert.errors import LinearizeError, first_line
+from liger_convert.errors import BadInput, LinearizeError, first_line
 from liger_convert.files import disk_errors
 from liger_convert.progress import console as stderr
 from liger_convert.progress import progress, quiet_libraries
@@ -37,8 +37,8 @@ INTERRUPTED = 130
 PIPELINE, MEASURE, REFERENCE = "From a base to a linearized model", "Measure and try", "What there is"
 
 
-def _recipe_file(path: Path) -> Path:
-    if path.suffix or path.exists():
+def _recipe_file(path: Path | None) -> Path | None:
+    if path is None or path.suffix or path.exists():
         return path
     from liger_convert.resources import recipe_path
 
@@ -52,6 +52,18 @@ RecipeFile = Annotated[
         callback=_recipe_file,
         show_default=False,
     ),
+]
+RunRecipe = Annotated[
+    Path | None,
+    typer.Argument(
+        help="A recipe, or the name of one that comes with the package; for a --base alone it is `default`.",
+        callback=_recipe_file,
+        show_default=False,
+    ),
+]
+RunBase = Annotated[
+    str | None,
+    typer.Option("--base", help="Folder, hub id or .gguf file to convert instead of the recipe's.", show_default=False),
 ]
 Source = Annotated[str, typer.Argument(help="Model folder, hub id or .gguf file.", show_default=False)]
 Model = Annotated[Path, typer.Argument(help="Folder of a linearized model.", show_default=False)]
@@ -77,9 +89,23 @@ def options(debug: Annotated[bool, typer.Option("--debug", help="Show the traceb
     """`--debug` is taken out by `main`, wherever it stands; it is declared here for the help."""
 
 
+def _recipe_for(recipe: Path | None, base: str | None, set_: list[str] | None) -> tuple[Path, list[str]]:
+    """The recipe, for a base alone the default one, and all that is set in it, what --set says last."""
+    given = [] if base is None else [f"base={json.dumps(base)}"]
+    if recipe is None:
+        if base is None:
+            raise BadInput("RECIPE: is missing; give a recipe, or a checkpoint alone by --base")
+        from liger_convert.resources import recipe_path
+
+        recipe = recipe_path("default")
+        given.append(f"name={json.dumps(Path(base).name.removesuffix('.gguf'))}")
+    return recipe, [*given, *(set_ or ())]
+
+
 @app.command(rich_help_panel=PIPELINE)
 def run(
-    recipe: RecipeFile,
+    recipe: RunRecipe = None,
+    base: RunBase = None,
     out: Annotated[Path | None, typer.Option(help="New folder for the results.", show_default="runs/NAME")] = None,
     set_: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
@@ -91,18 +117,21 @@ def run(
     Leaves export/ (a Hugging Face model folder), report.md, report.json and manifest.json in OUT.
 
     Example: linearize run recipes/smollm2-135m-quick.yaml --out runs/quick --set seed=1
+
+    Example: linearize run --base HuggingFaceTB/SmolLM2-135M-Instruct
     """
     from liger_convert import yamlfile
     from liger_convert.recipe import parse
 
+    recipe, set_ = _recipe_for(recipe, base, set_)
     text = yamlfile.read(recipe)
-    loaded = parse(text, set_ or (), where=str(recipe))  # a slip in the recipe is told before torch is imported
+    loaded = parse(text, set_, where=str(recipe))  # a slip in the recipe is told before torch is imported
     folder = out or Path("runs", loaded.name)
 
     from liger_convert.report import render
     from liger_convert.run import run
 
-    run(loaded, folder, text=text, overrides=set_ or (), resume=resume, keep_steps=keep_steps)
+    run(loaded, folder, text=text, overrides=set_, resume=resume, keep_steps=keep_steps)
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     _show(render(report), report, as_json)
     if not as_json:
@@ -114,14 +143,14 @@ def run(
 
 
 @app.command(rich_help_panel=PIPELINE)
-def plan(recipe: RecipeFile, set_: Overrides = None, as_json: Json = False) -> None:
+def plan(recipe: RunRecipe = None, base: RunBase = None, set_: Overrides = None, as_json: Json = False) -> None:
     """Show what a recipe would do to each layer, what it costs and what it saves; reads no weight.
 
     Example: linearize plan recipes/smollm2-135m-quick.yaml --set layers=LLLN
     """
     from liger_convert.recipe import load
 
-    loaded = load(recipe, set_ or ())
+    loaded = load(*_recipe_for(recipe, base, set_))
 
     from liger_convert.checkpoint import base_config
     from liger_convert.plan import make_plan
@@ -132,7 +161,8 @@ def plan(recipe: RecipeFile, set_: Overrides = None, as_json: Json = False) -> N
 
 @app.command(rich_help_panel=PIPELINE)
 def rank(
-    recipe: RecipeFile,
+    recipe: RunRecipe = None,
+    base: RunBase = None,
     keep: Annotated[
         int | None, typer.Option(help="How many layers stay softmax.", show_default="recipe's", min=1)
     ] = None,
@@ -147,7 +177,8 @@ def rank(
     """
     from liger_convert.recipe import load
 
-    loaded = load(recipe, [*(set_ or ()), *([f"layers={{softmax_auto: {keep}}}"] if keep is not None else [])])
+    recipe, set_ = _recipe_for(recipe, base, set_)
+    loaded = load(recipe, [*set_, *([f"layers={{softmax_auto: {keep}}}"] if keep is not None else [])])
 
     from liger_convert.commands import rank_layers
 

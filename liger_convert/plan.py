@@ -194,7 +194,7 @@ def make_plan(recipe: Recipe, base_config: Any) -> Plan:
         token_bytes=2 * dims.kv_heads * dims.dim * itemsize,
         stages=tuple(stages),
         teacher_tokens={name: source.written_tokens for name, source in recipe.teachers.items()},
-        undecided=recipe.softmax_auto or 0,
+        undecided=0 if recipe.softmax_auto is None else layers.count(SOFTMAX),
     )
 
 
@@ -220,8 +220,9 @@ def resolve_layers(layers: str | list[str] | dict[str, Any], depth: int, names: 
     """What each of `depth` layers becomes, a mixer's name or softmax, from any form a recipe may give.
 
     Forms: `all`; letters such as `LLLN`, repeated to the depth; a list of names; `{softmax_every: n}` (the last of
-    every n layers); `{linear: [...]}` or `{softmax: [...]}` with layer numbers; `{softmax_auto: n}`, where the last n
-    stand for those that are chosen later; `{repeat: [...]}`, names repeated to the depth. Raises BadInput at `layers`.
+    every n layers); `{linear: [...]}` or `{softmax: [...]}` with layer numbers; `{softmax_auto: n}`, or below 1 a share
+    of the layers, where the last n stand for those that are chosen later; `{repeat: [...]}`, names repeated to the
+    depth. Raises BadInput at `layers`.
     """
     if layers == "all":
         layers = "L"
@@ -241,7 +242,8 @@ def resolve_layers(layers: str | list[str] | dict[str, Any], depth: int, names: 
         elif form == "softmax_auto":
             if value >= depth:
                 raise BadInput(f"layers.softmax_auto: {value} is too many; of the base's {depth} layers keep fewer")
-            resolved = [MAIN] * (depth - value) + [SOFTMAX] * value
+            kept = value if value >= 1 else max(1, int(value * depth))
+            resolved = [MAIN] * (depth - kept) + [SOFTMAX] * kept
         elif form == "repeat":
             _check_names(value, names, "layers.repeat")
             resolved = list(itertools.islice(itertools.cycle(value), depth))

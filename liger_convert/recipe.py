@@ -77,14 +77,22 @@ class MixerSpec(Strict):
         return self.model_dump(mode="json", exclude_unset=True)
 
 
+def _layers_kept(value: Any) -> Any:
+    if value is None or (type(value) in (int, float) and 0 < value < 1):
+        return value
+    if type(value) in (int, float) and value >= 1 and value == int(value):
+        return int(value)
+    refuse("", f"should be a whole number of layers above 0, or a share of them between 0 and 1, not {value!r}")
+
+
 class LayerChoice(Strict):
-    """Exactly one of: every n-th layer stays softmax, these become linear, these stay softmax, so many stay softmax
-    and a measurement chooses which (`liger_convert.rank`), these names over and over."""
+    """Exactly one of: every n-th layer stays softmax, these become linear, these stay softmax, so many, or such a share
+    of all, stay softmax and a measurement chooses which (`liger_convert.rank`), these names over and over."""
 
     softmax_every: Annotated[int, Field(ge=2)] | None = None
     linear: Annotated[list[Index], Field(min_length=1)] | None = None
     softmax: list[Index] | None = None
-    softmax_auto: Count | None = None
+    softmax_auto: Annotated[int | float | None, BeforeValidator(_layers_kept)] = None
     repeat: Annotated[list[str], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
@@ -441,8 +449,8 @@ class Recipe(Strict):
         return self
 
     @property
-    def softmax_auto(self) -> int | None:
-        """How many layers stay softmax, where a measurement chooses which."""
+    def softmax_auto(self) -> float | None:
+        """How many layers, or which share of them, stay softmax, where a measurement chooses which."""
         return self.layers.softmax_auto if isinstance(self.layers, LayerChoice) else None
 
     @property

@@ -179,7 +179,9 @@ RECIPES = [
     case("nothing repeated", "layers.repeat", lambda w: w.plan("layers={repeat: []}")),
     case("list of wrong length", "layers: names 1 layers", lambda w: w.run("layers=[main]")),
     case("too many layers kept", "layers.softmax_auto: 3 is too many", lambda w: w.run("layers={softmax_auto: 3}")),
-    case("no layer kept", "layers.softmax_auto: should be greater", lambda w: w.run("layers={softmax_auto: 0}")),
+    case("half a layer kept", "between 0 and 1, not 1.5", lambda w: w.run("layers={softmax_auto: 1.5}")),
+    case("neither a recipe nor a base", "RECIPE: is missing", lambda w: ["run"]),
+    case("no layer kept", "layers.softmax_auto: should be a whole number", lambda w: w.run("layers={softmax_auto: 0}")),
     case(
         "layers chosen on no text",
         "add a source of plain text under `data:`",

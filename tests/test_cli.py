@@ -115,6 +115,23 @@ def test_plan_tells_layers_and_sizes_and_writes_nothing(home, capsys):
     assert sorted(home.rglob("*")) == before
 
 
+def test_a_base_alone_is_planned_by_the_default_recipe_and_named_after_it(home, capsys):
+    planned = json.loads(output(capsys, "plan", "--base", "base", "--json"))
+    assert planned["name"] == "base"
+    assert planned["linearization"]["layers"] == {"softmax_auto": 1}
+    changed = json.loads(
+        output(capsys, "plan", "--base", "base", "--set", "name=mine", "--set", "layers=all", "--json")
+    )
+    assert changed["name"] == "mine"
+    assert changed["linearization"]["layers"] == ["main"] * 3
+
+
+def test_the_base_of_a_recipe_can_be_another_one(home, capsys):
+    planned = [json.loads(output(capsys, "plan", "recipe.yaml", *more, "--json")) for more in ([], ["--base", "base"])]
+    assert planned[0] == planned[1]
+    assert cli.main(["plan", "recipe.yaml", "--base", "nowhere/at/all.gguf"]) == 2
+
+
 def test_rank_ends_with_the_line_for_the_recipe(home, capsys):
     *_, line = output(capsys, "rank", "recipe.yaml", "--keep", "2").splitlines()
     found = json.loads(output(capsys, "rank", "recipe.yaml", "--set", "layers={softmax_auto: 2}", "--json"))

@@ -50,6 +50,8 @@ def plan(family: str = "llama", **fields: Any) -> Plan:
         ({"softmax": [1]}, [L, N, L, L, L]),
         ({"softmax": [], "linear": None}, [L, L, L, L, L]),
         ({"softmax_auto": 2}, [L, L, L, N, N]),
+        ({"softmax_auto": 0.5}, [L, L, L, N, N]),
+        ({"softmax_auto": 0.1}, [L, L, L, L, N]),
         ([L, "other", N, N, "other"], [L, "other", N, N, "other"]),
         ({"repeat": [L, "other", N]}, [L, "other", N, L, "other"]),
     ],

@@ -72,7 +72,9 @@ def test_fingerprint_follows_the_meaning_and_not_the_writing():
         ("eval.limit=10", lambda r: r.eval.limit, 10),
         ("base_options.trust_remote_code=true", lambda r: r.base_options.trust_remote_code, True),
         ("layers={softmax_every: 4}", lambda r: r.layers.softmax_every, 4),
-        ("layers={softmax_auto: 4}", lambda r: r.softmax_auto, 4),
+        ("layers={softmax_auto: 4}", lambda r: r.dump()["layers"]["softmax_auto"], 4),
+        ("layers={softmax_auto: 4e0}", lambda r: repr(r.softmax_auto), "4"),
+        ("layers={softmax_auto: 0.25}", lambda r: r.softmax_auto, 0.25),
         ("mixer.sinks=0", lambda r: r.mixer.sinks, 0),
         ("data.more={source: pydoc}", lambda r: r.data["more"].source, "pydoc"),
         ("base=a=b", lambda r: r.base, "a=b"),
@@ -192,6 +194,12 @@ def test_shipped_recipes_load_and_name_their_own_command(path):
     loaded = recipe.load(path)
     assert loaded.name == path.stem
     assert f"linearize run recipes/{path.name} --out runs/" in path.read_text()
+
+
+def test_the_default_recipe_is_the_hybrid_for_any_depth():
+    default, hybrid = (recipe.load(RECIPES / f"{name}.yaml").dump() for name in ("default", "smollm2-135m-hybrid"))
+    assert {name for name in hybrid if default[name] != hybrid[name]} == {"name", "layers"}
+    assert int(default["layers"]["softmax_auto"] * 30) == len(hybrid["layers"]["softmax"])
 
 
 @pytest.mark.parametrize(
