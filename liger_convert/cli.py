@@ -91,15 +91,26 @@ def options(debug: Annotated[bool, typer.Option("--debug", help="Show the traceb
 
 def _recipe_for(recipe: Path | None, base: str | None, set_: list[str] | None) -> tuple[Path, list[str]]:
     """The recipe, for a base alone the default one, and all that is set in it, what --set says last."""
-    given = [] if base is None else [f"base={json.dumps(base)}"]
+    given = [] if base is None else [f"base={_as_yaml(base)}"]
     if recipe is None:
         if base is None:
             raise BadInput("RECIPE: is missing; give a recipe, or a checkpoint alone by --base")
         from liger_convert.resources import recipe_path
 
         recipe = recipe_path("default")
-        given.append(f"name={json.dumps(Path(base).name.removesuffix('.gguf'))}")
+        given.append(f"name={_as_yaml(Path(base).name.removesuffix('.gguf'))}")
     return recipe, [*given, *(set_ or ())]
+
+
+def _as_yaml(text: str) -> str:
+    """A string that YAML reads as it is, in quotes only where it must be."""
+    from liger_convert import yamlfile
+
+    try:
+        plain = yamlfile.parse(text, "") == text
+    except BadInput:
+        plain = False
+    return text if plain else json.dumps(text)
 
 
 @app.command(rich_help_panel=PIPELINE)

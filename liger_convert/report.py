@@ -14,6 +14,7 @@ from rich.console import Group
 from rich.filesize import decimal
 from rich.table import Table
 
+from liger_convert import yamlfile
 from liger_convert.files import atomic_write
 from liger_convert.measures import Measurement
 from liger_convert.recipe import MAIN
@@ -134,6 +135,7 @@ def build(results: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, 
     training = [{"name": name} | step for name, step in steps.items() if "trained_parameters" in step]
     options = [word for override in recipe["overrides"] for word in ("--set", override)]
     name = recipe["resolved"]["name"]
+    file = yamlfile.parse(recipe["text"], "recipe").get("name", name)  # by its own name, whatever a run was called
     return {
         "name": name,
         "base": recipe["resolved"]["base"],
@@ -142,7 +144,7 @@ def build(results: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, 
         **({"ranking": steps["rank"]["ranking"]} if "rank" in steps else {}),
         "training": [{key: stage[key] for key in stage if key not in ("inputs", "outputs")} for stage in training],
         "reproduce": {
-            "command": shlex.join(["linearize", "run", f"{name}.yaml", *options]),
+            "command": shlex.join(["linearize", "run", f"{file}.yaml", *options]),
             "seed": manifest["seed"],
             **machine,
         },

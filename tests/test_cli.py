@@ -14,6 +14,7 @@ from liger_convert import cli
 from liger_convert.families import FAMILIES
 from liger_convert.mixers import MIXERS
 from liger_convert.model import load_linearized
+from liger_convert.recipe import load
 
 COMMANDS = [
     "run",
@@ -124,6 +125,12 @@ def test_a_base_alone_is_planned_by_the_default_recipe_and_named_after_it(home, 
     )
     assert changed["name"] == "mine"
     assert changed["linearization"]["layers"] == ["main"] * 3
+
+
+@pytest.mark.parametrize("base", ["org/model", "12", "a: b", "{x", "C:\\models\\one.gguf", "true", "it's"])
+def test_a_base_is_taken_by_its_very_name(base):
+    recipe, changes = cli._recipe_for(None, base, None)
+    assert load(recipe, changes).base == base
 
 
 def test_the_base_of_a_recipe_can_be_another_one(home, capsys):

@@ -94,6 +94,14 @@ def test_report_json_has_value_stderr_and_n_of_every_metric_of_every_model(tmp_p
     assert all(set(m) == {"value", "stderr", "n"} for measures in found["models"].values() for m in measures.values())
 
 
+def test_the_command_names_the_recipe_whatever_the_run_was_called() -> None:
+    renamed = manifest()
+    renamed["recipe"] |= {"text": "version: 1\nname: default", "overrides": ["name=demo"]}
+    report = build(results(), renamed)
+    assert report["name"] == "demo"
+    assert report["reproduce"]["command"] == "linearize run default.yaml --set name=demo"
+
+
 def test_a_report_without_training_or_continuations_has_no_such_sections() -> None:
     bare = manifest()
     del bare["steps"]["1-align"]
