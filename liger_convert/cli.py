@@ -46,24 +46,16 @@ def _recipe_file(path: Path | None) -> Path | None:
 
 
 RecipeFile = Annotated[
-    Path,
+    Path | None,
     typer.Argument(
         help="A recipe, or the name of one that comes with the package, such as smollm2-135m-quick.",
         callback=_recipe_file,
-        show_default=False,
+        show_default="the recipe default, for a --base alone",
     ),
 ]
-RunRecipe = Annotated[
-    Path | None,
-    typer.Argument(
-        help="A recipe, or the name of one that comes with the package; for a --base alone it is `default`.",
-        callback=_recipe_file,
-        show_default=False,
-    ),
-]
-RunBase = Annotated[
+Base = Annotated[
     str | None,
-    typer.Option("--base", help="Folder, hub id or .gguf file to convert instead of the recipe's.", show_default=False),
+    typer.Option(help="Folder, hub id or .gguf file in place of the recipe's base.", show_default=False),
 ]
 Source = Annotated[str, typer.Argument(help="Model folder, hub id or .gguf file.", show_default=False)]
 Model = Annotated[Path, typer.Argument(help="Folder of a linearized model.", show_default=False)]
@@ -84,11 +76,6 @@ TrustCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code t
 Dtype = Annotated[str, typer.Option(help="Of the weights written: auto (as they are), float32, bfloat16 or float16.")]
 
 
-@app.callback()
-def options(debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of a bug.")] = False) -> None:
-    """`--debug` is taken out by `main`, wherever it stands; it is declared here for the help."""
-
-
 def _recipe_for(recipe: Path | None, base: str | None, set_: list[str] | None) -> tuple[Path, list[str]]:
     """The recipe, for a base alone the default one, and all that is set in it, what --set says last."""
     given = [] if base is None else [f"base={_as_yaml(base)}"]
@@ -98,7 +85,7 @@ def _recipe_for(recipe: Path | None, base: str | None, set_: list[str] | None) -
         from liger_convert.resources import recipe_path
 
         recipe = recipe_path("default")
-        given.append(f"name={_as_yaml(Path(base).name.removesuffix('.gguf'))}")
+        given.append(f"name={_as_yaml(Path(base).absolute().name.removesuffix('.gguf'))}")
     return recipe, [*given, *(set_ or ())]
 
 
@@ -113,10 +100,15 @@ def _as_yaml(text: str) -> str:
     return text if plain else json.dumps(text)
 
 
+@app.callback()
+def options(debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of a bug.")] = False) -> None:
+    """`--debug` is taken out by `main`, wherever it stands; it is declared here for the help."""
+
+
 @app.command(rich_help_panel=PIPELINE)
 def run(
-    recipe: RunRecipe = None,
-    base: RunBase = None,
+    recipe: RecipeFile = None,
+    base: Base = None,
     out: Annotated[Path | None, typer.Option(help="New folder for the results.", show_default="runs/NAME")] = None,
     set_: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
@@ -154,7 +146,7 @@ def run(
 
 
 @app.command(rich_help_panel=PIPELINE)
-def plan(recipe: RunRecipe = None, base: RunBase = None, set_: Overrides = None, as_json: Json = False) -> None:
+def plan(recipe: RecipeFile = None, base: Base = None, set_: Overrides = None, as_json: Json = False) -> None:
     """Show what a recipe would do to each layer, what it costs and what it saves; reads no weight.
 
     Example: linearize plan recipes/smollm2-135m-quick.yaml --set layers=LLLN
@@ -172,8 +164,8 @@ def plan(recipe: RunRecipe = None, base: RunBase = None, set_: Overrides = None,
 
 @app.command(rich_help_panel=PIPELINE)
 def rank(
-    recipe: RunRecipe = None,
-    base: RunBase = None,
+    recipe: RecipeFile = None,
+    base: Base = None,
     keep: Annotated[
         int | None, typer.Option(help="How many layers stay softmax.", show_default="recipe's", min=1)
     ] = None,
@@ -273,10 +265,11 @@ def calibrate(
 
 @app.command(rich_help_panel=PIPELINE)
 def train(
-    recipe: RecipeFile,
     stage: Annotated[int, typer.Option(help="Which stage of the recipe, counted from 1.", show_default=False)],
     model: Annotated[Path, typer.Option(help="Folder of the linearized model to train.", show_default=False)],
     out: Annotated[Path, typer.Option(help="New folder for what is learned; see merge.", show_default=False)],
+    recipe: RecipeFile = None,
+    base: Base = None,
     set_: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted stage.")] = False,
     as_json: Json = False,
@@ -287,7 +280,7 @@ def train(
     """
     from liger_convert.recipe import load
 
-    loaded = load(recipe, set_ or ())
+    loaded = load(*_recipe_for(recipe, base, set_))
 
     from liger_convert.commands import train_stage
 
