@@ -46,10 +46,11 @@ def calibrate(model: Any, base: Any, input_ids: Tensor, position_ids: Tensor) ->
     give it, so that it makes up for their errors instead of adding its own to them. Long rows are read in two lengths:
     a memory must also serve a text that has just left its window, and in long rows alone hardly a query meets one.
     """
-    windows = [model.model.layers[i].self_attn.spec.window for i in linear_layers(model.config)]
+    layers = linear_layers(model.config)
+    windows = [model.model.layers[i].self_attn.spec.window for i in layers]
     position_ids = _in_two_lengths(position_ids, max(windows, default=0))
     batch = {"input_ids": input_ids, "position_ids": position_ids}
-    targets = collect_align_targets(base, batch, linear_layers(model.config))
+    targets = collect_align_targets(base, batch, layers)
     layout = SequenceLayout.build(input_ids, position_ids, None, None)
 
     def fit_first(base_x_BTC: Tensor, embeddings: Any) -> Any:

@@ -20,7 +20,7 @@ from rich.filesize import decimal
 from rich.table import Column, Table
 from rich.text import Text
 
-from liger_convert.errors import BadInput, LinearizeError, first_line
+from liger_convert.errors import LinearizeError, first_line
 from liger_convert.files import disk_errors
 from liger_convert.progress import console as stderr
 from liger_convert.progress import progress, quiet_libraries
@@ -76,30 +76,6 @@ TrustCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code t
 Dtype = Annotated[str, typer.Option(help="Of the weights written: auto (as they are), float32, bfloat16 or float16.")]
 
 
-def _recipe_for(recipe: Path | None, base: str | None, set_: list[str] | None) -> tuple[Path, list[str]]:
-    """The recipe, for a base alone the default one, and all that is set in it, what --set says last."""
-    given = [] if base is None else [f"base={_as_yaml(base)}"]
-    if recipe is None:
-        if base is None:
-            raise BadInput("RECIPE: is missing; give a recipe, or a checkpoint alone by --base")
-        from liger_convert.resources import recipe_path
-
-        recipe = recipe_path("default")
-        given.append(f"name={_as_yaml(Path(base).absolute().name.removesuffix('.gguf'))}")
-    return recipe, [*given, *(set_ or ())]
-
-
-def _as_yaml(text: str) -> str:
-    """A string that YAML reads as it is, in quotes only where it must be."""
-    from liger_convert import yamlfile
-
-    try:
-        plain = yamlfile.parse(text, "") == text
-    except BadInput:
-        plain = False
-    return text if plain else json.dumps(text)
-
-
 @app.callback()
 def options(debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of a bug.")] = False) -> None:
     """`--debug` is taken out by `main`, wherever it stands; it is declared here for the help."""
@@ -125,8 +101,9 @@ def run(
     """
     from liger_convert import yamlfile
     from liger_convert.recipe import parse
+    from liger_convert.resources import chosen_recipe
 
-    recipe, set_ = _recipe_for(recipe, base, set_)
+    recipe, set_ = chosen_recipe(recipe, base, set_ or ())
     text = yamlfile.read(recipe)
     loaded = parse(text, set_, where=str(recipe))  # a slip in the recipe is told before torch is imported
     folder = out or Path("runs", loaded.name)
@@ -152,8 +129,9 @@ def plan(recipe: RecipeFile = None, base: Base = None, set_: Overrides = None, a
     Example: linearize plan recipes/smollm2-135m-quick.yaml --set layers=LLLN
     """
     from liger_convert.recipe import load
+    from liger_convert.resources import chosen_recipe
 
-    loaded = load(*_recipe_for(recipe, base, set_))
+    loaded = load(*chosen_recipe(recipe, base, set_ or ()))
 
     from liger_convert.checkpoint import base_config
     from liger_convert.plan import make_plan
@@ -179,8 +157,9 @@ def rank(
     Example: linearize rank recipes/smollm2-135m-quick.yaml --keep 4
     """
     from liger_convert.recipe import load
+    from liger_convert.resources import chosen_recipe
 
-    recipe, set_ = _recipe_for(recipe, base, set_)
+    recipe, set_ = chosen_recipe(recipe, base, set_ or ())
     loaded = load(recipe, [*set_, *([f"layers={{softmax_auto: {keep}}}"] if keep is not None else [])])
 
     from liger_convert.commands import rank_layers
@@ -279,8 +258,9 @@ def train(
     Example: linearize train recipes/smollm2-135m-quick.yaml --stage 1 --model converted --out aligned
     """
     from liger_convert.recipe import load
+    from liger_convert.resources import chosen_recipe
 
-    loaded = load(*_recipe_for(recipe, base, set_))
+    loaded = load(*chosen_recipe(recipe, base, set_ or ()))
 
     from liger_convert.commands import train_stage
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from liger_convert import yamlfile
 from liger_convert.errors import BadInput, did_you_mean
 
 PACKAGE = Path(__file__).parent
@@ -19,6 +21,18 @@ def names(kind: str) -> list[str]:
 def recipe_path(name: str) -> Path:
     """The shipped recipe called `name`. Raises BadInput with the list."""
     return _find("recipes", name)
+
+
+def chosen_recipe(recipe: Path | None, base: str | None, overrides: Sequence[str]) -> tuple[Path, list[str]]:
+    """The recipe with `base` in place of its own, and with `overrides`, which come last; for a base alone the recipe
+    `default`, called after it. Raises BadInput when there is neither."""
+    given = [] if base is None else [f"base={yamlfile.quoted(base)}"]
+    if recipe is None:
+        if base is None:
+            raise BadInput("RECIPE: is missing; give a recipe, or a checkpoint alone by --base")
+        recipe = recipe_path("default")
+        given.append(f"name={yamlfile.quoted(Path(base).absolute().name.removesuffix('.gguf'))}")
+    return recipe, [*given, *overrides]
 
 
 def suite_path(name: str) -> Path:

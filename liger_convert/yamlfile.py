@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,6 +50,15 @@ def parse(text: str, where: str) -> Any:
         raise BadInput(f"{where}:{line}: not valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
         raise BadInput(f"{where}: not valid YAML: {str(error).splitlines()[0]}") from None
+
+
+def quoted(text: str) -> str:
+    """A string as YAML that means it, in quotes only where it would mean something else."""
+    try:
+        plain = parse(text, "") == text
+    except BadInput:
+        plain = False
+    return text if plain else json.dumps(text)
 
 
 def _assign(data: Any, keys: Sequence[str | int], value: Any, flag: str) -> Any:

@@ -15,6 +15,7 @@ from liger_convert.families import FAMILIES
 from liger_convert.mixers import MIXERS
 from liger_convert.model import load_linearized
 from liger_convert.recipe import load
+from liger_convert.resources import chosen_recipe
 
 COMMANDS = [
     "run",
@@ -129,7 +130,7 @@ def test_a_base_alone_is_planned_by_the_default_recipe_and_named_after_it(home, 
 
 @pytest.mark.parametrize("base", ["org/model", "12", "a: b", "{x", "C:\\models\\one.gguf", "true", "it's"])
 def test_a_base_is_taken_by_its_very_name(base):
-    recipe, changes = cli._recipe_for(None, base, None)
+    recipe, changes = chosen_recipe(None, base, ())
     assert load(recipe, changes).base == base
 
 
