@@ -93,7 +93,7 @@ def calibrate_layer(
         return  # no query has anything beyond its window and sinks: a fit to nothing would empty the codebook
     heads, see = attention.look(x_BTC, embeddings, layout, None)
     base_heads, _ = attention.look(base_x_BTC, embeddings, layout, None)
-    window_o_BTHV, window_lse_BTH = see(mixer.log_forget(heads))
+    window_o_BTHV, window_lse_BTH = see(mixer.log_forget(heads), None)
     target_BTHV, _ = window(
         base_heads.q_rot_BTHD,
         base_heads.k_rot_BTGD,

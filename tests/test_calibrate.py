@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from gated_kernels.check import error
+from gated_kernels.window.chunk import joined
 from tiny import save_tiny_base
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -115,8 +116,8 @@ def test_the_fit_of_a_learned_mix_leaves_nothing_to_gain(mixer: str) -> None:
 
     def left_H() -> Tensor:
         o = read * (mixing.size_HV if mixer == "retnet" else 1)
-        joined = mixing.join(window_o, window_o, window_o[..., 0], Memory(o, None), "both")
-        return (joined - target).square().sum((0, 1, 3))
+        mixed, _ = joined(window_o, window_o[..., 0], *mixing.beside(window_o, Memory(o, None)))
+        return (mixed - target).square().sum((0, 1, 3))
 
     with torch.no_grad():
         fit_mix(mixing, Memory(read, None), window_o, target)
@@ -143,7 +144,7 @@ def test_the_memory_of_each_group_lasts_as_long_as_its_heads_look_back(
     attention = model.model.layers[0].self_attn
     mixer = attention.mixer.requires_grad_(False)
     heads, see = attention.look(x_BTC, embeddings, layout, None)
-    window_o_BTHV, window_lse_BTH = see(None)
+    window_o_BTHV, window_lse_BTH = see(None, None)
     # what softmax attention looks at is replaced by what a memory with these gates recalls
     mixer.log_share_H.fill_(1)
     for log_tau in (mixer.codebook.q_log_tau_H, mixer.codebook.k_log_tau_G):
@@ -151,7 +152,7 @@ def test_the_memory_of_each_group_lasts_as_long_as_its_heads_look_back(
     planted_G1 = torch.tensor([[3.0], [6.0]])
     mixer.gate_bias_GF.copy_(planted_G1)
     memory = mixer.remember(heads, layout, None)
-    target_BTHV = mixer.join(heads.q_BTHD, window_o_BTHV, window_lse_BTH, memory, "both")
+    target_BTHV = joined(window_o_BTHV, window_lse_BTH, *mixer.beside(heads.q_BTHD, memory))[0]
     monkeypatch.setattr(module, "TAUS", (20.0,))
     monkeypatch.setattr(module, "fit_codes", lambda *_: None)
     monkeypatch.setattr(module, "window", lambda *_, **__: (target_BTHV, None))
@@ -334,7 +335,7 @@ def mixer_and_branches(lse: float) -> tuple[Mixer, Tensor, Memory, Tensor, Tenso
 
 
 def squared_error_H(mixer: Mixer, q: Tensor, memory: Memory, window_o: Tensor, lse: Tensor, target: Tensor) -> Tensor:
-    return (mixer.join(q, window_o, lse, memory, "both") - target).square().sum((0, 1, 3))
+    return (joined(window_o, lse, *mixer.beside(q, memory))[0] - target).square().sum((0, 1, 3))
 
 
 @pytest.mark.parametrize("lse", [-90.0, -30.0, 0.0, 90.0])
@@ -357,7 +358,7 @@ def test_a_share_that_depends_on_the_query_is_found() -> None:
     mixer.share_power_H.copy_(torch.linspace(0.5, 1.5, 6))
     mixer.log_share_H.copy_(torch.linspace(-1, 1, 6))
     planted_BTH = (mixer.log_weight(q_BTHD, memory) - window_lse).sigmoid()
-    target = mixer.join(q_BTHD, window_o, window_lse, memory, "both")
+    target = joined(window_o, window_lse, *mixer.beside(q_BTHD, memory))[0]
     mixer.reset_parameters()
     left_H = fit_share(mixer, q_BTHD, memory, window_o, window_lse, target)
     found_BTH = (mixer.log_weight(q_BTHD, memory) - window_lse).sigmoid()
@@ -386,5 +387,5 @@ def test_an_empty_memory_has_no_weight_whatever_the_query_says() -> None:
     empty = memory._replace(log_mass_BTH=torch.zeros_like(window_lse).clamp_min(LEAST_MASS).log())
     assert empty.log_mass_BTH is not None
     assert (empty.log_mass_BTH <= EMPTY).all()
-    assert torch.equal(mixer.join(100 * q_BTHD, window_o, window_lse, empty, "both"), window_o)
-    assert not torch.equal(mixer.join(100 * q_BTHD, window_o, window_lse, memory, "both"), window_o)
+    assert torch.equal(joined(window_o, window_lse, *mixer.beside(100 * q_BTHD, empty))[0], window_o)
+    assert not torch.equal(joined(window_o, window_lse, *mixer.beside(100 * q_BTHD, memory))[0], window_o)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as nnf
 from gated_kernels import window
 from gated_kernels.check import error
+from gated_kernels.window.chunk import joined
 from torch import Tensor
 
 from liger_convert.errors import BadInput
@@ -326,7 +327,7 @@ def test_a_new_memory_lasts_for_hundreds_of_tokens(name: str) -> None:
 def test_a_new_memory_has_little_weight_beside_the_window(name: str) -> None:
     mixer, heads, layout = started({"type": name}), random_heads(300), layout_of(300)
     window_o, lse = window(heads.q_rot_BTHD, heads.k_rot_BTGD, heads.v_BSGD, window=64, scale=DIMS.dim**-0.5)
-    both = mixer(heads, lambda log_f: (window_o, lse), layout, None, "both")
+    both = mixer(heads, lambda log_f, beside: joined(window_o, lse, *beside), layout, None, "both")
     assert (both - window_o).norm() < 0.1 * window_o.norm()
 
 

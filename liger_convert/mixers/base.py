@@ -58,16 +58,24 @@ class Heads(NamedTuple):
     x_BTC: Tensor
 
 
-# The window's output [B,T,H,V] and log-sum-exp [B,T,H], given the log forget gates [B,T,G] of the new tokens or None;
-# called once a forward pass, as it moves the ring on.
-WindowRead = Callable[[Tensor | None], tuple[Tensor, Tensor]]
-
-
 class Memory(NamedTuple):
     """What a memory read gives: its output, and the log of the mass it stands for (None where it is not normalised)."""
 
     o_BTHV: Tensor
     log_mass_BTH: Tensor | None
+
+
+class Beside(NamedTuple):
+    """What stands beside a window: a memory's output with its log weight in the one denominator, or with its share."""
+
+    memory_BTHV: Tensor
+    log_weight_BTH: Tensor | None
+    share_H: Tensor | None
+
+
+# The window's output [B,T,H,V], with what stands beside it or alone, and log-sum-exp [B,T,H], given the log forget
+# gates [B,T,G] of the new tokens or None; called once a forward pass, as it moves the ring on.
+WindowRead = Callable[[Tensor | None, Beside | None], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -195,9 +203,10 @@ class Mixer(nn.Module, ABC):
             assert past is not None
             return past.step(heads, self.step_rules())
         assert window is not None
-        window_o_BTHV, window_lse_BTH = window(self.log_forget(heads))
         memory = self.remember(heads, layout, past)
-        return self.join(heads.q_BTHD, window_o_BTHV, window_lse_BTH, memory, branches)
+        beside = self.beside(heads.q_BTHD, memory) if branches == "both" else None
+        window_o_BTHV, _ = window(self.log_forget(heads), beside)
+        return window_o_BTHV if branches == "both" else self.alone(window_o_BTHV, memory.o_BTHV, branches)
 
     def log_forget(self, heads: Heads) -> Tensor | None:
         """The log forget gates of the new tokens, float32 [B,T,G]; None where the window does not forget."""
@@ -240,25 +249,25 @@ class Mixer(nn.Module, ABC):
         # whatever the query asks for, a memory that holds nothing weighs nothing
         return log_weight_BTH.masked_fill(memory.log_mass_BTH <= EMPTY, -1e4)
 
-    def join(
-        self, q_BTHD: Tensor, window_o_BTHV: Tensor, window_lse_BTH: Tensor, memory: Memory, branches: Branches
-    ) -> Tensor:
-        """Both branches as one output; a branch that is off leaves a mix as it is, and a shared denominator at once."""
+    def beside(self, q_BTHD: Tensor, memory: Memory) -> Beside | None:
+        """The memory as the window takes it into its output; None where there is none."""
         if self.spec.join == "shared":
-            if branches != "both":
-                return window_o_BTHV if branches == "window" else memory.o_BTHV
-            # sigmoid(a - b) = e^a / (e^a + e^b): the two shares of the one denominator, without forming either
-            share = (self.log_weight(q_BTHD, memory) - window_lse_BTH).sigmoid()[..., None]
-        elif self.spec.join == "learned":
-            share = self.mix_H.float().sigmoid()[:, None]
-        else:
-            share = torch.full((), 0.5 if self.spec.join == "fixed" else 1.0, device=window_o_BTHV.device)
-        window_o, memory_o = window_o_BTHV.float(), memory.o_BTHV.float()
-        if branches == "both":
-            mixed_BTHV = torch.lerp(window_o, memory_o, share)
-        else:
-            mixed_BTHV = (1 - share) * window_o if branches == "window" else share * memory_o
-        return mixed_BTHV.to(window_o_BTHV.dtype)
+            return Beside(memory.o_BTHV, self.log_weight(q_BTHD, memory), None)
+        return Beside(memory.o_BTHV, None, self.share(q_BTHD.device))
+
+    def share(self, device: torch.device) -> Tensor:
+        """[H]: the memory's share of a mix that is learned or fixed."""
+        if self.spec.join == "learned":
+            return self.mix_H.float().sigmoid()
+        return torch.full((self.dims.heads,), 0.5 if self.spec.join == "fixed" else 1.0, device=device)
+
+    def alone(self, window_o_BTHV: Tensor, memory_BTHV: Tensor, branches: Branches) -> Tensor:
+        """One branch without the other, which leaves a mix as it is, and a shared denominator at once."""
+        one = window_o_BTHV if branches == "window" else memory_BTHV
+        if self.spec.join == "shared":
+            return one
+        share_H1 = self.share(one.device)[:, None]
+        return (one.float() * (1 - share_H1 if branches == "window" else share_H1)).to(window_o_BTHV.dtype)
 
 
 class LogWeight(torch.autograd.Function):

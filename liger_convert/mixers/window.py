@@ -58,7 +58,8 @@ class Window(Mixer):
     ) -> tuple[Memory, dict[str, Tensor]]:
         return Memory(heads.q_BTHD.new_zeros(()), None), {}
 
-    def join(
-        self, q_BTHD: Tensor, window_o_BTHV: Tensor, window_lse_BTH: Tensor, memory: Memory, branches: Branches
-    ) -> Tensor:
+    def beside(self, q_BTHD: Tensor, memory: Memory) -> None:
+        return None
+
+    def alone(self, window_o_BTHV: Tensor, memory_BTHV: Tensor, branches: Branches) -> Tensor:
         return window_o_BTHV.new_zeros(window_o_BTHV.shape) if branches == "memory" else window_o_BTHV

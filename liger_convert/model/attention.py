@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from liger_convert.families import family_of, head_dim, project_qkv
 from liger_convert.mixers import build_mixer, make_spec
-from liger_convert.mixers.base import Branches, HeadDims, Heads, WindowRead
+from liger_convert.mixers.base import Beside, Branches, HeadDims, Heads, WindowRead
 from liger_convert.model.cache import LinearizedCacheLayer
 from liger_convert.model.layout import SequenceLayout, Sinks
 
@@ -126,7 +126,7 @@ class LinearizedAttention(nn.Module):
         sink_k_BMGD = _sink_tokens(past, "k", sinks, k_rot_BTGD)
         sink_v_BMGV = _sink_tokens(past, "v", sinks, v_BTGD)
 
-        def see(log_f_BTG: Tensor | None) -> tuple[Tensor, Tensor]:
+        def see(log_f_BTG: Tensor | None, beside: Beside | None) -> tuple[Tensor, Tensor]:
             q, k, sink_k = q_rot_BTHD, k_rot_BSGD, sink_k_BMGD
             if log_f_BTG is not None:
                 if layout.valid_BT is not None:
@@ -144,6 +144,7 @@ class LinearizedAttention(nn.Module):
                 sink_k_BMGD=sink_k,
                 sink_v_BMGV=sink_v_BMGV,
                 sink_visible_BTM=None if sinks is None else sinks.visible_BTM,
+                **({} if beside is None else beside._asdict()),
             )
 
         return Heads(q_BTHD, k_BTGD, q_rot_BTHD, k_rot_BTGD, v_BSGD, rank_BS, x_BTC), see

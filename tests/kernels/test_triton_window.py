@@ -42,6 +42,10 @@ SHARED = {name: CASES[name] for name in (
     "window of 64, a few past keys",
     "window longer than the sequence",
     "holes, sinks, bf16",
+    "a memory as a key",
+    "a memory as a key, bf16",
+    "a memory of a share, holes",
+    "a memory of a share, bf16",
     "window of 64, bf16",
 )}  # fmt: skip
 OWN = {
@@ -56,6 +60,7 @@ OWN = {
     "window of 256": Case(9, P=255, W=256, G=1, R=2, dtype=BF16),
     "window of 300": Case(9, P=310, W=300, G=1, R=2),
     "more sinks than a block, holes, segments": Case(33, P=9, W=6, M=37, G=1, R=2, valid=True, segments=True),
+    "more sinks than a block, a memory": Case(33, P=9, W=6, M=37, G=1, R=3, memory="key", dtype=BF16),
 }
 SIZES = {  # of q and v, for every row of BLOCKS
     (2, 64): (64, BF16, 64, BF16),
@@ -127,7 +132,7 @@ def test_the_op_takes_the_kernels_when_told_to_and_compiles_and_exports_with_the
     assert torch.ops.gated_kernels.window.default in {node.target for node in exported.graph.nodes}
     sinks = (x["sink_k_BMGD"], x["sink_v_BMGV"], x["sink_visible_BTM"])
     torch.library.opcheck(
-        kernels._forward, (x["q_BTHD"], x["k_BSGD"], x["v_BSGV"], x["valid_BS"], None, *sinks, 4, 0.5)
+        kernels._forward, (x["q_BTHD"], x["k_BSGD"], x["v_BSGV"], x["valid_BS"], None, *sinks, *3 * [None], 4, 0.5)
     )
     use("torch")
     assert chunk.fast is None
@@ -145,13 +150,25 @@ def test_what_the_kernels_cannot_do_falls_back_with_one_warning(use: Callable[[s
         use("cuda")
 
 
+@pytest.mark.parametrize("R", range(1, 9))
+@pytest.mark.parametrize("rows", [32, 64])
+def test_keys_taken_at_once_are_all_that_a_block_of_rows_sees(R: int, rows: int) -> None:
+    for W in range(1, 90):
+        spans = {(n + rows - 1) // R + 1 - (n // R - W + 1) for n in range(0, rows * R, rows)}
+        assert kernels.at_once(kernels.Block(rows, 32, 4, 99), R, W) == -(-max(spans) // 32)
+
+
 def test_every_configuration_compiles_for_sm_90_and_fits_into_shared_memory(tmp_path: Path) -> None:
-    each = ["forward_kernel", "backward_q_kernel", "backward_k_kernel", "backward_k_kernel"]
-    assert [word for line in told_by(__file__, tmp_path) for word in line] == each * len(kernels.BLOCKS)
+    each = ["forward_kernel", "backward_q_kernel", "backward_k_kernel"]
+    of_one = [*each, *each, "backward_k_kernel", *each, "backward_k_kernel"]
+    assert [word for line in told_by(__file__, tmp_path) for word in line] == of_one * len(kernels.BLOCKS)
 
 
 def compile_all() -> None:
-    """Calls the op for every row of BLOCKS with tensors that hold nothing; what would be launched is compiled."""
+    """Calls the op for every row of BLOCKS, alone, with sinks and a memory's share, and with all else.
+
+    The tensors hold nothing; what would be launched is compiled.
+    """
 
     def tell(name: str, compiled: Any) -> None:
         assert compiled.metadata.shared <= 227 * 1024
@@ -164,9 +181,17 @@ def compile_all() -> None:
         shapes = [((B, T, G * R, D), dtype), ((B, S, G, D), dtype), ((B, S, G, V), v_dtype)]
         shapes += [((B, S), torch.bool), ((B, S), torch.int64)]
         shapes += [((B, M, G, D), dtype), ((B, M, G, V), v_dtype), ((B, T, M), torch.bool)]
+        shapes += [((B, T, G * R, V), v_dtype), ((B, T, G * R), torch.float32), ((G * R,), torch.float32)]
         x = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes]
-        o, lse = kernels.forward(*x, 64, 0.1)
-        kernels.backward(*x, 64, 0.1, lse, o, lse)
+        sinks, (memory, log_weight, share) = x[5:8], x[8:]
+        for masks, beside in (
+            (5 * [None], 3 * [None]),
+            ([None, None, *sinks], [memory, None, share]),
+            (x[3:8], [memory, log_weight, None]),
+        ):
+            given = *x[:3], *masks, *beside
+            o, lse = kernels.forward(*given, 64, 0.1)
+            kernels.backward(*given, 64, 0.1, lse, o, lse)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ class Case(NamedTuple):
     segments: bool = False
     dtype: torch.dtype = torch.float32
     v_dtype: torch.dtype | None = None  # of the values, when another
+    memory: str = ""  # beside the window: one more "key" of each query, or of a "share"
 
 
 CASES = {
@@ -48,6 +49,11 @@ CASES = {
     "segments": Case(97, P=30, W=64, segments=True),
     "segments, holes, sinks": Case(130, P=30, W=10, M=4, valid=True, segments=True),
     "bf16 values": Case(97, P=5, M=2, v_dtype=torch.bfloat16),
+    "a memory as a key": Case(41, P=9, W=10, M=2, valid=True, segments=True, memory="key"),
+    "a memory as a key, bf16": Case(97, M=4, D=64, V=64, memory="key", dtype=torch.bfloat16),
+    "a memory of a share, holes": Case(41, P=9, W=10, valid=True, memory="share"),
+    "a memory of a share, bf16": Case(97, D=64, V=64, memory="share", dtype=torch.bfloat16),
+    "one token beside a memory": Case(1, P=20, W=16, M=2, memory="key"),
     "window of 64, bf16": Case(130, M=4, D=64, V=64, dtype=torch.bfloat16),
 }
 
@@ -76,11 +82,20 @@ def inputs(case: Case) -> dict[str, Any]:
         x["sink_v_BMGV"] = normal(B, case.M, case.G, case.V).to(case.v_dtype or case.dtype)
         x["sink_visible_BTM"] = torch.rand(B, case.T, case.M, generator=random) < 0.6
         x["sink_visible_BTM"][0, : case.T // 3] = False
+    if case.memory:
+        x["memory_BTHV"] = normal(B, case.T, H, case.V).to(case.v_dtype or case.dtype)
+        log_weight_BTH = torch.randn(B, case.T, H, generator=random, dtype=torch.float64) * 3
+        float32 = torch.promote_types(case.dtype, torch.float32)
+        if case.memory == "key":
+            x["log_weight_BTH"] = log_weight_BTH.to(float32)
+        else:
+            x["share_H"] = log_weight_BTH[0, 0].sigmoid().to(float32)
     return x
 
 
 def _slice(x: dict[str, Any], queries: slice, keys: slice, rows: slice = slice(None)) -> dict[str, Any]:
-    by_query, by_key = ("q_BTHD", "sink_visible_BTM"), ("k_BSGD", "v_BSGV", "valid_BS", "segment_BS")
+    by_query = ("q_BTHD", "sink_visible_BTM", "memory_BTHV", "log_weight_BTH")
+    by_key = ("k_BSGD", "v_BSGV", "valid_BS", "segment_BS")
     sliced = {name: x[name][rows, queries] for name in by_query if name in x}
     sliced |= {name: x[name][rows, keys] for name in by_key if name in x}
     return x | sliced | {name: x[name][rows] for name in ("sink_k_BMGD", "sink_v_BMGV") if name in x}

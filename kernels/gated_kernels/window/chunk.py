@@ -38,14 +38,19 @@ def window(
     sink_k_BMGD: Tensor | None = None,
     sink_v_BMGV: Tensor | None = None,
     sink_visible_BTM: Tensor | None = None,
+    memory_BTHV: Tensor | None = None,
+    log_weight_BTH: Tensor | None = None,
+    share_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One softmax over the last `window` keys of each query and its visible sinks; query head h uses kv head h // R.
 
     The S keys are P past ones and then the T queries' own. Query t sees key j iff 0 <= P + t - j < window, valid_BS[j]
     holds and both are of one segment, and sink m iff sink_visible_BTM[t, m] holds (no key may be given as both).
+    memory_BTHV is what a memory has for each query: with log_weight_BTH one more key of its own, of this logit and this
+    value, in the one softmax; with share_H of this share, the window of the rest (and the lse as if it were a key).
     Returns o_BTHV in v's dtype and lse_BTH, the log of the sum of exp(scale q.k), in fp32 (fp64 for fp64). A query that
     sees nothing has o = 0 and lse = -inf, and passes no gradient on. Raises ValueError when S < T, window < 1, H is no
-    multiple of G or only some of the three sink arguments are given.
+    multiple of G, only some of the three sink arguments are given or not just one weight with a memory.
     """
     T, H = q_BTHD.shape[1:3]
     S, G = k_BSGD.shape[1:3]
@@ -53,15 +58,59 @@ def window(
         raise ValueError(f"window {window}, {T} queries, {S} keys, {H} query heads, {G} kv heads do not fit")
     if len({x is None for x in (sink_k_BMGD, sink_v_BMGV, sink_visible_BTM)}) > 1:
         raise ValueError("sink_k_BMGD, sink_v_BMGV and sink_visible_BTM are given together or not at all")
-    masks: dict[str, Any] = {"valid_BS": valid_BS, "segment_BS": segment_BS, "sink_visible_BTM": sink_visible_BTM}
-    sinks: dict[str, Any] = {"sink_k_BMGD": sink_k_BMGD, "sink_v_BMGV": sink_v_BMGV}
+    if (log_weight_BTH is not None) + (share_H is not None) != (memory_BTHV is not None):
+        raise ValueError("a memory comes with log_weight_BTH or with share_H")
+    given: dict[str, Any] = {
+        "window": window, "scale": scale, "valid_BS": valid_BS, "segment_BS": segment_BS,
+        "sink_k_BMGD": sink_k_BMGD, "sink_v_BMGV": sink_v_BMGV, "sink_visible_BTM": sink_visible_BTM,
+    }  # fmt: skip
     if fast is not None:
-        found = fast(q_BTHD, k_BSGD, v_BSGV, window=window, scale=scale, **masks, **sinks)
+        beside = {"memory_BTHV": memory_BTHV, "log_weight_BTH": log_weight_BTH, "share_H": share_H}
+        found = fast(q_BTHD, k_BSGD, v_BSGV, **given, **beside)
         if found is not None:
             return found
+    o_BTHV, lse_BTH = _alone(q_BTHD, k_BSGD, v_BSGV, **given)
+    if memory_BTHV is None:
+        return o_BTHV, lse_BTH
+    return joined(o_BTHV, lse_BTH, memory_BTHV, log_weight_BTH, share_H)
+
+
+def joined(
+    o_BTHV: Tensor, lse_BTH: Tensor, memory_BTHV: Tensor, log_weight_BTH: Tensor | None, share_H: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The window's output with a memory's beside it, and the log of the sum of all weights."""
+    with torch.autocast(o_BTHV.device.type, enabled=False):
+        if share_H is not None:
+            share = share_H.to(lse_BTH.dtype)[:, None]
+            lse_BTH = lse_BTH - torch.log1p(-share_H.to(lse_BTH.dtype))
+        else:
+            assert log_weight_BTH is not None
+            # sigmoid(a - b) = e^a / (e^a + e^b): the two shares of the one denominator, without forming either
+            share = (log_weight_BTH.to(lse_BTH.dtype) - lse_BTH).sigmoid()[..., None]
+            lse_BTH = torch.logaddexp(lse_BTH, log_weight_BTH.to(lse_BTH.dtype))
+        mixed_BTHV = torch.lerp(_wide(o_BTHV).to(share.dtype), _wide(memory_BTHV).to(share.dtype), share)
+        return mixed_BTHV.to(o_BTHV.dtype), lse_BTH
+
+
+def _alone(
+    q_BTHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGV: Tensor,
+    *,
+    window: int,
+    scale: float,
+    valid_BS: Tensor | None,
+    segment_BS: Tensor | None,
+    sink_k_BMGD: Tensor | None,
+    sink_v_BMGV: Tensor | None,
+    sink_visible_BTM: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`window` without a memory beside it, in torch."""
+    T, H, S = *q_BTHD.shape[1:3], k_BSGD.shape[1]
     part = max(LOGITS // (len(q_BTHD) * H * min(S, window)), BLOCK)
     if part < T:
         tensors = (q_BTHD, k_BSGD, v_BSGV, valid_BS, segment_BS, sink_visible_BTM)
+        sinks: dict[str, Any] = {"sink_k_BMGD": sink_k_BMGD, "sink_v_BMGV": sink_v_BMGV}
         return _in_parts(part, *tensors, window=window, scale=scale, **sinks)
     reach = slice(max(S - T - window + 1, 0), None)  # keys before it are in no window
     k_BSGD, v_BSGV = k_BSGD[:, reach], v_BSGV[:, reach]
@@ -93,7 +142,7 @@ def _in_parts(
         valid, segment = (None if x is None else x[:, keys] for x in (valid_BS, segment_BS))
         visible = None if sink_visible_BTM is None else sink_visible_BTM[:, own]
         masks: dict[str, Any] = {"valid_BS": valid, "segment_BS": segment, "sink_visible_BTM": visible}
-        results.append(window(q_BTHD[:, own], k_BSGD[:, keys], v_BSGV[:, keys], **masks, **options))
+        results.append(_alone(q_BTHD[:, own], k_BSGD[:, keys], v_BSGV[:, keys], **masks, **options))
     o, lse = zip(*results)
     return torch.cat(o, 1), torch.cat(lse, 1)
 

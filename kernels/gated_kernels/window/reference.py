@@ -6,6 +6,7 @@ Shapes: B batch, T queries, S = P + T keys, H query heads, G key-value heads, D 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor
 
 
@@ -21,6 +22,9 @@ def window(
     sink_k_BMGD: Tensor | None = None,
     sink_v_BMGV: Tensor | None = None,
     sink_visible_BTM: Tensor | None = None,
+    memory_BTHV: Tensor | None = None,
+    log_weight_BTH: Tensor | None = None,
+    share_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `gated_kernels.window`; products in the dtype of the inputs, the softmax in at least fp32."""
     B, T, H, _ = q_BTHD.shape
@@ -37,8 +41,17 @@ def window(
         seen = torch.cat([seen, sink_visible_BTM], 2)
     k, v, hidden = k.repeat_interleave(H // G, 2), v.repeat_interleave(H // G, 2), ~seen[:, :, None]
     logits = torch.einsum("bthd,bshd->bths", q_BTHD, k).to(torch.promote_types(q_BTHD.dtype, torch.float32)) * scale
+    if log_weight_BTH is not None:
+        logits = torch.cat([logits, log_weight_BTH[..., None].to(logits.dtype)], 3)
+        hidden = nnf.pad(hidden.expand(B, T, 1, -1), (0, 1), value=False)
     empty = hidden.all(-1)
     logits = logits.masked_fill(hidden, -torch.inf).masked_fill(empty[..., None], 0)
     weights = logits.softmax(-1).masked_fill(hidden, 0)
-    o_BTHV = torch.einsum("bths,bshv->bthv", weights.to(v.dtype), v)
-    return o_BTHV, logits.logsumexp(-1).masked_fill(empty, -torch.inf)
+    o_BTHV = torch.einsum("bths,bshv->bthv", weights[..., : v.shape[1]].to(v.dtype), v)
+    lse_BTH = logits.logsumexp(-1).masked_fill(empty, -torch.inf)
+    if memory_BTHV is None:
+        return o_BTHV, lse_BTH
+    if share_H is None:
+        return o_BTHV + weights[..., -1:].to(v.dtype) * memory_BTHV, lse_BTH
+    share_H1 = share_H[:, None].to(v.dtype)
+    return (1 - share_H1) * o_BTHV + share_H1 * memory_BTHV, lse_BTH - torch.log1p(-share_H.to(lse_BTH.dtype))

@@ -12,6 +12,7 @@ M sinks. In a kernel: N block of rows, K block of keys or sinks, C and E the pow
 
 from __future__ import annotations
 
+import math
 import warnings
 from functools import cache
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ class Block(NamedTuple):
     rows: int
     keys: int
     warps: int
+    at_once: int = 0  # as many blocks of keys fit into registers, should they be all that a block of rows may see
 
 
 class Blocks(NamedTuple):
@@ -45,8 +47,8 @@ class Blocks(NamedTuple):
 # window of 64; else what fits into registers, or nearly, according to the compiler. Windows are a few blocks long, so
 # loops are not pipelined.
 BLOCKS = {
-    (2, 64): Blocks(*3 * [Block(64, 32, 4)]),
-    (2, 128): Blocks(Block(64, 32, 4), Block(64, 32, 4), Block(64, 64, 4)),
+    (2, 64): Blocks(Block(64, 32, 4, 3), Block(64, 32, 4, 3), Block(64, 32, 4)),
+    (2, 128): Blocks(Block(64, 32, 4, 3), Block(64, 32, 4, 3), Block(64, 64, 4)),
     (2, 256): Blocks(*3 * [Block(32, 32, 8)]),
     (4, 64): Blocks(*3 * [Block(32, 32, 8)]),
     (4, 128): Blocks(*3 * [Block(32, 16, 8)]),
@@ -77,21 +79,66 @@ def _store(x, row, inside, value, SIZE: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def _in_window(query, key, T, S, b, window, valid, segment):
-    """Whether queries, [N, 1] or [1, N], see keys, [1, K] or [K, 1]."""
+def _in_window(query, key, real, T, S, b, window, valid, segment):
+    """Whether queries, [N, 1] or [1, N], see keys, [1, K] or [K, 1], that are real."""
     own = query + (S - T)
-    seen = (own - key >= 0) & (own - key < window) & (own < S)
+    seen = real & (own - key >= 0) & (own - key < window) & (own < S)
     if valid is not None:
-        seen = seen & (tl.load(valid + b * S + key, mask=key < S, other=0) != 0)
+        seen = seen & (tl.load(valid + b * S + key, mask=real, other=0) != 0)
     if segment is not None:
         of_query = tl.load(segment + b * S + own, mask=own < S, other=0)
-        seen = seen & (of_query == tl.load(segment + b * S + key, mask=key < S, other=0))
+        seen = seen & (of_query == tl.load(segment + b * S + key, mask=real, other=0))
     return seen
 
 
 @triton.jit
 def _sink_seen(query, sink, T, M, b, visible):
     return tl.load(visible + (b * T + query) * M + sink, mask=(query < T) & (sink < M), other=0) != 0
+
+
+@triton.jit
+def _seen(
+    start, first, end, query, T, S, M, b, g, window, valid, segment, visible, G: tl.constexpr, K: tl.constexpr
+):  # fmt: skip
+    """The K keys from `start` on of those that a block of rows may see, the sinks and then keys `first` to `end`: which
+    of them each row sees, which are sinks and which are any, and where they lie in k or in the sinks' k."""
+    index = start + tl.arange(0, K)
+    key = first + index - M
+    real = (index >= M) & (key < end)
+    seen = _in_window(query[:, None], key[None, :], real[None, :], T, S, b, window, valid, segment)
+    at = (b * S + key) * G + g
+    sink = index < M
+    if visible is not None:
+        bits = tl.zeros(query.shape, tl.int32)  # one number a row: a tile of addresses takes half of all registers
+        for m in range(start, tl.minimum(start + K, M)):
+            sees = tl.load(visible + (b * T + query) * M + m, mask=query < T, other=0) != 0
+            bits |= sees.to(tl.int32) << (m - start)
+        seen = seen | ((bits[:, None] >> tl.arange(0, K)[None, :]) & 1 != 0)
+        at = tl.where(sink, (b * M + index) * G + g, at)
+        real = real | sink
+    return seen, sink, real, at
+
+
+@triton.jit
+def _any(seen, start, M, visible, K: tl.constexpr):
+    """Whether a block holds keys of the window or a sink that is seen: in packed rows most are other documents'."""
+    if visible is None:
+        return True
+    some = start + K > M
+    if start + K <= M:
+        some = tl.max(seen.to(tl.int32)) > 0
+    return some
+
+
+@triton.jit
+def _load_either(x, of_sinks, sink, row, inside, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """[rows, PADDED] of x or, where they are sinks, of another matrix with as many columns."""
+    column = tl.arange(0, PADDED)
+    at = row.to(tl.int64) * SIZE
+    source = x + at
+    if of_sinks is not None:
+        source = tl.where(sink, of_sinks + at, source)
+    return tl.load(source[:, None] + column[None, :], mask=inside[:, None] & (column < SIZE)[None, :], other=0.0)
 
 
 @triton.jit
@@ -110,20 +157,27 @@ def _logits(x, y, scale, seen):
 
 
 @triton.jit
+def _raised(top, logits, o, mass):
+    """A running softmax whose largest logit is at least as large as these; its scale is what its logits are less."""
+    higher = tl.maximum(top, logits)
+    finite = tl.where(higher == float("-inf"), 0.0, higher)
+    keep = tl.exp(top - finite)
+    return higher, finite, o * keep[:, None], mass * keep
+
+
+@triton.jit
 def _add(logits, v, o, top, mass):
     """Takes more keys into a running softmax."""
-    higher = tl.maximum(top, tl.max(logits, 1))
-    finite = tl.where(higher == float("-inf"), 0.0, higher)
-    weights, keep = tl.exp(logits - finite[:, None]), tl.exp(top - finite)
-    o = _dot(weights, v, o * keep[:, None])
-    return o, higher, mass * keep + tl.sum(weights, 1)
+    top, finite, o, mass = _raised(top, tl.max(logits, 1), o, mass)
+    weights = tl.exp(logits - finite[:, None])
+    return _dot(weights, v, o), top, mass + tl.sum(weights, 1)
 
 
 @triton.jit
 def forward_kernel(
-    q, k, v, valid, segment, sink_k, sink_v, visible, o, lse, scale, T, S, M, window,
+    q, k, v, valid, segment, sink_k, sink_v, visible, memory, log_weight, share, o, lse, scale, T, S, M, window,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr,
+    C: tl.constexpr, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * N + tl.arange(0, N)
     g, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -133,50 +187,71 @@ def forward_kernel(
     o_NE = tl.zeros([N, E], tl.float32)
     top_N = tl.full([N], float("-inf"), tl.float32)
     mass_N = tl.zeros([N], tl.float32)
-    first = S - T + tl.program_id(0) * N // R
+    first = tl.maximum(S - T + tl.program_id(0) * N // R - window + 1, 0)
     end = tl.minimum(S - T + (tl.program_id(0) * N + N - 1) // R + 1, S)
-    for start in range(tl.maximum(first - window + 1, 0), end, K):
-        key = start + tl.arange(0, K)
-        at, real = (b * S + key) * G + g, key < S
-        seen = _in_window(query[:, None], key[None, :], T, S, b, window, valid, segment)
-        logits = _logits(q_NC, _load(k, at, real, D, C), scale, seen)
-        o_NE, top_N, mass_N = _add(logits, _load(v, at, real, V, E), o_NE, top_N, mass_N)
-    if visible is not None:
-        for start in range(0, M, SINKS):
-            sink = start + tl.arange(0, SINKS)
-            seen = _sink_seen(query[:, None], sink[None, :], T, M, b, visible)
-            if tl.max(seen.to(tl.int32)) > 0:  # packed rows: most sinks are other documents'
-                at, real = (b * M + sink) * G + g, sink < M
-                logits = _logits(q_NC, _load(sink_k, at, real, D, C), scale, seen)
-                o_NE, top_N, mass_N = _add(logits, _load(sink_v, at, real, V, E), o_NE, top_N, mass_N)
+    if BLOCKS:
+        each = ()  # type: tuple[Any, ...]
+        for i in tl.static_range(BLOCKS):
+            seen, sink, real, at = _seen(i * K, first, end, query, T, S, M, b, g, window, valid, segment, visible, G, K)
+            logits = _logits(q_NC, _load_either(k, sink_k, sink, at, real, D, C), scale, seen)
+            top_N = tl.maximum(top_N, tl.max(logits, 1))
+            each += ((logits, _load_either(v, sink_v, sink, at, real, V, E)),)
+        finite_N = tl.where(top_N == float("-inf"), 0.0, top_N)
+        for i in tl.static_range(BLOCKS):
+            logits, v_KE = each[i]
+            weights = tl.exp(logits - finite_N[:, None])
+            mass_N += tl.sum(weights, 1)
+            o_NE = _dot(weights, v_KE, o_NE)
+    else:
+        for start in range(0, M + end - first, K):
+            seen, sink, real, at = _seen(start, first, end, query, T, S, M, b, g, window, valid, segment, visible, G, K)
+            if _any(seen, start, M, visible, K):
+                logits = _logits(q_NC, _load_either(k, sink_k, sink, at, real, D, C), scale, seen)
+                v_KE = _load_either(v, sink_v, sink, at, real, V, E)
+                o_NE, top_N, mass_N = _add(logits, v_KE, o_NE, top_N, mass_N)
+    if log_weight is not None:  # the memory is one more key of each row's own
+        memory_NE = _load(memory, row, inside, V, E).to(tl.float32)
+        logit_N = tl.load(log_weight + row, mask=inside, other=float("-inf"))
+        top_N, finite_N, o_NE, mass_N = _raised(top_N, logit_N, o_NE, mass_N)
+        weight_N = tl.exp(logit_N - finite_N)
+        o_NE += weight_N[:, None] * memory_NE
+        mass_N += weight_N
     some = mass_N > 0
     mass_N = tl.where(some, mass_N, 1.0)
-    _store(o, row, inside, o_NE / mass_N[:, None], V, E)
+    o_NE /= mass_N[:, None]
+    if share is not None:
+        memory_NE = _load(memory, row, inside, V, E).to(tl.float32)
+        share_N = tl.load(share + g * R + n % R)
+        o_NE += share_N[:, None] * (memory_NE - o_NE)
+        mass_N /= _rest(share_N)
+    _store(o, row, inside, o_NE, V, E)
     tl.store(lse + row, tl.where(some, top_N + tl.log(mass_N), float("-inf")), mask=inside)
 
 
 @triton.jit
-def _sweep(sweep, q, k, v, do, lse, dlse, scale, seen, mean, dq):
-    """The first sweep over the keys takes the mean of do.v, the second adds to dq."""
-    weights = tl.exp(_logits(q, k, scale, seen) - lse[:, None])
-    dweights = _dot(do, tl.trans(v), None)
-    if sweep == 0:
-        mean += tl.sum(weights * dweights, 1)
-    else:
-        dq = _dot(weights * (dweights - mean[:, None] + dlse[:, None]) * scale, k, dq)
-    return mean, dq
+def _rest(share):
+    """What a share leaves to the window; never 0, as logs and quotients are taken of it."""
+    return tl.maximum(1.0 - share, 1e-30)
+
+
+@triton.jit
+def _weighed(q, k, v, do, lse, scale, seen):
+    """The weights of keys, and the gradients of these."""
+    return tl.exp(_logits(q, k, scale, seen) - lse[:, None]), _dot(do, tl.trans(v), None)
 
 
 @triton.jit
 def backward_q_kernel(
-    q, k, v, valid, segment, sink_k, sink_v, visible, lse, do, dlse, dq, mean, scale, T, S, M, window,
+    q, k, v, valid, segment, sink_k, sink_v, visible, memory, log_weight, share, lse, do, dlse, dq, mean, dmemory,
+    dweight, scale, T, S, M, window,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr,
+    C: tl.constexpr, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Writes dq, and for the other kernel the means of do.v over the weights of each row.
+    """Writes dq, what the memory is due and, for the other kernel, the means of do.v over the weights of each row, less
+    dlse.
 
     They are taken over the very products that they will be subtracted from: do.o, their equal, would not cancel as
-    well. Hence two sweeps over the keys.
+    well. Hence two sweeps over the keys, unless all that a block of rows may see are few BLOCKS, which stay at hand.
     """
     n = tl.program_id(0) * N + tl.arange(0, N)
     g, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -187,32 +262,68 @@ def backward_q_kernel(
     some = lse_N != float("-inf")
     lse_N = tl.where(some, lse_N, float("inf"))
     dlse_N = tl.load(dlse + row, mask=some, other=0.0)
+    if memory is not None:
+        of_memory_N = tl.sum(_load(memory, row, inside, V, E).to(tl.float32) * do_NE.to(tl.float32), 1)
+        if log_weight is not None:
+            weight_N = tl.exp(tl.load(log_weight + row, mask=inside, other=float("-inf")) - lse_N)
+        else:
+            weight_N = tl.load(share + g * R + n % R)
+        _store(dmemory, row, inside, weight_N[:, None] * do_NE.to(tl.float32), V, E)
     mean_N = tl.zeros([N], tl.float32)
     dq_NC = tl.zeros([N, C], tl.float32)
-    first = S - T + tl.program_id(0) * N // R
+    first = tl.maximum(S - T + tl.program_id(0) * N // R - window + 1, 0)
     end = tl.minimum(S - T + (tl.program_id(0) * N + N - 1) // R + 1, S)
-    for sweep in range(2):
-        for start in range(tl.maximum(first - window + 1, 0), end, K):
-            key = start + tl.arange(0, K)
-            at, real = (b * S + key) * G + g, key < S
-            seen = _in_window(query[:, None], key[None, :], T, S, b, window, valid, segment)
-            k_KC, v_KE = _load(k, at, real, D, C), _load(v, at, real, V, E)
-            mean_N, dq_NC = _sweep(sweep, q_NC, k_KC, v_KE, do_NE, lse_N, dlse_N, scale, seen, mean_N, dq_NC)
-        if visible is not None:
-            for start in range(0, M, SINKS):
-                sink = start + tl.arange(0, SINKS)
-                seen = _sink_seen(query[:, None], sink[None, :], T, M, b, visible)
-                if tl.max(seen.to(tl.int32)) > 0:
-                    at, real = (b * M + sink) * G + g, sink < M
-                    k_KC, v_KE = _load(sink_k, at, real, D, C), _load(sink_v, at, real, V, E)
-                    mean_N, dq_NC = _sweep(sweep, q_NC, k_KC, v_KE, do_NE, lse_N, dlse_N, scale, seen, mean_N, dq_NC)
-    _store(dq, row, inside, dq_NC, D, C)
+    if BLOCKS:
+        products = tl.zeros([N, K], tl.float32)
+        each = ()  # type: tuple[Any, ...]
+        for i in tl.static_range(BLOCKS):
+            seen, sink, real, at = _seen(
+                i * K, first, end, query, T, S, M, b, g, window, valid, segment, visible, G, K
+            )  # fmt: skip
+            k_KC = _load_either(k, sink_k, sink, at, real, D, C)
+            v_KE = _load_either(v, sink_v, sink, at, real, V, E)
+            weights, dweights = _weighed(q_NC, k_KC, v_KE, do_NE, lse_N, scale, seen)
+            products += weights * dweights
+            each += ((weights, dweights, k_KC),)
+        mean_N = tl.sum(products, 1)
+    else:
+        for start in range(0, M + end - first, K):
+            seen, sink, real, at = _seen(start, first, end, query, T, S, M, b, g, window, valid, segment, visible, G, K)
+            if _any(seen, start, M, visible, K):
+                k_KC = _load_either(k, sink_k, sink, at, real, D, C)
+                v_KE = _load_either(v, sink_v, sink, at, real, V, E)
+                weights, dweights = _weighed(q_NC, k_KC, v_KE, do_NE, lse_N, scale, seen)
+                mean_N += tl.sum(weights * dweights, 1)
+    if memory is not None:
+        if log_weight is not None:
+            mean_N += weight_N * of_memory_N
+        else:
+            mean_N /= _rest(weight_N)
+            dlse_N /= _rest(weight_N)
+        dweight_N = of_memory_N - mean_N + dlse_N
+        if log_weight is not None:
+            dweight_N *= weight_N
+        tl.store(dweight + row, dweight_N, mask=inside)
+    mean_N -= dlse_N
     tl.store(mean + row, mean_N, mask=inside)
+    if BLOCKS:
+        for i in tl.static_range(BLOCKS):
+            weights, dweights, k_KC = each[i]
+            dq_NC = _dot(weights * (dweights - mean_N[:, None]) * scale, k_KC, dq_NC)
+    else:
+        for start in range(0, M + end - first, K):
+            seen, sink, real, at = _seen(start, first, end, query, T, S, M, b, g, window, valid, segment, visible, G, K)
+            if _any(seen, start, M, visible, K):
+                k_KC = _load_either(k, sink_k, sink, at, real, D, C)
+                v_KE = _load_either(v, sink_v, sink, at, real, V, E)
+                weights, dweights = _weighed(q_NC, k_KC, v_KE, do_NE, lse_N, scale, seen)
+                dq_NC = _dot(weights * (dweights - mean_N[:, None]) * scale, k_KC, dq_NC)
+    _store(dq, row, inside, dq_NC, D, C)
 
 
 @triton.jit
 def backward_k_kernel(
-    q, k, v, valid, segment, visible, lse, do, dlse, mean, dk, dv, scale, T, S, window, part_size,
+    q, k, v, valid, segment, visible, lse, do, mean, dk, dv, scale, T, S, window, part_size,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
@@ -236,7 +347,7 @@ def backward_k_kernel(
         n = start + tl.arange(0, N)
         query, inside = n // R, n < end
         if visible is None:
-            seen = _in_window(query[None, :], key[:, None], T, S, b, window, valid, segment)
+            seen = _in_window(query[None, :], key[:, None], real[:, None], T, S, b, window, valid, segment)
         else:
             seen = _sink_seen(query[None, :], key[:, None], T, S, b, visible)
         if tl.max(seen.to(tl.int32)) > 0:
@@ -245,12 +356,11 @@ def backward_k_kernel(
             lse_N = tl.load(lse + row, mask=inside, other=float("-inf"))
             some = lse_N != float("-inf")
             lse_N = tl.where(some, lse_N, float("inf"))
-            dlse_N, mean_N = tl.load(dlse + row, mask=some, other=0.0), tl.load(mean + row, mask=some, other=0.0)
+            mean_N = tl.load(mean + row, mask=some, other=0.0)
             weights = tl.exp(_logits(k_KC, q_NC, scale, seen) - lse_N[None, :])
             dv_KE = _dot(weights, do_NE, dv_KE)
             dweights = _dot(v_KE, tl.trans(do_NE), None)
-            dlogits = weights * (dweights - mean_N[None, :] + dlse_N[None, :]) * scale
-            dk_KC = _dot(dlogits, q_NC, dk_KC)
+            dk_KC = _dot(weights * (dweights - mean_N[None, :]) * scale, q_NC, dk_KC)
     at += part.to(tl.int64) * B * S * G
     _store(dk, at, real, dk_KC, D, C)
     _store(dv, at, real, dv_KE, V, E)
@@ -265,19 +375,23 @@ def forward(
     sink_k_BMGD: Tensor | None,
     sink_v_BMGV: Tensor | None,
     visible_BTM: Tensor | None,
+    memory_BTHV: Tensor | None,
+    log_weight_BTH: Tensor | None,
+    share_H: Tensor | None,
     window: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """-> o_BTHV, lse_BTH"""
     (B, T, H, _), V = q_BTHD.shape, v_BSGV.shape[3]
     o, lse = q_BTHD.new_empty(B, T, H, V, dtype=v_BSGV.dtype), q_BTHD.new_empty(B, T, H, dtype=torch.float32)
-    tensors = (q_BTHD, k_BSGD, v_BSGV, valid_BS, segment_BS, sink_k_BMGD, sink_v_BMGV, visible_BTM)
+    masks = valid_BS, segment_BS, sink_k_BMGD, sink_v_BMGV, visible_BTM
     blocks, numbers, sizes = _plan(q_BTHD, k_BSGD, v_BSGV, sink_k_BMGD, window)
-    G, R = sizes["G"], sizes["R"]
+    tensors = _plain(q_BTHD, k_BSGD, v_BSGV, *masks, memory_BTHV, log_weight_BTH, share_H)
     with torch.cuda.device_of(q_BTHD):
-        forward_kernel[triton.cdiv(T * R, blocks.forward.rows), G, B](
-            *_plain(*tensors), o, lse, scale, *numbers, **sizes, SINKS=SINKS, **_launch(blocks.forward)
-        )
+        forward_kernel[triton.cdiv(T * sizes["R"], blocks.forward.rows), sizes["G"], B](
+            *tensors, o, lse, scale, *numbers, **sizes, **_launch(blocks.forward),
+            BLOCKS=at_once(blocks.forward, sizes["R"], numbers[2] + window),
+        )  # fmt: skip
     return o, lse
 
 
@@ -290,40 +404,48 @@ def backward(
     sink_k_BMGD: Tensor | None,
     sink_v_BMGV: Tensor | None,
     visible_BTM: Tensor | None,
+    memory_BTHV: Tensor | None,
+    log_weight_BTH: Tensor | None,
+    share_H: Tensor | None,
     window: int,
     scale: float,
     lse_BTH: Tensor,
     do_BTHV: Tensor,
     dlse_BTH: Tensor,
 ) -> list[Tensor]:
-    """-> dq, dk, dv, and with sinks dsink_k and dsink_v"""
-    tensors = (q_BTHD, k_BSGD, v_BSGV, valid_BS, segment_BS, sink_k_BMGD, sink_v_BMGV, visible_BTM)
+    """-> dq, dk, dv, with sinks dsink_k and dsink_v, and with a memory dmemory and that of its log weight or share."""
+    masks = valid_BS, segment_BS, sink_k_BMGD, sink_v_BMGV, visible_BTM
     blocks, numbers, sizes = _plan(q_BTHD, k_BSGD, v_BSGV, sink_k_BMGD, window)
     (T, S, M, _), (B, G, R) = numbers, (len(q_BTHD), sizes["G"], sizes["R"])
-    q, k, v, valid, segment, sink_k, sink_v, visible = _plain(*tensors)
+    q, k, v, valid, segment, sink_k, sink_v, visible = _plain(q_BTHD, k_BSGD, v_BSGV, *masks)
+    beside = memory, _, _ = _plain(memory_BTHV, log_weight_BTH, share_H)
     lse, do, dlse = _plain(lse_BTH, do_BTHV, dlse_BTH)
     dq, dk, dv, mean = (torch.empty_like(x) for x in (q, k, v, lse))
+    dmemory, dweight = (None if memory is None else torch.empty_like(x) for x in (do, lse))
     with torch.cuda.device_of(q):
         backward_q_kernel[triton.cdiv(T * R, blocks.queries.rows), G, B](
-            q, k, v, valid, segment, sink_k, sink_v, visible, lse, do, dlse, dq, mean, scale, *numbers,
-            **sizes, SINKS=SINKS, **_launch(blocks.queries),
+            q, k, v, valid, segment, sink_k, sink_v, visible, *beside, lse, do, dlse, dq, mean, dmemory, dweight,
+            scale, *numbers, **sizes, **_launch(blocks.queries), BLOCKS=at_once(blocks.queries, R, M + window),
         )  # fmt: skip
         backward_k_kernel[triton.cdiv(S, blocks.keys.keys), G, B](
-            q, k, v, valid, segment, None, lse, do, dlse, mean, dk, dv, scale, T, S, window, 0,
+            q, k, v, valid, segment, None, lse, do, mean, dk, dv, scale, T, S, window, 0,
             **sizes, **_launch(blocks.keys),
         )  # fmt: skip
-        if sink_k is None:
-            return [dq, dk, dv]
-        rows = blocks.keys.rows
-        row_blocks, sink_blocks = triton.cdiv(T * R, rows), triton.cdiv(M, SINKS)
-        part_size = triton.cdiv(row_blocks, max(PROGRAMS // max(B * G * sink_blocks, 1), 1)) * rows
-        parts = triton.cdiv(T * R, part_size)
-        dsink_k, dsink_v = (q.new_empty(parts, *x.shape, dtype=torch.float32) for x in (sink_k, sink_v))
-        backward_k_kernel[sink_blocks, G * parts, B](
-            q, sink_k, sink_v, None, None, visible, lse, do, dlse, mean, dsink_k, dsink_v,
-            scale, T, M, window, part_size, **sizes, **_launch(blocks.keys._replace(keys=SINKS)),
-        )  # fmt: skip
-    return [dq, dk, dv, dsink_k.sum(0).to(sink_k.dtype), dsink_v.sum(0).to(sink_v.dtype)]
+        grads = [dq, dk, dv]
+        if sink_k is not None:
+            rows = blocks.keys.rows
+            row_blocks, sink_blocks = triton.cdiv(T * R, rows), triton.cdiv(M, SINKS)
+            part_size = triton.cdiv(row_blocks, max(PROGRAMS // max(B * G * sink_blocks, 1), 1)) * rows
+            parts = triton.cdiv(T * R, part_size)
+            dsink_k, dsink_v = (q.new_empty(parts, *x.shape, dtype=torch.float32) for x in (sink_k, sink_v))
+            backward_k_kernel[sink_blocks, G * parts, B](
+                q, sink_k, sink_v, None, None, visible, lse, do, mean, dsink_k, dsink_v,
+                scale, T, M, window, part_size, **sizes, **_launch(blocks.keys._replace(keys=SINKS)),
+            )  # fmt: skip
+            grads += [dsink_k.sum(0).to(sink_k.dtype), dsink_v.sum(0).to(sink_v.dtype)]
+    if dmemory is not None and dweight is not None:
+        grads += [dmemory, dweight if share_H is None else dweight.sum((0, 1))]
+    return grads
 
 
 def _plain(*tensors: Tensor | None) -> list[Any]:
@@ -347,6 +469,13 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, window: int) -
     return blocks, (T, S, 0 if sink_k is None else sink_k.shape[1], window), sizes
 
 
+def at_once(block: Block, R: int, seen: int) -> int:
+    """How many blocks of keys hold all that a block of rows may see, when a row sees so many; 0 if that is too many."""
+    queries = (R - math.gcd(R, block.rows) + block.rows - 1) // R + 1
+    blocks = triton.cdiv(seen + queries - 1, block.keys)
+    return blocks if blocks <= block.at_once else 0
+
+
 def _launch(block: Block) -> dict[str, int]:
     return {"N": block.rows, "K": block.keys, "num_warps": block.warps, "num_stages": 1}
 
@@ -361,8 +490,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 @_backward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, valid: Any, segment: Any, sink_k: Any, sink_v: Any, *_: Any) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in (q, k, v, sink_k, sink_v) if x is not None]
+def _(q: Tensor, k: Tensor, v: Tensor, valid: Any, segment: Any, sink_k: Any, sink_v: Any, *rest: Any) -> list[Tensor]:
+    given = q, k, v, sink_k, sink_v, *rest[1:4]
+    return [x.new_empty(x.shape) for x in given if x is not None]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -372,9 +502,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _differentiate(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
     *tensors, lse = ctx.saved_tensors
-    dq, dk, dv, *dsinks = _backward(*tensors, ctx.window, ctx.scale, lse, do, dlse)
-    dsink_k, dsink_v = dsinks or (None, None)
-    return dq, dk, dv, None, None, dsink_k, dsink_v, None, None, None
+    grads = iter(_backward(*tensors, ctx.window, ctx.scale, lse, do, dlse))
+    with_gradients = 0, 1, 2, 5, 6, 8, 9, 10
+    return *(next(grads) if i in with_gradients and x is not None else None for i, x in enumerate(tensors)), None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup_context)
@@ -392,6 +522,9 @@ def window(
     sink_k_BMGD: Tensor | None = None,
     sink_v_BMGV: Tensor | None = None,
     sink_visible_BTM: Tensor | None = None,
+    memory_BTHV: Tensor | None = None,
+    log_weight_BTH: Tensor | None = None,
+    share_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor] | None:
     """What `chunk.window` returns for the same arguments; None on a CPU, and with a warning once for what the kernels
     cannot do."""
@@ -399,9 +532,10 @@ def window(
         return None
     valid_BS, sink_visible_BTM = (None if x is None else x.bool() for x in (valid_BS, sink_visible_BTM))
     tensors = (q_BTHD, k_BSGD, v_BSGV, valid_BS, segment_BS, sink_k_BMGD, sink_v_BMGV, sink_visible_BTM)
-    why = _unsupported(*tensors)
+    beside = memory_BTHV, *(None if x is None else x.float() for x in (log_weight_BTH, share_H))
+    why = _unsupported(*tensors, *beside)
     if why is None:
-        return _forward(*tensors, window, scale)
+        return _forward(*tensors, *beside, window, scale)
     if not torch.compiler.is_compiling():
         _warn(why)
     return None
@@ -416,16 +550,20 @@ def _unsupported(
     sink_k: Tensor | None,
     sink_v: Tensor | None,
     visible: Tensor | None,
+    memory: Tensor | None,
+    log_weight: Tensor | None,
+    share: Tensor | None,
 ) -> str | None:
-    (B, T, _, D), (S, G), V = q.shape, k.shape[1:3], v.shape[3]
+    (B, T, H, D), (S, G), V = q.shape, k.shape[1:3], v.shape[3]
     M = 0 if sink_k is None else sink_k.shape[1]
-    for x, like in ((q, q), (v, v), (k, q), (sink_k, q), (sink_v, v)):
+    for x, like in ((q, q), (v, v), (k, q), (sink_k, q), (sink_v, v), (memory, v)):
         if x is not None and (x.dtype != like.dtype or x.dtype not in (torch.float32, torch.bfloat16, torch.float16)):
             return f"{x.dtype} beside {like.dtype}" if x.dtype != like.dtype else f"{x.dtype}"
     if _size(q, v) not in BLOCKS:
         return f"heads of {D} and {V} channels in {q.dtype}"
+    tensors = k, v, valid, segment, sink_k, sink_v, visible, memory, log_weight, share
     shapes = ((B, S, G, D), (B, S, G, V), (B, S), (B, S), (B, M, G, D), (B, M, G, V), (B, T, M))
-    for x, shape in zip((k, v, valid, segment, sink_k, sink_v, visible), shapes):
+    for x, shape in zip(tensors, (*shapes, (B, T, H, V), (B, T, H), (H,))):
         if x is not None and (x.shape != shape or x.device != q.device):  # a kernel would read where nothing is
             return f"tensor of shape {tuple(x.shape)} on {x.device} for one of {shape} on {q.device}"
     return None
