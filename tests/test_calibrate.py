@@ -342,7 +342,7 @@ def squared_error_H(mixer: Mixer, q: Tensor, memory: Memory, window_o: Tensor, l
 @pytest.mark.parametrize("memory_scale", [1.0, 20.0])
 def test_no_head_is_left_worse_than_its_window_alone(memory_scale: float, lse: float) -> None:
     mixer, q_BTHD, memory, window_o, window_lse = mixer_and_branches(lse)
-    memory = memory._replace(o_BTHV=memory_scale * memory.o_BTHV)  # of what the target knows nothing
+    memory = memory._replace(read_BTHV=memory_scale * memory.o_BTHV)  # of what the target knows nothing
     target = window_o + 0.1 * torch.randn(window_o.shape, generator=torch.Generator().manual_seed(1))
     left_H = fit_share(mixer, q_BTHD, memory, window_o, window_lse, target)
     torch.testing.assert_close(left_H, squared_error_H(mixer, q_BTHD, memory, window_o, window_lse, target))

@@ -59,16 +59,26 @@ class Heads(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a memory read gives: its output, and the log of the mass it stands for (None where it is not normalised)."""
+    """What a memory read gives: its output, and the log of the mass it stands for (None where it is not normalised).
 
-    o_BTHV: Tensor
+    With `mass_BTH` the output is `read_BTHV` still to be divided by it, which the window does in passing.
+    """
+
+    read_BTHV: Tensor
     log_mass_BTH: Tensor | None
+    mass_BTH: Tensor | None = None
+
+    @property
+    def o_BTHV(self) -> Tensor:
+        return self.read_BTHV if self.mass_BTH is None else self.read_BTHV / self.mass_BTH[..., None]
 
 
 class Beside(NamedTuple):
-    """What stands beside a window: a memory's output with its log weight in the one denominator, or with its share."""
+    """What stands beside a window: a memory's output (over its mass, where there is one), and its log weight in the one
+    denominator or else its share."""
 
     memory_BTHV: Tensor
+    mass_BTH: Tensor | None
     log_weight_BTH: Tensor | None
     share_H: Tensor | None
 
@@ -252,8 +262,8 @@ class Mixer(nn.Module, ABC):
     def beside(self, q_BTHD: Tensor, memory: Memory) -> Beside | None:
         """The memory as the window takes it into its output; None where there is none."""
         if self.spec.join == "shared":
-            return Beside(memory.o_BTHV, self.log_weight(q_BTHD, memory), None)
-        return Beside(memory.o_BTHV, None, self.share(q_BTHD.device))
+            return Beside(memory.read_BTHV, memory.mass_BTH, self.log_weight(q_BTHD, memory), None)
+        return Beside(memory.read_BTHV, memory.mass_BTH, None, self.share(q_BTHD.device))
 
     def share(self, device: torch.device) -> Tensor:
         """[H]: the memory's share of a mix that is learned or fixed."""
@@ -362,8 +372,10 @@ class DiagonalMixer(Mixer):
             segment_BT=document_BT,
             exclusive=exclusive,
         )
-        o_BTHV, log_mass_BTH = self.read(o_BTHV, mass_BTH)
-        return Memory(o_BTHV.to(heads.v_BSGD.dtype), log_mass_BTH), {"state": state}
+        memory = self.read(o_BTHV, mass_BTH)
+        if memory.mass_BTH is None:  # else it may be too large for float16
+            memory = memory._replace(read_BTHV=memory.read_BTHV.to(heads.v_BSGD.dtype))
+        return memory, {"state": state}
 
     def attend(
         self,
@@ -391,9 +403,9 @@ class DiagonalMixer(Mixer):
             exclusive=exclusive,
         )
 
-    def read(self, o_BTHV: Tensor, mass_BTH: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What `attend` gives as the memory's output [B,T,H,V] and log mass [B,T,H] (None: not normalised)."""
+    def read(self, o_BTHV: Tensor, mass_BTH: Tensor | None) -> Memory:
+        """What the memory gives, of what `attend` does."""
         if mass_BTH is None:
-            return o_BTHV, None
+            return Memory(o_BTHV, None)
         mass_BTH = mass_BTH.clamp_min(LEAST_MASS)
-        return o_BTHV / mass_BTH[..., None], mass_BTH.log()
+        return Memory(o_BTHV, mass_BTH.log(), mass_BTH)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from liger_convert.mixers.base import DiagonalMixer, HeadDims, Heads, Join, MixerSpec
+from liger_convert.mixers.base import DiagonalMixer, HeadDims, Heads, Join, Memory, MixerSpec
 from liger_convert.mixers.feature_maps import POSITIVE, Codebook
 from liger_convert.mixers.gates import GateName, pool_to
 from liger_convert.mixers.kernel_maps import RANDOM, WEIGHTS, MapName, make_map, map_size
@@ -109,9 +109,9 @@ class LinearMixer(DiagonalMixer):
     def log_gate(self, inputs: tuple[Tensor, ...]) -> Tensor:
         return inputs[0].new_zeros(*inputs[0].shape[:-1], 1, dtype=torch.float32)
 
-    def read(self, o_BTHV: Tensor, mass_BTH: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        o_BTHV, log_mass_BTH = super().read(o_BTHV, mass_BTH)
-        return self.rescale(o_BTHV) if self.rescales else o_BTHV, log_mass_BTH
+    def read(self, o_BTHV: Tensor, mass_BTH: Tensor | None) -> Memory:
+        memory = super().read(o_BTHV, mass_BTH)
+        return Memory(self.rescale(memory.o_BTHV), memory.log_mass_BTH) if self.rescales else memory
 
     def rescale(self, o_BTHV: Tensor) -> Tensor:
         """The read at its learned size, whatever it was."""

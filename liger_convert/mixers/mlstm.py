@@ -16,7 +16,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from liger_convert.mixers.base import HeadDims, MixerSpec
+from liger_convert.mixers.base import HeadDims, Memory, MixerSpec
 from liger_convert.mixers.gates import log_sigmoid_gate, log_soft_cap
 from liger_convert.mixers.linear import GatedMixer, GatedSpec
 
@@ -61,7 +61,7 @@ class MLSTM(GatedMixer):
     def decay(self, logits: Tensor) -> Tensor:
         return log_sigmoid_gate(logits, 1.0)
 
-    def read(self, o_BTHV: Tensor, mass_BTH: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def read(self, o_BTHV: Tensor, mass_BTH: Tensor | None) -> Memory:
         if mass_BTH is not None:
             o_BTHV = o_BTHV / mass_BTH[..., None].abs().clamp_min(1)
-        return self.rescale(o_BTHV), None
+        return Memory(self.rescale(o_BTHV), None)

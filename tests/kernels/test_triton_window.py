@@ -44,7 +44,9 @@ SHARED = {name: CASES[name] for name in (
     "holes, sinks, bf16",
     "a memory as a key",
     "a memory as a key, bf16",
+    "a memory's sum as a key",
     "a memory of a share, holes",
+    "a memory's sum of a share",
     "a memory of a share, bf16",
     "window of 64, bf16",
 )}  # fmt: skip
@@ -132,7 +134,7 @@ def test_the_op_takes_the_kernels_when_told_to_and_compiles_and_exports_with_the
     assert torch.ops.gated_kernels.window.default in {node.target for node in exported.graph.nodes}
     sinks = (x["sink_k_BMGD"], x["sink_v_BMGV"], x["sink_visible_BTM"])
     torch.library.opcheck(
-        kernels._forward, (x["q_BTHD"], x["k_BSGD"], x["v_BSGV"], x["valid_BS"], None, *sinks, *3 * [None], 4, 0.5)
+        kernels._forward, (x["q_BTHD"], x["k_BSGD"], x["v_BSGV"], x["valid_BS"], None, *sinks, *4 * [None], 4, 0.5)
     )
     use("torch")
     assert chunk.fast is None
@@ -155,7 +157,7 @@ def test_what_the_kernels_cannot_do_falls_back_with_one_warning(use: Callable[[s
 def test_keys_taken_at_once_are_all_that_a_block_of_rows_sees(R: int, rows: int) -> None:
     for W in range(1, 90):
         spans = {(n + rows - 1) // R + 1 - (n // R - W + 1) for n in range(0, rows * R, rows)}
-        assert kernels.at_once(kernels.Block(rows, 32, 4, 99), R, W) == -(-max(spans) // 32)
+        assert kernels.at_once(kernels.Block(rows, 32, 4, 99), R, W, 0) == -(-max(spans) // 32)
 
 
 def test_every_configuration_compiles_for_sm_90_and_fits_into_shared_memory(tmp_path: Path) -> None:
@@ -183,11 +185,11 @@ def compile_all() -> None:
         shapes += [((B, M, G, D), dtype), ((B, M, G, V), v_dtype), ((B, T, M), torch.bool)]
         shapes += [((B, T, G * R, V), v_dtype), ((B, T, G * R), torch.float32), ((G * R,), torch.float32)]
         x = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes]
-        sinks, (memory, log_weight, share) = x[5:8], x[8:]
+        sinks, (memory, weight, share) = x[5:8], x[8:]
         for masks, beside in (
-            (5 * [None], 3 * [None]),
-            ([None, None, *sinks], [memory, None, share]),
-            (x[3:8], [memory, log_weight, None]),
+            (5 * [None], 4 * [None]),
+            ([None, None, *sinks], [memory, None, None, share]),
+            (x[3:8], [memory, weight, weight, None]),
         ):
             given = *x[:3], *masks, *beside
             o, lse = kernels.forward(*given, 64, 0.1)

@@ -25,6 +25,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     v_dtype: torch.dtype | None = None  # of the values, when another
     memory: str = ""  # beside the window: one more "key" of each query, or of a "share"
+    mass: bool = False  # by which the memory is to be divided
 
 
 CASES = {
@@ -50,10 +51,12 @@ CASES = {
     "segments, holes, sinks": Case(130, P=30, W=10, M=4, valid=True, segments=True),
     "bf16 values": Case(97, P=5, M=2, v_dtype=torch.bfloat16),
     "a memory as a key": Case(41, P=9, W=10, M=2, valid=True, segments=True, memory="key"),
-    "a memory as a key, bf16": Case(97, M=4, D=64, V=64, memory="key", dtype=torch.bfloat16),
+    "a memory as a key, bf16": Case(97, M=4, D=64, V=64, memory="key", mass=True, dtype=torch.bfloat16),
+    "a memory's sum as a key": Case(41, P=3, W=70, M=3, memory="key", mass=True),
     "a memory of a share, holes": Case(41, P=9, W=10, valid=True, memory="share"),
     "a memory of a share, bf16": Case(97, D=64, V=64, memory="share", dtype=torch.bfloat16),
-    "one token beside a memory": Case(1, P=20, W=16, M=2, memory="key"),
+    "a memory's sum of a share": Case(21, P=9, W=10, M=3, memory="share", mass=True),
+    "one token beside a memory": Case(1, P=20, W=16, M=2, memory="key", mass=True),
     "window of 64, bf16": Case(130, M=4, D=64, V=64, dtype=torch.bfloat16),
 }
 
@@ -90,11 +93,13 @@ def inputs(case: Case) -> dict[str, Any]:
             x["log_weight_BTH"] = log_weight_BTH.to(float32)
         else:
             x["share_H"] = log_weight_BTH[0, 0].sigmoid().to(float32)
+        if case.mass:
+            x["mass_BTH"] = torch.rand(B, case.T, H, generator=random, dtype=torch.float64).to(float32) * 9 + 0.1
     return x
 
 
 def _slice(x: dict[str, Any], queries: slice, keys: slice, rows: slice = slice(None)) -> dict[str, Any]:
-    by_query = ("q_BTHD", "sink_visible_BTM", "memory_BTHV", "log_weight_BTH")
+    by_query = ("q_BTHD", "sink_visible_BTM", "memory_BTHV", "mass_BTH", "log_weight_BTH")
     by_key = ("k_BSGD", "v_BSGV", "valid_BS", "segment_BS")
     sliced = {name: x[name][rows, queries] for name in by_query if name in x}
     sliced |= {name: x[name][rows, keys] for name in by_key if name in x}

@@ -39,6 +39,7 @@ def window(
     sink_v_BMGV: Tensor | None = None,
     sink_visible_BTM: Tensor | None = None,
     memory_BTHV: Tensor | None = None,
+    mass_BTH: Tensor | None = None,
     log_weight_BTH: Tensor | None = None,
     share_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -46,11 +47,12 @@ def window(
 
     The S keys are P past ones and then the T queries' own. Query t sees key j iff 0 <= P + t - j < window, valid_BS[j]
     holds and both are of one segment, and sink m iff sink_visible_BTM[t, m] holds (no key may be given as both).
-    memory_BTHV is what a memory has for each query: with log_weight_BTH one more key of its own, of this logit and this
-    value, in the one softmax; with share_H of this share, the window of the rest (and the lse as if it were a key).
+    memory_BTHV, over mass_BTH where that is given, is what a memory has for each query: with log_weight_BTH one more
+    key of its own, of this logit and this value, in the one softmax; with share_H of this share, the window of the rest
+    (and the lse as if it were a key).
     Returns o_BTHV in v's dtype and lse_BTH, the log of the sum of exp(scale q.k), in fp32 (fp64 for fp64). A query that
     sees nothing has o = 0 and lse = -inf, and passes no gradient on. Raises ValueError when S < T, window < 1, H is no
-    multiple of G, only some of the three sink arguments are given or not just one weight with a memory.
+    multiple of G, only some of the three sink arguments are given or a memory with other than one weight.
     """
     T, H = q_BTHD.shape[1:3]
     S, G = k_BSGD.shape[1:3]
@@ -59,27 +61,34 @@ def window(
     if len({x is None for x in (sink_k_BMGD, sink_v_BMGV, sink_visible_BTM)}) > 1:
         raise ValueError("sink_k_BMGD, sink_v_BMGV and sink_visible_BTM are given together or not at all")
     if (log_weight_BTH is not None) + (share_H is not None) != (memory_BTHV is not None):
-        raise ValueError("a memory comes with log_weight_BTH or with share_H")
+        raise ValueError("a memory comes with log_weight_BTH or else with share_H")
     given: dict[str, Any] = {
         "window": window, "scale": scale, "valid_BS": valid_BS, "segment_BS": segment_BS,
         "sink_k_BMGD": sink_k_BMGD, "sink_v_BMGV": sink_v_BMGV, "sink_visible_BTM": sink_visible_BTM,
     }  # fmt: skip
     if fast is not None:
-        beside = {"memory_BTHV": memory_BTHV, "log_weight_BTH": log_weight_BTH, "share_H": share_H}
-        found = fast(q_BTHD, k_BSGD, v_BSGV, **given, **beside)
+        weights = {"mass_BTH": mass_BTH, "log_weight_BTH": log_weight_BTH, "share_H": share_H}
+        found = fast(q_BTHD, k_BSGD, v_BSGV, **given, memory_BTHV=memory_BTHV, **weights)
         if found is not None:
             return found
     o_BTHV, lse_BTH = _alone(q_BTHD, k_BSGD, v_BSGV, **given)
     if memory_BTHV is None:
         return o_BTHV, lse_BTH
-    return joined(o_BTHV, lse_BTH, memory_BTHV, log_weight_BTH, share_H)
+    return joined(o_BTHV, lse_BTH, memory_BTHV, mass_BTH, log_weight_BTH, share_H)
 
 
 def joined(
-    o_BTHV: Tensor, lse_BTH: Tensor, memory_BTHV: Tensor, log_weight_BTH: Tensor | None, share_H: Tensor | None
+    o_BTHV: Tensor,
+    lse_BTH: Tensor,
+    memory_BTHV: Tensor,
+    mass_BTH: Tensor | None,
+    log_weight_BTH: Tensor | None,
+    share_H: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The window's output with a memory's beside it, and the log of the sum of all weights."""
+    """The window's output with a memory's beside it, and the log of the sum of all weights; see `window`."""
     with torch.autocast(o_BTHV.device.type, enabled=False):
+        if mass_BTH is not None:
+            memory_BTHV = _wide(memory_BTHV) / mass_BTH[..., None]
         if share_H is not None:
             share = share_H.to(lse_BTH.dtype)[:, None]
             lse_BTH = lse_BTH - torch.log1p(-share_H.to(lse_BTH.dtype))

@@ -23,6 +23,7 @@ def window(
     sink_v_BMGV: Tensor | None = None,
     sink_visible_BTM: Tensor | None = None,
     memory_BTHV: Tensor | None = None,
+    mass_BTH: Tensor | None = None,
     log_weight_BTH: Tensor | None = None,
     share_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -51,6 +52,8 @@ def window(
     lse_BTH = logits.logsumexp(-1).masked_fill(empty, -torch.inf)
     if memory_BTHV is None:
         return o_BTHV, lse_BTH
+    if mass_BTH is not None:
+        memory_BTHV = (memory_BTHV / mass_BTH[..., None]).to(v.dtype)
     if share_H is None:
         return o_BTHV + weights[..., -1:].to(v.dtype) * memory_BTHV, lse_BTH
     share_H1 = share_H[:, None].to(v.dtype)

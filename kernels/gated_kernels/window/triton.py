@@ -97,26 +97,31 @@ def _sink_seen(query, sink, T, M, b, visible):
 
 
 @triton.jit
-def _seen(
-    start, first, end, query, T, S, M, b, g, window, valid, segment, visible, G: tl.constexpr, K: tl.constexpr
+def _keys(
+    k, v, sink_k, sink_v, valid, segment, visible, start, first, end, query, T, S, M, b, g, window,
+    G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, C: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """The K keys from `start` on of those that a block of rows may see, the sinks and then keys `first` to `end`: which
-    of them each row sees, which are sinks and which are any, and where they lie in k or in the sinks' k."""
+    """Of all that a block of rows may see, the M sinks and then keys `first` to `end`, the K from `start` on: which of
+    them each row sees, and their k and v. Without `visible` there is no sink among them."""
     index = start + tl.arange(0, K)
     key = first + index - M
-    real = (index >= M) & (key < end)
+    real = key < end
+    if visible is not None:
+        real = real & (index >= M)
     seen = _in_window(query[:, None], key[None, :], real[None, :], T, S, b, window, valid, segment)
     at = (b * S + key) * G + g
     sink = index < M
     if visible is not None:
-        bits = tl.zeros(query.shape, tl.int32)  # one number a row: a tile of addresses takes half of all registers
-        for m in range(start, tl.minimum(start + K, M)):
-            sees = tl.load(visible + (b * T + query) * M + m, mask=query < T, other=0) != 0
-            bits |= sees.to(tl.int32) << (m - start)
+        # one number a row, as a tile of addresses would take half of all registers all along
+        sees = _sink_seen(query[:, None], index[None, :], T, M, b, visible).to(tl.int64)
+        bits = tl.sum(sees << tl.arange(0, K)[None, :], 1)
         seen = seen | ((bits[:, None] >> tl.arange(0, K)[None, :]) & 1 != 0)
         at = tl.where(sink, (b * M + index) * G + g, at)
         real = real | sink
-    return seen, sink, real, at
+    else:
+        sink_k = None
+        sink_v = None
+    return seen, _load_either(k, sink_k, sink, at, real, D, C), _load_either(v, sink_v, sink, at, real, V, E)
 
 
 @triton.jit
@@ -142,6 +147,15 @@ def _load_either(x, of_sinks, sink, row, inside, SIZE: tl.constexpr, PADDED: tl.
 
 
 @triton.jit
+def _load_memory(memory, mass, row, inside, V: tl.constexpr, E: tl.constexpr):
+    """[N, E] what a memory has for each row, in fp32."""
+    value = _load(memory, row, inside, V, E).to(tl.float32)
+    if mass is not None:
+        value *= (1.0 / tl.load(mass + row, mask=inside, other=1.0))[:, None]
+    return value
+
+
+@triton.jit
 def _dot(x, y, total):
     """total + x y, of the dtype of y and summed in fp32."""
     x = rounded(x, y.dtype)
@@ -157,25 +171,19 @@ def _logits(x, y, scale, seen):
 
 
 @triton.jit
-def _raised(top, logits, o, mass):
-    """A running softmax whose largest logit is at least as large as these; its scale is what its logits are less."""
-    higher = tl.maximum(top, logits)
-    finite = tl.where(higher == float("-inf"), 0.0, higher)
-    keep = tl.exp(top - finite)
-    return higher, finite, o * keep[:, None], mass * keep
+def _rest(share):
+    """What a share leaves to the window; never 0, as logs and quotients are taken of it."""
+    return tl.maximum(1.0 - share, 1e-30)
 
 
 @triton.jit
-def _add(logits, v, o, top, mass):
-    """Takes more keys into a running softmax."""
-    top, finite, o, mass = _raised(top, tl.max(logits, 1), o, mass)
-    weights = tl.exp(logits - finite[:, None])
-    return _dot(weights, v, o), top, mass + tl.sum(weights, 1)
+def _finite(top):
+    return tl.where(top == float("-inf"), 0.0, top)
 
 
 @triton.jit
 def forward_kernel(
-    q, k, v, valid, segment, sink_k, sink_v, visible, memory, log_weight, share, o, lse, scale, T, S, M, window,
+    q, k, v, valid, segment, sink_k, sink_v, visible, memory, mass, log_weight, share, o, lse, scale, T, S, M, window,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -191,47 +199,58 @@ def forward_kernel(
     end = tl.minimum(S - T + (tl.program_id(0) * N + N - 1) // R + 1, S)
     if BLOCKS:
         each = ()  # type: tuple[Any, ...]
+        highest = tl.full([N, K], float("-inf"), tl.float32)
         for i in tl.static_range(BLOCKS):
-            seen, sink, real, at = _seen(i * K, first, end, query, T, S, M, b, g, window, valid, segment, visible, G, K)
-            logits = _logits(q_NC, _load_either(k, sink_k, sink, at, real, D, C), scale, seen)
-            top_N = tl.maximum(top_N, tl.max(logits, 1))
-            each += ((logits, _load_either(v, sink_v, sink, at, real, V, E)),)
-        finite_N = tl.where(top_N == float("-inf"), 0.0, top_N)
+            if i == 0:
+                seen, k_KC, v_KE = _keys(
+                    k, v, sink_k, sink_v, valid, segment, visible, 0, first, end, query, T, S, M, b, g, window,
+                    G, D, V, C, E, K,
+                )  # fmt: skip
+            else:
+                seen, k_KC, v_KE = _keys(
+                    k, v, sink_k, sink_v, valid, segment, None, i * K, first, end, query, T, S, M, b, g, window,
+                    G, D, V, C, E, K,
+                )  # fmt: skip
+            logits = _logits(q_NC, k_KC, scale, seen)
+            highest = tl.maximum(highest, logits)
+            each += ((logits, v_KE),)
+        top_N = tl.max(highest, 1)
+        total = tl.zeros([N, K], tl.float32)
         for i in tl.static_range(BLOCKS):
             logits, v_KE = each[i]
-            weights = tl.exp(logits - finite_N[:, None])
-            mass_N += tl.sum(weights, 1)
+            weights = tl.exp(logits - _finite(top_N)[:, None])
+            total += weights
             o_NE = _dot(weights, v_KE, o_NE)
+        mass_N = tl.sum(total, 1)
     else:
         for start in range(0, M + end - first, K):
-            seen, sink, real, at = _seen(start, first, end, query, T, S, M, b, g, window, valid, segment, visible, G, K)
+            seen, k_KC, v_KE = _keys(
+                k, v, sink_k, sink_v, valid, segment, visible, start, first, end, query, T, S, M, b, g, window,
+                G, D, V, C, E, K,
+            )  # fmt: skip
             if _any(seen, start, M, visible, K):
-                logits = _logits(q_NC, _load_either(k, sink_k, sink, at, real, D, C), scale, seen)
-                v_KE = _load_either(v, sink_v, sink, at, real, V, E)
-                o_NE, top_N, mass_N = _add(logits, v_KE, o_NE, top_N, mass_N)
-    if log_weight is not None:  # the memory is one more key of each row's own
-        memory_NE = _load(memory, row, inside, V, E).to(tl.float32)
-        logit_N = tl.load(log_weight + row, mask=inside, other=float("-inf"))
-        top_N, finite_N, o_NE, mass_N = _raised(top_N, logit_N, o_NE, mass_N)
-        weight_N = tl.exp(logit_N - finite_N)
-        o_NE += weight_N[:, None] * memory_NE
-        mass_N += weight_N
+                logits = _logits(q_NC, k_KC, scale, seen)
+                higher = tl.maximum(top_N, tl.max(logits, 1))
+                keep = tl.exp(top_N - _finite(higher))
+                weights = tl.exp(logits - _finite(higher)[:, None])
+                o_NE = _dot(weights, v_KE, o_NE * keep[:, None])
+                top_N, mass_N = higher, mass_N * keep + tl.sum(weights, 1)
     some = mass_N > 0
     mass_N = tl.where(some, mass_N, 1.0)
-    o_NE /= mass_N[:, None]
-    if share is not None:
-        memory_NE = _load(memory, row, inside, V, E).to(tl.float32)
+    o_NE *= (1.0 / mass_N)[:, None]
+    lse_N = tl.where(some, top_N + tl.log(mass_N), float("-inf"))
+    if log_weight is not None:
+        logit_N = tl.load(log_weight + row, mask=inside, other=float("-inf"))
+        top_N = _finite(tl.maximum(lse_N, logit_N))
+        lse_N = top_N + tl.log(tl.exp(lse_N - top_N) + tl.exp(logit_N - top_N))
+        share_N = tl.exp(logit_N - _finite(lse_N))
+    elif share is not None:
         share_N = tl.load(share + g * R + n % R)
-        o_NE += share_N[:, None] * (memory_NE - o_NE)
-        mass_N /= _rest(share_N)
+        lse_N -= tl.log(_rest(share_N))
+    if memory is not None:
+        o_NE += share_N[:, None] * (_load_memory(memory, mass, row, inside, V, E) - o_NE)
     _store(o, row, inside, o_NE, V, E)
-    tl.store(lse + row, tl.where(some, top_N + tl.log(mass_N), float("-inf")), mask=inside)
-
-
-@triton.jit
-def _rest(share):
-    """What a share leaves to the window; never 0, as logs and quotients are taken of it."""
-    return tl.maximum(1.0 - share, 1e-30)
+    tl.store(lse + row, lse_N, mask=inside)
 
 
 @triton.jit
@@ -242,8 +261,8 @@ def _weighed(q, k, v, do, lse, scale, seen):
 
 @triton.jit
 def backward_q_kernel(
-    q, k, v, valid, segment, sink_k, sink_v, visible, memory, log_weight, share, lse, do, dlse, dq, mean, dmemory,
-    dweight, scale, T, S, M, window,
+    q, k, v, valid, segment, sink_k, sink_v, visible, memory, mass, log_weight, share, lse, do, dlse,
+    dq, mean, dmemory, dmass, dweight, scale, T, S, M, window,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -263,35 +282,47 @@ def backward_q_kernel(
     lse_N = tl.where(some, lse_N, float("inf"))
     dlse_N = tl.load(dlse + row, mask=some, other=0.0)
     if memory is not None:
-        of_memory_N = tl.sum(_load(memory, row, inside, V, E).to(tl.float32) * do_NE.to(tl.float32), 1)
+        due = do_NE.to(tl.float32)
+        if mass is not None:
+            inverse = 1.0 / tl.load(mass + row, mask=inside, other=1.0)
+            due *= inverse[:, None]
+        of_memory_N = tl.sum(_load(memory, row, inside, V, E).to(tl.float32) * due, 1)
         if log_weight is not None:
             weight_N = tl.exp(tl.load(log_weight + row, mask=inside, other=float("-inf")) - lse_N)
         else:
             weight_N = tl.load(share + g * R + n % R)
-        _store(dmemory, row, inside, weight_N[:, None] * do_NE.to(tl.float32), V, E)
+        _store(dmemory, row, inside, due * weight_N[:, None], V, E)
+        if mass is not None:
+            tl.store(dmass + row, -weight_N * of_memory_N * inverse, mask=inside)
     mean_N = tl.zeros([N], tl.float32)
     dq_NC = tl.zeros([N, C], tl.float32)
     first = tl.maximum(S - T + tl.program_id(0) * N // R - window + 1, 0)
     end = tl.minimum(S - T + (tl.program_id(0) * N + N - 1) // R + 1, S)
     if BLOCKS:
-        products = tl.zeros([N, K], tl.float32)
         each = ()  # type: tuple[Any, ...]
+        products = tl.zeros([N, K], tl.float32)
         for i in tl.static_range(BLOCKS):
-            seen, sink, real, at = _seen(
-                i * K, first, end, query, T, S, M, b, g, window, valid, segment, visible, G, K
-            )  # fmt: skip
-            k_KC = _load_either(k, sink_k, sink, at, real, D, C)
-            v_KE = _load_either(v, sink_v, sink, at, real, V, E)
+            if i == 0:
+                seen, k_KC, v_KE = _keys(
+                    k, v, sink_k, sink_v, valid, segment, visible, 0, first, end, query, T, S, M, b, g, window,
+                    G, D, V, C, E, K,
+                )  # fmt: skip
+            else:
+                seen, k_KC, v_KE = _keys(
+                    k, v, sink_k, sink_v, valid, segment, None, i * K, first, end, query, T, S, M, b, g, window,
+                    G, D, V, C, E, K,
+                )  # fmt: skip
             weights, dweights = _weighed(q_NC, k_KC, v_KE, do_NE, lse_N, scale, seen)
             products += weights * dweights
             each += ((weights, dweights, k_KC),)
         mean_N = tl.sum(products, 1)
     else:
         for start in range(0, M + end - first, K):
-            seen, sink, real, at = _seen(start, first, end, query, T, S, M, b, g, window, valid, segment, visible, G, K)
+            seen, k_KC, v_KE = _keys(
+                k, v, sink_k, sink_v, valid, segment, visible, start, first, end, query, T, S, M, b, g, window,
+                G, D, V, C, E, K,
+            )  # fmt: skip
             if _any(seen, start, M, visible, K):
-                k_KC = _load_either(k, sink_k, sink, at, real, D, C)
-                v_KE = _load_either(v, sink_v, sink, at, real, V, E)
                 weights, dweights = _weighed(q_NC, k_KC, v_KE, do_NE, lse_N, scale, seen)
                 mean_N += tl.sum(weights * dweights, 1)
     if memory is not None:
@@ -312,10 +343,11 @@ def backward_q_kernel(
             dq_NC = _dot(weights * (dweights - mean_N[:, None]) * scale, k_KC, dq_NC)
     else:
         for start in range(0, M + end - first, K):
-            seen, sink, real, at = _seen(start, first, end, query, T, S, M, b, g, window, valid, segment, visible, G, K)
+            seen, k_KC, v_KE = _keys(
+                k, v, sink_k, sink_v, valid, segment, visible, start, first, end, query, T, S, M, b, g, window,
+                G, D, V, C, E, K,
+            )  # fmt: skip
             if _any(seen, start, M, visible, K):
-                k_KC = _load_either(k, sink_k, sink, at, real, D, C)
-                v_KE = _load_either(v, sink_v, sink, at, real, V, E)
                 weights, dweights = _weighed(q_NC, k_KC, v_KE, do_NE, lse_N, scale, seen)
                 dq_NC = _dot(weights * (dweights - mean_N[:, None]) * scale, k_KC, dq_NC)
     _store(dq, row, inside, dq_NC, D, C)
@@ -376,6 +408,7 @@ def forward(
     sink_v_BMGV: Tensor | None,
     visible_BTM: Tensor | None,
     memory_BTHV: Tensor | None,
+    mass_BTH: Tensor | None,
     log_weight_BTH: Tensor | None,
     share_H: Tensor | None,
     window: int,
@@ -386,11 +419,11 @@ def forward(
     o, lse = q_BTHD.new_empty(B, T, H, V, dtype=v_BSGV.dtype), q_BTHD.new_empty(B, T, H, dtype=torch.float32)
     masks = valid_BS, segment_BS, sink_k_BMGD, sink_v_BMGV, visible_BTM
     blocks, numbers, sizes = _plan(q_BTHD, k_BSGD, v_BSGV, sink_k_BMGD, window)
-    tensors = _plain(q_BTHD, k_BSGD, v_BSGV, *masks, memory_BTHV, log_weight_BTH, share_H)
+    tensors = _plain(q_BTHD, k_BSGD, v_BSGV, *masks, memory_BTHV, mass_BTH, log_weight_BTH, share_H)
     with torch.cuda.device_of(q_BTHD):
         forward_kernel[triton.cdiv(T * sizes["R"], blocks.forward.rows), sizes["G"], B](
             *tensors, o, lse, scale, *numbers, **sizes, **_launch(blocks.forward),
-            BLOCKS=at_once(blocks.forward, sizes["R"], numbers[2] + window),
+            BLOCKS=at_once(blocks.forward, sizes["R"], window, numbers[2]),
         )  # fmt: skip
     return o, lse
 
@@ -405,6 +438,7 @@ def backward(
     sink_v_BMGV: Tensor | None,
     visible_BTM: Tensor | None,
     memory_BTHV: Tensor | None,
+    mass_BTH: Tensor | None,
     log_weight_BTH: Tensor | None,
     share_H: Tensor | None,
     window: int,
@@ -413,19 +447,21 @@ def backward(
     do_BTHV: Tensor,
     dlse_BTH: Tensor,
 ) -> list[Tensor]:
-    """-> dq, dk, dv, with sinks dsink_k and dsink_v, and with a memory dmemory and that of its log weight or share."""
+    """-> the gradients of all that is given and has one."""
     masks = valid_BS, segment_BS, sink_k_BMGD, sink_v_BMGV, visible_BTM
     blocks, numbers, sizes = _plan(q_BTHD, k_BSGD, v_BSGV, sink_k_BMGD, window)
     (T, S, M, _), (B, G, R) = numbers, (len(q_BTHD), sizes["G"], sizes["R"])
     q, k, v, valid, segment, sink_k, sink_v, visible = _plain(q_BTHD, k_BSGD, v_BSGV, *masks)
-    beside = memory, _, _ = _plain(memory_BTHV, log_weight_BTH, share_H)
+    beside = memory, mass, _, _ = _plain(memory_BTHV, mass_BTH, log_weight_BTH, share_H)
     lse, do, dlse = _plain(lse_BTH, do_BTHV, dlse_BTH)
     dq, dk, dv, mean = (torch.empty_like(x) for x in (q, k, v, lse))
-    dmemory, dweight = (None if memory is None else torch.empty_like(x) for x in (do, lse))
+    dmemory, dmass = (None if x is None else torch.empty_like(x) for x in (memory, mass))
+    dweight = None if memory is None else torch.empty_like(lse)
     with torch.cuda.device_of(q):
         backward_q_kernel[triton.cdiv(T * R, blocks.queries.rows), G, B](
-            q, k, v, valid, segment, sink_k, sink_v, visible, *beside, lse, do, dlse, dq, mean, dmemory, dweight,
-            scale, *numbers, **sizes, **_launch(blocks.queries), BLOCKS=at_once(blocks.queries, R, M + window),
+            q, k, v, valid, segment, sink_k, sink_v, visible, *beside, lse, do, dlse,
+            dq, mean, dmemory, dmass, dweight, scale, *numbers, **sizes, **_launch(blocks.queries),
+            BLOCKS=at_once(blocks.queries, R, window, M),
         )  # fmt: skip
         backward_k_kernel[triton.cdiv(S, blocks.keys.keys), G, B](
             q, k, v, valid, segment, None, lse, do, mean, dk, dv, scale, T, S, window, 0,
@@ -443,9 +479,9 @@ def backward(
                 scale, T, M, window, part_size, **sizes, **_launch(blocks.keys._replace(keys=SINKS)),
             )  # fmt: skip
             grads += [dsink_k.sum(0).to(sink_k.dtype), dsink_v.sum(0).to(sink_v.dtype)]
-    if dmemory is not None and dweight is not None:
-        grads += [dmemory, dweight if share_H is None else dweight.sum((0, 1))]
-    return grads
+    if share_H is not None and dweight is not None:
+        dweight = dweight.sum((0, 1))
+    return [*grads, *(x for x in (dmemory, dmass, dweight) if x is not None)]
 
 
 def _plain(*tensors: Tensor | None) -> list[Any]:
@@ -469,11 +505,11 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, window: int) -
     return blocks, (T, S, 0 if sink_k is None else sink_k.shape[1], window), sizes
 
 
-def at_once(block: Block, R: int, seen: int) -> int:
-    """How many blocks of keys hold all that a block of rows may see, when a row sees so many; 0 if that is too many."""
+def at_once(block: Block, R: int, window: int, sinks: int) -> int:
+    """How many blocks of keys hold all that a block of rows may see; 0 if too many, or if sinks are in several."""
     queries = (R - math.gcd(R, block.rows) + block.rows - 1) // R + 1
-    blocks = triton.cdiv(seen + queries - 1, block.keys)
-    return blocks if blocks <= block.at_once else 0
+    blocks = triton.cdiv(sinks + window + queries - 1, block.keys)
+    return blocks if blocks <= block.at_once and sinks <= block.keys else 0
 
 
 def _launch(block: Block) -> dict[str, int]:
@@ -491,7 +527,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 @_backward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, valid: Any, segment: Any, sink_k: Any, sink_v: Any, *rest: Any) -> list[Tensor]:
-    given = q, k, v, sink_k, sink_v, *rest[1:4]
+    given = q, k, v, sink_k, sink_v, *rest[1:5]
     return [x.new_empty(x.shape) for x in given if x is not None]
 
 
@@ -503,7 +539,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _differentiate(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
     *tensors, lse = ctx.saved_tensors
     grads = iter(_backward(*tensors, ctx.window, ctx.scale, lse, do, dlse))
-    with_gradients = 0, 1, 2, 5, 6, 8, 9, 10
+    with_gradients = 0, 1, 2, 5, 6, 8, 9, 10, 11
     return *(next(grads) if i in with_gradients and x is not None else None for i, x in enumerate(tensors)), None, None
 
 
@@ -523,6 +559,7 @@ def window(
     sink_v_BMGV: Tensor | None = None,
     sink_visible_BTM: Tensor | None = None,
     memory_BTHV: Tensor | None = None,
+    mass_BTH: Tensor | None = None,
     log_weight_BTH: Tensor | None = None,
     share_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor] | None:
@@ -532,7 +569,7 @@ def window(
         return None
     valid_BS, sink_visible_BTM = (None if x is None else x.bool() for x in (valid_BS, sink_visible_BTM))
     tensors = (q_BTHD, k_BSGD, v_BSGV, valid_BS, segment_BS, sink_k_BMGD, sink_v_BMGV, sink_visible_BTM)
-    beside = memory_BTHV, *(None if x is None else x.float() for x in (log_weight_BTH, share_H))
+    beside = memory_BTHV, *(None if x is None else x.float() for x in (mass_BTH, log_weight_BTH, share_H))
     why = _unsupported(*tensors, *beside)
     if why is None:
         return _forward(*tensors, *beside, window, scale)
@@ -551,19 +588,24 @@ def _unsupported(
     sink_v: Tensor | None,
     visible: Tensor | None,
     memory: Tensor | None,
+    mass: Tensor | None,
     log_weight: Tensor | None,
     share: Tensor | None,
 ) -> str | None:
     (B, T, H, D), (S, G), V = q.shape, k.shape[1:3], v.shape[3]
     M = 0 if sink_k is None else sink_k.shape[1]
-    for x, like in ((q, q), (v, v), (k, q), (sink_k, q), (sink_v, v), (memory, v)):
-        if x is not None and (x.dtype != like.dtype or x.dtype not in (torch.float32, torch.bfloat16, torch.float16)):
+    for x, like in ((q, q), (v, v), (k, q), (sink_k, q), (sink_v, v), (memory, memory)):
+        if (
+            x is not None
+            and like is not None
+            and (x.dtype != like.dtype or x.dtype not in (torch.float32, torch.bfloat16, torch.float16))
+        ):
             return f"{x.dtype} beside {like.dtype}" if x.dtype != like.dtype else f"{x.dtype}"
     if _size(q, v) not in BLOCKS:
         return f"heads of {D} and {V} channels in {q.dtype}"
-    tensors = k, v, valid, segment, sink_k, sink_v, visible, memory, log_weight, share
+    tensors = k, v, valid, segment, sink_k, sink_v, visible, memory, mass, log_weight, share
     shapes = ((B, S, G, D), (B, S, G, V), (B, S), (B, S), (B, M, G, D), (B, M, G, V), (B, T, M))
-    for x, shape in zip(tensors, (*shapes, (B, T, H, V), (B, T, H), (H,))):
+    for x, shape in zip(tensors, (*shapes, (B, T, H, V), (B, T, H), (B, T, H), (H,))):
         if x is not None and (x.shape != shape or x.device != q.device):  # a kernel would read where nothing is
             return f"tensor of shape {tuple(x.shape)} on {x.device} for one of {shape} on {q.device}"
     return None
