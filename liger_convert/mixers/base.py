@@ -378,30 +378,19 @@ class DiagonalMixer(Mixer):
         return memory, {"state": state}
 
     def attend(
-        self,
-        q_BTHF: Tensor,
-        entries: tuple[Tensor, ...],
-        *,
-        state_BGFV: Tensor | None,
-        segment_BT: Tensor | None,
-        exclusive: bool,
+        self, q_BTHF: Tensor, entries: tuple[Tensor, ...], **options: Any
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The recurrence over what `write` gives: phi(q) S [B,T,H,V], its mass [B,T,H] with `normalize`, the state."""
+        """The recurrence over what `write` gives: phi(q) S [B,T,H,V], its mass [B,T,H] with `normalize`, the state.
+
+        `options` are those of `gated_kernels.diagonal`.
+        """
         k_BTGF, v_BTGV, log_a, *written = entries
         if multiplies_in_bf16(v_BTGV):
             q_BTHF, k_BTGF = q_BTHF.to(v_BTGV.dtype), k_BTGF.to(v_BTGV.dtype)
         else:
             v_BTGV = v_BTGV.float()
-        return diagonal(
-            q_BTHF,
-            k_BTGF,
-            v_BTGV,
-            log_a,
-            written_BTG=written[0][..., 0] if written else None,
-            state_BGFV=state_BGFV,
-            segment_BT=segment_BT,
-            exclusive=exclusive,
-        )
+        written_BTG = written[0][..., 0] if written else None
+        return diagonal(q_BTHF, k_BTGF, v_BTGV, log_a, written_BTG=written_BTG, **options)
 
     def read(self, o_BTHV: Tensor, mass_BTH: Tensor | None) -> Memory:
         """What the memory gives, of what `attend` does."""

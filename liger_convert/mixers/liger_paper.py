@@ -10,7 +10,7 @@ table 6: gates of new random weights, a learnt feature map, and (join: memory) n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from gated_kernels.step.chunk import Gate, Rules
 from torch import Tensor, nn
@@ -82,10 +82,16 @@ class LigerPaper(DiagonalMixer):
         return heads.k_BTGD, logits_BTGD.to(heads.k_BTGD.dtype)
 
     def query_features(self, heads: Heads) -> Tensor:
-        return self.q_map(heads.q_BTHD)
+        """Queries as they are where the map is the softmax: `attend` takes it, so that it need not be kept."""
+        return heads.q_BTHD if self.spec.feature_map == "softmax" else self.q_map(heads.q_BTHD)
 
     def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
         return self.k_map(inputs[0])
+
+    def attend(
+        self, q_BTHF: Tensor, entries: tuple[Tensor, ...], **options: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        return super().attend(q_BTHF, entries, softmax_q=self.spec.feature_map == "softmax", **options)
 
     def step_rules(self) -> Rules | None:
         published = LigerPaperSpec(window=self.spec.window, sinks=self.spec.sinks)

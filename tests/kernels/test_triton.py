@@ -99,6 +99,20 @@ OWN = {
     "mass, blocks of values, bf16": Case(70, G=1, R=3, F=256, V=257, scalar=True, gate="strong", mass=True, dtype=BF16),
     "mass, a gate per feature": Case(70, gate="mixed", mass=True, exclusive=True, **SMALL),
     "mass, a gate per feature, bf16": Case(130, segments=True, mass=True, dtype=BF16, **SMALL),
+    "softmax, exclusive": Case(33, exclusive=True, softmax_q=True, **SMALL),
+    "softmax, bf16 queries": Case(40, softmax_q=True, dtype=BF16, v_dtype=FP32, **SMALL),
+    "softmax, fp16": Case(40, softmax_q=True, dtype=FP16, **SMALL),
+    "softmax, scalar": Case(70, gate="mixed", scalar=True, softmax_q=True, **SMALL),
+    "softmax, scalar, bf16": Case(70, scalar=True, exclusive=True, mass=True, softmax_q=True, dtype=BF16, **SMALL),
+    "softmax, some strong, bf16": Case(
+        200, G=1, R=2, F=64, V=64, gate="patches", segments=True, softmax_q=True, dtype=BF16
+    ),
+    "softmax, 40 features, bf16": Case(70, G=1, R=3, F=40, V=17, exclusive=True, softmax_q=True, dtype=BF16),
+    "softmax, 80 features, bf16": Case(
+        130, G=1, R=2, F=80, V=65, gate="patches", exclusive=True, mass=True, softmax_q=True, dtype=BF16
+    ),
+    "softmax, 128 features, bf16": Case(130, G=1, R=4, F=128, V=128, segments=True, softmax_q=True, dtype=BF16),
+    "softmax, blocks, bf16": Case(97, G=1, R=2, F=192, V=130, gate="patches", softmax_q=True, dtype=BF16),
 }
 EVERY = SHARED | OWN
 COMPILED = (  # every pair of block sizes, every dtype
@@ -128,6 +142,7 @@ FEATURES = (  # every way through the kernels for a gate per feature in bf16
     (128, 128, 4, False, False),
     (192, 129, 3, True, False),
 )
+SOFTMAX = sum(F <= features_bf16.SOFTMAX for F, *_ in FEATURES)  # that are compiled to take the softmax, too
 LEAST_SHARED = 99 * 1024  # bytes of shared memory a block may have, on the smallest of the Ampere and Hopper chips
 
 
@@ -199,7 +214,7 @@ def test_states_decayed_by_feature_may_be_passed_over_in_parts(
     assert not faults(gated_kernels.diagonal, reference, given, ROUNDING)
 
 
-@pytest.mark.parametrize("case", ["a token more than a chunk", "scalar, fp16", "mass, fp16"])
+@pytest.mark.parametrize("case", ["a token more than a chunk", "scalar, fp16", "mass, fp16", "softmax, scalar, bf16"])
 def test_results_do_not_depend_on_how_the_inputs_lie_in_memory_nor_on_autocast(case: str) -> None:
     inputs = inputs_of(case)
     strided = {name: x.mT.contiguous().mT if isinstance(x, Tensor) else x for name, x in inputs.items()}
@@ -238,7 +253,8 @@ def test_tokens_of_zeros_leave_a_state_exactly_as_it_was(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["a token less than a chunk", "scalar, 5 features", "mass, no state", "two tokens, bf16"]
+    "case",
+    ["a token less than a chunk", "scalar, 5 features", "mass, no state", "two tokens, bf16", "softmax, exclusive"],
 )
 def test_torch_compile_sees_through_the_op(case: str) -> None:
     inputs = inputs_of(case)
@@ -248,20 +264,42 @@ def test_torch_compile_sees_through_the_op(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gate", "mass"), [("each", False), ("scalar", False), ("scalar", True), ("none", False), ("none", True)]
+    ("gate", "mass", "softmax_q"),
+    [
+        ("each", False, False),
+        ("each", False, True),
+        ("scalar", False, False),
+        ("scalar", True, True),
+        ("none", False, False),
+        ("none", True, False),
+    ],
 )
-def test_the_custom_ops_keep_to_what_torch_asks_of_them(gate: str, mass: bool) -> None:
+def test_the_custom_ops_keep_to_what_torch_asks_of_them(gate: str, mass: bool, softmax_q: bool) -> None:
     torch.use_deterministic_algorithms(False)  # its checks compare uninitialised memory
     x = inputs_of("two tokens, no state")
     q, k, v, log_a = (x[name].requires_grad_() for name in ("q_BTHF", "k_BTGF", "v_BTGV", "log_a"))
     log_a = {"each": log_a, "scalar": log_a[..., :1].detach().requires_grad_(), "none": None}[gate]
     written = torch.ones(2, 2, 1, dtype=torch.bool, device=DEVICE) if mass else None
     state = q.new_zeros(2, 1, 16, 17 + mass, requires_grad=True)
-    given = (q, k, v, log_a, written, state, None, True)
+    given = (q, k, v, log_a, written, state, None, True, softmax_q)
     torch.library.opcheck(kernels.forward, given)
     torch.library.opcheck(kernels.backward, tuple(
         x.detach() if isinstance(x, Tensor) else x for x in (*given, *kernels.forward(*given))
     ))  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ["softmax, fp16", "softmax, scalar, bf16", "softmax, 40 features, bf16"])
+def test_the_softmax_of_queries_is_not_kept_for_the_backward_pass(case: str) -> None:
+    inputs = inputs_of(case)
+    q, kept = inputs["q_BTHF"].requires_grad_(), []
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        gated_kernels.diagonal(**inputs)
+    assert {x.data_ptr() for x in kept if x.shape == q.shape} == {q.data_ptr()}
 
 
 def test_what_the_kernels_do_not_take_is_left_to_torch_with_one_warning() -> None:
@@ -291,7 +329,7 @@ def test_the_kernels_are_on_where_there_is_a_gpu_or_when_asked_for() -> None:
 
 def test_configurations_of_every_kind_compile_for_hopper_within_the_shared_memory_of_ampere(tmp_path: Path) -> None:
     lines = told_by(__file__, tmp_path)
-    assert len(lines) == 5 * len(COMPILED) + 8 * len(SCALAR) + 10 * len(FEATURES)
+    assert len(lines) == 5 * len(COMPILED) + 8 * len(SCALAR) + 10 * len(FEATURES) + 2 * SOFTMAX
     assert max(int(line[0]) for line in lines) <= LEAST_SHARED
     assert max(int(line[1]) for line in lines if len(line) > 1) <= 192  # bytes a thread: 8 by Triton 3.6
 
@@ -318,8 +356,9 @@ def compile_all() -> None:
         absent = {} if segments else {"segment": None, "bounds": None}
         for name, kernel in features_bf16.KERNELS.items():
             for strong in [False] + [True] * (name in features_bf16.STRONG_BLOCKS):
-                constants = features_bf16.constants(name, 8, R, F, V, exclusive, strong) | absent
-                shared_by(kernel, constants, BF16, spills=not strong and F == V)
+                for softmax_q in [False] + [True] * (name == "outputs" and F <= features_bf16.SOFTMAX):
+                    constants = features_bf16.constants(name, 8, R, F, V, exclusive, strong, softmax_q) | absent
+                    shared_by(kernel, constants, BF16, spills=not strong and F == V)
         constants = {"F": F, "V": V, "C": features_bf16.CHUNK, "CHUNKS": 16, "BF": 16, "BV": 64, "REVERSED": exclusive}
         shared_by(features_bf16.carry_kernel, constants | absent, BF16)
 

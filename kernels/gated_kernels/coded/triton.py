@@ -38,7 +38,7 @@ def forward(
     """The outputs, the mass (empty without `written`) and the last state."""
     phi_q = codebook.forward(q, q_turn, q_shift, q_log_tau, codes)
     phi_k = codebook.forward(k, k_turn, k_shift, k_log_tau, codes)
-    return diagonal.forward(phi_q, phi_k, v, log_a, written, state, segment, exclusive)
+    return diagonal.forward(phi_q, phi_k, v, log_a, written, state, segment, exclusive, False)
 
 
 @forward.register_fake
@@ -73,7 +73,7 @@ def backward(
     of_q, of_k = (q, q_turn, q_shift, q_log_tau, codes), (k, k_turn, k_shift, k_log_tau, codes)
     phi_q, phi_k = codebook.forward(*of_q), codebook.forward(*of_k)
     dphi_q, dphi_k, *rest = diagonal.backward(
-        phi_q, phi_k, v, log_a, written, state, segment, exclusive, do, dmass, dlast
+        phi_q, phi_k, v, log_a, written, state, segment, exclusive, False, do, dmass, dlast
     )
     del phi_q, phi_k
     dq, *dq_map, dcodes = codebook.backward(*of_q, dphi_q)

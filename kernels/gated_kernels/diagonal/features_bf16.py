@@ -7,8 +7,9 @@ which t and s lie in the second and the first half of the same block: both decay
 halves, so that each is at most 1, and a level is one product, masked. The kernels that take every chunk by itself are
 compiled and launched twice, for either kind of chunk.
 
-States and keys are loaded once for the R query heads of a key-value head where a block holds all features. When a pass
-over the states has too few programs to fill a GPU, the sequence is cut into parts, as in `scalar.py`.
+States and keys are loaded once for the R query heads of a key-value head where a block holds all features, and the
+outputs may then be read by the softmax of the queries, which is never stored. When a pass over the states has too few
+programs to fill a GPU, the sequence is cut into parts, as in `scalar.py`.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, N chunks, C chunk
 length. Kernels see BF of the features and BV of the values at a time.
@@ -43,6 +44,7 @@ BLOCKS = {
     "dqk": (64, 128, 4, 1),
 }
 STRONG_BLOCKS = {"outputs": (64, 64, 8, 1), "dv": (64, 64, 8, 1), "dqk": (64, 64, 8, 1)}
+SOFTMAX = BLOCKS["outputs"][0]  # features at most, for `outputs` to take the softmax
 LOOPED = 64  # BF of outputs and dv where they loop over features, BV of dqk where it loops over values
 KERNELS = {
     "sums": sums_kernel,
@@ -55,9 +57,12 @@ KERNELS = {
 
 
 @functools.cache
-def constants(kernel: str, G: int, R: int, F: int, V: int, exclusive: bool, strong: bool = False) -> dict[str, Any]:
+def constants(
+    kernel: str, G: int, R: int, F: int, V: int, exclusive: bool, strong: bool = False, softmax_q: bool = False
+) -> dict[str, Any]:
     """What a kernel is compiled for and with; fixed by the sizes, never searched for."""
     BF, BV, warps, stages = (STRONG_BLOCKS if strong else BLOCKS)[kernel]
+    BF = SOFTMAX if softmax_q else BF  # all features in one block, of strong chunks, too
     BF, BV = min(BF, max(64, triton.next_power_of_2(F))), min(BV, max(64, triton.next_power_of_2(V)))
     if kernel in ("outputs", "dv") and F > BF:
         BF = min(BF, LOOPED)
@@ -80,6 +85,7 @@ def constants(kernel: str, G: int, R: int, F: int, V: int, exclusive: bool, stro
         "STEP": STEP,
         "PRECISION": "tf32",
         "STRONG": int(strong),
+        "SOFTMAX": int(softmax_q),
     }
     return {x: found[x] for x in KERNELS[kernel].arg_names if x in found} | {"num_warps": warps, "num_stages": stages}
 
@@ -124,10 +130,10 @@ class _Call:
         run(ends, states, None)
         return end
 
-    def by_chunk(self, name: str, *inputs: Tensor | None) -> None:
+    def by_chunk(self, name: str, *inputs: Tensor | None, softmax_q: bool = False) -> None:
         """Launches a kernel for the strong chunks and for the others, which leaves out the strong."""
         for strong in (False, True):
-            compiled_for = constants(name, *self.sizes, strong)
+            compiled_for = constants(name, *self.sizes, strong, softmax_q)
             if name == "dqk":
                 grid: tuple[int, ...] = (self.chunks * triton.cdiv(self.F, compiled_for["BF"]),)
             else:
@@ -137,13 +143,20 @@ class _Call:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, log_a: Tensor, state: Tensor, segment: Tensor | None, exclusive: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_a: Tensor,
+    state: Tensor,
+    segment: Tensor | None,
+    exclusive: bool,
+    softmax_q: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The outputs and the last state."""
+    """The outputs and the last state; takes the softmax of at most SOFTMAX features."""
     call = _Call(q, v, log_a, segment, exclusive)
     last = call.scan("states", state, call.states, k, v)
     o = v.new_empty(*q.shape[:3], v.shape[-1])
-    call.by_chunk("outputs", q, k, v, call.sums, call.strong, call.bounds, call.states, o)
+    call.by_chunk("outputs", q, k, v, call.sums, call.strong, call.bounds, call.states, o, softmax_q=softmax_q)
     return o, last
 
 

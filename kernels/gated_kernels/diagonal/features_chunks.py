@@ -34,6 +34,14 @@ def _sum_from(x, C: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _softmax(x, f, F: tl.constexpr, D: tl.constexpr):
+    """[C, BF] the softmax over all F features, which one block holds, in fp32; rounded to D."""
+    x = tl.where((f < F)[None, :], x.to(tl.float32) * 1.4426950408889634, float("-inf"))
+    weights = tl.exp2(x - tl.max(x, 1)[:, None])
+    return rounded(weights / tl.sum(weights, 1)[:, None], D)
+
+
+@triton.jit
 def _readable(bounds, chunk, i, EXCLUSIVE: tl.constexpr, TRANSPOSED: tl.constexpr, C: tl.constexpr):
     """[t, s], or [s, t], whether t reads what s writes."""
     row = i[:, None]
@@ -87,13 +95,13 @@ def _level_decay(sums, chunk, i, f, level, F: tl.constexpr, EXCLUSIVE: tl.conste
 
 @triton.jit
 def _level_scores(
-    q, k, sums, chunk, i, f, rows, G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, EXCLUSIVE: tl.constexpr,
+    queries, k, sums, chunk, i, f, rows, G: tl.constexpr, F: tl.constexpr, EXCLUSIVE: tl.constexpr,
     TRANSPOSED: tl.constexpr, C: tl.constexpr, D: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """[t, s], or [s, t], before the mask: these features' part, at any strength."""
     row = i[:, None]
     column = i[None, :]
-    queries = load(q, i, rows, G * R * F, f, F).to(tl.float32)
+    queries = queries.to(tl.float32)
     keys = load(k, i, rows, G * F, f, F).to(tl.float32)
     scores = tl.where(row == column, tl.sum(queries * keys, 1)[:, None], 0.0)
     for level in tl.range(LEVELS, disable_licm=True):
@@ -114,9 +122,12 @@ def outputs_kernel(
     q, k, v, sums, strong, bounds, states, o, T,
     G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr,
     D: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr, HEADS: tl.constexpr,
-    LEVELS: tl.constexpr, PRECISION: tl.constexpr, STRONG: tl.constexpr,
+    LEVELS: tl.constexpr, PRECISION: tl.constexpr, STRONG: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's outputs of HEADS query heads a program: all of a key-value head when one block holds the features."""
+    """A chunk's outputs of HEADS query heads a program: all of a key-value head when one block holds the features.
+
+    Then it may take the SOFTMAX of the queries first: they are in no product as they are loaded (see `scalar.py`).
+    """
     N = tl.cdiv(T, C)
     program = tl.program_id(0).to(tl.int64)
     chunk, h0 = program // (R // HEADS), program % (R // HEADS) * HEADS
@@ -154,10 +165,12 @@ def outputs_kernel(
             if F > BF:
                 read = _read(sums, chunk, i, f0 + f, F, EXCLUSIVE, C)
             queries = load(q + r * F, i, rows, G * R * F, f0 + f, F)
+            if SOFTMAX:
+                queries = _softmax(queries, f, F, D)
             left = rounded(queries * read, D)
             if STRONG:
                 scores += _level_scores(
-                    q + r * F, k, sums, chunk, i, f0 + f, rows, G, R, F, EXCLUSIVE, False, C, D, LEVELS, PRECISION
+                    queries, k, sums, chunk, i, f0 + f, rows, G, F, EXCLUSIVE, False, C, D, LEVELS, PRECISION
                 )  # fmt: skip
             else:
                 if F > BF:
@@ -224,8 +237,9 @@ def dv_kernel(
         scores = tl.zeros((C, C), tl.float32)
         if STRONG:
             for f0 in range(0, F, BF):
+                queries = load(q + r * F, i, rows, G * R * F, f0 + f, F)
                 scores += _level_scores(
-                    q + r * F, k, sums, chunk, i, f0 + f, rows, G, R, F, EXCLUSIVE, True, C, D, LEVELS, PRECISION
+                    queries, k, sums, chunk, i, f0 + f, rows, G, F, EXCLUSIVE, True, C, D, LEVELS, PRECISION
                 )  # fmt: skip
         elif F <= BF:
             queries = load(q + r * F, i, rows, G * R * F, f, F)

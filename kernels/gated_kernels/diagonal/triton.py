@@ -11,7 +11,9 @@ inputs are kept. A state belongs to a key-value head and is never repeated.
 
 All of this is for a gate per feature in fp32 and fp16 (`features.py`). In bf16 most chunks need no levels
 (`features_bf16.py`), and with one gate a head, or none, no chunk does (`scalar.py`): these have kernels of their own.
-Only the last know a mass; for the others it is a column of ones beside the values.
+Only the last know a mass; for the others it is a column of ones beside the values. Only those for bf16 can take the
+softmax of the queries themselves, in the forward pass; elsewhere it is made first, in the inputs' dtype. No backward
+pass finds it kept.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, N chunks, C chunk
 length. Kernels see BF of the features and BV of the values at a time.
@@ -95,18 +97,23 @@ def forward(
     state: Tensor,
     segment: Tensor | None,
     exclusive: bool,
+    softmax_q: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The outputs, the mass (empty without `written`) and the last state."""
     q, k, v, state = (x.contiguous() for x in (q, k, v, state))
     log_a, written, segment = _contiguous(log_a), _contiguous(written), _contiguous(segment)
+    dtype = _promoted(q, k, v)
+    by_feature = log_a is not None and log_a.shape[-1] > 1
+    if softmax_q and not (by_feature and dtype == torch.bfloat16 and q.shape[-1] <= features_bf16.SOFTMAX):
+        q, softmax_q = q.softmax(-1, dtype=dtype), False
     if log_a is None or log_a.shape[-1] == 1:
         with torch.cuda.device_of(v):
             return scalar.forward(q, k, v, log_a, written, state, segment, exclusive)
     assert written is None
     none = v.new_empty(0, dtype=torch.float32)
-    if _promoted(q, k, v) == torch.bfloat16:
+    if dtype == torch.bfloat16:
         with torch.cuda.device_of(v):
-            o, last = features_bf16.forward(q, k, v, log_a, state, segment, exclusive)
+            o, last = features_bf16.forward(q, k, v, log_a, state, segment, exclusive, softmax_q)
         return o, none, last
     p = _Problem(q, k, v, exclusive)
     o, last = v.new_empty(*q.shape[:3], v.shape[-1]), torch.empty_like(state)
@@ -126,6 +133,7 @@ def _(
     state: Tensor,
     segment: Tensor | None,
     exclusive: bool,
+    softmax_q: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     mass = v.new_empty(0 if written is None else q.shape[:3], dtype=torch.float32)
     return v.new_empty(*q.shape[:3], v.shape[-1]), mass, state.new_empty(state.shape)
@@ -141,6 +149,7 @@ def backward(
     state: Tensor,
     segment: Tensor | None,
     exclusive: bool,
+    softmax_q: bool,
     do: Tensor,
     dmass: Tensor,
     dlast: Tensor,
@@ -148,6 +157,28 @@ def backward(
     """The gradients of q, k, v, log_a (empty where there is none) and the state."""
     q, k, v, state, do, dmass, dlast = (x.contiguous() for x in (q, k, v, state, do, dmass, dlast))
     log_a, written, segment = _contiguous(log_a), _contiguous(written), _contiguous(segment)
+    given = k, v, log_a, written, state, segment, exclusive, do, dmass, dlast
+    if not softmax_q:
+        return _gradients(q, *given)
+    phi = q.softmax(-1, dtype=_promoted(q, k, v))
+    dphi, dk, dv, dlog_a, dstate = _gradients(phi, *given)
+    dq = torch._softmax_backward_data(dphi, phi, -1, phi.dtype)
+    return dq.to(q.dtype), dk, dv, dlog_a, dstate
+
+
+def _gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_a: Tensor | None,
+    written: Tensor | None,
+    state: Tensor,
+    segment: Tensor | None,
+    exclusive: bool,
+    do: Tensor,
+    dmass: Tensor,
+    dlast: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if log_a is None or log_a.shape[-1] == 1:
         with torch.cuda.device_of(v):
             dq, dk, dv, dlog_a, dstate = scalar.backward(
@@ -178,6 +209,7 @@ def _(
     state: Tensor,
     segment: Tensor | None,
     exclusive: bool,
+    softmax_q: bool,
     do: Tensor,
     dmass: Tensor,
     dlast: Tensor,
@@ -187,14 +219,14 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *tensors, ctx.exclusive = inputs
+    *tensors, ctx.exclusive, ctx.softmax_q = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _differentiate(ctx: Any, do: Tensor, dmass: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
     log_a = ctx.saved_tensors[3]
-    dq, dk, dv, dlog_a, dstate = backward(*ctx.saved_tensors, ctx.exclusive, do, dmass, dlast)
-    return dq, dk, dv, None if log_a is None else dlog_a, None, dstate, None, None
+    dq, dk, dv, dlog_a, dstate = backward(*ctx.saved_tensors, ctx.exclusive, ctx.softmax_q, do, dmass, dlast)
+    return dq, dk, dv, None if log_a is None else dlog_a, None, dstate, None, None, None
 
 
 forward.register_autograd(_differentiate, setup_context=_keep)
@@ -210,6 +242,7 @@ def diagonal(
     state_BGFV: Tensor | None = None,
     segment_BT: Tensor | None = None,
     exclusive: bool = False,
+    softmax_q: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor] | None:
     """As `gated_kernels.diagonal`; None on a CPU, and with a warning once for what the kernels cannot do."""
     if not (v_BTGV.is_cuda or INTERPRETED.value):
@@ -221,7 +254,7 @@ def diagonal(
     state = first_state(v_BTGV, k_BTGF.shape[-1], written_BTG, state_BGFV)
 
     def run(v: Tensor, written: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        return forward(q_BTHF, k_BTGF, v, log_a, written, state, segment_BT, exclusive)
+        return forward(q_BTHF, k_BTGF, v, log_a, written, state, segment_BT, exclusive, softmax_q)
 
     return with_mass(run, v_BTGV, log_a, written_BTG)
 
