@@ -27,11 +27,12 @@ if DEVICE == "cpu" and os.environ["TRITON_INTERPRET"] == "1" and isinstance(trit
 
 import gated_kernels  # noqa: E402
 from compiled import compile_instead_of_launching, spilled, told_by  # noqa: E402
-from gated_kernels.check import Inputs, faults, run  # noqa: E402
+from gated_kernels.check import Inputs, error, faults, run  # noqa: E402
 from gated_kernels.codebook import triton as kernels  # noqa: E402
 from gated_kernels.codebook.cases import CASES, Case, inputs  # noqa: E402
 from gated_kernels.codebook.reference import codebook as reference  # noqa: E402
 from gated_kernels.coded import cases as coded  # noqa: E402
+from gated_kernels.coded import read  # noqa: E402
 from gated_kernels.coded.reference import coded as coded_reference  # noqa: E402
 from gated_kernels.diagonal.cases import Case as Sizes  # noqa: E402
 
@@ -51,6 +52,19 @@ CODED = {name: case for name, case in coded.CASES.items() if case.sizes.dtype ==
     "segments": coded.Case(Sizes(70, scalar=True, gate="mixed", segments=True, dtype=BF16)),
     "no state, no decay": coded.Case(Sizes(33, gate="none", state=False, dtype=BF16)),
     "mass, no state": coded.Case(Sizes(33, scalar=True, state=False, mass=True, dtype=BF16)),
+    "one head of 80, blocks of codes and values": coded.Case(
+        Sizes(70, R=1, F=130, V=257, scalar=True, segments=True, dtype=BF16), D=80
+    ),
+    "four heads of 128": coded.Case(
+        Sizes(129, G=1, R=4, F=256, V=128, gate="mixed", scalar=True, segments=True, mass=True, dtype=BF16), D=128
+    ),
+    "mass, one code in nearly all weights": coded.Case(
+        Sizes(40, G=6, F=200, V=65, scalar=True, mass=True, exclusive=True, dtype=BF16), tau=4.0
+    ),
+    "mass, blocks of values, flat": coded.Case(
+        Sizes(33, R=2, F=65, V=130, gate="none", mass=True, dtype=BF16), tau=-3.0
+    ),
+    "heads of 256": coded.Case(Sizes(9, G=1, R=2, F=64, scalar=True, mass=True, dtype=BF16), D=256),
 }
 COMPILED = (  # N, G, D, F
     (32, 8, 128, 256),
@@ -115,6 +129,34 @@ def test_the_recurrence_over_a_codebook_is_right_by_kernels_that_keep_no_map(cas
     given = {value.shape for value in (*x.values(), state, with_ones) if isinstance(value, Tensor)}
     assert kept
     assert {tensor.shape for tensor in kept} <= given
+
+
+@pytest.mark.parametrize("case", ["four heads of 128", "mass, blocks of values, flat"])
+def test_a_program_may_read_for_two_heads(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read, "BLOCKS", {BV: (BF, 2, *rest) for BV, (BF, _, *rest) in read.BLOCKS.items()})
+    monkeypatch.setattr(read, "constants", read.constants.__wrapped__)  # whose results are kept
+    assert not faults(gated_kernels.coded, coded_reference, placed(coded.inputs(CODED[case])), ROUNDING)
+
+
+@pytest.mark.parametrize("tau", [6.0, 12.0, 40.0, 80.0])
+def test_what_is_read_is_right_with_any_tau(tau: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = placed(coded.inputs(CODED["many codes, bf16"]))
+    x["q_log_tau_H"].fill_(tau)
+    found = gated_kernels.coded(**x)
+    monkeypatch.setattr(read, "takes", lambda *_: False)
+    assert all(error(*both) <= 4 * ROUNDING for both in zip(found, gated_kernels.coded(**x)))
+
+
+@pytest.mark.parametrize(
+    ("case", "of_queries"), [("four heads of 128", 0), ("heads of 256", 1), ("a gate per feature, bf16", 1)]
+)
+def test_queries_have_a_map_only_where_it_is_not_made_as_it_is_read(
+    case: str, of_queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, made, forward = placed(coded.inputs(CODED[case])), [], kernels.forward
+    monkeypatch.setattr(kernels, "forward", lambda x, *given: made.append(x.shape) or forward(x, *given))
+    gated_kernels.coded(**x)
+    assert made == [x["k_BTGD"].shape] + [x["q_BTHD"].shape] * of_queries
 
 
 def test_a_vector_that_turns_into_nothing_is_as_near_to_every_code() -> None:
@@ -199,11 +241,12 @@ def test_what_the_kernels_do_not_take_is_left_to_torch_with_one_warning() -> Non
 def test_every_configuration_compiles_for_hopper_and_hardly_spills(tmp_path: Path) -> None:
     told = [(name, int(shared), int(stack)) for name, shared, stack in told_by(__file__, tmp_path)]
     each = ["forward_kernel", "rows_kernel", "turns_kernel", "codes_kernel"]
-    assert [name for name, _, _ in told] == each * (len(COMPILED) + 1)
-    *usual, heads_of_256 = (told[at : at + 4] for at in range(0, len(told), 4))
-    assert max(shared for sizes in usual for _, shared, _ in sizes) <= 99 * 1024  # of the smallest chips
+    of_coded = ["sums_kernel", "states_kernel", "read_kernel", "states_kernel", "read_kernel"]
+    assert [name for name, _, _ in told] == (each + of_coded) * len(COMPILED) + each
+    usual, heads_of_256 = told[:-4], told[-4:]
+    assert max(shared for _, shared, _ in usual) <= 99 * 1024  # of the smallest chips
     assert max(shared for _, shared, _ in heads_of_256) <= 227 * 1024
-    assert max(stack for sizes in usual for _, _, stack in sizes) <= 32  # bytes a thread: none by Triton 3.6
+    assert max(stack for _, _, stack in usual) <= 32  # bytes a thread: none by Triton 3.6
 
 
 def compile_all() -> None:
@@ -218,6 +261,13 @@ def compile_all() -> None:
         x, *parameters = (torch.empty(shape, dtype=BF16, device="meta") for shape in shapes)
         phi = kernels.forward._init_fn(x, *parameters)
         kernels.backward._init_fn(x, *parameters, phi)
+        if D > read.LARGEST:
+            continue
+        phi_k, v = phi[:, :, :G].contiguous(), x[:, :, :G].contiguous()
+        log_a, written = v[..., :1].float(), v[..., 0].bool()
+        state = phi.new_empty(2, G, F, D + 1, dtype=FP32)
+        read.forward((x, *parameters), phi_k, v, log_a, written, state, None, True)
+        read.forward((x, *parameters), phi_k, v, None, None, state[..., :D], None, False)
 
 
 if __name__ == "__main__":

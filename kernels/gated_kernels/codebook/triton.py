@@ -47,7 +47,7 @@ TO_BASE_2 = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _turned(x, turn, shift):
+def turned(x, turn, shift):
     """[M, BE] u and the inverse of the length it had; as in torch, a length counts as 1e-12 at least."""
     x = tl.clamp(x.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
     y = product(x, turn, None, tl.float16, "tf32") + shift[None, :]
@@ -56,7 +56,7 @@ def _turned(x, turn, shift):
 
 
 @triton.jit
-def _logits(u, codes, scale, f, F: tl.constexpr, BF: tl.constexpr):
+def logits_by(u, codes, scale, f, F: tl.constexpr, BF: tl.constexpr):
     """[M, BF] to base 2, very low beyond the last code; not -inf, as they are multiplied with zeros."""
     logits = product(u, tl.trans(codes), None, tl.float16, "tf32") * scale
     if F % BF:
@@ -85,11 +85,11 @@ def forward_kernel(
     for first in range(start, tl.minimum(start + part, rows), M):
         left = (rows - first).to(tl.int32)
         x_MD = load(x + (first * N + n) * D, i, left, N * D, d, D)
-        u, _ = _turned(x_MD, turn_DE, shift_E)
+        u, _ = turned(x_MD, turn_DE, shift_E)
         u = u.to(tl.float16)
         to = phi + (first * N + n) * F
         if F <= BF:
-            logits = _logits(u, codes_FE, scale, f, F, BF)
+            logits = logits_by(u, codes_FE, scale, f, F, BF)
             weights = tl.exp2(logits - tl.max(logits, 1)[:, None])
             weights *= (1.0 / tl.sum(weights, 1))[:, None]
             store(to, rounded(weights, tl.bfloat16), i, left, N * F, f, F)
@@ -97,13 +97,13 @@ def forward_kernel(
             top = tl.full((M,), float("-inf"), tl.float32)
             mass = tl.zeros((M,), tl.float32)
             for f0 in range(0, F, BF):
-                logits = _logits(u, load(codes, f0 + f, F, E, e, E), scale, f0 + f, F, BF)
+                logits = logits_by(u, load(codes, f0 + f, F, E, e, E), scale, f0 + f, F, BF)
                 higher = tl.maximum(top, tl.max(logits, 1))
                 mass = mass * tl.exp2(top - higher) + tl.sum(tl.exp2(logits - higher[:, None]), 1)
                 top = higher
             sums = top + tl.log2(mass)
             for f0 in range(0, F, BF):
-                logits = _logits(u, load(codes, f0 + f, F, E, e, E), scale, f0 + f, F, BF)
+                logits = logits_by(u, load(codes, f0 + f, F, E, e, E), scale, f0 + f, F, BF)
                 weights = tl.exp2(logits - sums[:, None])
                 store(to, rounded(weights, tl.bfloat16), i, left, N * F, f0 + f, F)
 
@@ -132,14 +132,14 @@ def rows_kernel(
         back = dphi + (first * N + n) * F
         ahead = load(back, i, left, N * F, f, F)
         x_MD = load(x + (first * N + n) * D, i, left, N * D, d, D)
-        u_ME, inverse = _turned(x_MD, turn_DE, shift_E)
+        u_ME, inverse = turned(x_MD, turn_DE, shift_E)
         u_ME = u_ME.to(tl.float16)
         store(us + (first * N + n) * E, u_ME, i, left, N * E, e, E)
         top = tl.full((M,), float("-inf"), tl.float32)
         mass = tl.zeros((M,), tl.float32)
         means_MF = tl.zeros((M, BF), tl.float32)  # summed up in the end: a sum by rows changes how tiles lie
         for f0 in range(0, F, BF):
-            logits = _logits(u_ME, load(codes, f0 + f, F, E, e, E), tau * TO_BASE_2, f0 + f, F, BF)
+            logits = logits_by(u_ME, load(codes, f0 + f, F, E, e, E), tau * TO_BASE_2, f0 + f, F, BF)
             dweights = ahead.to(tl.float32)
             ahead = load(back, i, left, N * F, f0 + BF + f, F)  # under way while this block is worked on
             higher = tl.maximum(top, tl.max(logits, 1))
@@ -155,7 +155,7 @@ def rows_kernel(
         for f0 in range(0, F, BF):
             at = last - f0 + f
             codes_FE = load(codes, at, F, E, e, E)
-            logits = _logits(u_ME, codes_FE, tau * TO_BASE_2, at, F, BF)
+            logits = logits_by(u_ME, codes_FE, tau * TO_BASE_2, at, F, BF)
             dweights = load(back, i, left, N * F, at, F).to(tl.float32)
             dlogits = tl.exp2(logits - total[:, None]) * (dweights - mean[:, None])
             dlog_tau_M += tl.sum(dlogits * logits, 1)
@@ -248,7 +248,7 @@ def _split(rows: int, compiled_for: dict[str, Any], programs: int) -> tuple[int,
     return triton.cdiv(rows, part), part
 
 
-def _plain(*tensors: Tensor) -> list[Tensor]:
+def plain(*tensors: Tensor) -> list[Tensor]:
     """Vectors, turns, shifts, tau and codes as the kernels read them: dense."""
     dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float32, torch.float16)
     return [x.to(dtype).contiguous() for x, dtype in zip(tensors, dtypes)]
@@ -263,7 +263,7 @@ def _sizes(x: Tensor, codes: Tensor) -> tuple[int, tuple[int, int, int, int, int
 
 @torch.library.custom_op("gated_kernels::codebook", mutates_args=())
 def forward(x: Tensor, turn: Tensor, shift: Tensor, log_tau: Tensor, codes: Tensor) -> Tensor:
-    x, turn, shift, log_tau, codes = _plain(x, turn, shift, log_tau, codes)
+    x, turn, shift, log_tau, codes = plain(x, turn, shift, log_tau, codes)
     rows, sizes = _sizes(x, codes)
     phi = x.new_empty(*x.shape[:3], codes.shape[1])
     compiled_for = constants("forward", *sizes)
@@ -282,7 +282,7 @@ def _(x: Tensor, turn: Tensor, shift: Tensor, log_tau: Tensor, codes: Tensor) ->
 def backward(x: Tensor, turn: Tensor, shift: Tensor, log_tau: Tensor, codes: Tensor, dphi: Tensor) -> list[Tensor]:
     """The gradients of what the map is made of."""
     given = turn, shift, log_tau, codes
-    x, turn, shift, log_tau, codes = _plain(x, *given)
+    x, turn, shift, log_tau, codes = plain(x, *given)
     rows, (N, G, D, E, F) = _sizes(x, codes)
     dphi = dphi.contiguous()
     dx, dys = torch.empty_like(x), x.new_empty(rows, N, E)

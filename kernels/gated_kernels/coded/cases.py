@@ -16,6 +16,7 @@ __all__ = ["CASES", "in_pieces", "inputs", "one_by_one"]
 class Case(NamedTuple):
     sizes: diagonal.Case  # of the recurrence
     D: int = 16
+    tau: float = 2.0  # its log
 
 
 def _case(T: int, D: int = 16, **sizes: Any) -> Case:
@@ -41,7 +42,7 @@ CASES = {  # with heads enough that the plain gradients, one number a head, are 
 def inputs(case: Case) -> dict[str, Any]:
     s = case.sizes
     made = {
-        side: codebook.inputs(codebook.Case(s.T, G=s.G, R=R, D=case.D, F=s.F, tau=2.0, dtype=s.dtype))
+        side: codebook.inputs(codebook.Case(s.T, G=s.G, R=R, D=case.D, F=s.F, tau=case.tau, dtype=s.dtype))
         for side, R in (("q", s.R), ("k", 1))
     }
     q, k = made["q"], made["k"]

@@ -1,6 +1,7 @@
 """The diagonal recurrence over a codebook's maps, by the Triton kernels of both, keeping only what it is given.
 
-The maps of queries and keys, F numbers a head and token, are made once more in the backward pass.
+The maps of queries and keys, F numbers a head and token, are made once more in the backward pass. Forward, that of
+the queries is made where it is read (`read.py`), but for gates per feature and large heads.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, E size of a code, F codes, V value size.
 """
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gated_kernels.codebook import triton as codebook
+from gated_kernels.coded import read
 from gated_kernels.diagonal import triton as diagonal
 from gated_kernels.interpreter import INTERPRETED
 
@@ -36,9 +38,10 @@ def forward(
     exclusive: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The outputs, the mass (empty without `written`) and the last state."""
-    phi_q = codebook.forward(q, q_turn, q_shift, q_log_tau, codes)
-    phi_k = codebook.forward(k, k_turn, k_shift, k_log_tau, codes)
-    return diagonal.forward(phi_q, phi_k, v, log_a, written, state, segment, exclusive, False)
+    of_q, phi_k = (q, q_turn, q_shift, q_log_tau, codes), codebook.forward(k, k_turn, k_shift, k_log_tau, codes)
+    if read.takes(q, codes, log_a):
+        return read.forward(of_q, phi_k, v, log_a, written, state, segment, exclusive)
+    return diagonal.forward(codebook.forward(*of_q), phi_k, v, log_a, written, state, segment, exclusive, False)
 
 
 @forward.register_fake

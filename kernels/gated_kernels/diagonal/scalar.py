@@ -97,7 +97,7 @@ def constants(
     return {x: found[x] for x in KERNELS[kernel].arg_names if x in found} | {"num_warps": warps, "num_stages": stages}
 
 
-class _Call:
+class Call:
     """The sizes of a call, its sums of gates and the passes over its states."""
 
     def __init__(
@@ -165,7 +165,7 @@ def forward(
     exclusive: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The outputs, the mass (empty without `written`) and the last state."""
-    call = _Call(q, k, v, log_a, written, segment, exclusive)
+    call = Call(q, k, v, log_a, written, segment, exclusive)
     last = call.scan("states", state, call.states, call.z, k, v, written, call.write)
     o = v.new_empty(*q.shape[:3], v.shape[-1])
     mass = q.new_empty(0 if written is None else q.shape[:3], dtype=torch.float32)
@@ -191,7 +191,7 @@ def backward(
     dlast: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """The gradients of q, k, v, log_a and the state."""
-    call = _Call(q, k, v, log_a, written, segment, exclusive)
+    call = Call(q, k, v, log_a, written, segment, exclusive)
     dstates, dz = torch.empty_like(call.states), None if call.z is None else torch.empty_like(call.z)
     call.scan("states", state, call.states, call.z, k, v, written, call.write)
     dstate = call.scan("dstates", dlast, dstates, dz, q, do, dmass, call.read, call.write)

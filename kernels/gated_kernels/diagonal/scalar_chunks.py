@@ -11,17 +11,8 @@ from gated_kernels.interpreter import rounded
 
 
 @triton.jit
-def _decays(
-    read, write, at, EXCLUSIVE: tl.constexpr, TRANSPOSED: tl.constexpr, C: tl.constexpr, D: tl.constexpr
-):  # fmt: skip
-    """[t, s], or [s, t], the decay of what s writes until t reads it, 0 where t does not; the chunk's sums are `at`."""
-    i = tl.arange(0, C)
-    if TRANSPOSED:
-        t = i[None, :]
-        s = i[:, None]
-    else:
-        t = i[:, None]
-        s = i[None, :]
+def decays_between(read, write, at, t, s, EXCLUSIVE: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
+    """The decays of what tokens s write until tokens t read it, 0 where t does not; the chunk's sums are `at`."""
     if write is None:
         decays = (t >= s + EXCLUSIVE).to(tl.float32)
     else:
@@ -31,6 +22,20 @@ def _decays(
     if D.is_bf16():
         decays = decays.to(tl.float16)  # half the registers, still finer than what it is multiplied with
     return decays
+
+
+@triton.jit
+def read_by(scores, outputs, masses, decays, values, ones, read, at, t, D: tl.constexpr, PRECISION: tl.constexpr):
+    """What tokens t read and its mass, from what of both was before the chunk, and their scores of its tokens."""
+    if read is not None:
+        start = decay_from_start(read, at, t)
+        outputs *= start[:, None]
+        masses *= start
+    scores *= decays
+    outputs = product(scores, values, outputs, D, PRECISION)
+    if ones is not None:
+        masses += tl.sum(scores * ones[None, :], 1)
+    return outputs, masses
 
 
 @triton.jit
@@ -49,9 +54,10 @@ def outputs_kernel(
     rows = (T - n * C).to(tl.int32)
     row = b * T + n * C
     at = chunk * 2 * C
-    decays = _decays(read, write, at, EXCLUSIVE, False, C, D)
+    decays = decays_between(read, write, at, i[:, None], i[None, :], EXCLUSIVE, C, D)
     f = tl.arange(0, BF)
     values = load(v + (row * G + g) * V, i, rows, G * V, x, V)
+    ones = None
     if written is not None:
         mine = tl.program_id(1) == 0  # one of those that share their queries has the mass
         features = tl.where(mine, F, 0)
@@ -65,8 +71,7 @@ def outputs_kernel(
         h = g * R + h0 + r
         scores = tl.zeros((C, C), tl.float32)
         outputs = tl.zeros((C, BV), tl.float32)
-        if written is not None:
-            masses = tl.zeros((C,), tl.float32)
+        masses = tl.zeros((C,), tl.float32)
         if F <= BF:
             queries = load(q + (row * G * R + h) * F, i, rows, G * R * F, f, F)
             scores = product(queries, tl.trans(keys.to(D)), scores, D, PRECISION)
@@ -85,16 +90,9 @@ def outputs_kernel(
                     queries = load(q + (row * G * R + h) * F, i, rows, G * R * F, f0 + f, F)
                     z_before = load_vector(z + chunk * F, f0 + f, features, 1)
                     masses += tl.sum(queries.to(tl.float32) * z_before[None, :], 1)
-        if write is not None:
-            start = decay_from_start(read, at, i)
-            outputs *= start[:, None]
-            if written is not None:
-                masses *= start
-        scores *= decays
-        outputs = product(scores, values, outputs, D, PRECISION)
+        outputs, masses = read_by(scores, outputs, masses, decays, values, ones, read, at, i, D, PRECISION)
         store(o + (row * G * R + h) * V, outputs, i, rows, G * R * V, x, V)
         if written is not None:
-            masses += tl.sum(scores * ones[None, :], 1)
             store_vector(mass + row * G * R + h, masses, i, tl.where(mine, rows, 0), G * R)
 
 
@@ -124,7 +122,7 @@ def dv_kernel(
         dvalues = product(keys, dafter, dvalues, D, PRECISION)
     if write is not None:
         dvalues *= decay_to_end(write, at, i, C)[:, None]
-    decays = _decays(read, write, at, EXCLUSIVE, True, C, D)
+    decays = decays_between(read, write, at, i[None, :], i[:, None], EXCLUSIVE, C, D)
     if dpairs is not None:
         values = load(v + (row * G + g) * V, i, rows, G * V, x, V)
         if written is not None:  # of the blocks of values, the first has the mass
@@ -222,8 +220,8 @@ def dqk_kernel(
         tl.store(dwrite + part + i, tl.sum(dkeys * keys.to(tl.float32), 1))
         tl.store(dtotal + block * B * N * G + chunk, tl.sum(through) * decay_of_chunk(write, at, C))
         dreads = tl.zeros((C,), tl.float32)
-    decays = _decays(read, write, at, EXCLUSIVE, False, C, D)
-    decays_t = _decays(read, write, at, EXCLUSIVE, True, C, D)
+    decays = decays_between(read, write, at, i[:, None], i[None, :], EXCLUSIVE, C, D)
+    decays_t = decays_between(read, write, at, i[None, :], i[:, None], EXCLUSIVE, C, D)
     for r in tl.range(R, disable_licm=True):
         h = g * R + r
         queries = load(q + (row * G * R + h) * F, i, rows, G * R * F, f, F)

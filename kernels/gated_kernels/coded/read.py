@@ -1,0 +1,172 @@
+"""The outputs of the recurrence over a codebook, for one gate a head or none, without a map of the queries in memory.
+
+That map would be the largest tensor of a layer. Here a program makes it a block of codes at a time, and multiplies each
+block with keys and with the states before the chunk at once. As the softmax's sum is known only in the end, weights are
+relative to the largest logit so far, and what they have summed up to is scaled down where a larger one comes.
+
+A program may take several query heads of a key-value head, one below the other, so that keys, states and codes are
+loaded once for them. Each head's queries are turned by all of their matrices, and what is not their own is dropped.
+
+Products take fp16 on the way to the logits and bf16 after it, as in codebook/triton.py; chunks, decays and the mass are
+as in diagonal/scalar.py. So is the rule for tiles in a loop: a weight is no tile that was loaded, and z is no operand.
+
+Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, D head size, E size of a code, F codes, V value
+size, N chunks, C chunk length. Kernels see BF of the codes and BV of the values at a time; BD and BE are the powers of
+two that hold D and E.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gated_kernels.codebook import triton as codebook
+from gated_kernels.codebook.triton import TO_BASE_2, logits_by, turned
+from gated_kernels.diagonal import scalar
+from gated_kernels.diagonal.scalar_chunks import decays_between, read_by
+from gated_kernels.diagonal.tiles import load, load_vector, product, store, store_vector
+from gated_kernels.interpreter import rounded
+
+# By BV: BF, the query heads of a program where R is a multiple of them, the warps for each of them, and num_stages. By
+# Triton 3.6 none spills at heads of 64 and 128, and three programs of 64 values, or two of 128, share a processor.
+BLOCKS = {64: (64, 1, 4, 3), 128: (64, 1, 4, 3)}
+SHARPEST = tl.constexpr(2.0**24)  # tau: with a larger one, logits would differ by what fp32 has rounded off
+LARGEST = 128  # channels of a head, and of two codes, whose tiles fit into 99 KB of shared memory
+
+
+@triton.jit
+def read_kernel(
+    q, turn, shift, log_tau, codes, k, v, written, read, write, states, z, o, mass, T,
+    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
+    EXCLUSIVE: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr,
+    HEADS: tl.constexpr,
+):  # fmt: skip
+    """A chunk's outputs of HEADS query heads a program; k is the keys' map."""
+    N = tl.cdiv(T, C)
+    program = tl.program_id(0).to(tl.int64)
+    chunk, h0 = program // (R // HEADS), program % (R // HEADS) * HEADS
+    n, b, g = chunk % N, chunk // N // G, chunk // N % G
+    row = b * T + n * C
+    tokens = tl.minimum(T - n * C, C).to(tl.int32)
+    at = chunk * 2 * C
+    codes += g * F * E
+    x = tl.program_id(1) * BV + tl.arange(0, BV)
+    d = tl.arange(0, BD)
+    e = tl.arange(0, BE)
+    f = tl.arange(0, BF)
+    s = tl.arange(0, C)
+    t = tl.arange(0, HEADS * C) % C
+    r = tl.arange(0, HEADS * C) // C
+    h = g * R + h0
+    i = t * G * R + r  # among the rows of all heads
+    first, rows = row * G * R + h, tokens * G * R
+    queries = load(q + first * D, i, rows, D, d, D)
+    u = tl.zeros((HEADS * C, BE), tl.float16)
+    for own in tl.static_range(HEADS):
+        turn_DE = load(turn + (h + own) * D * E, d, D, E, e, E)
+        shift_E = tl.load(shift + (h + own) * E + e, mask=e < E, other=0.0)
+        by_this, _ = turned(queries, turn_DE, shift_E)
+        u = tl.where((r == own)[:, None], by_this.to(tl.float16), u)
+    scale = tl.minimum(tl.exp(tl.load(log_tau + h + r)), SHARPEST) * TO_BASE_2
+    top = tl.full((HEADS * C,), -1e30, tl.float32)
+    total = tl.zeros((HEADS * C,), tl.float32)
+    masses = tl.zeros((HEADS * C,), tl.float32)
+    scores = tl.zeros((HEADS * C, C), tl.float32)
+    outputs = tl.zeros((HEADS * C, BV), tl.float32)
+    if written is not None:
+        mine = tl.program_id(1) == 0  # one of those that share their queries has the mass
+        features = tl.where(mine, F, 0)
+    for f0 in range(0, F, BF):
+        if written is not None:  # on its way while the logits are made
+            z_before = load_vector(z + chunk * F, f0 + f, features, 1)
+        logits = logits_by(u, load(codes, f0 + f, F, E, e, E), 1.0, f0 + f, F, BF)
+        higher = tl.maximum(top, tl.max(logits, 1))
+        keep = tl.exp2((top - higher) * scale)
+        weights = tl.exp2(logits * scale[:, None] - (higher * scale)[:, None])
+        total = total * keep + tl.sum(weights, 1)
+        if written is not None:
+            masses = masses * keep + tl.sum(weights * z_before[None, :], 1)
+        weights = rounded(weights, tl.bfloat16)
+        keys = load(k + (row * G + g) * F, s, tokens, G * F, f0 + f, F)
+        before = load(states + chunk * F * V, f0 + f, F, V, x, V)
+        scores = product(weights, tl.trans(keys), scores * keep[:, None], tl.bfloat16, "tf32")
+        outputs = product(weights, before, outputs * keep[:, None], tl.bfloat16, "tf32")
+        top = higher
+    total = 1.0 / total
+    scores *= total[:, None]
+    outputs *= total[:, None]
+    masses *= total
+    values = load(v + (row * G + g) * V, s, tokens, G * V, x, V)
+    ones = None
+    if written is not None:
+        ones = load_vector(written + row * G + g, s, tl.where(mine, tokens, 0), G)
+    decays = decays_between(read, write, at, t[:, None], s[None, :], EXCLUSIVE, C, tl.bfloat16)
+    outputs, masses = read_by(scores, outputs, masses, decays, values, ones, read, at, t, tl.bfloat16, "tf32")
+    store(o + first * V, outputs, i, rows, V, x, V)
+    if written is not None:
+        store_vector(mass + first, masses, i, tl.where(mine, rows, 0), 1)
+
+
+@functools.cache
+def constants(G: int, R: int, D: int, E: int, F: int, V: int, exclusive: bool) -> dict[str, Any]:
+    """What the kernel is compiled for and with; fixed by the sizes, never searched for."""
+    BD, BE, BV = (max(64, triton.next_power_of_2(size)) for size in (D, E, V))
+    BV = min(BV, max(BLOCKS))
+    BF, heads, warps, stages = BLOCKS[BV]
+    heads = heads if R % heads == 0 else 1
+    return {
+        "G": G,
+        "R": R,
+        "D": D,
+        "E": E,
+        "F": F,
+        "V": V,
+        "EXCLUSIVE": int(exclusive),
+        "C": scalar.CHUNK[torch.bfloat16],
+        "BD": BD,
+        "BE": BE,
+        "BF": min(BF, max(64, triton.next_power_of_2(F))),
+        "BV": BV,
+        "HEADS": heads,
+        "num_warps": warps * heads,
+        "num_stages": stages,
+    }
+
+
+def takes(q: Tensor, codes: Tensor, log_a: Tensor | None) -> bool:
+    """Whether there is one gate a head, or none, and the heads are not too large."""
+    return (log_a is None or log_a.shape[-1] == 1) and max(q.shape[-1], 2 * codes.shape[-1]) <= LARGEST
+
+
+def forward(
+    of_q: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    k: Tensor,
+    v: Tensor,
+    log_a: Tensor | None,
+    written: Tensor | None,
+    state: Tensor,
+    segment: Tensor | None,
+    exclusive: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The outputs, the mass (empty without `written`) and the last state; k is the keys' map."""
+    q, turn, shift, log_tau, codes = codebook.plain(*of_q)
+    log_a, written, segment = (None if x is None else x.contiguous() for x in (log_a, written, segment))
+    v, state = v.contiguous(), state.contiguous()
+    (B, T, H, D), (G, F, E), V = q.shape, codes.shape, v.shape[-1]
+    o = v.new_empty(B, T, H, V)
+    mass = v.new_empty(0 if written is None else (B, T, H), dtype=torch.float32)
+    compiled_for = constants(G, H // G, D, E, F, V, exclusive)
+    with torch.cuda.device_of(v):
+        call = scalar.Call(q.new_empty(1).expand(B, T, H, F), k, v, log_a, written, segment, exclusive)
+        last = call.scan("states", state, call.states, call.z, k, v, written, call.write)
+        grid = call.chunks * (H // G // compiled_for["HEADS"]), triton.cdiv(V, compiled_for["BV"])
+        read_kernel[grid](
+            q, turn, shift, log_tau, codes, k, v, written, call.read, call.write, call.states, call.z, o, mass, T,
+            **compiled_for,
+        )  # fmt: skip
+    return o, mass, last
