@@ -25,7 +25,7 @@ from torch import Tensor
 from gated_kernels.interpreter import INTERPRETED, rounded
 
 SINKS = 16  # in a block
-PROGRAMS = 256  # for the gradients of the sinks, which all rows share: enough to fill a GPU
+PROGRAMS = 1024  # for the gradients of the sinks, which all rows share: enough to fill a GPU
 
 
 class Block(NamedTuple):
@@ -47,8 +47,8 @@ class Blocks(NamedTuple):
 # window of 64; else what fits into registers, or nearly, according to the compiler. Windows are a few blocks long, so
 # loops are not pipelined.
 BLOCKS = {
-    (2, 64): Blocks(Block(64, 32, 4, 3), Block(64, 32, 4, 3), Block(64, 32, 4)),
-    (2, 128): Blocks(Block(64, 32, 4, 3), Block(64, 32, 4, 3), Block(64, 64, 4)),
+    (2, 64): Blocks(Block(64, 16, 4, 6), Block(64, 32, 4, 3), Block(64, 32, 4)),
+    (2, 128): Blocks(Block(64, 16, 4, 6), Block(64, 32, 4, 3), Block(64, 64, 4)),
     (2, 256): Blocks(*3 * [Block(32, 32, 8)]),
     (4, 64): Blocks(*3 * [Block(32, 32, 8)]),
     (4, 128): Blocks(*3 * [Block(32, 16, 8)]),
