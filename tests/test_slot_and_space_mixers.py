@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from gated_kernels import window
+from gated_kernels.window.chunk import joined
 from torch import Tensor
 
 from liger_convert.mixers import build_mixer, resolve_spec
@@ -113,7 +114,7 @@ def test_a_mixer_is_the_equation_of_its_paper(name: str) -> None:
 def test_a_new_memory_has_little_weight_beside_the_window(name: str) -> None:
     mixer, heads, layout = started({"type": name}), random_heads(300), layout_of(300)
     seen = window(heads.q_rot_BTHD, heads.k_rot_BTGD, heads.v_BSGD, window=64, scale=D**-0.5)
-    both = mixer(heads, lambda log_f: seen, layout, None, "both")
+    both = mixer(heads, lambda log_f, beside: joined(*seen, *beside), layout, None, "both")
     assert 0 < (both - seen[0]).norm() < 0.1 * seen[0].norm()
 
 

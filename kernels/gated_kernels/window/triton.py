@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gated_kernels.interpreter import INTERPRETED, rounded
 
-SINKS = 16  # in a block
+SINKS = 16  # in a block of them
 PROGRAMS = 1024  # for the gradients of the sinks, which all rows share: enough to fill a GPU
 
 
@@ -33,6 +33,7 @@ class Block(NamedTuple):
     keys: int
     warps: int
     at_once: int = 0  # as many blocks of keys fit into registers, should they be all that a block of rows may see
+    looped: int = 0  # keys in a block, should they be more
 
 
 class Blocks(NamedTuple):
@@ -47,8 +48,8 @@ class Blocks(NamedTuple):
 # window of 64; else what fits into registers, or nearly, according to the compiler. Windows are a few blocks long, so
 # loops are not pipelined.
 BLOCKS = {
-    (2, 64): Blocks(Block(64, 16, 4, 6), Block(64, 32, 4, 3), Block(64, 32, 4)),
-    (2, 128): Blocks(Block(64, 16, 4, 6), Block(64, 32, 4, 3), Block(64, 64, 4)),
+    (2, 64): Blocks(Block(64, 16, 4, 6, 32), Block(64, 32, 4, 3), Block(64, 32, 4)),
+    (2, 128): Blocks(Block(64, 16, 4, 6, 32), Block(64, 32, 4, 3), Block(64, 64, 4)),
     (2, 256): Blocks(*3 * [Block(32, 32, 8)]),
     (4, 64): Blocks(*3 * [Block(32, 32, 8)]),
     (4, 128): Blocks(*3 * [Block(32, 16, 8)]),
@@ -97,12 +98,23 @@ def _sink_seen(query, sink, T, M, b, visible):
 
 
 @triton.jit
+def _sinks_seen(query, start, T, M, b, visible, K: tl.constexpr, SINKS: tl.constexpr):
+    """[N, K] which of the K sinks from `start` on, SINKS at most, queries see: by one number a row, as a tile of
+    addresses would take half of all registers all along."""
+    m = tl.arange(0, SINKS)
+    sees = _sink_seen(query[:, None], start + m[None, :], T, M, b, visible).to(tl.int64)
+    bits = tl.sum(sees << m[None, :], 1)
+    return (bits[:, None] >> tl.arange(0, K)[None, :]) & 1 != 0
+
+
+@triton.jit
 def _keys(
     k, v, sink_k, sink_v, valid, segment, visible, start, first, end, query, T, S, M, b, g, window,
     G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, C: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
     """Of all that a block of rows may see, the M sinks and then keys `first` to `end`, the K from `start` on: which of
-    them each row sees, and their k and v. Without `visible` there is no sink among them."""
+    them each row sees, and their k and v. Without `visible` there is no sink among them, else in the first SINKS."""
     index = start + tl.arange(0, K)
     key = first + index - M
     real = key < end
@@ -112,27 +124,13 @@ def _keys(
     at = (b * S + key) * G + g
     sink = index < M
     if visible is not None:
-        # one number a row, as a tile of addresses would take half of all registers all along
-        sees = _sink_seen(query[:, None], index[None, :], T, M, b, visible).to(tl.int64)
-        bits = tl.sum(sees << tl.arange(0, K)[None, :], 1)
-        seen = seen | ((bits[:, None] >> tl.arange(0, K)[None, :]) & 1 != 0)
+        seen = seen | _sinks_seen(query, start, T, M, b, visible, K, SINKS)
         at = tl.where(sink, (b * M + index) * G + g, at)
         real = real | sink
     else:
         sink_k = None
         sink_v = None
     return seen, _load_either(k, sink_k, sink, at, real, D, C), _load_either(v, sink_v, sink, at, real, V, E)
-
-
-@triton.jit
-def _any(seen, start, M, visible, K: tl.constexpr):
-    """Whether a block holds keys of the window or a sink that is seen: in packed rows most are other documents'."""
-    if visible is None:
-        return True
-    some = start + K > M
-    if start + K <= M:
-        some = tl.max(seen.to(tl.int32)) > 0
-    return some
 
 
 @triton.jit
@@ -182,10 +180,19 @@ def _finite(top):
 
 
 @triton.jit
+def _add(logits, v, o, top, mass):
+    """Takes more keys into a running softmax."""
+    higher = tl.maximum(top, tl.max(logits, 1))
+    keep = tl.exp(top - _finite(higher))
+    weights = tl.exp(logits - _finite(higher)[:, None])
+    return _dot(weights, v, o * keep[:, None]), higher, mass * keep + tl.sum(weights, 1)
+
+
+@triton.jit
 def forward_kernel(
     q, k, v, valid, segment, sink_k, sink_v, visible, memory, mass, log_weight, share, o, lse, scale, T, S, M, window,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr,
+    C: tl.constexpr, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * N + tl.arange(0, N)
     g, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -204,12 +211,12 @@ def forward_kernel(
             if i == 0:
                 seen, k_KC, v_KE = _keys(
                     k, v, sink_k, sink_v, valid, segment, visible, 0, first, end, query, T, S, M, b, g, window,
-                    G, D, V, C, E, K,
+                    G, D, V, C, E, K, SINKS,
                 )  # fmt: skip
             else:
                 seen, k_KC, v_KE = _keys(
                     k, v, sink_k, sink_v, valid, segment, None, i * K, first, end, query, T, S, M, b, g, window,
-                    G, D, V, C, E, K,
+                    G, D, V, C, E, K, SINKS,
                 )  # fmt: skip
             logits = _logits(q_NC, k_KC, scale, seen)
             highest = tl.maximum(highest, logits)
@@ -223,18 +230,19 @@ def forward_kernel(
             o_NE = _dot(weights, v_KE, o_NE)
         mass_N = tl.sum(total, 1)
     else:
-        for start in range(0, M + end - first, K):
+        for start in range(M, M + end - first, K):
             seen, k_KC, v_KE = _keys(
-                k, v, sink_k, sink_v, valid, segment, visible, start, first, end, query, T, S, M, b, g, window,
-                G, D, V, C, E, K,
+                k, v, sink_k, sink_v, valid, segment, None, start, first, end, query, T, S, M, b, g, window,
+                G, D, V, C, E, K, SINKS,
             )  # fmt: skip
-            if _any(seen, start, M, visible, K):
-                logits = _logits(q_NC, k_KC, scale, seen)
-                higher = tl.maximum(top_N, tl.max(logits, 1))
-                keep = tl.exp(top_N - _finite(higher))
-                weights = tl.exp(logits - _finite(higher)[:, None])
-                o_NE = _dot(weights, v_KE, o_NE * keep[:, None])
-                top_N, mass_N = higher, mass_N * keep + tl.sum(weights, 1)
+            o_NE, top_N, mass_N = _add(_logits(q_NC, k_KC, scale, seen), v_KE, o_NE, top_N, mass_N)
+        if visible is not None:
+            for start in range(0, M, K):
+                seen = _sinks_seen(query, start, T, M, b, visible, K, SINKS)
+                if tl.max(seen.to(tl.int32)) > 0:  # packed rows: most sinks are other documents'
+                    at, real = (b * M + start + tl.arange(0, K)) * G + g, start + tl.arange(0, K) < M
+                    k_KC, v_KE = _load(sink_k, at, real, D, C), _load(sink_v, at, real, V, E)
+                    o_NE, top_N, mass_N = _add(_logits(q_NC, k_KC, scale, seen), v_KE, o_NE, top_N, mass_N)
     some = mass_N > 0
     mass_N = tl.where(some, mass_N, 1.0)
     o_NE *= (1.0 / mass_N)[:, None]
@@ -264,7 +272,7 @@ def backward_q_kernel(
     q, k, v, valid, segment, sink_k, sink_v, visible, memory, mass, log_weight, share, lse, do, dlse,
     dq, mean, dmemory, dmass, dweight, scale, T, S, M, window,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr,
+    C: tl.constexpr, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Writes dq, what the memory is due and, for the other kernel, the means of do.v over the weights of each row, less
     dlse.
@@ -305,26 +313,33 @@ def backward_q_kernel(
             if i == 0:
                 seen, k_KC, v_KE = _keys(
                     k, v, sink_k, sink_v, valid, segment, visible, 0, first, end, query, T, S, M, b, g, window,
-                    G, D, V, C, E, K,
+                    G, D, V, C, E, K, SINKS,
                 )  # fmt: skip
             else:
                 seen, k_KC, v_KE = _keys(
                     k, v, sink_k, sink_v, valid, segment, None, i * K, first, end, query, T, S, M, b, g, window,
-                    G, D, V, C, E, K,
+                    G, D, V, C, E, K, SINKS,
                 )  # fmt: skip
             weights, dweights = _weighed(q_NC, k_KC, v_KE, do_NE, lse_N, scale, seen)
             products += weights * dweights
             each += ((weights, dweights, k_KC),)
         mean_N = tl.sum(products, 1)
     else:
-        for start in range(0, M + end - first, K):
+        for start in range(M, M + end - first, K):
             seen, k_KC, v_KE = _keys(
-                k, v, sink_k, sink_v, valid, segment, visible, start, first, end, query, T, S, M, b, g, window,
-                G, D, V, C, E, K,
+                k, v, sink_k, sink_v, valid, segment, None, start, first, end, query, T, S, M, b, g, window,
+                G, D, V, C, E, K, SINKS,
             )  # fmt: skip
-            if _any(seen, start, M, visible, K):
-                weights, dweights = _weighed(q_NC, k_KC, v_KE, do_NE, lse_N, scale, seen)
-                mean_N += tl.sum(weights * dweights, 1)
+            weights, dweights = _weighed(q_NC, k_KC, v_KE, do_NE, lse_N, scale, seen)
+            mean_N += tl.sum(weights * dweights, 1)
+        if visible is not None:
+            for start in range(0, M, K):
+                seen = _sinks_seen(query, start, T, M, b, visible, K, SINKS)
+                if tl.max(seen.to(tl.int32)) > 0:  # packed rows: most sinks are other documents'
+                    at, real = (b * M + start + tl.arange(0, K)) * G + g, start + tl.arange(0, K) < M
+                    k_KC, v_KE = _load(sink_k, at, real, D, C), _load(sink_v, at, real, V, E)
+                    weights, dweights = _weighed(q_NC, k_KC, v_KE, do_NE, lse_N, scale, seen)
+                    mean_N += tl.sum(weights * dweights, 1)
     if memory is not None:
         if log_weight is not None:
             mean_N += weight_N * of_memory_N
@@ -342,14 +357,21 @@ def backward_q_kernel(
             weights, dweights, k_KC = each[i]
             dq_NC = _dot(weights * (dweights - mean_N[:, None]) * scale, k_KC, dq_NC)
     else:
-        for start in range(0, M + end - first, K):
+        for start in range(M, M + end - first, K):
             seen, k_KC, v_KE = _keys(
-                k, v, sink_k, sink_v, valid, segment, visible, start, first, end, query, T, S, M, b, g, window,
-                G, D, V, C, E, K,
+                k, v, sink_k, sink_v, valid, segment, None, start, first, end, query, T, S, M, b, g, window,
+                G, D, V, C, E, K, SINKS,
             )  # fmt: skip
-            if _any(seen, start, M, visible, K):
-                weights, dweights = _weighed(q_NC, k_KC, v_KE, do_NE, lse_N, scale, seen)
-                dq_NC = _dot(weights * (dweights - mean_N[:, None]) * scale, k_KC, dq_NC)
+            weights, dweights = _weighed(q_NC, k_KC, v_KE, do_NE, lse_N, scale, seen)
+            dq_NC = _dot(weights * (dweights - mean_N[:, None]) * scale, k_KC, dq_NC)
+        if visible is not None:
+            for start in range(0, M, K):
+                seen = _sinks_seen(query, start, T, M, b, visible, K, SINKS)
+                if tl.max(seen.to(tl.int32)) > 0:  # packed rows: most sinks are other documents'
+                    at, real = (b * M + start + tl.arange(0, K)) * G + g, start + tl.arange(0, K) < M
+                    k_KC, v_KE = _load(sink_k, at, real, D, C), _load(sink_v, at, real, V, E)
+                    weights, dweights = _weighed(q_NC, k_KC, v_KE, do_NE, lse_N, scale, seen)
+                    dq_NC = _dot(weights * (dweights - mean_N[:, None]) * scale, k_KC, dq_NC)
     _store(dq, row, inside, dq_NC, D, C)
 
 
@@ -422,8 +444,8 @@ def forward(
     tensors = _plain(q_BTHD, k_BSGD, v_BSGV, *masks, memory_BTHV, mass_BTH, log_weight_BTH, share_H)
     with torch.cuda.device_of(q_BTHD):
         forward_kernel[triton.cdiv(T * sizes["R"], blocks.forward.rows), sizes["G"], B](
-            *tensors, o, lse, scale, *numbers, **sizes, **_launch(blocks.forward),
-            BLOCKS=at_once(blocks.forward, sizes["R"], window, numbers[2]),
+            *tensors, o, lse, scale, *numbers, **sizes, 
+            **_launch_rows(blocks.forward, sizes["R"], window, numbers[2]),
         )  # fmt: skip
     return o, lse
 
@@ -460,8 +482,8 @@ def backward(
     with torch.cuda.device_of(q):
         backward_q_kernel[triton.cdiv(T * R, blocks.queries.rows), G, B](
             q, k, v, valid, segment, sink_k, sink_v, visible, *beside, lse, do, dlse,
-            dq, mean, dmemory, dmass, dweight, scale, *numbers, **sizes, **_launch(blocks.queries),
-            BLOCKS=at_once(blocks.queries, R, window, M),
+            dq, mean, dmemory, dmass, dweight, scale, *numbers, **sizes, 
+            **_launch_rows(blocks.queries, R, window, M),
         )  # fmt: skip
         backward_k_kernel[triton.cdiv(S, blocks.keys.keys), G, B](
             q, k, v, valid, segment, None, lse, do, mean, dk, dv, scale, T, S, window, 0,
@@ -514,6 +536,14 @@ def at_once(block: Block, R: int, window: int, sinks: int) -> int:
 
 def _launch(block: Block) -> dict[str, int]:
     return {"N": block.rows, "K": block.keys, "num_warps": block.warps, "num_stages": 1}
+
+
+def _launch_rows(block: Block, R: int, window: int, sinks: int) -> dict[str, int]:
+    """For a kernel that gives a program a block of rows."""
+    blocks = at_once(block, R, window, sinks)
+    keys = block.keys if blocks else block.looped or block.keys
+    held = {"BLOCKS": blocks, "SINKS": triton.next_power_of_2(max(sinks, 1)) if blocks else keys}
+    return _launch(block) | {"K": keys} | held
 
 
 _forward = torch.library.custom_op("gated_kernels::window", forward, mutates_args=())
