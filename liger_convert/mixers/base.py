@@ -285,7 +285,8 @@ class LogWeight(torch.autograd.Function):
     gamma and beta [H].
 
     The gradients of the parameters are sums over all tokens, which are matrix products here: what torch.compile made of
-    them for rows of any length took a third of a step of alignment on an H200.
+    them for rows of any length took a third of a step of alignment on an H200. That of c takes queries in bf16 as they
+    are: of a float32 copy, torch.compile would keep the largest tensor of a layer from the forward pass on.
     """
 
     @staticmethod
@@ -304,11 +305,12 @@ class LogWeight(torch.autograd.Function):
             d_NH = d_BTH.flatten(0, 1)
             ones_1N = d_NH.new_ones(1, d_NH.shape[0])
             asked_BTH = d_BTH * q_BTHD.shape[-1] ** -0.5
-            q_HND = q_BTHD.float().flatten(0, 1).transpose(0, 1)
+            dtype = q_BTHD.dtype if multiplies_in_bf16(q_BTHD) else torch.float32
+            q_HND = q_BTHD.to(dtype).flatten(0, 1).transpose(0, 1)
             return (
                 (asked_BTH[..., None] * query_HD.float()).to(q_BTHD.dtype),
                 (d_BTH * power_H.float()).to(log_mass_BTH.dtype),
-                (asked_BTH.flatten(0, 1).T[:, None] @ q_HND)[:, 0].to(query_HD.dtype),
+                (asked_BTH.to(dtype).flatten(0, 1).T[:, None] @ q_HND)[:, 0].to(query_HD.dtype),
                 (ones_1N @ (d_NH * log_mass_BTH.float().flatten(0, 1)))[0].to(power_H.dtype),
                 (ones_1N @ d_NH)[0].to(beta_H.dtype),
             )
