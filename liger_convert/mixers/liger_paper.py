@@ -16,7 +16,7 @@ from gated_kernels.step.chunk import Gate, Rules
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from liger_convert.mixers.base import DiagonalMixer, HeadDims, Heads, Join, MixerSpec, Scope
+from liger_convert.mixers.base import DiagonalMixer, HeadDims, Heads, Join, MixerSpec, Scope, multiplies_in_bf16
 from liger_convert.mixers.feature_maps import FeatureMap, feature_size
 from liger_convert.mixers.gates import log_sigmoid_gate
 
@@ -82,7 +82,7 @@ class LigerPaper(DiagonalMixer):
         return heads.k_BTGD, logits_BTGD.to(heads.k_BTGD.dtype)
 
     def query_features(self, heads: Heads) -> Tensor:
-        """Queries as they are where the map is the softmax: `attend` takes it, so that it need not be kept."""
+        """Queries as they are where the map is the softmax: `attend` makes it of them and their log-sum-exp."""
         return heads.q_BTHD if self.spec.feature_map == "softmax" else self.q_map(heads.q_BTHD)
 
     def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
@@ -91,7 +91,12 @@ class LigerPaper(DiagonalMixer):
     def attend(
         self, q_BTHF: Tensor, entries: tuple[Tensor, ...], **options: Any
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        return super().attend(q_BTHF, entries, softmax_q=self.spec.feature_map == "softmax", **options)
+        if self.spec.feature_map == "softmax":
+            v_BTGV = entries[1]
+            if multiplies_in_bf16(v_BTGV):
+                q_BTHF = q_BTHF.to(v_BTGV.dtype)  # of which the log-sum-exp is due
+            options["q_lse_BTH"] = q_BTHF.float().logsumexp(-1)
+        return super().attend(q_BTHF, entries, **options)
 
     def step_rules(self) -> Rules | None:
         published = LigerPaperSpec(window=self.spec.window, sinks=self.spec.sinks)

@@ -41,7 +41,7 @@ def forward(
     of_q, phi_k = (q, q_turn, q_shift, q_log_tau, codes), codebook.forward(k, k_turn, k_shift, k_log_tau, codes)
     if read.takes(q, codes, log_a):
         return read.forward(of_q, phi_k, v, log_a, written, state, segment, exclusive)
-    return diagonal.forward(codebook.forward(*of_q), phi_k, v, log_a, written, state, segment, exclusive, False)
+    return diagonal.forward(codebook.forward(*of_q), None, phi_k, v, log_a, written, state, segment, exclusive)
 
 
 @forward.register_fake
@@ -75,8 +75,8 @@ def backward(
     """The gradients of all tensors up to log_a (empty where there is none), and of the state."""
     of_q, of_k = (q, q_turn, q_shift, q_log_tau, codes), (k, k_turn, k_shift, k_log_tau, codes)
     phi_q, phi_k = codebook.forward(*of_q), codebook.forward(*of_k)
-    dphi_q, dphi_k, *rest = diagonal.backward(
-        phi_q, phi_k, v, log_a, written, state, segment, exclusive, False, do, dmass, dlast
+    dphi_q, _, dphi_k, *rest = diagonal.backward(
+        phi_q, None, phi_k, v, log_a, written, state, segment, exclusive, do, dmass, dlast
     )
     del phi_q, phi_k
     dq, *dq_map, dcodes = codebook.backward(*of_q, dphi_q)

@@ -20,7 +20,7 @@ class Case(NamedTuple):
 
 
 CASES = {
-    **{name: Case(sizes) for name, sizes in diagonal.CASES.items() if not (sizes.mass or sizes.softmax_q)},
+    **{name: Case(sizes) for name, sizes in diagonal.CASES.items() if not (sizes.mass or sizes.q_lse)},
     **{
         f"erases elsewhere, {name}": Case(diagonal.CASES[name], erases_elsewhere=True)
         for name in (

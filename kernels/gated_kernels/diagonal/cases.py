@@ -25,7 +25,7 @@ class Case(NamedTuple):
     segments: bool = False
     mass: bool = False
     exclusive: bool = False
-    softmax_q: bool = False
+    q_lse: bool = False
     dtype: torch.dtype = torch.float32
     v_dtype: torch.dtype | None = None  # of the values, when another
 
@@ -77,21 +77,19 @@ CASES = {
     "mass, strong": Case(130, gate="strong", scalar=True, R=4, F=80, V=16, mass=True),
     "mass, bf16 values": Case(97, scalar=True, F=64, V=64, mass=True, v_dtype=torch.bfloat16),
     "heads of 128, bf16": Case(200, G=1, R=4, F=128, V=128, dtype=torch.bfloat16),
-    "softmax, one token": Case(1, softmax_q=True),
-    "softmax, exclusive": Case(33, F=40, exclusive=True, softmax_q=True),
+    "softmax, one token": Case(1, q_lse=True),
+    "softmax, exclusive": Case(33, F=40, exclusive=True, q_lse=True),
     "softmax, segments, exclusive, float64": Case(
-        97, gate="strong", segments=True, exclusive=True, softmax_q=True, dtype=torch.float64
+        97, gate="strong", segments=True, exclusive=True, q_lse=True, dtype=torch.float64
     ),
-    "softmax, scalar": Case(130, gate="mixed", scalar=True, segments=True, mass=True, softmax_q=True),
-    "softmax, scalar, bf16": Case(97, scalar=True, F=64, V=65, softmax_q=True, dtype=torch.bfloat16),
-    "softmax, bf16 values": Case(97, F=64, V=65, softmax_q=True, v_dtype=torch.bfloat16),
+    "softmax, scalar": Case(130, gate="mixed", scalar=True, segments=True, mass=True, q_lse=True),
+    "softmax, scalar, bf16": Case(97, scalar=True, F=64, V=65, q_lse=True, dtype=torch.bfloat16),
+    "softmax, bf16 values": Case(97, F=64, V=65, q_lse=True, v_dtype=torch.bfloat16),
     "softmax, heads of 64, bf16": Case(
-        200, F=64, V=64, gate="patches", segments=True, softmax_q=True, dtype=torch.bfloat16
+        200, F=64, V=64, gate="patches", segments=True, q_lse=True, dtype=torch.bfloat16
     ),
-    "softmax, heads of 80, bf16": Case(
-        130, F=80, V=80, mass=True, exclusive=True, softmax_q=True, dtype=torch.bfloat16
-    ),
-    "softmax, heads of 128, bf16": Case(200, G=1, R=4, F=128, V=128, softmax_q=True, dtype=torch.bfloat16),
+    "softmax, heads of 80, bf16": Case(130, F=80, V=80, mass=True, exclusive=True, q_lse=True, dtype=torch.bfloat16),
+    "softmax, heads of 128, bf16": Case(200, G=1, R=4, F=128, V=128, q_lse=True, dtype=torch.bfloat16),
 }
 
 
@@ -126,8 +124,9 @@ def inputs(case: Case) -> dict[str, Any]:
         "segment_BT": 7 + starts.cumsum(1) if case.segments else None,
         "exclusive": case.exclusive,
     }
-    if case.softmax_q:
-        made["softmax_q"] = True
+    if case.q_lse:  # not quite that of q, as the op takes it for an input of its own
+        exact_BTH = made["q_BTHF"].to(torch.promote_types(case.dtype, torch.float32)).logsumexp(-1)
+        made["q_lse_BTH"] = exact_BTH + torch.randn(exact_BTH.shape, generator=random) / 4
     if case.mass:
         written_BTG = torch.rand(B, case.T, case.G, generator=random) < 0.8
         written_BTG[0, : case.T // 3] = False

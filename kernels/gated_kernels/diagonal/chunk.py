@@ -41,7 +41,7 @@ def diagonal(
     state_BGFV: Tensor | None = None,
     segment_BT: Tensor | None = None,
     exclusive: bool = False,
-    softmax_q: bool = False,
+    q_lse_BTH: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The recurrence S_t = diag(a_t) S_{t-1} + k_t^T v_t, read by o_t = q_t S_t; query head h uses kv head h // R.
 
@@ -49,7 +49,7 @@ def diagonal(
     true there, and its read q_t z_t is the mass: the sum of the weights by which o_t is made of their values.
     log_a <= 0 is [B, T, G, F], [B, T, G, 1] or None (no decay). With `exclusive`, o_t = q_t S_{t-1}. `segment_BT` are
     integers; the recurrence restarts where they change, and the given state belongs to the first of them.
-    With `softmax_q`, the softmax of q over its features is what reads.
+    With `q_lse_BTH`, what reads is exp(q - lse): the softmax of q, if that is its log-sum-exp over the features.
     Computes in fp32 (fp64 for fp64 values), under autocast too. Returns o_BTHV in v's dtype, the mass [B, T, H] in
     that which is computed in (None without `written_BTG`) and the last state. Raises ValueError when H is no multiple
     of G.
@@ -68,7 +68,7 @@ def diagonal(
             state_BGFV=state_BGFV,
             segment_BT=segment_BT,
             exclusive=exclusive,
-            softmax_q=softmax_q,
+            q_lse_BTH=q_lse_BTH,
         )
         if found is not None:
             return found
@@ -77,8 +77,8 @@ def diagonal(
         v_BTGX = v_BTGV
         if written_BTG is not None:
             v_BTGX = torch.cat((v_BTGV.to(dtype), written_BTG[..., None].to(dtype)), -1)
-        if softmax_q:
-            q_BTHF = q_BTHF.softmax(-1, dtype=dtype)
+        if q_lse_BTH is not None:
+            q_BTHF = (q_BTHF.to(dtype) - q_lse_BTH[..., None].to(dtype)).exp()
         X = v_BTGX.shape[-1]
         state = v_BTGV.new_zeros(B, G, F, X, dtype=dtype) if state_BGFV is None else state_BGFV.to(dtype)
         o_BTHX, last = _recurrence(q_BTHF, k_BTGF, v_BTGX, log_a, state, segment_BT, exclusive)

@@ -7,9 +7,9 @@ which t and s lie in the second and the first half of the same block: both decay
 halves, so that each is at most 1, and a level is one product, masked. The kernels that take every chunk by itself are
 compiled and launched twice, for either kind of chunk.
 
-States and keys are loaded once for the R query heads of a key-value head where a block holds all features, and the
-outputs may then be read by the softmax of the queries, which is never stored. When a pass over the states has too few
-programs to fill a GPU, the sequence is cut into parts, as in `scalar.py`.
+States and keys are loaded once for the R query heads of a key-value head where a block holds all features. Queries
+with a log-sum-exp are made exp(q - lse) wherever they are loaded, so that it is never stored. When a pass over the
+states has too few programs to fill a GPU, the sequence is cut into parts, as in `scalar.py`.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, N chunks, C chunk
 length. Kernels see BF of the features and BV of the values at a time.
@@ -44,7 +44,6 @@ BLOCKS = {
     "dqk": (64, 128, 4, 1),
 }
 STRONG_BLOCKS = {"outputs": (64, 64, 8, 1), "dv": (64, 64, 8, 1), "dqk": (64, 64, 8, 1)}
-SOFTMAX = BLOCKS["outputs"][0]  # features at most, for `outputs` to take the softmax
 LOOPED = 64  # BF of outputs and dv where they loop over features, BV of dqk where it loops over values
 KERNELS = {
     "sums": sums_kernel,
@@ -57,12 +56,9 @@ KERNELS = {
 
 
 @functools.cache
-def constants(
-    kernel: str, G: int, R: int, F: int, V: int, exclusive: bool, strong: bool = False, softmax_q: bool = False
-) -> dict[str, Any]:
+def constants(kernel: str, G: int, R: int, F: int, V: int, exclusive: bool, strong: bool = False) -> dict[str, Any]:
     """What a kernel is compiled for and with; fixed by the sizes, never searched for."""
     BF, BV, warps, stages = (STRONG_BLOCKS if strong else BLOCKS)[kernel]
-    BF = SOFTMAX if softmax_q else BF  # all features in one block, of strong chunks, too
     BF, BV = min(BF, max(64, triton.next_power_of_2(F))), min(BV, max(64, triton.next_power_of_2(V)))
     if kernel in ("outputs", "dv") and F > BF:
         BF = min(BF, LOOPED)
@@ -85,7 +81,6 @@ def constants(
         "STEP": STEP,
         "PRECISION": "tf32",
         "STRONG": int(strong),
-        "SOFTMAX": int(softmax_q),
     }
     return {x: found[x] for x in KERNELS[kernel].arg_names if x in found} | {"num_warps": warps, "num_stages": stages}
 
@@ -105,7 +100,7 @@ class _Call:
         outputs = self.sums, self.bounds, self.strong
         sums_kernel[(self.chunks,)](log_a, segment, *outputs, self.T, **constants("sums", *self.sizes))
 
-    def scan(self, name: str, start: Tensor, states: Tensor, *inputs: Tensor) -> Tensor:
+    def scan(self, name: str, start: Tensor, states: Tensor, *inputs: Tensor | None) -> Tensor:
         """A pass over the states from `start` on; fills `states` and returns the one at the end."""
         end, compiled_for = torch.empty_like(start), constants(name, *self.sizes)
         steps = self.N * compiled_for.get("R", 1)
@@ -130,10 +125,10 @@ class _Call:
         run(ends, states, None)
         return end
 
-    def by_chunk(self, name: str, *inputs: Tensor | None, softmax_q: bool = False) -> None:
+    def by_chunk(self, name: str, *inputs: Tensor | None) -> None:
         """Launches a kernel for the strong chunks and for the others, which leaves out the strong."""
         for strong in (False, True):
-            compiled_for = constants(name, *self.sizes, strong, softmax_q)
+            compiled_for = constants(name, *self.sizes, strong)
             if name == "dqk":
                 grid: tuple[int, ...] = (self.chunks * triton.cdiv(self.F, compiled_for["BF"]),)
             else:
@@ -144,24 +139,25 @@ class _Call:
 
 def forward(
     q: Tensor,
+    q_lse: Tensor | None,
     k: Tensor,
     v: Tensor,
     log_a: Tensor,
     state: Tensor,
     segment: Tensor | None,
     exclusive: bool,
-    softmax_q: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The outputs and the last state; takes the softmax of at most SOFTMAX features."""
+    """The outputs and the last state."""
     call = _Call(q, v, log_a, segment, exclusive)
     last = call.scan("states", state, call.states, k, v)
     o = v.new_empty(*q.shape[:3], v.shape[-1])
-    call.by_chunk("outputs", q, k, v, call.sums, call.strong, call.bounds, call.states, o, softmax_q=softmax_q)
+    call.by_chunk("outputs", q, q_lse, k, v, call.sums, call.strong, call.bounds, call.states, o)
     return o, last
 
 
 def backward(
     q: Tensor,
+    q_lse: Tensor | None,
     k: Tensor,
     v: Tensor,
     log_a: Tensor,
@@ -170,14 +166,20 @@ def backward(
     exclusive: bool,
     do: Tensor,
     dlast: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v, log_a and the state."""
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, q_lse, k, v, log_a and the state."""
     call = _Call(q, v, log_a, segment, exclusive)
     dstates = torch.empty_like(call.states)
     call.scan("states", state, call.states, k, v)
-    dstate = call.scan("dstates", dlast, dstates, q, do)
+    dstate = call.scan("dstates", dlast, dstates, q, q_lse, do)
     dq, dk, dv, dlog_a = (torch.empty_like(x) for x in (q, k, v, log_a))
+    dlse = None
+    if q_lse is not None:
+        blocks = triton.cdiv(call.F, constants("dqk", *call.sizes)["BF"])  # of strong chunks as of the others
+        dlse = q_lse.new_empty(len(q), blocks, *q_lse.shape[1:])
     shared = call.sums, call.strong, call.bounds, do
-    call.by_chunk("dv", q, k, *shared, dstates, dv)
-    call.by_chunk("dqk", q, k, v, *shared, call.states, dstates, dq, dk, dlog_a)
-    return dq, dk, dv, dlog_a, dstate
+    call.by_chunk("dv", q, q_lse, k, *shared, dstates, dv)
+    call.by_chunk("dqk", q, q_lse, k, v, *shared, call.states, dstates, dq, dlse, dk, dlog_a)
+    if dlse is not None:
+        dlse = dlse.squeeze(1) if blocks == 1 else dlse.sum(1)
+    return dq, dlse, dk, dv, dlog_a, dstate

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from gated_kernels.diagonal.features import is_after_start, is_before_end, is_pair, is_to_middle
-from gated_kernels.diagonal.features_passes import starts, stops, sum_at, sums_at
-from gated_kernels.diagonal.tiles import load, product, store
+from gated_kernels.diagonal.features_passes import queries_of, starts, stops, sum_at, sums_at
+from gated_kernels.diagonal.tiles import load, product, store, store_vector
 from gated_kernels.interpreter import rounded
 
 
@@ -31,14 +31,6 @@ def _sum_from(x, C: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
     sums = product(after, x - fine.to(tl.float32), None, D, PRECISION)
     sums = product(after, fine, sums, D, PRECISION)
     return product(after, coarse, sums, D, PRECISION)
-
-
-@triton.jit
-def _softmax(x, f, F: tl.constexpr, D: tl.constexpr):
-    """[C, BF] the softmax over all F features, which one block holds, in fp32; rounded to D."""
-    x = tl.where((f < F)[None, :], x.to(tl.float32) * 1.4426950408889634, float("-inf"))
-    weights = tl.exp2(x - tl.max(x, 1)[:, None])
-    return rounded(weights / tl.sum(weights, 1)[:, None], D)
 
 
 @triton.jit
@@ -119,15 +111,12 @@ def _level_scores(
 
 @triton.jit
 def outputs_kernel(
-    q, k, v, sums, strong, bounds, states, o, T,
+    q, q_lse, k, v, sums, strong, bounds, states, o, T,
     G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr,
     D: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr, HEADS: tl.constexpr,
-    LEVELS: tl.constexpr, PRECISION: tl.constexpr, STRONG: tl.constexpr, SOFTMAX: tl.constexpr,
+    LEVELS: tl.constexpr, PRECISION: tl.constexpr, STRONG: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's outputs of HEADS query heads a program: all of a key-value head when one block holds the features.
-
-    Then it may take the SOFTMAX of the queries first: they are in no product as they are loaded (see `scalar.py`).
-    """
+    """A chunk's outputs of HEADS query heads a program: all of a key-value head when one block holds the features."""
     N = tl.cdiv(T, C)
     program = tl.program_id(0).to(tl.int64)
     chunk, h0 = program // (R // HEADS), program % (R // HEADS) * HEADS
@@ -141,6 +130,8 @@ def outputs_kernel(
     rows = (T - first).to(tl.int32)
     row = b * T + first
     q += (row * G * R + g * R + h0) * F
+    if q_lse is not None:
+        q_lse += row * G * R + g * R + h0
     k += (row * G + g) * F
     v += (row * G + g) * V
     o += (row * G * R + g * R + h0) * V
@@ -164,9 +155,7 @@ def outputs_kernel(
         for f0 in range(0, F, BF):
             if F > BF:
                 read = _read(sums, chunk, i, f0 + f, F, EXCLUSIVE, C)
-            queries = load(q + r * F, i, rows, G * R * F, f0 + f, F)
-            if SOFTMAX:
-                queries = _softmax(queries, f, F, D)
+            queries = queries_of(q, q_lse, r, i, rows, G * R, f0 + f, F, BF)
             left = rounded(queries * read, D)
             if STRONG:
                 scores += _level_scores(
@@ -198,7 +187,7 @@ def outputs_kernel(
 
 @triton.jit
 def dv_kernel(
-    q, k, sums, strong, bounds, do, dstates, dv, T,
+    q, q_lse, k, sums, strong, bounds, do, dstates, dv, T,
     G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr,
     D: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
     STRONG: tl.constexpr,
@@ -216,6 +205,8 @@ def dv_kernel(
     rows = (T - first).to(tl.int32)
     row = b * T + first
     q += (row * G * R + g * R) * F
+    if q_lse is not None:
+        q_lse += row * G * R + g * R
     k += (row * G + g) * F
     do += (row * G * R + g * R) * V
     dv += (row * G + g) * V
@@ -237,17 +228,17 @@ def dv_kernel(
         scores = tl.zeros((C, C), tl.float32)
         if STRONG:
             for f0 in range(0, F, BF):
-                queries = load(q + r * F, i, rows, G * R * F, f0 + f, F)
+                queries = queries_of(q, q_lse, r, i, rows, G * R, f0 + f, F, BF)
                 scores += _level_scores(
                     queries, k, sums, chunk, i, f0 + f, rows, G, F, EXCLUSIVE, True, C, D, LEVELS, PRECISION
                 )  # fmt: skip
         elif F <= BF:
-            queries = load(q + r * F, i, rows, G * R * F, f, F)
+            queries = queries_of(q, q_lse, r, i, rows, G * R, f, F, BF)
             scores = product(right, tl.trans(rounded(queries * read, D)), scores, D, PRECISION)
         else:
             for f0 in range(0, F, BF):
                 right = rounded(load(k, i, rows, G * F, f0 + f, F) * _write(sums, chunk, i, f0 + f, F, C), D)
-                queries = load(q + r * F, i, rows, G * R * F, f0 + f, F)
+                queries = queries_of(q, q_lse, r, i, rows, G * R, f0 + f, F, BF)
                 left = rounded(queries * _read(sums, chunk, i, f0 + f, F, EXCLUSIVE, C), D)
                 scores = product(right, tl.trans(left), scores, D, PRECISION)
         douts = load(do + r * V, i, rows, G * R * V, x, V)
@@ -257,7 +248,7 @@ def dv_kernel(
 
 @triton.jit
 def dqk_kernel(
-    q, k, v, sums, strong, bounds, do, states, dstates, dq, dk, dlog_a, T,
+    q, q_lse, k, v, sums, strong, bounds, do, states, dstates, dq, dlse, dk, dlog_a, T,
     G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr,
     D: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
     STRONG: tl.constexpr,
@@ -267,6 +258,8 @@ def dqk_kernel(
     A gate's gradient is the sum over all pairs that it lies between. That is the sum of what tokens after it read, less
     what is read of the tokens after it; the pairs in both are sums of the very same rounded products, so that they
     cancel to fp32. Beside strong gates even that would be too much: there the pairs are summed for each level.
+
+    Of queries with a log-sum-exp, `dlse` [B, blocks of F, T, H] gets what these features add to its gradient.
     """
     N = tl.cdiv(T, C)
     blocks: tl.constexpr = (F + BF - 1) // BF
@@ -283,6 +276,9 @@ def dqk_kernel(
     rows = (T - first).to(tl.int32)
     row = b * T + first
     q += (row * G * R + g * R) * F
+    if q_lse is not None:
+        q_lse += row * G * R + g * R
+        dlse += ((b * blocks + block) * T + first) * G * R + g * R
     k += (row * G + g) * F
     v += (row * G + g) * V
     do += (row * G * R + g * R) * V
@@ -304,7 +300,7 @@ def dqk_kernel(
         reads = tl.zeros((C, BF), tl.float32)
     for r in tl.range(R, disable_licm=True):
         if not STRONG:
-            queries = load(q + r * F, i, rows, G * R * F, f, F)
+            queries = queries_of(q, q_lse, r, i, rows, G * R, f, F, BF)
             left = rounded(queries * _read(sums, chunk, i, f, F, EXCLUSIVE, C), D)
         if V <= BV:
             douts = load(do + r * V, i, rows, G * R * V, x, V)
@@ -330,7 +326,7 @@ def dqk_kernel(
         dscores_t = rounded(tl.where(_readable(bounds, chunk, i, EXCLUSIVE, True, C), dscores_t, 0.0), D)
         if STRONG:
             dqueries *= _read(sums, chunk, i, f, F, EXCLUSIVE, C)
-            queries = load(q + r * F, i, rows, G * R * F, f, F)
+            queries = queries_of(q, q_lse, r, i, rows, G * R, f, F, BF)
             after = is_after_start(column, row_, EXCLUSIVE).to(tl.float32)
             dgates = product(after, dqueries * queries, dgates, D, PRECISION)
             # A token meets itself without a decay: kept out of the gates' gradients, where it would only cancel.
@@ -343,7 +339,7 @@ def dqk_kernel(
                 pair = tl.where(is_pair(row_, column, level), dscores, 0.0)
                 part = product(pair, keys * decay, None, D, PRECISION) * decay
                 dqueries += part
-                queries = _load_again(q + r * F, i, rows, G * R * F, f, F)
+                queries = queries_of(q, q_lse, r, i, rows, G * R, f, F, BF, True)
                 between = part * queries
                 pair = tl.where(is_pair(column, row_, level), dscores_t, 0.0)
                 part = product(pair, queries * decay, None, D, PRECISION) * decay
@@ -354,9 +350,17 @@ def dqk_kernel(
         else:
             dqueries = product(dscores, right, dqueries, D, PRECISION)
             dkeys = product(dscores_t, left, dkeys, D, PRECISION)
-            reads += dqueries * left.to(tl.float32)
-            at = sums + chunk * (C + 1) * F
-            dqueries *= tl.exp2(_load_again(at, i + 1 - EXCLUSIVE, C + 1, F, f, F))
+            if q_lse is None:
+                reads += dqueries * left.to(tl.float32)
+                at = sums + chunk * (C + 1) * F
+                dqueries *= tl.exp2(_load_again(at, i + 1 - EXCLUSIVE, C + 1, F, f, F))
+            else:  # the gradient of a logarithm: the decay makes no difference
+                dqueries *= left.to(tl.float32)
+                reads += dqueries
+        if q_lse is not None:
+            if STRONG:
+                dqueries *= queries_of(q, q_lse, r, i, rows, G * R, f, F, BF, True)
+            store_vector(dlse + r, -tl.sum(dqueries, 1), i, rows, G * R)
         store(dq + r * F, dqueries, i, rows, G * R * F, f, F)
 
     late = tl.zeros((C, BF), tl.float32)  # the gradient of what reaches the end

@@ -75,6 +75,24 @@ def sum_at(sums, chunk, j, f, F: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def queries_of(
+    q, q_lse, r, i, rows, H: tl.constexpr, f, F: tl.constexpr, BF: tl.constexpr, AGAIN: tl.constexpr = False
+):
+    """[.., BF] rows i of head r of H: q or, with a log-sum-exp, exp(q - lse) in fp32; zeros where there are none.
+
+    AGAIN: what was loaded before is not kept in registers until now.
+    """
+    mask = (i < rows)[:, None] & (f < F)[None, :]
+    queries = tl.load(q + r * F + i[:, None] * (H * F) + f[None, :], mask=mask, other=0.0, volatile=AGAIN)
+    if q_lse is not None:
+        lse = tl.load(q_lse + r + i * H, mask=i < rows, other=float("inf"))
+        queries = tl.exp2((queries.to(tl.float32) - lse[:, None]) * 1.4426950408889634)
+        if F % BF != 0:
+            queries = tl.where((f < F)[None, :], queries, 0.0)
+    return queries
+
+
+@triton.jit
 def states_kernel(
     k, v, sums, bounds, state, states, last, T, PART,
     G: tl.constexpr, F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
@@ -117,7 +135,7 @@ def states_kernel(
 
 @triton.jit
 def dstates_kernel(
-    q, do, sums, bounds, dlast, dstates, dstate, T, PART,
+    q, q_lse, do, sums, bounds, dlast, dstates, dstate, T, PART,
     G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr,
     D: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -133,6 +151,7 @@ def dstates_kernel(
     f = block // columns * BF + tl.arange(0, BF)
     x = block % columns * BV + tl.arange(0, BV)
     i = tl.arange(0, C)
+    heads: tl.constexpr = G * R
     dnow = tl.zeros((BF, BV), tl.float32)
     if dlast is not None:
         dnow = load(dlast + program * F * V, f, F, V, x, V)
@@ -146,9 +165,9 @@ def dstates_kernel(
             if r == 0:
                 store(dstates + chunk * F * V, dnow, f, F, V, x, V)
         first = n * C
-        row = (b * T + first) * G * R + g * R + r
-        queries = load(q + row * F, i, T - first, G * R * F, f, F)
-        douts = load(do + row * V, i, T - first, G * R * V, x, V)
+        row = (b * T + first) * heads + g * R + r
+        queries = queries_of(q, q_lse, row, i, T - first, heads, f, F, BF)
+        douts = load(do + row * V, i, T - first, heads * V, x, V)
         before = sum_at(sums, chunk, 0, f, F, C)
         decay = tl.exp2(sums_at(sums, chunk, i + 1 - EXCLUSIVE, f, F, C) - before[None, :])
         total = tl.exp2(sum_at(sums, chunk, C, f, F, C) - before)

@@ -19,7 +19,7 @@ def diagonal(
     state_BGFV: Tensor | None = None,
     segment_BT: Tensor | None = None,
     exclusive: bool = False,
-    softmax_q: bool = False,
+    q_lse_BTH: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """See `gated_kernels.diagonal`; computed in the dtype of the values, but at least in fp32."""
     B, T, H, F = q_BTHF.shape
@@ -30,7 +30,7 @@ def diagonal(
     if written_BTG is not None:
         v_BTGX = torch.cat((v_BTGX, written_BTG[..., None]), -1)
     q, k, v, log_a = (x.to(dtype).repeat_interleave(H // x.shape[2], 2) for x in (q_BTHF, k_BTGF, v_BTGX, log_a))
-    q = q.softmax(-1) if softmax_q else q
+    q = q if q_lse_BTH is None else (q - q_lse_BTH.to(dtype)[..., None]).exp()
     state_BGFV = v.new_zeros(B, G, F, v.shape[-1]) if state_BGFV is None else state_BGFV.to(dtype)
     state = state_BGFV.repeat_interleave(H // G, 1)
     outputs = []

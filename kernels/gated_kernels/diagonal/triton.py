@@ -11,9 +11,8 @@ inputs are kept. A state belongs to a key-value head and is never repeated.
 
 All of this is for a gate per feature in fp32 and fp16 (`features.py`). In bf16 most chunks need no levels
 (`features_bf16.py`), and with one gate a head, or none, no chunk does (`scalar.py`): these have kernels of their own.
-Only the last know a mass; for the others it is a column of ones beside the values. Only those for bf16 can take the
-softmax of the queries themselves, in the forward pass; elsewhere it is made first, in the inputs' dtype. No backward
-pass finds it kept.
+Only the last know a mass; for the others it is a column of ones beside the values. Only those for bf16 take queries
+with a log-sum-exp as they are; for the others exp(q - lse) is made first, once in each pass, in the inputs' dtype.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, N chunks, C chunk
 length. Kernels see BF of the features and BV of the values at a time.
@@ -90,6 +89,7 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 @torch.library.custom_op("gated_kernels::diagonal", mutates_args=())
 def forward(
     q: Tensor,
+    q_lse: Tensor | None,
     k: Tensor,
     v: Tensor,
     log_a: Tensor | None,
@@ -97,15 +97,13 @@ def forward(
     state: Tensor,
     segment: Tensor | None,
     exclusive: bool,
-    softmax_q: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The outputs, the mass (empty without `written`) and the last state."""
     q, k, v, state = (x.contiguous() for x in (q, k, v, state))
-    log_a, written, segment = _contiguous(log_a), _contiguous(written), _contiguous(segment)
+    q_lse, log_a, written, segment = (_contiguous(x) for x in (q_lse, log_a, written, segment))
     dtype = _promoted(q, k, v)
-    by_feature = log_a is not None and log_a.shape[-1] > 1
-    if softmax_q and not (by_feature and dtype == torch.bfloat16 and q.shape[-1] <= features_bf16.SOFTMAX):
-        q, softmax_q = q.softmax(-1, dtype=dtype), False
+    if q_lse is not None and not _reads_logits(dtype, log_a):
+        q = _features(q, q_lse, dtype)
     if log_a is None or log_a.shape[-1] == 1:
         with torch.cuda.device_of(v):
             return scalar.forward(q, k, v, log_a, written, state, segment, exclusive)
@@ -113,7 +111,7 @@ def forward(
     none = v.new_empty(0, dtype=torch.float32)
     if dtype == torch.bfloat16:
         with torch.cuda.device_of(v):
-            o, last = features_bf16.forward(q, k, v, log_a, state, segment, exclusive, softmax_q)
+            o, last = features_bf16.forward(q, q_lse, k, v, log_a, state, segment, exclusive)
         return o, none, last
     p = _Problem(q, k, v, exclusive)
     o, last = v.new_empty(*q.shape[:3], v.shape[-1]), torch.empty_like(state)
@@ -126,6 +124,7 @@ def forward(
 @forward.register_fake
 def _(
     q: Tensor,
+    q_lse: Tensor | None,
     k: Tensor,
     v: Tensor,
     log_a: Tensor | None,
@@ -133,7 +132,6 @@ def _(
     state: Tensor,
     segment: Tensor | None,
     exclusive: bool,
-    softmax_q: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     mass = v.new_empty(0 if written is None else q.shape[:3], dtype=torch.float32)
     return v.new_empty(*q.shape[:3], v.shape[-1]), mass, state.new_empty(state.shape)
@@ -142,6 +140,7 @@ def _(
 @torch.library.custom_op("gated_kernels::diagonal_backward", mutates_args=())
 def backward(
     q: Tensor,
+    q_lse: Tensor | None,
     k: Tensor,
     v: Tensor,
     log_a: Tensor | None,
@@ -149,25 +148,37 @@ def backward(
     state: Tensor,
     segment: Tensor | None,
     exclusive: bool,
-    softmax_q: bool,
     do: Tensor,
     dmass: Tensor,
     dlast: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v, log_a (empty where there is none) and the state."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, q_lse (empty where there is none), k, v, log_a (likewise) and the state."""
     q, k, v, state, do, dmass, dlast = (x.contiguous() for x in (q, k, v, state, do, dmass, dlast))
-    log_a, written, segment = _contiguous(log_a), _contiguous(written), _contiguous(segment)
+    q_lse, log_a, written, segment = (_contiguous(x) for x in (q_lse, log_a, written, segment))
+    dtype = _promoted(q, k, v)
     given = k, v, log_a, written, state, segment, exclusive, do, dmass, dlast
-    if not softmax_q:
-        return _gradients(q, *given)
-    phi = q.softmax(-1, dtype=_promoted(q, k, v))
-    dphi, dk, dv, dlog_a, dstate = _gradients(phi, *given)
-    dq = torch._softmax_backward_data(dphi, phi, -1, phi.dtype)
-    return dq.to(q.dtype), dk, dv, dlog_a, dstate
+    if q_lse is None or _reads_logits(dtype, log_a):
+        dq, dlse, dk, dv, dlog_a, dstate = _gradients(q, q_lse, *given)
+    else:
+        phi = _features(q, q_lse, dtype)
+        dphi, _, dk, dv, dlog_a, dstate = _gradients(phi, None, *given)
+        dlogits = dphi.float() * phi
+        dq, dlse = dlogits.to(q.dtype), -dlogits.sum(-1)
+    return dq, v.new_empty(0, dtype=torch.float32) if dlse is None else dlse, dk, dv, dlog_a, dstate
+
+
+def _reads_logits(dtype: torch.dtype, log_a: Tensor | None) -> bool:
+    """Whether the kernels make exp(q - lse) themselves."""
+    return dtype == torch.bfloat16 and log_a is not None and log_a.shape[-1] > 1
+
+
+def _features(q: Tensor, q_lse: Tensor, dtype: torch.dtype) -> Tensor:
+    return (q - q_lse[..., None]).exp().to(dtype)
 
 
 def _gradients(
     q: Tensor,
+    q_lse: Tensor | None,
     k: Tensor,
     v: Tensor,
     log_a: Tensor | None,
@@ -178,16 +189,16 @@ def _gradients(
     do: Tensor,
     dmass: Tensor,
     dlast: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor]:
     if log_a is None or log_a.shape[-1] == 1:
         with torch.cuda.device_of(v):
             dq, dk, dv, dlog_a, dstate = scalar.backward(
                 q, k, v, log_a, written, state, segment, exclusive, do, None if written is None else dmass, dlast
             )
-        return dq, dk, dv, v.new_empty(0) if dlog_a is None else dlog_a, dstate
+        return dq, None, dk, dv, v.new_empty(0) if dlog_a is None else dlog_a, dstate
     if _promoted(q, k, v) == torch.bfloat16:
         with torch.cuda.device_of(v):
-            return features_bf16.backward(q, k, v, log_a, state, segment, exclusive, do, dlast)
+            return features_bf16.backward(q, q_lse, k, v, log_a, state, segment, exclusive, do, dlast)
     p = _Problem(q, k, v, exclusive)
     states, dstates, last = p.states_BGNFV, torch.empty_like(p.states_BGNFV), torch.empty_like(state)
     dq, dk, dv, dlog_a, dstate = (torch.empty_like(x) for x in (q, k, v, log_a, state))
@@ -196,12 +207,13 @@ def _gradients(
         dstates_kernel[p.by_state](q, log_a, segment, do, dlast, dstates, dstate, p.T, **p.compiled_for)
         dv_kernel[p.by_value](q, k, log_a, segment, do, dstates, dv, p.T, **p.compiled_for)
         dqk_kernel[p.by_feature](q, k, v, log_a, segment, do, states, dstates, dq, dk, dlog_a, p.T, **p.compiled_for)
-    return dq, dk, dv, dlog_a, dstate
+    return dq, None, dk, dv, dlog_a, dstate
 
 
 @backward.register_fake
 def _(
     q: Tensor,
+    q_lse: Tensor | None,
     k: Tensor,
     v: Tensor,
     log_a: Tensor | None,
@@ -209,24 +221,25 @@ def _(
     state: Tensor,
     segment: Tensor | None,
     exclusive: bool,
-    softmax_q: bool,
     do: Tensor,
     dmass: Tensor,
     dlast: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv, dstate = (x.new_empty(x.shape) for x in (q, k, v, state))
-    return dq, dk, dv, v.new_empty(0) if log_a is None else log_a.new_empty(log_a.shape), dstate
+    dlse = v.new_empty(0 if q_lse is None else q_lse.shape, dtype=torch.float32)
+    return dq, dlse, dk, dv, v.new_empty(0) if log_a is None else log_a.new_empty(log_a.shape), dstate
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *tensors, ctx.exclusive, ctx.softmax_q = inputs
+    *tensors, ctx.exclusive = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _differentiate(ctx: Any, do: Tensor, dmass: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
-    log_a = ctx.saved_tensors[3]
-    dq, dk, dv, dlog_a, dstate = backward(*ctx.saved_tensors, ctx.exclusive, ctx.softmax_q, do, dmass, dlast)
-    return dq, dk, dv, None if log_a is None else dlog_a, None, dstate, None, None, None
+    _, q_lse, _, _, log_a, *_ = ctx.saved_tensors
+    dq, dlse, dk, dv, dlog_a, dstate = backward(*ctx.saved_tensors, ctx.exclusive, do, dmass, dlast)
+    dlse, dlog_a = None if q_lse is None else dlse, None if log_a is None else dlog_a
+    return dq, dlse, dk, dv, dlog_a, None, dstate, None, None
 
 
 forward.register_autograd(_differentiate, setup_context=_keep)
@@ -242,19 +255,20 @@ def diagonal(
     state_BGFV: Tensor | None = None,
     segment_BT: Tensor | None = None,
     exclusive: bool = False,
-    softmax_q: bool = False,
+    q_lse_BTH: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor] | None:
     """As `gated_kernels.diagonal`; None on a CPU, and with a warning once for what the kernels cannot do."""
     if not (v_BTGV.is_cuda or INTERPRETED.value):
         return None
-    if why := problem(q_BTHF, k_BTGF, v_BTGV, log_a, written_BTG, state_BGFV, segment_BT):
+    if why := problem(q_BTHF, k_BTGF, v_BTGV, log_a, written_BTG, state_BGFV, segment_BT, q_lse_BTH):
         if not torch.compiler.is_compiling():
             _warn_once(why)
         return None
     state = first_state(v_BTGV, k_BTGF.shape[-1], written_BTG, state_BGFV)
+    q_lse = None if q_lse_BTH is None else q_lse_BTH.float()
 
     def run(v: Tensor, written: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        return forward(q_BTHF, k_BTGF, v, log_a, written, state, segment_BT, exclusive, softmax_q)
+        return forward(q_BTHF, q_lse, k_BTGF, v, log_a, written, state, segment_BT, exclusive)
 
     return with_mass(run, v_BTGV, log_a, written_BTG)
 
@@ -289,15 +303,17 @@ def problem(
     written_BTG: Tensor | None,
     state_BGFV: Tensor | None,
     segment_BT: Tensor | None,
+    q_lse_BTH: Tensor | None = None,
 ) -> str | None:
     """What the kernels do not take of this, or None."""
-    (B, T, _, F), (G, V) = q_BTHF.shape, v_BTGV.shape[2:]
+    (B, T, H, F), (G, V) = q_BTHF.shape, v_BTGV.shape[2:]
     if (dtype := _promoted(q_BTHF, k_BTGF, v_BTGV)) not in PRODUCTS:
         return f"inputs in {str(dtype).removeprefix('torch.')}"
     gates = (B, T, G, F if log_a is None or log_a.shape[-1] > 1 else 1)
     states = (B, G, F, V + (written_BTG is not None))
-    shapes = ((B, T, G, F), (B, T, G, V), gates, (B, T, G), states, (B, T))
-    for x, shape in zip((k_BTGF, v_BTGV, log_a, written_BTG, state_BGFV, segment_BT), shapes):
+    shapes = ((B, T, G, F), (B, T, G, V), gates, (B, T, G), states, (B, T), (B, T, H))
+    given = k_BTGF, v_BTGV, log_a, written_BTG, state_BGFV, segment_BT, q_lse_BTH
+    for x, shape in zip(given, shapes, strict=True):
         if x is not None and (x.shape != shape or x.device != q_BTHF.device):  # a kernel would read what is not there
             return f"{tuple(x.shape)} on {x.device} where {shape} on {q_BTHF.device} is due"
     return None
