@@ -99,7 +99,7 @@ def _sink_seen(query, sink, T, M, b, visible):
 
 @triton.jit
 def _sinks_seen(query, start, T, M, b, visible, K: tl.constexpr, SINKS: tl.constexpr):
-    """[N, K] which of the K sinks from `start` on, SINKS at most, queries see: by one number a row, as a tile of
+    """[N, K] which of the K sinks from `start` on, SINKS at most, queries see: by one number a row, as a tile of K
     addresses would take half of all registers all along."""
     m = tl.arange(0, SINKS)
     sees = _sink_seen(query[:, None], start + m[None, :], T, M, b, visible).to(tl.int64)
@@ -237,10 +237,11 @@ def forward_kernel(
             )  # fmt: skip
             o_NE, top_N, mass_N = _add(_logits(q_NC, k_KC, scale, seen), v_KE, o_NE, top_N, mass_N)
         if visible is not None:
-            for start in range(0, M, K):
-                seen = _sinks_seen(query, start, T, M, b, visible, K, SINKS)
+            for start in range(0, M, SINKS):
+                sink = start + tl.arange(0, SINKS)
+                seen = _sink_seen(query[:, None], sink[None, :], T, M, b, visible)
                 if tl.max(seen.to(tl.int32)) > 0:  # packed rows: most sinks are other documents'
-                    at, real = (b * M + start + tl.arange(0, K)) * G + g, start + tl.arange(0, K) < M
+                    at, real = (b * M + sink) * G + g, sink < M
                     k_KC, v_KE = _load(sink_k, at, real, D, C), _load(sink_v, at, real, V, E)
                     o_NE, top_N, mass_N = _add(_logits(q_NC, k_KC, scale, seen), v_KE, o_NE, top_N, mass_N)
     some = mass_N > 0
@@ -333,10 +334,11 @@ def backward_q_kernel(
             weights, dweights = _weighed(q_NC, k_KC, v_KE, do_NE, lse_N, scale, seen)
             mean_N += tl.sum(weights * dweights, 1)
         if visible is not None:
-            for start in range(0, M, K):
-                seen = _sinks_seen(query, start, T, M, b, visible, K, SINKS)
+            for start in range(0, M, SINKS):
+                sink = start + tl.arange(0, SINKS)
+                seen = _sink_seen(query[:, None], sink[None, :], T, M, b, visible)
                 if tl.max(seen.to(tl.int32)) > 0:  # packed rows: most sinks are other documents'
-                    at, real = (b * M + start + tl.arange(0, K)) * G + g, start + tl.arange(0, K) < M
+                    at, real = (b * M + sink) * G + g, sink < M
                     k_KC, v_KE = _load(sink_k, at, real, D, C), _load(sink_v, at, real, V, E)
                     weights, dweights = _weighed(q_NC, k_KC, v_KE, do_NE, lse_N, scale, seen)
                     mean_N += tl.sum(weights * dweights, 1)
@@ -365,10 +367,11 @@ def backward_q_kernel(
             weights, dweights = _weighed(q_NC, k_KC, v_KE, do_NE, lse_N, scale, seen)
             dq_NC = _dot(weights * (dweights - mean_N[:, None]) * scale, k_KC, dq_NC)
         if visible is not None:
-            for start in range(0, M, K):
-                seen = _sinks_seen(query, start, T, M, b, visible, K, SINKS)
+            for start in range(0, M, SINKS):
+                sink = start + tl.arange(0, SINKS)
+                seen = _sink_seen(query[:, None], sink[None, :], T, M, b, visible)
                 if tl.max(seen.to(tl.int32)) > 0:  # packed rows: most sinks are other documents'
-                    at, real = (b * M + start + tl.arange(0, K)) * G + g, start + tl.arange(0, K) < M
+                    at, real = (b * M + sink) * G + g, sink < M
                     k_KC, v_KE = _load(sink_k, at, real, D, C), _load(sink_v, at, real, V, E)
                     weights, dweights = _weighed(q_NC, k_KC, v_KE, do_NE, lse_N, scale, seen)
                     dq_NC = _dot(weights * (dweights - mean_N[:, None]) * scale, k_KC, dq_NC)
@@ -444,7 +447,7 @@ def forward(
     tensors = _plain(q_BTHD, k_BSGD, v_BSGV, *masks, memory_BTHV, mass_BTH, log_weight_BTH, share_H)
     with torch.cuda.device_of(q_BTHD):
         forward_kernel[triton.cdiv(T * sizes["R"], blocks.forward.rows), sizes["G"], B](
-            *tensors, o, lse, scale, *numbers, **sizes, 
+            *tensors, o, lse, scale, *numbers, **sizes,
             **_launch_rows(blocks.forward, sizes["R"], window, numbers[2]),
         )  # fmt: skip
     return o, lse
@@ -482,7 +485,7 @@ def backward(
     with torch.cuda.device_of(q):
         backward_q_kernel[triton.cdiv(T * R, blocks.queries.rows), G, B](
             q, k, v, valid, segment, sink_k, sink_v, visible, *beside, lse, do, dlse,
-            dq, mean, dmemory, dmass, dweight, scale, *numbers, **sizes, 
+            dq, mean, dmemory, dmass, dweight, scale, *numbers, **sizes,
             **_launch_rows(blocks.queries, R, window, M),
         )  # fmt: skip
         backward_k_kernel[triton.cdiv(S, blocks.keys.keys), G, B](
@@ -542,7 +545,7 @@ def _launch_rows(block: Block, R: int, window: int, sinks: int) -> dict[str, int
     """For a kernel that gives a program a block of rows."""
     blocks = at_once(block, R, window, sinks)
     keys = block.keys if blocks else block.looped or block.keys
-    held = {"BLOCKS": blocks, "SINKS": triton.next_power_of_2(max(sinks, 1)) if blocks else keys}
+    held = {"BLOCKS": blocks, "SINKS": triton.next_power_of_2(max(sinks, 1)) if blocks else SINKS}
     return _launch(block) | {"K": keys} | held
 
 
