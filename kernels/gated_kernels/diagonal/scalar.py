@@ -42,9 +42,9 @@ BF16, FP32 = torch.bfloat16, torch.float32
 # In bf16 by Triton 3.6 none spills more than 16 bytes a thread at the usual sizes, F of 64 to 1024, V of 64 and 128.
 CHUNK = {BF16: 64, FP32: 32}
 BLOCKS = {
-    "states": {BF16: (64, 128, 4, 3), FP32: (64, 32, 4, 2)},
+    "states": {BF16: (64, 128, 4, 4), FP32: (64, 32, 4, 2)},
     "outputs": {BF16: (128, 128, 4, 2), FP32: (32, 32, 8, 1)},
-    "dstates": {BF16: (64, 128, 4, 3), FP32: (64, 32, 4, 2)},
+    "dstates": {BF16: (64, 128, 4, 4), FP32: (64, 32, 4, 2)},
     "dv": {BF16: (128, 128, 4, 1), FP32: (32, 32, 8, 1)},
     "dqk": {BF16: (64, 128, 4, 2), FP32: (16, 32, 4, 1)},
 }
@@ -52,7 +52,7 @@ NARROWEST = {BF16: 64, FP32: 16}  # tile: on Hopper Triton 3.6 reads one of 16 o
 # BF in bf16 where they loop over features, by BV.
 LOOPED = {"outputs": {64: 64, 128: 64}, "dv": {64: 64, 128: 128}}
 LOOPED_BV = 64  # of dqk where it loops over values
-PROGRAMS = 528  # that fill a GPU in a pass over the states: four on each of the 132 processors of an H200
+PROGRAMS = 264  # in a pass over the states, at which a GPU is full enough: two on each of the 132 processors of an H200
 STEPS = 8  # of the loop over chunks (and heads, backward) that a part has at least
 
 KERNELS = {
