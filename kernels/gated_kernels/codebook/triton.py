@@ -44,6 +44,13 @@ BLOCKS = {
 }
 LARGEST = 256  # head, the largest whose tiles fit into shared memory
 TO_BASE_2 = tl.constexpr(1.4426950408889634)
+SHARPEST = tl.constexpr(2.0**24)
+
+
+@triton.jit
+def tau_of(log_tau, n):
+    """At most SHARPEST: what rounding leaves between the largest logit and itself would overflow with a larger one."""
+    return tl.minimum(tl.exp(tl.load(log_tau + n)), SHARPEST)
 
 
 @triton.jit
@@ -79,7 +86,7 @@ def forward_kernel(
     f = tl.arange(0, BF)
     turn_DE = load(turn + n * D * E, d, D, E, e, E)
     shift_E = tl.load(shift + n * E + e, mask=e < E, other=0.0)
-    scale = tl.exp(tl.load(log_tau + n)) * TO_BASE_2
+    scale = tau_of(log_tau, n) * TO_BASE_2
     if F <= BF:
         codes_FE = load(codes, f, F, E, e, E)
     for first in range(start, tl.minimum(start + part, rows), M):
@@ -125,7 +132,7 @@ def rows_kernel(
     f = tl.arange(0, BF)
     turn_DE = load(turn + n * D * E, d, D, E, e, E)
     shift_E = tl.load(shift + n * E + e, mask=e < E, other=0.0)
-    tau = tl.exp(tl.load(log_tau + n))
+    tau = tau_of(log_tau, n)
     dlog_tau_M = tl.zeros((M,), tl.float32)
     for first in range(start, tl.minimum(start + part, rows), M):
         left = (rows - first).to(tl.int32)
@@ -212,7 +219,7 @@ def codes_kernel(
     i = tl.arange(0, M)
     e = tl.arange(0, BE)
     codes_FE = load(codes + n // (N // G) * F * E, f, F, E, e, E)
-    tau = tl.exp(tl.load(log_tau + n))
+    tau = tau_of(log_tau, n)
     dcodes_FE = tl.zeros((BF, BE), tl.float32)
     for first in range(start, tl.minimum(start + part, rows), M):
         left = (rows - first).to(tl.int32)

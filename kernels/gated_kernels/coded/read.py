@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gated_kernels.codebook import triton as codebook
-from gated_kernels.codebook.triton import TO_BASE_2, logits_by, turned
+from gated_kernels.codebook.triton import TO_BASE_2, logits_by, tau_of, turned
 from gated_kernels.diagonal import scalar
 from gated_kernels.diagonal.scalar_chunks import decays_between, read_by
 from gated_kernels.diagonal.tiles import load, load_vector, product, store, store_vector
@@ -35,7 +35,6 @@ from gated_kernels.interpreter import rounded
 # By BV: BF, the query heads of a program where R is a multiple of them, the warps for each of them, and num_stages. By
 # Triton 3.6 none spills at heads of 64 and 128, and three programs of 64 values, or two of 128, share a processor.
 BLOCKS = {64: (64, 1, 4, 3), 128: (64, 1, 4, 3)}
-SHARPEST = tl.constexpr(2.0**24)  # tau: with a larger one, logits would differ by what fp32 has rounded off
 LARGEST = 128  # channels of a head, and of two codes, whose tiles fit into 99 KB of shared memory
 
 
@@ -72,7 +71,7 @@ def read_kernel(
         shift_E = tl.load(shift + (h + own) * E + e, mask=e < E, other=0.0)
         by_this, _ = turned(queries, turn_DE, shift_E)
         u = tl.where((r == own)[:, None], by_this.to(tl.float16), u)
-    scale = tl.minimum(tl.exp(tl.load(log_tau + h + r)), SHARPEST) * TO_BASE_2
+    scale = tau_of(log_tau, h + r) * TO_BASE_2
     top = tl.full((HEADS * C,), -1e30, tl.float32)
     total = tl.zeros((HEADS * C,), tl.float32)
     masses = tl.zeros((HEADS * C,), tl.float32)
