@@ -132,13 +132,6 @@ def test_the_recurrence_over_a_codebook_is_right_by_kernels_that_keep_no_map(cas
     assert {tensor.shape for tensor in kept} <= given
 
 
-@pytest.mark.parametrize("case", ["four heads of 128", "mass, blocks of values, flat"])
-def test_a_program_may_read_for_two_heads(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read, "BLOCKS", {BV: (BF, 2, *rest) for BV, (BF, _, *rest) in read.BLOCKS.items()})
-    monkeypatch.setattr(read, "constants", read.constants.__wrapped__)  # whose results are kept
-    assert not faults(gated_kernels.coded, coded_reference, placed(coded.inputs(CODED[case])), ROUNDING)
-
-
 @pytest.mark.parametrize("tau", [6.0, 12.0, 40.0, 80.0])
 def test_what_is_read_is_right_with_any_tau(tau: float, monkeypatch: pytest.MonkeyPatch) -> None:
     x = placed(coded.inputs(CODED["many codes, bf16"]))

@@ -4,9 +4,6 @@ That map would be the largest tensor of a layer. Here a program makes it a block
 block with keys and with the states before the chunk at once. As the softmax's sum is known only in the end, weights are
 relative to the largest logit so far, and what they have summed up to is scaled down where a larger one comes.
 
-A program may take several query heads of a key-value head, one below the other, so that keys, states and codes are
-loaded once for them. Each head's queries are turned by all of their matrices, and what is not their own is dropped.
-
 Products take fp16 on the way to the logits and bf16 after it, as in codebook/triton.py; chunks, decays and the mass are
 as in diagonal/scalar.py. So is the rule for tiles in a loop: a weight is no tile that was loaded, and z is no operand.
 
@@ -32,9 +29,9 @@ from gated_kernels.diagonal.scalar_chunks import decays_between, read_by
 from gated_kernels.diagonal.tiles import load, load_vector, product, store, store_vector
 from gated_kernels.interpreter import rounded
 
-# By BV: BF, the query heads of a program where R is a multiple of them, the warps for each of them, and num_stages. By
-# Triton 3.6 none spills at heads of 64 and 128, and three programs of 64 values, or two of 128, share a processor.
-BLOCKS = {64: (64, 1, 4, 3), 128: (64, 1, 4, 3)}
+# BF, num_warps and num_stages, the fastest on an H200; by Triton 3.6 none spills at heads of 64 and 128.
+BLOCK = (64, 4, 3)
+VALUES = 128  # BV at most
 LARGEST = 128  # channels of a head, and of two codes, whose tiles fit into 99 KB of shared memory
 
 
@@ -43,12 +40,11 @@ def read_kernel(
     q, turn, shift, log_tau, codes, k, v, written, read, write, states, z, o, mass, T,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
     EXCLUSIVE: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr,
-    HEADS: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's outputs of HEADS query heads a program; k is the keys' map."""
+    """A chunk's outputs of one query head a program; k is the keys' map."""
     N = tl.cdiv(T, C)
     program = tl.program_id(0).to(tl.int64)
-    chunk, h0 = program // (R // HEADS), program % (R // HEADS) * HEADS
+    chunk = program // R
     n, b, g = chunk % N, chunk // N // G, chunk // N % G
     row = b * T + n * C
     tokens = tl.minimum(T - n * C, C).to(tl.int32)
@@ -58,25 +54,20 @@ def read_kernel(
     d = tl.arange(0, BD)
     e = tl.arange(0, BE)
     f = tl.arange(0, BF)
-    s = tl.arange(0, C)
-    t = tl.arange(0, HEADS * C) % C
-    r = tl.arange(0, HEADS * C) // C
-    h = g * R + h0
-    i = t * G * R + r  # among the rows of all heads
-    first, rows = row * G * R + h, tokens * G * R
-    queries = load(q + first * D, i, rows, D, d, D)
-    u = tl.zeros((HEADS * C, BE), tl.float16)
-    for own in tl.static_range(HEADS):
-        turn_DE = load(turn + (h + own) * D * E, d, D, E, e, E)
-        shift_E = tl.load(shift + (h + own) * E + e, mask=e < E, other=0.0)
-        by_this, _ = turned(queries, turn_DE, shift_E)
-        u = tl.where((r == own)[:, None], by_this.to(tl.float16), u)
-    scale = tau_of(log_tau, h + r) * TO_BASE_2
-    top = tl.full((HEADS * C,), -1e30, tl.float32)
-    total = tl.zeros((HEADS * C,), tl.float32)
-    masses = tl.zeros((HEADS * C,), tl.float32)
-    scores = tl.zeros((HEADS * C, C), tl.float32)
-    outputs = tl.zeros((HEADS * C, BV), tl.float32)
+    i = tl.arange(0, C)
+    h = g * R + program % R
+    first = row * G * R + h  # among the rows of all heads, as a step of fewer numbers takes fewer registers
+    rows, left = i * G * R, tokens * G * R
+    turn_DE = load(turn + h * D * E, d, D, E, e, E)
+    shift_E = tl.load(shift + h * E + e, mask=e < E, other=0.0)
+    u, _ = turned(load(q + first * D, rows, left, D, d, D), turn_DE, shift_E)
+    u = u.to(tl.float16)
+    scale = tau_of(log_tau, h) * TO_BASE_2
+    top = tl.full((C,), -1e30, tl.float32)
+    total = tl.zeros((C,), tl.float32)
+    masses = tl.zeros((C,), tl.float32)
+    scores = tl.zeros((C, C), tl.float32)
+    outputs = tl.zeros((C, BV), tl.float32)
     if written is not None:
         mine = tl.program_id(1) == 0  # one of those that share their queries has the mass
         features = tl.where(mine, F, 0)
@@ -86,12 +77,12 @@ def read_kernel(
         logits = logits_by(u, load(codes, f0 + f, F, E, e, E), 1.0, f0 + f, F, BF)
         higher = tl.maximum(top, tl.max(logits, 1))
         keep = tl.exp2((top - higher) * scale)
-        weights = tl.exp2(logits * scale[:, None] - (higher * scale)[:, None])
+        weights = tl.exp2(logits * scale - (higher * scale)[:, None])
         total = total * keep + tl.sum(weights, 1)
         if written is not None:
             masses = masses * keep + tl.sum(weights * z_before[None, :], 1)
         weights = rounded(weights, tl.bfloat16)
-        keys = load(k + (row * G + g) * F, s, tokens, G * F, f0 + f, F)
+        keys = load(k + (row * G + g) * F, i, tokens, G * F, f0 + f, F)
         before = load(states + chunk * F * V, f0 + f, F, V, x, V)
         scores = product(weights, tl.trans(keys), scores * keep[:, None], tl.bfloat16, "tf32")
         outputs = product(weights, before, outputs * keep[:, None], tl.bfloat16, "tf32")
@@ -100,24 +91,22 @@ def read_kernel(
     scores *= total[:, None]
     outputs *= total[:, None]
     masses *= total
-    values = load(v + (row * G + g) * V, s, tokens, G * V, x, V)
+    values = load(v + (row * G + g) * V, i, tokens, G * V, x, V)
     ones = None
     if written is not None:
-        ones = load_vector(written + row * G + g, s, tl.where(mine, tokens, 0), G)
-    decays = decays_between(read, write, at, t[:, None], s[None, :], EXCLUSIVE, C, tl.bfloat16)
-    outputs, masses = read_by(scores, outputs, masses, decays, values, ones, read, at, t, tl.bfloat16, "tf32")
-    store(o + first * V, outputs, i, rows, V, x, V)
+        ones = load_vector(written + row * G + g, i, tl.where(mine, tokens, 0), G)
+    decays = decays_between(read, write, at, i[:, None], i[None, :], EXCLUSIVE, C, tl.bfloat16)
+    outputs, masses = read_by(scores, outputs, masses, decays, values, ones, read, at, i, tl.bfloat16, "tf32")
+    store(o + first * V, outputs, rows, left, V, x, V)
     if written is not None:
-        store_vector(mass + first, masses, i, tl.where(mine, rows, 0), 1)
+        store_vector(mass + first, masses, i, tl.where(mine, tokens, 0), G * R)
 
 
 @functools.cache
 def constants(G: int, R: int, D: int, E: int, F: int, V: int, exclusive: bool) -> dict[str, Any]:
     """What the kernel is compiled for and with; fixed by the sizes, never searched for."""
     BD, BE, BV = (max(64, triton.next_power_of_2(size)) for size in (D, E, V))
-    BV = min(BV, max(BLOCKS))
-    BF, heads, warps, stages = BLOCKS[BV]
-    heads = heads if R % heads == 0 else 1
+    BF, warps, stages = BLOCK
     return {
         "G": G,
         "R": R,
@@ -130,9 +119,8 @@ def constants(G: int, R: int, D: int, E: int, F: int, V: int, exclusive: bool) -
         "BD": BD,
         "BE": BE,
         "BF": min(BF, max(64, triton.next_power_of_2(F))),
-        "BV": BV,
-        "HEADS": heads,
-        "num_warps": warps * heads,
+        "BV": min(BV, VALUES),
+        "num_warps": warps,
         "num_stages": stages,
     }
 
@@ -163,8 +151,7 @@ def forward(
     with torch.cuda.device_of(v):
         call = scalar.Call(q.new_empty(1).expand(B, T, H, F), k, v, log_a, written, segment, exclusive)
         last = call.scan("states", state, call.states, call.z, k, v, written, call.write)
-        grid = call.chunks * (H // G // compiled_for["HEADS"]), triton.cdiv(V, compiled_for["BV"])
-        read_kernel[grid](
+        read_kernel[call.chunks * (H // G), triton.cdiv(V, compiled_for["BV"])](
             q, turn, shift, log_tau, codes, k, v, written, call.read, call.write, call.states, call.z, o, mass, T,
             **compiled_for,
         )  # fmt: skip
