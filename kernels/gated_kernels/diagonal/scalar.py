@@ -42,9 +42,9 @@ BF16, FP32 = torch.bfloat16, torch.float32
 # In bf16 by Triton 3.6 none spills more than 16 bytes a thread at the usual sizes, F of 64 to 1024, V of 64 and 128.
 CHUNK = {BF16: 64, FP32: 32}
 BLOCKS = {
-    "states": {BF16: (64, 128, 4, 4), FP32: (64, 32, 4, 2)},
+    "states": {BF16: (64, 128, 4, 3), FP32: (64, 32, 4, 2)},
     "outputs": {BF16: (128, 128, 4, 2), FP32: (32, 32, 8, 1)},
-    "dstates": {BF16: (64, 128, 4, 4), FP32: (64, 32, 4, 2)},
+    "dstates": {BF16: (64, 128, 4, 3), FP32: (64, 32, 4, 2)},
     "dv": {BF16: (128, 128, 4, 1), FP32: (32, 32, 8, 1)},
     "dqk": {BF16: (64, 128, 4, 2), FP32: (16, 32, 4, 1)},
 }
