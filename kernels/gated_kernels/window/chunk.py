@@ -91,7 +91,8 @@ def joined(
             memory_BTHV = _wide(memory_BTHV) / mass_BTH[..., None]
         if share_H is not None:
             share = share_H.to(lse_BTH.dtype)[:, None]
-            lse_BTH = lse_BTH - torch.log1p(-share_H.to(lse_BTH.dtype))
+            together_BTH = lse_BTH - torch.log1p(-share_H.to(lse_BTH.dtype))
+            lse_BTH = torch.where(lse_BTH == -torch.inf, lse_BTH, together_BTH)  # what sees nothing passes nothing on
         else:
             assert log_weight_BTH is not None
             # sigmoid(a - b) = e^a / (e^a + e^b): the two shares of the one denominator, without forming either

@@ -49,7 +49,10 @@ def window(
     logits = logits.masked_fill(hidden, -torch.inf).masked_fill(empty[..., None], 0)
     weights = logits.softmax(-1).masked_fill(hidden, 0)
     o_BTHV = torch.einsum("bths,bshv->bthv", weights[..., : v.shape[1]].to(v.dtype), v)
-    lse_BTH = logits.logsumexp(-1).masked_fill(empty, -torch.inf)
+    lse_BTH = logits.logsumexp(-1)
+    if share_H is not None:
+        lse_BTH = lse_BTH - torch.log1p(-share_H.to(lse_BTH.dtype))
+    lse_BTH = lse_BTH.masked_fill(empty, -torch.inf)
     if memory_BTHV is None:
         return o_BTHV, lse_BTH
     if mass_BTH is not None:
@@ -57,4 +60,4 @@ def window(
     if share_H is None:
         return o_BTHV + weights[..., -1:].to(v.dtype) * memory_BTHV, lse_BTH
     share_H1 = share_H[:, None].to(v.dtype)
-    return (1 - share_H1) * o_BTHV + share_H1 * memory_BTHV, lse_BTH - torch.log1p(-share_H.to(lse_BTH.dtype))
+    return (1 - share_H1) * o_BTHV + share_H1 * memory_BTHV, lse_BTH
