@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from gated_kernels.check import error
 from tiny import save_tiny_base
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -459,6 +460,24 @@ def test_branches_can_be_switched_off_and_the_memory_is_really_used() -> None:
     assert_same_logits(logits(model, TOKENS), logits(control, TOKENS))
     assert (both - memory).abs().max() > 0.1 * both.abs().max()
     assert (both - logits(control, TOKENS)).abs().max() > 0.1 * both.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("mixer", ["gla", "liger-paper", "mom"])
+def test_every_branch_alone_keeps_to_the_dtype_of_its_model(mixer: str, dtype: torch.dtype) -> None:
+    model = build("llama", type=mixer, window=WINDOW, sinks=SINKS)
+    exact = {}
+    for branches in ("both", "memory", "window"):
+        set_branches(model, branches)
+        exact[branches] = logits(model, TOKENS)
+    model.to(dtype)
+    errors = {}
+    for branches, expected in exact.items():
+        set_branches(model, branches)
+        found = logits(model, TOKENS)
+        assert found.dtype == dtype
+        errors[branches] = error(found, expected)
+    assert max(errors.values()) <= 2 * errors["both"]
 
 
 def test_different_mixers_and_windows_share_one_model() -> None:

@@ -274,10 +274,10 @@ class Mixer(nn.Module, ABC):
     def alone(self, window_o_BTHV: Tensor, memory_BTHV: Tensor, branches: Branches) -> Tensor:
         """One branch without the other, which leaves a mix as it is, and a shared denominator at once."""
         one = window_o_BTHV if branches == "window" else memory_BTHV
-        if self.spec.join == "shared":
-            return one
-        share_H1 = self.share(one.device)[:, None]
-        return (one.float() * (1 - share_H1 if branches == "window" else share_H1)).to(window_o_BTHV.dtype)
+        if self.spec.join != "shared":
+            share_H1 = self.share(one.device)[:, None]
+            one = one.float() * (1 - share_H1 if branches == "window" else share_H1)
+        return one.to(window_o_BTHV.dtype)
 
 
 class LogWeight(torch.autograd.Function):
