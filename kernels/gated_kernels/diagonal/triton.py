@@ -155,16 +155,32 @@ def backward(
     """The gradients of q, q_lse (empty where there is none), k, v, log_a (likewise) and the state."""
     q, k, v, state, do, dmass, dlast = (x.contiguous() for x in (q, k, v, state, do, dmass, dlast))
     q_lse, log_a, written, segment = (_contiguous(x) for x in (q_lse, log_a, written, segment))
-    dtype = _promoted(q, k, v)
-    given = k, v, log_a, written, state, segment, exclusive, do, dmass, dlast
-    if q_lse is None or _reads_logits(dtype, log_a):
-        dq, dlse, dk, dv, dlog_a, dstate = _gradients(q, q_lse, *given)
-    else:
-        phi = _features(q, q_lse, dtype)
-        dphi, _, dk, dv, dlog_a, dstate = _gradients(phi, None, *given)
-        dlogits = dphi.float() * phi
-        dq, dlse = dlogits.to(q.dtype), -dlogits.sum(-1)
-    return dq, v.new_empty(0, dtype=torch.float32) if dlse is None else dlse, dk, dv, dlog_a, dstate
+    dtype, of_q, phi, dlse = _promoted(q, k, v), q.dtype, None, None
+    if q_lse is not None and not _reads_logits(dtype, log_a):
+        q = phi = _features(q, q_lse, dtype)
+    with torch.cuda.device_of(v):
+        if log_a is None or log_a.shape[-1] == 1:
+            dq, dk, dv, dlog_a, dstate = scalar.backward(
+                q, k, v, log_a, written, state, segment, exclusive, do, None if written is None else dmass, dlast
+            )
+        elif dtype == torch.bfloat16:
+            dq, dlse, dk, dv, dlog_a, dstate = features_bf16.backward(
+                q, q_lse, k, v, log_a, state, segment, exclusive, do, dlast
+            )
+        else:
+            p = _Problem(q, k, v, exclusive)
+            states, dstates, last = p.states_BGNFV, torch.empty_like(p.states_BGNFV), torch.empty_like(state)
+            dq, dk, dv, dlog_a, dstate = (torch.empty_like(x) for x in (q, k, v, log_a, state))
+            by_token = q, k, v, log_a, segment, do
+            states_kernel[p.by_state](k, v, log_a, segment, state, states, last, p.T, **p.compiled_for)
+            dstates_kernel[p.by_state](q, log_a, segment, do, dlast, dstates, dstate, p.T, **p.compiled_for)
+            dv_kernel[p.by_value](q, k, log_a, segment, do, dstates, dv, p.T, **p.compiled_for)
+            dqk_kernel[p.by_feature](*by_token, states, dstates, dq, dk, dlog_a, p.T, **p.compiled_for)
+    if phi is not None:
+        dlogits = dq.float() * phi
+        dq, dlse = dlogits.to(of_q), -dlogits.sum(-1)
+    none = v.new_empty(0, dtype=torch.float32)
+    return dq, none if dlse is None else dlse, dk, dv, v.new_empty(0) if dlog_a is None else dlog_a, dstate
 
 
 def _reads_logits(dtype: torch.dtype, log_a: Tensor | None) -> bool:
@@ -174,40 +190,6 @@ def _reads_logits(dtype: torch.dtype, log_a: Tensor | None) -> bool:
 
 def _features(q: Tensor, q_lse: Tensor, dtype: torch.dtype) -> Tensor:
     return (q - q_lse[..., None]).exp().to(dtype)
-
-
-def _gradients(
-    q: Tensor,
-    q_lse: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    log_a: Tensor | None,
-    written: Tensor | None,
-    state: Tensor,
-    segment: Tensor | None,
-    exclusive: bool,
-    do: Tensor,
-    dmass: Tensor,
-    dlast: Tensor,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor]:
-    if log_a is None or log_a.shape[-1] == 1:
-        with torch.cuda.device_of(v):
-            dq, dk, dv, dlog_a, dstate = scalar.backward(
-                q, k, v, log_a, written, state, segment, exclusive, do, None if written is None else dmass, dlast
-            )
-        return dq, None, dk, dv, v.new_empty(0) if dlog_a is None else dlog_a, dstate
-    if _promoted(q, k, v) == torch.bfloat16:
-        with torch.cuda.device_of(v):
-            return features_bf16.backward(q, q_lse, k, v, log_a, state, segment, exclusive, do, dlast)
-    p = _Problem(q, k, v, exclusive)
-    states, dstates, last = p.states_BGNFV, torch.empty_like(p.states_BGNFV), torch.empty_like(state)
-    dq, dk, dv, dlog_a, dstate = (torch.empty_like(x) for x in (q, k, v, log_a, state))
-    with torch.cuda.device_of(v):
-        states_kernel[p.by_state](k, v, log_a, segment, state, states, last, p.T, **p.compiled_for)
-        dstates_kernel[p.by_state](q, log_a, segment, do, dlast, dstates, dstate, p.T, **p.compiled_for)
-        dv_kernel[p.by_value](q, k, log_a, segment, do, dstates, dv, p.T, **p.compiled_for)
-        dqk_kernel[p.by_feature](q, k, v, log_a, segment, do, states, dstates, dq, dk, dlog_a, p.T, **p.compiled_for)
-    return dq, None, dk, dv, dlog_a, dstate
 
 
 @backward.register_fake

@@ -158,16 +158,11 @@ def forward_kernel(
         each = ()  # type: tuple
         highest = tl.full([N, K], float("-inf"), tl.float32)
         for i in tl.static_range(BLOCKS):
-            if i == 0:
-                seen, k_KC, v_KE = _keys(
-                    k, v, sink_k, sink_v, valid, segment, visible, 0, first, end, query, T, S, M, b, g, window,
-                    G, D, V, C, E, K, SINKS,
-                )  # fmt: skip
-            else:
-                seen, k_KC, v_KE = _keys(
-                    k, v, sink_k, sink_v, valid, segment, None, i * K, first, end, query, T, S, M, b, g, window,
-                    G, D, V, C, E, K, SINKS,
-                )  # fmt: skip
+            visible_here = visible if i == 0 else None  # no other block holds sinks
+            seen, k_KC, v_KE = _keys(
+                k, v, sink_k, sink_v, valid, segment, visible_here, i * K, first, end, query, T, S, M, b, g, window,
+                G, D, V, C, E, K, SINKS,
+            )  # fmt: skip
             logits = _logits(q_NC, k_KC, scale, seen)
             highest = tl.maximum(highest, logits)
             each += ((logits, v_KE),)
@@ -261,16 +256,11 @@ def backward_q_kernel(
         each = ()  # type: tuple
         products = tl.zeros([N, K], tl.float32)
         for i in tl.static_range(BLOCKS):
-            if i == 0:
-                seen, k_KC, v_KE = _keys(
-                    k, v, sink_k, sink_v, valid, segment, visible, 0, first, end, query, T, S, M, b, g, window,
-                    G, D, V, C, E, K, SINKS,
-                )  # fmt: skip
-            else:
-                seen, k_KC, v_KE = _keys(
-                    k, v, sink_k, sink_v, valid, segment, None, i * K, first, end, query, T, S, M, b, g, window,
-                    G, D, V, C, E, K, SINKS,
-                )  # fmt: skip
+            visible_here = visible if i == 0 else None  # no other block holds sinks
+            seen, k_KC, v_KE = _keys(
+                k, v, sink_k, sink_v, valid, segment, visible_here, i * K, first, end, query, T, S, M, b, g, window,
+                G, D, V, C, E, K, SINKS,
+            )  # fmt: skip
             weights, dweights = _weighed(q_NC, k_KC, v_KE, do_NE, lse_N, scale, seen)
             products += weights * dweights
             each += ((weights, dweights, k_KC),)
