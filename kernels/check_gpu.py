@@ -290,8 +290,7 @@ def lived(layer: LinearizedAttention, rotary: LlamaRotaryEmbedding, x_BTC: Tenso
         if fixed:
             kept.freeze(layer.spec.keep, in_place=True)
             taken = torch.zeros((), dtype=torch.long, device=x_BTC.device)
-            if layer.fuses(kept, taken):
-                kept.taken, kept.taken_from = taken, kept.length
+            layer.fuse(kept, taken)
         found = []
         for t in range(PROMPT, x_BTC.shape[1]):
             valid_B1 = torch.ones(len(x_BTC), 1, dtype=torch.bool, device=x_BTC.device) if fixed else None

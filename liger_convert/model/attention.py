@@ -90,12 +90,13 @@ class LinearizedAttention(nn.Module):
         if self.spec.window and self.spec.scope == "evicted":
             layout.written_on_eviction(sight.rank_BS, self.spec.window, self.spec.sinks)
 
-    def fuses(self, past: LinearizedCacheLayer, taken: Tensor) -> bool:
-        """Whether this layer takes its steps fused when its cache, in its fixed shape, goes round by `taken`."""
-        kept, rules = past.fusible(taken), self.mixer.step_rules()
-        if kept is None or rules is None or self.branches != "both" or not takes(kept, rules, self.dims.heads):
+    def fuse(self, past: LinearizedCacheLayer, taken: Tensor) -> bool:
+        """Has this layer take its steps fused, its cache, in its fixed shape, going round by `taken`; False where it
+        cannot."""
+        rules = self.mixer.step_rules()
+        if rules is None or self.branches != "both" or (self.rotates and not _turns_halves(self.rotate)):
             return False
-        return not self.rotates or _turns_halves(self.rotate)
+        return past.fuse(taken, lambda kept: takes(kept, rules, self.dims.heads))
 
     def token(
         self,

@@ -7,6 +7,7 @@ heads, S tokens that a kept layer has room for, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ class LinearizedCacheLayer(CacheLayerMixin):
     While `static` holds, no shape changes and no value is looked at; what is `in_place` besides is written to where it
     stands, as a captured step needs it (decode.py). Fused steps (gated_kernels.step) do not shift the ring but go round
     in it: `taken` counts them and thus names the slot of the oldest token, until `settle` restores the order. The ranks
-    are always in order.
+    are always in order. They also keep the normaliser, otherwise the state's last column, in a tensor `z` of its own.
     """
 
     is_sliding = None
@@ -92,28 +93,35 @@ class LinearizedCacheLayer(CacheLayerMixin):
         self.padded = True
         self.has_all_sinks = "since" in self.sinks and bool((self.sinks["since"] > 0).all())
 
-    def fusible(self, taken: Tensor) -> Kept | None:
-        """What a fused step that goes round by `taken` writes to; None where this is not what its layers keep."""
-        ring, sinks, states = self._groups()
-        if not {"k", "v", "rank"} <= ring.keys() <= {"k", "v", "rank", "pending0"} or states.keys() != {"state"}:
-            return None
-        pending = ring.get("pending0")
-        return Kept(ring["k"], ring["v"], pending, sinks.get("k"), sinks.get("v"), states["state"], taken)
+    def fuse(self, taken: Tensor, takes: Callable[[Kept], bool]) -> bool:
+        """Has the steps from here on be fused and go round by `taken`, where these take what is kept here."""
+        if not {"k", "v", "rank"} <= self.ring.keys() <= {"k", "v", "rank", "pending0"}:
+            return False
+        if self.states.keys() != {"state"}:
+            return False
+        before, size = self.states["state"], self.ring["v"].shape[-1]
+        if before.shape[-1] == size + 1:
+            self.states = {"state": before[..., :size].contiguous(), "z": before[..., size].contiguous()}
+        if not takes(self._kept(taken)):
+            self.states = {"state": before}
+            return False
+        self.taken, self.taken_from = taken, self.length
+        return True
 
     def step(self, token: Token, rules: Rules | None) -> Tensor:
         """The layer's output [B,1,H,D] by the fused step."""
         assert self.taken is not None
-        kept = self.fusible(self.taken)
-        assert kept is not None
         assert rules is not None
-        return step(token, kept, rules)[:, None]
+        return step(token, self._kept(self.taken), rules)[:, None]
 
     def settle(self) -> None:
-        """Puts the oldest token first again, after fused steps."""
+        """Puts the oldest token first again and the state together, after fused steps."""
         if self.taken is not None:
             for name, tensor in self.ring.items():
                 if name != "rank":
                     self.ring[name] = tensor.roll((self.taken_from - self.length) % tensor.shape[1], 1)
+            if "z" in self.states:
+                self.states = {"state": torch.cat((self.states["state"], self.states["z"][..., None]), -1)}
             self.taken = None
 
     def tensors(self) -> list[Tensor]:
@@ -163,6 +171,12 @@ class LinearizedCacheLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self._map(lambda t: t[indices])
+
+    def _kept(self, taken: Tensor) -> Kept:
+        """What a fused step writes to."""
+        ring, sinks, states = self._groups()
+        of_sinks = sinks.get("k"), sinks.get("v")
+        return Kept(ring["k"], ring["v"], ring.get("pending0"), *of_sinks, states["state"], states.get("z"), taken)
 
     def _groups(self) -> tuple[dict[str, Tensor], ...]:
         return self.ring, self.sinks, self.states

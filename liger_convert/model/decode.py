@@ -82,8 +82,8 @@ class Decoder:
             if isinstance(layer, LinearizedCacheLayer):
                 attention = self.model.model.layers[i].self_attn
                 layer.freeze(attention.spec.keep, self.in_place)
-                if self.in_place and attention.fuses(layer, self.taken):
-                    layer.taken, layer.taken_from = self.taken, layer.length
+                if self.in_place:
+                    attention.fuse(layer, self.taken)
                 self.linear.append(layer)
             elif self.in_place:
                 dynamic = layer.thaw() if isinstance(layer, FixedLayer) else layer

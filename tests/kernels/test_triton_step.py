@@ -62,6 +62,13 @@ def test_the_step_errs_at_most_twice_as_much_as_the_reference_in_its_dtype(case:
     assert not faults(kernels.step, placed(inputs(CASES[case]), DEVICE))
 
 
+@pytest.mark.parametrize("case", ["1024 codes", "17 rows", "heads of 128"])
+def test_a_program_takes_more_codes_where_there_are_programs_enough(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [kernels._piece(1024, tiles) for tiles in (1, 8, 16)] == [32, 64, 128]
+    monkeypatch.setattr(kernels, "CONFIG", kernels.CONFIG._replace(programs=1))
+    assert not faults(kernels.step, placed(inputs(CASES[case]), DEVICE))
+
+
 def test_an_empty_memory_weighs_nothing_whatever_is_asked_for() -> None:
     token, kept, rules = placed(inputs(CASES["partly filled ring, nothing in memory"]), DEVICE)
     assert rules.share is not None
@@ -97,7 +104,8 @@ def test_layers_that_the_step_does_not_take_are_left_alone(use: Callable[[bool],
     assert not chunk.takes(kept._replace(pending_BPGD=None), rules, 4)
     assert not chunk.takes(kept, rules._replace(share=None), 4)
     assert not chunk.takes(kept._replace(k_BPGD=kept.k_BPGD[:, :0]), rules, 4)
-    assert not chunk.takes(kept._replace(state_BGFV=kept.state_BGFV.double()), rules, 4)
+    assert not chunk.takes(kept._replace(z_BGF=None), rules, 4)
+    assert not chunk.takes(kept._replace(state_BGFD=kept.state_BGFD.double()), rules, 4)
     assert not chunk.takes(kept._replace(v_BPGD=kept.v_BPGD.bfloat16()), rules, 4)
 
 

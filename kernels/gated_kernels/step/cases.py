@@ -111,15 +111,15 @@ def inputs(case: Case) -> Given:
         D**-0.5,
     )
     written = case.seen > 0 if not gla else bool((far >= M).any())
-    state = normal(B, G, F, D + gla)
-    state[..., D:] = state[..., D:].abs()
+    state = normal(B, G, F, D + 1)
     kept = Kept(
         head(B, P, G, D),
         head(B, P, G, D),
         head(B, P, G, D) if gla else None,
         sinks(),
         sinks(),
-        state * written,
+        state[..., :D].contiguous() * written,
+        state[..., D].abs() * written if gla else None,
         torch.tensor([case.turn + P]),
     )
     return token, kept, Rules(codes, gate, share)

@@ -1,7 +1,7 @@
 """What the fused step of one token takes. Only Triton has it: without `fast`, a layer takes its step op by op.
 
 Shapes: B batch, P tokens of the ring (window - 1), S = P + 1, M sinks, H query heads, G key-value heads, D head size,
-C rotated channels, E size of a code, F feature size, V value size: D, and one more where the memory is normalised.
+C rotated channels, E size of a code, F feature size. States are [B,G,F,D], whose rows can be read in whole vectors.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Kept(NamedTuple):
     """A layer's tensors, which a step writes in place.
 
     `taken` counts the steps: slot `taken` mod P of the ring is the oldest, and the one that the new token takes.
-    `pending_BPGD`, the keys before rotary, says that only what leaves the window is written to the state.
+    `pending_BPGD`, the keys before rotary, says that only what leaves the window is written to the state. `z_BGF` is
+    there where the memory is normalised: the sum of keys by which a query's mass is read.
     """
 
     k_BPGD: Tensor
@@ -47,7 +48,8 @@ class Kept(NamedTuple):
     pending_BPGD: Tensor | None
     sink_k_BMGD: Tensor | None
     sink_v_BMGD: Tensor | None
-    state_BGFV: Tensor
+    state_BGFD: Tensor
+    z_BGF: Tensor | None
     taken: Tensor
 
 
@@ -94,13 +96,14 @@ fast: Callable[[Token, Kept, Rules], Tensor] | None = None
 
 def takes(kept: Kept, rules: Rules, heads: int) -> bool:
     """Whether there is a fused step for a layer that keeps this, of so many query heads."""
-    state, (_, P, G, D) = kept.state_BGFV, kept.k_BPGD.shape
+    state, (_, P, G, D) = kept.state_BGFD, kept.k_BPGD.shape
     if fast is None or not (state.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
         return False
-    normalised, evicted = rules.share is not None, kept.pending_BPGD is not None
-    if P == 0 or D > 256 or heads > 64 * G or normalised != evicted or state.shape[3] != D + normalised:
+    normalised, evicted, summed = rules.share is not None, kept.pending_BPGD is not None, kept.z_BGF is not None
+    if P == 0 or D > 256 or heads > 64 * G or not normalised == evicted == summed or state.shape[3] != D:
         return False
-    wide = [*(rules.codes or ()), *(rules.share or ()), state, None if rules.gate is None else rules.gate.bias_GF]
+    bias = None if rules.gate is None else rules.gate.bias_GF
+    wide = [*(rules.codes or ()), *(rules.share or ()), state, kept.z_BGF, bias]
     given = [x for x in (*kept, *wide) if x is not None]
     dtype = kept.k_BPGD.dtype
     return (

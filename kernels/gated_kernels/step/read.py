@@ -20,8 +20,8 @@ def _ahead(x, i, count):
 @triton.jit
 def _features(
     x, b, B, n, g, c, along, z, turn, shift, log_tau, codes, logits, totals, tops, sums, masses,
-    COUNT: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
-    S: tl.constexpr, CE: tl.constexpr, BD: tl.constexpr, BF: tl.constexpr,
+    COUNT: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, S: tl.constexpr,
+    CE: tl.constexpr, BD: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     """Piece c of the features of head n of COUNT, of group g, of the vectors at x, of rows b: their logits, the largest
     of these, the sum of their exponentials, and with z that of z under them. Also the vectors' sums, along a direction
@@ -31,8 +31,8 @@ def _features(
     row = b.to(tl.int64) * COUNT + n
     # all is asked for before anything is waited for
     if z is not None:
-        z += (b.to(tl.int64) * G + g)[:, None] * (F * V) + D
-        masses_z = tl.load(z + (f * V)[None, :], mask=inside[:, None] & (f < F)[None, :], other=0.0)
+        z += (b.to(tl.int64) * G + g)[:, None] * F
+        masses_z = tl.load(z + f[None, :], mask=inside[:, None] & (f < F)[None, :], other=0.0)
     if codes is None:
         block = inside[:, None] & (f < F)[None, :]
         found = tl.load(x[:, None] + f[None, :], mask=block, other=0.0).to(tl.float32)
@@ -165,11 +165,11 @@ def _window(
 @triton.jit
 def read_kernel(
     q, k, v, q_step, k_step, v_step, cos, sin, cos_step, rank, visible,
-    ring_k, ring_v, pending, sink_k, sink_v, state, taken,
+    ring_k, ring_v, pending, sink_k, sink_v, z, taken,
     q_turn, q_shift, q_log_tau, k_turn, k_shift, k_log_tau, codes, asked,
     logits, totals, tops, sums, masses, o, lse, scale, B,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, E: tl.constexpr, F: tl.constexpr,
-    V: tl.constexpr, P: tl.constexpr, M: tl.constexpr, S: tl.constexpr, CD: tl.constexpr, CE: tl.constexpr,
+    P: tl.constexpr, M: tl.constexpr, S: tl.constexpr, CD: tl.constexpr, CE: tl.constexpr,
     BD: tl.constexpr, BF: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr,
     PP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -203,9 +203,9 @@ def read_kernel(
             q_shift += n * E
             q_log_tau += n
         _features(
-            x, b, B, n, n // R, c, None if asked is None else asked + n * D, None if asked is None else state,
+            x, b, B, n, n // R, c, None if asked is None else asked + n * D, z,
             q_turn, q_shift, q_log_tau, codes, logits, totals, tops, sums, masses,
-            G * R + G, G, D, E, F, V, S, CE, BD, BF,
+            G * R + G, G, D, E, F, S, CE, BD, BF,
         )  # fmt: skip
     elif n < G * R + G:
         g = n - G * R
@@ -218,7 +218,7 @@ def read_kernel(
             k_log_tau += g
         _features(
             x, b, B, n, g, c, None, None, k_turn, k_shift, k_log_tau, codes, logits, totals, tops, sums, masses,
-            G * R + G, G, D, E, F, V, S, CE, BD, BF,
+            G * R + G, G, D, E, F, S, CE, BD, BF,
         )  # fmt: skip
     else:
         i -= (G * R + G) * tiles * S

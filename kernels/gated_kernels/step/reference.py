@@ -15,7 +15,7 @@ def step(token: Token, kept: Kept, rules: Rules) -> Tensor:
     """The output [B,H,D] in the dtype of the values; writes to `kept`, as a step does."""
     B, P, _, D = kept.k_BPGD.shape
     slot, dtype = int(kept.taken) % P, token.v_BGD.dtype
-    evicted, normalised = kept.pending_BPGD is not None, rules.share is not None
+    evicted = kept.pending_BPGD is not None
     q, k, v = (_wide(x) for x in (token.q_BHD, token.k_BGD, token.v_BGD))
     q_rot, k_rot = (_rotated(x, token).to(dtype) for x in (q, k))
     rank_BS, visible_BM = token.rank_BS, token.sink_visible_BM
@@ -37,15 +37,16 @@ def step(token: Token, kept: Kept, rules: Rules) -> Tensor:
     else:
         key, value, written_B11 = k, v, (rank_BS[:, -1] >= 0)[:, None, None]
     phi_q, phi_k = _features(q, key, rules)
-    if normalised:
-        value = nnf.pad(value, (0, 1), value=1.0)
+    state = kept.state_BGFD
+    if kept.z_BGF is not None:
+        value, state = nnf.pad(value, (0, 1), value=1.0), torch.cat((state, kept.z_BGF[..., None]), -1)
     log_a = _log_gate(key, rules.gate) * written_B11
     o, _, state = diagonal(
         phi_q[:, None],
         (phi_k * written_B11)[:, None],
         (value * written_B11)[:, None],
         log_a[:, None],
-        state_BGFV=kept.state_BGFV,
+        state_BGFV=state,
         exclusive=evicted,
     )
     o_BHD, share_BH1 = _wide(o[:, 0]), 0.5
@@ -56,7 +57,9 @@ def step(token: Token, kept: Kept, rules: Rules) -> Tensor:
         weight = weight.masked_fill(mass.log() <= EMPTY, -1e4)
         share_BH1 = (weight - window_lse[:, 0]).sigmoid()[..., None]
     mixed = (1 - share_BH1) * _wide(window_o[:, 0]) + share_BH1 * o_BHD
-    kept.state_BGFV.copy_(state)
+    kept.state_BGFD.copy_(state[..., :D])
+    if kept.z_BGF is not None:
+        kept.z_BGF.copy_(state[..., D])
     kept.k_BPGD[:, slot], kept.v_BPGD[:, slot] = k_rot, token.v_BGD
     if kept.pending_BPGD is not None:
         kept.pending_BPGD[:, slot] = token.k_BGD

@@ -1,13 +1,13 @@
 """A linearized layer's step of one token in two Triton kernels, which take nothing from the host and can be captured.
 
 A step moves few bytes, so its time is that of what waits for what. `read_kernel` has programs of two kinds, which need
-nothing of each other: a piece of the features of a head, for 16 rows, which meet the codebook's matrices together; and
-the window of a row and key-value head. Pieces are not normalised: their reader puts largest logits and sums together,
-so that a large codebook is spread over the GPU. `write_kernel` goes through the state once: a program fetches a tile of
-a row's state, in which it is alone, waits for the first kernel only then, writes the decayed state and reads it with
-all query heads, and mixes that with the window. A few query heads are a multiplication and a sum over the tile's rows,
-with neither a product's padding to 16 nor its way through shared memory; warps take rows, so that a thread uses a
-feature for several columns. Only the first kernel reads the normaliser's column, which every column's program would
+nothing of each other: a piece of the features of a head, for some rows, which meet the codebook's matrices together;
+and the window of a row and key-value head. Pieces are not normalised: their reader puts largest logits and sums
+together, so that a large codebook is spread over the GPU. `write_kernel` goes through the state once: a program fetches
+a tile of a row's state, in which it is alone, waits for the first kernel only then, writes the decayed state and reads
+it with all query heads, and mixes that with the window. A few query heads are a multiplication and a sum over the
+tile's rows, with neither a product's padding to 16 nor its way through shared memory; warps take rows, so that a thread
+uses a feature for several columns. Only the first kernel reads the normaliser z, which every column's program would
 need, and only the second one writes it. Where a GPU can, each kernel is launched while the one before it runs, has what
 does not depend on that one brought near, and waits for it before it reads anything else: the first kernel waits, and
 only then lets the second begin, so that nothing that came before the first is open when the second fetches the state.
@@ -31,15 +31,17 @@ from gated_kernels.step.chunk import Kept, Rules, Token
 from gated_kernels.step.read import read_kernel
 from gated_kernels.step.write import write_kernel
 
-ROWS = 16  # the fewest that a product takes
+LEAST = 16  # rows or columns that a product takes
 
 
 class Config(NamedTuple):
-    """What a program takes, by measurement on an H200 (kernels/results/step-h200.md). Of a codebook `codes`, by
-    `channels` at a time. Of the state at most `columns`, fewer until there are `programs`, and of them `whole` numbers
-    at once or else `part` at a time, of which two are under way: a warp for each `a_warp`, 4 at least."""
+    """What a program takes, by measurement on an H200 (kernels/results/step-h200.md). Of a codebook at most `codes` for
+    `rows` of the batch, by `channels` at a time; of the state at most `columns`, and of them `whole` numbers at once or
+    else `part` at a time, of which two are under way: a warp for each `a_warp`, 4 at least. Of codes and columns fewer
+    until there are `programs`."""
 
-    codes: int = 64
+    codes: int = 128
+    rows: int = 16
     channels: int = 32
     read_warps: int = 4  # twice as many for heads of more than 256 bytes
     columns: int = 32
@@ -54,13 +56,14 @@ CONFIG = Config()
 
 def step(token: Token, kept: Kept, rules: Rules) -> Tensor:
     """See `gated_kernels.step.chunk.step`."""
-    (B, H, D), (_, P, G, _), (F, V) = token.q_BHD.shape, kept.k_BPGD.shape, kept.state_BGFV.shape[2:]
+    (B, H, D), (_, P, G, _), F = token.q_BHD.shape, kept.k_BPGD.shape, kept.state_BGFD.shape[2]
     cos, sin, codes, gate, share = token.cos_BC, token.sin_BC, rules.codes, rules.gate, rules.share
     q, k, v = (x if x.stride()[1:] == (D, 1) else x.contiguous() for x in (token.q_BHD, token.k_BGD, token.v_BGD))
     visible = None if token.sink_visible_BM is None else token.sink_visible_BM.contiguous()
     cos_step = 0 if cos is None or len(cos) == 1 else cos.stride(0)
-    new, R, CD = kept.state_BGFV.new_empty, H // G, _held(D)
-    piece = CD if codes is None else min(CONFIG.codes, _held(F))
+    new, R, CD = kept.state_BGFD.new_empty, H // G, _held(D)
+    tiles = (H + G) * triton.cdiv(B, CONFIG.rows)
+    piece = CD if codes is None else _piece(F, tiles)
     S = triton.cdiv(F, piece)
     logits, totals, window, lse = new(B, H + G, F), new(B, H + G), new(B, H, D), new(B, H)
     tops, sums, masses = new(B, H + G, S), new(B, H + G, S), new(B, H + G, S)
@@ -70,15 +73,15 @@ def step(token: Token, kept: Kept, rules: Rules) -> Tensor:
     BF, BV = _block_of_state(F, D, R, B * G)
     wide = CD * v.element_size() > 256
     overlap = o.is_cuda and _overlaps(o.device)
-    sizes = {"G": G, "R": R, "D": D, "F": F, "V": V, "P": P, "S": S, "CD": CD, "OVERLAP": overlap}
+    sizes = {"G": G, "R": R, "D": D, "F": F, "P": P, "S": S, "CD": CD, "OVERLAP": overlap}
     sizes |= {"C": 0 if cos is None else cos.shape[1], "M": 0 if visible is None else visible.shape[1]}
     with torch.cuda.device_of(o):
-        read_kernel[((H + G) * triton.cdiv(B, ROWS) * S + B * G,)](
+        read_kernel[(tiles * S + B * G,)](
             q, k, v, q.stride(0), k.stride(0), v.stride(0), cos, sin, cos_step, token.rank_BS, visible,
-            *kept, *(codes or (None,) * 7), None if share is None else share.query_HD,
+            *kept[:5], kept.z_BGF, kept.taken, *(codes or (None,) * 7), None if share is None else share.query_HD,
             logits, totals, tops, sums, masses, window, lse, token.scale, B,
             **sizes, E=E, CE=_held(E), BD=min(CONFIG.channels, CD), BF=piece, N=_held(R), K=16 if wide else 64,
-            SINKS=16, ROWS=ROWS, PP=triton.next_power_of_2(P),
+            SINKS=LEAST, ROWS=CONFIG.rows, PP=triton.next_power_of_2(P),
             num_warps=CONFIG.read_warps * (2 if wide else 1), launch_pdl=overlap,
         )  # fmt: skip
         write_kernel[(B * G, triton.cdiv(D, BV))](
@@ -99,13 +102,21 @@ def _overlaps(device: torch.device) -> bool:
 
 
 def _held(size: int) -> int:
-    return max(ROWS, triton.next_power_of_2(size))
+    return max(LEAST, triton.next_power_of_2(size))
+
+
+def _piece(F: int, tiles: int) -> int:
+    """How many codes a program takes."""
+    piece = min(CONFIG.codes, _held(F))
+    while piece > 2 * LEAST and tiles * triton.cdiv(F, piece) < CONFIG.programs:
+        piece //= 2
+    return piece
 
 
 def _block_of_state(F: int, D: int, R: int, heads: int) -> tuple[int, int]:
     """BF and BV: few enough columns for many programs, and all rows at once where registers hold them."""
     BV = min(CONFIG.columns, _held(D))
-    while BV > 16 and heads * triton.cdiv(D, BV) < CONFIG.programs:
+    while BV > LEAST and heads * triton.cdiv(D, BV) < CONFIG.programs:
         BV //= 2
     BF = _held(F) if _held(F) * BV <= CONFIG.whole else CONFIG.part // BV
     return min(BF, 128 if R > 8 else BF), BV  # many query heads take a matrix product

@@ -26,15 +26,15 @@ def _down(x):
 
 
 @triton.jit
-def _of_state(state, f, column, masses_too, D: tl.constexpr, F: tl.constexpr, V: tl.constexpr):
-    """Rows f of the state, and of the normaliser's column behind it."""
+def _of_state(state, z, f, column, z_too, D: tl.constexpr, F: tl.constexpr):
+    """Rows f of the state, and of the normaliser."""
     f_in_tile = _down(f[None, :])
     block = (f_in_tile < F) & (column < D)
-    rows = tl.load(state + f_in_tile * V + column, mask=block, other=0.0)
-    masses = tl.zeros([f.shape[0]], tl.float32)
-    if V > D:
-        masses = tl.load(state + f * V + D, mask=f < tl.where(masses_too, F, 0), other=0.0)
-    return rows, masses
+    rows = tl.load(state + f_in_tile * D + column, mask=block, other=0.0)
+    of_z = tl.zeros([f.shape[0]], tl.float32)
+    if z is not None:
+        of_z = tl.load(z + f, mask=f < tl.where(z_too, F, 0), other=0.0)
+    return rows, of_z
 
 
 @triton.jit
@@ -58,10 +58,10 @@ def _softmax(top_of, sum_of):
 
 @triton.jit
 def write_kernel(
-    k, v, k_step, v_step, cos, sin, cos_step, rank, ring_k, ring_v, pending, sink_k, sink_v, state, taken,
+    k, v, k_step, v_step, cos, sin, cos_step, rank, ring_k, ring_v, pending, sink_k, sink_v, state, z, taken,
     bias, power, log_share, logits, totals, tops, sums, masses, window, lse, o, tau, root,
     GATE: tl.constexpr, SHARED: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
-    F: tl.constexpr, FG: tl.constexpr, V: tl.constexpr, P: tl.constexpr, M: tl.constexpr, S: tl.constexpr,
+    F: tl.constexpr, FG: tl.constexpr, P: tl.constexpr, M: tl.constexpr, S: tl.constexpr,
     CD: tl.constexpr, CS: tl.constexpr, N: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -79,8 +79,10 @@ def write_kernel(
     group = group[None, None, :, None] if ROWS_AXIS == 1 else group[None, :, None, None]
     in_tile = tl.program_id(1) * BV + group * BC + tl.arange(0, BC)
     # everything is asked for before anything is waited for, and first of all what the other kernel has no part in
-    state += bg * (F * V)  # offsets within it take 32 bits
-    next_rows, next_masses = _of_state(state, tl.arange(0, BF), in_tile, is_first, D, F, V)
+    state += bg * (F * D)  # offsets within it take 32 bits
+    if z is not None:
+        z += bg * F
+    next_rows, next_z = _of_state(state, z, tl.arange(0, BF), in_tile, is_first, D, F)
     new_rank = tl.load(rank + b * (P + 1) + P)
     new_v = tl.load(v + b * v_step + g * D + column, mask=inside, other=0.0)
     if C > 0:
@@ -135,9 +137,9 @@ def write_kernel(
     read = tl.zeros([N, BV], tl.float32)
     for start in range(0, F, BF):
         f = start + tl.arange(0, BF)
-        old, old_masses, k_logits, q_logits = next_rows, next_masses, next_key, next_queries
+        old, old_z, k_logits, q_logits = next_rows, next_z, next_key, next_queries
         if BF < F:
-            next_rows, next_masses = _of_state(state, f + BF, in_tile, is_first, D, F, V)
+            next_rows, next_z = _of_state(state, z, f + BF, in_tile, is_first, D, F)
             next_key, next_queries = _of_features(logits, f + BF, n, g, G, R, F)
         feature = tl.where(written, tl.exp(k_logits - k_top) / k_sum, 0.0)
         if GATE is None:
@@ -152,13 +154,13 @@ def write_kernel(
             decay = tl.where(written, tl.exp(_log_sigmoid(gate) / tau), 1.0)
         new = old * _down(decay[None, :]) + _down(feature[None, :]) * value
         f_in_tile = _down(f[None, :])
-        at = state + f_in_tile * V + in_tile
+        at = state + f_in_tile * D + in_tile
         if F % BF == 0 and D % BV == 0:
             tl.store(at, new)  # a mask would make a branch of every number
         else:
             tl.store(at, new, mask=(f_in_tile < F) & (in_tile < D))
-        if SHARED:
-            tl.store(state + f * V + D, old_masses * decay + feature, mask=f < tl.where(is_first, F, 0))
+        if z is not None:
+            tl.store(z + f, old_z * decay + feature, mask=f < tl.where(is_first, F, 0))
         asked = tl.exp(q_logits - q_top[:, None]) / q_sum[:, None]
         asked_of = old if pending is not None else new
         if N < 16:
