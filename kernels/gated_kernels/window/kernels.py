@@ -216,7 +216,7 @@ def _weighed(q, k, v, do, lse, scale, seen):
 @triton.jit
 def backward_q_kernel(
     q, k, v, valid, segment, sink_k, sink_v, visible, memory, mass, log_weight, share, lse, do, dlse,
-    dq, mean, dmemory, dmass, dweight, scale, T, S, M, window,
+    dq, mean, dmemory, dmass, dweight, dsink_k, dsink_v, scale, T, S, M, window,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -225,6 +225,7 @@ def backward_q_kernel(
 
     They are taken over the very products that they will be subtracted from: do.o, their equal, would not cancel as
     well. Hence two sweeps over the keys, unless all that a block of rows may see are few BLOCKS, which stay at hand.
+    Then the sinks' gradients by these rows are made here, too.
     """
     n = tl.program_id(0) * N + tl.arange(0, N)
     g, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -297,7 +298,14 @@ def backward_q_kernel(
     if BLOCKS:
         for i in tl.static_range(BLOCKS):
             weights, dweights, k_KC = each[i]
-            dq_NC = _dot(weights * (dweights - mean_N[:, None]) * scale, k_KC, dq_NC)
+            dlogits = rounded(weights * (dweights - mean_N[:, None]) * scale, k_KC.dtype)
+            if i == 0 and dsink_k is not None:  # of its keys, all that are no sinks are left out
+                index = tl.arange(0, K)
+                at = ((tl.program_id(0).to(tl.int64) * tl.num_programs(2) + b) * M + index) * G + g
+                _store(dsink_k, at, index < M, _dot(tl.trans(dlogits), q_NC, None), D, C)
+                of_values = tl.trans(rounded(weights, do_NE.dtype))
+                _store(dsink_v, at, index < M, _dot(of_values, do_NE, None), V, E)
+            dq_NC = _dot(dlogits, k_KC, dq_NC)
     else:
         for start in range(M, M + end - first, K):
             seen, k_KC, v_KE = _keys(

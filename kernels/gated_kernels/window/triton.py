@@ -3,9 +3,10 @@
 The R query heads of a key-value head are rows of one problem: row n is query n // R of head n % R. The forward pass and
 that of dq give a program a block of rows, which meets the sinks and the keys in its windows: all of them at once, where
 they are few enough for registers, else block by block. What a memory has for a row joins it in the end. The pass of dk
-and dv gives a program a block of keys or of sinks, which meets the rows that may see them; of a memory it knows by
-their sums of weights alone, whose logs are all that is kept beside the inputs. Products are of the inputs' dtype with
-fp32 sums, the softmax is in fp32, and no program adds to what another one writes: gradients are deterministic.
+and dv gives a program a block of keys, which meets the rows that may see them; or of sinks, where the pass of dq goes
+block by block and does not make their gradients in passing. Of a memory it knows by their sums of weights alone, whose
+logs are all that is kept beside the inputs. Products are of the inputs' dtype with fp32 sums, the softmax is in fp32,
+and no program adds to what another one writes: gradients are deterministic.
 
 Shapes: B batch, T queries, S = P + T keys, H query heads, G key-value heads, R = H / G, D head size, V value size,
 M sinks. In a kernel: N block of rows, K block of keys or sinks, C and E the powers of two that hold D and V.
@@ -118,28 +119,30 @@ def backward(
     dq, dk, dv, mean = (torch.empty_like(x) for x in (q, k, v, lse))
     dmemory, dmass = (None if x is None else torch.empty_like(x) for x in (memory, mass))
     dweight = None if memory is None else torch.empty_like(lse)
+    by_rows, dsinks, part_size = _launch_rows(blocks.queries, R, window, M), [], 0
+    if sink_k is not None:
+        part_size = blocks.queries.rows
+        if not by_rows["BLOCKS"]:
+            row_blocks, programs = triton.cdiv(T * R, blocks.keys.rows), B * G * triton.cdiv(M, SINKS)
+            part_size = triton.cdiv(row_blocks, max(PROGRAMS // max(programs, 1), 1)) * blocks.keys.rows
+        parts = triton.cdiv(T * R, part_size)
+        dsinks = [q.new_empty(parts, *x.shape, dtype=torch.float32) for x in (sink_k, sink_v)]
     with torch.cuda.device_of(q):
         backward_q_kernel[triton.cdiv(T * R, blocks.queries.rows), G, B](
             q, k, v, valid, segment, sink_k, sink_v, visible, *beside, lse, do, dlse,
-            dq, mean, dmemory, dmass, dweight, scale, *numbers, **sizes,
-            **_launch_rows(blocks.queries, R, window, M),
+            dq, mean, dmemory, dmass, dweight, *(dsinks if by_rows["BLOCKS"] and dsinks else (None, None)), scale,
+            *numbers, **sizes, **by_rows,
         )  # fmt: skip
         backward_k_kernel[triton.cdiv(S, blocks.keys.keys), G, B](
             q, k, v, valid, segment, None, lse, do, mean, dk, dv, scale, T, S, window, 0,
             **sizes, **_launch(blocks.keys),
         )  # fmt: skip
-        grads = [dq, dk, dv]
-        if sink_k is not None:
-            rows = blocks.keys.rows
-            row_blocks, sink_blocks = triton.cdiv(T * R, rows), triton.cdiv(M, SINKS)
-            part_size = triton.cdiv(row_blocks, max(PROGRAMS // max(B * G * sink_blocks, 1), 1)) * rows
-            parts = triton.cdiv(T * R, part_size)
-            dsink_k, dsink_v = (q.new_empty(parts, *x.shape, dtype=torch.float32) for x in (sink_k, sink_v))
-            backward_k_kernel[sink_blocks, G * parts, B](
-                q, sink_k, sink_v, None, None, visible, lse, do, mean, dsink_k, dsink_v,
+        if dsinks and not by_rows["BLOCKS"]:
+            backward_k_kernel[triton.cdiv(M, SINKS), G * len(dsinks[0]), B](
+                q, sink_k, sink_v, None, None, visible, lse, do, mean, *dsinks,
                 scale, T, M, window, part_size, **sizes, **_launch(blocks.keys._replace(keys=SINKS)),
             )  # fmt: skip
-            grads += [dsink_k.sum(0).to(sink_k.dtype), dsink_v.sum(0).to(sink_v.dtype)]
+    grads = [dq, dk, dv, *(x.sum(0).to(q.dtype if i == 0 else v.dtype) for i, x in enumerate(dsinks))]
     if share_H is not None and dweight is not None:
         dweight = dweight.sum((0, 1))
     return [*grads, *(x for x in (dmemory, dmass, dweight) if x is not None)]
