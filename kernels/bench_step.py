@@ -79,10 +79,8 @@ class Steps:
             self.run(prompt, torch.arange(TOKENS, device=self.device)[None], None)
         for layer, kept in zip(self.layers, self.cache.layers):
             kept.freeze(layer.spec.keep, in_place=True)
-            if fused:
-                if not layer.fuses(kept, self.taken):
-                    sys.exit(f"step: the kernels do not take {kind} of this size, dtype or device.")
-                kept.taken, kept.taken_from = self.taken, kept.length
+            if fused and not layer.fuse(kept, self.taken):
+                sys.exit(f"step: the kernels do not take {kind} of this size, dtype or device.")
 
     def layer(self, config: Any, i: int) -> Any:
         with torch.device("meta"):

@@ -334,7 +334,7 @@ def test_the_kernels_are_on_where_there_is_a_gpu_or_when_asked_for() -> None:
 
 def test_configurations_of_every_kind_compile_for_hopper_within_the_shared_memory_of_ampere(tmp_path: Path) -> None:
     lines = told_by(__file__, tmp_path)
-    assert len(lines) == 5 * len(COMPILED) + 8 * len(SCALAR) + 17 * len(FEATURES)
+    assert len(lines) == 5 * len(COMPILED) + 9 * len(SCALAR) + 17 * len(FEATURES)
     assert max(int(line[0]) for line in lines) <= LEAST_SHARED
     assert max(int(line[1]) for line in lines if len(line) > 1) <= 192  # bytes a thread: 8 by Triton 3.6
 
@@ -348,13 +348,14 @@ def compile_all() -> None:
             shared_by(getattr(kernels, f"{name}_kernel"), constants | ({} if segments else {"segment": None}), dtype)
     for F, V, R, dtype, exclusive, gated, mass in SCALAR:
         absent = {} if gated else dict.fromkeys(("read", "write", "dread", "dwrite", "dtotal", "dpairs"))
+        absent |= {} if gated and mass else {"q_along": None, "k_along": None}
         absent |= {} if mass else dict.fromkeys(("written", "dmass", "z", "dz"))
         for name, kernel in scalar.KERNELS.items():
             compiled_for = scalar.constants(name, 8, R, F, V, mass, exclusive, dtype) | absent
             shared_by(kernel, compiled_for, dtype, spills=dtype == BF16 and V in (64, 128))
         sizes = {"G": 8, "EXCLUSIVE": exclusive, "C": scalar.CHUNK[kernels.PRODUCTS[dtype][0]], "num_warps": 1}
         shared_by(scalar.sums_kernel, sizes | ({} if gated else {"log_a": None}), dtype)
-        shared_by(scalar.dgates_kernel, sizes | {"OF_F": 2, "OF_V": 1}, dtype)
+        shared_by(scalar.dgates_kernel, sizes | {"OF_F": 2}, dtype)
         constants = {"SIZE": F * (V + mass), "CHUNKS": 16, "BLOCK": 1024, "REVERSED": exclusive}
         shared_by(scalar.carry_kernel, sizes | constants | absent | {"num_warps": 4}, dtype)
     for F, V, R, exclusive, segments in FEATURES:
@@ -373,11 +374,11 @@ def shared_by(kernel: Any, constants: dict[str, Any], dtype: torch.dtype, spills
     pointers = {BF16: "*bf16", FP16: "*fp16", FP32: "*fp32"}
     types = dict.fromkeys(("T", "B", "N", "PART", "rows"), "i32") | {"segment": "*i64"}
     types |= dict.fromkeys(("strong", "bounds"), "*i32") | {"written": "*i1"}
-    types |= dict.fromkeys(("states", "dstates"), pointers[kernels.PRODUCTS[dtype][0]])
+    types |= dict.fromkeys(("states", "dstates", "dscores"), pointers[kernels.PRODUCTS[dtype][0]])
     states = "state", "first", "last", "dstate", "dlast", "ends"
     gates = "log_a", "dlog_a", "read", "write", "sums"
     types |= dict.fromkeys((*states, *gates, "q_lse", "dlse", "dread", "dwrite", "dtotal", "dpairs"), "*fp32")
-    types |= dict.fromkeys(("mass", "dmass", "z", "dz"), "*fp32")
+    types |= dict.fromkeys(("mass", "dmass", "z", "dz", "q_along", "k_along"), "*fp32")
     given = {x: value for x, value in constants.items() if x in kernel.arg_names}
     signature = {x: "constexpr" if x in given else types.get(x, pointers[dtype]) for x in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, x in enumerate(kernel.arg_names) if signature[x][0] == "*"}

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gated_kernels.diagonal.tiles import load, product, store
+from gated_kernels.diagonal.tiles import load, load_vector, product, store, store_vector
 from gated_kernels.interpreter import INTERPRETED, rounded
 
 PROGRAMS = 528  # that fill a GPU: four on each of the 132 processors of an H200
@@ -37,19 +37,20 @@ PROGRAMS = 528  # that fill a GPU: four on each of the 132 processors of an H200
 # with up to 256 codes, and for all others; second and third are the fastest on an H200 of those that fit into 99
 # KB. At heads of 64 and 128 none spills by Triton 3.6, and by 3.9 one 24 bytes.
 BLOCKS = {
-    "forward": ((64, 256, 4, 2), (64, 256, 4, 2), (64, 256, 4, 2), (128, 128, 8, 2)),
-    "rows": ((64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2)),
-    "turns": ((64, 0, 4, 2),) * 4,
-    "codes": ((64, 128, 8, 2), (64, 64, 4, 2), (128, 64, 4, 2), (64, 128, 8, 2)),
+    "forward": ((64, 256, 4, 3), (64, 256, 4, 2), (64, 256, 4, 3), (128, 128, 8, 2)),
+    "rows": ((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2)),
+    "turns": ((64, 0, 4, 3),) * 4,
+    "codes": ((128, 64, 4, 2), (64, 64, 4, 2), (128, 64, 4, 2), (64, 128, 8, 2)),
 }
 LARGEST = 256  # head, the largest whose tiles fit into shared memory
 TO_BASE_2 = tl.constexpr(1.4426950408889634)
-SHARPEST = tl.constexpr(2.0**24)
+SHARPEST = tl.constexpr(2.0**14)
 
 
 @triton.jit
 def tau_of(log_tau, n):
-    """At most SHARPEST: what rounding leaves between the largest logit and itself would overflow with a larger one."""
+    """At most SHARPEST, by which u, in fp16, tells no more codes apart than by a larger one: a logit that is rounded in
+    one place and not in another would then differ from itself by more than the weights may err."""
     return tl.minimum(tl.exp(tl.load(log_tau + n)), SHARPEST)
 
 
@@ -73,10 +74,11 @@ def logits_by(u, codes, scale, f, F: tl.constexpr, BF: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    x, turn, shift, log_tau, codes, phi, rows, part,
+    x, turn, shift, log_tau, codes, phi, sums, rows, part,
     N: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr,
     M: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
+    """The map, and the log sums of each row's softmax."""
     n = tl.program_id(0) % N
     start = (tl.program_id(0) // N * part).to(tl.int64)
     codes += n // (N // G) * F * E
@@ -97,8 +99,11 @@ def forward_kernel(
         to = phi + (first * N + n) * F
         if F <= BF:
             logits = logits_by(u, codes_FE, scale, f, F, BF)
-            weights = tl.exp2(logits - tl.max(logits, 1)[:, None])
-            weights *= (1.0 / tl.sum(weights, 1))[:, None]
+            top = tl.max(logits, 1)
+            weights = tl.exp2(logits - top[:, None])
+            mass = tl.sum(weights, 1)
+            weights *= (1.0 / mass)[:, None]
+            total = top + tl.log2(mass)
             store(to, rounded(weights, tl.bfloat16), i, left, N * F, f, F)
         else:
             top = tl.full((M,), float("-inf"), tl.float32)
@@ -108,21 +113,33 @@ def forward_kernel(
                 higher = tl.maximum(top, tl.max(logits, 1))
                 mass = mass * tl.exp2(top - higher) + tl.sum(tl.exp2(logits - higher[:, None]), 1)
                 top = higher
-            sums = top + tl.log2(mass)
+            total = top + tl.log2(mass)
             for f0 in range(0, F, BF):
                 logits = logits_by(u, load(codes, f0 + f, F, E, e, E), scale, f0 + f, F, BF)
-                weights = tl.exp2(logits - sums[:, None])
+                weights = tl.exp2(logits - total[:, None])
                 store(to, rounded(weights, tl.bfloat16), i, left, N * F, f0 + f, F)
+        store_vector(sums + n.to(tl.int64) * rows + first, total, i, left, 1)
+
+
+@triton.jit
+def dlogits_by(logits, dweights, total, mean, KNOWN: tl.constexpr):
+    """w (dw - mean) of weights w. A mean that is KNOWN was taken under weights as bf16 has them, and so dw counts here:
+    then a row's dlogits still cancel, however sharp it is."""
+    weights = tl.exp2(logits - total)
+    dweights = dweights.to(tl.float32)
+    if KNOWN:
+        return rounded(weights, tl.bfloat16).to(tl.float32) * dweights - weights * mean
+    return weights * (dweights - mean)
 
 
 @triton.jit
 def rows_kernel(
     x, turn, shift, log_tau, codes, dphi, us, dys, sums, means, dlog_tau, rows, part,
-    N: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr,
+    N: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, KNOWN: tl.constexpr,
     M: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """u and its gradient before it is brought to length 1, the log sums and the mean gradients of each row's softmax,
-    and parts of the gradient of tau."""
+    """u and its gradient before it is brought to length 1, parts of the gradient of tau, and, where they are not KNOWN,
+    the log sums and the mean gradients of each row's softmax."""
     n = tl.program_id(0) % N
     start = (tl.program_id(0) // N * part).to(tl.int64)
     codes += n // (N // G) * F * E
@@ -137,38 +154,44 @@ def rows_kernel(
     for first in range(start, tl.minimum(start + part, rows), M):
         left = (rows - first).to(tl.int32)
         back = dphi + (first * N + n) * F
-        ahead = load(back, i, left, N * F, f, F)
+        at_rows = n.to(tl.int64) * rows + first
+        if not KNOWN:
+            ahead = load(back, i, left, N * F, f, F)
         x_MD = load(x + (first * N + n) * D, i, left, N * D, d, D)
         u_ME, inverse = turned(x_MD, turn_DE, shift_E)
         u_ME = u_ME.to(tl.float16)
         store(us + (first * N + n) * E, u_ME, i, left, N * E, e, E)
-        top = tl.full((M,), float("-inf"), tl.float32)
-        mass = tl.zeros((M,), tl.float32)
-        means_MF = tl.zeros((M, BF), tl.float32)  # summed up in the end: a sum by rows changes how tiles lie
-        for f0 in range(0, F, BF):
-            logits = logits_by(u_ME, load(codes, f0 + f, F, E, e, E), tau * TO_BASE_2, f0 + f, F, BF)
-            dweights = ahead.to(tl.float32)
-            ahead = load(back, i, left, N * F, f0 + BF + f, F)  # under way while this block is worked on
-            higher = tl.maximum(top, tl.max(logits, 1))
-            keep = tl.exp2(top - higher)
-            weights = tl.exp2(logits - higher[:, None])
-            mass = mass * keep + tl.sum(weights, 1)
-            means_MF = means_MF * keep[:, None] + weights * dweights
-            top = higher
-        mean = tl.sum(means_MF, 1) / mass
-        total = top + tl.log2(mass)
+        if KNOWN:
+            total = tl.load(sums + at_rows + i, mask=i < left, other=float("inf"))
+            mean = load_vector(means + at_rows, i, left, 1)
+        else:
+            top = tl.full((M,), float("-inf"), tl.float32)
+            mass = tl.zeros((M,), tl.float32)
+            means_MF = tl.zeros((M, BF), tl.float32)  # summed up in the end: a sum by rows changes how tiles lie
+            for f0 in range(0, F, BF):
+                logits = logits_by(u_ME, load(codes, f0 + f, F, E, e, E), tau * TO_BASE_2, f0 + f, F, BF)
+                dweights = ahead.to(tl.float32)
+                ahead = load(back, i, left, N * F, f0 + BF + f, F)  # under way while this block is worked on
+                higher = tl.maximum(top, tl.max(logits, 1))
+                keep = tl.exp2(top - higher)
+                weights = tl.exp2(logits - higher[:, None])
+                mass = mass * keep + tl.sum(weights, 1)
+                means_MF = means_MF * keep[:, None] + weights * dweights
+                top = higher
+            mean = tl.sum(means_MF, 1) / mass
+            total = top + tl.log2(mass)
+            store_vector(sums + at_rows, total, i, left, 1)
+            store_vector(means + at_rows, mean, i, left, 1)
         du = tl.zeros((M, BE), tl.float32)
-        last: tl.constexpr = (F - 1) // BF * BF  # back from there, as what was read last is still at hand
+        last: tl.constexpr = (F - 1) // BF * BF  # back from there, as what was read last may still be at hand
         for f0 in range(0, F, BF):
             at = last - f0 + f
             codes_FE = load(codes, at, F, E, e, E)
             logits = logits_by(u_ME, codes_FE, tau * TO_BASE_2, at, F, BF)
-            dweights = load(back, i, left, N * F, at, F).to(tl.float32)
-            dlogits = tl.exp2(logits - total[:, None]) * (dweights - mean[:, None])
+            dweights = load(back, i, left, N * F, at, F)
+            dlogits = dlogits_by(logits, dweights, total[:, None], mean[:, None], KNOWN)
             dlog_tau_M += tl.sum(dlogits * logits, 1)
             du = product(rounded(dlogits, tl.bfloat16), rounded(codes_FE, tl.bfloat16), du, tl.bfloat16, "tf32")
-        tl.store(sums + n.to(tl.int64) * rows + first + i, total, mask=i < left)
-        tl.store(means + n.to(tl.int64) * rows + first + i, mean, mask=i < left)
         du *= tau
         u = u_ME.to(tl.float32)  # registers are few
         along = tl.where(inverse < 1e12, tl.sum(u * du, 1), 0.0)
@@ -207,7 +230,7 @@ def turns_kernel(
 @triton.jit
 def codes_kernel(
     us, log_tau, codes, dphi, sums, means, dcodes, rows, part,
-    N: tl.constexpr, G: tl.constexpr, E: tl.constexpr, F: tl.constexpr,
+    N: tl.constexpr, G: tl.constexpr, E: tl.constexpr, F: tl.constexpr, KNOWN: tl.constexpr,
     M: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a block of codes by some rows of a head; logits are computed transposed, as they are used."""
@@ -228,7 +251,7 @@ def codes_kernel(
         total = tl.load(sums + n.to(tl.int64) * rows + first + i, mask=i < left, other=float("inf"))
         mean = tl.load(means + n.to(tl.int64) * rows + first + i, mask=i < left, other=0.0)
         logits = product(codes_FE, tl.trans(u_ME), None, tl.float16, "tf32") * (tau * TO_BASE_2)
-        dlogits = tl.exp2(logits - total[None, :]) * (dweights.to(tl.float32) - mean[None, :])
+        dlogits = dlogits_by(logits, dweights, total[None, :], mean[None, :], KNOWN)
         dcodes_FE = product(rounded(dlogits, tl.bfloat16), rounded(u_ME, tl.bfloat16), dcodes_FE, tl.bfloat16, "tf32")
     store(dcodes + program.to(tl.int64) * F * E, dcodes_FE * tau, f, F, E, e, E)
 
@@ -268,16 +291,22 @@ def _sizes(x: Tensor, codes: Tensor) -> tuple[int, tuple[int, int, int, int, int
     return B * T, (N, G, D, E, F)
 
 
-@torch.library.custom_op("gated_kernels::codebook", mutates_args=())
-def forward(x: Tensor, turn: Tensor, shift: Tensor, log_tau: Tensor, codes: Tensor) -> Tensor:
+def mapped(x: Tensor, turn: Tensor, shift: Tensor, log_tau: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+    """The map [B,T,N,F], and the log sums of its softmax to base 2, [N, B T]."""
     x, turn, shift, log_tau, codes = plain(x, turn, shift, log_tau, codes)
     rows, sizes = _sizes(x, codes)
     phi = x.new_empty(*x.shape[:3], codes.shape[1])
+    sums = x.new_empty(sizes[0], rows, dtype=torch.float32)
     compiled_for = constants("forward", *sizes)
     parts, part = _split(rows, compiled_for, sizes[0])
     with torch.cuda.device_of(x):
-        forward_kernel[(parts * sizes[0],)](x, turn, shift, log_tau, codes, phi, rows, part, **compiled_for)
-    return phi
+        forward_kernel[(parts * sizes[0],)](x, turn, shift, log_tau, codes, phi, sums, rows, part, **compiled_for)
+    return phi, sums
+
+
+@torch.library.custom_op("gated_kernels::codebook", mutates_args=())
+def forward(x: Tensor, turn: Tensor, shift: Tensor, log_tau: Tensor, codes: Tensor) -> Tensor:
+    return mapped(x, turn, shift, log_tau, codes)[0]
 
 
 @forward.register_fake
@@ -285,22 +314,31 @@ def _(x: Tensor, turn: Tensor, shift: Tensor, log_tau: Tensor, codes: Tensor) ->
     return x.new_empty(*x.shape[:3], codes.shape[1])
 
 
-@torch.library.custom_op("gated_kernels::codebook_backward", mutates_args=())
-def backward(x: Tensor, turn: Tensor, shift: Tensor, log_tau: Tensor, codes: Tensor, dphi: Tensor) -> list[Tensor]:
-    """The gradients of what the map is made of."""
+def gradients(
+    x: Tensor,
+    turn: Tensor,
+    shift: Tensor,
+    log_tau: Tensor,
+    codes: Tensor,
+    dphi: Tensor,
+    known: tuple[Tensor, Tensor] | None = None,
+) -> list[Tensor]:
+    """The gradients of what the map is made of. `known` spare a pass over dphi: the log sums, and the product of each
+    row's map, as it was rounded, and dphi, [N, B T] both."""
     given = turn, shift, log_tau, codes
     x, turn, shift, log_tau, codes = plain(x, *given)
     rows, (N, G, D, E, F) = _sizes(x, codes)
     dphi = dphi.contiguous()
     dx, dys = torch.empty_like(x), x.new_empty(rows, N, E)
     us = torch.empty_like(dys, dtype=torch.float16)
-    sums, means = x.new_empty(2, N, rows, dtype=torch.float32)
+    sums, means = known or x.new_empty(2, N, rows, dtype=torch.float32)
     by_rows, by_turns, by_codes = (constants(name, N, G, D, E, F) for name in ("rows", "turns", "codes"))
     with torch.cuda.device_of(x):
         parts, part = _split(rows, by_rows, N)
         dlog_tau = x.new_empty(parts, N, dtype=torch.float32)
         rows_kernel[(parts * N,)](
-            x, turn, shift, log_tau, codes, dphi, us, dys, sums, means, dlog_tau, rows, part, **by_rows
+            x, turn, shift, log_tau, codes, dphi, us, dys, sums, means, dlog_tau, rows, part, KNOWN=known is not None,
+            **by_rows,
         )  # fmt: skip
         parts, part = _split(rows, by_turns, N)
         dturn = x.new_empty(parts, N, D, E, dtype=torch.float32)
@@ -310,10 +348,15 @@ def backward(x: Tensor, turn: Tensor, shift: Tensor, log_tau: Tensor, codes: Ten
         parts, part = _split(rows, by_codes, N * blocks)
         dcodes = x.new_empty(parts, G, N // G, F, E, dtype=torch.float32)
         codes_kernel[(parts * N * blocks,)](
-            us, log_tau, codes, dphi, sums, means, dcodes, rows, part, **by_codes
+            us, log_tau, codes, dphi, sums, means, dcodes, rows, part, KNOWN=known is not None, **by_codes
         )  # fmt: skip
     found = dturn.sum(0), dshift.sum(0), dlog_tau.sum(0), dcodes.sum((0, 2))
     return [dx, *(gradient.to(of.dtype) for gradient, of in zip(found, given))]
+
+
+@torch.library.custom_op("gated_kernels::codebook_backward", mutates_args=())
+def backward(x: Tensor, turn: Tensor, shift: Tensor, log_tau: Tensor, codes: Tensor, dphi: Tensor) -> list[Tensor]:
+    return gradients(x, turn, shift, log_tau, codes, dphi)
 
 
 @backward.register_fake

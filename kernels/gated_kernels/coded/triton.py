@@ -1,7 +1,8 @@
 """The diagonal recurrence over a codebook's maps, by the Triton kernels of both, keeping only what it is given.
 
-The maps of queries and keys, F numbers a head and token, are made once more in the backward pass. Forward, that of
-the queries is made where it is read (`read.py`), but for gates per feature and large heads.
+The maps of queries and keys, F numbers a head and token, are made once more in the backward pass, where with one gate a
+head, or none, their gradients take their places. Forward, that of the queries is made where it is read (`read.py`), but
+for gates per feature and large heads.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, E size of a code, F codes, V value size.
 """
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from gated_kernels.codebook import triton as codebook
 from gated_kernels.coded import read
+from gated_kernels.diagonal import scalar
 from gated_kernels.diagonal import triton as diagonal
 from gated_kernels.interpreter import INTERPRETED
 
@@ -74,15 +76,27 @@ def backward(
 ) -> list[Tensor]:
     """The gradients of all tensors up to log_a (empty where there is none), and of the state."""
     of_q, of_k = (q, q_turn, q_shift, q_log_tau, codes), (k, k_turn, k_shift, k_log_tau, codes)
-    phi_q, phi_k = codebook.forward(*of_q), codebook.forward(*of_k)
-    dphi_q, _, dphi_k, *rest = diagonal.backward(
-        phi_q, None, phi_k, v, log_a, written, state, segment, exclusive, do, dmass, dlast
-    )
+    (phi_q, q_sums), (phi_k, k_sums) = codebook.mapped(*of_q), codebook.mapped(*of_k)
+    q_known = k_known = None
+    if log_a is None or log_a.shape[-1] == 1:
+        log_a, written, segment = (None if x is None else x.contiguous() for x in (log_a, written, segment))
+        v, state, do, dmass, dlast = (x.contiguous() for x in (v, state, do, dmass, dlast))
+        with torch.cuda.device_of(v):
+            dphi_q, dphi_k, dv, dlog_a, dstate, (q_means, k_means) = scalar.backward(
+                phi_q, phi_k, v, log_a, written, state, segment, exclusive, do, None if written is None else dmass,
+                dlast, over=True,
+            )  # fmt: skip
+        q_known, k_known = (q_sums, q_means), (k_sums, k_means)
+    else:
+        dphi_q, _, dphi_k, dv, dlog_a, dstate = diagonal.backward(
+            phi_q, None, phi_k, v, log_a, written, state, segment, exclusive, do, dmass, dlast
+        )
     del phi_q, phi_k
-    dq, *dq_map, dcodes = codebook.backward(*of_q, dphi_q)
+    dq, *dq_map, dcodes = codebook.gradients(*of_q, dphi_q, q_known)
     del dphi_q
-    dk, *dk_map, dcodes_by_k = codebook.backward(*of_k, dphi_k)
-    return [dq, dk, *dq_map, *dk_map, dcodes + dcodes_by_k, *rest]
+    dk, *dk_map, dcodes_by_k = codebook.gradients(*of_k, dphi_k, k_known)
+    dlog_a = v.new_empty(0) if dlog_a is None else dlog_a
+    return [dq, dk, *dq_map, *dk_map, dcodes + dcodes_by_k, dv, dlog_a, dstate]
 
 
 @backward.register_fake

@@ -33,7 +33,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gated_kernels.diagonal.scalar_chunks import dgates_kernel, dqk_kernel, dv_kernel, outputs_kernel
+from gated_kernels.diagonal.scalar_chunks import (
+    dgates_kernel,
+    dqk_kernel,
+    dscores_kernel,
+    dv_kernel,
+    outputs_kernel,
+)
 from gated_kernels.diagonal.scalar_passes import carry_kernel, dstates_kernel, states_kernel, sums_kernel
 from gated_kernels.diagonal.tiles import PRODUCTS
 
@@ -42,15 +48,16 @@ BF16, FP32 = torch.bfloat16, torch.float32
 # In bf16 by Triton 3.6 none spills more than 16 bytes a thread at the usual sizes, F of 64 to 1024, V of 64 and 128.
 CHUNK = {BF16: 64, FP32: 32}
 BLOCKS = {
-    "states": {BF16: (64, 128, 4, 3), FP32: (64, 32, 4, 2)},
+    "states": {BF16: (64, 128, 4, 2), FP32: (64, 32, 4, 2)},
     "outputs": {BF16: (128, 128, 4, 2), FP32: (32, 32, 8, 1)},
     "dstates": {BF16: (64, 128, 4, 3), FP32: (64, 32, 4, 2)},
+    "dscores": {BF16: (64, 128, 4, 2), FP32: (32, 32, 4, 2)},
     "dv": {BF16: (128, 128, 4, 1), FP32: (32, 32, 8, 1)},
-    "dqk": {BF16: (64, 128, 4, 2), FP32: (16, 32, 4, 1)},
+    "dqk": {BF16: (64, 128, 4, 1), FP32: (16, 32, 4, 1)},
 }
 NARROWEST = {BF16: 64, FP32: 16}  # tile: on Hopper Triton 3.6 reads one of 16 or 32 columns beyond its shared memory
-# BF in bf16 where they loop over features, by BV.
-LOOPED = {"outputs": {64: 64, 128: 64}, "dv": {64: 64, 128: 128}}
+# BF and num_stages in bf16 where they loop over features.
+LOOPED = {"outputs": (64, 2), "dv": (64, 3)}
 LOOPED_BV = 64  # of dqk where it loops over values
 PROGRAMS = 264  # in a pass over the states, at which a GPU is full enough: two on each of the 132 processors of an H200
 STEPS = 8  # of the loop over chunks (and heads, backward) that a part has at least
@@ -59,6 +66,7 @@ KERNELS = {
     "states": states_kernel,
     "outputs": outputs_kernel,
     "dstates": dstates_kernel,
+    "dscores": dscores_kernel,
     "dv": dv_kernel,
     "dqk": dqk_kernel,
 }
@@ -74,10 +82,12 @@ def constants(
     BF = min(BF, max(NARROWEST[computed_in], triton.next_power_of_2(F)))
     BV = min(BV, max(NARROWEST[computed_in], triton.next_power_of_2(V)))
     if kernel in LOOPED and F > BF:
-        BF, stages = LOOPED[kernel][BV] if computed_in == BF16 else BF, 2
+        BF, stages = LOOPED[kernel] if computed_in == BF16 else (BF, 2)
     elif kernel == "dqk" and V > BV:
-        BV, stages = min(BV, LOOPED_BV), 1  # gradients of states are an operand and in registers
-    elif kernel in ("outputs", "dqk") and BV > 64:
+        BV = min(BV, LOOPED_BV)
+    elif kernel == "dstates" and computed_in == BF16 and BV == 64 and F > BF:
+        BF, stages = 128, 2  # as many numbers
+    elif kernel == "outputs" and BV > 64:
         stages = 1  # more would not fit into the 99 KB of an Ampere's shared memory
     found = {
         "G": G,
@@ -114,7 +124,9 @@ class Call:
         dtype = functools.reduce(torch.promote_types, (q.dtype, k.dtype, v.dtype))
         sizes = G, H // G, F, V, written is not None, exclusive, dtype
         self.constants = {name: constants(name, *sizes) for name in KERNELS}
-        self.blocks = {name: (triton.cdiv(F, c["BF"]), triton.cdiv(V, c["BV"])) for name, c in self.constants.items()}
+        self.blocks = {
+            name: (triton.cdiv(F, c.get("BF", F)), triton.cdiv(V, c["BV"])) for name, c in self.constants.items()
+        }
         self.C = CHUNK[PRODUCTS[dtype][0]]
         self.G, self.N, self.heads = G, triton.cdiv(self.T, self.C), self.B * G
         self.chunks = self.heads * self.N
@@ -189,29 +201,39 @@ def backward(
     do: Tensor,
     dmass: Tensor | None,
     dlast: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """The gradients of q, k, v, log_a and the state."""
+    over: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, list[Tensor]]:
+    """The gradients of q, k, v, log_a and the state. With `over`, those of q and k take the places of q and k, whose
+    products with them are given as well, [H, B T] and [G, B T]."""
     call = Call(q, k, v, log_a, written, segment, exclusive)
+    H, G = q.shape[2], call.G
     dstates, dz = torch.empty_like(call.states), None if call.z is None else torch.empty_like(call.z)
     call.scan("states", state, call.states, call.z, k, v, written, call.write)
     dstate = call.scan("dstates", dlast, dstates, dz, q, do, dmass, call.read, call.write)
-    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    of_F, of_V = call.blocks["dqk"][0], call.blocks["dv"][1]
+    dv = torch.empty_like(v)
+    dq, dk = (q, k) if over else (torch.empty_like(q), torch.empty_like(k))
+    dscores = call.states.new_empty(call.chunks, H // G, call.C, call.C)
+    of_F = call.blocks["dqk"][0]
+    along = [q.new_empty(of_F, heads, call.B * call.T, dtype=torch.float32) for heads in (H, G)] if over else []
     dread = dwrite = dtotal = dpairs = dlog_a = None
     if log_a is not None:
         dread, dwrite = q.new_empty(2, of_F, call.chunks, call.C, dtype=torch.float32)
         dtotal = q.new_empty(of_F, call.chunks, dtype=torch.float32)
-        dpairs = q.new_empty(of_V, call.chunks, call.C, dtype=torch.float32)
-    shared = q, k, v, written, call.read, call.write, do, dmass
-    dv_kernel[call.chunks, of_V](*shared, dstates, dv, dpairs, call.B, call.T, **call.constants["dv"])
+        dpairs = q.new_empty(call.chunks, call.C, dtype=torch.float32)
+    dscores_kernel[(call.chunks * (H // G),)](
+        v, written, call.read, call.write, do, dmass, dscores, call.T, **call.constants["dscores"]
+    )  # fmt: skip
+    dv_kernel[call.chunks, call.blocks["dv"][1]](
+        q, k, dscores, call.read, call.write, do, dstates, dv, dpairs, call.T, **call.constants["dv"]
+    )  # fmt: skip
     dqk_kernel[(call.chunks * of_F,)](
-        *shared, call.states, call.z, dstates, dz, dq, dk, dread, dwrite, dtotal, call.B, call.T,
-        **call.constants["dqk"],
+        q, k, v, written, dscores, call.read, call.write, do, dmass, call.states, call.z, dstates, dz, dq, dk, dread,
+        dwrite, dtotal, *(along or (None, None)), call.B, call.T, **call.constants["dqk"],
     )  # fmt: skip
     if log_a is not None:
         dlog_a = torch.empty_like(log_a)
         dgates_kernel[(call.chunks,)](
-            dread, dwrite, dtotal, dpairs, dlog_a, call.B, call.T, G=call.G, EXCLUSIVE=int(exclusive), C=call.C,
-            OF_F=of_F, OF_V=of_V, num_warps=1,
+            dread, dwrite, dtotal, dpairs, dlog_a, call.B, call.T, G=G, EXCLUSIVE=int(exclusive), C=call.C, OF_F=of_F,
+            num_warps=1,
         )  # fmt: skip
-    return dq, dk, dv, dlog_a, dstate
+    return dq, dk, dv, dlog_a, dstate, [x.sum(0) for x in along]

@@ -97,12 +97,40 @@ def outputs_kernel(
 
 
 @triton.jit
+def dscores_kernel(
+    v, written, read, write, do, dmass, dscores, T,
+    G: tl.constexpr, R: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
+    BV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradients [s, t] of a chunk's scores in one query head a program, times the decays from s to t."""
+    N = tl.cdiv(T, C)
+    program = tl.program_id(0).to(tl.int64)
+    chunk, r = program // R, program % R
+    n, b, g = chunk % N, chunk // N // G, chunk // N % G
+    i = tl.arange(0, C)
+    rows = (T - n * C).to(tl.int32)
+    row = b * T + n * C
+    h = g * R + r
+    found = tl.zeros((C, C), tl.float32)
+    for v0 in range(0, V, BV):
+        x = v0 + tl.arange(0, BV)
+        values = load(v + (row * G + g) * V, i, rows, G * V, x, V)
+        douts = load(do + (row * G * R + h) * V, i, rows, G * R * V, x, V)
+        found = product(values.to(D), tl.trans(douts.to(D)), found, D, PRECISION)
+    if written is not None:
+        ones = load_vector(written + row * G + g, i, rows, G)
+        found += ones[:, None] * load_vector(dmass + row * G * R + h, i, rows, G * R)[None, :]
+    found *= decays_between(read, write, chunk * 2 * C, i[None, :], i[:, None], EXCLUSIVE, C, D)
+    store(dscores + program * C * C, found, i, C, C, i, C)
+
+
+@triton.jit
 def dv_kernel(
-    q, k, v, written, read, write, do, dmass, dstates, dv, dpairs, B, T,
+    q, k, dscores, read, write, do, dstates, dv, dpairs, T,
     G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr,
     D: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of BV of a chunk's values a program, and these values' part of the gates' by pairs in the chunk."""
+    """The gradient of BV of a chunk's values a program, and the gates' by pairs in the chunk."""
     N = tl.cdiv(T, C)
     chunk = tl.program_id(0).to(tl.int64)
     n, b, g = chunk % N, chunk // N // G, chunk // N % G
@@ -124,9 +152,7 @@ def dv_kernel(
         dvalues *= decay_to_end(write, at, i, C)[:, None]
     decays = decays_between(read, write, at, i[None, :], i[:, None], EXCLUSIVE, C, D)
     if dpairs is not None:
-        values = load(v + (row * G + g) * V, i, rows, G * V, x, V)
-        if written is not None:  # of the blocks of values, the first has the mass
-            counts = load_vector(written + row * G + g, i, tl.where(tl.program_id(1) == 0, rows, 0), G) > 0
+        mine = tl.where(tl.program_id(1) == 0, C, 0)  # one of those that share the scores has the pairs
         pairs = tl.zeros((C, C), tl.float32)  # [s, t], score times gradient
     for r in tl.range(R, disable_licm=True):
         h = g * R + r
@@ -136,15 +162,10 @@ def dv_kernel(
             if F > BF:
                 keys = load(k + (row * G + g) * F, i, rows, G * F, f0 + f, F)
             scores = product(keys, tl.trans(queries.to(D)), scores, D, PRECISION)
-        scores *= decays
-        douts = load(do + (row * G * R + h) * V, i, rows, G * R * V, x, V).to(D)
-        dvalues = product(scores, douts, dvalues, D, PRECISION)
-        if dpairs is not None:
-            dscores = product(values, tl.trans(douts), tl.zeros((C, C), tl.float32), D, PRECISION)
-            if written is not None:
-                dmasses = load_vector(dmass + row * G * R + h, i, rows, G * R)
-                dscores += tl.where(counts[:, None], dmasses[None, :], 0.0)
-            pairs += scores * dscores
+        if dpairs is not None:  # decays are part of their gradients
+            pairs += scores * load(dscores + (chunk * R + r) * C * C, i, mine, C, i, C).to(tl.float32)
+        douts = load(do + (row * G * R + h) * V, i, rows, G * R * V, x, V)
+        dvalues = product(scores * decays, douts.to(D), dvalues, D, PRECISION)
     store(dv + (row * G + g) * V, dvalues, i, rows, G * V, x, V)
     if dpairs is not None:
         u = i[:, None]
@@ -152,7 +173,7 @@ def dv_kernel(
         finer: tl.constexpr = PRECISION if D.is_bf16() else "tf32x3"
         around = product((column < u).to(tl.float32), pairs, None, tl.float32, finer)  # [u, t], of all s before u
         dgates = tl.sum(tl.where(column >= u + EXCLUSIVE, around, 0.0), 1)
-        tl.store(dpairs + (tl.program_id(1) * B * N * G + chunk) * C + i, dgates)
+        store_vector(dpairs + chunk * C, dgates, i, mine, 1)
 
 
 @triton.jit
@@ -163,22 +184,15 @@ def _meet_states(values, before, dafter, dkeys, through, D: tl.constexpr, PRECIS
 
 
 @triton.jit
-def _dscores(douts, values, dscores, dscores_t, D: tl.constexpr, PRECISION: tl.constexpr):
-    """By some columns of the outputs; [s, t] is made anew, as turning an accumulator over costs more."""
-    douts = douts.to(D)
-    values = values.to(D)
-    dscores = product(douts, tl.trans(values), dscores, D, PRECISION)
-    return dscores, product(values, tl.trans(douts), dscores_t, D, PRECISION)
-
-
-@triton.jit
 def dqk_kernel(
-    q, k, v, written, read, write, do, dmass, states, z, dstates, dz, dq, dk, dread, dwrite, dtotal, B, T,
-    G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr,
-    D: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, written, dscores, read, write, do, dmass, states, z, dstates, dz, dq, dk, dread, dwrite, dtotal,
+    q_along, k_along, B, T,
+    G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
+    BF: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradients of BF features of a chunk's queries and keys a program, and these features' part of those of the
-    decays from the state before, to the one after and of the chunk.
+    decays from the state before, to the one after and of the chunk, and of the products of q and k with their
+    gradients. dq and dk may take the places of q and k: no other program reads what this one writes.
     """
     N = tl.cdiv(T, C)
     blocks: tl.constexpr = (F + BF - 1) // BF
@@ -220,41 +234,38 @@ def dqk_kernel(
         tl.store(dwrite + part + i, tl.sum(dkeys * keys.to(tl.float32), 1))
         tl.store(dtotal + block * B * N * G + chunk, tl.sum(through) * decay_of_chunk(write, at, C))
         dreads = tl.zeros((C,), tl.float32)
-    decays = decays_between(read, write, at, i[:, None], i[None, :], EXCLUSIVE, C, D)
-    decays_t = decays_between(read, write, at, i[None, :], i[:, None], EXCLUSIVE, C, D)
     for r in tl.range(R, disable_licm=True):
         h = g * R + r
         queries = load(q + (row * G * R + h) * F, i, rows, G * R * F, f, F)
         dqueries = tl.zeros((C, BF), tl.float32)
-        dscores = tl.zeros((C, C), tl.float32)
-        dscores_t = tl.zeros((C, C), tl.float32)
         if NV == 1:
             douts = load(do + (row * G * R + h) * V, i, rows, G * R * V, x, V)
-            dscores, dscores_t = _dscores(douts, values, dscores, dscores_t, D, PRECISION)
+            dqueries = product(douts.to(D), tl.trans(before), dqueries, D, PRECISION)
         else:
             for v0 in range(0, NV * BV, BV):
                 x = v0 + tl.arange(0, BV)
                 douts = load(do + (row * G * R + h) * V, i, rows, G * R * V, x, V)
-                values = load(v + (row * G + g) * V, i, rows, G * V, x, V)
-                dscores, dscores_t = _dscores(douts, values, dscores, dscores_t, D, PRECISION)
                 before = load(states + chunk * F * V, f, F, V, x, V)
-                dqueries = product(douts, tl.trans(before), dqueries, D, PRECISION)
+                dqueries = product(douts.to(D), tl.trans(before), dqueries, D, PRECISION)
         if written is not None:
             dmasses = load_vector(dmass + row * G * R + h, i, rows, G * R)
-            dscores += dmasses[:, None] * ones[None, :]
-            dscores_t += ones[:, None] * dmasses[None, :]
-        dscores = rounded(dscores * decays, D)  # before the others begin, as registers are few
-        dkeys = product(dscores_t * decays_t, queries, dkeys, D, PRECISION)
-        if NV == 1:
-            dqueries = product(douts, tl.trans(before), dqueries, D, PRECISION)
-        if written is not None:
             dqueries += dmasses[:, None] * z_before[None, :]
         if write is not None:
             dqueries *= start[:, None]
         if dread is not None:
             dreads += tl.sum(dqueries * queries.to(tl.float32), 1)
-        dqueries = product(dscores, keys, dqueries, D, PRECISION)
+        of_scores = load(dscores + (chunk * R + r) * C * C, i, C, C, i, C)
+        dkeys = product(of_scores, queries, dkeys, D, PRECISION)
+        dqueries = product(tl.trans(of_scores), keys, dqueries, D, PRECISION)
+        dqueries = rounded(dqueries, dq.dtype.element_ty)
+        if q_along is not None:
+            along = tl.sum(dqueries.to(tl.float32) * queries.to(tl.float32), 1)
+            store_vector(q_along + (block * G * R + h) * B * T + row, along, i, rows, 1)
         store(dq + (row * G * R + h) * F, dqueries, i, rows, G * R * F, f, F)
+    dkeys = rounded(dkeys, dk.dtype.element_ty)
+    if k_along is not None:
+        along = tl.sum(dkeys.to(tl.float32) * keys.to(tl.float32), 1)
+        store_vector(k_along + (block * G + g) * B * T + row, along, i, rows, 1)
     store(dk + (row * G + g) * F, dkeys, i, rows, G * F, f, F)
     if dread is not None:
         tl.store(dread + part + i, dreads)
@@ -263,22 +274,20 @@ def dqk_kernel(
 @triton.jit
 def dgates_kernel(
     dread, dwrite, dtotal, dpairs, dlog_a, B, T, G: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr,
-    OF_F: tl.constexpr, OF_V: tl.constexpr,
+    OF_F: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a chunk's gates, from the parts of all blocks of features and of values."""
+    """The gradients of a chunk's gates, from the parts of all blocks of features and of its pairs."""
     N = tl.cdiv(T, C)
     chunk = tl.program_id(0).to(tl.int64)
     n, b, g = chunk % N, chunk // N // G, chunk // N % G
     i = tl.arange(0, C)
     u = i[:, None]
     token = i[None, :]
-    dgates = tl.zeros((C,), tl.float32)
+    dgates = tl.load(dpairs + chunk * C + i)
     for block in range(OF_F):
         part = block * B * N * G + chunk
         dreads = tl.where(token >= u + EXCLUSIVE, tl.load(dread + part * C + token), 0.0)
         dwrites = tl.where(token < u, tl.load(dwrite + part * C + token), 0.0)
         dgates += tl.sum(dreads + dwrites, 1) + tl.load(dtotal + part)
-    for block in range(OF_V):
-        dgates += tl.load(dpairs + (block * B * N * G + chunk) * C + i)
     t = n * C + i
     tl.store(dlog_a + (b * T + t) * G + g, dgates.to(dlog_a.dtype.element_ty), mask=t < T)

@@ -160,7 +160,7 @@ def backward(
         q = phi = _features(q, q_lse, dtype)
     with torch.cuda.device_of(v):
         if log_a is None or log_a.shape[-1] == 1:
-            dq, dk, dv, dlog_a, dstate = scalar.backward(
+            dq, dk, dv, dlog_a, dstate, _ = scalar.backward(
                 q, k, v, log_a, written, state, segment, exclusive, do, None if written is None else dmass, dlast
             )
         elif dtype == torch.bfloat16:
