@@ -5,10 +5,10 @@ the softmax over these. Where a block of codes holds them all, their logits stay
 twice, first for the softmax's sum and then for its weights, whose logits are computed again rather than stored.
 
 The backward pass computes all of this again, so that only the inputs are kept. `rows_kernel` takes a gradient back
-through the softmax and the length; from what it leaves, `turns_kernel` makes the gradients of the vectors and of what
-turns them, and `codes_kernel`, with a program for every block of codes and some of the rows, that of the codes. No
-program adds to what another one writes: each has its own part of a parameter's gradient, and the parts are added up, so
-that all gradients are deterministic.
+through the softmax and the length, in two passes over it or, where its mean under the map is known already, in one;
+from what it leaves, `turns_kernel` makes the gradients of the vectors and of what turns them, and `codes_kernel`, with
+a program for every block of codes and some of the rows, that of the codes. No program adds to what another one writes:
+each has its own part of a parameter's gradient, and the parts are added up, so that all gradients are deterministic.
 
 Products take fp16 on the way to the logits, where bf16 would cost the map half of its digits, and bf16 in all others;
 they accumulate in fp32, and all else is in fp32: u, its length, tau and the softmax. Tiles that may come second in a

@@ -5,7 +5,8 @@ y are the sums of the chunk's gates up to there. They are made in fp64 and kept 
 differences have all digits of fp32. Gates below -1000 count as -1000, a decay of 0 in fp32 all the same, and so does
 the start of a segment. A chunk's scores are one matrix product of queries and keys as they are, times a matrix of
 decays; what comes and goes by the states is scaled by rows. The gradient of a gate is the sum of dscore * score over
-the pairs it lies between, by a product with zeros and ones, so that nothing cancels.
+the pairs it lies between, by a product with zeros and ones, so that nothing cancels. The scores' gradients are made
+once and stored, in the dtype of the products, as all blocks of features need them.
 
 The mass is read from one more column of the states, z, to which tokens add their keys. It is kept in fp32 vectors
 beside the tiles, as hardly anything is loaded in whole vectors from rows of one number more; only the first and the
