@@ -34,7 +34,7 @@ from gated_kernels.interpreter import INTERPRETED, rounded
 
 PROGRAMS = 528  # that fill a GPU: four on each of the 132 processors of an H200
 # M, BF, num_warps and num_stages of each kernel: for heads of up to 64 with up to 256 codes and with more, of up to 128
-# with up to 256 codes, and for all others; second and third are the fastest on an H200 of those that fit into 99
+# with up to 256 codes, and for all others; the first three are the fastest on an H200 of those that fit into 99
 # KB. At heads of 64 and 128 none spills by Triton 3.6, and by 3.9 one 24 bytes.
 BLOCKS = {
     "forward": ((64, 256, 4, 3), (64, 256, 4, 2), (64, 256, 4, 3), (128, 128, 8, 2)),
@@ -122,6 +122,12 @@ def forward_kernel(
 
 
 @triton.jit
+def sums_and_means(sums, means, at, i, left):
+    """Rows i from `at` on; a row that is not there has weights of 0."""
+    return tl.load(sums + at + i, mask=i < left, other=float("inf")), load_vector(means + at, i, left, 1)
+
+
+@triton.jit
 def dlogits_by(logits, dweights, total, mean, KNOWN: tl.constexpr):
     """w (dw - mean) of weights w. A mean that is KNOWN was taken under weights as bf16 has them, and so dw counts here:
     then a row's dlogits still cancel, however sharp it is."""
@@ -162,8 +168,7 @@ def rows_kernel(
         u_ME = u_ME.to(tl.float16)
         store(us + (first * N + n) * E, u_ME, i, left, N * E, e, E)
         if KNOWN:
-            total = tl.load(sums + at_rows + i, mask=i < left, other=float("inf"))
-            mean = load_vector(means + at_rows, i, left, 1)
+            total, mean = sums_and_means(sums, means, at_rows, i, left)
         else:
             top = tl.full((M,), float("-inf"), tl.float32)
             mass = tl.zeros((M,), tl.float32)
@@ -248,8 +253,7 @@ def codes_kernel(
         left = (rows - first).to(tl.int32)
         u_ME = load(us + (first * N + n) * E, i, left, N * E, e, E)
         dweights = tl.trans(load(dphi + (first * N + n) * F, i, left, N * F, f, F))
-        total = tl.load(sums + n.to(tl.int64) * rows + first + i, mask=i < left, other=float("inf"))
-        mean = tl.load(means + n.to(tl.int64) * rows + first + i, mask=i < left, other=0.0)
+        total, mean = sums_and_means(sums, means, n.to(tl.int64) * rows + first, i, left)
         logits = product(codes_FE, tl.trans(u_ME), None, tl.float16, "tf32") * (tau * TO_BASE_2)
         dlogits = dlogits_by(logits, dweights, total[None, :], mean[None, :], KNOWN)
         dcodes_FE = product(rounded(dlogits, tl.bfloat16), rounded(u_ME, tl.bfloat16), dcodes_FE, tl.bfloat16, "tf32")

@@ -26,7 +26,7 @@ from gated_kernels.codebook import triton as codebook
 from gated_kernels.codebook.triton import TO_BASE_2, logits_by, tau_of, turned
 from gated_kernels.diagonal import scalar
 from gated_kernels.diagonal.scalar_chunks import decays_between, read_by
-from gated_kernels.diagonal.tiles import load, load_vector, product, store, store_vector
+from gated_kernels.diagonal.tiles import contiguous, load, load_vector, product, store, store_vector
 from gated_kernels.interpreter import rounded
 
 # BF, num_warps and num_stages, the fastest on an H200; by Triton 3.6 none spills at heads of 64 and 128.
@@ -142,8 +142,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The outputs, the mass (empty without `written`) and the last state; k is the keys' map."""
     q, turn, shift, log_tau, codes = codebook.plain(*of_q)
-    log_a, written, segment = (None if x is None else x.contiguous() for x in (log_a, written, segment))
-    v, state = v.contiguous(), state.contiguous()
+    v, log_a, written, state, segment = contiguous(v, log_a, written, state, segment)
     (B, T, H, D), (G, F, E), V = q.shape, codes.shape, v.shape[-1]
     o = v.new_empty(B, T, H, V)
     mass = v.new_empty(0 if written is None else (B, T, H), dtype=torch.float32)

@@ -18,6 +18,7 @@ from gated_kernels.codebook import triton as codebook
 from gated_kernels.coded import read
 from gated_kernels.diagonal import scalar
 from gated_kernels.diagonal import triton as diagonal
+from gated_kernels.diagonal.tiles import contiguous
 from gated_kernels.interpreter import INTERPRETED
 
 
@@ -79,8 +80,8 @@ def backward(
     (phi_q, q_sums), (phi_k, k_sums) = codebook.mapped(*of_q), codebook.mapped(*of_k)
     q_known = k_known = None
     if log_a is None or log_a.shape[-1] == 1:
-        log_a, written, segment = (None if x is None else x.contiguous() for x in (log_a, written, segment))
-        v, state, do, dmass, dlast = (x.contiguous() for x in (v, state, do, dmass, dlast))
+        v, log_a, written, state, segment = contiguous(v, log_a, written, state, segment)
+        do, dmass, dlast = contiguous(do, dmass, dlast)
         with torch.cuda.device_of(v):
             dphi_q, dphi_k, dv, dlog_a, dstate, (q_means, k_means) = scalar.backward(
                 phi_q, phi_k, v, log_a, written, state, segment, exclusive, do, None if written is None else dmass,

@@ -54,7 +54,7 @@ BLOCKS = {
     "dstates": {BF16: (64, 128, 4, 3), FP32: (64, 32, 4, 2)},
     "dscores": {BF16: (64, 128, 4, 2), FP32: (32, 32, 4, 2)},
     "dv": {BF16: (128, 128, 4, 1), FP32: (32, 32, 8, 1)},
-    "dqk": {BF16: (64, 128, 4, 1), FP32: (16, 32, 4, 1)},
+    "dqk": {BF16: (64, 128, 4, 1), FP32: (16, 32, 4, 1)},  # queries are an operand and in registers
 }
 NARROWEST = {BF16: 64, FP32: 16}  # tile: on Hopper Triton 3.6 reads one of 16 or 32 columns beyond its shared memory
 # BF and num_stages in bf16 where they loop over features.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from gated_kernels.interpreter import INTERPRETED, rounded
 
@@ -14,6 +17,11 @@ PRODUCTS = {
     torch.float16: (torch.float32, "tf32"),
     torch.float32: (torch.float32, "tf32x3"),
 }
+
+
+def contiguous(*tensors: Tensor | None) -> list[Any]:
+    """As kernels address them; what is None stays so."""
+    return [None if x is None else x.contiguous() for x in tensors]
 
 
 @triton.jit

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from gated_kernels.diagonal import features_bf16, scalar
 from gated_kernels.diagonal.features import dqk_kernel, dstates_kernel, dv_kernel, outputs_kernel, states_kernel
-from gated_kernels.diagonal.tiles import PRODUCTS
+from gated_kernels.diagonal.tiles import PRODUCTS, contiguous
 from gated_kernels.interpreter import INTERPRETED
 
 CHUNK = 32
@@ -82,10 +82,6 @@ def _promoted(*tensors: Tensor) -> torch.dtype:
     return functools.reduce(torch.promote_types, (x.dtype for x in tensors))
 
 
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
-
-
 @torch.library.custom_op("gated_kernels::diagonal", mutates_args=())
 def forward(
     q: Tensor,
@@ -99,8 +95,7 @@ def forward(
     exclusive: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The outputs, the mass (empty without `written`) and the last state."""
-    q, k, v, state = (x.contiguous() for x in (q, k, v, state))
-    q_lse, log_a, written, segment = (_contiguous(x) for x in (q_lse, log_a, written, segment))
+    q, q_lse, k, v, log_a, written, state, segment = contiguous(q, q_lse, k, v, log_a, written, state, segment)
     dtype = _promoted(q, k, v)
     if q_lse is not None and not _reads_logits(dtype, log_a):
         q = _features(q, q_lse, dtype)
@@ -153,8 +148,8 @@ def backward(
     dlast: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, q_lse (empty where there is none), k, v, log_a (likewise) and the state."""
-    q, k, v, state, do, dmass, dlast = (x.contiguous() for x in (q, k, v, state, do, dmass, dlast))
-    q_lse, log_a, written, segment = (_contiguous(x) for x in (q_lse, log_a, written, segment))
+    q, q_lse, k, v, log_a, written, state, segment = contiguous(q, q_lse, k, v, log_a, written, state, segment)
+    do, dmass, dlast = contiguous(do, dmass, dlast)
     dtype, of_q, phi, dlse = _promoted(q, k, v), q.dtype, None, None
     if q_lse is not None and not _reads_logits(dtype, log_a):
         q = phi = _features(q, q_lse, dtype)

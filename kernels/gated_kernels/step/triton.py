@@ -1,7 +1,7 @@
 """A linearized layer's step of one token in two Triton kernels, which take nothing from the host and can be captured.
 
 A step moves few bytes, so its time is that of what waits for what. `read_kernel` has programs of two kinds, which need
-nothing of each other: a piece of the features of a head, for some rows, which meet the codebook's matrices together;
+nothing of each other: a piece of the features of a head, for 16 rows, which meet the codebook's matrices together;
 and the window of a row and key-value head. Pieces are not normalised: their reader puts largest logits and sums
 together, so that a large codebook is spread over the GPU. `write_kernel` goes through the state once: a program fetches
 a tile of a row's state, in which it is alone, waits for the first kernel only then, writes the decayed state and reads
@@ -35,13 +35,12 @@ LEAST = 16  # rows or columns that a product takes
 
 
 class Config(NamedTuple):
-    """What a program takes, by measurement on an H200 (kernels/results/step-h200.md). Of a codebook at most `codes` for
-    `rows` of the batch, by `channels` at a time; of the state at most `columns`, and of them `whole` numbers at once or
-    else `part` at a time, of which two are under way: a warp for each `a_warp`, 4 at least. Of codes and columns fewer
-    until there are `programs`."""
+    """What a program takes, by measurement on an H200 (kernels/results/step-h200.md). Of a codebook at most `codes`, by
+    `channels` at a time; of the state at most `columns`, and of them `whole` numbers at once or else `part` at a time,
+    of which two are under way: a warp for each `a_warp`, 4 at least. Of codes and columns fewer until there are
+    `programs`."""
 
     codes: int = 128
-    rows: int = 16
     channels: int = 32
     read_warps: int = 4  # twice as many for heads of more than 256 bytes
     columns: int = 32
@@ -62,7 +61,7 @@ def step(token: Token, kept: Kept, rules: Rules) -> Tensor:
     visible = None if token.sink_visible_BM is None else token.sink_visible_BM.contiguous()
     cos_step = 0 if cos is None or len(cos) == 1 else cos.stride(0)
     new, R, CD = kept.state_BGFD.new_empty, H // G, _held(D)
-    tiles = (H + G) * triton.cdiv(B, CONFIG.rows)
+    tiles = (H + G) * triton.cdiv(B, LEAST)
     piece = CD if codes is None else _piece(F, tiles)
     S = triton.cdiv(F, piece)
     logits, totals, window, lse = new(B, H + G, F), new(B, H + G), new(B, H, D), new(B, H)
@@ -81,7 +80,7 @@ def step(token: Token, kept: Kept, rules: Rules) -> Tensor:
             *kept[:5], kept.z_BGF, kept.taken, *(codes or (None,) * 7), None if share is None else share.query_HD,
             logits, totals, tops, sums, masses, window, lse, token.scale, B,
             **sizes, E=E, CE=_held(E), BD=min(CONFIG.channels, CD), BF=piece, N=_held(R), K=16 if wide else 64,
-            SINKS=LEAST, ROWS=CONFIG.rows, PP=triton.next_power_of_2(P),
+            SINKS=LEAST, ROWS=LEAST, PP=triton.next_power_of_2(P),
             num_warps=CONFIG.read_warps * (2 if wide else 1), launch_pdl=overlap,
         )  # fmt: skip
         write_kernel[(B * G, triton.cdiv(D, BV))](
@@ -107,16 +106,18 @@ def _held(size: int) -> int:
 
 def _piece(F: int, tiles: int) -> int:
     """How many codes a program takes."""
-    piece = min(CONFIG.codes, _held(F))
-    while piece > 2 * LEAST and tiles * triton.cdiv(F, piece) < CONFIG.programs:
-        piece //= 2
-    return piece
+    return _spread(min(CONFIG.codes, _held(F)), F, 2 * LEAST, tiles)
+
+
+def _spread(most: int, size: int, least: int, times: int) -> int:
+    """What a program takes of `size`, so that there are programs enough, when each takes one of so many `times`."""
+    while most > least and times * triton.cdiv(size, most) < CONFIG.programs:
+        most //= 2
+    return most
 
 
 def _block_of_state(F: int, D: int, R: int, heads: int) -> tuple[int, int]:
     """BF and BV: few enough columns for many programs, and all rows at once where registers hold them."""
-    BV = min(CONFIG.columns, _held(D))
-    while BV > LEAST and heads * triton.cdiv(D, BV) < CONFIG.programs:
-        BV //= 2
+    BV = _spread(min(CONFIG.columns, _held(D)), D, LEAST, heads)
     BF = _held(F) if _held(F) * BV <= CONFIG.whole else CONFIG.part // BV
     return min(BF, 128 if R > 8 else BF), BV  # many query heads take a matrix product

@@ -119,10 +119,10 @@ def backward(
     dq, dk, dv, mean = (torch.empty_like(x) for x in (q, k, v, lse))
     dmemory, dmass = (None if x is None else torch.empty_like(x) for x in (memory, mass))
     dweight = None if memory is None else torch.empty_like(lse)
-    by_rows, dsinks, part_size = _launch_rows(blocks.queries, R, window, M), [], 0
+    by_rows, dsinks, part_size = _launch_rows(blocks.queries, R, window, M), [], blocks.queries.rows
+    in_passing = by_rows["BLOCKS"] > 0  # of dq the sinks' gradients are made
     if sink_k is not None:
-        part_size = blocks.queries.rows
-        if not by_rows["BLOCKS"]:
+        if not in_passing:
             row_blocks, programs = triton.cdiv(T * R, blocks.keys.rows), B * G * triton.cdiv(M, SINKS)
             part_size = triton.cdiv(row_blocks, max(PROGRAMS // max(programs, 1), 1)) * blocks.keys.rows
         parts = triton.cdiv(T * R, part_size)
@@ -130,19 +130,19 @@ def backward(
     with torch.cuda.device_of(q):
         backward_q_kernel[triton.cdiv(T * R, blocks.queries.rows), G, B](
             q, k, v, valid, segment, sink_k, sink_v, visible, *beside, lse, do, dlse,
-            dq, mean, dmemory, dmass, dweight, *(dsinks if by_rows["BLOCKS"] and dsinks else (None, None)), scale,
+            dq, mean, dmemory, dmass, dweight, *(dsinks if dsinks and in_passing else (None, None)), scale,
             *numbers, **sizes, **by_rows,
         )  # fmt: skip
         backward_k_kernel[triton.cdiv(S, blocks.keys.keys), G, B](
             q, k, v, valid, segment, None, lse, do, mean, dk, dv, scale, T, S, window, 0,
             **sizes, **_launch(blocks.keys),
         )  # fmt: skip
-        if dsinks and not by_rows["BLOCKS"]:
+        if dsinks and not in_passing:
             backward_k_kernel[triton.cdiv(M, SINKS), G * len(dsinks[0]), B](
                 q, sink_k, sink_v, None, None, visible, lse, do, mean, *dsinks,
                 scale, T, M, window, part_size, **sizes, **_launch(blocks.keys._replace(keys=SINKS)),
             )  # fmt: skip
-    grads = [dq, dk, dv, *(x.sum(0).to(q.dtype if i == 0 else v.dtype) for i, x in enumerate(dsinks))]
+    grads = [dq, dk, dv, *(x.sum(0).to(like.dtype) for x, like in zip(dsinks, (q, v)))]
     if share_H is not None and dweight is not None:
         dweight = dweight.sum((0, 1))
     return [*grads, *(x for x in (dmemory, dmass, dweight) if x is not None)]
