@@ -1,4 +1,5 @@
-# make demo: the whole pipeline on a small real model.  make test: the tests.  make check: style and types.
+# make demo: the whole pipeline on a small real model.  make test: the tests.  make test-all: those that take minutes,
+# too.  make check: style and types.
 # make reports: the runs whose reports are committed.
 # Each installs what it needs into .venv first.
 
@@ -17,7 +18,7 @@ SET ?=
 # two test processes on one thread each are faster than one on two
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: install demo test check reports $(REPORTS:%=report-%) clean
+.PHONY: install demo test test-all check reports $(REPORTS:%=report-%) clean
 
 install: $(VENV)/.installed
 
@@ -37,6 +38,9 @@ demo: install
 
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
+
+test-all: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -m ""
 
 check: install
 	$(BIN)/ruff check .
