@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
-import json
 import math
 import multiprocessing
+import os
 import re
+import signal
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,9 +20,10 @@ from typing import Any
 import torch
 
 from liger_convert.checkpoint import load_config, load_tokenizer
+from liger_convert.checksums import read_checked, write_checked
 from liger_convert.data import Document
+from liger_convert.errors import LinearizeError
 from liger_convert.evaluate import evaluate
-from liger_convert.files import atomic_write
 from liger_convert.generate import continuations, load_model, weight_dtype
 from liger_convert.measures import Measurement
 from liger_convert.mixers import resolve_spec
@@ -71,13 +75,13 @@ def diagnose(
     job = _Job(model_dir, base_dir, suite, device, precision, prompts, options, keep)
     names = NAMES if base_dir is not None else tuple(BRANCHES)
     kept = {name: keep / f"{name}.json" for name in names} if keep is not None else {}
-    found = {name: json.loads(path.read_text()) for name, path in kept.items() if path.exists()}
+    found = {name: column for name, path in kept.items() if (column := read_checked(path)) is not None}
     left = [name for name in names if name not in found]
     columns = _one_by_one(job, left, report) if processes == 1 else _side_by_side(job, left, processes, report)
     for name, column in columns:
         found[name] = column
         if keep is not None:
-            atomic_write(kept[name], json.dumps(column))
+            write_checked(kept[name], column)
             _begun(keep, name).unlink(missing_ok=True)  # a suite may measure nothing here
     models = {name: found[name][0] for name in names}
     said = {name: found[name][1] for name in names if found[name][1]}
@@ -151,32 +155,48 @@ def _side_by_side(job: _Job, names: Sequence[str], processes: int, report: Repor
     for turn in range(processes):
         turns.put(turn)
     with ProcessPoolExecutor(processes, context, _begin, (job, turns, processes)) as pool:
-        futures = {pool.submit(_column, name): name for name in names}
-        report(0, len(names))
         try:
+            futures = {pool.submit(_column, name): name for name in names}
+            report(0, len(names))
             for done, future in enumerate(as_completed(futures), 1):
                 if future.exception() is None:
                     yield futures[future], future.result()
                 report(done, len(names), futures[future])
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.kill()  # the pool would wait for what they are measuring
             raise
     for future in futures:
-        future.result()  # raises what one raised, once the others are kept
+        try:
+            future.result()  # raises what one raised, once the others are kept
+        except BrokenProcessPool as error:
+            raise LinearizeError(
+                "eval.processes: a process was ended from outside, perhaps for want of memory; set fewer"
+            ) from error
 
 
 _job: _Job  # of a process of several
 
 
 def _begin(job: _Job, turns: Any, processes: int) -> None:
-    """In a process of several: its own GPU where there are enough, its share of the cores."""
+    """In a process of several: its own GPU where there are enough, its share of the cores. Ends with its parent."""
     global _job
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends these
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     quiet_libraries()
     torch.set_num_threads(max(1, torch.get_num_threads() // processes))
     if job.device.type == "cuda" and job.device.index is None:
         job = replace(job, device=torch.device("cuda", turns.get() % torch.cuda.device_count()))
         torch.cuda.set_device(job.device)  # where Triton launches
     _job = job
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _column(name: str) -> Column:

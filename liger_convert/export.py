@@ -16,6 +16,7 @@ import torch
 
 from liger_convert import __version__
 from liger_convert.checkpoint import Checkpoint, copy_companions, load_config
+from liger_convert.checksums import write_sums
 from liger_convert.errors import BadInput
 from liger_convert.families import PREFIX
 from liger_convert.files import atomic_dir
@@ -89,6 +90,7 @@ def export(
             version=__version__,
         )
         (folder / "README.md").write_text(card, encoding="utf-8")
+        write_sums(folder)
     return {"bytes": total, "dtype": str(config.dtype).removeprefix("torch.")}
 
 

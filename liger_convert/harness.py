@@ -6,7 +6,6 @@ import contextlib
 import io
 import os
 import random
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -26,6 +25,7 @@ from lm_eval.tasks import TaskManager
 
 from liger_convert.device import autocast
 from liger_convert.errors import BadInput, first_line
+from liger_convert.files import scratch_folder
 from liger_convert.measures import Measurement, measurement, target_losses
 from liger_convert.progress import Report
 from liger_convert.sources import file_rows
@@ -72,9 +72,9 @@ def run_tasks(
     for data that cannot be had or does not fit the task.
     """
     harness = _Harness(model, tokenizer, batch_size, dtype, report)
-    with tempfile.TemporaryDirectory(prefix="linearize-") as folder:
+    with scratch_folder() as folder:
         with _quiet():
-            manager = _task_manager(tasks, data_dir, Path(folder))
+            manager = _task_manager(tasks, data_dir, folder)
         for task in tasks:
             with _quiet():
                 loaded = _load(manager, task, data_dir)
