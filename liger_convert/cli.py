@@ -586,6 +586,8 @@ def _bug(error: BaseException, debug: bool) -> int:
 
 
 def _fail(sentence: str, code: int) -> int:
+    # what a file or an option holds may be quoted in it, line breaks and codes for the terminal among that
+    sentence = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in sentence)
     stderr.print(f"error: {sentence}", markup=False, soft_wrap=True)
     return code
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 import gc
 import math
 import multiprocessing
-import os
 import re
-import signal
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from liger_convert import workers
 from liger_convert.checkpoint import load_config, load_tokenizer
 from liger_convert.checksums import read_checked, write_checked
 from liger_convert.data import Document
@@ -154,7 +152,8 @@ def _side_by_side(job: _Job, names: Sequence[str], processes: int, report: Repor
     turns = context.Queue()
     for turn in range(processes):
         turns.put(turn)
-    with ProcessPoolExecutor(processes, context, _begin, (job, turns, processes)) as pool:
+    begin = workers.pickled(partial(_begin, job, processes))
+    with ProcessPoolExecutor(processes, context, workers.begin, (begin, turns)) as pool:
         try:
             futures = {pool.submit(_column, name): name for name in names}
             report(0, len(names))
@@ -179,24 +178,15 @@ def _side_by_side(job: _Job, names: Sequence[str], processes: int, report: Repor
 _job: _Job  # of a process of several
 
 
-def _begin(job: _Job, turns: Any, processes: int) -> None:
-    """In a process of several: its own GPU where there are enough, its share of the cores. Ends with its parent."""
+def _begin(job: _Job, processes: int, turns: Any) -> None:
+    """In a process of several: its own GPU where there are enough, its share of the cores."""
     global _job
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends these
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     quiet_libraries()
     torch.set_num_threads(max(1, torch.get_num_threads() // processes))
     if job.device.type == "cuda" and job.device.index is None:
         job = replace(job, device=torch.device("cuda", turns.get() % torch.cuda.device_count()))
         torch.cuda.set_device(job.device)  # where Triton launches
     _job = job
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def _column(name: str) -> Column:

@@ -22,18 +22,22 @@ RECIPE = {
     "precision": "float32",
     "eval": {"suite": "suite.yaml", "text": None},
 }
-SUITE = "description: tiny\ncopying: [{length: 8, draws: 2, tokens: random}]\n"
+SUITE = "description: tiny\ncopying: [{length: 8, draws: 2, tokens: uniform}]\n"
 
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """A working directory with a base, a suite, and a folder that belongs to somebody else."""
+    """A working directory with a suite, and a folder that belongs to somebody else."""
     monkeypatch.chdir(tmp_path)
-    save_tiny_base("llama", tmp_path / "base")
     (tmp_path / "suite.yaml").write_text(SUITE)
     (tmp_path / "victim").mkdir()
     (tmp_path / "victim/file").write_text("precious")
     return tmp_path
+
+
+@pytest.fixture
+def base(home):
+    return save_tiny_base("llama", home / "base")
 
 
 def write_recipe(home: Path, **changes: object) -> str:
@@ -59,7 +63,7 @@ def test_a_name_that_is_not_a_plain_word_is_refused(home, capsys, where, name):
 
 
 def test_a_base_whose_folder_has_an_odd_name_needs_no_recipe(home):
-    shutil.copytree(home / "base", home / "My Base (v2)")
+    (home / "My Base (v2)").mkdir()
     assert load(*chosen_recipe(None, "My Base (v2)", ())).name == "My-Base-v2"
 
 
@@ -95,7 +99,7 @@ def interrupt(*args: object, **options: object) -> None:
 
 
 @pytest.mark.parametrize("name", ["steps", "export"])
-def test_a_link_that_leads_out_of_a_run_is_refused_before_the_work(home, capsys, monkeypatch, name):
+def test_a_link_that_leads_out_of_a_run_is_refused_before_the_work(home, base, capsys, monkeypatch, name):
     recipe = write_recipe(home)
     with monkeypatch.context() as patch:
         patch.setattr(run.convert, "convert", interrupt)
@@ -105,12 +109,12 @@ def test_a_link_that_leads_out_of_a_run_is_refused_before_the_work(home, capsys,
     capsys.readouterr()
     monkeypatch.setattr(run.convert, "convert", None)
     assert cli.main(["run", recipe, "--out", "out", "--resume"]) == 2
-    assert "out of the run's folder" in capsys.readouterr().err
+    assert "the run's folder out" in capsys.readouterr().err
     assert [path.name for path in (home / "victim").iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize(("out", "changes"), [("base/out", {}), ("base", {}), ("rows/runs/out", {"data": "rows"})])
-def test_a_run_inside_a_folder_that_it_reads_is_refused(home, capsys, out, changes):
+def test_a_run_inside_a_folder_that_it_reads_is_refused(home, base, capsys, out, changes):
     (home / "rows").mkdir()
     recipe = write_recipe(home, eval=RECIPE["eval"] | changes)
     before = sorted(home.rglob("*"))
@@ -123,7 +127,7 @@ def test_a_run_inside_a_folder_that_it_reads_is_refused(home, capsys, out, chang
 # --- what is copied from a base
 
 
-def test_a_companion_that_is_a_link_to_elsewhere_is_not_copied(home, capsys):
+def test_a_companion_that_is_a_link_to_elsewhere_is_not_copied(home, base, capsys):
     (home / "secret").write_text("secret")
     (home / "base/LICENSE").symlink_to("../secret")
     (home / "base/NOTICE").write_text("notice")
@@ -134,7 +138,7 @@ def test_a_companion_that_is_a_link_to_elsewhere_is_not_copied(home, capsys):
     assert all("secret" not in path.read_text(errors="replace") for path in (home / "out").glob("*") if path.is_file())
 
 
-def test_a_tokenizer_that_is_a_link_to_elsewhere_is_refused(home, capsys):
+def test_a_tokenizer_that_is_a_link_to_elsewhere_is_refused(home, base, capsys):
     (home / "base/tokenizer.json").rename(home / "tokenizer.json")
     (home / "base/tokenizer.json").symlink_to("../tokenizer.json")
     assert cli.main(["convert", "base", "out"]) == 2
@@ -142,7 +146,7 @@ def test_a_tokenizer_that_is_a_link_to_elsewhere_is_refused(home, capsys):
     assert not (home / "out").exists()
 
 
-def test_a_snapshot_of_the_hub_whose_files_are_links_to_blobs_is_copied_whole(home):
+def test_a_snapshot_of_the_hub_whose_files_are_links_to_blobs_is_copied_whole(home, base):
     cache = home / "models--someone--model"
     (cache / "blobs").mkdir(parents=True)
     snapshot = cache / "snapshots/c0ffee"
