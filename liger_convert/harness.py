@@ -253,7 +253,9 @@ class _Harness(HFLM):
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = True) -> list:
-        self._begin(requests)
+        # a document is read in windows of the model's length, each of them a request to _loglikelihood_tokens
+        lengths = (len(self.tok_encode(request.args[0])) for request in requests)
+        self._begin(requests, sum(-(-length // self.max_length) for length in lengths))
         return super().loglikelihood_rolling(requests, disable_tqdm=True)
 
     def generate_until(self, requests: list, disable_tqdm: bool = True) -> list:
@@ -279,8 +281,8 @@ class _Harness(HFLM):
                 batch = inputs[start : start + self.batch_size]
                 asked = [(row, i) for row, ids in enumerate(batch) for i in sharing[ids]]
                 answers |= zip([i for _, i in asked], self._answers(batch, [(row, requests[i][2]) for row, i in asked]))
-                self.done = len(answers)
-                self.report(self.done, self.total, self.task)
+                self.report(self.done + len(answers), self.total, self.task)
+        self.done += len(answers)  # a rolling likelihood asks for a batch of its windows at a time
         return [answers[i] for i in range(len(requests))]
 
     def _answers(self, batch: list[tuple[int, ...]], asked: list[tuple[int, list[int]]]) -> list[tuple[float, bool]]:
@@ -299,13 +301,14 @@ class _Harness(HFLM):
         sums_A2 = torch.zeros(len(asked), 2, device=self.device).index_add_(0, answer_N, missed_N)
         return [(-loss, not misses) for loss, misses in sums_A2.tolist()]
 
-    def _begin(self, requests: list) -> None:
-        self.done, self.total = 0, len(requests)
+    def _begin(self, requests: list, total: int | None = None) -> None:
+        self.done, self.total = 0, len(requests) if total is None else total
         self.task = requests[0].task_name
 
 
 class _Finished(CacheHook):
-    """lm-eval tells its response cache of every finished request; there is no cache, but this tells the progress."""
+    """lm-eval tells its response cache of every finished request; there is no cache, but this tells the progress of
+    generation. Likelihoods are told by `_loglikelihood_tokens`, and must not count twice."""
 
     def __init__(self, harness: _Harness):
         super().__init__(None)
@@ -313,5 +316,6 @@ class _Finished(CacheHook):
 
     def add_partial(self, attr: str, req: Any, res: Any) -> None:
         harness = self.harness
-        harness.done += 1
-        harness.report(harness.done, harness.total, harness.task)
+        if attr == "generate_until":
+            harness.done += 1
+            harness.report(harness.done, harness.total, harness.task)
