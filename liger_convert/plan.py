@@ -16,6 +16,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from liger_convert import disk
 from liger_convert.device import compute_dtype, pick_device
 from liger_convert.errors import BadInput, first_line
 from liger_convert.families import PREFIX, family_of
@@ -51,6 +52,7 @@ class Plan:
     teacher_tokens: of each source that the base writes itself, how many it writes.
     memory_bytes: estimated peaks beyond the interpreter, of `convert`, of `inference` at 4K tokens and of each stage;
     `memory_for` names the device and the dtype of the training.
+    writes: what each step of a run writes, see `disk.py`.
     undecided: how many layers stay softmax that a run has yet to choose; the last ones stand for them in
     `linearization`, and all sizes are right unless the base's layers differ in their own windows.
     """
@@ -69,7 +71,18 @@ class Plan:
     teacher_tokens: dict[str, int]
     memory_bytes: dict[str, int]
     memory_for: str
+    writes: tuple[disk.Written, ...]
     undecided: int = 0
+
+    @property
+    def disk_bytes(self) -> dict[str, int]:
+        """What each step of a run writes at its peak."""
+        return {step.step: step.peak for step in self.writes}
+
+    @property
+    def disk_peak(self) -> int:
+        """The most that lies on the disk at once: the files of a step are removed once no other needs them."""
+        return disk.peak(list(self.writes))
 
     @property
     def layers(self) -> list[str]:
@@ -106,6 +119,8 @@ class Plan:
             "teacher_tokens": self.teacher_tokens,
             "memory_bytes": self.memory_bytes,
             "memory_for": self.memory_for,
+            "disk_bytes": self.disk_bytes,
+            "disk_peak": self.disk_peak,
         }
 
     def render(self) -> Group:
@@ -147,7 +162,11 @@ class Plan:
         )
         for step, size in self.memory_bytes.items():
             memory.add_row(step, decimal(size))
-        return Group(*tables, memory)
+        room = Table("step", "writes", title="disk, estimated")
+        for step, size in self.disk_bytes.items():
+            room.add_row(step, decimal(size))
+        room.add_row("at most at once", decimal(self.disk_peak))
+        return Group(*tables, memory, room)
 
 
 def make_plan(recipe: Recipe, base_config: Any) -> Plan:
@@ -199,6 +218,7 @@ def make_plan(recipe: Recipe, base_config: Any) -> Plan:
         stages=tuple(stages),
         teacher_tokens={name: source.written_tokens for name, source in recipe.teachers.items()},
         memory_bytes={},
+        writes=tuple(disk.written(recipe, weights, [s.trained for s in stages], _dtype_name(base_config), dtype)),
         memory_for=f"{device.type} in {str(compute).removeprefix('torch.')}",
         undecided=0 if recipe.softmax_auto is None else layers.count(SOFTMAX),
     )

@@ -46,6 +46,12 @@ PAGE = jinja2.Template(
 
 {{ table }}
 
+{% for warning in plan.warnings | default([]) %}
+- Warning: {{ warning }}.
+{% endfor %}
+{% if plan.warnings | default([]) %}
+
+{% endif %}
 ± is the standard error; since all models see the same text, differences between them are surer than it says.
 Perplexities (`ppl`) and losses (`nll`) are better when lower, all else when higher.
 *{{ titles.window_untrained }}* is the base with nothing but the window and the sinks in the layers that were

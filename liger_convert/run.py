@@ -26,6 +26,7 @@ from liger_convert import (
     export,
     manifest,
     merge,
+    preflight,
     rank,
     report,
     suites,
@@ -72,6 +73,8 @@ class Run:
         self.device = pick_device(recipe.device)
         self.suite = suites.load(recipe.eval.suite)
         self.documents = functools.cache(self._load_documents)
+        self.preflight = functools.cache(self._preflight)
+        self.keep_steps = False
 
     def steps(self) -> list[Step]:
         """What the recipe asks for, in order."""
@@ -105,6 +108,7 @@ class Run:
 
     def execute(self, keep_steps: bool = False) -> None:
         """Does every step that the manifest does not record yet."""
+        self.keep_steps = keep_steps
         steps = self.steps()
         if any(step.name not in self.manifest.steps for step in steps):
             self._check_inputs()
@@ -222,7 +226,7 @@ class Run:
     def _plan(self, folder: Path) -> dict[str, Any]:
         plan = self._planned.to_dict()
         self._read_data()
-        return {"plan": plan}
+        return {"plan": plan | {"warnings": self.preflight()}}
 
     def _read_data(self) -> None:
         """Reads all data: what is wrong there should stop the run in its first steps and not in its last."""
@@ -241,6 +245,29 @@ class Run:
                 needed = f"suite {self.suite.name} needs {self.suite.text_tokens}"
                 raise BadInput(f"data.{text}: {held_out} tokens are held out, {needed}; hold out more")
         self._record_inputs(self._data_inputs)
+        self.preflight()
+
+    def _preflight(self) -> list[str]:
+        """What would fail after the training is tried before it. The layers need not be chosen yet."""
+        config = checkpoint.load_config(self._base_folder, self.recipe.base_options.trust_remote_code)
+        with progress("preflight") as report:
+            warnings = preflight.check(
+                self.recipe,
+                make_plan(self.recipe, config),
+                base_dir=self._base_folder,
+                config=config,
+                tokenizer=self._tokenizer,
+                suite=self.suite,
+                data_dir=self._data_dir,
+                documents=self.documents,
+                prompts=PROMPTS,
+                out=self.out,
+                keep_steps=self.keep_steps,
+                report=report,
+            )
+        for warning in warnings:
+            console.print(f"warning: {warning}", markup=False, soft_wrap=True)
+        return warnings
 
     def _convert(self, folder: Path) -> dict[str, Any]:
         with progress("convert") as report:

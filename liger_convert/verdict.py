@@ -34,8 +34,8 @@ def verdict(models: Models) -> dict[str, Any]:
     """
     metrics = _compared(models[WHOLE])
     if not metrics:
-        said = ["The suite measures neither text nor repetitions: no verdict."]
-        return {"memory_used": None, "worse_than_untrained": None, "compared": {}, "sentences": said}
+        sentences = ["The suite measures neither text nor repetitions: no verdict."]
+        return {"memory_used": None, "worse_than_untrained": None, "compared": {}, "sentences": sentences}
     pairs = {
         "window_alone": (WINDOW_ALONE, WHOLE),
         "beside_untrained": (WHOLE, UNTRAINED),
