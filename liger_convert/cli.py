@@ -136,11 +136,17 @@ def plan(recipe: RecipeFile = None, base: Base = None, set_: Overrides = None, a
 
     loaded = load(*chosen_recipe(recipe, base, set_ or ()))
 
+    from liger_convert import suites
     from liger_convert.checkpoint import base_config
     from liger_convert.plan import make_plan
+    from liger_convert.preflight import check_recipe
 
-    made = make_plan(loaded, base_config(loaded.base, **loaded.base_options.model_dump(exclude={"allow_pickle"})))
-    _show(made.render(), made.to_dict(), as_json)
+    config = base_config(loaded.base, **loaded.base_options.model_dump(exclude={"allow_pickle"}))
+    made = make_plan(loaded, config)
+    warnings = check_recipe(loaded, made, config, suites.load(loaded.eval.suite))
+    _show(made.render(), made.to_dict() | {"warnings": warnings}, as_json)
+    for warning in warnings:
+        stderr.print(f"warning: {warning}", markup=False, soft_wrap=True)
 
 
 @app.command(rich_help_panel=PIPELINE)

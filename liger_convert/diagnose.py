@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import math
 import multiprocessing
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -29,6 +27,7 @@ from liger_convert.mixers.base import Branches
 from liger_convert.model import linearize_base, set_branches
 from liger_convert.progress import Report, quiet_libraries
 from liger_convert.suites import Suite
+from liger_convert.verdict import verdict
 
 BRANCHES: dict[str, Branches] = {
     "linearized": "both",
@@ -36,11 +35,6 @@ BRANCHES: dict[str, Branches] = {
     "linearized_memory_only": "memory",
 }
 NAMES = ("base", "window_untrained", *BRANCHES)
-
-# Below these differences nobody would notice the memory missing: 0.1 of the 3.2 nats a token that separate a window
-# from full attention on a repetition of 256 tokens, and 1 % of the perplexity of text.
-COPY_GAIN = 0.1
-TEXT_GAIN = 0.01
 
 
 def diagnose(
@@ -200,59 +194,6 @@ def window_control(linearization: dict[str, Any]) -> dict[str, Any]:
         for name, spec in linearization["mixers"].items()
     }
     return linearization | {"mixers": control}
-
-
-def verdict(models: dict[str, dict[str, Measurement]]) -> dict[str, Any]:
-    """{"memory_used": bool or None, "sentences": […]}: what the measures say about the memory, in plain words.
-
-    The memory is unused when the model with its window alone is no worse than the whole: its loss on the longest
-    repetition less than COPY_GAIN above, its perplexity less than TEXT_GAIN above. None when neither was measured.
-    The errors of the two play no part: both read the same text, so most of what they stand for cancels.
-    """
-    metrics = _compared(models["linearized"])
-    if not metrics:
-        return {"memory_used": None, "sentences": ["The suite measures neither text nor repetitions: no verdict."]}
-    used = any(_worse(models, "linearized_window_only", "linearized", metric) for metric in metrics)
-    alone = _numbers(models, "linearized_window_only", "linearized", metrics)
-    said = "The memory is used: with the window alone the model is worse"
-    if not used:
-        said = "THE MEMORY IS UNUSED and carries nothing measurable: with the window alone the model is no worse"
-    sentences = [f"{said} ({alone})."]
-    if "window_untrained" in models:
-        gains = [_worse(models, "window_untrained", "linearized", metric) for metric in metrics]
-        losses = [_worse(models, "linearized", "window_untrained", metric) for metric in metrics]
-        how = "BETTER IN ONE AND WORSE IN ANOTHER" if any(gains) and any(losses) else "better" if any(gains) else ""
-        how = how or ("WORSE" if any(losses) else "NO BETTER")
-        against = _numbers(models, "linearized", "window_untrained", metrics)
-        sentences.append(f"The model is {how} than the untrained base with only its window and sinks ({against}).")
-    if "base" in models:
-        sentences.append(f"Beside the base: {_numbers(models, 'linearized', 'base', metrics)}.")
-    return {"memory_used": used, "sentences": sentences}
-
-
-def _compared(metrics: Iterable[str]) -> list[str]:
-    """Of all metrics the first perplexity of text and the longest repetition of text."""
-    text = [name for name in metrics if name.endswith("_ppl") and not name.endswith("_byte_ppl")]
-    copies = sorted((name for name in metrics if re.fullmatch(r"copy_nll_\d+", name)), key=lambda name: int(name[9:]))
-    return text[:1] + copies[-1:]
-
-
-def _value(models: dict[str, dict[str, Measurement]], name: str, metric: str) -> float:
-    value = models[name][metric]["value"]
-    return math.inf if value is None else value
-
-
-def _worse(models: dict[str, dict[str, Measurement]], name: str, reference: str, metric: str) -> bool:
-    """Whether `name` is measurably worse than `reference`; of two that are not finite neither is."""
-    value, best = _value(models, name, metric), _value(models, reference, metric)
-    return value > best and value - best >= (COPY_GAIN if metric.startswith("copy") else TEXT_GAIN * best)
-
-
-def _numbers(models: dict[str, dict[str, Measurement]], name: str, reference: str, metrics: list[str]) -> str:
-    def each(model: str, metric: str) -> str:
-        return f"{_value(models, model, metric):.4g}"
-
-    return ", ".join(f"{metric} {each(name, metric)} against {each(reference, metric)}" for metric in metrics)
 
 
 def _load(name: str, model_dir: Path, base_dir: Path | None, device: torch.device, precision: str) -> Any:

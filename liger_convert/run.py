@@ -26,6 +26,7 @@ from liger_convert import (
     export,
     manifest,
     merge,
+    preflight,
     rank,
     report,
     suites,
@@ -79,6 +80,8 @@ class Run:
         self.device = pick_device(recipe.device)
         self.suite = suites.load(recipe.eval.suite)
         self.documents = functools.cache(self._load_documents)
+        self.preflight = functools.cache(self._preflight)
+        self.keep_steps = False
 
     def steps(self) -> list[Step]:
         """What the recipe asks for, in order."""
@@ -113,6 +116,7 @@ class Run:
     def execute(self, keep_steps: bool = False) -> None:
         """Does every step that the manifest does not record yet. Raises BadInput when what it goes on from, inputs or
         outputs of finished steps, is not what it was."""
+        self.keep_steps = keep_steps
         steps = self.steps()
         for step in steps:
             self._outputs(step)  # a link that leads out of the run is refused before the work
@@ -268,7 +272,7 @@ class Run:
     def _plan(self, folder: Path) -> dict[str, Any]:
         plan = self._planned.to_dict()
         self._read_data()
-        return {"plan": plan}
+        return {"plan": plan | {"warnings": self.preflight()}}
 
     def _read_data(self) -> None:
         """Reads all data: what is wrong there should stop the run in its first steps and not in its last."""
@@ -287,6 +291,29 @@ class Run:
                 needed = f"suite {self.suite.name} needs {self.suite.text_tokens}"
                 raise BadInput(f"data.{text}: {held_out} tokens are held out, {needed}; hold out more")
         self.inputs.record(self._data_inputs)
+        self.preflight()
+
+    def _preflight(self) -> list[str]:
+        """What would fail after the training is tried before it. The layers need not be chosen yet."""
+        config = checkpoint.load_config(self._base_folder, self.recipe.base_options.trust_remote_code)
+        with progress("preflight") as report:
+            warnings = preflight.check(
+                self.recipe,
+                make_plan(self.recipe, config),
+                base_dir=self._base_folder,
+                config=config,
+                tokenizer=self._tokenizer,
+                suite=self.suite,
+                data_dir=self._data_dir,
+                documents=self.documents,
+                prompts=PROMPTS,
+                out=self.out,
+                keep_steps=self.keep_steps,
+                report=report,
+            )
+        for warning in warnings:
+            console.print(f"warning: {warning}", markup=False, soft_wrap=True)
+        return warnings
 
     def _convert(self, folder: Path) -> dict[str, Any]:
         with progress("convert") as report:

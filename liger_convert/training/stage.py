@@ -19,6 +19,7 @@ from liger_convert.device import autocast, compute_dtype
 from liger_convert.errors import BadInput
 from liger_convert.families import family_of
 from liger_convert.files import atomic_dir, atomic_write
+from liger_convert.memory import CALIBRATION_TOKENS, ERROR_ROWS
 from liger_convert.merge import ADAPTER, MODEL, load_chain
 from liger_convert.model import MIXER_MODULE, linear_layers
 from liger_convert.progress import Report
@@ -31,8 +32,6 @@ from liger_convert.training.finetune import FinetuneObjective
 from liger_convert.training.trainer import Objective, StageTrainer, freeze
 
 CURVE_POINTS = 50
-ROWS = 4  # on which errors are reported: whatever the batch size, so that splitting a batch changes nothing
-CALIBRATION_TOKENS = 8192  # some thirty for each of 256 codes
 
 
 def rows_of(stage: Stage, documents: Sequence[Document], seed: int) -> PackedDataset:
@@ -124,7 +123,7 @@ def run_stage(
         assert isinstance(objective, AlignObjective)
         # as it stands: not worth another compilation
         with autocast(device, dtype), torch.compiler.set_stance("force_eager"):
-            return objective.layer_errors(model.eval(), first_rows(ROWS))
+            return objective.layer_errors(model.eval(), first_rows(ERROR_ROWS))
 
     if not resume and trainer.is_world_process_zero():
         folder.remove(checkpoints)  # of another attempt
