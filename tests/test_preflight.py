@@ -173,8 +173,11 @@ def test_every_family_has_a_tiny_model_that_generates(family: str) -> None:
         ("stages[0].rates.mixer=1e-9", "stages[0].rates.mixer: steps of 1e-09 are rounded away"),
         ("stages[0].rates.mixer=1.5", "stages[0].rates.mixer: steps of 1.5 leave nothing"),
         ("stages[0].weight_decay=1000.0", "stages[0].weight_decay"),
-        ("stages[0]={kind: align, data: text, tokens: 32, seq_len: 32, batch_size: 1, warmup: 0.9, rates: {mixer: 0.01}}",
-         "stages[0].warmup: the only step"),
+        (
+            "stages[0]={kind: align, data: text, tokens: 32, seq_len: 32, batch_size: 1, warmup: 0.9, "
+            "rates: {mixer: 0.01}}",
+            "stages[0].warmup: the only step",
+        ),
         ("stages[0].seq_len=10", "rows of 10 tokens never leave the window and its sinks (10 tokens)"),
         ("mixer.window=64", "use more than 66"),
         ("stages[0].lora={targets: [q_prj]}", "no projection is called 'q_prj'; there are "),
