@@ -36,11 +36,11 @@ from liger_convert import (
 from liger_convert.device import pick_device
 from liger_convert.errors import BadInput, LinearizeError
 from liger_convert.files import atomic_dir, atomic_write, disk_errors
-from liger_convert.inputs import InputFiles
 from liger_convert.manifest import Manifest
 from liger_convert.plan import Plan, make_plan
 from liger_convert.progress import console, progress
 from liger_convert.recipe import FileSource, Recipe, TeacherSource
+from liger_convert.recorded_inputs import InputFiles
 from liger_convert.run_folder import STEPS, RunFolder
 
 PROMPTS = (
