@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from liger_convert.data import PackedDataset, collate
 from liger_convert.device import autocast
+from liger_convert.disk import KEPT
 from liger_convert.errors import BadInput, LinearizeError
 from liger_convert.model import parameter_group, take_auxiliary_loss
 from liger_convert.progress import Report
@@ -100,7 +101,7 @@ class StageTrainer(Trainer):
             **checkpointing,
             save_strategy="steps" if stage.save_every < steps else "no",
             save_steps=stage.save_every,
-            save_total_limit=1,
+            save_total_limit=KEPT,
             logging_steps=1,
             logging_nan_inf_filter=False,
             train_sampling_strategy="sequential",
