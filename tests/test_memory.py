@@ -25,6 +25,7 @@ STAGES: dict[str, dict[str, Any]] = {
     "distill": {"kind": "distill", "rates": {"mixer": 1e-4, "attention": 1e-4, "body": 1e-4}},
     "finetune": {"kind": "finetune", "rates": {"lora": 1e-4}, "lora": {}, "loss_on": "all"},
 }
+OF_LORA: dict[str, Any] = {"rates": {"mixer": 1e-4, "lora": 1e-4}, "lora": {}}
 STAGES["finetune"]["lora"] = {"targets": ["q_proj", "k_proj", "v_proj"]}
 
 
@@ -59,6 +60,22 @@ def test_a_stage_takes_about_the_memory_that_was_measured(
     rows = {"tokens": tokens, "seq_len": 2048, "batch_size": tokens // 2048, "joined": True}
     found = planned(shape(model), STAGES[stage] | rows, monkeypatch)
     assert found.memory_bytes / 1e9 == pytest.approx(measured, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "stage", "rows", "measured"),
+    [  # GB, from kernels/results/plan-h100.md
+        ("smollm2-135m", 8192, "distill", {}, 11.32),
+        ("llama-3.2-1b", 8192, "distill", {"gradient_checkpointing": True}, 24.88),
+        ("llama-3-8b", 2048, "distill", {"gradient_checkpointing": True} | OF_LORA, 53.82),
+    ],
+)
+def test_a_stage_that_is_not_captured_has_no_gradients_beside_its_activations(
+    model: str, tokens: int, stage: str, rows: dict[str, Any], measured: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = {"tokens": tokens, "seq_len": 2048, "batch_size": tokens // 2048} | rows
+    found = planned(shape(model), STAGES[stage] | rows, monkeypatch)
+    assert found.memory_bytes / 1e9 == pytest.approx(measured, rel=0.1)
 
 
 def test_checkpointing_leaves_the_copies_of_one_layer_and_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
