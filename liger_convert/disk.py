@@ -13,7 +13,7 @@ import torch
 from liger_convert.memory import Sizes
 from liger_convert.recipe import Recipe, Stage
 
-CHECKPOINTS = 3  # of a stage at most: two are kept while a third is written
+KEPT = 2  # checkpoints of a stage; while one more is written, they are all there
 BASE, CONVERT, MERGE, EXPORT = "base", "convert", "merge", "export"
 
 
@@ -40,15 +40,17 @@ def written(recipe: Recipe, sizes: Sizes, trained: list[int], base_dtype: str, e
         steps.append(Written(f"data-{name}", size, size, _last_reader(recipe, name)))
     for i, (stage, count) in enumerate(zip(recipe.stages, trained, strict=True)):
         result = full if stage.lora is None else 4 * count
-        steps.append(Written(f"{i + 1}-{stage.kind}", checkpoints(stage) * 12 * count + result, result, MERGE))
+        saved, one = saves(stage), 12 * count  # what is trained and Adam's two moments
+        most = max(min(saved, KEPT + 1) * one, min(saved, KEPT) * one + result)
+        steps.append(Written(f"{i + 1}-{stage.kind}", most, result, MERGE))
     steps.append(Written(MERGE, full, full, EXPORT))
     steps.append(Written(EXPORT, exported, exported, None))
     return steps
 
 
-def checkpoints(stage: Stage) -> int:
-    """How many checkpoints of a stage are on the disk at most. Each holds what is trained and Adam's two moments."""
-    return min(CHECKPOINTS, -(-stage.steps // stage.save_every)) if stage.save_every < stage.steps else 0
+def saves(stage: Stage) -> int:
+    """How many checkpoints a stage writes, the last one at its end; none where one would not do."""
+    return -(-stage.steps // stage.save_every) if stage.save_every < stage.steps else 0
 
 
 def peak(steps: list[Written], *, keep_steps: bool = False, without_base: bool = False) -> int:

@@ -104,10 +104,11 @@ def _check_labels(task: Task, part: Any) -> None:
     if part.OUTPUT_TYPE != "multiple_choice":
         return
     for instance in part.instances:
-        label = part.doc_to_target(instance.doc)
+        label, row = part.doc_to_target(instance.doc), instance.doc_id + 1
         if type(label) is int and label < 0:
-            row = instance.doc_id + 1
             raise BadInput(f"task {task.name}: the label of row {row} is {label}, so its answer is hidden")
+        if type(label) is int and label >= (choices := len(part.doc_to_choice(instance.doc))):
+            raise BadInput(f"task {task.name}: the label of row {row} is {label}, but it has {choices} choices from 0")
 
 
 def _evaluated(

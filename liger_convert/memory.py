@@ -44,7 +44,9 @@ def training_bytes(
 
     weights      4 P
     base         e P_base, where it teaches
-    optimizer    12 T: a gradient and Adam's two moments
+    optimizer    8 T: Adam's two moments
+    gradients    4 T, where they stand beside the activations: with several micro batches a step, and in a captured
+                 graph. Else they come as the activations go, and what is counted is by how much they are more
     copies       under autocast, what the backward pass needs of the weights in the compute dtype: e for every weight of
                  a matrix product through which a gradient flows, whether it is trained or not. With checkpointing one
                  layer and the head; and where the layers are not compiled, the trained ones, which autocast keeps until
@@ -74,10 +76,13 @@ def training_bytes(
         targets = (2 if aligns else 0) * e * dims.hidden
         activations = max(layers) + depth * (targets or 4 * dims.hidden)
         copies = matrices // depth + head + (0 if compiled else trained)
+    captured = compiled and stage.joined and not stage.gradient_checkpointing
+    held = captured or stage.grad_accumulation > 1
     return {
         "weights": 4 * (sizes.base + sizes.new),
         "base": e * sizes.base if teaches else 0,
-        "optimizer": 12 * trained,
+        "optimizer": 8 * trained,
+        "gradients": 4 * trained if held else max(0, 4 * trained - tokens * activations - logits),
         "copies": e * copies if e < 4 else 0,
         "activations": tokens * activations,
         "passing": tokens * passing,
@@ -104,6 +109,7 @@ def inference_bytes(config: Any, sizes: Sizes, itemsize: int, cache: int) -> int
     """The peak of reading a long prompt: weights, cache, and what one layer takes for a piece of the prompt."""
     dims = head_dims(config)
     layer = itemsize * (4 * dims.hidden + 4 * (dims.heads + dims.kv_heads) * dims.dim + 3 * _width(config))
+    layer += max(_in_torch(config, name) for name in config.linearization["layers"] if name != SOFTMAX)
     return sizes.base * itemsize + 4 * sizes.new + cache + PREFILL * layer
 
 

@@ -78,7 +78,8 @@ def check_documents(recipe: Recipe, plan: Plan, documents: Callable[[str], Docum
             sizes = [len(document.ids) for document in documents(stage.data).train]
         sizes = [min(size, stage.seq_len) for size in sizes]
         said = f"stages[{i}].data: documents of {stage.data}, of at most {max(sizes)} tokens,"
-        warnings += _check_reach(stage, said, max(sizes), plan)
+        if max(sizes) < stage.seq_len:  # else the rows have been told
+            warnings += _check_reach(stage, said, max(sizes), plan)
         reaches = _reaches(plan)
         beyond = sum(max(0, size - min(reaches)) for size in sizes) / sum(sizes) if reaches else 1
         if 0 < beyond < FEW:

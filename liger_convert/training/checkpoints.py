@@ -8,11 +8,11 @@ from pathlib import Path
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from liger_convert import checksums
+from liger_convert.disk import KEPT
 from liger_convert.errors import BadInput
 from liger_convert.files import fsync, fsync_tree
 from liger_convert.progress import console
 
-KEPT = 2  # a damaged newest one leaves the one before
 UNFINISHED = "unfinished"  # where a checkpoint is written
 
 

@@ -1,0 +1,135 @@
+"""The estimated memory of training is near what was measured on a GPU, and counts what autocast really keeps."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_config
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from liger_convert import plan as plans
+from liger_convert.model import CLASSES, linearized_config
+from liger_convert.plan import Plan, StagePlan
+from liger_convert.recipe import Lora, build
+from liger_convert.shapes import SHAPES
+from liger_convert.training.stage import add_lora
+
+STAGES: dict[str, dict[str, Any]] = {
+    "align": {"kind": "align", "rates": {"mixer": 1e-4, "attention": 1e-4}},
+    "distill": {"kind": "distill", "rates": {"mixer": 1e-4, "attention": 1e-4, "body": 1e-4}},
+    "finetune": {"kind": "finetune", "rates": {"lora": 1e-4}, "lora": {}, "loss_on": "all"},
+}
+OF_LORA: dict[str, Any] = {"rates": {"mixer": 1e-4, "lora": 1e-4}, "lora": {}}
+STAGES["finetune"]["lora"] = {"targets": ["q_proj", "k_proj", "v_proj"]}
+
+
+def planned(config: Any, stage: dict[str, Any], monkeypatch: pytest.MonkeyPatch, device: str = "cuda") -> StagePlan:
+    """As on a machine with such a device, where bfloat16 is fast."""
+    monkeypatch.setattr(plans, "pick_device", lambda name: torch.device(device))
+    monkeypatch.setattr(plans, "compute_dtype", lambda device, precision: torch.bfloat16)
+    recipe = {"version": 1, "name": "x", "base": "x", "mixer": {"type": "gla"}, "data": {"t": {"source": "pydoc"}}}
+    made: Plan = plans.make_plan(build(recipe | {"stages": [stage | {"data": "t"}]}, "recipe"), config)
+    return made.stages[0]
+
+
+def shape(name: str) -> Any:
+    values = dict(SHAPES[name])
+    return CONFIG_MAPPING[values.pop("model_type")](**values)
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "stage", "measured"),
+    [  # GB, from kernels/results/training-h200.md
+        ("smollm2-135m", 32768, "align", 13),
+        ("smollm2-135m", 32768, "distill", 38),
+        ("smollm2-135m", 32768, "finetune", 25),
+        ("llama-3.2-1b", 16384, "align", 22),
+        ("llama-3.2-1b", 16384, "distill", 74),
+        ("llama-3.2-1b", 16384, "finetune", 36),
+    ],
+)
+def test_a_stage_takes_about_the_memory_that_was_measured(
+    model: str, tokens: int, stage: str, measured: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = {"tokens": tokens, "seq_len": 2048, "batch_size": tokens // 2048, "joined": True}
+    found = planned(shape(model), STAGES[stage] | rows, monkeypatch)
+    assert found.memory_bytes / 1e9 == pytest.approx(measured, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "stage", "rows", "measured"),
+    [  # GB, from kernels/results/plan-h100.md
+        ("smollm2-135m", 8192, "distill", {}, 11.32),
+        ("llama-3.2-1b", 8192, "distill", {"gradient_checkpointing": True}, 24.88),
+        ("llama-3-8b", 2048, "distill", {"gradient_checkpointing": True} | OF_LORA, 53.82),
+    ],
+)
+def test_a_stage_that_is_not_captured_has_no_gradients_beside_its_activations(
+    model: str, tokens: int, stage: str, rows: dict[str, Any], measured: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = {"tokens": tokens, "seq_len": 2048, "batch_size": tokens // 2048} | rows
+    found = planned(shape(model), STAGES[stage] | rows, monkeypatch)
+    assert found.memory_bytes / 1e9 == pytest.approx(measured, rel=0.1)
+
+
+def test_checkpointing_leaves_the_copies_of_one_layer_and_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {"tokens": 2048, "seq_len": 2048, "batch_size": 1}
+    config = shape("llama-3-8b")
+    plain = planned(config, STAGES["finetune"] | rows, monkeypatch).memory
+    checkpointed = planned(config, STAGES["finetune"] | rows | {"gradient_checkpointing": True}, monkeypatch).memory
+    head = config.vocab_size * config.hidden_size
+    assert plain["copies"] == pytest.approx(2 * (8.03e9 - head), rel=0.01)
+    assert checkpointed["copies"] == pytest.approx(plain["copies"] / 32 + 2 * head, rel=0.07)
+    assert checkpointed["activations"] < plain["activations"] / 6
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_autocast_keeps_a_copy_of_every_matrix_that_a_gradient_goes_through(
+    checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config("llama", tie_word_embeddings=False)
+    rows = {"tokens": 26, "seq_len": 26, "batch_size": 1, "compile": False}
+    stage = STAGES["finetune"] | rows | {"gradient_checkpointing": checkpointing}
+    expected = planned(config, stage, monkeypatch, "cpu").memory["copies"]
+    spec = plans.resolve_spec({"type": "gla"})
+    linearized = linearized_config(config, {"format": 1, "mixers": {"main": spec}, "layers": ["main"] * 3})
+    model = add_lora(CLASSES["llama"][2](linearized), Lora(targets=["q_proj", "k_proj", "v_proj"]), train_mixer=False)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    matrices = {tuple(p.shape) for name, p in model.named_parameters() if "lora" not in name and p.dim() == 2}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == torch.bfloat16 and matrices & {tuple(x.shape), tuple(x.shape)[::-1]}:
+            kept[x.untyped_storage().data_ptr()] = x  # held, so that no other takes its place
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), torch.autocast("cpu", torch.bfloat16):
+        model.train()(torch.randint(3, 101, (1, 26)), use_cache=False)
+    found = sum(x.nbytes for x in kept.values())
+    if checkpointing:
+        head = 2 * config.vocab_size * config.hidden_size
+        assert found == head  # of the layers nothing: one at a time is run again
+        assert found < expected
+    else:
+        # what goes into the first layer needs no gradient, so the weights of its q, k and v are not kept; norms have no
+        # copies, but are counted, as they are small
+        first, norms = 2 * 32 * 8 * (4 + 2 + 2), 2 * 32 * (2 * 3 + 1)
+        assert found == expected - first - norms
+
+
+@pytest.mark.slow
+def test_the_script_that_measures_memory_runs_on_a_cpu(tmp_path: Path) -> None:
+    cases = ["tiny/convert", "tiny/finetune", "tiny/distill-checkpointed"]
+    script = [sys.executable, "kernels/bench_plan.py", "--cpu", "--precision", "float32", "--json", str(tmp_path / "x")]
+    subprocess.run([*script, *cases], cwd=Path(__file__).parent.parent, check=True, timeout=900)
+    rows = json.loads((tmp_path / "x").read_text())["rows"]
+    assert [row["case"] for row in rows] == cases
+    assert all(row["measured"] > 0 for row in rows)
+    assert all(0.5 < row["estimated"] / row["measured"] < 2 for row in rows[1:])
