@@ -1,0 +1,57 @@
+"""Linearized models and masked documents for tests of other people's trainers."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tiny import save_tiny_base
+from torch import Tensor
+
+from liger_convert.mixers import resolve_spec
+from liger_convert.model import linearize_base, load_linearized
+
+LAYERS = {"linear": ["main"] * 3, "hybrid": ["main", "softmax", "main"]}
+PROMPT = 5  # tokens of each document that are not learned
+
+
+@functools.cache
+def folder(layers: str = "linear", family: str = "llama", mixer: str = "gla") -> Path:
+    """A tiny linearized checkpoint; tests must not write to it."""
+    home = Path(tempfile.mkdtemp(prefix="liger-test-"))
+    base = save_tiny_base(family, home / "base")
+    plan = {
+        "format": 1,
+        "mixers": {"main": resolve_spec({"type": mixer, "window": 6, "sinks": 2})},
+        "layers": LAYERS[layers],
+    }
+    linearize_base(base, plan).save_pretrained(home / "model")
+    return home / "model"
+
+
+def fresh(layers: str = "linear", family: str = "llama", mixer: str = "gla") -> Any:
+    return load_linearized(folder(layers, family, mixer))
+
+
+def documents(count: int = 4, seed: int = 0) -> list[dict[str, list[int]]]:
+    """Documents of different lengths whose first PROMPT tokens have no label."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for i in range(count):
+        ids = torch.randint(3, 101, (11 + 4 * i,), generator=generator).tolist()
+        rows.append({"input_ids": ids, "labels": [-100] * PROMPT + ids[PROMPT:]})
+    return rows
+
+
+def loss_alone(model: Any, rows: list[dict[str, list[int]]]) -> Tensor:
+    """The mean loss of all labelled tokens, each document read by itself and the loss worked out by hand."""
+    losses = []
+    for row in rows:
+        labels = torch.tensor(row["labels"])[1:]
+        log_p = F.log_softmax(model(torch.tensor([row["input_ids"]]), use_cache=False).logits[0, :-1].float(), -1)
+        losses.append(-log_p[labels != -100].gather(1, labels[labels != -100, None]))
+    return torch.cat(losses).mean()
