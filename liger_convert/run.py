@@ -19,6 +19,7 @@ import torch
 from transformers import set_seed
 
 from liger_convert import (
+    card,
     checkpoint,
     convert,
     data,
@@ -298,7 +299,15 @@ class Run:
     def _export(self, folder: Path) -> dict[str, Any]:
         model, out = self._folder("merge") / "model", self.out / "export"
         with progress("export") as report:
-            return export.export(model, out, dtype=self._planned.dtype, name=self.recipe.name, progress=report)
+            return export.export(
+                model,
+                out,
+                dtype=self._planned.dtype,
+                name=self.recipe.name,
+                base=self.recipe.base,
+                base_dir=self._base_folder,
+                progress=report,
+            )
 
     def _eval(self, folder: Path) -> dict[str, Any]:
         options = self.recipe.eval
@@ -324,6 +333,8 @@ class Run:
     def _report(self, folder: Path) -> dict[str, Any]:
         results = json.loads((self._folder("eval") / "results.json").read_text(encoding="utf-8"))
         report.write_report(self.out, results, asdict(self.manifest))
+        card.add_figures(self.out / "export", (self.out / "report.md").read_text(encoding="utf-8"))
+        self.manifest.steps["export"]["outputs"] |= manifest.hashes([self.out / "export" / card.CARD], self.out)
         return {}
 
 

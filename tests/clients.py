@@ -11,18 +11,23 @@ import torch
 import torch.nn.functional as F
 from tiny import save_tiny_base
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from liger_convert.mixers import resolve_spec
-from liger_convert.model import linearize_base, load_linearized
+from liger_convert.model import linearize_base
 
 LAYERS = {"linear": ["main"] * 3, "hybrid": ["main", "softmax", "main"]}
 PROMPT = 5  # tokens of each document that are not learned
 
 
+homes: list[tempfile.TemporaryDirectory[str]] = []  # removed when the tests end
+
+
 @functools.cache
 def folder(layers: str = "linear", family: str = "llama", mixer: str = "gla") -> Path:
     """A tiny linearized checkpoint; tests must not write to it."""
-    home = Path(tempfile.mkdtemp(prefix="liger-test-"))
+    homes.append(tempfile.TemporaryDirectory(prefix="liger-test-"))
+    home = Path(homes[-1].name)
     base = save_tiny_base(family, home / "base")
     plan = {
         "format": 1,
@@ -34,7 +39,7 @@ def folder(layers: str = "linear", family: str = "llama", mixer: str = "gla") ->
 
 
 def fresh(layers: str = "linear", family: str = "llama", mixer: str = "gla") -> Any:
-    return load_linearized(folder(layers, family, mixer))
+    return AutoModelForCausalLM.from_pretrained(folder(layers, family, mixer))
 
 
 def documents(count: int = 4, seed: int = 0) -> list[dict[str, list[int]]]:
