@@ -26,6 +26,7 @@ ENTRY = "liger_convert.model.modeling"
 ENTRY_FILE = "modeling_linearized"
 INTERNAL_IMPORT = re.compile(r"^(\s*from )((?:liger_convert|gated_kernels)[\w.]*)( import )", re.MULTILINE)
 
+
 def export(
     model_dir: Path | str,
     out: Path | str,

@@ -24,22 +24,19 @@ homes: list[tempfile.TemporaryDirectory[str]] = []  # removed when the tests end
 
 
 @functools.cache
-def folder(layers: str = "linear", family: str = "llama", mixer: str = "gla") -> Path:
-    """A tiny linearized checkpoint; tests must not write to it."""
+def folder(layers: str = "linear", family: str = "llama", **spec: str) -> Path:
+    """A tiny linearized checkpoint beside its `base`; tests must not write to it."""
     homes.append(tempfile.TemporaryDirectory(prefix="liger-test-"))
     home = Path(homes[-1].name)
     base = save_tiny_base(family, home / "base")
-    plan = {
-        "format": 1,
-        "mixers": {"main": resolve_spec({"type": mixer, "window": 6, "sinks": 2})},
-        "layers": LAYERS[layers],
-    }
+    mixer = resolve_spec({"window": 6, "sinks": 2} | spec)
+    plan = {"format": 1, "mixers": {"main": mixer}, "layers": LAYERS[layers]}
     linearize_base(base, plan).save_pretrained(home / "model")
     return home / "model"
 
 
-def fresh(layers: str = "linear", family: str = "llama", mixer: str = "gla") -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder(layers, family, mixer))
+def fresh(layers: str = "linear", family: str = "llama", **spec: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder(layers, family, **spec))
 
 
 def documents(count: int = 4, seed: int = 0) -> list[dict[str, list[int]]]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from clients import LAYERS, documents, folder
+from tiny import tiny_tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,7 +19,6 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-from tiny import tiny_tokenizer
 
 from liger_convert.families import FAMILIES
 from liger_convert.model import HEAD_CLASSES
@@ -76,7 +76,9 @@ def test_padding_changes_nothing_that_a_head_says(layers: str, side: str, auto: 
     together = logits(model, **batch)
     for i, row in enumerate(inputs):
         alone = logits(model, input_ids=torch.tensor([row["input_ids"]]))[0]
-        found = together[i] if auto == "AutoModelForSequenceClassification" else together[i][batch.attention_mask[i] == 1]
+        found = (
+            together[i] if auto == "AutoModelForSequenceClassification" else together[i][batch.attention_mask[i] == 1]
+        )
         torch.testing.assert_close(found, alone, atol=1e-4, rtol=1e-4)
 
 

@@ -133,7 +133,11 @@ def test_a_model_that_a_trainer_saved_is_the_model(layers: str, tmp_path: Path) 
 
 
 def conversations() -> datasets.Dataset:
-    texts = [("Name a number. ", "Seven"), ("Say it twice: ", "no no"), ("And a longer one? ", "Of course, here it is.")]
+    texts = [
+        ("Name a number. ", "Seven"),
+        ("Say it twice: ", "no no"),
+        ("And a longer one? ", "Of course, it is."),
+    ]
     return datasets.Dataset.from_list([{"prompt": prompt, "completion": answer} for prompt, answer in texts])
 
 
@@ -145,7 +149,9 @@ def supervised(model: Any, out: Path, **changes: Any) -> trl.SFTTrainer:
     return trl.SFTTrainer(**options, peft_config=adapter)
 
 
-@pytest.mark.parametrize("options", [{}, {"packing": True}, {"padding_free": True, "max_length": None}], ids=["padded", "packed", "flat"])
+@pytest.mark.parametrize(
+    "options", [{}, {"packing": True}, {"padding_free": True, "max_length": None}], ids=["padded", "packed", "flat"]
+)
 @every_layout
 def test_trl_learns_the_completions_of_the_documents_alone(
     layers: str, options: dict[str, Any], tmp_path: Path

@@ -105,7 +105,7 @@ class LinearizedModel(LinearizedInit):
             raise ValueError("pass input_ids or inputs_embeds")
         documents = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
         if any(told is not None for told in documents):
-            position_ids = document_positions(*given.shape[:2], position_ids, *documents)
+            position_ids = document_positions(given.shape[0], given.shape[1], position_ids, *documents)
         if layout is None and past_key_values is None:
             layout = SequenceLayout.build(given, position_ids, attention_mask, None)
             if use_cache and layout.document_BT is not None:
