@@ -21,22 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from liger_convert.errors import BadInput, first_line
-from liger_convert.files import atomic_dir, atomic_write, read_json, sha256_file
-
-__all__ = [
-    "Checkpoint",
-    "TensorInfo",
-    "atomic_dir",
-    "atomic_write",
-    "base_config",
-    "copy_companions",
-    "load_config",
-    "load_tokenizer",
-    "locate_base",
-    "require_tokenizer",
-    "resolve_base",
-    "sha256_file",
-]
+from liger_convert.files import atomic_dir, read_json
+from liger_convert.progress import console
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -212,9 +198,29 @@ def _pickled(folder: Path) -> str:
 
 
 def copy_companions(base: Path, out: Path) -> None:
-    """Copies what belongs to a model besides weights and config: tokenizer, chat template, generation, licence."""
-    for path in {path for pattern in COMPANIONS for path in base.glob(pattern) if path.is_file()}:
-        shutil.copyfile(path, out / path.name)
+    """Copies what belongs to a model besides weights and config: tokenizer, chat template, generation, licence.
+
+    A link is followed only to a file that belongs to the model: it may point to anything else on the machine, and the
+    copy is meant to be published. Raises BadInput for a tokenizer file that is a link to elsewhere; of other files it
+    says on stderr that they are left out.
+    """
+    for path in sorted({path for pattern in COMPANIONS for path in base.glob(pattern) if path.is_file()}):
+        if _belongs_to(path, base):
+            shutil.copyfile(path, out / path.name)
+            continue
+        what = f"{path}: is a link to a file outside of the model's folder"
+        if any(path.match(pattern) for pattern in TOKENIZER):
+            raise BadInput(f"{what}; put a copy of that file in its place")
+        console.print(f"warning: {what}, so it is not copied", markup=False, soft_wrap=True)
+
+
+def _belongs_to(path: Path, model: Path) -> bool:
+    """Whether a file of the folder `model` really lies in it, or in the hub's cache of the same repository, where a
+    snapshot's files are links to blobs beside it."""
+    roots = [model.resolve()]
+    if roots[0].parent.name == "snapshots":
+        roots.append(roots[0].parent.parent / "blobs")
+    return any(path.resolve().is_relative_to(root) for root in roots)
 
 
 @dataclass(frozen=True)

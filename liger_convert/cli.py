@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -20,10 +21,12 @@ from rich.filesize import decimal
 from rich.table import Column, Table
 from rich.text import Text
 
+from liger_convert import interrupts
 from liger_convert.errors import LinearizeError, first_line
 from liger_convert.files import disk_errors
 from liger_convert.progress import console as stderr
 from liger_convert.progress import progress, quiet_libraries
+from liger_convert.terminal import safe_streams
 
 app = typer.Typer(
     name="linearize",
@@ -133,11 +136,17 @@ def plan(recipe: RecipeFile = None, base: Base = None, set_: Overrides = None, a
 
     loaded = load(*chosen_recipe(recipe, base, set_ or ()))
 
+    from liger_convert import suites
     from liger_convert.checkpoint import base_config
     from liger_convert.plan import make_plan
+    from liger_convert.preflight import check_recipe
 
-    made = make_plan(loaded, base_config(loaded.base, **loaded.base_options.model_dump(exclude={"allow_pickle"})))
-    _show(made.render(), made.to_dict(), as_json)
+    config = base_config(loaded.base, **loaded.base_options.model_dump(exclude={"allow_pickle"}))
+    made = make_plan(loaded, config)
+    warnings = check_recipe(loaded, made, config, suites.load(loaded.eval.suite))
+    _show(made.render(), made.to_dict() | {"warnings": warnings}, as_json)
+    for warning in warnings:
+        stderr.print(f"warning: {warning}", markup=False, soft_wrap=True)
 
 
 @app.command(rich_help_panel=PIPELINE)
@@ -306,6 +315,29 @@ def export(
 
     with progress("export") as report:
         export(model, out, dtype=dtype, name=name, base=base, progress=report)
+
+
+@app.command(rich_help_panel=PIPELINE)
+def verify(
+    folder: Annotated[Path, typer.Argument(help="OUT of a run, or an export.", show_default=False)],
+    as_json: Json = False,
+) -> None:
+    """Check the files of a run or an export against the sha256 that were recorded when they were written.
+
+    Example: linearize verify runs/quick
+    """
+    from liger_convert.verify import verify
+
+    found = verify(folder)
+    for problem in found.problems:
+        stderr.print(problem, markup=False, soft_wrap=True)
+    _show(
+        Text(f"{folder}: {found.checked - len(found.problems)} of {found.checked} files are as they were written"),
+        {"checked": found.checked, "problems": found.problems},
+        as_json,
+    )
+    if found.problems:
+        raise LinearizeError(f"{folder}: {len(found.problems)} of its files are not what was written")
 
 
 @app.command(rich_help_panel=MEASURE, name="eval")
@@ -503,7 +535,8 @@ def families(as_json: Json = False) -> None:
 
 def _show(table: RenderableType, value: Any, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(value, indent=2, ensure_ascii=False))
+        unicode = str(sys.stdout.encoding).lower().replace("-", "") == "utf8"
+        print(json.dumps(value, indent=2, ensure_ascii=not unicode))
     else:
         _stdout().print(table)
 
@@ -514,37 +547,59 @@ def _stdout() -> Console:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; every failure ends as one sentence on stderr. Returns the exit code: 0, 1 failed, 2 bad input."""
+    """Runs a command; every failure ends as one sentence on stderr. Returns the exit code: 0, 1 failed, 2 bad input,
+    130 or 143 stopped by Ctrl-C or SIGTERM."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in words
     quiet_libraries()
     # before torch is imported: threads that spin while they wait make training ten times slower on a busy machine, and
     # threads that are woken for every small op slow decoding down; 2,000 turns lie between most ops of a layer
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "passive"
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    with safe_streams() as (out, _), interrupts.handled("stopped before it could tidy up; a run goes on with --resume"):
+        code = _command([word for word in words if word != "--debug"], debug="--debug" in words)
+        out.flush()
+        if out.error is not None and code == 0:
+            code = _fail(f"standard output cannot be written: {out.error.strerror}", 1)
+        return code
+
+
+def _command(words: list[str], debug: bool) -> int:
     try:
-        words = [word for word in words if word != "--debug"]
         with disk_errors(Path.cwd()):
             code = app(words or ["--help"], prog_name="linearize", standalone_mode=False) or 0
-        return _fail("interrupted", code) if code == INTERRUPTED else code
-    except (KeyboardInterrupt, typer.Abort):  # which of the three a Ctrl-C becomes depends on typer's version
-        return _fail("interrupted", INTERRUPTED)
+        return _fail("interrupted", _stopped()) if code == INTERRUPTED else code
+    except (KeyboardInterrupt, typer.Abort) as error:  # which of the three a Ctrl-C becomes depends on typer's version
+        if isinstance(error.__cause__, EOFError):  # what typer takes for a Ctrl-D at a prompt
+            return _bug(error.__cause__, debug)
+        return _fail("interrupted", _stopped())
     except LinearizeError as error:
-        return _fail(str(error), error.exit_code)
+        return _fail(str(error), _stopped() if error.exit_code == INTERRUPTED else error.exit_code)
     except USAGE_ERROR as error:
         command = error.ctx.command_path if error.ctx else "linearize"
         return _fail(f"{error.format_message().rstrip('.')} (see {command} --help)", 2)
     except Exception as error:
-        if debug:
-            raise
-        with tempfile.NamedTemporaryFile("w", prefix="linearize-", suffix=".log", delete=False) as log:
-            traceback.print_exc(file=log)
-        what = f"unexpected {type(error).__name__}: {first_line(error)}"
-        return _fail(f"{what} (traceback in {log.name}; or use --debug)", 1)
+        return _bug(error, debug)
+
+
+def _stopped() -> int:
+    """The exit code of a command that a signal ended."""
+    return 128 + (interrupts.received() or signal.SIGINT)
+
+
+def _bug(error: BaseException, debug: bool) -> int:
+    """Says what nobody foresaw, and where its traceback is."""
+    if debug:
+        raise error
+    with tempfile.NamedTemporaryFile("w", prefix="linearize-", suffix=".log", delete=False) as log:
+        traceback.print_exception(error, file=log)
+    what = f"unexpected {type(error).__name__}: {first_line(error)}"
+    return _fail(f"{what}; this is a bug in linearize: please report it (traceback in {log.name}; or use --debug)", 1)
 
 
 def _fail(sentence: str, code: int) -> int:
+    # what a file or an option holds may be quoted in it, line breaks and codes for the terminal among that
+    sentence = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in sentence)
     stderr.print(f"error: {sentence}", markup=False, soft_wrap=True)
     return code
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import pkgutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -36,7 +35,7 @@ from liger_convert.convert import convert, replace_mixers
 from liger_convert.device import autocast, compute_dtype, pick_device
 from liger_convert.errors import BadInput
 from liger_convert.families import PREFIX
-from liger_convert.files import atomic_write
+from liger_convert.files import atomic_write, scratch_folder
 from liger_convert.manifest import lock
 from liger_convert.mixers import MIXERS, SOFTMAX
 from liger_convert.mixers.base import HeadDims
@@ -44,7 +43,7 @@ from liger_convert.mixers.gla import GLA
 from liger_convert.model import linear_layers, load_linearized
 from liger_convert.plan import Plan, make_plan
 from liger_convert.progress import progress
-from liger_convert.recipe import FileSource, PydocSource, Recipe, TeacherSource, build
+from liger_convert.recipe import FileSource, PydocSource, Recipe, TeacherSource, build, plain_name
 from liger_convert.training.align import AlignObjective
 from liger_convert.training.stage import load_base
 
@@ -56,8 +55,8 @@ SIZES = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads"
 @contextmanager
 def local_model(source: str, **options: Any) -> Iterator[Path]:
     """A folder with the model `source` for as long as the block runs. Options are those of `base_options`."""
-    with tempfile.TemporaryDirectory(prefix="linearize-") as work:
-        yield checkpoint.resolve_base(source, Path(work), **options)
+    with scratch_folder() as work:
+        yield checkpoint.resolve_base(source, work, **options)
 
 
 def is_linearized(folder: Path) -> bool:
@@ -97,7 +96,7 @@ def convert_base(
     spec = {"type": mixer, "window": window, "sinks": sinks}
     written: dict[str, Any] = {
         "version": 1,
-        "name": out.name,
+        "name": plain_name(out.name),
         "base": base,
         "base_options": base_options,
         "mixer": {name: value for name, value in spec.items() if value is not None},

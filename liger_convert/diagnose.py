@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import gc
-import json
-import math
 import multiprocessing
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from liger_convert import workers
 from liger_convert.checkpoint import load_config, load_tokenizer
+from liger_convert.checksums import read_checked, write_checked
 from liger_convert.data import Document
+from liger_convert.errors import LinearizeError
 from liger_convert.evaluate import evaluate
-from liger_convert.files import atomic_write
 from liger_convert.generate import continuations, load_model, weight_dtype
 from liger_convert.measures import Measurement
 from liger_convert.mixers import resolve_spec
@@ -27,6 +27,7 @@ from liger_convert.mixers.base import Branches
 from liger_convert.model import linearize_base, set_branches
 from liger_convert.progress import Report, quiet_libraries
 from liger_convert.suites import Suite
+from liger_convert.verdict import verdict
 
 BRANCHES: dict[str, Branches] = {
     "linearized": "both",
@@ -34,11 +35,6 @@ BRANCHES: dict[str, Branches] = {
     "linearized_memory_only": "memory",
 }
 NAMES = ("base", "window_untrained", *BRANCHES)
-
-# Below these differences nobody would notice the memory missing: 0.1 of the 3.2 nats a token that separate a window
-# from full attention on a repetition of 256 tokens, and 1 % of the perplexity of text.
-COPY_GAIN = 0.1
-TEXT_GAIN = 0.01
 
 
 def diagnose(
@@ -71,13 +67,13 @@ def diagnose(
     job = _Job(model_dir, base_dir, suite, device, precision, prompts, options, keep)
     names = NAMES if base_dir is not None else tuple(BRANCHES)
     kept = {name: keep / f"{name}.json" for name in names} if keep is not None else {}
-    found = {name: json.loads(path.read_text()) for name, path in kept.items() if path.exists()}
+    found = {name: column for name, path in kept.items() if (column := read_checked(path)) is not None}
     left = [name for name in names if name not in found]
     columns = _one_by_one(job, left, report) if processes == 1 else _side_by_side(job, left, processes, report)
     for name, column in columns:
         found[name] = column
         if keep is not None:
-            atomic_write(kept[name], json.dumps(column))
+            write_checked(kept[name], column)
             _begun(keep, name).unlink(missing_ok=True)  # a suite may measure nothing here
     models = {name: found[name][0] for name in names}
     said = {name: found[name][1] for name in names if found[name][1]}
@@ -150,25 +146,33 @@ def _side_by_side(job: _Job, names: Sequence[str], processes: int, report: Repor
     turns = context.Queue()
     for turn in range(processes):
         turns.put(turn)
-    with ProcessPoolExecutor(processes, context, _begin, (job, turns, processes)) as pool:
-        futures = {pool.submit(_column, name): name for name in names}
-        report(0, len(names))
+    begin = workers.pickled(partial(_begin, job, processes))
+    with ProcessPoolExecutor(processes, context, workers.begin, (begin, turns)) as pool:
         try:
+            futures = {pool.submit(_column, name): name for name in names}
+            report(0, len(names))
             for done, future in enumerate(as_completed(futures), 1):
                 if future.exception() is None:
                     yield futures[future], future.result()
                 report(done, len(names), futures[future])
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.kill()  # the pool would wait for what they are measuring
             raise
     for future in futures:
-        future.result()  # raises what one raised, once the others are kept
+        try:
+            future.result()  # raises what one raised, once the others are kept
+        except BrokenProcessPool as error:
+            raise LinearizeError(
+                "eval.processes: a process was ended from outside, perhaps for want of memory; set fewer"
+            ) from error
 
 
 _job: _Job  # of a process of several
 
 
-def _begin(job: _Job, turns: Any, processes: int) -> None:
+def _begin(job: _Job, processes: int, turns: Any) -> None:
     """In a process of several: its own GPU where there are enough, its share of the cores."""
     global _job
     quiet_libraries()
@@ -190,59 +194,6 @@ def window_control(linearization: dict[str, Any]) -> dict[str, Any]:
         for name, spec in linearization["mixers"].items()
     }
     return linearization | {"mixers": control}
-
-
-def verdict(models: dict[str, dict[str, Measurement]]) -> dict[str, Any]:
-    """{"memory_used": bool or None, "sentences": […]}: what the measures say about the memory, in plain words.
-
-    The memory is unused when the model with its window alone is no worse than the whole: its loss on the longest
-    repetition less than COPY_GAIN above, its perplexity less than TEXT_GAIN above. None when neither was measured.
-    The errors of the two play no part: both read the same text, so most of what they stand for cancels.
-    """
-    metrics = _compared(models["linearized"])
-    if not metrics:
-        return {"memory_used": None, "sentences": ["The suite measures neither text nor repetitions: no verdict."]}
-    used = any(_worse(models, "linearized_window_only", "linearized", metric) for metric in metrics)
-    alone = _numbers(models, "linearized_window_only", "linearized", metrics)
-    said = "The memory is used: with the window alone the model is worse"
-    if not used:
-        said = "THE MEMORY IS UNUSED and carries nothing measurable: with the window alone the model is no worse"
-    sentences = [f"{said} ({alone})."]
-    if "window_untrained" in models:
-        gains = [_worse(models, "window_untrained", "linearized", metric) for metric in metrics]
-        losses = [_worse(models, "linearized", "window_untrained", metric) for metric in metrics]
-        how = "BETTER IN ONE AND WORSE IN ANOTHER" if any(gains) and any(losses) else "better" if any(gains) else ""
-        how = how or ("WORSE" if any(losses) else "NO BETTER")
-        against = _numbers(models, "linearized", "window_untrained", metrics)
-        sentences.append(f"The model is {how} than the untrained base with only its window and sinks ({against}).")
-    if "base" in models:
-        sentences.append(f"Beside the base: {_numbers(models, 'linearized', 'base', metrics)}.")
-    return {"memory_used": used, "sentences": sentences}
-
-
-def _compared(metrics: Iterable[str]) -> list[str]:
-    """Of all metrics the first perplexity of text and the longest repetition of text."""
-    text = [name for name in metrics if name.endswith("_ppl") and not name.endswith("_byte_ppl")]
-    copies = sorted((name for name in metrics if re.fullmatch(r"copy_nll_\d+", name)), key=lambda name: int(name[9:]))
-    return text[:1] + copies[-1:]
-
-
-def _value(models: dict[str, dict[str, Measurement]], name: str, metric: str) -> float:
-    value = models[name][metric]["value"]
-    return math.inf if value is None else value
-
-
-def _worse(models: dict[str, dict[str, Measurement]], name: str, reference: str, metric: str) -> bool:
-    """Whether `name` is measurably worse than `reference`; of two that are not finite neither is."""
-    value, best = _value(models, name, metric), _value(models, reference, metric)
-    return value > best and value - best >= (COPY_GAIN if metric.startswith("copy") else TEXT_GAIN * best)
-
-
-def _numbers(models: dict[str, dict[str, Measurement]], name: str, reference: str, metrics: list[str]) -> str:
-    def each(model: str, metric: str) -> str:
-        return f"{_value(models, model, metric):.4g}"
-
-    return ", ".join(f"{metric} {each(name, metric)} against {each(reference, metric)}" for metric in metrics)
 
 
 def _load(name: str, model_dir: Path, base_dir: Path | None, device: torch.device, precision: str) -> Any:

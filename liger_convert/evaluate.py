@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from liger_convert.checksums import read_checked, write_checked
 from liger_convert.data import Document
 from liger_convert.device import compute_dtype
 from liger_convert.errors import BadInput
-from liger_convert.files import atomic_write
 from liger_convert.measures import Measurement, copy_loss, text_perplexity
 from liger_convert.progress import Report
 from liger_convert.suites import Suite, check_data
@@ -46,14 +45,13 @@ def evaluate(
     model.eval()
     documents = held_out or []
     options: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype, "report": report}
-    found: dict[str, dict[str, Measurement]] = {}  # by the first metric of a measure of ours, or the name of a task
-    if keep is not None and keep.exists():
-        found = json.loads(keep.read_text())
+    # by the first metric of a measure of ours, or the name of a task
+    found: dict[str, dict[str, Measurement]] = (read_checked(keep) if keep is not None else None) or {}
 
     def done(name: str, measured: dict[str, Measurement]) -> None:
         found[name] = measured
         if keep is not None:
-            atomic_write(keep, json.dumps(found))
+            write_checked(keep, found)
 
     for text in suite.text:
         if text.metrics[0] not in found:

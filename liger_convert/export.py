@@ -15,6 +15,7 @@ import torch
 
 from liger_convert.card import HUB_ID, cached_folder, write_card
 from liger_convert.checkpoint import Checkpoint, copy_companions, load_config, locate_base
+from liger_convert.checksums import write_sums
 from liger_convert.errors import BadInput
 from liger_convert.families import PREFIX
 from liger_convert.files import atomic_dir
@@ -70,6 +71,7 @@ def export(
         place = Path(out).resolve().name
         title, load_from = name or place, name if name and HUB_ID.fullmatch(name) else place
         write_card(folder, config, title, load_from, hub_base=hub_base, base_dir=base_dir)
+        write_sums(folder)
     return {"bytes": total, "dtype": str(config.dtype).removeprefix("torch.")}
 
 

@@ -1,13 +1,17 @@
-"""Files that appear under their final name complete or not at all, and what their bytes hash to."""
+"""Files and folders that appear under their final name complete or not at all."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
+import fcntl
 import json
 import os
+import re
+import secrets
 import shutil
+import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,14 +46,68 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _alive(pid: int) -> bool:
+def fsync_tree(folder: Path) -> None:
+    """Waits until a folder and all that is in it are on the disk."""
+    for path in [*folder.rglob("*"), folder]:
+        fsync(path)
+
+
+@contextlib.contextmanager
+def temporary_folder(parent: Path, prefix: str, mode: int = 0o777) -> Iterator[Path]:
+    """A new folder in `parent` for as long as the block runs, under a name that begins with `prefix`.
+
+    First removes what killed processes left under such names. A living process holds a lock on its folder, and the
+    name carries the host, because a lock may not be seen from another host on a shared disk.
+    """
+    prefix = f"{prefix}{re.sub('[^A-Za-z0-9.]', '_', socket.gethostname())}-"
+    for path in parent.glob(f"{prefix}*"):
+        _remove_if_abandoned(path)
+    while (folder := _locked_folder(parent / f"{prefix}{secrets.token_hex(4)}", mode)) is None:
+        pass  # another process took the new folder for an abandoned one
+    path, descriptor = folder
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _locked_folder(path: Path, mode: int) -> tuple[Path, int] | None:
+    """A new folder and the descriptor that holds its lock; None when it was removed before it could be locked."""
+    path.mkdir(mode)
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError:
+        pass  # a file system without locks: nobody can lock this folder, so nobody takes it for abandoned
+    if path.exists():
+        return path, descriptor
+    os.close(descriptor)
+    return None
+
+
+def _remove_if_abandoned(path: Path) -> None:
+    """Removes a temporary folder of this user that no living process holds."""
+    with contextlib.suppress(OSError):
+        if path.is_symlink() or path.stat().st_uid != os.geteuid():
+            return
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path)
+        finally:
+            os.close(descriptor)
+
+
+def scratch_folder() -> contextlib.AbstractContextManager[Path]:
+    """A folder that only this user can read, in the system's place for temporary files, while the block runs."""
+    return temporary_folder(Path(tempfile.gettempdir()), "linearize-", mode=0o700)
 
 
 @contextlib.contextmanager
@@ -59,27 +117,17 @@ def atomic_dir(out: Path | str, overwrite: bool = False) -> Iterator[Path]:
     Raises BadInput when `out` exists (unless `overwrite`), LinearizeError when the disk is full or not writable.
     """
     out = Path(out)
-    if out.exists() and not overwrite:
+    if os.path.lexists(out) and not overwrite:
         raise BadInput(f"{out}: already exists; name a new folder or remove this one")
     with disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        for stale in out.parent.glob(f".{out.name}.partial-*"):  # left by a process that was killed
-            pid = stale.name.rpartition("-")[2]
-            if pid.isdigit() and (int(pid) == os.getpid() or not _alive(int(pid))):
-                shutil.rmtree(stale)
-        partial = out.parent / f".{out.name}.partial-{os.getpid()}"
-        partial.mkdir()
-        try:
+        with temporary_folder(out.parent, f".{out.name}.partial-") as partial:
             yield partial
-            for path in [*partial.rglob("*"), partial]:
-                fsync(path)
+            fsync_tree(partial)
             if overwrite and out.exists():
                 shutil.rmtree(out)
             partial.rename(out)
             fsync(out.parent)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
 
 
 def atomic_write(path: Path | str, data: bytes | str) -> None:
@@ -96,12 +144,6 @@ def atomic_write(path: Path | str, data: bytes | str) -> None:
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
-
-
-def sha256_file(path: Path | str) -> str:
-    """The hex sha256 of a file's content."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_json(path: Path) -> dict[str, Any]:

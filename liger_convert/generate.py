@@ -68,7 +68,7 @@ class _Streamer(TextStreamer):
 def _complete(
     model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int, chat: bool, **options: Any
 ) -> list[str]:
-    rows = [_encode(tokenizer, prompt, chat) for prompt in prompts]
+    rows = [encode(tokenizer, prompt, chat) for prompt in prompts]
     width = max(len(row) for row in rows)
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     sampled = "temperature" in options
@@ -84,7 +84,9 @@ def _complete(
     return tokenizer.batch_decode(ids[:, width:], skip_special_tokens=True)
 
 
-def _encode(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
+def encode(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
+    """The tokens of a prompt, as the user's turn of the chat template where there is one and `chat`. Raises BadInput
+    for an empty prompt, and whatever a template raises."""
     if not prompt.strip():
         raise BadInput("the prompt is empty; give the model something to continue")
     if not (chat and tokenizer.chat_template):

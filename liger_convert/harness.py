@@ -6,7 +6,6 @@ import contextlib
 import io
 import os
 import random
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -19,13 +18,14 @@ import numpy as np
 import pyarrow
 import torch
 import yaml
-from lm_eval.api.model import CacheHook
+from lm_eval.api.model import LM, CacheHook
 from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from liger_convert.device import autocast
-from liger_convert.errors import BadInput, first_line
+from liger_convert.errors import BadInput, LinearizeError, first_line
+from liger_convert.files import scratch_folder
 from liger_convert.measures import Measurement, measurement, target_losses
 from liger_convert.progress import Report
 from liger_convert.sources import file_rows
@@ -72,17 +72,59 @@ def run_tasks(
     for data that cannot be had or does not fit the task.
     """
     harness = _Harness(model, tokenizer, batch_size, dtype, report)
-    with tempfile.TemporaryDirectory(prefix="linearize-") as folder:
+    for task, _, results in _evaluated(harness, tasks, data_dir, limit, BOOTSTRAP):
+        yield task.name, _flatten(task, results)
+
+
+def rehearse_tasks(
+    tasks: Sequence[Task], *, data_dir: Path | None, limit: int | None, positions: int | None, report: Report
+) -> None:
+    """Everything that `run_tasks` does but asking a model, whose answers are made up: so what is wrong with a task, its
+    data or its metrics is told before a training and not after it. positions: the tokens that the model will take.
+    Raises BadInput."""
+    for done, task in enumerate(tasks, 1):
+        try:
+            ((_, loaded, results),) = _evaluated(_Nobody(), [task], data_dir, limit, 0)
+        except LinearizeError:
+            raise
+        except Exception as error:  # whatever rows that do not fit make lm-eval raise
+            why = f"its rows do not fit the task: {type(error).__name__}: {first_line(error)}"
+            raise BadInput(f"task {task.name}: {why}") from error
+        _flatten(task, results)
+        for part in loaded["tasks"].values():
+            _check_labels(task, part)
+            room = (part.config.generation_kwargs or {}).get("max_gen_toks", 0)
+            if positions is not None and room >= positions:
+                raise BadInput(f"task {task.name}: answers take {room} tokens, and the base takes {positions} in all")
+        report(done, len(tasks), task.name)
+
+
+def _check_labels(task: Task, part: Any) -> None:
+    """Raises BadInput for labels that name no choice; -1 marks those of a test split that is not published."""
+    if part.OUTPUT_TYPE != "multiple_choice":
+        return
+    for instance in part.instances:
+        label = part.doc_to_target(instance.doc)
+        if type(label) is int and label < 0:
+            row = instance.doc_id + 1
+            raise BadInput(f"task {task.name}: the label of row {row} is {label}, so its answer is hidden")
+
+
+def _evaluated(
+    lm: Any, tasks: Sequence[Task], data_dir: Path | None, limit: int | None, bootstrap: int
+) -> Iterator[tuple[Task, Any, dict[str, Any]]]:
+    """Of each task itself, lm-eval's own, and its results on `lm`."""
+    with scratch_folder() as folder:
         with _quiet():
-            manager = _task_manager(tasks, data_dir, Path(folder))
+            manager = _task_manager(tasks, data_dir, folder)
         for task in tasks:
             with _quiet():
                 loaded = _load(manager, task, data_dir)
                 # not simple_evaluate: that also asks git, pip and the hub about this machine, for every task anew
                 results = lm_eval.evaluate(
-                    harness, loaded, limit=limit or task.limit, bootstrap_iters=BOOTSTRAP, log_samples=False
+                    lm, loaded, limit=limit or task.limit, bootstrap_iters=bootstrap, log_samples=False
                 )
-            yield task.name, _flatten(task, results["results"][task.name])
+            yield task, loaded, results["results"][task.name]
 
 
 def _task_manager(tasks: Sequence[Task], data_dir: Path | None, folder: Path) -> TaskManager:
@@ -253,7 +295,9 @@ class _Harness(HFLM):
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = True) -> list:
-        self._begin(requests)
+        # a document is read in windows of the model's length, each of them a request to _loglikelihood_tokens
+        lengths = (len(self.tok_encode(request.args[0])) for request in requests)
+        self._begin(requests, sum(-(-length // self.max_length) for length in lengths))
         return super().loglikelihood_rolling(requests, disable_tqdm=True)
 
     def generate_until(self, requests: list, disable_tqdm: bool = True) -> list:
@@ -279,8 +323,8 @@ class _Harness(HFLM):
                 batch = inputs[start : start + self.batch_size]
                 asked = [(row, i) for row, ids in enumerate(batch) for i in sharing[ids]]
                 answers |= zip([i for _, i in asked], self._answers(batch, [(row, requests[i][2]) for row, i in asked]))
-                self.done = len(answers)
-                self.report(self.done, self.total, self.task)
+                self.report(self.done + len(answers), self.total, self.task)
+        self.done += len(answers)  # a rolling likelihood asks for a batch of its windows at a time
         return [answers[i] for i in range(len(requests))]
 
     def _answers(self, batch: list[tuple[int, ...]], asked: list[tuple[int, list[int]]]) -> list[tuple[float, bool]]:
@@ -299,13 +343,27 @@ class _Harness(HFLM):
         sums_A2 = torch.zeros(len(asked), 2, device=self.device).index_add_(0, answer_N, missed_N)
         return [(-loss, not misses) for loss, misses in sums_A2.tolist()]
 
-    def _begin(self, requests: list) -> None:
-        self.done, self.total = 0, len(requests)
+    def _begin(self, requests: list, total: int | None = None) -> None:
+        self.done, self.total = 0, len(requests) if total is None else total
         self.task = requests[0].task_name
 
 
+class _Nobody(LM):
+    """Answers everything alike, at once."""
+
+    def loglikelihood(self, requests: list) -> list:
+        return [(-1.0, False)] * len(requests)
+
+    def loglikelihood_rolling(self, requests: list) -> list:
+        return [-1.0] * len(requests)
+
+    def generate_until(self, requests: list) -> list:
+        return [""] * len(requests)
+
+
 class _Finished(CacheHook):
-    """lm-eval tells its response cache of every finished request; there is no cache, but this tells the progress."""
+    """lm-eval tells its response cache of every finished request; there is no cache, but this tells the progress of
+    generation. Likelihoods are told by `_loglikelihood_tokens`, and must not count twice."""
 
     def __init__(self, harness: _Harness):
         super().__init__(None)
@@ -313,5 +371,6 @@ class _Finished(CacheHook):
 
     def add_partial(self, attr: str, req: Any, res: Any) -> None:
         harness = self.harness
-        harness.done += 1
-        harness.report(harness.done, harness.total, harness.task)
+        if attr == "generate_until":
+            harness.done += 1
+            harness.report(harness.done, harness.total, harness.task)

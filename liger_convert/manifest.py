@@ -12,8 +12,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from liger_convert.checksums import files_in
 from liger_convert.errors import BadInput
-from liger_convert.files import atomic_write, read_json, sha256_file
+from liger_convert.files import atomic_write, read_json
 from liger_convert.recipe import Recipe
 
 FILE = "manifest.json"
@@ -86,23 +87,14 @@ def _name(device: Any) -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def hashes(paths: Iterable[Path], relative_to: Path) -> dict[str, str]:
-    """sha256 of files, and of all files in folders, by their paths below `relative_to`."""
-    return {str(file.relative_to(relative_to)): sha256_file(file) for path in paths for file in _files(path)}
-
-
 def input_files(inputs: Mapping[str, Path]) -> dict[str, Path]:
     """Every file of `inputs` (the files and folders that a recipe names, by field) by a name that tells nothing of the
     machine: the field, and the file's own name or its path in the field's folder: `base/config.json`."""
     return {
         f"{field}/{file.relative_to(path) if path.is_dir() else file.name}": file
         for field, path in inputs.items()
-        for file in _files(path)
+        for file in files_in(path)
     }
-
-
-def _files(path: Path) -> list[Path]:
-    return [file for file in (sorted(path.rglob("*")) if path.is_dir() else [path]) if file.is_file()]
 
 
 def first_difference(old: Any, new: Any, path: str = "") -> str | None:

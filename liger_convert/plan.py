@@ -1,14 +1,13 @@
 """From a recipe and the base's config to a plan: what each layer becomes, how large everything is. Touches no weight.
 
-Shapes in the formulas: L layers, C hidden size, H query heads, G key-value heads, D head size, I width of the MLP,
-V vocabulary, F feature size, N tokens, P parameters, T trained ones.
+What memory it takes is estimated in `memory.py`.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,26 +16,29 @@ from rich.filesize import decimal
 from rich.table import Table
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from liger_convert import disk
 from liger_convert.device import compute_dtype, pick_device
 from liger_convert.errors import BadInput, first_line
 from liger_convert.families import PREFIX, family_of
+from liger_convert.memory import COPY_BYTES, Sizes, count, inference_bytes, measuring_bytes, training_bytes
 from liger_convert.mixers import MIXERS, SOFTMAX, make_spec, resolve_spec
 from liger_convert.model import head_dims, linearized_config, new_state, parameter_group
 from liger_convert.model.configuration import FORMAT
 from liger_convert.recipe import MAIN, Recipe, Stage
 
 CONTEXTS = (4096, 32768, 131072)
-COPY_BYTES = 32 << 20  # what convert takes for its buffers, whatever the checkpoint
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One training stage: tokens it really sees (whole optimizer steps), parameters it trains, bytes at its peak."""
+    """One training stage: tokens it really sees (whole optimizer steps), parameters it trains, bytes at its peak, and
+    what those of its training are spent on (`memory.training_bytes`)."""
 
     kind: str
     tokens: int
     trained: int
     memory_bytes: int
+    memory: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,9 @@ class Plan:
     whose window holds all tokens keep of each one besides. sliding_windows: the base's own window in each layer, if
     it has one. token_bytes: one token's key and value in one layer's cache.
     teacher_tokens: of each source that the base writes itself, how many it writes.
+    memory_bytes: estimated peaks beyond the interpreter, of `convert`, of `inference` at 4K tokens and of each stage;
+    `memory_for` names the device and the dtype of the training.
+    writes: what each step of a run writes, see `disk.py`.
     undecided: how many layers stay softmax that a run has yet to choose; the last ones stand for them in
     `linearization`, and all sizes are right unless the base's layers differ in their own windows.
     """
@@ -64,7 +69,20 @@ class Plan:
     token_bytes: int
     stages: tuple[StagePlan, ...]
     teacher_tokens: dict[str, int]
+    memory_bytes: dict[str, int]
+    memory_for: str
+    writes: tuple[disk.Written, ...]
     undecided: int = 0
+
+    @property
+    def disk_bytes(self) -> dict[str, int]:
+        """What each step of a run writes at its peak."""
+        return {step.step: step.peak for step in self.writes}
+
+    @property
+    def disk_peak(self) -> int:
+        """The most that lies on the disk at once: the files of a step are removed once no other needs them."""
+        return disk.peak(list(self.writes))
 
     @property
     def layers(self) -> list[str]:
@@ -84,17 +102,6 @@ class Plan:
         # a sliding cache layer keeps one token less than its window, because the query brings its own
         return self.token_bytes * (tokens if window is None else min(tokens, window - 1))
 
-    @property
-    def memory_bytes(self) -> dict[str, int]:
-        """Estimated peaks beyond the interpreter: of `convert`, of `inference` at 4K tokens, of each training stage."""
-        itemsize = getattr(torch, self.dtype).itemsize
-        new, reused = _count(self.new_parameters), _count(self.reused_parameters)
-        linear = sum(name != SOFTMAX for name in self.layers)
-        convert = COPY_BYTES + 4 * new // linear  # new tensors are float32 and made layer by layer
-        inference = reused * itemsize + 4 * new + self.cache_bytes(CONTEXTS[0])
-        stages = {f"{i}-{stage.kind}": stage.memory_bytes for i, stage in enumerate(self.stages, 1)}
-        return {"convert": convert, "inference": inference, **stages}
-
     def to_dict(self) -> dict[str, Any]:
         """Everything the table says, as plain JSON."""
         return {
@@ -103,7 +110,7 @@ class Plan:
             "dtype": self.dtype,
             "linearization": self.linearization
             | ({"layers": {"softmax_auto": self.undecided}} if self.undecided else {}),
-            "parameters": {"new": _count(self.new_parameters), "reused": _count(self.reused_parameters)},
+            "parameters": {"new": count(self.new_parameters), "reused": count(self.reused_parameters)},
             "new_parameters": {name: list(shape) for name, shape in self.new_parameters.items()},
             "state_bytes": self.state_bytes,
             "growing_bytes": self.growing_bytes,
@@ -111,6 +118,9 @@ class Plan:
             "stages": [asdict(stage) for stage in self.stages],
             "teacher_tokens": self.teacher_tokens,
             "memory_bytes": self.memory_bytes,
+            "memory_for": self.memory_for,
+            "disk_bytes": self.disk_bytes,
+            "disk_peak": self.disk_peak,
         }
 
     def render(self) -> Group:
@@ -127,8 +137,8 @@ class Plan:
             kind = spec["type"] if name == MAIN else f"{name}: {spec['type']}"
             layers.add_row(where, kind, str(spec["window"] or "all"), str(spec["sinks"]), MIXERS[spec["type"]].summary)
         sizes = Table("parameters", "", title="sizes")
-        sizes.add_row("reused from the base", f"{_count(self.reused_parameters):,}")
-        sizes.add_row("new", f"{_count(self.new_parameters):,}")
+        sizes.add_row("reused from the base", f"{count(self.reused_parameters):,}")
+        sizes.add_row("new", f"{count(self.new_parameters):,}")
         sizes.add_row("state of one sequence", decimal(self.state_bytes))
         if self.growing_bytes:
             sizes.add_row("and of each of its tokens, as windows of all tokens grow", decimal(self.growing_bytes))
@@ -147,10 +157,16 @@ class Plan:
             for stage in self.stages:
                 training.add_row(stage.kind, f"{stage.tokens:,}", f"{stage.trained:,}")
             tables.append(training)
-        memory = Table("step", "peak", title="memory, estimated, beyond the interpreter")
+        memory = Table(
+            "step", "peak", title=f"memory, estimated, beyond the interpreter, training on {self.memory_for}"
+        )
         for step, size in self.memory_bytes.items():
             memory.add_row(step, decimal(size))
-        return Group(*tables, memory)
+        room = Table("step", "writes", title="disk, estimated")
+        for step, size in self.disk_bytes.items():
+            room.add_row(step, decimal(size))
+        room.add_row("at most at once", decimal(self.disk_peak))
+        return Group(*tables, memory, room)
 
 
 def make_plan(recipe: Recipe, base_config: Any) -> Plan:
@@ -172,14 +188,21 @@ def make_plan(recipe: Recipe, base_config: Any) -> Plan:
     dtype = recipe.export.dtype if recipe.export.dtype != "auto" else _dtype_name(base_config)
     itemsize = getattr(torch, dtype).itemsize
     dims = head_dims(base_config)
-    compute = compute_dtype(pick_device("auto"), recipe.precision)
-    stages = []
-    for stage in recipe.stages:
+    device = pick_device("cpu" if recipe.device == "cpu" else "auto")  # the plan of a GPU's run may be made anywhere
+    compute = compute_dtype(device, recipe.precision)
+    embeddings = sum(
+        math.prod(shape) for name, shape in reused.items() if parameter_group(name, config) == "embeddings"
+    )
+    weights = Sizes(count(reused), embeddings, count(new))
+    stages, peaks = [], {}
+    for i, stage in enumerate(recipe.stages, 1):
         trained = _trained(stage, config, reused | new)
-        memory = _training_bytes(stage, config, _count(reused), _count(new), trained, compute.itemsize)
-        stages.append(StagePlan(stage.kind, stage.steps * stage.step_tokens, trained, memory))
+        parts = training_bytes(stage, config, weights, trained, device, compute)
+        peak = max(sum(parts.values()), measuring_bytes(stage, config, weights, compute))
+        stages.append(StagePlan(stage.kind, stage.steps * stage.step_tokens, trained, peak, parts))
+        peaks[f"{i}-{stage.kind}"] = peak
     cache, linear = DynamicCache(config=base_config), [name for name in layers if name != SOFTMAX]
-    return Plan(
+    made = Plan(
         name=recipe.name,
         model_type=base_config.model_type,
         dtype=dtype,
@@ -194,8 +217,14 @@ def make_plan(recipe: Recipe, base_config: Any) -> Plan:
         token_bytes=2 * dims.kv_heads * dims.dim * itemsize,
         stages=tuple(stages),
         teacher_tokens={name: source.written_tokens for name, source in recipe.teachers.items()},
+        memory_bytes={},
+        writes=tuple(disk.written(recipe, weights, [s.trained for s in stages], _dtype_name(base_config), dtype)),
+        memory_for=f"{device.type} in {str(compute).removeprefix('torch.')}",
         undecided=0 if recipe.softmax_auto is None else layers.count(SOFTMAX),
     )
+    convert = COPY_BYTES + 4 * weights.new // len(linear)  # new tensors are float32 and made layer by layer
+    inference = inference_bytes(config, weights, itemsize, made.cache_bytes(CONTEXTS[0]))
+    return replace(made, memory_bytes={"convert": convert, "inference": inference, **peaks})
 
 
 def check_base(config: Any) -> None:
@@ -296,51 +325,9 @@ def _trained(stage: Stage, config: Any, shapes: dict[str, tuple[int, ...]]) -> i
     return trained
 
 
-def _training_bytes(stage: Stage, config: Any, reused: int, new: int, trained: int, itemsize: int) -> int:
-    """Roughly, with e bytes in a number of the compute dtype and N tokens in a micro batch:
-
-    weights      4 P, and under autocast their copies e P; the base beside them e P_base, unless finetuning
-    optimizer    12 T: a gradient and Adam's two moments
-    activations  kept for the backward pass, N times in each layer: attention e (4 C + 4 (H + G) D), MLP e (4 C + 4 I),
-                 norms in float32 16 C, mixer in float32 4 (3 (H + G) F + 3 H D). With checkpointing e C a layer, and
-                 one layer in full; in alignment no MLP, half the norms, and e 2 C of targets
-    logits       e N V for ours, their gradient twice, and the base's in distillation; none in alignment
-    """
-    dims, depth = head_dims(config), config.num_hidden_layers
-    width = getattr(config, "moe_intermediate_size", config.intermediate_size)
-    width *= getattr(config, "num_experts_per_tok", 1)
-    attention = itemsize * (4 * dims.hidden + 4 * (dims.heads + dims.kv_heads) * dims.dim)
-    mlp = itemsize * (4 * dims.hidden + 4 * width)
-    norms = 16 * dims.hidden
-    mixers = sum(_mixer_bytes(config, name) for name in config.linearization["layers"] if name != SOFTMAX)
-    layer, logits = {
-        "align": (attention + norms // 2 + itemsize * 2 * dims.hidden, 0),
-        "distill": (attention + mlp + norms, 4 * config.vocab_size),
-        "finetune": (attention + mlp + norms, 3 * config.vocab_size),
-    }[stage.kind]
-    layers = depth * layer + mixers
-    if stage.gradient_checkpointing:
-        layers = depth * itemsize * dims.hidden + layers // depth
-    copies = (new + reused if itemsize < 4 else 0) + (0 if stage.kind == "finetune" else reused)
-    tokens = stage.batch_size * stage.seq_len
-    return 4 * (new + reused) + 12 * trained + itemsize * copies + tokens * (layers + itemsize * logits)
-
-
-def _mixer_bytes(config: Any, name: str) -> int:
-    """What one layer's mixer keeps of a token for the backward pass, in float32: features, gates and outputs."""
-    spec, dims = config.linearization["mixers"][name], head_dims(config)
-    shapes = MIXERS[spec["type"]].state_shape(make_spec(spec), dims).values()
-    features = max((shape[-2] for shape in shapes), default=0)
-    return 4 * (3 * (dims.heads + dims.kv_heads) * features + 3 * dims.heads * dims.dim) if features else 0
-
-
 def _dtype_name(config: Any) -> str:
     dtype = config.dtype or torch.float32
     return str(dtype).removeprefix("torch.")
-
-
-def _count(shapes: dict[str, tuple[int, ...]]) -> int:
-    return sum(math.prod(shape) for shape in shapes.values())
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -37,6 +37,7 @@ def progress(label: str) -> Iterator[Report]:
     def report(done: float, total: float | None, note: str = "") -> None:
         nonlocal last
         now = time.monotonic()
+        done = done if total is None else min(done, total)
         if console.is_terminal:
             bar.update(task, completed=done, total=total, note=note)
             if now - started >= SHOW_AFTER:

@@ -32,6 +32,7 @@ from liger_convert.errors import BadInput
 
 MAIN = "main"
 SOFTMAX = "softmax"
+NAME_LENGTH = 60  # characters, so that a step's folder can be called after a name on every file system
 
 
 def _whole(value: object) -> object:
@@ -44,6 +45,20 @@ def refuse(at: str, why: str) -> NoReturn:
     raise PydanticCustomError("conflict", "{why}", {"at": at, "why": why})
 
 
+def _plain_name(name: str) -> str:
+    if not re.fullmatch(r"\w[\w.-]*", name) or len(name) > NAME_LENGTH:
+        rule = f"letters, digits, _, - and ., at most {NAME_LENGTH}, the first a letter, digit or _"
+        refuse("", f"{name[:NAME_LENGTH]!r} cannot be a name; use {rule}")
+    return name
+
+
+def plain_name(text: str) -> str:
+    """`text`, such as a folder's name, as a name that a recipe takes."""
+    return re.sub(r"[^\w.-]+", "-", text).strip("-.")[:NAME_LENGTH] or "model"
+
+
+# of a recipe, a source or a mixer: folders of a run are called after some of them
+Name = Annotated[str, AfterValidator(_plain_name)]
 Count = Annotated[int, BeforeValidator(_whole), Field(gt=0)]
 Index = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -406,17 +421,17 @@ class Eval(Strict):
 
 class Recipe(Strict):
     version: Literal[1]
-    name: Annotated[str, Field(min_length=1)]
+    name: Name
     base: Annotated[str, Field(min_length=1)]
     base_options: BaseOptions = BaseOptions()
     mixer: MixerSpec
-    mixers: dict[str, MixerSpec] = {}
+    mixers: dict[Name, MixerSpec] = {}
     layers: Layers = "all"
     export: Export = Export()
     device: str = "auto"
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     seed: Index = 0
-    data: dict[str, AnySource] = {}
+    data: dict[Name, AnySource] = {}
     stages: list[AnyStage] = []
     eval: Eval = Eval()
 

@@ -13,6 +13,7 @@ import jinja2
 from rich.console import Group
 from rich.filesize import decimal
 from rich.table import Table
+from rich.text import Text
 
 from liger_convert import yamlfile
 from liger_convert.files import atomic_write
@@ -31,6 +32,10 @@ PAGE = jinja2.Template(
     """\
 # {{ name }}
 
+{% if verdict.worse_than_untrained %}
+> **{{ verdict.sentences[0] }}**
+
+{% endif %}
 {{ converted }}
 
 ## What it is worth
@@ -41,6 +46,12 @@ PAGE = jinja2.Template(
 
 {{ table }}
 
+{% for warning in plan.warnings | default([]) %}
+- Warning: {{ warning }}.
+{% endfor %}
+{% if plan.warnings | default([]) %}
+
+{% endif %}
 ± is the standard error; since all models see the same text, differences between them are surer than it says.
 Perplexities (`ppl`) and losses (`nll`) are better when lower, all else when higher.
 *{{ titles.window_untrained }}* is the base with nothing but the window and the sinks in the layers that were
@@ -164,14 +175,18 @@ def page(report: Mapping[str, Any]) -> str:
 
 
 def render(results: Mapping[str, Any]) -> Group:
-    """The measures as a table for a terminal, and below it the verdict where there is one."""
+    """The measures as a table for a terminal, and below it the verdict where there is one; a model worse than its
+    untrained window is told above it, too."""
     models = results["models"]
     table = Table("", *({"header": TITLES.get(name, name)}["header"] for name in models))
     for column in table.columns[1:]:
         column.justify = "right"
     for metric in _metrics(models):
         table.add_row(metric, *(cell(measured.get(metric)) for measured in models.values()))
-    return Group(table, *results.get("verdict", {}).get("sentences", []))
+    found = results.get("verdict", {})
+    said = [Text(sentence) for sentence in found.get("sentences", [])]
+    first = [Text(said[0].plain, style="bold red")] if found.get("worse_than_untrained") else []
+    return Group(*first, table, *said)
 
 
 def cell(measured: Measurement | None) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from liger_convert import yamlfile
 from liger_convert.errors import BadInput, did_you_mean
+from liger_convert.recipe import plain_name
 
 PACKAGE = Path(__file__).parent
 # where each kind lies in a checkout; in an installed package it is a folder of the package (see pyproject.toml)
@@ -31,7 +32,7 @@ def chosen_recipe(recipe: Path | None, base: str | None, overrides: Sequence[str
         if base is None:
             raise BadInput("RECIPE: is missing; give a recipe, or a checkpoint alone by --base")
         recipe = recipe_path("default")
-        given.append(f"name={yamlfile.quoted(Path(base).absolute().name.removesuffix('.gguf'))}")
+        given.append(f"name={yamlfile.quoted(plain_name(Path(base).absolute().name.removesuffix('.gguf')))}")
     return recipe, [*given, *overrides]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -21,12 +20,14 @@ from transformers import set_seed
 from liger_convert import (
     card,
     checkpoint,
+    checksums,
     convert,
     data,
     diagnose,
     export,
     manifest,
     merge,
+    preflight,
     rank,
     report,
     suites,
@@ -35,11 +36,13 @@ from liger_convert import (
 )
 from liger_convert.device import pick_device
 from liger_convert.errors import BadInput, LinearizeError
-from liger_convert.files import atomic_dir, atomic_write, disk_errors, sha256_file
+from liger_convert.files import atomic_dir, atomic_write, disk_errors
+from liger_convert.inputs import InputFiles
 from liger_convert.manifest import Manifest
 from liger_convert.plan import Plan, make_plan
 from liger_convert.progress import console, progress
 from liger_convert.recipe import FileSource, Recipe, TeacherSource
+from liger_convert.run_folder import STEPS, RunFolder
 
 PROMPTS = (
     "The capital of France is",
@@ -48,8 +51,12 @@ PROMPTS = (
 )
 
 
+# of the recipe's `eval`, what changes how the measures are made and not what they are
+EVAL_SPEED = {"batch_size", "processes"}
+
+
 class Interrupted(LinearizeError):
-    """Ctrl-C: the run can be resumed."""
+    """Ctrl-C or SIGTERM: the run can be resumed."""
 
     exit_code = 130
 
@@ -70,9 +77,12 @@ class Run:
 
     def __init__(self, recipe: Recipe, out: Path, manifest: Manifest):
         self.recipe, self.out, self.manifest = recipe, out, manifest
+        self.folder, self.inputs = RunFolder(out), InputFiles(manifest.inputs)
         self.device = pick_device(recipe.device)
         self.suite = suites.load(recipe.eval.suite)
         self.documents = functools.cache(self._load_documents)
+        self.preflight = functools.cache(self._preflight)
+        self.keep_steps = False
 
     def steps(self) -> list[Step]:
         """What the recipe asks for, in order."""
@@ -105,22 +115,27 @@ class Run:
         ]
 
     def execute(self, keep_steps: bool = False) -> None:
-        """Does every step that the manifest does not record yet."""
+        """Does every step that the manifest does not record yet. Raises BadInput when what it goes on from, inputs or
+        outputs of finished steps, is not what it was."""
+        self.keep_steps = keep_steps
         steps = self.steps()
+        for step in steps:
+            self._outputs(step)  # a link that leads out of the run is refused before the work
         if any(step.name not in self.manifest.steps for step in steps):
-            self._check_inputs()
+            self._accept_changed_inputs()
+        self._check_outputs(steps)
         for number, step in enumerate(steps, 1):
             if step.name not in self.manifest.steps:
+                self._check_inputs()
                 console.print(f"[{number}/{len(steps)}] {step.name}", markup=False)
                 self._perform(step)
             if not keep_steps:
                 self._delete_unneeded(steps)
 
     def _perform(self, step: Step) -> None:
-        folder = self._folder(step.name)
-        outputs = [self.out / name for name in step.outputs] or [folder]
+        folder, outputs = self.folder.step(step.name), self._outputs(step)
         if not step.continues:
-            _remove(folder, *outputs)
+            self.folder.remove(folder, *outputs)
         folder.mkdir(parents=True, exist_ok=True)
         set_seed(self.recipe.seed)
         started = time.monotonic()
@@ -129,38 +144,72 @@ class Run:
                 facts = step.work(folder)
         except BaseException:
             if not step.continues:
-                _remove(folder, *outputs)
+                self.folder.remove(folder, *outputs)
             raise
         facts |= {"wall_seconds": round(time.monotonic() - started, 1), "inputs": step.inputs}
-        self.manifest.steps[step.name] = facts | {"outputs": manifest.hashes(outputs, self.out)}
+        self.manifest.steps[step.name] = facts | {"outputs": checksums.sha256_of(outputs, self.out)}
         self.manifest.write(self.out)
+
+    def _outputs(self, step: Step) -> list[Path]:
+        return [self.folder.path(name) for name in step.outputs] or [self.folder.step(step.name)]
 
     def _delete_unneeded(self, steps: Sequence[Step]) -> None:
         done = self.manifest.steps
-        needed = {name for step in steps if step.name not in done for name in step.inputs}
-        _remove(*(self._folder(step.name) for step in steps if step.name in done and step.name not in needed))
+        needed = self._needed(steps)
+        unneeded = [step.name for step in steps if step.name in done and step.name not in needed]
+        self.folder.remove(*(self.folder.step(name) for name in unneeded))
         if len(done) == len(steps):
-            _remove(self.out / "steps")
+            self.folder.remove(self.folder.path(STEPS))
+
+    def _needed(self, steps: Sequence[Step]) -> set[str]:
+        """The steps whose outputs are read by one that is not done."""
+        return {name for step in steps if step.name not in self.manifest.steps for name in step.inputs}
+
+    def _check_outputs(self, steps: Sequence[Step]) -> None:
+        """Raises BadInput unless the outputs that this run goes on from are those that its steps wrote."""
+        for name in [*sorted(self._needed(steps)), "report"]:
+            recorded = self.manifest.steps.get(name, {}).get("outputs", {})
+            if found := checksums.problems(self.out, recorded):
+                raise BadInput(f"{found[0]}; put back what step {name} wrote, or start a new run in a new folder")
 
     def _check_inputs(self) -> None:
         """A base or data file that is not what it was would make half a run of each. Raises BadInput."""
-        if not self.manifest.inputs:
-            return
-        base = checkpoint.locate_base(self.recipe.base) or self._base_folder
-        files = manifest.input_files({"base": base} | self._data_inputs)
-        for name, sha256 in self.manifest.inputs.items():
-            if name not in files:
-                raise BadInput(f"{name}: this input of the run is gone; put it back or start a new run")
-            if sha256_file(files[name]) != sha256:
-                raise BadInput(f"{files[name]}: has changed since the run began; start a new run in a new folder")
+        if changed := self.inputs.changes(self._input_paths):
+            raise BadInput(f"{changed[0]}, or start a new run in a new folder")
 
-    def _record_inputs(self, inputs: dict[str, Path]) -> None:
-        self.manifest.inputs |= {name: sha256_file(file) for name, file in manifest.input_files(inputs).items()}
+    def _accept_changed_inputs(self) -> None:
+        """On resume, takes inputs as they are now where no step has read them for its work; else raises BadInput."""
+        changed = self.inputs.changes(self._input_paths)
+        for change in changed:
+            if change.path is None or not self._is_unread(change.field):
+                raise BadInput(f"{change}, or start a new run in a new folder")
+        if not changed:
+            return
+        for change in changed:
+            console.print(f"note: {change.path}: has changed, and is taken as it is now", markup=False)
+        if any(change.field.startswith("eval.") for change in changed):
+            self.folder.remove(self.folder.step("eval"))  # measures of what was there before
+        self._read_data()
+        self.manifest.write(self.out)
+
+    def _is_unread(self, field: str) -> bool:
+        """Whether all that reads the input `field` of the recipe is still to be done. A step that was interrupted has
+        read it, but for `eval`, which starts again."""
+        if field.startswith("eval."):
+            return "eval" not in self.manifest.steps
+        if not field.startswith("data."):
+            return False
+        name = field.split(".")[1]
+        stages = [f"{i}-{stage.kind}" for i, stage in enumerate(self.recipe.stages, 1) if stage.data == name]
+        readers = [*stages, *["eval"] * (name == self.recipe.eval.text), *["rank"] * (name in self.recipe.plain_texts)]
+        return not any(step in self.manifest.steps or self.folder.step(step).exists() for step in readers)
 
     # --- what the steps share
 
-    def _folder(self, name: str) -> Path:
-        return self.out / "steps" / name
+    @property
+    def _input_paths(self) -> dict[str, Path]:
+        """The file or folder behind every field of the recipe that names one, the base included."""
+        return {"base": checkpoint.locate_base(self.recipe.base) or self._base_folder} | self._data_inputs
 
     @functools.cached_property
     def _base_folder(self) -> Path:
@@ -168,12 +217,13 @@ class Run:
         that the run began with."""
         options = self.recipe.base_options.model_dump()
         options["revision"] = self.manifest.steps.get("base", {}).get("commit", options["revision"])
-        return checkpoint.resolve_base(self.recipe.base, self._folder("base"), **options)
+        return checkpoint.resolve_base(self.recipe.base, self.folder.step("base"), **options)
 
     @property
     def _data_inputs(self) -> dict[str, Path]:
         """The files and folders that the recipe names beside its base, by field."""
-        paths = {"eval.data": self.recipe.eval.data}
+        options = self.recipe.eval
+        paths: dict[str, Any] = {"eval.suite": suites.file_of(options.suite), "eval.data": options.data}
         for name, source in self.recipe.data.items():
             if isinstance(source, FileSource):
                 paths |= {f"data.{name}.path": source.path, f"data.{name}.validation": source.validation}
@@ -200,7 +250,7 @@ class Run:
         return (f"data-{source}",) if source in self.recipe.teachers else ()
 
     def _load_documents(self, name: str) -> data.Documents:
-        source, written = self.recipe.data[name], self._folder(f"data-{name}") / teacher.FILE
+        source, written = self.recipe.data[name], self.folder.step(f"data-{name}") / teacher.FILE
         with progress(f"data {name}") as report:
             return data.load_source(source, self._tokenizer, seed=self.recipe.seed, written=written, progress=report)
 
@@ -208,7 +258,7 @@ class Run:
 
     def _base(self, folder: Path) -> dict[str, Any]:
         path, given = self._base_folder, checkpoint.locate_base(self.recipe.base)
-        self._record_inputs({"base": given or path})
+        self.inputs.record({"base": given or path})
         return {"commit": path.name} if given is None and path.parent.name == "snapshots" else {}
 
     def _rank(self, folder: Path) -> dict[str, Any]:
@@ -223,7 +273,7 @@ class Run:
     def _plan(self, folder: Path) -> dict[str, Any]:
         plan = self._planned.to_dict()
         self._read_data()
-        return {"plan": plan}
+        return {"plan": plan | {"warnings": self.preflight()}}
 
     def _read_data(self) -> None:
         """Reads all data: what is wrong there should stop the run in its first steps and not in its last."""
@@ -241,7 +291,30 @@ class Run:
             if held_out < self.suite.text_tokens:
                 needed = f"suite {self.suite.name} needs {self.suite.text_tokens}"
                 raise BadInput(f"data.{text}: {held_out} tokens are held out, {needed}; hold out more")
-        self._record_inputs(self._data_inputs)
+        self.inputs.record(self._data_inputs)
+        self.preflight()
+
+    def _preflight(self) -> list[str]:
+        """What would fail after the training is tried before it. The layers need not be chosen yet."""
+        config = checkpoint.load_config(self._base_folder, self.recipe.base_options.trust_remote_code)
+        with progress("preflight") as report:
+            warnings = preflight.check(
+                self.recipe,
+                make_plan(self.recipe, config),
+                base_dir=self._base_folder,
+                config=config,
+                tokenizer=self._tokenizer,
+                suite=self.suite,
+                data_dir=self._data_dir,
+                documents=self.documents,
+                prompts=PROMPTS,
+                out=self.out,
+                keep_steps=self.keep_steps,
+                report=report,
+            )
+        for warning in warnings:
+            console.print(f"warning: {warning}", markup=False, soft_wrap=True)
+        return warnings
 
     def _convert(self, folder: Path) -> dict[str, Any]:
         with progress("convert") as report:
@@ -278,8 +351,8 @@ class Run:
         with progress(folder.name) as report:
             stats = training.run_stage(
                 stage,
-                model_dir=self._folder("convert") / "model",
-                results=[self._folder(name) / "result" for name in before],
+                model_dir=self.folder.step("convert") / "model",
+                results=[self.folder.step(name) / "result" for name in before],
                 base_dir=self._base_folder,
                 dataset=dataset,
                 out=folder,
@@ -292,12 +365,12 @@ class Run:
         return stats | {"seed": seed}
 
     def _merge(self, stages: Sequence[str], folder: Path) -> dict[str, Any]:
-        results = [self._folder(name) / "result" for name in stages]
-        merge.merge(self._folder("convert") / "model", results, folder / "model")
+        results = [self.folder.step(name) / "result" for name in stages]
+        merge.merge(self.folder.step("convert") / "model", results, folder / "model")
         return {}
 
     def _export(self, folder: Path) -> dict[str, Any]:
-        model, out = self._folder("merge") / "model", self.out / "export"
+        model, out = self.folder.step("merge") / "model", self.out / "export"
         with progress("export") as report:
             return export.export(
                 model,
@@ -331,19 +404,14 @@ class Run:
         return {}
 
     def _report(self, folder: Path) -> dict[str, Any]:
-        results = json.loads((self._folder("eval") / "results.json").read_text(encoding="utf-8"))
+        results = json.loads((self.folder.step("eval") / "results.json").read_text(encoding="utf-8"))
         report.write_report(self.out, results, asdict(self.manifest))
-        card.add_figures(self.out / "export", (self.out / "report.md").read_text(encoding="utf-8"))
-        self.manifest.steps["export"]["outputs"] |= manifest.hashes([self.out / "export" / card.CARD], self.out)
+        exported = self.folder.path("export")
+        card.add_figures(exported, (self.out / "report.md").read_text(encoding="utf-8"))
+        checksums.renew_sum(exported / card.CARD)
+        changed = checksums.sha256_of([exported / card.CARD, exported / checksums.SUMS], self.out)
+        self.manifest.steps["export"]["outputs"] |= changed
         return {}
-
-
-def _remove(*paths: Path) -> None:
-    for path in paths:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
 
 
 def run(
@@ -361,18 +429,19 @@ def run(
     Raises BadInput when the recipe, its base or its data cannot be used (a new run then leaves no folder), or when
     recipe or inputs are not those of the run to resume; LinearizeError when the work itself fails.
     """
+    _check_place(recipe, out)
     if resume:
         Manifest.read(out)
     else:
         _check(recipe)
         machine = manifest.machine(pick_device(recipe.device), torch.get_num_threads())
-        with atomic_dir(out) as folder:
-            Manifest.new(recipe, text, overrides, machine).write(folder)
+        with atomic_dir(out) as new:
+            Manifest.new(recipe, text, overrides, machine).write(new)
     with manifest.lock(out):
-        _remove(*out.glob(".*.partial-*"))  # left by a process that was killed
+        folder = RunFolder(out)
+        folder.remove(*out.glob(".*.partial-*"))  # left by a process that was killed
         record = Manifest.read(out)
-        if changed := manifest.first_difference(record.recipe["resolved"], recipe.dump()):
-            raise BadInput(f"{out}: is a run of another recipe ({changed}); start a new run in a new folder")
+        _take_recipe(record, folder, Manifest.new(recipe, text, overrides, record.machine))
         torch.set_num_threads(record.machine["threads"])
         machine = manifest.machine(pick_device(recipe.device), torch.get_num_threads())
         if changed := manifest.first_difference(record.machine, machine):
@@ -381,10 +450,36 @@ def run(
             Run(recipe, out, record).execute(keep_steps)
         except BadInput:
             if not resume and "convert" not in record.steps:
-                shutil.rmtree(out)
+                folder.discard()
             raise
         except KeyboardInterrupt:
             raise Interrupted(f"interrupted; the same command with --resume continues {out}") from None
+
+
+def _take_recipe(record: Manifest, folder: RunFolder, new: Manifest) -> None:
+    """Goes on by the recipe of `new`, which may differ from the one of `record` in `eval` while nothing is measured.
+
+    Raises BadInput for any other difference.
+    """
+    old, given = record.recipe["resolved"], new.recipe["resolved"]
+    if (changed := manifest.first_difference(old, given)) is None:
+        return
+    rest = manifest.first_difference(old | {"eval": None}, given | {"eval": None})
+    if rest is not None or "eval" in record.steps:
+        raise BadInput(f"{folder.out}: is a run of another recipe ({rest or changed}); start a new run in a new folder")
+    if any(old["eval"].get(name) != value for name, value in given["eval"].items() if name not in EVAL_SPEED):
+        folder.remove(folder.step("eval"))  # measures of the other kind
+    console.print(f"note: {changed}; the run goes on by the new recipe", markup=False)
+    record.recipe = new.recipe
+    record.write(folder.out)
+
+
+def _check_place(recipe: Recipe, out: Path) -> None:
+    """Raises BadInput when the run's folder would lie in a folder that the run reads, which it must find unchanged."""
+    inputs = {"base": checkpoint.locate_base(recipe.base), "eval.data": recipe.eval.data}
+    for field, path in inputs.items():
+        if path is not None and Path(path).is_dir() and out.resolve().is_relative_to(Path(path).resolve()):
+            raise BadInput(f"--out {out}: lies in the folder {path}, which the recipe reads as {field}; name another")
 
 
 def _check(recipe: Recipe) -> None:

@@ -89,9 +89,14 @@ class Suite(Strict):
         return [task for task in self.tasks if data_dir is not None or not task.needs_data]
 
 
+def file_of(name: str) -> Path:
+    """The YAML file that a suite's `name` stands for, or is. Raises BadInput with the list of shipped ones."""
+    return Path(name) if name.endswith((".yaml", ".yml")) else resources.suite_path(name)
+
+
 def load(name: str) -> Suite:
     """The suite called `name`, or the one in that YAML file. Raises BadInput, one sentence."""
-    path = Path(name) if name.endswith((".yaml", ".yml")) else resources.suite_path(name)
+    path = file_of(name)
     data = yamlfile.parse(yamlfile.read(path), str(path))
     if not isinstance(data, dict):
         raise BadInput(f"{path}: a suite is a mapping of fields (description, text, copying, tasks)")

@@ -5,19 +5,21 @@ Shapes: N documents, T tokens of a document, B batch, P tokens of its longest pr
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from transformers import GenerationConfig
 
+from liger_convert.checksums import read_checked, write_checked
 from liger_convert.device import compute_dtype
 from liger_convert.errors import BadInput
 from liger_convert.files import disk_errors
-from liger_convert.progress import Report
+from liger_convert.progress import Report, console
 from liger_convert.recipe import TeacherSource
 from liger_convert.training.stage import load_base
 
@@ -58,31 +60,53 @@ def write(
     Each has exactly `source.document_tokens` tokens, its prompt included. The token that ends a text ends no document:
     what follows is what the base writes after it, as in the stream that it was pretrained on. Nothing in the base's
     own generation config has a say in the sampling.
-    Every batch has its own seed, so a call that was killed goes on after its last whole batch, which stands in
-    `path`.partial, and ends with the same bytes. Raises LinearizeError when the disk is full.
+    Every batch has its own seed, so a call that was killed goes on after its last whole batch and ends with the same
+    bytes. Until then `path`.partial holds what there is, and `path`.state its sha256. Raises LinearizeError when the
+    disk is full.
     """
+    state = path.with_name(f"{path.name}.state")
     if path.exists():
+        state.unlink(missing_ok=True)
         return
     model = load_base(base_dir, device, compute_dtype(device, precision))
     sampling = {"temperature": source.temperature, "top_p": source.top_p, "top_k": 0}
     model.generation_config = GenerationConfig(do_sample=True, **sampling)
     size, partial = source.document_tokens, path.with_name(f"{path.name}.partial")
     with disk_errors(path):
-        with open(partial, "ab") as file:
-            whole = file.tell() // (4 * size * source.batch_size) * source.batch_size
-            file.truncate(4 * size * whole)
+        with open(partial, "a+b") as file:
+            whole, digest = _whole_documents(file, state, size)
             started = time.monotonic()
             for first in range(whole, source.documents, source.batch_size):
                 last = min(first + source.batch_size, source.documents)
                 torch.manual_seed(int(np.random.default_rng((seed, first)).integers(2**63)))
                 made_BT = _sample(model, [prompts[i % len(prompts)] for i in range(first, last)], size)
-                file.write(made_BT.astype("<u4").tobytes())
+                tokens = made_BT.astype("<u4").tobytes()
+                file.write(tokens)
                 file.flush()
+                digest.update(tokens)
+                write_checked(state, {"documents": last, "sha256": digest.hexdigest()})
                 if progress is not None:
                     speed = size * (last - whole) / (time.monotonic() - started)
                     progress(size * last, source.written_tokens, f"{speed:,.0f} tokens/s")
             os.fsync(file.fileno())
         partial.replace(path)
+        state.unlink()
+
+
+def _whole_documents(file: BinaryIO, state: Path, size: int) -> tuple[int, Any]:
+    """Of what a killed call left in `file`, the number of documents that `state` vouches for, and their sha256 to go on
+    with. The file is cut behind them: behind none when they are not what was written."""
+    known = read_checked(state) or {"documents": 0, "sha256": hashlib.sha256().hexdigest()}
+    file.seek(0)
+    written = file.read(4 * size * known["documents"])
+    digest = hashlib.sha256(written)
+    documents: int = known["documents"]
+    if digest.hexdigest() != known["sha256"]:
+        console.print(f"warning: {file.name}: is damaged; it is written again", markup=False, soft_wrap=True)
+        documents, digest = 0, hashlib.sha256()
+    file.truncate(4 * size * documents)
+    file.seek(0, os.SEEK_END)
+    return documents, digest
 
 
 def _sample(model: Any, prompts: list[list[int]], tokens: int) -> np.ndarray:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny import save_tiny_base
 
 from liger_convert import cli
-from liger_convert.files import sha256_file
+from liger_convert.checksums import sha256_file
 from liger_convert.manifest import Manifest, input_files
 from liger_convert.recipe import load
 

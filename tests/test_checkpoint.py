@@ -368,16 +368,6 @@ def test_an_existing_folder_is_kept_unless_it_may_be_overwritten(tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"]
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path):
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    for pid in (dead.pid, os.getpid(), os.getppid()):
-        (tmp_path / f".out.partial-{pid}").mkdir()
-    with atomic_dir(tmp_path / "out"):
-        pass
-    assert {path.name for path in tmp_path.iterdir()} == {"out", f".out.partial-{os.getppid()}"}
-
-
 @pytest.mark.parametrize(
     "error",
     [

@@ -1,4 +1,4 @@
-"""The diagnosis measures the models it says it measures, and its verdict follows its rule."""
+"""The diagnosis measures the models it says it measures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from tiny import save_tiny_base, tiny_tokenizer
 
 from liger_convert.data import Document
-from liger_convert.diagnose import NAMES, diagnose, verdict, window_control
+from liger_convert.diagnose import NAMES, diagnose, window_control
 from liger_convert.errors import LinearizeError
 from liger_convert.evaluate import evaluate
 from liger_convert.generate import load_model
@@ -47,11 +47,6 @@ def linearized(base: Path, folder: Path, *, trained: bool = False, **spec: Any) 
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
-
-
-def measured(ppl: float, copy: float | None) -> dict[str, Any]:
-    values = {"text_ppl": ppl, "text_byte_ppl": 2.0, "copy_nll_32": 0.1, "copy_nll_256": copy}
-    return {metric: {"value": value, "stderr": 0.1, "n": 9} for metric, value in values.items()}
 
 
 def test_every_name_is_the_model_it_says(base: Path, tmp_path: Path) -> None:
@@ -147,49 +142,3 @@ def test_the_control_keeps_windows_sinks_and_layers_and_nothing_else() -> None:
         ("window", 64, 4),
         ("window", mixers["paper"]["window"], mixers["paper"]["sinks"]),
     ]
-
-
-@pytest.mark.parametrize(
-    ("window_only", "used"),
-    [
-        (measured(20.0, 1.0), False),
-        (measured(20.1, 1.05), False),
-        (measured(20.1, 1.2), True),  # the copy loss alone
-        (measured(20.3, 1.0), True),  # the text alone
-        (measured(19.0, 0.5), False),  # a memory that harms is not used either
-        (measured(20.0, None), True),  # the window alone diverges
-    ],
-)
-def test_the_memory_is_used_when_the_model_is_worse_without_it(window_only: dict[str, Any], used: bool) -> None:
-    found = verdict({"linearized": measured(20.0, 1.0), "linearized_window_only": window_only})
-    assert found["memory_used"] is used
-    assert ("UNUSED" in found["sentences"][0]) is not used
-
-
-@pytest.mark.parametrize(
-    ("linearized", "says"),
-    [
-        (measured(28.9, 3.4), "NO BETTER than the untrained"),
-        (measured(25.0, 1.0), "The model is better than the untrained"),
-        (measured(35.0, 3.6), "The model is WORSE than the untrained"),
-        (measured(35.0, 1.0), "BETTER IN ONE AND WORSE IN ANOTHER than the untrained"),
-    ],
-)
-def test_the_verdict_compares_with_the_untrained_window(linearized: dict[str, Any], says: str) -> None:
-    names = {"base": measured(23.0, 0.23), "window_untrained": measured(28.9, 3.42)}
-    found = verdict(names | {"linearized": linearized, "linearized_window_only": linearized})
-    assert says in found["sentences"][1]
-    assert found["sentences"][2].startswith("Beside the base: text_ppl ")
-    assert "against 23, copy_nll_256" in found["sentences"][2]
-
-
-def test_of_two_models_that_diverge_neither_is_better() -> None:
-    broken = {"text_ppl": {"value": None, "stderr": None, "n": 9}}
-    found = verdict({"linearized": broken, "linearized_window_only": broken, "window_untrained": broken})
-    assert found["memory_used"] is False
-    assert "NO BETTER" in found["sentences"][1]
-
-
-def test_there_is_no_verdict_without_text_and_repetitions() -> None:
-    tasks = {"piqa/acc": {"value": 0.5, "stderr": 0.1, "n": 9}}
-    assert verdict({"linearized": tasks, "linearized_window_only": tasks})["memory_used"] is None

@@ -151,6 +151,24 @@ def test_a_generation_task_finds_the_answer_in_the_greedy_continuation(model: An
     assert found["squad_ctx/contains"]["n"] == 4
 
 
+@pytest.mark.parametrize(
+    ("task", "requests"),
+    # a page of wikitext takes three windows of 16 tokens
+    [("wikitext/word_perplexity", 6), ("piqa/acc", 12), ("squad_ctx/contains", 5)],
+    ids=["rolling", "likelihood", "generation"],
+)
+def test_progress_ends_at_its_total_and_never_passes_it(base: Path, rows: Path, task: str, requests: int) -> None:
+    model = load_model(base, CPU, "float32")
+    model.config.max_position_embeddings = 16 if "wikitext" in task else 512
+    told: list[tuple[float, float | None]] = []
+    name, metric = task.split("/")
+    report = lambda done, total, note="": told.append((done, total))  # noqa: E731
+    run(model, rows, [{"name": name, "metrics": [metric]}], report=report)
+    assert told[-1] == (requests, requests)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert {total for _, total in told} == {requests}
+
+
 def test_shots_of_a_group_are_drawn_from_their_own_file(
     model: Any, rows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

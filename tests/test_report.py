@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from liger_convert.diagnose import verdict
 from liger_convert.report import build, cell, page, render, write_report
+from liger_convert.verdict import verdict
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -160,6 +160,19 @@ def test_the_terminal_table_has_a_column_for_every_model_and_the_verdict_below()
         "The memory is used",
     ):
         assert text in shown
+
+
+def test_a_model_worse_than_the_untrained_window_is_told_first_and_above_all_else() -> None:
+    poor = results()
+    poor["models"]["linearized"] = poor["models"]["linearized"] | {"text_ppl": measured(40.0, 1.0)}
+    poor["verdict"] = verdict(poor["models"])
+    first = poor["verdict"]["sentences"][0]
+    assert first.startswith("THE MODEL IS WORSE IN PART than the untrained base")
+    assert page(build(poor, manifest())).splitlines()[2] == f"> **{first}**"
+    console = Console(file=io.StringIO(), width=160)
+    console.print(render(poor))
+    assert console.file.getvalue().startswith("THE MODEL IS WORSE IN PART")  # type: ignore[attr-defined]
+    assert "> **" not in page(build(results(), manifest()))
 
 
 def test_a_model_that_was_measured_on_less_leaves_its_cells_empty() -> None:

@@ -23,7 +23,7 @@ from liger_convert.model import linearize_base, parameter_group
 from liger_convert.recipe import Lora, Rates, Stage
 from liger_convert.training import finetune, losses
 from liger_convert.training.stage import add_lora, load_base
-from liger_convert.training.trainer import StageTrainer, freeze, last_checkpoint, optimizer_groups
+from liger_convert.training.trainer import StageTrainer, freeze, optimizer_groups
 
 # --- the losses
 
@@ -229,16 +229,6 @@ def test_a_stage_that_was_killed_ends_with_the_same_bytes(name: str, family: str
     assert resumed["loss"] == whole["loss"]
     assert result_bytes(tmp_path / "whole") == result_bytes(tmp_path / "killed")
     assert not (tmp_path / "killed" / "checkpoints").exists()
-
-
-def test_a_checkpoint_cut_short_is_passed_over(tmp_path: Path) -> None:
-    for step, state in ((2, "{}"), (10, '{"global'), (9, "{}")):
-        folder = tmp_path / f"checkpoint-{step}"
-        folder.mkdir()
-        (folder / "trainer_state.json").write_text(state)
-    (tmp_path / "checkpoint-11").mkdir()
-    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-9")
-    assert last_checkpoint(tmp_path / "none") is None
 
 
 def test_a_finished_stage_is_not_trained_again(tmp_path: Path) -> None:

@@ -14,10 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_convert.data import IGNORED
-
-# Logits worked on at a time, by device: few enough that a chunk's float32 temporaries stay in a CPU's cache (five times
-# the speed of one pass over all of them), many enough to fill a GPU for longer than it takes to launch the next.
-CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**28}
+from liger_convert.memory import CHUNK_LOGITS
 
 ChunkLoss = Callable[[Tensor, slice], Tensor]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,23 +13,25 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, set_seed
 
+from liger_convert import interrupts
 from liger_convert.data import Document, PackedDataset, collate, pack
 from liger_convert.device import autocast, compute_dtype
 from liger_convert.errors import BadInput
 from liger_convert.families import family_of
 from liger_convert.files import atomic_dir, atomic_write
+from liger_convert.memory import CALIBRATION_TOKENS, ERROR_ROWS
 from liger_convert.merge import ADAPTER, MODEL, load_chain
 from liger_convert.model import MIXER_MODULE, linear_layers
 from liger_convert.progress import Report
 from liger_convert.recipe import AlignStage, DistillStage, Lora, Stage
+from liger_convert.run_folder import RunFolder
 from liger_convert.training.align import AlignObjective
+from liger_convert.training.checkpoints import last_good
 from liger_convert.training.distill import DistillObjective
 from liger_convert.training.finetune import FinetuneObjective
-from liger_convert.training.trainer import Objective, StageTrainer, freeze, last_checkpoint
+from liger_convert.training.trainer import Objective, StageTrainer, freeze
 
 CURVE_POINTS = 50
-ROWS = 4  # on which errors are reported: whatever the batch size, so that splitting a batch changes nothing
-CALIBRATION_TOKENS = 8192  # some thirty for each of 256 codes
 
 
 def rows_of(stage: Stage, documents: Sequence[Document], seed: int) -> PackedDataset:
@@ -71,7 +72,8 @@ def run_stage(
     Under `torchrun` every process calls it, and the first one writes.
     Raises BadInput when `out` already has a result (without `resume`), LinearizeError when the training diverges.
     """
-    result, checkpoints, stats_file = out / "result", out / "checkpoints", out / "stats.json"
+    folder = RunFolder(out)
+    result, checkpoints, stats_file = (folder.path(name) for name in ("result", "checkpoints", "stats.json"))
     if result.exists() and resume:
         return json.loads(stats_file.read_text())
     if result.exists():
@@ -121,13 +123,15 @@ def run_stage(
         assert isinstance(objective, AlignObjective)
         # as it stands: not worth another compilation
         with autocast(device, dtype), torch.compiler.set_stance("force_eager"):
-            return objective.layer_errors(model.eval(), first_rows(ROWS))
+            return objective.layer_errors(model.eval(), first_rows(ERROR_ROWS))
 
     if not resume and trainer.is_world_process_zero():
-        shutil.rmtree(checkpoints, ignore_errors=True)  # of another attempt
+        folder.remove(checkpoints)  # of another attempt
     before = layer_errors() if aligning else []
     started = time.monotonic()
-    trainer.train(resume_from_checkpoint=last_checkpoint(checkpoints) if resume else None)
+    last = last_good(checkpoints) if resume else None
+    with interrupts.deferred():
+        trainer.train(resume_from_checkpoint=None if last is None else str(last))
     seconds = time.monotonic() - started
     losses = [(int(entry["step"]), entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
     stats: dict[str, Any] = {
@@ -145,12 +149,12 @@ def run_stage(
     if trainer.is_world_process_zero():
         model.config.use_cache = True  # Trainer switches it off
         atomic_write(stats_file, json.dumps(stats, indent=1))
-        with atomic_dir(result) as folder:
+        with atomic_dir(result) as new:
             if stage.lora is None:
-                model.save_pretrained(folder / MODEL)
+                model.save_pretrained(new / MODEL)
             else:
-                model.save_pretrained(folder / ADAPTER, save_embedding_layers=False)
-        shutil.rmtree(checkpoints, ignore_errors=True)
+                model.save_pretrained(new / ADAPTER, save_embedding_layers=False)
+        folder.remove(checkpoints)
     trainer.accelerator.wait_for_everyone()  # the result may be read at once
     return stats
 

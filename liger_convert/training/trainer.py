@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import time
 from pathlib import Path
@@ -13,15 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
+from liger_convert import interrupts
 from liger_convert.data import PackedDataset, collate
 from liger_convert.device import autocast
 from liger_convert.errors import BadInput, LinearizeError
 from liger_convert.model import parameter_group, take_auxiliary_loss
 from liger_convert.progress import Report
 from liger_convert.recipe import Stage
+from liger_convert.training import checkpoints
 from liger_convert.training.capture import CapturedPasses, why_not_captured
 
 logger = logging.get_logger(__name__)
@@ -100,7 +100,6 @@ class StageTrainer(Trainer):
             **checkpointing,
             save_strategy="steps" if stage.save_every < steps else "no",
             save_steps=stage.save_every,
-            save_total_limit=1,
             logging_steps=1,
             logging_nan_inf_filter=False,
             train_sampling_strategy="sequential",
@@ -177,6 +176,21 @@ class StageTrainer(Trainer):
             loss = loss / self.current_gradient_accumulation_steps
         return loss + auxiliary
 
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Trainer's own, in a folder beside the finished ones; it takes its place among them once it is complete."""
+        folder = Path(str(self.args.output_dir))
+        if self.is_world_process_zero():
+            checkpoints.clear_unfinished(folder)
+        self.accelerator.wait_for_everyone()
+        self.args.output_dir = str(folder / checkpoints.UNFINISHED)
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.output_dir = str(folder)
+        self.accelerator.wait_for_everyone()
+        if self.is_world_process_zero():
+            checkpoints.finish(folder)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """What is trained, under its own names: the rest is where the stage began, and a mixture of experts is saved
         by transformers under names that Trainer cannot load back."""
@@ -198,25 +212,23 @@ class StageTrainer(Trainer):
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
 
-def last_checkpoint(folder: Path) -> str | None:
-    """The newest complete checkpoint: Trainer writes trainer_state.json last, so one cut short has none that parses."""
-    for path in sorted(
-        folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=lambda p: int(p.name.split("-")[1]), reverse=True
-    ):
-        with contextlib.suppress(OSError, ValueError):
-            json.loads((path / "trainer_state.json").read_text())
-            return str(path)
-    return None
-
-
 class _Watch(TrainerCallback):
-    """Reports progress and stops a training that has diverged, before anything of it is saved."""
+    """Reports progress, saves where a training is when a signal stops it, and stops one that has diverged before
+    anything of it is saved."""
 
     def __init__(self, step_tokens: int, progress: Report | None):
         self.step_tokens, self.progress = step_tokens, progress
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.started, self.first = time.monotonic(), state.global_step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if interrupts.received() is not None:
+            control.should_save = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if interrupts.received() is not None:
+            raise interrupts.Stopped
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if logs is None or "loss" not in logs:

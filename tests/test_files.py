@@ -1,0 +1,88 @@
+"""Temporary folders: gone with their command, or with the next one where it was killed, and never anybody else's."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from liger_convert.files import atomic_dir, scratch_folder, temporary_folder
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from liger_convert.files import temporary_folder
+with temporary_folder(Path(sys.argv[1]), sys.argv[2]) as folder:
+    (folder / "weights").write_text("x")
+    print(folder, flush=True)
+    time.sleep(60)
+"""
+
+
+def holder(parent: Path, prefix: str) -> tuple[subprocess.Popen, Path]:
+    """A process with a temporary folder, and that folder."""
+    command = [sys.executable, "-c", HOLD, str(parent), prefix]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path):
+    process, left = holder(tmp_path, ".out.partial-")
+    with atomic_dir(tmp_path / "out"):
+        assert (left / "weights").exists()  # it lives
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert left.exists()
+    with atomic_dir(tmp_path / "out", overwrite=True) as partial:
+        assert not left.exists()
+        assert partial.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_another_host_writes_on_a_shared_disk_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+    with temporary_folder(tmp_path, ".out.partial-") as theirs:
+        monkeypatch.setattr(socket, "gethostname", lambda: "here")
+        # its lock may not be seen from here, as if it held none
+        abandoned = theirs.with_name(theirs.name[:-1] + "x")
+        abandoned.mkdir()
+        ours = abandoned.with_name(abandoned.name.replace("elsewhere", "here"))
+        ours.mkdir()
+        with atomic_dir(tmp_path / "out"):
+            pass
+        assert sorted(tmp_path.iterdir()) == sorted([theirs, abandoned, tmp_path / "out"])
+
+
+def test_a_link_in_the_place_of_a_temporary_folder_is_not_followed(tmp_path):
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "victim/file").touch()
+    host = temporary_name(tmp_path)
+    (tmp_path / f"{host}00000000").symlink_to(tmp_path / "victim")
+    with atomic_dir(tmp_path / "out"):
+        pass
+    assert (tmp_path / "victim/file").exists()
+
+
+def temporary_name(folder: Path) -> str:
+    """The part of a temporary folder's name that does not change."""
+    with temporary_folder(folder, ".out.partial-") as made:
+        return made.name[:-8]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_command_that_ends_early_leaves_no_scratch_folder(tmp_path, monkeypatch, error):
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+
+    def fails() -> None:
+        with scratch_folder() as folder:
+            assert folder.stat().st_mode & 0o777 == 0o700
+            (folder / "weights").touch()
+            raise error
+
+    with pytest.raises(error):
+        fails()
+    assert list(tmp_path.iterdir()) == []

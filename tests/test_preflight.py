@@ -1,0 +1,348 @@
+"""What would fail after training is told before it, and leaves nothing; what is only unlikely is a warning."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tiny import save_tiny_base, tiny_config
+
+from liger_convert import checkpoint, cli, preflight, run
+from liger_convert.families import FAMILIES
+from liger_convert.mixers import resolve_spec
+from liger_convert.plan import make_plan
+from liger_convert.recipe import load
+
+STAGE = {"data": "text", "tokens": 256, "seq_len": 32, "batch_size": 2, "rates": {"mixer": 1e-3}}
+RECIPE = {
+    "version": 1,
+    "name": "tiny",
+    "base": "base",
+    "mixer": {"type": "gla", "window": 8, "sinks": 2},
+    "device": "cpu",
+    "precision": "float32",
+    "data": {"text": {"source": "file", "path": "text.jsonl", "held_out": 0.3}},
+    "stages": [STAGE | {"kind": "align"}],
+    "eval": {"suite": "suite.yaml", "text": "text"},
+}
+SUITE = "description: tiny\ntext: [{window: 32, windows: 2}]\n"
+PIQA = [{"goal": f"open box {i}", "sol1": "lift its lid", "sol2": f"sit on it {i}", "label": i % 2} for i in range(4)]
+SQUAD = [{"context": f"Bob is {i}.", "question": "How old is Bob?", "answers": [str(i)]} for i in range(3)]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_base("llama", tmp_path_factory.mktemp("source") / "base")
+
+
+@pytest.fixture
+def home(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with all that a run needs, as the working directory; a run ends where it would begin to convert."""
+    shutil.copytree(source, tmp_path / "base")
+    rows = [{"text": f"{i} bottles of beer on the wall, {i} bottles of beer. Take one down. "} for i in range(30)]
+    lines(tmp_path / "text.jsonl", rows)
+    (tmp_path / "suite.yaml").write_text(SUITE)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    monkeypatch.chdir(tmp_path)
+
+    def reached(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run.convert, "convert", reached)
+    return tmp_path
+
+
+def lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def words(*overrides: str) -> list[str]:
+    return ["run", "recipe.yaml", "--out", "out", *(word for override in overrides for word in ("--set", override))]
+
+
+def refused(arguments: list[str], capsys: Any, *says: str) -> None:
+    capsys.readouterr()
+    assert cli.main(arguments) == 2
+    output = capsys.readouterr().err
+    (complaint,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert output.rstrip().endswith(complaint)
+    for said in says:
+        assert said in complaint
+    assert not Path("out").exists()
+
+
+def warned(arguments: list[str], capsys: Any) -> list[str]:
+    capsys.readouterr()
+    assert cli.main(arguments) == (130 if arguments[0] == "run" else 0)
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+
+
+def test_a_sound_run_is_warned_of_nothing(home: Path, capsys: Any) -> None:
+    assert warned(words(), capsys) == []
+    plan = json.loads((home / "out/manifest.json").read_text())["steps"]["plan"]["plan"]
+    assert plan["warnings"] == []
+    assert plan["disk_peak"] == max(plan["disk_peak"], *plan["disk_bytes"].values())
+
+
+# --- generation
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ raise_exception('give tools') }}", "fails on one user's turn: give tools"),
+        ("{{ messages[1]['content'] }}", "fails on one user's turn"),
+        ("{% for m in messages %}", "fails on one user's turn"),
+        ("{# nothing #}", "makes nothing of one user's turn"),
+    ],
+    ids=["needs tools", "needs two turns", "no Jinja", "nothing"],
+)
+@pytest.mark.parametrize("where", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_chat_template_that_cannot_render_a_prompt_is_refused(
+    home: Path, capsys: Any, template: str, says: str, where: str
+) -> None:
+    if where == "chat_template.jinja":
+        (home / "base" / where).write_text(template)
+    else:
+        (home / "base/chat_template.jinja").unlink()
+        path = home / "base" / where
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    refused(words(), capsys, f"base/{where}: ", says)
+
+
+@pytest.mark.parametrize(
+    ("written", "says"),
+    [
+        ("{", "transformers cannot read it"),
+        ('{"max_new_tokens": 0}', "max_new_tokens"),
+        ('{"cache_implementation": "static"}', "whose cache is constant in size already"),
+        ('{"cache_implementation": "nonsense"}', "cache_implementation"),
+        ('{"num_beams": "four"}', "generation_config.json: "),
+        ('{"num_return_sequences": 3}', "num_return_sequences"),
+        ('{"prompt_lookup_num_tokens": 3}', "cannot generate with it"),
+        ('{"stop_strings": ["x"]}', "tokenizer"),
+        ('{"repetition_penalty": -1.0}', "penalty"),
+        ('{"eos_token_id": 101}', "eos_token_id is 101; it should be one of the 101 tokens"),
+        ('{"eos_token_id": [2, "x"]}', "eos_token_id is 'x'"),
+        ('{"eos_token_id": -1}', "eos_token_id is -1"),
+    ],
+)
+def test_a_generation_config_that_cannot_be_used_is_refused(home: Path, capsys: Any, written: str, says: str) -> None:
+    (home / "base/generation_config.json").write_text(written)
+    refused(words(), capsys, "base/generation_config.json: ", says)
+
+
+@pytest.mark.parametrize(
+    "written", ['{"do_sample": true, "temperature": 0.6, "top_p": 0.9}', '{"temperature": 0.6}', '{"max_length": 5}']
+)
+def test_a_generation_config_that_works_passes(home: Path, capsys: Any, written: str) -> None:
+    (home / "base/generation_config.json").write_text(written)
+    assert warned(words(), capsys) == []
+
+
+def test_a_padding_token_that_there_is_not_is_a_warning(home: Path, capsys: Any) -> None:
+    (home / "base/generation_config.json").write_text('{"pad_token_id": 300}')
+    (warning,) = warned(words(), capsys)
+    assert "pad_token_id is 300, none of the 101 tokens" in warning
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_a_tiny_model_that_generates(family: str) -> None:
+    config = tiny_config(family)
+    linearization = {"format": 1, "mixers": {"main": resolve_spec({})}, "layers": ["main", "softmax", "main"]}
+    model = preflight._tiny(config, linearization)
+    assert model.config.linearization["layers"] == ["main", "softmax"]
+    assert model.num_parameters() < 100_000
+    assert model.generate(max_new_tokens=2, do_sample=False, pad_token_id=0).shape[1] == 3
+
+
+# --- the recipe
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("stages[0].rates.mixer=1e-9", "stages[0].rates.mixer: steps of 1e-09 are rounded away"),
+        ("stages[0].rates.mixer=1.5", "stages[0].rates.mixer: steps of 1.5 leave nothing"),
+        ("stages[0].weight_decay=1000.0", "stages[0].weight_decay"),
+        (
+            "stages[0]={kind: align, data: text, tokens: 32, seq_len: 32, batch_size: 1, warmup: 0.9, "
+            "rates: {mixer: 0.01}}",
+            "stages[0].warmup: the only step",
+        ),
+        ("stages[0].seq_len=10", "rows of 10 tokens never leave the window and its sinks (10 tokens)"),
+        ("mixer.window=64", "use more than 66"),
+        ("stages[0].lora={targets: [q_prj]}", "no projection is called 'q_prj'; there are "),
+        ("seed=4294967295", "seed: 4294967295 is too large"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("command", ["run", "plan"])
+def test_a_recipe_whose_result_would_be_of_no_use_is_refused(
+    home: Path, capsys: Any, override: str, says: str, command: str
+) -> None:
+    more = ["stages[0].rates.lora=1e-3"] if "lora" in override else []
+    arguments = words(override, *more)
+    refused(arguments if command == "run" else ["plan", "recipe.yaml", *arguments[4:]], capsys, says)
+
+
+def test_documents_that_never_leave_the_window_are_refused(home: Path, capsys: Any) -> None:
+    lines(home / "short.jsonl", [{"text": f"beer {i:02}"} for i in range(60)])
+    short = "data.short={source: file, path: short.jsonl}"
+    says = "stages[0].data: documents of short, of at most 7 tokens, never leave the window and its sinks (10 tokens)"
+    refused(words(short, "stages[0].data=short"), capsys, says)
+    assert warned(words(short, "stages[0].data=short", "stages[0].joined=true"), capsys) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["stages[0].seq_len=128", "stages[0].tokens=1024"], ""),
+        (["stages[0].seq_len=512", "stages[0].tokens=1024"], "512 is more than the 256 tokens that the base takes"),
+        (["stages[0].rates.mixer=0.2"], "0.2 is high"),
+        (["stages[0].rates.mixer=2e-8"], "4 steps of 2e-08 move no weight by more than 8e-08"),
+        (["stages[0].warmup=0.99"], "takes all 4 steps"),
+        (["stages[0].clip=1e-9"], "Adam's epsilon"),
+        (["mixers.wide={type: gla, window: 40}", "layers=[main, wide, main]"], "the longest window and its sinks"),
+        (["eval.suite=long.yaml"], "text_ppl reads 300 tokens, more than the 256"),
+    ],
+)
+def test_a_recipe_that_is_unlikely_to_do_well_is_told(home: Path, capsys: Any, overrides: list[str], says: str) -> None:
+    (home / "long.yaml").write_text("description: long\ntext: [{window: 300, windows: 2}]\n")
+    found = warned(words(*overrides), capsys)
+    assert len(found) == bool(says)
+    assert all(says in warning for warning in found)
+    assert warned(["plan", "recipe.yaml", *words(*overrides)[4:]], capsys) == found
+    plan = json.loads((home / "out/manifest.json").read_text())["steps"]["plan"]["plan"]
+    assert [f"warning: {warning}" for warning in plan["warnings"]] == found
+
+
+# --- the suite
+
+
+def rows(name: str, values: list[dict[str, Any]]) -> Callable[[Path], object]:
+    return lambda folder: lines(folder / "rows" / f"{name}.jsonl", values)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "prepare", "says"),
+    [
+        ("{name: piqa, metrics: [acc]}", rows("piqa", [PIQA[0] | {"label": -1}]), "the label of row 1 is -1"),
+        ("{name: piqa, metrics: [acc]}", rows("piqa", [*PIQA, PIQA[0] | {"label": 7}]), "rows do not fit"),
+        ("{name: piqa, metrics: [acc]}", rows("piqa", [{"goal": "x"}]), "rows do not fit the task"),
+        ("{name: piqa, metrics: [acc]}", rows("piqa", []), "piqa"),
+        ("{name: piqa, metrics: [f1]}", rows("piqa", PIQA), "has no metric 'f1'"),
+        ("{name: piqa, metrics: [acc], shots: 2}", rows("piqa", PIQA), "no local file to draw shots from"),
+        ("{name: squad_ctx, metrics: [contains]}", rows("squad_1k", [SQUAD[0] | {"answers": 3}]), "do not fit"),
+    ],
+    ids=["hidden label", "label of no choice", "missing field", "no row", "metric", "shots", "answers"],
+)
+def test_a_suite_that_its_rows_do_not_fit_is_refused(
+    home: Path, capsys: Any, tasks: str, prepare: Callable[[Path], object], says: str
+) -> None:
+    (home / "rows").mkdir()
+    prepare(home)
+    (home / "suite.yaml").write_text(f"{SUITE}tasks: [{tasks}]\n")
+    refused(words("eval.data=rows"), capsys, "piqa" if "piqa" in tasks else "squad_ctx", says)
+
+
+def test_rows_beyond_the_limit_are_not_looked_at(home: Path, capsys: Any) -> None:
+    (home / "rows").mkdir()
+    lines(home / "rows/piqa.jsonl", [*PIQA, PIQA[0] | {"label": -1}])
+    (home / "suite.yaml").write_text(SUITE + "tasks: [{name: piqa, metrics: [acc]}]\n")
+    refused(words("eval.data=rows", "eval.limit=1000"), capsys, "the label of row 5 is -1")
+    assert warned(words("eval.data=rows", "eval.limit=4"), capsys) == []
+
+
+def test_answers_longer_than_the_base_are_refused(home: Path, capsys: Any) -> None:
+    (home / "rows").mkdir()
+    lines(home / "rows/squad_1k.jsonl", SQUAD)
+    (home / "suite.yaml").write_text(SUITE + "tasks: [{name: squad_ctx, metrics: [contains]}]\n")
+    path = home / "base/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 48}))
+    refused(words("eval.data=rows"), capsys, "answers take 48 tokens, and the base takes 48 in all")
+
+
+def test_a_task_that_the_hub_does_not_give_is_refused(home: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def offline(*args: Any, **options: Any) -> None:
+        raise ConnectionError("no route to the hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    (home / "suite.yaml").write_text(SUITE + "tasks: [{name: piqa, metrics: [acc]}]\n")
+    refused(words(), capsys, "task piqa: its data cannot be had from the hub", "no route to the hub")
+
+
+# --- the disk
+
+
+def test_a_run_that_does_not_fit_on_the_disk_is_refused(
+    home: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_plan(load("recipe.yaml"), checkpoint.load_config(home / "base"))
+    usage = namedtuple("usage", "total used free")
+    for free, fits in ((made.disk_peak - 1, False), (made.disk_peak, True)):
+        monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path, free=free: usage(10**9, 0, free))
+        if fits:
+            assert warned(words(), capsys) == []
+        else:
+            refused(words(), capsys, "of disk at its peak, and ", "are free; free some space")
+
+
+class Sampler(threading.Thread):
+    """The most bytes that lie below a folder at once, looked up again and again."""
+
+    def __init__(self, folder: Path):
+        super().__init__(daemon=True)
+        self.folder, self.most, self.over = folder, 0, False
+
+    def run(self) -> None:
+        while not self.over:
+            total = 0
+            for path in self.folder.rglob("*"):
+                try:
+                    total += path.stat().st_size if path.is_file() else 0
+                except OSError:
+                    continue  # gone between the two
+            self.most = max(self.most, total)
+            time.sleep(0.002)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "LoRA"])
+def test_the_disk_that_a_run_takes_is_what_the_plan_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "head_dim": 64, "vocab_size": 2000}
+    save_tiny_base("llama", tmp_path / "base", **sizes)
+    lines(
+        tmp_path / "text.jsonl",
+        [{"text": f"{i} bottles of beer on the wall. Take one down, pass it on."} for i in range(60)],
+    )
+    (tmp_path / "suite.yaml").write_text(SUITE)
+    rates = (
+        {"mixer": 1e-3, "lora": 1e-3} if lora else {"mixer": 1e-3, "attention": 1e-4, "body": 1e-4, "embeddings": 1e-5}
+    )
+    stages = [
+        STAGE | {"kind": "align", "save_every": 2},
+        STAGE
+        | {"kind": "finetune", "loss_on": "all", "save_every": 2, "rates": rates}
+        | ({"lora": {}} if lora else {}),
+    ]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"stages": stages}))
+    planned = make_plan(load("recipe.yaml"), checkpoint.load_config(tmp_path / "base")).disk_peak
+    sampler = Sampler(tmp_path / "out")
+    sampler.start()
+    assert cli.main(words()) == 0
+    sampler.over = True
+    sampler.join()
+    print(f"planned {planned:,}, seen {sampler.most:,}")
+    assert sampler.most == pytest.approx(planned, rel=0.05)

@@ -1,0 +1,264 @@
+"""A lost terminal does not end a command; Ctrl-C and SIGTERM end it soon; nothing of it lives on."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from tiny import save_tiny_base
+
+from liger_convert import cli, interrupts
+from liger_convert.checksums import sha256_file
+
+LINEARIZE = str(Path(sys.executable).with_name("linearize"))
+STAGE = {"data": "text", "tokens": 6 * 64, "seq_len": 32, "batch_size": 2, "save_every": 4}
+RECIPE = {
+    "version": 1,
+    "name": "tiny",
+    "base": "base",
+    "mixer": {"type": "gla", "window": 8, "sinks": 2},
+    "layers": "LNL",
+    "device": "cpu",
+    "precision": "float32",
+    "data": {"text": {"source": "file", "path": "text.jsonl"}},
+    "stages": [
+        STAGE | {"kind": "align", "rates": {"mixer": 1e-2}},
+        STAGE | {"kind": "finetune", "loss_on": "all", "rates": {"mixer": 1e-3, "lora": 1e-2}, "lora": {}},
+    ],
+    "eval": {"suite": "suite.yaml"},
+}
+SUITE = "description: tiny\ncopying: [{length: 8, draws: 2, tokens: uniform}]\n"
+# Runs a command in which training says its step on stdout, and takes a while for it.
+SLOW = """
+import sys, time
+from liger_convert import cli, run
+from liger_convert.training.trainer import _Watch
+on_step_end = _Watch.on_step_end
+def slow(self, args, state, control, **kwargs):
+    print("step", state.global_step, flush=True)
+    time.sleep(0.3)
+    return on_step_end(self, args, state, control, **kwargs)
+_Watch.on_step_end = slow
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("home")
+    save_tiny_base("llama", folder / "base")
+    rows = [{"text": f"{i} bottles of beer on the wall, {i} bottles of beer."} for i in range(40)]
+    (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "suite.yaml").write_text(SUITE)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def finished(home):
+    assert cli.main(["run", "recipe.yaml", "--out", "finished"]) == 0
+    return weights(home / "finished")
+
+
+def weights(run: Path) -> dict[str, str]:
+    return {path.name: sha256_file(path) for path in (run / "export").glob("*.safetensors")}
+
+
+def start(home: Path, *words: str, script: str = "", **options: object) -> subprocess.Popen:
+    command = [sys.executable, "-c", script, *words] if script else [LINEARIZE, *words]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
+    return subprocess.Popen(command, cwd=home, env=os.environ, **options)
+
+
+def shell(command: str, **environment: str) -> subprocess.CompletedProcess:
+    line = command.replace("linearize", LINEARIZE)
+    return subprocess.run(
+        ["bash", "-c", line], env=os.environ | environment, capture_output=True, text=True, timeout=120
+    )
+
+
+# --- streams
+
+
+@pytest.mark.parametrize(
+    "streams",
+    ["2>&-", "2>/dev/full", ">&-", ">&- 2>&-", "<&- >&- 2>&-", "| true", "| head -1", "2>&1 >/dev/full | true"],
+)
+def test_a_closed_or_full_terminal_does_not_end_a_command(streams):
+    found = shell(f"(linearize families; echo $? >&9) 9>&3 {streams}".join(["exec 3>&1; ", ""]))
+    code = found.stdout.splitlines()[-1]
+    assert code == ("1" if ">/dev/full |" in streams else "0")
+    assert "Traceback" not in found.stdout + found.stderr
+    assert "Exception ignored" not in found.stderr
+
+
+def test_results_that_could_not_be_written_are_no_success():
+    found = shell("linearize families --json > /dev/full")
+    assert found.returncode == 1
+    assert found.stderr == "error: standard output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("words", ["families", "mixers --heads 4 --kv-heads 2 --head-size 8", "plan default --help"])
+def test_a_terminal_that_knows_only_ascii_is_no_failure(words):
+    found = shell(f"linearize {words}", PYTHONIOENCODING="ascii", LC_ALL="C", PYTHONUTF8="0")
+    assert (found.returncode, found.stderr) == (0, "")
+    assert found.stdout.isascii()
+
+
+def test_json_is_whole_on_a_terminal_that_knows_only_ascii():
+    found = shell("linearize mixers --json", PYTHONIOENCODING="ascii")
+    assert json.loads(found.stdout) == json.loads(shell("linearize mixers --json", PYTHONIOENCODING="utf-8").stdout)
+
+
+# --- signals
+
+
+def test_sigterm_saves_the_step_and_the_run_goes_on_to_the_same_weights(home, finished):
+    command = ["run", "recipe.yaml", "--out", "stopped"]
+    process = start(home, *command, script=SLOW)
+    assert process.stdout is not None
+    seen = [process.stdout.readline().strip() for _ in range(8)]
+    assert seen[-1] == "step 2"  # of the second stage
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    asked = time.monotonic()
+    _, said = process.communicate(timeout=60)
+    assert time.monotonic() - asked < 10
+    assert process.returncode == 128 + signal.SIGTERM
+    assert said.splitlines()[-1] == "error: interrupted; the same command with --resume continues stopped"
+    saved = [path.name for path in (home / "stopped/steps/2-finetune/checkpoints").iterdir()]
+    assert saved == ["checkpoint-2"]  # save_every is 4
+    assert cli.main([*command, "--resume"]) == 0
+    assert weights(home / "stopped") == finished
+
+
+def children(pid: int) -> set[int]:
+    """Those whose command is a worker of Python's multiprocessing."""
+    found = set()
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(status.read_text().rpartition(")")[2].split()[1])
+            if parent == pid and b"spawn_main" in status.with_name("cmdline").read_bytes():
+                found.add(int(status.parent.name))
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is there and runs: one that is dead may wait for somebody to take notice."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM, signal.SIGKILL],
+)
+def test_the_processes_of_an_evaluation_end_with_their_parent(home, number):
+    (home / "long.yaml").write_text(SUITE.replace("draws: 2", "draws: 1000000"))
+    words = ["--set", "eval.suite=long.yaml", "--set", "eval.processes=2", "--set", "stages=[]"]
+    process = start(home, "run", "recipe.yaml", "--out", f"long-{number}", *words)
+    until = time.monotonic() + 100
+    while len(workers := children(process.pid)) < 2 and time.monotonic() < until:
+        time.sleep(0.1)
+    time.sleep(3)  # they may be importing still, or measuring: both must end
+    process.send_signal(number)
+    asked = time.monotonic()
+    process.communicate(timeout=60)
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    while any(alive(worker) for worker in workers) and time.monotonic() < asked + 10:
+        time.sleep(0.1)
+    assert len(workers) == 2
+    assert not any(alive(worker) for worker in workers)
+    assert time.monotonic() - asked < 10
+
+
+def test_a_process_that_cannot_answer_a_signal_is_ended():
+    script = """
+import hashlib, sys
+from liger_convert import interrupts
+interrupts.GRACE = 1.0
+with interrupts.handled("last words"):
+    print("ready", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"x", b"y", 2**31 - 1)  # minutes within one call of C
+"""
+    process = start(Path.cwd(), script=script)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    asked = time.monotonic()
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (128 + signal.SIGTERM, "error: last words\n")
+    assert time.monotonic() - asked < 5
+
+
+def test_a_signal_waits_for_work_that_saves_itself_but_not_for_long(monkeypatch):
+    monkeypatch.setattr(interrupts, "SAVING", 0.2)
+    reached = []
+
+    def work(seconds: float) -> None:
+        with interrupts.handled(""), interrupts.deferred():
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert interrupts.received() == signal.SIGTERM
+            time.sleep(seconds)
+            reached.append(seconds)
+
+    for seconds in (0.05, 5):
+        with pytest.raises(interrupts.Stopped):
+            work(seconds)
+    assert reached == [0.05]
+    assert interrupts.received() is None
+
+
+def test_a_second_signal_does_not_wait():
+    def work() -> None:
+        with interrupts.handled(""), interrupts.deferred():
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            pytest.fail("the second signal was not raised")
+
+    with pytest.raises(interrupts.Stopped):
+        work()
+
+
+def test_handlers_are_put_back(home):
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
+    before = [signal.getsignal(number) for number in numbers]
+    streams = sys.stdout, sys.stderr
+    with interrupts.handled(""), interrupts.deferred():
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    assert cli.main(["families"]) == 0
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert (sys.stdout, sys.stderr) == streams
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_a_run_killed_at_random_and_resumed_ends_with_the_same_weights(home, finished, seed):
+    """Five kills at moments drawn over the whole run, then to the end."""
+    draw = random.Random(seed)
+    command = ["run", "recipe.yaml", "--out", f"random-{seed}"]
+    for _ in range(5):
+        process = start(home, *command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            process.wait(draw.uniform(2, 20))
+        except subprocess.TimeoutExpired:
+            process.send_signal(draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]))
+            process.wait(30)
+        if (home / f"random-{seed}/manifest.json").exists() and "--resume" not in command:
+            command.append("--resume")
+    assert cli.main(command) == 0
+    assert weights(home / f"random-{seed}") == finished
+    left = [path.name for path in home.iterdir() if path.name.startswith(f".random-{seed}.")]
+    assert left == []
