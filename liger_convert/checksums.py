@@ -52,6 +52,12 @@ def write_sums(folder: Path) -> None:
     atomic_write(folder / SUMS, "".join(f"{sha256}  {name}\n" for name, sha256 in sums.items()))
 
 
+def renew_sum(path: Path) -> None:
+    """Records `path`, which has changed, anew in the SHA256SUMS beside it. Raises BadInput when there is none."""
+    sums = read_sums(path.parent) | {path.name: sha256_file(path)}
+    atomic_write(path.parent / SUMS, "".join(f"{sha256}  {name}\n" for name, sha256 in sums.items()))
+
+
 def read_sums(folder: Path) -> dict[str, str]:
     """sha256 by path from the SHA256SUMS in `folder`. Raises BadInput when it is missing or garbled, or names a file
     outside the folder."""

@@ -300,6 +300,12 @@ def export(
     model: Model,
     out: Annotated[Path, typer.Argument(help="New folder for the export.", show_default=False)],
     dtype: Dtype = "auto",
+    name: Annotated[
+        str | None, typer.Option(help="Its name in the model card, such as its hub id; otherwise that of OUT.")
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option(help="The base it was made from, whose hub id and licence the model card then names.")
+    ] = None,
 ) -> None:
     """Write a model so that anyone loads it: AutoModelForCausalLM.from_pretrained(OUT, trust_remote_code=True).
 
@@ -308,7 +314,7 @@ def export(
     from liger_convert.export import export
 
     with progress("export") as report:
-        export(model, out, dtype=dtype, name=out.name, progress=report)
+        export(model, out, dtype=dtype, name=name, base=base, progress=report)
 
 
 @app.command(rich_help_panel=PIPELINE)

@@ -11,43 +11,21 @@ import re
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import torch
 
-from liger_convert import __version__
-from liger_convert.checkpoint import Checkpoint, copy_companions, load_config
+from liger_convert.card import HUB_ID, cached_folder, write_card
+from liger_convert.checkpoint import Checkpoint, copy_companions, load_config, locate_base
 from liger_convert.checksums import write_sums
 from liger_convert.errors import BadInput
 from liger_convert.families import PREFIX
 from liger_convert.files import atomic_dir
-from liger_convert.model import linear_layers, linearized_classes
+from liger_convert.model import HEAD_CLASSES, linearized_classes
 from liger_convert.progress import Report
 from liger_convert.shards import copied_shards, write_shards
 
 ENTRY = "liger_convert.model.modeling"
 ENTRY_FILE = "modeling_linearized"
 INTERNAL_IMPORT = re.compile(r"^(\s*from )((?:liger_convert|gated_kernels)[\w.]*)( import )", re.MULTILINE)
-
-CARD = jinja2.Template(
-    """---
-library_name: transformers
-pipeline_tag: text-generation
-tags: [linear-attention, liger-convert]
----
-# {{ name }}, linearized
-
-{{ linear }} of the {{ layers }} attention layers are replaced by a gated recurrent memory with a sliding
-window beside it: the cache has the same size at any length. Made by liger-convert {{ version }}.
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("PATH", trust_remote_code=True)  # or: import liger_convert, and without it
-tokenizer = AutoTokenizer.from_pretrained("PATH")
-```
-""",
-    keep_trailing_newline=True,
-)
 
 
 def export(
@@ -56,10 +34,14 @@ def export(
     *,
     dtype: str = "auto",
     name: str | None = None,
+    base: str | None = None,
+    base_dir: Path | None = None,
     progress: Report | None = None,
 ) -> dict[str, Any]:
     """Writes the linearized checkpoint `model_dir` and the code that runs it to the new folder `out`.
 
+    name: what the model card calls it; a hub id (org/name) is also where the card loads it from, else that is the name
+    of `out`. base: what it was made from, as recipes name it. base_dir: that base's folder, if it is not `base` itself.
     Raises BadInput when `model_dir` is no linearized checkpoint or is damaged, or `out` exists.
     """
     model_dir = Path(model_dir)
@@ -68,28 +50,27 @@ def export(
         raise BadInput(
             f"{model_dir}: holds a {config.model_type} model; export takes what `linearize convert` or `train` made"
         )
-    lm = linearized_classes(config.model_type.removeprefix(PREFIX))
+    model_type = config.model_type.removeprefix(PREFIX)
+    classes = dict(zip(("AutoConfig", "AutoModel", "AutoModelForCausalLM"), linearized_classes(model_type)))
+    hub_base = base if base is not None and locate_base(base) is None else None
+    if base is not None and base_dir is None:
+        base_dir = locate_base(base) or cached_folder(base)
     with atomic_dir(out) as folder:
         total = write_shards(copied_shards(Checkpoint.open(model_dir), dtype), folder, progress)
         if dtype != "auto":
             config.dtype = getattr(torch, dtype)
         config.use_cache = True  # training leaves it off
-        config.architectures = [lm[2].__name__]
+        config.architectures = [classes["AutoModelForCausalLM"].__name__]
         config.auto_map = {
-            auto: f"{ENTRY_FILE}.{cls.__name__}"
-            for auto, cls in zip(("AutoConfig", "AutoModel", "AutoModelForCausalLM"), lm)
+            auto: f"{ENTRY_FILE}.{cls.__name__}" for auto, cls in (classes | HEAD_CLASSES[model_type]).items()
         }
         config.save_pretrained(folder)
         copy_companions(model_dir, folder)
         for file, text in code_files().items():
             (folder / file).write_text(text, encoding="utf-8")
-        card = CARD.render(
-            name=name or "A model",
-            linear=len(linear_layers(config)),
-            layers=config.num_hidden_layers,
-            version=__version__,
-        )
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        place = Path(out).resolve().name
+        title, load_from = name or place, name if name and HUB_ID.fullmatch(name) else place
+        write_card(folder, config, title, load_from, hub_base=hub_base, base_dir=base_dir)
         write_sums(folder)
     return {"bytes": total, "dtype": str(config.dtype).removeprefix("torch.")}
 

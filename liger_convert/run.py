@@ -18,6 +18,7 @@ import torch
 from transformers import set_seed
 
 from liger_convert import (
+    card,
     checkpoint,
     checksums,
     convert,
@@ -371,7 +372,15 @@ class Run:
     def _export(self, folder: Path) -> dict[str, Any]:
         model, out = self.folder.step("merge") / "model", self.out / "export"
         with progress("export") as report:
-            return export.export(model, out, dtype=self._planned.dtype, name=self.recipe.name, progress=report)
+            return export.export(
+                model,
+                out,
+                dtype=self._planned.dtype,
+                name=self.recipe.name,
+                base=self.recipe.base,
+                base_dir=self._base_folder,
+                progress=report,
+            )
 
     def _eval(self, folder: Path) -> dict[str, Any]:
         options = self.recipe.eval
@@ -397,6 +406,11 @@ class Run:
     def _report(self, folder: Path) -> dict[str, Any]:
         results = json.loads((self.folder.step("eval") / "results.json").read_text(encoding="utf-8"))
         report.write_report(self.out, results, asdict(self.manifest))
+        exported = self.folder.path("export")
+        card.add_figures(exported, (self.out / "report.md").read_text(encoding="utf-8"))
+        checksums.renew_sum(exported / card.CARD)
+        changed = checksums.sha256_of([exported / card.CARD, exported / checksums.SUMS], self.out)
+        self.manifest.steps["export"]["outputs"] |= changed
         return {}
 
 

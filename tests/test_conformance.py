@@ -511,7 +511,7 @@ def test_a_cache_of_another_kind_is_refused_in_a_sentence(options: dict[str, Any
 def test_a_cache_filled_by_the_base_is_refused() -> None:
     base = AutoModelForCausalLM.from_pretrained(base_folder("llama"))
     cache = base(PROMPT, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="already holds the keys of a softmax layer"):
+    with pytest.raises(ValueError, match="already holds keys and values, which linearized layer"):
         shared_model("llama", "gla")(PROMPT, past_key_values=cache, use_cache=True)
 
 

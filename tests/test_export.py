@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import save_tiny_base
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from liger_convert.convert import convert
 from liger_convert.errors import BadInput
@@ -37,7 +37,7 @@ class Refuse(importlib.abc.MetaPathFinder):
 
 sys.meta_path.insert(0, Refuse())
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 folder, out = sys.argv[1:]
 try:
@@ -53,7 +53,16 @@ with torch.no_grad():
     logits = model(tokens).logits
 model.prefill_chunk = 8
 text = model.generate(tokens, max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=None)
-torch.save({"logits": logits, "text": text}, out + "/found.pt")
+torch.manual_seed(0)
+try:
+    head = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True).eval()
+except ValueError as error:
+    classes = str(error)
+else:
+    assert type(head).__module__.startswith("transformers_modules"), type(head)
+    with torch.no_grad():
+        classes = head(tokens[:1]).logits
+torch.save({"logits": logits, "text": text, "classes": classes}, out + "/found.pt")
 model.save_pretrained(out + "/again")
 AutoTokenizer.from_pretrained(folder)
 """
@@ -81,6 +90,15 @@ def test_an_export_gives_the_same_logits_where_our_packages_cannot_be_imported(f
         assert torch.equal(found["logits"], model(TOKENS).logits)
     expected = model.generate(TOKENS, max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=None)
     assert torch.equal(found["text"], expected)
+    auto_map = json.loads((tmp_path / "export/config.json").read_text())["auto_map"]
+    assert ("AutoModelForSequenceClassification" in auto_map) == (family != "olmoe")
+    if family == "olmoe":
+        assert found["classes"].startswith("transformers has no SequenceClassification head for olmoe")
+    else:
+        torch.manual_seed(0)
+        head = AutoModelForSequenceClassification.from_pretrained(model_dir).eval()
+        with torch.no_grad():
+            assert torch.equal(found["classes"], head(TOKENS[:1]).logits)
 
 
 def test_with_the_package_an_export_needs_no_code_of_its_own(tmp_path: Path) -> None:

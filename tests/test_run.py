@@ -117,6 +117,9 @@ def test_a_run_leaves_an_export_a_report_and_a_manifest(finished):
         "linearized_memory_only",
     ]
     assert {"text_ppl", "text_byte_ppl", "copy_nll_8"} == set(models["base"])
+    card = (finished / "export/README.md").read_text()
+    rows = [line for line in (finished / "report.md").read_text().splitlines() if line.startswith("| `copy_nll_8`")]
+    assert rows == [line for line in card.splitlines() if line.startswith("| `copy_nll_8`")]
 
 
 def test_the_manifest_says_what_went_in_and_what_came_out(finished, home):
@@ -137,7 +140,7 @@ def test_the_manifest_says_what_went_in_and_what_came_out(finished, home):
 
 
 def test_a_manifest_and_its_reports_name_no_place_on_the_machine(finished, home):
-    for name in ("manifest.json", "report.json", "report.md"):
+    for name in ("manifest.json", "report.json", "report.md", "export/README.md"):
         text = (finished / name).read_text()
         assert str(home) not in text
         assert sys.prefix not in text

@@ -18,10 +18,18 @@ from liger_convert.families import PREFIX, family_of
 from liger_convert.model.attention import MIXER_MODULE, LinearizedAttention, head_dims
 from liger_convert.model.cache import LinearizedCacheLayer
 from liger_convert.model.configuration import linear_layers, linearized_config
-from liger_convert.model.modeling import CLASSES, AlignTargets, new_state, set_branches, take_auxiliary_loss
+from liger_convert.model.modeling import (
+    CLASSES,
+    HEAD_CLASSES,
+    AlignTargets,
+    new_state,
+    set_branches,
+    take_auxiliary_loss,
+)
 
 __all__ = [
     "CLASSES",
+    "HEAD_CLASSES",
     "MIXER_MODULE",
     "AlignTargets",
     "LinearizedAttention",

@@ -273,6 +273,7 @@ def adopt_cache(cache: Any, layers: list[str]) -> None:
             )
         if layer.is_initialized:
             raise ValueError(
-                f"cache layer {i} already holds the keys of a softmax layer; start with a fresh DynamicCache()"
+                f"cache layer {i} already holds keys and values, which linearized layer {i} cannot read: start with a "
+                "fresh DynamicCache(). Prefix tuning works by such keys; use LoRA or prompt tuning instead"
             )
         cache.layers[i] = LinearizedCacheLayer()

@@ -13,6 +13,9 @@ from torch import Tensor
 from transformers.masking_utils import find_packed_sequence_indices
 
 from liger_convert.model.cache import LinearizedCacheLayer
+from liger_convert.model.packing import check_mask
+
+PACKED_CACHE = "packed documents cannot be cached: pass use_cache=False"
 
 
 class Sinks(NamedTuple):
@@ -56,20 +59,21 @@ class SequenceLayout:
         (batch, tokens), device = given.shape[:2], given.device
         valid_BT = document_BT = None
         if attention_mask is not None:
-            if attention_mask.dim() != 2:
+            if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
                 raise ValueError(
                     "a linearized layer takes a 2-D padding mask [batch, tokens], not a mask of pairs of tokens"
                 )
             valid_BT = attention_mask[:, -tokens:].to(device=device, dtype=torch.bool)
             if valid_BT.shape[1] != tokens:
                 raise ValueError(f"attention_mask covers {attention_mask.shape[1]} tokens, but {tokens} are new")
-            # a static step must not look at the values
-            if not (past is not None and past.static) and bool(valid_BT.all()):
-                valid_BT = None
+            if past is None or not past.static:  # a static step must not look at the values
+                seen_B = None if past is None else past.sinks.get("seen")
+                check_mask(attention_mask, position_ids, tokens, seen_B)
+                valid_BT = None if bool(valid_BT.all()) else valid_BT
         elif tokens > 1 and position_ids is not None:
             document_BT = find_packed_sequence_indices(position_ids)
             if document_BT is not None and past is not None:
-                raise ValueError("packed documents cannot be cached: pass use_cache=False")
+                raise ValueError(PACKED_CACHE)
         if document_BT is not None:
             document_BT = document_BT.expand(batch, tokens)
             index_T = torch.arange(tokens, device=device)

@@ -14,7 +14,11 @@ from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, PreTrain
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_MAPPING,
+)
 from transformers.utils import logging
 
 from liger_convert.mixers import build_mixer
@@ -23,7 +27,9 @@ from liger_convert.model.attention import MIXER_MODULE, LinearizedAttention, hea
 from liger_convert.model.cache import adopt_cache
 from liger_convert.model.configuration import CONFIGS, FORMAT, linear_layers
 from liger_convert.model.decode import Decoder, why_plain
-from liger_convert.model.layout import SequenceLayout
+from liger_convert.model.heads import head_classes
+from liger_convert.model.layout import PACKED_CACHE, SequenceLayout
+from liger_convert.model.packing import document_positions
 
 logger = logging.get_logger(__name__)
 
@@ -89,14 +95,23 @@ class LinearizedModel(LinearizedInit):
         layout: SequenceLayout | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As the family's; `attention_mask` is 2-D. Packed documents: restarting `position_ids`, no mask, no cache.
+        """As the family's; `attention_mask` is 2-D. Packed documents: restarting `position_ids` (or `cu_seq_lens_q`, or
+        `seq_idx`), no mask, no cache: none is made unless `use_cache` asks for it, which is refused.
 
         `layout` is given where it is worked out already; the mask is then the kept layers' alone.
         """
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None:
             raise ValueError("pass input_ids or inputs_embeds")
-        use_cache = self.config.use_cache if use_cache is None else use_cache
+        documents = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
+        if any(told is not None for told in documents):
+            position_ids = document_positions(given.shape[0], given.shape[1], position_ids, *documents)
+        if layout is None and past_key_values is None:
+            layout = SequenceLayout.build(given, position_ids, attention_mask, None)
+            if use_cache and layout.document_BT is not None:
+                raise ValueError(PACKED_CACHE)
+        if use_cache is None:
+            use_cache = self.config.use_cache and (layout is None or layout.document_BT is None)
         if self.training and self.gradient_checkpointing:
             use_cache = False
         if use_cache and past_key_values is None:
@@ -162,15 +177,17 @@ class LinearizedForCausalLM(LinearizedInit):
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
         align: AlignTargets | None = None,
         **kwargs: Any,
     ) -> Any:
         """As the family's; with `align` the alignment loss of each linearized layer on the base's own activations.
 
-        `position_ids` and `logits_to_keep` must stand in the signature, where generation looks for them: without the
-        first the rows of a padded batch would start at other positions than alone, and without the second the logits
-        of the whole prompt would be computed.
+        `position_ids`, `logits_to_keep` and `labels` must stand in the signature, where generation and `Trainer` look
+        for them: without the first the rows of a padded batch would start at other positions than alone, without the
+        second the logits of the whole prompt would be computed, and without the third `Trainer` would drop the column
+        of labels and evaluate without a loss.
         """
         if align is not None:
             return self._align(align, position_ids, attention_mask)
@@ -179,7 +196,9 @@ class LinearizedForCausalLM(LinearizedInit):
         of_all_tokens = any(kwargs.get(name, getattr(self.config, name, False)) for name in OF_ALL_TOKENS)
         if past_key_values is not None and not of_all_tokens and not torch.is_grad_enabled():
             inputs = self._read_ahead(inputs, past_key_values, logits_to_keep)
-        return super().forward(**inputs, past_key_values=past_key_values, logits_to_keep=logits_to_keep, **kwargs)
+        return super().forward(
+            **inputs, past_key_values=past_key_values, labels=labels, logits_to_keep=logits_to_keep, **kwargs
+        )
 
     def _read_ahead(self, inputs: Inputs, cache: Any, logits_to_keep: int | Tensor) -> Inputs:
         """Reads all tokens but those of the last piece into the cache; returns the inputs of those that are left."""
@@ -305,10 +324,14 @@ def _classes(model_type: str) -> tuple[type, type, type]:
         register_checkpoint_conversion_mapping(config.model_type, conversion, overwrite=True)
     AutoModel.register(config, backbone, exist_ok=True)
     AutoModelForCausalLM.register(config, lm, exist_ok=True)
-    globals().update({cls.__name__: cls for cls in (config, backbone, lm)})
+    # Trainer's label smoothing shifts the labels of the classes in this table alone
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type] = lm.__name__
+    HEAD_CLASSES[model_type] = head_classes(model_type, config, LinearizedInit, common)
+    globals().update({cls.__name__: cls for cls in (config, backbone, lm, *HEAD_CLASSES[model_type].values())})
     return config, backbone, lm
 
 
+HEAD_CLASSES: dict[str, dict[str, type]] = {}  # of a model_type, by the name of the Auto class
 CLASSES: dict[str, tuple[type, type, type]] = {model_type: _classes(model_type) for model_type in CONFIGS}
 
 
