@@ -204,11 +204,24 @@ class Mixer(nn.Module, ABC):
         layout: SequenceLayout,
         past: LinearizedCacheLayer | None,
         branches: Branches,
+        mix: Callable[..., Tensor] | None = None,
     ) -> Tensor:
         """The layer's output [B,T,H,V] from its heads and its window; moves `past` on.
 
-        A token alone takes the fused step, which has its own window.
+        `mix` is given by a mixer made of this one, whose pass then runs in this call: where weights are offloaded, they
+        are there only while the module that owns them is called.
         """
+        return (mix or self.mix)(heads, window, layout, past, branches)
+
+    def mix(
+        self,
+        heads: Heads | Token,
+        window: WindowRead | None,
+        layout: SequenceLayout,
+        past: LinearizedCacheLayer | None,
+        branches: Branches,
+    ) -> Tensor:
+        """As `forward`. A token alone takes the fused step, which has its own window."""
         if isinstance(heads, Token):
             assert past is not None
             return past.step(heads, self.step_rules())
