@@ -100,6 +100,8 @@ class LinearizedModel(LinearizedInit):
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if self.training and self.gradient_checkpointing:
             use_cache = False
+        if torch.compiler.is_exporting() and (use_cache or past_key_values is not None):
+            raise ValueError("torch.export takes a linearized model without its cache: pass use_cache=False")
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         linear = linear_layers(self.config)
