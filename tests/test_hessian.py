@@ -1,4 +1,4 @@
-"""Second derivatives are right: a Hessian-vector product of the loss is the change of the gradients along the vector."""
+"""Second derivatives are right: a Hessian-vector product is the change of the gradients along the vector."""
 
 from __future__ import annotations
 
