@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from gated_kernels.derivatives import logarithm, quotient
 from gated_kernels.diagonal.chunk import diagonal
 from gated_kernels.step.chunk import EMPTY, LEAST_MASS, Rules, Token
 from torch import Tensor, nn
@@ -70,7 +71,7 @@ class Memory(NamedTuple):
 
     @property
     def o_BTHV(self) -> Tensor:
-        return self.read_BTHV if self.mass_BTH is None else self.read_BTHV / self.mass_BTH[..., None]
+        return self.read_BTHV if self.mass_BTH is None else quotient(self.read_BTHV, self.mass_BTH)
 
 
 class Beside(NamedTuple):
@@ -204,11 +205,24 @@ class Mixer(nn.Module, ABC):
         layout: SequenceLayout,
         past: LinearizedCacheLayer | None,
         branches: Branches,
+        mix: Callable[..., Tensor] | None = None,
     ) -> Tensor:
         """The layer's output [B,T,H,V] from its heads and its window; moves `past` on.
 
-        A token alone takes the fused step, which has its own window.
+        `mix` is given by a mixer made of this one, whose pass then runs in this call: where weights are offloaded, they
+        are there only while the module that owns them is called.
         """
+        return (mix or self.mix)(heads, window, layout, past, branches)
+
+    def mix(
+        self,
+        heads: Heads | Token,
+        window: WindowRead | None,
+        layout: SequenceLayout,
+        past: LinearizedCacheLayer | None,
+        branches: Branches,
+    ) -> Tensor:
+        """As `forward`. A token alone takes the fused step, which has its own window."""
         if isinstance(heads, Token):
             assert past is not None
             return past.step(heads, self.step_rules())
@@ -399,4 +413,4 @@ class DiagonalMixer(Mixer):
         if mass_BTH is None:
             return Memory(o_BTHV, None)
         mass_BTH = mass_BTH.clamp_min(LEAST_MASS)
-        return Memory(o_BTHV, mass_BTH.log(), mass_BTH)
+        return Memory(o_BTHV, logarithm(mass_BTH), mass_BTH)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from gated_kernels.delta.chunk import delta
+from gated_kernels.derivatives import unit as over_length
 from torch import Tensor, nn
 from transformers import initialization as init
 
@@ -120,7 +120,7 @@ class DeltaMixer(Mixer):
 
 def unit(x: Tensor) -> Tensor:
     """x over its length, in float32."""
-    return F.normalize(x.float(), dim=-1)
+    return over_length(x.float())
 
 
 def pooled(k_BTGD: Tensor, bias_GX: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ F feature size.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, TypeVar
 
 import torch
 import torch.nn.functional as nnf
@@ -17,6 +18,7 @@ from transformers import initialization as init
 
 from liger_convert.mixers.base import multiplies_in_bf16
 
+Result = TypeVar("Result")
 FeatureMapName = Literal["codebook", "hedgehog", "softmax2", "softmax", "exp", "elu1", "relu", "identity"]
 
 POSITIVE: tuple[FeatureMapName, ...] = ("codebook", "hedgehog", "softmax2", "softmax", "exp", "elu1", "relu")
@@ -100,6 +102,14 @@ class Codebook(nn.Module):
             init.zeros_(shift)
             init.constant_(log_tau, 3.0)
         init.normal_(self.codes_GFE, std=self.codes_GFE.shape[-1] ** -0.5)
+
+    def forward(self, use: Callable[[Codebook], Result]) -> Result:
+        """What `use` makes of this codebook.
+
+        A pass reads the parameters in this call only: where weights are offloaded, they are there only while the module
+        that owns them is called.
+        """
+        return use(self)
 
     def turned_queries(self, q_BTHD: Tensor) -> Tensor:
         """u of the queries, [B,T,H,E]."""

@@ -70,7 +70,7 @@ class GLA(GatedMixer):
             q_BTHD, k_BTGD, v_BTGV = q_BTHD.float(), k_BTGD.float(), v_BTGV.float()
         # a key of zeros has a map, too: what leaves the state as it is are the zeros of its value and its gate
         options["written_BTG"] = written[0][..., 0] if written else None
-        return coded(q_BTHD, k_BTGD, v_BTGV, log_a, *self.codes(), **options)
+        return self.codebook(lambda _: coded(q_BTHD, k_BTGD, v_BTGV, log_a, *self.codes(), **options))
 
     def codes(self) -> Codes:
         return Codes(*(getattr(self.codebook, name) for name in Codes._fields))

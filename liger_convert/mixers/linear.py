@@ -101,10 +101,12 @@ class LinearMixer(DiagonalMixer):
 
     def query_features(self, heads: Heads) -> Tensor:
         q_BTHD = heads.q_rot_BTHD if self.spec.rope else heads.q_BTHD
-        return self.q_map(q_BTHD) if self.codebook is None else self.codebook.queries(q_BTHD)
+        return self.q_map(q_BTHD) if self.codebook is None else self.codebook(lambda codes: codes.queries(q_BTHD))
 
     def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        return (self.k_map or self.q_map)(inputs[-1]) if self.codebook is None else self.codebook.keys(inputs[-1])
+        if self.codebook is None:
+            return (self.k_map or self.q_map)(inputs[-1])
+        return self.codebook(lambda codes: codes.keys(inputs[-1]))
 
     def log_gate(self, inputs: tuple[Tensor, ...]) -> Tensor:
         return inputs[0].new_zeros(*inputs[0].shape[:-1], 1, dtype=torch.float32)

@@ -13,6 +13,7 @@ Shapes: B batch, T tokens, C hidden size, H query heads, G key-value heads, N me
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -93,6 +94,9 @@ class MoM(Mixer):
         inner, options = spec.inner_mixer()
         self.inner = inner(options, dims)
         self.router_GNC = nn.Parameter(torch.empty(dims.kv_heads, spec.memories, dims.hidden))
+
+    def forward(self, *args: Any, mix: Callable[..., Tensor] | None = None) -> Tensor:
+        return self.inner(*args, mix=mix or self.mix)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from gated_kernels.tracing import reads_no_values
 from torch import Tensor
 from transformers.masking_utils import find_packed_sequence_indices
 
@@ -66,12 +67,14 @@ class SequenceLayout:
             valid_BT = attention_mask[:, -tokens:].to(device=device, dtype=torch.bool)
             if valid_BT.shape[1] != tokens:
                 raise ValueError(f"attention_mask covers {attention_mask.shape[1]} tokens, but {tokens} are new")
-            if past is None or not past.static:  # a static step must not look at the values
+            # a static step and a graph must not look at the values
+            static = past is not None and past.static
+            if not static and not reads_no_values(valid_BT):
                 seen_B = None if past is None else past.sinks.get("seen")
                 check_mask(attention_mask, position_ids, tokens, seen_B)
                 valid_BT = None if bool(valid_BT.all()) else valid_BT
         elif tokens > 1 and position_ids is not None:
-            document_BT = find_packed_sequence_indices(position_ids)
+            document_BT = _documents(position_ids)
             if document_BT is not None and past is not None:
                 raise ValueError(PACKED_CACHE)
         if document_BT is not None:
@@ -157,3 +160,16 @@ class SequenceLayout:
         if past is not None:
             past.write(past.sinks, "since", torch.where(there_BM, since_BM + self.tokens, 0))
         return Sinks(index_BM, found_BM, visible_BTM)
+
+
+def _documents(position_ids: Tensor) -> Tensor | None:
+    """[B,T]: the index of each token's document, None where every row is one."""
+    document_BT = find_packed_sequence_indices(position_ids)
+    if document_BT is None or not torch.compiler.is_compiling():
+        return document_BT
+    if torch.compiler.is_exporting():
+        raise ValueError(
+            "torch.export cannot look whether position_ids restart, as packed documents have them: leave position_ids "
+            "out, or pass the attention_mask, with which a row is one document"
+        )
+    return document_BT if bool((document_BT > 0).any()) else None  # which the library does not ask in a graph

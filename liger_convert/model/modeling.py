@@ -83,6 +83,7 @@ class LinearizedModel(LinearizedInit):
     def __init__(self, config: Any):
         super().__init__(config)
         linearize_layers(self, config)
+        self.post_init()  # the family's own call came before there were mixers to set
 
     def forward(
         self,
@@ -114,6 +115,8 @@ class LinearizedModel(LinearizedInit):
             use_cache = self.config.use_cache and (layout is None or layout.document_BT is None)
         if self.training and self.gradient_checkpointing:
             use_cache = False
+        if torch.compiler.is_exporting() and (use_cache or past_key_values is not None):
+            raise ValueError("torch.export takes a linearized model without its cache: pass use_cache=False")
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         linear = linear_layers(self.config)
@@ -168,6 +171,7 @@ class LinearizedForCausalLM(LinearizedInit):
         # transformers notes what a class can record (hidden states) when one is made; an empty one will do
         PreTrainedModel.__init__(self._backbone.__new__(self._backbone), config)
         linearize_layers(self.model, config)
+        self.model.post_init()
         self.post_init()
 
     def forward(
@@ -310,14 +314,7 @@ def _classes(model_type: str) -> tuple[type, type, type]:
         # gates near 1 and log shares need more than bfloat16's 8 bits, and are small
         "_keep_in_fp32_modules_strict": [MIXER_MODULE],
     }
-    # the hooks that collect attention weights look for the family's attention, of which a linearized layer has none
-    recorded = dict(getattr(base_backbone, "_can_record_outputs", None) or {})
-    recorded.pop("attentions", None)
-    backbone = type(
-        f"Linearized{base_backbone.__name__}",
-        (LinearizedModel, base_backbone),
-        {**common, "_can_record_outputs": recorded},
-    )
+    backbone = type(f"Linearized{base_backbone.__name__}", (LinearizedModel, base_backbone), common)
     lm = type(f"Linearized{base_lm.__name__}", (LinearizedForCausalLM, base_lm), {**common, "_backbone": backbone})
     conversion = get_checkpoint_conversion_mapping(model_type)
     if conversion is not None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor
+
+from gated_kernels.derivatives import unit
 
 # What `gated_kernels.use` puts before this op; it returns None for inputs that it leaves to it.
 fast: Callable[..., Tensor | None] | None = None
@@ -41,7 +42,7 @@ def turned(x_BTND: Tensor, turn_NDE: Tensor, shift_NE: Tensor) -> Tensor:
     """u [B,T,N,E], in fp32 at least."""
     dtype = torch.promote_types(x_BTND.dtype, torch.float32)
     with torch.autocast(x_BTND.device.type, enabled=False):
-        return nnf.normalize(per_head(x_BTND.to(dtype), turn_NDE.to(dtype)) + shift_NE.to(dtype), dim=-1)
+        return unit(per_head(x_BTND.to(dtype), turn_NDE.to(dtype)) + shift_NE.to(dtype))
 
 
 def per_head(x_BTND: Tensor, w_NDE: Tensor) -> Tensor:

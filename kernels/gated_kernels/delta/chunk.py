@@ -27,6 +27,8 @@ import torch.nn.functional as nnf
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from gated_kernels.tracing import reads_no_values
+
 CHUNK = 32
 MILD = math.exp(-30)  # twice this exponent, in a pair that the mask removes, must stay finite
 
@@ -181,8 +183,7 @@ def _decay(gate: Tensor) -> _Decay:
     while totals[-1].shape[3] > 1:
         first, second = _halves(totals[-1], 1)
         totals.append((first * second).squeeze(4))
-    mild = torch.stack([total.amin() for total in totals[:-1]]) >= MILD
-    base = 1 << int(mild.sum())
+    base = 1 if reads_no_values(gate) else _mild_length(totals)
     prefix, suffix, middle, levels = totals[0], torch.ones_like(gate), torch.ones_like(gate), []
     for level, total in enumerate(totals[:-1]):
         half = 1 << level
@@ -195,6 +196,12 @@ def _decay(gate: Tensor) -> _Decay:
         prefix = torch.stack([first_prefix, prefix_ * first.squeeze(4)], 4).flatten(3, 5)
         suffix = torch.stack([suffix_ * second.squeeze(4), last_suffix], 4).flatten(3, 5)
     return _Decay(prefix, suffix, totals[-1].mT, base, middle, levels)
+
+
+def _mild_length(totals: list[Tensor]) -> int:
+    """The length of the longest blocks that are mild, all of them."""
+    mild = torch.stack([total.amin() for total in totals[:-1]]) >= MILD
+    return 1 << int(mild.sum())
 
 
 def _scores(readers: Tensor, keys: Tensor, decay: _Decay) -> Tensor:

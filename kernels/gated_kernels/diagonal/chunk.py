@@ -22,7 +22,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from gated_kernels.derivatives import differentiable_gradients
+from gated_kernels.tracing import reads_no_values
 
 CHUNK = 32
 MILD = math.exp(-30)  # twice this exponent, in a pair that the mask removes, must stay finite
@@ -138,8 +140,7 @@ def _decay(gate: Tensor, segment: Tensor | None) -> _Decay:
     while totals[-1].shape[3] > 1:
         pairs = totals[-1].unflatten(3, (-1, 2))
         totals.append(pairs[..., 0, :] * pairs[..., 1, :])
-    mild = torch.stack([total.amin() for total in totals[:-1]]) >= MILD
-    base = 1 << int(mild.sum())
+    base = 1 if reads_no_values(gate) else _mild_length(totals)
     prefix, suffix, middle, levels = totals[0].clone(), torch.ones_like(gate), torch.ones_like(gate), []
     for level, total in enumerate(totals[:-1]):
         half = 1 << level
@@ -157,6 +158,12 @@ def _decay(gate: Tensor, segment: Tensor | None) -> _Decay:
         prefix, suffix = prefix * (segment == before)[..., None], suffix * (segment == last)[..., None]
         total = total * (last == before)[..., None]
     return _Decay(prefix, suffix, total, base, middle, levels)
+
+
+def _mild_length(totals: list[Tensor]) -> int:
+    """The length of the longest blocks that are mild, all of them."""
+    mild = torch.stack([total.amin() for total in totals[:-1]]) >= MILD
+    return 1 << int(mild.sum())
 
 
 class _Pass(NamedTuple):
@@ -229,13 +236,28 @@ class _Chunked(torch.autograd.Function):
         return _tokens(o)[:, : q_BTHF.shape[1]].flatten(2, 3).to(v_BTGV.dtype), run.last
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do_BTHV: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
         inputs = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return differentiable_gradients(_by_token, inputs, (do_BTHV, dlast))
         with torch.autocast(do_BTHV.device.type, enabled=False):
             *grads, dstate = _backward(_forward(*inputs), do_BTHV, dlast, scalar=inputs[3].shape[-1] == 1)
         T = do_BTHV.shape[1]
         return *(_tokens(g)[:, :T].reshape(x.shape).to(x.dtype) for g, x in zip(grads, inputs)), dstate, None
+
+
+def _by_token(
+    q_BTHF: Tensor, k_BTGF: Tensor, v_BTGV: Tensor, log_a: Tensor, state: Tensor, segment_BT: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """What `_Chunked` computes, token by token: slow, but differentiable any number of times."""
+    outputs = []
+    for t in range(k_BTGF.shape[1]):
+        if segment_BT is not None and t:
+            state = state * (segment_BT[:, t] == segment_BT[:, t - 1])[:, None, None, None]
+        q, k, v, gate = (x[:, t : t + 1] for x in (q_BTHF, k_BTGF, v_BTGV, log_a))
+        o_B1HV, state = _step(q, k, v, gate, state, exclusive=False)
+        outputs.append(o_B1HV)
+    return torch.cat(outputs, 1), state
 
 
 def _backward(run: _Pass, do_BTHV: Tensor, dlast: Tensor, scalar: bool) -> tuple[Tensor, ...]:

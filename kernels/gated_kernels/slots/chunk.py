@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from gated_kernels.derivatives import differentiable_gradients
 from gated_kernels.diagonal.chunk import diagonal
 
 
@@ -90,13 +90,29 @@ class _Transposed(torch.autograd.Function):
         return torch.autograd.grad(o, x, q)[0], last.detach()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dread: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
         q, k, w, log_a, state, segment_BT = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return differentiable_gradients(_differentiable, (*ctx.saved_tensors, ctx.exclusive), (dread, dlast))
         with torch.autocast(q.device.type, enabled=False):
             o, last, (_, *leaves) = _run(dread, k, w, log_a, state, segment_BT, ctx.exclusive)
             dk, dw, dstate, *dlog_a = torch.autograd.grad((o, last), leaves, (q, dlast))
         return o.detach(), dk, dw, dlog_a[0] if dlog_a else None, dstate, None, None
+
+
+def _differentiable(
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    log_a: Tensor | None,
+    state: Tensor,
+    segment_BT: Tensor | None,
+    exclusive: bool,
+) -> tuple[Tensor, Tensor]:
+    """What `_Transposed` computes, differentiable any number of times."""
+    x = q.new_zeros(*q.shape[:3], w.shape[3], requires_grad=True)
+    o, _, last = diagonal(x, w, k, log_a, state_BGFV=state, segment_BT=segment_BT, exclusive=exclusive)
+    return torch.autograd.grad(o, x, q, create_graph=True)[0], last
 
 
 def _run(

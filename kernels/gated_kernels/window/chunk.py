@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from gated_kernels.derivatives import differentiable_gradients, quotient
 
 BLOCK = 32
 LOGITS = 1 << 27  # at a time: half a gigabyte in float32
@@ -88,7 +89,7 @@ def joined(
     """The window's output with a memory's beside it, and the log of the sum of all weights; see `window`."""
     with torch.autocast(o_BTHV.device.type, enabled=False):
         if mass_BTH is not None:
-            memory_BTHV = _wide(memory_BTHV) / mass_BTH[..., None]
+            memory_BTHV = quotient(_wide(memory_BTHV), mass_BTH)
         if share_H is not None:
             share = share_H.to(lse_BTH.dtype)[:, None]
             together_BTH = lse_BTH - torch.log1p(-share_H.to(lse_BTH.dtype))
@@ -292,10 +293,12 @@ class _Window(torch.autograd.Function):
         return o_BTHV, lse_BTH[..., 0]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do_BTHV: Tensor, dlse_BTH: Tensor) -> tuple[Tensor | None, ...]:
         q_BTHD, k_BSGD, v_BSGV, sink_k, sink_v, hidden, lse_BTH = ctx.saved_tensors
         blocks: _Blocks = ctx.blocks
+        if torch.is_grad_enabled():
+            inputs = q_BTHD, k_BSGD, v_BSGV, sink_k, sink_v, hidden, ctx.scale, blocks
+            return differentiable_gradients(_differentiable, inputs, (do_BTHV, dlse_BTH))
         G = k_BSGD.shape[2]
         with torch.autocast(do_BTHV.device.type, enabled=False):
             empty = lse_BTH == -torch.inf
@@ -312,6 +315,28 @@ class _Window(torch.autograd.Function):
             dk, dsink_k = blocks.keys_back(dlogits.to(q.dtype).mT @ q.flatten(3, 4), sink_k)
             dv, dsink_v = blocks.keys_back(dv, sink_v)
         return dq, dk, dv, dsink_k, dsink_v, None, None, None
+
+
+def _differentiable(
+    q_BTHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGV: Tensor,
+    sink_k_BMGD: Tensor | None,
+    sink_v_BMGV: Tensor | None,
+    hidden: Tensor,
+    scale: float,
+    blocks: _Blocks,
+) -> tuple[Tensor, Tensor]:
+    """What `_Window` computes, differentiable any number of times: it keeps the weights and overwrites nothing."""
+    q, k = blocks.queries(q_BTHD, k_BSGD.shape[2]), blocks.keys(k_BSGD, sink_k_BMGD)
+    logits = (_wide(q).flatten(3, 4) @ _wide(k).mT).unflatten(3, q.shape[3:5]) * scale
+    hidden = hidden[:, None, :, :, None]
+    nothing = hidden.all(-1, keepdim=True)
+    logits = logits.masked_fill(hidden, -torch.inf).masked_fill(nothing, 0)
+    weights = logits.softmax(-1).masked_fill(nothing, 0).flatten(3, 4).to(v_BSGV.dtype)
+    o = (weights @ blocks.keys(v_BSGV, sink_v_BMGV)).unflatten(3, q.shape[3:5])
+    lse = logits.logsumexp(-1, keepdim=True).masked_fill(nothing, -torch.inf)
+    return blocks.queries_back(o), blocks.queries_back(lse)[..., 0]
 
 
 def _logits(q: Tensor, k: Tensor, hidden: Tensor, scale: float) -> Tensor:
