@@ -15,10 +15,11 @@ import jinja2
 import torch
 
 from liger_convert import __version__
-from liger_convert.checkpoint import Checkpoint, copy_companions, load_config
+from liger_convert.checkpoint import copy_companions, load_config
 from liger_convert.errors import BadInput
 from liger_convert.families import PREFIX
 from liger_convert.files import atomic_dir
+from liger_convert.loading import check_folder
 from liger_convert.model import linear_layers, linearized_classes
 from liger_convert.progress import Report
 from liger_convert.shards import copied_shards, write_shards
@@ -67,9 +68,10 @@ def export(
         raise BadInput(
             f"{model_dir}: holds a {config.model_type} model; export takes what `linearize convert` or `train` made"
         )
+    checkpoint = check_folder(model_dir)
     lm = linearized_classes(config.model_type.removeprefix(PREFIX))
     with atomic_dir(out) as folder:
-        total = write_shards(copied_shards(Checkpoint.open(model_dir), dtype), folder, progress)
+        total = write_shards(copied_shards(checkpoint, dtype), folder, progress)
         if dtype != "auto":
             config.dtype = getattr(torch, dtype)
         config.use_cache = True  # training leaves it off

@@ -22,8 +22,9 @@ from liger_convert.checkpoint import INDEX, WEIGHTS, Checkpoint, load_tokenizer
 from liger_convert.convert import convert
 from liger_convert.errors import BadInput, LinearizeError
 from liger_convert.families import FAMILIES
+from liger_convert.loading import linearize_base, load_linearized
 from liger_convert.mixers import resolve_spec
-from liger_convert.model import linearize_base, load_linearized, new_state
+from liger_convert.model import new_state
 from liger_convert.shards import all_finite
 
 LINEARIZATION = {
