@@ -98,7 +98,8 @@ def compare(
 ) -> None:
     """Raises BadInput unless the checkpoint holds tensors of these names and shapes, and no others.
 
-    The shapes are those of a `kind` that the file `source` describes. `ignored` may be there, `optional` may be missing.
+    The shapes are those of a `kind` that the file `source` describes. `ignored` may be there, and
+    `optional` may be missing.
     """
     found = checkpoint.tensors
     unknown = [name for name in found if name not in expected and name not in ignored]
