@@ -17,14 +17,13 @@ from torch import Tensor
 
 from liger_convert.checkpoint import (
     INDEX,
-    Checkpoint,
     TensorInfo,
     copy_companions,
     load_config,
     require_tokenizer,
 )
 from liger_convert.files import atomic_dir
-from liger_convert.loading import check_folder, check_tensors
+from liger_convert.loading import check_folder, check_tensors, open_checkpoint
 from liger_convert.model import MIXER_MODULE, linear_layers, linearized_classes, linearized_config, new_state
 from liger_convert.plan import check_base
 from liger_convert.progress import Report
@@ -52,7 +51,7 @@ def convert(
     base_config = load_config(base, trust_remote_code)
     check_base(base_config)
     require_tokenizer(base)
-    checkpoint = Checkpoint.open(base)
+    checkpoint = open_checkpoint(base, base_config)
     dropped = check_tensors(checkpoint, base_config)
 
     copied = [info for info in checkpoint.tensors.values() if info.name not in dropped]

@@ -20,7 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from liger_convert.checkpoint import ADAPTER_CONFIG, Checkpoint, load_config
 from liger_convert.device import out_of_memory
 from liger_convert.errors import BadInput, first_line
-from liger_convert.families import FAMILIES, PREFIX
+from liger_convert.families import FAMILIES, PREFIX, family_of
 from liger_convert.model import linearized_classes, linearized_config, new_state
 from liger_convert.plan import meta_model
 from liger_convert.shards import CHUNK, INFINITIES, all_finite
@@ -42,11 +42,7 @@ def load_pretrained(folder: Path | str, *, trust_remote_code: bool = False, **op
 
 def load_linearized(folder: Path | str, **options: Any) -> Any:
     """As `load_pretrained`, for linearized models only and by the installed code, never by code that lies there."""
-    checkpoint, config = _checked(folder)
-    if not config.model_type.startswith(PREFIX):
-        raise BadInput(
-            f"{folder}: holds a {config.model_type} base, no linearized model; run `linearize convert` first"
-        )
+    checkpoint, config = _checked(folder, linearized=True)
     loader: Any = AutoModelForCausalLM.from_pretrained
     return _load(loader, checkpoint, config, **options)
 
@@ -55,19 +51,29 @@ def linearize_base(folder: Path | str, linearization: dict[str, Any], seed: int 
     """The base in `folder` with untrained mixers, in memory only. Options and errors are those of `load_pretrained`."""
     checkpoint, base_config = _checked(folder)
     config = linearized_config(base_config, linearization)
-    loader: Any = linearized_classes(base_config.model_type)[2].from_pretrained  # type: ignore[attr-defined]
+    loader: Any = linearized_classes(family_of(config).model_type)[2]
     new = new_state(config, seed)
-    model = _load(loader, checkpoint, config, new=new, **options)
+    model = _load(loader.from_pretrained, checkpoint, config, new=new, **options)
     model.load_state_dict(new, strict=False)
     return model
 
 
-def check_folder(folder: Path | str, trust_remote_code: bool = False) -> Checkpoint:
-    """What can be said of a model folder by its headers, for a command whose work begins before it loads the model.
+def check_folder(folder: Path | str, trust_remote_code: bool = False, linearized: bool = False) -> Checkpoint:
+    """The headers of a model folder, for a command that has other work to do before it loads the model.
 
-    Raises BadInput as `load_pretrained` does, but for what only the values tell.
+    Raises BadInput as `load_pretrained` does, but for values that are not finite; if `linearized`, for a base too.
     """
-    return _checked(folder, trust_remote_code)[0]
+    return _checked(folder, trust_remote_code, linearized)[0]
+
+
+def open_checkpoint(folder: Path, config: Any, any_dtype: bool = False) -> Checkpoint:
+    """`Checkpoint.open`, where these are all the weights that transformers would read. Raises BadInput where not."""
+    if (other := getattr(config, "transformers_weights", None)) is not None:
+        raise BadInput(f"{folder / 'config.json'}: transformers_weights names other weights, {other}; take it out")
+    if (folder / ADAPTER_CONFIG).exists():
+        what = "transformers would add this adapter to the weights beside it"
+        raise BadInput(f"{folder / ADAPTER_CONFIG}: {what}; merge it into them or move it elsewhere")
+    return Checkpoint.open(folder, any_dtype)
 
 
 def check_tensors(checkpoint: Checkpoint, config: Any) -> list[str]:
@@ -127,18 +133,16 @@ def _refuse(
         raise BadInput(f"{where}: tensor {name} is {list(got)}, but {source} implies {list(wanted)}")
 
 
-def _checked(folder: Path | str, trust_remote_code: bool = False) -> tuple[Checkpoint, Any]:
+def _checked(folder: Path | str, trust_remote_code: bool = False, linearized: bool = False) -> tuple[Checkpoint, Any]:
     """The folder's weights, by their headers, and its config, which belong to each other as far as headers tell."""
     folder = Path(folder)
     config = load_config(folder, trust_remote_code)
-    if (other := getattr(config, "transformers_weights", None)) is not None:
-        raise BadInput(f"{folder / 'config.json'}: transformers_weights names other weights, {other}; take it out")
-    if (folder / ADAPTER_CONFIG).exists():
+    if linearized and not config.model_type.startswith(PREFIX):
         raise BadInput(
-            f"{folder / ADAPTER_CONFIG}: transformers would add an adapter to the weights beside it; merge or remove it"
+            f"{folder}: holds a {config.model_type} base, no linearized model; `linearize convert` makes one"
         )
     known = _is_known(config)
-    checkpoint = Checkpoint.open(folder, any_dtype=not known)
+    checkpoint = open_checkpoint(folder, config, any_dtype=not known)
     if known:
         check_tensors(checkpoint, config)
     return checkpoint, config

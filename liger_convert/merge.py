@@ -41,8 +41,7 @@ def load_chain(model_dir: Path, results: Sequence[Path] = ()) -> Any:
             adapters.append(result / ADAPTER)
         else:
             raise BadInput(f"{result}: is no result of a training stage (it holds neither {MODEL}/ nor {ADAPTER}/)")
-    if adapters:
-        check_folder(model_dir)
+    check_folder(model_dir, linearized=True)
     for adapter in adapters:
         check_adapter(adapter, load_config(model_dir))
     model = load_linearized(model_dir, dtype=torch.float32)

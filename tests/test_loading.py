@@ -306,7 +306,7 @@ def test_a_config_that_names_other_weights_is_refused(home):
 def test_an_adapter_beside_the_weights_is_refused(home, capsys):
     shutil.copytree(home / "learned/result/adapter", home / "base", dirs_exist_ok=True)
     said = refused(home, ["generate", "base", "--prompt", "hi"], capsys)
-    assert f"base/{ADAPTER_CONFIG}: transformers would add an adapter" in said
+    assert f"base/{ADAPTER_CONFIG}: transformers would add this adapter" in said
 
 
 # --- models that are no family of ours
