@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from tiny import save_tiny_base, tiny_tokenizer
+from tiny import save_tiny_base, tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from liger_convert import cli
@@ -366,6 +369,54 @@ def test_a_sound_model_of_another_family_loads_with_buffers_that_only_old_versio
     model = load_pretrained(foreign)
     assert same_weights(model, AutoModelForCausalLM.from_pretrained(foreign))
     assert model.transformer.h[1].mlp.c_fc.weight.equal(load_file(foreign / weight_map(foreign)[C])[C])
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class MineConfig(LlamaConfig):
+    model_type = "mine"
+
+class Mine(LlamaForCausalLM):
+    config_class = MineConfig
+"""
+
+
+def test_a_model_that_brings_its_own_code_is_accounted_for_too(home):
+    folder = home / "base"
+    config = json.loads((folder / "config.json").read_text())
+    own = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.Mine"}
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "mine", "auto_map": own}))
+    (folder / "mine.py").write_text(CODE)
+    made = load_pretrained(folder, trust_remote_code=True)
+    assert type(made).__name__ == "Mine"
+    assert same_weights(made, AutoModelForCausalLM.from_pretrained(home / "whole"))
+    edit(folder, lambda t: t.pop(Q))
+    with pytest.raises(BadInput, match=f"tensor {Q} is missing"):
+        load_pretrained(folder, trust_remote_code=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_a_load_holds_the_weights_once(tmp_path, dtype):
+    config = tiny_config("llama", hidden_size=1024, intermediate_size=8192, num_hidden_layers=2, head_dim=256)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    script = """
+        import sys
+        from liger_convert.loading import load_pretrained
+        def peak():  # not that of getrusage, which a process inherits from the one that starts it
+            return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+        before = peak()
+        model = load_pretrained(sys.argv[1], dtype=sys.argv[2])
+        print(peak() - before, sum(p.nbytes for p in model.parameters()))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path), dtype]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    increase, weights = map(int, printed.split())
+    mapped = 0 if dtype == "auto" else weights // 2  # the file's pages, of which a cast is made
+    assert weights > 100e6
+    assert increase < weights + mapped + 40e6
 
 
 # --- adapters
