@@ -104,8 +104,7 @@ def compare(
 ) -> None:
     """Raises BadInput unless the checkpoint holds tensors of these names and shapes, and no others.
 
-    The shapes are those of a `kind` that the file `source` describes. `ignored` may be there, and
-    `optional` may be missing.
+    The shapes are those of a `kind` that the file `source` describes. `ignored` may be there, `optional` be missing.
     """
     found = checkpoint.tensors
     unknown = [name for name in found if name not in expected and name not in ignored]
@@ -177,8 +176,8 @@ def _load(
 def refuse_not_finite(checkpoint: Checkpoint, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raises BadInput for a tensor that holds NaN or infinity.
 
-    They are looked for in the memory that was just filled and not in the files: one sum of each tensor, which is read
-    far faster than a disk. A sum can overflow where no number did, so it only tells where to look closer.
+    A sum of each tensor tells, on the pages that transformers has mapped and that the first forward pass would read.
+    It can overflow where no number did, so it only says where to look closer.
     """
     for name, tensor in tensors:
         tensor = tensor.detach()

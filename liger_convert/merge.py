@@ -74,7 +74,7 @@ def check_adapter(folder: Path, config: Any) -> None:
 
 def merge(model_dir: Path, results: Sequence[Path], out: Path) -> None:
     """Writes `load_chain(model_dir, results)` to the new folder `out`: a linearized checkpoint like `model_dir`, in
-    float32, with its tokenizer. Raises BadInput when `out` exists or a result is none."""
+    float32, with its tokenizer. Raises BadInput when `out` exists, and as `load_chain` does."""
     with atomic_dir(out) as folder:
         model = load_chain(model_dir, results)
         model.config.use_cache = True  # a trained model's config may have it off
