@@ -24,6 +24,7 @@ from gated_kernels import in_use
 from torch import Tensor, nn
 from transformers import CompileConfig, DynamicCache, StaticCache
 
+from liger_convert.device import out_of_memory
 from liger_convert.errors import BadInput, LinearizeError, first_line
 from liger_convert.manifest import machine
 from liger_convert.model import LinearizedCacheLayer, linear_layers
@@ -277,7 +278,7 @@ def measure(side: Side, tokens: int, options: Options) -> dict[str, Any]:
             seconds, _ = _timed(device, side.decode, side.model, cache, token_B1, options.steps)
             wrote.append(1e3 * seconds / options.steps)
     except RuntimeError as error:
-        if not _out_of_memory(error):
+        if not out_of_memory(error):
             raise
         return row | {"error": OUT_OF_MEMORY}
     prefill_ms, decode_ms = quartiles(read[1:]) if options.prefill else None, quartiles(wrote[1:])
@@ -289,10 +290,6 @@ def measure(side: Side, tokens: int, options: Options) -> dict[str, Any]:
         "cache_bytes": cache_bytes(cache),
         "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
     }
-
-
-def _out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)  # a GPU's, and a CPU's
 
 
 def quartiles(values: list[float]) -> dict[str, float]:
@@ -385,7 +382,7 @@ def bench(
         try:
             base = load_base()
         except RuntimeError as error:
-            if not _out_of_memory(error):
+            if not out_of_memory(error):
                 raise
             reason = OUT_OF_MEMORY
     if base is None:

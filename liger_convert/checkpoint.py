@@ -25,8 +25,28 @@ from liger_convert.files import atomic_dir, read_json
 from liger_convert.progress import console
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER_WEIGHTS, ADAPTER_PICKLE, ADAPTER_CONFIG = (
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+    "adapter_config.json",
+)
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+# what quantised weights and the buffers of other families are made of; nothing here reads their values
+OTHER_DTYPES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+}
 
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
 COMPANIONS = (
@@ -151,12 +171,16 @@ def _from_gguf(file: Path, out: Path) -> Path:
 
         vocabulary = GGUFReader(file).get_field("tokenizer.ggml.pre")
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        options: dict[str, Any] = {"gguf_file": file.name, "dtype": torch.float32, "output_loading_info": True}
-        loaded: Any = AutoModelForCausalLM.from_pretrained(file.parent, **options)
+        options: dict[str, Any] = {"gguf_file": file.name, "dtype": torch.float32, "ignore_mismatched_sizes": True}
+        loaded: Any = AutoModelForCausalLM.from_pretrained(file.parent, output_loading_info=True, **options)
     model, report = loaded
-    # the library only warns, and fills what it did not find with random numbers
+    # the library only warns, and fills what it did not find, or not in this shape, with random numbers
     if missing := sorted(report["missing_keys"]):
         raise BadInput(f"base: {file}: holds nothing for {len(missing)} tensors of the model, such as {missing[0]}")
+    for name, got, wanted in sorted(report["mismatched_keys"]):
+        raise BadInput(f"base: {file}: tensor {name} is {list(got)}, but its own header implies {list(wanted)}")
+    if extra := sorted(report["unexpected_keys"]):
+        raise BadInput(f"base: {file}: holds {len(extra)} tensors that are no part of the model, such as {extra[0]}")
     if vocabulary is not None and vocabulary.contents() in SINGLE_DIGIT_VOCABULARIES:
         splits = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
@@ -243,18 +267,19 @@ class Checkpoint:
         self.tensors = {info.name: info for infos in files.values() for info in infos}
 
     @classmethod
-    def open(cls, folder: Path) -> Checkpoint:
-        """Reads headers only. Raises BadInput, naming file and tensor, for missing, pickled, quantised, truncated or
-        garbled shards, for tensors stored twice, and for an index that disagrees with the shards."""
+    def open(cls, folder: Path, any_dtype: bool = False) -> Checkpoint:
+        """Reads headers only. Raises BadInput, naming file and tensor, for missing, pickled, quantised (unless
+        `any_dtype`), truncated or garbled shards, for tensors stored twice, and for an index that disagrees with the
+        shards."""
         if (folder / WEIGHTS).exists():
-            return cls(folder, {folder / WEIGHTS: _read_header(folder / WEIGHTS)})
+            return cls(folder, {folder / WEIGHTS: read_header(folder / WEIGHTS, any_dtype)})
         if not (folder / INDEX).exists():
             raise BadInput(_why_no_weights(folder))
         weight_map = _weight_map(folder / INDEX)
         found: dict[str, str] = {}
         files: dict[Path, list[TensorInfo]] = {}
         for shard in sorted(set(weight_map.values())):
-            files[folder / shard] = _read_header(folder / shard)
+            files[folder / shard] = read_header(folder / shard, any_dtype)
             for info in files[folder / shard]:
                 if info.name in found:
                     raise BadInput(f"{folder / shard}: tensor {info.name} stands in {found[info.name]} as well")
@@ -294,21 +319,26 @@ def _why_no_weights(folder: Path) -> str:
     return f"{folder}: holds no weights; give {WEIGHTS}, or {INDEX} and its shards (pickles need {ALLOW_PICKLE})"
 
 
-def _read_header(file: Path) -> list[TensorInfo]:
-    """The tensors of a file in the order of their bytes, which the library has checked to fill the file exactly."""
+def read_header(file: Path, any_dtype: bool = False) -> list[TensorInfo]:
+    """The tensors of a file in the order of their bytes, which the library has checked to fill the file exactly.
+
+    Raises BadInput for a file that is missing, truncated or garbled, and for a dtype that is none of DTYPES, or with
+    `any_dtype` of OTHER_DTYPES.
+    """
     if not file.exists():
         raise BadInput(f"{file}: this shard is missing, though {INDEX} lists it; download it")
     infos = []
+    known = DTYPES | OTHER_DTYPES if any_dtype else DTYPES
     try:
         with open(file, "rb") as raw, safe_open(file, framework="numpy") as header:
             offset = 8 + int.from_bytes(raw.read(8), "little")
             for name in header.offset_keys():
                 entry = header.get_slice(name)
                 dtype, shape = entry.get_dtype(), tuple(entry.get_shape())
-                if dtype not in DTYPES:
+                if dtype not in known:
                     raise BadInput(f"{file}: tensor {name} is {dtype}: quantised; give a bf16, fp16 or fp32 checkpoint")
-                nbytes = torch.Size(shape).numel() * DTYPES[dtype].itemsize
-                infos.append(TensorInfo(name, DTYPES[dtype], shape, file, offset, nbytes))
+                nbytes = torch.Size(shape).numel() * known[dtype].itemsize
+                infos.append(TensorInfo(name, known[dtype], shape, file, offset, nbytes))
                 offset += nbytes
     except (SafetensorError, OSError) as error:
         reason = str(error).removeprefix("Error while deserializing header: ")

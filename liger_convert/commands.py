@@ -6,7 +6,7 @@ import json
 import math
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from liger_convert import (
     bench,
@@ -36,11 +35,12 @@ from liger_convert.device import autocast, compute_dtype, pick_device
 from liger_convert.errors import BadInput
 from liger_convert.families import PREFIX
 from liger_convert.files import atomic_write, scratch_folder
+from liger_convert.loading import check_folder, load_linearized, load_pretrained
 from liger_convert.manifest import lock
 from liger_convert.mixers import MIXERS, SOFTMAX
 from liger_convert.mixers.base import HeadDims
 from liger_convert.mixers.gla import GLA
-from liger_convert.model import linear_layers, load_linearized
+from liger_convert.model import linear_layers
 from liger_convert.plan import Plan, make_plan
 from liger_convert.progress import progress
 from liger_convert.recipe import FileSource, PydocSource, Recipe, TeacherSource, build, plain_name
@@ -141,6 +141,8 @@ def calibrate_model(
     dtype = compute_dtype(where)
     with local_model(base) as folder, progress("calibrate") as report:
         _require_base(base, folder, model)
+        check_folder(model)
+        check_folder(folder)
         documents = data.load_source(_source(text), checkpoint.load_tokenizer(model)).train
         if (held := sum(len(document.ids) for document in documents)) < tokens:
             raise BadInput(f"--text {text}: holds {held} tokens, but --tokens asks for {tokens}; give more text")
@@ -187,6 +189,7 @@ def rank_layers(recipe: Recipe) -> rank.Ranking:
     device, trust = pick_device(recipe.device), recipe.base_options.trust_remote_code
     with local_model(recipe.base, **recipe.base_options.model_dump()) as base, progress("rank") as report:
         plan = make_plan(recipe, checkpoint.load_config(base, trust))
+        check_folder(base, trust)
         tokenizer = checkpoint.load_tokenizer(base, trust)
         documents = data.load_source(recipe.data[recipe.plain_texts[0]], tokenizer, seed=recipe.seed).train
         return rank.rank(recipe, plan, base, tokenizer, documents, device, report)
@@ -200,11 +203,13 @@ def train_stage(recipe: Recipe, number: int, model: Path, out: Path, *, resume: 
     if not 1 <= number <= len(recipe.stages):
         raise BadInput(f"--stage {number}: {recipe.name} has {len(recipe.stages)} stages, counted from 1")
     require_linearized(model)
+    check_folder(model)
     if not resume:
         refuse_existing(out)
     stage, seed, device = recipe.stages[number - 1], recipe.seed + number - 1, pick_device(recipe.device)
     with local_model(recipe.base, **recipe.base_options.model_dump()) as base:
         source, tokenizer, written = recipe.data[stage.data], checkpoint.load_tokenizer(model), out / teacher.FILE
+        check_folder(base)
         if isinstance(source, TeacherSource):
             prompts = teacher.encode_prompts(source, tokenizer)
             out.mkdir(parents=True, exist_ok=True)
@@ -258,23 +263,29 @@ def evaluate_models(
     loaded, where = suites.load(suite), pick_device(device)
     suites.check_data(loaded, data_dir)
     found: dict[str, Any] = {}
-    for source in (baseline, model):
-        if source is None:
-            continue
-        with local_model(source, trust_remote_code=trust_remote_code) as folder, progress(source) as report:
+    with ExitStack() as stack:
+        folders = {
+            source: stack.enter_context(local_model(source, trust_remote_code=trust_remote_code))
+            for source in (baseline, model)
+            if source is not None
+        }
+        for folder in folders.values():  # before hours go into the first
+            check_folder(folder, trust_remote_code)
+        for source, folder in folders.items():
             name = "base" if source == baseline else "linearized" if is_linearized(folder) else "model"
             tokenizer = checkpoint.load_tokenizer(folder, trust_remote_code)
-            found[name] = evaluate.evaluate(
-                generate.load_model(folder, where, precision, trust_remote_code=trust_remote_code),
-                tokenizer,
-                loaded,
-                held_out=_held_out(text, tokenizer) if loaded.needs_text else None,
-                data_dir=data_dir,
-                limit=limit,
-                batch_size=batch_size,
-                precision=precision,
-                report=report,
-            )
+            with progress(source) as report:
+                found[name] = evaluate.evaluate(
+                    generate.load_model(folder, where, precision, trust_remote_code=trust_remote_code),
+                    tokenizer,
+                    loaded,
+                    held_out=_held_out(text, tokenizer) if loaded.needs_text else None,
+                    data_dir=data_dir,
+                    limit=limit,
+                    batch_size=batch_size,
+                    precision=precision,
+                    report=report,
+                )
     return {"suite": loaded.model_dump(mode="json"), "models": found}
 
 
@@ -296,6 +307,8 @@ def diagnose_model(
     suites.check_data(loaded, data_dir)
     require_linearized(model)
     with local_model(base or str(model)) as folder, progress("diagnose") as report:
+        check_folder(model)
+        check_folder(folder)
         return diagnose.diagnose(
             model,
             folder if base is not None else None,
@@ -386,8 +399,13 @@ def _loader(source: str, mixer: str | None, options: bench.Options, trust: bool)
         yield partial(shapes.random_model, source, mixer, options.device, options.dtype)
         return
     with local_model(source, trust_remote_code=trust) as folder:
-        from_folder: Any = AutoModelForCausalLM.from_pretrained
-        yield lambda: from_folder(folder, dtype=options.dtype, trust_remote_code=trust).to(options.device).eval()
+        check_folder(folder, trust)  # at once: a baseline is loaded only after the model was timed
+
+        def load() -> Any:
+            model = load_pretrained(folder, dtype=options.dtype, trust_remote_code=trust)
+            return model.to(options.device).eval()
+
+        yield load
 
 
 def describe_mixers(heads: int, kv_heads: int, head_size: int) -> dict[str, dict[str, Any]]:

@@ -5,7 +5,6 @@ Peak memory is a buffer and one layer of new tensors, whatever the checkpoint's 
 
 from __future__ import annotations
 
-import re
 import shutil
 import time
 from collections import Counter
@@ -15,25 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.core_model_loading import revert_weight_conversion
 
 from liger_convert.checkpoint import (
     INDEX,
-    Checkpoint,
     TensorInfo,
     copy_companions,
     load_config,
     require_tokenizer,
 )
-from liger_convert.errors import BadInput
 from liger_convert.files import atomic_dir
+from liger_convert.loading import check_folder, check_tensors, open_checkpoint
 from liger_convert.model import MIXER_MODULE, linear_layers, linearized_classes, linearized_config, new_state
-from liger_convert.plan import check_base, meta_model
+from liger_convert.plan import check_base
 from liger_convert.progress import Report
 from liger_convert.shards import Entry, Shard, copied_shards, write_shards
-
-# buffers that older checkpoints saved and that every model computes for itself
-IGNORABLE = re.compile(r"\.rotary_emb\.inv_freq$")
 
 
 def convert(
@@ -57,7 +51,7 @@ def convert(
     base_config = load_config(base, trust_remote_code)
     check_base(base_config)
     require_tokenizer(base)
-    checkpoint = Checkpoint.open(base)
+    checkpoint = open_checkpoint(base, base_config)
     dropped = check_tensors(checkpoint, base_config)
 
     copied = [info for info in checkpoint.tensors.values() if info.name not in dropped]
@@ -91,38 +85,7 @@ def replace_mixers(model_dir: Path, out: Path, model: Any) -> None:
         for path in model_dir.iterdir():
             if path.is_file() and path.name != INDEX and path.suffix != ".safetensors":
                 shutil.copyfile(path, folder / path.name)
-        write_shards([*copied_shards(Checkpoint.open(model_dir), dropped=mixers), new], folder)
-
-
-def check_tensors(checkpoint: Checkpoint, config: Any) -> list[str]:
-    """Compares a base's tensors with what its config implies; returns the names of those that need no copying.
-
-    Raises BadInput for tensors that are missing, unexpected, or of another shape.
-    """
-    model = meta_model(config)
-    modules = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    # transformers fuses the experts of a layer while loading and saves them apart again; a checkpoint may be either
-    stored = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, model.state_dict()).items()}
-    found = checkpoint.tensors
-    expected = max(stored, modules, key=lambda names: len(names.keys() & found.keys()))
-    dropped = [name for name in found if name not in expected and IGNORABLE.search(name)]
-    where = checkpoint.folder
-    if extra := [name for name in found if name not in expected and name not in dropped]:
-        raise BadInput(
-            f"{found[extra[0]].file}: {_some(extra)} no part of the {config.model_type} that config.json describes"
-        )
-    optional = model._tied_weights_keys if config.tie_word_embeddings else {}
-    if missing := [name for name in expected if name not in found and name not in optional]:
-        raise BadInput(f"{where}: {_some(missing)} missing, which config.json implies")
-    for name, shape in expected.items():
-        if name in found and found[name].shape != shape:
-            got = list(found[name].shape)
-            raise BadInput(f"{found[name].file}: tensor {name} is {got}, but config.json implies {list(shape)}")
-    return dropped
-
-
-def _some(names: list[str]) -> str:
-    return f"tensor {names[0]} is" if len(names) == 1 else f"{len(names)} tensors ({', '.join(names[:3])}, …) are"
+        write_shards([*copied_shards(check_folder(model_dir), dropped=mixers), new], folder)
 
 
 def _new_data(config: Any, seed: int) -> Iterator[Tensor]:

@@ -41,6 +41,11 @@ def compute_dtype(device: torch.device, precision: str = "auto") -> torch.dtype:
     return dtypes[precision]
 
 
+def out_of_memory(error: Exception) -> bool:
+    """Whether this is how torch says that a GPU's memory, or a CPU's, is full."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
     """Autocast to `dtype`; nothing at all for fp32, so that a float32 run is exactly that."""
     if dtype == torch.float32:

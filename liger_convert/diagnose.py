@@ -21,10 +21,11 @@ from liger_convert.data import Document
 from liger_convert.errors import LinearizeError
 from liger_convert.evaluate import evaluate
 from liger_convert.generate import continuations, load_model, weight_dtype
+from liger_convert.loading import linearize_base
 from liger_convert.measures import Measurement
 from liger_convert.mixers import resolve_spec
 from liger_convert.mixers.base import Branches
-from liger_convert.model import linearize_base, set_branches
+from liger_convert.model import set_branches
 from liger_convert.progress import Report, quiet_libraries
 from liger_convert.suites import Suite
 from liger_convert.verdict import verdict

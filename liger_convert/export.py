@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from liger_convert.card import HUB_ID, cached_folder, write_card
-from liger_convert.checkpoint import Checkpoint, copy_companions, load_config, locate_base
+from liger_convert.checkpoint import copy_companions, load_config, locate_base
 from liger_convert.checksums import write_sums
 from liger_convert.errors import BadInput
 from liger_convert.families import PREFIX
 from liger_convert.files import atomic_dir
+from liger_convert.loading import check_folder
 from liger_convert.model import HEAD_CLASSES, linearized_classes
 from liger_convert.progress import Report
 from liger_convert.shards import copied_shards, write_shards
@@ -50,13 +51,14 @@ def export(
         raise BadInput(
             f"{model_dir}: holds a {config.model_type} model; export takes what `linearize convert` or `train` made"
         )
+    checkpoint = check_folder(model_dir)
     model_type = config.model_type.removeprefix(PREFIX)
     classes = dict(zip(("AutoConfig", "AutoModel", "AutoModelForCausalLM"), linearized_classes(model_type)))
     hub_base = base if base is not None and locate_base(base) is None else None
     if base is not None and base_dir is None:
         base_dir = locate_base(base) or cached_folder(base)
     with atomic_dir(out) as folder:
-        total = write_shards(copied_shards(Checkpoint.open(model_dir), dtype), folder, progress)
+        total = write_shards(copied_shards(checkpoint, dtype), folder, progress)
         if dtype != "auto":
             config.dtype = getattr(torch, dtype)
         config.use_cache = True  # training leaves it off

@@ -7,18 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, TextStreamer
+from transformers import TextStreamer
 
-import liger_convert.model  # noqa: F401 (registers the linearized families with AutoModelForCausalLM)
 from liger_convert.device import compute_dtype
 from liger_convert.errors import BadInput
+from liger_convert.loading import load_pretrained
 
 
 def load_model(folder: Path, device: torch.device, precision: str = "auto", *, trust_remote_code: bool = False) -> Any:
-    """The model in `folder`, a base or a linearized one, to measure it or generate with it on `device`."""
+    """The model in `folder`, a base or a linearized one, to measure it or generate with it on `device`.
+
+    Raises BadInput as `loading.load_pretrained` does.
+    """
     dtype = weight_dtype(device, precision)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code)
-    return model.to(device).eval()
+    return load_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code).to(device).eval()
 
 
 def weight_dtype(device: torch.device, precision: str) -> Any:

@@ -29,8 +29,8 @@ from liger_convert.device import autocast, compute_dtype
 from liger_convert.diagnose import window_control
 from liger_convert.errors import BadInput
 from liger_convert.generate import load_model, weight_dtype
+from liger_convert.loading import linearize_base
 from liger_convert.mixers import SOFTMAX
-from liger_convert.model import linearize_base
 from liger_convert.plan import Plan
 from liger_convert.progress import Report
 from liger_convert.recipe import MAIN, Recipe

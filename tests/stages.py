@@ -13,8 +13,8 @@ import torch
 from tiny import save_tiny_base
 
 from liger_convert import data
+from liger_convert.loading import linearize_base
 from liger_convert.mixers import resolve_spec
-from liger_convert.model import linearize_base
 from liger_convert.recipe import AlignStage, DistillStage, FinetuneStage, Lora, Rates, Stage
 from liger_convert.training import run_stage
 

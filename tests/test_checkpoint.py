@@ -316,6 +316,15 @@ def test_a_gguf_file_that_lacks_a_tensor_is_refused(base, tmp_path):
     assert not (tmp_path / "work").exists()
 
 
+def test_a_gguf_file_with_a_tensor_of_another_shape_is_refused(base, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.model.norm.weight = torch.nn.Parameter(torch.ones(16))
+    write_gguf(tmp_path / "model.gguf", model)
+    with pytest.raises(BadInput, match=r"tensor model\.norm\.weight is \[16\], but its own header implies \[32\]"):
+        resolve_base(str(tmp_path / "model.gguf"), tmp_path / "work")
+    assert not (tmp_path / "work").exists()
+
+
 def test_what_was_made_from_a_gguf_file_is_used_again(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF broken")
     (tmp_path / "work/base").mkdir(parents=True)

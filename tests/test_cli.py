@@ -12,8 +12,8 @@ from tiny import save_tiny_base
 
 from liger_convert import cli
 from liger_convert.families import FAMILIES
+from liger_convert.loading import load_linearized
 from liger_convert.mixers import MIXERS
-from liger_convert.model import load_linearized
 from liger_convert.recipe import load
 from liger_convert.resources import chosen_recipe
 

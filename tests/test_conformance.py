@@ -15,14 +15,9 @@ from tiny import save_tiny_base
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from liger_convert.families import FAMILIES
+from liger_convert.loading import linearize_base
 from liger_convert.mixers import MIXERS, resolve_spec
-from liger_convert.model import (
-    LinearizedCacheLayer,
-    collect_align_targets,
-    linearize_base,
-    modeling,
-    set_branches,
-)
+from liger_convert.model import LinearizedCacheLayer, collect_align_targets, modeling, set_branches
 from liger_convert.model.decode import Decoder
 
 WINDOW, SINKS = 5, 2

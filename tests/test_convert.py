@@ -22,8 +22,9 @@ from liger_convert.checkpoint import INDEX, WEIGHTS, Checkpoint, load_tokenizer
 from liger_convert.convert import convert
 from liger_convert.errors import BadInput, LinearizeError
 from liger_convert.families import FAMILIES
+from liger_convert.loading import linearize_base, load_linearized
 from liger_convert.mixers import resolve_spec
-from liger_convert.model import linearize_base, load_linearized, new_state
+from liger_convert.model import new_state
 from liger_convert.shards import all_finite
 
 LINEARIZATION = {
@@ -82,7 +83,7 @@ def same(out: Path, tensors: dict[str, torch.Tensor]) -> bool:
 def test_the_folder_loads_as_the_model_made_in_memory(bases, tmp_path, family):
     base = bases(family)
     report = convert(base, tmp_path / "out", LINEARIZATION, seed=3)
-    model, loading = load_linearized(tmp_path / "out", output_loading_info=True)
+    model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(loading.values())
     expected = linearize_base(base, LINEARIZATION, seed=3)
     assert torch.equal(model.eval()(TOKENS).logits, expected.eval()(TOKENS).logits)
@@ -119,7 +120,7 @@ def test_a_mixer_without_parameters_adds_no_shard(base, tmp_path):
     report = convert(base, tmp_path / "out", LINEARIZATION_PAPER)
     assert report["tensors"]["new"] == 0
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 1
-    assert not any(load_linearized(tmp_path / "out", output_loading_info=True)[1].values())
+    assert not any(AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)[1].values())
 
 
 def test_shards_stay_shards(base, tmp_path):
@@ -128,7 +129,7 @@ def test_shards_stay_shards(base, tmp_path):
     convert(base, tmp_path / "out", LINEARIZATION)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == len(list(base.glob("*.safetensors"))) + 1
     assert same(tmp_path / "out", original)
-    assert not any(load_linearized(tmp_path / "out", output_loading_info=True)[1].values())
+    assert not any(AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)[1].values())
 
 
 def test_fused_experts_are_recognised_too(bases, tmp_path):
@@ -138,7 +139,7 @@ def test_fused_experts_are_recognised_too(bases, tmp_path):
     assert fused.keys() != load_file(base / WEIGHTS).keys()
     save_file(fused, base / WEIGHTS)
     convert(base, tmp_path / "out", LINEARIZATION)
-    converted, loading = load_linearized(tmp_path / "out", output_loading_info=True)
+    converted, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(loading.values())
     assert all(torch.equal(converted.state_dict()[name], tensor) for name, tensor in fused.items())
 
@@ -174,7 +175,7 @@ def test_a_tied_head_may_be_stored_or_not(base, tmp_path):
     }.items():
         change(base, edit)
         convert(base, tmp_path / name, LINEARIZATION)
-        model, loading = load_linearized(tmp_path / name, output_loading_info=True)
+        model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / name, output_loading_info=True)
         assert not any(loading.values())
         assert torch.equal(model.lm_head.weight, load_file(base / WEIGHTS)["model.embed_tokens.weight"])
 

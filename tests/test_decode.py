@@ -12,8 +12,9 @@ import torch
 from tiny import save_tiny_base
 from transformers import DynamicCache, TextStreamer
 
+from liger_convert.loading import linearize_base
 from liger_convert.mixers import MIXERS, resolve_spec
-from liger_convert.model import decode, linearize_base, modeling
+from liger_convert.model import decode, modeling
 from liger_convert.model.cache import FixedLayer
 from liger_convert.model.decode import Decoder, capture
 

@@ -16,8 +16,9 @@ from liger_convert.diagnose import NAMES, diagnose, window_control
 from liger_convert.errors import LinearizeError
 from liger_convert.evaluate import evaluate
 from liger_convert.generate import load_model
+from liger_convert.loading import linearize_base
 from liger_convert.mixers import resolve_spec
-from liger_convert.model import linearize_base, set_branches
+from liger_convert.model import set_branches
 from liger_convert.suites import Suite
 
 CPU = torch.device("cpu")

@@ -18,8 +18,8 @@ from liger_convert.data import Document
 from liger_convert.errors import BadInput
 from liger_convert.evaluate import evaluate
 from liger_convert.generate import load_model
+from liger_convert.loading import linearize_base
 from liger_convert.mixers import resolve_spec
-from liger_convert.model import linearize_base
 from liger_convert.suites import Suite
 
 CPU = torch.device("cpu")

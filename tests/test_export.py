@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from liger_convert.convert import convert
 from liger_convert.errors import BadInput
 from liger_convert.export import code_files, export
+from liger_convert.loading import load_linearized
 from liger_convert.mixers import resolve_spec
-from liger_convert.model import load_linearized
 
 TOKENS = torch.randint(3, 101, (2, 29), generator=torch.Generator().manual_seed(0))
 LINEARIZATION = {

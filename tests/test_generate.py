@@ -11,8 +11,8 @@ from tiny import save_tiny_base, tiny_tokenizer
 
 from liger_convert.errors import BadInput
 from liger_convert.generate import continuations, generate, load_model
+from liger_convert.loading import linearize_base
 from liger_convert.mixers import resolve_spec
-from liger_convert.model import linearize_base
 
 CPU = torch.device("cpu")
 

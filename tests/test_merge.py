@@ -17,9 +17,9 @@ from transformers import AutoTokenizer
 
 from liger_convert import data
 from liger_convert.errors import BadInput
+from liger_convert.loading import linearize_base, load_linearized
 from liger_convert.merge import load_chain, merge
 from liger_convert.mixers import resolve_spec
-from liger_convert.model import linearize_base, load_linearized
 from liger_convert.recipe import FinetuneStage, Lora, Rates
 from liger_convert.training import run_stage
 

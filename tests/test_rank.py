@@ -23,9 +23,9 @@ from liger_convert.checkpoint import load_config
 from liger_convert.data import Document
 from liger_convert.errors import BadInput
 from liger_convert.families import FAMILIES
+from liger_convert.loading import linearize_base
 from liger_convert.measures import copy_loss
 from liger_convert.mixers import MIXERS, resolve_spec
-from liger_convert.model import linearize_base
 from liger_convert.plan import make_plan
 from liger_convert.progress import Report
 from liger_convert.rank import Losses, Ranking, Switch, evaluations, search

@@ -14,8 +14,8 @@ from tiny import save_tiny_base
 
 from liger_convert import checkpoint, cli, run, teacher
 from liger_convert.checksums import sha256_file
+from liger_convert.loading import load_linearized
 from liger_convert.manifest import first_difference, input_files
-from liger_convert.model import load_linearized
 from liger_convert.recipe import Recipe
 
 STAGE = {"data": "text", "tokens": 6 * 64, "seq_len": 32, "batch_size": 2, "save_every": 2}

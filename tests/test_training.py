@@ -17,9 +17,10 @@ from torch import Tensor
 
 from liger_convert import data
 from liger_convert.errors import BadInput, LinearizeError
+from liger_convert.loading import linearize_base
 from liger_convert.merge import load_chain
 from liger_convert.mixers import resolve_spec
-from liger_convert.model import linearize_base, parameter_group
+from liger_convert.model import parameter_group
 from liger_convert.recipe import Lora, Rates, Stage
 from liger_convert.training import finetune, losses
 from liger_convert.training.stage import add_lora, load_base

@@ -1,4 +1,4 @@
-"""Linearized models: how they are made from a base, loaded, switched and aligned.
+"""Linearized models: their classes and configs, how they are switched and aligned; `liger_convert.loading` loads them.
 
 Importing this package registers every linearized family with transformers' Auto classes.
 """
@@ -6,15 +6,11 @@ Importing this package registers every linearized family with transformers' Auto
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from liger_convert.errors import BadInput
-from liger_convert.families import PREFIX, family_of
 from liger_convert.model.attention import MIXER_MODULE, LinearizedAttention, head_dims
 from liger_convert.model.cache import LinearizedCacheLayer
 from liger_convert.model.configuration import linear_layers, linearized_config
@@ -37,10 +33,8 @@ __all__ = [
     "collect_align_targets",
     "head_dims",
     "linear_layers",
-    "linearize_base",
     "linearized_classes",
     "linearized_config",
-    "load_linearized",
     "new_state",
     "parameter_group",
     "set_branches",
@@ -51,23 +45,6 @@ __all__ = [
 def linearized_classes(model_type: str) -> tuple[type, type, type]:
     """Config, backbone and language model classes of a base's `model_type`."""
     return CLASSES[model_type]
-
-
-def load_linearized(path: str | Path, **kwargs: Any) -> Any:
-    """The linearized model saved at `path`, by the installed code and never by code that lies there."""
-    config = AutoConfig.from_pretrained(path)
-    if not config.model_type.startswith(PREFIX):
-        raise BadInput(f"{path}: holds a {config.model_type} base, no linearized model; run `linearize convert` first")
-    return AutoModelForCausalLM.from_pretrained(path, config=config, **kwargs)
-
-
-def linearize_base(path: str | Path, linearization: dict[str, Any], seed: int = 0, **kwargs: Any) -> Any:
-    """The base at `path` with untrained mixers, in memory only."""
-    config = linearized_config(AutoConfig.from_pretrained(path), linearization)
-    lm: Any = CLASSES[family_of(config).model_type][2]
-    model = lm.from_pretrained(path, config=config, **kwargs)
-    model.load_state_dict(new_state(config, seed), strict=False)
-    return model
 
 
 def collect_align_targets(base: Any, batch: dict[str, torch.Tensor], layers: list[int]) -> AlignTargets:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, set_seed
+from transformers import set_seed
 
 from liger_convert import interrupts
 from liger_convert.data import Document, PackedDataset, collate, pack
@@ -19,6 +19,7 @@ from liger_convert.device import autocast, compute_dtype
 from liger_convert.errors import BadInput
 from liger_convert.families import family_of
 from liger_convert.files import atomic_dir, atomic_write
+from liger_convert.loading import load_pretrained
 from liger_convert.memory import CALIBRATION_TOKENS, ERROR_ROWS
 from liger_convert.merge import ADAPTER, MODEL, load_chain
 from liger_convert.model import MIXER_MODULE, linear_layers
@@ -199,8 +200,8 @@ def compile_layers(model: Any, objective: Objective, aligning: bool) -> None:
 
 
 def load_base(path: Path, device: torch.device, dtype: torch.dtype) -> Any:
-    """The frozen teacher, its weights already in the dtype it computes in."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    """The frozen teacher, its weights already in the dtype it computes in. Raises BadInput for a damaged one."""
+    model = load_pretrained(path, dtype=dtype)
     return model.requires_grad_(False).eval().to(device)
 
 
