@@ -26,6 +26,7 @@ from lm_eval.tasks import TaskManager
 
 from liger_convert.device import autocast
 from liger_convert.errors import BadInput, first_line
+from liger_convert.inputs import require_file
 from liger_convert.measures import Measurement, measurement, target_losses
 from liger_convert.progress import Report
 from liger_convert.sources import file_rows
@@ -51,6 +52,8 @@ CONTAINS = {
     "niah_s1_2048": ("{{input}}", "\n\n"),
     "niah_s2_2048": ("{{input}}", "\n\n"),
 }
+WHERE = "_where"  # the column that says which file and line a row is from
+_sound: set[tuple[Any, ...]] = set()  # what `check_rows` found nothing wrong with
 BOOTSTRAP = 1000  # resamples for the standard error of a metric that has no formula for it
 
 
@@ -143,14 +146,14 @@ def local_splits(files: dict[str, str], subject: str | None, **_: Any) -> dict[s
     """What a task gets for its data set: the rows of local files, by split; with `subject` those of that one."""
     splits = {}
     for split, file in files.items():
-        rows = _rows(Path(file), os.stat(file).st_mtime_ns)
+        rows = _rows(Path(file), require_file(file).st_mtime_ns)
         if subject is not None:
             rows = [row for row in rows if row.get("subject") == subject]
             if not rows:
                 raise BadInput(f"{file}: has no rows with subject {subject!r}")
         try:
             splits[split] = datasets.Dataset.from_list(rows)
-        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, OverflowError) as error:
             raise BadInput(f"{file}: a field has different types in different rows ({first_line(error)})") from None
     return splits
 
@@ -161,10 +164,61 @@ def _rows(path: Path, _modified: int) -> list[dict[str, Any]]:
     for row in file_rows(path):
         if not isinstance(row.value, dict):
             raise BadInput(f"{row.where}: is a JSON {type(row.value).__name__}; a row is an object with named fields")
-        if rows and row.value.keys() != rows[0].keys():
-            raise BadInput(f"{row.where}: has the fields {', '.join(row.value)}; row 1 has {', '.join(rows[0])}")
-        rows.append(row.value)
+        if rows and {*row.value, WHERE} != rows[0].keys():
+            first = ", ".join(name for name in rows[0] if name != WHERE)
+            raise BadInput(f"{row.where}: has the fields {', '.join(row.value)}; row 1 has {first}")
+        rows.append(row.value | {WHERE: row.where})
     return rows
+
+
+def check_rows(tasks: Sequence[Task], data_dir: Path) -> None:
+    """Raises BadInput, naming file and line, for a row in `data_dir` that does not fit its task. Needs no model, so that
+    it can stop long work before it begins; what it found sound it does not look at again until a file changes."""
+
+    def state(task: Task) -> tuple[Any, ...]:
+        files = local_files(task, data_dir).values()
+        return task.name, task.shots, *((file, os.stat(file).st_mtime_ns) for file in files)
+
+    if new := [task for task in tasks if state(task) not in _sound]:
+        with tempfile.TemporaryDirectory(prefix="linearize-") as folder, _quiet():
+            manager = _task_manager(new, data_dir, Path(folder))
+            for task in new:
+                for part in _load(manager, task, data_dir)["tasks"].values():
+                    _check_docs(task, part)
+                _sound.add(state(task))
+
+
+def _check_docs(task: Task, part: Any) -> None:
+    """Raises BadInput for a row of which lm-eval cannot make a question with an answer: test sets are published with
+    the label -1 or an empty one, and the harness would count such a row as answered wrongly."""
+    for split in ["test", *(["fewshot"] if task.shots else [])]:
+        for number, doc in enumerate(part.dataset[split], 1):
+            try:
+                part.doc_to_text(doc)
+                target = part.doc_to_target(doc)
+                chooses = part.OUTPUT_TYPE == "multiple_choice" and not part.multiple_input
+                problem = _label_problem(target, part.doc_to_choice(doc)) if chooses else None
+            except Exception as error:  # whatever a prompt makes of a field that is missing or of another type
+                problem = f"{type(error).__name__}: {first_line(error)}"
+            if problem is None and task.name in CONTAINS:
+                problem = _answers_problem(doc["answers"])
+            if problem is not None:
+                where = doc.get(WHERE) or f"row {number} of split {split}"
+                raise BadInput(f"{where}: does not fit task {task.name}: {problem}")
+
+
+def _label_problem(target: Any, choices: Sequence[str]) -> str | None:
+    for label in target if isinstance(target, list) else [target]:
+        there = label in choices if isinstance(label, str) else type(label) is int and 0 <= label < len(choices)
+        if not there:
+            return f"its label is {label!r}, none of its {len(choices)} choices; labels of test sets are often hidden"
+    return None
+
+
+def _answers_problem(answers: Any) -> str | None:
+    if isinstance(answers, list) and any(isinstance(a, str) and a.strip() for a in answers):
+        return None
+    return "`answers` should be a list of texts, one of them not empty"
 
 
 def contains(doc: dict[str, Any], results: list[str]) -> dict[str, float]:

@@ -148,7 +148,11 @@ def local_files(task: Task, data_dir: Path) -> dict[str, Path]:
 
 
 def check_data(suite: Suite, data_dir: Path | None) -> None:
-    """Raises BadInput unless every task of `suite` finds its local files: cheap, for use before long work."""
-    if data_dir is not None:
+    """Raises BadInput unless every task of `suite` finds its local files and all their rows fit it: for use before long
+    work."""
+    if data_dir is not None and suite.tasks:
         for task in suite.tasks:
             local_files(task, data_dir)
+        from liger_convert.harness import check_rows  # lm-eval takes seconds to import
+
+        check_rows(suite.tasks, data_dir)

@@ -1,0 +1,152 @@
+"""The header of a .gguf file, walked before a library maps it: its counts and lengths are taken on trust there, so that
+a file of a hundred bytes may ask for a list of 2**60 items."""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from liger_convert.errors import BadInput
+from liger_convert.inputs import open_input
+
+MAGIC = b"GGUF"
+STRING, ARRAY = 8, 9
+SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value, by its type
+# The library makes Python objects of every item: ten million take minutes and gigabytes. A vocabulary of 262,144
+# with its scores, types and merges has 1.3 million.
+ITEMS = 1 << 22
+TENSORS = 1 << 17  # experts are stored as one tensor a layer; the largest published models have some thousand
+NAME_BYTES = 1 << 10
+DEPTH = 4  # of arrays in arrays
+
+
+def check(file: Path) -> None:
+    """Raises BadInput unless all counts, lengths and offsets in the header of `file` lie within the file."""
+    _Header(file)
+
+
+def check_weights(file: Path, config: Any) -> None:
+    """Raises BadInput when `file`, whose header was checked, has other layers than its config says: the library would
+    make the missing ones, with random numbers."""
+    blocks = {int(match[1]) for name in _Header(file).tensors if (match := re.match(r"blk\.(\d{1,9})\.", name))}
+    if blocks != set(range(config.num_hidden_layers)):
+        raise BadInput(
+            f"base: {file}: says that it has {config.num_hidden_layers} layers, but holds tensors of {len(blocks)}"
+        )
+
+
+class _Header:
+    """tensors: the names of the tensors."""
+
+    def __init__(self, path: Path):
+        self.path, self.tensors, self.alignment, self.items = path, set[str](), 32, 0
+        with open_input(path) as self.file:
+            self.size = _size(self.file)
+            if self._take(4) != MAGIC:
+                raise self._broken("does not begin as a .gguf file does")
+            version = self._take(4)
+            self.order = ">" if version[:2] == b"\0\0" else "<"
+            tensors, fields = self._number("Q"), self._number("Q")
+            for _ in range(self._count(fields, 12, "fields")):
+                key = self._string("a field's name")
+                value = self._value(self._number("I"), key, 0)
+                if key == "general.alignment" and isinstance(value, int):
+                    self.alignment = value
+            ends = [self._tensor() for _ in range(min(self._count(tensors, 24, "tensors"), TENSORS + 1))]
+            if len(ends) > TENSORS:
+                raise self._broken(f"has more than {TENSORS:,} tensors")
+            begin = self.file.tell()
+        if self.alignment <= 0 or self.alignment & (self.alignment - 1):
+            raise self._broken(f"general.alignment is {self.alignment}, no power of two")
+        begin += -begin % self.alignment
+        if ends and begin + max(ends) > self.size:
+            raise self._broken(f"its tensors would end at byte {begin + max(ends):,}, but it has {self.size:,}")
+
+    def _tensor(self) -> int:
+        """Reads one tensor's entry; returns where its data ends, from where all data begins."""
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        name = self._string("a tensor's name")
+        if not name or name in self.tensors:
+            raise self._broken(f"has the tensor {name!r} twice" if name else "has a tensor without a name")
+        self.tensors.add(name)
+        axes = self._number("I")
+        if axes > 8:
+            raise self._broken(f"tensor {name} has {axes:,} axes")
+        elements = math.prod([self._number("Q") for _ in range(axes)])
+        kind, offset = self._number("I"), self._number("Q")
+        if kind not in set(GGMLQuantizationType):
+            raise self._broken(f"tensor {name} is of type {kind}, which there is not")
+        block, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+        return offset + -(-elements // block) * nbytes
+
+    def _value(self, kind: int, key: str, depth: int) -> int | None:
+        """Reads one value; returns it when it is a whole number without a sign."""
+        if kind == STRING:
+            self._string(key, self.size)
+            return None
+        if kind == ARRAY:
+            self._array(key, depth)
+            return None
+        if kind not in SCALARS:
+            raise self._broken(f"field {key} is of type {kind}, which there is not")
+        data = self._take(SCALARS[kind])
+        return int.from_bytes(data, "little" if self.order == "<" else "big") if kind in (0, 2, 4, 10) else None
+
+    def _array(self, key: str, depth: int) -> None:
+        if depth == DEPTH:
+            raise self._broken(f"field {key} holds arrays in arrays")
+        kind, count = self._number("I"), self._number("Q")
+        smallest = SCALARS.get(kind, 8 if kind == STRING else 12)
+        self.items += self._count(count, smallest, f"items in {key}")
+        if self.items > ITEMS:
+            raise self._broken(f"holds lists of more than {ITEMS:,} items")
+        if kind in SCALARS:
+            self._skip(count * smallest)
+        else:
+            for _ in range(count):
+                self._value(kind, key, depth + 1)
+
+    def _count(self, count: int, smallest: int, what: str) -> int:
+        left = self.size - self.file.tell()
+        if count * smallest > left:
+            raise self._broken(f"says that it has {count:,} {what}, but ends {left:,} bytes later")
+        return count
+
+    def _string(self, what: str, most: int = NAME_BYTES) -> str:
+        length = self._number("Q")
+        left = self.size - self.file.tell()
+        if length > min(most, left):
+            raise self._broken(
+                f"{what} has {length:,} bytes, but the file ends {left:,} bytes later"
+                if length > left
+                else f"{what} has {length:,} bytes"
+            )
+        if most > NAME_BYTES:
+            self._skip(length)
+            return ""
+        return self._take(length).decode("utf-8", "replace")
+
+    def _number(self, kind: str) -> int:
+        return struct.unpack(self.order + kind, self._take(struct.calcsize(kind)))[0]
+
+    def _take(self, count: int) -> bytes:
+        data = self.file.read(count)
+        if len(data) != count:
+            raise self._broken("is cut off; download it again")
+        return data
+
+    def _skip(self, count: int) -> None:
+        self.file.seek(count, 1)
+
+    def _broken(self, what: str) -> BadInput:
+        return BadInput(f"base: {self.path}: {what}, so it cannot be read as a GGUF model")
+
+
+def _size(file: BinaryIO) -> int:
+    end = file.seek(0, 2)
+    file.seek(0)
+    return end
