@@ -172,8 +172,8 @@ def _rows(path: Path, _modified: int) -> list[dict[str, Any]]:
 
 
 def check_rows(tasks: Sequence[Task], data_dir: Path) -> None:
-    """Raises BadInput, naming file and line, for a row in `data_dir` that does not fit its task. Needs no model, so that
-    it can stop long work before it begins; what it found sound it does not look at again until a file changes."""
+    """Raises BadInput, naming file and line, for a row in `data_dir` that does not fit its task. Needs no model, so it
+    can stop long work before it begins; what it found sound it does not look at again until a file changes."""
 
     def state(task: Task) -> tuple[Any, ...]:
         files = local_files(task, data_dir).values()
