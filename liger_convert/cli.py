@@ -348,7 +348,9 @@ def diagnose(
     data: DataDir = None,
     limit: Limit = None,
     batch_size: BatchSize = 4,
-    processes: Annotated[int, typer.Option(min=1, max=1024, help="Models measured at once, on as many GPUs as there are.")] = 1,
+    processes: Annotated[
+        int, typer.Option(min=1, max=1024, help="Models measured at once, on as many GPUs as there are.")
+    ] = 1,
     device: Device = "auto",
     precision: Precision = "auto",
     as_json: Json = False,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import io
 import os
 import random
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -53,6 +55,7 @@ CONTAINS = {
     "niah_s2_2048": ("{{input}}", "\n\n"),
 }
 WHERE = "_where"  # the column that says which file and line a row is from
+_first_rows: ContextVar[int | None] = ContextVar("how many rows of a test split are read, where not all", default=None)
 _sound: set[tuple[Any, ...]] = set()  # what `check_rows` found nothing wrong with
 BOOTSTRAP = 1000  # resamples for the standard error of a metric that has no formula for it
 
@@ -147,6 +150,8 @@ def local_splits(files: dict[str, str], subject: str | None, **_: Any) -> dict[s
     splits = {}
     for split, file in files.items():
         rows = _rows(Path(file), require_file(file).st_mtime_ns)
+        if split == "test":
+            rows = rows[: _first_rows.get()]
         if subject is not None:
             rows = [row for row in rows if row.get("subject") == subject]
             if not rows:
@@ -242,8 +247,12 @@ def _load(manager: TaskManager, task: Task, data_dir: Path | None) -> Any:
     except BadInput:
         raise
     except Exception as error:  # whatever the hub, or rows that lack what the prompt names, make the libraries raise
-        why = "its rows do not fit the task" if data_dir else "its data cannot be had from the hub (or give --data DIR)"
-        raise BadInput(f"task {task.name}: {why}: {type(error).__name__}: {first_line(error)}") from error
+        why = f"{type(error).__name__}: {first_line(error)}"
+        if data_dir is None:
+            what = "its data cannot be had from the hub (or give --data DIR)"
+            raise BadInput(f"task {task.name}: {what}: {why}") from error
+        row = _first_bad_row(manager, task, data_dir)
+        raise BadInput(f"{row}: does not fit task {task.name}: {why}") from error
     metrics = {metric for part in loaded["tasks"].values() for metric in part.aggregation()}
     for metric in task.metrics:
         if metric not in metrics:
@@ -255,6 +264,26 @@ def _load(manager: TaskManager, task: Task, data_dir: Path | None) -> Any:
         part.set_config(key="num_fewshot", value=task.shots)
         part.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
     return loaded
+
+
+def _first_bad_row(manager: TaskManager, task: Task, data_dir: Path) -> str:
+    """File and line of the first row with which lm-eval cannot load the task, which itself says nothing of it: the last
+    of the fewest rows that fail."""
+    file = local_files(task, data_dir)["test"]
+    rows = _rows(file, os.stat(file).st_mtime_ns)
+
+    def fails(count: int) -> bool:
+        _first_rows.set(count)
+        try:
+            manager.load(task.name)
+        except Exception:
+            return True
+        finally:
+            _first_rows.set(None)
+        return False
+
+    few = bisect.bisect_left(range(1, len(rows)), True, key=fails)
+    return rows[few][WHERE] if task.name != "mmlu" else str(file)  # whose rows are spread over many tasks
 
 
 def _flatten(task: Task, results: Mapping[str, Any]) -> dict[str, Measurement]:

@@ -94,12 +94,14 @@ def _json_items(path: Path) -> Iterator[Row]:
         decode = codecs.getincrementaldecoder("utf-8-sig")().decode
 
         def read(count: int) -> str:
-            with _readable(path):
-                data = stream.read(max(count, BLOCK))
-                try:
-                    return decode(data, final=not data)
-                except UnicodeDecodeError as error:
-                    raise BadInput(f"{path}: is not UTF-8 text ({error.reason})") from None
+            try:
+                with _readable(path):
+                    while data := stream.read(max(count, BLOCK)):
+                        if text := decode(data):  # none where all there is is a part of a character
+                            return text
+                return decode(b"", final=True)
+            except UnicodeDecodeError as error:
+                raise BadInput(f"{path}: is not UTF-8 text ({error.reason})") from None
 
         for number, value in enumerate(JsonList(path, read, ROW_BYTES).items(), 1):
             yield Row(f"{path} row {number}", value)

@@ -20,7 +20,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 
 from liger_convert.errors import BadInput, first_line
 
-CPU_SECONDS = 3  # a template takes milliseconds; CPU time, so that a busy machine condemns none
+CPU_SECONDS = 2  # a template takes milliseconds; CPU time, so that a busy machine condemns none
 WALL_SECONDS = 20  # for a child that waits: a fork of a process with threads may, and that is no fault of the template
 MEMORY_BYTES = 512 << 20  # beyond what the process has
 NO_MEMORY = 3  # the child's exit code

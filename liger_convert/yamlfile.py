@@ -16,6 +16,7 @@ from liger_convert.errors import BadInput
 # PyYAML takes about 0.1 ms for a value, so these bounds are seconds; no shipped recipe has 300 values.
 MAX_BYTES = 1 << 20
 MAX_VALUES = 20_000
+MAX_DEPTH = 50
 MAX_DIGITS = 100  # of a number; no field of a recipe or a suite takes one of 20
 
 
@@ -28,12 +29,17 @@ class _Loader(yaml.SafeLoader):
     """YAML without its traps: a repeated key is an error, 1e-4 is a number, aliases cannot make a small file a large
     one, and a value that cannot be made ends in an error that knows its line."""
 
-    values = 0
+    values = depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        self.values += 1
-        _bound(self.values, self.peek_event().start_mark)
-        return super().compose_node(parent, index)
+        self.values, self.depth = self.values + 1, self.depth + 1
+        mark = self.peek_event().start_mark
+        _bound(self.values, mark)
+        if self.depth > MAX_DEPTH:
+            raise _problem("it is nested too deeply", mark)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
     def get_single_node(self) -> yaml.Node | None:
         node = super().get_single_node()
@@ -47,7 +53,7 @@ class _Loader(yaml.SafeLoader):
             raise _problem(f"a number of {len(node.value):,} digits", node.start_mark)
         try:
             value = super().construct_object(node, deep)
-        except (yaml.YAMLError, RecursionError):
+        except yaml.YAMLError:
             raise
         except Exception:  # a month 13, a !!int of letters, …: each tag's own maker raises what it happens to
             raise _problem(f"this is no {kind}", node.start_mark) from None
@@ -109,8 +115,6 @@ def parse(text: str, where: str) -> Any:
         raise BadInput(f"{where}:{line}: not valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
         raise BadInput(f"{where}: not valid YAML: {str(error).splitlines()[0]}") from None
-    except RecursionError:
-        raise BadInput(f"{where}: not valid YAML: it is nested too deeply") from None
 
 
 def quoted(text: str) -> str:
