@@ -143,7 +143,7 @@ class _Header:
         self.file.seek(count, 1)
 
     def _broken(self, what: str) -> BadInput:
-        return BadInput(f"base: {self.path}: {what}, so it cannot be read as a GGUF model")
+        return BadInput(f"base: {self.path}: cannot be read as a GGUF model: {what}")
 
 
 def _size(file: BinaryIO) -> int:

@@ -221,9 +221,9 @@ def _label_problem(target: Any, choices: Sequence[str]) -> str | None:
 
 
 def _answers_problem(answers: Any) -> str | None:
-    if isinstance(answers, list) and any(isinstance(a, str) and a.strip() for a in answers):
+    if isinstance(answers, list) and answers and all(isinstance(answer, str) for answer in answers):
         return None
-    return "`answers` should be a list of texts, one of them not empty"
+    return "`answers` should be a list of texts"
 
 
 def contains(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
