@@ -11,7 +11,7 @@ from liger_convert.errors import BadInput
 # experts (Kimi K2), vocabularies of 262,208 (Gemma 3), contexts of 10M tokens (Llama 4). Only a layer costs anything
 # before a weight is read, some milliseconds.
 SIZES = {
-    "num_hidden_layers": (1, 2048),
+    "num_hidden_layers": (1, 1024),
     "hidden_size": (1, 1 << 18),
     "intermediate_size": (1, 1 << 21),
     "moe_intermediate_size": (1, 1 << 21),

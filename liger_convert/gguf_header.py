@@ -4,10 +4,11 @@ a file of a hundred bytes may ask for a list of 2**60 items."""
 from __future__ import annotations
 
 import math
+import mmap
 import re
 import struct
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from liger_convert.errors import BadInput
 from liger_convert.inputs import open_input
@@ -17,7 +18,7 @@ STRING, ARRAY = 8, 9
 SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value, by its type
 # The library makes Python objects of every item: ten million take minutes and gigabytes. A vocabulary of 262,144
 # with its scores, types and merges has 1.3 million.
-ITEMS = 1 << 22
+ITEMS = 1 << 21
 TENSORS = 1 << 17  # experts are stored as one tensor a layer; the largest published models have some thousand
 NAME_BYTES = 1 << 10
 DEPTH = 4  # of arrays in arrays
@@ -42,28 +43,33 @@ class _Header:
     """tensors: the names of the tensors."""
 
     def __init__(self, path: Path):
-        self.path, self.tensors, self.alignment, self.items = path, set[str](), 32, 0
-        with open_input(path) as self.file:
-            self.size = _size(self.file)
-            if self._take(4) != MAGIC:
-                raise self._broken("does not begin as a .gguf file does")
-            version = self._take(4)
-            self.order = ">" if version[:2] == b"\0\0" else "<"
-            tensors, fields = self._number("Q"), self._number("Q")
-            for _ in range(self._count(fields, 12, "fields")):
-                key = self._string("a field's name")
-                value = self._value(self._number("I"), key, 0)
-                if key == "general.alignment" and isinstance(value, int):
-                    self.alignment = value
-            ends = [self._tensor() for _ in range(min(self._count(tensors, 24, "tensors"), TENSORS + 1))]
-            if len(ends) > TENSORS:
-                raise self._broken(f"has more than {TENSORS:,} tensors")
-            begin = self.file.tell()
+        self.path, self.tensors, self.alignment, self.items, self.at = path, set[str](), 32, 0, 0
+        with open_input(path) as file:
+            self.size = file.seek(0, 2)
+            if not self.size:
+                raise self._broken("it is empty")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as self.data:
+                ends = self._entries()
         if self.alignment <= 0 or self.alignment & (self.alignment - 1):
             raise self._broken(f"general.alignment is {self.alignment}, no power of two")
-        begin += -begin % self.alignment
+        begin = self.at + -self.at % self.alignment
         if ends and begin + max(ends) > self.size:
             raise self._broken(f"its tensors would end at byte {begin + max(ends):,}, but it has {self.size:,}")
+
+    def _entries(self) -> list[int]:
+        """Reads the whole header; returns where the tensors end."""
+        if self._take(4) != MAGIC:
+            raise self._broken("it does not begin as a .gguf file does")
+        self.order = ">" if self._take(4)[:2] == b"\0\0" else "<"
+        tensors, fields = self._number("Q"), self._number("Q")
+        for _ in range(self._count(fields, 12, "fields")):
+            key = self._string("a field's name")
+            value = self._value(self._number("I"), key, 0)
+            if key == "general.alignment" and isinstance(value, int):
+                self.alignment = value
+        if self._count(tensors, 24, "tensors") > TENSORS:
+            raise self._broken(f"it has more than {TENSORS:,} tensors")
+        return [self._tensor() for _ in range(tensors)]
 
     def _tensor(self) -> int:
         """Reads one tensor's entry; returns where its data ends, from where all data begins."""
@@ -71,7 +77,7 @@ class _Header:
 
         name = self._string("a tensor's name")
         if not name or name in self.tensors:
-            raise self._broken(f"has the tensor {name!r} twice" if name else "has a tensor without a name")
+            raise self._broken(f"it has the tensor {name!r} twice" if name else "it has a tensor without a name")
         self.tensors.add(name)
         axes = self._number("I")
         if axes > 8:
@@ -86,7 +92,7 @@ class _Header:
     def _value(self, kind: int, key: str, depth: int) -> int | None:
         """Reads one value; returns it when it is a whole number without a sign."""
         if kind == STRING:
-            self._string(key, self.size)
+            self._skip(self._number("Q"), key)
             return None
         if kind == ARRAY:
             self._array(key, depth)
@@ -103,50 +109,41 @@ class _Header:
         smallest = SCALARS.get(kind, 8 if kind == STRING else 12)
         self.items += self._count(count, smallest, f"items in {key}")
         if self.items > ITEMS:
-            raise self._broken(f"holds lists of more than {ITEMS:,} items")
+            raise self._broken(f"it holds lists of more than {ITEMS:,} items")
         if kind in SCALARS:
-            self._skip(count * smallest)
-        else:
-            for _ in range(count):
-                self._value(kind, key, depth + 1)
+            self._skip(count * smallest, key)
+            return
+        for _ in range(count):
+            self._value(kind, key, depth + 1)
 
     def _count(self, count: int, smallest: int, what: str) -> int:
-        left = self.size - self.file.tell()
+        left = self.size - self.at
         if count * smallest > left:
-            raise self._broken(f"says that it has {count:,} {what}, but ends {left:,} bytes later")
+            raise self._broken(f"it says that it has {count:,} {what}, but ends {left:,} bytes later")
         return count
 
-    def _string(self, what: str, most: int = NAME_BYTES) -> str:
+    def _string(self, what: str) -> str:
         length = self._number("Q")
-        left = self.size - self.file.tell()
-        if length > min(most, left):
-            raise self._broken(
-                f"{what} has {length:,} bytes, but the file ends {left:,} bytes later"
-                if length > left
-                else f"{what} has {length:,} bytes"
-            )
-        if most > NAME_BYTES:
-            self._skip(length)
-            return ""
+        if length > NAME_BYTES:
+            raise self._broken(f"{what} has {length:,} bytes")
         return self._take(length).decode("utf-8", "replace")
 
     def _number(self, kind: str) -> int:
-        return struct.unpack(self.order + kind, self._take(struct.calcsize(kind)))[0]
+        at = self.at
+        self._skip(4 if kind == "I" else 8, "a number")
+        return struct.unpack_from(self.order + kind, self.data, at)[0]
 
     def _take(self, count: int) -> bytes:
-        data = self.file.read(count)
-        if len(data) != count:
-            raise self._broken("is cut off; download it again")
-        return data
+        at = self.at
+        self._skip(count, "a text")
+        return self.data[at : self.at]
 
-    def _skip(self, count: int) -> None:
-        self.file.seek(count, 1)
+    def _skip(self, count: int, what: str) -> None:
+        if count > self.size - self.at:
+            raise self._broken(
+                f"it is cut off: {what} has {count:,} bytes, but it ends {self.size - self.at:,} bytes later"
+            )
+        self.at += count
 
     def _broken(self, what: str) -> BadInput:
         return BadInput(f"base: {self.path}: cannot be read as a GGUF model: {what}")
-
-
-def _size(file: BinaryIO) -> int:
-    end = file.seek(0, 2)
-    file.seek(0)
-    return end

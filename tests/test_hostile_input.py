@@ -190,7 +190,7 @@ BOUNDS = [
     case("length of bench", "--lengths", lambda w: ["bench", str(w.base), "--lengths", DIGITS]),
 ]
 CONFIGS = [
-    case("ten million layers", "num_hidden_layers should be from 1 to 2,048", config(num_hidden_layers=10**7)),
+    case("ten million layers", "num_hidden_layers should be from 1 to 1,024", config(num_hidden_layers=10**7)),
     case("a vocabulary of 10^12", "vocab_size should be from", config(vocab_size=10**12)),
     case("no hidden size", "hidden_size should be from", config(hidden_size=0)),
     case("negative heads", "num_attention_heads should be from", config(num_attention_heads=-4)),
@@ -320,7 +320,11 @@ KEY = string(b"key")
 GGUFS = [
     case("2^60 tensors", "says that it has 1,152,921,504,606,846,976 tensors", gguf(counts=(2**60, 0))),
     case("2^60 fields", "1,152,921,504,606,846,976 fields", gguf(counts=(0, 2**60))),
-    case("string of 2^60", "bytes, but the file ends", gguf(struct.pack("<Q", 2**60) + bytes(9), counts=(0, 1))),
+    case(
+        "string of 2^60",
+        "a field's name has 1,152,921,504,606,846,976 bytes",
+        gguf(struct.pack("<Q", 2**60) + bytes(9), counts=(0, 1)),
+    ),
     case(
         "value of 2^60",
         "key has 1,152,921,504,606,846,976 bytes",
