@@ -104,9 +104,7 @@ def base_config(source: str, *, revision: str | None = None, trust_remote_code: 
         return load_config(path, trust_remote_code)
     with _gguf_errors(path):
         gguf_header.check(path)
-        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-        check_sizes({name: getattr(config, name, None) for name in SIZES}, str(path))
-        return config
+        return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
 
 
 def locate_base(source: str) -> Path | None:
@@ -173,11 +171,10 @@ def _from_gguf(file: Path, out: Path) -> Path:
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    config = base_config(str(file))  # which checks the header and the sizes, before anything of such a size is made
     with _gguf_errors(file):
         from gguf import GGUFReader
 
-        gguf_header.check_weights(file, config)
+        gguf_header.check(file)  # before anything of the sizes that it names is made
         vocabulary = GGUFReader(file).get_field("tokenizer.ggml.pre")
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         options: dict[str, Any] = {"gguf_file": file.name, "dtype": torch.float32, "output_loading_info": True}

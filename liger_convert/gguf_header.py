@@ -8,14 +8,15 @@ import mmap
 import re
 import struct
 from pathlib import Path
-from typing import Any
 
+from liger_convert.config_sizes import check_sizes
 from liger_convert.errors import BadInput
 from liger_convert.inputs import open_input
 
 MAGIC = b"GGUF"
 STRING, ARRAY = 8, 9
 SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value, by its type
+WHOLE = {0: False, 1: True, 2: False, 3: True, 4: False, 5: True, 10: False, 11: True}  # type: whether it has a sign
 # The library makes Python objects of every item: ten million take minutes and gigabytes. A vocabulary of 262,144
 # with its scores, types and merges has 1.3 million.
 ITEMS = 1 << 21
@@ -24,35 +25,51 @@ NAME_BYTES = 1 << 10
 DEPTH = 4  # of arrays in arrays
 
 
+# What the header calls the sizes of `config_sizes`, behind the name of the architecture.
+NAMES = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "vocab_size": "vocab_size",
+    "context_length": "max_position_embeddings",
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+}
+
+
 def check(file: Path) -> None:
-    """Raises BadInput unless all counts, lengths and offsets in the header of `file` lie within the file."""
-    _Header(file)
-
-
-def check_weights(file: Path, config: Any) -> None:
-    """Raises BadInput when `file`, whose header was checked, has other layers than its config says: the library would
-    make the missing ones, with random numbers."""
-    blocks = {int(match[1]) for name in _Header(file).tensors if (match := re.match(r"blk\.(\d{1,9})\.", name))}
-    if blocks != set(range(config.num_hidden_layers)):
-        raise BadInput(
-            f"base: {file}: says that it has {config.num_hidden_layers} layers, but holds tensors of {len(blocks)}"
-        )
+    """Raises BadInput unless all counts, lengths and offsets in the header of `file` lie within the file, its sizes are
+    those of a model, and it has tensors for as many layers as it says: the library would make the missing ones, with
+    random numbers."""
+    header = _Header(file)
+    numbers = {key.partition(".")[2]: value for key, value in header.numbers.items()}
+    check_sizes({size: numbers.get(name) for name, size in NAMES.items()}, f"base: {file}")
+    blocks = {int(match[1]) for name in header.tensors if (match := re.match(r"blk\.(\d{1,9})\.", name))}
+    if "block_count" in numbers and blocks != set(range(numbers["block_count"])):
+        what = f"says that it has {numbers['block_count']} layers, but holds tensors of {len(blocks)}"
+        raise BadInput(f"base: {file}: {what}")
 
 
 class _Header:
-    """tensors: the names of the tensors."""
+    """tensors: the names of the tensors. numbers: the fields that are whole numbers."""
 
     def __init__(self, path: Path):
-        self.path, self.tensors, self.alignment, self.items, self.at = path, set[str](), 32, 0, 0
+        self.path, self.items, self.at = path, 0, 0
+        self.tensors: set[str] = set()
+        self.numbers: dict[str, int] = {}
         with open_input(path) as file:
             self.size = file.seek(0, 2)
             if not self.size:
                 raise self._broken("it is empty")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as self.data:
                 ends = self._entries()
-        if self.alignment <= 0 or self.alignment & (self.alignment - 1):
-            raise self._broken(f"general.alignment is {self.alignment}, no power of two")
-        begin = self.at + -self.at % self.alignment
+        alignment = self.numbers.get("general.alignment", 32)
+        if alignment <= 0 or alignment & (alignment - 1):
+            raise self._broken(f"general.alignment is {alignment}, no power of two")
+        begin = self.at + -self.at % alignment
         if ends and begin + max(ends) > self.size:
             raise self._broken(f"its tensors would end at byte {begin + max(ends):,}, but it has {self.size:,}")
 
@@ -65,8 +82,8 @@ class _Header:
         for _ in range(self._count(fields, 12, "fields")):
             key = self._string("a field's name")
             value = self._value(self._number("I"), key, 0)
-            if key == "general.alignment" and isinstance(value, int):
-                self.alignment = value
+            if value is not None:
+                self.numbers[key] = value
         if self._count(tensors, 24, "tensors") > TENSORS:
             raise self._broken(f"it has more than {TENSORS:,} tensors")
         return [self._tensor() for _ in range(tensors)]
@@ -90,7 +107,7 @@ class _Header:
         return offset + -(-elements // block) * nbytes
 
     def _value(self, kind: int, key: str, depth: int) -> int | None:
-        """Reads one value; returns it when it is a whole number without a sign."""
+        """Reads one value; returns it when it is a whole number."""
         if kind == STRING:
             self._skip(self._number("Q"), key)
             return None
@@ -100,7 +117,9 @@ class _Header:
         if kind not in SCALARS:
             raise self._broken(f"field {key} is of type {kind}, which there is not")
         data = self._take(SCALARS[kind])
-        return int.from_bytes(data, "little" if self.order == "<" else "big") if kind in (0, 2, 4, 10) else None
+        if kind not in WHOLE:
+            return None
+        return int.from_bytes(data, "little" if self.order == "<" else "big", signed=WHOLE[kind])
 
     def _array(self, key: str, depth: int) -> None:
         if depth == DEPTH:

@@ -353,6 +353,16 @@ GGUFS = [
     ),
     case("alignment", "no power of two", gguf(string(b"general.alignment") + struct.pack("<II", 4, 3), counts=(0, 1))),
     case(
+        "ten million layers",
+        "num_hidden_layers should be from 1 to 1,024",
+        gguf(string(b"llama.block_count") + struct.pack("<II", 4, 10**7), counts=(0, 1)),
+    ),
+    case(
+        "layers without tensors",
+        "says that it has 9 layers, but holds tensors of 0",
+        gguf(string(b"llama.block_count") + struct.pack("<II", 4, 9), counts=(0, 1)),
+    ),
+    case(
         "version 9",
         "cannot be read as a GGUF model",
         after(wrote("x.gguf", b"GGUF" + struct.pack("<IQQ", 9, 0, 0)), lambda w: w.run("base=x.gguf")),
