@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
 import statistics
 import subprocess
 import time
@@ -73,7 +74,7 @@ class Side(NamedTuple):
 def parse_lengths(text: str) -> list[int]:
     """`1024,4096` as numbers, ascending. Raises BadInput."""
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) for word in words):
+    if not all(re.fullmatch("[0-9]{1,8}", word) and int(word) for word in words):
         raise BadInput(f"--lengths: {text!r} is no list of prompt lengths; give tokens, such as 1024,4096")
     return sorted({int(word) for word in words})
 

@@ -20,8 +20,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from liger_convert.errors import BadInput, first_line
+from liger_convert import gguf_header, tokenizer
+from liger_convert.config_sizes import SIZES, check_sizes
+from liger_convert.errors import BadInput, first_line, refusing
 from liger_convert.files import atomic_dir, read_json
+from liger_convert.inputs import require_file, size
 from liger_convert.progress import console
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -60,6 +63,8 @@ COMPANIONS = (
     "LICENSE*",
     "NOTICE*",
 )
+JSON_COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json")
+COMPANION_BYTES = 128 << 20  # the largest tokenizer.json of a published model has some 40 MB
 ALLOW_PICKLE = "base_options.allow_pickle: true (--allow-pickle)"
 TRUST_CODE = "base_options.trust_remote_code: true (--trust-remote-code)"
 
@@ -87,6 +92,8 @@ def resolve_base(
         return made if made.exists() else _from_gguf(path, made)
     if not (path / "config.json").is_file():
         raise BadInput(f"base: {path}: is neither a .gguf file nor a model folder with its config.json")
+    check_files(path)
+    load_config(path, trust_remote_code)
     if any((path / name).exists() for name in (PICKLE, PICKLE_INDEX)) and not any(path.glob("*.safetensors")):
         if not allow_pickle:
             raise BadInput(_pickled(path))
@@ -102,14 +109,20 @@ def base_config(source: str, *, revision: str | None = None, trust_remote_code: 
     if not _is_gguf(path):
         return load_config(path, trust_remote_code)
     with _gguf_errors(path):
+        gguf_header.check(path)
         return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
 
 
 def locate_base(source: str) -> Path | None:
     """The file or folder on this machine that `source` names, None for a hub id. Raises BadInput when it is neither."""
-    path = _package_file(source) if source.startswith("package:") else Path(source).expanduser()
-    if path.exists():
-        return path
+    try:
+        path = _package_file(source) if source.startswith("package:") else Path(source).expanduser()
+        if path.exists():
+            return path
+    except (OSError, RuntimeError) as error:  # a name too long; the home of nobody
+        raise BadInput(
+            f"base: {source[:200]}: cannot be looked up ({getattr(error, 'strerror', None) or error})"
+        ) from None
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) or source.endswith(".gguf"):
         raise BadInput(f"base: {source}: there is no such file or folder")
     return None
@@ -155,10 +168,8 @@ def _gguf_errors(file: Path) -> Iterator[None]:
     """Whatever the libraries raise over a missing package, a broken file or an unsupported model becomes a sentence."""
     if importlib.util.find_spec("gguf") is None:
         raise BadInput(f"base: {file}: reading it needs more packages: pip install 'liger-convert[gguf]'")
-    try:
+    with refusing(f"base: {file}: cannot be read as a GGUF model"):
         yield
-    except Exception as error:
-        raise BadInput(f"base: {file}: cannot be read as a GGUF model: {first_line(error)}") from error
 
 
 def _from_gguf(file: Path, out: Path) -> Path:
@@ -169,6 +180,7 @@ def _from_gguf(file: Path, out: Path) -> Path:
     with _gguf_errors(file):
         from gguf import GGUFReader
 
+        gguf_header.check(file)  # before anything of the sizes that it names is made
         vocabulary = GGUFReader(file).get_field("tokenizer.ggml.pre")
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         options: dict[str, Any] = {"gguf_file": file.name, "dtype": torch.float32, "ignore_mismatched_sizes": True}
@@ -347,7 +359,8 @@ def read_header(file: Path, any_dtype: bool = False) -> list[TensorInfo]:
 
 
 def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
-    """The folder's transformers config. Raises BadInput when it is missing, broken, or needs untrusted code."""
+    """The folder's transformers config. Raises BadInput when it is missing, broken, or needs untrusted code, and for
+    sizes that no model has."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
     path = Path(folder) / "config.json"
@@ -356,10 +369,24 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
         raise BadInput(f"{path}: names no model_type, so nobody can tell which family this is")
     if "auto_map" in raw and model_type not in CONFIG_MAPPING and not trust_remote_code:
         raise BadInput(f"{path}: model_type {model_type!r} brings its own code; if you trust it, set {TRUST_CODE}")
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # whatever a broken config makes the library raise
-        raise BadInput(f"{path}: transformers cannot use it: {first_line(error)}") from error
+    check_sizes(raw, str(path))  # before the library, which makes lists of so many layers
+    with refusing(f"{path}: transformers cannot use it"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    check_sizes({name: getattr(config, name, None) for name in SIZES}, str(path))
+    return config
+
+
+def check_files(folder: Path) -> None:
+    """Raises BadInput for what the libraries would read in this folder and should not: what is no file (a pipe is read
+    for ever), what is larger than any such file, and JSON that is none."""
+    for pattern in (*COMPANIONS, "*.json", "*.safetensors"):
+        for path in sorted(Path(folder).glob(pattern)):
+            found = require_file(path)
+            if path.suffix != ".safetensors" and found.st_size > COMPANION_BYTES:
+                raise BadInput(f"{path}: is too large; a file of this kind has at most {size(COMPANION_BYTES)}")
+    for name in JSON_COMPANIONS:
+        if (Path(folder) / name).exists():
+            read_json(Path(folder) / name)
 
 
 def require_tokenizer(folder: Path) -> None:
@@ -369,11 +396,11 @@ def require_tokenizer(folder: Path) -> None:
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
-    """The folder's tokenizer. Raises BadInput when it is missing or broken."""
-    from transformers import AutoTokenizer
-
+    """The folder's tokenizer. Raises BadInput when it is missing or broken, or gives ids that the model beside it has
+    no embedding of."""
     require_tokenizer(folder)
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # whatever a broken tokenizer makes the libraries raise
-        raise BadInput(f"{folder}: its tokenizer cannot be used: {first_line(error)}") from error
+    check_files(folder)
+    vocabulary = None
+    if (Path(folder) / "config.json").exists():
+        vocabulary = getattr(load_config(folder, trust_remote_code), "vocab_size", None)
+    return tokenizer.load(folder, vocabulary, trust_remote_code)

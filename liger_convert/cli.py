@@ -37,11 +37,12 @@ app = typer.Typer(
 )
 USAGE_ERROR: type[Any] = typer.BadParameter.__bases__[0]  # which typer itself does not name in public
 INTERRUPTED = 130
+MAX_SEED = 2**31 - 1  # as in a recipe
 PIPELINE, MEASURE, REFERENCE = "From a base to a linearized model", "Measure and try", "What there is"
 
 
 def _recipe_file(path: Path | None) -> Path | None:
-    if path is None or path.suffix or path.exists():
+    if path is None or path.suffix or os.path.exists(path):
         return path
     from liger_convert.resources import recipe_path
 
@@ -71,8 +72,8 @@ TextFile = Annotated[str, typer.Option(help="Held-out text: a .txt or .jsonl fil
 DataDir = Annotated[
     Path | None, typer.Option(help="Folder of JSONL files for the tasks; without it they come from the hub.")
 ]
-Limit = Annotated[int | None, typer.Option(help="Rows of each task.", show_default="all", min=1)]
-BatchSize = Annotated[int, typer.Option(help="Rows at a time.", min=1)]
+Limit = Annotated[int | None, typer.Option(help="Rows of each task.", show_default="all", min=1, max=10**9)]
+BatchSize = Annotated[int, typer.Option(help="Rows at a time.", min=1, max=10**5)]
 Precision = Annotated[str, typer.Option(help="auto (bfloat16 where it is fast), float32 or bfloat16.")]
 Device = Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu, cuda or cuda:1.")]
 TrustCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
@@ -154,7 +155,7 @@ def rank(
     recipe: RecipeFile = None,
     base: Base = None,
     keep: Annotated[
-        int | None, typer.Option(help="How many layers stay softmax.", show_default="recipe's", min=1)
+        int | None, typer.Option(help="How many layers stay softmax.", show_default="recipe's", min=1, max=10**4)
     ] = None,
     set_: Overrides = None,
     as_json: Json = False,
@@ -192,7 +193,7 @@ def convert(
         typer.Option("--set", metavar="OPTION=VALUE", help="A further option of the mixer; repeatable."),
     ] = None,
     dtype: Dtype = "auto",
-    seed: Annotated[int, typer.Option(help="Of the new parameters.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the new parameters.", min=0, max=MAX_SEED)] = 0,
     revision: Annotated[str | None, typer.Option(help="Of a hub id.")] = None,
     trust_remote_code: TrustCode = False,
     allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Read weights that can run code.")] = False,
@@ -230,9 +231,9 @@ def calibrate(
     text: Annotated[
         str, typer.Option(help="What to fit on: a .txt or .jsonl file, or pydoc, as in eval.", show_default=False)
     ],
-    tokens: Annotated[int, typer.Option(help="How much of the text is read.", min=1)] = 8192,
-    seq_len: Annotated[int, typer.Option(help="Tokens of a row.", min=2)] = 1024,
-    seed: Annotated[int, typer.Option(help="Of the order of the documents.")] = 0,
+    tokens: Annotated[int, typer.Option(help="How much of the text is read.", min=1, max=10**9)] = 8192,
+    seq_len: Annotated[int, typer.Option(help="Tokens of a row.", min=2, max=10**8)] = 1024,
+    seed: Annotated[int, typer.Option(help="Of the order of the documents.", min=0, max=MAX_SEED)] = 0,
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
@@ -385,7 +386,9 @@ def diagnose(
     data: DataDir = None,
     limit: Limit = None,
     batch_size: BatchSize = 4,
-    processes: Annotated[int, typer.Option(min=1, help="Models measured at once, on as many GPUs as there are.")] = 1,
+    processes: Annotated[
+        int, typer.Option(min=1, max=1024, help="Models measured at once, on as many GPUs as there are.")
+    ] = 1,
     device: Device = "auto",
     precision: Precision = "auto",
     as_json: Json = False,
@@ -419,10 +422,10 @@ def diagnose(
 def generate(
     model: Source,
     prompt: Annotated[str, typer.Option(help="What to say, by its chat template if it has one.", show_default=False)],
-    max_new_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.", min=1)] = 256,
+    max_new_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.", min=1, max=10**8)] = 256,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.", min=0)] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample among the likeliest of this probability.", min=0, max=1)] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the sampling.", min=0, max=MAX_SEED)] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt without the chat template.")] = False,
     device: Device = "auto",
 ) -> None:
@@ -448,8 +451,8 @@ def bench(
     ],
     lengths: Annotated[str, typer.Option(help="Tokens of the prompts.")] = "1024,4096",
     batch_size: BatchSize = 1,
-    decode_steps: Annotated[int, typer.Option(help="Tokens written after each prompt.", min=1)] = 64,
-    repeats: Annotated[int, typer.Option(help="Prompts of each length; the times are medians.", min=1)] = 5,
+    decode_steps: Annotated[int, typer.Option(help="Tokens written after each prompt.", min=1, max=10**8)] = 64,
+    repeats: Annotated[int, typer.Option(help="Prompts of each length; the times are medians.", min=1, max=10**6)] = 5,
     mixer: Annotated[
         str | None, typer.Option(help="Of a shape, in every layer; see `linearize mixers`.", show_default="gla")
     ] = None,
@@ -498,9 +501,9 @@ def bench(
 
 @app.command(rich_help_panel=REFERENCE)
 def mixers(
-    heads: Annotated[int, typer.Option(help="Query heads of a layer.", min=1)] = 32,
-    kv_heads: Annotated[int, typer.Option(help="Its key-value heads.", min=1)] = 8,
-    head_size: Annotated[int, typer.Option(help="The size of a head.", min=1)] = 128,
+    heads: Annotated[int, typer.Option(help="Query heads of a layer.", min=1, max=1 << 14)] = 32,
+    kv_heads: Annotated[int, typer.Option(help="Its key-value heads.", min=1, max=1 << 14)] = 8,
+    head_size: Annotated[int, typer.Option(help="The size of a head.", min=1, max=1 << 14)] = 128,
     as_json: Json = False,
 ) -> None:
     """List what can replace attention: gate, recurrence and its fast paths, state of one layer, options.

@@ -15,20 +15,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from liger_convert.errors import BadInput
+from liger_convert import templates
+from liger_convert.errors import BadInput, refusing
 from liger_convert.progress import Report
 from liger_convert.recipe import AnySource, TeacherSource
 from liger_convert.sources import Row, rows
+from liger_convert.tokenizer import check_ids
 
 IGNORED = -100  # the label that cross-entropy leaves out
 
 # Of the rows that repeat themselves, those that repeat random tokens: these can be told from memory alone, while a
 # stretch of text is half guessed from the words around.
 RANDOM_REPEATS = 0.3
+
+ORDERS = 16  # epochs whose order is kept: rows are read one after the other, random repetitions from all of them
 
 # Stanford Alpaca's layout, for tokenizers without a chat template.
 ALPACA_TEMPLATE = (
@@ -63,8 +66,9 @@ class Documents:
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """A text before it is tokenised. spans: character ranges that are learned, None for all of it."""
+    """A text before it is tokenised. where: its row. spans: character ranges that are learned, None for all of it."""
 
+    where: str
     text: str
     spans: list[tuple[int, int]] | None
     key: str
@@ -151,12 +155,12 @@ def _documents(
 
 
 def _text(source: Any, row: Row, tokenizer: Any, template: str) -> _Text | None:
-    """What a row says; None when it says nothing."""
+    """What a row says; None when it says nothing. Raises BadInput for a row that cannot be used."""
     if not isinstance(row.value, dict):
         raise BadInput(f"{row.where}: is a JSON {type(row.value).__name__}; a row is an object with named fields")
     if source.format == "text":
         text = _field(row, getattr(source, "field", None) or "text")
-        return _Text(text, None, row.key or text) if text.strip() else None
+        return _Text(row.where, text, None, row.key or text) if text.strip() else None
     if source.format == "alpaca":
         messages = _alpaca(row, headed=template is ALPACA_TEMPLATE)
     else:
@@ -165,11 +169,11 @@ def _text(source: Any, row: Row, tokenizer: Any, template: str) -> _Text | None:
         return None
     try:
         text, spans = _render(messages, tokenizer, template)
-    except TemplateError as error:
-        raise BadInput(f"{row.where}: the chat template refuses these messages ({error})") from None
+    except BadInput as error:
+        raise BadInput(f"{row.where}: {error}") from None
     if not spans:
         raise BadInput(f"{row.where}: the chat template does not let its responses be told from what precedes them")
-    return _Text(text, spans, row.key or text)
+    return _Text(row.where, text, spans, row.key or text)
 
 
 def _field(row: Row, name: str, default: str | None = None) -> str:
@@ -206,14 +210,14 @@ def _render(messages: list[dict[str, str]], tokenizer: Any, template: str) -> tu
     """The conversation as text and the character ranges of its responses. A turn that the template writes differently
     once others follow (some drop earlier reasoning) is context only."""
 
-    def render(upto: int, **kwargs: Any) -> str:
-        return tokenizer.apply_chat_template(messages[:upto], chat_template=template, tokenize=False, **kwargs)
+    def render(upto: int, ask: bool = False) -> str:
+        return templates.render(tokenizer, messages[:upto], template, ask=ask)
 
     text = render(len(messages))
     spans = []
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
-            asked, answered = render(i, add_generation_prompt=True), render(i + 1)
+            asked, answered = render(i, ask=True), render(i + 1)
             if text.startswith(answered) and answered.startswith(asked):
                 spans.append((len(asked), len(answered.rstrip())))
     return text, spans
@@ -223,16 +227,18 @@ def _tokenize(texts: Sequence[_Text], tokenizer: Any, special: bool) -> Iterator
     if not texts:
         return
     spans = any(text.spans is not None for text in texts)
-    encoded = tokenizer(
-        [text.text for text in texts],
-        add_special_tokens=special,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        return_offsets_mapping=spans,
-        verbose=False,
-    )
+    with refusing(f"{texts[0].where} to {texts[-1].where}: the tokenizer fails on these texts"):
+        encoded = tokenizer(
+            [text.text for text in texts],
+            add_special_tokens=special,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            return_offsets_mapping=spans,
+            verbose=False,
+        )
     for i, text in enumerate(texts):
         ids_N = np.array(encoded["input_ids"][i], np.int32)
+        check_ids(tokenizer, ids_N, text.where)
         loss_N = np.full(len(ids_N), text.spans is None)
         if text.spans is not None:
             start_N, end_N = np.array(encoded["offset_mapping"][i]).reshape(-1, 2).T
@@ -249,7 +255,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     An item is {"input_ids", "position_ids", "labels"}, int64 [T]: positions restart at 0 with each segment, which is
     what keeps documents apart in attention; the label of a segment's first token, which nothing in the segment
     precedes, is -100, and with `responses_only` so is that of every token outside a document's `loss` mask.
-    Nothing is copied before an item is asked for: the data set holds the order of the documents and their ends.
+    Nothing is copied before an item is asked for: the data set holds the documents, and their order in some epochs.
 
     With `joined` a row is one segment, whatever it is made of: what a memory still holds after thousands of tokens is
     learned in long segments, and most documents are short.
@@ -265,7 +271,6 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     def __init__(
         self,
         documents: Sequence[Document],
-        order: np.ndarray,
         seq_len: int,
         rows: int,
         responses_only: bool,
@@ -275,8 +280,9 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         batch_size: int,
         seed: int,
     ):
-        self.documents, self.order = documents, order
-        self.ends = np.cumsum([len(documents[i].ids) for i in order])
+        self.documents = documents
+        self.tokens = sum(len(document.ids) for document in documents)
+        self._orders: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.seq_len, self.rows, self.responses_only = seq_len, rows, responses_only
         self.repeats, self.joined, self.seed = repeats, joined, seed
         self.batch_size = batch_size
@@ -308,10 +314,15 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         """Ids, positions and labels of the tokens from `at` on, of all in the documents' order, as one row."""
         input_ids_T, position_ids_T, labels_T = (np.empty(length, np.int64) for _ in range(3))
         filled = 0
-        which = int(np.searchsorted(self.ends, at, side="right"))
+        epoch, inside = divmod(at, self.tokens)
+        order, ends = self._epoch(epoch)
+        which = int(np.searchsorted(ends, inside, side="right"))
         while filled < length:
-            document = self.documents[self.order[which]]
-            begin = at + filled - int(self.ends[which]) + len(document.ids)
+            if which == len(order):
+                epoch, which = epoch + 1, 0
+                order, ends = self._epoch(epoch)
+            document = self.documents[order[which]]
+            begin = at + filled - epoch * self.tokens - int(ends[which]) + len(document.ids)
             ids_N = document.ids[begin : begin + length - filled]
             segment = slice(filled, filled + len(ids_N))
             input_ids_T[segment] = labels_T[segment] = ids_N
@@ -336,16 +347,30 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         # of the tokens outside both stretches, so many stand before the first one, and so many before the second
         first, second = np.sort(rng.choice(T - 2 * length + 2, 2, replace=False)) - (0, 1)
         if rng.random() < RANDOM_REPEATS:
-            at_N = rng.integers(self.ends[-1], size=length)  # of all tokens in the documents' order
-            which_N = np.searchsorted(self.ends, at_N, side="right")
-            random_N = [self.documents[self.order[w]].ids[at - self.ends[w]] for w, at in zip(which_N, at_N)]
-            ids_T[first : first + length] = random_N
+            at_N = rng.integers(math.ceil(self.epochs) * self.tokens, size=length)  # of all tokens of all epochs
+            ids_T[first : first + length] = [self._token(int(at)) for at in at_N]
         ids_T[second + length : second + 2 * length] = ids_T[first : first + length]
+
+    def _token(self, at: int) -> int:
+        epoch, inside = divmod(at, self.tokens)
+        order, ends = self._epoch(epoch)
+        which = int(np.searchsorted(ends, inside, side="right"))
+        return self.documents[order[which]].ids[inside - ends[which]]
+
+    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The order of the documents in an epoch, and where each of them ends in it. Drawn when it is needed: a budget
+        of tokens may be any number of times the text."""
+        if epoch not in self._orders:
+            if len(self._orders) == ORDERS:
+                del self._orders[next(iter(self._orders))]
+            order = np.random.default_rng((self.seed, epoch)).permutation(len(self.documents))
+            self._orders[epoch] = order, np.cumsum([len(self.documents[i].ids) for i in order])
+        return self._orders[epoch]
 
     @property
     def epochs(self) -> float:
         """How many times the documents are gone through."""
-        return self.rows * self.seq_len / sum(len(document.ids) for document in self.documents)
+        return self.rows * self.seq_len / self.tokens
 
 
 def pack(
@@ -371,11 +396,7 @@ def pack(
     rows = (total if tokens is None else tokens) // seq_len
     if not total or not rows:
         raise BadInput(f"data: {total if tokens is None else tokens} tokens do not fill one row of {seq_len} (seq_len)")
-    epochs = math.ceil(rows * seq_len / total)
-    order = [np.random.default_rng((seed, epoch)).permutation(len(documents)) for epoch in range(epochs)]
-    return PackedDataset(
-        documents, np.concatenate(order), seq_len, rows, responses_only, repeats, joined, shorter, batch_size, seed
-    )
+    return PackedDataset(documents, seq_len, rows, responses_only, repeats, joined, shorter, batch_size, seed)
 
 
 def collate(items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class LinearizeError(Exception):
@@ -16,6 +17,20 @@ class BadInput(LinearizeError):
     """What the user gave cannot be used; the message says what is wrong, where, and what is right. Exit code 2."""
 
     exit_code = 2
+
+
+@contextlib.contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Whatever a library raises over what a user gave becomes BadInput: `what`, and the library's first line. That is
+    also a panic of a Rust library, which is no Exception."""
+    try:
+        yield
+    except LinearizeError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise BadInput(f"{what}: {first_line(error)}") from error
 
 
 def first_line(error: BaseException) -> str:

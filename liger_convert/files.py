@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import re
 import secrets
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_convert.errors import BadInput, LinearizeError
+from liger_convert.inputs import JSON_BYTES, parse_json, read_text
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
@@ -149,10 +149,8 @@ def atomic_write(path: Path | str, data: bytes | str) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises BadInput when the file is missing, is not JSON or holds something else."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise BadInput(f"{path}: there is no such file") from None
-    except (ValueError, OSError) as error:
+        data = parse_json(read_text(path, JSON_BYTES))
+    except ValueError as error:
         raise BadInput(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(data, dict):
         raise BadInput(f"{path}: must hold a JSON object, not a {type(data).__name__}")

@@ -10,8 +10,13 @@ import torch
 from transformers import TextStreamer
 
 from liger_convert.device import compute_dtype
-from liger_convert.errors import BadInput
+from liger_convert.errors import BadInput, refusing
+from liger_convert.inputs import is_text
 from liger_convert.loading import load_pretrained
+from liger_convert.templates import render
+from liger_convert.tokenizer import check_ids
+
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3  # as in a recipe
 
 
 def load_model(folder: Path, device: torch.device, precision: str = "auto", *, trust_remote_code: bool = False) -> Any:
@@ -45,6 +50,10 @@ def generate(
     Greedy at temperature 0, else sampled. `write` gets the text in pieces while it is made; the pieces joined are the
     result. The memory a linearized model takes does not grow with the text. Raises BadInput for an empty prompt.
     """
+    if temperature and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        raise BadInput(f"temperature: should be 0, or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}, not {temperature:g}")
+    if not 0 < top_p <= 1:
+        raise BadInput(f"top_p: should be above 0 and at most 1, not {top_p:g}")
     streamer = _Streamer(tokenizer, write) if write is not None else None
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {}
     torch.manual_seed(seed)
@@ -91,8 +100,12 @@ def encode(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
     for an empty prompt, and whatever a template raises."""
     if not prompt.strip():
         raise BadInput("the prompt is empty; give the model something to continue")
-    if not (chat and tokenizer.chat_template):
-        return tokenizer(prompt)["input_ids"]
-    turn = [{"role": "user", "content": prompt}]
-    text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    if not is_text(prompt):
+        raise BadInput("the prompt holds bytes that are not UTF-8 text")
+    text, template = prompt, tokenizer.chat_template if chat else None
+    if template:
+        text = render(tokenizer, [{"role": "user", "content": prompt}], template, ask=True)
+    with refusing("the tokenizer fails on this prompt"):
+        ids = tokenizer(text, add_special_tokens=not template)["input_ids"]
+    check_ids(tokenizer, ids, "the prompt")
+    return ids

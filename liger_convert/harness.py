@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import io
 import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -26,6 +28,7 @@ from lm_eval.tasks import TaskManager
 from liger_convert.device import autocast
 from liger_convert.errors import BadInput, LinearizeError, first_line
 from liger_convert.files import scratch_folder
+from liger_convert.inputs import require_file
 from liger_convert.measures import Measurement, measurement, target_losses
 from liger_convert.progress import Report
 from liger_convert.sources import file_rows
@@ -51,6 +54,9 @@ CONTAINS = {
     "niah_s1_2048": ("{{input}}", "\n\n"),
     "niah_s2_2048": ("{{input}}", "\n\n"),
 }
+WHERE = "_where"  # the column that says which file and line a row is from
+_first_rows: ContextVar[int | None] = ContextVar("how many rows of a test split are read, where not all", default=None)
+_sound: set[tuple[Any, ...]] = set()  # what `check_rows` found nothing wrong with
 BOOTSTRAP = 1000  # resamples for the standard error of a metric that has no formula for it
 
 
@@ -100,15 +106,13 @@ def rehearse_tasks(
 
 
 def _check_labels(task: Task, part: Any) -> None:
-    """Raises BadInput for labels that name no choice; -1 marks those of a test split that is not published."""
-    if part.OUTPUT_TYPE != "multiple_choice":
+    """Raises BadInput for a label that names no choice, in data of the hub as in local rows, see `check_rows`."""
+    if part.OUTPUT_TYPE != "multiple_choice" or part.multiple_input:
         return
     for instance in part.instances:
-        label, row = part.doc_to_target(instance.doc), instance.doc_id + 1
-        if type(label) is int and label < 0:
-            raise BadInput(f"task {task.name}: the label of row {row} is {label}, so its answer is hidden")
-        if type(label) is int and label >= (choices := len(part.doc_to_choice(instance.doc))):
-            raise BadInput(f"task {task.name}: the label of row {row} is {label}, but it has {choices} choices from 0")
+        problem = _label_problem(part.doc_to_target(instance.doc), part.doc_to_choice(instance.doc))
+        if problem is not None:
+            raise BadInput(f"task {task.name}: row {instance.doc_id + 1}: {problem}")
 
 
 def _evaluated(
@@ -186,14 +190,16 @@ def local_splits(files: dict[str, str], subject: str | None, **_: Any) -> dict[s
     """What a task gets for its data set: the rows of local files, by split; with `subject` those of that one."""
     splits = {}
     for split, file in files.items():
-        rows = _rows(Path(file), os.stat(file).st_mtime_ns)
+        rows = _rows(Path(file), require_file(file).st_mtime_ns)
+        if split == "test":
+            rows = rows[: _first_rows.get()]
         if subject is not None:
             rows = [row for row in rows if row.get("subject") == subject]
             if not rows:
                 raise BadInput(f"{file}: has no rows with subject {subject!r}")
         try:
             splits[split] = datasets.Dataset.from_list(rows)
-        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, OverflowError) as error:
             raise BadInput(f"{file}: a field has different types in different rows ({first_line(error)})") from None
     return splits
 
@@ -204,10 +210,61 @@ def _rows(path: Path, _modified: int) -> list[dict[str, Any]]:
     for row in file_rows(path):
         if not isinstance(row.value, dict):
             raise BadInput(f"{row.where}: is a JSON {type(row.value).__name__}; a row is an object with named fields")
-        if rows and row.value.keys() != rows[0].keys():
-            raise BadInput(f"{row.where}: has the fields {', '.join(row.value)}; row 1 has {', '.join(rows[0])}")
-        rows.append(row.value)
+        if rows and {*row.value, WHERE} != rows[0].keys():
+            first = ", ".join(name for name in rows[0] if name != WHERE)
+            raise BadInput(f"{row.where}: has the fields {', '.join(row.value)}; row 1 has {first}")
+        rows.append(row.value | {WHERE: row.where})
     return rows
+
+
+def check_rows(tasks: Sequence[Task], data_dir: Path) -> None:
+    """Raises BadInput, naming file and line, for a row in `data_dir` that does not fit its task. Needs no model, so it
+    can stop long work before it begins; what it found sound it does not look at again until a file changes."""
+
+    def state(task: Task) -> tuple[Any, ...]:
+        files = local_files(task, data_dir).values()
+        return task.name, task.shots, *((file, os.stat(file).st_mtime_ns) for file in files)
+
+    if new := [task for task in tasks if state(task) not in _sound]:
+        with scratch_folder() as folder, _quiet():
+            manager = _task_manager(new, data_dir, folder)
+            for task in new:
+                for part in _load(manager, task, data_dir)["tasks"].values():
+                    _check_docs(task, part)
+                _sound.add(state(task))
+
+
+def _check_docs(task: Task, part: Any) -> None:
+    """Raises BadInput for a row of which lm-eval cannot make a question with an answer: test sets are published with
+    the label -1 or an empty one, and the harness would count such a row as answered wrongly."""
+    for split in ["test", *(["fewshot"] if task.shots else [])]:
+        for number, doc in enumerate(part.dataset[split], 1):
+            try:
+                part.doc_to_text(doc)
+                target = part.doc_to_target(doc)
+                chooses = part.OUTPUT_TYPE == "multiple_choice" and not part.multiple_input
+                problem = _label_problem(target, part.doc_to_choice(doc)) if chooses else None
+            except Exception as error:  # whatever a prompt makes of a field that is missing or of another type
+                problem = f"{type(error).__name__}: {first_line(error)}"
+            if problem is None and task.name in CONTAINS:
+                problem = _answers_problem(doc["answers"])
+            if problem is not None:
+                where = doc.get(WHERE) or f"row {number} of split {split}"
+                raise BadInput(f"{where}: does not fit task {task.name}: {problem}")
+
+
+def _label_problem(target: Any, choices: Sequence[str]) -> str | None:
+    for label in target if isinstance(target, list) else [target]:
+        there = label in choices if isinstance(label, str) else type(label) is int and 0 <= label < len(choices)
+        if not there:
+            return f"its label is {label!r}, none of its {len(choices)} choices; labels of test sets are often hidden"
+    return None
+
+
+def _answers_problem(answers: Any) -> str | None:
+    if isinstance(answers, list) and answers and all(isinstance(answer, str) for answer in answers):
+        return None
+    return "`answers` should be a list of texts"
 
 
 def contains(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
@@ -231,8 +288,12 @@ def _load(manager: TaskManager, task: Task, data_dir: Path | None) -> Any:
     except BadInput:
         raise
     except Exception as error:  # whatever the hub, or rows that lack what the prompt names, make the libraries raise
-        why = "its rows do not fit the task" if data_dir else "its data cannot be had from the hub (or give --data DIR)"
-        raise BadInput(f"task {task.name}: {why}: {type(error).__name__}: {first_line(error)}") from error
+        why = f"{type(error).__name__}: {first_line(error)}"
+        if data_dir is None:
+            what = "its data cannot be had from the hub (or give --data DIR)"
+            raise BadInput(f"task {task.name}: {what}: {why}") from error
+        row = _first_bad_row(manager, task, data_dir)
+        raise BadInput(f"{row}: does not fit task {task.name}: {why}") from error
     metrics = {metric for part in loaded["tasks"].values() for metric in part.aggregation()}
     for metric in task.metrics:
         if metric not in metrics:
@@ -244,6 +305,26 @@ def _load(manager: TaskManager, task: Task, data_dir: Path | None) -> Any:
         part.set_config(key="num_fewshot", value=task.shots)
         part.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
     return loaded
+
+
+def _first_bad_row(manager: TaskManager, task: Task, data_dir: Path) -> str:
+    """File and line of the first row with which lm-eval cannot load the task, which itself says nothing of it: the last
+    of the fewest rows that fail."""
+    file = local_files(task, data_dir)["test"]
+    rows = _rows(file, os.stat(file).st_mtime_ns)
+
+    def fails(count: int) -> bool:
+        _first_rows.set(count)
+        try:
+            manager.load(task.name)
+        except Exception:
+            return True
+        finally:
+            _first_rows.set(None)
+        return False
+
+    few = bisect.bisect_left(range(1, len(rows)), True, key=fails)
+    return rows[few][WHERE] if task.name != "mmlu" else str(file)  # whose rows are spread over many tasks
 
 
 def _flatten(task: Task, results: Mapping[str, Any]) -> dict[str, Measurement]:

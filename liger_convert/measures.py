@@ -104,7 +104,8 @@ def repetitions(tokenizer: Any, documents: Sequence[Document], measure: CopyMeas
     """
     prefix, length = _prefix(tokenizer), measure.length
     if measure.tokens == "uniform":
-        ordinary = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
+        size = getattr(tokenizer, "embeddings", math.inf)  # see tokenizer.load
+        ordinary = sorted({i for i in tokenizer.get_vocab().values() if i < size} - set(tokenizer.all_special_ids))
         x_NT = np.random.default_rng(0).choice(ordinary, (measure.draws, length))
     else:
         stream = _stream(documents, prefix)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from transformers import GenerationConfig
 from liger_convert import disk
 from liger_convert.data import Documents
 from liger_convert.errors import BadInput, first_line
+from liger_convert.files import scratch_folder
 from liger_convert.generate import continuations, encode
 from liger_convert.mixers import MIXERS, SOFTMAX
 from liger_convert.mixers.window import Window
@@ -124,7 +124,7 @@ def check_generation(
     def attempt(generation_config: GenerationConfig) -> Exception | None:
         model.generation_config = generation_config
         try:
-            with tempfile.TemporaryDirectory() as folder:
+            with scratch_folder() as folder:
                 generation_config.save_pretrained(folder)  # as each stage and the merge do with the model
             continuations(model, tokenizer, prompts[:1], TOKENS)
         except Exception as error:  # whatever generation makes of settings that it cannot use

@@ -59,10 +59,36 @@ def plain_name(text: str) -> str:
 
 # of a recipe, a source or a mixer: folders of a run are called after some of them
 Name = Annotated[str, AfterValidator(_plain_name)]
-Count = Annotated[int, BeforeValidator(_whole), Field(gt=0)]
-Index = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if value == 0 or 1e-3 <= abs(value) < 1e15 else f"{value:g}"
+
+
+def between(low: float, high: float) -> AfterValidator:
+    """Bounds of a number, both allowed, with a sentence that names them."""
+
+    def check(value: float) -> float:
+        if not low <= value <= high:
+            refuse("", f"should be from {_number(low)} to {_number(high)}, not {_number(value)}")
+        return value
+
+    return AfterValidator(check)
+
+
+# The upper bounds stand well above all that is trained, so that a slip of the keyboard is told from a large number:
+# models are trained on up to 4e13 tokens, in contexts of up to 1e7, and batches of some thousand rows. What a machine
+# has no room for is the plan's to say.
+Count = Annotated[int, BeforeValidator(_whole), between(1, 10**9)]
+Index = Annotated[int, between(0, 10**9)]
+Tokens = Annotated[int, BeforeValidator(_whole), between(1, 10**15)]
+Length = Annotated[int, BeforeValidator(_whole), between(2, 10**8)]  # of a row, a document, a window
+Rows = Annotated[int, BeforeValidator(_whole), between(1, 10**5)]  # that are worked on at once
+Processes = Annotated[int, BeforeValidator(_whole), between(1, 1024)]
+Seed = Annotated[int, between(0, 2**31 - 1)]  # a stage adds its number; numpy takes less than 2**32
+Rate = Annotated[float, between(1e-12, 10)]  # Adam's steps are as large as the rate, weights some hundredths
+Temperature = Annotated[float, between(1e-3, 1e3)]  # of softmax
+Weight = Annotated[float, between(0, 1e6)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -78,14 +104,31 @@ class BaseOptions(Strict):
     allow_pickle: bool = False
 
 
+# Of a mixer's codes, slots, sinks, states, …: each takes memory in every layer, and the most in use are some hundred.
+OPTION_SIZE = 1 << 16
+
+
+def _bound_options(options: dict[str, Any], path: str) -> None:
+    for name, value in options.items():
+        if isinstance(value, dict):
+            _bound_options(value, f"{path}{name}.")
+        elif isinstance(value, int | float) and not -OPTION_SIZE <= value <= OPTION_SIZE:
+            refuse(f"{path}{name}", f"should be from {-OPTION_SIZE:,} to {OPTION_SIZE:,}, not {_number(value)}")
+
+
 class MixerSpec(Strict):
     """A mixer as written; its further options and all defaults belong to the mixer (`mixers.resolve_spec`)."""
 
     model_config = ConfigDict(extra="allow")
 
     type: str
-    window: Annotated[int, BeforeValidator(_whole), Field(ge=0)] | None = None
-    sinks: Index | None = None
+    window: Annotated[int, BeforeValidator(_whole), between(0, 10**8)] | None = None
+    sinks: Annotated[int, between(0, OPTION_SIZE)] | None = None
+
+    @model_validator(mode="after")
+    def _bounded(self) -> MixerSpec:
+        _bound_options(self.model_extra or {}, "")
+        return self
 
     def to_dict(self) -> dict[str, Any]:
         """Only what was written, ready for `mixers.resolve_spec`."""
@@ -104,7 +147,7 @@ class LayerChoice(Strict):
     """Exactly one of: every n-th layer stays softmax, these become linear, these stay softmax, so many, or such a share
     of all, stay softmax and a measurement chooses which (`liger_convert.rank`), these names over and over."""
 
-    softmax_every: Annotated[int, Field(ge=2)] | None = None
+    softmax_every: Annotated[int, between(2, 10**4)] | None = None
     linear: Annotated[list[Index], Field(min_length=1)] | None = None
     softmax: list[Index] | None = None
     softmax_auto: Annotated[int | float | None, BeforeValidator(_layers_kept)] = None
@@ -222,11 +265,11 @@ class TeacherSource(DataSource):
     """
 
     source: Literal["teacher"] = "teacher"
-    tokens: Count
-    document_tokens: Annotated[Count, Field(ge=2)] = 512
-    temperature: Positive = 1.0
+    tokens: Tokens
+    document_tokens: Length = 512
+    temperature: Temperature = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    batch_size: Count = 16
+    batch_size: Rows = 16
     prompt: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
 
     @property
@@ -263,19 +306,19 @@ AnySource = Annotated[PydocSource | FileSource | HubSource | TeacherSource, Fiel
 class Rates(Strict):
     """Peak learning rate of each parameter group; a group without one is frozen."""
 
-    mixer: Positive | None = None
-    attention: Positive | None = None
-    body: Positive | None = None
-    embeddings: Positive | None = None
-    lora: Positive | None = None
+    mixer: Rate | None = None
+    attention: Rate | None = None
+    body: Rate | None = None
+    embeddings: Rate | None = None
+    lora: Rate | None = None
 
     def trained(self) -> dict[str, float]:
         return {name: rate for name, rate in self.model_dump().items() if rate is not None}
 
 
 class Lora(Strict):
-    rank: Count = 8
-    alpha: Positive = 16.0
+    rank: Annotated[int, BeforeValidator(_whole), between(1, 1 << 16)] = 8  # no projection has a larger rank
+    alpha: Annotated[float, between(1e-6, 1e6)] = 16.0
     dropout: Fraction = 0.0
     targets: Annotated[Literal["attention"] | list[str], BeforeValidator(_lora_targets)] = "attention"
 
@@ -283,7 +326,7 @@ class Lora(Strict):
 class Shorter(Strict):
     """Shorter rows of a stage, and in which share of its micro-batches rows are cut into such."""
 
-    seq_len: Annotated[Count, Field(ge=2)]
+    seq_len: Length
     share: Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -300,16 +343,16 @@ class Stage(Strict):
 
     kind: str
     data: str
-    tokens: Count
-    seq_len: Annotated[Count, Field(ge=2)] = 512
-    batch_size: Count = 4
-    grad_accumulation: Count = 1
+    tokens: Tokens
+    seq_len: Length = 512
+    batch_size: Rows = 4
+    grad_accumulation: Rows = 1
     rates: Rates
     lora: Lora | None = None
     warmup: Fraction = 0.05
     schedule: Literal["cosine", "constant", "linear"] = "cosine"
-    weight_decay: NonNegative = 0.0
-    clip: Positive = 1.0
+    weight_decay: Annotated[float, between(0, 100)] = 0.0
+    clip: Annotated[float, between(1e-9, 1e12)] = 1.0  # large: none
     save_every: Count = 50
     gradient_checkpointing: bool = False
     compile: bool = True
@@ -376,9 +419,9 @@ class DistillStage(Stage):
     """The model learns the base's next-token distribution: KL to its logits, and optionally cross-entropy."""
 
     kind: Literal["distill"] = "distill"
-    kl_weight: NonNegative = 1.0
-    ce_weight: NonNegative = 0.0
-    temperature: Positive = 1.0
+    kl_weight: Weight = 1.0
+    ce_weight: Weight = 0.0
+    temperature: Temperature = 1.0
 
     @model_validator(mode="after")
     def _weighted(self) -> DistillStage:
@@ -415,8 +458,8 @@ class Eval(Strict):
     data: str | None = None
     limit: Count | None = None
     text: str | None = None
-    batch_size: Count = 4
-    processes: Count = 1
+    batch_size: Rows = 4
+    processes: Processes = 1
 
 
 class Recipe(Strict):
@@ -430,7 +473,7 @@ class Recipe(Strict):
     export: Export = Export()
     device: str = "auto"
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    seed: Index = 0
+    seed: Seed = 0
     data: dict[Name, AnySource] = {}
     stages: list[AnyStage] = []
     eval: Eval = Eval()

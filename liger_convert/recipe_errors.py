@@ -10,6 +10,8 @@ from pydantic import BaseModel, ValidationError
 
 from liger_convert.errors import nearest
 
+LONGEST = 200  # characters of a value that a sentence repeats
+
 
 def unknown(name: object, names: Iterable[str], what: str) -> str:
     """`'txt' is not a source; did you mean 'text'?`, or the list of what there is."""
@@ -64,7 +66,8 @@ _PLAIN = {
 
 
 def _yaml(value: object) -> str:
-    return json.dumps(value, default=str)
+    text = json.dumps(value, default=str)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
 
 
 def _wrong_key(loc: tuple[int | str, ...], models: list[type[BaseModel]], top: type[BaseModel]) -> str:

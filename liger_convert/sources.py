@@ -6,7 +6,10 @@ A row is a JSON value with a name for error messages. What its columns mean (tex
 from __future__ import annotations
 
 import ast
+import codecs
+import contextlib
 import gzip
+import io
 import json
 import lzma
 import re
@@ -16,13 +19,22 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from liger_convert.errors import BadInput
+from liger_convert import inputs
+from liger_convert.errors import BadInput, first_line
+from liger_convert.json_list import JsonList
 from liger_convert.recipe import FileSource, HubSource, PydocSource
 
 SUFFIXES = (".jsonl", ".json", ".txt")
 OPENERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open}
+
+ROW_BYTES = 64 << 20  # the text of a context of ten million tokens has 45 MB
+BLOCK = 1 << 20
+# Text packs to a quarter or a tenth, sentences over and over to a hundredth and less; zeros to a seven-thousandth.
+# A file may unpack to PACKED_BYTES in any case, so that small sets of such sentences are read.
+PACKED_RATIO = 100
+PACKED_BYTES = 32 << 20
 
 # An answer about a long topic ends at a paragraph before this length, so that a question and its answer fit in a row.
 ANSWER_CHARS = 2000
@@ -51,19 +63,13 @@ def rows(source: PydocSource | FileSource | HubSource, *, validation: bool = Fal
 def file_rows(path: Path) -> Iterator[Row]:
     """The rows of a .jsonl, .json or .txt file (a .txt is one row), plain or compressed with .xz or .gz.
 
-    Raises BadInput naming the file, and the line where there is one.
+    Read as they are asked for; no row has more than ROW_BYTES. Raises BadInput naming the file, and the line where
+    there is one.
     """
-    found: Iterator[Row]
     kind = Path(path.stem if path.suffix in OPENERS else path.name).suffix
     if kind not in SUFFIXES:
         raise BadInput(f"{path}: a data file ends in {', '.join(SUFFIXES)}, each also with .xz or .gz")
-    if kind == ".jsonl":
-        lines = ((number, line.rstrip()) for number, line in _lines(path))
-        found = (Row(f"{path} line {number}", _json(path, line, number)) for number, line in lines if line)
-    elif text := "".join(line for _, line in _lines(path)).strip():
-        found = iter([Row(str(path), {"text": text})]) if kind == ".txt" else _json_list(path, text)
-    else:
-        found = iter(())
+    found = {".jsonl": _json_lines, ".json": _json_items, ".txt": _whole}[kind](path)
     first = next(found, None)
     if first is None:
         raise BadInput(f"{path}: is empty")
@@ -71,32 +77,111 @@ def file_rows(path: Path) -> Iterator[Row]:
     yield from found
 
 
+def _json_lines(path: Path) -> Iterator[Row]:
+    for number, line in _lines(path):
+        if text := line.strip():
+            where = f"{path} line {number}"
+            try:
+                yield Row(where, inputs.parse_json(text))
+            except json.JSONDecodeError as error:
+                raise BadInput(f"{where}: is not JSON ({error.msg} at column {error.colno})") from None
+            except ValueError as error:
+                raise BadInput(f"{where}: cannot be used: {error}") from None
+
+
+def _json_items(path: Path) -> Iterator[Row]:
+    with _opened(path) as stream:
+        decode = codecs.getincrementaldecoder("utf-8-sig")().decode
+
+        def read(count: int) -> str:
+            try:
+                with _readable(path):
+                    while data := stream.read(max(count, BLOCK)):
+                        if text := decode(data):  # none where all there is is a part of a character
+                            return text
+                return decode(b"", final=True)
+            except UnicodeDecodeError as error:
+                raise BadInput(f"{path}: is not UTF-8 text ({error.reason})") from None
+
+        for number, value in enumerate(JsonList(path, read, ROW_BYTES).items(), 1):
+            yield Row(f"{path} row {number}", value)
+
+
+def _whole(path: Path) -> Iterator[Row]:
+    parts, total = [], 0
+    for _, line in _lines(path):
+        parts.append(line)
+        total += len(line)
+        if total > ROW_BYTES:
+            what = f"is longer than {inputs.size(ROW_BYTES)}, the most that one text may have"
+            raise BadInput(f'{path}: {what}; make it a .jsonl with one {{"text": …}} a line')
+    if text := "".join(parts).strip():
+        yield Row(str(path), {"text": text})
+
+
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(number, text) of each line."""
     number = 0
+    with _opened(path) as stream, _readable(path):
+        while line := stream.readline(ROW_BYTES + 1):
+            number += 1
+            where = f"{path} line {number}"
+            if len(line) > ROW_BYTES:
+                raise BadInput(
+                    f"{where}: is longer than {inputs.size(ROW_BYTES)}, the most that one row may have; split it"
+                )
+            if b"\0" in line:
+                raise BadInput(f"{where}: is not UTF-8 text (it holds a NUL, as UTF-16 does)")
+            try:
+                text = line.decode("utf-8-sig")
+            except UnicodeDecodeError as error:
+                raise BadInput(f"{where}: is not UTF-8 text ({error.reason})") from None
+            yield number, text
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    with inputs.open_input(path) as raw:
+        if path.suffix not in OPENERS:
+            yield raw
+            return
+        # a packed file's beginning is unpacked once before anything is done with it: to parse what a small file unpacks
+        # to can take hours
+        with _readable(path), _Unpacked(path, raw) as stream:
+            while stream.tell() <= PACKED_BYTES and stream.read(BLOCK):
+                pass
+        raw.seek(0)
+        with io.BufferedReader(_Unpacked(path, raw), BLOCK) as buffered:
+            yield buffered
+
+
+class _Unpacked(io.RawIOBase):
+    """What a compressed file unpacks to, as long as that is not too much for its size."""
+
+    def __init__(self, path: Path, raw: BinaryIO):
+        self.path, self.raw, self.stream = path, raw, OPENERS[path.suffix](raw)
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.stream.tell()
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.stream.read1(len(buffer))
+        buffer[: len(data)] = data
+        if self.tell() > max(PACKED_BYTES, PACKED_RATIO * self.raw.tell()):
+            times = f"more than {PACKED_RATIO} times its size, which text hardly does"
+            raise BadInput(f"{self.path}: unpacks to {times}; unpack it yourself if you trust it, and give that file")
+        return len(data)
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
     try:
-        with OPENERS.get(path.suffix, open)(path, "rb") as stream:
-            for number, line in enumerate(stream, 1):
-                yield number, line.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise BadInput(f"{path} line {number}: is not UTF-8 text ({error.reason})") from None
+        yield
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise BadInput(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
-
-
-def _json(path: Path, text: str, line: int = 1) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        at = f"{path} line {line + error.lineno - 1}"
-        hint = "; a file with one object per line is named .jsonl" if error.msg == "Extra data" else ""
-        raise BadInput(f"{at}: is not JSON ({error.msg} at column {error.colno}){hint}") from None
-
-
-def _json_list(path: Path, text: str) -> Iterator[Row]:
-    values = _json(path, text)
-    if not isinstance(values, list):
-        raise BadInput(f"{path}: holds one JSON {type(values).__name__}; a .json data file is a list of objects")
-    return (Row(f"{path} row {number}", value) for number, value in enumerate(values, 1))
 
 
 def hub_rows(source: HubSource, split: str) -> Iterator[Row]:
@@ -107,7 +192,7 @@ def hub_rows(source: HubSource, split: str) -> Iterator[Row]:
     try:
         dataset = datasets.load_dataset(source.id, source.name, split=split, revision=source.revision)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise BadInput(f"{where}, split {split}: cannot be loaded ({str(error).splitlines()[0]})") from None
+        raise BadInput(f"{where}, split {split}: cannot be loaded ({first_line(error)})") from None
     for number, value in enumerate(dataset):
         yield Row(f"{where}, split {split}, row {number}", value)
 

@@ -10,15 +10,18 @@ from pydantic import Field, ValidationError, model_validator
 
 from liger_convert import recipe_errors, resources, yamlfile
 from liger_convert.errors import BadInput
-from liger_convert.recipe import Count, Index, Strict, refuse
+from liger_convert.recipe import Count, Length, Strict, between, refuse
+
+Draws = Annotated[int, between(1, 10**6)]
+MOST_TOKENS = 10**9  # of one measure: they are in memory all at once
 
 
 class TextMeasure(Strict):
     """Perplexity of held-out text, reported as `<name>_ppl` and `<name>_byte_ppl`; see `measures.text_perplexity`."""
 
     name: str = "text"
-    window: Annotated[Count, Field(ge=2)] = 1024
-    windows: Count = 64
+    window: Length = 1024
+    windows: Draws = 64
     score_from: Count = 1
 
     @property
@@ -36,20 +39,26 @@ class CopyMeasure(Strict):
     """Loss on a repetition, reported as `copy_nll_<length>`, of random tokens as `copy_uniform_nll_<length>`; see
     `measures.copy_loss`."""
 
-    length: Annotated[Count, Field(ge=2)] = 256
-    draws: Count = 64
+    length: Length = 256
+    draws: Draws = 64
     tokens: Literal["text", "uniform"] = "text"
 
     @property
     def metrics(self) -> list[str]:
         return [f"copy{'_uniform' * (self.tokens == 'uniform')}_nll_{self.length}"]
 
+    @model_validator(mode="after")
+    def _in_memory(self) -> CopyMeasure:
+        if self.draws * self.length > MOST_TOKENS:
+            refuse("draws", f"{self.draws:,} draws of {self.length:,} tokens are more than {MOST_TOKENS:,} tokens")
+        return self
+
 
 class Task(Strict):
     """A task of lm-eval, or one of ours; `metrics` of it become `<name>/<metric>`. limit: documents at most."""
 
     name: str
-    shots: Index = 0
+    shots: Annotated[int, between(0, 1000)] = 0
     metrics: Annotated[list[str], Field(min_length=1)]
     limit: Count | None = None
     needs_data: bool = False  # left out when no local data is given
@@ -144,7 +153,11 @@ def local_files(task: Task, data_dir: Path) -> dict[str, Path]:
 
 
 def check_data(suite: Suite, data_dir: Path | None) -> None:
-    """Raises BadInput unless every task of `suite` finds its local files: cheap, for use before long work."""
-    if data_dir is not None:
+    """Raises BadInput unless every task of `suite` finds its local files and all their rows fit it: for use before long
+    work."""
+    if data_dir is not None and suite.tasks:
         for task in suite.tasks:
             local_files(task, data_dir)
+        from liger_convert.harness import check_rows  # lm-eval takes seconds to import
+
+        check_rows(suite.tasks, data_dir)

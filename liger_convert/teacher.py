@@ -17,10 +17,11 @@ from transformers import GenerationConfig
 
 from liger_convert.checksums import read_checked, write_checked
 from liger_convert.device import compute_dtype
-from liger_convert.errors import BadInput
+from liger_convert.errors import BadInput, refusing
 from liger_convert.files import disk_errors
 from liger_convert.progress import Report, console
 from liger_convert.recipe import TeacherSource
+from liger_convert.tokenizer import check_ids
 from liger_convert.training.stage import load_base
 
 FILE = "tokens.u32"
@@ -36,8 +37,10 @@ def encode_prompts(source: TeacherSource, tokenizer: Any) -> list[list[int]]:
                 "data: the tokenizer has no special token to begin a document with; give `prompt` some texts"
             )
         return [special[:1]]
-    found = tokenizer(source.prompt)["input_ids"]
+    with refusing("data: the tokenizer fails on a prompt"):
+        found = tokenizer(source.prompt)["input_ids"]
     for text, ids in zip(source.prompt, found):
+        check_ids(tokenizer, ids, f"data: the prompt {text!r}")
         if not 0 < len(ids) < source.document_tokens:
             room = f"of a document of {source.document_tokens} (document_tokens)"
             raise BadInput(f"data: the prompt {text!r} takes {len(ids)} tokens {room}; it should leave room behind it")

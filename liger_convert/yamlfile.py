@@ -10,30 +10,95 @@ from typing import Any
 
 import yaml
 
+from liger_convert import inputs
 from liger_convert.errors import BadInput
+
+# PyYAML takes about 0.1 ms for a value, so these bounds are seconds; no shipped recipe has 300 values.
+MAX_BYTES = 1 << 20
+MAX_VALUES = 20_000
+MAX_DEPTH = 50
+MAX_DIGITS = 100  # of a number; no field of a recipe or a suite takes one of 20
 
 
 def read(path: Path | str) -> str:
     """The text of a file. Raises BadInput when there is none to read."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise BadInput(f"{path}: there is no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path}: cannot be read as text: {error}") from None
+    return inputs.read_text(path, MAX_BYTES)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without its two classic traps: a repeated key is an error, and 1e-4 is a number."""
+    """YAML without its traps: a repeated key is an error, 1e-4 is a number, aliases cannot make a small file a large
+    one, and a value that cannot be made ends in an error that knows its line."""
+
+    values = depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.values, self.depth = self.values + 1, self.depth + 1
+        mark = self.peek_event().start_mark
+        _bound(self.values, mark)
+        if self.depth > MAX_DEPTH:
+            raise _problem("it is nested too deeply", mark)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None:
+            _expanded(node, {})
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        kind = node.tag.rpartition(":")[2]
+        if kind in ("int", "float") and len(node.value) > MAX_DIGITS:
+            raise _problem(f"a number of {len(node.value):,} digits", node.start_mark)
+        try:
+            value = super().construct_object(node, deep)
+        except yaml.YAMLError:
+            raise
+        except Exception:  # a month 13, a !!int of letters, …: each tag's own maker raises what it happens to
+            raise _problem(f"this is no {kind}", node.start_mark) from None
+        if isinstance(value, str) and not inputs.is_text(value):
+            raise _problem("half of a surrogate pair, which is no character", node.start_mark)
+        return value
+
+
+def _problem(what: str, mark: yaml.Mark) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(None, None, what, mark)
+
+
+def _bound(values: int, mark: yaml.Mark) -> None:
+    if values > MAX_VALUES:
+        raise _problem(f"more than {MAX_VALUES:,} values, each counted as often as aliases repeat it", mark)
+
+
+def _expanded(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
+    """How many values a node stands for, with those behind its aliases. known: of the nodes that were counted; 0 for
+    one that is being counted, which only an alias inside its own value meets."""
+    if node in known:
+        if not known[node]:
+            raise _problem("an alias of the value that it stands in", node.start_mark)
+        return known[node]
+    known[node] = 0
+    parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+    total = 1 + (0 if isinstance(node, yaml.ScalarNode) else sum(_expanded(part, known) for part in parts))
+    _bound(total, node.start_mark)
+    known[node] = total
+    return total
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict:
     seen: set[str] = set()
     for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise _problem("a key that is a list or a mapping; keys are plain words", key.start_mark)
         if key.value in seen:
-            raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} appears twice", key.start_mark)
+            raise _problem(f"the key {key.value!r} appears twice", key.start_mark)
         seen.add(key.value)
-    return loader.construct_mapping(node, deep=True)
+    made = loader.construct_mapping(node, deep=True)
+    for key in made:
+        if not isinstance(key, str):
+            raise _problem(f"the key {key!r} is no word; put it in quotes", node.start_mark)
+    return made
 
 
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
@@ -79,9 +144,9 @@ def _assign(data: Any, keys: Sequence[str | int], value: Any, flag: str) -> Any:
 
 def override(data: Any, assignment: str) -> Any:
     """`data` with the assignment `a.b[0].c=value` (the value in YAML) carried out; raises BadInput."""
-    flag = f"--set {assignment}"
+    flag = f"--set {assignment}" if len(assignment) <= 200 else f"--set {assignment[:200]}…"
     path, equals, value = assignment.partition("=")
-    keys: list[str | int] = [int(key) if key.isdigit() else key for key in re.findall(r"\w[\w-]*", path)]
-    if not equals or not re.fullmatch(r"[A-Za-z_][\w-]*(\[\d+\])*(\.[A-Za-z_][\w-]*(\[\d+\])*)*", path):
+    if not equals or not re.fullmatch(r"[A-Za-z_][\w-]*(\[[0-9]{1,9}\])*(\.[A-Za-z_][\w-]*(\[[0-9]{1,9}\])*)*", path):
         raise BadInput(f"{flag}: write it as field=value, for example stages[0].tokens=20000")
+    keys: list[str | int] = [int(key) if re.fullmatch("[0-9]+", key) else key for key in re.findall(r"\w[\w-]*", path)]
     return _assign(data, keys, parse(value, flag), flag)

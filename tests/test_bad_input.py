@@ -361,7 +361,7 @@ COMMANDS = [
         lambda w: w.calibrate("--base", str(w.folder / "linearized")),
     ),
     case("calibrate to no base", "no such file or folder", lambda w: w.calibrate("--base", "/nowhere/at/all")),
-    case("calibrate on no text", "no.txt: cannot be read", lambda w: w.calibrate("--text", "no.txt")),
+    case("calibrate on no text", "no.txt: there is no such file", lambda w: w.calibrate("--text", "no.txt")),
     case(
         "calibrate on too little text",
         "--text text.jsonl: holds 1350 tokens, but --tokens asks for 8192",

@@ -160,7 +160,7 @@ def test_a_file_that_shrinks_after_it_was_opened_is_noticed(tmp_path):
         ("{}", "names no model_type"),
         ('{"model_type": "unheard_of"}', "transformers cannot use it.*unheard_of"),
         ('{"model_type": "unheard_of", "auto_map": {"AutoConfig": "x.X"}}', "brings its own code.*trust_remote_code"),
-        ('{"model_type": "llama", "hidden_size": "wide"}', "transformers cannot use it"),
+        ('{"model_type": "llama", "hidden_size": "wide"}', "hidden_size should be a whole number"),
     ],
     ids=["missing", "no JSON", "no type", "unknown type", "own code", "wrong field"],
 )

@@ -159,10 +159,10 @@ def test_bad_rows_are_named_with_file_and_line(
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"gone\.jsonl: cannot be read \(No such file"):
+    with pytest.raises(BadInput, match=r"gone\.jsonl: there is no such file"):
         load(tmp_path / "gone.jsonl")
     (tmp_path / "folder.txt").mkdir()
-    with pytest.raises(BadInput, match=r"folder\.txt: cannot be read \(Is a directory"):
+    with pytest.raises(BadInput, match=r"folder\.txt: is a folder, not a file"):
         load(tmp_path / "folder.txt")
 
 

@@ -167,7 +167,7 @@ def test_fields_that_contradict_each_other_are_refused(override, says):
         ("data.own={source: teacher, tokens: 1e6, prompt: []}", "data.own.prompt: list should have at least 1 item"),
         ("data.own={source: teacher, tokens: 1e6, prompt: A}", "data.own.prompt: should be a list"),
         ("version=2", "version: should be 1, not 2"),
-        ("mixer.window=-1", "mixer.window: should be greater than or equal to 0, not -1"),
+        ("mixer.window=-1", "mixer.window: should be from 0 to 100,000,000, not -1"),
         ("base_options.revision=12", "base_options.revision: should be a string, not 12"),
     ],
 )
