@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -57,6 +58,7 @@ CONTAINS = {
 WHERE = "_where"  # the column that says which file and line a row is from
 _first_rows: ContextVar[int | None] = ContextVar("how many rows of a test split are read, where not all", default=None)
 _sound: set[tuple[Any, ...]] = set()  # what `check_rows` found nothing wrong with
+REHEARSED = 32  # rows of a task that show whether it runs; all rows of a large one take minutes
 BOOTSTRAP = 1000  # resamples for the standard error of a metric that has no formula for it
 
 
@@ -85,12 +87,14 @@ def run_tasks(
 def rehearse_tasks(
     tasks: Sequence[Task], *, data_dir: Path | None, limit: int | None, positions: int | None, report: Report
 ) -> None:
-    """Everything that `run_tasks` does but asking a model, whose answers are made up: so what is wrong with a task, its
-    data or its metrics is told before a training and not after it. positions: the tokens that the model will take.
-    Raises BadInput."""
+    """What `run_tasks` does but asking a model, whose answers are made up, on the first REHEARSED rows of each task: so
+    what is wrong with a task, its data or its metrics is told before a training and not after it. Labels are looked at
+    in all rows. positions: the tokens that the model will take. Raises BadInput."""
     for done, task in enumerate(tasks, 1):
+        rows = limit or task.limit
         try:
-            ((_, loaded, results),) = _evaluated(_Nobody(), [task], data_dir, limit, 0)
+            few = REHEARSED if rows is None else min(rows, REHEARSED)
+            ((_, loaded, results),) = _evaluated(_Nobody(), [task], data_dir, few, 0)
         except LinearizeError:
             raise
         except Exception as error:  # whatever rows that do not fit make lm-eval raise
@@ -98,21 +102,20 @@ def rehearse_tasks(
             raise BadInput(f"task {task.name}: {why}") from error
         _flatten(task, results)
         for part in loaded["tasks"].values():
-            _check_labels(task, part)
+            _check_labels(task, part, rows)
             room = (part.config.generation_kwargs or {}).get("max_gen_toks", 0)
             if positions is not None and room >= positions:
                 raise BadInput(f"task {task.name}: answers take {room} tokens, and the base takes {positions} in all")
         report(done, len(tasks), task.name)
 
 
-def _check_labels(task: Task, part: Any) -> None:
+def _check_labels(task: Task, part: Any, rows: int | None) -> None:
     """Raises BadInput for a label that names no choice, in data of the hub as in local rows, see `check_rows`."""
     if part.OUTPUT_TYPE != "multiple_choice" or part.multiple_input:
         return
-    for instance in part.instances:
-        problem = _label_problem(part.doc_to_target(instance.doc), part.doc_to_choice(instance.doc))
-        if problem is not None:
-            raise BadInput(f"task {task.name}: row {instance.doc_id + 1}: {problem}")
+    for number, doc in enumerate(islice(part.eval_docs, rows), 1):
+        if (problem := _label_problem(part.doc_to_target(doc), part.doc_to_choice(doc))) is not None:
+            raise BadInput(f"task {task.name}: row {number}: {problem}")
 
 
 def _evaluated(

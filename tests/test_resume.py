@@ -5,33 +5,20 @@ import shutil
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
+from runs import SUITE, write_home
 from safetensors.torch import load_file
 from stages import make_stage, train
-from tiny import save_tiny_base
 
 from liger_convert import checksums, cli, interrupts, run
 from liger_convert.checksums import sha256_file
 
-STAGE = {"data": "text", "tokens": 6 * 64, "seq_len": 32, "batch_size": 2, "save_every": 2}
-RECIPE = {
-    "version": 1,
-    "name": "tiny",
-    "base": "base",
-    "mixer": {"type": "gla", "window": 8, "sinks": 2},
-    "layers": "LNL",
-    "device": "cpu",
-    "precision": "float32",
-    "data": {"text": {"source": "file", "path": "text.jsonl"}, "late": {"source": "file", "path": "late.jsonl"}},
-    "stages": [
-        STAGE | {"kind": "align", "rates": {"mixer": 1e-2}},
-        STAGE | {"kind": "finetune", "data": "late", "loss_on": "all", "rates": {"mixer": 1e-3}},
-    ],
-    "eval": {"suite": "suite.yaml"},
-}
-SUITE = "description: tiny\ncopying: [{length: 8, draws: 2, tokens: uniform}]\n"
+STAGES: list[dict[str, Any]] = [
+    {"kind": "align", "rates": {"mixer": 1e-2}, "save_every": 2},
+    {"kind": "finetune", "data": "late", "loss_on": "all", "rates": {"mixer": 1e-3}, "save_every": 2},
+]
 
 
 def flip_bit(path: Path) -> None:
@@ -44,12 +31,7 @@ def flip_bit(path: Path) -> None:
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("home")
-    save_tiny_base("llama", folder / "base")
-    rows = [{"text": f"{i} bottles of beer on the wall, {i} bottles of beer."} for i in range(40)]
-    for name in ("text.jsonl", "late.jsonl"):
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "suite.yaml").write_text(SUITE)
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    write_home(folder, STAGES)
     return folder
 
 

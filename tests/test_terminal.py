@@ -8,32 +8,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
-from tiny import save_tiny_base
+from runs import SUITE, weights, write_home
 
 from liger_convert import cli, interrupts
-from liger_convert.checksums import sha256_file
 
 LINEARIZE = str(Path(sys.executable).with_name("linearize"))
-STAGE = {"data": "text", "tokens": 6 * 64, "seq_len": 32, "batch_size": 2, "save_every": 4}
-RECIPE = {
-    "version": 1,
-    "name": "tiny",
-    "base": "base",
-    "mixer": {"type": "gla", "window": 8, "sinks": 2},
-    "layers": "LNL",
-    "device": "cpu",
-    "precision": "float32",
-    "data": {"text": {"source": "file", "path": "text.jsonl"}},
-    "stages": [
-        STAGE | {"kind": "align", "rates": {"mixer": 1e-2}},
-        STAGE | {"kind": "finetune", "loss_on": "all", "rates": {"mixer": 1e-3, "lora": 1e-2}, "lora": {}},
-    ],
-    "eval": {"suite": "suite.yaml"},
-}
-SUITE = "description: tiny\ncopying: [{length: 8, draws: 2, tokens: uniform}]\n"
+STAGES: list[dict[str, Any]] = [
+    {"kind": "align", "rates": {"mixer": 1e-2}, "save_every": 4},
+    {"kind": "finetune", "loss_on": "all", "rates": {"mixer": 1e-3, "lora": 1e-2}, "lora": {}, "save_every": 4},
+]
 # Runs a command in which training says its step on stdout, and takes a while for it.
 SLOW = """
 import sys, time
@@ -52,11 +38,7 @@ sys.exit(cli.main(sys.argv[1:]))
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("home")
-    save_tiny_base("llama", folder / "base")
-    rows = [{"text": f"{i} bottles of beer on the wall, {i} bottles of beer."} for i in range(40)]
-    (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "suite.yaml").write_text(SUITE)
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    write_home(folder, STAGES)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         yield folder
@@ -66,10 +48,6 @@ def home(tmp_path_factory):
 def finished(home):
     assert cli.main(["run", "recipe.yaml", "--out", "finished"]) == 0
     return weights(home / "finished")
-
-
-def weights(run: Path) -> dict[str, str]:
-    return {path.name: sha256_file(path) for path in (run / "export").glob("*.safetensors")}
 
 
 def start(home: Path, *words: str, script: str = "", **options: object) -> subprocess.Popen:
