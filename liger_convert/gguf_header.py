@@ -16,7 +16,16 @@ from liger_convert.inputs import open_input
 MAGIC = b"GGUF"
 STRING, ARRAY = 8, 9
 SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value, by its type
-WHOLE = {0: False, 1: True, 2: False, 3: True, 4: False, 5: True, 10: False, 11: True}  # whether a type has a sign
+WHOLE = {
+    0: False,
+    1: True,
+    2: False,
+    3: True,
+    4: False,
+    5: True,
+    10: False,
+    11: True,
+}  # whether such a number has a sign, by its type
 # The library makes Python objects of every item: ten million take minutes and gigabytes. A vocabulary of 262,144
 # with its scores, types and merges has 1.3 million.
 ITEMS = 1 << 21
