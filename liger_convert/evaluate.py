@@ -12,7 +12,7 @@ from liger_convert.device import compute_dtype
 from liger_convert.errors import BadInput
 from liger_convert.measures import Measurement, copy_loss, text_perplexity
 from liger_convert.progress import Report
-from liger_convert.suites import Suite, check_data
+from liger_convert.suites import Suite, check_files
 
 
 def evaluate(
@@ -40,7 +40,7 @@ def evaluate(
     """
     if suite.needs_text and held_out is None:
         raise BadInput(f"suite {suite.name}: scores held-out text, and none is given")
-    check_data(suite, data_dir)
+    check_files(suite, data_dir)
     dtype = compute_dtype(model.device, precision)
     model.eval()
     documents = held_out or []

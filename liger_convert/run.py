@@ -486,7 +486,7 @@ def _check(recipe: Recipe) -> None:
     """What can be said of a recipe before anything is fetched or written. Raises BadInput."""
     pick_device(recipe.device)
     suite = suites.load(recipe.eval.suite)
-    suites.check_data(suite, Path(recipe.eval.data) if recipe.eval.data is not None else None)
+    suites.check_files(suite, Path(recipe.eval.data) if recipe.eval.data is not None else None)
     if suite.needs_text and recipe.eval.text is None:
         raise BadInput(
             f"eval.text: suite {suite.name} scores held-out text; name a source under `data:` that holds some out"

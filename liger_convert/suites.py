@@ -152,12 +152,18 @@ def local_files(task: Task, data_dir: Path) -> dict[str, Path]:
     return found
 
 
-def check_data(suite: Suite, data_dir: Path | None) -> None:
-    """Raises BadInput unless every task of `suite` finds its local files and all their rows fit it: for use before long
-    work."""
-    if data_dir is not None and suite.tasks:
+def check_files(suite: Suite, data_dir: Path | None) -> None:
+    """Raises BadInput unless every task of `suite` finds its local files: cheap."""
+    if data_dir is not None:
         for task in suite.tasks:
             local_files(task, data_dir)
+
+
+def check_data(suite: Suite, data_dir: Path | None) -> None:
+    """Raises BadInput unless every task of `suite` finds its local files and all their rows fit it: once, before long
+    work, as it takes as long as reading them."""
+    check_files(suite, data_dir)
+    if data_dir is not None and suite.tasks:
         from liger_convert.harness import check_rows  # lm-eval takes seconds to import
 
         check_rows(suite.tasks, data_dir)

@@ -34,7 +34,7 @@ def missing() -> str | None:
         has = "no version" if found is None else found[1]
         return f"{SOURCE} has the tests of {has}, but transformers {transformers.__version__} is installed"
     if find_spec("parameterized") is None:
-        return "transformers' own tests need the package parameterized; `make transformers-tests` installs it"
+        return "transformers' own tests need the package parameterized; `make install` installs it"
     return None
 
 

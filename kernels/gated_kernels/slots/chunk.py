@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gated_kernels.derivatives import differentiable_gradients
 from gated_kernels.diagonal.chunk import diagonal
+from gated_kernels.tracing import reads_no_values
 
 
 def slots(
@@ -55,7 +56,8 @@ def slots(
         # one more query a key-value head reads the column of masses
         asked = nnf.pad(q.unflatten(2, (G, -1)) * scale, (0, 1, 0, 1))
         asked = asked + nnf.pad(asked.new_ones(1, 1), (D, 0, H // G, 0))
-        read, keys = _Transposed.apply(asked.flatten(2, 3), k, w, log_a, keys, segment_BT, exclusive)
+        transposed = _by_token if reads_no_values(w) else _Transposed.apply
+        read, keys = transposed(asked.flatten(2, 3), k, w, log_a, keys, segment_BT, exclusive)
         logits, mass = read.unflatten(2, (G, -1)).split((H // G, 1), 3)
         empty = mass <= 0
         nothing = empty.all(-1, keepdim=True)
@@ -93,14 +95,14 @@ class _Transposed(torch.autograd.Function):
     def backward(ctx: Any, dread: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
         q, k, w, log_a, state, segment_BT = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return differentiable_gradients(_differentiable, (*ctx.saved_tensors, ctx.exclusive), (dread, dlast))
+            return differentiable_gradients(_by_token, (*ctx.saved_tensors, ctx.exclusive), (dread, dlast))
         with torch.autocast(q.device.type, enabled=False):
             o, last, (_, *leaves) = _run(dread, k, w, log_a, state, segment_BT, ctx.exclusive)
             dk, dw, dstate, *dlog_a = torch.autograd.grad((o, last), leaves, (q, dlast))
         return o.detach(), dk, dw, dlog_a[0] if dlog_a else None, dstate, None, None
 
 
-def _differentiable(
+def _by_token(
     q: Tensor,
     k: Tensor,
     w: Tensor,
@@ -109,10 +111,16 @@ def _differentiable(
     segment_BT: Tensor | None,
     exclusive: bool,
 ) -> tuple[Tensor, Tensor]:
-    """What `_Transposed` computes, differentiable any number of times."""
-    x = q.new_zeros(*q.shape[:3], w.shape[3], requires_grad=True)
-    o, _, last = diagonal(x, w, k, log_a, state_BGFV=state, segment_BT=segment_BT, exclusive=exclusive)
-    return torch.autograd.grad(o, x, q, create_graph=True)[0], last
+    """What `_Transposed` computes, token by token: slow, but a graph, and differentiable any number of times."""
+    reads = []
+    for t in range(k.shape[1]):
+        if segment_BT is not None and t:
+            state = state * (segment_BT[:, t] == segment_BT[:, t - 1])[:, None, None, None]
+        decayed = state if log_a is None else state * log_a[:, t, :, :, None].exp()
+        after = torch.addcmul(decayed, w[:, t, :, :, None], k[:, t, :, None])
+        reads.append((q[:, t].unflatten(1, (k.shape[2], -1)) @ (state if exclusive else after).mT).flatten(1, 2))
+        state = after
+    return torch.stack(reads, 1), state
 
 
 def _run(
