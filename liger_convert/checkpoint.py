@@ -61,10 +61,14 @@ COMPANIONS = (
     "chat_template*",
     "generation_config.json",
     "LICENSE*",
+    "LICENCE*",
+    "license*",
+    "COPYING*",
     "NOTICE*",
+    "USE_POLICY*",
 )
 JSON_COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json")
-COMPANION_BYTES = 128 << 20  # the largest tokenizer.json of a published model has some 40 MB
+COMPANION_BYTES = 64 << 20  # the largest tokenizer.json of a published model has some 40 MB
 ALLOW_PICKLE = "base_options.allow_pickle: true (--allow-pickle)"
 TRUST_CODE = "base_options.trust_remote_code: true (--trust-remote-code)"
 
@@ -85,7 +89,9 @@ def resolve_base(
     What is no such folder yet (a .gguf file, pickled weights) is turned into `workdir`/base, once. Raises BadInput with
     what would be right.
     """
-    wanted = [*COMPANIONS, "*.json", "*.safetensors"] + ["*.py"] * trust_remote_code + ["*.bin"] * allow_pickle
+    wanted = (
+        [*COMPANIONS, "README.md", "*.json", "*.safetensors"] + ["*.py"] * trust_remote_code + ["*.bin"] * allow_pickle
+    )
     path = locate_base(source) or _download(source, revision, wanted)
     made = Path(workdir) / "base"
     if _is_gguf(path):

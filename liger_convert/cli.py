@@ -22,7 +22,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from liger_convert import interrupts
-from liger_convert.errors import LinearizeError, first_line
+from liger_convert.errors import LinearizeError, first_line, is_panic
 from liger_convert.files import disk_errors
 from liger_convert.progress import console as stderr
 from liger_convert.progress import progress, quiet_libraries
@@ -581,7 +581,9 @@ def _command(words: list[str], debug: bool) -> int:
     except USAGE_ERROR as error:
         command = error.ctx.command_path if error.ctx else "linearize"
         return _fail(f"{error.format_message().rstrip('.')} (see {command} --help)", 2)
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         return _bug(error, debug)
 
 

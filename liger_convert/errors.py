@@ -28,9 +28,14 @@ def refusing(what: str) -> Iterator[None]:
     except LinearizeError:
         raise
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if not isinstance(error, Exception) and not is_panic(error):
             raise
         raise BadInput(f"{what}: {first_line(error)}") from error
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether a Rust library has panicked, which pyo3 tells by a BaseException of its own that cannot be imported."""
+    return type(error).__name__ == "PanicException"
 
 
 def first_line(error: BaseException) -> str:
