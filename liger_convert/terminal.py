@@ -39,6 +39,9 @@ class SafeStream:
     def _kept(self) -> Iterator[None]:
         try:
             yield
+        except ValueError:
+            if not self._stream.closed:  # a library's log handler may hold this stream longer than it lives
+                raise
         except OSError as error:
             if error.errno not in (errno.EPIPE, errno.EIO):  # the reader ended, the terminal was closed
                 self.error = error
