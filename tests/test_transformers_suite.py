@@ -34,13 +34,17 @@ OF_MODELS = {
     "test_generation_tester_mixin_inheritance": "asks for GenerationTesterMixin, which an sdist does not have",
 }
 STATE = "needs a cache of fixed size or a state that can be rolled back, which a recurrent state cannot"
+KEYS = "expects keys and values of every token in every layer of the cache"
 OF_GENERATION = {
     "test_generate_with_static_cache": STATE,
     "test_generate_from_inputs_embeds_with_static_cache": STATE,
     "test_generate_compile_model_forward_fullgraph": STATE,
     "test_generate_compilation_all_outputs": STATE,
     "test_static_cache_no_recompile_with_smaller_length": STATE,
-    "test_past_key_values_format": "expects keys and values of every token in every layer of the cache",
+    "test_past_key_values_format": KEYS,
+    "test_greedy_generate_dict_outputs_use_cache": KEYS,
+    "test_beam_search_generate_dict_outputs_use_cache": KEYS,
+    "test_inherits_generation_mixin": "looks among the direct bases; ours is made from a class that has it for a base",
     "test_custom_4d_attention_mask": "a recurrence takes padding masks, not masks of pairs of tokens",
 }
 LEFT_OUT = OF_MODELS if GENERATION_MIXIN is None else OF_MODELS | OF_GENERATION
