@@ -261,7 +261,7 @@ def evaluate_models(
     `text` is a file of held-out text, or `pydoc` for Python's documentation. Raises BadInput.
     """
     loaded, where = suites.load(suite), pick_device(device)
-    suites.check_data(loaded, data_dir)
+    suites.check_data(loaded, data_dir, limit)
     found: dict[str, Any] = {}
     with ExitStack() as stack:
         folders = {
@@ -304,7 +304,7 @@ def diagnose_model(
 ) -> dict[str, Any]:
     """`diagnose.diagnose` of the linearized model `model`, beside its `base` where that is given. Raises BadInput."""
     loaded, where = suites.load(suite), pick_device(device)
-    suites.check_data(loaded, data_dir)
+    suites.check_data(loaded, data_dir, limit)
     require_linearized(model)
     with local_model(base or str(model)) as folder, progress("diagnose") as report:
         check_folder(model)

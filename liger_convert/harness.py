@@ -220,28 +220,29 @@ def _rows(path: Path, _modified: int) -> list[dict[str, Any]]:
     return rows
 
 
-def check_rows(tasks: Sequence[Task], data_dir: Path) -> None:
-    """Raises BadInput, naming file and line, for a row in `data_dir` that does not fit its task. Needs no model, so it
-    can stop long work before it begins; what it found sound it does not look at again until a file changes."""
+def check_rows(tasks: Sequence[Task], data_dir: Path, limit: int | None) -> None:
+    """Raises BadInput, naming file and line, for a row in `data_dir` that does not fit its task, of those that will be
+    asked. Needs no model, so it can stop long work before it begins; what it found sound it does not look at again
+    until a file changes."""
 
     def state(task: Task) -> tuple[Any, ...]:
         files = local_files(task, data_dir).values()
-        return task.name, task.shots, *((file, os.stat(file).st_mtime_ns) for file in files)
+        return task.name, task.shots, limit or task.limit, *((file, os.stat(file).st_mtime_ns) for file in files)
 
     if new := [task for task in tasks if state(task) not in _sound]:
         with scratch_folder() as folder, _quiet():
             manager = _task_manager(new, data_dir, folder)
             for task in new:
                 for part in _load(manager, task, data_dir)["tasks"].values():
-                    _check_docs(task, part)
+                    _check_docs(task, part, limit or task.limit)
                 _sound.add(state(task))
 
 
-def _check_docs(task: Task, part: Any) -> None:
+def _check_docs(task: Task, part: Any, rows: int | None) -> None:
     """Raises BadInput for a row of which lm-eval cannot make a question with an answer: test sets are published with
     the label -1 or an empty one, and the harness would count such a row as answered wrongly."""
     for split in ["test", *(["fewshot"] if task.shots else [])]:
-        for number, doc in enumerate(part.dataset[split], 1):
+        for number, doc in enumerate(islice(part.dataset[split], rows if split == "test" else None), 1):
             try:
                 part.doc_to_text(doc)
                 target = part.doc_to_target(doc)

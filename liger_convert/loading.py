@@ -169,7 +169,7 @@ def _load(
         raise BadInput(f"{folder}: transformers cannot load it: {first_line(error)}") from error
     unknown, missing = sorted(found["unexpected_keys"]), sorted(found["missing_keys"] - set(new))
     _refuse(checkpoint, config.model_type, "config.json", unknown, missing, sorted(found["mismatched_keys"]))
-    refuse_not_finite(checkpoint, model.named_parameters())
+    refuse_not_finite(checkpoint, ((name, x) for name, x in model.named_parameters() if name not in new))
     return model
 
 

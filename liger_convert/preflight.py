@@ -16,7 +16,7 @@ import torch
 from rich.filesize import decimal
 from transformers import GenerationConfig
 
-from liger_convert import disk
+from liger_convert import disk, templates
 from liger_convert.data import Documents
 from liger_convert.errors import BadInput, first_line
 from liger_convert.files import scratch_folder
@@ -34,7 +34,6 @@ from liger_convert.suites import Suite
 LEAST_RATE, MOST_RATE, HIGH_RATE = 1e-8, 1.0, 0.1
 LEAST_MOVE = 1e-6  # a weight's in all steps of a stage: less cannot be measured in the result
 FEW = 0.01  # of the tokens, for which the memory has something to tell
-SEEDS = 2**32  # numpy takes smaller ones only
 GENERATION = "generation_config.json"
 TOKENS = 2  # that the rehearsal generates
 
@@ -42,8 +41,6 @@ TOKENS = 2  # that the rehearsal generates
 def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite) -> list[str]:
     """Warnings about what recipe and config alone tell. Raises BadInput."""
     warnings = []
-    if recipe.seed + len(recipe.stages) >= SEEDS:
-        raise BadInput(f"seed: {recipe.seed} is too large; use less than {SEEDS - len(recipe.stages)}")
     positions = getattr(config, "max_position_embeddings", None)
     linears = {name.split(".")[-2] for name, shape in plan.reused_parameters.items() if len(shape) == 2}
     for i, stage in enumerate(recipe.stages):
@@ -197,14 +194,10 @@ def _check_prompt(base_dir: Path, tokenizer: Any, prompt: str) -> None:
     try:
         ids = encode(tokenizer, prompt, chat=True)
     except Exception as error:  # a template is a program of its own
-        name = _template_file(base_dir)
-        raise BadInput(f"{base_dir / name}: the chat template fails on one user's turn: {_reason(error)}") from None
+        what = f"a prompt of one user's turn cannot be made: {_reason(error)}"
+        raise BadInput(f"{templates.file_in(base_dir)}: {what}") from None
     if not ids:
-        raise BadInput(f"{base_dir / _template_file(base_dir)}: the chat template makes nothing of one user's turn")
-
-
-def _template_file(base_dir: Path) -> str:
-    return next((path.name for path in sorted(base_dir.glob("chat_template*"))), "tokenizer_config.json")
+        raise BadInput(f"{templates.file_in(base_dir)}: the chat template makes nothing of one user's turn")
 
 
 def _check_ends(path: Path, given: GenerationConfig, vocabulary: int) -> list[str]:

@@ -277,7 +277,7 @@ class Run:
 
     def _read_data(self) -> None:
         """Reads all data: what is wrong there should stop the run in its first steps and not in its last."""
-        suites.check_data(self.suite, self._data_dir)
+        suites.check_data(self.suite, self._data_dir, self.recipe.eval.limit)
         for name, source in self.recipe.data.items():
             if isinstance(source, TeacherSource):
                 teacher.encode_prompts(source, self._tokenizer)

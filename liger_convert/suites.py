@@ -159,11 +159,11 @@ def check_files(suite: Suite, data_dir: Path | None) -> None:
             local_files(task, data_dir)
 
 
-def check_data(suite: Suite, data_dir: Path | None) -> None:
-    """Raises BadInput unless every task of `suite` finds its local files and all their rows fit it: once, before long
-    work, as it takes as long as reading them."""
+def check_data(suite: Suite, data_dir: Path | None, limit: int | None) -> None:
+    """Raises BadInput unless every task of `suite` finds its local files and their rows, up to the `limit`, fit it:
+    once, before long work, as it takes as long as reading them."""
     check_files(suite, data_dir)
     if data_dir is not None and suite.tasks:
         from liger_convert.harness import check_rows  # lm-eval takes seconds to import
 
-        check_rows(suite.tasks, data_dir)
+        check_rows(suite.tasks, data_dir, limit)

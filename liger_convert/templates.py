@@ -14,6 +14,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
@@ -31,6 +32,11 @@ class BadTemplate(BadInput):
 
 
 _tried: set[tuple[str, tuple[str, ...], bool]] = set()
+
+
+def file_in(folder: Path) -> Path:
+    """Where the chat template of the model in `folder` stands."""
+    return next(iter(sorted(folder.glob("chat_template*"))), folder / "tokenizer_config.json")
 
 
 def render(tokenizer: Any, messages: Sequence[dict[str, str]], template: str, *, ask: bool = False) -> str:

@@ -31,11 +31,13 @@ def load(folder: Path, vocabulary: int | None, trust_remote_code: bool = False) 
         tokenizer.chat_template = tokenizer.chat_template.get("default")
     if (template := tokenizer.chat_template) is not None:
         if not isinstance(template, str):
-            raise BadInput(f"{folder}: its chat template is a {type(template).__name__}; it should be text")
+            raise BadInput(
+                f"{templates.file_in(folder)}: the chat template is a {type(template).__name__}; it should be text"
+            )
         try:
             templates.render(tokenizer, [{"role": "user", "content": PROBE}], template, ask=True)
         except templates.BadTemplate as error:
-            raise BadInput(f"{folder}: {error}") from None
+            raise BadInput(f"{templates.file_in(folder)}: {error}") from None
         except BadInput:
             pass  # it may want more than one turn of a user
     if vocabulary is not None:

@@ -70,6 +70,10 @@ class World:
         (self.out / ".lock").touch()
         record.write(self.out)
 
+    def stopped_in_training(self) -> None:
+        """A stage has begun to read the data."""
+        (self.out / "steps/1-align").mkdir(parents=True)
+
     def resume(self, *overrides: str) -> list[str]:
         return [*self.run(*overrides), "--resume"]
 
@@ -295,7 +299,7 @@ RUNS = [
     case(
         "changed data",
         "text.jsonl: has changed since the run began",
-        after(World.start, wrote("text.jsonl", '{"text": "a"}\n'), World.resume),
+        after(World.start, World.stopped_in_training, wrote("text.jsonl", '{"text": "a"}\n'), World.resume),
     ),
     case(
         "vanished base", "this input of the run is gone", after(World.start, remove("base/config.json"), World.resume)
@@ -308,7 +312,7 @@ RUNS = [
     ),
     case("no held-out text for the suite", "eval.text: suite quick", lambda w: w.run("eval.text=null")),
     case("too little held-out text", "hold out more", lambda w: w.run("data.text.held_out=0.1")),
-    case("rows of no task", "has no piqa.jsonl", lambda w: w.run(f"eval.data={w.folder}", "eval.suite=paper")),
+    case("rows of no task", "has no piqa.jsonl", lambda w: w.run(f"eval.data={w.base}", "eval.suite=paper")),
 ]
 COMMANDS = [
     case("unknown command", "No such command 'rum'", lambda w: ["rum"]),

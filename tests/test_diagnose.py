@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from tiny import save_tiny_base, tiny_tokenizer
 
+from liger_convert.checksums import read_checked, write_checked
 from liger_convert.data import Document
 from liger_convert.diagnose import NAMES, diagnose, window_control
 from liger_convert.errors import LinearizeError
@@ -91,8 +91,8 @@ def test_a_failing_model_costs_none_of_the_measures_before_it(base: Path, tmp_pa
         diagnose(folder, base, SUITE, device=CPU, **options)
     assert {path.stem for path in keep.iterdir()} == {"base", "window_untrained"}
     for path in keep.iterdir():
-        measures, said = json.loads(path.read_text())
-        path.write_text(json.dumps([measures | {"mark": measures["text_ppl"]}, said]))
+        measures, said = read_checked(path)
+        write_checked(path, [measures | {"mark": measures["text_ppl"]}, said])
     found = diagnose(aside, base, SUITE, device=CPU, **options)["models"]
     assert [name for name in NAMES if "mark" in found[name]] == ["base", "window_untrained"]
     assert found.keys() == set(NAMES)

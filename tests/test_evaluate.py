@@ -275,7 +275,7 @@ def test_a_linearized_model_scores_the_same_alone_and_in_a_padded_batch(base: Pa
             "line 2: has the fields b; row 1 has a",
         ),
         (lambda rows: (rows / "piqa.jsonl").write_text('{"a": 1}\n{"a": "b"}\n'), {}, "a field has different types"),
-        (lambda rows: (rows / "piqa.jsonl").write_text('{"a": 1}\n'), {}, "task piqa: its rows do not fit the task"),
+        (lambda rows: (rows / "piqa.jsonl").write_text('{"a": 1}\n'), {}, "line 1: does not fit task piqa"),
         (lambda rows: None, {"metrics": ["f1"]}, "task piqa: has no metric 'f1'; use one of acc, acc_norm"),
         (lambda rows: None, {"shots": 1}, "task piqa: has no local file to draw shots from"),
         (lambda rows: None, {"name": "gsm8k"}, "task gsm8k: has no local form; with --data use piqa,"),

@@ -102,9 +102,12 @@ def test_a_sound_run_is_warned_of_nothing(home: Path, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("template", "says"),
     [
-        ("{{ raise_exception('give tools') }}", "fails on one user's turn: give tools"),
-        ("{{ messages[1]['content'] }}", "fails on one user's turn"),
-        ("{% for m in messages %}", "fails on one user's turn"),
+        (
+            "{{ raise_exception('give tools') }}",
+            "a prompt of one user's turn cannot be made: the chat template refuses these messages (give tools)",
+        ),
+        ("{{ messages[1]['content'] }}", "a prompt of one user's turn cannot be made"),
+        ("{% for m in messages %}", "the chat template has an error in line 1"),
         ("{# nothing #}", "makes nothing of one user's turn"),
     ],
     ids=["needs tools", "needs two turns", "no Jinja", "nothing"],
@@ -125,7 +128,7 @@ def test_a_chat_template_that_cannot_render_a_prompt_is_refused(
 @pytest.mark.parametrize(
     ("written", "says"),
     [
-        ("{", "transformers cannot read it"),
+        ("{", "cannot be read as JSON"),
         ('{"max_new_tokens": 0}', "max_new_tokens"),
         ('{"cache_implementation": "static"}', "whose cache is constant in size already"),
         ('{"cache_implementation": "nonsense"}', "cache_implementation"),
@@ -181,7 +184,6 @@ def test_every_family_has_a_tiny_model_that_generates(family: str) -> None:
         ("stages[0].seq_len=10", "rows of 10 tokens never leave the window and its sinks (10 tokens)"),
         ("mixer.window=64", "use more than 66"),
         ("stages[0].lora={targets: [q_prj]}", "no projection is called 'q_prj'; there are "),
-        ("seed=4294967295", "seed: 4294967295 is too large"),
     ],
 )
 @pytest.mark.parametrize("command", ["run", "plan"])
@@ -234,17 +236,25 @@ def rows(name: str, values: list[dict[str, Any]]) -> Callable[[Path], object]:
 @pytest.mark.parametrize(
     ("tasks", "prepare", "says"),
     [
-        ("{name: piqa, metrics: [acc]}", rows("piqa", [PIQA[0] | {"label": -1}]), "the label of row 1 is -1"),
+        (
+            "{name: piqa, metrics: [acc]}",
+            rows("piqa", [PIQA[0] | {"label": -1}]),
+            "piqa.jsonl line 1: does not fit task piqa: its label is -1",
+        ),
         (
             "{name: piqa, metrics: [acc]}",
             rows("piqa", [*PIQA, PIQA[0] | {"label": 7}]),
-            "of row 5 is 7, but it has 2 choices",
+            "line 5: does not fit task piqa: its label is 7, none of its 2 choices",
         ),
-        ("{name: piqa, metrics: [acc]}", rows("piqa", [{"goal": "x"}]), "rows do not fit the task"),
+        ("{name: piqa, metrics: [acc]}", rows("piqa", [{"goal": "x"}]), "line 1: does not fit task piqa"),
         ("{name: piqa, metrics: [acc]}", rows("piqa", []), "piqa"),
         ("{name: piqa, metrics: [f1]}", rows("piqa", PIQA), "has no metric 'f1'"),
         ("{name: piqa, metrics: [acc], shots: 2}", rows("piqa", PIQA), "no local file to draw shots from"),
-        ("{name: squad_ctx, metrics: [contains]}", rows("squad_1k", [SQUAD[0] | {"answers": 3}]), "do not fit"),
+        (
+            "{name: squad_ctx, metrics: [contains]}",
+            rows("squad_1k", [SQUAD[0] | {"answers": 3}]),
+            "line 1: does not fit",
+        ),
     ],
     ids=["hidden label", "label of no choice", "missing field", "no row", "metric", "shots", "answers"],
 )
@@ -261,7 +271,7 @@ def test_rows_beyond_the_limit_are_not_looked_at(home: Path, capsys: Any) -> Non
     (home / "rows").mkdir()
     lines(home / "rows/piqa.jsonl", [*PIQA, PIQA[0] | {"label": -1}])
     (home / "suite.yaml").write_text(SUITE + "tasks: [{name: piqa, metrics: [acc]}]\n")
-    refused(words("eval.data=rows", "eval.limit=1000"), capsys, "the label of row 5 is -1")
+    refused(words("eval.data=rows", "eval.limit=1000"), capsys, "line 5: does not fit task piqa: its label is -1")
     assert warned(words("eval.data=rows", "eval.limit=4"), capsys) == []
 
 

@@ -132,7 +132,10 @@ def run_stage(
     started = time.monotonic()
     last = last_good(checkpoints) if resume else None
     with interrupts.deferred():
-        trainer.train(resume_from_checkpoint=None if last is None else str(last))
+        try:
+            trainer.train(resume_from_checkpoint=None if last is None else str(last))
+        finally:
+            trainer.finish_checkpoint()
     seconds = time.monotonic() - started
     losses = [(int(entry["step"]), entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
     stats: dict[str, Any] = {

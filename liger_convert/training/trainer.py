@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,6 +62,8 @@ def optimizer_groups(model: nn.Module, rates: dict[str, float], weight_decay: fl
 
 class StageTrainer(Trainer):
     """Trains `model` in place. Raises LinearizeError as soon as the loss or the gradient is not finite."""
+
+    _finishing: Future[None] | None
 
     def __init__(
         self,
@@ -128,6 +131,7 @@ class StageTrainer(Trainer):
         self.plain = why_not_captured(stage, self.models, device, processes)  # why the passes are no graph, if so
         self.passes = CapturedPasses(self._plain_passes, list(self._trained().values()), self.models)
         self.dtype = dtype
+        self._finisher, self._finishing = ThreadPoolExecutor(1), None
         self.model_accepts_loss_kwargs = True  # so that Trainer counts the labelled tokens of a step
         self.loss_is_scaled_for_ga = True  # by compute_loss; transformers before 5.20 goes by the line above
 
@@ -177,7 +181,9 @@ class StageTrainer(Trainer):
         return loss + auxiliary
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Trainer's own, in a folder beside the finished ones; it takes its place among them once it is complete."""
+        """Trainer's own, in a folder beside the finished ones. It is hashed, and takes its place among them, while the
+        training goes on."""
+        self.finish_checkpoint()
         folder = Path(str(self.args.output_dir))
         if self.is_world_process_zero():
             checkpoints.clear_unfinished(folder)
@@ -189,7 +195,13 @@ class StageTrainer(Trainer):
             self.args.output_dir = str(folder)
         self.accelerator.wait_for_everyone()
         if self.is_world_process_zero():
-            checkpoints.finish(folder)
+            self._finishing = self._finisher.submit(checkpoints.finish, folder)
+
+    def finish_checkpoint(self) -> None:
+        """Waits until the last checkpoint has its place. Raises what went wrong on the way."""
+        if self._finishing is not None:
+            finishing, self._finishing = self._finishing, None
+            finishing.result()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """What is trained, under its own names: the rest is where the stage began, and a mixture of experts is saved
