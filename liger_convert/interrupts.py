@@ -14,8 +14,8 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-GRACE = 9.0  # seconds from a signal to the end of the process, whatever it is doing
-SAVING = 7.0  # of these, for what `deferred` lets end first
+GRACE = 8.0  # seconds from a signal to the end of the process, whatever it is doing
+SAVING = 6.0  # of these, for what `deferred` lets end first
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 _received: int | None = None  # the first signal to stop

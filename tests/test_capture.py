@@ -39,7 +39,8 @@ def test_compiled_layers_train_as_they_are_and_alignment_compiles_what_it_runs(
     for on in (False, True):
         monkeypatch.setattr(module, "gains_by_compiling", lambda device, on=on: on)
         curves.append(train(make_stage(name, steps=3, **lora), tmp_path / str(on))["loss"])
-    np.testing.assert_allclose(*curves, rtol=1e-5)
+    # a compiled op may halve its chunks further than an eager one; atol: curves are rounded to as much
+    np.testing.assert_allclose(*curves, rtol=1e-5, atol=1.1e-5)
     parts = ["LlamaAttention.forward", "LlamaMLP.forward", *["LlamaRMSNorm.forward"] * 2]
     assert compiled == {
         # the linear layers, their error, and the base in parts
