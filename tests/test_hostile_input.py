@@ -5,7 +5,6 @@ import gzip
 import json
 import lzma
 import os
-import re
 import socket
 import struct
 from collections.abc import Callable
@@ -14,9 +13,7 @@ from pathlib import Path
 import pytest
 from test_bad_input import World, after, base, case, files, world, wrote  # noqa: F401 (two are fixtures)
 
-from liger_convert import cli, sources, yamlfile
-from liger_convert.errors import BadInput
-from liger_convert.recipe import load
+from liger_convert import cli, yamlfile
 
 ROW = '{"text": "a line of text that is long enough"}\n'
 DEEP = "[" * 100_000
@@ -500,102 +497,3 @@ def test_hostile_input_ends_in_one_sentence_and_leaves_nothing(world, words, say
     assert "Traceback" not in error
     assert "panicked" not in error
     assert files(world.folder) == before
-
-
-# --- what is unusual and sound
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["\ufeff" + ROW + ROW, ROW.replace("\n", "\r\n") * 2, '{"text": "\\ud83d\\ude00 \\u0000 a"}\n' + ROW],
-    ids=["byte order mark", "CRLF", "a pair of surrogates and a NUL"],
-)
-def test_unusual_text_is_read(text: str, tmp_path: Path) -> None:
-    (tmp_path / "x.jsonl").write_bytes(text.encode())
-    assert len(list(sources.file_rows(tmp_path / "x.jsonl"))) == 2
-
-
-@pytest.mark.parametrize("block", [1, 7, 1 << 20])
-def test_a_json_list_is_the_same_read_in_pieces_of_any_size(
-    block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    items = [{"text": 'ä ] " } 😀\n'}, 12345, [], [1, [2.5e3]], "x", None, {}, -7, "é" * 40]
-    monkeypatch.setattr(sources, "BLOCK", block)
-    for indent in (None, 2):
-        (tmp_path / "x.json").write_text(json.dumps(items, indent=indent, ensure_ascii=indent is None) + "\n")
-        assert [row.value for row in sources.file_rows(tmp_path / "x.json")] == items
-
-
-def test_recipes_share_values_by_anchors_and_merges(world: World) -> None:  # noqa: F811
-    text = (world.folder / "recipe.yaml").read_text().replace("mixer:", "mixer: &m", 1)
-    (world.folder / "recipe.yaml").write_text(text + "mixers: {a: *m, b: {<<: *m, window: 16}}\n")
-    assert load(world.folder / "recipe.yaml").mixers["b"].window == 16
-
-
-def test_the_largest_numbers_that_are_in_use_are_not_refused(world: World) -> None:  # noqa: F811
-    stage = "stages[0]"
-    sets = [f"{stage}.tokens=4e13", f"{stage}.seq_len=10000000", f"{stage}.batch_size=4096", "seed=1234567890"]
-    loaded = load(world.folder / "recipe.yaml", [*sets, "mixer.window=131072", f"{stage}.clip=1e9"])
-    assert loaded.stages[0].steps == 976
-
-
-# --- bombs: the bounds themselves are tried in the slow tier
-
-
-def bomb(path: Path, unit: bytes, count: int) -> None:
-    """`count` times the 1 MiB of `unit`, packed."""
-    opened = {".xz": lzma.LZMAFile, ".gz": gzip.GzipFile}[path.suffix](path, "wb")
-    block = (unit * (1 << 20))[: 1 << 20]
-    with opened as file:
-        for _ in range(count):
-            file.write(block)
-
-
-@pytest.mark.parametrize("name", ["x.jsonl.xz", "x.jsonl.gz", "x.txt.xz", "x.json.gz"])
-@pytest.mark.parametrize("unit", [b"\0", b"\n", ROW.encode()], ids=["zeros", "blank lines", "rows"])
-def test_a_packed_bomb_is_refused_before_it_is_worked_on(
-    name: str, unit: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sources, "PACKED_BYTES", 2 << 20)
-    bomb(tmp_path / name, unit, 8)
-    with pytest.raises(BadInput, match=f"{re.escape(name)}: unpacks to more than 100 times its size"):
-        next(sources.file_rows(tmp_path / name))
-
-
-@pytest.mark.parametrize("name", ["x.jsonl", "x.txt", "x.json"])
-def test_a_row_that_is_too_long_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "ROW_BYTES", 1000)
-    monkeypatch.setattr(sources, "BLOCK", 100)
-    (tmp_path / name).write_text('["' + "x" * 9_000)
-    with pytest.raises(BadInput, match=rf"{re.escape(name)}.* longer than 0 KiB"):
-        next(sources.file_rows(tmp_path / name))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("x.jsonl.xz", "unpacks to more"),
-        ("x.jsonl", "line 1: is longer than 64 MiB"),
-        ("x.json", "longer than 64 MiB"),
-        ("x.txt", "longer than 64 MiB"),
-    ],
-)
-def test_the_real_bounds_stop_gigabytes(name: str, says: str, world: World, capsys) -> None:  # noqa: F811
-    path = world.folder / name
-    if name.endswith(".xz"):
-        bomb(path, b"\0", 1024)
-    else:
-        path.write_text('["')
-        with open(path, "ab") as file:
-            file.write(b"x" * (100 << 20))
-        os.truncate(path, 8 << 30)  # what follows are zeros that take no room
-    assert cli.main(world.run(f"data.text.path={name}")) == 2
-    assert says in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_config_of_a_gigabyte_is_refused(world: World, capsys) -> None:  # noqa: F811
-    os.truncate(world.base / "config.json", 1 << 30)
-    assert cli.main(world.convert()) == 2
-    assert "config.json: is too large" in capsys.readouterr().err
