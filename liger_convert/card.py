@@ -11,12 +11,12 @@ import jinja2
 from huggingface_hub import ModelCardData, try_to_load_from_cache
 
 from liger_convert import __version__, yamlfile
+from liger_convert.checkpoint import LICENCES
 from liger_convert.errors import BadInput
 from liger_convert.files import atomic_write
 from liger_convert.model import linear_layers
 
 CARD = "README.md"
-LICENCE_FILES = ("LICENSE*", "LICENCE*", "license*", "COPYING*", "NOTICE*", "USE_POLICY*")
 FRONT_MATTER = re.compile(r"---\s*\n(.*?)\n---\s*(\n|$)", re.DOTALL)
 MOST = 2**20  # characters of a card that are read for its front matter
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -63,7 +63,7 @@ def write_card(
     base's hub id, None for a base that is a folder or file. base_dir: the base's folder, whose own card names its
     licence; None where it is not at hand. A licence that nobody names is left out of the front matter.
     """
-    files = sorted({path.name for pattern in LICENCE_FILES for path in folder.glob(pattern)})
+    files = sorted({path.name for pattern in LICENCES for path in folder.glob(pattern)})
     licence = base_licence(base_dir, files)
     mixers = {mixer for mixer in config.linearization["layers"] if mixer in config.linearization["mixers"]}
     front = ModelCardData(

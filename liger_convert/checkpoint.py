@@ -52,6 +52,7 @@ OTHER_DTYPES = {
 }
 
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
+LICENCES = ("LICENSE*", "LICENCE*", "license*", "COPYING*", "NOTICE*", "USE_POLICY*")
 COMPANIONS = (
     *TOKENIZER,
     "tokenizer_config.json",
@@ -60,12 +61,7 @@ COMPANIONS = (
     "merges.txt",
     "chat_template*",
     "generation_config.json",
-    "LICENSE*",
-    "LICENCE*",
-    "license*",
-    "COPYING*",
-    "NOTICE*",
-    "USE_POLICY*",
+    *LICENCES,
 )
 JSON_COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json")
 COMPANION_BYTES = 64 << 20  # the largest tokenizer.json of a published model has some 40 MB
