@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gated_kernels.diagonal import chunk
 from safetensors.torch import load_file
 from stages import CPU, SEQ_LEN, every_stage, files_of, folders, make_stage, train
 from torch import Tensor
@@ -34,13 +35,14 @@ def test_compiled_layers_train_as_they_are_and_alignment_compiles_what_it_runs(
         return real(call, backend="eager", dynamic=dynamic)
 
     monkeypatch.setattr(torch, "compile", compile_without_a_backend)
+    # on a CPU a compiled op halves its chunks to the end, an eager one as far as it must; here both do the former
+    monkeypatch.setattr(chunk, "reads_no_values", lambda x: True)
     lora = {"lora": Lora(rank=4)} if name == "lora" else {}
     curves = []
     for on in (False, True):
         monkeypatch.setattr(module, "gains_by_compiling", lambda device, on=on: on)
         curves.append(train(make_stage(name, steps=3, **lora), tmp_path / str(on))["loss"])
-    # a compiled op may halve its chunks further than an eager one; atol: curves are rounded to as much
-    np.testing.assert_allclose(*curves, rtol=1e-5, atol=1.1e-5)
+    np.testing.assert_allclose(*curves, rtol=1e-5)
     parts = ["LlamaAttention.forward", "LlamaMLP.forward", *["LlamaRMSNorm.forward"] * 2]
     assert compiled == {
         # the linear layers, their error, and the base in parts
