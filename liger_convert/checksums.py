@@ -48,14 +48,16 @@ def problems(folder: Path, expected: Mapping[str, str]) -> list[str]:
 
 def write_sums(folder: Path) -> None:
     """Writes SHA256SUMS into `folder`, for all other files in it."""
-    sums = sha256_of([file for file in files_in(folder) if file != folder / SUMS], folder)
-    atomic_write(folder / SUMS, "".join(f"{sha256}  {name}\n" for name, sha256 in sums.items()))
+    _write(folder, sha256_of([file for file in files_in(folder) if file != folder / SUMS], folder))
 
 
 def renew_sum(path: Path) -> None:
     """Records `path`, which has changed, anew in the SHA256SUMS beside it. Raises BadInput when there is none."""
-    sums = read_sums(path.parent) | {path.name: sha256_file(path)}
-    atomic_write(path.parent / SUMS, "".join(f"{sha256}  {name}\n" for name, sha256 in sums.items()))
+    _write(path.parent, read_sums(path.parent) | {path.name: sha256_file(path)})
+
+
+def _write(folder: Path, sums: Mapping[str, str]) -> None:
+    atomic_write(folder / SUMS, "".join(f"{sha256}  {name}\n" for name, sha256 in sums.items()))
 
 
 def read_sums(folder: Path) -> dict[str, str]:

@@ -88,8 +88,8 @@ def rehearse_tasks(
     tasks: Sequence[Task], *, data_dir: Path | None, limit: int | None, positions: int | None, report: Report
 ) -> None:
     """What `run_tasks` does but asking a model, whose answers are made up, on the first REHEARSED rows of each task: so
-    what is wrong with a task, its data or its metrics is told before a training and not after it. Labels are looked at
-    in all rows. positions: the tokens that the model will take. Raises BadInput."""
+    what is wrong with a task, its data or its metrics is told before a training and not after it. Labels of the
+    hub are looked at in all rows. positions: the tokens that the model will take. Raises BadInput."""
     for done, task in enumerate(tasks, 1):
         rows = limit or task.limit
         try:
@@ -102,7 +102,8 @@ def rehearse_tasks(
             raise BadInput(f"task {task.name}: {why}") from error
         _flatten(task, results)
         for part in loaded["tasks"].values():
-            _check_labels(task, part, rows)
+            if data_dir is None:  # `check_rows` has looked at local ones
+                _check_labels(task, part, rows)
             room = (part.config.generation_kwargs or {}).get("max_gen_toks", 0)
             if positions is not None and room >= positions:
                 raise BadInput(f"task {task.name}: answers take {room} tokens, and the base takes {positions} in all")
@@ -110,7 +111,7 @@ def rehearse_tasks(
 
 
 def _check_labels(task: Task, part: Any, rows: int | None) -> None:
-    """Raises BadInput for a label that names no choice, in data of the hub as in local rows, see `check_rows`."""
+    """Raises BadInput for a label that names no choice in data of the hub; of local rows `check_rows` does."""
     if part.OUTPUT_TYPE != "multiple_choice" or part.multiple_input:
         return
     for number, doc in enumerate(islice(part.eval_docs, rows), 1):

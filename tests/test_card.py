@@ -24,7 +24,7 @@ CARDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"license": "other", "license_name": "some-research", "license_link": "https://example.org/licence"},
     ),
     "in a file": ("license: other\nlicense_link: LICENSE\n", {"license": "other", "license_link": "LICENSE"}),
-    "in a file of a machine": ("license: other\nlicense_link: /home/me/LICENSE\n", {"license": "other"}),
+    "in a file of a machine": ("license: other\nlicense_link: /somewhere/LICENSE\n", {"license": "other"}),
     "quoted": ('license: "c-uda: yes"\n', {"license": "c-uda: yes"}),
     "windows": ("license: mit\r\n", {"license": "mit"}),
     # what cannot be read says nothing
