@@ -102,7 +102,7 @@ def test_the_real_bounds_stop_gigabytes(name: str, says: str, world: World, caps
     else:
         path.write_text('["')
         with open(path, "ab") as file:
-            file.write(b"x" * (100 << 20))
+            file.write(b"x" * (300 << 20))
         os.truncate(path, 8 << 30)  # what follows are zeros that take no room
     assert cli.main(world.run(f"data.text.path={name}")) == 2
     assert says in capsys.readouterr().err

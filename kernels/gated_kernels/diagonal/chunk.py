@@ -85,7 +85,7 @@ def diagonal(
         state = v_BTGV.new_zeros(B, G, F, X, dtype=dtype) if state_BGFV is None else state_BGFV.to(dtype)
         o_BTHX, last = _recurrence(q_BTHF, k_BTGF, v_BTGX, log_a, state, segment_BT, exclusive)
     if written_BTG is None:
-        return o_BTHX, None, last
+        return o_BTHX.to(v_BTGV.dtype), None, last
     return o_BTHX[..., :V].to(v_BTGV.dtype), o_BTHX[..., V], last
 
 
@@ -233,7 +233,8 @@ class _Chunked(torch.autograd.Function):
         o = run.scores.flatten(3, 4) @ run.v
         o.flatten(0, 2).baddbmm_(run.read.flatten(3, 4).flatten(0, 2), run.states.flatten(0, 2))
         o = o.unflatten(3, run.q.shape[3:5])
-        return _tokens(o)[:, : q_BTHF.shape[1]].flatten(2, 3).to(v_BTGV.dtype), run.last
+        # no cast here: where it changes nothing, torch 2.11 loses the gradients of this op under torch.compile
+        return _tokens(o)[:, : q_BTHF.shape[1]].flatten(2, 3), run.last
 
     @staticmethod
     def backward(ctx: Any, do_BTHV: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
