@@ -23,7 +23,7 @@ from liger_convert.model import CLASSES, LinearizedCacheLayer, linearized_config
 from liger_convert.plan import Plan, make_plan, resolve_layers
 from liger_convert.recipe import Recipe, build, load
 
-RECIPES = Path(__file__).parent.parent / "recipes"
+RECIPES = Path(__file__).parents[2] / "recipes"
 L, N = "main", "softmax"
 
 
