@@ -54,8 +54,8 @@ def measure(folder: Path, args: argparse.Namespace) -> list[tuple[str, float, fl
     dtype = compute_dtype(device, "auto")
     base = load_base(folder, device, dtype)
     documents = load_source(PydocSource(held_out=0.1), checkpoint.load_tokenizer(folder), seed=0)
-    train = pack(documents.train, args.seq_len, args.tokens, 0, repeats=0.5)
-    test = pack(documents.held_out, args.seq_len, 4 * args.seq_len, 0, repeats=0.5)
+    train = pack(documents.train, args.seq_len, args.tokens, 0, copy_fraction=0.5)
+    test = pack(documents.held_out, args.seq_len, 4 * args.seq_len, 0, copy_fraction=0.5)
     layers = list(range(base.config.num_hidden_layers))
 
     def targets(batch: dict[str, torch.Tensor]) -> tuple[Any, torch.Tensor]:

@@ -93,15 +93,27 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+    """The base of all parts of a recipe. The text below a field describes it, here and in docs/recipes.md."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+    )
 
 
 class BaseOptions(Strict):
-    """How the base is fetched; remote code and pickle files run other people's code and stay off unless asked for."""
+    """How the base is fetched. Remote code and pickle files run other people's code and stay off unless asked for."""
 
     revision: str | None = None
+    """Branch, tag or commit of a hub id; without it, the hub's default branch."""
     trust_remote_code: bool = False
+    """Run Python code that comes with the base."""
     allow_pickle: bool = False
+    """Read weights in pickle files, which can run code when they are read."""
 
 
 # Of a mixer's codes, slots, sinks, states, …: each takes memory in every layer, and the most in use are some hundred.
@@ -187,14 +199,19 @@ Layers = Annotated[
 
 
 class Export(Strict):
+    """How the finished model is written."""
+
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype of the exported weights; `auto` keeps that of the base."""
 
 
 class DataSource(Strict):
-    """Documents; `held_out` of them are kept from training and measure the perplexity."""
+    """Documents to train on, and documents kept from training to measure the perplexity on."""
 
     source: str
+    """Where the documents come from: pydoc, file, hub or teacher."""
     held_out: Fraction = 0.0
+    """Fraction of the documents that is not trained on; `eval.text` measures on it."""
 
     @property
     def has_held_out(self) -> bool:
@@ -210,7 +227,9 @@ class PydocSource(DataSource):
     """The documentation every Python carries, as texts or as questions and answers: no file, no network."""
 
     source: Literal["pydoc"] = "pydoc"
+    """`pydoc`: the documentation of the Python that runs."""
     format: Literal["text", "messages"] = "text"
+    """`text` for plain texts, `messages` for questions and answers."""
 
     @property
     def has_responses(self) -> bool:
@@ -218,11 +237,14 @@ class PydocSource(DataSource):
 
 
 class RowSource(DataSource):
-    """Rows with text (`field`), Alpaca's instruction/input/output, or chat messages."""
+    """Rows with a text, with Alpaca's instruction, input and output, or with chat messages."""
 
     format: Literal["text", "alpaca", "messages"] = "text"
-    field: str | None = None  # the column to read; None: "text", or "messages" for messages
+    """What a row holds: a text, Alpaca's instruction, input and output, or chat messages."""
+    field: str | None = None
+    """Column to read; without it, `text`, or `messages` for chat messages."""
     validation: str | None = None
+    """Held-out documents of their own, in place of `held_out`: another file, or another split of a data set."""
 
     @property
     def has_held_out(self) -> bool:
@@ -242,35 +264,46 @@ class RowSource(DataSource):
 
 
 class FileSource(RowSource):
-    """A .txt, .jsonl or .json file, plain or compressed (.xz, .gz); `validation` is another such file."""
+    """A .txt, .jsonl or .json file, plain or compressed (.xz, .gz)."""
 
     source: Literal["file"] = "file"
+    """`file`: a file on this machine."""
     path: str
+    """The file; a relative path starts at the working directory."""
 
 
 class HubSource(RowSource):
-    """A data set of the Hugging Face hub; `validation` is another split of it."""
+    """A data set of the Hugging Face hub."""
 
     source: Literal["hub"] = "hub"
+    """`hub`: a data set of the Hugging Face hub."""
     id: str
+    """Id of the data set, such as yahma/alpaca-cleaned."""
     name: str | None = None
+    """Configuration of the data set, where it has several."""
     split: str = "train"
+    """Split to train on."""
     revision: str | None = None
+    """Branch, tag or commit of the data set."""
 
 
 class TeacherSource(DataSource):
-    """Text that the base writes itself, sampled once a run, see `teacher.write`.
-
-    prompt: what documents begin with, in turn; None: the token that begins a text.
-    """
+    """Text that the base writes itself, sampled once a run."""
 
     source: Literal["teacher"] = "teacher"
+    """`teacher`: text sampled from the base."""
     tokens: Tokens
+    """How many tokens are written; what does not fill a last document is left out."""
     document_tokens: Length = 512
+    """Tokens of each document, the prompt among them."""
     temperature: Temperature = 1.0
+    """Temperature of the sampling."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample among the likeliest tokens that together have this probability."""
     batch_size: Rows = 16
+    """Documents that are written at a time."""
     prompt: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
+    """Texts that documents begin with, in turn; without it, the token that begins a text."""
 
     @property
     def documents(self) -> int:
@@ -303,62 +336,87 @@ class TeacherSource(DataSource):
 AnySource = Annotated[PydocSource | FileSource | HubSource | TeacherSource, Field(discriminator="source")]
 
 
-class Rates(Strict):
+class LearningRates(Strict):
     """Peak learning rate of each parameter group; a group without one is frozen."""
 
     mixer: Rate | None = None
+    """The new parameters: gates, feature maps, codes, and how memory and window are combined."""
     attention: Rate | None = None
+    """The attention projections of the base."""
     body: Rate | None = None
+    """The other weights of the base's layers: MLPs and norms."""
     embeddings: Rate | None = None
+    """The token embeddings and the output head."""
     lora: Rate | None = None
+    """The adapters of the stage's `lora`."""
 
     def trained(self) -> dict[str, float]:
         return {name: rate for name, rate in self.model_dump().items() if rate is not None}
 
 
 class Lora(Strict):
+    """Low-rank adapters, which train in the place of the base's own weights and are merged into them afterwards."""
+
     rank: Annotated[int, BeforeValidator(_whole), between(1, 1 << 16)] = 8  # no projection has a larger rank
+    """Rank of each adapter."""
     alpha: Annotated[float, between(1e-6, 1e6)] = 16.0
+    """What an adapter adds is scaled by alpha / rank."""
     dropout: Fraction = 0.0
+    """Fraction of an adapter's inputs that is dropped in training."""
     targets: Annotated[Literal["attention"] | list[str], BeforeValidator(_lora_targets)] = "attention"
+    """`attention`, the attention projections of the linearized layers, or a list of projections in all layers."""
 
 
-class Shorter(Strict):
-    """Shorter rows of a stage, and in which share of its micro-batches rows are cut into such."""
+class MixedSeqLen(Strict):
+    """A second row length of a stage, and how many of its micro-batches have it."""
 
     seq_len: Length
-    share: Annotated[float, Field(gt=0, lt=1)]
+    """Tokens of these rows; divides the stage's own `seq_len`."""
+    fraction: Annotated[float, Field(gt=0, lt=1)]
+    """Fraction of the micro-batches whose rows are cut to this length."""
 
 
 class Stage(Strict):
-    """What the three kinds of stages share.
-
-    shorter: rows of other lengths among those of `seq_len`, as many more as they are shorter: what is learned in long
-    rows alone is lost on short ones.
-    repeats: the share of training rows that say a stretch of their own text twice, see `data.PackedDataset`.
-    joined: whether a row is one text for the model, whatever documents it is made of; otherwise each begins anew.
-    compile: on a GPU, whether the layers are compiled, which takes the first step a minute, and where rows are joined
-    the step's passes captured as one CUDA graph.
-    """
+    """What the three kinds of stages share."""
 
     kind: str
+    """What is learned: align, distill or finetune."""
     data: str
+    """Name of the source under `data:` that is trained on."""
     tokens: Tokens
+    """Tokens to train on, rounded down to whole optimizer steps; a text is used again once it has all been read."""
     seq_len: Length = 512
+    """Tokens of a row."""
     batch_size: Rows = 4
+    """Rows of a micro-batch."""
     grad_accumulation: Rows = 1
-    rates: Rates
+    """Micro-batches of an optimizer step."""
+    learning_rates: LearningRates
+    """Peak learning rate of each parameter group; a group without one is frozen."""
     lora: Lora | None = None
-    warmup: Fraction = 0.05
+    """Low-rank adapters in the place of the base's own weights."""
+    warmup_ratio: Fraction = 0.05
+    """Fraction of the steps in which the learning rates rise from 0."""
     schedule: Literal["cosine", "constant", "linear"] = "cosine"
+    """How the learning rates fall after the warm-up."""
     weight_decay: Annotated[float, between(0, 100)] = 0.0
-    clip: Annotated[float, between(1e-9, 1e12)] = 1.0  # large: none
+    """AdamW's weight decay, of the base's matrices and of adapters alone."""
+    max_grad_norm: Annotated[float, between(1e-9, 1e12)] = 1.0
+    """Larger gradients are scaled down to this norm; a very large number turns that off."""
     save_every: Count = 50
+    """Optimizer steps between two checkpoints."""
     gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass: less memory, slower."""
     compile: bool = True
-    repeats: Fraction = 0.0
-    joined: bool = False
-    shorter: list[Shorter] = []
+    """On a GPU, compile the layers, which takes the first step a minute. With `concat_documents`, the forward and
+    backward pass of a step are also captured as one CUDA graph."""
+    copy_fraction: Fraction = 0.0
+    """Fraction of the rows in which a stretch of text is repeated later in the row, so that a memory of what has left
+    the window pays."""
+    concat_documents: bool = False
+    """Treat a row as one text, whatever documents it is made of; otherwise each document starts anew."""
+    mixed_seq_lens: list[MixedSeqLen] = []
+    """Shorter rows among those of `seq_len`: what is learned on long rows alone is lost on short ones."""
 
     @property
     def step_tokens(self) -> int:
@@ -376,22 +434,31 @@ class Stage(Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> Stage:
-        trained = self.rates.trained()
+        trained = self.learning_rates.trained()
         if not trained:
-            refuse("rates", "every group is frozen, so give one of mixer, attention, body, embeddings, lora a rate")
+            refuse(
+                "learning_rates",
+                f"every group is frozen, so give one of {', '.join(LearningRates.model_fields)} a rate",
+            )
         if self.lora is None and "lora" in trained:
-            refuse("rates.lora", "this stage has no `lora:` section, so add one or drop the rate")
+            refuse("learning_rates.lora", "this stage has no `lora:` section, so add one or drop the rate")
         if self.lora is not None:
             if "lora" not in trained:
-                refuse("rates.lora", "the `lora:` section needs a learning rate here")
+                refuse("learning_rates.lora", "the `lora:` section needs a learning rate here")
             own = [name for name in ("attention", "body", "embeddings") if name in trained]
             if own:
-                refuse(f"rates.{own[0]}", "with `lora:` the base's own weights stay frozen, so drop one of the two")
-        for i, other in enumerate(self.shorter):
+                refuse(
+                    f"learning_rates.{own[0]}",
+                    "with `lora:` the base's own weights stay frozen, so drop one of the two",
+                )
+        for i, other in enumerate(self.mixed_seq_lens):
             if other.seq_len == self.seq_len or self.seq_len % other.seq_len:
-                refuse(f"shorter[{i}].seq_len", f"{other.seq_len} does not divide seq_len ({self.seq_len}) into pieces")
-        if sum(other.share for other in self.shorter) >= 1:
-            refuse("shorter", f"its shares leave no row of seq_len ({self.seq_len}), so make them smaller")
+                refuse(
+                    f"mixed_seq_lens[{i}].seq_len",
+                    f"{other.seq_len} does not divide seq_len ({self.seq_len}) into pieces",
+                )
+        if sum(other.fraction for other in self.mixed_seq_lens) >= 1:
+            refuse("mixed_seq_lens", f"its fractions leave no row of seq_len ({self.seq_len}), so make them smaller")
         if self.steps < 1:
             size = f"batch_size × grad_accumulation × seq_len = {self.step_tokens}"
             refuse("tokens", f"{self.tokens} is less than one optimizer step ({size})")
@@ -399,19 +466,20 @@ class Stage(Strict):
 
 
 class AlignStage(Stage):
-    """Each layer learns to give the attention output of the base on the base's own activations.
-
-    calibrate: first fit each mixer that is trained in closed form on one batch, see `training.calibrate`.
-    """
+    """Each layer learns to give the attention output of the base on the base's own activations."""
 
     kind: Literal["align"] = "align"
+    """`align`: each layer learns the base's attention output."""
     calibrate: bool = True
+    """First fit each mixer that is trained in closed form on one batch, see `training.calibrate`."""
 
     @model_validator(mode="after")
     def _reachable(self) -> AlignStage:
         for name in ("body", "embeddings"):
-            if name in self.rates.trained():
-                refuse(f"rates.{name}", "alignment gives it no gradient: each layer is fed the base's activations")
+            if name in self.learning_rates.trained():
+                refuse(
+                    f"learning_rates.{name}", "alignment gives it no gradient: each layer is fed the base's activations"
+                )
         return self
 
 
@@ -419,9 +487,13 @@ class DistillStage(Stage):
     """The model learns the base's next-token distribution: KL to its logits, and optionally cross-entropy."""
 
     kind: Literal["distill"] = "distill"
+    """`distill`: the model learns the base's next-token distribution."""
     kl_weight: Weight = 1.0
+    """Weight of the KL divergence from the base's distribution."""
     ce_weight: Weight = 0.0
+    """Weight of the cross-entropy on the text."""
     temperature: Temperature = 1.0
+    """Temperature of both distributions in the KL divergence."""
 
     @model_validator(mode="after")
     def _weighted(self) -> DistillStage:
@@ -434,7 +506,9 @@ class FinetuneStage(Stage):
     """Cross-entropy on the data itself, on the responses only or on every token."""
 
     kind: Literal["finetune"] = "finetune"
+    """`finetune`: the model learns the data itself."""
     loss_on: Literal["responses", "all"] = "responses"
+    """`responses` trains on the assistant's tokens alone, `all` on every token."""
 
     @property
     def responses_only(self) -> bool:
@@ -442,8 +516,8 @@ class FinetuneStage(Stage):
 
     @model_validator(mode="after")
     def _tells_responses(self) -> FinetuneStage:
-        if self.repeats and self.responses_only:
-            refuse("repeats", "the masks that tell responses know no copies, so drop it or set loss_on to all")
+        if self.copy_fraction and self.responses_only:
+            refuse("copy_fraction", "a copied stretch has no mask of its responses, so drop it or set loss_on to all")
         return self
 
 
@@ -451,38 +525,59 @@ AnyStage = Annotated[AlignStage | DistillStage | FinetuneStage, Field(discrimina
 
 
 class Eval(Strict):
-    """`suite`: a name from eval/suites; `data`: a folder of local task files; `text`: a source with a held-out part;
-    `processes`: how many of the compared models are measured at once, on as many GPUs as there are."""
+    """How the finished model is measured."""
 
     suite: str = "quick"
+    """Name of a suite that comes with the package, or a file like those in eval/suites."""
     data: str | None = None
+    """Folder of local files for the tasks; without it they come from the hub."""
     limit: Count | None = None
+    """Rows of each task, in place of the suite's own limits."""
     text: str | None = None
+    """Source under `data:` whose held-out part is measured on."""
     batch_size: Rows = 4
+    """Rows that are measured at a time."""
     processes: Processes = 1
+    """Models that are measured at once, on as many GPUs as there are."""
 
 
 class Recipe(Strict):
+    """One YAML file that says what is converted, how it is trained and how it is measured."""
+
     version: Literal[1]
+    """Version of the recipe's format: 1."""
     name: Name
+    """Name of the run and of its model: letters, digits, _, - and ."""
     base: Annotated[str, Field(min_length=1)]
+    """The base: a model folder, a hub id, a .gguf file or `package:MODULE/FILE`."""
     base_options: BaseOptions = BaseOptions()
+    """How the base is fetched."""
     mixer: MixerSpec
+    """What replaces the attention of the layers called `main`."""
     mixers: dict[Name, MixerSpec] = {}
+    """Further mixers by name, for use in `layers`."""
     layers: Layers = "all"
+    """Which layers become linear: `all`, a pattern such as LLLN, a list of names, or a mapping with one choice."""
     export: Export = Export()
+    """How the finished model is written."""
     device: str = "auto"
+    """Where the run computes: `auto` (a GPU where there is one), `cpu` or `cuda`."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of matrix products; `auto` is bfloat16 where that is fast."""
     seed: Seed = 0
+    """Seed of all that is drawn at random."""
     data: dict[Name, AnySource] = {}
+    """Sources of text by name."""
     stages: list[AnyStage] = []
+    """Training stages, in order."""
     eval: Eval = Eval()
+    """How the finished model is measured."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
         for name in (MAIN, SOFTMAX):
             if name in self.mixers:
-                refuse(f"mixers.{name}", "this name is taken (`main` is `mixer:`, `softmax` a kept layer)")
+                refuse(f"mixers.{name}", "this name is taken (`main` is `mixer:`, `softmax` stays as it is)")
         names = [MAIN, SOFTMAX, *self.mixers]
         where, written = "layers", self.layers
         if isinstance(written, LayerChoice):

@@ -257,15 +257,16 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     precedes, is -100, and with `responses_only` so is that of every token outside a document's `loss` mask.
     Nothing is copied before an item is asked for: the data set holds the documents, and their order in some epochs.
 
-    With `joined` a row is one segment, whatever it is made of: what a memory still holds after thousands of tokens is
-    learned in long segments, and most documents are short.
+    concat_documents: a row is one segment, whatever it is made of. What a memory must still hold after thousands of
+    tokens is learned in long segments, and most documents are short.
 
-    A share `repeats` of the rows says a stretch twice, so that there is something beyond the window to remember: text
-    alone rewards the window almost alone. Such a row is one document, or the copy could not be seen. Which rows, and
-    where, depends on `seed` and the row's number only. Does not go with `responses_only`: the masks know no copies.
+    copy_fraction: fraction of the rows in which a stretch is repeated later in the row. Plain text rewards the window
+    almost alone; a copy rewards remembering what has left it. Such a row is one document, or the copy could not be
+    seen. Which rows, and where, depends on `seed` and the row's number only. Not together with `responses_only`, as a
+    copied stretch has no mask of its responses.
 
-    `shorter` are pairs (length, share): in that share of the micro-batches, which are `batch_size` rows each, all rows
-    are cut into pieces of that length, each a row by itself. Such an item is [T / length, length].
+    mixed_seq_lens: pairs (length, fraction). In that fraction of the micro-batches, which are `batch_size` rows each,
+    all rows are cut into pieces of that length, each a row by itself. Such an item is [T / length, length].
     """
 
     def __init__(
@@ -274,9 +275,9 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         seq_len: int,
         rows: int,
         responses_only: bool,
-        repeats: float,
-        joined: bool,
-        shorter: Sequence[tuple[int, float]],
+        copy_fraction: float,
+        concat_documents: bool,
+        mixed_seq_lens: Sequence[tuple[int, float]],
         batch_size: int,
         seed: int,
     ):
@@ -284,10 +285,11 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         self.tokens = sum(len(document.ids) for document in documents)
         self._orders: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.seq_len, self.rows, self.responses_only = seq_len, rows, responses_only
-        self.repeats, self.joined, self.seed = repeats, joined, seed
+        self.copy_fraction, self.concat_documents, self.seed = copy_fraction, concat_documents, seed
         self.batch_size = batch_size
-        self.lengths = [seq_len, *(length for length, _ in shorter)]
-        self.shares = [1 - sum(share for _, share in shorter), *(share for _, share in shorter)]
+        self.lengths = [seq_len, *(length for length, _ in mixed_seq_lens)]
+        fractions = [fraction for _, fraction in mixed_seq_lens]
+        self.fractions = [1 - sum(fractions), *fractions]
 
     def __len__(self) -> int:
         return self.rows
@@ -295,7 +297,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     def __getitem__(self, row: int) -> dict[str, Tensor]:
         if not 0 <= row < self.rows:
             raise IndexError(row)
-        drawn = np.random.default_rng((self.seed, row // self.batch_size, 2)).choice(self.lengths, p=self.shares)
+        drawn = np.random.default_rng((self.seed, row // self.batch_size, 2)).choice(self.lengths, p=self.fractions)
         return self.whole(row) if drawn == self.seq_len else self._cut(row, int(drawn))
 
     def whole(self, row: int) -> dict[str, Tensor]:
@@ -326,14 +328,14 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
             ids_N = document.ids[begin : begin + length - filled]
             segment = slice(filled, filled + len(ids_N))
             input_ids_T[segment] = labels_T[segment] = ids_N
-            position_ids_T[segment] = np.arange(len(ids_N)) + (filled if self.joined else 0)
+            position_ids_T[segment] = np.arange(len(ids_N)) + (filled if self.concat_documents else 0)
             if self.responses_only:
                 labels_T[segment][~document.loss[begin : begin + len(ids_N)]] = IGNORED
-            if not (self.joined and filled):
+            if not (self.concat_documents and filled):
                 labels_T[filled] = IGNORED
             filled += len(ids_N)
             which += 1
-        if rng.random() < self.repeats:
+        if rng.random() < self.copy_fraction:
             self._repeat(input_ids_T, rng)
             position_ids_T[:] = np.arange(length)
             labels_T[1:] = input_ids_T[1:]
@@ -380,9 +382,9 @@ def pack(
     seed: int = 0,
     *,
     responses_only: bool = False,
-    repeats: float = 0.0,
-    joined: bool = False,
-    shorter: Sequence[tuple[int, float]] = (),
+    copy_fraction: float = 0.0,
+    concat_documents: bool = False,
+    mixed_seq_lens: Sequence[tuple[int, float]] = (),
     batch_size: int = 1,
 ) -> PackedDataset:
     """`tokens // seq_len` rows of `documents` in an order drawn from `seed`, a new one each time they have all been
@@ -396,7 +398,9 @@ def pack(
     rows = (total if tokens is None else tokens) // seq_len
     if not total or not rows:
         raise BadInput(f"data: {total if tokens is None else tokens} tokens do not fill one row of {seq_len} (seq_len)")
-    return PackedDataset(documents, seq_len, rows, responses_only, repeats, joined, shorter, batch_size, seed)
+    return PackedDataset(
+        documents, seq_len, rows, responses_only, copy_fraction, concat_documents, mixed_seq_lens, batch_size, seed
+    )
 
 
 def collate(items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

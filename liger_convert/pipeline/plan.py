@@ -308,7 +308,7 @@ def _state_bytes(spec: dict[str, Any], config: Any, itemsize: int) -> int:
 
 def _trained(stage: Stage, config: Any, shapes: dict[str, tuple[int, ...]]) -> int:
     """Parameters that a stage changes: groups with a rate, and the factors of LoRA beside its targets."""
-    groups = stage.rates.trained()
+    groups = stage.learning_rates.trained()
     trained = sum(math.prod(shape) for name, shape in shapes.items() if parameter_group(name, config) in groups)
     if stage.lora is not None:
         targets = family_of(config).projections if stage.lora.targets == "attention" else stage.lora.targets

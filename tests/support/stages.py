@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny import save_tiny_base
 
-from liger_convert.config.recipe import AlignStage, DistillStage, FinetuneStage, Lora, Rates, Stage
+from liger_convert.config.recipe import AlignStage, DistillStage, FinetuneStage, LearningRates, Lora, Stage
 from liger_convert.data import corpus
 from liger_convert.mixers import resolve_spec
 from liger_convert.model.loading import linearize_base
@@ -20,12 +20,16 @@ from liger_convert.training import run_stage
 
 SEQ_LEN = 32
 CPU = torch.device("cpu")
-FULL = Rates(mixer=1e-2, attention=5e-3, body=2e-3, embeddings=1e-3)
+FULL = LearningRates(mixer=1e-2, attention=5e-3, body=2e-3, embeddings=1e-3)
 STAGES: dict[str, dict[str, Any]] = {
-    "align": {"kind": AlignStage, "rates": Rates(mixer=1e-2, attention=1e-2)},
-    "distill": {"kind": DistillStage, "rates": FULL, "ce_weight": 0.3, "temperature": 2.0},
-    "finetune": {"kind": FinetuneStage, "rates": FULL},
-    "lora": {"kind": FinetuneStage, "rates": Rates(mixer=1e-2, lora=2e-2), "lora": Lora(rank=4, dropout=0.1)},
+    "align": {"kind": AlignStage, "learning_rates": LearningRates(mixer=1e-2, attention=1e-2)},
+    "distill": {"kind": DistillStage, "learning_rates": FULL, "ce_weight": 0.3, "temperature": 2.0},
+    "finetune": {"kind": FinetuneStage, "learning_rates": FULL},
+    "lora": {
+        "kind": FinetuneStage,
+        "learning_rates": LearningRates(mixer=1e-2, lora=2e-2),
+        "lora": Lora(rank=4, dropout=0.1),
+    },
 }
 every_stage = pytest.mark.parametrize("name", STAGES)
 
@@ -71,9 +75,14 @@ def train(
     **options: Any,
 ) -> dict[str, Any]:
     base, linearized = folders(family)
-    masked = isinstance(stage, FinetuneStage) and not stage.joined
-    cut = {"shorter": [(other.seq_len, other.share) for other in stage.shorter], "batch_size": stage.batch_size}
-    packed = corpus.pack(documents(), SEQ_LEN, stage.tokens, responses_only=masked, joined=stage.joined, **cut)
+    masked = isinstance(stage, FinetuneStage) and not stage.concat_documents
+    cut = {
+        "mixed_seq_lens": [(other.seq_len, other.fraction) for other in stage.mixed_seq_lens],
+        "batch_size": stage.batch_size,
+    }
+    packed = corpus.pack(
+        documents(), SEQ_LEN, stage.tokens, responses_only=masked, concat_documents=stage.concat_documents, **cut
+    )
     return run_stage(
         stage,
         model_dir=model or linearized,

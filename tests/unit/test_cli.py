@@ -43,8 +43,8 @@ RECIPE = {
     "precision": "float32",
     "data": {"text": {"source": "file", "path": "text.jsonl"}},
     "stages": [
-        STAGE | {"kind": "align", "rates": {"mixer": 1e-2}},
-        STAGE | {"kind": "finetune", "loss_on": "all", "rates": {"lora": 1e-2}, "lora": {}},
+        STAGE | {"kind": "align", "learning_rates": {"mixer": 1e-2}},
+        STAGE | {"kind": "finetune", "loss_on": "all", "learning_rates": {"lora": 1e-2}, "lora": {}},
     ],
 }
 SUITE = "description: tiny\ntext: [{window: 32, windows: 4}]\ncopying: [{length: 8, draws: 4}]\n"

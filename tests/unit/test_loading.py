@@ -36,7 +36,7 @@ RECIPE = {
     "device": "cpu",
     "precision": "float32",
     "data": {"text": {"source": "file", "path": "text.jsonl", "held_out": 0.2}},
-    "stages": [STAGE | {"kind": "align", "rates": {"mixer": 1e-2}}],
+    "stages": [STAGE | {"kind": "align", "learning_rates": {"mixer": 1e-2}}],
     "eval": {"suite": "suite.yaml", "text": "text"},
 }
 SUITE = "description: tiny\ntext: [{window: 32, windows: 4}]\n"

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tiny import save_tiny_base
 from transformers import AutoTokenizer
 
-from liger_convert.config.recipe import FinetuneStage, Lora, Rates
+from liger_convert.config.recipe import FinetuneStage, LearningRates, Lora
 from liger_convert.data import corpus
 from liger_convert.mixers import resolve_spec
 from liger_convert.model.loading import linearize_base, load_linearized
@@ -45,7 +45,7 @@ def trained(family: str, number: int, **fields: Any) -> Path:
 
 @functools.cache
 def _trained(family: str, number: int, fields: tuple[tuple[str, Any], ...]) -> Path:
-    stage = FinetuneStage(data="text", tokens=4 * 2 * 16, seq_len=16, batch_size=2, warmup=0.0, **dict(fields))
+    stage = FinetuneStage(data="text", tokens=4 * 2 * 16, seq_len=16, batch_size=2, warmup_ratio=0.0, **dict(fields))
     rng = np.random.default_rng(number)
     documents = [corpus.Document(rng.integers(3, 101, 40).astype(np.int32), np.ones(40, bool), 40) for _ in range(4)]
     out = Path(tempfile.mkdtemp(prefix="liger-test-"))
@@ -59,7 +59,7 @@ def _trained(family: str, number: int, fields: tuple[tuple[str, Any], ...]) -> P
 
 
 def lora(family: str, number: int = 0) -> Path:
-    return trained(family, number, rates=Rates(mixer=3e-2, lora=3e-2), lora=Lora(rank=4))
+    return trained(family, number, learning_rates=LearningRates(mixer=3e-2, lora=3e-2), lora=Lora(rank=4))
 
 
 @torch.no_grad()
@@ -93,7 +93,7 @@ def test_a_merged_folder_is_a_plain_linearized_checkpoint(family: str, tmp_path:
 
 
 def test_results_are_folded_in_their_order() -> None:
-    full = trained("llama", 1, rates=Rates(attention=1e-2, body=1e-2))
+    full = trained("llama", 1, learning_rates=LearningRates(attention=1e-2, body=1e-2))
     first, second = lora("llama", 2), lora("llama", 3)
 
     def weight(*results: Path) -> torch.Tensor:

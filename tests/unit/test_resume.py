@@ -19,8 +19,8 @@ from liger_convert.pipeline import runner
 from liger_convert.utils import interrupts
 
 STAGES: list[dict[str, Any]] = [
-    {"kind": "align", "rates": {"mixer": 1e-2}, "save_every": 2},
-    {"kind": "finetune", "data": "late", "loss_on": "all", "rates": {"mixer": 1e-3}, "save_every": 2},
+    {"kind": "align", "learning_rates": {"mixer": 1e-2}, "save_every": 2},
+    {"kind": "finetune", "data": "late", "loss_on": "all", "learning_rates": {"mixer": 1e-3}, "save_every": 2},
 ]
 
 

@@ -31,10 +31,15 @@ RECIPE = {
     "precision": "float32",
     "data": {"text": {"source": "file", "path": "text.jsonl", "held_out": 0.3}},
     "stages": [
-        STAGE | {"kind": "align", "rates": {"mixer": 1e-2}},
-        STAGE | {"kind": "distill", "rates": {"mixer": 1e-3, "attention": 1e-3, "body": 1e-4}},
+        STAGE | {"kind": "align", "learning_rates": {"mixer": 1e-2}},
+        STAGE | {"kind": "distill", "learning_rates": {"mixer": 1e-3, "attention": 1e-3, "body": 1e-4}},
         STAGE
-        | {"kind": "finetune", "loss_on": "all", "rates": {"mixer": 1e-3, "lora": 1e-2}, "lora": {"dropout": 0.1}},
+        | {
+            "kind": "finetune",
+            "loss_on": "all",
+            "learning_rates": {"mixer": 1e-3, "lora": 1e-2},
+            "lora": {"dropout": 0.1},
+        },
     ],
     "eval": {"suite": "suite.yaml", "text": "text"},
 }
@@ -221,7 +226,7 @@ def test_a_run_chooses_its_softmax_layers_once_and_goes_by_them(home, capsys):
 
 def test_a_run_trains_on_what_its_base_writes_and_writes_it_once(home, monkeypatch):
     own = {"source": "teacher", "tokens": 1000, "document_tokens": 32, "batch_size": 4, "held_out": 0.2}
-    stages = [stage | {"data": "own", "repeats": 0.5} for stage in RECIPE["stages"][:2]]
+    stages = [stage | {"data": "own", "copy_fraction": 0.5} for stage in RECIPE["stages"][:2]]
     changes = {"base": "base", "data": {"own": own}, "stages": stages, "eval": {"suite": "suite.yaml", "text": "own"}}
     (home / "own.yaml").write_text(yaml.safe_dump(RECIPE | changes))
     assert main.main(["run", "own.yaml", "--out", "own"]) == 0
