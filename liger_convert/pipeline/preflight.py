@@ -167,9 +167,8 @@ def _check_rates(stage: Stage, where: str, trained: int) -> list[str]:
             raise BadInput(f"{where}.warmup_ratio: the only step is its first, of rate 0, so nothing is learned; use 0")
         warnings.append(f"{where}.warmup_ratio: takes all {stage.steps} steps, so no rate is reached before the last")
     if stage.max_grad_norm / max(trained, 1) ** 0.5 < LEAST_RATE:
-        warnings.append(
-            f"{where}.max_grad_norm: {stage.max_grad_norm:g} leaves gradients so small that Adam's epsilon decides the steps"
-        )
+        why = f"{stage.max_grad_norm:g} leaves gradients so small that Adam's epsilon decides the steps"
+        warnings.append(f"{where}.max_grad_norm: {why}")
     return warnings
 
 

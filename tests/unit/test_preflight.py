@@ -36,7 +36,10 @@ RECIPE = {
     "stages": [STAGE | {"kind": "align"}],
     "eval": {"suite": "suite.yaml", "text": "text"},
 }
-ONE_STEP = "stages[0]={kind: align, data: text, tokens: 32, seq_len: 32, batch_size: 1, warmup_ratio: 0.9, learning_rates: {mixer: 0.01}}"
+ONE_STEP = (
+    "stages[0]={kind: align, data: text, tokens: 32, seq_len: 32, batch_size: 1, warmup_ratio: 0.9, "
+    "learning_rates: {mixer: 0.01}}"
+)
 SUITE = "description: tiny\ntext: [{window: 32, windows: 2}]\n"
 PIQA = [{"goal": f"open box {i}", "sol1": "lift its lid", "sol2": f"sit on it {i}", "label": i % 2} for i in range(4)]
 SQUAD = [{"context": f"Bob is {i}.", "question": "How old is Bob?", "answers": [str(i)]} for i in range(3)]
