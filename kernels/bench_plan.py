@@ -36,8 +36,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from liger_convert.benchmark.shapes import SHAPES, random_model
 from liger_convert.config.recipe import AlignStage, DistillStage, Recipe, Stage, build
-from liger_convert.data.corpus import Document, collate
-from liger_convert.pipeline.convert import convert
+from liger_convert.data.documents import Document
+from liger_convert.data.packed_rows import collate
+from liger_convert.pipeline.convert import convert_checkpoint
 from liger_convert.pipeline.plan import Plan, make_plan
 from liger_convert.training.align import AlignObjective
 from liger_convert.training.distill import DistillObjective
@@ -197,7 +198,7 @@ def converted(shape: str, plan: Plan, device: torch.device) -> int:
 
 def _convert(base: Path, out: Path, linearization: dict[str, Any]) -> int:
     grown = growth()
-    convert(base, out, linearization)
+    convert_checkpoint(base, out, linearization)
     return grown()
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from liger_convert.data.corpus import Document
-from liger_convert.eval.evaluation import evaluate
+from liger_convert.data.documents import Document
+from liger_convert.eval.evaluation import evaluate_model
 from liger_convert.eval.generation import continuations, load_model, weight_dtype
 from liger_convert.eval.measures import Measurement
 from liger_convert.eval.suites import Suite
@@ -116,7 +116,7 @@ class _Job:
             self.model, self.loaded = _load(source, self.model_dir, self.base_dir, self.device, self.precision), source
         if name in BRANCHES:
             set_branches(self.model, BRANCHES[name])
-        measured = evaluate(
+        measured = evaluate_model(
             self.model,
             self.tokenizer,
             self.suite,

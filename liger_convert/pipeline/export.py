@@ -29,7 +29,7 @@ ENTRY_FILE = "modeling_linearized"
 INTERNAL_IMPORT = re.compile(r"^(\s*from )((?:liger_convert|gated_kernels)[\w.]*)( import )", re.MULTILINE)
 
 
-def export(
+def export_model(
     model_dir: Path | str,
     out: Path | str,
     *,

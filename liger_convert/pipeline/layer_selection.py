@@ -23,7 +23,8 @@ from rich.console import Group
 from rich.table import Table
 
 from liger_convert.config.recipe import MAIN, Recipe
-from liger_convert.data.corpus import Document, collate, pack
+from liger_convert.data.documents import Document
+from liger_convert.data.packed_rows import collate, pack
 from liger_convert.eval import measures
 from liger_convert.eval.ablation import window_control
 from liger_convert.eval.generation import load_model, weight_dtype

@@ -17,7 +17,7 @@ from rich.filesize import decimal
 from transformers import GenerationConfig
 
 from liger_convert.config.recipe import Recipe, Stage
-from liger_convert.data.corpus import Documents
+from liger_convert.data.documents import Documents
 from liger_convert.eval.generation import continuations, encode
 from liger_convert.eval.suites import Suite
 from liger_convert.io import templates

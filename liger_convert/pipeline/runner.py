@@ -19,7 +19,8 @@ from transformers import set_seed
 
 from liger_convert import training
 from liger_convert.config.recipe import FileSource, Recipe, TeacherSource
-from liger_convert.data import corpus, teacher
+from liger_convert.data import teacher
+from liger_convert.data.documents import Documents, load_source
 from liger_convert.eval import ablation, suites
 from liger_convert.io import checkpoint, checksums
 from liger_convert.io.files import atomic_dir, atomic_write, disk_errors
@@ -31,7 +32,7 @@ from liger_convert.pipeline.recorded_inputs import InputFiles
 from liger_convert.training import merge
 from liger_convert.utils.device import pick_device
 from liger_convert.utils.errors import BadInput, LinearizeError
-from liger_convert.utils.progress import console, progress
+from liger_convert.utils.progress import console, show_progress
 
 PROMPTS = (
     "The capital of France is",
@@ -238,10 +239,10 @@ class Run:
         """The step that a source comes from, if the base writes it."""
         return (f"data-{source}",) if source in self.recipe.teachers else ()
 
-    def _load_documents(self, name: str) -> corpus.Documents:
+    def _load_documents(self, name: str) -> Documents:
         source, written = self.recipe.data[name], self.folder.step(f"data-{name}") / teacher.FILE
-        with progress(f"data {name}") as report:
-            return corpus.load_source(source, self._tokenizer, seed=self.recipe.seed, written=written, progress=report)
+        with show_progress(f"data {name}") as report:
+            return load_source(source, self._tokenizer, seed=self.recipe.seed, written=written, progress=report)
 
     # --- the steps
 
@@ -255,7 +256,7 @@ class Run:
         plan = self._make_plan(self.recipe)
         self._read_data()
         documents = self.documents(self.recipe.plain_texts[0]).train
-        with progress("rank") as report:
+        with show_progress("rank") as report:
             ranking = layer_selection.rank(
                 self.recipe, plan, self._base_folder, self._tokenizer, documents, self.device, report
             )
@@ -288,7 +289,7 @@ class Run:
     def _preflight(self) -> list[str]:
         """What would fail after the training is tried before it. The layers need not be chosen yet."""
         config = checkpoint.load_config(self._base_folder, self.recipe.base_options.trust_remote_code)
-        with progress("preflight") as report:
+        with show_progress("preflight") as report:
             warnings = preflight.check(
                 self.recipe,
                 make_plan(self.recipe, config),
@@ -308,7 +309,7 @@ class Run:
         return warnings
 
     def _convert(self, folder: Path) -> dict[str, Any]:
-        with progress("convert") as report:
+        with show_progress("convert") as report:
             # in the base's dtype: what is about to be trained should not be rounded to the export's first
             return convert.convert(
                 self._base_folder,
@@ -321,7 +322,7 @@ class Run:
 
     def _write(self, name: str, folder: Path) -> dict[str, Any]:
         source = self.recipe.teachers[name]
-        with progress(folder.name) as report:
+        with show_progress(folder.name) as report:
             teacher.write(
                 source,
                 folder / teacher.FILE,
@@ -339,7 +340,7 @@ class Run:
         seed = self.recipe.seed + index  # stages that share a source should not see its documents in the same order
         documents = self.documents(stage.data).train
         dataset = training.rows_of(stage, documents, seed)
-        with progress(folder.name) as report:
+        with show_progress(folder.name) as report:
             stats = training.run_stage(
                 stage,
                 model_dir=self.folder.step("convert") / "model",
@@ -362,7 +363,7 @@ class Run:
 
     def _export(self, folder: Path) -> dict[str, Any]:
         model, out = self.folder.step("merge") / "model", self.out / "export"
-        with progress("export") as report:
+        with show_progress("export") as report:
             return export.export(
                 model,
                 out,
@@ -375,7 +376,7 @@ class Run:
 
     def _eval(self, folder: Path) -> dict[str, Any]:
         options = self.recipe.eval
-        with progress("eval") as report:
+        with show_progress("eval") as report:
             results = ablation.diagnose(
                 self.out / "export",
                 self._base_folder,

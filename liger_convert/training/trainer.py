@@ -16,7 +16,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from transformers.utils import logging
 
 from liger_convert.config.recipe import Stage
-from liger_convert.data.corpus import PackedDataset, collate
+from liger_convert.data.packed_rows import PackedDataset, collate
 from liger_convert.model import parameter_group, take_auxiliary_loss
 from liger_convert.training import checkpoints
 from liger_convert.training.capture import CapturedFwdBwd, why_not_captured

@@ -13,7 +13,8 @@ import torch
 from tiny import save_tiny_base
 
 from liger_convert.config.recipe import AlignStage, DistillStage, FinetuneStage, LearningRates, Lora, Stage
-from liger_convert.data import corpus
+from liger_convert.data.documents import Document
+from liger_convert.data.packed_rows import pack
 from liger_convert.mixers import resolve_spec
 from liger_convert.model.loading import linearize_base
 from liger_convert.training import run_stage
@@ -53,14 +54,14 @@ def folders(family: str = "llama") -> tuple[Path, Path]:
 
 
 @functools.cache
-def documents() -> list[corpus.Document]:
+def documents() -> list[Document]:
     """Few and alike, so that a few steps learn them."""
     rng = np.random.default_rng(0)
     pattern = rng.integers(3, 101, 9)
     made = []
     for size in rng.integers(10, 60, 12):
         ids = np.resize(pattern, size).astype(np.int32)
-        made.append(corpus.Document(ids, np.arange(size) >= size // 3, int(size)))
+        made.append(Document(ids, np.arange(size) >= size // 3, int(size)))
     return made
 
 
@@ -80,7 +81,7 @@ def train(
         "mixed_seq_lens": [(other.seq_len, other.fraction) for other in stage.mixed_seq_lens],
         "batch_size": stage.batch_size,
     }
-    packed = corpus.pack(
+    packed = pack(
         documents(), SEQ_LEN, stage.tokens, responses_only=masked, concat_documents=stage.concat_documents, **cut
     )
     return run_stage(

@@ -17,7 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from liger_convert.config.recipe import FileSource, HubSource
-from liger_convert.data.corpus import IGNORED, RANDOM_REPEATS, Document, collate, held_out_keys, load_source, pack
+from liger_convert.data.documents import Document, held_out_keys, load_source
+from liger_convert.data.packed_rows import IGNORED, RANDOM_COPIES, collate, pack
 from liger_convert.data.sources import Row, pydoc_rows
 from liger_convert.utils.errors import BadInput
 
@@ -456,7 +457,7 @@ def test_copies_are_of_all_lengths_in_all_places_and_some_are_random_text() -> N
     assert min(gaps) == 0
     assert max(gaps) > 64 // 4
     share, four_sigma = np.mean([random for _, _, random in found]), 4 * (0.3 * 0.7 / len(found)) ** 0.5
-    assert abs(share - RANDOM_REPEATS) < four_sigma
+    assert abs(share - RANDOM_COPIES) < four_sigma
 
 
 def test_a_row_that_repeats_itself_is_one_document_learned_throughout() -> None:

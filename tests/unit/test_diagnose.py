@@ -10,9 +10,9 @@ import pytest
 import torch
 from tiny import save_tiny_base, tiny_tokenizer
 
-from liger_convert.data.corpus import Document
+from liger_convert.data.documents import Document
 from liger_convert.eval.ablation import NAMES, diagnose, window_control
-from liger_convert.eval.evaluation import evaluate
+from liger_convert.eval.evaluation import evaluate_model
 from liger_convert.eval.generation import load_model
 from liger_convert.eval.suites import Suite
 from liger_convert.io.checksums import read_checked, write_checked
@@ -65,7 +65,7 @@ def test_every_name_is_the_model_it_says(base: Path, tmp_path: Path) -> None:
         expected[name] = load_model(folder, CPU, "float32")
         set_branches(expected[name], branches)
     for name, model in expected.items():
-        assert found["models"][name] == evaluate(model, tiny_tokenizer(), SUITE, **OPTIONS), name
+        assert found["models"][name] == evaluate_model(model, tiny_tokenizer(), SUITE, **OPTIONS), name
     values = [found["models"][name]["text_ppl"]["value"] for name in NAMES]
     assert len(set(values)) == len(values)
     assert [set(row) for row in found["continuations"]] == [{"prompt", "base", "linearized"}] * 2

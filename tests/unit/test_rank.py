@@ -19,7 +19,7 @@ from tiny import save_tiny_base, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from liger_convert.config.recipe import build
-from liger_convert.data.corpus import Document
+from liger_convert.data.documents import Document
 from liger_convert.eval.measures import copy_loss
 from liger_convert.eval.suites import CopyMeasure
 from liger_convert.io.checkpoint import load_config
