@@ -35,7 +35,8 @@ from rich.table import Table
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from liger_convert.benchmark.shapes import SHAPES, random_model
-from liger_convert.config.recipe import AlignStage, DistillStage, Recipe, Stage, build
+from liger_convert.config.recipe import Recipe, build
+from liger_convert.config.stages import AlignStage, DistillStage, Stage
 from liger_convert.data.documents import Document
 from liger_convert.data.packed_rows import collate
 from liger_convert.pipeline.convert import convert_checkpoint

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from liger_convert.benchmark.bench import in_float32, quartiles
 from liger_convert.benchmark.shapes import SHAPES, random_model
-from liger_convert.config.recipe import AlignStage, DistillStage, FinetuneStage, LearningRates, Lora, Stage
+from liger_convert.config.stages import AlignStage, DistillStage, FinetuneStage, LearningRates, Lora, Stage
 from liger_convert.model import take_auxiliary_loss
 from liger_convert.training.align import AlignObjective
 from liger_convert.training.capture import CapturedFwdBwd, FwdBwd, why_not_captured

@@ -18,7 +18,9 @@ import torch
 from liger_convert import training
 from liger_convert.benchmark import bench, page, shapes
 from liger_convert.config import yaml_file
-from liger_convert.config.recipe import FileSource, PydocSource, Recipe, TeacherSource, build, plain_name
+from liger_convert.config.fields import plain_name
+from liger_convert.config.recipe import Recipe, build
+from liger_convert.config.sources import FileSource, PydocSource, TeacherSource
 from liger_convert.data import teacher
 from liger_convert.data.documents import Document, load_source
 from liger_convert.data.packed_rows import collate, pack
@@ -127,9 +129,9 @@ def calibrate_model(
     require_linearized(model)
     linearization = checkpoint.load_config(model).linearization
     used = [linearization["mixers"][name] for name in set(linearization["layers"]) - {SOFTMAX}]
-    reach = [spec["window"] + spec["sinks"] for spec in used if spec["join"] == "shared"]
+    reach = [spec["window"] + spec["sinks"] for spec in used if spec["combine"] == "shared"]
     if not reach:
-        raise BadInput(f"{model}: has nothing to calibrate, as only mixers with join: shared do")
+        raise BadInput(f"{model}: has nothing to calibrate, as only mixers with combine: shared do")
     if tokens < seq_len:
         raise BadInput(f"--tokens {tokens}: is less than one row of --seq-len {seq_len}")
     where = pick_device(device)

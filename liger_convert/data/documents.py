@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from liger_convert.config.recipe import AnySource, TeacherSource
+from liger_convert.config.sources import AnySource, TeacherSource
 from liger_convert.data.sources import Row, rows
 from liger_convert.io import templates
 from liger_convert.io.tokenizer import check_ids

@@ -16,7 +16,8 @@ import torch
 from rich.filesize import decimal
 from transformers import GenerationConfig
 
-from liger_convert.config.recipe import Recipe, Stage
+from liger_convert.config.recipe import Recipe
+from liger_convert.config.stages import Stage
 from liger_convert.data.documents import Documents
 from liger_convert.eval.generation import continuations, encode
 from liger_convert.eval.suites import Suite

@@ -18,7 +18,8 @@ import torch
 from transformers import set_seed
 
 from liger_convert import training
-from liger_convert.config.recipe import FileSource, Recipe, TeacherSource
+from liger_convert.config.recipe import Recipe
+from liger_convert.config.sources import FileSource, TeacherSource
 from liger_convert.data import teacher
 from liger_convert.data.documents import Documents, load_source
 from liger_convert.eval import ablation, suites

@@ -87,7 +87,7 @@ def calibrate_layer(
 ) -> None:
     """Fits one layer on its inputs x to the softmax attention of its own projections on the base's inputs."""
     mixer: Mixer = attention.mixer
-    if mixer.spec.join not in ("shared", "learned"):
+    if mixer.spec.combine not in ("shared", "learned"):
         return
     if not (layout.rank_BT >= mixer.spec.window + mixer.spec.sinks).any():
         return  # no query has anything beyond its window and sinks: a fit to nothing would empty the codebook
@@ -102,7 +102,7 @@ def calibrate_layer(
         scale=attention.scaling,
         segment_BS=layout.document_BT,
     )
-    if mixer.spec.join == "learned":
+    if mixer.spec.combine == "learned":
         fit_mix(mixer, mixer.remember(heads, layout, None), window_o_BTHV, target_BTHV)
         return
     books = [module for module in mixer.modules() if isinstance(module, Codebook)]

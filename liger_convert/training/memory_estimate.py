@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from liger_convert.config.recipe import AlignStage, DistillStage, Stage
+from liger_convert.config.stages import AlignStage, DistillStage, Stage
 from liger_convert.mixers import MIXERS, SOFTMAX, make_spec
 from liger_convert.model import head_dims
 

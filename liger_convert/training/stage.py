@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import set_seed
 
-from liger_convert.config.recipe import AlignStage, DistillStage, Lora, Stage
+from liger_convert.config.stages import AlignStage, DistillStage, Lora, Stage
 from liger_convert.data.documents import Document
 from liger_convert.data.packed_rows import PackedDataset, collate, pack
 from liger_convert.io.files import atomic_dir, atomic_write

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from liger_convert.config.recipe import Stage
+from liger_convert.config.stages import Stage
 from liger_convert.data.packed_rows import PackedDataset, collate
 from liger_convert.model import parameter_group, take_auxiliary_loss
 from liger_convert.training import checkpoints

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny import save_tiny_base
 
-from liger_convert.config.recipe import AlignStage, DistillStage, FinetuneStage, LearningRates, Lora, Stage
+from liger_convert.config.stages import AlignStage, DistillStage, FinetuneStage, LearningRates, Lora, Stage
 from liger_convert.data.documents import Document
 from liger_convert.data.packed_rows import pack
 from liger_convert.mixers import resolve_spec

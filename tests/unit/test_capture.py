@@ -15,7 +15,7 @@ from stages import CPU, SEQ_LEN, every_stage, files_of, folders, make_stage, tra
 from torch import Tensor
 from transformers import masking_utils
 
-from liger_convert.config.recipe import Lora
+from liger_convert.config.stages import Lora
 from liger_convert.model.loading import load_base
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")

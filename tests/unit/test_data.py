@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from liger_convert.config.recipe import FileSource, HubSource
+from liger_convert.config.sources import FileSource, HubSource
 from liger_convert.data.documents import Document, held_out_keys, load_source
 from liger_convert.data.packed_rows import IGNORED, RANDOM_COPIES, collate, pack
 from liger_convert.data.sources import Row, pydoc_rows

@@ -14,7 +14,8 @@ from tiny import tiny_config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from liger_convert.benchmark.shapes import SHAPES
-from liger_convert.config.recipe import Lora, build
+from liger_convert.config.recipe import build
+from liger_convert.config.stages import Lora
 from liger_convert.model import CLASSES, linearized_config
 from liger_convert.pipeline import plan as plans
 from liger_convert.pipeline.plan import Plan, StagePlan

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tiny import save_tiny_base
 from transformers import AutoTokenizer
 
-from liger_convert.config.recipe import FinetuneStage, LearningRates, Lora
+from liger_convert.config.stages import FinetuneStage, LearningRates, Lora
 from liger_convert.data.documents import Document
 from liger_convert.data.packed_rows import pack
 from liger_convert.mixers import resolve_spec

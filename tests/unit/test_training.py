@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from stages import CPU, SEQ_LEN, STAGES, documents, every_stage, folders, make_stage, result_bytes, train
 from torch import Tensor
 
-from liger_convert.config.recipe import LearningRates, Lora, Stage
+from liger_convert.config.stages import LearningRates, Lora, Stage
 from liger_convert.data.packed_rows import IGNORED, collate, pack
 from liger_convert.mixers import resolve_spec
 from liger_convert.model import parameter_group

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from liger_convert.mixers.base import DiagonalMixer, HeadDims, Heads, Join, Memory, MixerSpec
+from liger_convert.mixers.base import Combine, DiagonalMixer, HeadDims, Heads, Memory, MixerSpec
 from liger_convert.mixers.feature_maps import POSITIVE, Codebook
 from liger_convert.mixers.gates import GateName, pool_to
 from liger_convert.mixers.kernel_maps import RANDOM, WEIGHTS, MapName, make_map, map_size
@@ -30,7 +30,7 @@ class LinearSpec(MixerSpec):
     otherwise each head's read is brought to one size.
     """
 
-    join: Join = "learned"
+    combine: Combine = "learned"
     feature_map: MapName = "identity"
     codes: int = 256
     normalize: bool = False
@@ -42,8 +42,8 @@ class LinearSpec(MixerSpec):
             return f"feature_map: {self.feature_map} gives negative weights, which normalize cannot use; use {allowed}"
         if self.codes < 1:
             return f"codes: {self.codes} is too few; a codebook has at least 1"
-        if self.join == "shared" and not self.normalize:
-            return "join: shared needs the memory's mass, so normalize: true; or use join: learned"
+        if self.combine == "shared" and not self.normalize:
+            return "combine: shared needs the memory's mass, so normalize: true; or use combine: learned"
         return super().problem()
 
 

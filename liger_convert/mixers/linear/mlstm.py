@@ -34,8 +34,8 @@ class MLSTMSpec(GatedSpec):
     cap: float = 15.0
 
     def problem(self) -> str | None:
-        if self.join == "shared":
-            return "join: shared needs a memory's mass, and mlstm's normaliser is none; use join: learned"
+        if self.combine == "shared":
+            return "combine: shared needs a memory's mass, and mlstm's normaliser is none; use combine: learned"
         if not 0 < self.cap <= 15:
             return f"cap: {self.cap} must be above 0, and no more than 15 to stay inside float32"
         return MixerSpec.problem(self)

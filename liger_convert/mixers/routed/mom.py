@@ -60,7 +60,9 @@ class MoMSpec(MixerSpec):
         """The memories' class and options. They are joined here and have no window, so no parameters for either."""
         from liger_convert.mixers import MIXERS, make_spec
 
-        return MIXERS[self.inner["type"]], make_spec({**self.inner, **self._common(), "join": "fixed", "forget": False})
+        return MIXERS[self.inner["type"]], make_spec(
+            {**self.inner, **self._common(), "combine": "fixed", "forget": False}
+        )
 
     def problem(self) -> str | None:
         from liger_convert.mixers import MIXERS
