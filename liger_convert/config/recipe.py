@@ -122,7 +122,7 @@ class Recipe(Strict):
 
     @property
     def softmax_auto(self) -> float | None:
-        """How many layers, or which share of them, stay softmax, where a measurement chooses which."""
+        """How many layers, or which fraction of them, stay softmax, where a measurement chooses which."""
         return self.layers.softmax_auto if isinstance(self.layers, LayerChoice) else None
 
     def layer_names(self, depth: int) -> list[str]:
@@ -134,9 +134,13 @@ class Recipe(Strict):
         """The names of the sources of plain text that is there before the run."""
         return [name for name, source in self.data.items() if not (source.has_responses or name in self.teachers)]
 
-    def keeping(self, softmax: list[int]) -> Recipe:
+    def with_softmax(self, softmax: list[int]) -> Recipe:
         """This recipe with its choice of layers made: these stay softmax."""
         return self.model_copy(update={"layers": LayerChoice(softmax=softmax)})
+
+    def stage_seed(self, index: int) -> int:
+        """The seed of stage `index`, from 0: stages on one source should not see its documents in the same order."""
+        return self.seed + index
 
     @property
     def teachers(self) -> dict[str, TeacherSource]:

@@ -21,7 +21,7 @@ from liger_convert.config.recipe import load
 from liger_convert.io import checkpoint
 from liger_convert.mixers import resolve_spec
 from liger_convert.model.families import FAMILIES
-from liger_convert.pipeline import preflight, runner
+from liger_convert.pipeline import preflight, steps
 from liger_convert.pipeline.plan import make_plan
 
 STAGE = {"data": "text", "tokens": 256, "seq_len": 32, "batch_size": 2, "learning_rates": {"mixer": 1e-3}}
@@ -63,7 +63,7 @@ def home(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def reached(*args: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner.convert, "convert", reached)
+    monkeypatch.setattr(steps.convert, "convert_checkpoint", reached)
     return tmp_path
 
 

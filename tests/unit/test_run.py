@@ -18,7 +18,7 @@ from liger_convert.data import teacher
 from liger_convert.io import checkpoint
 from liger_convert.io.checksums import sha256_file
 from liger_convert.model.loading import load_linearized
-from liger_convert.pipeline import runner
+from liger_convert.pipeline import steps
 from liger_convert.pipeline.manifest import first_difference, input_files
 
 STAGE = {"data": "text", "tokens": 6 * 64, "seq_len": 32, "batch_size": 2, "save_every": 2}
@@ -54,7 +54,7 @@ from contextlib import contextmanager
 from liger_convert import cli, manifest, run
 where, what, *words = sys.argv[1:]
 die = lambda: os.kill(os.getpid(), signal.SIGKILL)
-real_progress, real_write = run.progress, manifest.Manifest.write
+real_progress, real_write = run.show_progress, manifest.Manifest.write
 
 @contextmanager
 def progress(label):
@@ -70,7 +70,7 @@ def write(self, folder):
         die()
     real_write(self, folder)
 
-run.progress, manifest.Manifest.write = progress, write
+run.show_progress, manifest.Manifest.write = progress, write
 sys.exit(cli.main(words))
 """
 
@@ -119,10 +119,10 @@ def test_a_run_leaves_an_export_a_report_and_a_manifest(finished):
     models = json.loads((finished / "report.json").read_text())["models"]
     assert list(models) == [
         "base",
-        "window_untrained",
+        "window_only_untrained",
         "linearized",
-        "linearized_window_only",
-        "linearized_memory_only",
+        "memory_ablated",
+        "window_ablated",
     ]
     assert {"text_ppl", "text_byte_ppl", "copy_nll_8"} == set(models["base"])
     card = (finished / "export/README.md").read_text()
@@ -174,7 +174,7 @@ def test_a_resumed_run_takes_the_commit_of_its_hub_base_that_it_began_with(home,
     monkeypatch.setattr(checkpoint, "_download", download)
     words = ["run", "recipe.yaml", "--out", "fetched", "--set", "base=someone/model", "--set", "stages=[]"]
     with monkeypatch.context() as patch:
-        patch.setattr(runner.convert, "convert", None)
+        patch.setattr(steps.convert, "convert_checkpoint", None)
         assert main.main(words) == 1
     assert manifest(home / "fetched")["steps"]["base"]["commit"] == "c0ffee"
     assert "snapshots" not in (home / "fetched/manifest.json").read_text()
@@ -186,7 +186,7 @@ def test_a_run_says_its_table_and_continuations(home, finished, capsys):
     assert main.main(["run", "recipe.yaml", "--out", "finished", "--resume"]) == 0
     output = capsys.readouterr()
     assert "copy_nll_8" in output.out
-    assert all(" ".join(prompt.split()[:4]) in output.out for prompt in runner.PROMPTS)  # the table breaks longer lines
+    assert all(" ".join(prompt.split()[:4]) in output.out for prompt in steps.PROMPTS)  # the table breaks longer lines
     assert main.main(["run", "recipe.yaml", "--out", "finished", "--resume", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads((finished / "report.json").read_text())
 
@@ -211,16 +211,16 @@ def test_a_run_chooses_its_softmax_layers_once_and_goes_by_them(home, capsys):
     killed = subprocess.run(script, cwd=home, env=os.environ, capture_output=True, text=True)
     assert killed.returncode == -9, killed.stderr
     before = manifest(home / "chosen")["steps"]
-    assert list(before) == ["base", "rank", "plan"]
+    assert list(before) == ["base", "select-layers", "plan"]
     assert main.main(["run", "recipe.yaml", "--out", "chosen", *choose, "--resume"]) == 0
     steps = manifest(home / "chosen")["steps"]
-    assert steps["rank"] == before["rank"]
-    assert list(steps) == ["base", "rank", "plan", "convert", "merge", "export", "eval", "report"]
-    (kept,) = steps["rank"]["ranking"]["kept"]
+    assert steps["select-layers"] == before["select-layers"]
+    assert list(steps) == ["base", "select-layers", "plan", "convert", "merge", "export", "eval", "report"]
+    (kept,) = steps["select-layers"]["selection"]["softmax_layers"]
     layers = ["softmax" if i == kept else "main" for i in range(3)]
     assert steps["plan"]["plan"]["linearization"]["layers"] == layers
     assert load_linearized(home / "chosen/export").config.linearization["layers"] == layers
-    assert json.loads((home / "chosen/report.json").read_text())["ranking"] == steps["rank"]["ranking"]
+    assert json.loads((home / "chosen/report.json").read_text())["selection"] == steps["select-layers"]["selection"]
     assert f"| + {kept} |" in (home / "chosen/report.md").read_text()
 
 
@@ -260,7 +260,7 @@ def test_a_run_in_trouble_says_so_in_one_line(home, monkeypatch, capsys, trouble
     def fail(*args, **kwargs):
         raise trouble
 
-    monkeypatch.setattr(runner.convert, "convert", fail)
+    monkeypatch.setattr(steps.convert, "convert_checkpoint", fail)
     resume = ["--resume"] if (home / "troubled").exists() else []
     assert main.main(["run", "recipe.yaml", "--out", "troubled", *resume]) == code
     *_, line = capsys.readouterr().err.splitlines()
