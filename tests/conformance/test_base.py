@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import MODELS
 from tiny_models import (
     GREEDY,
     PADDED,
@@ -18,6 +19,7 @@ from tiny_models import (
     base_folder,
     build,
     logits,
+    shared_model,
 )
 from transformers import AutoModelForCausalLM
 
@@ -47,13 +49,25 @@ def test_a_model_without_kept_layers_and_one_without_linearized_ones_work(family
     assert torch.equal(none.generate(PROMPT, **GREEDY), base.generate(PROMPT, **GREEDY))
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])
-def test_the_attention_of_kept_layers_can_be_chosen(model: Any, implementation: str) -> None:
-    plain, padded = logits(model, TOKENS), logits(model, PADDED, attention_mask=PADDED_MASK)
-    if implementation == "flex_attention" and not model._supports_flex_attn:
+def test_the_attention_of_kept_layers_can_be_chosen(model: Any) -> None:
+    assert_same_with_the_attention("sdpa", model)
+
+
+# it compiles for seconds, and the softmax layers know of no mixer
+@pytest.mark.parametrize(
+    ("family", "mixer"), [pytest.param(*model, marks=[pytest.mark.slow] * (model[1] != "gla")) for model in MODELS]
+)
+def test_the_attention_of_kept_layers_can_be_flex_attention(family: str, mixer: str) -> None:
+    model = shared_model(family, mixer)
+    if model._supports_flex_attn:
+        assert_same_with_the_attention("flex_attention", model)
+    else:
         with pytest.raises(ValueError, match="flex_attention"):  # the family's own limit (OLMoE), said by the library
-            model.set_attn_implementation(implementation)
-        return
+            model.set_attn_implementation("flex_attention")
+
+
+def assert_same_with_the_attention(implementation: str, model: Any) -> None:
+    plain, padded = logits(model, TOKENS), logits(model, PADDED, attention_mask=PADDED_MASK)
     model.set_attn_implementation(implementation)
     try:
         assert_same_logits(logits(model, TOKENS), plain)

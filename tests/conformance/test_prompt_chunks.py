@@ -7,19 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import MODELS, is_quick
 from tiny_models import GREEDY, TOKENS, WINDOW, assert_same_logits, build, shared_model
 
-from liger_convert.mixers import MIXERS
 from liger_convert.model import modeling
-from liger_convert.model.families import FAMILIES
 
 LONG = torch.cat((torch.cat((torch.zeros(1, 13, dtype=torch.long), TOKENS[:1, :16]), 1), TOKENS[1:]))
 LONG_MASK = torch.ones_like(LONG).index_fill(1, torch.arange(13), 0) | torch.tensor([[0], [1]])
 
 
-@pytest.mark.parametrize(
-    ("family", "mixer"), [*(("llama", mixer) for mixer in MIXERS), *((family, "gla") for family in FAMILIES)]
-)
+@pytest.mark.parametrize(("family", "mixer"), [model for model in MODELS if is_quick(*model, "a prompt in pieces")])
 def test_a_prompt_read_in_pieces_is_continued_as_one_read_at_once(
     family: str, mixer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

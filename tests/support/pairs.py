@@ -6,7 +6,10 @@ too. Checks that take `every_model` run on all, so every family meets every mixe
 
 from __future__ import annotations
 
+from typing import Any
 from zlib import crc32
+
+import pytest
 
 from liger_convert.mixers import MIXERS
 from liger_convert.model.families import FAMILIES
@@ -22,3 +25,8 @@ def is_quick(family: str, mixer: str, check: str) -> bool:
     families = list(FAMILIES)
     turn = list(MIXERS).index(mixer) + crc32(check.encode())
     return families[turn % len(families)] == family
+
+
+def quick_pairs(check: str) -> list[Any]:
+    """All models as parameters (family, mixer) of a test; those that `is_quick` leaves out of `check` are slow."""
+    return [pytest.param(*model, marks=[] if is_quick(*model, check) else pytest.mark.slow) for model in MODELS]
