@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from tiny import save_tiny_base
 from worlds import World, after, case, edited, files, remove, wrote
 
 from liger_convert.cli import main
