@@ -1,5 +1,5 @@
-# make demo: the whole pipeline on a small real model.  make test: the tests.  make test-all: those that take minutes,
-# too.  make check: style and types.
+# make demo: the whole pipeline on a small real model.  make test: the tests, for every promise of every family and
+# mixer, by pairs.  make test-all: the whole product of them, and what takes minutes.  make check: style and types.
 # make transformers-tests: fetches transformers' own tests, which some of ours run; `make test` does so by itself.
 # make reports: the runs whose reports are committed.
 # Each installs what it needs into .venv first.
@@ -51,11 +51,12 @@ demo: install
 	rm -rf $(OUT)
 	$(BIN)/linearize run $(RECIPE) --out $(OUT)
 
+# worksteal: each process begins with half of the tests, so what the tests of a file share is mostly made once
 test: install transformers-tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 test-all: install transformers-tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -m ""
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m ""
 
 check: install
 	$(BIN)/ruff check .

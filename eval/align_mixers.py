@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from liger_convert.calibrate import calibrate
-from liger_convert.device import autocast, compute_dtype
-from liger_convert.files import atomic_write
-from liger_convert.loading import linearize_base
-from liger_convert.recipe import PydocSource
 
-from liger_convert import checkpoint
-from liger_convert.data import collate, load_source, pack
+from liger_convert.config.sources import PydocSource
+from liger_convert.data.documents import load_source
+from liger_convert.data.packed_rows import collate, pack
+from liger_convert.io import checkpoint
+from liger_convert.io.files import atomic_write
 from liger_convert.mixers import MIXERS, resolve_spec
 from liger_convert.model import collect_align_targets
-from liger_convert.training.stage import load_base
+from liger_convert.model.loading import linearize_base, load_base
+from liger_convert.training.calibrate import calibrate
 from liger_convert.training.trainer import freeze, optimizer_groups
+from liger_convert.utils.device import autocast, compute_dtype
 
 RATES = {"mixer": 5e-3, "attention": 5e-4}
 ROWS = 2  # a batch

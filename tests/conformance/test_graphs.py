@@ -8,8 +8,8 @@ import pytest
 import torch
 from gated_kernels import delta, diagonal
 from gated_kernels.check import error
-from test_conformance import TOKENS as LONG
-from test_conformance import build, logits
+from tiny_models import TOKENS as LONG
+from tiny_models import build, logits
 
 from liger_convert.mixers import MIXERS
 

@@ -21,7 +21,7 @@ from liger_convert.model.loading import load_base
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")
 
 
-@every_stage
+@pytest.mark.parametrize("name", ["align", "distill", "finetune", pytest.param("lora", marks=pytest.mark.slow)])
 def test_compiled_layers_train_as_they_are_and_alignment_compiles_what_it_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,7 +92,10 @@ def replayed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-@pytest.mark.parametrize(("accumulation", "lengths"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("accumulation", "lengths"),
+    [pytest.param(1, 1, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow), (2, 2)],
+)
 @every_stage
 def test_replayed_passes_train_the_same_weights(
     name: str, accumulation: int, lengths: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

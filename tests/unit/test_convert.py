@@ -315,7 +315,7 @@ def test_memory_stays_small_whatever_the_checkpoint_weighs(tmp_path):
     assert (tmp_path / "base" / WEIGHTS).stat().st_size > 150e6
     script = """
         import json, resource, sys
-        from liger_convert.convert import convert
+        from liger_convert.pipeline.convert import convert_checkpoint
         def peak():
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         base, out, linearization = sys.argv[1:]

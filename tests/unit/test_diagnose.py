@@ -77,7 +77,7 @@ def test_side_by_side_the_models_measure_what_they_do_one_by_one(base: Path, tmp
     assert found == diagnose(folder, base, SUITE, device=CPU, prompts=["a"], **OPTIONS)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_failing_model_costs_none_of_the_measures_before_it(base: Path, tmp_path: Path, processes: int) -> None:
     folder, keep, aside = linearized(base, tmp_path / "model"), tmp_path / "keep", tmp_path / "aside"
     keep.mkdir()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_bad_input import World, after, base, case, files, world, wrote  # noqa: F401 (two are fixtures)
+from worlds import World, after, case, files, wrote
 
 from liger_convert.cli import main
 from liger_convert.config import yaml_file
@@ -485,7 +485,7 @@ CASES = {
     ("words", "says", "code"),
     [pytest.param(*entry.values, id=f"{topic}: {entry.id}") for topic, cases in CASES.items() for entry in cases],
 )
-def test_hostile_input_ends_in_one_sentence_and_leaves_nothing(world, words, says, code, capfd):  # noqa: F811
+def test_hostile_input_ends_in_one_sentence_and_leaves_nothing(world, words, says, code, capfd):
     arguments = words(world)
     before = files(world.folder)
     capfd.readouterr()

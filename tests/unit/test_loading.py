@@ -404,7 +404,7 @@ def test_a_load_holds_the_weights_once(tmp_path, dtype):
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
     script = """
         import sys
-        from liger_convert.loading import load_pretrained
+        from liger_convert.model.loading import load_pretrained
         def peak():  # not that of getrusage, which a process inherits from the one that starts it
             return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmHWM"))
         before = peak()

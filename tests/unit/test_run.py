@@ -51,10 +51,12 @@ SUITE = "description: tiny\ntext: [{window: 32, windows: 4}]\ncopying: [{length:
 KILLED = """
 import os, signal, sys
 from contextlib import contextmanager
-from liger_convert import cli, manifest, run
+from liger_convert.cli.main import main
+from liger_convert.pipeline import layer_selection, manifest, steps
 where, what, *words = sys.argv[1:]
 die = lambda: os.kill(os.getpid(), signal.SIGKILL)
-real_progress, real_write = run.show_progress, manifest.Manifest.write
+layer_selection.CALIBRATION_TOKENS = 1024
+real_progress, real_write = steps.show_progress, manifest.Manifest.write
 
 @contextmanager
 def progress(label):
@@ -70,8 +72,8 @@ def write(self, folder):
         die()
     real_write(self, folder)
 
-run.show_progress, manifest.Manifest.write = progress, write
-sys.exit(cli.main(words))
+steps.show_progress, manifest.Manifest.write = progress, write
+sys.exit(main(words))
 """
 
 
@@ -191,8 +193,12 @@ def test_a_run_says_its_table_and_continuations(home, finished, capsys):
     assert json.loads(capsys.readouterr().out) == json.loads((finished / "report.json").read_text())
 
 
-def test_a_run_killed_anywhere_and_resumed_ends_with_the_same_weights(home, finished):
-    deaths = [("convert", "1"), ("1-align", "3"), ("record", "2-distill"), ("3-finetune", "5"), ("export", "1")]
+DEATHS = [("convert", "1"), ("1-align", "3"), ("record", "2-distill"), ("3-finetune", "5"), ("export", "1")]
+
+
+@pytest.mark.parametrize("deaths", [[DEATHS[1], DEATHS[-1]], pytest.param(DEATHS, marks=pytest.mark.slow)], ids=len)
+def test_a_run_killed_anywhere_and_resumed_ends_with_the_same_weights(home, finished, deaths):
+    shutil.rmtree(home / "killed", ignore_errors=True)
     command = ["run", "recipe.yaml", "--out", "killed"]
     for where, what in deaths:
         script = [sys.executable, "-c", KILLED, where, what, *command]
@@ -224,7 +230,14 @@ def test_a_run_chooses_its_softmax_layers_once_and_goes_by_them(home, capsys):
     assert f"| + {kept} |" in (home / "chosen/report.md").read_text()
 
 
-def test_a_run_trains_on_what_its_base_writes_and_writes_it_once(home, monkeypatch):
+@pytest.mark.parametrize(
+    "deaths",
+    [[("2-distill", "3")], pytest.param([("data-own", "500"), ("2-distill", "3")], marks=pytest.mark.slow)],
+    ids=len,
+)
+def test_a_run_trains_on_what_its_base_writes_and_writes_it_once(home, monkeypatch, deaths):
+    for out in ("own", "own-killed"):
+        shutil.rmtree(home / out, ignore_errors=True)
     own = {"source": "teacher", "tokens": 1000, "document_tokens": 32, "batch_size": 4, "held_out": 0.2}
     stages = [stage | {"data": "own", "copy_fraction": 0.5} for stage in RECIPE["stages"][:2]]
     changes = {"base": "base", "data": {"own": own}, "stages": stages, "eval": {"suite": "suite.yaml", "text": "own"}}
@@ -236,8 +249,8 @@ def test_a_run_trains_on_what_its_base_writes_and_writes_it_once(home, monkeypat
     assert list(steps["data-own"]["outputs"]) == ["steps/data-own/tokens.u32"]
     assert all("data-own" in steps[name]["inputs"] for name in ("1-align", "2-distill", "eval"))
     assert not (home / "own/steps").exists()
-    for where, what in (("data-own", "500"), ("2-distill", "3")):
-        words = ["run", "own.yaml", "--out", "own-killed", *["--resume"] * (where != "data-own")]
+    for where, what in deaths:
+        words = ["run", "own.yaml", "--out", "own-killed", *["--resume"] * (home / "own-killed").exists()]
         script = [sys.executable, "-c", KILLED, where, what, *words]
         killed = subprocess.run(script, cwd=home, env=os.environ, capture_output=True, text=True)
         assert killed.returncode == -9, killed.stderr

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pairs import quick_pairs
 from rich.console import Console
 from tiny import save_tiny_base, tiny_tokenizer
 from transformers import AutoModelForCausalLM
@@ -23,8 +24,7 @@ from liger_convert.data.documents import Document
 from liger_convert.eval.measures import copy_loss
 from liger_convert.eval.suites import CopyMeasure
 from liger_convert.io.checkpoint import load_config
-from liger_convert.mixers import MIXERS, resolve_spec
-from liger_convert.model.families import FAMILIES
+from liger_convert.mixers import resolve_spec
 from liger_convert.model.loading import linearize_base
 from liger_convert.pipeline import layer_selection
 from liger_convert.pipeline.layer_selection import LayerSelection, Losses, Switch, evaluations, search
@@ -32,10 +32,16 @@ from liger_convert.pipeline.plan import make_plan
 from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import Report
 
+pytestmark = pytest.mark.usefixtures("_little_to_calibrate_on")
 CPU = torch.device("cpu")
 TOKENS = torch.randint(3, 101, (2, 29), generator=torch.Generator().manual_seed(0))
 IDS = np.random.default_rng(0).integers(3, 101, 900, dtype=np.int32)
 TEXT = [Document(ids, np.ones(len(ids), bool), len(ids)) for ids in (IDS[:500], IDS[500:])]
+
+
+@pytest.fixture
+def _little_to_calibrate_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_selection, "CALIBRATION_TOKENS", 1024)
 
 
 @functools.cache
@@ -74,8 +80,7 @@ def searched(keep: int, copy: Callable[[Collection[int]], float], text: Callable
 # --- the switch
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "mixer"), quick_pairs("the switch"))
 def test_the_switched_model_is_the_base_or_the_model_with_that_plan(family: str, mixer: str) -> None:
     base = AutoModelForCausalLM.from_pretrained(base_folder(family)).eval()
     expected = {"NNN": logits(base), **{layers: logits(linearized(family, layers, mixer)) for layers in ("LLL", "LNL")}}
