@@ -347,7 +347,7 @@ def test_a_joined_row_is_one_segment_of_the_same_tokens(responses_only: bool) ->
         assert item["labels"].equal(torch.where(learned, item["input_ids"], IGNORED))
 
 
-@pytest.mark.parametrize("concat_documents", [False, True])
+@pytest.mark.parametrize("joined", [False, True])
 def test_micro_batches_of_shorter_rows_have_the_same_tokens_in_pieces(joined: bool) -> None:
     docs, batch_size = documents(5, 11, 3, 20, 9), 3
     options: dict[str, Any] = {"seq_len": 16, "tokens": 16 * 3 * 200, "concat_documents": joined}
