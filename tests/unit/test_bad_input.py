@@ -199,7 +199,7 @@ COMMANDS = [
     case("convert with unknown option", "no such option", lambda w: w.convert("--set", "gat=none")),
     case(
         "convert with layers to be measured",
-        "let `linearize rank RECIPE` choose them",
+        "let `linearize select-layers RECIPE` choose them",
         lambda w: w.convert("--layers", "{softmax_auto: 1}"),
     ),
     case("rank without a number", "--keep: is missing", lambda w: ["rank", *w.plan()[1:]]),
