@@ -21,6 +21,8 @@ from gated_kernels.step.chunk import EMPTY, LEAST_MASS, Rules, Token
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from liger_convert.mixers.calibration import Calibration
+
 if TYPE_CHECKING:
     from liger_convert.model.cache import LinearizedCacheLayer
     from liger_convert.model.sequence import SequenceLayout
@@ -110,9 +112,18 @@ class MixerSpec:
     forget: bool = False
 
     @property
+    def is_calibrated(self) -> bool:
+        """Whether `training.calibrate` fits the mixer: whether how it combines with the window can be fitted."""
+        return self.combine in ("shared", "learned")
+
+    @property
     def keep(self) -> int:
         """How many tokens the ring keeps between two calls: as many as there were where the window is unbounded."""
         return self.window - 1 if self.window else sys.maxsize
+
+    def inner_types(self) -> tuple[str, ...]:
+        """The names of other mixers that this one is made of."""
+        return ()
 
     def problem(self) -> str | None:
         """What is wrong with these values, as `field: sentence`, or None."""
@@ -164,6 +175,10 @@ class Mixer(nn.Module, ABC):
             init.zeros_(self.forget_GC)
             # log sigmoid(b) is nearly -e^-b
             init.constant_(self.forget_bias_G, math.log((self.spec.window or FAR) / FADED))
+
+    def calibration(self) -> Calibration:
+        """What `training.calibrate` fits of this mixer where `spec.is_calibrated`."""
+        return Calibration()
 
     @classmethod
     @abstractmethod

@@ -20,6 +20,7 @@ from liger_convert.mixers.base import Combine, Heads, multiplies_in_bf16
 from liger_convert.mixers.feature_maps import FeatureMapName
 from liger_convert.mixers.gates import GateName, log_sigmoid_gate
 from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
+from liger_convert.mixers.registry import register_mixer
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class GLASpec(GatedSpec):
         return super().problem()
 
 
+@register_mixer("gla")
 class GLA(GatedMixer):
-    name = "gla"
     summary = "normalised gated linear attention over a codebook, one denominator with the window"
     gate_rule = "sigmoid(pool(k) + b)^(1/tau)"
     Spec = GLASpec

@@ -19,6 +19,7 @@ from transformers import initialization as init
 from liger_convert.mixers.base import Combine, DiagonalMixer, HeadDims, Heads, MixerSpec, Scope, multiplies_in_bf16
 from liger_convert.mixers.feature_maps import FeatureMap, feature_size
 from liger_convert.mixers.gates import log_sigmoid_gate
+from liger_convert.mixers.registry import register_mixer
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class LigerPaperSpec(MixerSpec):
         return super().problem()
 
 
+@register_mixer("liger-paper")
 class LigerPaper(DiagonalMixer):
-    name = "liger-paper"
     summary = "the published recipe: unnormalised memory of all tokens, half and half with the window"
     gate_rule = "sigmoid(k)^(1/16)"
     Spec = LigerPaperSpec

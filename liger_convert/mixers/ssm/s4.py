@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from liger_convert.mixers.base import HeadDims, Heads, Memory, MixerSpec
+from liger_convert.mixers.registry import register_mixer
 from liger_convert.mixers.ssm.base import ElementwiseMixer, ElementwiseSpec, mean_per_channel
 
 
@@ -27,8 +28,8 @@ class S4Spec(ElementwiseSpec):
     """As every elementwise mixer."""
 
 
+@register_mixer("s4")
 class S4(ElementwiseMixer):
-    name = "s4"
     summary = "diagonal state space: running means of each value channel at fixed rates, blind to content"
     gate_rule = "exp(-e^rate), learned"
     Spec = S4Spec
