@@ -14,7 +14,7 @@ F codes, X predictors of a share, O offsets.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as nnf
@@ -104,7 +104,8 @@ def calibrate_layer(
     if mixer.spec.combine == "learned":
         fit_mix(mixer, mixer.remember(heads, layout, None), window_o_BTHV, target_BTHV)
         return
-    books, biases, _ = mixer.calibration()
+    fitted = mixer.calibration()
+    books, biases = cast(tuple[Codebook, ...], fitted.codebooks), fitted.gate_biases
     for book in books:
         fit_codes(book, base_heads, far_keys(attention, base_heads, layout))
 
