@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from liger_convert.config.recipe import MAIN
+from liger_convert.config.names import MAIN
 from liger_convert.mixers import resolve_spec
 from liger_convert.mixers.base import Mixer
 from liger_convert.model import linearized_config

@@ -9,91 +9,34 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    ValidationError,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from liger_convert.config import recipe_errors, yaml_file
+from liger_convert.config.fields import (
+    Count,
+    Fraction,
+    Length,
+    Name,
+    Processes,
+    Rate,
+    Rows,
+    Seed,
+    Strict,
+    Temperature,
+    Tokens,
+    Weight,
+    between,
+    refuse,
+    whole,
+)
+from liger_convert.config.layers import LayerChoice, Layers, resolve_layers
+from liger_convert.config.names import MAIN, SOFTMAX
+from liger_convert.config.written_mixer import WrittenMixer
 from liger_convert.utils.errors import BadInput
-
-MAIN = "main"
-SOFTMAX = "softmax"
-NAME_LENGTH = 60  # characters, so that a step's folder can be called after a name on every file system
-
-
-def _whole(value: object) -> object:
-    """1e6 is how people write token counts; YAML hands it over as a float."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def refuse(at: str, why: str) -> NoReturn:
-    """A conflict between fields of the model under validation; `at` is the path of the guilty one below that model."""
-    raise PydanticCustomError("conflict", "{why}", {"at": at, "why": why})
-
-
-def _plain_name(name: str) -> str:
-    if not re.fullmatch(r"\w[\w.-]*", name) or len(name) > NAME_LENGTH:
-        rule = f"letters, digits, _, - and ., at most {NAME_LENGTH}, the first a letter, digit or _"
-        refuse("", f"{name[:NAME_LENGTH]!r} cannot be a name; use {rule}")
-    return name
-
-
-def plain_name(text: str) -> str:
-    """`text`, such as a folder's name, as a name that a recipe takes."""
-    return re.sub(r"[^\w.-]+", "-", text).strip("-.")[:NAME_LENGTH] or "model"
-
-
-# of a recipe, a source or a mixer: folders of a run are called after some of them
-Name = Annotated[str, AfterValidator(_plain_name)]
-
-
-def _number(value: float) -> str:
-    return f"{value:,}" if value == 0 or 1e-3 <= abs(value) < 1e15 else f"{value:g}"
-
-
-def between(low: float, high: float) -> AfterValidator:
-    """Bounds of a number, both allowed, with a sentence that names them."""
-
-    def check(value: float) -> float:
-        if not low <= value <= high:
-            refuse("", f"should be from {_number(low)} to {_number(high)}, not {_number(value)}")
-        return value
-
-    return AfterValidator(check)
-
-
-# The upper bounds stand well above all that is trained, so that a slip of the keyboard is told from a large number:
-# models are trained on up to 4e13 tokens, in contexts of up to 1e7, and batches of some thousand rows. What a machine
-# has no room for is the plan's to say.
-Count = Annotated[int, BeforeValidator(_whole), between(1, 10**9)]
-Index = Annotated[int, between(0, 10**9)]
-Tokens = Annotated[int, BeforeValidator(_whole), between(1, 10**15)]
-Length = Annotated[int, BeforeValidator(_whole), between(2, 10**8)]  # of a row, a document, a window
-Rows = Annotated[int, BeforeValidator(_whole), between(1, 10**5)]  # that are worked on at once
-Processes = Annotated[int, BeforeValidator(_whole), between(1, 1024)]
-Seed = Annotated[int, between(0, 2**31 - 1)]  # a stage adds its number; numpy takes less than 2**32
-Rate = Annotated[float, between(1e-12, 10)]  # Adam's steps are as large as the rate, weights some hundredths
-Temperature = Annotated[float, between(1e-3, 1e3)]  # of softmax
-Weight = Annotated[float, between(0, 1e6)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class BaseOptions(Strict):
@@ -104,86 +47,10 @@ class BaseOptions(Strict):
     allow_pickle: bool = False
 
 
-# Of a mixer's codes, slots, sinks, states, …: each takes memory in every layer, and the most in use are some hundred.
-OPTION_SIZE = 1 << 16
-
-
-def _bound_options(options: dict[str, Any], path: str) -> None:
-    for name, value in options.items():
-        if isinstance(value, dict):
-            _bound_options(value, f"{path}{name}.")
-        elif isinstance(value, int | float) and not -OPTION_SIZE <= value <= OPTION_SIZE:
-            refuse(f"{path}{name}", f"should be from {-OPTION_SIZE:,} to {OPTION_SIZE:,}, not {_number(value)}")
-
-
-class MixerSpec(Strict):
-    """A mixer as written; its further options and all defaults belong to the mixer (`mixers.resolve_spec`)."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: str
-    window: Annotated[int, BeforeValidator(_whole), between(0, 10**8)] | None = None
-    sinks: Annotated[int, between(0, OPTION_SIZE)] | None = None
-
-    @model_validator(mode="after")
-    def _bounded(self) -> MixerSpec:
-        _bound_options(self.model_extra or {}, "")
-        return self
-
-    def to_dict(self) -> dict[str, Any]:
-        """Only what was written, ready for `mixers.resolve_spec`."""
-        return self.model_dump(mode="json", exclude_unset=True)
-
-
-def _layers_kept(value: Any) -> Any:
-    if value is None or (type(value) in (int, float) and 0 < value < 1):
-        return value
-    if type(value) in (int, float) and value >= 1 and value == int(value):
-        return int(value)
-    refuse("", f"should be a whole number of layers above 0, or a share of them between 0 and 1, not {value!r}")
-
-
-class LayerChoice(Strict):
-    """Exactly one of: every n-th layer stays softmax, these become linear, these stay softmax, so many, or such a share
-    of all, stay softmax and a measurement chooses which (`pipeline.layer_selection`), these names over and over."""
-
-    softmax_every: Annotated[int, between(2, 10**4)] | None = None
-    linear: Annotated[list[Index], Field(min_length=1)] | None = None
-    softmax: list[Index] | None = None
-    softmax_auto: Annotated[int | float | None, BeforeValidator(_layers_kept)] = None
-    repeat: Annotated[list[str], Field(min_length=1)] | None = None
-
-    @model_validator(mode="after")
-    def _one(self) -> LayerChoice:
-        if sum(value is not None for value in self.model_dump().values()) != 1:
-            refuse("", "give exactly one of softmax_every, linear, softmax, softmax_auto and repeat")
-        return self
-
-
 def _lora_targets(value: object) -> object:
     if value != "attention" and not (isinstance(value, list) and value and all(isinstance(v, str) for v in value)):
         refuse("", "should be attention, or a list of projection names such as [q_proj, v_proj]")
     return value
-
-
-def _layers_tag(value: object) -> str:
-    if isinstance(value, dict | LayerChoice):
-        return "choice"
-    return "names" if isinstance(value, list | tuple) else "pattern"
-
-
-def _pattern(value: str) -> str:
-    if not re.fullmatch("all|[LN]*L[LN]*", value):
-        refuse("", f"{value!r} is no pattern; use all, or letters such as LLLN (L becomes linear, N stays softmax)")
-    return value
-
-
-Layers = Annotated[
-    Annotated[str, AfterValidator(_pattern), Tag("pattern")]
-    | Annotated[Annotated[list[str], Field(min_length=1)], Tag("names")]
-    | Annotated[LayerChoice, Tag("choice")],
-    Discriminator(_layers_tag),
-]
 
 
 class Export(Strict):
@@ -317,7 +184,7 @@ class Rates(Strict):
 
 
 class Lora(Strict):
-    rank: Annotated[int, BeforeValidator(_whole), between(1, 1 << 16)] = 8  # no projection has a larger rank
+    rank: Annotated[int, BeforeValidator(whole), between(1, 1 << 16)] = 8  # no projection has a larger rank
     alpha: Annotated[float, between(1e-6, 1e6)] = 16.0
     dropout: Fraction = 0.0
     targets: Annotated[Literal["attention"] | list[str], BeforeValidator(_lora_targets)] = "attention"
@@ -358,7 +225,7 @@ class Stage(Strict):
     compile: bool = True
     repeats: Fraction = 0.0
     joined: bool = False
-    shorter: list[Shorter] = []
+    shorter: list[Shorter] = Field(default_factory=list)
 
     @property
     def step_tokens(self) -> int:
@@ -467,15 +334,15 @@ class Recipe(Strict):
     name: Name
     base: Annotated[str, Field(min_length=1)]
     base_options: BaseOptions = BaseOptions()
-    mixer: MixerSpec
-    mixers: dict[Name, MixerSpec] = {}
+    mixer: WrittenMixer
+    mixers: dict[Name, WrittenMixer] = Field(default_factory=dict)
     layers: Layers = "all"
     export: Export = Export()
     device: str = "auto"
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     seed: Seed = 0
-    data: dict[Name, AnySource] = {}
-    stages: list[AnyStage] = []
+    data: dict[Name, AnySource] = Field(default_factory=dict)
+    stages: list[AnyStage] = Field(default_factory=list)
     eval: Eval = Eval()
 
     @model_validator(mode="after")
@@ -510,6 +377,10 @@ class Recipe(Strict):
     def softmax_auto(self) -> float | None:
         """How many layers, or which share of them, stay softmax, where a measurement chooses which."""
         return self.layers.softmax_auto if isinstance(self.layers, LayerChoice) else None
+
+    def layer_names(self, depth: int) -> list[str]:
+        """What each layer of a base of `depth` layers becomes: a mixer's name or softmax. Raises BadInput."""
+        return resolve_layers(self.layers, depth, [MAIN, *self.mixers])
 
     @property
     def plain_texts(self) -> list[str]:

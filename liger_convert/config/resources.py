@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from liger_convert.config import yaml_file
-from liger_convert.config.recipe import plain_name
+from liger_convert.config.fields import plain_name
 from liger_convert.utils.errors import BadInput, did_you_mean
 
 PACKAGE = Path(__file__).parents[1]

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from liger_convert.config import recipe_errors, resources, yaml_file
-from liger_convert.config.recipe import Count, Length, Strict, between, refuse
+from liger_convert.config.fields import Count, Length, Strict, between, refuse
 from liger_convert.utils.errors import BadInput
 
 Draws = Annotated[int, between(1, 10**6)]

@@ -21,11 +21,13 @@ from gated_kernels.step.chunk import EMPTY, LEAST_MASS, Rules, Token
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from liger_convert.mixers.calibration import Calibration
+
 if TYPE_CHECKING:
     from liger_convert.model.cache import LinearizedCacheLayer
     from liger_convert.model.sequence import SequenceLayout
 
-Join = Literal["shared", "learned", "fixed", "memory"]
+Combine = Literal["shared", "learned", "fixed", "memory"]
 Scope = Literal["evicted", "all"]
 Branches = Literal["both", "window", "memory"]
 
@@ -95,7 +97,7 @@ class MixerSpec:
 
     window: tokens a query sees exactly, itself included (at least 1; 0, for all tokens, where there is no memory).
     sinks: first tokens of a document that stay visible for ever. scope: the memory holds `all` tokens, or only
-    those `evicted` from the window (sinks, which are never forgotten, are then never written). join: one `shared`
+    those `evicted` from the window (sinks, which are never forgotten, are then never written). combine: one `shared`
     denominator over the window's logits and the memory's mass, a `learned` or `fixed` (half and half) mix of the
     two outputs, or the `memory` alone. In the shared denominator a memory of mass m weighs w = m^gamma e^(c q /
     sqrt(D) + beta) beside the sum of the window's e^s; every head learns its gamma, c and beta. forget: the
@@ -106,13 +108,22 @@ class MixerSpec:
     window: int = 64
     sinks: int = 4
     scope: Scope = "evicted"
-    join: Join = "shared"
+    combine: Combine = "shared"
     forget: bool = False
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether `training.calibrate` fits the mixer: whether how it combines with the window can be fitted."""
+        return self.combine in ("shared", "learned")
 
     @property
     def keep(self) -> int:
         """How many tokens the ring keeps between two calls: as many as there were where the window is unbounded."""
         return self.window - 1 if self.window else sys.maxsize
+
+    def inner_types(self) -> tuple[str, ...]:
+        """The names of other mixers that this one is made of."""
+        return ()
 
     def problem(self) -> str | None:
         """What is wrong with these values, as `field: sentence`, or None."""
@@ -124,7 +135,7 @@ class MixerSpec:
 
 
 class Mixer(nn.Module, ABC):
-    """The memory branch of one layer and its join with the window; holds every new parameter of the layer.
+    """The memory branch of one layer and how it combines with the window; holds every new parameter of the layer.
 
     A mixer is called, never reached into, so that adapters and sharding that wrap it stay in effect.
     """
@@ -141,9 +152,9 @@ class Mixer(nn.Module, ABC):
     def __init__(self, spec: MixerSpec, dims: HeadDims):
         super().__init__()
         self.spec, self.dims = spec, dims
-        if spec.join == "learned":
+        if spec.combine == "learned":
             self.mix_H = nn.Parameter(torch.empty(dims.heads))
-        elif spec.join == "shared":
+        elif spec.combine == "shared":
             self.share_power_H = nn.Parameter(torch.empty(dims.heads))
             self.share_query_HD = nn.Parameter(torch.empty(dims.heads, dims.dim))
             self.log_share_H = nn.Parameter(torch.empty(dims.heads))
@@ -154,9 +165,9 @@ class Mixer(nn.Module, ABC):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Sets every parameter to its start; the memory starts with little weight beside the window."""
-        if self.spec.join == "learned":
+        if self.spec.combine == "learned":
             init.constant_(self.mix_H, -3.0)
-        elif self.spec.join == "shared":
+        elif self.spec.combine == "shared":
             init.ones_(self.share_power_H)
             init.zeros_(self.share_query_HD)
             init.constant_(self.log_share_H, self.initial_log_share)
@@ -164,6 +175,10 @@ class Mixer(nn.Module, ABC):
             init.zeros_(self.forget_GC)
             # log sigmoid(b) is nearly -e^-b
             init.constant_(self.forget_bias_G, math.log((self.spec.window or FAR) / FADED))
+
+    def calibration(self) -> Calibration:
+        """What `training.calibrate` fits of this mixer where `spec.is_calibrated`."""
+        return Calibration()
 
     @classmethod
     @abstractmethod
@@ -275,20 +290,20 @@ class Mixer(nn.Module, ABC):
 
     def beside(self, q_BTHD: Tensor, memory: Memory) -> Beside | None:
         """The memory as the window takes it into its output; None where there is none."""
-        if self.spec.join == "shared":
+        if self.spec.combine == "shared":
             return Beside(memory.read_BTHV, memory.mass_BTH, self.log_weight(q_BTHD, memory), None)
         return Beside(memory.read_BTHV, memory.mass_BTH, None, self.share(q_BTHD.device))
 
     def share(self, device: torch.device) -> Tensor:
         """[H]: the memory's share of a mix that is learned or fixed."""
-        if self.spec.join == "learned":
+        if self.spec.combine == "learned":
             return self.mix_H.float().sigmoid()
-        return torch.full((self.dims.heads,), 0.5 if self.spec.join == "fixed" else 1.0, device=device)
+        return torch.full((self.dims.heads,), 0.5 if self.spec.combine == "fixed" else 1.0, device=device)
 
     def alone(self, window_o_BTHV: Tensor, memory_BTHV: Tensor, branches: Branches) -> Tensor:
         """One branch without the other, which leaves a mix as it is, and a shared denominator at once."""
         one = window_o_BTHV if branches == "window" else memory_BTHV
-        if self.spec.join != "shared":
+        if self.spec.combine != "shared":
             share_H1 = self.share(one.device)[:, None]
             one = one.float() * (1 - share_H1 if branches == "window" else share_H1)
         return one.to(window_o_BTHV.dtype)

@@ -7,14 +7,20 @@ from typing import Any
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from liger_convert.mixers import SOFTMAX
+from liger_convert.config.names import SOFTMAX
+from liger_convert.config.renamed import current
 from liger_convert.model.families import FAMILIES, PREFIX, family_of
 
 FORMAT = 1
 
 
 def _config_class(model_type: str) -> type:
-    base = CONFIG_MAPPING[model_type]
+    base: Any = CONFIG_MAPPING[model_type]
+
+    def post_init(self: Any, **kwargs: Any) -> None:
+        self.linearization = _current(self.linearization)
+        base.__post_init__(self, **kwargs)
+
     return type(
         f"Linearized{base.__name__}",
         (base,),
@@ -24,8 +30,18 @@ def _config_class(model_type: str) -> type:
             "__annotations__": {"linearization": dict | None},
             "model_type": PREFIX + model_type,
             "linearization": None,
+            "__post_init__": post_init,
         },
     )
+
+
+def _current(linearization: Any) -> Any:
+    """A linearization with its mixers' options by the names they have now: models made earlier have the old ones."""
+    if not isinstance(linearization, dict) or not isinstance(mixers := linearization.get("mixers"), dict):
+        return linearization  # which the model refuses
+    return linearization | {
+        "mixers": {name: current("mixer", spec) if isinstance(spec, dict) else spec for name, spec in mixers.items()}
+    }
 
 
 CONFIGS: dict[str, type] = {model_type: _config_class(model_type) for model_type in FAMILIES}

@@ -22,7 +22,8 @@ import torch
 from rich.console import Group
 from rich.table import Table
 
-from liger_convert.config.recipe import MAIN, Recipe
+from liger_convert.config.names import MAIN
+from liger_convert.config.recipe import Recipe
 from liger_convert.data.corpus import Document, collate, pack
 from liger_convert.eval import measures
 from liger_convert.eval.ablation import window_control
@@ -136,7 +137,8 @@ def rank(
     dtype = compute_dtype(device, recipe.precision)
     base = load_model(base_dir, device, recipe.precision)
     linearization = plan.linearization | {"layers": [MAIN] * depth}
-    if mixer["join"] != "shared":  # nothing calibrates its memory, which untrained can drown all that layers differ in
+    # nothing calibrates another memory, and an untrained one can drown all that layers differ in
+    if mixer["combine"] != "shared":
         linearization = window_control(linearization)
     weights = weight_dtype(device, recipe.precision)
     model = linearize_base(base_dir, linearization, recipe.seed, dtype=weights).to(device).eval()

@@ -5,7 +5,6 @@ What memory it takes is estimated in `memory.py`.
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -16,8 +15,9 @@ from rich.filesize import decimal
 from rich.table import Table
 from transformers import DynamicCache
 
-from liger_convert.config.recipe import MAIN, Recipe, Stage
-from liger_convert.mixers import MIXERS, SOFTMAX, make_spec, resolve_spec
+from liger_convert.config.names import MAIN, SOFTMAX
+from liger_convert.config.recipe import Recipe, Stage
+from liger_convert.mixers import MIXERS, make_spec, resolve_spec
 from liger_convert.model import head_dims, linearized_config, new_state, parameter_group
 from liger_convert.model.bases import check_base, meta_model
 from liger_convert.model.configuration import FORMAT
@@ -32,7 +32,6 @@ from liger_convert.training.memory_estimate import (
     training_bytes,
 )
 from liger_convert.utils.device import compute_dtype, pick_device
-from liger_convert.utils.errors import BadInput
 
 CONTEXTS = (4096, 32768, 131072)
 
@@ -186,7 +185,7 @@ def make_plan(recipe: Recipe, base_config: Any) -> Plan:
     specs = {MAIN: resolve_spec(recipe.mixer.to_dict(), "mixer")}
     for name, spec in recipe.mixers.items():
         specs[name] = resolve_spec(spec.to_dict(), f"mixers.{name}")
-    layers = resolve_layers(recipe.dump()["layers"], base_config.num_hidden_layers, list(specs))
+    layers = recipe.layer_names(base_config.num_hidden_layers)
     used = {name: spec for name, spec in specs.items() if name in layers}
     linearization = {"format": FORMAT, "mixers": used, "layers": layers}
     config = linearized_config(base_config, linearization)
@@ -235,59 +234,6 @@ def make_plan(recipe: Recipe, base_config: Any) -> Plan:
     convert = COPY_BYTES + 4 * weights.new // len(linear)  # new tensors are float32 and made layer by layer
     inference = inference_bytes(config, weights, itemsize, made.cache_bytes(CONTEXTS[0]))
     return replace(made, memory_bytes={"convert": convert, "inference": inference, **peaks})
-
-
-def resolve_layers(layers: str | list[str] | dict[str, Any], depth: int, names: list[str]) -> list[str]:
-    """What each of `depth` layers becomes, a mixer's name or softmax, from any form a recipe may give.
-
-    Forms: `all`; letters such as `LLLN`, repeated to the depth; a list of names; `{softmax_every: n}` (the last of
-    every n layers); `{linear: [...]}` or `{softmax: [...]}` with layer numbers; `{softmax_auto: n}`, or below 1 a share
-    of the layers, where the last n stand for those that are chosen later; `{repeat: [...]}`, names repeated to the
-    depth. Raises BadInput at `layers`.
-    """
-    if layers == "all":
-        layers = "L"
-    if isinstance(layers, str):
-        if not layers or set(layers) - {"L", "N"}:
-            raise BadInput(f"layers: {layers!r} is no pattern; use all, or letters such as LLLN (L linear, N softmax)")
-        resolved = [MAIN if letter == "L" else SOFTMAX for letter in itertools.islice(itertools.cycle(layers), depth)]
-    elif isinstance(layers, list):
-        if len(layers) != depth:
-            raise BadInput(f"layers: names {len(layers)} layers, but the base has {depth}")
-        _check_names(layers, names, "layers")
-        resolved = layers
-    else:
-        ((form, value),) = ((form, value) for form, value in layers.items() if value is not None)
-        if form == "softmax_every":
-            resolved = [SOFTMAX if (i + 1) % value == 0 else MAIN for i in range(depth)]
-        elif form == "softmax_auto":
-            if value >= depth:
-                raise BadInput(f"layers.softmax_auto: {value} is too many; of the base's {depth} layers keep fewer")
-            kept = value if value >= 1 else max(1, int(value * depth))
-            resolved = [MAIN] * (depth - kept) + [SOFTMAX] * kept
-        elif form == "repeat":
-            _check_names(value, names, "layers.repeat")
-            resolved = list(itertools.islice(itertools.cycle(value), depth))
-        else:
-            _check_numbers(value, depth, f"layers.{form}")
-            resolved = [MAIN if (i in value) == (form == "linear") else SOFTMAX for i in range(depth)]
-    if all(name == SOFTMAX for name in resolved):
-        raise BadInput(f"layers: leaves all {depth} layers softmax, so there is nothing to linearize")
-    return resolved
-
-
-def _check_names(written: list[str], names: list[str], where: str) -> None:
-    for i, name in enumerate(written):
-        if name not in (*names, SOFTMAX):
-            raise BadInput(f"{where}[{i}]: {name!r} is no mixer; use one of {', '.join([*names, SOFTMAX])}")
-
-
-def _check_numbers(numbers: list[int], depth: int, where: str) -> None:
-    for number in numbers:
-        if not 0 <= number < depth:
-            raise BadInput(f"{where}: there is no layer {number}; the base has 0 to {depth - 1}")
-        if numbers.count(number) > 1:
-            raise BadInput(f"{where}: layer {number} is named twice")
 
 
 def _ring_bytes(spec: dict[str, Any], config: Any, itemsize: int) -> int:

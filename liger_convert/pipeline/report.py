@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from liger_convert.config import yaml_file
-from liger_convert.config.recipe import MAIN
+from liger_convert.config.names import MAIN
 from liger_convert.eval.measures import Measurement
 from liger_convert.io.files import atomic_write
 

@@ -331,10 +331,10 @@ def test_a_new_memory_has_little_weight_beside_the_window(name: str) -> None:
     assert (both - window_o).norm() < 0.1 * window_o.norm()
 
 
-@pytest.mark.parametrize("name", [name for name in LINEAR if MIXERS[name].Spec().join == "learned"])
+@pytest.mark.parametrize("name", [name for name in LINEAR if MIXERS[name].Spec().combine == "learned"])
 def test_an_unnormalised_memory_refuses_the_shared_denominator(name: str) -> None:
-    with pytest.raises(BadInput, match=r"^mixer\.join: shared needs (the|a) memory's mass"):
-        resolve_spec({"type": name, "join": "shared"})
+    with pytest.raises(BadInput, match=r"^mixer\.combine: shared needs (the|a) memory's mass"):
+        resolve_spec({"type": name, "combine": "shared"})
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,12 @@ from liger_convert.eval import suites
 from liger_convert.mixers import MIXERS
 from liger_convert.model import CLASSES, LinearizedCacheLayer, linearized_config, new_state
 from liger_convert.model.families import FAMILIES, family_of
-from liger_convert.pipeline.plan import Plan, make_plan, resolve_layers
+from liger_convert.pipeline.plan import Plan, make_plan
 from liger_convert.utils.errors import BadInput
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 L, N = "main", "softmax"
+OTHER = {"other": {"type": "window"}}
 
 
 def recipe(**fields: Any) -> Recipe:
@@ -57,7 +58,7 @@ def plan(family: str = "llama", **fields: Any) -> Plan:
     ],
 )
 def test_every_form_of_layers_says_what_each_layer_becomes(layers, expected):
-    assert resolve_layers(layers, 5, [L, "other"]) == expected
+    assert recipe(layers=layers, mixers=OTHER).layer_names(5) == expected
 
 
 @pytest.mark.parametrize(
@@ -65,21 +66,21 @@ def test_every_form_of_layers_says_what_each_layer_becomes(layers, expected):
     [
         ("", "layers: '' is no pattern"),
         ("LLX", "layers: 'LLX' is no pattern"),
-        ("NN", "layers: leaves all 5 layers softmax"),
+        ([N] * 5, "layers: leaves all 5 layers softmax"),
         ([L, N], "layers: names 2 layers, but the base has 5"),
-        ([L, L, L, L, "othr"], r"layers\[4\]: 'othr' is no mixer; use one of main, other, softmax"),
-        ({"repeat": [L, "othr"]}, r"layers\.repeat\[1\]: 'othr' is no mixer; use one of main, other, softmax"),
+        ([L, L, L, L, "othr"], r"layers\[4\]: 'othr' is not a name; did you mean 'other'"),
+        ({"repeat": [L, "othr"]}, r"layers\.repeat\[1\]: 'othr' is not a name; did you mean 'other'"),
         ({"linear": [5]}, r"layers\.linear: there is no layer 5; the base has 0 to 4"),
-        ({"linear": [-1]}, r"layers\.linear: there is no layer -1"),
+        ({"linear": [-1]}, r"layers\.linear\[0\]: should be from 0"),
         ({"softmax": [1, 2, 1]}, r"layers\.softmax: layer 1 is named twice"),
         ({"softmax": [0, 1, 2, 3, 4]}, "layers: leaves all 5 layers softmax"),
-        ({"softmax_every": 1}, "layers: leaves all 5 layers softmax"),
+        ({"softmax_every": 1}, r"layers\.softmax_every: should be from 2"),
         ({"softmax_auto": 5}, r"layers\.softmax_auto: 5 is too many; of the base's 5 layers keep fewer"),
     ],
 )
 def test_layers_that_do_not_fit_the_base_are_refused(layers, says):
     with pytest.raises(BadInput, match=says):
-        resolve_layers(layers, 5, [L, "other"])
+        recipe(layers=layers, mixers=OTHER).layer_names(5)
 
 
 def test_only_the_mixers_in_use_are_part_of_the_linearization():

@@ -121,6 +121,6 @@ def test_a_new_memory_has_little_weight_beside_the_window(name: str) -> None:
 @pytest.mark.parametrize("name", ["gsa", "abc", "s4", "mamba"])
 @pytest.mark.parametrize("scope", ["evicted", "all"])
 def test_every_parameter_of_a_memory_gets_a_gradient(name: str, scope: str) -> None:
-    mixer = started({"type": name, "scope": scope, "window": 5, "sinks": 1, "join": "fixed"})
+    mixer = started({"type": name, "scope": scope, "window": 5, "sinks": 1, "combine": "fixed"})
     (mixer.remember(random_heads(T), layout_of(T), None).o_BTHV ** 3).sum().backward()
     assert [key for key, p in mixer.named_parameters() if p.grad is None or not p.grad.any()] == []

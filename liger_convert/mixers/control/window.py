@@ -9,26 +9,27 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from liger_convert.mixers.base import Branches, HeadDims, Heads, Join, Memory, Mixer, MixerSpec, Scope
+from liger_convert.mixers.base import Branches, Combine, HeadDims, Heads, Memory, Mixer, MixerSpec, Scope
+from liger_convert.mixers.registry import register_mixer
 
 
 @dataclass(frozen=True)
 class WindowSpec(MixerSpec):
-    """`scope` and `join` have nothing to act on here and stay as they are."""
+    """`scope` and `combine` have nothing to act on here and stay as they are."""
 
     scope: Scope = "all"
-    join: Join = "fixed"
+    combine: Combine = "fixed"
 
     def problem(self) -> str | None:
-        if (self.scope, self.join) != ("all", "fixed"):
-            return "scope: a window without a memory has no scope and no join; leave both out"
+        if (self.scope, self.combine) != ("all", "fixed"):
+            return "scope: a window without a memory has no scope and no combine; leave both out"
         if self.window == 0:
             return "sinks: a window of all tokens leaves none behind, so 0" if self.sinks else None
         return super().problem()
 
 
+@register_mixer("window")
 class Window(Mixer):
-    name = "window"
     summary = "control: the window and its sinks alone"
     gate_rule = "none"
     recurrence = "none"

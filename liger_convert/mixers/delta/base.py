@@ -20,7 +20,7 @@ from gated_kernels.derivatives import unit as over_length
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from liger_convert.mixers.base import HeadDims, Heads, Join, Memory, Mixer, MixerSpec, multiplies_in_bf16
+from liger_convert.mixers.base import Combine, HeadDims, Heads, Memory, Mixer, MixerSpec, multiplies_in_bf16
 from liger_convert.mixers.gates import pool_to
 
 
@@ -31,14 +31,14 @@ class DeltaSpec(MixerSpec):
     beta_bias: where that bias starts. rope: whether the memory's queries and keys are rotated like the window's.
     """
 
-    join: Join = "learned"
+    combine: Combine = "learned"
     rope: bool = False
     beta: Literal["pooled", "constant"] = "pooled"
     beta_bias: float = 0.0
 
     def problem(self) -> str | None:
-        if self.join == "shared":
-            return "join: shared needs the memory's mass, and what the delta rule reads has none; use learned"
+        if self.combine == "shared":
+            return "combine: shared needs the memory's mass, and what the delta rule reads has none; use learned"
         return super().problem()
 
 

@@ -22,6 +22,7 @@ from transformers import initialization as init
 
 from liger_convert.mixers.base import HeadDims, Heads, Memory, MixerSpec
 from liger_convert.mixers.delta.base import DeltaMixer, DeltaSpec, pooled
+from liger_convert.mixers.registry import register_mixer
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class TitansSpec(DeltaSpec):
     gate_bias: float = -7.0
 
 
+@register_mixer("titans")
 class Titans(DeltaMixer):
-    name = "titans"
     summary = "delta rule with momentum and forgetting"
     gate_rule = "exp(-softplus(pool(k) + e))"
     recurrence = "momentum"

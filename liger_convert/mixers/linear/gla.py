@@ -1,7 +1,7 @@
 """Gated linear attention with sinks, a normalised memory and one denominator with the window: the toolkit's default.
 
 S_t = diag(a_t) S_{t-1} + phi(k_t)^T [v_t, 1],   a_t = sigmoid(pool(k_t) + b)^(1/tau),   [n_t, m_t] = phi(q_t) S
-o_t = (sum_window e^{s_tj} v_j + w_t n_t / m_t) / (sum_window e^{s_tj} + w_t)      (join: shared, see base.py for w_t)
+o_t = (sum_window e^{s_tj} v_j + w_t n_t / m_t) / (sum_window e^{s_tj} + w_t)     (combine: shared, see base.py for w_t)
 
 The recurrence and pooled gate are GLA's and Liger's (2312.06635; 2503.01496, table 1), the map a codebook (see
 feature_maps.py) or Hedgehog's (2402.04347); the one denominator over window and memory is LoLCATs' (2410.10254, eq. 6).
@@ -16,10 +16,11 @@ from gated_kernels.coded.chunk import coded
 from gated_kernels.step.chunk import Codes, Gate, Rules, Share
 from torch import Tensor
 
-from liger_convert.mixers.base import Heads, Join, multiplies_in_bf16
+from liger_convert.mixers.base import Combine, Heads, multiplies_in_bf16
 from liger_convert.mixers.feature_maps import FeatureMapName
 from liger_convert.mixers.gates import GateName, log_sigmoid_gate
 from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
+from liger_convert.mixers.registry import register_mixer
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class GLASpec(GatedSpec):
     gate_normalizer: tau.
     """
 
-    join: Join = "shared"
+    combine: Combine = "shared"
     feature_map: FeatureMapName = "codebook"
     normalize: bool = True
     gate: GateName = "head"
@@ -41,8 +42,8 @@ class GLASpec(GatedSpec):
         return super().problem()
 
 
+@register_mixer("gla")
 class GLA(GatedMixer):
-    name = "gla"
     summary = "normalised gated linear attention over a codebook, one denominator with the window"
     gate_rule = "sigmoid(pool(k) + b)^(1/tau)"
     Spec = GLASpec
@@ -77,7 +78,7 @@ class GLA(GatedMixer):
 
     def step_rules(self) -> Rules | None:
         spec = self.spec
-        usual = spec.join == "shared" and spec.scope == "evicted" and not (spec.rope or spec.forget)
+        usual = spec.combine == "shared" and spec.scope == "evicted" and not (spec.rope or spec.forget)
         if self.codebook is None or not usual:
             return None
         codes = self.codes()

@@ -4,7 +4,7 @@ S_t = diag(a_t) S_{t-1} + softmax(k_t)^T v_t,   a_t = sigmoid(k_t)^(1/16)   (the
 o_t = 0.5 softmax(q_t) S_t + 0.5 window_64(q, k, v)_t
 
 Neither normalised nor scaled: its memory grows with the length. No new parameters. Options are the ablations of its
-table 6: gates of new random weights, a learnt feature map, and (join: memory) no window.
+table 6: gates of new random weights, a learnt feature map, and (combine: memory) no window.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from gated_kernels.step.chunk import Gate, Rules
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from liger_convert.mixers.base import DiagonalMixer, HeadDims, Heads, Join, MixerSpec, Scope, multiplies_in_bf16
+from liger_convert.mixers.base import Combine, DiagonalMixer, HeadDims, Heads, MixerSpec, Scope, multiplies_in_bf16
 from liger_convert.mixers.feature_maps import FeatureMap, feature_size
 from liger_convert.mixers.gates import log_sigmoid_gate
+from liger_convert.mixers.registry import register_mixer
 
 
 @dataclass(frozen=True)
@@ -32,18 +33,18 @@ class LigerPaperSpec(MixerSpec):
     window: int = 64
     sinks: int = 0
     scope: Scope = "all"
-    join: Join = "fixed"
+    combine: Combine = "fixed"
     gate: Literal["keys", "random"] = "keys"
     feature_map: Literal["softmax", "hedgehog"] = "softmax"
 
     def problem(self) -> str | None:
-        if self.join == "shared":
-            return "join: shared needs a normalised memory, which liger-paper has not; use gla"
+        if self.combine == "shared":
+            return "combine: shared needs a normalised memory, which liger-paper has not; use gla"
         return super().problem()
 
 
+@register_mixer("liger-paper")
 class LigerPaper(DiagonalMixer):
-    name = "liger-paper"
     summary = "the published recipe: unnormalised memory of all tokens, half and half with the window"
     gate_rule = "sigmoid(k)^(1/16)"
     Spec = LigerPaperSpec

@@ -12,22 +12,23 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from liger_convert.mixers.base import Join
+from liger_convert.mixers.base import Combine
 from liger_convert.mixers.kernel_maps import MapName
 from liger_convert.mixers.linear.base import LinearMixer, LinearSpec
+from liger_convert.mixers.registry import register_mixer
 
 
 @dataclass(frozen=True)
 class LinearAttentionSpec(LinearSpec):
     """As published: normalised, elu + 1."""
 
-    join: Join = "shared"
+    combine: Combine = "shared"
     feature_map: MapName = "elu1"
     normalize: bool = True
 
 
+@register_mixer("linear-attention")
 class LinearAttention(LinearMixer):
-    name = "linear-attention"
     summary = "linear attention without decay"
     Spec = LinearAttentionSpec
     initial_log_share = -8.0  # nothing decays: the mass is that of every token ever written

@@ -19,6 +19,7 @@ from torch import Tensor
 from liger_convert.mixers.base import HeadDims, Memory, MixerSpec
 from liger_convert.mixers.gates import log_sigmoid_gate, log_soft_cap
 from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
+from liger_convert.mixers.registry import register_mixer
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,15 @@ class MLSTMSpec(GatedSpec):
     cap: float = 15.0
 
     def problem(self) -> str | None:
-        if self.join == "shared":
-            return "join: shared needs a memory's mass, and mlstm's normaliser is none; use join: learned"
+        if self.combine == "shared":
+            return "combine: shared needs a memory's mass, and mlstm's normaliser is none; use combine: learned"
         if not 0 < self.cap <= 15:
             return f"cap: {self.cap} must be above 0, and no more than 15 to stay inside float32"
         return MixerSpec.problem(self)
 
 
+@register_mixer("mlstm")
 class MLSTM(GatedMixer):
-    name = "mlstm"
     summary = "a forget and an exponential input gate per head, divided by max(|m|, 1)"
     gate_rule = "sigmoid(pool(k) + b), scalar"
     Spec = MLSTMSpec

@@ -10,22 +10,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from liger_convert.mixers.base import Join
+from liger_convert.mixers.base import Combine
 from liger_convert.mixers.kernel_maps import MapName
 from liger_convert.mixers.linear.base import LinearMixer, LinearSpec
+from liger_convert.mixers.registry import register_mixer
 
 
 @dataclass(frozen=True)
 class RebasedSpec(LinearSpec):
     """As published: normalised."""
 
-    join: Join = "shared"
+    combine: Combine = "shared"
     feature_map: MapName = "parabola"
     normalize: bool = True
 
 
+@register_mixer("rebased")
 class Rebased(LinearMixer):
-    name = "rebased"
     summary = "linear attention with a learned parabola for a feature map"
     Spec = RebasedSpec
     initial_log_share = -8.0  # nothing decays: the mass is that of every token ever written

@@ -19,6 +19,7 @@ from transformers import initialization as init
 
 from liger_convert.mixers.base import HeadDims, Heads, Memory, MixerSpec
 from liger_convert.mixers.gates import pool_to
+from liger_convert.mixers.registry import register_mixer
 from liger_convert.mixers.ssm.base import ElementwiseMixer, ElementwiseSpec, mean_per_channel
 
 
@@ -27,8 +28,8 @@ class MambaSpec(ElementwiseSpec):
     """As every elementwise mixer."""
 
 
+@register_mixer("mamba")
 class Mamba(ElementwiseMixer):
-    name = "mamba"
     summary = "selective state space: each value channel forgets at several rates, scaled by every token"
     gate_rule = "exp(-softplus(pool(k) + b) e^rate)"
     Spec = MambaSpec

@@ -3,7 +3,7 @@
 S_t[f, v] = A[f, v] S_{t-1}[f, v] + [v_t[v], 1],   log A = -e^rate
 o_t[v] = n_t[v] / m_t[v],   [n_t[v], m_t[v]] = sum_f e^C[f, v] S_t[f, v]
 
-A, C and the rates depend on no token: a query decides how much of this memory it takes (the join), not what is in it.
+A, C and the rates depend on no token: a query decides how much of this memory it takes (combine), not what is in it.
 Real rates, and weights e^C > 0, so that the read can be a mean; B is 1, since only its product with C shows. Every
 channel is a head of its own to the op, with one value, and its mass beside it. Shapes: elementwise.py; R = H / G,
 N = G V such heads, L = H V of their queries.
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from liger_convert.mixers.base import HeadDims, Heads, Memory, MixerSpec
+from liger_convert.mixers.registry import register_mixer
 from liger_convert.mixers.ssm.base import ElementwiseMixer, ElementwiseSpec, mean_per_channel
 
 
@@ -27,8 +28,8 @@ class S4Spec(ElementwiseSpec):
     """As every elementwise mixer."""
 
 
+@register_mixer("s4")
 class S4(ElementwiseMixer):
-    name = "s4"
     summary = "diagonal state space: running means of each value channel at fixed rates, blind to content"
     gate_rule = "exp(-e^rate), learned"
     Spec = S4Spec

@@ -1,0 +1,118 @@
+"""Which layers become linear: the forms that a recipe may write, and what each makes of every layer of a base."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
+
+from liger_convert.config.fields import Index, Strict, between, refuse
+from liger_convert.config.names import MAIN, SOFTMAX
+from liger_convert.utils.errors import BadInput
+
+
+def _count_or_fraction(value: Any) -> Any:
+    if value is None or (type(value) in (int, float) and 0 < value < 1):
+        return value
+    if type(value) not in (int, float) or value < 1 or value != int(value):
+        refuse("", f"should be a whole number of layers above 0, or a share of them between 0 and 1, not {value!r}")
+    return int(value)
+
+
+class LayerChoice(Strict):
+    """Exactly one of: every n-th layer stays softmax, these become linear, these stay softmax, so many, or such a share
+    of all, stay softmax and a measurement chooses which (`pipeline.layer_selection`), these names over and over."""
+
+    softmax_every: Annotated[int, between(2, 10**4)] | None = None
+    linear: Annotated[list[Index], Field(min_length=1)] | None = None
+    softmax: list[Index] | None = None
+    softmax_auto: Annotated[int | float | None, BeforeValidator(_count_or_fraction)] = None
+    repeat: Annotated[list[str], Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> LayerChoice:
+        if sum(value is not None for value in self.model_dump().values()) != 1:
+            refuse("", "give exactly one of softmax_every, linear, softmax, softmax_auto and repeat")
+        return self
+
+    def resolve(self, depth: int, names: Sequence[str]) -> list[str]:
+        """What each of `depth` layers becomes: a mixer's name, one of `names`, or softmax.
+
+        `softmax_every: n` keeps the last of every n layers. Under `softmax_auto` the last layers stand for those that
+        are chosen later. Raises BadInput at the form's own path for layers or names that are not there.
+        """
+        if self.softmax_every is not None:
+            return [SOFTMAX if (i + 1) % self.softmax_every == 0 else MAIN for i in range(depth)]
+        if self.softmax_auto is not None:
+            if self.softmax_auto >= depth:
+                few = f"of the base's {depth} layers keep fewer"
+                raise BadInput(f"layers.softmax_auto: {self.softmax_auto} is too many; {few}")
+            kept = int(self.softmax_auto) if self.softmax_auto >= 1 else max(1, int(self.softmax_auto * depth))
+            return [MAIN] * (depth - kept) + [SOFTMAX] * kept
+        if self.repeat is not None:
+            _check_names(self.repeat, names, "layers.repeat")
+            return list(itertools.islice(itertools.cycle(self.repeat), depth))
+        if self.linear is not None:
+            _check_numbers(self.linear, depth, "layers.linear")
+            return [MAIN if i in self.linear else SOFTMAX for i in range(depth)]
+        assert self.softmax is not None
+        _check_numbers(self.softmax, depth, "layers.softmax")
+        return [SOFTMAX if i in self.softmax else MAIN for i in range(depth)]
+
+
+def _tag(value: object) -> str:
+    if isinstance(value, dict | LayerChoice):
+        return "choice"
+    return "names" if isinstance(value, list | tuple) else "pattern"
+
+
+def _pattern(value: str) -> str:
+    if not re.fullmatch("all|[LN]*L[LN]*", value):
+        refuse("", f"{value!r} is no pattern; use all, or letters such as LLLN (L becomes linear, N stays softmax)")
+    return value
+
+
+Layers = Annotated[
+    Annotated[str, AfterValidator(_pattern), Tag("pattern")]
+    | Annotated[Annotated[list[str], Field(min_length=1)], Tag("names")]
+    | Annotated[LayerChoice, Tag("choice")],
+    Discriminator(_tag),
+]
+
+
+def resolve_layers(layers: str | list[str] | LayerChoice, depth: int, names: Sequence[str]) -> list[str]:
+    """What each of `depth` layers becomes, a mixer's name or softmax, from any form that a recipe may give.
+
+    Forms: `all`; letters such as `LLLN`, repeated to the depth; a list of names; a LayerChoice. Raises BadInput at
+    `layers` where they do not fit the base or leave nothing linear.
+    """
+    if isinstance(layers, LayerChoice):
+        resolved = layers.resolve(depth, names)
+    elif isinstance(layers, str):
+        letters = "L" if layers == "all" else layers
+        resolved = [MAIN if letter == "L" else SOFTMAX for letter in itertools.islice(itertools.cycle(letters), depth)]
+    else:
+        if len(layers) != depth:
+            raise BadInput(f"layers: names {len(layers)} layers, but the base has {depth}")
+        _check_names(layers, names, "layers")
+        resolved = list(layers)
+    if all(name == SOFTMAX for name in resolved):
+        raise BadInput(f"layers: leaves all {depth} layers softmax, so there is nothing to linearize")
+    return resolved
+
+
+def _check_names(written: Sequence[str], names: Sequence[str], where: str) -> None:
+    for i, name in enumerate(written):
+        if name not in (*names, SOFTMAX):
+            raise BadInput(f"{where}[{i}]: {name!r} is no mixer; use one of {', '.join([*names, SOFTMAX])}")
+
+
+def _check_numbers(numbers: Sequence[int], depth: int, where: str) -> None:
+    for number in numbers:
+        if not 0 <= number < depth:
+            raise BadInput(f"{where}: there is no layer {number}; the base has 0 to {depth - 1}")
+        if numbers.count(number) > 1:
+            raise BadInput(f"{where}: layer {number} is named twice")

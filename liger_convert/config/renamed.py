@@ -1,0 +1,26 @@
+"""Fields of a recipe that had another name once: by section, the old name and the new one.
+
+A recipe with an old name is refused with a sentence that names the new one (`fields.Strict`). The options of mixers
+also stand in the config.json of models; there they are still read (`current`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+RENAMED: dict[str, dict[str, str]] = {
+    "mixer": {"join": "combine"},
+}
+
+
+def old_name(section: str, fields: Iterable[str]) -> tuple[str, str] | None:
+    """The first of `fields` that has another name now, and what to say of it; None where there is none."""
+    names = RENAMED.get(section, {})
+    return next(((field, f"is called {names[field]} now") for field in fields if field in names), None)
+
+
+def current(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with every old name replaced by the new one."""
+    names = RENAMED.get(section, {})
+    return {names.get(name, name): value for name, value in values.items()}
