@@ -316,7 +316,7 @@ def _random_tokens(model: Any, tokens: int, options: Options) -> Tensor:
 
 
 @torch.no_grad()
-def bench(
+def bench_models(
     source: str,
     load: Callable[[], Any],
     load_base: Callable[[], Any] | None,

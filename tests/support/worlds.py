@@ -25,7 +25,14 @@ RECIPE = {
     "device": "cpu",
     "data": {"text": {"source": "file", "path": "text.jsonl", "held_out": 0.2}},
     "stages": [
-        {"kind": "align", "data": "text", "tokens": 64, "seq_len": 16, "batch_size": 2, "rates": {"mixer": 1e-2}}
+        {
+            "kind": "align",
+            "data": "text",
+            "tokens": 64,
+            "seq_len": 16,
+            "batch_size": 2,
+            "learning_rates": {"mixer": 1e-2},
+        }
     ],
     "eval": {"suite": "quick", "text": "text"},
 }

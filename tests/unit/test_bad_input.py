@@ -14,13 +14,15 @@ Q = "model.layers.1.self_attn.q_proj.weight"
 convert = World.convert
 RECIPES = [
     case("misspelt key", "mixr: unknown key; did you mean 'mixer'?", lambda w: w.run("mixr={}")),
-    case("misspelt key in a stage", "stages[0].rates.mixr", lambda w: w.run("stages[0].rates.mixr=1")),
+    case(
+        "misspelt key in a stage", "stages[0].learning_rates.mixr", lambda w: w.run("stages[0].learning_rates.mixr=1")
+    ),
     case("misplaced key", "belongs to mixer.window", lambda w: w.run("window=64")),
     case("wrong type", "seed: should be a whole number", lambda w: w.run("seed=x")),
     case("unknown stage kind", "did you mean 'align'?", lambda w: w.run("stages[0].kind=alin")),
     case("unknown source kind", "did you mean 'file'?", lambda w: w.run("data.text.source=fil")),
     case("unknown source name", "stages[0].data: 'books'", lambda w: w.run("stages[0].data=books")),
-    case("nothing to train", "every group is frozen", lambda w: w.run("stages[0].rates={}")),
+    case("nothing to train", "every group is frozen", lambda w: w.run("stages[0].learning_rates={}")),
     case("less than one step", "stages[0].tokens", lambda w: w.run("stages[0].tokens=3")),
     case("bad precision", "use one of auto, float32", lambda w: w.run("precision=half")),
     case("unknown device", "'tpu' is not a device", lambda w: w.run("device=tpu")),

@@ -50,7 +50,7 @@ def test_recipes_share_values_by_anchors_and_merges(world: World) -> None:
 def test_the_largest_numbers_that_are_in_use_are_not_refused(world: World) -> None:
     stage = "stages[0]"
     sets = [f"{stage}.tokens=4e13", f"{stage}.seq_len=10000000", f"{stage}.batch_size=4096", "seed=1234567890"]
-    loaded = load(world.folder / "recipe.yaml", [*sets, "mixer.window=131072", f"{stage}.clip=1e9"])
+    loaded = load(world.folder / "recipe.yaml", [*sets, "mixer.window=131072", f"{stage}.max_grad_norm=1e9"])
     assert loaded.stages[0].steps == 976
 
 

@@ -18,8 +18,14 @@ from liger_convert.utils import interrupts
 
 LINEARIZE = str(Path(sys.executable).with_name("linearize"))
 STAGES: list[dict[str, Any]] = [
-    {"kind": "align", "rates": {"mixer": 1e-2}, "save_every": 4},
-    {"kind": "finetune", "loss_on": "all", "rates": {"mixer": 1e-3, "lora": 1e-2}, "lora": {}, "save_every": 4},
+    {"kind": "align", "learning_rates": {"mixer": 1e-2}, "save_every": 4},
+    {
+        "kind": "finetune",
+        "loss_on": "all",
+        "learning_rates": {"mixer": 1e-3, "lora": 1e-2},
+        "lora": {},
+        "save_every": 4,
+    },
 ]
 # Runs a command in which training says its step on stdout, and takes a while for it.
 SLOW = """
