@@ -95,5 +95,5 @@ def code_files() -> dict[str, str]:
 
 
 def _flat(module: str) -> str:
-    """A flat file name: gated_kernels.window.chunk -> gated_kernels_window_chunk, the entry -> modeling_linearized."""
+    """A flat file name: gated_kernels.swa.chunk -> gated_kernels_swa_chunk, the entry -> modeling_linearized."""
     return ENTRY_FILE if module == ENTRY else module.removeprefix("liger_convert.").replace(".", "_")
