@@ -4,8 +4,9 @@ That map would be the largest tensor of a layer. Here a program makes it a block
 block with keys and with the states before the chunk at once. As the softmax's sum is known only in the end, weights are
 relative to the largest logit so far, and what they have summed up to is scaled down where a larger one comes.
 
-Products take fp16 on the way to the logits and bf16 after it, as in codebook/triton.py; chunks, decays and the normalizer are
-as in diagonal/simple_gla.py. So is the rule for tiles in a loop: a weight is no tile that was loaded, and z is no operand.
+Products take fp16 on the way to the logits and bf16 after it, as in codebook/triton.py. Chunks, decays and the
+normalizer are as in simple_gla/launch.py. So is the rule for tiles in a loop: a weight is no tile that was loaded, and
+z is no operand.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, D head size, E size of a code, F codes, V value
 size, N chunks, C chunk length. Kernels see BF of the codes and BV of the values at a time; BD and BE are the powers of
@@ -23,10 +24,10 @@ import triton.language as tl
 from torch import Tensor
 
 from gated_kernels.codebook import triton as codebook
-from gated_kernels.codebook.triton import TO_BASE_2, inv_temperature_of, logits_by, unit_projection
+from gated_kernels.codebook.kernels import TO_BASE_2, inv_temperature_of, logits_by, unit_projection
 from gated_kernels.common.gated_inputs import Sizes, is_per_head
 from gated_kernels.common.interpreter import rounded
-from gated_kernels.common.tiles import contiguous, load, load_vector, product, store, store_vector
+from gated_kernels.common.tiles import contiguous, dot, load, load_vector, store, store_vector
 from gated_kernels.simple_gla import launch as simple_gla
 from gated_kernels.simple_gla.intra_chunk import decays_between, read_by
 
@@ -85,8 +86,8 @@ def read_kernel(
         weights = rounded(weights, tl.bfloat16)
         keys = load(k + (row * G + g) * F, i, tokens, G * F, f0 + f, F)
         before = load(states + chunk * F * V, f0 + f, F, V, x, V)
-        scores = product(weights, tl.trans(keys), scores * keep[:, None], tl.bfloat16, "tf32")
-        outputs = product(weights, before, outputs * keep[:, None], tl.bfloat16, "tf32")
+        scores = dot(weights, tl.trans(keys), scores * keep[:, None], tl.bfloat16, "tf32")
+        outputs = dot(weights, before, outputs * keep[:, None], tl.bfloat16, "tf32")
         top = higher
     total = 1.0 / total
     scores *= total[:, None]
@@ -153,7 +154,7 @@ def forward(
         call = simple_gla.Call(sizes, v.dtype, v.device, log_a, write_mask is not None, segment, exclusive)
         last = call.scan("states", state, call.states, call.z, k, v, write_mask, call.write)
         read_kernel[call.chunks * (H // G), triton.cdiv(V, compiled_for["BV"])](
-            q, proj, bias, log_inv_temperature, codes, k, v, write_mask, call.read, call.write, call.states, call.z, o, normalizer, T,
-            **compiled_for,
+            q, proj, bias, log_inv_temperature, codes, k, v, write_mask, call.read, call.write, call.states, call.z,
+            o, normalizer, T, **compiled_for,
         )  # fmt: skip
     return o, normalizer, last

@@ -85,7 +85,7 @@ def backward(
     """The gradients of all tensors up to log_a (empty where there is none), and of the state."""
     of_q, of_k = (q, q_proj, q_bias, q_log_inv_temperature, codes), (k, k_proj, k_bias, k_log_inv_temperature, codes)
     (phi_q, q_sums), (phi_k, k_sums) = codebook.mapped(*of_q), codebook.mapped(*of_k)
-    q_known = k_known = None
+    q_statistics = k_statistics = None
     if is_per_head(log_a):
         v, log_a, write_mask, state, segment = contiguous(v, log_a, write_mask, state, segment)
         do, dnormalizer, dlast = contiguous(do, dnormalizer, dlast)
@@ -93,15 +93,15 @@ def backward(
             (dphi_q, dphi_k, dv, dlog_a, dstate), q_means, k_means = launch.backward_in_place(
                 phi_q, phi_k, v, log_a, write_mask, state, segment, exclusive, do, dnormalizer, dlast
             )
-        q_known, k_known = (q_sums, q_means), (k_sums, k_means)
+        q_statistics, k_statistics = (q_sums, q_means), (k_sums, k_means)
     else:
         dphi_q, _, dphi_k, dv, dlog_a, dstate = gla.backward(
             phi_q, None, phi_k, v, log_a, state, segment, exclusive, do, dlast
         )
     del phi_q, phi_k
-    dq, *dq_map, dcodes = codebook.gradients(*of_q, dphi_q, q_known)
+    dq, *dq_map, dcodes = codebook.gradients(*of_q, dphi_q, q_statistics)
     del dphi_q
-    dk, *dk_map, dcodes_by_k = codebook.gradients(*of_k, dphi_k, k_known)
+    dk, *dk_map, dcodes_by_k = codebook.gradients(*of_k, dphi_k, k_statistics)
     dlog_a = v.new_empty(0) if dlog_a is None else dlog_a
     return [dq, dk, *dq_map, *dk_map, dcodes + dcodes_by_k, dv, dlog_a, dstate]
 

@@ -1,4 +1,4 @@
-"""What the Triton kernels of the diagonal recurrence share: tiles of tokens and of states, matrix products."""
+"""What the Triton kernels share: tiles of rows and columns, and matrix products."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def store_vector(x, value, i, size, step):
 
 
 @triton.jit
-def product(a, b, c, D: tl.constexpr, PRECISION: tl.constexpr):
-    """a b + c in fp32, of operands in D."""
+def dot(a, b, c, D: tl.constexpr, PRECISION: tl.constexpr):
+    """a b + c (None: nothing) in fp32, of operands in D. The one place where kernels multiply matrices."""
     a = rounded(a, D)
     b = rounded(b, D)
     if INTERPRETED:  # Triton's interpreter multiplies the bits of bf16 as integers

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gated_kernels.fused_step.rotary import dot, rotated
+from gated_kernels.common.tiles import dot
+from gated_kernels.fused_step.rotary import rotated
 
 
 @triton.jit
@@ -47,13 +48,13 @@ def _features(
             d = first + tl.arange(0, BD)
             matrix = tl.load(proj + d[:, None] * E + e, mask=(d < D)[:, None] & (e < E), other=0.0)
             part = tl.load(x[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
-            u += dot(part, matrix)
+            u += dot(part, matrix, None, matrix.dtype, "tf32x3")
             if along is not None:
                 part *= tl.load(along + d, mask=d < D, other=0.0)[None, :]
             total += tl.sum(part, 1)
         u += shifted
         u *= (tl.exp(inv_temperature) / tl.maximum(tl.sqrt(tl.sum(u * u, 1)), 1e-12))[:, None]
-        found = dot(u, tl.trans(code))
+        found = dot(u, tl.trans(code), None, code.dtype, "tf32x3")
         tl.store(totals + row, total, mask=b < tl.where(c == 0, B, 0))
     tl.store(logits + row[:, None] * F + f[None, :], found, mask=inside[:, None] & (f < F)[None, :])
     found = tl.where((f < F)[None, :], found, float("-inf"))
@@ -68,12 +69,12 @@ def _features(
 @triton.jit
 def _add(q, k, v, seen, scale, o, top, normalizer):
     """Takes more keys into a running softmax."""
-    logits = tl.where(seen[None, :], dot(q, tl.trans(k)) * scale, float("-inf"))
+    logits = tl.where(seen[None, :], dot(q, tl.trans(k), None, k.dtype, "tf32x3") * scale, float("-inf"))
     higher = tl.maximum(top, tl.max(logits, 1))
     finite = tl.where(higher == float("-inf"), 0.0, higher)
     weights = tl.exp(logits - finite[:, None])
     keep = tl.exp(top - finite)
-    o = o * keep[:, None] + dot(weights, v)
+    o = o * keep[:, None] + dot(weights, v, None, v.dtype, "tf32x3")
     return o, higher, normalizer * keep + tl.sum(weights, 1)
 
 

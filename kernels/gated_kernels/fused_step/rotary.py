@@ -1,20 +1,11 @@
-"""What both kernels of a step do with a tile."""
+"""Rotary positions in the kernels of a step."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from gated_kernels.common.interpreter import INTERPRETED, rounded
-
-
-@triton.jit
-def dot(x, y):
-    """x y, of the dtype of y and summed in fp32."""
-    x = rounded(x, y.dtype)
-    if INTERPRETED:  # it would multiply the bits of bfloat16
-        x, y = x.to(tl.float32), y.to(tl.float32)
-    return tl.dot(x, y, input_precision="tf32x3")
+from gated_kernels.common.interpreter import rounded
 
 
 @triton.jit

@@ -6,8 +6,9 @@ import triton
 import triton.language as tl
 
 from gated_kernels.common.interpreter import rounded
+from gated_kernels.common.tiles import dot
 from gated_kernels.fused_step import chunk
-from gated_kernels.fused_step.rotary import dot, rotated
+from gated_kernels.fused_step.rotary import rotated
 
 # Of a tile's axes but the last, Triton 3.6 gives the first one to a program's warps and 3.9 the last one.
 ROWS_AXIS = tl.constexpr(1 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) else 2)
@@ -168,7 +169,7 @@ def write_kernel(
         else:
             if ROWS_AXIS == 2:
                 asked_of = tl.permute(asked_of, (0, 2, 1, 3))
-            read += dot(asked, tl.reshape(asked_of, [BF, BV]))
+            read += dot(asked, tl.reshape(asked_of, [BF, BV]), None, asked_of.dtype, "tf32x3")
     if SHARED:
         mix_weight = (1.0 / (1.0 + tl.exp(-weight)))[:, None]
         mixed = seen + mix_weight * (read / normalizer[:, None] - seen)

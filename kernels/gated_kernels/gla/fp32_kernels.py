@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from gated_kernels.common.interpreter import rounded
-from gated_kernels.common.tiles import load, product, store
+from gated_kernels.common.tiles import dot, load, store
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def is_to_middle(t, u, level, EXCLUSIVE: tl.constexpr):
 @triton.jit
 def _decay(between, gates):
     """[C, BF] the decay of every token by the gates between; their sums are nearly fp32 whatever the dtype."""
-    return tl.exp(product(between, gates, None, tl.float32, "tf32x3"))
+    return tl.exp(dot(between, gates, None, tl.float32, "tf32x3"))
 
 
 @triton.jit
@@ -110,10 +110,10 @@ def _scores(
         left = q * decay
         right = k * decay
         if TRANSPOSED:
-            part = product(right, tl.trans(rounded(left, D)), None, D, PRECISION)
+            part = dot(right, tl.trans(rounded(left, D)), None, D, PRECISION)
             scores += tl.where(is_pair(column, row, level), part, 0.0)
         else:
-            part = product(left, tl.trans(rounded(right, D)), None, D, PRECISION)
+            part = dot(left, tl.trans(rounded(right, D)), None, D, PRECISION)
             scores += tl.where(is_pair(row, column, level), part, 0.0)
     return scores + tl.where(row == column, tl.sum(q * k, 1)[:, None], 0.0)
 
@@ -142,7 +142,7 @@ def states_kernel(
         values = load(v + (b * T * G + g) * V, t, T, G * V, v_, V)
         write = keys * _write_decay(gates, segment, b, first, i, T, C)
         now = now * _total(gates, segment, b, first, T, C)[:, None]
-        now = product(tl.trans(rounded(write, D)), values, now, D, PRECISION)
+        now = dot(tl.trans(rounded(write, D)), values, now, D, PRECISION)
     store(last + head * F * V, now, f, F, V, v_, V)
 
 
@@ -172,14 +172,14 @@ def outputs_kernel(
     for v0 in range(0, V, BV):
         v_ = v0 + tl.arange(0, BV)
         values = load(v + (b * T * G + g) * V, t, T, G * V, v_, V)
-        outputs = product(scores, values, None, D, PRECISION)
+        outputs = dot(scores, values, None, D, PRECISION)
         for f0 in range(0, F, BF):
             f = f0 + tl.arange(0, BF)
             gates = _load_gates(log_a, b, t, T, g, f, G, F)
             queries = load(q + (b * T * G * R + h) * F, t, T, G * R * F, f, F).to(tl.float32)
             read = queries * _read_decay(gates, segment, b, first, i, T, EXCLUSIVE)
             before = load(states + ((b * G + g) * N + n) * F * V, f, F, V, v_, V)
-            outputs = product(read, before, outputs, D, PRECISION)
+            outputs = dot(read, before, outputs, D, PRECISION)
         store(o + (b * T * G * R + h) * V, outputs, t, T, G * R * V, v_, V)
 
 
@@ -210,7 +210,7 @@ def dstates_kernel(
             h = g * R + r
             queries = load(q + (b * T * G * R + h) * F, t, T, G * R * F, f, F).to(tl.float32)
             douts = load(do + (b * T * G * R + h) * V, t, T, G * R * V, v_, V)
-            dnow = product(tl.trans(rounded(queries * decay, D)), douts, dnow, D, PRECISION)
+            dnow = dot(tl.trans(rounded(queries * decay, D)), douts, dnow, D, PRECISION)
     store(dstate + head * F * V, dnow, f, F, V, v_, V)
 
 
@@ -237,7 +237,7 @@ def dv_kernel(
         keys = load(k + (b * T * G + g) * F, t, T, G * F, f, F).to(tl.float32)
         write = keys * _write_decay(gates, segment, b, first, i, T, C)
         dafter = load(dstates + ((b * G + g) * N + n) * F * V, f, F, V, v_, V)
-        dvalues = product(write, dafter, dvalues, D, PRECISION)
+        dvalues = dot(write, dafter, dvalues, D, PRECISION)
     for r in tl.range(R, disable_licm=True):
         h = g * R + r
         scores = tl.zeros((C, C), tl.float32)
@@ -248,7 +248,7 @@ def dv_kernel(
             keys = load(k + (b * T * G + g) * F, t, T, G * F, f, F).to(tl.float32)
             scores += _scores(queries, keys, gates, D, EXCLUSIVE, True, C, LEVELS, PRECISION)
         douts = load(do + (b * T * G * R + h) * V, t, T, G * R * V, v_, V)
-        dvalues = product(tl.where(readable, scores, 0.0), douts, dvalues, D, PRECISION)
+        dvalues = dot(tl.where(readable, scores, 0.0), douts, dvalues, D, PRECISION)
     store(dv + (b * T * G + g) * V, dvalues, t, T, G * V, v_, V)
 
 
@@ -279,11 +279,11 @@ def dqk_kernel(
         values = load(v + (b * T * G + g) * V, t, T, G * V, v_, V)
         before = load(states + ((b * G + g) * N + n) * F * V, f, F, V, v_, V)
         dafter = load(dstates + ((b * G + g) * N + n) * F * V, f, F, V, v_, V)
-        dkeys = product(values, tl.trans(dafter), dkeys, D, PRECISION)
+        dkeys = dot(values, tl.trans(dafter), dkeys, D, PRECISION)
         dtotal += tl.sum(before.to(tl.float32) * dafter.to(tl.float32), 1)
     dkeys *= _write_decay(gates, segment, b, first, i, T, C)
     dgates = tl.zeros((C, BF), tl.float32) + (dtotal * _total(gates, segment, b, first, T, C))[None, :]
-    dgates = product(is_before_end(column, row), dkeys * keys, dgates, tl.float32, PRECISION)
+    dgates = dot(is_before_end(column, row), dkeys * keys, dgates, tl.float32, PRECISION)
 
     for r in tl.range(R, disable_licm=True):
         h = g * R + r
@@ -296,11 +296,11 @@ def dqk_kernel(
             values = load(v + (b * T * G + g) * V, t, T, G * V, v_, V)
             douts = load(do + (b * T * G * R + h) * V, t, T, G * R * V, v_, V)
             before = load(states + ((b * G + g) * N + n) * F * V, f, F, V, v_, V)
-            dscores = product(douts, tl.trans(values), dscores, D, PRECISION)
-            dscores_t = product(values, tl.trans(douts), dscores_t, D, PRECISION)
-            dqueries = product(douts, tl.trans(before), dqueries, D, PRECISION)
+            dscores = dot(douts, tl.trans(values), dscores, D, PRECISION)
+            dscores_t = dot(values, tl.trans(douts), dscores_t, D, PRECISION)
+            dqueries = dot(douts, tl.trans(before), dqueries, D, PRECISION)
         dqueries *= _read_decay(gates, segment, b, first, i, T, EXCLUSIVE)
-        dgates = product(is_after_start(column, row, EXCLUSIVE), dqueries * queries, dgates, tl.float32, PRECISION)
+        dgates = dot(is_after_start(column, row, EXCLUSIVE), dqueries * queries, dgates, tl.float32, PRECISION)
         dscores = tl.where(_readable(segment, b, first, row, column, T, EXCLUSIVE), dscores, 0.0)
         dscores_t = tl.where(_readable(segment, b, first, column, row, T, EXCLUSIVE), dscores_t, 0.0)
         # A token meets itself without a decay: kept out of the gates' gradients, where it would only cancel.
@@ -313,12 +313,12 @@ def dqk_kernel(
             right = keys * decay
             pair = tl.where(is_pair(row, column, level), dscores, 0.0)
             pair_t = tl.where(is_pair(column, row, level), dscores_t, 0.0)
-            dleft = product(pair, right, None, D, PRECISION)
-            dright = product(pair_t, left, None, D, PRECISION)
+            dleft = dot(pair, right, None, D, PRECISION)
+            dright = dot(pair_t, left, None, D, PRECISION)
             dqueries += dleft * decay
             dkeys += dright * decay
             between = is_to_middle(column, row, level, EXCLUSIVE)
-            dgates = product(between, dleft * left + dright * right, dgates, tl.float32, PRECISION)
+            dgates = dot(between, dleft * left + dright * right, dgates, tl.float32, PRECISION)
         store(dq + (b * T * G * R + h) * F, dqueries, t, T, G * R * F, f, F)
 
     store(dk + (b * T * G + g) * F, dkeys, t, T, G * F, f, F)

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from gated_kernels.common.interpreter import rounded
-from gated_kernels.common.tiles import load, product, store, store_vector
-from gated_kernels.gla.fp32 import is_after_start, is_before_end, is_pair, is_to_middle
+from gated_kernels.common.tiles import dot, load, store, store_vector
+from gated_kernels.gla.fp32_kernels import is_after_start, is_before_end, is_pair, is_to_middle
 from gated_kernels.gla.state_scan import queries_of, starts, stops, sum_at, sums_at
 
 
@@ -28,9 +28,9 @@ def _sum_from(x, C: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
     coarse = rounded(x, D)
     x -= coarse.to(tl.float32)
     fine = rounded(x, D)
-    sums = product(after, x - fine.to(tl.float32), None, D, PRECISION)
-    sums = product(after, fine, sums, D, PRECISION)
-    return product(after, coarse, sums, D, PRECISION)
+    sums = dot(after, x - fine.to(tl.float32), None, D, PRECISION)
+    sums = dot(after, fine, sums, D, PRECISION)
+    return dot(after, coarse, sums, D, PRECISION)
 
 
 @triton.jit
@@ -101,10 +101,10 @@ def _level_scores(
         left = rounded(queries * decay, D)
         right = rounded(keys * decay, D)
         if TRANSPOSED:
-            part = product(right, tl.trans(left), None, D, PRECISION)
+            part = dot(right, tl.trans(left), None, D, PRECISION)
             scores += tl.where(is_pair(column, row, level), part, 0.0)
         else:
-            part = product(left, tl.trans(right), None, D, PRECISION)
+            part = dot(left, tl.trans(right), None, D, PRECISION)
             scores += tl.where(is_pair(row, column, level), part, 0.0)
     return scores
 
@@ -164,24 +164,24 @@ def outputs_kernel(
             else:
                 if F > BF:
                     right = rounded(load(k, i, rows, G * F, f0 + f, F) * _write(sums, chunk, i, f0 + f, F, C), D)
-                scores = product(left, tl.trans(right), scores, D, PRECISION)
+                scores = dot(left, tl.trans(right), scores, D, PRECISION)
             if F > BF:
                 before = _before(states, sums, chunk, f0 + f, x, F, V, C, D)
-            outputs = product(left, before, outputs, D, PRECISION)
+            outputs = dot(left, before, outputs, D, PRECISION)
             if TWO:
                 if F > BF:
                     before_2 = _before(states, sums, chunk, f0 + f, BV + x, F, V, C, D)
-                outputs_2 = product(left, before_2, outputs_2, D, PRECISION)
+                outputs_2 = dot(left, before_2, outputs_2, D, PRECISION)
         if bounds is not None:
             own = (starts(bounds, chunk, i, C) < 0)[:, None]
             outputs = tl.where(own, outputs, 0.0)
             if TWO:
                 outputs_2 = tl.where(own, outputs_2, 0.0)
         scores = tl.where(readable, scores, 0.0)
-        outputs = product(scores, values, outputs, D, PRECISION)
+        outputs = dot(scores, values, outputs, D, PRECISION)
         store(o + r * V, outputs, i, rows, G * R * V, x, V)
         if TWO:
-            outputs_2 = product(scores, values_2, outputs_2, D, PRECISION)
+            outputs_2 = dot(scores, values_2, outputs_2, D, PRECISION)
             store(o + r * V, outputs_2, i, rows, G * R * V, BV + x, V)
 
 
@@ -217,7 +217,7 @@ def dv_kernel(
         few = f0 + tl.arange(0, 64)
         late = load(k, i, rows, G * F, few, F) * _write_to_end(sums, chunk, i, few, F, C)
         dafter = load(dstates, few, F, V, x, V)
-        dvalues = product(late, dafter, dvalues, D, PRECISION)
+        dvalues = dot(late, dafter, dvalues, D, PRECISION)
     if bounds is not None:
         dvalues = tl.where((stops(bounds, chunk, i, C) == C)[:, None], dvalues, 0.0)
     if F <= BF:
@@ -234,15 +234,15 @@ def dv_kernel(
                 )  # fmt: skip
         elif F <= BF:
             queries = queries_of(q, q_lse, r, i, rows, G * R, f, F, BF)
-            scores = product(right, tl.trans(rounded(queries * read, D)), scores, D, PRECISION)
+            scores = dot(right, tl.trans(rounded(queries * read, D)), scores, D, PRECISION)
         else:
             for f0 in range(0, F, BF):
                 right = rounded(load(k, i, rows, G * F, f0 + f, F) * _write(sums, chunk, i, f0 + f, F, C), D)
                 queries = queries_of(q, q_lse, r, i, rows, G * R, f0 + f, F, BF)
                 left = rounded(queries * _read(sums, chunk, i, f0 + f, F, EXCLUSIVE, C), D)
-                scores = product(right, tl.trans(left), scores, D, PRECISION)
+                scores = dot(right, tl.trans(left), scores, D, PRECISION)
         douts = load(do + r * V, i, rows, G * R * V, x, V)
-        dvalues = product(tl.where(readable, scores, 0.0), douts, dvalues, D, PRECISION)
+        dvalues = dot(tl.where(readable, scores, 0.0), douts, dvalues, D, PRECISION)
     store(dv, dvalues, i, rows, G * V, x, V)
 
 
@@ -304,9 +304,9 @@ def dqk_kernel(
             left = rounded(queries * _read(sums, chunk, i, f, F, EXCLUSIVE, C), D)
         if V <= BV:
             douts = load(do + r * V, i, rows, G * R * V, x, V)
-            dscores = product(douts, tl.trans(values), None, D, PRECISION)
-            dscores_t = product(values, tl.trans(douts), None, D, PRECISION)
-            dqueries = product(douts, tl.trans(before), None, D, PRECISION)
+            dscores = dot(douts, tl.trans(values), None, D, PRECISION)
+            dscores_t = dot(values, tl.trans(douts), None, D, PRECISION)
+            dqueries = dot(douts, tl.trans(before), None, D, PRECISION)
         else:
             dscores = tl.zeros((C, C), tl.float32)
             dscores_t = tl.zeros((C, C), tl.float32)
@@ -316,9 +316,9 @@ def dqk_kernel(
                 values = load(v, i, rows, G * V, x, V)
                 douts = load(do + r * V, i, rows, G * R * V, x, V)
                 before = _before(states, sums, chunk, f, x, F, V, C, D)
-                dscores = product(douts, tl.trans(values), dscores, D, PRECISION)
-                dscores_t = product(values, tl.trans(douts), dscores_t, D, PRECISION)
-                dqueries = product(douts, tl.trans(before), dqueries, D, PRECISION)
+                dscores = dot(douts, tl.trans(values), dscores, D, PRECISION)
+                dscores_t = dot(values, tl.trans(douts), dscores_t, D, PRECISION)
+                dqueries = dot(douts, tl.trans(before), dqueries, D, PRECISION)
         if bounds is not None:
             dqueries = tl.where((starts(bounds, chunk, i, C) < 0)[:, None], dqueries, 0.0)
         # [s, t] is made anew, as turning an accumulator over costs more.
@@ -328,7 +328,7 @@ def dqk_kernel(
             dqueries *= _read(sums, chunk, i, f, F, EXCLUSIVE, C)
             queries = queries_of(q, q_lse, r, i, rows, G * R, f, F, BF)
             after = is_after_start(column, row_, EXCLUSIVE).to(tl.float32)
-            dgates = product(after, dqueries * queries, dgates, D, PRECISION)
+            dgates = dot(after, dqueries * queries, dgates, D, PRECISION)
             # A token meets itself without a decay: kept out of the gates' gradients, where it would only cancel.
             dself = tl.sum(tl.where(row_ == column, dscores.to(tl.float32), 0.0), 1)[:, None]
             dkeys += dself * queries
@@ -337,19 +337,19 @@ def dqk_kernel(
                 decay = _level_decay(sums, chunk, i, f, level, F, EXCLUSIVE, C)
                 keys = _load_again(k, i, rows, G * F, f, F)
                 pair = tl.where(is_pair(row_, column, level), dscores, 0.0)
-                part = product(pair, keys * decay, None, D, PRECISION) * decay
+                part = dot(pair, keys * decay, None, D, PRECISION) * decay
                 dqueries += part
                 queries = queries_of(q, q_lse, r, i, rows, G * R, f, F, BF, True)
                 between = part * queries
                 pair = tl.where(is_pair(column, row_, level), dscores_t, 0.0)
-                part = product(pair, queries * decay, None, D, PRECISION) * decay
+                part = dot(pair, queries * decay, None, D, PRECISION) * decay
                 dkeys += part
                 between += part * keys
                 inside = is_to_middle(column, row_, level, EXCLUSIVE).to(tl.float32)
-                dgates = product(inside, between, dgates, D, PRECISION)
+                dgates = dot(inside, between, dgates, D, PRECISION)
         else:
-            dqueries = product(dscores, right, dqueries, D, PRECISION)
-            dkeys = product(dscores_t, left, dkeys, D, PRECISION)
+            dqueries = dot(dscores, right, dqueries, D, PRECISION)
+            dkeys = dot(dscores_t, left, dkeys, D, PRECISION)
             if q_lse is None:
                 reads += dqueries * left.to(tl.float32)
                 at = sums + chunk * (C + 1) * F
@@ -370,7 +370,7 @@ def dqk_kernel(
         state = _load_again(states, f, F, V, y, V)
         dafter = load(dstates, f, F, V, y, V)
         values_y = _load_again(v, i, rows, G * V, y, V)
-        late = product(values_y, tl.trans(dafter), late, D, PRECISION)
+        late = dot(values_y, tl.trans(dafter), late, D, PRECISION)
         through += tl.sum(state.to(tl.float32) * dafter.to(tl.float32), 1)
     end = sum_at(sums, chunk, C, f, F, C)
     through *= tl.exp2(end - sum_at(sums, chunk, 0, f, F, C))
@@ -381,7 +381,7 @@ def dqk_kernel(
         late *= _write_to_end(sums, chunk, i, f, F, C)
         dkeys += late
         late *= _load_again(k, i, rows, G * F, f, F)
-        dgates = product(is_before_end(column, row_).to(tl.float32), late, dgates, D, PRECISION)
+        dgates = dot(is_before_end(column, row_).to(tl.float32), late, dgates, D, PRECISION)
     else:
         right = rounded(_load_again(k, i, rows, G * F, f, F) * _write(sums, chunk, i, f, F, C), D)
         late *= tl.exp2(end)[None, :]

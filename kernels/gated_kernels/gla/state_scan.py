@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from gated_kernels.common.interpreter import rounded
-from gated_kernels.common.tiles import load, product, store
+from gated_kernels.common.tiles import dot, load, store
 
 
 @triton.jit
@@ -128,7 +128,7 @@ def states_kernel(
         if bounds is not None:
             decay = tl.where((stops(bounds, chunk, i, C) == C)[:, None], decay, 0.0)
             total = tl.where(starts(bounds, chunk, C - 1, C) < 0, total, 0.0)
-        now = product(tl.trans(rounded(keys * decay, D)), values, now * total[:, None], D, PRECISION)
+        now = dot(tl.trans(rounded(keys * decay, D)), values, now * total[:, None], D, PRECISION)
     if last is not None:
         store(last + program * F * V, now, f, F, V, x, V)
 
@@ -175,7 +175,7 @@ def dstates_kernel(
             decay = tl.where((starts(bounds, chunk, i, C) < 0)[:, None], decay, 0.0)
             total = tl.where(starts(bounds, chunk, C - 1, C) < 0, total, 0.0)
         total = tl.where(r == 0, total, 1.0)
-        dnow = product(tl.trans(rounded(queries * decay, D)), douts, dnow * total[:, None], D, PRECISION)
+        dnow = dot(tl.trans(rounded(queries * decay, D)), douts, dnow * total[:, None], D, PRECISION)
     if dstate is not None:
         store(dstate + program * F * V, dnow, f, F, V, x, V)
 

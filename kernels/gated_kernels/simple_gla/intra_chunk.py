@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from gated_kernels.common.interpreter import rounded
-from gated_kernels.common.tiles import load, load_vector, product, store, store_vector
+from gated_kernels.common.tiles import dot, load, load_vector, store, store_vector
 from gated_kernels.simple_gla.state_scan import decay_from_start, decay_of_chunk, decay_to_end
 
 
@@ -32,7 +32,7 @@ def read_by(scores, outputs, normalizers, decays, values, ones, read, at, t, D: 
         outputs *= start[:, None]
         normalizers *= start
     scores *= decays
-    outputs = product(scores, values, outputs, D, PRECISION)
+    outputs = dot(scores, values, outputs, D, PRECISION)
     if ones is not None:
         normalizers += tl.sum(scores * ones[None, :], 1)
     return outputs, normalizers
@@ -74,8 +74,8 @@ def outputs_kernel(
         normalizers = tl.zeros((C,), tl.float32)
         if F <= BF:
             queries = load(q + (row * G * R + h) * F, i, rows, G * R * F, f, F)
-            scores = product(queries, tl.trans(keys.to(D)), scores, D, PRECISION)
-            outputs = product(queries, before, outputs, D, PRECISION)
+            scores = dot(queries, tl.trans(keys.to(D)), scores, D, PRECISION)
+            outputs = dot(queries, before, outputs, D, PRECISION)
             if write_mask is not None:
                 normalizers += tl.sum(queries.to(tl.float32) * z_before[None, :], 1)
         else:
@@ -83,8 +83,8 @@ def outputs_kernel(
                 queries = load(q + (row * G * R + h) * F, i, rows, G * R * F, f0 + f, F)
                 keys = load(k + (row * G + g) * F, i, rows, G * F, f0 + f, F)
                 before = load(states + chunk * F * V, f0 + f, F, V, x, V)
-                scores = product(queries, tl.trans(keys.to(D)), scores, D, PRECISION)
-                outputs = product(queries, before, outputs, D, PRECISION)
+                scores = dot(queries, tl.trans(keys.to(D)), scores, D, PRECISION)
+                outputs = dot(queries, before, outputs, D, PRECISION)
             if write_mask is not None:
                 for f0 in range(0, F, BF):  # not in the loop above, see launch.py
                     queries = load(q + (row * G * R + h) * F, i, rows, G * R * F, f0 + f, F)
@@ -116,7 +116,7 @@ def dscores_kernel(
         x = v0 + tl.arange(0, BV)
         values = load(v + (row * G + g) * V, i, rows, G * V, x, V)
         douts = load(do + (row * G * R + h) * V, i, rows, G * R * V, x, V)
-        found = product(values.to(D), tl.trans(douts.to(D)), found, D, PRECISION)
+        found = dot(values.to(D), tl.trans(douts.to(D)), found, D, PRECISION)
     if write_mask is not None:
         ones = load_vector(write_mask + row * G + g, i, rows, G)
         found += ones[:, None] * load_vector(dnormalizer + row * G * R + h, i, rows, G * R)[None, :]
@@ -147,7 +147,7 @@ def dv_kernel(
         if F > BF:
             keys = load(k + (row * G + g) * F, i, rows, G * F, f0 + f, F)
         dafter = load(dstates + chunk * F * V, f0 + f, F, V, x, V)
-        dvalues = product(keys, dafter, dvalues, D, PRECISION)
+        dvalues = dot(keys, dafter, dvalues, D, PRECISION)
     if write is not None:
         dvalues *= decay_to_end(write, at, i, C)[:, None]
     decays = decays_between(read, write, at, i[None, :], i[:, None], EXCLUSIVE, C, D)
@@ -161,17 +161,17 @@ def dv_kernel(
             queries = load(q + (row * G * R + h) * F, i, rows, G * R * F, f0 + f, F)
             if F > BF:
                 keys = load(k + (row * G + g) * F, i, rows, G * F, f0 + f, F)
-            scores = product(keys, tl.trans(queries.to(D)), scores, D, PRECISION)
+            scores = dot(keys, tl.trans(queries.to(D)), scores, D, PRECISION)
         if dpairs is not None:  # decays are part of their gradients
             pairs += scores * load(dscores + (chunk * R + r) * C * C, i, mine, C, i, C).to(tl.float32)
         douts = load(do + (row * G * R + h) * V, i, rows, G * R * V, x, V)
-        dvalues = product(scores * decays, douts.to(D), dvalues, D, PRECISION)
+        dvalues = dot(scores * decays, douts.to(D), dvalues, D, PRECISION)
     store(dv + (row * G + g) * V, dvalues, i, rows, G * V, x, V)
     if dpairs is not None:
         u = i[:, None]
         column = i[None, :]
         finer: tl.constexpr = PRECISION if D.is_bf16() else "tf32x3"
-        around = product((column < u).to(tl.float32), pairs, None, tl.float32, finer)  # [u, t], of all s before u
+        around = dot((column < u).to(tl.float32), pairs, None, tl.float32, finer)  # [u, t], of all s before u
         dgates = tl.sum(tl.where(column >= u + EXCLUSIVE, around, 0.0), 1)
         store_vector(dpairs + chunk * C, dgates, i, mine, 1)
 
@@ -180,7 +180,7 @@ def dv_kernel(
 def _meet_states(values, before, dafter, dkeys, through, D: tl.constexpr, PRECISION: tl.constexpr):
     """Gradients by some columns of the states: of keys, and of the features of the state that passes the chunk."""
     through += tl.sum(before.to(tl.float32) * dafter.to(tl.float32), 1)
-    return product(values, tl.trans(dafter), dkeys, D, PRECISION), through
+    return dot(values, tl.trans(dafter), dkeys, D, PRECISION), through
 
 
 @triton.jit
@@ -240,13 +240,13 @@ def dqk_kernel(
         dqueries = tl.zeros((C, BF), tl.float32)
         if NV == 1:
             douts = load(do + (row * G * R + h) * V, i, rows, G * R * V, x, V)
-            dqueries = product(douts.to(D), tl.trans(before), dqueries, D, PRECISION)
+            dqueries = dot(douts.to(D), tl.trans(before), dqueries, D, PRECISION)
         else:
             for v0 in range(0, NV * BV, BV):
                 x = v0 + tl.arange(0, BV)
                 douts = load(do + (row * G * R + h) * V, i, rows, G * R * V, x, V)
                 before = load(states + chunk * F * V, f, F, V, x, V)
-                dqueries = product(douts.to(D), tl.trans(before), dqueries, D, PRECISION)
+                dqueries = dot(douts.to(D), tl.trans(before), dqueries, D, PRECISION)
         if write_mask is not None:
             dnormalizers = load_vector(dnormalizer + row * G * R + h, i, rows, G * R)
             dqueries += dnormalizers[:, None] * z_before[None, :]
@@ -255,8 +255,8 @@ def dqk_kernel(
         if dread is not None:
             dreads += tl.sum(dqueries * queries.to(tl.float32), 1)
         of_scores = load(dscores + (chunk * R + r) * C * C, i, C, C, i, C)
-        dkeys = product(of_scores, queries, dkeys, D, PRECISION)
-        dqueries = product(tl.trans(of_scores), keys, dqueries, D, PRECISION)
+        dkeys = dot(of_scores, queries, dkeys, D, PRECISION)
+        dqueries = dot(tl.trans(of_scores), keys, dqueries, D, PRECISION)
         dqueries = rounded(dqueries, dq.dtype.element_ty)
         if q_along is not None:
             along = tl.sum(dqueries.to(tl.float32) * queries.to(tl.float32), 1)

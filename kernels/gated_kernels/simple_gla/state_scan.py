@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gated_kernels.common.tiles import load, load_vector, product, store, store_vector
+from gated_kernels.common.tiles import dot, load, load_vector, store, store_vector
 
 
 @triton.jit
@@ -104,7 +104,7 @@ def states_kernel(
             total = decay_of_chunk(write, at, C)
             values = values * to_end[:, None]
             now *= total
-        now = product(tl.trans(keys), values, now, D, PRECISION)
+        now = dot(tl.trans(keys), values, now, D, PRECISION)
         if write_mask is not None:
             ones = load_vector(write_mask + row * G + g, i, tl.where(mine, rows, 0), G)
             if write is not None:
@@ -164,7 +164,7 @@ def dstates_kernel(
             total = tl.where(r == 0, decay_of_chunk(write, at, C), 1.0)
             douts = douts * start[:, None]
             dnow *= total
-        dnow = product(tl.trans(queries), douts, dnow, D, PRECISION)
+        dnow = dot(tl.trans(queries), douts, dnow, D, PRECISION)
         if dnormalizer is not None:
             dnormalizers = load_vector(dnormalizer + row, i, tl.where(mine, rows, 0), G * R)
             if write is not None:

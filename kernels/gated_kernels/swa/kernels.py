@@ -5,7 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gated_kernels.common.interpreter import INTERPRETED, rounded
+from gated_kernels.common.interpreter import rounded
+from gated_kernels.common.tiles import dot
+
+PRECISION = tl.constexpr("ieee")  # of products: tf32 would lose the forget gate's sums
 
 
 @triton.jit
@@ -104,18 +107,9 @@ def _load_memory(memory, normalizer, row, inside, V: tl.constexpr, E: tl.constex
 
 
 @triton.jit
-def _dot(x, y, total):
-    """total + x y, of the dtype of y and summed in fp32."""
-    x = rounded(x, y.dtype)
-    if INTERPRETED:  # it would multiply the bits of bfloat16
-        x, y = x.to(tl.float32), y.to(tl.float32)
-    return tl.dot(x, y, total, input_precision="ieee")  # tf32 would lose the forget gate's sums
-
-
-@triton.jit
 def _logits(x, y, scale, seen):
     """x y^T, -inf where not seen."""
-    return tl.where(seen, _dot(x, tl.trans(y), None) * scale, float("-inf"))
+    return tl.where(seen, dot(x, tl.trans(y), None, y.dtype, PRECISION) * scale, float("-inf"))
 
 
 @triton.jit
@@ -135,7 +129,7 @@ def _add(logits, v, o, top, normalizer):
     higher = tl.maximum(top, tl.max(logits, 1))
     keep = tl.exp(top - _finite(higher))
     weights = tl.exp(logits - _finite(higher)[:, None])
-    return _dot(weights, v, o * keep[:, None]), higher, normalizer * keep + tl.sum(weights, 1)
+    return dot(weights, v, o * keep[:, None], v.dtype, PRECISION), higher, normalizer * keep + tl.sum(weights, 1)
 
 
 @triton.jit
@@ -172,7 +166,7 @@ def forward_kernel(
             logits, v_KE = each[i]
             weights = tl.exp(logits - _finite(top_N)[:, None])
             total += weights
-            o_NE = _dot(weights, v_KE, o_NE)
+            o_NE = dot(weights, v_KE, o_NE, v_KE.dtype, PRECISION)
         normalizer_N = tl.sum(total, 1)
     else:
         for start in range(M, M + end - first, K):
@@ -210,7 +204,7 @@ def forward_kernel(
 @triton.jit
 def _weighed(q, k, v, do, lse, scale, seen):
     """The weights of keys, and the gradients of these."""
-    return tl.exp(_logits(q, k, scale, seen) - lse[:, None]), _dot(do, tl.trans(v), None)
+    return tl.exp(_logits(q, k, scale, seen) - lse[:, None]), dot(do, tl.trans(v), None, v.dtype, PRECISION)
 
 
 @triton.jit
@@ -302,10 +296,10 @@ def backward_q_kernel(
             if i == 0 and dsink_k is not None:  # of its keys, all that are no sinks are left out
                 index = tl.arange(0, K)
                 at = ((tl.program_id(0).to(tl.int64) * tl.num_programs(2) + b) * M + index) * G + g
-                _store(dsink_k, at, index < M, _dot(tl.trans(dlogits), q_NC, None), D, C)
+                _store(dsink_k, at, index < M, dot(tl.trans(dlogits), q_NC, None, q_NC.dtype, PRECISION), D, C)
                 of_values = tl.trans(rounded(weights, do_NE.dtype))
-                _store(dsink_v, at, index < M, _dot(of_values, do_NE, None), V, E)
-            dq_NC = _dot(dlogits, k_KC, dq_NC)
+                _store(dsink_v, at, index < M, dot(of_values, do_NE, None, do_NE.dtype, PRECISION), V, E)
+            dq_NC = dot(dlogits, k_KC, dq_NC, k_KC.dtype, PRECISION)
     else:
         for start in range(M, M + end - first, K):
             seen, k_KC, v_KE = _keys(
@@ -313,7 +307,7 @@ def backward_q_kernel(
                 G, D, V, C, E, K, SINKS,
             )  # fmt: skip
             weights, dweights = _weighed(q_NC, k_KC, v_KE, do_NE, lse_N, scale, seen)
-            dq_NC = _dot(weights * (dweights - mean_N[:, None]) * scale, k_KC, dq_NC)
+            dq_NC = dot(weights * (dweights - mean_N[:, None]) * scale, k_KC, dq_NC, k_KC.dtype, PRECISION)
         if visible is not None:
             for start in range(0, M, SINKS):
                 sink = start + tl.arange(0, SINKS)
@@ -322,7 +316,7 @@ def backward_q_kernel(
                     at, real = (b * M + sink) * G + g, sink < M
                     k_KC, v_KE = _load(sink_k, at, real, D, C), _load(sink_v, at, real, V, E)
                     weights, dweights = _weighed(q_NC, k_KC, v_KE, do_NE, lse_N, scale, seen)
-                    dq_NC = _dot(weights * (dweights - mean_N[:, None]) * scale, k_KC, dq_NC)
+                    dq_NC = dot(weights * (dweights - mean_N[:, None]) * scale, k_KC, dq_NC, k_KC.dtype, PRECISION)
     _store(dq, row, inside, dq_NC, D, C)
 
 
@@ -363,9 +357,9 @@ def backward_k_kernel(
             lse_N = tl.where(some, lse_N, float("inf"))
             mean_N = tl.load(mean + row, mask=some, other=0.0)
             weights = tl.exp(_logits(k_KC, q_NC, scale, seen) - lse_N[None, :])
-            dv_KE = _dot(weights, do_NE, dv_KE)
-            dweights = _dot(v_KE, tl.trans(do_NE), None)
-            dk_KC = _dot(weights * (dweights - mean_N[None, :]) * scale, q_NC, dk_KC)
+            dv_KE = dot(weights, do_NE, dv_KE, do_NE.dtype, PRECISION)
+            dweights = dot(v_KE, tl.trans(do_NE), None, do_NE.dtype, PRECISION)
+            dk_KC = dot(weights * (dweights - mean_N[None, :]) * scale, q_NC, dk_KC, q_NC.dtype, PRECISION)
     at += part.to(tl.int64) * B * S * G
     _store(dk, at, real, dk_KC, D, C)
     _store(dv, at, real, dv_KE, V, E)
