@@ -1,8 +1,11 @@
 """Other ways to the result of a recurrence: its sequence cut into pieces, or its segments one by one.
 
-Inputs by token, [B, T, ...], have BT in their names or are a gate, log_a or log_m; states, [B, G, ...], have BG or are the
-initial_state. An op
-returns its outputs by token (None for what it was not asked for), then its states in the order of its arguments.
+Inputs by token, [B, T, ...], have BT in their names, or are a gate, log_a or log_m. States, [B, G, ...], have BG in
+them, or are the `initial_state`. An op returns its outputs by token (None for what it was not asked for), then its
+states in the order of its arguments.
+
+It stays beside `check.py`, not in the tests: every op's `cases.py` names the splits that hold for it, so that a new op
+is tested without a change there.
 """
 
 from __future__ import annotations

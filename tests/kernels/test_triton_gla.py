@@ -371,8 +371,8 @@ def test_configurations_of_every_kind_compile_for_hopper_within_the_shared_memor
 
 
 def compile_all() -> None:
-    """Prints the shared memory of every kernel in all of COMPILED, PER_HEAD and PER_CHANNEL; and the bytes that a thread
-    puts elsewhere than in registers, where there must be none."""
+    """Prints the shared memory of every kernel in all of COMPILED, PER_HEAD and PER_CHANNEL; and the bytes that a
+    thread puts elsewhere than in registers, where there must be none."""
     for F, V, dtype, exclusive, segments in COMPILED:
         constants = fp32.constants(8, 4, F, V, exclusive, dtype)
         for kernel in fp32.KERNELS.values():

@@ -1,4 +1,4 @@
-"""The codebook's map in torch: phi(x) = softmax(tau C u), u = P x + b brought to length 1.
+"""A codebook's map in torch: phi(x) = softmax(u C / temperature), u = P x + b brought to length 1.
 
 Shapes: B batch, T tokens, N heads (query or key-value), G heads with codes of their own, D head size, E size of a code,
 F codes.
@@ -16,10 +16,10 @@ from gated_kernels.common.registry import kernel_for
 def chunk_codebook(
     x_BTND: Tensor, proj_NDE: Tensor, bias_NE: Tensor, log_inv_temperature_N: Tensor, codes_GFE: Tensor
 ) -> Tensor:
-    """phi(x) [B,T,N,F] in x's dtype: how near x, turned its head's way, is to each of F codes, which sum to 1; head n
-    uses the codes n // (N / G).
+    """phi(x) [B,T,N,F] in x's dtype: how near x is to each of F codes after its head's projection. They sum to 1.
 
-    Computes in fp32 (fp64 for fp64 vectors), under autocast too. Raises ValueError when N is no multiple of G.
+    Head n uses the codes n // (N / G). Computes in fp32 (fp64 for fp64 vectors), under autocast too. Raises ValueError
+    when N is no multiple of G.
     """
     heads, groups = x_BTND.shape[2], len(codes_GFE)
     if heads % groups:
@@ -38,7 +38,7 @@ def chunk_codebook(
 
 
 def unit_projection(x_BTND: Tensor, proj_NDE: Tensor, bias_NE: Tensor) -> Tensor:
-    """u [B,T,N,E], in fp32 at least."""
+    """u [B,T,N,E]: the projected vectors at length 1, in fp32 at least."""
     dtype = torch.promote_types(x_BTND.dtype, torch.float32)
     with torch.autocast(x_BTND.device.type, enabled=False):
         return unit(per_head(x_BTND.to(dtype), proj_NDE.to(dtype)) + bias_NE.to(dtype))

@@ -140,8 +140,10 @@ def rows_kernel(
     N: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, HAS_STATISTICS: tl.constexpr,
     M: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """u and its gradient before it is brought to length 1, parts of the gradient of tau, and, where they are not
-    given (HAS_STATISTICS), the log sums and the mean gradients of each row's softmax."""
+    """u and its gradient before it is brought to length 1, and parts of the gradient of its temperature.
+
+    Also the log sums and the mean gradients of each row's softmax, where they are not given (HAS_STATISTICS).
+    """
     n = tl.program_id(0) % N
     start = (tl.program_id(0) // N * part).to(tl.int64)
     codes += n // (N // G) * F * E

@@ -111,8 +111,11 @@ def gradients(
     dphi: Tensor,
     statistics: tuple[Tensor, Tensor] | None = None,
 ) -> list[Tensor]:
-    """The gradients of what the map is made of. `statistics` spare a pass over dphi: the log sums, and the product of each
-    row's map, as it was rounded, and dphi, [N, B T] both."""
+    """The gradients of what the map is made of.
+
+    `statistics` spare a pass over dphi: the log sums, and the products of each row's map, as it was rounded, and dphi,
+    [N, B T] both.
+    """
     given = proj, bias, log_inv_temperature, codes
     x, proj, bias, log_inv_temperature, codes = plain(x, *given)
     rows, (N, G, D, E, F) = _sizes(x, codes)
@@ -136,7 +139,8 @@ def gradients(
         parts, part = _split(rows, by_codes, N * blocks)
         dcodes = x.new_empty(parts, G, N // G, F, E, dtype=torch.float32)
         codes_kernel[(parts * N * blocks,)](
-            us, log_inv_temperature, codes, dphi, sums, means, dcodes, rows, part, HAS_STATISTICS=statistics is not None, **by_codes
+            us, log_inv_temperature, codes, dphi, sums, means, dcodes, rows, part,
+            HAS_STATISTICS=statistics is not None, **by_codes,
         )  # fmt: skip
     found = dproj.sum(0), dbias.sum(0), dlog_inv_temperature.sum(0), dcodes.sum((0, 2))
     return [dx, *(gradient.to(of.dtype) for gradient, of in zip(found, given))]

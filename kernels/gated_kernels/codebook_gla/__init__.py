@@ -1,1 +1,1 @@
-"""The diagonal recurrence over a codebook's maps of queries and keys, which are not kept for the backward pass."""
+"""Gated linear attention over a codebook's features of queries and keys, which are not kept for the backward pass."""

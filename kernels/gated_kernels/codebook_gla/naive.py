@@ -1,4 +1,4 @@
-"""The diagonal recurrence over a codebook's maps, one after the other as they are defined.
+"""Gated linear attention over a codebook's features, one op after the other as they are defined.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, E size of a code, F codes, V value size.
 """

@@ -1,15 +1,15 @@
-"""The delta recurrence in chunks: a triangular solve within a chunk, a loop over the states between chunks.
+"""The delta rule in chunks: a triangular solve within a chunk, a loop over the states between chunks.
 
 What a token erases depends on what the tokens before it wrote, so the values n_t that are written along e_t solve a
 triangular system of the chunk's scores (the WY form of a product of diagonal-plus-rank-one matrices, 2406.06484):
 
     n_t = -r_t D_t S_{t-1} = -(prefix_t r_t) S_0 - sum_{s<t} ((r_t . k_s) v_s + (r_t . e_s) n_s)
 
-where S_0 is the state before the chunk and a score (x_t . y_s) holds every decay after s up to t. The rest is the
-diagonal recurrence of the two writes k^T v and e^T n. Where e is k they are one, of k^T (v + n), and half of the scores
+where S_0 is the state before the chunk and a score (x_t . y_s) holds every decay after s up to t. The rest is gated
+linear attention of the two writes k^T v and e^T n. Where e is k they are one, of k^T (v + n), and half of the scores
 are enough.
 
-Decays are products of gates, never quotients of products from the start, as in `gated_kernels.gla.chunk`: a chunk
+Decays are products of gates, never quotients of products from the start, as in common/gated_recurrence.py: a chunk
 is halved until its blocks are mild. The backward pass computes all of it again, so that only the inputs are kept.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, N chunks, C chunk
@@ -54,10 +54,10 @@ def chunk_delta_rule(
     before it decays, is r = u / a, e = b u with a k of its own. Zeros in k, log_a and e leave the state untouched.
     Nothing here bounds S: the matrices D_t - e_t^T (r_t D_t) should not expand.
 
-    Query head h uses kv head h // R. log_a <= 0 is [B, T, G, F], [B, T, G, 1] or None (no decay). With `exclusive`,
-    o_t = q_t S_{t-1}. `segment_ids_BT` are integers; the recurrence restarts where they change, and the given state belongs
-    to the first of them. Computes in fp32 (fp64 for fp64 values), under autocast too. Returns o_BTHV in v's dtype and
-    the last state. Raises ValueError when H is no multiple of G.
+    Query head h uses key-value head h // R. log_a <= 0 is [B, T, G, F], [B, T, G, 1] or None (no decay). With
+    `exclusive`, o_t = q_t S_{t-1}. `segment_ids_BT` are integers; the recurrence restarts where they change, and the
+    given state belongs to the first of them. Computes in fp32 (fp64 for fp64 values), under autocast too. Returns
+    o_BTHV in v's dtype and the last state. Raises ValueError when H is no multiple of G.
     """
     B, T, H, F = q_BTHF.shape
     G, V = v_BTGV.shape[2:]

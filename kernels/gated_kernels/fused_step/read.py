@@ -103,8 +103,8 @@ def _sinks(sink_k, sink_v, visible, m, column, M: tl.constexpr, G: tl.constexpr,
 
 @triton.jit
 def _window(
-    b, g, ring_position, q, k, v, q_step, k_step, v_step, cos, sin, cos_step, ring_k, ring_v, position, sink_k, sink_v, visible,
-    o, lse, scale,
+    b, g, ring_position, q, k, v, q_step, k_step, v_step, cos, sin, cos_step, ring_k, ring_v, position,
+    sink_k, sink_v, visible, o, lse, scale,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, M: tl.constexpr,
     CD: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr,
     EARLY: tl.constexpr,
@@ -218,12 +218,14 @@ def read_kernel(
             k_bias += g * E
             k_log_inv_temperature += g
         _features(
-            x, b, B, n, g, c, None, None, k_proj, k_bias, k_log_inv_temperature, codes, logits, totals, tops, sums, normalizers,
+            x, b, B, n, g, c, None, None,
+            k_proj, k_bias, k_log_inv_temperature, codes, logits, totals, tops, sums, normalizers,
             G * R + G, G, D, E, F, S, CE, BD, BF,
         )  # fmt: skip
     else:
         i -= (G * R + G) * tiles * S
         _window(
             (i // G).to(tl.int64), i % G, ring_position, q, k, v, q_step, k_step, v_step, cos, sin, cos_step,
-            ring_k, ring_v, position, sink_k, sink_v, visible, o, lse, scale, G, R, D, C, P, M, CD, N, K, SINKS, K == 64,
+            ring_k, ring_v, position, sink_k, sink_v, visible, o, lse, scale,
+            G, R, D, C, P, M, CD, N, K, SINKS, K == 64,
         )  # fmt: skip

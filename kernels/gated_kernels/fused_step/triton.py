@@ -74,10 +74,11 @@ def triton_fused_step(token: StepInputs, cache: StepCache, config: StepConfig) -
     overlap = o.is_cuda and _overlaps(o.device)
     sizes = {"G": G, "R": R, "D": D, "F": F, "P": P, "S": S, "CD": CD, "OVERLAP": overlap}
     sizes |= {"C": 0 if cos is None else cos.shape[1], "M": 0 if visible is None else visible.shape[1]}
+    power, query_weight, memory_log = memory_weight or (None, None, None)
     with torch.cuda.device_of(o):
         read_kernel[(tiles * S + B * G,)](
             q, k, v, q.stride(0), k.stride(0), v.stride(0), cos, sin, cos_step, token.position_BS, visible,
-            *cache[:5], cache.z_BGF, cache.ring_position, *(codes or (None,) * 7), None if memory_weight is None else memory_weight.query_HD,
+            *cache[:5], cache.z_BGF, cache.ring_position, *(codes or (None,) * 7), query_weight,
             logits, totals, tops, sums, normalizers, window, lse, token.scale, B,
             **sizes, E=E, CE=_held(E), BD=min(LAUNCH.channels, CD), BF=piece, N=_held(R), K=16 if wide else 64,
             SINKS=LEAST, ROWS=LEAST, PP=triton.next_power_of_2(P),
@@ -85,7 +86,7 @@ def triton_fused_step(token: StepInputs, cache: StepCache, config: StepConfig) -
         )  # fmt: skip
         write_kernel[(B * G, triton.cdiv(D, BV))](
             k, v, k.stride(0), v.stride(0), cos, sin, cos_step, token.position_BS, *cache,
-            None if gate is None else gate.bias_GF, *((None, None) if memory_weight is None else (memory_weight.power_H, memory_weight.log_H)),
+            None if gate is None else gate.bias_GF, power, memory_log,
             logits, totals, tops, sums, normalizers, window, lse, o, 1.0 if gate is None else gate.normalizer, D**-0.5,
             **sizes, GATE=None if gate is None else gate.of, SHARED=memory_weight is not None, FG=FG,
             CS=triton.next_power_of_2(S), N=triton.next_power_of_2(R), BF=BF, BV=BV, BC=min(BV, 32),

@@ -1,4 +1,4 @@
-"""The kernels of the diagonal recurrence for a gate per feature in fp32 and fp16: levels, and passes (see triton.py).
+"""The kernels of gated linear attention with a gate per feature in fp32 and fp16 (see fp32.py).
 
 Shapes as there. Kernels see BF of the features and BV of the values at a time.
 """

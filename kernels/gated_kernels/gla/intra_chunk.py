@@ -1,4 +1,4 @@
-"""The kernels of `features_bf16.py` that take every chunk by itself, once the states are known. The letters are there.
+"""The kernels of `bf16.py` that take every chunk by itself, once the states are known. The letters are there.
 
 Each is compiled twice, for STRONG chunks and for the others, and leaves alone the chunks that are not its own.
 """

@@ -1,6 +1,7 @@
 """Gated linear attention as it is defined: every query head on its own, one token after another.
 
-Shapes: B batch, T tokens, H query heads, G key-value heads, F feature size, V value size, X = V and one with a normalizer.
+Shapes: B batch, T tokens, H query heads, G key-value heads, F feature size, V value size, X = V and one
+with a normalizer.
 """
 
 from __future__ import annotations

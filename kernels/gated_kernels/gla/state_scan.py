@@ -1,4 +1,4 @@
-"""The kernels of `features_bf16.py` that pass over a sequence: sums of gates, and states. The letters are there."""
+"""The kernels of `bf16.py` that pass over a sequence: sums of gates, and states. The letters are there."""
 
 from __future__ import annotations
 

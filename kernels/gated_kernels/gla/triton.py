@@ -4,9 +4,9 @@ Matrix products take the inputs' dtype and accumulate in fp32: bf16 as it is, fp
 one TF32 product, which holds it exactly and does not overflow. The backward pass computes all of it again; only the
 inputs are kept. A state belongs to a key-value head and is never repeated.
 
-Inputs in bf16 have kernels of their own (`bf16.py`), as most of their chunks need no levels; fp32 and fp16 have those of
-`fp32.py`. Neither know a normalizer: for them it is a column of ones beside the values. Only those for bf16 take
-queries with a log-sum-exp as they are; for the others exp(q - lse) is made first, once in each pass.
+Inputs in bf16 have kernels of their own (`bf16.py`), as most of their chunks need no levels. fp32 and fp16 have those
+of `fp32.py`. Neither knows a normalizer: for them it is a column of ones beside the values. Only those for bf16 take
+queries with a log-sum-exp as they are. For the others exp(q - lse) is made first, once in each pass.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, F feature size, V value size.
 """

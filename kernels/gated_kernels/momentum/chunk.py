@@ -45,8 +45,8 @@ def chunk_momentum(
     c is 1 otherwise, where it is not learned. Nothing here bounds the states: steps can overshoot.
 
     Query head h uses kv head h // R. log_a, log_m <= 0 and c are [B, T, G, 1]; a state is [B, G, 2 F, V], Z below M.
-    With `exclusive`, o_t = q_t M_{t-1}. `segment_ids_BT` are integers; the recurrence restarts where they change, and the
-    given state belongs to the first of them. Computes in fp32 (fp64 for fp64 values), under autocast too. Returns
+    With `exclusive`, o_t = q_t M_{t-1}. `segment_ids_BT` are integers; the recurrence restarts where they change, and
+    the given state belongs to the first of them. Computes in fp32 (fp64 for fp64 values), under autocast too. Returns
     o_BTHV in v's dtype and the last state. Raises ValueError when H is no multiple of G.
     """
     B, _, H, F = q_BTHF.shape

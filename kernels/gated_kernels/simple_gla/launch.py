@@ -20,7 +20,8 @@ Hence a loop of its own for the normalizer where features come in several blocks
 When a pass over the states has too few programs to fill a GPU, the sequence is cut into parts (common/parts.py).
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, S = V and one
-with a normalizer, N chunks, C chunk length. Kernels see BF of the features and BV of the values at a time, in NV blocks.
+with a normalizer, N chunks, C chunk length. Kernels see BF of the features and BV of the values at a time, in NV
+blocks.
 """
 
 from __future__ import annotations

@@ -132,7 +132,10 @@ def triton_simple_gla(
     exclusive: bool = False,
     q_lse_BTH: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor] | None:
-    """As `gated_kernels.chunk_simple_gla`; None on a CPU, and with a warning once for what the kernels do not support."""
+    """As `gated_kernels.chunk_simple_gla`.
+
+    None on a CPU, and with a warning once for what the kernels do not support.
+    """
     if not (v_BTGV.is_cuda or INTERPRETED.value):
         return None
     if why := unsupported(q_BTHF, k_BTGF, v_BTGV, log_a, write_mask_BTG, initial_state, segment_ids_BT, q_lse_BTH):

@@ -1,9 +1,9 @@
-"""Attention over slots as two passes of the diagonal recurrence with a softmax between them.
+"""Attention over slots as two passes of gated linear attention with a softmax between them.
 
-Both states, K_t = diag(a_t) K_{t-1} + w_t^T [k_t, 1] and V_t likewise, are diagonal recurrences over slots. Reading the
-values, p_t V_t, is what `chunk_gla` does. Reading the keys, K_t q_t, is the transposed read: no other than the gradient
-that the read x_t K_t, weighted by q_t, has by x_t, and so the op's own backward pass. In turn its gradient by q_t is a
-read, and its other gradients are those of that read weighted by q_t. Neither pass sees a decay of its own.
+Both states, K_t = diag(a_t) K_{t-1} + w_t^T [k_t, 1] and V_t likewise, are gated linear attention over slots. Reading
+the values, p_t V_t, is what `chunk_gla` does. Reading the keys, K_t q_t, is the transposed read: no other than the
+gradient that the read x_t K_t, weighted by q_t, has by x_t, and so the op's own backward pass. In turn its gradient by
+q_t is a read, and its other gradients are those of that read weighted by q_t. Neither pass sees a decay of its own.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, D key size, V value size, M slots. The state of
 the keys has D + 1 columns: the last is each slot's normalizer, the sum of the decayed weights written to it.
@@ -37,12 +37,12 @@ def chunk_slots(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o_t = sum_m p_m V_m / z_m, p = softmax_m(scale q_t K_m / z_m); token t adds w_t[m] >= 0 times itself to slot m.
 
-    K, V and the normalizer z of a slot decay by e^log_a: log_a <= 0 is [B, T, G, M], [B, T, G, 1] or None (no decay). A slot
-    of no normalizer takes no part. With `exclusive` a token is written after it has read. `segment_ids_BT` are integers; the
-    slots are empty again where they change, and the given states belong to the first of them. Query head h uses kv head
-    h // R. Computes in fp32 (fp64 for fp64 values), under autocast too. Returns o_BTHV in v's dtype, the logits'
-    log-sum-exp [B, T, H] (-inf where all slots are empty) and the last states, keys [B, G, M, D + 1] and values
-    [B, G, M, V]. Raises ValueError when H is no multiple of G.
+    K, V and the normalizer z of a slot decay by e^log_a: log_a <= 0 is [B, T, G, M], [B, T, G, 1] or None (no decay).
+    A slot whose normalizer is 0 takes no part. With `exclusive` a token is written after it has read. `segment_ids_BT`
+    are integers; the slots are empty again where they change, and the given states belong to the first of them. Query
+    head h uses key-value head h // R. Computes in fp32 (fp64 for fp64 values), under autocast too. Returns o_BTHV in
+    v's dtype, the logits' log-sum-exp [B, T, H] (-inf where all slots are empty) and the last states, keys
+    [B, G, M, D + 1] and values [B, G, M, V]. Raises ValueError when H is no multiple of G.
     """
     B, _, H, D = q_BTHD.shape
     G = v_BTGV.shape[2]

@@ -55,8 +55,8 @@ def chunk_swa(
         output and the window has the rest; the lse is then as if it were a key.
 
     Returns o_BTHV in v's dtype and lse_BTH, the log of the sum of exp(scale q.k), in fp32 (fp64 for fp64). A query that
-    sees nothing has o = 0 and lse = -inf, and passes no gradient on. Raises ValueError when S < T, window_size < 1, H is
-    no multiple of G, only some of the three sink arguments are given, or a memory comes with other than one weight.
+    sees nothing has o = 0 and lse = -inf, and passes no gradient on. Raises ValueError when S < T, window_size < 1, H
+    is no multiple of G, only some of the three sink arguments are given, or a memory comes with other than one weight.
     """
     T, H = q_BTHD.shape[1:3]
     S, G = k_BSGD.shape[1:3]

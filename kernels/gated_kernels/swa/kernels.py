@@ -134,8 +134,8 @@ def _add(logits, v, o, top, normalizer):
 
 @triton.jit
 def forward_kernel(
-    q, k, v, valid, segment, sink_k, sink_v, visible, memory, normalizer, memory_logit, mix_weight, o, lse, scale, T, S, M, window_size,
-    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    q, k, v, valid, segment, sink_k, sink_v, visible, memory, normalizer, memory_logit, mix_weight, o, lse,
+    scale, T, S, M, window_size, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * N + tl.arange(0, N)
@@ -154,8 +154,8 @@ def forward_kernel(
         for i in tl.static_range(BLOCKS):
             visible_here = visible if i == 0 else None  # no other block holds sinks
             seen, k_KC, v_KE = _keys(
-                k, v, sink_k, sink_v, valid, segment, visible_here, i * K, first, end, query, T, S, M, b, g, window_size,
-                G, D, V, C, E, K, SINKS,
+                k, v, sink_k, sink_v, valid, segment, visible_here, i * K, first, end, query, T, S, M, b, g,
+                window_size, G, D, V, C, E, K, SINKS,
             )  # fmt: skip
             logits = _logits(q_NC, k_KC, scale, seen)
             highest = tl.maximum(highest, logits)
@@ -253,8 +253,8 @@ def backward_q_kernel(
         for i in tl.static_range(BLOCKS):
             visible_here = visible if i == 0 else None  # no other block holds sinks
             seen, k_KC, v_KE = _keys(
-                k, v, sink_k, sink_v, valid, segment, visible_here, i * K, first, end, query, T, S, M, b, g, window_size,
-                G, D, V, C, E, K, SINKS,
+                k, v, sink_k, sink_v, valid, segment, visible_here, i * K, first, end, query, T, S, M, b, g,
+                window_size, G, D, V, C, E, K, SINKS,
             )  # fmt: skip
             weights, dweights = _weighed(q_NC, k_KC, v_KE, do_NE, lse_N, scale, seen)
             products += weights * dweights
