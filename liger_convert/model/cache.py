@@ -28,7 +28,8 @@ class LinearizedCacheLayer(CacheLayerMixin):
     While `static` holds, no shape changes and no value is looked at; what is `in_place` besides is written to where it
     stands, as a captured step needs it (decode.py). Fused steps (gated_kernels.fused_step) do not shift the ring but go
     round in it: `taken` counts them and thus names the slot of the oldest token, until `settle` restores the order.
-    The ranks are always in order. They also keep the normaliser, otherwise the state's last column, in a tensor `z` of its own.
+    The ranks are always in order. They also keep the normaliser, otherwise the state's last column, in a tensor `z` of
+    its own.
     """
 
     is_sliding = None
