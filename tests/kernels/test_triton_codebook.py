@@ -62,10 +62,10 @@ CODED = {name: case for name, case in coded.CASES.items() if case.sizes.dtype ==
         D=128,
     ),
     "normalizer, one code in nearly all weights": coded.Case(
-        Sizes(40, G=6, F=200, V=65, per_head=True, normalizer=True, exclusive=True, dtype=BF16), tau=4.0
+        Sizes(40, G=6, F=200, V=65, per_head=True, normalizer=True, exclusive=True, dtype=BF16), log_inv_temperature=4.0
     ),
     "normalizer, blocks of values, flat": coded.Case(
-        Sizes(33, R=2, F=65, V=130, gate="none", normalizer=True, dtype=BF16), tau=-3.0
+        Sizes(33, R=2, F=65, V=130, gate="none", normalizer=True, dtype=BF16), log_inv_temperature=-3.0
     ),
     "heads of 256": coded.Case(Sizes(9, G=1, R=2, F=64, per_head=True, normalizer=True, dtype=BF16), D=256),
 }
@@ -137,10 +137,10 @@ def test_the_recurrence_over_a_codebook_is_right_by_kernels_that_keep_no_map(cas
     assert {tensor.shape for tensor in kept} <= given
 
 
-@pytest.mark.parametrize("tau", [6.0, 12.0, 40.0, 80.0])
-def test_what_is_read_is_right_with_any_tau(tau: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("log_inv_temperature", [6.0, 12.0, 40.0, 80.0])
+def test_what_is_read_is_right_at_any_temperature(log_inv_temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     x = placed(coded.inputs(CODED["many codes, bf16"]))
-    x["q_log_inv_temperature_H"].fill_(tau)
+    x["q_log_inv_temperature_H"].fill_(log_inv_temperature)
     u_BTHE = unit_projection(x["q_BTHD"].double(), x["q_proj_HDE"].double(), x["q_bias_HE"].double())
     codes_HEF = x["codes_GFE"].double().mT.repeat_interleave(u_BTHE.shape[2] // len(x["codes_GFE"]), 0)
     nearest_BTH2 = per_head(u_BTHE, codes_HEF).topk(2).values
@@ -168,7 +168,7 @@ def test_queries_have_a_map_only_where_it_is_not_made_as_it_is_read(
 
 
 def test_a_vector_that_turns_into_nothing_is_as_near_to_every_code() -> None:
-    x = inputs_of(Case(9, shift=0.0))
+    x = inputs_of(Case(9, bias=0.0))
     x["x_BTND"][0, 3] = 0
     leaves = {name: value.requires_grad_() for name, value in x.items()}
     phi = gated_kernels.chunk_codebook(**leaves)

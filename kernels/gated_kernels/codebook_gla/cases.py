@@ -16,7 +16,7 @@ __all__ = ["CASES", "in_pieces", "inputs", "one_by_one"]
 class Case(NamedTuple):
     sizes: gla.Case  # of the recurrence
     D: int = 16
-    inv_temperature: float = 2.0  # its log
+    log_inv_temperature: float = 2.0
 
 
 def _case(T: int, D: int = 16, **sizes: Any) -> Case:
@@ -43,7 +43,7 @@ def inputs(case: Case) -> dict[str, Any]:
     s = case.sizes
     made = {
         side: codebook.inputs(
-            codebook.Case(s.T, G=s.G, R=R, D=case.D, F=s.F, inv_temperature=case.inv_temperature, dtype=s.dtype)
+            codebook.Case(s.T, G=s.G, R=R, D=case.D, F=s.F, log_inv_temperature=case.log_inv_temperature, dtype=s.dtype)
         )
         for side, R in (("q", s.R), ("k", 1))
     }
