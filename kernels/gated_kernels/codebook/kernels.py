@@ -131,7 +131,8 @@ def row_statistics(
         normalizer = normalizer * keep + tl.sum(weights, 1)
         means = means * keep[:, None] + weights * dweights
         top = higher
-    return top + tl.log2(normalizer), tl.sum(means, 1) / normalizer
+    mean = tl.sum(means, 1) / normalizer
+    return top + tl.log2(normalizer), mean
 
 
 @triton.jit
