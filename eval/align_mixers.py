@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from liger_convert import checkpoint
 from liger_convert.calibrate import calibrate
-from liger_convert.data import collate, load_source, pack
 from liger_convert.device import autocast, compute_dtype
 from liger_convert.files import atomic_write
 from liger_convert.loading import linearize_base
+from liger_convert.recipe import PydocSource
+
+from liger_convert import checkpoint
+from liger_convert.data import collate, load_source, pack
 from liger_convert.mixers import MIXERS, resolve_spec
 from liger_convert.model import collect_align_targets
-from liger_convert.recipe import PydocSource
 from liger_convert.training.stage import load_base
 from liger_convert.training.trainer import freeze, optimizer_groups
 

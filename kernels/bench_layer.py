@@ -34,11 +34,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
-from liger_convert.device import autocast
 from liger_convert.mixers import resolve_spec
 from liger_convert.model.attention import LinearizedAttention
 from liger_convert.model.configuration import FORMAT, linearized_config
-from liger_convert.model.layout import SequenceLayout
+from liger_convert.model.sequence import SequenceLayout
+from liger_convert.utils.device import autocast
 
 DTYPE = torch.bfloat16
 ROTATED = 3  # sets of inputs

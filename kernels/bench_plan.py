@@ -34,19 +34,19 @@ from rich.console import Console
 from rich.table import Table
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from liger_convert.convert import convert
-from liger_convert.data import Document, collate
-from liger_convert.device import autocast, compute_dtype, pick_device
-from liger_convert.memory import CALIBRATION_TOKENS
-from liger_convert.plan import Plan, make_plan
-from liger_convert.progress import quiet_libraries
-from liger_convert.recipe import AlignStage, DistillStage, Recipe, Stage, build
-from liger_convert.shapes import SHAPES, random_model
+from liger_convert.benchmark.shapes import SHAPES, random_model
+from liger_convert.config.recipe import AlignStage, DistillStage, Recipe, Stage, build
+from liger_convert.data.corpus import Document, collate
+from liger_convert.pipeline.convert import convert
+from liger_convert.pipeline.plan import Plan, make_plan
 from liger_convert.training.align import AlignObjective
 from liger_convert.training.distill import DistillObjective
 from liger_convert.training.finetune import FinetuneObjective
+from liger_convert.training.memory_estimate import CALIBRATION_TOKENS
 from liger_convert.training.stage import add_lora, compile_layers, gains_by_compiling, rows_of
 from liger_convert.training.trainer import Objective, StageTrainer, freeze
+from liger_convert.utils.device import autocast, compute_dtype, pick_device
+from liger_convert.utils.progress import quiet_libraries
 
 # Rates hardly matter for the memory; these leave a model of random weights finite.
 LORA = {"targets": ["q_proj", "k_proj", "v_proj"]}

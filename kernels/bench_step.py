@@ -27,8 +27,8 @@ from liger_convert.mixers import resolve_spec
 from liger_convert.mixers.base import HeadDims
 from liger_convert.model.attention import LinearizedAttention
 from liger_convert.model.cache import LinearizedCacheLayer
-from liger_convert.model.decode import static_steps
-from liger_convert.model.layout import SequenceLayout
+from liger_convert.model.decoding import static_steps
+from liger_convert.model.sequence import SequenceLayout
 
 BYTES = 500e6  # of all layers' memories: more than a GPU's cache holds
 LAYERS = 48  # at most

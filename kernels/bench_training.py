@@ -35,17 +35,17 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from liger_convert.bench import in_float32, quartiles
-from liger_convert.device import autocast, compute_dtype, pick_device
+from liger_convert.benchmark.bench import in_float32, quartiles
+from liger_convert.benchmark.shapes import SHAPES, random_model
+from liger_convert.config.recipe import AlignStage, DistillStage, FinetuneStage, Lora, Rates, Stage
 from liger_convert.model import take_auxiliary_loss
-from liger_convert.recipe import AlignStage, DistillStage, FinetuneStage, Lora, Rates, Stage
-from liger_convert.shapes import SHAPES, random_model
 from liger_convert.training.align import AlignObjective
 from liger_convert.training.capture import CapturedPasses, Passes, why_not_captured
 from liger_convert.training.distill import DistillObjective
 from liger_convert.training.finetune import FinetuneObjective
 from liger_convert.training.stage import add_lora, compile_layers, gains_by_compiling
 from liger_convert.training.trainer import Objective, freeze, optimizer_groups
+from liger_convert.utils.device import autocast, compute_dtype, pick_device
 
 CHECKED = (3, 208)  # rows and tokens, no two sizes of a graph's inputs alike: what are, dynamo takes for one
 BASE = "finetune-base"

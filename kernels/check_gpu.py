@@ -48,8 +48,8 @@ from liger_convert.mixers import MIXERS, resolve_spec
 from liger_convert.model.attention import LinearizedAttention
 from liger_convert.model.cache import LinearizedCacheLayer
 from liger_convert.model.configuration import FORMAT, linearized_config
-from liger_convert.model.decode import static_steps
-from liger_convert.model.layout import SequenceLayout
+from liger_convert.model.decoding import static_steps
+from liger_convert.model.sequence import SequenceLayout
 
 DTYPES = (torch.float32, torch.bfloat16)
 FLOAT = Tensor.float

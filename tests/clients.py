@@ -13,8 +13,8 @@ from tiny import save_tiny_base
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from liger_convert.loading import linearize_base
 from liger_convert.mixers import resolve_spec
+from liger_convert.model.loading import linearize_base
 
 LAYERS = {"linear": ["main"] * 3, "hybrid": ["main", "softmax", "main"]}
 PROMPT = 5  # tokens of each document that are not learned

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from tiny import save_tiny_base
 
-from liger_convert.checksums import sha256_file
+from liger_convert.io.checksums import sha256_file
 
 STAGE = {"data": "text", "tokens": 6 * 64, "seq_len": 32, "batch_size": 2}
 RECIPE: dict[str, Any] = {

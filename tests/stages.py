@@ -12,10 +12,10 @@ import pytest
 import torch
 from tiny import save_tiny_base
 
-from liger_convert import data
-from liger_convert.loading import linearize_base
+from liger_convert.config.recipe import AlignStage, DistillStage, FinetuneStage, Lora, Rates, Stage
+from liger_convert.data import corpus
 from liger_convert.mixers import resolve_spec
-from liger_convert.recipe import AlignStage, DistillStage, FinetuneStage, Lora, Rates, Stage
+from liger_convert.model.loading import linearize_base
 from liger_convert.training import run_stage
 
 SEQ_LEN = 32
@@ -49,14 +49,14 @@ def folders(family: str = "llama") -> tuple[Path, Path]:
 
 
 @functools.cache
-def documents() -> list[data.Document]:
+def documents() -> list[corpus.Document]:
     """Few and alike, so that a few steps learn them."""
     rng = np.random.default_rng(0)
     pattern = rng.integers(3, 101, 9)
     made = []
     for size in rng.integers(10, 60, 12):
         ids = np.resize(pattern, size).astype(np.int32)
-        made.append(data.Document(ids, np.arange(size) >= size // 3, int(size)))
+        made.append(corpus.Document(ids, np.arange(size) >= size // 3, int(size)))
     return made
 
 
@@ -73,7 +73,7 @@ def train(
     base, linearized = folders(family)
     masked = isinstance(stage, FinetuneStage) and not stage.joined
     cut = {"shorter": [(other.seq_len, other.share) for other in stage.shorter], "batch_size": stage.batch_size}
-    packed = data.pack(documents(), SEQ_LEN, stage.tokens, responses_only=masked, joined=stage.joined, **cut)
+    packed = corpus.pack(documents(), SEQ_LEN, stage.tokens, responses_only=masked, joined=stage.joined, **cut)
     return run_stage(
         stage,
         model_dir=model or linearized,

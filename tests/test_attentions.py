@@ -7,7 +7,7 @@ import torch
 from test_conformance import PROMPT, TOKENS, base_folder, build
 from transformers import AutoModelForCausalLM
 
-from liger_convert.families import FAMILIES
+from liger_convert.model.families import FAMILIES
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,10 +13,10 @@ import yaml
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny_base
 
-from liger_convert import cli
-from liger_convert.checksums import sha256_file
-from liger_convert.manifest import Manifest, input_files
-from liger_convert.recipe import load
+from liger_convert.cli import main
+from liger_convert.config.recipe import load
+from liger_convert.io.checksums import sha256_file
+from liger_convert.pipeline.manifest import Manifest, input_files
 
 RECIPE = {
     "version": 1,
@@ -83,7 +83,7 @@ class World:
 
     def linearized(self, *options: str) -> Path:
         words = ["convert", str(self.base), str(self.folder / "linearized"), "--window", "8", *options]
-        assert cli.main(words) == 0
+        assert main.main(words) == 0
         return self.folder / "linearized"
 
     def calibrate(self, *options: str, model: Path | None = None) -> list[str]:
@@ -420,7 +420,7 @@ def test_bad_input_ends_in_one_sentence_and_leaves_nothing(world, words, says, c
     arguments = words(world)
     before = files(world.folder)
     capsys.readouterr()
-    assert cli.main(arguments) == code
+    assert main.main(arguments) == code
     output = capsys.readouterr()
     complaints = [line for line in output.err.splitlines() if line.startswith("error: ")]
     assert len(complaints) == 1, output.err
@@ -437,7 +437,7 @@ def test_a_full_disk_ends_in_one_sentence_and_leaves_nothing(world, words, monke
 
     before = files(world.folder)
     monkeypatch.setattr(os, "fsync", full)
-    assert cli.main(words(world)) == 1
+    assert main.main(words(world)) == 1
     (complaint,) = capsys.readouterr().err.splitlines()
     assert complaint.startswith(f"error: {world.folder}")
     assert complaint.endswith("the disk is full; free some space and start again")

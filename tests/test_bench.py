@@ -12,7 +12,8 @@ import torch
 from tiny import save_tiny_base, tiny_config
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from liger_convert import bench, bench_page, cli, shapes
+from liger_convert.benchmark import bench, page, shapes
+from liger_convert.cli import main
 from liger_convert.mixers.base import Mixer
 
 CPU = torch.device("cpu")
@@ -31,7 +32,7 @@ def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     capsys.readouterr()
-    assert cli.main(["bench", *words]) == 0
+    assert main.main(["bench", *words]) == 0
     return capsys.readouterr().out
 
 
@@ -108,7 +109,7 @@ def test_a_filled_cache_is_as_long_as_one_that_was_read() -> None:
 
 
 def test_a_cache_that_keeps_every_token_is_not_filled(capsys) -> None:
-    assert cli.main(["bench", "tiny", *WORDS, "--no-prefill", "--mixer", "forgetting"]) == 2
+    assert main.main(["bench", "tiny", *WORDS, "--no-prefill", "--mixer", "forgetting"]) == 2
     assert "windows without an end" in capsys.readouterr().err
 
 
@@ -122,7 +123,7 @@ def test_what_was_measured_before_a_run_was_stopped_is_kept(monkeypatch, tmp_pat
 
     monkeypatch.setattr(bench, "measure", stopped)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        raise SystemExit(cli.main(["bench", "tiny", *WORDS, "--out", str(out)]))
+        raise SystemExit(main.main(["bench", "tiny", *WORDS, "--out", str(out)]))
     kept = json.loads((tmp_path / "new/out.partial.json").read_text())
     assert [(row["model"], row["tokens"]) for row in kept["rows"]] == [
         ("linearized", 24),
@@ -144,7 +145,7 @@ def test_models_are_measured_with_the_baseline_that_was_given_or_none(capsys, tm
     alone = run_json(capsys, base)
     assert {row["model"] for row in alone["rows"]} == {"model"}
     assert "--baseline" in alone["missing"]["base"]
-    assert cli.main(["convert", base, str(tmp_path / "converted"), "--window", "8"]) == 0
+    assert main.main(["convert", base, str(tmp_path / "converted"), "--window", "8"]) == 0
     beside = run_json(capsys, str(tmp_path / "converted"), "--baseline", base)
     assert [row["model"] for row in beside["rows"]] == ["linearized"] * 2 + ["base"] * 2
     sizes = [row["cache_bytes"] for row in beside["rows"]]
@@ -152,7 +153,7 @@ def test_models_are_measured_with_the_baseline_that_was_given_or_none(capsys, tm
 
 
 def test_without_matplotlib_the_command_says_how_to_get_curves(capsys, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(bench_page, "find_spec", lambda name: None)
+    monkeypatch.setattr(page, "find_spec", lambda name: None)
     said = " ".join(run(capsys, "tiny", *WORDS, "--out", str(tmp_path / "out")).split())
     assert "Missing: curves: matplotlib draws them, so pip install 'liger-convert[bench]'" in said
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["bench.json"]
@@ -173,7 +174,7 @@ def test_a_model_whose_decoding_is_wrong_is_not_timed(capsys, monkeypatch, tmp_p
     monkeypatch.setattr(bench, "measure", lambda *_: pytest.fail("timed"))
     for precision in ("float32", "bfloat16"):
         words = ["bench", "tiny", *WORDS, "--precision", precision, "--out", str(tmp_path / "out")]
-        assert cli.main(words) == 1
+        assert main.main(words) == 1
         (complaint,) = capsys.readouterr().err.splitlines()
         assert complaint.startswith("error: linearized: decoding differs from prefill by")
         assert complaint.endswith("so nothing is timed")

@@ -17,14 +17,14 @@ from tiny import save_tiny_base
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from liger_convert import calibrate as module
-from liger_convert.calibrate import calibrate, far_keys, fit_codes, fit_mix, fit_share
-from liger_convert.loading import linearize_base
 from liger_convert.mixers import build_mixer, resolve_spec
 from liger_convert.mixers.base import EMPTY, LEAST_MASS, HeadDims, Heads, Memory, Mixer
 from liger_convert.mixers.feature_maps import Codebook
 from liger_convert.model import collect_align_targets
-from liger_convert.model.layout import SequenceLayout
+from liger_convert.model.loading import linearize_base
+from liger_convert.model.sequence import SequenceLayout
+from liger_convert.training import calibrate as module
+from liger_convert.training.calibrate import calibrate, far_keys, fit_codes, fit_mix, fit_share
 
 TOKENS = torch.randint(3, 101, (2, 40), generator=torch.Generator().manual_seed(0))
 POSITIONS = torch.cat((torch.arange(25), torch.arange(15))).expand(2, 40)

@@ -15,8 +15,8 @@ from stages import CPU, SEQ_LEN, every_stage, files_of, folders, make_stage, tra
 from torch import Tensor
 from transformers import masking_utils
 
-from liger_convert.recipe import Lora
-from liger_convert.training.stage import load_base
+from liger_convert.config.recipe import Lora
+from liger_convert.model.loading import load_base
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")
 
@@ -57,7 +57,7 @@ def test_compiled_layers_train_as_they_are_and_alignment_compiles_what_it_runs(
 def replayed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Has every stage take the path of a CUDA graph: its slots, warm-up and replays, on a CPU; what would be
     captured may look at no position. Returns the words for what happens, as it does."""
-    from liger_convert.model import layout
+    from liger_convert.model import sequence
     from liger_convert.training import capture, trainer
 
     done: list[str] = []
@@ -70,7 +70,7 @@ def replayed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         assert not tensors()
         assert pool == "shared"
         with monkeypatch.context() as patches:
-            for module in (masking_utils, layout):
+            for module in (masking_utils, sequence):
                 patches.setattr(module, "find_packed_sequence_indices", looked)
             for _ in range(2):
                 step(*slots)

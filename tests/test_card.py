@@ -13,8 +13,8 @@ from clients import folder
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
-from liger_convert import cli
-from liger_convert.card import add_figures
+from liger_convert.cli import main
+from liger_convert.pipeline.card import add_figures
 
 CARDS: dict[str, tuple[str, dict[str, Any]]] = {
     "named": ("license: apache-2.0\ntags: [a]\n", {"license": "apache-2.0"}),
@@ -38,7 +38,7 @@ CARDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def exported(capsys: pytest.CaptureFixture[str], out: Path, *options: str, model: Path | None = None) -> ModelCard:
     """The card of an export by the command line, read as the hub does."""
-    assert cli.main(["export", str(model or folder("hybrid")), str(out), *options]) == 0, capsys.readouterr().err
+    assert main.main(["export", str(model or folder("hybrid")), str(out), *options]) == 0, capsys.readouterr().err
     return ModelCard.load(out / "README.md")
 
 
@@ -121,6 +121,6 @@ def test_figures_take_the_place_of_older_ones(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_a_base_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["export", str(folder("hybrid")), str(tmp_path / "out"), "--base", "./no/such"]) == 2
+    assert main.main(["export", str(folder("hybrid")), str(tmp_path / "out"), "--base", "./no/such"]) == 2
     assert "./no/such: there is no such file or folder" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "out").exists()

@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from tiny import CHAT_TEMPLATE, save_tiny_base
 from transformers import AutoModelForCausalLM
 
-from liger_convert import checkpoint
-from liger_convert.checkpoint import Checkpoint, load_config, load_tokenizer, resolve_base
-from liger_convert.errors import BadInput, LinearizeError
-from liger_convert.files import atomic_dir, atomic_write
+from liger_convert.io import checkpoint
+from liger_convert.io.checkpoint import Checkpoint, load_config, load_tokenizer, resolve_base
+from liger_convert.io.files import atomic_dir, atomic_write
+from liger_convert.utils.errors import BadInput, LinearizeError
 
 STATE = {
     "a": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),

@@ -10,12 +10,12 @@ import torch
 import yaml
 from tiny import save_tiny_base
 
-from liger_convert import cli
-from liger_convert.families import FAMILIES
-from liger_convert.loading import load_linearized
+from liger_convert.cli import main
+from liger_convert.config.recipe import load
+from liger_convert.config.resources import chosen_recipe
 from liger_convert.mixers import MIXERS
-from liger_convert.recipe import load
-from liger_convert.resources import chosen_recipe
+from liger_convert.model.families import FAMILIES
+from liger_convert.model.loading import load_linearized
 
 COMMANDS = [
     "run",
@@ -62,13 +62,15 @@ def home(tmp_path_factory: pytest.TempPathFactory):
     (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        assert cli.main(["convert", "base", "converted", "--window", "8", "--layers", "LNL", "--set", "gate=head"]) == 0
+        assert (
+            main.main(["convert", "base", "converted", "--window", "8", "--layers", "LNL", "--set", "gate=head"]) == 0
+        )
         yield folder
 
 
 def output(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     capsys.readouterr()
-    assert cli.main(words) == 0
+    assert main.main(words) == 0
     return capsys.readouterr().out
 
 
@@ -137,7 +139,7 @@ def test_a_base_is_taken_by_its_very_name(base):
 def test_the_base_of_a_recipe_can_be_another_one(home, capsys):
     planned = [json.loads(output(capsys, "plan", "recipe.yaml", *more, "--json")) for more in ([], ["--base", "base"])]
     assert planned[0] == planned[1]
-    assert cli.main(["plan", "recipe.yaml", "--base", "nowhere/at/all.gguf"]) == 2
+    assert main.main(["plan", "recipe.yaml", "--base", "nowhere/at/all.gguf"]) == 2
 
 
 def test_rank_ends_with_the_line_for_the_recipe(home, capsys):
@@ -243,7 +245,7 @@ def test_mixers_say_the_state_of_a_layer_of_the_shape_asked_for(capsys):
     assert listed["deltanet"]["fast_paths"] == ["chunk", "fla"]
     assert (listed["window"]["state_bytes"], listed["window"]["fast_paths"]) == (0, [])
     assert "49.2 kB" in output(capsys, *words)
-    assert cli.main(["mixers", "--heads", "9", "--kv-heads", "2"]) == 2
+    assert main.main(["mixers", "--heads", "9", "--kv-heads", "2"]) == 2
     assert "no multiple of 2 key-value heads" in capsys.readouterr().err
 
 
@@ -251,11 +253,11 @@ def test_an_unexpected_error_leaves_its_traceback_in_a_file_or_shows_it(monkeypa
     def surprise(*args: object) -> None:
         raise RuntimeError("surprise")
 
-    monkeypatch.setattr("liger_convert.cli._show", surprise)
-    assert cli.main(["families"]) == 1
+    monkeypatch.setattr("liger_convert.cli.main._show", surprise)
+    assert main.main(["families"]) == 1
     (complaint,) = capsys.readouterr().err.splitlines()
     log = Path(complaint.partition("traceback in ")[2].partition(";")[0])
     assert "RuntimeError: surprise" in log.read_text()
     log.unlink()
     with pytest.raises(RuntimeError, match="surprise"):
-        cli.main(["families", "--debug"])
+        main.main(["families", "--debug"])

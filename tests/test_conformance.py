@@ -14,11 +14,11 @@ from gated_kernels.check import error
 from tiny import save_tiny_base
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from liger_convert.families import FAMILIES
-from liger_convert.loading import linearize_base
 from liger_convert.mixers import MIXERS, resolve_spec
 from liger_convert.model import LinearizedCacheLayer, collect_align_targets, modeling, set_branches
-from liger_convert.model.decode import Decoder
+from liger_convert.model.decoding import Decoder
+from liger_convert.model.families import FAMILIES
+from liger_convert.model.loading import linearize_base
 
 WINDOW, SINKS = 5, 2
 LAYERS = ["main", "softmax", "main"]

@@ -18,14 +18,14 @@ from safetensors.torch import load_file, save_file
 from tiny import save_tiny_base, tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from liger_convert.checkpoint import INDEX, WEIGHTS, Checkpoint, load_tokenizer
-from liger_convert.convert import convert
-from liger_convert.errors import BadInput, LinearizeError
-from liger_convert.families import FAMILIES
-from liger_convert.loading import linearize_base, load_linearized
+from liger_convert.io.checkpoint import INDEX, WEIGHTS, Checkpoint, load_tokenizer
 from liger_convert.mixers import resolve_spec
 from liger_convert.model import new_state
-from liger_convert.shards import all_finite
+from liger_convert.model.families import FAMILIES
+from liger_convert.model.loading import linearize_base, load_linearized
+from liger_convert.model.shards import all_finite
+from liger_convert.pipeline.convert import convert
+from liger_convert.utils.errors import BadInput, LinearizeError
 
 LINEARIZATION = {
     "format": 1,
@@ -286,7 +286,7 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing(base, tmp_path, monkeypatc
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("shutil.copyfile" if dtype == "auto" else "liger_convert.shards.safetensors_header", full)
+    monkeypatch.setattr("shutil.copyfile" if dtype == "auto" else "liger_convert.model.shards.safetensors_header", full)
     with pytest.raises(LinearizeError, match="out: the disk is full"):
         convert(base, tmp_path / "out", LINEARIZATION, dtype=dtype)
     assert [path.name for path in tmp_path.iterdir()] == ["base"]

@@ -16,10 +16,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from liger_convert.data import IGNORED, RANDOM_REPEATS, Document, collate, held_out_keys, load_source, pack
-from liger_convert.errors import BadInput
-from liger_convert.recipe import FileSource, HubSource
-from liger_convert.sources import Row, pydoc_rows
+from liger_convert.config.recipe import FileSource, HubSource
+from liger_convert.data.corpus import IGNORED, RANDOM_REPEATS, Document, collate, held_out_keys, load_source, pack
+from liger_convert.data.sources import Row, pydoc_rows
+from liger_convert.utils.errors import BadInput
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"

@@ -12,11 +12,11 @@ import torch
 from tiny import save_tiny_base
 from transformers import DynamicCache, TextStreamer
 
-from liger_convert.loading import linearize_base
 from liger_convert.mixers import MIXERS, resolve_spec
-from liger_convert.model import decode, modeling
+from liger_convert.model import decoding, modeling
 from liger_convert.model.cache import FixedLayer
-from liger_convert.model.decode import Decoder, capture
+from liger_convert.model.decoding import Decoder, capture
+from liger_convert.model.loading import linearize_base
 
 TOKENS = torch.randint(3, 101, (2, 40), generator=torch.Generator().manual_seed(0))
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -71,7 +71,7 @@ def test_generation_goes_on_from_a_cache_of_fixed_shape(model: Any, in_place: bo
 
 
 def test_kept_layers_grow_when_their_room_is_full(model: Any, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("liger_convert.model.decode.ROOM", 4)
+    monkeypatch.setattr("liger_convert.model.decoding.ROOM", 4)
     fixed = model.generate(TOKENS[:, :5], **GREEDY)
     assert torch.equal(fixed, model.generate(TOKENS[:, :5], **GREEDY, **PLAIN))
 
@@ -191,7 +191,7 @@ def test_a_step_captured_under_autocast_equals_the_same_step_launched(
             captured = model.generate(prompt, **GREEDY)
             assert model.decoding.startswith("captured steps")
             # not the plain loop: its kept layers attend to the tokens alone, not to a room, and in bf16 two tokens tie
-            monkeypatch.setattr(decode, "why_not_captured", lambda model: "asked for")
+            monkeypatch.setattr(decoding, "why_not_captured", lambda model: "asked for")
             launched = model.generate(prompt, **GREEDY)
             assert model.decoding.endswith("not captured: asked for")
         assert torch.equal(captured, launched)

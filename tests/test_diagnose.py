@@ -10,16 +10,16 @@ import pytest
 import torch
 from tiny import save_tiny_base, tiny_tokenizer
 
-from liger_convert.checksums import read_checked, write_checked
-from liger_convert.data import Document
-from liger_convert.diagnose import NAMES, diagnose, window_control
-from liger_convert.errors import LinearizeError
-from liger_convert.evaluate import evaluate
-from liger_convert.generate import load_model
-from liger_convert.loading import linearize_base
+from liger_convert.data.corpus import Document
+from liger_convert.eval.ablation import NAMES, diagnose, window_control
+from liger_convert.eval.evaluation import evaluate
+from liger_convert.eval.generation import load_model
+from liger_convert.eval.suites import Suite
+from liger_convert.io.checksums import read_checked, write_checked
 from liger_convert.mixers import resolve_spec
 from liger_convert.model import set_branches
-from liger_convert.suites import Suite
+from liger_convert.model.loading import linearize_base
+from liger_convert.utils.errors import LinearizeError
 
 CPU = torch.device("cpu")
 SUITE = Suite.model_validate(
@@ -99,7 +99,7 @@ def test_a_failing_model_costs_none_of_the_measures_before_it(base: Path, tmp_pa
 
 
 def test_a_measure_that_fails_costs_none_before_it(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from liger_convert import evaluate as module
+    from liger_convert.eval import evaluation as module
 
     folder, keep = linearized(base, tmp_path / "model"), tmp_path / "keep"
     keep.mkdir()

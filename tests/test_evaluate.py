@@ -13,14 +13,15 @@ import torch
 import yaml
 from tiny import save_tiny_base, tiny_tokenizer
 
-from liger_convert import resources, suites
-from liger_convert.data import Document
-from liger_convert.errors import BadInput
-from liger_convert.evaluate import evaluate
-from liger_convert.generate import load_model
-from liger_convert.loading import linearize_base
+from liger_convert.config import resources
+from liger_convert.data.corpus import Document
+from liger_convert.eval import suites
+from liger_convert.eval.evaluation import evaluate
+from liger_convert.eval.generation import load_model
+from liger_convert.eval.suites import Suite
 from liger_convert.mixers import resolve_spec
-from liger_convert.suites import Suite
+from liger_convert.model.loading import linearize_base
+from liger_convert.utils.errors import BadInput
 
 CPU = torch.device("cpu")
 ROWS: dict[str, list[dict[str, Any]]] = {
@@ -172,7 +173,7 @@ def test_progress_ends_at_its_total_and_never_passes_it(base: Path, rows: Path, 
 def test_shots_of_a_group_are_drawn_from_their_own_file(
     model: Any, rows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from liger_convert import harness
+    from liger_convert.eval import harness
 
     stock = (harness.STOCK / harness.STOCK_YAML["mmlu"]).parent
     subjects = [
@@ -202,7 +203,7 @@ def test_shots_of_a_group_are_drawn_from_their_own_file(
 def test_continuations_get_the_log_probabilities_that_lm_eval_gives_them(base: Path, model: Any, linear: bool) -> None:
     from lm_eval.models.huggingface import HFLM
 
-    from liger_convert.harness import _Harness
+    from liger_convert.eval.harness import _Harness
 
     if linear:
         plan = {"format": 1, "mixers": {"main": resolve_spec({"window": 6, "sinks": 2})}, "layers": ["main"] * 3}
@@ -318,7 +319,7 @@ def test_text_measures_without_text_say_so(model: Any) -> None:
 def test_a_name_that_is_no_task_is_one_sentence(
     model: Any, monkeypatch: pytest.MonkeyPatch, name: str, says: str
 ) -> None:
-    from liger_convert import harness
+    from liger_convert.eval import harness
 
     small = harness.TaskManager(include_path=harness.STOCK / "arc", include_defaults=False)
     monkeypatch.setattr(harness, "TaskManager", lambda: small)  # all of them take 8 seconds to index

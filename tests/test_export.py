@@ -12,11 +12,11 @@ import torch
 from tiny import save_tiny_base
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from liger_convert.convert import convert
-from liger_convert.errors import BadInput
-from liger_convert.export import code_files, export
-from liger_convert.loading import load_linearized
 from liger_convert.mixers import resolve_spec
+from liger_convert.model.loading import load_linearized
+from liger_convert.pipeline.convert import convert
+from liger_convert.pipeline.export import code_files, export
+from liger_convert.utils.errors import BadInput
 
 TOKENS = torch.randint(3, 101, (2, 29), generator=torch.Generator().manual_seed(0))
 LINEARIZATION = {

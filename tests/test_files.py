@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from liger_convert.files import atomic_dir, scratch_folder, temporary_folder
+from liger_convert.io.files import atomic_dir, scratch_folder, temporary_folder
 
 HOLD = """
 import sys, time

@@ -11,10 +11,10 @@ import torch.nn.functional as nnf
 from tiny import save_tiny_base
 from transformers import AutoModelForCausalLM
 
-from liger_convert.loading import linearize_base
 from liger_convert.mixers import resolve_spec
 from liger_convert.mixers.base import FADED, FAR
-from liger_convert.model.layout import SequenceLayout
+from liger_convert.model.loading import linearize_base
+from liger_convert.model.sequence import SequenceLayout
 
 B, T, C = 2, 40, 32
 

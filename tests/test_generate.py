@@ -9,10 +9,10 @@ import pytest
 import torch
 from tiny import save_tiny_base, tiny_tokenizer
 
-from liger_convert.errors import BadInput
-from liger_convert.generate import continuations, generate, load_model
-from liger_convert.loading import linearize_base
+from liger_convert.eval.generation import continuations, generate, load_model
 from liger_convert.mixers import resolve_spec
+from liger_convert.model.loading import linearize_base
+from liger_convert.utils.errors import BadInput
 
 CPU = torch.device("cpu")
 

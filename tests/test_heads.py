@@ -20,8 +20,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from liger_convert.families import FAMILIES
 from liger_convert.model import HEAD_CLASSES
+from liger_convert.model.families import FAMILIES
 
 AUTO = {
     "AutoModelForSequenceClassification": (AutoModelForSequenceClassification, {"labels": torch.tensor([0, 1])}),

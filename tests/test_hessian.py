@@ -9,8 +9,8 @@ import torch
 from test_conformance import TOKENS, base_folder, build, linearization
 from torch import Tensor
 
-from liger_convert.loading import linearize_base
 from liger_convert.mixers import MIXERS
+from liger_convert.model.loading import linearize_base
 
 STEP = 1e-4
 # what is left of float64 by the family's own norms, which are float32; wrong derivatives are off by 0.8 and more

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from test_bad_input import World, after, base, case, files, world, wrote  # noqa: F401 (two are fixtures)
 
-from liger_convert import cli, yamlfile
+from liger_convert.cli import main
+from liger_convert.config import yaml_file
 
 ROW = '{"text": "a line of text that is long enough"}\n'
 DEEP = "[" * 100_000
@@ -131,7 +132,7 @@ RECIPES = [
         ),
     ),
     case("a list of a million", "more than 20,000 values", recipe("[" + "a," * 400_000 + "]")),
-    case("more than a megabyte", "is too large", recipe("#" * (yamlfile.MAX_BYTES + 1))),
+    case("more than a megabyte", "is too large", recipe("#" * (yaml_file.MAX_BYTES + 1))),
     case(
         "suite that is a bomb", "nested too deeply", after(wrote("s.yaml", DEEP), lambda w: w.run("eval.suite=s.yaml"))
     ),
@@ -488,7 +489,7 @@ def test_hostile_input_ends_in_one_sentence_and_leaves_nothing(world, words, say
     arguments = words(world)
     before = files(world.folder)
     capfd.readouterr()
-    assert cli.main(arguments) == code
+    assert main.main(arguments) == code
     error = capfd.readouterr().err
     complaints = [line for line in error.splitlines() if line.startswith("error: ")]
     assert len(complaints) == 1, error

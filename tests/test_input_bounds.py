@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from test_bad_input import World, base, files, world  # noqa: F401 (fixtures)
 
-from liger_convert import cli, sources
-from liger_convert.errors import BadInput
-from liger_convert.recipe import load
+from liger_convert.cli import main
+from liger_convert.config.recipe import load
+from liger_convert.data import sources
+from liger_convert.utils.errors import BadInput
 
 ROW = '{"text": "a line of text that is long enough"}\n'
 
@@ -104,12 +105,12 @@ def test_the_real_bounds_stop_gigabytes(name: str, says: str, world: World, caps
         with open(path, "ab") as file:
             file.write(b"x" * (300 << 20))
         os.truncate(path, 8 << 30)  # what follows are zeros that take no room
-    assert cli.main(world.run(f"data.text.path={name}")) == 2
+    assert main.main(world.run(f"data.text.path={name}")) == 2
     assert says in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_a_config_of_a_gigabyte_is_refused(world: World, capsys) -> None:  # noqa: F811
     os.truncate(world.base / "config.json", 1 << 30)
-    assert cli.main(world.convert()) == 2
+    assert main.main(world.convert()) == 2
     assert "config.json: is too large" in capsys.readouterr().err

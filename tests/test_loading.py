@@ -19,13 +19,13 @@ from safetensors.torch import load_file, save_file
 from tiny import save_tiny_base, tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from liger_convert import cli
-from liger_convert.checkpoint import ADAPTER_CONFIG, ADAPTER_PICKLE, ADAPTER_WEIGHTS, INDEX, WEIGHTS
-from liger_convert.errors import BadInput
-from liger_convert.loading import check_folder, linearize_base, load_linearized, load_pretrained
+from liger_convert.cli import main
+from liger_convert.config.recipe import Lora
+from liger_convert.io.checkpoint import ADAPTER_CONFIG, ADAPTER_PICKLE, ADAPTER_WEIGHTS, INDEX, WEIGHTS
 from liger_convert.mixers import resolve_spec
-from liger_convert.recipe import Lora
+from liger_convert.model.loading import check_folder, linearize_base, load_linearized, load_pretrained
 from liger_convert.training.stage import add_lora
+from liger_convert.utils.errors import BadInput
 
 STAGE = {"data": "text", "tokens": 128, "seq_len": 32, "batch_size": 2}
 RECIPE = {
@@ -166,7 +166,7 @@ def refused(home: Path, words: list[str], capsys: pytest.CaptureFixture[str]) ->
     """The one sentence that a command ends in, having left nothing."""
     before = set(home.rglob("*"))
     capsys.readouterr()
-    assert cli.main(words) == 2
+    assert main.main(words) == 2
     output = capsys.readouterr()
     (complaint,) = [line for line in output.err.splitlines() if line.startswith("error: ")]
     assert "Traceback" not in output.err + output.out
@@ -202,7 +202,7 @@ def test_a_damaged_checkpoint_is_refused_by_every_command_in_one_sentence(home, 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_same_commands_take_the_checkpoint_when_it_is_sound(home, command):
     give(home, command)
-    assert cli.main(COMMANDS[command][1]) == 0
+    assert main.main(COMMANDS[command][1]) == 0
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -14,11 +14,11 @@ from torch.nn.functional import cross_entropy, one_hot
 from transformers import AutoModelForCausalLM, Gemma2Config
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from liger_convert import measures
-from liger_convert.data import Document
-from liger_convert.errors import BadInput
-from liger_convert.measures import copy_loss, measurement, text_perplexity, token_losses
-from liger_convert.suites import CopyMeasure, TextMeasure
+from liger_convert.data.corpus import Document
+from liger_convert.eval import measures
+from liger_convert.eval.measures import copy_loss, measurement, text_perplexity, token_losses
+from liger_convert.eval.suites import CopyMeasure, TextMeasure
+from liger_convert.utils.errors import BadInput
 
 OPTIONS: dict[str, Any] = {"batch_size": 2, "dtype": torch.float32, "report": lambda done, total, note="": None}
 TEXT = "A sentence of printable ASCII, told again and again in other words: 0123456789 (and so on)."

@@ -13,11 +13,11 @@ import torch
 from tiny import tiny_config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from liger_convert import plan as plans
+from liger_convert.benchmark.shapes import SHAPES
+from liger_convert.config.recipe import Lora, build
 from liger_convert.model import CLASSES, linearized_config
-from liger_convert.plan import Plan, StagePlan
-from liger_convert.recipe import Lora, build
-from liger_convert.shapes import SHAPES
+from liger_convert.pipeline import plan as plans
+from liger_convert.pipeline.plan import Plan, StagePlan
 from liger_convert.training.stage import add_lora
 
 STAGES: dict[str, dict[str, Any]] = {

@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from tiny import save_tiny_base
 from transformers import AutoTokenizer
 
-from liger_convert import data
-from liger_convert.errors import BadInput
-from liger_convert.loading import linearize_base, load_linearized
-from liger_convert.merge import load_chain, merge
+from liger_convert.config.recipe import FinetuneStage, Lora, Rates
+from liger_convert.data import corpus
 from liger_convert.mixers import resolve_spec
-from liger_convert.recipe import FinetuneStage, Lora, Rates
+from liger_convert.model.loading import linearize_base, load_linearized
 from liger_convert.training import run_stage
+from liger_convert.training.merge import load_chain, merge
+from liger_convert.utils.errors import BadInput
 
 TOKENS = torch.randint(3, 101, (2, 24), generator=torch.Generator().manual_seed(0))
 FAMILIES = ["llama", "phi3", "mixtral", "qwen3_moe", "olmoe"]
@@ -47,10 +47,10 @@ def trained(family: str, number: int, **fields: Any) -> Path:
 def _trained(family: str, number: int, fields: tuple[tuple[str, Any], ...]) -> Path:
     stage = FinetuneStage(data="text", tokens=4 * 2 * 16, seq_len=16, batch_size=2, warmup=0.0, **dict(fields))
     rng = np.random.default_rng(number)
-    documents = [data.Document(rng.integers(3, 101, 40).astype(np.int32), np.ones(40, bool), 40) for _ in range(4)]
+    documents = [corpus.Document(rng.integers(3, 101, 40).astype(np.int32), np.ones(40, bool), 40) for _ in range(4)]
     out = Path(tempfile.mkdtemp(prefix="liger-test-"))
     model = linearized(family)
-    dataset = data.pack(documents, 16, stage.tokens)
+    dataset = corpus.pack(documents, 16, stage.tokens)
     device = torch.device("cpu")
     run_stage(
         stage, model_dir=model, results=[], base_dir=model, dataset=dataset, out=out, device=device, precision="float32"

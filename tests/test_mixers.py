@@ -19,12 +19,12 @@ from gated_kernels.check import error
 from gated_kernels.window.chunk import joined
 from torch import Tensor
 
-from liger_convert.errors import BadInput
 from liger_convert.mixers import MIXERS, build_mixer, resolve_spec
 from liger_convert.mixers.base import HeadDims, Heads, LogWeight, Mixer
 from liger_convert.mixers.kernel_maps import MapName, make_map
-from liger_convert.mixers.linear import GatedMixer, LinearMixer
-from liger_convert.model.layout import SequenceLayout
+from liger_convert.mixers.linear.base import GatedMixer, LinearMixer
+from liger_convert.model.sequence import SequenceLayout
+from liger_convert.utils.errors import BadInput
 
 DIMS = HeadDims(hidden=24, heads=6, kv_heads=2, dim=8)
 T = 37

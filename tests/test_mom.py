@@ -12,10 +12,10 @@ import torch
 from tiny import save_tiny_base
 from transformers import DynamicCache
 
-from liger_convert.loading import linearize_base
 from liger_convert.mixers import MIXERS, resolve_spec
-from liger_convert.mixers.mom import MoM
+from liger_convert.mixers.routed.mom import MoM
 from liger_convert.model import take_auxiliary_loss
+from liger_convert.model.loading import linearize_base
 
 TOKENS = torch.randint(3, 101, (2, 29), generator=torch.Generator().manual_seed(0))
 INNER = [name for name, mixer in MIXERS.items() if mixer.recurrence not in ("none", "routed")]

@@ -15,13 +15,13 @@ from tiny import tiny_config
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config
 from transformers.cache_utils import DynamicLayer
 
-from liger_convert import suites
-from liger_convert.errors import BadInput
-from liger_convert.families import FAMILIES, family_of
+from liger_convert.config.recipe import Recipe, build, load
+from liger_convert.eval import suites
 from liger_convert.mixers import MIXERS
 from liger_convert.model import CLASSES, LinearizedCacheLayer, linearized_config, new_state
-from liger_convert.plan import Plan, make_plan, resolve_layers
-from liger_convert.recipe import Recipe, build, load
+from liger_convert.model.families import FAMILIES, family_of
+from liger_convert.pipeline.plan import Plan, make_plan, resolve_layers
+from liger_convert.utils.errors import BadInput
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 L, N = "main", "softmax"

@@ -16,11 +16,13 @@ import pytest
 import yaml
 from tiny import save_tiny_base, tiny_config
 
-from liger_convert import checkpoint, cli, preflight, run
-from liger_convert.families import FAMILIES
+from liger_convert.cli import main
+from liger_convert.config.recipe import load
+from liger_convert.io import checkpoint
 from liger_convert.mixers import resolve_spec
-from liger_convert.plan import make_plan
-from liger_convert.recipe import load
+from liger_convert.model.families import FAMILIES
+from liger_convert.pipeline import preflight, runner
+from liger_convert.pipeline.plan import make_plan
 
 STAGE = {"data": "text", "tokens": 256, "seq_len": 32, "batch_size": 2, "rates": {"mixer": 1e-3}}
 RECIPE = {
@@ -60,7 +62,7 @@ def home(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def reached(*args: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run.convert, "convert", reached)
+    monkeypatch.setattr(runner.convert, "convert", reached)
     return tmp_path
 
 
@@ -74,7 +76,7 @@ def words(*overrides: str) -> list[str]:
 
 def refused(arguments: list[str], capsys: Any, *says: str) -> None:
     capsys.readouterr()
-    assert cli.main(arguments) == 2
+    assert main.main(arguments) == 2
     output = capsys.readouterr().err
     (complaint,) = [line for line in output.splitlines() if line.startswith("error: ")]
     assert output.rstrip().endswith(complaint)
@@ -85,7 +87,7 @@ def refused(arguments: list[str], capsys: Any, *says: str) -> None:
 
 def warned(arguments: list[str], capsys: Any) -> list[str]:
     capsys.readouterr()
-    assert cli.main(arguments) == (130 if arguments[0] == "run" else 0)
+    assert main.main(arguments) == (130 if arguments[0] == "run" else 0)
     return [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
 
 
@@ -359,7 +361,7 @@ def test_the_disk_that_a_run_takes_is_what_the_plan_says(
     planned = make_plan(load("recipe.yaml"), checkpoint.load_config(tmp_path / "base")).disk_peak
     sampler = Sampler(tmp_path / "out")
     sampler.start()
-    assert cli.main(words()) == 0
+    assert main.main(words()) == 0
     sampler.over = True
     sampler.join()
     print(f"planned {planned:,}, seen {sampler.most:,}")

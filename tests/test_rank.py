@@ -18,19 +18,19 @@ from rich.console import Console
 from tiny import save_tiny_base, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from liger_convert import rank
-from liger_convert.checkpoint import load_config
-from liger_convert.data import Document
-from liger_convert.errors import BadInput
-from liger_convert.families import FAMILIES
-from liger_convert.loading import linearize_base
-from liger_convert.measures import copy_loss
+from liger_convert.config.recipe import build
+from liger_convert.data.corpus import Document
+from liger_convert.eval.measures import copy_loss
+from liger_convert.eval.suites import CopyMeasure
+from liger_convert.io.checkpoint import load_config
 from liger_convert.mixers import MIXERS, resolve_spec
-from liger_convert.plan import make_plan
-from liger_convert.progress import Report
-from liger_convert.rank import Losses, Ranking, Switch, evaluations, search
-from liger_convert.recipe import build
-from liger_convert.suites import CopyMeasure
+from liger_convert.model.families import FAMILIES
+from liger_convert.model.loading import linearize_base
+from liger_convert.pipeline import layer_selection
+from liger_convert.pipeline.layer_selection import Losses, Ranking, Switch, evaluations, search
+from liger_convert.pipeline.plan import make_plan
+from liger_convert.utils.errors import BadInput
+from liger_convert.utils.progress import Report
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(3, 101, (2, 29), generator=torch.Generator().manual_seed(0))
@@ -60,7 +60,9 @@ def ranked(keep: int = 1, text: list[Document] = TEXT, report: Report | None = N
     fields |= {"layers": {"softmax_auto": keep}, "data": {"text": {"source": "pydoc"}}, "precision": "float32"}
     recipe, folder = build(fields, "recipe"), base_folder("llama")
     plan = make_plan(recipe, load_config(folder))
-    return rank.rank(recipe, plan, folder, tiny_tokenizer(), text, CPU, report or (lambda done, total, note="": None))
+    return layer_selection.rank(
+        recipe, plan, folder, tiny_tokenizer(), text, CPU, report or (lambda done, total, note="": None)
+    )
 
 
 def searched(keep: int, copy: Callable[[Collection[int]], float], text: Callable = lambda kept: 0.0) -> Ranking:

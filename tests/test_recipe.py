@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from liger_convert import recipe
-from liger_convert.errors import BadInput
+from liger_convert.config import recipe
+from liger_convert.utils.errors import BadInput
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 RECIPE = """

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from liger_convert.report import build, cell, page, render, write_report
-from liger_convert.verdict import verdict
+from liger_convert.eval.verdict import verdict
+from liger_convert.pipeline.report import build, cell, page, render, write_report
 
 GOLDEN = Path(__file__).parent / "golden"
 

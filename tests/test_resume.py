@@ -12,8 +12,11 @@ from runs import SUITE, write_home
 from safetensors.torch import load_file
 from stages import make_stage, train
 
-from liger_convert import checksums, cli, interrupts, run
-from liger_convert.checksums import sha256_file
+from liger_convert.cli import main
+from liger_convert.io import checksums
+from liger_convert.io.checksums import sha256_file
+from liger_convert.pipeline import runner
+from liger_convert.utils import interrupts
 
 STAGES: list[dict[str, Any]] = [
     {"kind": "align", "rates": {"mixer": 1e-2}, "save_every": 2},
@@ -37,7 +40,7 @@ def home(tmp_path_factory):
 
 def stop_at(patch: pytest.MonkeyPatch, label: str, done: float) -> None:
     """Has a run be interrupted when the work with this label reports so much done."""
-    real = run.progress
+    real = runner.progress
 
     @contextmanager
     def progress(name):
@@ -50,7 +53,7 @@ def stop_at(patch: pytest.MonkeyPatch, label: str, done: float) -> None:
 
             yield watched
 
-    patch.setattr(run, "progress", progress)
+    patch.setattr(runner, "progress", progress)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +62,7 @@ def interrupted(home):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
         stop_at(patch, "2-finetune", 5)
-        assert cli.main(["run", "recipe.yaml", "--out", "interrupted"]) == 130
+        assert main.main(["run", "recipe.yaml", "--out", "interrupted"]) == 130
     return home / "interrupted"
 
 
@@ -74,7 +77,7 @@ def broken(home, interrupted, monkeypatch):
 
 def resume(capsys: pytest.CaptureFixture, *words: str) -> tuple[int, str]:
     capsys.readouterr()
-    code = cli.main(["run", "recipe.yaml", "--out", "interrupted", "--resume", *words])
+    code = main.main(["run", "recipe.yaml", "--out", "interrupted", "--resume", *words])
     return code, capsys.readouterr().err
 
 
@@ -137,13 +140,13 @@ def test_any_other_field_of_the_recipe_may_not_change(broken, capsys):
 
 @pytest.mark.parametrize("name", ["base/model.safetensors", "text.jsonl", "suite.yaml"])
 def test_an_input_that_changes_during_a_run_is_noticed_at_the_next_step(broken, capsys, monkeypatch, name):
-    real = run.training.run_stage
+    real = runner.training.run_stage
 
     def run_stage(*args, **options):
         (broken / name).write_bytes((broken / name).read_bytes() + b"\n")
         return real(*args, **options)
 
-    monkeypatch.setattr(run.training, "run_stage", run_stage)
+    monkeypatch.setattr(runner.training, "run_stage", run_stage)
     code, said = resume(capsys)
     assert code == 2
     assert f"{name}: has changed since the run began" in said
@@ -260,20 +263,20 @@ def test_a_damaged_measure_is_made_again(tmp_path, capsys):
 def finished(home):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
-        assert cli.main(["run", "recipe.yaml", "--out", "finished", "--set", "stages=[]"]) == 0
+        assert main.main(["run", "recipe.yaml", "--out", "finished", "--set", "stages=[]"]) == 0
     return home / "finished"
 
 
 def test_verify_finds_nothing_wrong_with_a_finished_run_and_its_export(finished, tmp_path, capsys):
     copy = Path(shutil.copytree(finished / "export", tmp_path / "export"))
     for folder in (finished, finished / "export", copy):
-        assert cli.main(["verify", str(folder)]) == 0
+        assert main.main(["verify", str(folder)]) == 0
         assert "files are as they were written" in capsys.readouterr().out.replace("\n", " ")
     assert sha256_file(copy / "config.json") == checksums.read_sums(copy)["config.json"]
 
 
 def test_verify_takes_an_unfinished_run(interrupted, capsys):
-    assert cli.main(["verify", str(interrupted), "--json"]) == 0
+    assert main.main(["verify", str(interrupted), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["checked"] > 0
     assert found["problems"] == []
@@ -284,21 +287,21 @@ def test_verify_takes_an_unfinished_run(interrupted, capsys):
 def test_verify_names_every_file_that_is_not_what_it_was(finished, tmp_path, capsys, name, harm):
     copy = Path(shutil.copytree(finished, tmp_path / "run"))
     harm(copy / name)
-    assert cli.main(["verify", str(copy)]) == 1
+    assert main.main(["verify", str(copy)]) == 1
     said = capsys.readouterr().err.replace("\n", " ")
     assert f"run/{name}: " in said
     assert "1 of its files are not what was written" in said
     if name.startswith("export/"):
-        assert cli.main(["verify", str(copy / "export")]) == 1
+        assert main.main(["verify", str(copy / "export")]) == 1
 
 
 def test_verify_refuses_what_is_neither_a_run_nor_an_export(home, capsys):
-    assert cli.main(["verify", str(home / "base")]) == 2
+    assert main.main(["verify", str(home / "base")]) == 2
     assert "is neither a run" in capsys.readouterr().err
 
 
 def test_hashes_that_name_a_file_outside_are_refused(tmp_path, capsys):
     for name in ("../secret", "/etc/passwd", ""):
         (tmp_path / checksums.SUMS).write_text(f"{'0' * 64}  {name}\n")
-        assert cli.main(["verify", str(tmp_path)]) == 2
+        assert main.main(["verify", str(tmp_path)]) == 2
         assert "line 1 is not a sha256 and the path of a file in this folder" in capsys.readouterr().err

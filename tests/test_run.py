@@ -12,11 +12,14 @@ import torch
 import yaml
 from tiny import save_tiny_base
 
-from liger_convert import checkpoint, cli, run, teacher
-from liger_convert.checksums import sha256_file
-from liger_convert.loading import load_linearized
-from liger_convert.manifest import first_difference, input_files
-from liger_convert.recipe import Recipe
+from liger_convert.cli import main
+from liger_convert.config.recipe import Recipe
+from liger_convert.data import teacher
+from liger_convert.io import checkpoint
+from liger_convert.io.checksums import sha256_file
+from liger_convert.model.loading import load_linearized
+from liger_convert.pipeline import runner
+from liger_convert.pipeline.manifest import first_difference, input_files
 
 STAGE = {"data": "text", "tokens": 6 * 64, "seq_len": 32, "batch_size": 2, "save_every": 2}
 RECIPE = {
@@ -86,7 +89,7 @@ def home(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def finished(home: Path) -> Path:
-    assert cli.main(["run", "recipe.yaml", "--out", "finished"]) == 0
+    assert main.main(["run", "recipe.yaml", "--out", "finished"]) == 0
     return home / "finished"
 
 
@@ -166,20 +169,20 @@ def test_a_resumed_run_takes_the_commit_of_its_hub_base_that_it_began_with(home,
     monkeypatch.setattr(checkpoint, "_download", download)
     words = ["run", "recipe.yaml", "--out", "fetched", "--set", "base=someone/model", "--set", "stages=[]"]
     with monkeypatch.context() as patch:
-        patch.setattr(run.convert, "convert", None)
-        assert cli.main(words) == 1
+        patch.setattr(runner.convert, "convert", None)
+        assert main.main(words) == 1
     assert manifest(home / "fetched")["steps"]["base"]["commit"] == "c0ffee"
     assert "snapshots" not in (home / "fetched/manifest.json").read_text()
-    assert cli.main([*words, "--resume"]) == 0
+    assert main.main([*words, "--resume"]) == 0
     assert asked == [None, "c0ffee"]
 
 
 def test_a_run_says_its_table_and_continuations(home, finished, capsys):
-    assert cli.main(["run", "recipe.yaml", "--out", "finished", "--resume"]) == 0
+    assert main.main(["run", "recipe.yaml", "--out", "finished", "--resume"]) == 0
     output = capsys.readouterr()
     assert "copy_nll_8" in output.out
-    assert all(" ".join(prompt.split()[:4]) in output.out for prompt in run.PROMPTS)  # the table breaks longer lines
-    assert cli.main(["run", "recipe.yaml", "--out", "finished", "--resume", "--json"]) == 0
+    assert all(" ".join(prompt.split()[:4]) in output.out for prompt in runner.PROMPTS)  # the table breaks longer lines
+    assert main.main(["run", "recipe.yaml", "--out", "finished", "--resume", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads((finished / "report.json").read_text())
 
 
@@ -192,7 +195,7 @@ def test_a_run_killed_anywhere_and_resumed_ends_with_the_same_weights(home, fini
         assert killed.returncode == -9, killed.stderr
         command = ["run", "recipe.yaml", "--out", "killed", "--resume"]
     assert list(manifest(home / "killed")["steps"]) == STEPS[:7]
-    assert cli.main(command) == 0
+    assert main.main(command) == 0
     assert weights(home / "killed") == weights(finished)
     assert sorted(p.name for p in (home / "killed").iterdir()) == sorted(p.name for p in finished.iterdir())
 
@@ -204,7 +207,7 @@ def test_a_run_chooses_its_softmax_layers_once_and_goes_by_them(home, capsys):
     assert killed.returncode == -9, killed.stderr
     before = manifest(home / "chosen")["steps"]
     assert list(before) == ["base", "rank", "plan"]
-    assert cli.main(["run", "recipe.yaml", "--out", "chosen", *choose, "--resume"]) == 0
+    assert main.main(["run", "recipe.yaml", "--out", "chosen", *choose, "--resume"]) == 0
     steps = manifest(home / "chosen")["steps"]
     assert steps["rank"] == before["rank"]
     assert list(steps) == ["base", "rank", "plan", "convert", "merge", "export", "eval", "report"]
@@ -221,7 +224,7 @@ def test_a_run_trains_on_what_its_base_writes_and_writes_it_once(home, monkeypat
     stages = [stage | {"data": "own", "repeats": 0.5} for stage in RECIPE["stages"][:2]]
     changes = {"base": "base", "data": {"own": own}, "stages": stages, "eval": {"suite": "suite.yaml", "text": "own"}}
     (home / "own.yaml").write_text(yaml.safe_dump(RECIPE | changes))
-    assert cli.main(["run", "own.yaml", "--out", "own"]) == 0
+    assert main.main(["run", "own.yaml", "--out", "own"]) == 0
     steps = manifest(home / "own")["steps"]
     assert list(steps) == [*STEPS[:3], "data-own", *STEPS[3:5], *STEPS[6:]]
     assert steps["data-own"]["tokens"] == 31 * 32
@@ -234,7 +237,7 @@ def test_a_run_trains_on_what_its_base_writes_and_writes_it_once(home, monkeypat
         killed = subprocess.run(script, cwd=home, env=os.environ, capture_output=True, text=True)
         assert killed.returncode == -9, killed.stderr
     monkeypatch.setattr(teacher, "write", None)
-    assert cli.main(["run", "own.yaml", "--out", "own-killed", "--resume"]) == 0
+    assert main.main(["run", "own.yaml", "--out", "own-killed", "--resume"]) == 0
     assert manifest(home / "own-killed")["steps"]["data-own"]["outputs"] == steps["data-own"]["outputs"]
     assert weights(home / "own-killed") == weights(home / "own")
 
@@ -252,9 +255,9 @@ def test_a_run_in_trouble_says_so_in_one_line(home, monkeypatch, capsys, trouble
     def fail(*args, **kwargs):
         raise trouble
 
-    monkeypatch.setattr(run.convert, "convert", fail)
+    monkeypatch.setattr(runner.convert, "convert", fail)
     resume = ["--resume"] if (home / "troubled").exists() else []
-    assert cli.main(["run", "recipe.yaml", "--out", "troubled", *resume]) == code
+    assert main.main(["run", "recipe.yaml", "--out", "troubled", *resume]) == code
     *_, line = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {says}")
     assert list(manifest(home / "troubled")["steps"]) == ["base", "plan"]
@@ -263,7 +266,7 @@ def test_a_run_in_trouble_says_so_in_one_line(home, monkeypatch, capsys, trouble
 
 def test_a_run_keeps_its_steps_when_told_to(home, finished):
     resume = ["--resume"] if (home / "troubled").exists() else []
-    assert cli.main(["run", "recipe.yaml", "--out", "troubled", "--keep-steps", *resume]) == 0
+    assert main.main(["run", "recipe.yaml", "--out", "troubled", "--keep-steps", *resume]) == 0
     assert weights(home / "troubled") == weights(finished)
     assert (home / "troubled/steps/1-align/result").is_dir()
 

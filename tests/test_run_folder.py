@@ -7,11 +7,12 @@ import pytest
 import yaml
 from tiny import save_tiny_base
 
-from liger_convert import cli, run
-from liger_convert.errors import BadInput
-from liger_convert.recipe import load
-from liger_convert.resources import chosen_recipe
-from liger_convert.run_folder import RunFolder
+from liger_convert.cli import main
+from liger_convert.config.recipe import load
+from liger_convert.config.resources import chosen_recipe
+from liger_convert.io.run_folder import RunFolder
+from liger_convert.pipeline import runner
+from liger_convert.utils.errors import BadInput
 
 RECIPE = {
     "version": 1,
@@ -54,7 +55,7 @@ def test_a_name_that_is_not_a_plain_word_is_refused(home, capsys, where, name):
     own = {"source": "teacher", "tokens": 64, "document_tokens": 16}
     changes = {"name": name, "data": {name: own}, "mixers": {name: {"type": "gla"}}}
     recipe = write_recipe(home, **{where: changes[where]})
-    assert cli.main(["run", recipe, "--out", "out"]) == 2
+    assert main.main(["run", recipe, "--out", "out"]) == 2
     (complaint,) = capsys.readouterr().err.splitlines()
     assert complaint.startswith(f"error: recipe.yaml: {where}")
     assert "cannot be a name" in complaint
@@ -74,23 +75,23 @@ def test_a_path_of_a_run_has_plain_names_only(tmp_path, name):
 
 
 def test_nothing_outside_of_a_run_is_removed(home):
-    run = home / "run"
-    (run / "steps").mkdir(parents=True)
-    folder = RunFolder(run)
-    (run / "steps/1-align").symlink_to(home / "victim")
+    runner = home / "run"
+    (runner / "steps").mkdir(parents=True)
+    folder = RunFolder(runner)
+    (runner / "steps/1-align").symlink_to(home / "victim")
     for call in (
         lambda: folder.step("1-align"),
-        lambda: folder.remove(run / "steps/1-align"),
+        lambda: folder.remove(runner / "steps/1-align"),
         lambda: folder.remove(home / "victim"),
-        lambda: folder.remove(run / "../victim"),
-        lambda: folder.remove(run),
+        lambda: folder.remove(runner / "../victim"),
+        lambda: folder.remove(runner),
     ):
         with pytest.raises(BadInput, match=r"is not in the run's folder|is a link out of the run's folder"):
             call()
     assert (home / "victim/file").read_text() == "precious"
-    (run / "link").symlink_to(home / "victim/file")
-    folder.remove(run / "link", run / "not-there")
-    assert not (run / "link").is_symlink()
+    (runner / "link").symlink_to(home / "victim/file")
+    folder.remove(runner / "link", runner / "not-there")
+    assert not (runner / "link").is_symlink()
     assert (home / "victim/file").read_text() == "precious"
 
 
@@ -102,13 +103,13 @@ def interrupt(*args: object, **options: object) -> None:
 def test_a_link_that_leads_out_of_a_run_is_refused_before_the_work(home, base, capsys, monkeypatch, name):
     recipe = write_recipe(home)
     with monkeypatch.context() as patch:
-        patch.setattr(run.convert, "convert", interrupt)
-        assert cli.main(["run", recipe, "--out", "out"]) == 130
+        patch.setattr(runner.convert, "convert", interrupt)
+        assert main.main(["run", recipe, "--out", "out"]) == 130
     shutil.rmtree(home / "out" / name, ignore_errors=True)
     (home / "out" / name).symlink_to(home / "victim")
     capsys.readouterr()
-    monkeypatch.setattr(run.convert, "convert", None)
-    assert cli.main(["run", recipe, "--out", "out", "--resume"]) == 2
+    monkeypatch.setattr(runner.convert, "convert", None)
+    assert main.main(["run", recipe, "--out", "out", "--resume"]) == 2
     assert "the run's folder out" in capsys.readouterr().err
     assert [path.name for path in (home / "victim").iterdir()] == ["file"]
 
@@ -118,7 +119,7 @@ def test_a_run_inside_a_folder_that_it_reads_is_refused(home, base, capsys, out,
     (home / "rows").mkdir()
     recipe = write_recipe(home, eval=RECIPE["eval"] | changes)
     before = sorted(home.rglob("*"))
-    assert cli.main(["run", recipe, "--out", out]) == 2
+    assert main.main(["run", recipe, "--out", out]) == 2
     (complaint,) = capsys.readouterr().err.splitlines()
     assert complaint.startswith(f"error: --out {out}: lies in the folder")
     assert sorted(home.rglob("*")) == before
@@ -131,7 +132,7 @@ def test_a_companion_that_is_a_link_to_elsewhere_is_not_copied(home, base, capsy
     (home / "secret").write_text("secret")
     (home / "base/LICENSE").symlink_to("../secret")
     (home / "base/NOTICE").write_text("notice")
-    assert cli.main(["convert", "base", "out"]) == 0
+    assert main.main(["convert", "base", "out"]) == 0
     assert "base/LICENSE: is a link to a file outside of the model's folder" in capsys.readouterr().err
     assert not (home / "out/LICENSE").exists()
     assert (home / "out/NOTICE").read_text() == "notice"
@@ -141,7 +142,7 @@ def test_a_companion_that_is_a_link_to_elsewhere_is_not_copied(home, base, capsy
 def test_a_tokenizer_that_is_a_link_to_elsewhere_is_refused(home, base, capsys):
     (home / "base/tokenizer.json").rename(home / "tokenizer.json")
     (home / "base/tokenizer.json").symlink_to("../tokenizer.json")
-    assert cli.main(["convert", "base", "out"]) == 2
+    assert main.main(["convert", "base", "out"]) == 2
     assert "put a copy of that file in its place" in capsys.readouterr().err
     assert not (home / "out").exists()
 
@@ -155,6 +156,6 @@ def test_a_snapshot_of_the_hub_whose_files_are_links_to_blobs_is_copied_whole(ho
     for number, path in enumerate((home / "base").iterdir()):
         path.rename(cache / "blobs" / str(number))
         (snapshot / path.name).symlink_to(f"../../blobs/{number}")
-    assert cli.main(["convert", str(snapshot), "out"]) == 0
+    assert main.main(["convert", str(snapshot), "out"]) == 0
     assert (home / "out/LICENSE").read_text() == "licence"
     assert (home / "out/tokenizer.json").exists()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from liger_convert.mixers import build_mixer, resolve_spec
 from liger_convert.mixers.base import HeadDims, Heads, Mixer
-from liger_convert.model.layout import SequenceLayout
+from liger_convert.model.sequence import SequenceLayout
 
 T, H, G, D = 41, 4, 2, 8
 Parameters = dict[str, Tensor]

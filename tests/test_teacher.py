@@ -11,11 +11,11 @@ import torch
 from tiny import save_tiny_base, tiny_tokenizer
 from transformers import GenerationConfig
 
-from liger_convert import teacher
-from liger_convert.data import load_source
-from liger_convert.errors import BadInput
-from liger_convert.recipe import TeacherSource
-from liger_convert.training.stage import load_base
+from liger_convert.config.recipe import TeacherSource
+from liger_convert.data import teacher
+from liger_convert.data.corpus import load_source
+from liger_convert.model.loading import load_base
+from liger_convert.utils.errors import BadInput
 
 CPU = torch.device("cpu")
 BOS, EOS = 1, 2

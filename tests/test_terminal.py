@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from runs import SUITE, weights, write_home
 
-from liger_convert import cli, interrupts
+from liger_convert.cli import main
+from liger_convert.utils import interrupts
 
 LINEARIZE = str(Path(sys.executable).with_name("linearize"))
 STAGES: list[dict[str, Any]] = [
@@ -46,7 +47,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(home):
-    assert cli.main(["run", "recipe.yaml", "--out", "finished"]) == 0
+    assert main.main(["run", "recipe.yaml", "--out", "finished"]) == 0
     return weights(home / "finished")
 
 
@@ -114,7 +115,7 @@ def test_sigterm_saves_the_step_and_the_run_goes_on_to_the_same_weights(home, fi
     assert said.splitlines()[-1] == "error: interrupted; the same command with --resume continues stopped"
     saved = [path.name for path in (home / "stopped/steps/2-finetune/checkpoints").iterdir()]
     assert saved == ["checkpoint-2"]  # save_every is 4
-    assert cli.main([*command, "--resume"]) == 0
+    assert main.main([*command, "--resume"]) == 0
     assert weights(home / "stopped") == finished
 
 
@@ -216,7 +217,7 @@ def test_handlers_are_put_back(home):
     streams = sys.stdout, sys.stderr
     with interrupts.handled(""), interrupts.deferred():
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    assert cli.main(["families"]) == 0
+    assert main.main(["families"]) == 0
     assert [signal.getsignal(number) for number in numbers] == before
     assert (sys.stdout, sys.stderr) == streams
 
@@ -236,7 +237,7 @@ def test_a_run_killed_at_random_and_resumed_ends_with_the_same_weights(home, fin
             process.wait(30)
         if (home / f"random-{seed}/manifest.json").exists() and "--resume" not in command:
             command.append("--resume")
-    assert cli.main(command) == 0
+    assert main.main(command) == 0
     assert weights(home / f"random-{seed}") == finished
     left = [path.name for path in home.iterdir() if path.name.startswith(f".random-{seed}.")]
     assert left == []

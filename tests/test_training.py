@@ -15,23 +15,23 @@ from safetensors.torch import load_file
 from stages import CPU, SEQ_LEN, STAGES, documents, every_stage, folders, make_stage, result_bytes, train
 from torch import Tensor
 
-from liger_convert import data
-from liger_convert.errors import BadInput, LinearizeError
-from liger_convert.loading import linearize_base
-from liger_convert.merge import load_chain
+from liger_convert.config.recipe import Lora, Rates, Stage
+from liger_convert.data import corpus
 from liger_convert.mixers import resolve_spec
 from liger_convert.model import parameter_group
-from liger_convert.recipe import Lora, Rates, Stage
+from liger_convert.model.loading import linearize_base, load_base
 from liger_convert.training import finetune, losses
-from liger_convert.training.stage import add_lora, load_base
+from liger_convert.training.merge import load_chain
+from liger_convert.training.stage import add_lora
 from liger_convert.training.trainer import StageTrainer, freeze, optimizer_groups
+from liger_convert.utils.errors import BadInput, LinearizeError
 
 # --- the losses
 
 
 def reference_sum(logits: Tensor, teacher: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Cross-entropy and KL, summed over the positions whose next token is labelled, written out."""
-    keep = labels[:, 1:] != data.IGNORED
+    keep = labels[:, 1:] != corpus.IGNORED
     student, taught, following = logits[:, :-1][keep], teacher[:, :-1][keep], labels[:, 1:][keep]
     p, log_q = (taught / temperature).softmax(-1), (student / temperature).log_softmax(-1)
     kl = (p * (p.log() - log_q)).sum() * temperature**2
@@ -42,7 +42,7 @@ def test_chunked_losses_and_their_gradients_are_those_of_the_whole(monkeypatch: 
     generator = torch.Generator().manual_seed(0)
     logits, teacher = (torch.randn(3, 11, 17, generator=generator, dtype=torch.float32) for _ in range(2))
     labels = torch.randint(0, 17, (3, 11), generator=generator)
-    labels[torch.rand(3, 11, generator=generator) < 0.3] = data.IGNORED
+    labels[torch.rand(3, 11, generator=generator) < 0.3] = corpus.IGNORED
     next_N = losses.next_tokens(labels)
     logits.requires_grad_()
     expected_ce, expected_kl = reference_sum(logits, teacher, labels, 1.7)
@@ -65,8 +65,8 @@ def test_chunked_losses_and_their_gradients_are_those_of_the_whole(monkeypatch: 
 def test_a_packed_row_is_its_documents_apart(which: str) -> None:
     base, linearized = folders()
     model = load_base(base, CPU, torch.float32) if which == "base" else load_chain(linearized).eval()
-    packed = data.pack(documents(), SEQ_LEN, 8 * SEQ_LEN)
-    batch = data.collate([packed[i] for i in range(8)])
+    packed = corpus.pack(documents(), SEQ_LEN, 8 * SEQ_LEN)
+    batch = corpus.collate([packed[i] for i in range(8)])
     with torch.no_grad():
         logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
         assert (batch["position_ids"] == 0).sum() > 12

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from liger_convert.verdict import verdict
+from liger_convert.eval.verdict import verdict
 
 
 def measured(ppl: float, copy: float | None) -> dict[str, Any]:

@@ -6,34 +6,34 @@ import dataclasses
 import typing
 from typing import Any
 
-from liger_convert.errors import BadInput, did_you_mean
-from liger_convert.mixers.abc import ABC
 from liger_convert.mixers.base import HeadDims, Mixer, MixerSpec
-from liger_convert.mixers.decaying_fast_weights import DecayingFastWeights
-from liger_convert.mixers.deltanet import DeltaNet
-from liger_convert.mixers.forgetting import Forgetting
-from liger_convert.mixers.gated_deltanet import GatedDeltaNet
-from liger_convert.mixers.gated_retention import GatedRetention
-from liger_convert.mixers.gated_rfa import GatedRFA
-from liger_convert.mixers.gateloop import GateLoop
-from liger_convert.mixers.gla import GLA
-from liger_convert.mixers.gsa import GSA
-from liger_convert.mixers.hgrn2 import HGRN2
-from liger_convert.mixers.liger_paper import LigerPaper
-from liger_convert.mixers.lightning import Lightning
-from liger_convert.mixers.linear_attention import LinearAttention
-from liger_convert.mixers.mamba import Mamba
-from liger_convert.mixers.mamba2 import Mamba2
-from liger_convert.mixers.mlstm import MLSTM
-from liger_convert.mixers.mom import MoM
-from liger_convert.mixers.rebased import Rebased
-from liger_convert.mixers.retnet import RetNet
-from liger_convert.mixers.rwkv6 import RWKV6
-from liger_convert.mixers.rwkv7 import RWKV7
-from liger_convert.mixers.s4 import S4
-from liger_convert.mixers.titans import Titans
-from liger_convert.mixers.ttt import TTT
-from liger_convert.mixers.window import Window
+from liger_convert.mixers.control.forgetting import Forgetting
+from liger_convert.mixers.control.window import Window
+from liger_convert.mixers.delta.deltanet import DeltaNet
+from liger_convert.mixers.delta.gated_deltanet import GatedDeltaNet
+from liger_convert.mixers.delta.rwkv7 import RWKV7
+from liger_convert.mixers.delta.titans import Titans
+from liger_convert.mixers.delta.ttt import TTT
+from liger_convert.mixers.linear.decaying_fast_weights import DecayingFastWeights
+from liger_convert.mixers.linear.gated_retention import GatedRetention
+from liger_convert.mixers.linear.gated_rfa import GatedRFA
+from liger_convert.mixers.linear.gateloop import GateLoop
+from liger_convert.mixers.linear.gla import GLA
+from liger_convert.mixers.linear.hgrn2 import HGRN2
+from liger_convert.mixers.linear.liger_paper import LigerPaper
+from liger_convert.mixers.linear.lightning import Lightning
+from liger_convert.mixers.linear.linear_attention import LinearAttention
+from liger_convert.mixers.linear.mlstm import MLSTM
+from liger_convert.mixers.linear.rebased import Rebased
+from liger_convert.mixers.linear.retnet import RetNet
+from liger_convert.mixers.linear.rwkv6 import RWKV6
+from liger_convert.mixers.routed.mom import MoM
+from liger_convert.mixers.slots.abc import ABC
+from liger_convert.mixers.slots.gsa import GSA
+from liger_convert.mixers.ssm.mamba import Mamba
+from liger_convert.mixers.ssm.mamba2 import Mamba2
+from liger_convert.mixers.ssm.s4 import S4
+from liger_convert.utils.errors import BadInput, did_you_mean
 
 MIXERS: dict[str, type[Mixer]] = {
     GLA.name: GLA,

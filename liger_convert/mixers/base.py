@@ -23,7 +23,7 @@ from transformers import initialization as init
 
 if TYPE_CHECKING:
     from liger_convert.model.cache import LinearizedCacheLayer
-    from liger_convert.model.layout import SequenceLayout
+    from liger_convert.model.sequence import SequenceLayout
 
 Join = Literal["shared", "learned", "fixed", "memory"]
 Scope = Literal["evicted", "all"]

@@ -78,7 +78,7 @@ class Codebook(nn.Module):
     Queries and keys of a key-value head share its codes C; each head has its own P, b and tau. A token is remembered
     under its nearest codes and found by the queries that fall on them, so that F codes keep about F things apart
     where the head's own size would keep D. What makes it work is where P, b and C start, which
-    `liger_convert.calibrate` takes from the base.
+    `training.calibrate` takes from the base.
     """
 
     def __init__(self, codes: int, heads: int, kv_heads: int, dim: int):

@@ -1,4 +1,4 @@
-"""Linearized models: their classes and configs, how they are switched and aligned; `liger_convert.loading` loads them.
+"""Linearized models: their classes and configs, how they are switched and aligned; `model.loading` loads them.
 
 Importing this package registers every linearized family with transformers' Auto classes.
 """

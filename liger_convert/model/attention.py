@@ -15,11 +15,11 @@ from gated_kernels.step.chunk import Token, takes
 from gated_kernels.window.chunk import window
 from torch import Tensor, nn
 
-from liger_convert.families import family_of, head_dim, project_qkv
 from liger_convert.mixers import build_mixer, make_spec
 from liger_convert.mixers.base import Beside, Branches, HeadDims, Heads, WindowRead
 from liger_convert.model.cache import LinearizedCacheLayer
-from liger_convert.model.layout import SequenceLayout, Sinks
+from liger_convert.model.families import family_of, head_dim, project_qkv
+from liger_convert.model.sequence import SequenceLayout, Sinks
 
 MIXER_MODULE = "mixer"
 

@@ -7,8 +7,8 @@ from typing import Any
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from liger_convert.families import FAMILIES, PREFIX, family_of
 from liger_convert.mixers import SOFTMAX
+from liger_convert.model.families import FAMILIES, PREFIX, family_of
 
 FORMAT = 1
 

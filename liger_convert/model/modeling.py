@@ -26,10 +26,10 @@ from liger_convert.mixers.base import Branches, Mixer
 from liger_convert.model.attention import MIXER_MODULE, LinearizedAttention, head_dims
 from liger_convert.model.cache import adopt_cache
 from liger_convert.model.configuration import CONFIGS, FORMAT, linear_layers
-from liger_convert.model.decode import Decoder, why_plain
+from liger_convert.model.decoding import Decoder, why_plain
 from liger_convert.model.heads import head_classes
-from liger_convert.model.layout import PACKED_CACHE, SequenceLayout
 from liger_convert.model.packing import document_positions
+from liger_convert.model.sequence import PACKED_CACHE, SequenceLayout
 
 logger = logging.get_logger(__name__)
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_convert.calibrate import calibrate
 from liger_convert.model import AlignTargets, collect_align_targets, linear_layers
+from liger_convert.training.calibrate import calibrate
 
 
 class AlignObjective:

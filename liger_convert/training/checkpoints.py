@@ -7,11 +7,11 @@ from pathlib import Path
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from liger_convert import checksums
-from liger_convert.disk import KEPT
-from liger_convert.errors import BadInput
-from liger_convert.files import fsync, fsync_tree
-from liger_convert.progress import console
+from liger_convert.io import checksums
+from liger_convert.io.files import fsync, fsync_tree
+from liger_convert.training.disk_estimate import KEPT
+from liger_convert.utils.errors import BadInput
+from liger_convert.utils.progress import console
 
 UNFINISHED = "unfinished"  # where a checkpoint is written
 

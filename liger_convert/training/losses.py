@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_convert.data import IGNORED
-from liger_convert.memory import CHUNK_LOGITS
+from liger_convert.data.corpus import IGNORED
+from liger_convert.training.memory_estimate import CHUNK_LOGITS
 
 ChunkLoss = Callable[[Tensor, slice], Tensor]
 

@@ -13,24 +13,24 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import set_seed
 
-from liger_convert import interrupts
-from liger_convert.data import Document, PackedDataset, collate, pack
-from liger_convert.device import autocast, compute_dtype
-from liger_convert.errors import BadInput
-from liger_convert.families import family_of
-from liger_convert.files import atomic_dir, atomic_write
-from liger_convert.loading import load_pretrained
-from liger_convert.memory import CALIBRATION_TOKENS, ERROR_ROWS
-from liger_convert.merge import ADAPTER, MODEL, load_chain
+from liger_convert.config.recipe import AlignStage, DistillStage, Lora, Stage
+from liger_convert.data.corpus import Document, PackedDataset, collate, pack
+from liger_convert.io.files import atomic_dir, atomic_write
+from liger_convert.io.run_folder import RunFolder
 from liger_convert.model import MIXER_MODULE, linear_layers
-from liger_convert.progress import Report
-from liger_convert.recipe import AlignStage, DistillStage, Lora, Stage
-from liger_convert.run_folder import RunFolder
+from liger_convert.model.families import family_of
+from liger_convert.model.loading import load_base
 from liger_convert.training.align import AlignObjective
 from liger_convert.training.checkpoints import last_good
 from liger_convert.training.distill import DistillObjective
 from liger_convert.training.finetune import FinetuneObjective
+from liger_convert.training.memory_estimate import CALIBRATION_TOKENS, ERROR_ROWS
+from liger_convert.training.merge import ADAPTER, MODEL, load_chain
 from liger_convert.training.trainer import Objective, StageTrainer, freeze
+from liger_convert.utils import interrupts
+from liger_convert.utils.device import autocast, compute_dtype
+from liger_convert.utils.errors import BadInput
+from liger_convert.utils.progress import Report
 
 CURVE_POINTS = 50
 
@@ -200,12 +200,6 @@ def compile_layers(model: Any, objective: Objective, aligning: bool) -> None:
     teacher = getattr(objective, "base", None)
     for layer in [*backbone.layers, *([] if teacher is None else teacher.model.layers)]:
         layer.compile(dynamic=False)
-
-
-def load_base(path: Path, device: torch.device, dtype: torch.dtype) -> Any:
-    """The frozen teacher, its weights already in the dtype it computes in. Raises BadInput for a damaged one."""
-    model = load_pretrained(path, dtype=dtype)
-    return model.requires_grad_(False).eval().to(device)
 
 
 def add_lora(model: Any, lora: Lora, *, train_mixer: bool) -> Any:

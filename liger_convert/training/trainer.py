@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from liger_convert import interrupts
-from liger_convert.data import PackedDataset, collate
-from liger_convert.device import autocast
-from liger_convert.errors import BadInput, LinearizeError
+from liger_convert.config.recipe import Stage
+from liger_convert.data.corpus import PackedDataset, collate
 from liger_convert.model import parameter_group, take_auxiliary_loss
-from liger_convert.progress import Report
-from liger_convert.recipe import Stage
 from liger_convert.training import checkpoints
 from liger_convert.training.capture import CapturedPasses, why_not_captured
+from liger_convert.utils import interrupts
+from liger_convert.utils.device import autocast
+from liger_convert.utils.errors import BadInput, LinearizeError
+from liger_convert.utils.progress import Report
 
 logger = logging.get_logger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from liger_convert import shapes
+from liger_convert.benchmark import shapes
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 

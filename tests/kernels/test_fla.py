@@ -40,7 +40,7 @@ from torch import Tensor
 from liger_convert.mixers import build_mixer, resolve_spec
 from liger_convert.mixers.base import HeadDims
 from liger_convert.mixers.kernel_maps import make_map
-from liger_convert.mixers.retnet import RetNet
+from liger_convert.mixers.linear.retnet import RetNet
 from liger_convert.model.attention import with_forgetting
 
 FLA = find_spec("fla")

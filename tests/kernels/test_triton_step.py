@@ -32,11 +32,11 @@ from gated_kernels.step.cases import CASES, Case, changed, faults, inputs, outco
 from tiny import save_tiny_base  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
-from liger_convert.loading import linearize_base  # noqa: E402
 from liger_convert.mixers import resolve_spec  # noqa: E402
 from liger_convert.model import modeling  # noqa: E402
 from liger_convert.model.cache import LinearizedCacheLayer  # noqa: E402
-from liger_convert.model.decode import Decoder  # noqa: E402
+from liger_convert.model.decoding import Decoder  # noqa: E402
+from liger_convert.model.loading import linearize_base  # noqa: E402
 
 BF16 = torch.bfloat16
 COMPILED = {  # registers and shared memory are the larger, the more channels and features

@@ -1,0 +1,441 @@
+"""How fast a model reads a prompt and writes after it, and what it keeps in memory, beside its base: one run for all.
+
+A model whose decoding does not equal its prefill is not timed. Times are medians with quartiles over random prompts,
+each another one, after one that is not counted. Where prompts are not to be read, all but their first tokens are noise
+in the cache: a step takes as long, and a long context of many rows is there at once.
+Shapes: B batch, T tokens of a prompt, N tokens checked, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import re
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from gated_kernels import in_use
+from torch import Tensor, nn
+from transformers import CompileConfig, DynamicCache, StaticCache
+
+from liger_convert.config.resources import PACKAGE
+from liger_convert.model import LinearizedCacheLayer, linear_layers
+from liger_convert.model.decoding import Decoder, why_plain
+from liger_convert.pipeline.manifest import machine
+from liger_convert.utils.device import out_of_memory
+from liger_convert.utils.errors import BadInput, LinearizeError, first_line
+from liger_convert.utils.progress import Report
+
+BASE, STATIC = "base", "base, compiled"
+OUT_OF_MEMORY = "out of memory"
+FORMAT_VERSION = 1
+CHECKED = 32  # tokens of the check's prompt beyond the largest window
+CHECKED_STEPS = (1, 1, 2, 4)  # of the calls of the decode loop that are compared
+LARGEST = 1e-4  # what float32 may differ by, of the largest logit: tests/test_conformance.py
+
+
+@dataclass(frozen=True)
+class Options:
+    """lengths: tokens of the prompts, ascending. steps: tokens written after each. repeats: prompts of each length.
+
+    prefill: whether prompts are read; otherwise their caches are filled. compiled: whether the base is measured in its
+    compiled form, too, which is compiled again for every length.
+    """
+
+    lengths: Sequence[int]
+    batch_size: int
+    steps: int
+    repeats: int
+    device: torch.device
+    dtype: torch.dtype
+    prefill: bool = True
+    compiled: bool = True
+
+
+Decode = Callable[[Any, Any, Tensor, int], tuple[Tensor, Tensor]]
+
+
+class Side(NamedTuple):
+    """What is measured: `caches(tokens)` makes what gives an empty cache for so many; `decode` is as below."""
+
+    name: str
+    model: Any
+    caches: Callable[[int], Callable[[], Any]]
+    decode: Decode
+
+
+def parse_lengths(text: str) -> list[int]:
+    """`1024,4096` as numbers, ascending. Raises BadInput."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(re.fullmatch("[0-9]{1,8}", word) and int(word) for word in words):
+        raise BadInput(f"--lengths: {text!r} is no list of prompt lengths; give tokens, such as 1024,4096")
+    return sorted({int(word) for word in words})
+
+
+def prefill(model: Any, cache: Any, ids_BT: Tensor) -> Tensor:
+    """Reads a prompt into the cache and returns the first token after it, [B,1]."""
+    logits = model(input_ids=ids_BT, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    return logits[:, -1].argmax(-1, keepdim=True)
+
+
+def greedy(step: Callable[[Tensor, Tensor], Any], cache: Any, token_B1: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """The tokens [B,steps] that `step(token_B1, position_B1)`, a model's output, makes likeliest from `token_B1` on,
+    and the logits [B,V] of the last step."""
+    chosen, start = [token_B1], int(cache.get_seq_length())
+    for position in range(start, start + steps):
+        logits_BV = step(chosen[-1], torch.full_like(token_B1, position)).logits[:, -1]
+        chosen.append(logits_BV.argmax(-1, keepdim=True))
+    return torch.cat(chosen[1:], 1), logits_BV.clone()  # the next replay of a CUDA graph overwrites them
+
+
+def decode(model: Any, cache: Any, token_B1: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """`steps` greedy steps by the model's forward, see `greedy`."""
+
+    def step(ids_B1: Tensor, at_B1: Tensor) -> Any:
+        return model(input_ids=ids_B1, past_key_values=cache, use_cache=True)
+
+    return greedy(step, cache, token_B1, steps)
+
+
+def decode_as_generated(model: Any) -> Decode:
+    """`decode` by the steps that `generate` takes of a linearized model: of fixed shape, on a GPU captured as a graph.
+
+    A cache's first step captures; the others replay it.
+    """
+    decoder = Decoder(model)
+
+    def steps_of(_: Any, cache: Any, token_B1: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+        def step(ids_B1: Tensor, at_B1: Tensor) -> Any:
+            return decoder(input_ids=ids_B1, position_ids=at_B1, past_key_values=cache, use_cache=True)
+
+        return greedy(step, cache, token_B1, steps)
+
+    return steps_of
+
+
+def decode_compiled(model: Any, cache: Any, token_B1: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """As `decode`, over a static cache by the call that transformers' generation compiles for one on a GPU."""
+    call = model.get_compiled_call(CompileConfig())
+
+    def step(ids_B1: Tensor, at_B1: Tensor) -> Any:
+        inputs = model.prepare_inputs_for_generation(ids_B1, past_key_values=cache, position_ids=at_B1, use_cache=True)
+        return call(**inputs, logits_to_keep=1, return_dict=True)
+
+    return greedy(step, cache, token_B1, steps)
+
+
+def dynamic_caches(model: Any) -> Callable[[int], Callable[[], Any]]:
+    return lambda tokens: lambda: DynamicCache(config=model.config)
+
+
+def static_caches(model: Any) -> Callable[[int], Callable[[], Any]]:
+    held: dict[int, Any] = {}  # the last one: what is compiled is compiled for it
+
+    def caches(tokens: int) -> Callable[[], Any]:
+        if tokens not in held:
+            held.clear()
+            torch.compiler.reset()  # a further length counts as one recompilation more, of which few are allowed
+            held[tokens] = StaticCache(config=model.config, max_cache_len=tokens)
+        cache = held[tokens]
+
+        def empty() -> Any:
+            cache.reset()
+            return cache
+
+        return empty
+
+    return caches
+
+
+def fill(cache: Any, tokens: int) -> None:
+    """Lets a cache that holds some tokens hold `tokens` more: of softmax layers as noise. A bounded window, its sinks
+    and a memory stay as large as they are."""
+    for layer in cache.layers:
+        if isinstance(layer, LinearizedCacheLayer):
+            layer.advance(tokens)
+        else:
+            batch, heads, _, size = layer.keys.shape
+            noise = layer.keys.new_empty(batch, heads, tokens, size).normal_()
+            layer.update(noise, noise)
+
+
+def cache_bytes(cache: Any) -> int:
+    """What the tensors of a cache hold, whatever they are views of."""
+    held = {}
+    for layer in cache.layers:
+        for value in vars(layer).values():
+            for tensor in value.values() if isinstance(value, dict) else (value,):
+                if isinstance(tensor, Tensor):
+                    held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(held.values())
+
+
+@torch.no_grad()
+def check(side: Side, options: Options) -> dict[str, float]:
+    """Compares the logits of several calls of `side.decode` with those of one pass over the same tokens, no cache.
+
+    In float32 no logit may differ by more than LARGEST of the largest. In less precision the mean difference may be
+    twice that of the pass itself from the pass in float32. Raises LinearizeError when they differ by more.
+    """
+    model, tokens, steps = side.model, _past_windows(side.model), sum(CHECKED_STEPS)
+    text = _random_tokens(model, tokens, options)
+    # of the size that is measured first, where that holds it: what is compiled for it is then compiled once
+    cache = side.caches(max(tokens + steps, _room(options.lengths[0], options)))()
+    for part in text.split(tokens // 2 + 1, 1):
+        token = prefill(model, cache, part)
+    decoded = []
+    for count in CHECKED_STEPS:
+        chosen_BN, logits_BV = side.decode(model, cache, token, count)
+        text = torch.cat((text, token, chosen_BN[:, :-1]), 1)
+        token = chosen_BN[:, -1:]
+        decoded.append(logits_BV.float())
+    compared = torch.tensor(CHECKED_STEPS).cumsum(0) - 1
+
+    def whole() -> Tensor:
+        return model(input_ids=text, use_cache=False, logits_to_keep=steps).logits[:, compared.to(text.device)].float()
+
+    found = whole()
+    scale, difference = found.abs().max(), (torch.stack(decoded, 1) - found).abs()
+    if options.dtype == torch.float32:
+        error, allowed = float(difference.max() / scale), LARGEST
+    else:
+        with in_float32(model):
+            rounding = (found - whole()).abs().mean()
+        error, allowed = float(difference.mean() / scale), float(2 * rounding / scale)
+    if not error <= allowed:
+        raise LinearizeError(
+            f"{side.name}: decoding differs from prefill by {error:.1e} of the largest logit, where rounding explains "
+            f"{allowed:.1e}, so nothing is timed"
+        )
+    return {"tokens": tokens, "error": error, "allowed": allowed}
+
+
+def _mixers(model: Any) -> list[dict[str, Any]]:
+    """The resolved spec of every linearized layer."""
+    config = model.config
+    if not getattr(config, "linearization", None):
+        return []
+    names = config.linearization["layers"]
+    return [config.linearization["mixers"][names[i]] for i in linear_layers(config)]
+
+
+def _past_windows(model: Any) -> int:
+    """Tokens of a prompt that goes beyond every window."""
+    return max((spec["window"] + spec["sinks"] for spec in _mixers(model)), default=0) + CHECKED
+
+
+def _room(tokens: int, options: Options) -> int:
+    return tokens + 1 + options.steps
+
+
+@contextlib.contextmanager
+def in_float32(model: nn.Module) -> Iterator[None]:
+    """Each module computes in float32 while the block runs; only the weights of the one that runs are held twice."""
+    narrow: dict[nn.Parameter, Tensor] = {}
+
+    def widen(module: nn.Module, args: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            narrow[parameter] = parameter.data
+            parameter.data = parameter.data.float()
+
+    def restore(module: nn.Module, args: Any, output: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            parameter.data = narrow.pop(parameter)
+
+    owners = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
+    hooks = [module.register_forward_pre_hook(widen) for module in owners]
+    hooks += [module.register_forward_hook(restore, always_call=True) for module in owners]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def measure(side: Side, tokens: int, options: Options) -> dict[str, Any]:
+    """One row: times of prompts of `tokens` tokens, and what the cache then holds. Out of memory is told in it."""
+    row: dict[str, Any] = {"model": side.name, "tokens": tokens}
+    empty = side.caches(_room(tokens, options))
+    device, batch = options.device, options.batch_size
+    told = tokens if options.prefill else min(tokens, _past_windows(side.model))
+    read, wrote = [], []
+    try:
+        for repeat in range(options.repeats + 1):
+            if repeat == 1 and device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            ids_BT, cache = _random_tokens(side.model, told, options), empty()
+            seconds, token_B1 = _timed(device, prefill, side.model, cache, ids_BT)
+            read.append(1e3 * seconds)
+            if told < tokens:
+                fill(cache, tokens - told)
+            token_B1, _ = side.decode(side.model, cache, token_B1, 1)  # a capture is no step
+            seconds, _ = _timed(device, side.decode, side.model, cache, token_B1, options.steps)
+            wrote.append(1e3 * seconds / options.steps)
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        return row | {"error": OUT_OF_MEMORY}
+    prefill_ms, decode_ms = quartiles(read[1:]) if options.prefill else None, quartiles(wrote[1:])
+    return row | {
+        "prefill_ms": prefill_ms,
+        "prefill_tokens_per_s": 1e3 * batch * tokens / prefill_ms["median"] if prefill_ms else None,
+        "decode_ms": decode_ms,
+        "decode_tokens_per_s": 1e3 * batch / decode_ms["median"],
+        "cache_bytes": cache_bytes(cache),
+        "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+    }
+
+
+def quartiles(values: list[float]) -> dict[str, float]:
+    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return {"median": median, "q1": q1, "q3": q3, "n": len(values)}
+
+
+def _timed(device: torch.device, work: Callable[..., Any], *inputs: Any) -> tuple[float, Any]:
+    """Seconds until the device has done `work`, and what it gave."""
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    started = now()
+    result = work(*inputs)
+    return now() - started, result
+
+
+def _random_tokens(model: Any, tokens: int, options: Options) -> Tensor:
+    return torch.randint(model.config.vocab_size, (options.batch_size, tokens)).to(options.device)
+
+
+@torch.no_grad()
+def bench(
+    source: str,
+    load: Callable[[], Any],
+    load_base: Callable[[], Any] | None,
+    options: Options,
+    report: Report,
+    keep: Callable[[dict[str, Any]], object] = lambda results: None,
+) -> dict[str, Any]:
+    """What bench.json holds: of the model that `load` makes, and then of the base, with each one's ratio to the model.
+
+    The models are in memory one after the other. `keep` is given what there is after every row. Raises LinearizeError
+    when the model's check is red, BadInput for a model whose cache cannot be filled; a base that fails its own check,
+    or that cannot run, is among `missing` with the reason.
+    """
+    torch.manual_seed(0)
+    rows: list[dict[str, Any]] = []
+    missing: dict[str, str] = {}
+    compiled = options.compiled and options.device.type == "cuda"
+    total = len(options.lengths) * (1 if load_base is None else 2 + compiled)
+    results = {
+        "format": FORMAT_VERSION,
+        "source": source,
+        "parameters": 0,
+        "machine": _machine(options.device),
+        "commit": _commit(),
+        "kernels": in_use(),
+        "decoding": "plain steps",
+        "dtype": str(options.dtype).removeprefix("torch."),
+        "batch_size": options.batch_size,
+        "decode_steps": options.steps,
+        "prompts": "read" if options.prefill else "filled",
+        "memory": "peak_bytes" if options.device.type == "cuda" else "cache_bytes",
+        "check": {},
+        "rows": rows,
+        "missing": missing,
+    }
+
+    def add(side: Side) -> None:
+        for tokens in options.lengths:
+            report(len(rows), total, f"{side.name}, {tokens} tokens")
+            row = measure(side, tokens, options)
+            if side.name in (BASE, STATIC):
+                row["ratio"] = _ratio(row, next(ours for ours in rows if ours["tokens"] == tokens))
+            rows.append(row)
+            keep(results)
+            _free(options.device)
+
+    report(0, total, "making the model")
+    model = load()
+    if not options.prefill and not all(spec["window"] for spec in _mixers(model)):
+        raise BadInput(f"--no-prefill: {source} has windows without an end, whose tokens must be read; leave it out")
+    linearized = getattr(model.config, "linearization", None) is not None
+    results["parameters"] = sum(p.numel() for p in model.parameters())
+    side = Side("linearized" if linearized else "model", model, dynamic_caches(model), decode)
+    if linearized and why_plain(model) is None:
+        side = side._replace(decode=decode_as_generated(model))
+    report(0, total, "checking the model")
+    results["check"] = check(side, options)
+    results["decoding"] = getattr(model, "decoding", "plain steps")
+    add(side)
+    del model, side
+    _free(options.device)
+    base, reason = None, "no base was given; name one with --baseline"
+    if load_base is not None:
+        try:
+            base = load_base()
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            reason = OUT_OF_MEMORY
+    if base is None:
+        missing[BASE] = missing[STATIC] = reason
+    else:
+        sides = [Side(BASE, base, dynamic_caches(base), decode)]
+        if compiled:
+            sides.append(Side(STATIC, base, static_caches(base), decode_compiled))
+        elif options.compiled:
+            missing[STATIC] = f"transformers compiles a static cache for a GPU, and this ran on {options.device.type}"
+        for side in sides:
+            try:
+                report(len(rows), total, f"checking the {side.name}")
+                check(side, options)
+                add(side)
+            except Exception as error:  # whatever a compiler makes of a model: the others' numbers stand
+                missing[side.name] = first_line(error)
+    return results
+
+
+def _ratio(row: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, float] | None:
+    if "error" in row or "error" in ours:
+        return None
+    both = [name for name in ("prefill_ms", "decode_ms") if row[name] and ours[name]]
+    times = {name: row[name]["median"] / ours[name]["median"] for name in both}
+    sizes = {name: row[name] / ours[name] for name in ("cache_bytes", "peak_bytes") if ours[name]}
+    return times | sizes
+
+
+def _free(device: torch.device) -> None:
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    found = machine(device, torch.get_num_threads())
+    with contextlib.suppress(PackageNotFoundError):
+        found["versions"]["triton"] = version("triton")
+    return found
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that this code runs from, `-dirty` behind it where it was changed; else None."""
+
+    def git(*words: str) -> str:
+        ran = subprocess.run(["git", "-C", str(PACKAGE), *words], capture_output=True, text=True, check=True)
+        return ran.stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")) != PACKAGE.parent.resolve():
+            return None  # an installed package, inside somebody else's checkout
+        return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*")
+    except (OSError, subprocess.CalledProcessError):
+        return None

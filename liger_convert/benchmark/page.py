@@ -1,0 +1,118 @@
+"""What a bench found, to be read: a table, bench.json and the curves as bench.png."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+from liger_convert.io.files import atomic_dir
+
+FILE, CURVES = "bench.json", "bench.png"
+
+
+def render(results: Mapping[str, Any]) -> Group:
+    """The rows as a table, and below it what was checked, what is missing and what is counted as memory."""
+    peak = results["memory"] == "peak_bytes"
+    sizes = ["cache_bytes", *(["peak_bytes"] if peak else [])]
+    table = Table("tokens", "model", title=Text(_title(results)))
+    for header in ("first token", "tokens/s", "a step", "tokens/s", *(size.partition("_")[0] for size in sizes)):
+        table.add_column(header, justify="right")
+    for row in sorted(results["rows"], key=lambda row: row["tokens"]):
+        cells = [row.get("error", "")]
+        if "error" not in row:
+            cells = []
+            for kind in ("prefill", "decode"):
+                time_ms = row[f"{kind}_ms"]
+                cells.append(_cell(row, f"{kind}_ms", f"{time_ms['median']:.4g} ms") if time_ms else "")
+                cells.append(f"{row[f'{kind}_tokens_per_s']:,.0f}" if time_ms else "")
+            cells += [_cell(row, size, decimal(row[size])) for size in sizes]
+        table.add_row(f"{row['tokens']:,}", row["model"], *cells)
+    checked = results["check"]
+    filled = "Prompts were not read: all but their first tokens are noise in the cache."
+    told = [
+        f"Checked: decoding equals prefill to {checked['error']:.1e} of the largest logit (allowed "
+        f"{checked['allowed']:.1e}). x: a peer's figure over the model's.",
+        "Memory: the tensors of the cache, exactly"
+        + ("; the peak counts the weights, too." if peak else ", as a peak is only known of a GPU."),
+        *([filled] if results["prompts"] == "filled" else []),
+        *(f"Missing: {name}: {why}." for name, why in results["missing"].items()),
+    ]
+    return Group(table, *(Text(line) for line in told))
+
+
+def _title(results: Mapping[str, Any]) -> str:
+    source, batch, dtype, kernels, decoding = (
+        results[name] for name in ("source", "batch_size", "dtype", "kernels", "decoding")
+    )
+    return f"{source}: batch {batch}, {dtype}, {kernels} kernels, {decoding}, {results['machine']['device']}"
+
+
+def _cell(row: Mapping[str, Any], name: str, value: str) -> str:
+    ratio = (row.get("ratio") or {}).get(name)
+    return value if ratio is None else f"{value}, {ratio:.3g}x"
+
+
+def write(results: dict[str, Any], out: Path) -> None:
+    """Writes bench.json and bench.png into the new folder `out`; without matplotlib the curves become `missing`.
+
+    Raises BadInput when `out` exists, LinearizeError for a full disk.
+    """
+    drawn = find_spec("matplotlib") is not None
+    if not drawn:
+        results["missing"]["curves"] = "matplotlib draws them, so pip install 'liger-convert[bench]'"
+    with atomic_dir(out) as folder:
+        (folder / FILE).write_text(json.dumps(results, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        if drawn:
+            draw(results, folder / CURVES)
+
+
+def draw(results: Mapping[str, Any], path: Path) -> None:
+    """Time to the first token, time of a step and memory over the length of the prompt, as a PNG."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    figure = Figure(figsize=(13, 4), dpi=150, layout="constrained")
+    figure.suptitle(_title(results))
+    memory = results["memory"]
+    panels = {
+        "prefill_ms": "ms to the first token",
+        "decode_ms": "ms a decode step",
+        memory: f"{memory.partition('_')[0]}, GB",
+    }
+    if results["prompts"] == "filled":
+        del panels["prefill_ms"]
+    lengths = sorted({row["tokens"] for row in results["rows"]})
+    for axes, (key, title) in zip(figure.subplots(1, len(panels)), panels.items()):
+        for name in dict.fromkeys(row["model"] for row in results["rows"]):
+            mine = [row for row in results["rows"] if row["model"] == name]
+            missing = [f"{row['error']} at {_short(row['tokens'])}" for row in mine if "error" in row]
+            label = "; ".join([name, *missing])
+            mine = [row for row in mine if "error" not in row]
+            tokens, values = [row["tokens"] for row in mine], [row[key] for row in mine]
+            if key == memory:
+                axes.plot(tokens, [value / 1e9 for value in values], marker="o", label=label)
+                continue
+            (line,) = axes.plot(tokens, [value["median"] for value in values], marker="o", label=label)
+            low, high = ([value[q] for value in values] for q in ("q1", "q3"))
+            axes.fill_between(tokens, low, high, alpha=0.2, color=line.get_color())
+        axes.set(xscale="log", yscale="log", xlabel="tokens of the prompt", title=title)
+        axes.set_xticks(lengths, [_short(tokens) for tokens in lengths])
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path)
+
+
+def _short(tokens: int) -> str:
+    return f"{tokens // 1024}K" if tokens % 1024 == 0 else f"{tokens:,}"

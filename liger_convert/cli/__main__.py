@@ -1,0 +1,5 @@
+"""`python -m liger_convert.cli` is `linearize`."""
+
+from liger_convert.cli.main import main
+
+raise SystemExit(main())

@@ -1,0 +1,429 @@
+"""What the commands other than `run` do, each a few calls: the pieces of a run, one at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+import pkgutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from liger_convert import training
+from liger_convert.benchmark import bench, page, shapes
+from liger_convert.config import yaml_file
+from liger_convert.config.recipe import FileSource, PydocSource, Recipe, TeacherSource, build, plain_name
+from liger_convert.data import corpus, teacher
+from liger_convert.eval import ablation, evaluation, generation, suites
+from liger_convert.io import checkpoint
+from liger_convert.io.files import atomic_write, scratch_folder
+from liger_convert.mixers import MIXERS, SOFTMAX
+from liger_convert.mixers.base import HeadDims
+from liger_convert.mixers.linear.gla import GLA
+from liger_convert.model import linear_layers
+from liger_convert.model.families import PREFIX
+from liger_convert.model.loading import check_folder, load_base, load_linearized, load_pretrained
+from liger_convert.pipeline import layer_selection
+from liger_convert.pipeline.convert import convert, replace_mixers
+from liger_convert.pipeline.manifest import lock
+from liger_convert.pipeline.plan import Plan, make_plan
+from liger_convert.training.align import AlignObjective
+from liger_convert.utils.device import autocast, compute_dtype, pick_device
+from liger_convert.utils.errors import BadInput
+from liger_convert.utils.progress import progress
+
+PYDOC = "pydoc"
+# what a base has in common with the model that was made from it
+SIZES = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+@contextmanager
+def local_model(source: str, **options: Any) -> Iterator[Path]:
+    """A folder with the model `source` for as long as the block runs. Options are those of `base_options`."""
+    with scratch_folder() as work:
+        yield checkpoint.resolve_base(source, work, **options)
+
+
+def is_linearized(folder: Path) -> bool:
+    return checkpoint.load_config(folder).model_type.startswith(PREFIX)
+
+
+def require_linearized(folder: Path) -> None:
+    """Raises BadInput unless `folder` holds a linearized model."""
+    if not is_linearized(folder):
+        raise BadInput(f"{folder}: is not a linearized model; `linearize convert` makes one of it")
+
+
+def refuse_existing(out: Path) -> None:
+    """Raises BadInput when `out` exists: before the work, where the writing would only say it after."""
+    if out.exists():
+        raise BadInput(f"{out}: already exists; name a new folder or remove this one")
+
+
+def convert_base(
+    base: str,
+    out: Path,
+    *,
+    mixer: str,
+    window: int | None,
+    sinks: int | None,
+    layers: str,
+    options: Sequence[str],
+    dtype: str,
+    seed: int,
+    **base_options: Any,
+) -> Plan:
+    """Converts `base` without training into the new folder `out`, and returns the plan it followed.
+
+    layers: YAML of a recipe's `layers`. options: `NAME=VALUE` of the mixer. window, sinks: None for the mixer's own.
+    Raises BadInput, LinearizeError.
+    """
+    spec = {"type": mixer, "window": window, "sinks": sinks}
+    written: dict[str, Any] = {
+        "version": 1,
+        "name": plain_name(out.name),
+        "base": base,
+        "base_options": base_options,
+        "mixer": {name: value for name, value in spec.items() if value is not None},
+        "layers": yaml_file.parse(layers, f"--layers {layers}"),
+        "export": {"dtype": dtype},
+        "seed": seed,
+    }
+    if isinstance(written["layers"], dict) and "softmax_auto" in written["layers"]:
+        raise BadInput(
+            "--layers: which layers stay softmax is measured on the text of a recipe; let `linearize rank RECIPE` "
+            "choose them, and give what it prints, such as --layers '{softmax: [3, 7]}'"
+        )
+    for option in options:
+        written = yaml_file.override(written, f"mixer.{option}")
+    recipe = build(written, "convert")
+    refuse_existing(out)
+    trust = recipe.base_options.trust_remote_code
+    with local_model(base, **base_options) as folder, progress("convert") as report:
+        plan = make_plan(recipe, checkpoint.load_config(folder, trust))
+        convert(folder, out, plan.linearization, dtype=dtype, seed=seed, trust_remote_code=trust, progress=report)
+    return plan
+
+
+def calibrate_model(
+    model: Path, out: Path, base: str, *, text: str, tokens: int, seq_len: int, seed: int, device: str
+) -> dict[str, Any]:
+    """Fits the mixers of the linearized model `model` to its `base` on rows of `text`, into the new folder `out`.
+
+    Returns {"tokens": …, "layers": [{"layer", "before", "after"}]}: the relative error of each linearized layer on
+    these rows, see `training.align`. `text` is a file, or `pydoc` for Python's documentation. Raises BadInput.
+    """
+    refuse_existing(out)
+    require_linearized(model)
+    linearization = checkpoint.load_config(model).linearization
+    used = [linearization["mixers"][name] for name in set(linearization["layers"]) - {SOFTMAX}]
+    reach = [spec["window"] + spec["sinks"] for spec in used if spec["join"] == "shared"]
+    if not reach:
+        raise BadInput(f"{model}: has nothing to calibrate, as only mixers with join: shared do")
+    if tokens < seq_len:
+        raise BadInput(f"--tokens {tokens}: is less than one row of --seq-len {seq_len}")
+    where = pick_device(device)
+    dtype = compute_dtype(where)
+    with local_model(base) as folder, progress("calibrate") as report:
+        _require_base(base, folder, model)
+        check_folder(model)
+        check_folder(folder)
+        documents = corpus.load_source(_source(text), checkpoint.load_tokenizer(model)).train
+        if (held := sum(len(document.ids) for document in documents)) < tokens:
+            raise BadInput(f"--text {text}: holds {held} tokens, but --tokens asks for {tokens}; give more text")
+        rows = corpus.pack(documents, seq_len, tokens, seed)
+        batch = {name: t.to(where) for name, t in corpus.collate([rows[i] for i in range(len(rows))]).items()}
+        if int(batch["position_ids"].max()) < min(reach):
+            what = f"in rows of {seq_len} no document is longer than {min(reach)} tokens, the window and its sinks"
+            raise BadInput(f"--text {text}: {what}; give longer ones or a larger --seq-len")
+        linearized = load_linearized(model, dtype=torch.float32).to(where).eval()
+        objective = AlignObjective(load_base(folder, where, dtype), linearized.config)
+
+        def errors() -> list[float]:
+            with autocast(where, dtype):  # left each time, as it keeps the weights that it has cast, changed or not
+                return objective.layer_errors(linearized, batch)
+
+        before = errors()
+        report(1, 3)
+        with autocast(where, dtype):
+            objective.calibrate(linearized, batch)
+        report(2, 3)
+        after = errors()
+        report(3, 3)
+        replace_mixers(model, out, linearized)
+    layers = zip(linear_layers(linearized.config), before, after)
+    return {
+        "tokens": len(rows) * seq_len,
+        "layers": [{"layer": i, "before": error, "after": left} for i, error, left in layers],
+    }
+
+
+def _require_base(base: str, folder: Path, model: Path) -> None:
+    """Raises BadInput unless `base`, in `folder`, is of the family and the sizes of the linearized model `model`."""
+    found, made = checkpoint.load_config(folder), checkpoint.load_config(model)
+    wanted = {"model_type": made.model_type.removeprefix(PREFIX)} | {name: getattr(made, name, None) for name in SIZES}
+    for name, value in wanted.items():
+        if (has := getattr(found, name, None)) != value:
+            raise BadInput(f"--base {base}: its {name} is {has}, but {model} was made from a base with {value}")
+
+
+def rank_layers(recipe: Recipe) -> layer_selection.Ranking:
+    """The layers that `recipe` leaves to a measurement, chosen. Raises BadInput."""
+    if recipe.softmax_auto is None:
+        raise BadInput("--keep: is missing; say how many layers stay softmax, as the recipe's `layers` does not")
+    device, trust = pick_device(recipe.device), recipe.base_options.trust_remote_code
+    with local_model(recipe.base, **recipe.base_options.model_dump()) as base, progress("rank") as report:
+        plan = make_plan(recipe, checkpoint.load_config(base, trust))
+        check_folder(base, trust)
+        tokenizer = checkpoint.load_tokenizer(base, trust)
+        documents = corpus.load_source(recipe.data[recipe.plain_texts[0]], tokenizer, seed=recipe.seed).train
+        return layer_selection.rank(recipe, plan, base, tokenizer, documents, device, report)
+
+
+def train_stage(recipe: Recipe, number: int, model: Path, out: Path, *, resume: bool = False) -> dict[str, Any]:
+    """Stage `number` (from 1) of `recipe` on the linearized model in `model`, into `out`; returns its statistics.
+
+    `out` is new, or with `resume` what an interrupted call left. Raises BadInput, LinearizeError.
+    """
+    if not 1 <= number <= len(recipe.stages):
+        raise BadInput(f"--stage {number}: {recipe.name} has {len(recipe.stages)} stages, counted from 1")
+    require_linearized(model)
+    check_folder(model)
+    if not resume:
+        refuse_existing(out)
+    stage, seed, device = recipe.stages[number - 1], recipe.seed + number - 1, pick_device(recipe.device)
+    with local_model(recipe.base, **recipe.base_options.model_dump()) as base:
+        source, tokenizer, written = recipe.data[stage.data], checkpoint.load_tokenizer(model), out / teacher.FILE
+        check_folder(base)
+        if isinstance(source, TeacherSource):
+            prompts = teacher.encode_prompts(source, tokenizer)
+            out.mkdir(parents=True, exist_ok=True)
+            with lock(out), progress(f"data {stage.data}") as report:
+                teacher.write(
+                    source,
+                    written,
+                    prompts=prompts,
+                    base_dir=base,
+                    device=device,
+                    precision=recipe.precision,
+                    seed=recipe.seed,
+                    progress=report,
+                )
+        documents = corpus.load_source(source, tokenizer, seed=recipe.seed, written=written).train
+        dataset = training.rows_of(stage, documents, seed)
+        out.mkdir(parents=True, exist_ok=True)
+        with lock(out), progress(f"{number}-{stage.kind}") as report:
+            return training.run_stage(
+                stage,
+                model_dir=model,
+                results=[],
+                base_dir=base,
+                dataset=dataset,
+                out=out,
+                device=device,
+                precision=recipe.precision,
+                seed=seed,
+                resume=resume,
+                progress=report,
+            )
+
+
+def evaluate_models(
+    model: str,
+    baseline: str | None,
+    *,
+    suite: str,
+    text: str = PYDOC,
+    data_dir: Path | None = None,
+    limit: int | None = None,
+    batch_size: int = 4,
+    device: str = "auto",
+    precision: str = "auto",
+    trust_remote_code: bool = False,
+) -> dict[str, Any]:
+    """{"suite": …, "models": {NAME: {METRIC: measurement}}}, NAME `linearized` or `model`, and `base` for a baseline.
+
+    `text` is a file of held-out text, or `pydoc` for Python's documentation. Raises BadInput.
+    """
+    loaded, where = suites.load(suite), pick_device(device)
+    suites.check_data(loaded, data_dir, limit)
+    found: dict[str, Any] = {}
+    with ExitStack() as stack:
+        folders = {
+            source: stack.enter_context(local_model(source, trust_remote_code=trust_remote_code))
+            for source in (baseline, model)
+            if source is not None
+        }
+        for folder in folders.values():  # before hours go into the first
+            check_folder(folder, trust_remote_code)
+        for source, folder in folders.items():
+            name = "base" if source == baseline else "linearized" if is_linearized(folder) else "model"
+            tokenizer = checkpoint.load_tokenizer(folder, trust_remote_code)
+            with progress(source) as report:
+                found[name] = evaluation.evaluate(
+                    generation.load_model(folder, where, precision, trust_remote_code=trust_remote_code),
+                    tokenizer,
+                    loaded,
+                    held_out=_held_out(text, tokenizer) if loaded.needs_text else None,
+                    data_dir=data_dir,
+                    limit=limit,
+                    batch_size=batch_size,
+                    precision=precision,
+                    report=report,
+                )
+    return {"suite": loaded.model_dump(mode="json"), "models": found}
+
+
+def diagnose_model(
+    model: Path,
+    base: str | None,
+    *,
+    suite: str,
+    text: str = PYDOC,
+    data_dir: Path | None = None,
+    limit: int | None = None,
+    batch_size: int = 4,
+    processes: int = 1,
+    device: str = "auto",
+    precision: str = "auto",
+) -> dict[str, Any]:
+    """`diagnose.diagnose` of the linearized model `model`, beside its `base` where that is given. Raises BadInput."""
+    loaded, where = suites.load(suite), pick_device(device)
+    suites.check_data(loaded, data_dir, limit)
+    require_linearized(model)
+    with local_model(base or str(model)) as folder, progress("diagnose") as report:
+        check_folder(model)
+        check_folder(folder)
+        return ablation.diagnose(
+            model,
+            folder if base is not None else None,
+            loaded,
+            held_out=_held_out(text, checkpoint.load_tokenizer(model)) if loaded.needs_text else None,
+            data_dir=data_dir,
+            limit=limit,
+            batch_size=batch_size,
+            processes=processes,
+            device=where,
+            precision=precision,
+            report=report,
+        )
+
+
+def _held_out(text: str, tokenizer: Any) -> Sequence[corpus.Document]:
+    """A whole file, or the part of Python's documentation that a recipe with the same seed does not train on."""
+    documents = corpus.load_source(_source(text), tokenizer)
+    return documents.held_out if text == PYDOC else documents.train
+
+
+def _source(text: str) -> FileSource | PydocSource:
+    return PydocSource(held_out=0.1) if text == PYDOC else FileSource(path=text)
+
+
+def generate_text(model: str, prompt: str, write: Callable[[str], object], device: str, **options: Any) -> None:
+    """Streams what `model` says to `prompt` into `write`; options are those of `generate.generate`. Raises BadInput."""
+    where = pick_device(device)
+    with local_model(model) as folder:
+        tokenizer = checkpoint.load_tokenizer(folder)
+        generation.generate(generation.load_model(folder, where), tokenizer, prompt, write=write, **options)
+
+
+def bench_model(
+    source: str,
+    *,
+    lengths: str,
+    batch_size: int,
+    decode_steps: int,
+    repeats: int,
+    mixer: str | None,
+    baseline: str | None,
+    device: str,
+    precision: str,
+    trust_remote_code: bool,
+    out: Path | None,
+    prefill: bool = True,
+    compiled: bool = True,
+) -> dict[str, Any]:
+    """`bench.bench` of `source`, a model or a shape of `shapes.SHAPES`, written into the new folder `out`, if any.
+
+    mixer: of a shape, whose layers are all linearized. baseline: another model or shape, None for a shape's own base.
+    What is measured before it is complete stands in `OUT.partial.json`. Raises BadInput, LinearizeError.
+    """
+    prompts, where = bench.parse_lengths(lengths), pick_device(device)
+    dtype = compute_dtype(where, precision)
+    options = bench.Options(prompts, batch_size, decode_steps, repeats, where, dtype, prefill, compiled)
+    so_far = None if out is None else out.with_name(f"{out.name}.partial.json")
+    if out is not None:
+        refuse_existing(out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+
+    def keep(results: dict[str, Any]) -> None:
+        if so_far is not None:
+            atomic_write(so_far, json.dumps(results, indent=2) + "\n")
+
+    shape = shapes.is_shape(source)
+    if not shape and mixer is not None:
+        raise BadInput(f"--mixer {mixer}: is for shapes, but {source} is a model with layers of its own")
+    if baseline is None and shape:
+        baseline = source
+    with (
+        _loader(source, mixer or GLA.name, options, trust_remote_code) as load,
+        nullcontext() if baseline is None else _loader(baseline, None, options, trust_remote_code) as load_base,
+        progress(f"bench {source}") as report,
+    ):
+        results = bench.bench(source, load, load_base, options, report, keep)
+    if out is not None and so_far is not None:
+        page.write(results, out)
+        so_far.unlink(missing_ok=True)
+    return results
+
+
+@contextmanager
+def _loader(source: str, mixer: str | None, options: bench.Options, trust: bool) -> Iterator[Callable[[], Any]]:
+    """What makes the model on its device, in its dtype: at random for a shape, linearized by `mixer` unless None."""
+    if shapes.is_shape(source):
+        yield partial(shapes.random_model, source, mixer, options.device, options.dtype)
+        return
+    with local_model(source, trust_remote_code=trust) as folder:
+        check_folder(folder, trust)  # at once: a baseline is loaded only after the model was timed
+
+        def load() -> Any:
+            model = load_pretrained(folder, dtype=options.dtype, trust_remote_code=trust)
+            return model.to(options.device).eval()
+
+        yield load
+
+
+def describe_mixers(heads: int, kv_heads: int, head_size: int) -> dict[str, dict[str, Any]]:
+    """Every mixer in words, with its options at their defaults, and the float32 state of a layer of that shape.
+
+    fast_paths: the implementations of its recurrence beside the plain reference. Raises BadInput for heads that do not
+    divide.
+    """
+    if heads % kv_heads:
+        raise BadInput(f"--heads: {heads} query heads are no multiple of {kv_heads} key-value heads")
+    dims, described = HeadDims(heads * head_size, heads, kv_heads, head_size), {}
+    for name, mixer in MIXERS.items():
+        spec = mixer.Spec()
+        shapes = mixer.state_shape(spec, dims)
+        described[name] = {
+            "summary": mixer.summary,
+            "gate": mixer.gate_rule,
+            "recurrence": mixer.recurrence,
+            "fast_paths": _fast_paths(mixer.recurrence),
+            "state": {state: list(shape) for state, shape in shapes.items()},
+            "state_bytes": 4 * sum(math.prod(shape) for shape in shapes.values()),
+            "options": asdict(spec),
+        }
+    return described
+
+
+def _fast_paths(op: str) -> list[str]:
+    spec = find_spec(f"gated_kernels.{op}")
+    folder = [] if spec is None else spec.submodule_search_locations
+    return [module.name for module in pkgutil.iter_modules(folder) if module.name in ("chunk", "triton", "fla")]

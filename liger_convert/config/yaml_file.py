@@ -1,0 +1,152 @@
+"""YAML as people write it: repeated keys refused, 1e-4 a number, errors with their line, `a.b[0].c=value` overrides."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from liger_convert.io import inputs
+from liger_convert.utils.errors import BadInput
+
+# PyYAML takes about 0.1 ms for a value, so these bounds are seconds; no shipped recipe has 300 values.
+MAX_BYTES = 1 << 20
+MAX_VALUES = 20_000
+MAX_DEPTH = 50
+MAX_DIGITS = 100  # of a number; no field of a recipe or a suite takes one of 20
+
+
+def read(path: Path | str) -> str:
+    """The text of a file. Raises BadInput when there is none to read."""
+    return inputs.read_text(path, MAX_BYTES)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without its traps: a repeated key is an error, 1e-4 is a number, aliases cannot make a small file a large
+    one, and a value that cannot be made ends in an error that knows its line."""
+
+    values = depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.values, self.depth = self.values + 1, self.depth + 1
+        mark = self.peek_event().start_mark
+        _bound(self.values, mark)
+        if self.depth > MAX_DEPTH:
+            raise _problem("it is nested too deeply", mark)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None:
+            _expanded(node, {})
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        kind = node.tag.rpartition(":")[2]
+        if kind in ("int", "float") and len(node.value) > MAX_DIGITS:
+            raise _problem(f"a number of {len(node.value):,} digits", node.start_mark)
+        try:
+            value = super().construct_object(node, deep)
+        except yaml.YAMLError:
+            raise
+        except Exception:  # a month 13, a !!int of letters, …: each tag's own maker raises what it happens to
+            raise _problem(f"this is no {kind}", node.start_mark) from None
+        if isinstance(value, str) and not inputs.is_text(value):
+            raise _problem("half of a surrogate pair, which is no character", node.start_mark)
+        return value
+
+
+def _problem(what: str, mark: yaml.Mark) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(None, None, what, mark)
+
+
+def _bound(values: int, mark: yaml.Mark) -> None:
+    if values > MAX_VALUES:
+        raise _problem(f"more than {MAX_VALUES:,} values, each counted as often as aliases repeat it", mark)
+
+
+def _expanded(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
+    """How many values a node stands for, with those behind its aliases. known: of the nodes that were counted; 0 for
+    one that is being counted, which only an alias inside its own value meets."""
+    if node in known:
+        if not known[node]:
+            raise _problem("an alias of the value that it stands in", node.start_mark)
+        return known[node]
+    known[node] = 0
+    parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+    total = 1 + (0 if isinstance(node, yaml.ScalarNode) else sum(_expanded(part, known) for part in parts))
+    _bound(total, node.start_mark)
+    known[node] = total
+    return total
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict:
+    seen: set[str] = set()
+    for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise _problem("a key that is a list or a mapping; keys are plain words", key.start_mark)
+        if key.value in seen:
+            raise _problem(f"the key {key.value!r} appears twice", key.start_mark)
+        seen.add(key.value)
+    made = loader.construct_mapping(node, deep=True)
+    for key in made:
+        if not isinstance(key, str):
+            raise _problem(f"the key {key!r} is no word; put it in quotes", node.start_mark)
+    return made
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+_FLOAT = re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, [*"-+0123456789"])
+
+
+def parse(text: str, where: str) -> Any:
+    """YAML text as plain Python. Raises BadInput with `where` and the line when it is not YAML."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise BadInput(f"{where}:{line}: not valid YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise BadInput(f"{where}: not valid YAML: {str(error).splitlines()[0]}") from None
+
+
+def quoted(text: str) -> str:
+    """A string as YAML that means it, in quotes only where it would mean something else."""
+    try:
+        plain = parse(text, "") == text
+    except BadInput:
+        plain = False
+    return text if plain else json.dumps(text)
+
+
+def _assign(data: Any, keys: Sequence[str | int], value: Any, flag: str) -> Any:
+    """A copy of `data` with `value` at `keys`. Only what is on the way is copied: YAML anchors share the rest."""
+    if not keys:
+        return value
+    key, rest = keys[0], keys[1:]
+    if isinstance(key, int):
+        if not isinstance(data, list) or key >= len(data):
+            size = f"a list of {len(data)}" if isinstance(data, list) else "not a list"
+            raise BadInput(f"{flag}: [{key}] is not there: what it points into is {size}")
+        return [_assign(item, rest, value, flag) if i == key else item for i, item in enumerate(data)]
+    if data is not None and not isinstance(data, dict):
+        raise BadInput(f"{flag}: {key!r} is not there: what it points into is {data!r}, not a mapping")
+    data = data or {}
+    return data | {key: _assign(data.get(key), rest, value, flag)}
+
+
+def override(data: Any, assignment: str) -> Any:
+    """`data` with the assignment `a.b[0].c=value` (the value in YAML) carried out; raises BadInput."""
+    flag = f"--set {assignment}" if len(assignment) <= 200 else f"--set {assignment[:200]}…"
+    path, equals, value = assignment.partition("=")
+    if not equals or not re.fullmatch(r"[A-Za-z_][\w-]*(\[[0-9]{1,9}\])*(\.[A-Za-z_][\w-]*(\[[0-9]{1,9}\])*)*", path):
+        raise BadInput(f"{flag}: write it as field=value, for example stages[0].tokens=20000")
+    keys: list[str | int] = [int(key) if re.fullmatch("[0-9]+", key) else key for key in re.findall(r"\w[\w-]*", path)]
+    return _assign(data, keys, parse(value, flag), flag)

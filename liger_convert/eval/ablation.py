@@ -1,0 +1,207 @@
+"""What the branches of a linearized model carry: the same measures on it, on each branch alone, and on controls."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from liger_convert.data.corpus import Document
+from liger_convert.eval.evaluation import evaluate
+from liger_convert.eval.generation import continuations, load_model, weight_dtype
+from liger_convert.eval.measures import Measurement
+from liger_convert.eval.suites import Suite
+from liger_convert.eval.verdict import verdict
+from liger_convert.io.checkpoint import load_config, load_tokenizer
+from liger_convert.io.checksums import read_checked, write_checked
+from liger_convert.mixers import resolve_spec
+from liger_convert.mixers.base import Branches
+from liger_convert.model import set_branches
+from liger_convert.model.loading import linearize_base
+from liger_convert.utils import workers
+from liger_convert.utils.errors import LinearizeError
+from liger_convert.utils.progress import Report, quiet_libraries
+
+BRANCHES: dict[str, Branches] = {
+    "linearized": "both",
+    "linearized_window_only": "window",
+    "linearized_memory_only": "memory",
+}
+NAMES = ("base", "window_untrained", *BRANCHES)
+
+
+def diagnose(
+    model_dir: Path,
+    base_dir: Path | None,
+    suite: Suite,
+    *,
+    held_out: Sequence[Document] | None,
+    data_dir: Path | None = None,
+    limit: int | None = None,
+    batch_size: int = 4,
+    processes: int = 1,
+    device: torch.device,
+    precision: str = "auto",
+    prompts: Sequence[str] = (),
+    keep: Path | None = None,
+    report: Report = lambda done, total, note="": None,
+) -> dict[str, Any]:
+    """{"suite": …, "models": {NAME: {METRIC: measurement}}, "verdict": …, "continuations": […]}, NAME as in NAMES.
+
+    `linearized` is the model in `model_dir`, `linearized_window_only` and `linearized_memory_only` the same with the
+    other branch switched off, `base` the model it was made from, and `window_untrained` that base with nothing but the
+    model's window and sinks in the layers that the model has linearized. Without `base_dir` the latter two are left
+    out. `prompts` are continued by the base and by the linearized model. One model is in memory at a time, or one in
+    each of several `processes`, which take turns on the GPUs that there are. Each measure is written to the folder
+    `keep` at once, and read from there by the next attempt. Arguments are else those of `evaluate.evaluate`, and so are
+    the errors.
+    """
+    options = {"held_out": held_out, "data_dir": data_dir, "limit": limit, "batch_size": batch_size}
+    job = _Job(model_dir, base_dir, suite, device, precision, prompts, options, keep)
+    names = NAMES if base_dir is not None else tuple(BRANCHES)
+    kept = {name: keep / f"{name}.json" for name in names} if keep is not None else {}
+    found = {name: column for name, path in kept.items() if (column := read_checked(path)) is not None}
+    left = [name for name in names if name not in found]
+    columns = _one_by_one(job, left, report) if processes == 1 else _side_by_side(job, left, processes, report)
+    for name, column in columns:
+        found[name] = column
+        if keep is not None:
+            write_checked(kept[name], column)
+            _begun(keep, name).unlink(missing_ok=True)  # a suite may measure nothing here
+    models = {name: found[name][0] for name in names}
+    said = {name: found[name][1] for name in names if found[name][1]}
+    spoken = [{"prompt": prompt} | {name: said[name][i] for name in said} for i, prompt in enumerate(prompts)]
+    return {
+        "suite": suite.model_dump(mode="json"),
+        "models": models,
+        "verdict": verdict(models),
+        "continuations": spoken,
+    }
+
+
+Column = tuple[dict[str, Measurement], list[str]]  # what was measured on a model, and what it said
+
+
+@dataclass
+class _Job:
+    """What is measured and how. Keeps the last model, for the branches of the linearized one come behind each other."""
+
+    model_dir: Path
+    base_dir: Path | None
+    suite: Suite
+    device: torch.device
+    precision: str
+    prompts: Sequence[str]
+    options: dict[str, Any]
+    keep: Path | None
+    model: Any = None
+    loaded: str = ""
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self.model_dir)
+
+    def column(self, name: str, report: Report) -> Column:
+        source = "linearized" if name in BRANCHES else name
+        if source != self.loaded:
+            self.model = None  # let go of the one before
+            self.model, self.loaded = _load(source, self.model_dir, self.base_dir, self.device, self.precision), source
+        if name in BRANCHES:
+            set_branches(self.model, BRANCHES[name])
+        measured = evaluate(
+            self.model,
+            self.tokenizer,
+            self.suite,
+            **self.options,
+            precision=self.precision,
+            keep=None if self.keep is None else _begun(self.keep, name),
+            report=report,
+        )
+        speaks = self.prompts and name in ("base", "linearized")
+        return measured, continuations(self.model, self.tokenizer, self.prompts) if speaks else []
+
+
+def _begun(keep: Path, name: str) -> Path:
+    """Where the measures of a model stand until they are all there."""
+    return keep / f"{name}.begun.json"
+
+
+def _one_by_one(job: _Job, names: Sequence[str], report: Report) -> Iterator[tuple[str, Column]]:
+    for name in names:
+        yield name, job.column(name, lambda done, total, note="", name=name: report(done, total, f"{name}: {note}"))
+
+
+def _side_by_side(job: _Job, names: Sequence[str], processes: int, report: Report) -> Iterator[tuple[str, Column]]:
+    if job.device.type == "cuda":  # what this process held for training is theirs
+        gc.collect()
+        torch.cuda.empty_cache()
+    context = multiprocessing.get_context("spawn")  # a GPU does not survive a fork
+    turns = context.Queue()
+    for turn in range(processes):
+        turns.put(turn)
+    begin = workers.pickled(partial(_begin, job, processes))
+    with ProcessPoolExecutor(processes, context, workers.begin, (begin, turns)) as pool:
+        try:
+            futures = {pool.submit(_column, name): name for name in names}
+            report(0, len(names))
+            for done, future in enumerate(as_completed(futures), 1):
+                if future.exception() is None:
+                    yield futures[future], future.result()
+                report(done, len(names), futures[future])
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.kill()  # the pool would wait for what they are measuring
+            raise
+    for future in futures:
+        try:
+            future.result()  # raises what one raised, once the others are kept
+        except BrokenProcessPool as error:
+            raise LinearizeError(
+                "eval.processes: a process was ended from outside, perhaps for want of memory; set fewer"
+            ) from error
+
+
+_job: _Job  # of a process of several
+
+
+def _begin(job: _Job, processes: int, turns: Any) -> None:
+    """In a process of several: its own GPU where there are enough, its share of the cores."""
+    global _job
+    quiet_libraries()
+    torch.set_num_threads(max(1, torch.get_num_threads() // processes))
+    if job.device.type == "cuda" and job.device.index is None:
+        job = replace(job, device=torch.device("cuda", turns.get() % torch.cuda.device_count()))
+        torch.cuda.set_device(job.device)  # where Triton launches
+    _job = job
+
+
+def _column(name: str) -> Column:
+    return _job.column(name, lambda done, total, note="": None)
+
+
+def window_control(linearization: dict[str, Any]) -> dict[str, Any]:
+    """The linearization that leaves of each mixer its window and its sinks."""
+    control = {
+        name: resolve_spec({"type": "window", "window": spec["window"], "sinks": spec["sinks"]})
+        for name, spec in linearization["mixers"].items()
+    }
+    return linearization | {"mixers": control}
+
+
+def _load(name: str, model_dir: Path, base_dir: Path | None, device: torch.device, precision: str) -> Any:
+    if name == "linearized" or base_dir is None:
+        return load_model(model_dir, device, precision)
+    if name == "base":
+        return load_model(base_dir, device, precision)
+    linearization = window_control(load_config(model_dir).linearization)
+    dtype = weight_dtype(device, precision)
+    return linearize_base(base_dir, linearization, dtype=dtype).to(device).eval()

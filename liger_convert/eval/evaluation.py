@@ -1,0 +1,67 @@
+"""Everything a suite measures, on one model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from liger_convert.data.corpus import Document
+from liger_convert.eval.measures import Measurement, copy_loss, text_perplexity
+from liger_convert.eval.suites import Suite, check_files
+from liger_convert.io.checksums import read_checked, write_checked
+from liger_convert.utils.device import compute_dtype
+from liger_convert.utils.errors import BadInput
+from liger_convert.utils.progress import Report
+
+
+def evaluate(
+    model: Any,
+    tokenizer: Any,
+    suite: Suite,
+    *,
+    held_out: Sequence[Document] | None = None,
+    data_dir: Path | None = None,
+    limit: int | None = None,
+    batch_size: int = 4,
+    precision: str = "auto",
+    keep: Path | None = None,
+    report: Report = lambda done, total, note="": None,
+) -> dict[str, Measurement]:
+    """{METRIC: {"value", "stderr", "n"}} of any causal language model, on the device where it is.
+
+    held_out: the documents that text and copy measures read, tokenised by `tokenizer`. data_dir: a folder of local
+    files for the tasks, which otherwise load their data from the hub; tasks marked `needs_data` are left out without.
+    limit: documents of each task, instead of the suite's own limits; our own measures stay whole. precision: of the
+    matrix products; the weights stay as they are. keep: a file that holds, after each measure or task, what there is so
+    far, and from which the next attempt goes on. `report` is called with what is done of each measure or task.
+
+    Raises BadInput when the suite lacks what it reads.
+    """
+    if suite.needs_text and held_out is None:
+        raise BadInput(f"suite {suite.name}: scores held-out text, and none is given")
+    check_files(suite, data_dir)
+    dtype = compute_dtype(model.device, precision)
+    model.eval()
+    documents = held_out or []
+    options: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype, "report": report}
+    # by the first metric of a measure of ours, or the name of a task
+    found: dict[str, dict[str, Measurement]] = (read_checked(keep) if keep is not None else None) or {}
+
+    def done(name: str, measured: dict[str, Measurement]) -> None:
+        found[name] = measured
+        if keep is not None:
+            write_checked(keep, found)
+
+    for text in suite.text:
+        if text.metrics[0] not in found:
+            done(text.metrics[0], text_perplexity(model, tokenizer, documents, text, **options))
+    for copying in suite.copying:
+        if copying.metrics[0] not in found:
+            done(copying.metrics[0], copy_loss(model, tokenizer, documents, copying, **options))
+    if tasks := [task for task in suite.tasks_for(data_dir) if task.name not in found]:
+        from liger_convert.eval.harness import run_tasks  # lm-eval takes seconds to import
+
+        for name, measured in run_tasks(model, tokenizer, tasks, data_dir=data_dir, limit=limit, **options):
+            done(name, measured)
+    return {metric: measurement for measured in found.values() for metric, measurement in measured.items()}

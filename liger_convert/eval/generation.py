@@ -1,0 +1,111 @@
+"""Text from a model: streamed for a person, or a few continuations for a report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TextStreamer
+
+from liger_convert.io.inputs import is_text
+from liger_convert.io.templates import render
+from liger_convert.io.tokenizer import check_ids
+from liger_convert.model.loading import load_pretrained
+from liger_convert.utils.device import compute_dtype
+from liger_convert.utils.errors import BadInput, refusing
+
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3  # as in a recipe
+
+
+def load_model(folder: Path, device: torch.device, precision: str = "auto", *, trust_remote_code: bool = False) -> Any:
+    """The model in `folder`, a base or a linearized one, to measure it or generate with it on `device`.
+
+    Raises BadInput as `loading.load_pretrained` does.
+    """
+    dtype = weight_dtype(device, precision)
+    return load_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code).to(device).eval()
+
+
+def weight_dtype(device: torch.device, precision: str) -> Any:
+    """What weights are loaded as: as saved, but float32 where products are computed in float32."""
+    return torch.float32 if compute_dtype(device, precision) == torch.float32 else "auto"
+
+
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    *,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    chat: bool = True,
+    write: Callable[[str], object] | None = None,
+) -> str:
+    """What the model says to `prompt`, as the user's turn of the chat template where there is one (and `chat`).
+
+    Greedy at temperature 0, else sampled. `write` gets the text in pieces while it is made; the pieces joined are the
+    result. The memory a linearized model takes does not grow with the text. Raises BadInput for an empty prompt.
+    """
+    if temperature and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        raise BadInput(f"temperature: should be 0, or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}, not {temperature:g}")
+    if not 0 < top_p <= 1:
+        raise BadInput(f"top_p: should be above 0 and at most 1, not {top_p:g}")
+    streamer = _Streamer(tokenizer, write) if write is not None else None
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {}
+    torch.manual_seed(seed)
+    return _complete(model, tokenizer, [prompt], max_new_tokens, chat, streamer=streamer, **sampling)[0]
+
+
+def continuations(model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int = 48) -> list[str]:
+    """Greedy answers to all `prompts`, in one batch."""
+    return _complete(model, tokenizer, prompts, max_new_tokens, chat=True)
+
+
+class _Streamer(TextStreamer):
+    """Hands on the text in whole words, as soon as they are complete."""
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], object]):
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.write = write
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.write(text)
+
+
+def _complete(
+    model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int, chat: bool, **options: Any
+) -> list[str]:
+    rows = [encode(tokenizer, prompt, chat) for prompt in prompts]
+    width = max(len(row) for row in rows)
+    pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+    sampled = "temperature" in options
+    # what a model's own generation config says about sampling must not decide it
+    options = {"temperature": None, "top_p": None, "top_k": None, "do_sample": sampled} | options
+    ids = model.generate(
+        input_ids=torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=model.device),
+        attention_mask=torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device),
+        max_new_tokens=max_new_tokens,
+        pad_token_id=pad,
+        **options,
+    )
+    return tokenizer.batch_decode(ids[:, width:], skip_special_tokens=True)
+
+
+def encode(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
+    """The tokens of a prompt, as the user's turn of the chat template where there is one and `chat`. Raises BadInput
+    for an empty prompt, and whatever a template raises."""
+    if not prompt.strip():
+        raise BadInput("the prompt is empty; give the model something to continue")
+    if not is_text(prompt):
+        raise BadInput("the prompt holds bytes that are not UTF-8 text")
+    text, template = prompt, tokenizer.chat_template if chat else None
+    if template:
+        text = render(tokenizer, [{"role": "user", "content": prompt}], template, ask=True)
+    with refusing("the tokenizer fails on this prompt"):
+        ids = tokenizer(text, add_special_tokens=not template)["input_ids"]
+    check_ids(tokenizer, ids, "the prompt")
+    return ids

@@ -1,0 +1,215 @@
+"""Our own measures: perplexity of held-out text, per token and per byte, and the loss on a repetition.
+
+All work on any causal language model of transformers. Every value comes with its standard error and `n`, the number of
+independent windows or draws it is a mean over.
+Shapes: N windows, T tokens of a window, B batch, R tokens whose logits exist at a time, C hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from liger_convert.data.corpus import Document
+from liger_convert.eval.suites import CopyMeasure, TextMeasure
+from liger_convert.utils.device import autocast
+from liger_convert.utils.errors import BadInput
+from liger_convert.utils.progress import Report
+
+Measurement = dict[str, float | int | None]  # value, stderr, n
+ROW = 256  # tokens of what counts as one of a batch
+LOGIT_ROWS = 512  # tokens whose logits exist at a time: 100 MB in float32 for a vocabulary of 50,000
+
+
+def measurement(value: float, stderr: float | None, n: int) -> Measurement:
+    """JSON knows no infinity and no NaN: what is not finite becomes None."""
+    finite = [x if x is not None and math.isfinite(x) else None for x in (value, stderr)]
+    return {"value": finite[0], "stderr": finite[1], "n": n}
+
+
+def text_perplexity(
+    model: Any,
+    tokenizer: Any,
+    documents: Sequence[Document],
+    measure: TextMeasure,
+    *,
+    batch_size: int,
+    dtype: torch.dtype,
+    report: Report,
+) -> dict[str, Measurement]:
+    """Perplexity on the first `measure.windows` windows of `measure.window` tokens of the documents, put behind each
+    other in their order with nothing between them.
+
+    Windows do not overlap and do not see each other: each is one forward pass from position 0. A tokenizer that begins
+    every text with a token of its own begins every window with it. Scored are the tokens from `measure.score_from` on
+    (at least 1: the first token has nothing before it), each given all tokens before it in its window.
+
+    `<name>_ppl` = exp(mean loss per scored token); its standard error is the windows' (delta method: value x standard
+    error of the mean of the windows' losses). `<name>_byte_ppl` = exp(summed loss / UTF-8 bytes of the scored text);
+    special tokens have no bytes, and a character cut by a window's edge counts as 3. n = windows.
+
+    Raises BadInput when the documents do not fill two windows.
+    """
+    prefix = _prefix(tokenizer)
+    stream, size = _stream(documents, prefix), measure.window - len(prefix)
+    windows = min(measure.windows, len(stream) // size)
+    if windows < 2:
+        raise BadInput(f"held-out text: {len(stream)} tokens do not fill two windows of {measure.window}")
+    ids_NT = _prefixed(prefix, stream[: windows * size].reshape(windows, size))
+    first = measure.score_from
+    losses_NT = window_losses(model, ids_NT, batch_size, dtype, lambda done: report(done, len(ids_NT), measure.name))
+    losses_N = losses_NT[:, first - 1 :].sum(1, dtype=torch.float64).numpy()
+    bytes_N = np.array([_bytes(tokenizer, row) - _bytes(tokenizer, row[:first]) for row in ids_NT.tolist()])
+    tokens_N = np.full(len(ids_NT), ids_NT.shape[1] - first)
+    return {
+        name: _perplexity(losses_N, size_N) for name, size_N in zip(measure.metrics, (tokens_N, bytes_N), strict=True)
+    }
+
+
+def copy_loss(
+    model: Any,
+    tokenizer: Any,
+    documents: Sequence[Document],
+    measure: CopyMeasure,
+    *,
+    batch_size: int,
+    dtype: torch.dtype,
+    report: Report,
+) -> dict[str, Measurement]:
+    """Mean loss on the second half of [x, x], |x| = `measure.length`: what a memory of x is worth.
+
+    The first token of the second half is not scored, since nothing tells that x starts again. The standard error is
+    over the draws' mean losses; n = draws. Raises BadInput when the documents do not hold two spans.
+    """
+    ids_NT, (name,) = repetitions(tokenizer, documents, measure), measure.metrics
+    losses_NT = window_losses(model, ids_NT, batch_size, dtype, lambda done: report(done, len(ids_NT), name))
+    loss_N = losses_NT[:, -(measure.length - 1) :].mean(1, dtype=torch.float64)
+    return {name: measurement(loss_N.mean().item(), loss_N.std().item() / math.sqrt(len(loss_N)), len(loss_N))}
+
+
+def repetitions(tokenizer: Any, documents: Sequence[Document], measure: CopyMeasure) -> Tensor:
+    """[x, x] of every draw, int64 [N,T], |x| = `measure.length`.
+
+    x is a span of the documents (the `measure.draws` spans lie evenly over them and do not overlap; there are fewer
+    draws when the documents are too short), or with `tokens: uniform` drawn uniformly from the vocabulary without its
+    special tokens, always with the same seed. A tokenizer that begins every text with a token of its own begins this
+    one too. Raises BadInput when the documents do not hold two spans.
+    """
+    prefix, length = _prefix(tokenizer), measure.length
+    if measure.tokens == "uniform":
+        size = getattr(tokenizer, "embeddings", math.inf)  # see tokenizer.load
+        ordinary = sorted({i for i in tokenizer.get_vocab().values() if i < size} - set(tokenizer.all_special_ids))
+        x_NT = np.random.default_rng(0).choice(ordinary, (measure.draws, length))
+    else:
+        stream = _stream(documents, prefix)
+        draws = min(measure.draws, len(stream) // length)
+        if draws < 2:
+            raise BadInput(f"held-out text: {len(stream)} tokens do not hold two spans of {length}")
+        x_NT = np.stack([stream[i * (len(stream) // draws) :][:length] for i in range(draws)])
+    return _prefixed(prefix, np.concatenate([x_NT, x_NT], 1))
+
+
+def token_losses(model: Any, ids_BT: Tensor) -> Tensor:
+    """The loss of tokens 1 to T - 1 given those before them, float32 [B,T-1], in the caller's precision."""
+    output = model.get_decoder()(input_ids=ids_BT, use_cache=False)
+    hidden_NC, targets_N = output.last_hidden_state[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten()
+    parts = [
+        cross_entropy(logits_RV, targets_R, reduction="none")
+        for logits_RV, targets_R in _in_parts(model, output, hidden_NC, targets_N)
+    ]
+    return torch.cat(parts).view(len(ids_BT), -1)
+
+
+def target_losses(
+    model: Any, ids_BT: Tensor, row_N: Tensor, column_N: Tensor, targets_N: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The loss of each target given what stands up to `column` in its row of `ids_BT`, float32 [N] in the caller's
+    precision, and whether no other token is likelier, bool [N]."""
+    output = model.get_decoder()(input_ids=ids_BT, use_cache=False)
+    losses, greedy = [], []
+    for logits_RV, targets_R in _in_parts(model, output, output.last_hidden_state[row_N, column_N], targets_N):
+        losses.append(cross_entropy(logits_RV, targets_R, reduction="none"))
+        greedy.append(logits_RV.argmax(-1) == targets_R)
+    return torch.cat(losses), torch.cat(greedy)
+
+
+def _in_parts(model: Any, output: Any, hidden_NC: Tensor, targets_N: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """(logits float32 [R,V], targets [R]), LOGIT_ROWS at a time: those of all are by far the largest tensor."""
+    with _head(model, output) as logits:
+        for x_RC, targets_R in zip(hidden_NC.split(LOGIT_ROWS), targets_N.split(LOGIT_ROWS)):
+            yield logits(x_RC).float(), targets_R
+
+
+@contextlib.contextmanager
+def _head(model: Any, output: Any) -> Iterator[Callable[[Tensor], Tensor]]:
+    """From hidden states [R,C] to logits [R,V]: the model's own forward, its backbone (which gave `output`) bypassed.
+
+    The `lm_head` alone would not do, because families scale or cap what comes out of it.
+    """
+    backbone = model.get_decoder()
+    own = vars(backbone).get("forward")  # set where accelerate spreads a model over devices
+
+    def logits(hidden_RC: Tensor) -> Tensor:
+        given = type(output)(**{**output, "last_hidden_state": hidden_RC[None]})
+        backbone.forward = lambda *_, **__: given
+        return model(inputs_embeds=hidden_RC[None], use_cache=False).logits[0]
+
+    try:
+        yield logits
+    finally:
+        vars(backbone).pop("forward", None)
+        if own is not None:
+            backbone.forward = own
+
+
+def window_losses(
+    model: Any, ids_NT: Tensor, batch_size: int, dtype: torch.dtype, done: Callable[[int], None] = lambda windows: None
+) -> Tensor:
+    """`token_losses` of all windows, float32 [N,T-1] on the CPU; `done` is told how many are. `batch_size` windows of
+    up to ROW tokens are worked on at once, of longer ones fewer."""
+    parts = []
+    batch_size = max(1, batch_size * ROW // max(ROW, ids_NT.shape[1]))
+    # one autocast for all batches: it then casts each weight once
+    with torch.inference_mode(), autocast(model.device, dtype):
+        for start in range(0, len(ids_NT), batch_size):
+            parts.append(token_losses(model, ids_NT[start : start + batch_size].to(model.device)).cpu())
+            done(min(start + batch_size, len(ids_NT)))
+    return torch.cat(parts)
+
+
+def _prefix(tokenizer: Any) -> np.ndarray:
+    """What the tokenizer puts before every text of its own accord: its beginning-of-sequence token, or nothing."""
+    ids = tokenizer("", add_special_tokens=True)["input_ids"]
+    return np.array(ids[:1] if ids[:1] == [tokenizer.bos_token_id] else [], np.int64)
+
+
+def _stream(documents: Sequence[Document], prefix: np.ndarray) -> np.ndarray:
+    """The documents' tokens behind each other, without the prefix that each document begins with."""
+    begins = len(prefix) > 0
+    parts = [ids[1:] if begins and ids[:1] == prefix else ids for ids in (document.ids for document in documents)]
+    return np.concatenate([np.empty(0, np.int64), *parts])
+
+
+def _prefixed(prefix: np.ndarray, rows_NT: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.tile(prefix, (len(rows_NT), 1)), rows_NT], 1))
+
+
+def _bytes(tokenizer: Any, ids: list[int]) -> int:
+    return len(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False).encode())
+
+
+def _perplexity(losses_N: np.ndarray, sizes_N: np.ndarray) -> Measurement:
+    """exp(sum of losses / sum of sizes), with the standard error of that ratio carried through exp."""
+    n = len(losses_N)
+    mean = losses_N.sum() / sizes_N.sum()
+    residuals_N = (losses_N - mean * sizes_N) / sizes_N.mean()
+    with np.errstate(over="ignore"):
+        value = float(np.exp(mean))
+    return measurement(value, value * math.sqrt(np.square(residuals_N).sum() / (n * (n - 1))), n)

@@ -1,0 +1,1 @@
+"""Files: how they are read, checked, written and named."""

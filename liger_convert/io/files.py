@@ -1,0 +1,157 @@
+"""Files and folders that appear under their final name complete or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from liger_convert.io.inputs import JSON_BYTES, parse_json, read_text
+from liger_convert.utils.errors import BadInput, LinearizeError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """A full disk or a folder that is not ours to write becomes one sentence."""
+    try:
+        yield
+    except Exception as error:
+        code = error.errno if isinstance(error, OSError) else None
+        # the Rust writers of safetensors and tokenizers raise types of their own, with the number in the text
+        if code in _FULL or f"(os error {errno.ENOSPC})" in str(error):
+            raise LinearizeError(f"{path}: the disk is full; free some space and start again") from error
+        if code in _REFUSED:
+            raise LinearizeError(f"{path}: cannot be written: {error}") from error
+        raise
+
+
+def fsync(path: Path) -> None:
+    """Waits until a file or folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_tree(folder: Path) -> None:
+    """Waits until a folder and all that is in it are on the disk."""
+    for path in [*folder.rglob("*"), folder]:
+        fsync(path)
+
+
+@contextlib.contextmanager
+def temporary_folder(parent: Path, prefix: str, mode: int = 0o777) -> Iterator[Path]:
+    """A new folder in `parent` for as long as the block runs, under a name that begins with `prefix`.
+
+    First removes what killed processes left under such names. A living process holds a lock on its folder, and the
+    name carries the host, because a lock may not be seen from another host on a shared disk.
+    """
+    prefix = f"{prefix}{re.sub('[^A-Za-z0-9.]', '_', socket.gethostname())}-"
+    for path in parent.glob(f"{prefix}*"):
+        _remove_if_abandoned(path)
+    while (folder := _locked_folder(parent / f"{prefix}{secrets.token_hex(4)}", mode)) is None:
+        pass  # another process took the new folder for an abandoned one
+    path, descriptor = folder
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _locked_folder(path: Path, mode: int) -> tuple[Path, int] | None:
+    """A new folder and the descriptor that holds its lock; None when it was removed before it could be locked."""
+    path.mkdir(mode)
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError:
+        pass  # a file system without locks: nobody can lock this folder, so nobody takes it for abandoned
+    if path.exists():
+        return path, descriptor
+    os.close(descriptor)
+    return None
+
+
+def _remove_if_abandoned(path: Path) -> None:
+    """Removes a temporary folder of this user that no living process holds."""
+    with contextlib.suppress(OSError):
+        if path.is_symlink() or path.stat().st_uid != os.geteuid():
+            return
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path)
+        finally:
+            os.close(descriptor)
+
+
+def scratch_folder() -> contextlib.AbstractContextManager[Path]:
+    """A folder that only this user can read, in the system's place for temporary files, while the block runs."""
+    return temporary_folder(Path(tempfile.gettempdir()), "linearize-", mode=0o700)
+
+
+@contextlib.contextmanager
+def atomic_dir(out: Path | str, overwrite: bool = False) -> Iterator[Path]:
+    """A new folder beside `out` to write into; it becomes `out` when the block ends and disappears when it fails.
+
+    Raises BadInput when `out` exists (unless `overwrite`), LinearizeError when the disk is full or not writable.
+    """
+    out = Path(out)
+    if os.path.lexists(out) and not overwrite:
+        raise BadInput(f"{out}: already exists; name a new folder or remove this one")
+    with disk_errors(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with temporary_folder(out.parent, f".{out.name}.partial-") as partial:
+            yield partial
+            fsync_tree(partial)
+            if overwrite and out.exists():
+                shutil.rmtree(out)
+            partial.rename(out)
+            fsync(out.parent)
+
+
+def atomic_write(path: Path | str, data: bytes | str) -> None:
+    """Writes a whole file or leaves what was there. Raises LinearizeError when the disk is full or not writable."""
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    with disk_errors(path):
+        try:
+            with open(partial, "wb") as file:
+                file.write(data.encode() if isinstance(data, str) else data)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises BadInput when the file is missing, is not JSON or holds something else."""
+    try:
+        data = parse_json(read_text(path, JSON_BYTES))
+    except ValueError as error:
+        raise BadInput(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise BadInput(f"{path}: must hold a JSON object, not a {type(data).__name__}")
+    return data

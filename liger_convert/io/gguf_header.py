@@ -1,0 +1,177 @@
+"""The header of a .gguf file, walked before a library maps it: its counts and lengths are taken on trust there, so that
+a file of a hundred bytes may ask for a list of 2**60 items."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import re
+import struct
+from pathlib import Path
+
+from liger_convert.io.config_sizes import check_sizes
+from liger_convert.io.inputs import open_input
+from liger_convert.utils.errors import BadInput
+
+MAGIC = b"GGUF"
+STRING, ARRAY = 8, 9
+SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value, by its type
+WHOLE = {
+    0: False,
+    1: True,
+    2: False,
+    3: True,
+    4: False,
+    5: True,
+    10: False,
+    11: True,
+}  # whether such a number has a sign, by its type
+# The library makes Python objects of every item: ten million take minutes and gigabytes. A vocabulary of 262,144
+# with its scores, types and merges has 1.3 million.
+ITEMS = 1 << 21
+TENSORS = 1 << 17  # experts are stored as one tensor a layer; the largest published models have some thousand
+NAME_BYTES = 1 << 10
+DEPTH = 4  # of arrays in arrays
+
+
+# What the header calls the sizes of `config_sizes`, behind the name of the architecture.
+NAMES = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "vocab_size": "vocab_size",
+    "context_length": "max_position_embeddings",
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+}
+
+
+def check(file: Path) -> None:
+    """Raises BadInput unless all counts, lengths and offsets in the header of `file` lie within the file, its sizes are
+    those of a model, and it has tensors for as many layers as it says: the library would make the missing ones, with
+    random numbers."""
+    header = _Header(file)
+    numbers = {key.partition(".")[2]: value for key, value in header.numbers.items()}
+    check_sizes({size: numbers.get(name) for name, size in NAMES.items()}, f"base: {file}")
+    blocks = {int(match[1]) for name in header.tensors if (match := re.match(r"blk\.(\d{1,9})\.", name))}
+    if "block_count" in numbers and blocks != set(range(numbers["block_count"])):
+        what = f"says that it has {numbers['block_count']} layers, but holds tensors of {len(blocks)}"
+        raise BadInput(f"base: {file}: {what}")
+
+
+class _Header:
+    """tensors: the names of the tensors. numbers: the fields that are whole numbers."""
+
+    def __init__(self, path: Path):
+        self.path, self.items, self.at = path, 0, 0
+        self.tensors: set[str] = set()
+        self.numbers: dict[str, int] = {}
+        with open_input(path) as file:
+            self.size = file.seek(0, 2)
+            if not self.size:
+                raise self._broken("it is empty")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as self.data:
+                ends = self._entries()
+        alignment = self.numbers.get("general.alignment", 32)
+        if alignment <= 0 or alignment & (alignment - 1):
+            raise self._broken(f"general.alignment is {alignment}, no power of two")
+        begin = self.at + -self.at % alignment
+        if ends and begin + max(ends) > self.size:
+            raise self._broken(f"its tensors would end at byte {begin + max(ends):,}, but it has {self.size:,}")
+
+    def _entries(self) -> list[int]:
+        """Reads the whole header; returns where the tensors end."""
+        if self._take(4) != MAGIC:
+            raise self._broken("it does not begin as a .gguf file does")
+        self.order = ">" if self._take(4)[:2] == b"\0\0" else "<"
+        tensors, fields = self._number("Q"), self._number("Q")
+        for _ in range(self._count(fields, 12, "fields")):
+            key = self._string("a field's name")
+            value = self._value(self._number("I"), key, 0)
+            if value is not None:
+                self.numbers[key] = value
+        if self._count(tensors, 24, "tensors") > TENSORS:
+            raise self._broken(f"it has more than {TENSORS:,} tensors")
+        return [self._tensor() for _ in range(tensors)]
+
+    def _tensor(self) -> int:
+        """Reads one tensor's entry; returns where its data ends, from where all data begins."""
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        name = self._string("a tensor's name")
+        if not name or name in self.tensors:
+            raise self._broken(f"it has the tensor {name!r} twice" if name else "it has a tensor without a name")
+        self.tensors.add(name)
+        axes = self._number("I")
+        if axes > 8:
+            raise self._broken(f"tensor {name} has {axes:,} axes")
+        elements = math.prod([self._number("Q") for _ in range(axes)])
+        kind, offset = self._number("I"), self._number("Q")
+        if kind not in set(GGMLQuantizationType):
+            raise self._broken(f"tensor {name} is of type {kind}, which there is not")
+        block, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+        return offset + -(-elements // block) * nbytes
+
+    def _value(self, kind: int, key: str, depth: int) -> int | None:
+        """Reads one value; returns it when it is a whole number."""
+        if kind == STRING:
+            self._skip(self._number("Q"), key)
+            return None
+        if kind == ARRAY:
+            self._array(key, depth)
+            return None
+        if kind not in SCALARS:
+            raise self._broken(f"field {key} is of type {kind}, which there is not")
+        data = self._take(SCALARS[kind])
+        if kind not in WHOLE:
+            return None
+        return int.from_bytes(data, "little" if self.order == "<" else "big", signed=WHOLE[kind])
+
+    def _array(self, key: str, depth: int) -> None:
+        if depth == DEPTH:
+            raise self._broken(f"field {key} holds arrays in arrays")
+        kind, count = self._number("I"), self._number("Q")
+        smallest = SCALARS.get(kind, 8 if kind == STRING else 12)
+        self.items += self._count(count, smallest, f"items in {key}")
+        if self.items > ITEMS:
+            raise self._broken(f"it holds lists of more than {ITEMS:,} items")
+        if kind in SCALARS:
+            self._skip(count * smallest, key)
+            return
+        for _ in range(count):
+            self._value(kind, key, depth + 1)
+
+    def _count(self, count: int, smallest: int, what: str) -> int:
+        left = self.size - self.at
+        if count * smallest > left:
+            raise self._broken(f"it says that it has {count:,} {what}, but ends {left:,} bytes later")
+        return count
+
+    def _string(self, what: str) -> str:
+        length = self._number("Q")
+        if length > NAME_BYTES:
+            raise self._broken(f"{what} has {length:,} bytes")
+        return self._take(length).decode("utf-8", "replace")
+
+    def _number(self, kind: str) -> int:
+        at = self.at
+        self._skip(4 if kind == "I" else 8, "a number")
+        return struct.unpack_from(self.order + kind, self.data, at)[0]
+
+    def _take(self, count: int) -> bytes:
+        at = self.at
+        self._skip(count, "a text")
+        return self.data[at : self.at]
+
+    def _skip(self, count: int, what: str) -> None:
+        if count > self.size - self.at:
+            raise self._broken(
+                f"it is cut off: {what} has {count:,} bytes, but it ends {self.size - self.at:,} bytes later"
+            )
+        self.at += count
+
+    def _broken(self, what: str) -> BadInput:
+        return BadInput(f"base: {self.path}: cannot be read as a GGUF model: {what}")

@@ -1,0 +1,125 @@
+"""Files that a user names: opened only when they are files, read only up to a bound, parsed without harm.
+
+A pipe or a device would be read for ever, a file of zeros fills the memory, and a parser has limits of its own that
+it reports in its own words. Everything here ends in BadInput instead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from liger_convert.utils.errors import BadInput
+
+# A config or an index of shards: the largest index of a published model has some 15 MB.
+JSON_BYTES = 32 << 20
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_BLANKS = re.compile(r"[ \t\r\n]*")
+_DECODER = json.JSONDecoder()
+
+
+def require_file(path: Path | str) -> os.stat_result:
+    """What `stat` says of a regular file. Raises BadInput for anything else, and where there is nothing."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        what = "is a link to a file that is not there" if os.path.islink(path) else "there is no such file"
+        raise BadInput(f"{path}: {what}") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise BadInput(f"{path}: cannot be read ({_reason(error)})") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise BadInput(f"{path}: is {_KINDS.get(stat.S_IFMT(found.st_mode), 'something else')}, not a file")
+    return found
+
+
+def open_input(path: Path | str) -> BinaryIO:
+    """The open file at `path`, in binary. Raises BadInput when it is no regular file, or may not be read."""
+    require_file(path)  # before it is opened: opening a pipe waits for a writer, opening a device may do anything
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read ({_reason(error)})") from None
+
+
+def read_text(path: Path | str, limit: int) -> str:
+    """A file of UTF-8 text, with or without a byte order mark. Raises BadInput when it has more than `limit` bytes."""
+    with open_input(path) as file:
+        try:
+            data = file.read(limit + 1)
+        except OSError as error:
+            raise BadInput(f"{path}: cannot be read ({_reason(error)})") from None
+    if len(data) > limit:
+        raise BadInput(f"{path}: is too large; a file of this kind has at most {size(limit)}")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise BadInput(
+            f"{path}: cannot be read as text: {error.reason} at byte {error.start}; save it as UTF-8"
+        ) from None
+
+
+def decode_json(text: str, start: int = 0) -> tuple[Any, int]:
+    """The JSON value that begins at `start`, and where it ends.
+
+    Raises json.JSONDecodeError for text that is no JSON, and ValueError, with what is wrong as its message, for JSON
+    that Python or a tokenizer cannot work with.
+    """
+    try:
+        value, end = _DECODER.raw_decode(text, start)
+        if _ESCAPED_SURROGATE.search(text, start, end):
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(f"it holds \\u{ord(half):04x}, half of a surrogate pair, which is no character") from None
+    except ValueError:
+        raise ValueError("it holds an integer of thousands of digits") from None
+    return value, end
+
+
+def parse_json(text: str) -> Any:
+    """The one JSON value that `text` is. Raises as `decode_json` does."""
+    value, end = decode_json(text, skip_blanks(text, 0))
+    if (end := skip_blanks(text, end)) < len(text):
+        raise json.JSONDecodeError("Extra data", text, end)
+    return value
+
+
+def skip_blanks(text: str, start: int) -> int:
+    """Where the first character after JSON's white space stands, from `start` on."""
+    found = _BLANKS.match(text, start)
+    assert found is not None
+    return found.end()
+
+
+def is_text(text: str) -> bool:
+    """Whether UTF-8 can say it. What cannot be decoded in a command's words or a YAML escape is half a surrogate."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def size(count: int) -> str:
+    """Bytes in words, for a bound: 64 MiB."""
+    return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)

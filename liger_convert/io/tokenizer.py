@@ -1,0 +1,94 @@
+"""A model's tokenizer: loaded, tried on a text, and compared with the model's vocabulary, before it is used."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from liger_convert.io import templates
+from liger_convert.utils.errors import BadInput, refusing
+
+PROBE = "Hello, world: 1 + 2 = 3\n"
+
+
+def load(folder: Path, vocabulary: int | None, trust_remote_code: bool = False) -> Any:
+    """The tokenizer in `folder`, for a model with `vocabulary` embeddings (None: unknown). Raises BadInput."""
+    from transformers import AutoTokenizer
+
+    with _no_panic_message(), refusing(f"{folder}: its tokenizer cannot be used"):
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        vocab = tokenizer.get_vocab()
+        ids = tokenizer([PROBE, PROBE], return_offsets_mapping=tokenizer.is_fast)["input_ids"][0]
+        plain = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
+        special = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+        tokenizer.decode(ids)
+    if not vocab or not plain:
+        raise BadInput(f"{folder}: its tokenizer has no vocabulary to speak of: it makes no token of {PROBE!r}")
+    if isinstance(tokenizer.chat_template, dict):  # several, by name
+        tokenizer.chat_template = tokenizer.chat_template.get("default")
+    if (template := tokenizer.chat_template) is not None:
+        if not isinstance(template, str):
+            raise BadInput(
+                f"{templates.file_in(folder)}: the chat template is a {type(template).__name__}; it should be text"
+            )
+        try:
+            templates.render(tokenizer, [{"role": "user", "content": PROBE}], template, ask=True)
+        except templates.BadTemplate as error:
+            raise BadInput(f"{templates.file_in(folder)}: {error}") from None
+        except BadInput:
+            pass  # it may want more than one turn of a user
+    if vocabulary is not None:
+        _check_vocabulary(folder, tokenizer, vocab, special, vocabulary)
+        tokenizer.embeddings = vocabulary
+    return tokenizer
+
+
+def _check_vocabulary(
+    folder: Path, tokenizer: Any, vocab: dict[str, int], special: dict[str, int | None], size: int
+) -> None:
+    """Raises BadInput when ordinary text may give ids that the model has no embedding of. Some published models have
+    added tokens beyond their embeddings, for pictures say, which their texts never hold; `check_ids` refuses the text
+    that does."""
+    for name, number in special.items():
+        if number is not None and number >= size:
+            raise BadInput(
+                f"{folder}: its tokenizer's {name} token has id {number}, but the model has {size:,} embeddings "
+                "(vocab_size in config.json); name one of those or resize the model"
+            )
+    added = set(tokenizer.added_tokens_decoder)
+    beyond = sorted((i, token) for token, i in vocab.items() if i >= size and i not in added)
+    if beyond:
+        i, token = beyond[0]
+        raise BadInput(
+            f"{folder}: its tokenizer has {len(beyond):,} tokens beyond the model's {size:,} embeddings (vocab_size in "
+            f"config.json), such as {token!r}, id {i}; it is another model's"
+        )
+
+
+def check_ids(tokenizer: Any, ids: Any, where: str) -> None:
+    """Raises BadInput, beginning with `where`, for one of the `ids` (a list or an array) that the model of this
+    tokenizer has no embedding of."""
+    size = getattr(tokenizer, "embeddings", None)
+    if size is not None and len(ids) and (largest := int(max(ids))) >= size:
+        token = tokenizer.convert_ids_to_tokens(largest)
+        raise BadInput(f"{where}: holds {token!r}, token {largest}, but the model has {size:,} embeddings")
+
+
+@contextlib.contextmanager
+def _no_panic_message() -> Iterator[None]:
+    """Rust writes of a panic to the process's stderr, before Python hears of it."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # there is no stderr
+        yield
+        return
+    try:
+        with open(os.devnull, "w") as nothing:
+            os.dup2(nothing.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)

@@ -1,0 +1,1 @@
+"""Layers without a memory: the window alone, and softmax that forgets."""

@@ -1,0 +1,16 @@
+"""DeltaNet: the delta rule with unit keys (2406.06484).
+
+S_t = S_{t-1} + b_t u_t^T (v_t - u_t S_{t-1}),   b_t = sigmoid(pool(k_t) + c),   o_t = q_t S_t
+
+with u = k / |k| and q of length 1. Against the paper: b comes from pooled keys instead of a new projection, and the
+SiLU and short convolution before the norm, which a checkpoint has no weights for, are left out.
+"""
+
+from __future__ import annotations
+
+from liger_convert.mixers.delta.base import DeltaMixer
+
+
+class DeltaNet(DeltaMixer):
+    name = "deltanet"
+    summary = "delta rule: a key's old value makes way for its new one"

@@ -1,0 +1,44 @@
+"""Gated DeltaNet: the delta rule on a memory that decays as a whole (2412.06464, eq. 10).
+
+S_t = a_t S_{t-1} + b_t u_t^T (v_t - u_t a_t S_{t-1}),   a_t = exp(-softplus(pool(k_t) + c)),   o_t = q_t S_t
+
+with u, q and b as in `deltanet`. The paper scales the softplus by a learned e^A; c does the same where a is near 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from liger_convert.mixers.base import HeadDims
+from liger_convert.mixers.delta.base import DeltaMixer, DeltaSpec, pooled
+
+
+@dataclass(frozen=True)
+class GatedDeltaNetSpec(DeltaSpec):
+    """gate_bias: c, learned from there; -7 keeps a memory for about a thousand tokens at the start."""
+
+    gate_bias: float = -7.0
+
+
+class GatedDeltaNet(DeltaMixer):
+    name = "gated-deltanet"
+    summary = "delta rule on a memory that decays by a gate per head"
+    gate_rule = "exp(-softplus(pool(k) + c))"
+    Spec = GatedDeltaNetSpec
+    spec: GatedDeltaNetSpec
+
+    def __init__(self, spec: GatedDeltaNetSpec, dims: HeadDims):
+        super().__init__(spec, dims)
+        self.gate_bias_G1 = nn.Parameter(torch.empty(dims.kv_heads, 1))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        init.constant_(self.gate_bias_G1, self.spec.gate_bias)
+
+    def log_gate(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        return -F.softplus(pooled(inputs[0], self.gate_bias_G1))

@@ -1,0 +1,62 @@
+"""RWKV-7's memory: a decay and a strength per channel, and keys that erase apart from those that write (2503.14456).
+
+S_t = (diag(w_t) - (b_t * u_t)^T u_t) S_{t-1} + k~_t^T v_t,   o_t = q_t S_t
+u_t = unit(k_t * xi),   k~_t = unit(k_t) * (1 + alpha * (b_t - 1)),   b_t = sigmoid(k_t + c)
+w_t = exp(-e^-0.5 sigmoid(k_t + d))
+
+Against the paper: decay and strength come from the key itself instead of low-rank projections of a shifted input;
+queries and keys have length 1 instead of a group norm after the read; the bonus for the current token, which the
+window sees anyhow, and the mixing of values across layers are left out.
+
+Shapes: B batch, T tokens, G key-value heads, D head size, V value size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from liger_convert.mixers.base import HeadDims
+from liger_convert.mixers.delta.base import DeltaMixer, DeltaSpec, pooled, unit
+
+
+@dataclass(frozen=True)
+class RWKV7Spec(DeltaSpec):
+    """gate_bias: d, learned from there; -7 keeps a memory for about two thousand tokens at the start."""
+
+    gate_bias: float = -7.0
+
+
+class RWKV7(DeltaMixer):
+    name = "rwkv7"
+    summary = "delta rule with a decay and a strength per channel"
+    gate_rule = "exp(-e^-0.5 sigmoid(k + d))"
+    Spec = RWKV7Spec
+    spec: RWKV7Spec
+    beta_per_channel = True
+
+    def __init__(self, spec: RWKV7Spec, dims: HeadDims):
+        super().__init__(spec, dims)
+        self.gate_bias_GD, self.xi_GD, self.alpha_GD = (
+            nn.Parameter(torch.empty(dims.kv_heads, dims.dim)) for _ in range(3)
+        )
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        init.constant_(self.gate_bias_GD, self.spec.gate_bias)
+        init.ones_(self.xi_GD)
+        init.ones_(self.alpha_GD)
+
+    def log_gate(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        return -math.exp(-0.5) * pooled(inputs[0], self.gate_bias_GD).sigmoid()
+
+    def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
+        beta, log_w = self.beta(inputs), self.log_gate(inputs)
+        k_BTGD, u_BTGD = unit(inputs[-1]), unit(inputs[-1].float() * self.xi_GD.float())
+        k_BTGD = k_BTGD * (1 + self.alpha_GD.float() * (beta - 1))
+        # the op looks up after the decay, RWKV-7 before it; w is at least 0.54, so that the quotient is safe
+        return k_BTGD, v_BTGV.float(), u_BTGD * (-log_w).exp(), log_w, beta * u_BTGD

@@ -1,0 +1,83 @@
+"""Titans with a matrix as its memory: the delta rule with momentum and forgetting (2501.00663, eq. 12 to 14).
+
+Z_t = eta_t Z_{t-1} - theta_t u_t^T (u_t M_{t-1} - v_t),   M_t = (1 - alpha_t) M_{t-1} + Z_t,   o_t = q_t M_t
+theta_t = sigmoid(pool(k_t) + c),   eta_t = sigmoid(pool(k_t) + d),   1 - alpha_t = exp(-softplus(pool(k_t) + e))
+
+with u = k / |k| and q of length 1. What surprised the memory goes on moving it for a while after, the momentum. Against
+the paper: the memory is linear, so the step is the gradient of |u M - v|^2 / 2 exactly, the three rates come from
+pooled keys instead of new projections, and there are no persistent tokens. Two states of the head's size squared.
+
+Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, V value size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from gated_kernels.momentum.chunk import momentum
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from liger_convert.mixers.base import HeadDims, Heads, Memory, MixerSpec
+from liger_convert.mixers.delta.base import DeltaMixer, DeltaSpec, pooled
+
+
+@dataclass(frozen=True)
+class TitansSpec(DeltaSpec):
+    """momentum_bias: d; 0 halves a step at every token. gate_bias: e; -7 keeps a memory for about a thousand tokens.
+
+    Both are learned from there.
+    """
+
+    momentum_bias: float = 0.0
+    gate_bias: float = -7.0
+
+
+class Titans(DeltaMixer):
+    name = "titans"
+    summary = "delta rule with momentum and forgetting"
+    gate_rule = "exp(-softplus(pool(k) + e))"
+    recurrence = "momentum"
+    Spec = TitansSpec
+    spec: TitansSpec
+
+    def __init__(self, spec: TitansSpec, dims: HeadDims):
+        super().__init__(spec, dims)
+        self.momentum_bias_G1 = nn.Parameter(torch.empty(dims.kv_heads, 1))
+        self.gate_bias_G1 = nn.Parameter(torch.empty(dims.kv_heads, 1))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        init.constant_(self.momentum_bias_G1, self.spec.momentum_bias)
+        init.constant_(self.gate_bias_G1, self.spec.gate_bias)
+
+    @classmethod
+    def state_shape(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, tuple[int, ...]]:
+        return {"state": (dims.kv_heads, 2 * dims.dim, dims.dim)}
+
+    def log_gate(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        return -F.softplus(pooled(inputs[0], self.gate_bias_G1))
+
+    def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
+        log_eta = F.logsigmoid(pooled(inputs[0], self.momentum_bias_G1))
+        # the last entry lets the momentum act: of a token that is not written, it too must be 0
+        return *super().write(inputs, v_BTGV), log_eta, torch.ones_like(log_eta)
+
+    def recur(
+        self,
+        heads: Heads,
+        entries: tuple[Tensor, ...],
+        states: dict[str, Tensor],
+        document_BT: Tensor | None,
+        exclusive: bool,
+    ) -> tuple[Memory, dict[str, Tensor]]:
+        o_BTHV, state = momentum(
+            self.query(heads),
+            *entries,
+            state_BGFV=states.get("state"),
+            segment_BT=document_BT,
+            exclusive=exclusive,
+        )
+        return Memory(o_BTHV.to(heads.v_BSGD.dtype), None), {"state": state}

@@ -1,0 +1,73 @@
+"""Decaying fast weights: a decay on both sides of the state, one of its rows and one of its columns (2210.04243).
+
+S_t = diag(a_t) S_{t-1} diag(b_t) + k_t^T v_t,   a_t, b_t = sigmoid(pool(k_t) + bias),   o_t = norm(q_t S_t)
+
+A column decays by b alone, so that columns of one b are a head of the diagonal recurrence with the gate a b. The
+paper has a b per value channel; here `value_gates` groups of channels share one, each group at the cost of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from liger_convert.mixers.base import HeadDims, MixerSpec
+from liger_convert.mixers.gates import log_sigmoid_gate
+from liger_convert.mixers.kernel_maps import map_size
+from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
+
+
+@dataclass(frozen=True)
+class DecayingFastWeightsSpec(GatedSpec):
+    """value_gates: 1, 2, 4 or 8 decays b a head, whose size they divide.
+
+    normalize stays false: the paper has no normaliser, and no b belongs to one.
+    """
+
+    gate: Literal["pooled", "head", "learned", "constant"] = "pooled"
+    value_gates: int = 4
+
+    def problem(self) -> str | None:
+        if self.normalize:
+            return "normalize: true has no mass here, where values are forgotten by their channel; use gla"
+        if self.value_gates not in (1, 2, 4, 8):
+            return f"value_gates: {self.value_gates} is not 1, 2, 4 or 8"
+        return super().problem()
+
+
+class DecayingFastWeights(GatedMixer):
+    name = "decaying-fast-weights"
+    summary = "a decay of keys' and one of values' channels"
+    gate_rule = "sigmoid(pool(k) + b), of rows and of columns"
+    Spec = DecayingFastWeightsSpec
+    spec: DecayingFastWeightsSpec
+
+    def __init__(self, spec: DecayingFastWeightsSpec, dims: HeadDims):
+        super().__init__(spec, dims)
+        self.add_gate("value", spec.value_gates, spec.gate_bias)
+
+    @classmethod
+    def state_shape(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, tuple[int, ...]]:
+        assert isinstance(spec, DecayingFastWeightsSpec)
+        groups = spec.value_gates
+        return {"state": (dims.kv_heads * groups, map_size(spec.feature_map, dims.dim), dims.dim // groups)}
+
+    def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
+        return *super().write(inputs, v_BTGV), self.decay(self.gate_logits(inputs, "value"))
+
+    def decay(self, logits: Tensor) -> Tensor:
+        return log_sigmoid_gate(logits, 1.0)
+
+    def attend(
+        self, q_BTHF: Tensor, entries: tuple[Tensor, ...], **options: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        k_BTGF, v_BTGV, log_a, log_b_BTGN = entries
+        groups, kv_heads = self.spec.value_gates, self.dims.kv_heads
+        each = (k_BTGF.repeat_interleave(groups, 2), v_BTGV.unflatten(-1, (groups, -1)).flatten(2, 3))
+        gate = (log_a[:, :, :, None] + log_b_BTGN[..., None]).flatten(2, 3)
+        q = q_BTHF.unflatten(2, (kv_heads, 1, -1)).expand(-1, -1, -1, groups, -1, -1).flatten(2, 4)
+        o, _, state = super().attend(q, (*each, gate), **options)
+        # [B,T,G,N,R,V/N] -> [B,T,H,V]
+        return o.unflatten(2, (kv_heads, groups, -1)).transpose(3, 4).flatten(4).flatten(2, 3), None, state

@@ -1,0 +1,44 @@
+"""Gated retention: RetNet with a decay that the token chooses, one value a head (2405.05254).
+
+S_t = a_t S_{t-1} + k_t^T v_t,   a_t = sigmoid(pool(k_t) + b)^(1/tau),   o_t = norm(q_t S_t)
+
+Rotated by the base's own rotary. The gate is pooled from the keys (2503.01496, table 1) instead of projected, and the
+swish gate of the output is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from liger_convert.mixers.gates import log_sigmoid_gate
+from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
+
+
+@dataclass(frozen=True)
+class GatedRetentionSpec(GatedSpec):
+    """gate_normalizer: tau; with it a bias of 6 keeps a memory for thousands of tokens."""
+
+    rope: bool = True
+    gate: Literal["head", "learned", "constant"] = "head"
+    gate_bias: float = 6.0
+    gate_normalizer: float = 16.0
+
+    def problem(self) -> str | None:
+        if self.gate_normalizer <= 0:
+            return f"gate_normalizer: {self.gate_normalizer} must be above 0"
+        return super().problem()
+
+
+class GatedRetention(GatedMixer):
+    name = "gated-retention"
+    summary = "retention with a scalar gate per head"
+    gate_rule = "sigmoid(pool(k) + b)^(1/tau), scalar"
+    Spec = GatedRetentionSpec
+    spec: GatedRetentionSpec
+    scalar = True
+
+    def decay(self, logits: Tensor) -> Tensor:
+        return log_sigmoid_gate(logits, self.spec.gate_normalizer)

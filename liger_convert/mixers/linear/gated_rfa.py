@@ -1,0 +1,43 @@
+"""Gated random feature attention: a scalar gate that makes room for what it writes, and a kernel (2103.02143).
+
+S_t = g_t S_{t-1} + (1 - g_t) phi(k_t)^T [v_t, 1],   g_t = sigmoid(pool(k_t) + b),   o_t = phi(q_t) S / its last column
+
+phi: random features of queries and keys of length 1, for the paper's arc-cosine or its Gaussian kernel. The paper
+estimates the latter by sines and cosines, whose weights may be negative; here by exponentials, whose are not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from liger_convert.mixers.base import Join
+from liger_convert.mixers.gates import log_sigmoid_gate
+from liger_convert.mixers.kernel_maps import MapName
+from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
+
+
+@dataclass(frozen=True)
+class GatedRFASpec(GatedSpec):
+    """feature_map: `arccos` or `gaussian` as published, or any other. A bias of 7 keeps about a thousand tokens."""
+
+    join: Join = "shared"
+    feature_map: MapName = "arccos"
+    normalize: bool = True
+    gate: Literal["head", "learned", "constant"] = "head"
+
+
+class GatedRFA(GatedMixer):
+    name = "gated-rfa"
+    summary = "normalised random features with a scalar gate that forgets what it writes"
+    gate_rule = "sigmoid(pool(k) + b), scalar"
+    Spec = GatedRFASpec
+    scalar = True
+
+    def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        return super().key_features(inputs) * (-self.gate_logits(inputs)).sigmoid()
+
+    def decay(self, logits: Tensor) -> Tensor:
+        return log_sigmoid_gate(logits, 1.0)

@@ -1,0 +1,95 @@
+"""GateLoop: linear attention with a complex gate per channel, magnitude and angle chosen by the token (2311.01927).
+
+S_t = diag(a_t e^(i theta_t)) S_{t-1} + conj(k_t)^T v_t,   o_t = norm(Re(q_t S_t))
+a_t = sigmoid(pool(k_t) + b),   theta_t = k_t P
+
+Channels 2c and 2c + 1 of q and k are the real and the imaginary part of channel c. With angles summed up to each token,
+Theta_t, that is the real recurrence over turned keys, read by turned queries: Re(q_t conj(k_s) e^(i (Theta_t -
+Theta_s))) is the product of q_t turned by Theta_t and k_s turned by Theta_s. The state is turned back and is S itself
+(its conjugate), so that no angle is carried on. P starts at 0, where every gate is real. `rope: true` adds the base's
+constant angles. `phase: false` leaves the gates real, and each real channel its own.
+
+Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, F feature size, C = F / 2, V value size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from liger_convert.mixers.base import HeadDims
+from liger_convert.mixers.gates import log_sigmoid_gate
+from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
+
+
+@dataclass(frozen=True)
+class GateLoopSpec(GatedSpec):
+    """phase: complex gates. A bias of 7 keeps a memory for about a thousand tokens."""
+
+    gate: Literal["pooled", "head", "learned", "constant"] = "pooled"
+    phase: bool = True
+
+    def problem(self) -> str | None:
+        if self.phase and self.normalize:
+            return "normalize: true has no mass here, where weights turn negative; use phase: false"
+        if self.phase and (self.feature_map == "products" or (self.feature_map == "codebook" and self.codes % 2)):
+            return "phase: true needs features in pairs, to be complex; use phase: false, or another feature_map"
+        return super().problem()
+
+
+class GateLoop(GatedMixer):
+    name = "gateloop"
+    summary = "linear attention with a complex gate per channel: the token chooses its size and its angle"
+    gate_rule = "sigmoid(pool(k) + b) e^(i k P)"
+    Spec = GateLoopSpec
+    spec: GateLoopSpec
+
+    def __init__(self, spec: GateLoopSpec, dims: HeadDims):
+        super().__init__(spec, dims)
+        if spec.phase:
+            self.phase_GDC = nn.Parameter(torch.empty(dims.kv_heads, dims.dim, self.features // 2))
+
+    def add_gate(self, name: str, size: int, start: float) -> None:
+        super().add_gate(name, max(size // 2, 1) if self.spec.phase else size, start)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.spec.phase:
+            init.zeros_(self.phase_GDC)
+
+    def decay(self, logits: Tensor) -> Tensor:
+        log_a = log_sigmoid_gate(logits, 1.0)
+        return log_a.repeat_interleave(2, -1) if self.spec.phase and log_a.shape[-1] > 1 else log_a
+
+    def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
+        entries = super().write(inputs, v_BTGV)
+        if not self.spec.phase:
+            return entries
+        with torch.autocast(v_BTGV.device.type, enabled=False):  # roundings of angles would add up
+            theta_BTGC = torch.einsum("btgd,gdc->btgc", inputs[0].float(), self.phase_GDC.float())
+        return *entries, theta_BTGC
+
+    def attend(
+        self, q_BTHF: Tensor, entries: tuple[Tensor, ...], **options: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        if not self.spec.phase:
+            return super().attend(q_BTHF, entries, **options)
+        k_BTGF, v_BTGV, log_a, theta_BTGC = entries
+        k_angle_BTGC = theta_BTGC.double().cumsum(1)  # far from 0, float32 would lose the angle
+        q_angle_BTGC = k_angle_BTGC - theta_BTGC if options["exclusive"] else k_angle_BTGC
+        q_BTHF = turn(q_BTHF, q_angle_BTGC.repeat_interleave(q_BTHF.shape[2] // k_BTGF.shape[2], 2))
+        o_BTHV, _, state_BGFV = super().attend(q_BTHF, (turn(k_BTGF, k_angle_BTGC), v_BTGV, log_a), **options)
+        return o_BTHV, None, turn(state_BGFV.mT, -k_angle_BTGC[:, -1, :, None]).mT
+
+
+def turn(x: Tensor, angle: Tensor) -> Tensor:
+    """x [..., F], pairs of channels as complex numbers, times e^(i angle) [..., F / 2], in float32."""
+    re, im = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    angle = angle.remainder(2 * math.pi).float()
+    cos, sin = angle.cos(), angle.sin()
+    return torch.stack((re * cos - im * sin, re * sin + im * cos), -1).flatten(-2)

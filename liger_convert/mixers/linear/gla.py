@@ -1,0 +1,93 @@
+"""Gated linear attention with sinks, a normalised memory and one denominator with the window: the toolkit's default.
+
+S_t = diag(a_t) S_{t-1} + phi(k_t)^T [v_t, 1],   a_t = sigmoid(pool(k_t) + b)^(1/tau),   [n_t, m_t] = phi(q_t) S
+o_t = (sum_window e^{s_tj} v_j + w_t n_t / m_t) / (sum_window e^{s_tj} + w_t)      (join: shared, see base.py for w_t)
+
+The recurrence and pooled gate are GLA's and Liger's (2312.06635; 2503.01496, table 1), the map a codebook (see
+feature_maps.py) or Hedgehog's (2402.04347); the one denominator over window and memory is LoLCATs' (2410.10254, eq. 6).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from gated_kernels.coded.chunk import coded
+from gated_kernels.step.chunk import Codes, Gate, Rules, Share
+from torch import Tensor
+
+from liger_convert.mixers.base import Heads, Join, multiplies_in_bf16
+from liger_convert.mixers.feature_maps import FeatureMapName
+from liger_convert.mixers.gates import GateName, log_sigmoid_gate
+from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
+
+
+@dataclass(frozen=True)
+class GLASpec(GatedSpec):
+    """gate_bias: added to the gate's logits, learned from there; 6 keeps a memory for thousands of tokens at the start.
+    gate_normalizer: tau.
+    """
+
+    join: Join = "shared"
+    feature_map: FeatureMapName = "codebook"
+    normalize: bool = True
+    gate: GateName = "head"
+    gate_bias: float = 6.0
+    gate_normalizer: float = 16.0
+
+    def problem(self) -> str | None:
+        if self.gate_normalizer <= 0:
+            return f"gate_normalizer: {self.gate_normalizer} must be above 0"
+        return super().problem()
+
+
+class GLA(GatedMixer):
+    name = "gla"
+    summary = "normalised gated linear attention over a codebook, one denominator with the window"
+    gate_rule = "sigmoid(pool(k) + b)^(1/tau)"
+    Spec = GLASpec
+    spec: GLASpec
+    rescales = False
+
+    def query_features(self, heads: Heads) -> Tensor:
+        """Queries as they are where there is a codebook: `attend` maps them, and keys, so that no map need be kept."""
+        if self.codebook is None:
+            return super().query_features(heads)
+        return heads.q_rot_BTHD if self.spec.rope else heads.q_BTHD
+
+    def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        return super().key_features(inputs) if self.codebook is None else inputs[-1]
+
+    def attend(
+        self, q_BTHF: Tensor, entries: tuple[Tensor, ...], **options: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        if self.codebook is None:
+            return super().attend(q_BTHF, entries, **options)
+        q_BTHD, (k_BTGD, v_BTGV, log_a, *written) = q_BTHF, entries
+        if multiplies_in_bf16(v_BTGV):
+            q_BTHD, k_BTGD = q_BTHD.to(v_BTGV.dtype), k_BTGD.to(v_BTGV.dtype)
+        else:
+            q_BTHD, k_BTGD, v_BTGV = q_BTHD.float(), k_BTGD.float(), v_BTGV.float()
+        # a key of zeros has a map, too: what leaves the state as it is are the zeros of its value and its gate
+        options["written_BTG"] = written[0][..., 0] if written else None
+        return self.codebook(lambda _: coded(q_BTHD, k_BTGD, v_BTGV, log_a, *self.codes(), **options))
+
+    def codes(self) -> Codes:
+        return Codes(*(getattr(self.codebook, name) for name in Codes._fields))
+
+    def step_rules(self) -> Rules | None:
+        spec = self.spec
+        usual = spec.join == "shared" and spec.scope == "evicted" and not (spec.rope or spec.forget)
+        if self.codebook is None or not usual:
+            return None
+        codes = self.codes()
+        share = Share(self.share_power_H, self.share_query_HD, self.log_share_H)
+        match spec.gate:
+            case "none":
+                return Rules(codes, None, share)
+            case "head" | "constant":
+                return Rules(codes, Gate(spec.gate, self.get_parameter("gate_bias_GF"), spec.gate_normalizer), share)
+        return None
+
+    def decay(self, logits: Tensor) -> Tensor:
+        return log_sigmoid_gate(logits, self.spec.gate_normalizer)

@@ -1,0 +1,60 @@
+"""HGRN2: what a channel forgets is what it takes in, k = 1 - a, so that it holds a running mean (2404.07904).
+
+S_t = diag(a_t) S_{t-1} + (1 - a_t)^T v_t,   a_t = gamma + (1 - gamma) sigmoid(pool(k_t) + b)
+o_t = norm(phi(q_t) S_t)
+
+phi(q) plays the paper's output gate. Its lower bounds gamma are learned and rise from layer to layer; here gamma is an
+option, which a recipe can give to each layer. With `normalize` the read is a weighted mean of values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from liger_convert.mixers.base import HeadDims
+from liger_convert.mixers.kernel_maps import MapName
+from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
+
+
+@dataclass(frozen=True)
+class HGRN2Spec(GatedSpec):
+    """feature_map: of the queries; the keys are the gate's. lower_bound: gamma, from 0 to below 1."""
+
+    feature_map: MapName = "softmax"
+    gate: Literal["pooled", "learned"] = "pooled"
+    gate_bias: float = 6.0
+    lower_bound: float = 0.9
+
+    def problem(self) -> str | None:
+        if not 0 <= self.lower_bound < 1:
+            return f"lower_bound: {self.lower_bound} is no gate; use 0 or more, and less than 1"
+        if self.rope:
+            return "rope: the keys of hgrn2 are its gates, which do not turn; use false"
+        return super().problem()
+
+
+class HGRN2(GatedMixer):
+    name = "hgrn2"
+    summary = "a running mean per channel: what is forgotten is what is taken in"
+    gate_rule = "gamma + (1 - gamma) sigmoid(pool(k) + b)"
+    Spec = HGRN2Spec
+    spec: HGRN2Spec
+
+    def __init__(self, spec: HGRN2Spec, dims: HeadDims):
+        super().__init__(spec, dims)
+        self.k_map = None
+
+    def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        return self.forgotten(self.gate_logits(inputs))
+
+    def decay(self, logits: Tensor) -> Tensor:
+        # with gamma = 0 a gate can shut for good, whose log is -inf
+        return torch.log1p(-self.forgotten(logits).clamp(max=1 - 1e-6))
+
+    def forgotten(self, logits: Tensor) -> Tensor:
+        """1 - a, exact also where a is nearly 1."""
+        return (1 - self.spec.lower_bound) * (-logits).sigmoid()

@@ -1,0 +1,36 @@
+"""Linear attention: softmax's weights replaced by phi(q) phi(k), and nothing forgotten (2006.16236, eq. 16 to 20).
+
+S_t = S_{t-1} + phi(k_t)^T [v_t, 1],   o_t = phi(q_t) S,   divided by its last column   (normalize: true)
+
+phi is elu + 1 as published, or any other map. Keys' features are divided by F, which cancels, so that the mass of a
+token is near 1 and not near F. Without the normaliser the memory grows with the length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from liger_convert.mixers.base import Join
+from liger_convert.mixers.kernel_maps import MapName
+from liger_convert.mixers.linear.base import LinearMixer, LinearSpec
+
+
+@dataclass(frozen=True)
+class LinearAttentionSpec(LinearSpec):
+    """As published: normalised, elu + 1."""
+
+    join: Join = "shared"
+    feature_map: MapName = "elu1"
+    normalize: bool = True
+
+
+class LinearAttention(LinearMixer):
+    name = "linear-attention"
+    summary = "linear attention without decay"
+    Spec = LinearAttentionSpec
+    initial_log_share = -8.0  # nothing decays: the mass is that of every token ever written
+
+    def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        return super().key_features(inputs) / self.features

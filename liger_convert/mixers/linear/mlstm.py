@@ -1,0 +1,67 @@
+"""mLSTM: a forget and an input gate per head, and a normaliser that only ever shrinks (2405.04517, eq. 19 to 27).
+
+S_t = f_t S_{t-1} + i_t k_t^T [v_t, 1] / sqrt(D),   [n_t, m_t] = q_t S_t,   o_t = norm(n_t / max(|m_t|, 1))
+f_t = sigmoid(pool(k_t) + b_f),   i_t = exp(c tanh((pool(k_t) + b_i) / c)),   c = 15
+
+The paper's exponential input gate has no bound, and a running maximum is carried along to keep it inside float32. The
+soft cap c is that of xLSTM 7B (2503.13427): i_t then stays within e^15, sums of any length are finite as they are,
+and the equations above hold without the maximum, in chunks as token by token. The gate of the output is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from liger_convert.mixers.base import HeadDims, Memory, MixerSpec
+from liger_convert.mixers.gates import log_sigmoid_gate, log_soft_cap
+from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
+
+
+@dataclass(frozen=True)
+class MLSTMSpec(GatedSpec):
+    """gate_bias: of the forget gate. input_bias: of the input gate, learned from there. cap: c.
+
+    normalize: divide by max(|m|, 1), whose m may have either sign: it is no mass that a window could share.
+    """
+
+    normalize: bool = True
+    gate: Literal["head", "learned", "constant"] = "head"
+    input_bias: float = 0.0
+    cap: float = 15.0
+
+    def problem(self) -> str | None:
+        if self.join == "shared":
+            return "join: shared needs a memory's mass, and mlstm's normaliser is none; use join: learned"
+        if not 0 < self.cap <= 15:
+            return f"cap: {self.cap} must be above 0, and no more than 15 to stay inside float32"
+        return MixerSpec.problem(self)
+
+
+class MLSTM(GatedMixer):
+    name = "mlstm"
+    summary = "a forget and an exponential input gate per head, divided by max(|m|, 1)"
+    gate_rule = "sigmoid(pool(k) + b), scalar"
+    Spec = MLSTMSpec
+    spec: MLSTMSpec
+    scalar = True
+    rescales = True
+
+    def __init__(self, spec: MLSTMSpec, dims: HeadDims):
+        super().__init__(spec, dims)
+        self.add_gate("input", 1, spec.input_bias)
+
+    def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        log_i = log_soft_cap(self.gate_logits(inputs, "input"), self.spec.cap)
+        return super().key_features(inputs) * log_i.exp() / math.sqrt(self.dims.dim)
+
+    def decay(self, logits: Tensor) -> Tensor:
+        return log_sigmoid_gate(logits, 1.0)
+
+    def read(self, o_BTHV: Tensor, mass_BTH: Tensor | None) -> Memory:
+        if mass_BTH is not None:
+            o_BTHV = o_BTHV / mass_BTH[..., None].abs().clamp_min(1)
+        return Memory(self.rescale(o_BTHV), None)

@@ -1,0 +1,31 @@
+"""ReBased: linear attention whose map is a learned parabola of normalised queries and keys (2402.10644).
+
+S_t = S_{t-1} + phi(k_t)^T [v_t, 1],   phi(x) = (gamma norm(x) + beta)^2,   o_t = phi(q_t) S, divided by its last column
+
+`feature_map: parabola` squares each channel, F = D. `products` takes the products of all pairs, as the released code
+does after a projection to 16 channels: F = D (D + 1) / 2, the kernel (q k)^2 and a state that much larger.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from liger_convert.mixers.base import Join
+from liger_convert.mixers.kernel_maps import MapName
+from liger_convert.mixers.linear.base import LinearMixer, LinearSpec
+
+
+@dataclass(frozen=True)
+class RebasedSpec(LinearSpec):
+    """As published: normalised."""
+
+    join: Join = "shared"
+    feature_map: MapName = "parabola"
+    normalize: bool = True
+
+
+class Rebased(LinearMixer):
+    name = "rebased"
+    summary = "linear attention with a learned parabola for a feature map"
+    Spec = RebasedSpec
+    initial_log_share = -8.0  # nothing decays: the mass is that of every token ever written

@@ -1,0 +1,32 @@
+"""RetNet's retention: Lightning's recurrence with rotated queries and keys and slower heads (2307.08621, eq. 5 to 8).
+
+S_t = a_g S_{t-1} + k_t^T v_t,   a_g = 1 - 2^{-5-g} of head g = 0 to G - 1,   o_t = norm(q_t S_t)
+
+Rotary is the base's own instead of xPos, the heads are the key-value heads, and the swish gate of the output, which
+would be a new projection, is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from liger_convert.mixers.linear.lightning import Lightning, LightningSpec
+
+
+@dataclass(frozen=True)
+class RetNetSpec(LightningSpec):
+    """As published, rotated."""
+
+    rope: bool = True
+
+
+class RetNet(Lightning):
+    name = "retnet"
+    summary = "retention: rotated linear attention with a constant decay per head"
+    gate_rule = "1 - 2^(-5 - g), constant"
+    Spec = RetNetSpec
+
+    @staticmethod
+    def rates(heads: int) -> list[float]:
+        return [-math.log1p(-(2.0 ** (-5 - g))) for g in range(heads)]

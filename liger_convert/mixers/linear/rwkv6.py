@@ -1,0 +1,62 @@
+"""RWKV6: a decay per channel that the token chooses, and a bonus for the token itself (2404.05892).
+
+S_t = diag(a_t) S_{t-1} + k_t^T v_t,   a_t = exp(-exp(pool(k_t) + b)),   o_t = norm(q_t (S_{t-1} + diag(u) k_t^T v_t))
+
+With `scope: all` the read is the paper's. With `scope: evicted` it ends before the window, in which the token itself
+stands with its own softmax weight, so that there is nothing for u to add and no u. The paper's token shift and the
+gate of its output are left out; the decay is pooled as in Liger (2503.01496, table 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from liger_convert.mixers.base import HeadDims
+from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
+
+FASTEST = 5.0  # of the logits: a token then keeps e^-148, while exp of pretrained keys as they come would overflow
+
+
+@dataclass(frozen=True)
+class RWKV6Spec(GatedSpec):
+    """A bias of -7 starts with a memory of about a thousand tokens."""
+
+    gate: Literal["pooled", "head", "learned", "constant"] = "pooled"
+    gate_bias: float = -7.0
+
+
+class RWKV6(GatedMixer):
+    name = "rwkv6"
+    summary = "a decay per channel, and a bonus for the current token"
+    gate_rule = "exp(-exp(pool(k) + b))"
+    Spec = RWKV6Spec
+
+    def __init__(self, spec: RWKV6Spec, dims: HeadDims):
+        super().__init__(spec, dims)
+        if spec.scope == "all":
+            self.bonus_GF = nn.Parameter(torch.empty(dims.kv_heads, self.features))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.spec.scope == "all":
+            init.constant_(self.bonus_GF, 1.0)
+
+    def decay(self, logits: Tensor) -> Tensor:
+        return -logits.clamp(max=FASTEST).exp()
+
+    def attend(
+        self, q_BTHF: Tensor, entries: tuple[Tensor, ...], **options: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        o_BTHV, mass_BTH, last = super().attend(q_BTHF, entries, **options | {"exclusive": True})
+        if self.spec.scope == "all":
+            k_BTGF, v_BTGV, *_ = entries
+            q_BTGRF, uk_BTGF = q_BTHF.unflatten(2, (self.dims.kv_heads, -1)), k_BTGF * self.bonus_GF.float()
+            weight_BTGR1 = (q_BTGRF * uk_BTGF[:, :, :, None]).sum(-1, keepdim=True)
+            o_BTHV = o_BTHV + (weight_BTGR1 * v_BTGV[:, :, :, None].float()).flatten(2, 3)
+            mass_BTH = None if mass_BTH is None else mass_BTH + weight_BTGR1.flatten(2)
+        return o_BTHV, mass_BTH, last

@@ -1,0 +1,1 @@
+"""Mixers made of several memories of another one."""

@@ -1,0 +1,181 @@
+"""Mixture of memories (2502.13685): N memories of another mixer, of which a token writes and reads k, and a shared one.
+
+r_t = x_t W,   g_t = softmax over the k largest of r_t                                     (one W per key-value head)
+S_m(t) = what the inner mixer makes of S_m(t-1) if token t chose m, else S_m(t-1), bit for bit
+o_t = (e^{c_s} o_s + sum_m g_tm e^{c_m} o_m) / (e^{c_s} + sum_m g_tm e^{c_m})   with the log masses c of the reads o
+
+Memories without a mass are summed, o_s + sum_m g_tm o_m. All share one mixer's features and gates, where the paper has
+projections of their own. A token's choice is its own: it looks at no other token and ties go to the first memory.
+Every memory runs over all tokens, with zeros for those that chose others: S times the inner mixer's work.
+Shapes: B batch, T tokens, C hidden size, H query heads, G key-value heads, N memories, S = N + the shared one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from liger_convert.mixers.base import HeadDims, Heads, Memory, Mixer, MixerSpec
+from liger_convert.utils.errors import BadInput
+
+
+@dataclass(frozen=True)
+class MoMSpec(MixerSpec):
+    """memories: N. active: k. shared: whether one more memory holds every token. balance: weight of each layer's own
+    loss N sum_m (share of tokens that chose m) (mean probability of m), which is least when all are chosen alike.
+    inner: the mixer that each memory is, `type` and its options.
+    """
+
+    memories: int = 4
+    active: int = 2
+    shared: bool = True
+    balance: float = 1e-3
+    inner: dict[str, Any] = field(default_factory=lambda: {"type": "gla"})
+
+    def __post_init__(self) -> None:
+        with contextlib.suppress(BadInput):  # which problem() says
+            object.__setattr__(self, "inner", self._resolved())
+
+    def _common(self) -> dict[str, Any]:
+        return {option.name: getattr(self, option.name) for option in fields(MixerSpec)}
+
+    def _resolved(self) -> dict[str, Any]:
+        """`inner` with its defaults, without the options that all memories share."""
+        from liger_convert.mixers import resolve_spec
+
+        common = self._common()
+        for name in common.keys() & self.inner.keys():
+            raise BadInput(f"inner.{name}: is the same for all memories; give it beside inner")
+        resolved = resolve_spec({**self.inner, **common}, "inner")
+        return {name: value for name, value in resolved.items() if name not in common}
+
+    def inner_mixer(self) -> tuple[type[Mixer], MixerSpec]:
+        """The memories' class and options. They are joined here and have no window, so no parameters for either."""
+        from liger_convert.mixers import MIXERS, make_spec
+
+        return MIXERS[self.inner["type"]], make_spec({**self.inner, **self._common(), "join": "fixed", "forget": False})
+
+    def problem(self) -> str | None:
+        from liger_convert.mixers import MIXERS
+
+        if not 1 <= self.active <= self.memories:
+            return f"active: {self.active} is not between 1 and the number of memories, {self.memories}"
+        if self.balance < 0:
+            return f"balance: {self.balance} is negative; use 0 for none"
+        inner = MIXERS.get(self.inner.get("type", ""))
+        if inner is not None and inner.recurrence in ("none", MoM.recurrence):
+            return f"inner.type: {inner.name} is no memory of its own; use another mixer"
+        if problem := super().problem():
+            return problem
+        try:
+            self._resolved()
+        except BadInput as error:
+            return str(error)
+        return None
+
+
+class MoM(Mixer):
+    name = "mom"
+    summary = "mixture of memories: a router sends each token to some of many memories of another mixer"
+    gate_rule = "the inner mixer's"
+    recurrence = "routed"
+    Spec = MoMSpec
+    spec: MoMSpec
+
+    def __init__(self, spec: MoMSpec, dims: HeadDims):
+        super().__init__(spec, dims)
+        inner, options = spec.inner_mixer()
+        self.inner = inner(options, dims)
+        self.router_GNC = nn.Parameter(torch.empty(dims.kv_heads, spec.memories, dims.hidden))
+
+    def forward(self, *args: Any, mix: Callable[..., Tensor] | None = None) -> Tensor:
+        return self.inner(*args, mix=mix or self.mix)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.inner.reset_parameters()
+        # nearly equal weights, and a choice that differs from token to token: with zeros all would go to the first k
+        init.normal_(self.router_GNC, std=0.1 * self.dims.hidden**-0.5)
+
+    @classmethod
+    def state_shape(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, tuple[int, ...]]:
+        assert isinstance(spec, MoMSpec)
+        inner, options = spec.inner_mixer()
+        shapes = inner.state_shape(options, dims)
+        return {name: (spec.memories + spec.shared, *shape) for name, shape in shapes.items()}
+
+    @classmethod
+    def pending_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
+        assert isinstance(spec, MoMSpec)
+        inner, options = spec.inner_mixer()
+        return *inner.pending_sizes(options, dims), spec.memories
+
+    def route(self, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [B,T,G,N] in float32, and whether each memory is among a token's k (ties: the first ones)."""
+        with torch.autocast(x_BTC.device.type, enabled=False):  # rounded logits would tie
+            logits_BTGN = torch.einsum("btc,gnc->btgn", x_BTC.float(), self.router_GNC.float())
+        chosen = logits_BTGN.argsort(dim=-1, descending=True, stable=True)[..., : self.spec.active]
+        return logits_BTGN, torch.zeros_like(logits_BTGN, dtype=torch.bool).scatter(-1, chosen, True)
+
+    def inputs(self, heads: Heads) -> tuple[Tensor, ...]:
+        logits_BTGN, chosen_BTGN = self.route(heads.x_BTC)
+        if self.training and torch.is_grad_enabled():
+            self.auxiliary_loss = self.spec.balance * self._imbalance(logits_BTGN, chosen_BTGN, heads)
+        return *self.inner.inputs(heads), chosen_BTGN.to(heads.k_BTGD.dtype)
+
+    def _imbalance(self, logits_BTGN: Tensor, chosen_BTGN: Tensor, heads: Heads) -> Tensor:
+        """N sum_m f_m p_m, the mean over rows and heads; 1 when balanced. Padding does not count."""
+        valid_BT = (heads.rank_BS[:, -logits_BTGN.shape[1] :] >= 0).float()
+        weight_BT11 = (valid_BT / valid_BT.sum(1, keepdim=True).clamp_min(1))[..., None, None]
+        f_BGN = (weight_BT11 * chosen_BTGN).sum(1) / self.spec.active
+        p_BGN = (weight_BT11 * logits_BTGN.softmax(-1)).sum(1)
+        return self.spec.memories * (f_BGN * p_BGN).sum(-1).mean()
+
+    def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
+        *inner, chosen_BTGN = inputs
+        chosen_BTGS = F.pad(chosen_BTGN, (int(self.spec.shared), 0), value=1)
+        return *self.inner.write(tuple(inner), v_BTGV), chosen_BTGS
+
+    def recur(
+        self,
+        heads: Heads,
+        entries: tuple[Tensor, ...],
+        states: dict[str, Tensor],
+        document_BT: Tensor | None,
+        exclusive: bool,
+    ) -> tuple[Memory, dict[str, Tensor]]:
+        *entries_, chosen_BTGS = entries
+        memories: list[Memory] = []
+        after: list[dict[str, Tensor]] = []
+        for m, chosen in enumerate(chosen_BTGS.bool().unbind(-1)):
+            routed = tuple(entry.masked_fill(~chosen[..., None], 0) for entry in entries_)
+            before = {name: state[:, m] for name, state in states.items()}
+            memory, state = self.inner.recur(heads, routed, before, document_BT, exclusive)
+            memories.append(memory)
+            after.append(state)
+        new_states = {name: torch.stack([state[name] for state in after], 1) for name in after[0]}
+        return self._read(heads, memories), new_states
+
+    def _read(self, heads: Heads, memories: list[Memory]) -> Memory:
+        """All reads as one, weighted by the query's own choice."""
+        logits_BTGN, chosen_BTGN = self.route(heads.x_BTC)
+        log_g = logits_BTGN.masked_fill(~chosen_BTGN, -torch.inf).log_softmax(-1)
+        log_g = F.pad(log_g, (int(self.spec.shared), 0))  # the shared memory counts in full
+        log_g = log_g.repeat_interleave(self.dims.heads // self.dims.kv_heads, 2)
+        o_BTHVS = torch.stack([memory.o_BTHV.float() for memory in memories], -1)
+        masses = [memory.log_mass_BTH for memory in memories if memory.log_mass_BTH is not None]
+        log_mass_BTH = None
+        if masses:
+            log_g = torch.stack(masses, -1) + log_g
+            log_mass_BTH = log_g.logsumexp(-1)
+            log_g = log_g.log_softmax(-1)
+        o_BTHV = (o_BTHVS * log_g.exp()[..., None, :]).sum(-1)
+        return Memory(o_BTHV.to(heads.v_BSGD.dtype), log_mass_BTH)

@@ -1,0 +1,1 @@
+"""Mixers that attend to a fixed number of slots."""

@@ -1,0 +1,60 @@
+"""Gated slot attention (2409.07146): every slot forgets, at its own gated rate, as much as it takes in.
+
+a_t = sigmoid(pool(k_t) + b)^(1/tau),   w_t = 1 - a_t                                  (slots.py has the recurrence)
+
+The gate is pooled from keys (Liger, 2503.01496, table 1), so no projection is added. A slot is divided by its mass
+z_t = 1 - prod a, which the paper leaves out: it tends to 1, but a slow slot would read as nearly zero for long.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from liger_convert.mixers.base import HeadDims
+from liger_convert.mixers.gates import log_sigmoid_gate, pool_to
+from liger_convert.mixers.slots.base import SlotMixer, SlotSpec
+from liger_convert.utils.errors import BadInput
+
+
+@dataclass(frozen=True)
+class GSASpec(SlotSpec):
+    """gate_bias: b of the last slot, learned from there; the slots start evenly between 0, which forgets in tens of
+    tokens, and this. gate_normalizer: tau."""
+
+    gate_bias: float = 6.0
+    gate_normalizer: float = 16.0
+
+    def problem(self) -> str | None:
+        if self.gate_normalizer <= 0:
+            return f"gate_normalizer: {self.gate_normalizer} must be above 0"
+        return super().problem()
+
+
+class GSA(SlotMixer):
+    name = "gsa"
+    summary = "gated slot attention: softmax over slots, each forgetting at its own rate"
+    gate_rule = "sigmoid(pool(k) + b)^(1/tau)"
+    Spec = GSASpec
+    spec: GSASpec
+
+    def __init__(self, spec: GSASpec, dims: HeadDims):
+        super().__init__(spec, dims)
+        if dims.dim % spec.slots and spec.slots % dims.dim:
+            raise BadInput(f"slots: keys of size {dims.dim} cannot be pooled to {spec.slots}; use {dims.dim}")
+        self.gate_bias_GM = nn.Parameter(torch.empty(dims.kv_heads, spec.slots))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        # evenly apart, or slots pooled from the same channels would stay the same for ever
+        bias_M = torch.linspace(0, self.spec.gate_bias, self.spec.slots, device=self.gate_bias_GM.device)
+        init.copy_(self.gate_bias_GM, bias_M.expand_as(self.gate_bias_GM))
+
+    def weights(self, k_BTGD: Tensor) -> tuple[Tensor, Tensor]:
+        logits = pool_to(k_BTGD, self.spec.slots) + self.gate_bias_GM.float()
+        log_a_BTGM = log_sigmoid_gate(logits, self.spec.gate_normalizer)
+        return -log_a_BTGM.expm1(), log_a_BTGM

@@ -1,0 +1,92 @@
+"""The selective state space of Mamba (2312.00752), its in and out maps made from the layer's keys and queries.
+
+S_t = exp(dt_t log A) * S_{t-1} + phi(k_t)^T [dt_t * v_t, dt_t],   dt_t = softplus(pool(k_t) + b),   log A = -e^rate
+o_t = n_t / m_t,   [n_t, m_t] = phi(q_t) S_t                            (elementwise.py has the shapes and the starts)
+
+k, q and v take the places of Mamba's B, C and x, as in 2408.15237; its convolution, skip and output gate are left out.
+phi is a softmax over F learned features, so that weights are positive and the read can be a mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from gated_kernels.elementwise.chunk import elementwise
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from liger_convert.mixers.base import HeadDims, Heads, Memory, MixerSpec
+from liger_convert.mixers.gates import pool_to
+from liger_convert.mixers.ssm.base import ElementwiseMixer, ElementwiseSpec, mean_per_channel
+
+
+@dataclass(frozen=True)
+class MambaSpec(ElementwiseSpec):
+    """As every elementwise mixer."""
+
+
+class Mamba(ElementwiseMixer):
+    name = "mamba"
+    summary = "selective state space: each value channel forgets at several rates, scaled by every token"
+    gate_rule = "exp(-softplus(pool(k) + b) e^rate)"
+    Spec = MambaSpec
+    # two softmax features meet with a weight of 1 / F or so, and steps add up to a fraction of 1: a mass of about e^-4
+    initial_log_share = 1.0
+    spec: MambaSpec
+
+    def __init__(self, spec: MambaSpec, dims: HeadDims):
+        super().__init__(spec, dims)
+        self.q_map_HDF = nn.Parameter(torch.empty(dims.heads, dims.dim, spec.states))
+        self.k_map_GDF = nn.Parameter(torch.empty(dims.kv_heads, dims.dim, spec.states))
+        self.step_bias_GV = nn.Parameter(torch.empty(dims.kv_heads, dims.dim))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        init.normal_(self.k_map_GDF, std=self.dims.dim**-0.5)
+        # the same map for both at the start: a query reads the states that keys like it were written to
+        init.copy_(self.q_map_HDF, self.k_map_GDF.repeat_interleave(self.dims.heads // self.dims.kv_heads, 0))
+        bias_V = self.first_log_steps().exp().expm1().log()  # softplus undone
+        init.copy_(self.step_bias_GV, bias_V.expand_as(self.step_bias_GV))
+
+    @classmethod
+    def state_shape(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, tuple[int, ...]]:
+        assert isinstance(spec, MambaSpec)
+        return {"state": (dims.kv_heads, spec.states, 2 * dims.dim)}
+
+    @classmethod
+    def pending_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
+        return (dims.dim,)
+
+    def inputs(self, heads: Heads) -> tuple[Tensor, ...]:
+        return (heads.k_BTGD,)
+
+    def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
+        k_BTGD = inputs[0].float()
+        dt_BTGV = F.softplus(pool_to(k_BTGD, v_BTGV.shape[-1]) + self.step_bias_GV.float())
+        k_BTGF = torch.einsum("btgd,gdf->btgf", k_BTGD, self.k_map_GDF.float()).float().softmax(-1)
+        return k_BTGF, torch.cat((dt_BTGV * v_BTGV, dt_BTGV), -1), dt_BTGV
+
+    def recur(
+        self,
+        heads: Heads,
+        entries: tuple[Tensor, ...],
+        states: dict[str, Tensor],
+        document_BT: Tensor | None,
+        exclusive: bool,
+    ) -> tuple[Memory, dict[str, Tensor]]:
+        k_BTGF, v_BTGV, dt_BTGV = entries
+        q_BTHF = torch.einsum("bthd,hdf->bthf", heads.q_BTHD.float(), self.q_map_HDF.float()).float().softmax(-1)
+        o_BTHV, state = elementwise(
+            q_BTHF,
+            k_BTGF,
+            v_BTGV,
+            torch.cat((dt_BTGV, dt_BTGV), -1),
+            self.log_A().repeat(1, 1, 2),
+            state_BGFV=states.get("state"),
+            segment_BT=document_BT,
+            exclusive=exclusive,
+        )
+        return mean_per_channel(o_BTHV.unflatten(-1, (2, -1)).mT, heads.v_BSGD.dtype), {"state": state}

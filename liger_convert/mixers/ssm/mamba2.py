@@ -1,0 +1,50 @@
+"""Mamba2: a step size that the token chooses sets both how much is forgotten and how much is written (2405.21060).
+
+dt_t = softplus(pool(k_t) + b),   a_t = exp(-A dt_t),   S_t = a_t S_{t-1} + dt_t k_t^T v_t,   o_t = norm(q_t S_t)
+
+A > 0 is learned, one a head, and so is b. The pooled step is Liger's (2503.01496, table 1). The short convolution, the
+skip D v_t, which the window covers, and the gate of the output are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from liger_convert.mixers.base import HeadDims
+from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
+
+
+@dataclass(frozen=True)
+class Mamba2Spec(GatedSpec):
+    """A bias of -7 starts with dt near 0.001, the paper's smallest; A starts at 1, the paper's smallest."""
+
+    gate: Literal["head", "learned", "constant"] = "head"
+    gate_bias: float = -7.0
+
+
+class Mamba2(GatedMixer):
+    name = "mamba2"
+    summary = "state space duality: a step size per head that forgets and writes"
+    gate_rule = "exp(-A softplus(pool(k) + b)), scalar"
+    Spec = Mamba2Spec
+    scalar = True
+
+    def __init__(self, spec: Mamba2Spec, dims: HeadDims):
+        super().__init__(spec, dims)
+        self.log_A_G1 = nn.Parameter(torch.empty(dims.kv_heads, 1))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        init.constant_(self.log_A_G1, 0.0)
+
+    def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        return super().key_features(inputs) * F.softplus(self.gate_logits(inputs))
+
+    def decay(self, logits: Tensor) -> Tensor:
+        return -self.log_A_G1.float().exp() * F.softplus(logits)

@@ -1,0 +1,88 @@
+"""The diagonal state space S4D (2206.11893) as a memory: of each value channel, running means at F learned rates.
+
+S_t[f, v] = A[f, v] S_{t-1}[f, v] + [v_t[v], 1],   log A = -e^rate
+o_t[v] = n_t[v] / m_t[v],   [n_t[v], m_t[v]] = sum_f e^C[f, v] S_t[f, v]
+
+A, C and the rates depend on no token: a query decides how much of this memory it takes (the join), not what is in it.
+Real rates, and weights e^C > 0, so that the read can be a mean; B is 1, since only its product with C shows. Every
+channel is a head of its own to the op, with one value, and its mass beside it. Shapes: elementwise.py; R = H / G,
+N = G V such heads, L = H V of their queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from gated_kernels.elementwise.chunk import elementwise
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from liger_convert.mixers.base import HeadDims, Heads, Memory, MixerSpec
+from liger_convert.mixers.ssm.base import ElementwiseMixer, ElementwiseSpec, mean_per_channel
+
+
+@dataclass(frozen=True)
+class S4Spec(ElementwiseSpec):
+    """As every elementwise mixer."""
+
+
+class S4(ElementwiseMixer):
+    name = "s4"
+    summary = "diagonal state space: running means of each value channel at fixed rates, blind to content"
+    gate_rule = "exp(-e^rate), learned"
+    Spec = S4Spec
+    spec: S4Spec
+
+    def __init__(self, spec: S4Spec, dims: HeadDims):
+        super().__init__(spec, dims)
+        self.read_GVRF = nn.Parameter(torch.empty(dims.kv_heads, dims.dim, dims.heads // dims.kv_heads, spec.states))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        # weights as long as the steps: a channel's mass tends to 1 + 1/2 + ... + 1/F, however slow it is
+        init.copy_(self.read_GVRF, self.first_log_steps()[:, None, None].expand_as(self.read_GVRF))
+
+    def first_log_rates(self) -> Tensor:
+        return super().first_log_rates() + self.first_log_steps()  # a step that is fixed is a part of the rate
+
+    @classmethod
+    def state_shape(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, tuple[int, ...]]:
+        assert isinstance(spec, S4Spec)
+        return {"state": (dims.kv_heads, dims.dim, spec.states, 2)}
+
+    @classmethod
+    def pending_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
+        return ()
+
+    def inputs(self, heads: Heads) -> tuple[Tensor, ...]:
+        return ()
+
+    def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
+        return v_BTGV, torch.ones_like(v_BTGV[..., :1])
+
+    def recur(
+        self,
+        heads: Heads,
+        entries: tuple[Tensor, ...],
+        states: dict[str, Tensor],
+        document_BT: Tensor | None,
+        exclusive: bool,
+    ) -> tuple[Memory, dict[str, Tensor]]:
+        v_BTGV, written_BTG1 = (entry.float() for entry in entries)
+        B, T, G, V = v_BTGV.shape
+        written_BTN1 = written_BTG1.expand(-1, -1, -1, V).reshape(B, T, G * V, 1)
+        read_LF = self.read_GVRF.float().clamp(max=15).exp().flatten(0, 2)
+        o_BTL2, state = elementwise(
+            read_LF.expand(B, T, -1, -1),
+            written_BTN1.expand(-1, -1, -1, self.spec.states),
+            torch.cat((v_BTGV.reshape(B, T, G * V, 1), written_BTN1), -1),
+            written_BTN1.expand(-1, -1, -1, 2),
+            self.log_A().mT.reshape(G * V, -1, 1).expand(-1, -1, 2),
+            state_BGFV=states["state"].flatten(1, 2) if states else None,
+            segment_BT=document_BT,
+            exclusive=exclusive,
+        )
+        o_BTHV2 = o_BTL2.unflatten(2, (G, V, -1)).transpose(3, 4).flatten(2, 3)
+        return mean_per_channel(o_BTHV2, heads.v_BSGD.dtype), {"state": state.unflatten(1, (G, V))}

@@ -1,0 +1,29 @@
+"""Which bases can be linearized, and their modules without storage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from liger_convert.model.families import PREFIX, family_of
+from liger_convert.utils.errors import BadInput, first_line
+
+
+def check_base(config: Any) -> None:
+    """Raises BadInput unless `config` is an unquantised base of a known family."""
+    if config.model_type.startswith(PREFIX):
+        raise BadInput(f"base: model_type {config.model_type!r} is linearized already; give the model it was made from")
+    family_of(config)
+    if getattr(config, "quantization_config", None) is not None:
+        raise BadInput("base: config.json says it is quantised; give the bf16, fp16 or fp32 weights it was made from")
+
+
+def meta_model(config: Any) -> Any:
+    """The base's model without storage. Raises BadInput when the config contradicts itself."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # whatever the family's code makes of sizes that do not fit
+        raise BadInput(f"config.json: no {config.model_type} can be built from it: {first_line(error)}") from error

@@ -1,0 +1,152 @@
+"""Safetensors files written as a stream: a buffer's worth is read, checked, cast and written at a time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Container, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_convert.io.checkpoint import DTYPES, INDEX, Checkpoint, TensorInfo
+from liger_convert.io.files import fsync
+from liger_convert.model import MIXER_MODULE
+from liger_convert.utils.errors import BadInput
+from liger_convert.utils.progress import Report
+
+CHUNK = 1 << 20  # bytes read, checked, cast and written at a time: they stay in a core's cache from one to the next
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+# the bits of +infinity
+INFINITIES = {
+    torch.float64: 0x7FF0_0000_0000_0000,
+    torch.float32: 0x7F80_0000,
+    torch.float16: 0x7C00,
+    torch.bfloat16: 0x7F80,
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor as it will stand in a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file to be written: its tensors, their data in pieces, and `same`, a file whose bytes are these exactly."""
+
+    entries: list[Entry]
+    data: Iterator[Tensor]
+    same: Path | None
+
+    def write(self, path: Path, pool: ThreadPoolExecutor) -> Iterator[int]:
+        """Writes the file, and says after each piece how many bytes that was."""
+        if self.same is not None:
+            # the system copies a file faster than anybody who looks at its bytes, and does it while we look
+            copy = pool.submit(shutil.copyfile, self.same, path)
+            yield from (piece.nbytes for piece in self.data)
+            copy.result()
+            return
+        with open(path, "wb") as file:
+            file.write(safetensors_header(self.entries))
+            for piece in self.data:
+                yield file.write(piece.view(torch.uint8).numpy().data)
+
+
+def target_dtype(name: str, stored: torch.dtype, dtype: str) -> torch.dtype:
+    """What a tensor becomes when `dtype` is asked for: `auto` leaves all as they are, and a mixer's never change, whose
+    gates near 1 need more than bfloat16's 8 bits."""
+    return stored if dtype == "auto" or f".{MIXER_MODULE}." in name else getattr(torch, dtype)
+
+
+def copied_shards(checkpoint: Checkpoint, dtype: str = "auto", dropped: Container[str] = ()) -> list[Shard]:
+    """A file for each of the checkpoint's, without the `dropped` tensors, cast to `dtype`."""
+    shards = []
+    for file, infos in checkpoint.files.items():
+        kept = [(info, target_dtype(info.name, info.dtype, dtype)) for info in infos if info.name not in dropped]
+        # wide numbers first, as the library does, so that every tensor stands aligned; else in the order of the bytes
+        kept.sort(key=lambda pair: (-pair[1].itemsize, pair[0].offset))
+        entries = [Entry(info.name, target, info.shape) for info, target in kept]
+        same = len(kept) == len(infos) and all(info.dtype == target for info, target in kept)
+        shards.append(Shard(entries, _checked_data(kept), file if same else None))
+    return shards
+
+
+def write_shards(shards: list[Shard], folder: Path, progress: Report | None = None) -> int:
+    """Writes the files and their index to `folder`; returns the bytes of all tensors."""
+    shards = [shard for shard in shards if shard.entries]
+    total = sum(entry.nbytes for shard in shards for entry in shard.entries)
+    weight_map: dict[str, str] = {}
+    done = 0
+    with ThreadPoolExecutor(2) as pool:
+        flushes = []
+        for number, shard in enumerate(shards, 1):
+            name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+            weight_map |= {entry.name: name for entry in shard.entries}
+            for nbytes in shard.write(folder / name, pool):
+                done += nbytes
+                if progress is not None:
+                    progress(done, total)
+            flushes.append(pool.submit(fsync, folder / name))  # beside the next file's copy
+        for flush in flushes:
+            flush.result()
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    return total
+
+
+def safetensors_header(entries: list[Entry]) -> bytes:
+    """What stands before the data of a safetensors file with these tensors, back to back."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry in entries:
+        start, end = end, end + entry.nbytes
+        header[entry.name] = {"dtype": CODES[entry.dtype], "shape": entry.shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _checked_data(tensors: list[tuple[TensorInfo, torch.dtype]]) -> Iterator[Tensor]:
+    """The tensors of one file in pieces, checked and cast to their dtypes; a piece is valid until the next."""
+    buffer = torch.empty(CHUNK, dtype=torch.uint8)
+    with open(tensors[0][0].file, "rb") as file:
+        for info, target in tensors:
+            for start in range(0, info.nbytes, CHUNK):
+                raw = buffer[: min(CHUNK, info.nbytes - start)]
+                file.seek(info.offset + start)
+                if file.readinto(raw.numpy().data) != len(raw):
+                    raise BadInput(f"{info.file}: ends inside tensor {info.name}; download the file again")
+                piece = raw.view(info.dtype)
+                if not all_finite(piece):
+                    raise BadInput(f"{info.file}: tensor {info.name} holds NaN or infinity; the checkpoint is damaged")
+                if target != info.dtype:
+                    piece = piece.to(target)
+                    if not all_finite(piece):
+                        wanted = str(target).removeprefix("torch.")
+                        raise BadInput(f"{info.file}: tensor {info.name} is too large for {wanted}; use bfloat16")
+                yield piece
+
+
+def all_finite(piece: Tensor) -> bool:
+    """Whether a contiguous floating tensor holds neither NaN nor infinity, about as fast as memory is read.
+
+    In the order of their bits as integers, +infinity and its NaNs come after all positive numbers, and so do -infinity
+    and its NaNs among all numbers once the sign counts as the highest bit: two maxima decide.
+    """
+    infinity, width = INFINITIES[piece.dtype], piece.itemsize
+    bits = piece.view(-1).view(torch.uint8).numpy()
+    sign = 1 << (8 * width - 1)
+    return bool(bits.view(f"i{width}").max() < infinity and bits.view(f"u{width}").max() < infinity + sign)

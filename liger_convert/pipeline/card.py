@@ -1,0 +1,148 @@
+"""The model card of an export: its README.md, whose front matter the hub reads."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from huggingface_hub import ModelCardData, try_to_load_from_cache
+
+from liger_convert import __version__
+from liger_convert.config import yaml_file
+from liger_convert.io.checkpoint import LICENCES
+from liger_convert.io.files import atomic_write
+from liger_convert.model import linear_layers
+from liger_convert.utils.errors import BadInput
+
+CARD = "README.md"
+FRONT_MATTER = re.compile(r"---\s*\n(.*?)\n---\s*(\n|$)", re.DOTALL)
+MOST = 2**20  # characters of a card that are read for its front matter
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+FIGURES = "## What it is worth\n"  # the heading of the same section of report.md
+LICENCE = "## Licence\n"
+
+BODY = jinja2.Template(
+    """\
+# {{ title }}, linearized
+
+{{ linear }} of the {{ layers }} attention layers
+{%- if base %} of [{{ base }}](https://huggingface.co/{{ base }}){% endif %} are replaced by a gated recurrent memory
+{%- if constant %} with a sliding window beside it: their cache has the same size at any length
+{%- if linear < layers %}, while the other layers keep their softmax attention{% endif %}{% endif %}.
+Made by liger-convert {{ version }}.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+path = {{ path }}
+model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)  # or: import liger_convert, and without it
+tokenizer = AutoTokenizer.from_pretrained(path)
+```
+
+{{ licence_heading }}
+The weights are derived from those of the base, whose licence applies to them
+{%- if licence %}: {{ licence }}{% endif %}
+{%- if files %} (see {% for file in files %}[{{ file }}]({{ file }}){{ ", " if not loop.last }}{% endfor %}){% endif %}.
+The Python files in this folder are part of liger-convert, under the Apache License 2.0.
+""",
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+    undefined=jinja2.StrictUndefined,
+)
+
+
+def write_card(
+    folder: Path, config: Any, name: str, load_from: str, *, hub_base: str | None, base_dir: Path | None
+) -> None:
+    """Writes the card of the export in `folder`, whose other files are there already.
+
+    config: the linearized config. name: what the export is called. load_from: its hub id or folder. hub_base: the
+    base's hub id, None for a base that is a folder or file. base_dir: the base's folder, whose own card names its
+    licence; None where it is not at hand. A licence that nobody names is left out of the front matter.
+    """
+    files = sorted({path.name for pattern in LICENCES for path in folder.glob(pattern)})
+    licence = base_licence(base_dir, files)
+    mixers = {mixer for mixer in config.linearization["layers"] if mixer in config.linearization["mixers"]}
+    front = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["linear-attention", "liger-convert"],
+        base_model=hub_base,
+        **licence,
+    )
+    said = licence.get("license_name", licence.get("license"))
+    body = BODY.render(
+        title=name.rpartition("/")[2],
+        path=json.dumps(load_from),
+        base=hub_base,
+        linear=len(linear_layers(config)),
+        layers=config.num_hidden_layers,
+        constant=all(config.linearization["mixers"][mixer]["window"] for mixer in mixers),
+        version=__version__,
+        licence_heading=LICENCE,
+        licence=None if said == "other" else ", ".join([said] if isinstance(said, str) else said or []),
+        files=files,
+    )
+    (folder / CARD).write_text(f"---\n{front.to_yaml()}\n---\n\n{body}", encoding="utf-8")
+
+
+def cached_folder(repo: str) -> Path | None:
+    """Where this machine keeps the card of a hub's repository; None where it has not been downloaded."""
+    found = try_to_load_from_cache(repo, CARD)
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def base_licence(base_dir: Path | None, files: list[str]) -> dict[str, Any]:
+    """`license`, `license_name` and `license_link` as the card in `base_dir` gives them, so far as it does.
+
+    A base that names none but comes with a licence file (one of the export's `files`) has an `other` one, in that file.
+    A card that cannot be read names none.
+    """
+    front = {} if base_dir is None else _front_matter(base_dir / CARD)
+    licence = front.get("license")
+    named = isinstance(licence, list) and licence and all(isinstance(one, str) for one in licence)
+    if isinstance(licence, str) or named:
+        found = {"license": licence}
+        if isinstance(name := front.get("license_name"), str):
+            found["license_name"] = name
+        link = front.get("license_link")
+        if isinstance(link, str) and (link in files or link.startswith(("https://", "http://"))):
+            found["license_link"] = link
+        return found
+    texts = [file for file in files if not file.startswith(("NOTICE", "USE_POLICY"))]
+    return {"license": "other", "license_link": texts[0]} if texts else {}
+
+
+def add_figures(folder: Path, report: str) -> None:
+    """Puts the figures of `report`, the text of a report.md, into the card of the export in `folder`, in the place of
+    those that it has. Does nothing where the report has none. Raises LinearizeError when it cannot be written."""
+    figures = _section(report, FIGURES)
+    card = (folder / CARD).read_text(encoding="utf-8")
+    if not figures:
+        return
+    if old := _section(card, FIGURES):
+        card = card.replace(old, "")
+    before, heading, after = card.partition(LICENCE)
+    atomic_write(folder / CARD, f"{before.rstrip()}\n\n{figures.rstrip()}\n\n{heading}{after}".rstrip() + "\n")
+
+
+def _front_matter(path: Path) -> dict[str, Any]:
+    try:
+        if not path.is_file():
+            return {}
+        with open(path, encoding="utf-8-sig") as file:
+            match = FRONT_MATTER.match(file.read(MOST))
+        front = yaml_file.parse(match[1], str(path)) if match else {}
+    except (BadInput, OSError, ValueError, RecursionError):
+        return {}
+    return front if isinstance(front, dict) else {}
+
+
+def _section(text: str, heading: str) -> str:
+    """A section of a Markdown text with its heading, up to the next of the same level; empty where there is none."""
+    _, found, rest = text.partition(heading)
+    return found + re.split(r"^## ", rest, maxsplit=1, flags=re.MULTILINE)[0] if found else ""

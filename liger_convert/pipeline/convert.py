@@ -1,0 +1,96 @@
+"""From a base checkpoint to a linearized one, untrained: the base's bytes past a check, the new tensors beside them.
+
+Peak memory is a buffer and one layer of new tensors, whatever the checkpoint's size.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_convert.io.checkpoint import INDEX, TensorInfo, copy_companions, load_config, require_tokenizer
+from liger_convert.io.files import atomic_dir
+from liger_convert.model import MIXER_MODULE, linear_layers, linearized_classes, linearized_config, new_state
+from liger_convert.model.bases import check_base
+from liger_convert.model.loading import check_folder, check_tensors, open_checkpoint
+from liger_convert.model.shards import Entry, Shard, copied_shards, write_shards
+from liger_convert.utils.progress import Report
+
+
+def convert(
+    base: Path | str,
+    out: Path | str,
+    linearization: dict[str, Any],
+    *,
+    dtype: str = "auto",
+    seed: int = 0,
+    trust_remote_code: bool = False,
+    progress: Report | None = None,
+) -> dict[str, Any]:
+    """Writes the linearized checkpoint of the folder `base` to the new folder `out`, and returns what it did.
+
+    Tensors keep the base's names and, with dtype `auto`, its bytes; `linearization` comes from a Plan. Raises BadInput,
+    naming tensor and file, for anything missing, unexpected, truncated, not finite, or of a shape that config.json does
+    not imply, and when `out` exists; LinearizeError when the disk is full. Then nothing is left at `out`.
+    """
+    started = time.perf_counter()
+    base = Path(base)
+    base_config = load_config(base, trust_remote_code)
+    check_base(base_config)
+    require_tokenizer(base)
+    checkpoint = open_checkpoint(base, base_config)
+    dropped = check_tensors(checkpoint, base_config)
+
+    copied = [info for info in checkpoint.tensors.values() if info.name not in dropped]
+    config = linearized_config(base_config, linearization)
+    config.architectures = [linearized_classes(base_config.model_type)[2].__name__]
+    config.dtype = _main_dtype(copied) if dtype == "auto" else getattr(torch, dtype)
+    with torch.device("meta"):
+        new = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in new_state(config).items()]
+    shards = [*copied_shards(checkpoint, dtype, dropped), Shard(new, _new_data(config, seed), None)]
+    with atomic_dir(out) as folder:
+        total = write_shards(shards, folder, progress)
+        config.save_pretrained(folder)
+        copy_companions(base, folder)
+    return {
+        "tensors": {"copied": len(copied), "new": len(new), "dropped": dropped},
+        "bytes": total,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def replace_mixers(model_dir: Path, out: Path, model: Any) -> None:
+    """Writes the linearized checkpoint `model_dir` with the mixers of `model` to the new folder `out`.
+
+    Everything else is copied byte for byte. Raises BadInput when `model_dir` is damaged or `out` exists, LinearizeError
+    when the disk is full.
+    """
+    mixers = {name: t.cpu().contiguous() for name, t in model.state_dict().items() if f".{MIXER_MODULE}." in name}
+    entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in mixers.items()]
+    new = Shard(entries, (tensor.view(-1) for tensor in mixers.values()), None)
+    with atomic_dir(out) as folder:
+        for path in model_dir.iterdir():
+            if path.is_file() and path.name != INDEX and path.suffix != ".safetensors":
+                shutil.copyfile(path, folder / path.name)
+        write_shards([*copied_shards(check_folder(model_dir), dropped=mixers), new], folder)
+
+
+def _new_data(config: Any, seed: int) -> Iterator[Tensor]:
+    for layer in linear_layers(config):
+        for tensor in new_state(config, seed, [layer]).values():
+            yield tensor.contiguous().view(-1)
+
+
+def _main_dtype(infos: list[TensorInfo]) -> torch.dtype:
+    """The dtype of most of the bytes."""
+    sizes: Counter[torch.dtype] = Counter()
+    for info in infos:
+        sizes[info.dtype] += info.nbytes
+    return sizes.most_common(1)[0][0]

@@ -1,0 +1,200 @@
+"""Which layers stay softmax, by measurement: what hangs on each of a base's layers once the others are linear.
+
+A set of kept layers is measured on texts said twice, [x, x]: the loss on the first half is its quality, that on the
+second its recall. The mixers are calibrated but untrained, those that cannot be calibrated reduced to their window: a
+ranking takes minutes and no training.
+
+Layers that back each other up look worthless one at a time in the base, where the others still do their work. So the
+search goes the other way: from a model with no layer kept it restores the layer that helps most, beside those the best
+next, and so on (restoring from all linear is KL-LS's direction, 2512.20569; it trains each restored model instead).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Group
+from rich.table import Table
+
+from liger_convert.config.recipe import MAIN, Recipe
+from liger_convert.data.corpus import Document, collate, pack
+from liger_convert.eval import measures
+from liger_convert.eval.ablation import window_control
+from liger_convert.eval.generation import load_model, weight_dtype
+from liger_convert.eval.suites import CopyMeasure
+from liger_convert.mixers import SOFTMAX
+from liger_convert.model.loading import linearize_base
+from liger_convert.pipeline.plan import Plan
+from liger_convert.training.calibrate import calibrate
+from liger_convert.training.stage import CALIBRATION_TOKENS
+from liger_convert.utils.device import autocast, compute_dtype
+from liger_convert.utils.errors import BadInput
+from liger_convert.utils.progress import Report
+
+DRAWS = 8
+LENGTH = 128  # tokens of x at least, and two windows of it: what the second half needs has then left the window
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Nats a token: `copy_nll` on the second half of a text said twice, `text_nll` on the first."""
+
+    copy_nll: float
+    text_nll: float
+
+    @property
+    def score(self) -> float:
+        """Their plain sum. A window costs several nats of recall and a few tenths of text, so recall decides, and text
+        where layers recall alike; a ratio of the two would hang on near-zero denominators."""
+        return self.copy_nll + self.text_nll
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """base, linear: with all layers softmax, and with none. swapped: the base with this layer alone linear; restored:
+    with this layer alone softmax. path: the kept layers in the order of their choice, with the losses reached."""
+
+    base: Losses
+    linear: Losses
+    swapped: list[Losses]
+    restored: list[Losses]
+    path: list[tuple[int, Losses]]
+
+    @property
+    def kept(self) -> list[int]:
+        return sorted(layer for layer, _ in self.path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain JSON, where a loss that is not finite is null."""
+        layers = zip(self.swapped, self.restored)
+        return {
+            "kept": self.kept,
+            "base": _json(self.base),
+            "linear": _json(self.linear),
+            "layers": [{"swapped": _json(swapped), "restored": _json(restored)} for swapped, restored in layers],
+            "path": [{"layer": layer, **_json(losses)} for layer, losses in self.path],
+        }
+
+    def render(self) -> Group:
+        """Two tables for a terminal: every layer by itself, and the kept layers as they were chosen."""
+        layers = Table("layer", "linear alone: copy_nll", "text_nll", "softmax alone: copy_nll", "text_nll", "kept")
+        order = {layer: f"{place}." for place, (layer, _) in enumerate(self.path, 1)}
+        for i, (swapped, restored) in enumerate(zip(self.swapped, self.restored)):
+            layers.add_row(str(i), *_cells(swapped), *_cells(restored), order.get(i, ""))
+        path = Table("softmax layers", "copy_nll", "text_nll")
+        path.add_row("none", *_cells(self.linear))
+        for layer, losses in self.path:
+            path.add_row(f"+ {layer}", *_cells(losses))
+        path.add_row("all: the base", *_cells(self.base))
+        for table in (layers, path):
+            for column in table.columns[1:]:
+                column.justify = "right"
+        return Group(layers, path)
+
+
+class Switch:
+    """One model that holds both attentions of every layer; takes over those of `base` and of the all-linear `model`."""
+
+    def __init__(self, base: Any, model: Any):
+        self.model = model
+        self.softmax = [layer.self_attn for layer in base.model.layers]
+        self.linear = [layer.self_attn for layer in model.model.layers]
+
+    def keep(self, kept: Collection[int]) -> Any:
+        """The model with these layers softmax and all others linear, as a conversion with this plan would make it."""
+        for i, layer in enumerate(self.model.model.layers):
+            layer.self_attn = self.softmax[i] if i in kept else self.linear[i]
+            self.model.config.linearization["layers"][i] = SOFTMAX if i in kept else MAIN
+        return self.model
+
+
+def rank(
+    recipe: Recipe,
+    plan: Plan,
+    base_dir: Path,
+    tokenizer: Any,
+    documents: Sequence[Document],
+    device: torch.device,
+    report: Report = lambda done, total, note="": None,
+) -> Ranking:
+    """Chooses the layers that `plan` leaves undecided, for the base in the folder `base_dir`, on text of `documents`.
+
+    The base and the linearized model are in memory together, as in alignment. Raises BadInput when the documents do not
+    hold two draws.
+    """
+    keep, depth, mixer = plan.undecided, len(plan.layers), plan.linearization["mixers"][MAIN]
+    length = max(LENGTH, 2 * mixer["window"])
+    if (tokens := sum(len(document.ids) for document in documents)) < 2 * length:
+        what = f"{tokens} tokens to train on do not hold two spans of {length}, on which layers are ranked"
+        raise BadInput(f"data.{recipe.plain_texts[0]}: {what}")
+    dtype = compute_dtype(device, recipe.precision)
+    base = load_model(base_dir, device, recipe.precision)
+    linearization = plan.linearization | {"layers": [MAIN] * depth}
+    if mixer["join"] != "shared":  # nothing calibrates its memory, which untrained can drown all that layers differ in
+        linearization = window_control(linearization)
+    weights = weight_dtype(device, recipe.precision)
+    model = linearize_base(base_dir, linearization, recipe.seed, dtype=weights).to(device).eval()
+    rows = pack(documents, 2 * length, max(CALIBRATION_TOKENS, 2 * length), recipe.seed)
+    batch = collate([rows[i] for i in range(len(rows))])
+    with autocast(device, dtype):
+        calibrate(model, base, batch["input_ids"].to(device), batch["position_ids"].to(device))
+    switch = Switch(base, model)
+    del base
+    ids_NT = measures.repetitions(tokenizer, documents, CopyMeasure(length=length, draws=DRAWS))
+    total, done = evaluations(depth, keep), 0
+
+    def measure(kept: Collection[int]) -> Losses:
+        nonlocal done
+        losses_NT = measures.window_losses(switch.keep(kept), ids_NT, recipe.eval.batch_size, dtype).double()
+        done += 1
+        report(done, total)
+        # the first token of the second half belongs to neither: nothing tells that x starts again
+        return Losses(_finite(losses_NT[:, 1 - length :]), _finite(losses_NT[:, :-length]))
+
+    return search(depth, keep, measure)
+
+
+def search(depth: int, keep: int, measure: Callable[[Collection[int]], Losses]) -> Ranking:
+    """The layers to keep of `depth`, where `measure` tells the losses with some of them kept.
+
+    Every layer is measured alone softmax and alone linear. Candidates are 2 `keep` layers, taken in turns from those
+    that help most alone and those that the base misses most, which may help only beside others. Each round keeps the
+    candidate whose addition scores best. Ties go to the lower layer.
+    """
+    everything = frozenset(range(depth))
+    base, linear = measure(everything), measure(frozenset())
+    swapped = [measure(everything - {i}) for i in range(depth)]
+    restored = [measure(frozenset({i})) for i in range(depth)]
+    helpful = sorted(range(depth), key=lambda i: restored[i].score)
+    missed = sorted(range(depth), key=lambda i: -swapped[i].score)
+    candidates = list(dict.fromkeys(itertools.chain.from_iterable(zip(helpful, missed))))[: 2 * keep]
+    path = [(helpful[0], restored[helpful[0]])]
+    while len(path) < keep:
+        kept = frozenset(layer for layer, _ in path)
+        tried = [(layer, measure(kept | {layer})) for layer in sorted(candidates) if layer not in kept]
+        path.append(min(tried, key=lambda choice: choice[1].score))
+    return Ranking(base, linear, swapped, restored, path)
+
+
+def evaluations(depth: int, keep: int) -> int:
+    """How often `search` measures."""
+    return 2 + 2 * depth + sum(min(2 * keep, depth) - kept for kept in range(1, keep))
+
+
+def _finite(losses: torch.Tensor) -> float:
+    mean = losses.mean().item()
+    return mean if math.isfinite(mean) else math.inf  # so that a model that diverged is the worst and not unordered
+
+
+def _json(losses: Losses) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in asdict(losses).items()}
+
+
+def _cells(losses: Losses) -> tuple[str, str]:
+    return f"{losses.copy_nll:.3f}", f"{losses.text_nll:.3f}"

@@ -1,0 +1,333 @@
+"""From a recipe and the base's config to a plan: what each layer becomes, how large everything is. Touches no weight.
+
+What memory it takes is estimated in `memory.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from rich.console import Group
+from rich.filesize import decimal
+from rich.table import Table
+from transformers import DynamicCache
+
+from liger_convert.config.recipe import MAIN, Recipe, Stage
+from liger_convert.mixers import MIXERS, SOFTMAX, make_spec, resolve_spec
+from liger_convert.model import head_dims, linearized_config, new_state, parameter_group
+from liger_convert.model.bases import check_base, meta_model
+from liger_convert.model.configuration import FORMAT
+from liger_convert.model.families import family_of
+from liger_convert.training import disk_estimate
+from liger_convert.training.memory_estimate import (
+    COPY_BYTES,
+    Sizes,
+    count,
+    inference_bytes,
+    measuring_bytes,
+    training_bytes,
+)
+from liger_convert.utils.device import compute_dtype, pick_device
+from liger_convert.utils.errors import BadInput
+
+CONTEXTS = (4096, 32768, 131072)
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One training stage: tokens it really sees (whole optimizer steps), parameters it trains, bytes at its peak, and
+    what those of its training are spent on (`memory.training_bytes`)."""
+
+    kind: str
+    tokens: int
+    trained: int
+    memory_bytes: int
+    memory: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a conversion will do.
+
+    new_parameters, reused_parameters: shapes by name, the latter in the naming of transformers' modules.
+    state_bytes: what all linearized layers together keep for one sequence of any length. growing_bytes: what those
+    whose window holds all tokens keep of each one besides. sliding_windows: the base's own window in each layer, if
+    it has one. token_bytes: one token's key and value in one layer's cache.
+    teacher_tokens: of each source that the base writes itself, how many it writes.
+    memory_bytes: estimated peaks beyond the interpreter, of `convert`, of `inference` at 4K tokens and of each stage;
+    `memory_for` names the device and the dtype of the training.
+    writes: what each step of a run writes, see `disk.py`.
+    undecided: how many layers stay softmax that a run has yet to choose; the last ones stand for them in
+    `linearization`, and all sizes are right unless the base's layers differ in their own windows.
+    """
+
+    name: str
+    model_type: str
+    dtype: str
+    linearization: dict[str, Any]
+    new_parameters: dict[str, tuple[int, ...]]
+    reused_parameters: dict[str, tuple[int, ...]]
+    state_bytes: int
+    growing_bytes: int
+    sliding_windows: tuple[int | None, ...]
+    token_bytes: int
+    stages: tuple[StagePlan, ...]
+    teacher_tokens: dict[str, int]
+    memory_bytes: dict[str, int]
+    memory_for: str
+    writes: tuple[disk_estimate.Written, ...]
+    undecided: int = 0
+
+    @property
+    def disk_bytes(self) -> dict[str, int]:
+        """What each step of a run writes at its peak."""
+        return {step.step: step.peak for step in self.writes}
+
+    @property
+    def disk_peak(self) -> int:
+        """The most that lies on the disk at once: the files of a step are removed once no other needs them."""
+        return disk_estimate.peak(list(self.writes))
+
+    @property
+    def layers(self) -> list[str]:
+        return self.linearization["layers"]
+
+    def kv_bytes(self, tokens: int) -> int:
+        """The base's key-value cache of one sequence."""
+        return sum(self._kv_layer_bytes(i, tokens) for i in range(len(self.layers)))
+
+    def cache_bytes(self, tokens: int) -> int:
+        """The linearized model's cache of one sequence: states, and the keys of layers that see all tokens."""
+        kept = (i for i, mixer in enumerate(self.layers) if mixer == SOFTMAX)
+        return self.state_bytes + self.growing_bytes * tokens + sum(self._kv_layer_bytes(i, tokens) for i in kept)
+
+    def _kv_layer_bytes(self, layer: int, tokens: int) -> int:
+        window = self.sliding_windows[layer]
+        # a sliding cache layer keeps one token less than its window, because the query brings its own
+        return self.token_bytes * (tokens if window is None else min(tokens, window - 1))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything the table says, as plain JSON."""
+        return {
+            "name": self.name,
+            "model_type": self.model_type,
+            "dtype": self.dtype,
+            "linearization": self.linearization
+            | ({"layers": {"softmax_auto": self.undecided}} if self.undecided else {}),
+            "parameters": {"new": count(self.new_parameters), "reused": count(self.reused_parameters)},
+            "new_parameters": {name: list(shape) for name, shape in self.new_parameters.items()},
+            "state_bytes": self.state_bytes,
+            "growing_bytes": self.growing_bytes,
+            "cache_bytes": {str(n): {"base": self.kv_bytes(n), "linearized": self.cache_bytes(n)} for n in CONTEXTS},
+            "stages": [asdict(stage) for stage in self.stages],
+            "teacher_tokens": self.teacher_tokens,
+            "memory_bytes": self.memory_bytes,
+            "memory_for": self.memory_for,
+            "disk_bytes": self.disk_bytes,
+            "disk_peak": self.disk_peak,
+        }
+
+    def render(self) -> Group:
+        """The plan as tables for a terminal."""
+        layers = Table("layers", "become", "window", "sinks", "memory", title=f"{self.name}: {self.model_type}")
+        for name in dict.fromkeys(self.layers):
+            where = _ranges([i for i, layer in enumerate(self.layers) if layer == name])
+            if self.undecided:
+                where = f"{self.layers.count(name)} of {len(self.layers)}, chosen by measurement in the run"
+            if name == SOFTMAX:
+                layers.add_row(where, "softmax attention, as it was", "", "", "")
+                continue
+            spec = self.linearization["mixers"][name]
+            kind = spec["type"] if name == MAIN else f"{name}: {spec['type']}"
+            layers.add_row(where, kind, str(spec["window"] or "all"), str(spec["sinks"]), MIXERS[spec["type"]].summary)
+        sizes = Table("parameters", "", title="sizes")
+        sizes.add_row("reused from the base", f"{count(self.reused_parameters):,}")
+        sizes.add_row("new", f"{count(self.new_parameters):,}")
+        sizes.add_row("state of one sequence", decimal(self.state_bytes))
+        if self.growing_bytes:
+            sizes.add_row("and of each of its tokens, as windows of all tokens grow", decimal(self.growing_bytes))
+        cache = Table("tokens", "base", "linearized", "ratio", title="cache of one sequence")
+        for n in CONTEXTS:
+            base, ours = self.kv_bytes(n), self.cache_bytes(n)
+            cache.add_row(f"{n // 1024}K", decimal(base), decimal(ours), f"{base / ours:.1f}x")
+        tables = [layers, sizes, cache]
+        if self.teacher_tokens:
+            writing = Table("source", "tokens", title="data, written by the base")
+            for name, tokens in self.teacher_tokens.items():
+                writing.add_row(name, f"{tokens:,}")
+            tables.append(writing)
+        if self.stages:
+            training = Table("stage", "tokens", "trained parameters", title="training")
+            for stage in self.stages:
+                training.add_row(stage.kind, f"{stage.tokens:,}", f"{stage.trained:,}")
+            tables.append(training)
+        memory = Table(
+            "step", "peak", title=f"memory, estimated, beyond the interpreter, training on {self.memory_for}"
+        )
+        for step, size in self.memory_bytes.items():
+            memory.add_row(step, decimal(size))
+        room = Table("step", "writes", title="disk, estimated")
+        for step, size in self.disk_bytes.items():
+            room.add_row(step, decimal(size))
+        room.add_row("at most at once", decimal(self.disk_peak))
+        return Group(*tables, memory, room)
+
+
+def make_plan(recipe: Recipe, base_config: Any) -> Plan:
+    """The plan of `recipe` for the base with this config.
+
+    Raises BadInput for a base that cannot be linearized, unknown mixers or options, and layers that do not fit it.
+    """
+    check_base(base_config)
+    specs = {MAIN: resolve_spec(recipe.mixer.to_dict(), "mixer")}
+    for name, spec in recipe.mixers.items():
+        specs[name] = resolve_spec(spec.to_dict(), f"mixers.{name}")
+    layers = resolve_layers(recipe.dump()["layers"], base_config.num_hidden_layers, list(specs))
+    used = {name: spec for name, spec in specs.items() if name in layers}
+    linearization = {"format": FORMAT, "mixers": used, "layers": layers}
+    config = linearized_config(base_config, linearization)
+    with torch.device("meta"):
+        new = {name: tuple(tensor.shape) for name, tensor in new_state(config).items()}
+    reused = {name: tuple(p.shape) for name, p in meta_model(base_config).named_parameters()}
+    dtype = recipe.export.dtype if recipe.export.dtype != "auto" else _dtype_name(base_config)
+    itemsize = getattr(torch, dtype).itemsize
+    dims = head_dims(base_config)
+    device = pick_device("cpu" if recipe.device == "cpu" else "auto")  # the plan of a GPU's run may be made anywhere
+    compute = compute_dtype(device, recipe.precision)
+    embeddings = sum(
+        math.prod(shape) for name, shape in reused.items() if parameter_group(name, config) == "embeddings"
+    )
+    weights = Sizes(count(reused), embeddings, count(new))
+    stages, peaks = [], {}
+    for i, stage in enumerate(recipe.stages, 1):
+        trained = _trained(stage, config, reused | new)
+        parts = training_bytes(stage, config, weights, trained, device, compute)
+        peak = max(sum(parts.values()), measuring_bytes(stage, config, weights, compute))
+        stages.append(StagePlan(stage.kind, stage.steps * stage.step_tokens, trained, peak, parts))
+        peaks[f"{i}-{stage.kind}"] = peak
+    cache, linear = DynamicCache(config=base_config), [name for name in layers if name != SOFTMAX]
+    made = Plan(
+        name=recipe.name,
+        model_type=base_config.model_type,
+        dtype=dtype,
+        linearization=linearization,
+        new_parameters=new,
+        reused_parameters=reused,
+        state_bytes=sum(_state_bytes(used[name], base_config, itemsize) for name in linear),
+        growing_bytes=sum(
+            _ring_bytes(used[name], base_config, itemsize) for name in linear if not used[name]["window"]
+        ),
+        sliding_windows=tuple(getattr(layer, "sliding_window", None) for layer in cache.layers),
+        token_bytes=2 * dims.kv_heads * dims.dim * itemsize,
+        stages=tuple(stages),
+        teacher_tokens={name: source.written_tokens for name, source in recipe.teachers.items()},
+        memory_bytes={},
+        writes=tuple(
+            disk_estimate.written(recipe, weights, [s.trained for s in stages], _dtype_name(base_config), dtype)
+        ),
+        memory_for=f"{device.type} in {str(compute).removeprefix('torch.')}",
+        undecided=0 if recipe.softmax_auto is None else layers.count(SOFTMAX),
+    )
+    convert = COPY_BYTES + 4 * weights.new // len(linear)  # new tensors are float32 and made layer by layer
+    inference = inference_bytes(config, weights, itemsize, made.cache_bytes(CONTEXTS[0]))
+    return replace(made, memory_bytes={"convert": convert, "inference": inference, **peaks})
+
+
+def resolve_layers(layers: str | list[str] | dict[str, Any], depth: int, names: list[str]) -> list[str]:
+    """What each of `depth` layers becomes, a mixer's name or softmax, from any form a recipe may give.
+
+    Forms: `all`; letters such as `LLLN`, repeated to the depth; a list of names; `{softmax_every: n}` (the last of
+    every n layers); `{linear: [...]}` or `{softmax: [...]}` with layer numbers; `{softmax_auto: n}`, or below 1 a share
+    of the layers, where the last n stand for those that are chosen later; `{repeat: [...]}`, names repeated to the
+    depth. Raises BadInput at `layers`.
+    """
+    if layers == "all":
+        layers = "L"
+    if isinstance(layers, str):
+        if not layers or set(layers) - {"L", "N"}:
+            raise BadInput(f"layers: {layers!r} is no pattern; use all, or letters such as LLLN (L linear, N softmax)")
+        resolved = [MAIN if letter == "L" else SOFTMAX for letter in itertools.islice(itertools.cycle(layers), depth)]
+    elif isinstance(layers, list):
+        if len(layers) != depth:
+            raise BadInput(f"layers: names {len(layers)} layers, but the base has {depth}")
+        _check_names(layers, names, "layers")
+        resolved = layers
+    else:
+        ((form, value),) = ((form, value) for form, value in layers.items() if value is not None)
+        if form == "softmax_every":
+            resolved = [SOFTMAX if (i + 1) % value == 0 else MAIN for i in range(depth)]
+        elif form == "softmax_auto":
+            if value >= depth:
+                raise BadInput(f"layers.softmax_auto: {value} is too many; of the base's {depth} layers keep fewer")
+            kept = value if value >= 1 else max(1, int(value * depth))
+            resolved = [MAIN] * (depth - kept) + [SOFTMAX] * kept
+        elif form == "repeat":
+            _check_names(value, names, "layers.repeat")
+            resolved = list(itertools.islice(itertools.cycle(value), depth))
+        else:
+            _check_numbers(value, depth, f"layers.{form}")
+            resolved = [MAIN if (i in value) == (form == "linear") else SOFTMAX for i in range(depth)]
+    if all(name == SOFTMAX for name in resolved):
+        raise BadInput(f"layers: leaves all {depth} layers softmax, so there is nothing to linearize")
+    return resolved
+
+
+def _check_names(written: list[str], names: list[str], where: str) -> None:
+    for i, name in enumerate(written):
+        if name not in (*names, SOFTMAX):
+            raise BadInput(f"{where}[{i}]: {name!r} is no mixer; use one of {', '.join([*names, SOFTMAX])}")
+
+
+def _check_numbers(numbers: list[int], depth: int, where: str) -> None:
+    for number in numbers:
+        if not 0 <= number < depth:
+            raise BadInput(f"{where}: there is no layer {number}; the base has 0 to {depth - 1}")
+        if numbers.count(number) > 1:
+            raise BadInput(f"{where}: layer {number} is named twice")
+
+
+def _ring_bytes(spec: dict[str, Any], config: Any, itemsize: int) -> int:
+    """One token's share of one linearized layer's ring: key, value, what is pending, log f and, 8 bytes, its rank."""
+    cls, options, dims = MIXERS[spec["type"]], make_spec(spec), head_dims(config)
+    pending = sum(cls.pending_sizes(options, dims)) if options.scope == "evicted" else 0
+    return dims.kv_heads * ((2 * dims.dim + pending) * itemsize + 4 * options.forget) + 8
+
+
+def _state_bytes(spec: dict[str, Any], config: Any, itemsize: int) -> int:
+    """One linearized layer's share of LinearizedCacheLayer: a full ring, sinks, and recurrent states in float32."""
+    cls, options, dims = MIXERS[spec["type"]], make_spec(spec), head_dims(config)
+    ring = max(options.window - 1, 0) * _ring_bytes(spec, config, itemsize)
+    # 8 bytes each: where a sink stands; the count of tokens seen
+    sinks = options.sinks * (dims.kv_heads * 2 * dims.dim * itemsize + 8) + 8
+    return ring + sinks + 4 * sum(math.prod(shape) for shape in cls.state_shape(options, dims).values())
+
+
+def _trained(stage: Stage, config: Any, shapes: dict[str, tuple[int, ...]]) -> int:
+    """Parameters that a stage changes: groups with a rate, and the factors of LoRA beside its targets."""
+    groups = stage.rates.trained()
+    trained = sum(math.prod(shape) for name, shape in shapes.items() if parameter_group(name, config) in groups)
+    if stage.lora is not None:
+        targets = family_of(config).projections if stage.lora.targets == "attention" else stage.lora.targets
+        adapted = [shape for name, shape in shapes.items() if name.endswith(tuple(f".{t}.weight" for t in targets))]
+        trained += stage.lora.rank * sum(sum(shape) for shape in adapted)
+    return trained
+
+
+def _dtype_name(config: Any) -> str:
+    dtype = config.dtype or torch.float32
+    return str(dtype).removeprefix("torch.")
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`0-2, 4, 6-9`: ascending numbers with neighbours joined."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -1,0 +1,271 @@
+"""What would fail after training is tried before it: generation, the suite, disk space, and rates and lengths.
+
+What a result could not be used with is refused; what costs quality or is merely unlikely is a warning, one sentence
+each.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.filesize import decimal
+from transformers import GenerationConfig
+
+from liger_convert.config.recipe import Recipe, Stage
+from liger_convert.data.corpus import Documents
+from liger_convert.eval.generation import continuations, encode
+from liger_convert.eval.suites import Suite
+from liger_convert.io import templates
+from liger_convert.io.files import scratch_folder
+from liger_convert.mixers import MIXERS, SOFTMAX
+from liger_convert.mixers.control.window import Window
+from liger_convert.model import linearized_classes, linearized_config
+from liger_convert.pipeline.plan import Plan
+from liger_convert.training import disk_estimate
+from liger_convert.utils.errors import BadInput, first_line
+from liger_convert.utils.progress import Report
+
+# Adam moves a weight by about the rate in each step. Float32 numbers near 1 are 6e-8 to 1.2e-7 apart: a step of less
+# than 1e-8 is rounded away. Pretrained weights are of size 0.01 to 1: a step of more than 1 leaves nothing of them.
+LEAST_RATE, MOST_RATE, HIGH_RATE = 1e-8, 1.0, 0.1
+LEAST_MOVE = 1e-6  # a weight's in all steps of a stage: less cannot be measured in the result
+FEW = 0.01  # of the tokens, for which the memory has something to tell
+GENERATION = "generation_config.json"
+TOKENS = 2  # that the rehearsal generates
+
+
+def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite) -> list[str]:
+    """Warnings about what recipe and config alone tell. Raises BadInput."""
+    warnings = []
+    positions = getattr(config, "max_position_embeddings", None)
+    linears = {name.split(".")[-2] for name, shape in plan.reused_parameters.items() if len(shape) == 2}
+    for i, stage in enumerate(recipe.stages):
+        where = f"stages[{i}]"
+        warnings += _check_rates(stage, where, plan.stages[i].trained)
+        if stage.lora is not None and stage.lora.targets != "attention":
+            for target in stage.lora.targets:
+                if target not in linears:
+                    known = ", ".join(sorted(linears - {"embed_tokens"}))
+                    raise BadInput(f"{where}.lora.targets: no projection is called {target!r}; there are {known}")
+        warnings += _check_reach(stage, f"{where}.seq_len: rows of {stage.seq_len} tokens", stage.seq_len, plan)
+        if positions is not None and stage.seq_len > positions:
+            warnings.append(f"{where}.seq_len: {stage.seq_len} is more than the {positions} tokens that the base takes")
+    lengths = {text.metrics[0]: text.window for text in suite.text}
+    lengths |= {copying.metrics[0]: 2 * copying.length for copying in suite.copying}
+    for metric, length in lengths.items():
+        if positions is not None and length > positions:
+            said = f"{metric} reads {length} tokens, more than the {positions} that the base takes"
+            warnings.append(f"suite {suite.name}: {said}")
+    return warnings
+
+
+def check_documents(recipe: Recipe, plan: Plan, documents: Callable[[str], Documents]) -> list[str]:
+    """Warnings about documents in which nothing ever leaves the window. Raises BadInput where that is all of them."""
+    warnings = []
+    for i, stage in enumerate(recipe.stages):
+        if stage.joined or stage.repeats or "mixer" not in stage.rates.trained():
+            continue
+        if stage.data in recipe.teachers:
+            sizes = [recipe.teachers[stage.data].document_tokens]
+        else:
+            sizes = [len(document.ids) for document in documents(stage.data).train]
+        sizes = [min(size, stage.seq_len) for size in sizes]
+        said = f"stages[{i}].data: documents of {stage.data}, of at most {max(sizes)} tokens,"
+        if max(sizes) < stage.seq_len:  # else the rows have been told
+            warnings += _check_reach(stage, said, max(sizes), plan)
+        reaches = _reaches(plan)
+        beyond = sum(max(0, size - min(reaches)) for size in sizes) / sum(sizes) if reaches else 1
+        if 0 < beyond < FEW:
+            told = f"of {beyond:.2%} of the tokens of {stage.data} anything stands beyond the window"
+            warnings.append(f"stages[{i}].data: {told}; the memory learns from these alone, so give longer documents")
+    return warnings
+
+
+def check_disk(plan: Plan, out: Path, *, keep_steps: bool = False) -> None:
+    """Raises BadInput when the run cannot fit on the disk of `out`, where a base that must be unpacked already is."""
+    needed = disk_estimate.peak(list(plan.writes), keep_steps=keep_steps, without_base=True)
+    free = shutil.disk_usage(out).free
+    if needed > free:
+        raise BadInput(
+            f"{out}: the run needs {decimal(needed)} of disk at its peak, and {decimal(free)} are free; "
+            "free some space, or name a folder on another disk"
+        )
+
+
+def check_generation(
+    base_dir: Path, config: Any, tokenizer: Any, linearization: Mapping[str, Any], prompts: Sequence[str]
+) -> list[str]:
+    """Generates by a model of random weights, of the classes and the vocabulary of the one to come, as the run will do
+    at its end, with the base's chat template and generation config. Returns warnings.
+
+    Raises BadInput naming chat_template.jinja, tokenizer_config.json or generation_config.json.
+    """
+    for prompt in prompts:
+        _check_prompt(base_dir, tokenizer, prompt)
+    path = base_dir / GENERATION
+    if not path.exists():
+        return []
+    try:
+        given = GenerationConfig.from_pretrained(base_dir)
+    except Exception as error:  # whatever a broken file makes the library raise
+        raise BadInput(f"{path}: transformers cannot read it: {_reason(error)}") from None
+    warnings = _check_ends(path, given, config.vocab_size)
+    model = _tiny(config, linearization)
+    if model is None:
+        return warnings
+
+    def attempt(generation_config: GenerationConfig) -> Exception | None:
+        model.generation_config = generation_config
+        try:
+            with scratch_folder() as folder:
+                generation_config.save_pretrained(folder)  # as each stage and the merge do with the model
+            continuations(model, tokenizer, prompts[:1], TOKENS)
+        except Exception as error:  # whatever generation makes of settings that it cannot use
+            return error
+        return None
+
+    if (failure := attempt(given)) is not None and attempt(GenerationConfig()) is None:
+        raise BadInput(f"{path}: a linearized model cannot generate with it: {_reason(failure)}") from failure
+    return warnings
+
+
+def check_tasks(suite: Suite, config: Any, data_dir: Path | None, limit: int | None, report: Report) -> None:
+    """Does all of the suite's tasks but asking a model: reads their data, writes their prompts, scores answers.
+
+    Raises BadInput for data that cannot be had or does not fit, a metric or shots that there are not, hidden labels,
+    and answers longer than the base.
+    """
+    if tasks := suite.tasks_for(data_dir):
+        from liger_convert.eval.harness import rehearse_tasks  # lm-eval takes seconds to import
+
+        positions = getattr(config, "max_position_embeddings", None)
+        rehearse_tasks(tasks, data_dir=data_dir, limit=limit, positions=positions, report=report)
+
+
+def _check_rates(stage: Stage, where: str, trained: int) -> list[str]:
+    """Raises BadInput for rates that change nothing or destroy everything."""
+    warnings, warmup = [], round(stage.warmup * stage.steps)
+    for group, rate in stage.rates.trained().items():
+        at = f"{where}.rates.{group}"
+        if rate < LEAST_RATE:
+            raise BadInput(f"{at}: steps of {rate:g} are rounded away in float32 weights; use at least {LEAST_RATE:g}")
+        if rate > MOST_RATE:
+            raise BadInput(f"{at}: steps of {rate:g} leave nothing of weights below 1; use at most {MOST_RATE:g}")
+        if rate * stage.weight_decay >= 1:
+            raise BadInput(f"{where}.weight_decay: times the rate of {group} it is 1 or more, so each step erases it")
+        if rate > HIGH_RATE:
+            warnings.append(f"{at}: {rate:g} is high; weights of a usual size are gone after a few steps")
+        if rate * stage.steps < LEAST_MOVE:
+            warnings.append(f"{at}: {stage.steps} steps of {rate:g} move no weight by more than {rate * stage.steps:g}")
+    if warmup >= stage.steps:
+        if stage.steps == 1:
+            raise BadInput(f"{where}.warmup: the only step is its first, of rate 0, so nothing is learned; use 0")
+        warnings.append(f"{where}.warmup: takes all {stage.steps} steps, so no rate is reached before the last")
+    if stage.clip / max(trained, 1) ** 0.5 < LEAST_RATE:
+        warnings.append(f"{where}.clip: {stage.clip:g} leaves gradients so small that Adam's epsilon decides the steps")
+    return warnings
+
+
+def _reaches(plan: Plan) -> list[int]:
+    """Of each mixer in use whose memory holds what has left its window: the tokens that never do."""
+    used = [plan.linearization["mixers"][name] for name in set(plan.layers) - {SOFTMAX}]
+    own = [spec for spec in used if not issubclass(MIXERS[spec["type"]], Window)]
+    return [spec["window"] + spec["sinks"] if spec["window"] and spec["scope"] == "evicted" else 0 for spec in own]
+
+
+def _check_reach(stage: Stage, said: str, length: int, plan: Plan) -> list[str]:
+    """Of a stage that teaches mixers on texts of `length`. Raises BadInput when no memory is ever read."""
+    reaches = _reaches(plan)
+    if "mixer" not in stage.rates.trained() or not reaches or length > max(reaches):
+        return []
+    if length <= min(reaches):
+        why = f"{said} never leave the window and its sinks ({min(reaches)} tokens), so no memory is learned"
+        raise BadInput(f"{why}; use more than {min(reaches)}")
+    return [
+        f"{said} never leave the longest window and its sinks ({max(reaches)} tokens), so its memory learns nothing"
+    ]
+
+
+def _check_prompt(base_dir: Path, tokenizer: Any, prompt: str) -> None:
+    try:
+        ids = encode(tokenizer, prompt, chat=True)
+    except Exception as error:  # a template is a program of its own
+        what = f"a prompt of one user's turn cannot be made: {_reason(error)}"
+        raise BadInput(f"{templates.file_in(base_dir)}: {what}") from None
+    if not ids:
+        raise BadInput(f"{templates.file_in(base_dir)}: the chat template makes nothing of one user's turn")
+
+
+def _check_ends(path: Path, given: GenerationConfig, vocabulary: int) -> list[str]:
+    """Raises BadInput for an end of text that no model can say; returns warnings about the other special tokens."""
+    ends = given.eos_token_id if isinstance(given.eos_token_id, list) else [given.eos_token_id]
+    for end in ends:
+        if end is not None and not (type(end) is int and 0 <= end < vocabulary):
+            raise BadInput(f"{path}: eos_token_id is {end!r}; it should be one of the {vocabulary} tokens")
+    others = {"pad_token_id": given.pad_token_id, "bos_token_id": given.bos_token_id}
+    return [
+        f"{path.name}: {name} is {token!r}, none of the {vocabulary} tokens"
+        for name, token in others.items()
+        if token is not None and not (type(token) is int and 0 <= token < vocabulary)
+    ]
+
+
+def _tiny(config: Any, linearization: Mapping[str, Any]) -> Any:
+    """A linearized model of random weights and the base's vocabulary, with a layer of each kind; None where a family's
+    config cannot be made so small."""
+    layers = linearization["layers"]
+    kept = sorted({layers.index(name) for name in layers})
+    small = copy.deepcopy(config)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    sizes = {"num_hidden_layers": len(kept), "num_attention_heads": 1, "num_key_value_heads": 1}
+    sizes |= {"hidden_size": dim, "intermediate_size": 16, "moe_intermediate_size": 16}
+    for name, value in sizes.items():
+        if hasattr(small, name):
+            setattr(small, name, value)
+    for name in ("layer_types", "no_rope_layers"):
+        if isinstance(every := getattr(small, name, None), list):
+            setattr(small, name, [every[i] for i in kept])
+    try:
+        made = linearized_config(small, {**linearization, "layers": [layers[i] for i in kept]})
+        with torch.random.fork_rng(devices=[]):
+            return linearized_classes(config.model_type)[2](made).eval()
+    except Exception:  # sizes that some family ties to others; the full model is built by the plan, and tells the rest
+        return None
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of an error, with the list that transformers writes below it."""
+    points = [line.strip("- ") for line in str(error).splitlines() if line.startswith("- ")]
+    return " ".join([first_line(error), *points])
+
+
+def check(
+    recipe: Recipe,
+    plan: Plan,
+    *,
+    base_dir: Path,
+    config: Any,
+    tokenizer: Any,
+    suite: Suite,
+    data_dir: Path | None,
+    documents: Callable[[str], Documents],
+    prompts: Sequence[str],
+    out: Path,
+    keep_steps: bool,
+    report: Report,
+) -> list[str]:
+    """All checks of a run, whose data is read and of which nothing is written yet but its base. Returns warnings.
+
+    Raises BadInput for what would fail later, or end in a result of no use.
+    """
+    warnings = check_recipe(recipe, plan, config, suite)
+    check_disk(plan, out, keep_steps=keep_steps)
+    warnings += check_generation(base_dir, config, tokenizer, plan.linearization, prompts)
+    warnings += check_documents(recipe, plan, documents)
+    check_tasks(suite, config, data_dir, recipe.eval.limit, report)
+    return warnings

@@ -1,0 +1,65 @@
+"""The files that a run reads from outside its folder: what they held when it began, and whether they still do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from liger_convert.io.checksums import sha256_file
+from liger_convert.pipeline.manifest import input_files
+
+
+@dataclass(frozen=True)
+class Change:
+    """An input file that is not what the run began with. `name`: as in the manifest, FIELD/FILE."""
+
+    name: str
+    path: Path | None  # None: it is gone
+
+    def __str__(self) -> str:
+        if self.path is None:
+            return f"{self.name}: this input of the run is gone; put it back"
+        return f"{self.path}: has changed since the run began; put back what it was"
+
+    @property
+    def field(self) -> str:
+        """The recipe's field that names the file, or the folder that it lies in."""
+        return self.name.partition("/")[0]
+
+
+class InputFiles:
+    """Hashes input files, and again only those whose size, times or place on the disk tell of a change.
+
+    recorded: sha256 by name (FIELD/FILE), the `inputs` of the manifest; `record` adds to it.
+    """
+
+    def __init__(self, recorded: dict[str, str]):
+        self.recorded = recorded
+        self._stamps: dict[str, tuple[int, ...]] = {}
+
+    def record(self, inputs: Mapping[str, Path]) -> None:
+        """Takes the files and folders of `inputs`, by field, as they are now."""
+        for name, file in input_files(inputs).items():
+            self._stamps[name] = _stamp(file)
+            self.recorded[name] = sha256_file(file)
+
+    def changes(self, inputs: Mapping[str, Path]) -> list[Change]:
+        """The recorded files that are not what they were. `inputs`: where each field's file or folder is now."""
+        files = input_files(inputs)
+        found = []
+        for name, sha256 in self.recorded.items():
+            file = files.get(name)
+            if file is None:
+                found.append(Change(name, None))
+            elif self._stamps.get(name) != (stamp := _stamp(file)):
+                if sha256_file(file) == sha256:
+                    self._stamps[name] = stamp
+                else:
+                    found.append(Change(name, file))
+        return found
+
+
+def _stamp(file: Path) -> tuple[int, ...]:
+    stat = file.stat()
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns

@@ -1,0 +1,225 @@
+"""What a run found: report.json for machines, report.md for people, a table for the terminal."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from rich.console import Group
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+from liger_convert.config import yaml_file
+from liger_convert.config.recipe import MAIN
+from liger_convert.eval.measures import Measurement
+from liger_convert.io.files import atomic_write
+
+TITLES = {
+    "base": "base",
+    "window_untrained": "untrained window",
+    "linearized": "linearized",
+    "linearized_window_only": "its window alone",
+    "linearized_memory_only": "its memory alone",
+}
+
+PAGE = jinja2.Template(
+    """\
+# {{ name }}
+
+{% if verdict.worse_than_untrained %}
+> **{{ verdict.sentences[0] }}**
+
+{% endif %}
+{{ converted }}
+
+## What it is worth
+
+{% for sentence in verdict.sentences %}
+- {{ sentence }}
+{% endfor %}
+
+{{ table }}
+
+{% for warning in plan.warnings | default([]) %}
+- Warning: {{ warning }}.
+{% endfor %}
+{% if plan.warnings | default([]) %}
+
+{% endif %}
+± is the standard error; since all models see the same text, differences between them are surer than it says.
+Perplexities (`ppl`) and losses (`nll`) are better when lower, all else when higher.
+*{{ titles.window_untrained }}* is the base with nothing but the window and the sinks in the layers that were
+linearized: no memory and no training. *{{ titles.linearized_window_only }}* and *{{ titles.linearized_memory_only }}*
+are the converted model with its other branch switched off. Suite `{{ suite.name }}`: {{ suite.description }}.
+
+## What it costs
+
+The linearized layers keep {{ size(plan.state_bytes) }} for a sequence of any length
+{%- if plan.growing_bytes | default(0) %}, and {{ size(plan.growing_bytes) }} of each token where a window holds all
+{%- endif %}. The whole cache of one sequence:
+
+| tokens | base | linearized | ratio |
+|---:|---:|---:|---:|
+{% for tokens, cache in plan.cache_bytes.items() %}
+{% set ratio = (cache.base / cache.linearized) | round(1) %}
+| {{ tokens }} | {{ size(cache.base) }} | {{ size(cache.linearized) }} | {{ ratio }} |
+{% endfor %}
+
+{% if ranking is defined %}
+## Why these layers stayed softmax
+
+They were chosen by measurement, each the one that helps most beside those before it. Loss in nats a token on a text
+said twice, before any training: on the repetition and on the text itself.
+
+| softmax layers | repetition | text |
+|---|---:|---:|
+| none | {{ nats(ranking.linear.copy_nll) }} | {{ nats(ranking.linear.text_nll) }} |
+{% for step in ranking.path %}
+| + {{ step.layer }} | {{ nats(step.copy_nll) }} | {{ nats(step.text_nll) }} |
+{% endfor %}
+| all: the base | {{ nats(ranking.base.copy_nll) }} | {{ nats(ranking.base.text_nll) }} |
+
+{% endif %}
+{% if training %}
+## Training
+
+| stage | tokens | trained parameters | seconds | loss, first → last |
+|---|---:|---:|---:|---:|
+{% for stage in training %}
+{% set losses = stage.loss | map("last") | map("round", 3) | list or ["?"] %}
+{% set loss = losses[0] ~ " → " ~ losses[-1] %}
+| {{ stage.name }} | {{ stage.tokens }} | {{ stage.trained_parameters }} | {{ stage.seconds }} | {{ loss }} |
+{% endfor %}
+
+{% endif %}
+{% if continuations %}
+## Continuations
+
+Greedy, the first words of each answer.
+
+{% for row in continuations %}
+**{{ row.prompt }}**
+{% for model in ("base", "linearized") if model in row %}
+- {{ model }}: {{ row[model].split() | join(" ") }}
+{% endfor %}
+
+{% endfor %}
+{% endif %}
+## How to make it again
+
+```
+{{ reproduce.command }}
+```
+
+with the recipe that `manifest.json` holds verbatim, beside the sha256 of every file that went in and came out.
+{{ reproduce.device }}, {{ reproduce.threads }} threads, {{ reproduce.kernels }} kernels, seed {{ reproduce.seed }}.
+{{ reproduce.versions.items() | map("join", " ") | join(", ") }}.
+""",
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+    undefined=jinja2.StrictUndefined,
+)
+
+
+def write_report(out_dir: Path, results: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
+    """Writes report.json and report.md into `out_dir`, each complete or not at all.
+
+    results: what `diagnose.diagnose` returns. manifest: manifest.json's content, whose steps hold the plan and what the
+    training stages returned. Raises LinearizeError when they cannot be written.
+    """
+    report = build(results, manifest)
+    atomic_write(out_dir / "report.json", json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    atomic_write(out_dir / "report.md", page(report))
+
+
+def build(results: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of report.json: the results, and from the manifest the plan, the stages and how to repeat it all."""
+    recipe, machine, steps = manifest["recipe"], manifest["machine"], manifest["steps"]
+    plan = {key: value for key, value in steps["plan"]["plan"].items() if key != "new_parameters"}
+    training = [{"name": name} | step for name, step in steps.items() if "trained_parameters" in step]
+    options = [word for override in recipe["overrides"] for word in ("--set", override)]
+    name = recipe["resolved"]["name"]
+    file = yaml_file.parse(recipe["text"], "recipe").get("name", name)  # by its own name, whatever a run was called
+    return {
+        "name": name,
+        "base": recipe["resolved"]["base"],
+        **results,
+        "plan": plan,
+        **({"ranking": steps["rank"]["ranking"]} if "rank" in steps else {}),
+        "training": [{key: stage[key] for key in stage if key not in ("inputs", "outputs")} for stage in training],
+        "reproduce": {
+            "command": shlex.join(["linearize", "run", f"{file}.yaml", *options]),
+            "seed": manifest["seed"],
+            **machine,
+        },
+    }
+
+
+def page(report: Mapping[str, Any]) -> str:
+    """report.md from the content of report.json."""
+    return PAGE.render(
+        **report,
+        titles=TITLES,
+        size=decimal,
+        nats=lambda loss: cell({"value": loss, "stderr": None, "n": None}),
+        converted=_converted(report),
+        table=_markdown(report["models"]),
+    )
+
+
+def render(results: Mapping[str, Any]) -> Group:
+    """The measures as a table for a terminal, and below it the verdict where there is one; a model worse than its
+    untrained window is told above it, too."""
+    models = results["models"]
+    table = Table("", *({"header": TITLES.get(name, name)}["header"] for name in models))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for metric in _metrics(models):
+        table.add_row(metric, *(cell(measured.get(metric)) for measured in models.values()))
+    found = results.get("verdict", {})
+    said = [Text(sentence) for sentence in found.get("sentences", [])]
+    first = [Text(said[0].plain, style="bold red")] if found.get("worse_than_untrained") else []
+    return Group(*first, table, *said)
+
+
+def cell(measured: Measurement | None) -> str:
+    """`23.15 ± 1.24`; nothing where it was not measured."""
+    if measured is None:
+        return ""
+    value, stderr = measured["value"], measured["stderr"]
+    if value is None:
+        return "not finite"
+    if value >= 1e5:
+        return f"{value:.1e}" + (f" ± {stderr:.0e}" if stderr is not None else "")
+    digits = 3 if value < 10 else 2 if value < 1000 else 0
+    return f"{value:.{digits}f}" + (f" ± {stderr:.{digits}f}" if stderr is not None else "")
+
+
+def _metrics(models: Mapping[str, Mapping[str, Measurement]]) -> list[str]:
+    """Every metric once, in the order of the suite."""
+    return list(dict.fromkeys(metric for measured in models.values() for metric in measured))
+
+
+def _markdown(models: Mapping[str, Mapping[str, Measurement]]) -> str:
+    rows = [["", *(TITLES.get(name, name) for name in models)], ["---", *["---:"] * len(models)]]
+    rows += [[f"`{m}`", *(cell(measured.get(m)) for measured in models.values())] for m in _metrics(models)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _converted(report: Mapping[str, Any]) -> str:
+    linearization = report["plan"]["linearization"]
+    layers = Counter(linearization["layers"])
+    mixers = [
+        f"{layers[name]} became {'' if name == MAIN else f'`{name}`: '}`{spec['type']}` "
+        f"(window {spec['window'] or 'of all tokens'}, {spec['sinks']} sinks)"
+        for name, spec in linearization["mixers"].items()
+    ]
+    kept = [f"{layers['softmax']} kept softmax"] if layers["softmax"] else []
+    return f"Of the {layers.total()} attention layers of `{report['base']}`, {' and '.join([*mixers, *kept])}."

@@ -1,0 +1,175 @@
+"""Estimates of the memory at the peak of each step of a run, from a config alone. Touches no weight.
+
+Shapes in the formulas: C hidden size, H query heads, G key-value heads, D head size, I width of the MLP, V vocabulary,
+F feature size, N tokens of a micro batch, P parameters, T trained ones, e bytes of a number in the compute dtype.
+`kernels/bench_plan.py` compares the estimates with measured peaks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from liger_convert.config.recipe import AlignStage, DistillStage, Stage
+from liger_convert.mixers import MIXERS, SOFTMAX, make_spec
+from liger_convert.model import head_dims
+
+COPY_BYTES = 32 << 20  # what convert takes for its buffers, whatever the checkpoint
+# Logits that a loss works on at a time, by device: few enough that a chunk's float32 temporaries stay in a CPU's cache
+# (five times the speed of one pass over all of them), many enough to fill a GPU for longer than it takes to launch the
+# next.
+CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**28}
+ERROR_ROWS = 4  # on which a stage's errors are reported: whatever the batch size, so that splitting one changes nothing
+CALIBRATION_TOKENS = 8192  # some thirty for each of 256 codes
+PREFILL = 2048  # tokens of a long prompt that a linearized model reads at a time
+CODED = 64  # tokens of a chunk, for each of which the kernels make one state in the backward pass
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the estimates go by: parameters of the base, of its embeddings (both ends, tied ones once), and new ones."""
+
+    base: int
+    embeddings: int
+    new: int
+
+
+def training_bytes(
+    stage: Stage, config: Any, sizes: Sizes, trained: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, int]:
+    """The peak of a stage on `device` in the compute dtype, by what it is spent on.
+
+    weights      4 P
+    base         e P_base, where it teaches
+    optimizer    8 T: Adam's two moments
+    gradients    4 T, where they stand beside the activations: with several micro batches a step, and in a captured
+                 graph. Else they come as the activations go, and what is counted is by how much they are more
+    copies       under autocast, what the backward pass needs of the weights in the compute dtype: e for every weight of
+                 a matrix product through which a gradient flows, whether it is trained or not. With checkpointing one
+                 layer and the head; and where the layers are not compiled, the trained ones, which autocast keeps until
+                 the forward pass ends
+    activations  what N tokens keep for the backward pass, see `_kept`. With checkpointing 4 C a layer and one layer
+                 in full; in alignment the attention alone, and e 2 C of targets
+    passing      what one layer's backward pass takes for itself, see `_passing`
+    logits       e N V for ours, for their gradient, and for the base's; a chunk of the loss; none in alignment
+    """
+    compiled = stage.compile and device.type == "cuda"
+    e, dims, depth = dtype.itemsize, head_dims(config), config.num_hidden_layers
+    tokens, aligns = stage.batch_size * stage.seq_len, isinstance(stage, AlignStage)
+    teaches = aligns or (isinstance(stage, DistillStage) and stage.kl_weight > 0)
+    layers = [_kept(stage, config, name, e, device, compiled) for name in config.linearization["layers"]]
+    passing = max(_passing(config, name, e, device, aligns) for name in set(config.linearization["layers"]))
+    if aligns:
+        projections = sum(name != SOFTMAX for name in config.linearization["layers"])
+        matrices = projections * dims.hidden * 2 * (dims.heads + dims.kv_heads) * dims.dim
+        head = logits = 0
+    else:
+        head = config.vocab_size * dims.hidden
+        matrices = sizes.base - sizes.embeddings
+        chunk = min(tokens * config.vocab_size, CHUNK_LOGITS[device.type])
+        logits = e * tokens * config.vocab_size * (3 if teaches else 2) + (e if compiled else 16) * chunk
+    activations, copies = sum(layers), matrices + head
+    if stage.gradient_checkpointing:
+        targets = (2 if aligns else 0) * e * dims.hidden
+        activations = max(layers) + depth * (targets or 4 * dims.hidden)
+        copies = matrices // depth + head + (0 if compiled else trained)
+    captured = compiled and stage.joined and not stage.gradient_checkpointing
+    held = captured or stage.grad_accumulation > 1
+    return {
+        "weights": 4 * (sizes.base + sizes.new),
+        "base": e * sizes.base if teaches else 0,
+        "optimizer": 8 * trained,
+        "gradients": 4 * trained if held else max(0, 4 * trained - tokens * activations - logits),
+        "copies": e * copies if e < 4 else 0,
+        "activations": tokens * activations,
+        "passing": tokens * passing,
+        "logits": logits,
+    }
+
+
+def measuring_bytes(stage: Stage, config: Any, sizes: Sizes, dtype: torch.dtype) -> int:
+    """The peak of what alignment does before its first step, 0 of other stages: the fit of the mixers and the errors of
+    the layers keep what the base's layers saw and gave, on rows of their own."""
+    if not isinstance(stage, AlignStage):
+        return 0
+    dims, layers = head_dims(config), config.linearization["layers"]
+    tokens = ERROR_ROWS * stage.seq_len
+    if stage.calibrate and stage.rates.mixer is not None:
+        tokens = max(tokens, -(-CALIBRATION_TOKENS // stage.seq_len) * stage.seq_len)
+    linear = [name for name in layers if name != SOFTMAX]
+    targets = 2 * dtype.itemsize * dims.hidden * len(linear)
+    one = 4 * (8 * dims.hidden + 3 * _width(config)) + max(_in_torch(config, name) for name in linear)
+    return 4 * (sizes.base + sizes.new) + dtype.itemsize * sizes.base + tokens * (targets + one)
+
+
+def inference_bytes(config: Any, sizes: Sizes, itemsize: int, cache: int) -> int:
+    """The peak of reading a long prompt: weights, cache, and what one layer takes for a piece of the prompt."""
+    dims = head_dims(config)
+    layer = itemsize * (4 * dims.hidden + 4 * (dims.heads + dims.kv_heads) * dims.dim + 3 * _width(config))
+    layer += max(_in_torch(config, name) for name in config.linearization["layers"] if name != SOFTMAX)
+    return sizes.base * itemsize + 4 * sizes.new + cache + PREFILL * layer
+
+
+def _width(config: Any) -> int:
+    """The width of the MLP that one token goes through."""
+    return getattr(config, "moe_intermediate_size", config.intermediate_size) * getattr(
+        config, "num_experts_per_tok", 1
+    )
+
+
+def _kept(stage: Stage, config: Any, name: str, e: int, device: torch.device, compiled: bool) -> int:
+    """What one token keeps in one layer for the backward pass.
+
+    stream   float32: what goes into both norms, and uncompiled what both norms make of it
+    inputs   e C, C and I: what trained products were given
+    MLP      e 2 I, uncompiled e 3 I
+    heads    queries before and after rotary, keys likewise, values, and the outputs of the window and of the memory
+    mixer    in torch its maps, gates and outputs in float32; the kernels of a codebook keep nothing more
+    """
+    dims, groups = head_dims(config), stage.rates.trained()
+    q, k = e * dims.heads * dims.dim, e * dims.kv_heads * dims.dim
+    heads = 4 * q + 3 * k + 8 * dims.heads if name != SOFTMAX else 2 * q + 2 * k
+    heads += 0 if name == SOFTMAX or _fused(config, name, device) else _in_torch(config, name)
+    if isinstance(stage, AlignStage):
+        return heads + 4 * e * dims.hidden if name != SOFTMAX else 0
+    stream = 8 * dims.hidden if compiled else 16 * dims.hidden
+    inputs = e * dims.hidden * (2 if "body" in groups else 1) + (e * _width(config) if "body" in groups else 0)
+    return heads + stream + inputs + e * (2 if compiled else 3) * _width(config)
+
+
+def _passing(config: Any, name: str, e: int, device: torch.device, aligns: bool) -> int:
+    """What one token takes while its layer is worked on backward: the gradients of its widest tensors, and of a
+    codebook's maps, which are made once more, with the states between chunks."""
+    dims = head_dims(config)
+    widest = e * 4 * dims.heads * dims.dim if aligns else e * 4 * _width(config)
+    if name == SOFTMAX or not _fused(config, name, device):
+        return widest
+    (groups, features, values), *_ = _states(config, name)
+    maps = 2 * e * (dims.heads + dims.kv_heads) * features
+    return max(widest, maps + 2 * 4 * groups * features * values // CODED)
+
+
+def _states(config: Any, name: str) -> list[tuple[int, ...]]:
+    spec = config.linearization["mixers"][name]
+    return list(MIXERS[spec["type"]].state_shape(make_spec(spec), head_dims(config)).values())
+
+
+def _fused(config: Any, name: str, device: torch.device) -> bool:
+    """Whether the layer's maps are made inside the kernels of a codebook, and not kept."""
+    spec = config.linearization["mixers"][name]
+    return device.type == "cuda" and spec["type"] == "gla" and spec["feature_map"] == "codebook"
+
+
+def _in_torch(config: Any, name: str) -> int:
+    """What one token keeps of a mixer whose parts are torch's, in float32: features, gates and outputs."""
+    dims, shapes = head_dims(config), _states(config, name)
+    features = max((shape[-2] for shape in shapes), default=0)
+    return 4 * (3 * (dims.heads + dims.kv_heads) * features + 3 * dims.heads * dims.dim) if features else 0
+
+
+def count(shapes: dict[str, tuple[int, ...]]) -> int:
+    """The numbers in tensors of these shapes."""
+    return sum(math.prod(shape) for shape in shapes.values())

@@ -1,0 +1,1 @@
+"""Errors, devices, progress, signals and processes: what every other part may use."""
