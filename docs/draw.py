@@ -201,7 +201,7 @@ def memory() -> Drawing:
     drawing.box(220, 62, 260, 92, "memory", "S ← diag(a) S + kᵀ v", "n ← diag(a) n + kᵀ", "a: how much is kept")
     drawing.line(482, 108, 526, 108, arrow=True)
     drawing.box(530, 80, 210, 56, "box", "q S / q n", "what a query reads")
-    drawing.text(20, 190, "q and k pass a feature map first. S and n are float32 and do not grow with the text.", "soft")
+    drawing.text(20, 190, "q and k pass a feature map first. S and n are float32 and do not grow.", "soft")
     return drawing
 
 

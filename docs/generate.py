@@ -44,16 +44,43 @@ def recipe_models() -> list[type[BaseModel]]:
     found: list[type[BaseModel]] = []
 
     def visit(annotation: Any) -> None:
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            if annotation not in found:
-                found.append(annotation)
-                for field in annotation.model_fields.values():
-                    visit(field.annotation)
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel) and annotation not in found:
+            for parent in _parents(annotation):
+                visit(parent)
+            found.append(annotation)
+            for field in annotation.model_fields.values():
+                visit(field.annotation)
         for part in typing.get_args(annotation):
             visit(part)
 
     visit(Recipe)
     return found
+
+
+def _parents(model: type[BaseModel]) -> list[type[BaseModel]]:
+    """The models with fields that this one is derived from."""
+    return [base for base in model.__bases__ if issubclass(base, BaseModel) and base.model_fields]
+
+
+def own_fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields that a model writes down itself, but for those that only fix the value of an inherited one."""
+    inherited = {name for parent in _parents(model) for name in parent.model_fields}
+    return {
+        name: field
+        for name, field in model.model_fields.items()
+        if name in model.__annotations__ and not (name in inherited and _is_tag(field))
+    }
+
+
+def _is_tag(field: FieldInfo) -> bool:
+    return typing.get_origin(field.annotation) is typing.Literal and len(typing.get_args(field.annotation)) == 1
+
+
+def _tag(model: type[BaseModel]) -> str:
+    """`kind: align` of a model that such a field tells from its siblings; empty for others."""
+    own = own_fields(model)
+    tags = [name for name, field in model.model_fields.items() if name not in own and _is_tag(field)]
+    return " ".join(f"`{name}: {model.model_fields[name].default}`." for name in tags)
 
 
 def _docs_of(model: type[BaseModel]) -> tuple[str, dict[str, str]]:
@@ -93,14 +120,21 @@ def _bounds(field: FieldInfo) -> str:
         if check is not None and inspect.isfunction(check):
             limits = inspect.getclosurevars(check).nonlocals
             if {"low", "high"} <= set(limits):
-                low, high = f"from {limits['low']:,}", f"to {limits['high']:,}"
+                low, high = f"from {_number(limits['low'])}", f"to {_number(limits['high'])}"
         for sign, words in (("ge", "at least"), ("gt", "above")):
             if (limit := getattr(part, sign, None)) is not None:
-                low = f"{words} {limit:,}"
+                low = f"{words} {_number(limit)}"
         for sign, words in (("le", "at most"), ("lt", "below")):
             if (limit := getattr(part, sign, None)) is not None:
-                high = f"{words} {limit:,}"
-    return " ".join(filter(None, (low, high)))
+                high = f"{words} {_number(limit)}"
+    return (" " if low.startswith("from") else " and ").join(filter(None, (low, high)))
+
+
+def _number(value: float) -> str:
+    """A bound as people write it: 0.001, 65,536, 1e12."""
+    if value == 0 or 1e-3 <= abs(value) < 1e10:
+        return f"{value:,.0f}" if value == int(value) else f"{value:g}"
+    return re.sub(r"e\+?(-?)0*", r"e\1", f"{value:g}")
 
 
 def _metadata(annotation: Any, found: list[Any]) -> list[Any]:
@@ -181,12 +215,17 @@ def recipes_page() -> str:
         "A mixer has more options than `type`, `window` and `sinks`: [Mixers](mixers.md) lists them.",
     ]
     for model in recipe_models():
-        general = _docs_of(model)[0] or "Its fields:"
-        lines += ["", f"## {model.__name__}", "", _plain(general), ""]
-        lines += ["| field | value | default | what it is |", "| --- | --- | --- | --- |"]
-        for name, field in model.model_fields.items():
+        general = " ".join(filter(None, (_tag(model), _plain(_docs_of(model)[0]))))
+        lines += ["", f"## {model.__name__}", *(["", general] if general else [])]
+        if parents := _parents(model):
+            links = " and ".join(f"[{parent.__name__}](#{parent.__name__.lower()})" for parent in parents)
+            lines += ["", f"It has the fields of {links}" + (", and:" if own_fields(model) else ".")]
+        if not own_fields(model):
+            continue
+        lines += ["", "| field | value | default | what it is |", "| --- | --- | --- | --- |"]
+        for name, field in own_fields(model).items():
             annotation = field.annotation
-            value = " ".join(filter(None, (_type_words(annotation), _bounds(field))))
+            value = ", ".join(filter(None, (_type_words(annotation), _bounds(field))))
             cells = (f"`{name}`", value, _default(field), _plain(description(model, name)))
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
@@ -203,7 +242,7 @@ def missing_fields() -> list[str]:
     return [
         f"{model.__name__}.{name}"
         for model in recipe_models()
-        for name in model.model_fields
+        for name in own_fields(model)
         if not description(model, name)
     ]
 
