@@ -38,7 +38,7 @@ OUT_OF_MEMORY = "out of memory"
 FORMAT_VERSION = 1
 CHECKED = 32  # tokens of the check's prompt beyond the largest window
 CHECKED_STEPS = (1, 1, 2, 4)  # of the calls of the decode loop that are compared
-LARGEST = 1e-4  # what float32 may differ by, of the largest logit: tests/test_conformance.py
+LARGEST = 1e-4  # what float32 may differ by, of the largest logit: tests/conformance/test_conformance.py
 
 
 @dataclass(frozen=True)

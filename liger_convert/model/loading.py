@@ -8,8 +8,10 @@ tell whether the files are whole, and transformers tells the rest.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -88,16 +90,41 @@ def check_tensors(checkpoint: Checkpoint, config: Any) -> list[str]:
 
     Raises BadInput for tensors that are missing, unexpected, or of another shape.
     """
-    model = meta_model(config)
+    implied = _implied_tensors(_ConfigKey(type(config), config.to_json_string(use_diff=False), config))
+    found = checkpoint.tensors
+    expected = max(implied.stored, implied.modules, key=lambda names: len(names.keys() & found.keys()))
+    dropped = [name for name in found if name not in expected and IGNORABLE.search(name)]
+    optional = implied.tied if config.tie_word_embeddings else ()
+    compare(checkpoint, expected, config.model_type, "config.json", ignored=dropped, optional=optional)
+    return dropped
+
+
+@dataclass(frozen=True)
+class _ConfigKey:
+    """A config that equals any other of the same class and content."""
+
+    kind: type
+    content: str
+    config: Any = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class _ImpliedTensors:
+    """Shapes by name, as a checkpoint stores them and as the modules hold them, and the names that are tied."""
+
+    stored: Mapping[str, tuple[int, ...]]
+    modules: Mapping[str, tuple[int, ...]]
+    tied: Collection[str]
+
+
+@functools.lru_cache(maxsize=32)
+def _implied_tensors(key: _ConfigKey) -> _ImpliedTensors:
+    """The tensors that a config implies. Building the model, even without storage, takes longer than a tiny load."""
+    model = meta_model(key.config)
     modules = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     # transformers fuses the experts of a layer while loading and saves them apart again; a checkpoint may be either
     stored = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, model.state_dict()).items()}
-    found = checkpoint.tensors
-    expected = max(stored, modules, key=lambda names: len(names.keys() & found.keys()))
-    dropped = [name for name in found if name not in expected and IGNORABLE.search(name)]
-    optional = model._tied_weights_keys if config.tie_word_embeddings else {}
-    compare(checkpoint, expected, config.model_type, "config.json", ignored=dropped, optional=optional)
-    return dropped
+    return _ImpliedTensors(stored, modules, tuple(model._tied_weights_keys or ()))
 
 
 def compare(

@@ -19,7 +19,7 @@ from types import ModuleType
 
 import transformers
 
-SOURCE = Path(os.environ.get("TRANSFORMERS_SOURCE", Path(__file__).parents[1] / ".venv/transformers-source"))
+SOURCE = Path(os.environ.get("TRANSFORMERS_SOURCE", Path(__file__).parents[2] / ".venv/transformers-source"))
 # of test_modeling_common's imports, those that an sdist does not have
 LEFT_OUT = {"exporters.test_export": "ExportTesterMixin", "generation.test_utils": "GenerationTesterMixin"}
 

@@ -7,7 +7,7 @@ import pytest
 from liger_convert.config import recipe
 from liger_convert.utils.errors import BadInput
 
-RECIPES = Path(__file__).parent.parent / "recipes"
+RECIPES = Path(__file__).parents[2] / "recipes"
 RECIPE = """
 version: 1
 name: test

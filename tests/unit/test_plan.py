@@ -23,7 +23,7 @@ from liger_convert.model.families import FAMILIES, family_of
 from liger_convert.pipeline.plan import Plan, make_plan, resolve_layers
 from liger_convert.utils.errors import BadInput
 
-RECIPES = Path(__file__).parent.parent / "recipes"
+RECIPES = Path(__file__).parents[2] / "recipes"
 L, N = "main", "softmax"
 
 
