@@ -41,6 +41,7 @@ PREPARED = {
     "merged": "linearize merge converted aligned distilled --out merged",
     "runs/quick": f"linearize run {QUICK} --out runs/quick",
 }
+COMMANDS = typer.main.get_command(app).commands
 MORE = {
     "calibrate": ["--text", "text.jsonl", "--tokens", "256", "--seq-len", "128"],
     "eval": ["--suite", "suite.yaml"],
@@ -114,7 +115,7 @@ def small(recipe: Path) -> list[str]:
 def tiny(words: list[str]) -> list[str]:
     """A command's words after `linearize`, on the tiny base and with little to do."""
     command, *rest = [BASE if word == PACKAGED else word for word in words[1:]]
-    if command in ("run", "plan", "select-layers", "train"):
+    if any(option.name == "recipe" for option in COMMANDS[command].params):
         named = [word for word in rest if word.endswith(".yaml")]
         at = rest.index(named[0]) + 1 if named else 0
         rest[at:at] = small(Path(named[0] if named else "recipes/default.yaml"))
@@ -175,7 +176,6 @@ def test_code_is_marked(fence):
     "fence", [fence for fence in CODE if fence.mark != "run" and fence.kind == "bash"], ids=lambda fence: fence.where
 )
 def test_commands_that_do_not_run_here_exist(fence):
-    commands = typer.main.get_command(app).commands
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
     for first, *rest in fence.commands:
         if first == "make":
@@ -183,7 +183,7 @@ def test_commands_that_do_not_run_here_exist(fence):
         elif first == "python" and rest[0] != "-m":
             assert (ROOT / rest[0]).is_file(), fence.where
         elif first == "linearize":
-            options = {name for option in commands[rest[0]].params for name in (*option.opts, *option.secondary_opts)}
+            options = {name for option in COMMANDS[rest[0]].params for name in (*option.opts, *option.secondary_opts)}
             assert {word for word in rest if word.startswith("--")} <= options, fence.where
         elif first in ("python", "pip"):
             paths = [word for word in rest if word.startswith("tests/")]
