@@ -17,6 +17,7 @@ import io
 import json
 import re
 import sys
+import textwrap
 import tomllib
 import types
 import typing
@@ -216,7 +217,7 @@ def recipes_page() -> str:
     ]
     for model in recipe_models():
         general = " ".join(filter(None, (_tag(model), _plain(_docs_of(model)[0]))))
-        lines += ["", f"## {model.__name__}", *(["", general] if general else [])]
+        lines += ["", f"## {model.__name__}", *(["", textwrap.fill(general, 118)] if general else [])]
         if parents := _parents(model):
             links = " and ".join(f"[{parent.__name__}](#{parent.__name__.lower()})" for parent in parents)
             lines += ["", f"It has the fields of {links}" + (", and:" if own_fields(model) else ".")]
@@ -264,7 +265,8 @@ def _help(command: Any) -> tuple[str, list[str]]:
     paragraphs = re.split(r"\n\s*\n", inspect.cleandoc(command.help or ""))
     said = [re.sub(r"\s+", " ", text).strip() for text in paragraphs]
     examples = [text.removeprefix("Example: ") for text in said if text.startswith("Example: ")]
-    return "\n\n".join(text for text in said if text and not text.startswith("Example: ")), examples
+    told = (textwrap.fill(text, 118) for text in said if text and not text.startswith("Example: "))
+    return "\n\n".join(told), examples
 
 
 def _option_rows(command: Any) -> Iterator[str]:
