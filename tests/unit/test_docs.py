@@ -86,7 +86,7 @@ CODE = [fence for fence in ALL if fence.kind != "yaml"]
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with all that the pages' commands read."""
     folder = tmp_path_factory.mktemp("home")
-    save_tiny_base("llama", folder / BASE, num_hidden_layers=4)
+    save_tiny_base("llama", folder / BASE, num_hidden_layers=5)
     counted = [f"{i} bottles of beer on the wall, {i} bottles of beer. " * 4 for i in range(40)]
     texts = [{"text": text} for text in counted]
     chats = [
@@ -119,28 +119,28 @@ def tiny(words: list[str]) -> list[str]:
         named = [word for word in rest if word.endswith(".yaml")]
         at = rest.index(named[0]) + 1 if named else 0
         rest[at:at] = small(Path(named[0] if named else "recipes/default.yaml"))
+        rest += [] if "--base" in rest else ["--base", BASE]
     return [command, *rest, *MORE.get(command, [])]
 
 
-def clear(words: list[str]) -> None:
-    """Removes what a command is about to write, which an earlier command of the page may have left."""
-    if "--resume" in words:
-        return
+def output(words: list[str]) -> str | None:
+    """The folder that a command writes."""
     plain = [word for before, word in pairwise(words) if not (word.startswith("-") or before.startswith("-"))]
-    out = words[words.index("--out") + 1] if "--out" in words else None
+    if "--out" in words:
+        return words[words.index("--out") + 1]
     if words[1] in ("convert", "calibrate", "export"):
-        out = plain[2]
-    elif words[1] == "run" and out is None:
-        out = f"runs/{Path(BASE).name}"
-    if out is not None:
-        shutil.rmtree(out, ignore_errors=True)
+        return plain[2]
+    return f"runs/{Path(BASE).name}" if words[1] == "run" else None
 
 
 def run(words: list[str], where: str) -> None:
-    clear(words)
+    """Runs a command, after what it takes for granted, and in place of what an earlier one has left."""
+    out = output(words)
+    if out is not None and "--resume" not in words:
+        shutil.rmtree(out, ignore_errors=True)
     for folder, command in PREPARED.items():
-        needed = any(word == folder or word.startswith(f"{folder}/") for word in words)
-        if needed and not Path(folder).exists() and command != shlex.join(words) and "--out" not in words[-2:-1]:
+        reads = any(word == folder or word.startswith(f"{folder}/") for word in words)
+        if reads and not Path(folder).exists() and (folder != out or "--resume" in words):
             run(shlex.split(command), where)
     assert main(tiny(words)) == 0, f"{where}: {shlex.join(words)}"
 
