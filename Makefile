@@ -1,7 +1,8 @@
 # make demo: the whole pipeline on a small real model.  make test: the tests.  make test-all: those that take minutes,
-# too.  make check: style, types and pages.  make docs: writes the pages that are made from the code, and the site.
+# too.  make check: style and types.
 # make transformers-tests: fetches transformers' own tests, which some of ours run; `make test` does so by itself.
 # make reports: the runs whose reports are committed.
+# make docs: the pages that are made from the code, and the site in site/. make check looks whether both are in order.
 # Each installs what it needs into .venv first.
 
 PYTHON ?= python3
