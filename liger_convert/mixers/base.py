@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from gated_kernels.derivatives import logarithm, quotient
-from gated_kernels.diagonal.chunk import diagonal
-from gated_kernels.step.chunk import EMPTY, LEAST_MASS, Rules, Token
+from gated_kernels.common.derivatives import logarithm, quotient
+from gated_kernels.fused_step.chunk import EMPTY, MIN_NORMALIZER, StepConfig, StepInputs
+from gated_kernels.gla.chunk import chunk_gla
 from torch import Tensor, nn
 from transformers import initialization as init
+
+from liger_convert.mixers.calibration import Calibration
 
 if TYPE_CHECKING:
     from liger_convert.model.cache import LinearizedCacheLayer
@@ -110,9 +112,18 @@ class MixerSpec:
     forget: bool = False
 
     @property
+    def is_calibrated(self) -> bool:
+        """Whether `training.calibrate` fits the mixer: whether how it combines with the window can be fitted."""
+        return self.combine in ("shared", "learned")
+
+    @property
     def keep(self) -> int:
         """How many tokens the ring keeps between two calls: as many as there were where the window is unbounded."""
         return self.window - 1 if self.window else sys.maxsize
+
+    def inner_types(self) -> tuple[str, ...]:
+        """The names of other mixers that this one is made of."""
+        return ()
 
     def problem(self) -> str | None:
         """What is wrong with these values, as `field: sentence`, or None."""
@@ -165,6 +176,10 @@ class Mixer(nn.Module, ABC):
             # log sigmoid(b) is nearly -e^-b
             init.constant_(self.forget_bias_G, math.log((self.spec.window or FAR) / FADED))
 
+    def calibration(self) -> Calibration:
+        """What `training.calibrate` fits of this mixer where `spec.is_calibrated`."""
+        return Calibration()
+
     @classmethod
     @abstractmethod
     def state_shape(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, tuple[int, ...]]:
@@ -194,13 +209,13 @@ class Mixer(nn.Module, ABC):
     ) -> tuple[Memory, dict[str, Tensor]]:
         """Runs the recurrence over the tokens and reads it with the queries; returns the read and the new states."""
 
-    def step_rules(self) -> Rules | None:
+    def step_rules(self) -> StepConfig | None:
         """This mixer in the terms of the fused step of one token; None where it is beyond them."""
         return None
 
     def forward(
         self,
-        heads: Heads | Token,
+        heads: Heads | StepInputs,
         window: WindowRead | None,
         layout: SequenceLayout,
         past: LinearizedCacheLayer | None,
@@ -216,14 +231,14 @@ class Mixer(nn.Module, ABC):
 
     def mix(
         self,
-        heads: Heads | Token,
+        heads: Heads | StepInputs,
         window: WindowRead | None,
         layout: SequenceLayout,
         past: LinearizedCacheLayer | None,
         branches: Branches,
     ) -> Tensor:
         """As `forward`. A token alone takes the fused step, which has its own window."""
-        if isinstance(heads, Token):
+        if isinstance(heads, StepInputs):
             assert past is not None
             return past.step(heads, self.step_rules())
         assert window is not None
@@ -351,7 +366,7 @@ class DiagonalMixer(Mixer):
     entries then end with a boolean, whether the token is written, by which its key is added to z.
     """
 
-    recurrence = "diagonal"
+    recurrence = "gla"
     normalize: bool = True
 
     @abstractmethod
@@ -384,8 +399,8 @@ class DiagonalMixer(Mixer):
         o_BTHV, mass_BTH, state = self.attend(
             self.query_features(heads),
             entries,
-            state_BGFV=states.get("state"),
-            segment_BT=document_BT,
+            initial_state=states.get("state"),
+            segment_ids_BT=document_BT,
             exclusive=exclusive,
         )
         memory = self.read(o_BTHV, mass_BTH)
@@ -398,7 +413,7 @@ class DiagonalMixer(Mixer):
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """The recurrence over what `write` gives: phi(q) S [B,T,H,V], its mass [B,T,H] with `normalize`, the state.
 
-        `options` are those of `gated_kernels.diagonal`.
+        `options` are those of `gated_kernels.chunk_gla`.
         """
         k_BTGF, v_BTGV, log_a, *written = entries
         if multiplies_in_bf16(v_BTGV):
@@ -406,11 +421,11 @@ class DiagonalMixer(Mixer):
         else:
             v_BTGV = v_BTGV.float()
         written_BTG = written[0][..., 0] if written else None
-        return diagonal(q_BTHF, k_BTGF, v_BTGV, log_a, written_BTG=written_BTG, **options)
+        return chunk_gla(q_BTHF, k_BTGF, v_BTGV, log_a, write_mask_BTG=written_BTG, **options)
 
     def read(self, o_BTHV: Tensor, mass_BTH: Tensor | None) -> Memory:
         """What the memory gives, of what `attend` does."""
         if mass_BTH is None:
             return Memory(o_BTHV, None)
-        mass_BTH = mass_BTH.clamp_min(LEAST_MASS)
+        mass_BTH = mass_BTH.clamp_min(MIN_NORMALIZER)
         return Memory(o_BTHV, logarithm(mass_BTH), mass_BTH)

@@ -1,13 +1,10 @@
 """A linearized checkpoint to a folder that anyone loads: the weights, and beside them the code that runs them.
 
-The code is this package's own model, mixer and op files, flattened into one folder because that is what transformers
-loads remote code from; only their import lines change. With the package installed, none of it is needed.
+The code is this package's own, see `shipped_code`; with the package installed, none of it is needed.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import re
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +18,9 @@ from liger_convert.model.families import PREFIX
 from liger_convert.model.loading import check_folder
 from liger_convert.model.shards import copied_shards, write_shards
 from liger_convert.pipeline.card import HUB_ID, cached_folder, write_card
+from liger_convert.pipeline.shipped_code import ENTRY_FILE, code_files, used_mixers
 from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import Report
-
-ENTRY = "liger_convert.model.modeling"
-ENTRY_FILE = "modeling_linearized"
-INTERNAL_IMPORT = re.compile(r"^(\s*from )((?:liger_convert|gated_kernels)[\w.]*)( import )", re.MULTILINE)
 
 
 def export_model(
@@ -43,7 +37,8 @@ def export_model(
 
     name: what the model card calls it; a hub id (org/name) is also where the card loads it from, else that is the name
     of `out`. base: what it was made from, as recipes name it. base_dir: that base's folder, if it is not `base` itself.
-    Raises BadInput when `model_dir` is no linearized checkpoint or is damaged, or `out` exists.
+    Raises BadInput when `model_dir` is no linearized checkpoint or is damaged, `out` exists, or a mixer comes from a
+    package whose code cannot be carried along.
     """
     model_dir = Path(model_dir)
     config = load_config(model_dir)
@@ -52,6 +47,7 @@ def export_model(
             f"{model_dir}: holds a {config.model_type} model; export takes what `linearize convert` or `train` made"
         )
     checkpoint = check_folder(model_dir)
+    code = code_files(used_mixers(config.linearization))
     model_type = config.model_type.removeprefix(PREFIX)
     classes = dict(zip(("AutoConfig", "AutoModel", "AutoModelForCausalLM"), linearized_classes(model_type)))
     hub_base = base if base is not None and locate_base(base) is None else None
@@ -68,32 +64,10 @@ def export_model(
         }
         config.save_pretrained(folder)
         copy_companions(model_dir, folder)
-        for file, text in code_files().items():
+        for file, text in code.items():
             (folder / file).write_text(text, encoding="utf-8")
         place = Path(out).resolve().name
         title, load_from = name or place, name if name and HUB_ID.fullmatch(name) else place
         write_card(folder, config, title, load_from, hub_base=hub_base, base_dir=base_dir)
         write_sums(folder)
     return {"bytes": total, "dtype": str(config.dtype).removeprefix("torch.")}
-
-
-def code_files() -> dict[str, str]:
-    """The model's source files by their flat names, found by following imports from the model's own module."""
-    texts: dict[str, str] = {}
-    waiting = [ENTRY]
-    while waiting:
-        module = waiting.pop()
-        if _flat(module) + ".py" in texts:
-            continue
-        spec = importlib.util.find_spec(module)
-        assert spec is not None
-        assert spec.origin is not None
-        text = Path(spec.origin).read_text(encoding="utf-8")
-        waiting += [match[2] for match in INTERNAL_IMPORT.finditer(text)]
-        texts[_flat(module) + ".py"] = INTERNAL_IMPORT.sub(lambda m: f"{m[1]}.{_flat(m[2])}{m[3]}", text)
-    return texts
-
-
-def _flat(module: str) -> str:
-    """A flat file name: gated_kernels.window.chunk -> gated_kernels_window_chunk, the entry -> modeling_linearized."""
-    return ENTRY_FILE if module == ENTRY else module.removeprefix("liger_convert.").replace(".", "_")

@@ -139,6 +139,7 @@ def select_layers(
     dtype = compute_dtype(device, recipe.precision)
     base = load_model(base_dir, device, recipe.precision)
     linearization = plan.linearization | {"layers": [MAIN] * depth}
+    # nothing calibrates another memory, and an untrained one can drown all that layers differ in
     if mixer["combine"] != "shared":
         linearization = window_control(linearization)
     weights = weight_dtype(device, recipe.precision)

@@ -14,16 +14,15 @@ F codes, X predictors of a share, O offsets.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as nnf
-from gated_kernels.window.chunk import window
+from gated_kernels.swa.chunk import chunk_swa
 from torch import Tensor
 
 from liger_convert.mixers.base import EMPTY, Heads, Memory, Mixer
 from liger_convert.mixers.feature_maps import Codebook
-from liger_convert.mixers.linear.base import GatedMixer, LinearMixer
 from liger_convert.model import LinearizedAttention, collect_align_targets, linear_layers
 from liger_convert.model.sequence import SequenceLayout
 
@@ -87,33 +86,32 @@ def calibrate_layer(
 ) -> None:
     """Fits one layer on its inputs x to the softmax attention of its own projections on the base's inputs."""
     mixer: Mixer = attention.mixer
-    if mixer.spec.combine not in ("shared", "learned"):
+    if not mixer.spec.is_calibrated:
         return
     if not (layout.rank_BT >= mixer.spec.window + mixer.spec.sinks).any():
         return  # no query has anything beyond its window and sinks: a fit to nothing would empty the codebook
     heads, see = attention.look(x_BTC, embeddings, layout, None)
     base_heads, _ = attention.look(base_x_BTC, embeddings, layout, None)
     window_o_BTHV, window_lse_BTH = see(mixer.log_forget(heads), None)
-    target_BTHV, _ = window(
+    target_BTHV, _ = chunk_swa(
         base_heads.q_rot_BTHD,
         base_heads.k_rot_BTGD,
         base_heads.v_BSGD,
-        window=layout.tokens,
+        window_size=layout.tokens,
         scale=attention.scaling,
-        segment_BS=layout.document_BT,
+        segment_ids_BS=layout.document_BT,
     )
     if mixer.spec.combine == "learned":
         fit_mix(mixer, mixer.remember(heads, layout, None), window_o_BTHV, target_BTHV)
         return
-    books = [module for module in mixer.modules() if isinstance(module, Codebook)]
+    fitted = mixer.calibration()
+    books, biases = cast(tuple[Codebook, ...], fitted.codebooks), fitted.gate_biases
     for book in books:
         fit_codes(book, base_heads, far_keys(attention, base_heads, layout))
 
     groups = mixer.dims.kv_heads
     best_G = target_BTHV.new_full((groups,), torch.inf, dtype=torch.float32)
     log_taus = [log_tau for book in books for log_tau in (book.q_log_tau_H, book.k_log_tau_G)]
-    gated = [module for module in mixer.modules() if isinstance(module, GatedMixer)]
-    biases = [module.get_parameter(f"{name}_bias_GF") for module in gated for name in module.gates]
     kept = [mixer.log_share_H, mixer.share_power_H, mixer.share_query_HD, *log_taus, *biases]
     best = [parameter.clone() for parameter in kept]
 
@@ -266,7 +264,8 @@ def fit_mix(mixer: Mixer, memory: Memory, window_o_BTHV: Tensor, target_BTHV: Te
     """Sets the memory's share s of each head, and the size of each channel of a read that has one, to the least squares
     of (1 - s) w + s o against the target. A share never leaves MIXED: at 0 and at 1 nothing could be learned of it."""
     w, o, t = (x.float().flatten(0, 1) for x in (window_o_BTHV, memory.o_BTHV, target_BTHV))
-    if not isinstance(mixer, LinearMixer) or not mixer.rescales:
+    size_HV = mixer.calibration().read_size
+    if size_HV is None:
         step, gap = o - w, w - t
         share_H = -(gap * step).sum((0, 2)) / step.square().sum((0, 2)).clamp_min(1e-12)
         mixer.mix_H.copy_(share_H.clamp(*MIXED).logit())
@@ -277,7 +276,7 @@ def fit_mix(mixer: Mixer, memory: Memory, window_o_BTHV: Tensor, target_BTHV: Te
     a_H = (wt - ot * wo / oo).sum(-1) / (ww - wo.square() / oo).sum(-1).clamp_min(1e-12)
     share_H = (1 - a_H).clamp(*MIXED)
     mixer.mix_H.copy_(share_H.logit())
-    mixer.size_HV.mul_((ot - (1 - share_H)[:, None] * wo) / oo / share_H[:, None])
+    size_HV.mul_((ot - (1 - share_H)[:, None] * wo) / oo / share_H[:, None])
 
 
 def _regress(

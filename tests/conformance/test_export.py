@@ -6,16 +6,18 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tiny import save_tiny_base
+from tiny import save_tiny_base, tiny_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from liger_convert.mixers import resolve_spec
+from liger_convert.mixers import MIXERS, resolve_spec
 from liger_convert.model.loading import load_linearized
 from liger_convert.pipeline.convert import convert_checkpoint
-from liger_convert.pipeline.export import code_files, export_model
+from liger_convert.pipeline.export import export_model
+from liger_convert.pipeline.shipped_code import code_files, used_mixers
 from liger_convert.utils.errors import BadInput
 
 TOKENS = torch.randint(3, 101, (2, 29), generator=torch.Generator().manual_seed(0))
@@ -132,13 +134,99 @@ def test_an_exports_config_caches_and_says_what_it_is(tmp_path: Path) -> None:
 
 
 def test_shipped_code_imports_only_itself_torch_and_transformers() -> None:
-    files = code_files()
+    files = code_files(list(MIXERS))
     assert "modeling_linearized.py" in files
     for name, text in files.items():
         for line in text.splitlines():
             words = line.split()
             if words[:1] in (["import"], ["from"]) and not words[1].startswith("."):
                 assert words[1].split(".")[0] in sys.stdlib_module_names | {"torch", "transformers"}, (name, line)
+
+
+@pytest.mark.parametrize(
+    ("mixers", "layers", "own", "files"),
+    [
+        (
+            {"main": {"type": "gla"}},
+            ["main", "main", "main"],
+            {"linear_gla", "linear_base", "feature_maps", "kernel_maps", "gates"},
+            29,
+        ),
+        (
+            {"main": {"type": "mom", "inner": {"type": "gated-deltanet"}}},
+            ["main", "softmax", "main"],
+            {"routed_mom", "delta_gated_deltanet", "delta_base", "gates"},
+            27,
+        ),
+        (
+            {"main": {"type": "forgetting"}},
+            ["main", "softmax", "main"],
+            {"control_forgetting", "control_window"},
+            24,
+        ),
+    ],
+    ids=["gla", "mom with an inner mixer", "forgetting and softmax"],
+)
+def test_an_export_carries_what_its_mixers_need(
+    mixers: dict[str, Any], layers: list[str], own: set[str], files: int, tmp_path: Path
+) -> None:
+    linearization = {"format": 1, "mixers": {k: resolve_spec(v) for k, v in mixers.items()}, "layers": layers}
+    convert_checkpoint(save_tiny_base("llama", tmp_path / "base"), tmp_path / "model", linearization)
+    export_model(tmp_path / "model", tmp_path / "export")
+    code = {path.stem for path in (tmp_path / "export").glob("*.py")}
+    assert len(code) == files
+    shared = {"base", "calibration", "options", "registry"}
+    assert {name.removeprefix("mixers_") for name in code if name.startswith("mixers_")} == own | shared
+
+
+EACH = (
+    STRANGER.split("import torch")[0]
+    + """
+import importlib, json, torch
+
+folder = sys.argv[1]
+sys.path.insert(0, folder)
+for name, linearization in json.load(open(folder + "/linearizations.json")).items():
+    module = importlib.import_module(name + ".modeling_linearized")
+    config, _, model = module.CLASSES["llama"]
+    made = model(config.from_pretrained(folder, linearization=linearization)).eval()
+    used = {type(layer.self_attn.mixer).__module__.partition(".")[0] for layer in made.model.layers}
+    assert used == {name}, used
+    with torch.no_grad():
+        assert made(torch.arange(3, 30)[None]).logits.isfinite().all(), name
+    print(name)
+"""
+)
+
+
+def test_the_code_of_every_mixers_export_runs_where_our_packages_cannot_be_imported(tmp_path: Path) -> None:
+    made = {}
+    for i, name in enumerate(MIXERS):
+        spec = resolve_spec({"type": name} | ({"slots": 8} if name == "gsa" else {}))
+        made[f"code_{i}"] = {"format": 1, "mixers": {"main": spec}, "layers": ["main"] * 3}
+        (tmp_path / f"code_{i}").mkdir()
+        for file, text in code_files(used_mixers(made[f"code_{i}"])).items():
+            (tmp_path / f"code_{i}" / file).write_text(text)
+    (tmp_path / "linearizations.json").write_text(json.dumps(made))
+    tiny_config("llama").save_pretrained(tmp_path)
+    (tmp_path / "each.py").write_text(EACH)
+    ran = subprocess.run([sys.executable, "each.py", str(tmp_path)], cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert ran.stdout.split() == list(made)
+
+
+def test_a_model_with_options_by_their_old_names_is_read(tmp_path: Path) -> None:
+    model_dir = converted("llama", tmp_path)
+    text = (model_dir / "config.json").read_text()
+    assert text.count('"combine"') == 2
+    new = load_linearized(model_dir)
+    (model_dir / "config.json").write_text(text.replace('"combine"', '"join"'))
+    old = load_linearized(model_dir)
+    assert old.config.linearization == new.config.linearization == LINEARIZATION
+    with torch.no_grad():
+        assert torch.equal(old.eval()(TOKENS).logits, new.eval()(TOKENS).logits)
+    export_model(model_dir, tmp_path / "export")
+    assert json.loads((tmp_path / "export/config.json").read_text())["linearization"] == LINEARIZATION
 
 
 def test_a_base_is_not_exported(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gated_kernels.diagonal import chunk
+from gated_kernels.common import gated_recurrence
 from safetensors.torch import load_file
 from stages import CPU, SEQ_LEN, every_stage, files_of, folders, make_stage, train
 from torch import Tensor
@@ -36,7 +36,7 @@ def test_compiled_layers_train_as_they_are_and_alignment_compiles_what_it_runs(
 
     monkeypatch.setattr(torch, "compile", compile_without_a_backend)
     # on a CPU a compiled op halves its chunks to the end, an eager one as far as it must; here both do the former
-    monkeypatch.setattr(chunk, "reads_no_values", lambda x: True)
+    monkeypatch.setattr(gated_recurrence, "reads_no_values", lambda x: True)
     lora = {"lora": Lora(rank=4)} if name == "lora" else {}
     curves = []
     for on in (False, True):

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from liger_convert.mixers.control.window import Window, WindowSpec
+from liger_convert.mixers.registry import register_mixer
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class ForgettingSpec(WindowSpec):
         return super().problem()
 
 
+@register_mixer("forgetting")
 class Forgetting(Window):
-    name = "forgetting"
     summary = "softmax attention over all tokens, or a long window, fading by a learned gate; no memory"
     gate_rule = "sigmoid(x W + b)"
     Spec = ForgettingSpec

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from liger_convert.mixers.base import Branches, Combine, HeadDims, Heads, Memory, Mixer, MixerSpec, Scope
+from liger_convert.mixers.registry import register_mixer
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class WindowSpec(MixerSpec):
         return super().problem()
 
 
+@register_mixer("window")
 class Window(Mixer):
-    name = "window"
     summary = "control: the window and its sinks alone"
     gate_rule = "none"
     recurrence = "none"

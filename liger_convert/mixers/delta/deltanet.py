@@ -9,8 +9,9 @@ SiLU and short convolution before the norm, which a checkpoint has no weights fo
 from __future__ import annotations
 
 from liger_convert.mixers.delta.base import DeltaMixer
+from liger_convert.mixers.registry import register_mixer
 
 
+@register_mixer("deltanet")
 class DeltaNet(DeltaMixer):
-    name = "deltanet"
     summary = "delta rule: a key's old value makes way for its new one"

@@ -16,6 +16,7 @@ from transformers import initialization as init
 
 from liger_convert.mixers.base import HeadDims
 from liger_convert.mixers.delta.base import DeltaMixer, DeltaSpec, pooled
+from liger_convert.mixers.registry import register_mixer
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class GatedDeltaNetSpec(DeltaSpec):
     gate_bias: float = -7.0
 
 
+@register_mixer("gated-deltanet")
 class GatedDeltaNet(DeltaMixer):
-    name = "gated-deltanet"
     summary = "delta rule on a memory that decays by a gate per head"
     gate_rule = "exp(-softplus(pool(k) + c))"
     Spec = GatedDeltaNetSpec

@@ -22,6 +22,7 @@ from transformers import initialization as init
 
 from liger_convert.mixers.base import HeadDims
 from liger_convert.mixers.delta.base import DeltaMixer, DeltaSpec, pooled, unit
+from liger_convert.mixers.registry import register_mixer
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class RWKV7Spec(DeltaSpec):
     gate_bias: float = -7.0
 
 
+@register_mixer("rwkv7")
 class RWKV7(DeltaMixer):
-    name = "rwkv7"
     summary = "delta rule with a decay and a strength per channel"
     gate_rule = "exp(-e^-0.5 sigmoid(k + d))"
     Spec = RWKV7Spec

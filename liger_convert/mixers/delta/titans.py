@@ -16,12 +16,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from gated_kernels.momentum.chunk import momentum
+from gated_kernels.momentum.chunk import chunk_momentum
 from torch import Tensor, nn
 from transformers import initialization as init
 
 from liger_convert.mixers.base import HeadDims, Heads, Memory, MixerSpec
 from liger_convert.mixers.delta.base import DeltaMixer, DeltaSpec, pooled
+from liger_convert.mixers.registry import register_mixer
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class TitansSpec(DeltaSpec):
     gate_bias: float = -7.0
 
 
+@register_mixer("titans")
 class Titans(DeltaMixer):
-    name = "titans"
     summary = "delta rule with momentum and forgetting"
     gate_rule = "exp(-softplus(pool(k) + e))"
     recurrence = "momentum"
@@ -73,11 +74,11 @@ class Titans(DeltaMixer):
         document_BT: Tensor | None,
         exclusive: bool,
     ) -> tuple[Memory, dict[str, Tensor]]:
-        o_BTHV, state = momentum(
+        o_BTHV, state = chunk_momentum(
             self.query(heads),
             *entries,
-            state_BGFV=states.get("state"),
-            segment_BT=document_BT,
+            initial_state=states.get("state"),
+            segment_ids_BT=document_BT,
             exclusive=exclusive,
         )
         return Memory(o_BTHV.to(heads.v_BSGD.dtype), None), {"state": state}

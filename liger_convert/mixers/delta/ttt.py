@@ -20,6 +20,7 @@ from transformers import initialization as init
 
 from liger_convert.mixers.base import HeadDims, Heads, Memory
 from liger_convert.mixers.delta.base import DeltaMixer, DeltaSpec, unit
+from liger_convert.mixers.registry import register_mixer
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class TTTSpec(DeltaSpec):
         return super().problem()
 
 
+@register_mixer("ttt")
 class TTT(DeltaMixer):
-    name = "ttt"
     summary = "a linear model trained by a gradient step a token, from a learned start"
     Spec = TTTSpec
     spec: TTTSpec

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from liger_convert.mixers.base import Combine, DiagonalMixer, HeadDims, Heads, Memory, MixerSpec
+from liger_convert.mixers.calibration import Calibration
 from liger_convert.mixers.feature_maps import POSITIVE, Codebook
 from liger_convert.mixers.gates import GateName, pool_to
 from liger_convert.mixers.kernel_maps import RANDOM, WEIGHTS, MapName, make_map, map_size
@@ -78,6 +79,10 @@ class LinearMixer(DiagonalMixer):
     def rescales(self) -> bool:
         """Whether the read is brought to one size."""
         return not self.normalize
+
+    def calibration(self) -> Calibration:
+        codebooks = () if self.codebook is None else (self.codebook,)
+        return Calibration(codebooks, read_size=self.size_HV if self.rescales else None)
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -159,6 +164,10 @@ class GatedMixer(LinearMixer):
         if self.spec.gate == "learned":
             pool = torch.empty(self.dims.kv_heads, self.dims.dim, size)
             self.register_parameter(f"{name}_pool_GDF", nn.Parameter(pool))
+
+    def calibration(self) -> Calibration:
+        biases = tuple(self.get_parameter(f"{name}_bias_GF") for name in self.gates)
+        return super().calibration()._replace(gate_biases=biases)
 
     def reset_parameters(self) -> None:
         super().reset_parameters()

@@ -17,6 +17,7 @@ from liger_convert.mixers.base import HeadDims, MixerSpec
 from liger_convert.mixers.gates import log_sigmoid_gate
 from liger_convert.mixers.kernel_maps import map_size
 from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
+from liger_convert.mixers.registry import register_mixer
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class DecayingFastWeightsSpec(GatedSpec):
         return super().problem()
 
 
+@register_mixer("decaying-fast-weights")
 class DecayingFastWeights(GatedMixer):
-    name = "decaying-fast-weights"
     summary = "a decay of keys' and one of values' channels"
     gate_rule = "sigmoid(pool(k) + b), of rows and of columns"
     Spec = DecayingFastWeightsSpec

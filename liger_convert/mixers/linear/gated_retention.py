@@ -15,6 +15,7 @@ from torch import Tensor
 
 from liger_convert.mixers.gates import log_sigmoid_gate
 from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
+from liger_convert.mixers.registry import register_mixer
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class GatedRetentionSpec(GatedSpec):
         return super().problem()
 
 
+@register_mixer("gated-retention")
 class GatedRetention(GatedMixer):
-    name = "gated-retention"
     summary = "retention with a scalar gate per head"
     gate_rule = "sigmoid(pool(k) + b)^(1/tau), scalar"
     Spec = GatedRetentionSpec

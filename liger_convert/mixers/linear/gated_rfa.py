@@ -17,6 +17,7 @@ from liger_convert.mixers.base import Combine
 from liger_convert.mixers.gates import log_sigmoid_gate
 from liger_convert.mixers.kernel_maps import MapName
 from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
+from liger_convert.mixers.registry import register_mixer
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class GatedRFASpec(GatedSpec):
     gate: Literal["head", "learned", "constant"] = "head"
 
 
+@register_mixer("gated-rfa")
 class GatedRFA(GatedMixer):
-    name = "gated-rfa"
     summary = "normalised random features with a scalar gate that forgets what it writes"
     gate_rule = "sigmoid(pool(k) + b), scalar"
     Spec = GatedRFASpec

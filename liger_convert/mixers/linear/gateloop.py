@@ -25,6 +25,7 @@ from transformers import initialization as init
 from liger_convert.mixers.base import HeadDims
 from liger_convert.mixers.gates import log_sigmoid_gate
 from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
+from liger_convert.mixers.registry import register_mixer
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class GateLoopSpec(GatedSpec):
         return super().problem()
 
 
+@register_mixer("gateloop")
 class GateLoop(GatedMixer):
-    name = "gateloop"
     summary = "linear attention with a complex gate per channel: the token chooses its size and its angle"
     gate_rule = "sigmoid(pool(k) + b) e^(i k P)"
     Spec = GateLoopSpec

@@ -18,6 +18,7 @@ from torch import Tensor
 from liger_convert.mixers.base import HeadDims
 from liger_convert.mixers.kernel_maps import MapName
 from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
+from liger_convert.mixers.registry import register_mixer
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class HGRN2Spec(GatedSpec):
         return super().problem()
 
 
+@register_mixer("hgrn2")
 class HGRN2(GatedMixer):
-    name = "hgrn2"
     summary = "a running mean per channel: what is forgotten is what is taken in"
     gate_rule = "gamma + (1 - gamma) sigmoid(pool(k) + b)"
     Spec = HGRN2Spec

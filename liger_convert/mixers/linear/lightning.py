@@ -16,6 +16,7 @@ from torch import Tensor
 
 from liger_convert.mixers.base import HeadDims
 from liger_convert.mixers.linear.base import LinearMixer, LinearSpec
+from liger_convert.mixers.registry import register_mixer
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class LightningSpec(LinearSpec):
         return super().problem()
 
 
+@register_mixer("lightning")
 class Lightning(LinearMixer):
-    name = "lightning"
     summary = "linear attention with a constant decay per head, by ALiBi's slopes"
     gate_rule = "exp(-slope 2^(-8 g / G)), constant"
     Spec = LightningSpec

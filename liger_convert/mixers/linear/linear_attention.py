@@ -15,6 +15,7 @@ from torch import Tensor
 from liger_convert.mixers.base import Combine
 from liger_convert.mixers.kernel_maps import MapName
 from liger_convert.mixers.linear.base import LinearMixer, LinearSpec
+from liger_convert.mixers.registry import register_mixer
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class LinearAttentionSpec(LinearSpec):
     normalize: bool = True
 
 
+@register_mixer("linear-attention")
 class LinearAttention(LinearMixer):
-    name = "linear-attention"
     summary = "linear attention without decay"
     Spec = LinearAttentionSpec
     initial_log_share = -8.0  # nothing decays: the mass is that of every token ever written

@@ -19,6 +19,7 @@ from torch import Tensor
 from liger_convert.mixers.base import HeadDims, Memory, MixerSpec
 from liger_convert.mixers.gates import log_sigmoid_gate, log_soft_cap
 from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
+from liger_convert.mixers.registry import register_mixer
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class MLSTMSpec(GatedSpec):
         return MixerSpec.problem(self)
 
 
+@register_mixer("mlstm")
 class MLSTM(GatedMixer):
-    name = "mlstm"
     summary = "a forget and an exponential input gate per head, divided by max(|m|, 1)"
     gate_rule = "sigmoid(pool(k) + b), scalar"
     Spec = MLSTMSpec

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from liger_convert.mixers.base import Combine
 from liger_convert.mixers.kernel_maps import MapName
 from liger_convert.mixers.linear.base import LinearMixer, LinearSpec
+from liger_convert.mixers.registry import register_mixer
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,8 @@ class RebasedSpec(LinearSpec):
     normalize: bool = True
 
 
+@register_mixer("rebased")
 class Rebased(LinearMixer):
-    name = "rebased"
     summary = "linear attention with a learned parabola for a feature map"
     Spec = RebasedSpec
     initial_log_share = -8.0  # nothing decays: the mass is that of every token ever written

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 
 from liger_convert.mixers.linear.lightning import Lightning, LightningSpec
+from liger_convert.mixers.registry import register_mixer
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,8 @@ class RetNetSpec(LightningSpec):
     rope: bool = True
 
 
+@register_mixer("retnet")
 class RetNet(Lightning):
-    name = "retnet"
     summary = "retention: rotated linear attention with a constant decay per head"
     gate_rule = "1 - 2^(-5 - g), constant"
     Spec = RetNetSpec

@@ -18,6 +18,7 @@ from transformers import initialization as init
 
 from liger_convert.mixers.base import HeadDims
 from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
+from liger_convert.mixers.registry import register_mixer
 
 FASTEST = 5.0  # of the logits: a token then keeps e^-148, while exp of pretrained keys as they come would overflow
 
@@ -30,8 +31,8 @@ class RWKV6Spec(GatedSpec):
     gate_bias: float = -7.0
 
 
+@register_mixer("rwkv6")
 class RWKV6(GatedMixer):
-    name = "rwkv6"
     summary = "a decay per channel, and a bonus for the current token"
     gate_rule = "exp(-exp(pool(k) + b))"
     Spec = RWKV6Spec

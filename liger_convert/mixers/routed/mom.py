@@ -23,6 +23,9 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from liger_convert.mixers.base import HeadDims, Heads, Memory, Mixer, MixerSpec
+from liger_convert.mixers.calibration import Calibration
+from liger_convert.mixers.options import make_spec, resolve_spec
+from liger_convert.mixers.registry import MIXERS, register_mixer
 from liger_convert.utils.errors import BadInput
 
 
@@ -48,8 +51,6 @@ class MoMSpec(MixerSpec):
 
     def _resolved(self) -> dict[str, Any]:
         """`inner` with its defaults, without the options that all memories share."""
-        from liger_convert.mixers import resolve_spec
-
         common = self._common()
         for name in common.keys() & self.inner.keys():
             raise BadInput(f"inner.{name}: is the same for all memories; give it beside inner")
@@ -58,15 +59,13 @@ class MoMSpec(MixerSpec):
 
     def inner_mixer(self) -> tuple[type[Mixer], MixerSpec]:
         """The memories' class and options. They are joined here and have no window, so no parameters for either."""
-        from liger_convert.mixers import MIXERS, make_spec
+        common = self._common() | {"combine": "fixed", "forget": False}
+        return MIXERS[self.inner["type"]], make_spec({**self.inner, **common})
 
-        return MIXERS[self.inner["type"]], make_spec(
-            {**self.inner, **self._common(), "combine": "fixed", "forget": False}
-        )
+    def inner_types(self) -> tuple[str, ...]:
+        return (self.inner["type"],)
 
     def problem(self) -> str | None:
-        from liger_convert.mixers import MIXERS
-
         if not 1 <= self.active <= self.memories:
             return f"active: {self.active} is not between 1 and the number of memories, {self.memories}"
         if self.balance < 0:
@@ -83,8 +82,8 @@ class MoMSpec(MixerSpec):
         return None
 
 
+@register_mixer("mom")
 class MoM(Mixer):
-    name = "mom"
     summary = "mixture of memories: a router sends each token to some of many memories of another mixer"
     gate_rule = "the inner mixer's"
     recurrence = "routed"
@@ -99,6 +98,9 @@ class MoM(Mixer):
 
     def forward(self, *args: Any, mix: Callable[..., Tensor] | None = None) -> Tensor:
         return self.inner(*args, mix=mix or self.mix)
+
+    def calibration(self) -> Calibration:
+        return self.inner.calibration()._replace(read_size=None)  # which is a memory's, not that of the mixture
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

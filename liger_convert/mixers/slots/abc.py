@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from liger_convert.mixers.base import HeadDims
+from liger_convert.mixers.registry import register_mixer
 from liger_convert.mixers.slots.base import SlotMixer, SlotSpec
 
 
@@ -23,8 +24,8 @@ class ABCSpec(SlotSpec):
     """As every mixer over slots."""
 
 
+@register_mixer("abc")
 class ABC(SlotMixer):
-    name = "abc"
     summary = "bounded-memory control: softmax over slots that never forget, each a learned choice of tokens"
     gate_rule = "none"
     Spec = ABCSpec

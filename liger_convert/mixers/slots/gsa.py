@@ -16,6 +16,7 @@ from transformers import initialization as init
 
 from liger_convert.mixers.base import HeadDims
 from liger_convert.mixers.gates import log_sigmoid_gate, pool_to
+from liger_convert.mixers.registry import register_mixer
 from liger_convert.mixers.slots.base import SlotMixer, SlotSpec
 from liger_convert.utils.errors import BadInput
 
@@ -34,8 +35,8 @@ class GSASpec(SlotSpec):
         return super().problem()
 
 
+@register_mixer("gsa")
 class GSA(SlotMixer):
-    name = "gsa"
     summary = "gated slot attention: softmax over slots, each forgetting at its own rate"
     gate_rule = "sigmoid(pool(k) + b)^(1/tau)"
     Spec = GSASpec

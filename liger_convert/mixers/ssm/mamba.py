@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from gated_kernels.elementwise.chunk import elementwise
+from gated_kernels.elementwise.chunk import chunk_elementwise
 from torch import Tensor, nn
 from transformers import initialization as init
 
 from liger_convert.mixers.base import HeadDims, Heads, Memory, MixerSpec
 from liger_convert.mixers.gates import pool_to
+from liger_convert.mixers.registry import register_mixer
 from liger_convert.mixers.ssm.base import ElementwiseMixer, ElementwiseSpec, mean_per_channel
 
 
@@ -27,8 +28,8 @@ class MambaSpec(ElementwiseSpec):
     """As every elementwise mixer."""
 
 
+@register_mixer("mamba")
 class Mamba(ElementwiseMixer):
-    name = "mamba"
     summary = "selective state space: each value channel forgets at several rates, scaled by every token"
     gate_rule = "exp(-softplus(pool(k) + b) e^rate)"
     Spec = MambaSpec
@@ -79,14 +80,14 @@ class Mamba(ElementwiseMixer):
     ) -> tuple[Memory, dict[str, Tensor]]:
         k_BTGF, v_BTGV, dt_BTGV = entries
         q_BTHF = torch.einsum("bthd,hdf->bthf", heads.q_BTHD.float(), self.q_map_HDF.float()).float().softmax(-1)
-        o_BTHV, state = elementwise(
+        o_BTHV, state = chunk_elementwise(
             q_BTHF,
             k_BTGF,
             v_BTGV,
             torch.cat((dt_BTGV, dt_BTGV), -1),
             self.log_A().repeat(1, 1, 2),
-            state_BGFV=states.get("state"),
-            segment_BT=document_BT,
+            initial_state=states.get("state"),
+            segment_ids_BT=document_BT,
             exclusive=exclusive,
         )
         return mean_per_channel(o_BTHV.unflatten(-1, (2, -1)).mT, heads.v_BSGD.dtype), {"state": state}

@@ -18,6 +18,7 @@ from transformers import initialization as init
 
 from liger_convert.mixers.base import HeadDims
 from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
+from liger_convert.mixers.registry import register_mixer
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class Mamba2Spec(GatedSpec):
     gate_bias: float = -7.0
 
 
+@register_mixer("mamba2")
 class Mamba2(GatedMixer):
-    name = "mamba2"
     summary = "state space duality: a step size per head that forgets and writes"
     gate_rule = "exp(-A softplus(pool(k) + b)), scalar"
     Spec = Mamba2Spec

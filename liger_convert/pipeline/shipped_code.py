@@ -1,0 +1,122 @@
+"""The code that an export carries: the model's module, the modules of its mixers, and what these import.
+
+The files are flattened into one folder because that is what transformers loads remote code from; only their import
+lines change. At its end the model's module imports the mixers, which register themselves by that.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from liger_convert.mixers import MIXERS, make_spec, register_mixer
+from liger_convert.mixers.base import Mixer
+from liger_convert.utils.errors import BadInput
+
+ENTRY = "liger_convert.model.modeling"
+ENTRY_FILE = "modeling_linearized"
+OURS = ("liger_convert", "gated_kernels")
+PROVIDED = sys.stdlib_module_names | {"torch", "transformers"}  # by whoever loads the export
+INTERNAL_IMPORT = re.compile(r"^(\s*from )((?:liger_convert|gated_kernels)[\w.]*)( import )", re.MULTILINE)
+
+
+def used_mixers(linearization: dict[str, Any]) -> list[str]:
+    """The names of all mixers that the layers are made of, also those inside others. Raises BadInput."""
+    used: dict[str, None] = {}
+    for spec in linearization["mixers"].values():
+        used |= dict.fromkeys((spec["type"], *make_spec(spec).inner_types()))
+    return list(used)
+
+
+def code_files(mixers: Sequence[str]) -> dict[str, str]:
+    """The source files of a model with these mixers by their flat names, found by following imports.
+
+    Raises BadInput for a mixer of another package that is more than one file of Python.
+    """
+    classes = [MIXERS[name] for name in mixers]
+    for name, cls in zip(mixers, classes):
+        if not _is_ours(cls.__module__):
+            _check_plugin(name, cls.__module__)
+    texts: dict[str, str] = {}
+    waiting = [ENTRY, *(cls.__module__ for cls in classes)]
+    while waiting:
+        module = waiting.pop()
+        if _flat(module) + ".py" in texts:
+            continue
+        text = _source(module)
+        waiting += [match[2] for match in INTERNAL_IMPORT.finditer(text)]
+        texts[_flat(module) + ".py"] = INTERNAL_IMPORT.sub(lambda m: f"{m[1]}.{_flat(m[2])}{m[3]}", text)
+    texts[ENTRY_FILE + ".py"] += _registration(dict(zip(mixers, classes)))
+    return texts
+
+
+def _registration(classes: dict[str, type[Mixer]]) -> str:
+    """The lines at the end of the model's module by which its mixers are known."""
+    lines = ["", "# the mixers of this model register themselves when they are imported"]
+    lines += [f"from .{_flat(cls.__module__)} import {cls.__name__}  # noqa: E402, F401" for cls in classes.values()]
+    if others := {name: cls for name, cls in classes.items() if not _is_ours(cls.__module__)}:
+        lines += [f"from .{_flat(register_mixer.__module__)} import register_mixer  # noqa: E402", ""]
+        lines += [f"register_mixer({name!r})({cls.__name__})" for name, cls in others.items()]
+    return "\n".join([*lines, ""])
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] in OURS
+
+
+def _source(module: str) -> str:
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).read_text(encoding="utf-8")
+
+
+def _flat(module: str) -> str:
+    """A flat file name: gated_kernels.swa.chunk -> gated_kernels_swa_chunk, the entry -> modeling_linearized.
+
+    Modules of other packages begin with `plugin_`, so that no name meets one of ours.
+    """
+    if module == ENTRY:
+        return ENTRY_FILE
+    return ("" if _is_ours(module) else "plugin_") + module.removeprefix("liger_convert.").replace(".", "_")
+
+
+def _check_plugin(name: str, module: str) -> None:
+    """Raises BadInput unless the module of a mixer from elsewhere can be carried: one file of Python, which imports
+    from our modules, torch, transformers and Python's own library only."""
+    what = f"mixer {name!r}: its module {module} cannot be carried by an export"
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py") or spec.submodule_search_locations:
+        raise BadInput(f"{what}, as it is no single file of Python; put the mixer into one")
+    for node in ast.walk(ast.parse(_source(module))):
+        for needed in _imported(node):
+            if needed.partition(".")[0] not in PROVIDED:
+                raise BadInput(
+                    f"{what}, as it imports {needed}; it may import from Python's own library, torch, transformers, "
+                    "and by `from liger_convert.<module> import <name>`"
+                )
+
+
+def _imported(node: ast.AST) -> list[str]:
+    """The modules that a statement imports, but for those of ours that an export carries."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    module = node.module or ""
+    if node.level or not _is_ours(module):
+        return ["." * node.level + module]
+    return [f"{module}.{alias.name}" for alias in node.names if _is_module(f"{module}.{alias.name}")]
+
+
+def _is_module(name: str) -> bool:
+    """Whether a name that is imported from one of ours is a module: `from package import module` names no file."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # its parent is no package
+        return False
