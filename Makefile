@@ -1,7 +1,8 @@
-# make demo: the whole pipeline on a small real model.  make test: the tests.  make test-all: those that take minutes,
-# too.  make check: style and types.
+# make demo: the whole pipeline on a small real model.  make test: the tests, for every promise of every family and
+# mixer, by pairs.  make test-all: the whole product of them, and what takes minutes.  make check: style and types.
 # make transformers-tests: fetches transformers' own tests, which some of ours run; `make test` does so by itself.
 # make reports: the runs whose reports are committed.
+# make docs: the pages that are made from the code, and the site in site/. make check looks whether both are in order.
 # Each installs what it needs into .venv first.
 
 PYTHON ?= python3
@@ -17,10 +18,12 @@ OUT ?= runs/demo
 REPORTS := $(addprefix smollm2-135m-,gla-short hybrid-short liger-paper-short gla hybrid liger-paper \
 	$(addprefix liger-paper-,random-gates feature-map no-lora no-window))
 SET ?=
+# the site, in site/; the variable silences an advertisement
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 # two test processes on one thread each are faster than one on two
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: install transformers-tests demo test test-all check reports $(REPORTS:%=report-%) clean
+.PHONY: install transformers-tests demo test test-all check docs reports $(REPORTS:%=report-%) clean
 
 install: $(VENV)/.installed
 
@@ -51,16 +54,23 @@ demo: install
 	rm -rf $(OUT)
 	$(BIN)/linearize run $(RECIPE) --out $(OUT)
 
+# worksteal: each process begins with half of the tests, so what the tests of a file share is mostly made once
 test: install transformers-tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 test-all: install transformers-tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -m ""
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m ""
 
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python docs/generate.py --check
+	$(MKDOCS)
+
+docs: install
+	$(BIN)/python docs/generate.py
+	$(MKDOCS)
 
 reports: $(REPORTS:%=report-%)
 
@@ -72,4 +82,4 @@ $(REPORTS:%=report-%): report-%: install
 	cp runs/$*/report.md runs/$*/report.json runs/$*/manifest.json eval/reports/$*/
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info
+	rm -rf $(VENV) runs build site *.egg-info

@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from liger_convert.calibrate import calibrate
-from liger_convert.device import autocast, compute_dtype
-from liger_convert.files import atomic_write
-from liger_convert.loading import linearize_base
-from liger_convert.recipe import PydocSource
 
-from liger_convert import checkpoint
-from liger_convert.data import collate, load_source, pack
+from liger_convert.config.sources import PydocSource
+from liger_convert.data.documents import load_source
+from liger_convert.data.packed_rows import collate, pack
+from liger_convert.io import checkpoint
+from liger_convert.io.files import atomic_write
 from liger_convert.mixers import MIXERS, resolve_spec
 from liger_convert.model import collect_align_targets
-from liger_convert.training.stage import load_base
+from liger_convert.model.loading import linearize_base, load_base
+from liger_convert.training.calibrate import calibrate
 from liger_convert.training.trainer import freeze, optimizer_groups
+from liger_convert.utils.device import autocast, compute_dtype
 
 RATES = {"mixer": 5e-3, "attention": 5e-4}
 ROWS = 2  # a batch
@@ -54,8 +54,8 @@ def measure(folder: Path, args: argparse.Namespace) -> list[tuple[str, float, fl
     dtype = compute_dtype(device, "auto")
     base = load_base(folder, device, dtype)
     documents = load_source(PydocSource(held_out=0.1), checkpoint.load_tokenizer(folder), seed=0)
-    train = pack(documents.train, args.seq_len, args.tokens, 0, repeats=0.5)
-    test = pack(documents.held_out, args.seq_len, 4 * args.seq_len, 0, repeats=0.5)
+    train = pack(documents.train, args.seq_len, args.tokens, 0, copy_fraction=0.5)
+    test = pack(documents.held_out, args.seq_len, 4 * args.seq_len, 0, copy_fraction=0.5)
     layers = list(range(base.config.num_hidden_layers))
 
     def targets(batch: dict[str, torch.Tensor]) -> tuple[Any, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Times the ops against their peers on this machine: `python kernels/bench.py --op diagonal --t 1024`.
+"""Times the ops against their peers on this machine: `python kernels/bench.py --op gla --t 1024`.
 
 Everything is measured in one run on the same inputs, which rotate; times are medians, ratios are to ours. An op whose
 results are wrong (on these sizes, at 160 tokens) is not timed: one sentence, exit code 1.
@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gated_kernels import OPS, TRITON, use
+from gated_kernels import KERNELS as FAST
+from gated_kernels import OPS, use
 from gated_kernels.check import Inputs, Op, faults
 from rich.console import Console
 from rich.table import Table
@@ -31,8 +32,8 @@ from torch import Tensor
 
 OURS = "chunk"
 KERNELS = "triton"
-NAIVE = {op: "full mask" if op == "window" else "naive loop" for op in OPS}  # the references
-BF16_ALONE = ("codebook", "coded")  # what their kernels take
+NAIVE = {op: "full mask" if op == "swa" else "naive loop" for op in OPS}  # the definitions
+BF16_ALONE = ("codebook", "codebook_gla")  # what their kernels take
 CHECKED = 160  # tokens of the check, whose reference is slow
 NAMED = 100  # characters of a kernel's name
 AHEAD = 8  # calls that are timed behind each other
@@ -43,32 +44,32 @@ def codebook_inputs(a: argparse.Namespace, T: int, B: int, heads: int | None = N
     N, D, E = heads or a.heads, a.head_size, a.head_size // 2
     return {
         "x_BTND": torch.randn(B, T, N, D),
-        "turn_NDE": torch.randn(N, D, E) * D**-0.5,
-        "shift_NE": torch.randn(N, E) / 2,
-        "log_tau_N": torch.full((N,), 2.5),
+        "proj_NDE": torch.randn(N, D, E) * D**-0.5,
+        "bias_NE": torch.randn(N, E) / 2,
+        "log_inv_temperature_N": torch.full((N,), 2.5),
         "codes_GFE": torch.randn(a.kv_heads, a.feature_size, E) * E**-0.5,
     }
 
 
-def coded_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
+def codebook_gla_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
     q, k = codebook_inputs(a, T, B), codebook_inputs(a, T, B, a.kv_heads)
     return {
         "q_BTHD": q["x_BTND"],
         "k_BTGD": k["x_BTND"],
         "v_BTGV": torch.randn(B, T, a.kv_heads, a.head_size),
         "log_a": torch.nn.functional.logsigmoid(torch.randn(B, T, a.kv_heads, 1)) / 16,
-        "written_BTG": torch.ones(B, T, a.kv_heads, dtype=torch.bool),
-        "q_turn_HDE": q["turn_NDE"],
-        "q_shift_HE": q["shift_NE"],
-        "q_log_tau_H": q["log_tau_N"],
-        "k_turn_GDE": k["turn_NDE"],
-        "k_shift_GE": k["shift_NE"],
-        "k_log_tau_G": k["log_tau_N"],
+        "write_mask_BTG": torch.ones(B, T, a.kv_heads, dtype=torch.bool),
+        "q_proj_HDE": q["proj_NDE"],
+        "q_bias_HE": q["bias_NE"],
+        "q_log_inv_temperature_H": q["log_inv_temperature_N"],
+        "k_proj_GDE": k["proj_NDE"],
+        "k_bias_GE": k["bias_NE"],
+        "k_log_inv_temperature_G": k["log_inv_temperature_N"],
         "codes_GFE": k["codes_GFE"],
     }
 
 
-def diagonal_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
+def gla_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
     q, k = torch.randn(B, T, a.heads, a.feature_size), torch.randn(B, T, a.kv_heads, a.feature_size)
     gate = torch.randn(B, T, a.kv_heads, a.feature_size)
     return {
@@ -79,7 +80,12 @@ def diagonal_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
     }
 
 
-def delta_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
+def simple_gla_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
+    made = gla_inputs(a, T, B)
+    return made | {"log_a": made["log_a"][..., :1].contiguous()}
+
+
+def delta_rule_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
     unit = torch.nn.functional.normalize
     r = unit(torch.randn(B, T, a.kv_heads, a.head_size), dim=-1)
     return {
@@ -93,7 +99,7 @@ def delta_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
 
 def momentum_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
     log_m = torch.nn.functional.logsigmoid(torch.randn(B, T, a.kv_heads, 1))
-    return delta_inputs(a, T, B) | {"log_m": log_m, "c_BTG1": torch.ones_like(log_m)}
+    return delta_rule_inputs(a, T, B) | {"log_m": log_m, "c_BTG1": torch.ones_like(log_m)}
 
 
 def elementwise_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
@@ -120,14 +126,14 @@ def slots_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
     }
 
 
-def window_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
+def swa_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
     q, k, v = (torch.randn(B, T, heads, a.head_size) for heads in (a.heads, a.kv_heads, a.kv_heads))
-    return {"q_BTHD": q, "k_BSGD": k, "v_BSGV": v, "window": a.window, "scale": a.head_size**-0.5}
+    return {"q_BTHD": q, "k_BSGD": k, "v_BSGV": v, "window_size": a.window, "scale": a.head_size**-0.5}
 
 
-def sdpa(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, window: int, scale: float) -> tuple[Tensor]:
+def sdpa(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, window_size: int, scale: float) -> tuple[Tensor]:
     T = q_BTHD.shape[1]
-    band = torch.ones(T, T, dtype=torch.bool, device=q_BTHD.device).tril().triu(1 - window)
+    band = torch.ones(T, T, dtype=torch.bool, device=q_BTHD.device).tril().triu(1 - window_size)
     q, k, v = (x.transpose(1, 2) for x in (q_BTHD, k_BSGD, v_BSGV))
     attention = torch.nn.functional.scaled_dot_product_attention
     return (attention(q, k, v, attn_mask=band, scale=scale, enable_gqa=True).transpose(1, 2),)
@@ -146,7 +152,7 @@ def fla_chunk_gated_delta_rule(
 def fla_adapted(q_BTHF: Tensor, k_BTGF: Tensor, v_BTGV: Tensor, r_BTGF: Tensor, log_a: Tensor) -> tuple[Tensor, Tensor]:
     """What `use("triton+fla")` runs."""
     state = v_BTGV.new_zeros(len(v_BTGV), *k_BTGF.shape[2:], v_BTGV.shape[-1], dtype=torch.float32)
-    adapter = import_module("gated_kernels.delta.fla")
+    adapter = import_module("gated_kernels.delta_rule.fla")
     return adapter.by_kernel(q_BTHF, k_BTGF, v_BTGV, r_BTGF, log_a, None, state, None)
 
 
@@ -159,32 +165,34 @@ def fla_chunk_gla(q_BTHF: Tensor, k_BTGF: Tensor, v_BTGV: Tensor, log_a: Tensor)
 
 INPUTS: dict[str, Callable[[argparse.Namespace, int, int], Inputs]] = {
     "codebook": codebook_inputs,
-    "coded": coded_inputs,
-    "delta": delta_inputs,
-    "diagonal": diagonal_inputs,
+    "codebook_gla": codebook_gla_inputs,
+    "delta_rule": delta_rule_inputs,
+    "gla": gla_inputs,
+    "simple_gla": simple_gla_inputs,
     "momentum": momentum_inputs,
     "elementwise": elementwise_inputs,
     "slots": slots_inputs,
-    "window": window_inputs,
+    "swa": swa_inputs,
 }
 PEERS: dict[str, dict[str, Op]] = {
     "codebook": {},
-    "coded": {},
-    "delta": {
+    "codebook_gla": {},
+    "delta_rule": {
         "fla chunk_dplr_delta_rule": fla_adapted,
         "fla chunk_gated_delta_rule": fla_chunk_gated_delta_rule,
     },
-    "diagonal": {"fla chunk_gla": fla_chunk_gla},
+    "gla": {"fla chunk_gla": fla_chunk_gla},
+    "simple_gla": {},
     "momentum": {},
     "elementwise": {},
     "slots": {},
-    "window": {"SDPA, band mask": sdpa},
+    "swa": {"SDPA, band mask": sdpa},
 }
 
 
 def in_triton(name: str) -> Op:
     def op(**inputs: Any) -> Tensor | tuple[Tensor, ...]:
-        return getattr(import_module(f"gated_kernels.{name}.triton"), name)(**inputs)
+        return getattr(import_module(f"gated_kernels.{name}.triton"), f"triton_{name}")(**inputs)
 
     return op
 
@@ -275,12 +283,12 @@ def gpu_kernels(calls: list[Callable[[], object]]) -> dict[str, float]:
 def measure(name: str, a: argparse.Namespace) -> list[dict[str, Any]]:
     """A row of times for our op and each of its peers; exits when our results are not right."""
     device, dtype = torch.device(a.device), getattr(torch, a.dtype)
-    reference: Op = getattr(import_module(f"gated_kernels.{name}.reference"), name)
+    reference: Op = getattr(import_module(f"gated_kernels.{name}.naive"), f"naive_{name}")
     torch.manual_seed(0)
     checked = placed(INPUTS[name](a, min(a.t, CHECKED), 1), device, dtype)
     ours = {OURS: OPS[name]}
     taken = dtype == torch.bfloat16 or name not in BF16_ALONE
-    if name in TRITON and taken and device.type == "cuda" and find_spec("triton"):
+    if name in FAST["triton"] and taken and device.type == "cuda" and find_spec("triton"):
         ours[KERNELS] = in_triton(name)
     for implementation, op in ours.items():
         products = torch.finfo(dtype).eps if implementation == KERNELS and dtype == torch.bfloat16 else None
@@ -300,7 +308,7 @@ def measure(name: str, a: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def show(rows: list[dict[str, Any]], title: str, caption: str) -> None:
-    measured = STEPS if rows[0]["op"] != "step" else ("us a layer", "GB/s of state")
+    measured = STEPS if rows[0]["op"] != "fused_step" else ("us a layer", "GB/s of state")
     table = Table("", *measured, title=title, caption=caption)
     for row in rows:
         cells = [f"{row[step]:.3f} ms, {row[step] / rows[0][step]:.1f} x" for step in STEPS if step in row]
@@ -322,7 +330,7 @@ def machine(device: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--op", choices=[*OPS, "step"], action="append", help="may be given again; without, all but step"
+        "--op", choices=[*OPS, "fused_step"], action="append", help="may be given again; without, all but fused_step"
     )
     parser.add_argument("--t", type=int, default=1024, help="tokens of a sequence (1024)")
     parser.add_argument("--batch", type=int, default=1, help="sequences (1)")
@@ -343,7 +351,7 @@ def main() -> None:
     results: dict[str, Any] = {"machine": machine(a.device), "shape": {k: v for k, v in vars(a).items() if k != "json"}}
     results["rows"] = []
     for name in a.op or OPS:
-        rows = import_module("bench_step").measure(a) if name == "step" else measure(name, a)
+        rows = import_module("bench_step").measure(a) if name == "fused_step" else measure(name, a)
         sizes = f"{a.heads} / {a.kv_heads} heads of {a.head_size}, features {a.feature_size}, window {a.window}"
         title = f"{name}: {a.batch} x {1 if name == 'step' else a.t} tokens, {sizes}, {a.dtype}"
         show(rows, title, ", ".join(f"{key} {value}" for key, value in results["machine"].items()))

@@ -35,9 +35,11 @@ from rich.table import Table
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from liger_convert.benchmark.shapes import SHAPES, random_model
-from liger_convert.config.recipe import AlignStage, DistillStage, Recipe, Stage, build
-from liger_convert.data.corpus import Document, collate
-from liger_convert.pipeline.convert import convert
+from liger_convert.config.recipe import Recipe, build
+from liger_convert.config.stages import AlignStage, DistillStage, Stage
+from liger_convert.data.documents import Document
+from liger_convert.data.packed_rows import collate
+from liger_convert.pipeline.convert import convert_checkpoint
 from liger_convert.pipeline.plan import Plan, make_plan
 from liger_convert.training.align import AlignObjective
 from liger_convert.training.distill import DistillObjective
@@ -51,11 +53,11 @@ from liger_convert.utils.progress import quiet_libraries
 # Rates hardly matter for the memory; these leave a model of random weights finite.
 LORA = {"targets": ["q_proj", "k_proj", "v_proj"]}
 PARTS: dict[str, dict[str, Any]] = {
-    "align": {"kind": "align", "rates": {"mixer": 1e-5, "attention": 1e-5}},
-    "align-mixer": {"kind": "align", "rates": {"mixer": 1e-5}},
-    "distill": {"kind": "distill", "rates": {"mixer": 1e-5, "attention": 1e-5, "body": 1e-5}},
-    "distill-lora": {"kind": "distill", "rates": {"mixer": 1e-5, "lora": 1e-5}, "lora": {}},
-    "finetune": {"kind": "finetune", "loss_on": "all", "rates": {"lora": 1e-5}, "lora": LORA},
+    "align": {"kind": "align", "learning_rates": {"mixer": 1e-5, "attention": 1e-5}},
+    "align-mixer": {"kind": "align", "learning_rates": {"mixer": 1e-5}},
+    "distill": {"kind": "distill", "learning_rates": {"mixer": 1e-5, "attention": 1e-5, "body": 1e-5}},
+    "distill-lora": {"kind": "distill", "learning_rates": {"mixer": 1e-5, "lora": 1e-5}, "lora": {}},
+    "finetune": {"kind": "finetune", "loss_on": "all", "learning_rates": {"lora": 1e-5}, "lora": LORA},
 }
 CASES = [
     *("smollm2-135m/" + part for part in ("convert", "inference", "align", "distill", "distill-packed", "finetune")),
@@ -77,7 +79,7 @@ def recipe_of(part: str, a: argparse.Namespace, tokens: int) -> Recipe:
     if name in PARTS:
         length = min(a.length, tokens)
         rows = {"data": "text", "seq_len": length, "batch_size": tokens // length, "tokens": a.steps * tokens}
-        how = {"joined": "-packed" not in part, "gradient_checkpointing": "-checkpointed" in part}
+        how = {"concat_documents": "-packed" not in part, "gradient_checkpointing": "-checkpointed" in part}
         stages = [PARTS[name] | rows | how]
     fields = {"version": 1, "name": part, "base": "random", "mixer": {"type": a.mixer}, "stages": stages}
     fields |= {"data": {"text": {"source": "pydoc"}}, "precision": a.precision, "device": a.device}
@@ -162,9 +164,9 @@ def train(shape: str, stage: Stage, a: argparse.Namespace) -> dict[str, Any]:
         if device.type == "cuda":
             told["fit"] = torch.cuda.max_memory_allocated()
     if stage.lora is None:
-        freeze(model, stage.rates.trained())
+        freeze(model, stage.learning_rates.trained())
     else:
-        model = add_lora(model, stage.lora, train_mixer=stage.rates.mixer is not None)
+        model = add_lora(model, stage.lora, train_mixer=stage.learning_rates.mixer is not None)
     if stage.compile and gains_by_compiling(device):
         compile_layers(model, objective, isinstance(stage, AlignStage))
     with tempfile.TemporaryDirectory() as folder:
@@ -176,7 +178,7 @@ def train(shape: str, stage: Stage, a: argparse.Namespace) -> dict[str, Any]:
             gc.collect()
             torch.cuda.empty_cache()
             told["held"] = torch.cuda.memory_reserved()
-    return told | {"passes": "captured" if trainer.plain is None else f"plain: {trainer.plain}"}
+    return told | {"fwd_bwd": "captured" if trainer.eager is None else f"eager: {trainer.eager}"}
 
 
 def documents(stage: Stage, vocabulary: int) -> list[Document]:
@@ -197,7 +199,7 @@ def converted(shape: str, plan: Plan, device: torch.device) -> int:
 
 def _convert(base: Path, out: Path, linearization: dict[str, Any]) -> int:
     grown = growth()
-    convert(base, out, linearization)
+    convert_checkpoint(base, out, linearization)
     return grown()
 
 

@@ -1,4 +1,4 @@
-"""Times a linearized layer's step of one token, fused and as it is without: `python kernels/bench.py --op step`.
+"""Times a linearized layer's step of one token, fused and as it is without: `python kernels/bench.py --op fused_step`.
 
 A step is what the layer itself runs between its projections and its output projection, over layers enough that their
 memories do not stay in a cache; on a GPU it is captured as in generation. Nothing that is wrong is timed.
@@ -17,8 +17,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from gated_kernels.step import chunk
-from gated_kernels.step.cases import Case, faults, inputs, placed
+from gated_kernels.common.registry import kernel_for, set_kernel
+from gated_kernels.fused_step.cases import Case, faults, inputs, placed
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
@@ -138,11 +138,11 @@ def _timed(call: Callable[[], Any]) -> float:
 
 @contextmanager
 def fused_steps() -> Iterator[None]:
-    chunk.fast = import_module("gated_kernels.step.triton").step
+    set_kernel("fused_step", import_module("gated_kernels.fused_step.triton").triton_fused_step)
     try:
         yield
     finally:
-        chunk.fast = None
+        set_kernel("fused_step", None)
 
 
 def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
@@ -161,7 +161,7 @@ def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
             dtype=getattr(torch, a.dtype),
         )
         with fused_steps():
-            if found := faults(chunk.fast, placed(inputs(case), a.device)):  # type: ignore[arg-type]
+            if found := faults(kernel_for("fused_step"), placed(inputs(case), a.device)):  # type: ignore[arg-type]
                 sys.exit(f"step ({kind}) is not timed because it is wrong: {'; '.join(found)}.")
             fused = Steps(a, kind, True).microseconds()
         plain = Steps(a, kind, False).microseconds()
@@ -169,7 +169,7 @@ def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
         for name, value in (("fused", fused), ("op by op", plain)):
             rows.append(
                 {
-                    "op": "step",
+                    "op": "fused_step",
                     "implementation": f"{kind}, {name}",
                     "us a layer": value,
                     "GB/s of state": floor / value / 1e3,

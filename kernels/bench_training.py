@@ -37,10 +37,10 @@ from torch import Tensor
 
 from liger_convert.benchmark.bench import in_float32, quartiles
 from liger_convert.benchmark.shapes import SHAPES, random_model
-from liger_convert.config.recipe import AlignStage, DistillStage, FinetuneStage, Lora, Rates, Stage
+from liger_convert.config.stages import AlignStage, DistillStage, FinetuneStage, LearningRates, Lora, Stage
 from liger_convert.model import take_auxiliary_loss
 from liger_convert.training.align import AlignObjective
-from liger_convert.training.capture import CapturedPasses, Passes, why_not_captured
+from liger_convert.training.capture import CapturedFwdBwd, FwdBwd, why_not_captured
 from liger_convert.training.distill import DistillObjective
 from liger_convert.training.finetune import FinetuneObjective
 from liger_convert.training.stage import add_lora, compile_layers, gains_by_compiling
@@ -54,11 +54,11 @@ LONGEST = 24  # kernels whose times are told
 
 # Rates hardly matter for the time; these leave a model of random weights finite.
 STAGES: dict[str, dict[str, Any]] = {
-    "align": {"kind": AlignStage, "rates": Rates(mixer=1e-4, attention=1e-4)},
-    "distill": {"kind": DistillStage, "rates": Rates(mixer=1e-4, attention=1e-4, body=1e-4)},
+    "align": {"kind": AlignStage, "learning_rates": LearningRates(mixer=1e-4, attention=1e-4)},
+    "distill": {"kind": DistillStage, "learning_rates": LearningRates(mixer=1e-4, attention=1e-4, body=1e-4)},
     "finetune": {
         "kind": FinetuneStage,
-        "rates": Rates(lora=1e-4),
+        "learning_rates": LearningRates(lora=1e-4),
         "lora": Lora(targets=["q_proj", "k_proj", "v_proj"]),
         "loss_on": "all",
     },
@@ -71,7 +71,7 @@ def make_stage(name: str, tokens: int, length: int, accumulation: int, joined: b
     options = {option: value for option, value in STAGES[name].items() if option != "kind"}
     rows = tokens // length // accumulation
     sizes = {"tokens": tokens, "seq_len": length, "batch_size": rows, "grad_accumulation": accumulation}
-    return STAGES[name]["kind"](data="random", joined=joined, **sizes, **options)
+    return STAGES[name]["kind"](data="random", concat_documents=joined, **sizes, **options)
 
 
 @dataclass
@@ -100,11 +100,11 @@ class Training:
             ids = base.get_input_embeddings().weight  # other tokens' embeddings: of equal weights, the divergence
             ids.data = ids.data.roll(1, 0)  # would be so small that the check saw nothing but rounding
             objective = DistillObjective(base, stage)
-        rates = stage.rates.trained()
+        rates = stage.learning_rates.trained()
         if stage.lora is None:
             freeze(model, rates)
         else:
-            model = add_lora(model, stage.lora, train_mixer=stage.rates.mixer is not None).to(device)
+            model = add_lora(model, stage.lora, train_mixer=stage.learning_rates.mixer is not None).to(device)
         if gains_by_compiling(device):
             compile_layers(model, objective, isinstance(stage, AlignStage))
         optimizer = torch.optim.AdamW(optimizer_groups(model, rates, stage.weight_decay), fused=True)
@@ -118,13 +118,13 @@ class Training:
         ids_BT = torch.randint(3, self.model.config.vocab_size, (rows, tokens), device=self.device)
         return {"input_ids": ids_BT, "labels": ids_BT}
 
-    def passes(self, batch: dict[str, Tensor], parts: int = 1) -> Passes:
+    def passes(self, batch: dict[str, Tensor], parts: int = 1) -> FwdBwd:
         """Those of micro-batches like `batch`, captured where StageTrainer captures them."""
         plain = partial(self.backward, parts=parts)
         models = [model for model in (self.model, self.base) if model is not None]
         if why_not_captured(self.stage, models, self.device, 1) is not None:
             return plain
-        passes = CapturedPasses(plain, self.trained, models)
+        passes = CapturedFwdBwd(plain, self.trained, models)
         passes.capture(batch)
         return passes
 
@@ -138,9 +138,9 @@ class Training:
         loss.backward()
         return loss.detach()
 
-    def step(self, passes: Passes, batches: list[dict[str, Tensor]]) -> Tensor:
+    def step(self, passes: FwdBwd, batches: list[dict[str, Tensor]]) -> Tensor:
         loss = torch.stack([passes(batch) for batch in batches]).sum()
-        torch.nn.utils.clip_grad_norm_(self.trained, self.stage.clip)
+        torch.nn.utils.clip_grad_norm_(self.trained, self.stage.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss
@@ -150,7 +150,7 @@ class Training:
         allowed, and four roundings, should these be right by luck. Raises ValueError for more."""
         batch, path = self.batch(*CHECKED), in_use()
 
-        def found(passes: Passes) -> tuple[Tensor, Tensor]:
+        def found(passes: FwdBwd) -> tuple[Tensor, Tensor]:
             loss = passes(batch)
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.trained]
             self.optimizer.zero_grad()

@@ -35,9 +35,11 @@ from unittest import mock
 import torch
 from bench import machine
 from bench_layer import Core
-from gated_kernels import FLA, OPS, TRITON, has_fla, use
+from gated_kernels import KERNELS, OPS, has_fla, use
 from gated_kernels.check import Inputs, Op, errors, run
-from gated_kernels.step import cases as steps
+from gated_kernels.common.registry import kernel_for, set_kernel
+from gated_kernels.fused_step import cases as steps
+from gated_kernels.fused_step.chunk import fused_step
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -85,7 +87,7 @@ class Job(NamedTuple):
 def jobs(names: Iterable[str]) -> Iterator[Job]:
     """Of the ops and mixers of these names."""
     for name in names:
-        if name == "step":
+        if name == "fused_step":
             yield from (Job("op", name, case, None) for case in steps.CASES)
         elif name in OPS:
             for case, values in import_module(f"gated_kernels.{name}.cases").CASES.items():
@@ -99,7 +101,7 @@ def jobs(names: Iterable[str]) -> Iterator[Job]:
 def done(job: Job, device: str, tuned: bool) -> list[Result]:
     """The results of a job, one a path. A path that takes nothing of it is left out."""
     torch.set_num_threads(1)
-    check = check_mixer if job.kind == "mixer" else check_step if job.name == "step" else check_op
+    check = check_mixer if job.kind == "mixer" else check_step if job.name == "fused_step" else check_op
     with nullcontext() if tuned or device == "cpu" or not has_fla() else untuned():
         return list(check(job, torch.device(device)))
 
@@ -122,23 +124,22 @@ def paths(device: torch.device) -> tuple[str, ...]:
 
 @contextmanager
 def by(path: str) -> Iterator[set[str]]:
-    """Runs the ops by a path, and lists the kernels that took something: "triton diagonal" and the like."""
+    """Runs the ops by a path, and lists the kernels that took something: "triton gla" and the like."""
     use(path)
     taken: set[str] = set()
 
-    def watched(op: str, fast: Any) -> Any:
+    def watched(op: str, kernel: Any) -> Any:
         def call(*args: Any, **options: Any) -> Any:
-            found = fast(*args, **options)
+            found = kernel(*args, **options)
             if found is not None:
-                taken.add(f"{fast.__module__.rpartition('.')[2]} {op}")
+                taken.add(f"{kernel.__module__.rpartition('.')[2]} {op}")
             return found
 
         return call
 
-    for op in (*TRITON, *FLA):
-        module = import_module(f"gated_kernels.{op}.chunk")
-        if module.__dict__["fast"] is not None:
-            module.__dict__["fast"] = watched(op, module.__dict__["fast"])
+    for op in (op for kernels in KERNELS.values() for op in kernels):
+        if (kernel := kernel_for(op)) is not None:
+            set_kernel(op, watched(op, kernel))
     try:
         yield taken
     finally:
@@ -174,7 +175,7 @@ def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
     def change(name: str, x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        return x.to(torch.float32 if name.startswith("log_") or "_BG" in name else dtype)
+        return x.to(torch.float32 if name.startswith("log_") or name == "initial_state" or "_BG" in name else dtype)
 
     return {name: change(name, x) for name, x in inputs.items()}
 
@@ -184,7 +185,7 @@ def check_op(job: Job, device: torch.device) -> Iterator[Result]:
     inputs: Inputs = cases.inputs(cases.CASES[job.case])
     if job.dtype is not None:
         inputs = cast(inputs, job.dtype)
-    reference: Op = getattr(import_module(f"gated_kernels.{job.name}.reference"), job.name)
+    reference: Op = getattr(import_module(f"gated_kernels.{job.name}.naive"), f"naive_{job.name}")
     exact, plain = run(reference, inputs, torch.float64), run(reference, inputs)
 
     def held(inputs: Inputs, exact: dict[str, Tensor], plain: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
@@ -235,7 +236,7 @@ def check_step(job: Job, device: torch.device) -> Iterator[Result]:
     given = steps.placed(steps.inputs(steps.CASES[str(job.case)]), str(device))
     try:
         with by("triton") as taken:
-            found = steps.errors(import_module("gated_kernels.step.chunk").step, given)
+            found = steps.errors(fused_step, given)
     except Exception as problem:
         yield raised(job, "triton", problem)
         return
@@ -356,7 +357,7 @@ def summed(results: list[Result]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    every = list(dict.fromkeys([*OPS, "step", *MIXERS]))
+    every = list(dict.fromkeys([*OPS, "fused_step", *MIXERS]))
     parser.add_argument(
         "--only", action="append", choices=every, metavar="NAME", help="an op or a mixer, may be given again (all)"
     )

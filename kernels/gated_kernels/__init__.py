@@ -1,4 +1,9 @@
-"""The recurrences and the window as ops: one folder each, with a plain reference, a fast implementation and cases."""
+"""Linear-time recurrences and sliding-window attention as ops, one folder each.
+
+A folder has `naive.py`, a plain loop that defines the op; `chunk.py`, the op itself, which runs in torch on any device;
+`triton.py`, kernels that may run in its place; and `cases.py`, the inputs that tests and `kernels/check_gpu.py` run.
+Functions are named after both: `naive_gla`, `chunk_gla`, `triton_gla`.
+"""
 
 import os
 from collections.abc import Callable
@@ -9,58 +14,70 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from gated_kernels.codebook.chunk import codebook
-from gated_kernels.coded.chunk import coded
-from gated_kernels.delta.chunk import delta
-from gated_kernels.diagonal.chunk import diagonal
-from gated_kernels.elementwise.chunk import elementwise
-from gated_kernels.momentum.chunk import momentum
-from gated_kernels.slots.chunk import slots
-from gated_kernels.window.chunk import window
+from gated_kernels.codebook.chunk import chunk_codebook
+from gated_kernels.codebook_gla.chunk import chunk_codebook_gla
+from gated_kernels.common.registry import kernel_for, set_kernel
+from gated_kernels.delta_rule.chunk import chunk_delta_rule
+from gated_kernels.elementwise.chunk import chunk_elementwise
+from gated_kernels.gla.chunk import chunk_gla
+from gated_kernels.momentum.chunk import chunk_momentum
+from gated_kernels.simple_gla.chunk import chunk_simple_gla
+from gated_kernels.slots.chunk import chunk_slots
+from gated_kernels.swa.chunk import chunk_swa
 
+# Every op and its definition. S is a state, a a gate, q, k and v a token's query, key and value.
 OPS: dict[str, Callable[..., Tensor | tuple[Tensor | None, ...]]] = {
-    "codebook": codebook,  # phi(x) = softmax(tau C u), u = P x + b brought to length 1
-    "coded": coded,  # the diagonal recurrence of a codebook's maps
-    "delta": delta,  # S_t = D_t S_{t-1} - e_t^T (r_t D_t S_{t-1}) + k_t^T v_t, o_t = q_t S_t
-    "diagonal": diagonal,  # S_t = diag(a_t) S_{t-1} + k_t^T v_t, o_t = q_t S_t
-    "elementwise": elementwise,  # S_t = exp(dt_t log A) * S_{t-1} + k_t^T v_t, o_t = q_t S_t
-    "momentum": momentum,  # Z_t = m_t Z_{t-1} + k_t^T (v_t - r_t M_{t-1}), M_t = a_t M_{t-1} + c_t Z_t, o_t = q_t M_t
-    "slots": slots,  # softmax attention over M slots, running means of keys and values
-    "window": window,  # softmax attention over the last keys and the sinks
+    "codebook": chunk_codebook,  # phi(x) = softmax(u C / temperature), u = P x + b brought to length 1
+    "codebook_gla": chunk_codebook_gla,  # gla of phi(q) and phi(k)
+    "delta_rule": chunk_delta_rule,  # S_t = D_t S_{t-1} - e_t^T (r_t D_t S_{t-1}) + k_t^T v_t, o_t = q_t S_t
+    "elementwise": chunk_elementwise,  # S_t = exp(dt_t log A) * S_{t-1} + k_t^T v_t, o_t = q_t S_t
+    "gla": chunk_gla,  # S_t = diag(a_t) S_{t-1} + k_t^T v_t, o_t = q_t S_t
+    "momentum": chunk_momentum,  # Z_t = m_t Z_{t-1} + k_t^T (v_t - r_t M_{t-1}), M_t = a_t M_{t-1} + c_t Z_t
+    "simple_gla": chunk_simple_gla,  # gla with one gate a head: S_t = a_t S_{t-1} + k_t^T v_t, o_t = q_t S_t
+    "slots": chunk_slots,  # softmax attention over a fixed number of slots, running means of keys and values
+    "swa": chunk_swa,  # softmax attention over the last keys and the sinks
 }
 
-# What has a triton.py; a step has nothing else (see step/chunk.py).
-TRITON = ("codebook", "coded", "diagonal", "step", "window")
-FLA = ("delta",)  # what has a fla.py instead, for a kernel of flash-linear-attention
+# The kernels of each path: op -> module and function. `fused_step` has no torch op; see fused_step/chunk.py.
+KERNELS: dict[str, dict[str, tuple[str, str]]] = {
+    "triton": {
+        op: (f"gated_kernels.{op}.triton", f"triton_{op}")
+        for op in ("codebook", "codebook_gla", "fused_step", "gla", "simple_gla", "swa")
+    },
+    "fla": {"delta_rule": ("gated_kernels.delta_rule.fla", "fla_delta_rule")},
+}
+PATHS = ("torch", "triton", "triton+fla")
 
 
 def use(path: str) -> None:
-    """Runs the ops by "torch", or those with kernels by these in the whole process: "triton" are our own, "triton+fla"
-    also those of flash-linear-attention for what has none of ours.
+    """Chooses how the ops run in the whole process.
 
-    The default is "triton" where there are Triton and an Nvidia GPU, or "triton+fla" where fla-core 0.6 is there, too;
-    the environment variable GATED_KERNELS says otherwise at import. Tensors on a CPU always go to torch, and so does,
-    with one warning that says why, what the kernels cannot do. Raises ValueError for any other path, and ImportError
-    when what it needs is not installed.
+    "torch" runs the torch ops, "triton" our own kernels where an op has some, and "triton+fla" also those of
+    flash-linear-attention for the ops that have none of ours. The default is the last of these that the machine can
+    run: it takes Triton and an Nvidia GPU, and fla-core 0.6. The environment variable GATED_KERNELS overrides it when
+    this package is imported. Tensors on a CPU always go to torch. So does what the kernels do not support, with one
+    warning that says why.
+
+    Raises ValueError for any other path, and ImportError when a package that it needs is not installed.
     """
-    if path not in ("torch", "triton", "triton+fla"):
+    if path not in PATHS:
         raise ValueError(f"the ops run by 'torch', by 'triton' or by 'triton+fla', not by {path!r}")
     if path == "triton+fla" and not has_fla():
         raise ImportError("the path 'triton+fla' needs fla-core 0.6: pip install 'liger-convert[fla]'")
-    for op in (*TRITON, *FLA):
-        file = "triton" if op in TRITON else "fla"
-        fast = getattr(import_module(f"gated_kernels.{op}.{file}"), op) if file in path.split("+") else None
-        import_module(f"gated_kernels.{op}.chunk").__dict__["fast"] = fast
+    for library, kernels in KERNELS.items():
+        chosen = library in path.split("+")
+        for op, (module, function) in kernels.items():
+            set_kernel(op, getattr(import_module(module), function) if chosen else None)
 
 
 def in_use() -> str:
-    """What `use` chose last."""
-    own, others = (import_module(f"gated_kernels.{op}.chunk").fast for op in (TRITON[0], FLA[0]))
-    return "torch" if own is None else "triton" if others is None else "triton+fla"
+    """The path that `use` chose last."""
+    chosen = [library for library, kernels in KERNELS.items() if any(map(kernel_for, kernels))]
+    return "+".join(chosen) or "torch"
 
 
 def has_fla() -> bool:
-    """Whether the version of fla-core is installed that the adapters are written for; imports nothing of it."""
+    """Whether fla-core is installed in the version that the adapters are written for. Imports nothing of it."""
     try:
         return version("fla-core").startswith("0.6.") and find_spec("einops") is not None
     except PackageNotFoundError:
@@ -76,16 +93,18 @@ def _default() -> str:
 use(os.environ.get("GATED_KERNELS") or _default())
 
 __all__ = [
+    "KERNELS",
     "OPS",
-    "codebook",
-    "coded",
-    "delta",
-    "diagonal",
-    "elementwise",
+    "chunk_codebook",
+    "chunk_codebook_gla",
+    "chunk_delta_rule",
+    "chunk_elementwise",
+    "chunk_gla",
+    "chunk_momentum",
+    "chunk_simple_gla",
+    "chunk_slots",
+    "chunk_swa",
     "has_fla",
     "in_use",
-    "momentum",
-    "slots",
     "use",
-    "window",
 ]

@@ -38,7 +38,7 @@ OUT_OF_MEMORY = "out of memory"
 FORMAT_VERSION = 1
 CHECKED = 32  # tokens of the check's prompt beyond the largest window
 CHECKED_STEPS = (1, 1, 2, 4)  # of the calls of the decode loop that are compared
-LARGEST = 1e-4  # what float32 may differ by, of the largest logit: tests/conformance/test_conformance.py
+LARGEST = 1e-4  # what float32 may differ by, of the largest logit: tests/support/tiny_models.py
 
 
 @dataclass(frozen=True)
@@ -316,7 +316,7 @@ def _random_tokens(model: Any, tokens: int, options: Options) -> Tensor:
 
 
 @torch.no_grad()
-def bench(
+def bench_models(
     source: str,
     load: Callable[[], Any],
     load_base: Callable[[], Any] | None,

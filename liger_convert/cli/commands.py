@@ -19,8 +19,11 @@ from liger_convert import training
 from liger_convert.benchmark import bench, page, shapes
 from liger_convert.config import yaml_file
 from liger_convert.config.fields import plain_name
-from liger_convert.config.recipe import FileSource, PydocSource, Recipe, TeacherSource, build
-from liger_convert.data import corpus, teacher
+from liger_convert.config.recipe import Recipe, build
+from liger_convert.config.sources import FileSource, PydocSource, TeacherSource
+from liger_convert.data import teacher
+from liger_convert.data.documents import Document, load_source
+from liger_convert.data.packed_rows import collate, pack
 from liger_convert.eval import ablation, evaluation, generation, suites
 from liger_convert.io import checkpoint
 from liger_convert.io.files import atomic_write, scratch_folder
@@ -31,13 +34,13 @@ from liger_convert.model import linear_layers
 from liger_convert.model.families import PREFIX
 from liger_convert.model.loading import check_folder, load_base, load_linearized, load_pretrained
 from liger_convert.pipeline import layer_selection
-from liger_convert.pipeline.convert import convert, replace_mixers
+from liger_convert.pipeline.convert import convert_checkpoint, replace_mixers
 from liger_convert.pipeline.manifest import lock
 from liger_convert.pipeline.plan import Plan, make_plan
 from liger_convert.training.align import AlignObjective
 from liger_convert.utils.device import autocast, compute_dtype, pick_device
 from liger_convert.utils.errors import BadInput
-from liger_convert.utils.progress import progress
+from liger_convert.utils.progress import show_progress
 
 PYDOC = "pydoc"
 # what a base has in common with the model that was made from it
@@ -106,9 +109,11 @@ def convert_base(
     recipe = build(written, "convert")
     refuse_existing(out)
     trust = recipe.base_options.trust_remote_code
-    with local_model(base, **base_options) as folder, progress("convert") as report:
+    with local_model(base, **base_options) as folder, show_progress("convert") as report:
         plan = make_plan(recipe, checkpoint.load_config(folder, trust))
-        convert(folder, out, plan.linearization, dtype=dtype, seed=seed, trust_remote_code=trust, progress=report)
+        convert_checkpoint(
+            folder, out, plan.linearization, dtype=dtype, seed=seed, trust_remote_code=trust, progress=report
+        )
     return plan
 
 
@@ -131,15 +136,15 @@ def calibrate_model(
         raise BadInput(f"--tokens {tokens}: is less than one row of --seq-len {seq_len}")
     where = pick_device(device)
     dtype = compute_dtype(where)
-    with local_model(base) as folder, progress("calibrate") as report:
+    with local_model(base) as folder, show_progress("calibrate") as report:
         _require_base(base, folder, model)
         check_folder(model)
         check_folder(folder)
-        documents = corpus.load_source(_source(text), checkpoint.load_tokenizer(model)).train
+        documents = load_source(_source(text), checkpoint.load_tokenizer(model)).train
         if (held := sum(len(document.ids) for document in documents)) < tokens:
             raise BadInput(f"--text {text}: holds {held} tokens, but --tokens asks for {tokens}; give more text")
-        rows = corpus.pack(documents, seq_len, tokens, seed)
-        batch = {name: t.to(where) for name, t in corpus.collate([rows[i] for i in range(len(rows))]).items()}
+        rows = pack(documents, seq_len, tokens, seed)
+        batch = {name: t.to(where) for name, t in collate([rows[i] for i in range(len(rows))]).items()}
         if int(batch["position_ids"].max()) < min(reach):
             what = f"in rows of {seq_len} no document is longer than {min(reach)} tokens, the window and its sinks"
             raise BadInput(f"--text {text}: {what}; give longer ones or a larger --seq-len")
@@ -179,11 +184,11 @@ def rank_layers(recipe: Recipe) -> layer_selection.Ranking:
     if recipe.softmax_auto is None:
         raise BadInput("--keep: is missing; say how many layers stay softmax, as the recipe's `layers` does not")
     device, trust = pick_device(recipe.device), recipe.base_options.trust_remote_code
-    with local_model(recipe.base, **recipe.base_options.model_dump()) as base, progress("rank") as report:
+    with local_model(recipe.base, **recipe.base_options.model_dump()) as base, show_progress("rank") as report:
         plan = make_plan(recipe, checkpoint.load_config(base, trust))
         check_folder(base, trust)
         tokenizer = checkpoint.load_tokenizer(base, trust)
-        documents = corpus.load_source(recipe.data[recipe.plain_texts[0]], tokenizer, seed=recipe.seed).train
+        documents = load_source(recipe.data[recipe.plain_texts[0]], tokenizer, seed=recipe.seed).train
         return layer_selection.rank(recipe, plan, base, tokenizer, documents, device, report)
 
 
@@ -205,7 +210,7 @@ def train_stage(recipe: Recipe, number: int, model: Path, out: Path, *, resume: 
         if isinstance(source, TeacherSource):
             prompts = teacher.encode_prompts(source, tokenizer)
             out.mkdir(parents=True, exist_ok=True)
-            with lock(out), progress(f"data {stage.data}") as report:
+            with lock(out), show_progress(f"data {stage.data}") as report:
                 teacher.write(
                     source,
                     written,
@@ -216,10 +221,10 @@ def train_stage(recipe: Recipe, number: int, model: Path, out: Path, *, resume: 
                     seed=recipe.seed,
                     progress=report,
                 )
-        documents = corpus.load_source(source, tokenizer, seed=recipe.seed, written=written).train
+        documents = load_source(source, tokenizer, seed=recipe.seed, written=written).train
         dataset = training.rows_of(stage, documents, seed)
         out.mkdir(parents=True, exist_ok=True)
-        with lock(out), progress(f"{number}-{stage.kind}") as report:
+        with lock(out), show_progress(f"{number}-{stage.kind}") as report:
             return training.run_stage(
                 stage,
                 model_dir=model,
@@ -266,8 +271,8 @@ def evaluate_models(
         for source, folder in folders.items():
             name = "base" if source == baseline else "linearized" if is_linearized(folder) else "model"
             tokenizer = checkpoint.load_tokenizer(folder, trust_remote_code)
-            with progress(source) as report:
-                found[name] = evaluation.evaluate(
+            with show_progress(source) as report:
+                found[name] = evaluation.evaluate_model(
                     generation.load_model(folder, where, precision, trust_remote_code=trust_remote_code),
                     tokenizer,
                     loaded,
@@ -298,7 +303,7 @@ def diagnose_model(
     loaded, where = suites.load(suite), pick_device(device)
     suites.check_data(loaded, data_dir, limit)
     require_linearized(model)
-    with local_model(base or str(model)) as folder, progress("diagnose") as report:
+    with local_model(base or str(model)) as folder, show_progress("diagnose") as report:
         check_folder(model)
         check_folder(folder)
         return ablation.diagnose(
@@ -316,9 +321,9 @@ def diagnose_model(
         )
 
 
-def _held_out(text: str, tokenizer: Any) -> Sequence[corpus.Document]:
+def _held_out(text: str, tokenizer: Any) -> Sequence[Document]:
     """A whole file, or the part of Python's documentation that a recipe with the same seed does not train on."""
-    documents = corpus.load_source(_source(text), tokenizer)
+    documents = load_source(_source(text), tokenizer)
     return documents.held_out if text == PYDOC else documents.train
 
 
@@ -350,7 +355,7 @@ def bench_model(
     prefill: bool = True,
     compiled: bool = True,
 ) -> dict[str, Any]:
-    """`bench.bench` of `source`, a model or a shape of `shapes.SHAPES`, written into the new folder `out`, if any.
+    """`bench.bench_models` of `source`: a model or a shape of `shapes.SHAPES`, written into the new folder `out`.
 
     mixer: of a shape, whose layers are all linearized. baseline: another model or shape, None for a shape's own base.
     What is measured before it is complete stands in `OUT.partial.json`. Raises BadInput, LinearizeError.
@@ -375,9 +380,9 @@ def bench_model(
     with (
         _loader(source, mixer or GLA.name, options, trust_remote_code) as load,
         nullcontext() if baseline is None else _loader(baseline, None, options, trust_remote_code) as load_base,
-        progress(f"bench {source}") as report,
+        show_progress(f"bench {source}") as report,
     ):
-        results = bench.bench(source, load, load_base, options, report, keep)
+        results = bench.bench_models(source, load, load_base, options, report, keep)
     if out is not None and so_far is not None:
         page.write(results, out)
         so_far.unlink(missing_ok=True)

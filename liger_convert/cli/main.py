@@ -25,7 +25,7 @@ from liger_convert.io.files import disk_errors
 from liger_convert.utils import interrupts
 from liger_convert.utils.errors import LinearizeError, first_line, is_panic
 from liger_convert.utils.progress import console as stderr
-from liger_convert.utils.progress import progress, quiet_libraries
+from liger_convert.utils.progress import quiet_libraries, show_progress
 from liger_convert.utils.terminal import safe_streams
 
 app = typer.Typer(
@@ -282,7 +282,7 @@ def train(
 
 
 @app.command(rich_help_panel=PIPELINE)
-def merge(
+def merge_results(
     model: Model,
     trained: Annotated[list[Path], typer.Argument(help="OUT of each `linearize train`, in order.", show_default=False)],
     out: Annotated[Path, typer.Option(help="New folder for the merged model.", show_default=False)],
@@ -291,13 +291,13 @@ def merge(
 
     Example: linearize merge converted aligned distilled --out merged
     """
-    from liger_convert.training.merge import merge
+    from liger_convert.training.merge import merge_results
 
-    merge(model, [folder / "result" for folder in trained], out)
+    merge_results(model, [folder / "result" for folder in trained], out)
 
 
 @app.command(rich_help_panel=PIPELINE)
-def export(
+def export_model(
     model: Model,
     out: Annotated[Path, typer.Argument(help="New folder for the export.", show_default=False)],
     dtype: Dtype = "auto",
@@ -312,14 +312,14 @@ def export(
 
     Example: linearize export merged out --dtype bfloat16
     """
-    from liger_convert.pipeline.export import export
+    from liger_convert.pipeline.export import export_model
 
-    with progress("export") as report:
-        export(model, out, dtype=dtype, name=name, base=base, progress=report)
+    with show_progress("export") as report:
+        export_model(model, out, dtype=dtype, name=name, base=base, progress=report)
 
 
 @app.command(rich_help_panel=PIPELINE)
-def verify(
+def verify_files(
     folder: Annotated[Path, typer.Argument(help="OUT of a run, or an export.", show_default=False)],
     as_json: Json = False,
 ) -> None:
@@ -327,9 +327,9 @@ def verify(
 
     Example: linearize verify runs/quick
     """
-    from liger_convert.pipeline.verify import verify
+    from liger_convert.pipeline.verify import verify_files
 
-    found = verify(folder)
+    found = verify_files(folder)
     for problem in found.problems:
         stderr.print(problem, markup=False, soft_wrap=True)
     _show(
@@ -342,7 +342,7 @@ def verify(
 
 
 @app.command(rich_help_panel=MEASURE, name="eval")
-def evaluate(
+def evaluate_model(
     model: Source,
     suite: Suite = "quick",
     baseline: Annotated[str | None, typer.Option(help="Another model to measure beside it, such as its base.")] = None,

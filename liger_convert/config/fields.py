@@ -74,9 +74,17 @@ class Strict(BaseModel):
     """A section of a recipe: its own fields and no others, of their own types, never changed.
 
     section: its name in `renamed.RENAMED`; a field that stands there as an old name is refused with the new one.
+    The text below a field describes it, here and in docs/recipes.md.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+    )
     section: ClassVar[str] = ""
 
     @model_validator(mode="before")

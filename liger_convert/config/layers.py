@@ -18,19 +18,23 @@ def _count_or_fraction(value: Any) -> Any:
     if value is None or (type(value) in (int, float) and 0 < value < 1):
         return value
     if type(value) not in (int, float) or value < 1 or value != int(value):
-        refuse("", f"should be a whole number of layers above 0, or a share of them between 0 and 1, not {value!r}")
+        refuse("", f"should be a whole number of layers above 0, or a fraction of them between 0 and 1, not {value!r}")
     return int(value)
 
 
 class LayerChoice(Strict):
-    """Exactly one of: every n-th layer stays softmax, these become linear, these stay softmax, so many, or such a share
-    of all, stay softmax and a measurement chooses which (`pipeline.layer_selection`), these names over and over."""
+    """One choice of layers: exactly one of these fields."""
 
     softmax_every: Annotated[int, between(2, 10**4)] | None = None
+    """The last of every so many layers stays softmax."""
     linear: Annotated[list[Index], Field(min_length=1)] | None = None
+    """Numbers of the layers that become linear, counted from 0; the others stay softmax."""
     softmax: list[Index] | None = None
+    """Numbers of the layers that stay softmax, counted from 0; the others become linear."""
     softmax_auto: Annotated[int | float | None, BeforeValidator(_count_or_fraction)] = None
+    """How many layers stay softmax, or below 1 which fraction of them; the run measures which."""
     repeat: Annotated[list[str], Field(min_length=1)] | None = None
+    """Names of mixers, or softmax, repeated over the layers."""
 
     @model_validator(mode="after")
     def _one(self) -> LayerChoice:

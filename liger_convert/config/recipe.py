@@ -13,343 +13,90 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from liger_convert.config import recipe_errors, yaml_file
-from liger_convert.config.fields import (
-    Count,
-    Fraction,
-    Length,
-    Name,
-    Processes,
-    Rate,
-    Rows,
-    Seed,
-    Strict,
-    Temperature,
-    Tokens,
-    Weight,
-    between,
-    refuse,
-    whole,
-)
+from liger_convert.config.fields import Count, Name, Processes, Rows, Seed, Strict, refuse
 from liger_convert.config.layers import LayerChoice, Layers, resolve_layers
 from liger_convert.config.names import MAIN, SOFTMAX
+from liger_convert.config.sources import AnySource, TeacherSource
+from liger_convert.config.stages import AnyStage
 from liger_convert.config.written_mixer import WrittenMixer
 from liger_convert.utils.errors import BadInput
 
 
 class BaseOptions(Strict):
-    """How the base is fetched; remote code and pickle files run other people's code and stay off unless asked for."""
+    """How the base is fetched. Remote code and pickle files run other people's code and stay off unless asked for."""
 
     revision: str | None = None
+    """Branch, tag or commit of a hub id; without it, the hub's default branch."""
     trust_remote_code: bool = False
+    """Run Python code that comes with the base."""
     allow_pickle: bool = False
-
-
-def _lora_targets(value: object) -> object:
-    if value != "attention" and not (isinstance(value, list) and value and all(isinstance(v, str) for v in value)):
-        refuse("", "should be attention, or a list of projection names such as [q_proj, v_proj]")
-    return value
+    """Read weights in pickle files, which can run code when they are read."""
 
 
 class Export(Strict):
+    """How the finished model is written."""
+
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-
-
-class DataSource(Strict):
-    """Documents; `held_out` of them are kept from training and measure the perplexity."""
-
-    source: str
-    held_out: Fraction = 0.0
-
-    @property
-    def has_held_out(self) -> bool:
-        return self.held_out > 0
-
-    @property
-    def has_responses(self) -> bool:
-        """Whether its documents know which tokens are responses."""
-        return False
-
-
-class PydocSource(DataSource):
-    """The documentation every Python carries, as texts or as questions and answers: no file, no network."""
-
-    source: Literal["pydoc"] = "pydoc"
-    format: Literal["text", "messages"] = "text"
-
-    @property
-    def has_responses(self) -> bool:
-        return self.format != "text"
-
-
-class RowSource(DataSource):
-    """Rows with text (`field`), Alpaca's instruction/input/output, or chat messages."""
-
-    format: Literal["text", "alpaca", "messages"] = "text"
-    field: str | None = None  # the column to read; None: "text", or "messages" for messages
-    validation: str | None = None
-
-    @property
-    def has_held_out(self) -> bool:
-        return self.held_out > 0 or self.validation is not None
-
-    @property
-    def has_responses(self) -> bool:
-        return self.format != "text"
-
-    @model_validator(mode="after")
-    def _consistent(self) -> RowSource:
-        if self.field is not None and self.format == "alpaca":
-            refuse("field", "Alpaca rows have fixed columns, so drop it or set format to text or messages")
-        if self.held_out and self.validation is not None:
-            refuse("held_out", "validation already names the held-out documents, so give one of the two")
-        return self
-
-
-class FileSource(RowSource):
-    """A .txt, .jsonl or .json file, plain or compressed (.xz, .gz); `validation` is another such file."""
-
-    source: Literal["file"] = "file"
-    path: str
-
-
-class HubSource(RowSource):
-    """A data set of the Hugging Face hub; `validation` is another split of it."""
-
-    source: Literal["hub"] = "hub"
-    id: str
-    name: str | None = None
-    split: str = "train"
-    revision: str | None = None
-
-
-class TeacherSource(DataSource):
-    """Text that the base writes itself, sampled once a run, see `teacher.write`.
-
-    prompt: what documents begin with, in turn; None: the token that begins a text.
-    """
-
-    source: Literal["teacher"] = "teacher"
-    tokens: Tokens
-    document_tokens: Length = 512
-    temperature: Temperature = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    batch_size: Rows = 16
-    prompt: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
-
-    @property
-    def documents(self) -> int:
-        """All of one length; the tokens that do not fill a last one are not written."""
-        return self.tokens // self.document_tokens
-
-    @property
-    def written_tokens(self) -> int:
-        return self.documents * self.document_tokens
-
-    @property
-    def held_out_documents(self) -> int:
-        """At least one where any are: the first ones, since each is drawn without regard to the others."""
-        return max(1, round(self.documents * self.held_out)) if self.held_out else 0
-
-    @property
-    def held_out_tokens(self) -> int:
-        """At least, and known before any is written: measures may leave out the token that begins a document."""
-        return self.held_out_documents * (self.document_tokens - 1)
-
-    @model_validator(mode="after")
-    def _enough(self) -> TeacherSource:
-        if self.documents < 1:
-            refuse("tokens", f"{self.tokens} is less than one document (document_tokens = {self.document_tokens})")
-        if self.held_out_documents == self.documents:
-            refuse("held_out", f"holds out all documents (there are {self.documents}), so nothing is left to train on")
-        return self
-
-
-AnySource = Annotated[PydocSource | FileSource | HubSource | TeacherSource, Field(discriminator="source")]
-
-
-class Rates(Strict):
-    """Peak learning rate of each parameter group; a group without one is frozen."""
-
-    mixer: Rate | None = None
-    attention: Rate | None = None
-    body: Rate | None = None
-    embeddings: Rate | None = None
-    lora: Rate | None = None
-
-    def trained(self) -> dict[str, float]:
-        return {name: rate for name, rate in self.model_dump().items() if rate is not None}
-
-
-class Lora(Strict):
-    rank: Annotated[int, BeforeValidator(whole), between(1, 1 << 16)] = 8  # no projection has a larger rank
-    alpha: Annotated[float, between(1e-6, 1e6)] = 16.0
-    dropout: Fraction = 0.0
-    targets: Annotated[Literal["attention"] | list[str], BeforeValidator(_lora_targets)] = "attention"
-
-
-class Shorter(Strict):
-    """Shorter rows of a stage, and in which share of its micro-batches rows are cut into such."""
-
-    seq_len: Length
-    share: Annotated[float, Field(gt=0, lt=1)]
-
-
-class Stage(Strict):
-    """What the three kinds of stages share.
-
-    shorter: rows of other lengths among those of `seq_len`, as many more as they are shorter: what is learned in long
-    rows alone is lost on short ones.
-    repeats: the share of training rows that say a stretch of their own text twice, see `data.PackedDataset`.
-    joined: whether a row is one text for the model, whatever documents it is made of; otherwise each begins anew.
-    compile: on a GPU, whether the layers are compiled, which takes the first step a minute, and where rows are joined
-    the step's passes captured as one CUDA graph.
-    """
-
-    kind: str
-    data: str
-    tokens: Tokens
-    seq_len: Length = 512
-    batch_size: Rows = 4
-    grad_accumulation: Rows = 1
-    rates: Rates
-    lora: Lora | None = None
-    warmup: Fraction = 0.05
-    schedule: Literal["cosine", "constant", "linear"] = "cosine"
-    weight_decay: Annotated[float, between(0, 100)] = 0.0
-    clip: Annotated[float, between(1e-9, 1e12)] = 1.0  # large: none
-    save_every: Count = 50
-    gradient_checkpointing: bool = False
-    compile: bool = True
-    repeats: Fraction = 0.0
-    joined: bool = False
-    shorter: list[Shorter] = Field(default_factory=list)
-
-    @property
-    def step_tokens(self) -> int:
-        return self.batch_size * self.grad_accumulation * self.seq_len
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps; the tokens that do not fill a last step are not trained on."""
-        return self.tokens // self.step_tokens
-
-    @property
-    def responses_only(self) -> bool:
-        """Whether the loss leaves out what is not a response."""
-        return False
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Stage:
-        trained = self.rates.trained()
-        if not trained:
-            refuse("rates", "every group is frozen, so give one of mixer, attention, body, embeddings, lora a rate")
-        if self.lora is None and "lora" in trained:
-            refuse("rates.lora", "this stage has no `lora:` section, so add one or drop the rate")
-        if self.lora is not None:
-            if "lora" not in trained:
-                refuse("rates.lora", "the `lora:` section needs a learning rate here")
-            own = [name for name in ("attention", "body", "embeddings") if name in trained]
-            if own:
-                refuse(f"rates.{own[0]}", "with `lora:` the base's own weights stay frozen, so drop one of the two")
-        for i, other in enumerate(self.shorter):
-            if other.seq_len == self.seq_len or self.seq_len % other.seq_len:
-                refuse(f"shorter[{i}].seq_len", f"{other.seq_len} does not divide seq_len ({self.seq_len}) into pieces")
-        if sum(other.share for other in self.shorter) >= 1:
-            refuse("shorter", f"its shares leave no row of seq_len ({self.seq_len}), so make them smaller")
-        if self.steps < 1:
-            size = f"batch_size × grad_accumulation × seq_len = {self.step_tokens}"
-            refuse("tokens", f"{self.tokens} is less than one optimizer step ({size})")
-        return self
-
-
-class AlignStage(Stage):
-    """Each layer learns to give the attention output of the base on the base's own activations.
-
-    calibrate: first fit each mixer that is trained in closed form on one batch, see `training.calibrate`.
-    """
-
-    kind: Literal["align"] = "align"
-    calibrate: bool = True
-
-    @model_validator(mode="after")
-    def _reachable(self) -> AlignStage:
-        for name in ("body", "embeddings"):
-            if name in self.rates.trained():
-                refuse(f"rates.{name}", "alignment gives it no gradient: each layer is fed the base's activations")
-        return self
-
-
-class DistillStage(Stage):
-    """The model learns the base's next-token distribution: KL to its logits, and optionally cross-entropy."""
-
-    kind: Literal["distill"] = "distill"
-    kl_weight: Weight = 1.0
-    ce_weight: Weight = 0.0
-    temperature: Temperature = 1.0
-
-    @model_validator(mode="after")
-    def _weighted(self) -> DistillStage:
-        if self.kl_weight == 0 and self.ce_weight == 0:
-            refuse("kl_weight", "kl_weight and ce_weight are both 0, so there is nothing to learn")
-        return self
-
-
-class FinetuneStage(Stage):
-    """Cross-entropy on the data itself, on the responses only or on every token."""
-
-    kind: Literal["finetune"] = "finetune"
-    loss_on: Literal["responses", "all"] = "responses"
-
-    @property
-    def responses_only(self) -> bool:
-        return self.loss_on == "responses"
-
-    @model_validator(mode="after")
-    def _tells_responses(self) -> FinetuneStage:
-        if self.repeats and self.responses_only:
-            refuse("repeats", "the masks that tell responses know no copies, so drop it or set loss_on to all")
-        return self
-
-
-AnyStage = Annotated[AlignStage | DistillStage | FinetuneStage, Field(discriminator="kind")]
+    """Dtype of the exported weights; `auto` keeps that of the base."""
 
 
 class Eval(Strict):
-    """`suite`: a name from eval/suites; `data`: a folder of local task files; `text`: a source with a held-out part;
-    `processes`: how many of the compared models are measured at once, on as many GPUs as there are."""
+    """How the finished model is measured."""
 
     suite: str = "quick"
+    """Name of a suite that comes with the package, or a file like those in eval/suites."""
     data: str | None = None
+    """Folder of local files for the tasks; without it they come from the hub."""
     limit: Count | None = None
+    """Rows of each task, in place of the suite's own limits."""
     text: str | None = None
+    """Source under `data:` whose held-out part is measured on."""
     batch_size: Rows = 4
+    """Rows that are measured at a time."""
     processes: Processes = 1
+    """Models that are measured at once, on as many GPUs as there are."""
 
 
 class Recipe(Strict):
+    """One YAML file that says what is converted, how it is trained and how it is measured."""
+
     version: Literal[1]
+    """Version of the recipe's format: 1."""
     name: Name
+    """Name of the run and of its model: letters, digits, _, - and ."""
     base: Annotated[str, Field(min_length=1)]
+    """The base: a model folder, a hub id, a .gguf file or `package:MODULE/FILE`."""
     base_options: BaseOptions = BaseOptions()
+    """How the base is fetched."""
     mixer: WrittenMixer
+    """What replaces the attention of the layers called `main`."""
     mixers: dict[Name, WrittenMixer] = Field(default_factory=dict)
+    """Further mixers by name, for use in `layers`."""
     layers: Layers = "all"
+    """Which layers become linear: `all`, a pattern such as LLLN, a list of names, or a mapping with one choice."""
     export: Export = Export()
+    """How the finished model is written."""
     device: str = "auto"
+    """Where the run computes: `auto` (a GPU where there is one), `cpu` or `cuda`."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of matrix products; `auto` is bfloat16 where that is fast."""
     seed: Seed = 0
+    """Seed of all that is drawn at random."""
     data: dict[Name, AnySource] = Field(default_factory=dict)
+    """Sources of text by name."""
     stages: list[AnyStage] = Field(default_factory=list)
+    """Training stages, in order."""
     eval: Eval = Eval()
+    """How the finished model is measured."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
         for name in (MAIN, SOFTMAX):
             if name in self.mixers:
-                refuse(f"mixers.{name}", "this name is taken (`main` is `mixer:`, `softmax` a kept layer)")
+                refuse(f"mixers.{name}", "this name is taken (`main` is `mixer:`, `softmax` stays as it is)")
         names = [MAIN, SOFTMAX, *self.mixers]
         where, written = "layers", self.layers
         if isinstance(written, LayerChoice):
@@ -375,7 +122,7 @@ class Recipe(Strict):
 
     @property
     def softmax_auto(self) -> float | None:
-        """How many layers, or which share of them, stay softmax, where a measurement chooses which."""
+        """How many layers, or which fraction of them, stay softmax, where a measurement chooses which."""
         return self.layers.softmax_auto if isinstance(self.layers, LayerChoice) else None
 
     def layer_names(self, depth: int) -> list[str]:
@@ -387,9 +134,13 @@ class Recipe(Strict):
         """The names of the sources of plain text that is there before the run."""
         return [name for name, source in self.data.items() if not (source.has_responses or name in self.teachers)]
 
-    def keeping(self, softmax: list[int]) -> Recipe:
+    def with_softmax(self, softmax: list[int]) -> Recipe:
         """This recipe with its choice of layers made: these stay softmax."""
         return self.model_copy(update={"layers": LayerChoice(softmax=softmax)})
+
+    def stage_seed(self, index: int) -> int:
+        """The seed of stage `index`, from 0: stages on one source should not see its documents in the same order."""
+        return self.seed + index
 
     @property
     def teachers(self) -> dict[str, TeacherSource]:

@@ -11,6 +11,15 @@ from typing import Any
 
 RENAMED: dict[str, dict[str, str]] = {
     "mixer": {"join": "combine"},
+    "stages": {
+        "joined": "concat_documents",
+        "shorter": "mixed_seq_lens",
+        "repeats": "copy_fraction",
+        "rates": "learning_rates",
+        "clip": "max_grad_norm",
+        "warmup": "warmup_ratio",
+    },
+    "mixed_seq_lens": {"share": "fraction"},
 }
 
 

@@ -20,8 +20,11 @@ class WrittenMixer(Strict):
     section = "mixer"
 
     type: str
+    """Name of the mixer, see `linearize mixers`."""
     window: Annotated[int, BeforeValidator(whole), between(0, 10**8)] | None = None
+    """Last tokens that a query attends to exactly; 0 for all."""
     sinks: Annotated[int, between(0, OPTION_SIZE)] | None = None
+    """First tokens of a text that every query attends to exactly."""
 
     @model_validator(mode="after")
     def _bounded(self) -> WrittenMixer:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from liger_convert.config.recipe import FileSource, HubSource, PydocSource
+from liger_convert.config.sources import FileSource, HubSource, PydocSource
 from liger_convert.io import inputs
 from liger_convert.io.json_list import JsonList
 from liger_convert.utils.errors import BadInput, first_line

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
-from liger_convert.config.recipe import TeacherSource
+from liger_convert.config.sources import TeacherSource
 from liger_convert.io.checksums import read_checked, write_checked
 from liger_convert.io.files import disk_errors
 from liger_convert.io.tokenizer import check_ids

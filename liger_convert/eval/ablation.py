@@ -1,4 +1,4 @@
-"""What the branches of a linearized model carry: the same measures on it, on each branch alone, and on controls."""
+"""What each branch of a linearized model does: the same measures with each branch switched off, and on controls."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from liger_convert.data.corpus import Document
-from liger_convert.eval.evaluation import evaluate
+from liger_convert.data.documents import Document
+from liger_convert.eval.evaluation import evaluate_model
 from liger_convert.eval.generation import continuations, load_model, weight_dtype
 from liger_convert.eval.measures import Measurement
 from liger_convert.eval.suites import Suite
@@ -32,10 +32,10 @@ from liger_convert.utils.progress import Report, quiet_libraries
 
 BRANCHES: dict[str, Branches] = {
     "linearized": "both",
-    "linearized_window_only": "window",
-    "linearized_memory_only": "memory",
+    "memory_ablated": "window",
+    "window_ablated": "memory",
 }
-NAMES = ("base", "window_untrained", *BRANCHES)
+NAMES = ("base", "window_only_untrained", *BRANCHES)
 
 
 def diagnose(
@@ -56,13 +56,13 @@ def diagnose(
 ) -> dict[str, Any]:
     """{"suite": …, "models": {NAME: {METRIC: measurement}}, "verdict": …, "continuations": […]}, NAME as in NAMES.
 
-    `linearized` is the model in `model_dir`, `linearized_window_only` and `linearized_memory_only` the same with the
-    other branch switched off, `base` the model it was made from, and `window_untrained` that base with nothing but the
-    model's window and sinks in the layers that the model has linearized. Without `base_dir` the latter two are left
-    out. `prompts` are continued by the base and by the linearized model. One model is in memory at a time, or one in
-    each of several `processes`, which take turns on the GPUs that there are. Each measure is written to the folder
-    `keep` at once, and read from there by the next attempt. Arguments are else those of `evaluate.evaluate`, and so are
-    the errors.
+    `linearized` is the model in `model_dir`. `memory_ablated` and `window_ablated` are the same with that branch
+    switched off. `base` is the model it was made from, and `window_only_untrained` that base with nothing but the
+    model's window and sinks in the layers that the model has linearized; without `base_dir` these two are left out.
+    `prompts` are continued by the base and by the linearized model. One model is in memory at a time, or one in each
+    of several `processes`, which take turns on the GPUs that there are. Each measure is written to the folder `keep` at
+    once, and read from there by the next attempt. The other arguments are those of `evaluation.evaluate_model`, and so
+    are the errors.
     """
     options = {"held_out": held_out, "data_dir": data_dir, "limit": limit, "batch_size": batch_size}
     job = _Job(model_dir, base_dir, suite, device, precision, prompts, options, keep)
@@ -116,7 +116,7 @@ class _Job:
             self.model, self.loaded = _load(source, self.model_dir, self.base_dir, self.device, self.precision), source
         if name in BRANCHES:
             set_branches(self.model, BRANCHES[name])
-        measured = evaluate(
+        measured = evaluate_model(
             self.model,
             self.tokenizer,
             self.suite,

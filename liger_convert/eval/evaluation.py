@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from liger_convert.data.corpus import Document
+from liger_convert.data.documents import Document
 from liger_convert.eval.measures import Measurement, copy_loss, text_perplexity
 from liger_convert.eval.suites import Suite, check_files
 from liger_convert.io.checksums import read_checked, write_checked
@@ -15,7 +15,7 @@ from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import Report
 
 
-def evaluate(
+def evaluate_model(
     model: Any,
     tokenizer: Any,
     suite: Suite,

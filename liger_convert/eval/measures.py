@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from liger_convert.data.corpus import Document
+from liger_convert.data.documents import Document
 from liger_convert.eval.suites import CopyMeasure, TextMeasure
 from liger_convert.utils.device import autocast
 from liger_convert.utils.errors import BadInput

@@ -19,16 +19,17 @@ Relation = Literal["worse", "better", "no different"]
 # of 256 tokens, and 1 % of the perplexity of text.
 COPY_GAIN = 0.1
 TEXT_GAIN = 0.01
-WINDOW_ALONE, WHOLE, UNTRAINED, BASE = "linearized_window_only", "linearized", "window_untrained", "base"
+MEMORY_ABLATED, WHOLE, UNTRAINED, BASE = "memory_ablated", "linearized", "window_only_untrained", "base"
 
 
 def verdict(models: Models) -> dict[str, Any]:
     """{"memory_used", "worse_than_untrained", "compared", "sentences"}: what the measures say about the memory.
 
-    compared: of each metric of text, and of the longest repetition, whether the window alone is "worse", "better" or
-    "no different" beside the whole model, and so is the whole beside the untrained window and beside the base.
-    memory_used: whether the window alone is worse in any. worse_than_untrained: whether the model is in any, which the
-    first sentence then says. Both are None when what they need was not measured. All values are better when lower.
+    compared: of each metric of text, and of the longest repetition, whether the model with its memory ablated is
+    "worse", "better" or "no different" than the whole model, and the whole than the untrained window and than the base.
+    memory_used: whether the model with its memory ablated is worse in any. worse_than_untrained: whether the whole
+    model is worse than the untrained window in any, which the first sentence then says. Both are None when what they
+    need was not measured. All values are better when lower.
     The standard errors are shown and decide nothing: all models read the same text, so most of what they stand for
     cancels in a difference, and what is left was not measured.
     """
@@ -37,9 +38,9 @@ def verdict(models: Models) -> dict[str, Any]:
         sentences = ["The suite measures neither text nor repetitions: no verdict."]
         return {"memory_used": None, "worse_than_untrained": None, "compared": {}, "sentences": sentences}
     pairs = {
-        "window_alone": (WINDOW_ALONE, WHOLE),
-        "beside_untrained": (WHOLE, UNTRAINED),
-        "beside_base": (WHOLE, BASE),
+        "memory_ablated": (MEMORY_ABLATED, WHOLE),
+        "against_untrained": (WHOLE, UNTRAINED),
+        "against_base": (WHOLE, BASE),
     }
     compared = {
         name: {metric: relation(models, *pair, metric) for metric in metrics}
@@ -47,25 +48,27 @@ def verdict(models: Models) -> dict[str, Any]:
         if all(model in models for model in pair)
     }
     listed = {name: _listed(models, *pairs[name], found) for name, found in compared.items()}
-    alone = set(compared["window_alone"].values())
-    sentences = [f"{_memory(alone)} {listed['window_alone']}."]
-    beside: set[Relation] = set()
-    if "beside_untrained" in compared:
-        beside = set(compared["beside_untrained"].values())
-        said = f"{_untrained(beside)} the untrained base with only its window and sinks: {listed['beside_untrained']}."
-        sentences.insert(0 if "worse" in beside else 1, said)
-    if "beside_base" in compared:
-        sentences.append(f"Beside the base the model is {listed['beside_base']}.")
+    ablated = set(compared["memory_ablated"].values())
+    sentences = [f"{_memory(ablated)} {listed['memory_ablated']}."]
+    against: set[Relation] = set()
+    if "against_untrained" in compared:
+        against = set(compared["against_untrained"].values())
+        said = (
+            f"{_untrained(against)} the untrained base with only its window and sinks: {listed['against_untrained']}."
+        )
+        sentences.insert(0 if "worse" in against else 1, said)
+    if "against_base" in compared:
+        sentences.append(f"Against the base the model is {listed['against_base']}.")
     return {
-        "memory_used": "worse" in alone,
-        "worse_than_untrained": "worse" in beside if beside else None,
+        "memory_used": "worse" in ablated,
+        "worse_than_untrained": "worse" in against if against else None,
         "compared": compared,
         "sentences": sentences,
     }
 
 
 def relation(models: Models, name: str, reference: str, metric: str) -> Relation:
-    """What `name` is beside `reference`. Of two that are not finite neither is better."""
+    """How `name` compares with `reference`. Of two that are not finite neither is better."""
     value, other = _value(models, name, metric), _value(models, reference, metric)
     if value == other:
         return "no different"
@@ -75,22 +78,22 @@ def relation(models: Models, name: str, reference: str, metric: str) -> Relation
     return "worse" if value == high else "better"
 
 
-def _memory(alone: set[Relation]) -> str:
-    if {"worse", "better"} <= alone:
-        return "The memory is used, for better and for worse: with the window alone the model is"
-    if "worse" in alone:
-        return "The memory is used: with the window alone the model is"
-    if "better" in alone:
-        return "THE MEMORY DOES HARM: with the window alone the model is"
-    return "THE MEMORY IS UNUSED and carries nothing measurable: with the window alone the model is"
+def _memory(ablated: set[Relation]) -> str:
+    if {"worse", "better"} <= ablated:
+        return "The memory is used, for better and for worse: with its memory ablated the model is"
+    if "worse" in ablated:
+        return "The memory is used: with its memory ablated the model is"
+    if "better" in ablated:
+        return "THE MEMORY DOES HARM: with its memory ablated the model is"
+    return "THE MEMORY IS UNUSED and carries nothing measurable: with its memory ablated the model is"
 
 
-def _untrained(beside: set[Relation]) -> str:
-    if {"worse", "better"} <= beside:
+def _untrained(against: set[Relation]) -> str:
+    if {"worse", "better"} <= against:
         return "THE MODEL IS WORSE IN PART than"
-    if "worse" in beside:
+    if "worse" in against:
         return "THE MODEL IS WORSE than"
-    return "The model is better than" if "better" in beside else "THE MODEL IS NO BETTER than"
+    return "The model is better than" if "better" in against else "THE MODEL IS NO BETTER than"
 
 
 def _listed(models: Models, name: str, reference: str, found: Mapping[str, Relation]) -> str:

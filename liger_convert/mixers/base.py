@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from gated_kernels.derivatives import logarithm, quotient
-from gated_kernels.diagonal.chunk import diagonal
-from gated_kernels.step.chunk import EMPTY, LEAST_MASS, Rules, Token
+from gated_kernels.common.derivatives import logarithm, quotient
+from gated_kernels.fused_step.chunk import EMPTY, MIN_NORMALIZER, StepConfig, StepInputs
+from gated_kernels.gla.chunk import chunk_gla
 from torch import Tensor, nn
 from transformers import initialization as init
 
@@ -209,13 +209,13 @@ class Mixer(nn.Module, ABC):
     ) -> tuple[Memory, dict[str, Tensor]]:
         """Runs the recurrence over the tokens and reads it with the queries; returns the read and the new states."""
 
-    def step_rules(self) -> Rules | None:
+    def step_rules(self) -> StepConfig | None:
         """This mixer in the terms of the fused step of one token; None where it is beyond them."""
         return None
 
     def forward(
         self,
-        heads: Heads | Token,
+        heads: Heads | StepInputs,
         window: WindowRead | None,
         layout: SequenceLayout,
         past: LinearizedCacheLayer | None,
@@ -231,14 +231,14 @@ class Mixer(nn.Module, ABC):
 
     def mix(
         self,
-        heads: Heads | Token,
+        heads: Heads | StepInputs,
         window: WindowRead | None,
         layout: SequenceLayout,
         past: LinearizedCacheLayer | None,
         branches: Branches,
     ) -> Tensor:
         """As `forward`. A token alone takes the fused step, which has its own window."""
-        if isinstance(heads, Token):
+        if isinstance(heads, StepInputs):
             assert past is not None
             return past.step(heads, self.step_rules())
         assert window is not None
@@ -366,7 +366,7 @@ class DiagonalMixer(Mixer):
     entries then end with a boolean, whether the token is written, by which its key is added to z.
     """
 
-    recurrence = "diagonal"
+    recurrence = "gla"
     normalize: bool = True
 
     @abstractmethod
@@ -399,8 +399,8 @@ class DiagonalMixer(Mixer):
         o_BTHV, mass_BTH, state = self.attend(
             self.query_features(heads),
             entries,
-            state_BGFV=states.get("state"),
-            segment_BT=document_BT,
+            initial_state=states.get("state"),
+            segment_ids_BT=document_BT,
             exclusive=exclusive,
         )
         memory = self.read(o_BTHV, mass_BTH)
@@ -413,7 +413,7 @@ class DiagonalMixer(Mixer):
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """The recurrence over what `write` gives: phi(q) S [B,T,H,V], its mass [B,T,H] with `normalize`, the state.
 
-        `options` are those of `gated_kernels.diagonal`.
+        `options` are those of `gated_kernels.chunk_gla`.
         """
         k_BTGF, v_BTGV, log_a, *written = entries
         if multiplies_in_bf16(v_BTGV):
@@ -421,11 +421,11 @@ class DiagonalMixer(Mixer):
         else:
             v_BTGV = v_BTGV.float()
         written_BTG = written[0][..., 0] if written else None
-        return diagonal(q_BTHF, k_BTGF, v_BTGV, log_a, written_BTG=written_BTG, **options)
+        return chunk_gla(q_BTHF, k_BTGF, v_BTGV, log_a, write_mask_BTG=written_BTG, **options)
 
     def read(self, o_BTHV: Tensor, mass_BTH: Tensor | None) -> Memory:
         """What the memory gives, of what `attend` does."""
         if mass_BTH is None:
             return Memory(o_BTHV, None)
-        mass_BTH = mass_BTH.clamp_min(LEAST_MASS)
+        mass_BTH = mass_BTH.clamp_min(MIN_NORMALIZER)
         return Memory(o_BTHV, logarithm(mass_BTH), mass_BTH)

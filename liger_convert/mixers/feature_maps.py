@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 
 import torch
 import torch.nn.functional as nnf
-from gated_kernels.codebook.chunk import codebook, per_head, turned
+from gated_kernels.codebook.chunk import chunk_codebook, per_head, unit_projection
 from torch import Tensor, nn
 from transformers import initialization as init
 
@@ -113,21 +113,21 @@ class Codebook(nn.Module):
 
     def turned_queries(self, q_BTHD: Tensor) -> Tensor:
         """u of the queries, [B,T,H,E]."""
-        return turned(q_BTHD, self.q_turn_HDE, self.q_shift_HE)
+        return unit_projection(q_BTHD, self.q_turn_HDE, self.q_shift_HE)
 
     def turned_keys(self, k_BTGD: Tensor) -> Tensor:
         """u of the keys, [B,T,G,E]."""
-        return turned(k_BTGD, self.k_turn_GDE, self.k_shift_GE)
+        return unit_projection(k_BTGD, self.k_turn_GDE, self.k_shift_GE)
 
     def queries(self, q_BTHD: Tensor) -> Tensor:
         """phi(q) [B,T,H,F] in float32, or in bf16 where that is what the recurrence multiplies."""
         q_BTHD = q_BTHD if multiplies_in_bf16(q_BTHD) else q_BTHD.float()
-        return codebook(q_BTHD, self.q_turn_HDE, self.q_shift_HE, self.q_log_tau_H, self.codes_GFE)
+        return chunk_codebook(q_BTHD, self.q_turn_HDE, self.q_shift_HE, self.q_log_tau_H, self.codes_GFE)
 
     def keys(self, k_BTGD: Tensor) -> Tensor:
         """phi(k) [B,T,G,F], as of queries."""
         k_BTGD = k_BTGD if multiplies_in_bf16(k_BTGD) else k_BTGD.float()
-        return codebook(k_BTGD, self.k_turn_GDE, self.k_shift_GE, self.k_log_tau_G, self.codes_GFE)
+        return chunk_codebook(k_BTGD, self.k_turn_GDE, self.k_shift_GE, self.k_log_tau_G, self.codes_GFE)
 
 
 def code_size(dim: int) -> int:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as nnf
-from gated_kernels.step.chunk import Token, takes
-from gated_kernels.window.chunk import window
+from gated_kernels.fused_step.chunk import StepInputs, is_supported
+from gated_kernels.swa.chunk import chunk_swa
 from torch import Tensor, nn
 
 from liger_convert.mixers import build_mixer, make_spec
@@ -96,7 +96,7 @@ class LinearizedAttention(nn.Module):
         rules = self.mixer.step_rules()
         if rules is None or self.branches != "both" or (self.rotates and not _turns_halves(self.rotate)):
             return False
-        return past.fuse(taken, lambda kept: takes(kept, rules, self.dims.heads))
+        return past.fuse(taken, lambda kept: is_supported(kept, rules, self.dims.heads))
 
     def token(
         self,
@@ -104,12 +104,12 @@ class LinearizedAttention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         layout: SequenceLayout,
         past: LinearizedCacheLayer,
-    ) -> Token:
+    ) -> StepInputs:
         """What a fused step takes of the one new token."""
         q, k, v = (x[:, 0] for x in self.qkv(x_B1C))
         cos, sin = (x[:, 0] for x in position_embeddings) if self.rotates else (None, None)
         rank_BS, _, sinks = layout.look(past, self.spec.keep, self.spec.sinks)
-        return Token(q, k, v, cos, sin, rank_BS, None if sinks is None else sinks.visible_BTM[:, 0], self.scaling)
+        return StepInputs(q, k, v, cos, sin, rank_BS, None if sinks is None else sinks.visible_BTM[:, 0], self.scaling)
 
     def look(
         self,
@@ -134,18 +134,21 @@ class LinearizedAttention(nn.Module):
                     log_f_BTG = torch.where(layout.valid_BT[..., None], log_f_BTG, 0)
                 log_f_BSG = layout.extend(past, "log_f", log_f_BTG, keep)
                 q, k, sink_k = with_forgetting(q, k, sink_k, log_f_BSG / self.scaling)
-            return window(
+            return chunk_swa(
                 q,
                 k,
                 v_BSGD,
-                window=self.spec.window or k.shape[1],
+                window_size=self.spec.window or k.shape[1],
                 scale=self.scaling,
                 valid_BS=valid_BS,
-                segment_BS=layout.document_BT,
+                segment_ids_BS=layout.document_BT,
                 sink_k_BMGD=sink_k,
                 sink_v_BMGV=sink_v_BMGV,
                 sink_visible_BTM=None if sinks is None else sinks.visible_BTM,
-                **({} if beside is None else beside._asdict()),
+                memory_BTHV=None if beside is None else beside.memory_BTHV,
+                normalizer_BTH=None if beside is None else beside.mass_BTH,
+                memory_logit_BTH=None if beside is None else beside.log_weight_BTH,
+                mix_weight_H=None if beside is None else beside.share_H,
             )
 
         return Heads(q_BTHD, k_BTGD, q_rot_BTHD, k_rot_BTGD, v_BSGD, rank_BS, x_BTC), see

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gated_kernels.step.chunk import Kept, Rules, Token, step
+from gated_kernels.fused_step.chunk import StepCache, StepConfig, StepInputs, fused_step
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -26,9 +26,10 @@ class LinearizedCacheLayer(CacheLayerMixin):
     that says either.
 
     While `static` holds, no shape changes and no value is looked at; what is `in_place` besides is written to where it
-    stands, as a captured step needs it (decode.py). Fused steps (gated_kernels.step) do not shift the ring but go round
-    in it: `taken` counts them and thus names the slot of the oldest token, until `settle` restores the order. The ranks
-    are always in order. They also keep the normaliser, otherwise the state's last column, in a tensor `z` of its own.
+    stands, as a captured step needs it (decode.py). Fused steps (gated_kernels.fused_step) do not shift the ring but go
+    round in it: `taken` counts them and thus names the slot of the oldest token, until `settle` restores the order.
+    The ranks are always in order. They also keep the normaliser, otherwise the state's last column, in a tensor `z` of
+    its own.
     """
 
     is_sliding = None
@@ -93,7 +94,7 @@ class LinearizedCacheLayer(CacheLayerMixin):
         self.padded = True
         self.has_all_sinks = "since" in self.sinks and bool((self.sinks["since"] > 0).all())
 
-    def fuse(self, taken: Tensor, takes: Callable[[Kept], bool]) -> bool:
+    def fuse(self, taken: Tensor, takes: Callable[[StepCache], bool]) -> bool:
         """Has the steps from here on be fused and go round by `taken`, where these take what is kept here."""
         if not {"k", "v", "rank"} <= self.ring.keys() <= {"k", "v", "rank", "pending0"}:
             return False
@@ -108,11 +109,11 @@ class LinearizedCacheLayer(CacheLayerMixin):
         self.taken, self.taken_from = taken, self.length
         return True
 
-    def step(self, token: Token, rules: Rules | None) -> Tensor:
+    def step(self, token: StepInputs, rules: StepConfig | None) -> Tensor:
         """The layer's output [B,1,H,D] by the fused step."""
         assert self.taken is not None
         assert rules is not None
-        return step(token, self._kept(self.taken), rules)[:, None]
+        return fused_step(token, self._kept(self.taken), rules)[:, None]
 
     def settle(self) -> None:
         """Puts the oldest token first again and the state together, after fused steps."""
@@ -172,11 +173,11 @@ class LinearizedCacheLayer(CacheLayerMixin):
     def batch_select_indices(self, indices: Tensor) -> None:
         self._map(lambda t: t[indices])
 
-    def _kept(self, taken: Tensor) -> Kept:
+    def _kept(self, taken: Tensor) -> StepCache:
         """What a fused step writes to."""
         ring, sinks, states = self._groups()
         of_sinks = sinks.get("k"), sinks.get("v")
-        return Kept(ring["k"], ring["v"], ring.get("pending0"), *of_sinks, states["state"], states.get("z"), taken)
+        return StepCache(ring["k"], ring["v"], ring.get("pending0"), *of_sinks, states["state"], states.get("z"), taken)
 
     def _groups(self) -> tuple[dict[str, Tensor], ...]:
         return self.ring, self.sinks, self.states

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from gated_kernels.tracing import reads_no_values
+from gated_kernels.common.tracing import reads_no_values
 from torch import Tensor
 from transformers.masking_utils import find_packed_sequence_indices
 

@@ -24,7 +24,7 @@ from liger_convert.model.shards import Entry, Shard, copied_shards, write_shards
 from liger_convert.utils.progress import Report
 
 
-def convert(
+def convert_checkpoint(
     base: Path | str,
     out: Path | str,
     linearization: dict[str, Any],

@@ -23,7 +23,7 @@ from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import Report
 
 
-def export(
+def export_model(
     model_dir: Path | str,
     out: Path | str,
     *,

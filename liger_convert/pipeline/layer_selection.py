@@ -1,12 +1,13 @@
-"""Which layers stay softmax, by measurement: what hangs on each of a base's layers once the others are linear.
+"""Which layers stay softmax, by measurement: how much each layer of a base helps once the others are linear.
 
-A set of kept layers is measured on texts said twice, [x, x]: the loss on the first half is its quality, that on the
-second its recall. The mixers are calibrated but untrained, those that cannot be calibrated reduced to their window: a
-ranking takes minutes and no training.
+A set of softmax layers is measured on texts repeated once, [x, x]: the loss on the first half is its quality, that on
+the second its recall. The mixers are calibrated but untrained; those that cannot be calibrated are reduced to their
+window. So a selection takes minutes and no training.
 
 Layers that back each other up look worthless one at a time in the base, where the others still do their work. So the
-search goes the other way: from a model with no layer kept it restores the layer that helps most, beside those the best
-next, and so on (restoring from all linear is KL-LS's direction, 2512.20569; it trains each restored model instead).
+search goes the other way: from a model without softmax layers it restores the layer that helps most, then the one that
+helps most beside it, and so on (KL-LS, 2512.20569, goes the same way, and
+trains each restored model).
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from rich.table import Table
 
 from liger_convert.config.names import MAIN
 from liger_convert.config.recipe import Recipe
-from liger_convert.data.corpus import Document, collate, pack
+from liger_convert.data.documents import Document
+from liger_convert.data.packed_rows import collate, pack
 from liger_convert.eval import measures
 from liger_convert.eval.ablation import window_control
 from liger_convert.eval.generation import load_model, weight_dtype
@@ -57,9 +59,9 @@ class Losses:
 
 
 @dataclass(frozen=True)
-class Ranking:
+class LayerSelection:
     """base, linear: with all layers softmax, and with none. swapped: the base with this layer alone linear; restored:
-    with this layer alone softmax. path: the kept layers in the order of their choice, with the losses reached."""
+    with this layer alone softmax. path: the softmax layers in the order of their choice, with the losses reached."""
 
     base: Losses
     linear: Losses
@@ -68,14 +70,14 @@ class Ranking:
     path: list[tuple[int, Losses]]
 
     @property
-    def kept(self) -> list[int]:
+    def softmax_layers(self) -> list[int]:
         return sorted(layer for layer, _ in self.path)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON, where a loss that is not finite is null."""
         layers = zip(self.swapped, self.restored)
         return {
-            "kept": self.kept,
+            "softmax_layers": self.softmax_layers,
             "base": _json(self.base),
             "linear": _json(self.linear),
             "layers": [{"swapped": _json(swapped), "restored": _json(restored)} for swapped, restored in layers],
@@ -83,8 +85,8 @@ class Ranking:
         }
 
     def render(self) -> Group:
-        """Two tables for a terminal: every layer by itself, and the kept layers as they were chosen."""
-        layers = Table("layer", "linear alone: copy_nll", "text_nll", "softmax alone: copy_nll", "text_nll", "kept")
+        """Two tables for a terminal: every layer alone, and the softmax layers in the order of their choice."""
+        layers = Table("layer", "linear alone: copy_nll", "text_nll", "softmax alone: copy_nll", "text_nll", "chosen")
         order = {layer: f"{place}." for place, (layer, _) in enumerate(self.path, 1)}
         for i, (swapped, restored) in enumerate(zip(self.swapped, self.restored)):
             layers.add_row(str(i), *_cells(swapped), *_cells(restored), order.get(i, ""))
@@ -104,18 +106,18 @@ class Switch:
 
     def __init__(self, base: Any, model: Any):
         self.model = model
-        self.softmax = [layer.self_attn for layer in base.model.layers]
+        self.attentions = [layer.self_attn for layer in base.model.layers]
         self.linear = [layer.self_attn for layer in model.model.layers]
 
-    def keep(self, kept: Collection[int]) -> Any:
+    def set_softmax(self, softmax: Collection[int]) -> Any:
         """The model with these layers softmax and all others linear, as a conversion with this plan would make it."""
         for i, layer in enumerate(self.model.model.layers):
-            layer.self_attn = self.softmax[i] if i in kept else self.linear[i]
-            self.model.config.linearization["layers"][i] = SOFTMAX if i in kept else MAIN
+            layer.self_attn = self.attentions[i] if i in softmax else self.linear[i]
+            self.model.config.linearization["layers"][i] = SOFTMAX if i in softmax else MAIN
         return self.model
 
 
-def rank(
+def select_layers(
     recipe: Recipe,
     plan: Plan,
     base_dir: Path,
@@ -123,16 +125,16 @@ def rank(
     documents: Sequence[Document],
     device: torch.device,
     report: Report = lambda done, total, note="": None,
-) -> Ranking:
+) -> LayerSelection:
     """Chooses the layers that `plan` leaves undecided, for the base in the folder `base_dir`, on text of `documents`.
 
     The base and the linearized model are in memory together, as in alignment. Raises BadInput when the documents do not
     hold two draws.
     """
-    keep, depth, mixer = plan.undecided, len(plan.layers), plan.linearization["mixers"][MAIN]
+    count, depth, mixer = plan.undecided, len(plan.layers), plan.linearization["mixers"][MAIN]
     length = max(LENGTH, 2 * mixer["window"])
     if (tokens := sum(len(document.ids) for document in documents)) < 2 * length:
-        what = f"{tokens} tokens to train on do not hold two spans of {length}, on which layers are ranked"
+        what = f"{tokens} tokens to train on do not hold two spans of {length}, on which layers are measured"
         raise BadInput(f"data.{recipe.plain_texts[0]}: {what}")
     dtype = compute_dtype(device, recipe.precision)
     base = load_model(base_dir, device, recipe.precision)
@@ -149,25 +151,25 @@ def rank(
     switch = Switch(base, model)
     del base
     ids_NT = measures.repetitions(tokenizer, documents, CopyMeasure(length=length, draws=DRAWS))
-    total, done = evaluations(depth, keep), 0
+    total, done = evaluations(depth, count), 0
 
-    def measure(kept: Collection[int]) -> Losses:
+    def measure(softmax: Collection[int]) -> Losses:
         nonlocal done
-        losses_NT = measures.window_losses(switch.keep(kept), ids_NT, recipe.eval.batch_size, dtype).double()
+        losses_NT = measures.window_losses(switch.set_softmax(softmax), ids_NT, recipe.eval.batch_size, dtype).double()
         done += 1
         report(done, total)
         # the first token of the second half belongs to neither: nothing tells that x starts again
         return Losses(_finite(losses_NT[:, 1 - length :]), _finite(losses_NT[:, :-length]))
 
-    return search(depth, keep, measure)
+    return search(depth, count, measure)
 
 
-def search(depth: int, keep: int, measure: Callable[[Collection[int]], Losses]) -> Ranking:
-    """The layers to keep of `depth`, where `measure` tells the losses with some of them kept.
+def search(depth: int, count: int, measure: Callable[[Collection[int]], Losses]) -> LayerSelection:
+    """Chooses `count` softmax layers of `depth`, where `measure` gives the losses with a set of them.
 
-    Every layer is measured alone softmax and alone linear. Candidates are 2 `keep` layers, taken in turns from those
-    that help most alone and those that the base misses most, which may help only beside others. Each round keeps the
-    candidate whose addition scores best. Ties go to the lower layer.
+    Every layer is measured alone softmax and alone linear. Candidates are 2 `count` layers, taken in turns from those
+    that help most alone and those that the base misses most, which may help only beside others. Each round adds the
+    candidate that scores best. Ties go to the lower layer.
     """
     everything = frozenset(range(depth))
     base, linear = measure(everything), measure(frozenset())
@@ -175,18 +177,18 @@ def search(depth: int, keep: int, measure: Callable[[Collection[int]], Losses]) 
     restored = [measure(frozenset({i})) for i in range(depth)]
     helpful = sorted(range(depth), key=lambda i: restored[i].score)
     missed = sorted(range(depth), key=lambda i: -swapped[i].score)
-    candidates = list(dict.fromkeys(itertools.chain.from_iterable(zip(helpful, missed))))[: 2 * keep]
+    candidates = list(dict.fromkeys(itertools.chain.from_iterable(zip(helpful, missed))))[: 2 * count]
     path = [(helpful[0], restored[helpful[0]])]
-    while len(path) < keep:
-        kept = frozenset(layer for layer, _ in path)
-        tried = [(layer, measure(kept | {layer})) for layer in sorted(candidates) if layer not in kept]
+    while len(path) < count:
+        chosen = frozenset(layer for layer, _ in path)
+        tried = [(layer, measure(chosen | {layer})) for layer in sorted(candidates) if layer not in chosen]
         path.append(min(tried, key=lambda choice: choice[1].score))
-    return Ranking(base, linear, swapped, restored, path)
+    return LayerSelection(base, linear, swapped, restored, path)
 
 
-def evaluations(depth: int, keep: int) -> int:
+def evaluations(depth: int, count: int) -> int:
     """How often `search` measures."""
-    return 2 + 2 * depth + sum(min(2 * keep, depth) - kept for kept in range(1, keep))
+    return 2 + 2 * depth + sum(min(2 * count, depth) - chosen for chosen in range(1, count))
 
 
 def _finite(losses: torch.Tensor) -> float:

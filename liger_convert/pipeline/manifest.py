@@ -18,7 +18,8 @@ from liger_convert.io.files import atomic_write, read_json
 from liger_convert.utils.errors import BadInput
 
 FILE = "manifest.json"
-FORMAT = 2
+FORMAT = 3  # that is written; a run of an older one can be verified, but not resumed
+READABLE = (2, 3)
 PACKAGES = ("liger-convert", "torch", "transformers", "peft", "accelerate", "datasets", "lm-eval")
 
 
@@ -50,12 +51,12 @@ class Manifest:
 
     @classmethod
     def read(cls, run: Path) -> Manifest:
-        """The manifest of the run at `run`. Raises BadInput when there is none to continue."""
+        """The manifest of the run at `run`, of any format in READABLE. Raises BadInput when there is none."""
         path = run / FILE
         if not path.exists():
             raise BadInput(f"{run}: holds no run to resume (no {FILE}); start it without --resume")
         data = read_json(path)
-        if data.get("format") != FORMAT or data.keys() != cls.__dataclass_fields__.keys():
+        if data.get("format") not in READABLE or data.keys() != cls.__dataclass_fields__.keys():
             raise BadInput(f"{path}: was not written by this version of liger-convert; start a new run in a new folder")
         return cls(**data)
 

@@ -16,7 +16,8 @@ from rich.table import Table
 from transformers import DynamicCache
 
 from liger_convert.config.names import MAIN, SOFTMAX
-from liger_convert.config.recipe import Recipe, Stage
+from liger_convert.config.recipe import Recipe
+from liger_convert.config.stages import Stage
 from liger_convert.mixers import MIXERS, make_spec, resolve_spec
 from liger_convert.model import head_dims, linearized_config, new_state, parameter_group
 from liger_convert.model.bases import check_base, meta_model
@@ -254,7 +255,7 @@ def _state_bytes(spec: dict[str, Any], config: Any, itemsize: int) -> int:
 
 def _trained(stage: Stage, config: Any, shapes: dict[str, tuple[int, ...]]) -> int:
     """Parameters that a stage changes: groups with a rate, and the factors of LoRA beside its targets."""
-    groups = stage.rates.trained()
+    groups = stage.learning_rates.trained()
     trained = sum(math.prod(shape) for name, shape in shapes.items() if parameter_group(name, config) in groups)
     if stage.lora is not None:
         targets = family_of(config).projections if stage.lora.targets == "attention" else stage.lora.targets

@@ -16,8 +16,9 @@ import torch
 from rich.filesize import decimal
 from transformers import GenerationConfig
 
-from liger_convert.config.recipe import Recipe, Stage
-from liger_convert.data.corpus import Documents
+from liger_convert.config.recipe import Recipe
+from liger_convert.config.stages import Stage
+from liger_convert.data.documents import Documents
 from liger_convert.eval.generation import continuations, encode
 from liger_convert.eval.suites import Suite
 from liger_convert.io import templates
@@ -68,7 +69,7 @@ def check_documents(recipe: Recipe, plan: Plan, documents: Callable[[str], Docum
     """Warnings about documents in which nothing ever leaves the window. Raises BadInput where that is all of them."""
     warnings = []
     for i, stage in enumerate(recipe.stages):
-        if stage.joined or stage.repeats or "mixer" not in stage.rates.trained():
+        if stage.concat_documents or stage.copy_fraction or "mixer" not in stage.learning_rates.trained():
             continue
         if stage.data in recipe.teachers:
             sizes = [recipe.teachers[stage.data].document_tokens]
@@ -149,9 +150,9 @@ def check_tasks(suite: Suite, config: Any, data_dir: Path | None, limit: int | N
 
 def _check_rates(stage: Stage, where: str, trained: int) -> list[str]:
     """Raises BadInput for rates that change nothing or destroy everything."""
-    warnings, warmup = [], round(stage.warmup * stage.steps)
-    for group, rate in stage.rates.trained().items():
-        at = f"{where}.rates.{group}"
+    warnings, warmup = [], round(stage.warmup_ratio * stage.steps)
+    for group, rate in stage.learning_rates.trained().items():
+        at = f"{where}.learning_rates.{group}"
         if rate < LEAST_RATE:
             raise BadInput(f"{at}: steps of {rate:g} are rounded away in float32 weights; use at least {LEAST_RATE:g}")
         if rate > MOST_RATE:
@@ -164,10 +165,11 @@ def _check_rates(stage: Stage, where: str, trained: int) -> list[str]:
             warnings.append(f"{at}: {stage.steps} steps of {rate:g} move no weight by more than {rate * stage.steps:g}")
     if warmup >= stage.steps:
         if stage.steps == 1:
-            raise BadInput(f"{where}.warmup: the only step is its first, of rate 0, so nothing is learned; use 0")
-        warnings.append(f"{where}.warmup: takes all {stage.steps} steps, so no rate is reached before the last")
-    if stage.clip / max(trained, 1) ** 0.5 < LEAST_RATE:
-        warnings.append(f"{where}.clip: {stage.clip:g} leaves gradients so small that Adam's epsilon decides the steps")
+            raise BadInput(f"{where}.warmup_ratio: the only step is its first, of rate 0, so nothing is learned; use 0")
+        warnings.append(f"{where}.warmup_ratio: takes all {stage.steps} steps, so no rate is reached before the last")
+    if stage.max_grad_norm / max(trained, 1) ** 0.5 < LEAST_RATE:
+        why = f"{stage.max_grad_norm:g} leaves gradients so small that Adam's epsilon decides the steps"
+        warnings.append(f"{where}.max_grad_norm: {why}")
     return warnings
 
 
@@ -181,7 +183,7 @@ def _reaches(plan: Plan) -> list[int]:
 def _check_reach(stage: Stage, said: str, length: int, plan: Plan) -> list[str]:
     """Of a stage that teaches mixers on texts of `length`. Raises BadInput when no memory is ever read."""
     reaches = _reaches(plan)
-    if "mixer" not in stage.rates.trained() or not reaches or length > max(reaches):
+    if "mixer" not in stage.learning_rates.trained() or not reaches or length > max(reaches):
         return []
     if length <= min(reaches):
         why = f"{said} never leave the window and its sinks ({min(reaches)} tokens), so no memory is learned"

@@ -22,10 +22,10 @@ from liger_convert.io.files import atomic_write
 
 TITLES = {
     "base": "base",
-    "window_untrained": "untrained window",
+    "window_only_untrained": "window only, untrained",
     "linearized": "linearized",
-    "linearized_window_only": "its window alone",
-    "linearized_memory_only": "its memory alone",
+    "memory_ablated": "memory ablated",
+    "window_ablated": "window ablated",
 }
 
 PAGE = jinja2.Template(
@@ -52,11 +52,11 @@ PAGE = jinja2.Template(
 {% if plan.warnings | default([]) %}
 
 {% endif %}
-± is the standard error; since all models see the same text, differences between them are surer than it says.
+± is the standard error of one model. All models read the same text, so differences between them are surer than that.
 Perplexities (`ppl`) and losses (`nll`) are better when lower, all else when higher.
-*{{ titles.window_untrained }}* is the base with nothing but the window and the sinks in the layers that were
-linearized: no memory and no training. *{{ titles.linearized_window_only }}* and *{{ titles.linearized_memory_only }}*
-are the converted model with its other branch switched off. Suite `{{ suite.name }}`: {{ suite.description }}.
+*{{ titles.window_only_untrained }}* is the base with nothing but the window and the sinks in the layers that were
+linearized: no memory and no training. *{{ titles.memory_ablated }}* and *{{ titles.window_ablated }}* are the converted
+model with that branch switched off. Suite `{{ suite.name }}`: {{ suite.description }}.
 
 ## What it costs
 
@@ -71,19 +71,19 @@ The linearized layers keep {{ size(plan.state_bytes) }} for a sequence of any le
 | {{ tokens }} | {{ size(cache.base) }} | {{ size(cache.linearized) }} | {{ ratio }} |
 {% endfor %}
 
-{% if ranking is defined %}
+{% if selection is defined %}
 ## Why these layers stayed softmax
 
-They were chosen by measurement, each the one that helps most beside those before it. Loss in nats a token on a text
-said twice, before any training: on the repetition and on the text itself.
+They were chosen by measurement: each is the layer that helps most, given those chosen before it. Shown are losses in
+nats per token on texts repeated once, before any training: on the repetition and on the text itself.
 
 | softmax layers | repetition | text |
 |---|---:|---:|
-| none | {{ nats(ranking.linear.copy_nll) }} | {{ nats(ranking.linear.text_nll) }} |
-{% for step in ranking.path %}
+| none | {{ nats(selection.linear.copy_nll) }} | {{ nats(selection.linear.text_nll) }} |
+{% for step in selection.path %}
 | + {{ step.layer }} | {{ nats(step.copy_nll) }} | {{ nats(step.text_nll) }} |
 {% endfor %}
-| all: the base | {{ nats(ranking.base.copy_nll) }} | {{ nats(ranking.base.text_nll) }} |
+| all: the base | {{ nats(selection.base.copy_nll) }} | {{ nats(selection.base.text_nll) }} |
 
 {% endif %}
 {% if training %}
@@ -131,7 +131,7 @@ with the recipe that `manifest.json` holds verbatim, beside the sha256 of every 
 def write_report(out_dir: Path, results: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
     """Writes report.json and report.md into `out_dir`, each complete or not at all.
 
-    results: what `diagnose.diagnose` returns. manifest: manifest.json's content, whose steps hold the plan and what the
+    results: what `ablation.diagnose` returns. manifest: manifest.json's content, whose steps hold the plan and what the
     training stages returned. Raises LinearizeError when they cannot be written.
     """
     report = build(results, manifest)
@@ -152,7 +152,7 @@ def build(results: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, 
         "base": recipe["resolved"]["base"],
         **results,
         "plan": plan,
-        **({"ranking": steps["rank"]["ranking"]} if "rank" in steps else {}),
+        **({"selection": steps["select-layers"]["selection"]} if "select-layers" in steps else {}),
         "training": [{key: stage[key] for key in stage if key not in ("inputs", "outputs")} for stage in training],
         "reproduce": {
             "command": shlex.join(["linearize", "run", f"{file}.yaml", *options]),
@@ -175,8 +175,8 @@ def page(report: Mapping[str, Any]) -> str:
 
 
 def render(results: Mapping[str, Any]) -> Group:
-    """The measures as a table for a terminal, and below it the verdict where there is one; a model worse than its
-    untrained window is told above it, too."""
+    """The measures as a table for a terminal, and below it the verdict where there is one; a model that is worse
+    than its untrained window is said above it as well."""
     models = results["models"]
     table = Table("", *({"header": TITLES.get(name, name)}["header"] for name in models))
     for column in table.columns[1:]:
@@ -221,5 +221,5 @@ def _converted(report: Mapping[str, Any]) -> str:
         f"(window {spec['window'] or 'of all tokens'}, {spec['sinks']} sinks)"
         for name, spec in linearization["mixers"].items()
     ]
-    kept = [f"{layers['softmax']} kept softmax"] if layers["softmax"] else []
-    return f"Of the {layers.total()} attention layers of `{report['base']}`, {' and '.join([*mixers, *kept])}."
+    stayed = [f"{layers['softmax']} stayed softmax"] if layers["softmax"] else []
+    return f"Of the {layers.total()} attention layers of `{report['base']}`, {' and '.join([*mixers, *stayed])}."

@@ -77,7 +77,7 @@ def _source(module: str) -> str:
 
 
 def _flat(module: str) -> str:
-    """A flat file name: gated_kernels.window.chunk -> gated_kernels_window_chunk, the entry -> modeling_linearized.
+    """A flat file name: gated_kernels.swa.chunk -> gated_kernels_swa_chunk, the entry -> modeling_linearized.
 
     Modules of other packages begin with `plugin_`, so that no name meets one of ours.
     """

@@ -20,7 +20,7 @@ class Verified:
     problems: list[str]
 
 
-def verify(folder: Path) -> Verified:
+def verify_files(folder: Path) -> Verified:
     """Compares the files of a run or an export with their recorded sha256. Of a run that goes on, the steps whose
     folders are removed already are left out. Raises BadInput when `folder` is neither."""
     if (folder / manifest.FILE).exists():

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as nnf
-from gated_kernels.window.chunk import window
+from gated_kernels.swa.chunk import chunk_swa
 from torch import Tensor
 
 from liger_convert.mixers.base import EMPTY, Heads, Memory, Mixer
@@ -93,13 +93,13 @@ def calibrate_layer(
     heads, see = attention.look(x_BTC, embeddings, layout, None)
     base_heads, _ = attention.look(base_x_BTC, embeddings, layout, None)
     window_o_BTHV, window_lse_BTH = see(mixer.log_forget(heads), None)
-    target_BTHV, _ = window(
+    target_BTHV, _ = chunk_swa(
         base_heads.q_rot_BTHD,
         base_heads.k_rot_BTGD,
         base_heads.v_BSGD,
-        window=layout.tokens,
+        window_size=layout.tokens,
         scale=attention.scaling,
-        segment_BS=layout.document_BT,
+        segment_ids_BS=layout.document_BT,
     )
     if mixer.spec.combine == "learned":
         fit_mix(mixer, mixer.remember(heads, layout, None), window_o_BTHV, target_BTHV)

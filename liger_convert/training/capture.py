@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from liger_convert.config.recipe import Stage
+from liger_convert.config.stages import Stage
 from liger_convert.model.decoding import capture
 
 # A batch -> its loss, detached; adds the gradients to `.grad`.
-Passes = Callable[[dict[str, Tensor]], Tensor]
+FwdBwd = Callable[[dict[str, Tensor]], Tensor]
 
 # What transformers calls "sdpa" asks the positions, on the host, whether a row holds several documents, and then makes
 # a mask. An attention that it knows no masks of is never given one.
@@ -34,8 +34,8 @@ def why_not_captured(stage: Stage, models: Iterable[Any], device: torch.device, 
         return "there is no Nvidia GPU"
     if not stage.compile:
         return "compile: false asks for it"
-    if not stage.joined:
-        return "where documents begin in a row decides what is run (joined: true makes each row one text)"
+    if not stage.concat_documents:
+        return "where documents begin in a row decides what is run (concat_documents: true makes each row one text)"
     if processes > 1:
         return "gradients are exchanged between processes"
     if stage.gradient_checkpointing:
@@ -48,14 +48,14 @@ def why_not_captured(stage: Stage, models: Iterable[Any], device: torch.device, 
     return None
 
 
-class CapturedPasses:
-    """`passes` as one CUDA graph for each of the shapes of their batches, whose rows are one document each.
+class CapturedFwdBwd:
+    """`fwd_bwd` as one CUDA graph for each of the shapes of their batches, whose rows are one document each.
 
     Gradients add up in `.grad` as they do without, until it is None again.
     """
 
-    def __init__(self, passes: Passes, parameters: list[nn.Parameter], models: list[Any]):
-        self.passes, self.parameters, self.models = passes, parameters, models
+    def __init__(self, fwd_bwd: FwdBwd, parameters: list[nn.Parameter], models: list[Any]):
+        self.fwd_bwd, self.parameters, self.models = fwd_bwd, parameters, models
         self.pool: Any = None
         self.replays: dict[tuple[torch.Size, ...], Callable[..., Tensor]] = {}
         self.grads: dict[nn.Parameter, Tensor] = {}  # what the graphs write to, of the parameters that get a gradient
@@ -70,7 +70,7 @@ class CapturedPasses:
         before = [None if p.grad is None else (p.grad, p.grad.clone()) for p in self.parameters]
 
         def run(*given: Tensor) -> Tensor:
-            return self.passes(dict(zip(names, given, strict=True)))
+            return self.fwd_bwd(dict(zip(names, given, strict=True)))
 
         try:
             for p in self.parameters:

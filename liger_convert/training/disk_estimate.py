@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from liger_convert.config.recipe import Recipe, Stage
+from liger_convert.config.recipe import Recipe
+from liger_convert.config.stages import Stage
 from liger_convert.training.memory_estimate import Sizes
 
 KEPT = 2  # checkpoints of a stage; while one more is written, they are all there

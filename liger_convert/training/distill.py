@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_convert.config.recipe import DistillStage
+from liger_convert.config.stages import DistillStage
 from liger_convert.training.losses import cross_entropy, kl_divergence, next_tokens, summed
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_convert.data.corpus import IGNORED
+from liger_convert.data.packed_rows import IGNORED
 from liger_convert.training.memory_estimate import CHUNK_LOGITS
 
 ChunkLoss = Callable[[Tensor, slice], Tensor]

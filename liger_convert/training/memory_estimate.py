@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from liger_convert.config.recipe import AlignStage, DistillStage, Stage
+from liger_convert.config.stages import AlignStage, DistillStage, Stage
 from liger_convert.mixers import MIXERS, SOFTMAX, make_spec
 from liger_convert.model import head_dims
 
@@ -76,7 +76,7 @@ def training_bytes(
         targets = (2 if aligns else 0) * e * dims.hidden
         activations = max(layers) + depth * (targets or 4 * dims.hidden)
         copies = matrices // depth + head + (0 if compiled else trained)
-    captured = compiled and stage.joined and not stage.gradient_checkpointing
+    captured = compiled and stage.concat_documents and not stage.gradient_checkpointing
     held = captured or stage.grad_accumulation > 1
     return {
         "weights": 4 * (sizes.base + sizes.new),
@@ -97,7 +97,7 @@ def measuring_bytes(stage: Stage, config: Any, sizes: Sizes, dtype: torch.dtype)
         return 0
     dims, layers = head_dims(config), config.linearization["layers"]
     tokens = ERROR_ROWS * stage.seq_len
-    if stage.calibrate and stage.rates.mixer is not None:
+    if stage.calibrate and stage.learning_rates.mixer is not None:
         tokens = max(tokens, -(-CALIBRATION_TOKENS // stage.seq_len) * stage.seq_len)
     linear = [name for name in layers if name != SOFTMAX]
     targets = 2 * dtype.itemsize * dims.hidden * len(linear)
@@ -129,7 +129,7 @@ def _kept(stage: Stage, config: Any, name: str, e: int, device: torch.device, co
     heads    queries before and after rotary, keys likewise, values, and the outputs of the window and of the memory
     mixer    in torch its maps, gates and outputs in float32; the kernels of a codebook keep nothing more
     """
-    dims, groups = head_dims(config), stage.rates.trained()
+    dims, groups = head_dims(config), stage.learning_rates.trained()
     q, k = e * dims.heads * dims.dim, e * dims.kv_heads * dims.dim
     heads = 4 * q + 3 * k + 8 * dims.heads if name != SOFTMAX else 2 * q + 2 * k
     heads += 0 if name == SOFTMAX or _fused(config, name, device) else _in_torch(config, name)

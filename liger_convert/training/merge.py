@@ -72,7 +72,7 @@ def check_adapter(folder: Path, config: Any) -> None:
     refuse_not_finite(adapter, ((name, adapter.read(name)) for name in adapter.tensors))
 
 
-def merge(model_dir: Path, results: Sequence[Path], out: Path) -> None:
+def merge_results(model_dir: Path, results: Sequence[Path], out: Path) -> None:
     """Writes `load_chain(model_dir, results)` to the new folder `out`: a linearized checkpoint like `model_dir`, in
     float32, with its tokenizer. Raises BadInput when `out` exists, and as `load_chain` does."""
     with atomic_dir(out) as folder:

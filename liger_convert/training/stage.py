@@ -13,8 +13,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import set_seed
 
-from liger_convert.config.recipe import AlignStage, DistillStage, Lora, Stage
-from liger_convert.data.corpus import Document, PackedDataset, collate, pack
+from liger_convert.config.stages import AlignStage, DistillStage, Lora, Stage
+from liger_convert.data.documents import Document
+from liger_convert.data.packed_rows import PackedDataset, collate, pack
 from liger_convert.io.files import atomic_dir, atomic_write
 from liger_convert.io.run_folder import RunFolder
 from liger_convert.model import MIXER_MODULE, linear_layers
@@ -43,9 +44,9 @@ def rows_of(stage: Stage, documents: Sequence[Document], seed: int) -> PackedDat
         stage.tokens,
         seed,
         responses_only=stage.responses_only,
-        repeats=stage.repeats,
-        joined=stage.joined,
-        shorter=[(other.seq_len, other.share) for other in stage.shorter],
+        copy_fraction=stage.copy_fraction,
+        concat_documents=stage.concat_documents,
+        mixed_seq_lens=[(other.seq_len, other.fraction) for other in stage.mixed_seq_lens],
         batch_size=stage.batch_size,
     )
 
@@ -96,14 +97,14 @@ def run_stage(
         return {name: t.to(device) for name, t in batch.items()}
 
     # without a rate the mixers are not among what a LoRA stage saves, so they must stay as they are
-    if isinstance(stage, AlignStage) and stage.calibrate and stage.rates.mixer is not None:
+    if isinstance(stage, AlignStage) and stage.calibrate and stage.learning_rates.mixer is not None:
         assert isinstance(objective, AlignObjective)
         with autocast(device, dtype):
             objective.calibrate(model.to(device), first_rows(-(-CALIBRATION_TOKENS // stage.seq_len)))
     if stage.lora is None:
-        freeze(model, stage.rates.trained())
+        freeze(model, stage.learning_rates.trained())
     else:
-        model = add_lora(model, stage.lora, train_mixer=stage.rates.mixer is not None)
+        model = add_lora(model, stage.lora, train_mixer=stage.learning_rates.mixer is not None)
     aligning = isinstance(stage, AlignStage)
     if stage.compile and gains_by_compiling(device):
         compile_layers(model, objective, aligning)
@@ -145,7 +146,7 @@ def run_stage(
         "epochs": round(dataset.epochs, 3),
         "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "seconds": round(seconds, 1),
-        "passes": "captured" if trainer.plain is None else f"plain: {trainer.plain}",
+        "fwd_bwd": "captured" if trainer.eager is None else f"eager: {trainer.eager}",
         "loss": curve(losses),
     }
     if aligning:

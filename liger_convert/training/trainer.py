@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from liger_convert.config.recipe import Stage
-from liger_convert.data.corpus import PackedDataset, collate
+from liger_convert.config.stages import Stage
+from liger_convert.data.packed_rows import PackedDataset, collate
 from liger_convert.model import parameter_group, take_auxiliary_loss
 from liger_convert.training import checkpoints
-from liger_convert.training.capture import CapturedPasses, why_not_captured
+from liger_convert.training.capture import CapturedFwdBwd, why_not_captured
 from liger_convert.utils import interrupts
 from liger_convert.utils.device import autocast
 from liger_convert.utils.errors import BadInput, LinearizeError
@@ -84,7 +84,7 @@ class StageTrainer(Trainer):
             raise BadInput(
                 f"{len(dataset)} rows of {dataset.seq_len} tokens are less than one optimizer step of this stage"
             )
-        rates = stage.rates.trained()
+        rates = stage.learning_rates.trained()
         checkpointing: dict[str, Any] = {}
         if stage.gradient_checkpointing:
             checkpointing = {
@@ -98,8 +98,8 @@ class StageTrainer(Trainer):
             gradient_accumulation_steps=stage.grad_accumulation,
             learning_rate=max(rates.values()),
             lr_scheduler_type=SCHEDULES[stage.schedule],
-            warmup_steps=round(stage.warmup * steps),
-            max_grad_norm=stage.clip,
+            warmup_steps=round(stage.warmup_ratio * steps),
+            max_grad_norm=stage.max_grad_norm,
             **checkpointing,
             save_strategy="steps" if stage.save_every < steps else "no",
             save_steps=stage.save_every,
@@ -128,8 +128,10 @@ class StageTrainer(Trainer):
         self.remove_callback(PrinterCallback)
         self.objective: Objective = objective
         self.models = [m for m in (model, getattr(objective, "base", None)) if m is not None]
-        self.plain = why_not_captured(stage, self.models, device, processes)  # why the passes are no graph, if so
-        self.passes = CapturedPasses(self._plain_passes, list(self._trained().values()), self.models)
+        self.eager = why_not_captured(
+            stage, self.models, device, processes
+        )  # why not captured as a CUDA graph; None if it is
+        self.fwd_bwd = CapturedFwdBwd(self._eager_fwd_bwd, list(self._trained().values()), self.models)
         self.dtype = dtype
         self._finisher, self._finishing = ThreadPoolExecutor(1), None
         self.model_accepts_loss_kwargs = True  # so that Trainer counts the labelled tokens of a step
@@ -142,19 +144,19 @@ class StageTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
         """Forward and backward pass, which are replayed where they can be captured."""
-        if self.plain is None:
+        if self.eager is None:
             batch = {name: x for name, x in self._prepare_inputs(inputs).items() if name != "position_ids"}
             batch["counted"] = torch.as_tensor(num_items_in_batch, device=self.args.device)
             try:
-                self.passes.capture(batch)
+                self.fwd_bwd.capture(batch)
             except RuntimeError as error:
-                self.plain = f"the capture failed: {str(error).splitlines()[0]}"
-                logger.warning_once(f"training is slower than it could be, as its step is not captured: {self.plain}")
+                self.eager = f"the capture failed: {str(error).splitlines()[0]}"
+                logger.warning_once(f"training is slower than it could be, as its step is not captured: {self.eager}")
             else:
-                return self.passes(batch)
+                return self.fwd_bwd(batch)
         return super().training_step(model, inputs, num_items_in_batch)
 
-    def _plain_passes(self, batch: dict[str, Tensor]) -> Tensor:
+    def _eager_fwd_bwd(self, batch: dict[str, Tensor]) -> Tensor:
         assert self.model is not None
         return super().training_step(self.model, batch, batch["counted"])
 

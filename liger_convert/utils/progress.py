@@ -26,7 +26,7 @@ class Report(Protocol):
 
 
 @contextlib.contextmanager
-def progress(label: str) -> Iterator[Report]:
+def show_progress(label: str) -> Iterator[Report]:
     """A `Report` for the work called `label`; shows nothing for work that is over in two seconds."""
     started = last = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))

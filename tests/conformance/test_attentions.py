@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_conformance import PROMPT, TOKENS, base_folder, build
+from tiny_models import PROMPT, TOKENS, base_folder, build
 from transformers import AutoModelForCausalLM
 
 from liger_convert.model.families import FAMILIES

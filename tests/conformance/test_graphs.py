@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from gated_kernels import delta, diagonal
+from gated_kernels import chunk_delta_rule, chunk_gla
 from gated_kernels.check import error
-from test_conformance import TOKENS as LONG
-from test_conformance import build, logits
+from tiny_models import TOKENS as LONG
+from tiny_models import build, logits
 
 from liger_convert.mixers import MIXERS
 
@@ -27,12 +27,12 @@ def one_layer(mixer: str) -> Any:
     return build("llama", ["softmax", "main", "softmax"], type=mixer, **bounded)
 
 
-@pytest.mark.parametrize("op", [diagonal, delta])
+@pytest.mark.parametrize("op", [chunk_gla, chunk_delta_rule])
 def test_a_graph_of_an_op_asks_for_no_value_whatever_its_gates(op: Any) -> None:
     random = torch.Generator().manual_seed(0)
     q, k, v, r = (torch.randn(1, 9, 2, 4, generator=random) / 2 for _ in range(4))
     gates = -torch.rand(1, 9, 2, 4, generator=random)
-    inputs = (q, k, v) if op is diagonal else (q, k, v, r)
+    inputs = (q, k, v) if op is chunk_gla else (q, k, v, r)
     torch._dynamo.reset()
     compiled = torch.compile(op, fullgraph=True, backend="eager")
     for times in (1, 100):  # beyond 30 in a few tokens, blocks are halved

@@ -16,7 +16,20 @@ import torch
 from liger_convert.mixers import MIXERS
 
 KERNELS = Path(__file__).parents[2] / "kernels"
-WORDS = ["--device", "cpu", "--processes", "1", "--only", "elementwise", "--only", "s4", "--only", "window"]
+WORDS = [
+    "--device",
+    "cpu",
+    "--processes",
+    "1",
+    "--only",
+    "elementwise",
+    "--only",
+    "s4",
+    "--only",
+    "swa",
+    "--only",
+    "window",
+]
 
 
 @pytest.fixture
@@ -34,7 +47,7 @@ def test_every_case_of_an_op_and_a_layer_of_a_mixer_are_checked(
     assert [(row["kind"], row["name"], row["path"]) for row in rows] == [
         ("op", "elementwise", "torch"),
         ("mixer", "s4", "torch"),
-        ("op", "window", "torch"),
+        ("op", "swa", "torch"),
         ("mixer", "window", "torch"),
     ]
     assert all(0 < row["worst"] <= 1 and not row["wrong"] for row in rows)

@@ -29,12 +29,12 @@ import gated_kernels
 import pytest
 import torch
 import torch.nn.functional as nnf
-from gated_kernels import delta, diagonal, elementwise, momentum, slots, window
+from gated_kernels import chunk_delta_rule, chunk_elementwise, chunk_gla, chunk_momentum, chunk_slots, chunk_swa
 from gated_kernels.check import error, run
-from gated_kernels.delta.cases import Case as DeltaCase
-from gated_kernels.delta.cases import diagonal as sizes
-from gated_kernels.delta.cases import inputs as delta_inputs
-from gated_kernels.delta.reference import delta as delta_reference
+from gated_kernels.delta_rule.cases import Case as DeltaCase
+from gated_kernels.delta_rule.cases import gla as sizes
+from gated_kernels.delta_rule.cases import inputs as delta_inputs
+from gated_kernels.delta_rule.naive import naive_delta_rule as delta_reference
 from torch import Tensor
 
 from liger_convert.mixers import build_mixer, resolve_spec
@@ -104,7 +104,7 @@ def gla() -> tuple[Results, Results]:
     x = Inputs()
     got = theirs("gla/naive", "naive_recurrent_gla")(x.q, x.k, x.v, x.log_a_F, x.state, True)
     x = x.d
-    return got, diagonal(x.q * F**-0.5, x.k, x.v, x.log_a_F, state_BGFV=x.state)[::2]
+    return got, chunk_gla(x.q * F**-0.5, x.k, x.v, x.log_a_F, initial_state=x.state)[::2]
 
 
 @case
@@ -112,7 +112,7 @@ def simple_gla() -> tuple[Results, Results]:
     x = Inputs()
     got = theirs("simple_gla/naive", "naive_recurrent_simple_gla")(x.q, x.k, x.v, x.log_a, 1.0, x.state)
     x = x.d
-    return got, diagonal(x.q, x.k, x.v, x.log_a[..., None], state_BGFV=x.state)[::2]
+    return got, chunk_gla(x.q, x.k, x.v, x.log_a[..., None], initial_state=x.state)[::2]
 
 
 @case
@@ -120,7 +120,7 @@ def simple_gla_in_chunks() -> tuple[Results, Results]:
     x = Inputs()
     got = theirs("simple_gla/naive", "naive_chunk_simple_gla")(x.q, x.k, x.v, x.log_a, x.state, False, 32, 1.0)
     x = x.d
-    return got[:1], diagonal(x.q, x.k, x.v, x.log_a[..., None], state_BGFV=x.state)[:1]
+    return got[:1], chunk_gla(x.q, x.k, x.v, x.log_a[..., None], initial_state=x.state)[:1]
 
 
 @case
@@ -128,7 +128,7 @@ def linear_attn() -> tuple[Results, Results]:
     x = Inputs()
     got = theirs("linear_attn/naive", "naive_recurrent_linear_attn")(x.q, x.k, x.v, 1.0, x.state, True)
     x = x.d
-    return got, diagonal(x.q, x.k, x.v, None, state_BGFV=x.state)[::2]
+    return got, chunk_gla(x.q, x.k, x.v, None, initial_state=x.state)[::2]
 
 
 @case
@@ -136,7 +136,7 @@ def normalised_linear_attn() -> tuple[Results, Results]:
     x = Inputs()
     q, k = x.q.sigmoid(), x.k.sigmoid()
     got = theirs("linear_attn/naive", "naive_recurrent_linear_attn")(q, k, x.v, 1.0, normalize=True)
-    o, *_ = diagonal(q.double(), k.double(), nnf.pad(x.d.v, (0, 1), value=1.0), None)
+    o, *_ = chunk_gla(q.double(), k.double(), nnf.pad(x.d.v, (0, 1), value=1.0), None)
     return got[:1], (o[..., :-1] / o[..., -1:],)
 
 
@@ -145,7 +145,7 @@ def retention_of_the_retnet_mixer() -> tuple[Results, Results]:
     x = Inputs()
     got = theirs("retention/naive", "naive_retention")(*heads_first(x.q, x.k, x.v)).transpose(1, 2)
     log_a = -torch.tensor(RetNet.rates(H), dtype=torch.float64)[:, None].expand(B, T, H, 1)
-    return (got,), diagonal(x.d.q * F**-0.5, x.d.k, x.d.v, log_a)[:1]
+    return (got,), chunk_gla(x.d.q * F**-0.5, x.d.k, x.d.v, log_a)[:1]
 
 
 @case
@@ -158,7 +158,7 @@ def rebased() -> tuple[Results, Results]:
     phi.reset_parameters()
     y_q, y_k = (nnf.layer_norm(y, (F,)) for y in (x.q, x.k))
     got = theirs("rebased/naive", "naive_parallel_rebased")(*heads_first(y_q, y_k, x.v), 1e4).transpose(1, 2)
-    o, *_ = diagonal(phi(x.q).double(), phi(x.k).double(), nnf.pad(x.d.v, (0, 1), value=1.0), None)
+    o, *_ = chunk_gla(phi(x.q).double(), phi(x.k).double(), nnf.pad(x.d.v, (0, 1), value=1.0), None)
     return (got,), (o[..., :-1] / o[..., -1:],)
 
 
@@ -167,7 +167,7 @@ def abc() -> tuple[Results, Results]:
     x = Inputs()
     got, _ = theirs("abc/naive", "naive_recurrent_abc")(*heads_first(x.q, x.k, x.v, x.w))
     x = x.d
-    return (got.transpose(1, 2),), slots(x.q, x.k, x.v, x.w.exp(), None, scale=F**-0.5)[:1]
+    return (got.transpose(1, 2),), chunk_slots(x.q, x.k, x.v, x.w.exp(), None, scale=F**-0.5)[:1]
 
 
 @case
@@ -175,19 +175,21 @@ def abc_as_sums() -> tuple[Results, Results]:
     x = Inputs()
     got, _ = theirs("abc/naive", "naive_cumsum_abc")(*heads_first(x.q, x.k, x.v, x.w))
     x = x.d
-    return (got.transpose(1, 2),), slots(x.q, x.k, x.v, x.w.exp(), None, scale=F**-0.5)[:1]
+    return (got.transpose(1, 2),), chunk_slots(x.q, x.k, x.v, x.w.exp(), None, scale=F**-0.5)[:1]
 
 
 @case
 def gsa() -> tuple[Results, Results]:
-    """Theirs does not divide a slot by its mass. From a state of mass 1 it stays 1, as 1 - a is written."""
+    """Theirs does not divide a slot by its normalizer. From a state of normalizer 1 it stays 1, as 1 - a is written."""
     x = Inputs(G)
     w = -x.log_a_M.expm1()
     states = (x.keys, x.values)
     o, last = theirs("gsa/naive", "naive_recurrent_gsa")(x.q, x.k, x.v, w, x.log_a_M, None, states, True)
     x = x.d
     keys = nnf.pad(x.keys.mT, (0, 1), value=1.0)
-    ours = slots(x.q, x.k, x.v, -x.log_a_M.expm1(), x.log_a_M, scale=F**-0.5, keys_BGMD=keys, values_BGMV=x.values)
+    ours = chunk_slots(
+        x.q, x.k, x.v, -x.log_a_M.expm1(), x.log_a_M, scale=F**-0.5, keys_BGMD=keys, values_BGMV=x.values
+    )
     return (o, *last), (ours[0], ours[2][..., :-1].mT, ours[3])
 
 
@@ -199,7 +201,7 @@ def rwkv6() -> tuple[Results, Results]:
     arguments = (*heads_first(x.q, x.k, x.v, x.log_a_F), mixer.bonus_GF, 1.0, x.state, True)
     o, last = theirs("rwkv6/recurrent_naive", "naive_recurrent_rwkv6")(*arguments)
     x = x.d
-    options = {"state_BGFV": x.state, "segment_BT": None, "exclusive": False}
+    options = {"initial_state": x.state, "segment_ids_BT": None, "exclusive": False}
     return (o.transpose(1, 2), last), mixer.attend(x.q, (x.k, x.v, x.log_a_F), **options)[::2]
 
 
@@ -208,7 +210,7 @@ def delta_rule() -> tuple[Results, Results]:
     x = Inputs()
     o, last = theirs("delta_rule/naive", "delta_rule_recurrence")(*heads_first(x.q, x.u, x.v, x.beta), x.state)
     x = x.d
-    ours = delta(x.q * F**-0.5, x.beta[..., None] * x.u, x.v, x.u, None, state_BGFV=x.state)
+    ours = chunk_delta_rule(x.q * F**-0.5, x.beta[..., None] * x.u, x.v, x.u, None, initial_state=x.state)
     return (o.transpose(1, 2), last), ours
 
 
@@ -218,7 +220,7 @@ def gated_delta_rule() -> tuple[Results, Results]:
     name = "naive_recurrent_gated_delta_rule"
     got = theirs("gated_delta_rule/naive", name)(x.q, x.u, x.v, x.beta, x.log_a, 1.0, x.state, True)
     x = x.d
-    return got, delta(x.q, x.beta[..., None] * x.u, x.v, x.u, x.log_a[..., None], state_BGFV=x.state)
+    return got, chunk_delta_rule(x.q, x.beta[..., None] * x.u, x.v, x.u, x.log_a[..., None], initial_state=x.state)
 
 
 @case
@@ -227,7 +229,9 @@ def gated_delta_rule_in_chunks() -> tuple[Results, Results]:
     name = "naive_chunk_gated_delta_rule"
     got = theirs("gated_delta_rule/naive", name)(x.q, x.u, x.v, x.log_a, x.beta, 32, 1.0, x.state)
     x = x.d
-    return got[:1], delta(x.q, x.beta[..., None] * x.u, x.v, x.u, x.log_a[..., None], state_BGFV=x.state)[:1]
+    return got[:1], chunk_delta_rule(x.q, x.beta[..., None] * x.u, x.v, x.u, x.log_a[..., None], initial_state=x.state)[
+        :1
+    ]
 
 
 @case
@@ -236,7 +240,7 @@ def kda() -> tuple[Results, Results]:
     x = Inputs()
     got = theirs("kda/naive", "naive_recurrent_kda")(x.q, x.u, x.v, x.log_a_F, x.beta, 1.0, x.state, True)
     x = x.d
-    return got, delta(x.q, x.beta[..., None] * x.u, x.v, x.u, x.log_a_F, state_BGFV=x.state)
+    return got, chunk_delta_rule(x.q, x.beta[..., None] * x.u, x.v, x.u, x.log_a_F, initial_state=x.state)
 
 
 @case
@@ -246,7 +250,9 @@ def comba() -> tuple[Results, Results]:
     p = nnf.normalize(x.p, dim=-1)
     got = theirs("comba/naive", "naive_recurrent_comba")(x.q, x.u, x.v, p, x.beta, x.log_a, 1.0, x.state, True)
     x = x.d
-    return got, delta(x.q, x.beta[..., None] * x.u, x.v, p.double(), x.log_a[..., None], state_BGFV=x.state)
+    return got, chunk_delta_rule(
+        x.q, x.beta[..., None] * x.u, x.v, p.double(), x.log_a[..., None], initial_state=x.state
+    )
 
 
 @case
@@ -255,7 +261,9 @@ def iplr() -> tuple[Results, Results]:
     alpha, beta = -x.u, x.beta_F * x.u
     arguments = (*heads_first(x.q, x.k, x.v, alpha, beta), x.state)
     o, last = theirs("generalized_delta_rule/iplr/naive", "iplr_recurrence")(*arguments)
-    ours = delta(x.d.q * F**-0.5, x.d.k, x.d.v, -alpha.double(), None, e_BTGF=beta.double(), state_BGFV=x.d.state)
+    ours = chunk_delta_rule(
+        x.d.q * F**-0.5, x.d.k, x.d.v, -alpha.double(), None, e_BTGF=beta.double(), initial_state=x.d.state
+    )
     return (o.transpose(1, 2), last), ours
 
 
@@ -271,7 +279,7 @@ def rwkv7() -> tuple[Results, Results]:
     arguments = (*heads_first(x.q, k, v, -u, e, log_w), x.state)
     o, last = theirs("generalized_delta_rule/dplr/naive", "dplr_recurrence")(*arguments)
     k, v, r, log_w, e = (entry.double() for entry in (k, v, r, log_w, e))
-    ours = delta(x.d.q * F**-0.5, k, v, r, log_w, e_BTGF=e, state_BGFV=x.d.state)
+    ours = chunk_delta_rule(x.d.q * F**-0.5, k, v, r, log_w, e_BTGF=e, initial_state=x.d.state)
     return (o.transpose(1, 2), last), ours
 
 
@@ -285,7 +293,7 @@ def momentum_delta_rule() -> tuple[Results, Results]:
     x = x.d
     gates = (x.log_a[..., None], x.log_m[..., None], x.beta[..., None])
     state = torch.cat((x.state, x.step), 2)
-    o, ours = momentum(x.q, x.eta[..., None] * x.u, x.v, x.u, *gates, state_BGFV=state)
+    o, ours = chunk_momentum(x.q, x.eta[..., None] * x.u, x.v, x.u, *gates, initial_state=state)
     return (got, last[0], -last[1]), (o, *ours.chunk(2, 2))
 
 
@@ -297,7 +305,7 @@ def hgrn() -> tuple[Results, Results]:
     got = theirs("hgrn/naive", "naive_recurrent_hgrn")(v, g, start, True)
     one = torch.ones(B, T, H, 1, dtype=torch.float64)
     dt, log_A = -g.double().unflatten(2, (H, V)), -torch.ones(H, 1, V, dtype=torch.float64)
-    o, last = elementwise(one, one, x.d.v, dt, log_A, state_BGFV=x.d.state[:, :, :1])
+    o, last = chunk_elementwise(one, one, x.d.v, dt, log_A, initial_state=x.d.state[:, :, :1])
     return got, (o.flatten(2), last.flatten(1))
 
 
@@ -305,7 +313,7 @@ def hgrn() -> tuple[Results, Results]:
 def attention_in_a_window() -> tuple[Results, Results]:
     x = Inputs(G)
     got = theirs("attn/naive", "naive_parallel_attn")(x.q, x.k, x.v, 0.3, 11)
-    return got[:1], window(x.d.q, x.d.k, x.d.v, window=11, scale=0.3)[:1]
+    return got[:1], chunk_swa(x.d.q, x.d.k, x.d.v, window_size=11, scale=0.3)[:1]
 
 
 def forgetting(size: int | None) -> tuple[Results, Results]:
@@ -315,7 +323,7 @@ def forgetting(size: int | None) -> tuple[Results, Results]:
     got = theirs("forgetting_attn/naive", "naive_forgetting_attn")(x.q, x.k, x.v, log_f, 0.3, size)
     x = x.d
     q, k, _ = with_forgetting(x.q, x.k, None, x.log_a / 0.3)
-    return (got,), window(q, k, x.v, window=size or T, scale=0.3)[:1]
+    return (got,), chunk_swa(q, k, x.v, window_size=size or T, scale=0.3)[:1]
 
 
 @case
@@ -346,15 +354,15 @@ def test_a_recurrence_is_that_of_flash_linear_attention(name: str) -> None:
 
 # Where theirs has kernels for a recurrence that ours has none for: the adapter, with a plain form in a kernel's place.
 
-adapter = import_module("gated_kernels.delta.fla")  # the package's own `delta` is the op
+adapter = import_module("gated_kernels.delta_rule.fla")
 SMALL = {"G": 2, "R": 3, "F": 16, "V": 17}
 ADAPTED = {
-    "one gate a head": DeltaCase(sizes.Case(70, scalar=True, **SMALL)),
+    "one gate a head": DeltaCase(sizes.Case(70, per_head=True, **SMALL)),
     "no gate, segments": DeltaCase(sizes.Case(70, gate="none", segments=True, **SMALL)),
-    "one gate a head, -200 and 0, segments": DeltaCase(sizes.Case(70, gate="mixed", scalar=True, segments=True)),
+    "one gate a head, -200 and 0, segments": DeltaCase(sizes.Case(70, gate="mixed", per_head=True, segments=True)),
     "a gate per channel": DeltaCase(sizes.Case(33, **SMALL)),
     "a gate per channel, -200 and 0, segments": DeltaCase(sizes.Case(40, gate="mixed", segments=True, **SMALL)),
-    "erases elsewhere": DeltaCase(sizes.Case(33, scalar=True, **SMALL), erases_elsewhere=True),
+    "erases elsewhere": DeltaCase(sizes.Case(33, per_head=True, **SMALL), erases_elsewhere=True),
     "erases elsewhere, segments": DeltaCase(sizes.Case(40, segments=True, **SMALL), erases_elsewhere=True),
 }
 
@@ -408,7 +416,7 @@ def test_a_process_without_a_gpu_never_imports_theirs() -> None:
         gated_kernels.use("triton+fla")
         assert gated_kernels.in_use() == "triton+fla"
         x = torch.randn(1, 5, 2, 16, dtype=torch.bfloat16)
-        gated_kernels.delta(x, x, x, x, None)
+        gated_kernels.chunk_delta_rule(x, x, x, x, None)
         assert "fla" not in sys.modules
     """
     subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)

@@ -1,6 +1,6 @@
 """Every op on every one of its cases: the fast implementation against the plain reference in float64.
 
-An op that is added to OPS, with its folder's `reference.py` and `cases.py`, is tested without a change here.
+An op that is added to OPS, with its folder's `naive.py` and `cases.py`, is tested without a change here.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ def cases_of(op: str) -> Any:
 
 
 def reference_of(op: str) -> Op:
-    return getattr(import_module(f"gated_kernels.{op}.reference"), op)
+    return getattr(import_module(f"gated_kernels.{op}.naive"), f"naive_{op}")
 
 
 def inputs_of(op: str, case: str) -> Inputs:
     return cases_of(op).inputs(cases_of(op).CASES[case])
 
 
-IDLE = ("one token", "a token more than a chunk", "mass, one token", "mass, segments", "mass, strong")
+IDLE = ("one token", "a token more than a chunk", "normalizer, one token", "normalizer, segments", "normalizer, strong")
 every_op = pytest.mark.parametrize("op", OPS)
 every_case = pytest.mark.parametrize(("op", "case"), [(op, case) for op in OPS for case in cases_of(op).CASES])
 
@@ -57,10 +57,10 @@ def test_results_are_deterministic_and_the_same_under_autocast(op: str, case: st
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
-@pytest.mark.parametrize("case", cases_of("window").CASES)
+@pytest.mark.parametrize("case", cases_of("swa").CASES)
 def test_a_long_window_is_right_in_parts_too(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("gated_kernels.window.chunk"), "LOGITS", 1)
-    assert not faults(OPS["window"], reference_of("window"), inputs_of("window", case))
+    monkeypatch.setattr(import_module("gated_kernels.swa.chunk"), "LOGITS", 1)
+    assert not faults(OPS["swa"], reference_of("swa"), inputs_of("swa", case))
 
 
 @every_op
@@ -88,6 +88,6 @@ def test_tokens_of_zeros_leave_a_state_exactly_as_it_was(op: str, case: str) -> 
     tokens = {name for name in inputs if ("_BT" in name or name.startswith("log_")) and name[:2] != "q_"}
     written = {name for name in tokens if isinstance(inputs[name], Tensor)}
     idle = inputs | {name: torch.zeros_like(inputs[name]) for name in written}
-    o_BTHV, *_, state_BGFV = OPS[op](**idle)
-    assert torch.equal(state_BGFV, inputs["state_BGFV"])
+    o_BTHV, *_, last_state = OPS[op](**idle)
+    assert torch.equal(last_state, inputs["initial_state"])
     assert o_BTHV.any()

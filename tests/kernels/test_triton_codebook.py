@@ -30,12 +30,13 @@ from compiled import compile_instead_of_launching, spilled, told_by  # noqa: E40
 from gated_kernels.check import Inputs, error, faults, run  # noqa: E402
 from gated_kernels.codebook import triton as kernels  # noqa: E402
 from gated_kernels.codebook.cases import CASES, Case, inputs  # noqa: E402
-from gated_kernels.codebook.chunk import per_head, turned  # noqa: E402
-from gated_kernels.codebook.reference import codebook as reference  # noqa: E402
-from gated_kernels.coded import cases as coded  # noqa: E402
-from gated_kernels.coded import read  # noqa: E402
-from gated_kernels.coded.reference import coded as coded_reference  # noqa: E402
-from gated_kernels.diagonal.cases import Case as Sizes  # noqa: E402
+from gated_kernels.codebook.chunk import per_head, unit_projection  # noqa: E402
+from gated_kernels.codebook.naive import naive_codebook as reference  # noqa: E402
+from gated_kernels.codebook_gla import cases as coded  # noqa: E402
+from gated_kernels.codebook_gla import read  # noqa: E402
+from gated_kernels.codebook_gla.naive import naive_codebook_gla as coded_reference  # noqa: E402
+from gated_kernels.common import gated_inputs  # noqa: E402
+from gated_kernels.gla.cases import Case as Sizes  # noqa: E402
 
 BF16, FP32 = torch.bfloat16, torch.float32
 ROUNDING = torch.finfo(BF16).eps / 4  # `faults` allows four of these: a map's and those of what meets it
@@ -50,22 +51,23 @@ OWN = {
 }
 EVERY = CASES | OWN
 CODED = {name: case for name, case in coded.CASES.items() if case.sizes.dtype == BF16 and case.sizes.T > 1} | {
-    "segments": coded.Case(Sizes(70, scalar=True, gate="mixed", segments=True, dtype=BF16)),
+    "segments": coded.Case(Sizes(70, per_head=True, gate="mixed", segments=True, dtype=BF16)),
     "no state, no decay": coded.Case(Sizes(33, gate="none", state=False, dtype=BF16)),
-    "mass, no state": coded.Case(Sizes(33, scalar=True, state=False, mass=True, dtype=BF16)),
+    "normalizer, no state": coded.Case(Sizes(33, per_head=True, state=False, normalizer=True, dtype=BF16)),
     "one head of 80, blocks of codes and values": coded.Case(
-        Sizes(70, R=1, F=130, V=257, scalar=True, segments=True, dtype=BF16), D=80
+        Sizes(70, R=1, F=130, V=257, per_head=True, segments=True, dtype=BF16), D=80
     ),
     "four heads of 128": coded.Case(
-        Sizes(129, G=1, R=4, F=256, V=128, gate="mixed", scalar=True, segments=True, mass=True, dtype=BF16), D=128
+        Sizes(129, G=1, R=4, F=256, V=128, gate="mixed", per_head=True, segments=True, normalizer=True, dtype=BF16),
+        D=128,
     ),
-    "mass, one code in nearly all weights": coded.Case(
-        Sizes(40, G=6, F=200, V=65, scalar=True, mass=True, exclusive=True, dtype=BF16), tau=4.0
+    "normalizer, one code in nearly all weights": coded.Case(
+        Sizes(40, G=6, F=200, V=65, per_head=True, normalizer=True, exclusive=True, dtype=BF16), log_inv_temperature=4.0
     ),
-    "mass, blocks of values, flat": coded.Case(
-        Sizes(33, R=2, F=65, V=130, gate="none", mass=True, dtype=BF16), tau=-3.0
+    "normalizer, blocks of values, flat": coded.Case(
+        Sizes(33, R=2, F=65, V=130, gate="none", normalizer=True, dtype=BF16), log_inv_temperature=-3.0
     ),
-    "heads of 256": coded.Case(Sizes(9, G=1, R=2, F=64, scalar=True, mass=True, dtype=BF16), D=256),
+    "heads of 256": coded.Case(Sizes(9, G=1, R=2, F=64, per_head=True, normalizer=True, dtype=BF16), D=256),
 }
 COMPILED = (  # N, G, D, F
     (32, 8, 128, 256),
@@ -79,10 +81,10 @@ HEADS_OF_256 = (4, 2, 256, 256)
 
 @pytest.fixture(autouse=True)
 def _in_triton() -> Iterator[None]:
-    kernels._warn_once.cache_clear()
+    gated_inputs.warn_once.cache_clear()
     gated_kernels.use("triton")
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", "(codebook|diagonal) runs in torch")  # nothing is left to it
+        warnings.filterwarnings("error", "(codebook|gla|simple_gla) runs in torch")  # nothing is left to it
         yield
     gated_kernels.use("torch")
 
@@ -95,24 +97,27 @@ def inputs_of(case: Case, parameters: torch.dtype = BF16) -> Inputs:
     """Vectors in bf16; parameters in that, too, as a model in bf16 has them, or in fp32 as training has them."""
     x = inputs(case._replace(dtype=FP32, v_dtype=BF16))
     return placed(
-        {name: value if name in ("x_BTND", "log_tau_N") else value.to(parameters) for name, value in x.items()}
+        {
+            name: value if name in ("x_BTND", "log_inv_temperature_N") else value.to(parameters)
+            for name, value in x.items()
+        }
     )
 
 
 @pytest.mark.parametrize("case", EVERY)
 def test_the_kernels_err_at_most_twice_as_much_as_the_reference_and_the_roundings_of_their_products(case: str) -> None:
-    assert not faults(gated_kernels.codebook, reference, inputs_of(EVERY[case]), ROUNDING)
+    assert not faults(gated_kernels.chunk_codebook, reference, inputs_of(EVERY[case]), ROUNDING)
 
 
 @pytest.mark.parametrize("case", ["odd sizes", "heads of 128", "heads of 64, more codes than a block"])
 @pytest.mark.parametrize("programs", [1, 4])
 def test_a_program_may_take_several_blocks_of_rows(case: str, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "PROGRAMS", programs)
-    assert not faults(gated_kernels.codebook, reference, inputs_of(EVERY[case]), ROUNDING)
+    assert not faults(gated_kernels.chunk_codebook, reference, inputs_of(EVERY[case]), ROUNDING)
 
 
 def test_parameters_may_be_in_float32() -> None:
-    assert not faults(gated_kernels.codebook, reference, inputs_of(OWN["heads of 128"], FP32), ROUNDING)
+    assert not faults(gated_kernels.chunk_codebook, reference, inputs_of(OWN["heads of 128"], FP32), ROUNDING)
 
 
 @pytest.mark.parametrize("case", CODED)
@@ -121,10 +126,10 @@ def test_the_recurrence_over_a_codebook_is_right_by_kernels_that_keep_no_map(cas
 
     def watched(**given: Any) -> tuple[Tensor, ...]:
         with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-            return gated_kernels.coded(**given)
+            return gated_kernels.chunk_codebook_gla(**given)
 
     assert not faults(watched, coded_reference, x, ROUNDING)
-    columns = x["v_BTGV"].shape[3] + CODED[case].sizes.mass
+    columns = x["v_BTGV"].shape[3] + CODED[case].sizes.normalizer
     state = x["k_BTGD"].new_empty(2, *x["codes_GFE"].shape[:2], columns)  # made where none is given
     with_ones = x["v_BTGV"].new_empty(*x["v_BTGV"].shape[:3], columns)  # as gates per feature have their values
     given = {value.shape for value in (*x.values(), state, with_ones) if isinstance(value, Tensor)}
@@ -132,17 +137,17 @@ def test_the_recurrence_over_a_codebook_is_right_by_kernels_that_keep_no_map(cas
     assert {tensor.shape for tensor in kept} <= given
 
 
-@pytest.mark.parametrize("tau", [6.0, 12.0, 40.0, 80.0])
-def test_what_is_read_is_right_with_any_tau(tau: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("log_inv_temperature", [6.0, 12.0, 40.0, 80.0])
+def test_what_is_read_is_right_at_any_temperature(log_inv_temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     x = placed(coded.inputs(CODED["many codes, bf16"]))
-    x["q_log_tau_H"].fill_(tau)
-    u_BTHE = turned(x["q_BTHD"].double(), x["q_turn_HDE"].double(), x["q_shift_HE"].double())
+    x["q_log_inv_temperature_H"].fill_(log_inv_temperature)
+    u_BTHE = unit_projection(x["q_BTHD"].double(), x["q_proj_HDE"].double(), x["q_bias_HE"].double())
     codes_HEF = x["codes_GFE"].double().mT.repeat_interleave(u_BTHE.shape[2] // len(x["codes_GFE"]), 0)
     nearest_BTH2 = per_head(u_BTHE, codes_HEF).topk(2).values
     clear_BTH = nearest_BTH2[..., 0] - nearest_BTH2[..., 1] > 0.02  # else a last bit decides which code it is
-    found = gated_kernels.coded(**x)
-    monkeypatch.setattr(read, "takes", lambda *_: False)
-    expected = gated_kernels.coded(**x)
+    found = gated_kernels.chunk_codebook_gla(**x)
+    monkeypatch.setattr(read, "is_supported", lambda *_: False)
+    expected = gated_kernels.chunk_codebook_gla(**x)
     assert clear_BTH.float().mean() > 0.5
     assert error(found[2], expected[2]) <= 4 * ROUNDING
     for ours, theirs in zip(found[:2], expected[:2]):
@@ -158,15 +163,15 @@ def test_queries_have_a_map_only_where_it_is_not_made_as_it_is_read(
 ) -> None:
     x, made, forward = placed(coded.inputs(CODED[case])), [], kernels.forward
     monkeypatch.setattr(kernels, "forward", lambda x, *given: made.append(x.shape) or forward(x, *given))
-    gated_kernels.coded(**x)
+    gated_kernels.chunk_codebook_gla(**x)
     assert made == [x["k_BTGD"].shape] + [x["q_BTHD"].shape] * of_queries
 
 
 def test_a_vector_that_turns_into_nothing_is_as_near_to_every_code() -> None:
-    x = inputs_of(Case(9, shift=0.0))
+    x = inputs_of(Case(9, bias=0.0))
     x["x_BTND"][0, 3] = 0
     leaves = {name: value.requires_grad_() for name, value in x.items()}
-    phi = gated_kernels.codebook(**leaves)
+    phi = gated_kernels.chunk_codebook(**leaves)
     assert torch.equal(phi[0, 3], torch.full_like(phi[0, 3], 1 / 33))
     weights = torch.randn_like(phi)
     weights[0, 3] = 0  # a map that nothing reads, as of the padding
@@ -177,8 +182,8 @@ def test_a_vector_that_turns_into_nothing_is_as_near_to_every_code() -> None:
 
 def test_tokens_without_value_and_gate_leave_a_state_exactly_as_it_was() -> None:
     x = placed(coded.inputs(CODED["heads of 64, bf16"]))
-    idle = x | {name: torch.zeros_like(x[name]) for name in ("v_BTGV", "log_a", "written_BTG")}
-    assert torch.equal(gated_kernels.coded(**idle)[2], x["state_BGFV"].float())
+    idle = x | {name: torch.zeros_like(x[name]) for name in ("v_BTGV", "log_a", "write_mask_BTG")}
+    assert torch.equal(gated_kernels.chunk_codebook_gla(**idle)[2], x["initial_state"].float())
 
 
 def test_results_do_not_depend_on_how_the_inputs_lie_in_memory_nor_on_autocast() -> None:
@@ -187,34 +192,43 @@ def test_results_do_not_depend_on_how_the_inputs_lie_in_memory_nor_on_autocast()
 
     def autocast(**given: Tensor) -> Tensor:
         with torch.autocast(DEVICE, dtype=BF16):
-            return gated_kernels.codebook(**given)
+            return gated_kernels.chunk_codebook(**given)
 
-    first, second = run(gated_kernels.codebook, x), run(autocast, strided)
+    first, second = run(gated_kernels.chunk_codebook, x), run(autocast, strided)
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
 @pytest.mark.parametrize("op", ["codebook", "coded"])
 def test_torch_compile_sees_through_the_ops(op: str) -> None:
-    x = inputs_of(CASES["two codes"]) if op == "codebook" else placed(coded.inputs(CODED["mass, no state"]))
+    x = inputs_of(CASES["two codes"]) if op == "codebook" else placed(coded.inputs(CODED["normalizer, no state"]))
     call: Callable[..., Any] = gated_kernels.OPS[op]
     eager, traced = run(call, x), run(torch.compile(call, backend="aot_eager", fullgraph=True), x)
     assert [name for name in eager if not torch.equal(eager[name], traced[name])] == []
 
 
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("mass", [True, False])
-def test_the_custom_ops_keep_to_what_torch_asks_of_them(mass: bool, gated: bool) -> None:
+@pytest.mark.parametrize("normalizer", [True, False])
+def test_the_custom_ops_keep_to_what_torch_asks_of_them(normalizer: bool, gated: bool) -> None:
     torch.use_deterministic_algorithms(False)  # its checks compare uninitialised memory
     x = {name: value.requires_grad_() for name, value in inputs_of(CASES["two codes"]).items()}
     torch.library.opcheck(kernels.forward, tuple(x.values()))
     phi = kernels.forward(*x.values())
     torch.library.opcheck(kernels.backward, (*(value.detach() for value in x.values()), phi.detach()))
-    both = import_module("gated_kernels.coded.triton")
-    c = placed(coded.inputs(coded.Case(Sizes(3, scalar=True, mass=mass, dtype=BF16))))
-    names = ("q_BTHD", "k_BTGD", "q_turn_HDE", "q_shift_HE", "q_log_tau_H", "k_turn_GDE", "k_shift_GE", "k_log_tau_G")
+    both = import_module("gated_kernels.codebook_gla.triton")
+    c = placed(coded.inputs(coded.Case(Sizes(3, per_head=True, normalizer=normalizer, dtype=BF16))))
+    names = (
+        "q_BTHD",
+        "k_BTGD",
+        "q_proj_HDE",
+        "q_bias_HE",
+        "q_log_inv_temperature_H",
+        "k_proj_GDE",
+        "k_bias_GE",
+        "k_log_inv_temperature_G",
+    )
     given = [c[name].requires_grad_() for name in (*names, "codes_GFE", "v_BTGV")]
-    given += [c["log_a"].requires_grad_() if gated else None, c.get("written_BTG")]
-    given += [c["state_BGFV"].float().requires_grad_(), None, True]
+    given += [c["log_a"].requires_grad_() if gated else None, c.get("write_mask_BTG")]
+    given += [c["initial_state"].float().requires_grad_(), None, True]
     torch.library.opcheck(both.forward, tuple(given))
     plain = (value.detach() if isinstance(value, Tensor) else value for value in (*given, *both.forward(*given)))
     torch.library.opcheck(both.backward, tuple(plain))
@@ -225,25 +239,25 @@ def test_what_the_kernels_do_not_take_is_left_to_torch_with_one_warning() -> Non
     x = inputs_of(CASES["two codes"])
     x["x_BTND"] = x["x_BTND"].float()
     with pytest.warns(UserWarning, match="do not take vectors in float32") as caught:
-        first, second = gated_kernels.codebook(**x), gated_kernels.codebook(**x)
+        first, second = gated_kernels.chunk_codebook(**x), gated_kernels.chunk_codebook(**x)
     assert len(caught) == 1
     assert first.dtype == FP32
     assert torch.equal(first, second)
     c = placed(coded.inputs(coded.CASES["a token more than a chunk"]))
-    assert gated_kernels.coded(**c)[0].dtype == FP32, "the maps by torch, the recurrence by its kernels"
+    assert gated_kernels.chunk_codebook_gla(**c)[0].dtype == FP32, "the maps by torch, the recurrence by its kernels"
     for name, wrong, said in (
-        ("turn_NDE", x["turn_NDE"][:1], r"\(1, 16, 8\) on .* where \(32, 16, 8\)"),
+        ("proj_NDE", x["proj_NDE"][:1], r"\(1, 16, 8\) on .* where \(32, 16, 8\)"),
         ("codes_GFE", x["codes_GFE"].half(), "parameters in float16"),
     ):
-        assert kernels.problem(**x | {"x_BTND": x["x_BTND"].bfloat16()}) is None
-        found = kernels.problem(**x | {"x_BTND": x["x_BTND"].bfloat16(), name: wrong})
+        assert kernels.unsupported(**x | {"x_BTND": x["x_BTND"].bfloat16()}) is None
+        found = kernels.unsupported(**x | {"x_BTND": x["x_BTND"].bfloat16(), name: wrong})
         assert re.search(said, found or "")
-    assert "heads of 512" in (kernels.problem(*inputs_of(Case(2, D=512)).values()) or "")
+    assert "heads of 512" in (kernels.unsupported(*inputs_of(Case(2, D=512)).values()) or "")
 
 
 def test_every_configuration_compiles_for_hopper_and_hardly_spills(tmp_path: Path) -> None:
     told = [(name, int(shared), int(stack)) for name, shared, stack in told_by(__file__, tmp_path)]
-    each = ["forward_kernel", "rows_kernel", "turns_kernel", "codes_kernel"]
+    each = ["forward_kernel", "rows_kernel", "projections_kernel", "codes_kernel"]
     of_coded = ["sums_kernel", "states_kernel", "read_kernel", "states_kernel", "read_kernel"]
     assert [name for name, _, _ in told] == (each + of_coded) * len(COMPILED) + each
     usual, heads_of_256 = told[:-4], told[-4:]
@@ -267,9 +281,9 @@ def compile_all() -> None:
         if D > read.LARGEST:
             continue
         phi_k, v = phi[:, :, :G].contiguous(), x[:, :, :G].contiguous()
-        log_a, written = v[..., :1].float(), v[..., 0].bool()
+        log_a, write_mask = v[..., :1].float(), v[..., 0].bool()
         state = phi.new_empty(2, G, F, D + 1, dtype=FP32)
-        read.forward((x, *parameters), phi_k, v, log_a, written, state, None, True)
+        read.forward((x, *parameters), phi_k, v, log_a, write_mask, state, None, True)
         read.forward((x, *parameters), phi_k, v, None, None, state[..., :D], None, False)
 
 

@@ -12,20 +12,25 @@ import pytest
 import torch
 from tiny import save_tiny_base
 
-from liger_convert.config.recipe import AlignStage, DistillStage, FinetuneStage, Lora, Rates, Stage
-from liger_convert.data import corpus
+from liger_convert.config.stages import AlignStage, DistillStage, FinetuneStage, LearningRates, Lora, Stage
+from liger_convert.data.documents import Document
+from liger_convert.data.packed_rows import pack
 from liger_convert.mixers import resolve_spec
 from liger_convert.model.loading import linearize_base
 from liger_convert.training import run_stage
 
 SEQ_LEN = 32
 CPU = torch.device("cpu")
-FULL = Rates(mixer=1e-2, attention=5e-3, body=2e-3, embeddings=1e-3)
+FULL = LearningRates(mixer=1e-2, attention=5e-3, body=2e-3, embeddings=1e-3)
 STAGES: dict[str, dict[str, Any]] = {
-    "align": {"kind": AlignStage, "rates": Rates(mixer=1e-2, attention=1e-2)},
-    "distill": {"kind": DistillStage, "rates": FULL, "ce_weight": 0.3, "temperature": 2.0},
-    "finetune": {"kind": FinetuneStage, "rates": FULL},
-    "lora": {"kind": FinetuneStage, "rates": Rates(mixer=1e-2, lora=2e-2), "lora": Lora(rank=4, dropout=0.1)},
+    "align": {"kind": AlignStage, "learning_rates": LearningRates(mixer=1e-2, attention=1e-2)},
+    "distill": {"kind": DistillStage, "learning_rates": FULL, "ce_weight": 0.3, "temperature": 2.0},
+    "finetune": {"kind": FinetuneStage, "learning_rates": FULL},
+    "lora": {
+        "kind": FinetuneStage,
+        "learning_rates": LearningRates(mixer=1e-2, lora=2e-2),
+        "lora": Lora(rank=4, dropout=0.1),
+    },
 }
 every_stage = pytest.mark.parametrize("name", STAGES)
 
@@ -49,14 +54,14 @@ def folders(family: str = "llama") -> tuple[Path, Path]:
 
 
 @functools.cache
-def documents() -> list[corpus.Document]:
+def documents() -> list[Document]:
     """Few and alike, so that a few steps learn them."""
     rng = np.random.default_rng(0)
     pattern = rng.integers(3, 101, 9)
     made = []
     for size in rng.integers(10, 60, 12):
         ids = np.resize(pattern, size).astype(np.int32)
-        made.append(corpus.Document(ids, np.arange(size) >= size // 3, int(size)))
+        made.append(Document(ids, np.arange(size) >= size // 3, int(size)))
     return made
 
 
@@ -71,9 +76,14 @@ def train(
     **options: Any,
 ) -> dict[str, Any]:
     base, linearized = folders(family)
-    masked = isinstance(stage, FinetuneStage) and not stage.joined
-    cut = {"shorter": [(other.seq_len, other.share) for other in stage.shorter], "batch_size": stage.batch_size}
-    packed = corpus.pack(documents(), SEQ_LEN, stage.tokens, responses_only=masked, joined=stage.joined, **cut)
+    masked = isinstance(stage, FinetuneStage) and not stage.concat_documents
+    cut = {
+        "mixed_seq_lens": [(other.seq_len, other.fraction) for other in stage.mixed_seq_lens],
+        "batch_size": stage.batch_size,
+    }
+    packed = pack(
+        documents(), SEQ_LEN, stage.tokens, responses_only=masked, concat_documents=stage.concat_documents, **cut
+    )
     return run_stage(
         stage,
         model_dir=model or linearized,

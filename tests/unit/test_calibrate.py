@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from gated_kernels.check import error
-from gated_kernels.window.chunk import joined
+from gated_kernels.swa.chunk import combine
 from tiny import save_tiny_base
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from liger_convert.mixers import build_mixer, resolve_spec
-from liger_convert.mixers.base import EMPTY, LEAST_MASS, HeadDims, Heads, Memory, Mixer
+from liger_convert.mixers.base import EMPTY, MIN_NORMALIZER, HeadDims, Heads, Memory, Mixer
 from liger_convert.mixers.feature_maps import Codebook
 from liger_convert.model import collect_align_targets
 from liger_convert.model.loading import linearize_base
@@ -117,7 +117,7 @@ def test_the_fit_of_a_learned_mix_leaves_nothing_to_gain(mixer: str) -> None:
 
     def left_H() -> Tensor:
         o = read * (mixing.size_HV if mixer == "retnet" else 1)
-        mixed, _ = joined(window_o, window_o[..., 0], *mixing.beside(window_o, Memory(o, None)))
+        mixed, _ = combine(window_o, window_o[..., 0], *mixing.beside(window_o, Memory(o, None)))
         return (mixed - target).square().sum((0, 1, 3))
 
     with torch.no_grad():
@@ -153,7 +153,7 @@ def test_the_memory_of_each_group_lasts_as_long_as_its_heads_look_back(
     planted_G1 = torch.tensor([[3.0], [6.0]])
     mixer.gate_bias_GF.copy_(planted_G1)
     memory = mixer.remember(heads, layout, None)
-    target_BTHV = joined(window_o_BTHV, window_lse_BTH, *mixer.beside(heads.q_BTHD, memory))[0]
+    target_BTHV = combine(window_o_BTHV, window_lse_BTH, *mixer.beside(heads.q_BTHD, memory))[0]
     monkeypatch.setattr(module, "TAUS", (20.0,))
     monkeypatch.setattr(module, "fit_codes", lambda *_: None)
     monkeypatch.setattr(module, "window", lambda *_, **__: (target_BTHV, None))
@@ -336,7 +336,7 @@ def mixer_and_branches(lse: float) -> tuple[Mixer, Tensor, Memory, Tensor, Tenso
 
 
 def squared_error_H(mixer: Mixer, q: Tensor, memory: Memory, window_o: Tensor, lse: Tensor, target: Tensor) -> Tensor:
-    return (joined(window_o, lse, *mixer.beside(q, memory))[0] - target).square().sum((0, 1, 3))
+    return (combine(window_o, lse, *mixer.beside(q, memory))[0] - target).square().sum((0, 1, 3))
 
 
 @pytest.mark.parametrize("lse", [-90.0, -30.0, 0.0, 90.0])
@@ -359,7 +359,7 @@ def test_a_share_that_depends_on_the_query_is_found() -> None:
     mixer.share_power_H.copy_(torch.linspace(0.5, 1.5, 6))
     mixer.log_share_H.copy_(torch.linspace(-1, 1, 6))
     planted_BTH = (mixer.log_weight(q_BTHD, memory) - window_lse).sigmoid()
-    target = joined(window_o, window_lse, *mixer.beside(q_BTHD, memory))[0]
+    target = combine(window_o, window_lse, *mixer.beside(q_BTHD, memory))[0]
     mixer.reset_parameters()
     left_H = fit_share(mixer, q_BTHD, memory, window_o, window_lse, target)
     found_BTH = (mixer.log_weight(q_BTHD, memory) - window_lse).sigmoid()
@@ -372,7 +372,9 @@ def test_tokens_whose_memory_is_empty_have_no_say_in_the_share() -> None:
     mixer, q_BTHD, memory, window_o, window_lse = mixer_and_branches(0.0)
     assert memory.log_mass_BTH is not None
     empty_T = torch.arange(150) % 3 == 0
-    memory = Memory(memory.o_BTHV, memory.log_mass_BTH.masked_fill(empty_T[:, None], torch.tensor(LEAST_MASS).log()))
+    memory = Memory(
+        memory.o_BTHV, memory.log_mass_BTH.masked_fill(empty_T[:, None], torch.tensor(MIN_NORMALIZER).log())
+    )
     found = []
     for share in (0.2, 0.9):  # of the memory in what is wanted at the empty tokens
         share_T = torch.where(empty_T, share, 0.5)[:, None, None]
@@ -385,8 +387,8 @@ def test_an_empty_memory_has_no_weight_whatever_the_query_says() -> None:
     mixer, q_BTHD, memory, window_o, window_lse = mixer_and_branches(-90.0)
     mixer.share_query_HD.fill_(100)
     mixer.log_share_H.fill_(100)
-    empty = memory._replace(log_mass_BTH=torch.zeros_like(window_lse).clamp_min(LEAST_MASS).log())
+    empty = memory._replace(log_mass_BTH=torch.zeros_like(window_lse).clamp_min(MIN_NORMALIZER).log())
     assert empty.log_mass_BTH is not None
     assert (empty.log_mass_BTH <= EMPTY).all()
-    assert torch.equal(joined(window_o, window_lse, *mixer.beside(100 * q_BTHD, empty))[0], window_o)
-    assert not torch.equal(joined(window_o, window_lse, *mixer.beside(100 * q_BTHD, memory))[0], window_o)
+    assert torch.equal(combine(window_o, window_lse, *mixer.beside(100 * q_BTHD, empty))[0], window_o)
+    assert not torch.equal(combine(window_o, window_lse, *mixer.beside(100 * q_BTHD, memory))[0], window_o)

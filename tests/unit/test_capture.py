@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gated_kernels.diagonal import chunk
+from gated_kernels.common import gated_recurrence
 from safetensors.torch import load_file
 from stages import CPU, SEQ_LEN, every_stage, files_of, folders, make_stage, train
 from torch import Tensor
 from transformers import masking_utils
 
-from liger_convert.config.recipe import Lora
+from liger_convert.config.stages import Lora
 from liger_convert.model.loading import load_base
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")
 
 
-@every_stage
+@pytest.mark.parametrize("name", ["align", "distill", "finetune", pytest.param("lora", marks=pytest.mark.slow)])
 def test_compiled_layers_train_as_they_are_and_alignment_compiles_what_it_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -36,7 +36,7 @@ def test_compiled_layers_train_as_they_are_and_alignment_compiles_what_it_runs(
 
     monkeypatch.setattr(torch, "compile", compile_without_a_backend)
     # on a CPU a compiled op halves its chunks to the end, an eager one as far as it must; here both do the former
-    monkeypatch.setattr(chunk, "reads_no_values", lambda x: True)
+    monkeypatch.setattr(gated_recurrence, "reads_no_values", lambda x: True)
     lora = {"lora": Lora(rank=4)} if name == "lora" else {}
     curves = []
     for on in (False, True):
@@ -92,23 +92,26 @@ def replayed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-@pytest.mark.parametrize(("accumulation", "lengths"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("accumulation", "lengths"),
+    [pytest.param(1, 1, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow), (2, 2)],
+)
 @every_stage
 def test_replayed_passes_train_the_same_weights(
     name: str, accumulation: int, lengths: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a graph for rows of another length is made between two micro-batches of a step."""
     only = {"align": {"calibrate": False}, "distill": {}}.get(name, {"loss_on": "all"})
-    shorter = [{"seq_len": SEQ_LEN // 4, "share": 0.5}] * (lengths - 1)
-    stage = make_stage(name, steps=3, accumulation=accumulation, joined=True, shorter=shorter, **only)
+    shorter = [{"seq_len": SEQ_LEN // 4, "fraction": 0.5}] * (lengths - 1)
+    stage = make_stage(name, steps=3, accumulation=accumulation, concat_documents=True, mixed_seq_lens=shorter, **only)
     plain = train(stage, tmp_path / "plain")
-    assert plain["passes"] == "plain: there is no Nvidia GPU"
+    assert plain["fwd_bwd"] == "eager: there is no Nvidia GPU"
     with monkeypatch.context() as patches:
         done = replayed_on_a_cpu(patches)
         replayed = train(stage, tmp_path / "replayed")
     assert done.count("captured") == lengths
     assert done.count("replayed") == 3 * accumulation
-    assert replayed["passes"] == "captured"
+    assert replayed["fwd_bwd"] == "captured"
     np.testing.assert_allclose(replayed["loss"], plain["loss"], rtol=1e-5)
     before, after = (
         {k: v for f in files_of(out) for k, v in load_file(f).items()}
@@ -120,7 +123,7 @@ def test_replayed_passes_train_the_same_weights(
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 def test_graphs_of_two_shapes_add_to_the_same_gradients(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from liger_convert.training.capture import CapturedPasses
+    from liger_convert.training.capture import CapturedFwdBwd
 
     if device == "cpu":
         replayed_on_a_cpu(monkeypatch)
@@ -132,7 +135,7 @@ def test_graphs_of_two_shapes_add_to_the_same_gradients(device: str, monkeypatch
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
-    graphs = CapturedPasses(passes, [weight], [])
+    graphs = CapturedFwdBwd(passes, [weight], [])
     for rows in ((8, 32, 8), (32,), (32, 8), (8, 8, 32)):  # micro-batches of a step
         batches = [{"x": torch.randn(n, 64, device=device)} for n in rows]
         expected = [passes(batch).item() for batch in batches]
@@ -149,7 +152,7 @@ def test_graphs_of_two_shapes_add_to_the_same_gradients(device: str, monkeypatch
 def test_passes_that_cannot_be_captured_are_run_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from liger_convert.training import capture
 
-    stage = make_stage("distill", steps=3, joined=True)
+    stage = make_stage("distill", steps=3, concat_documents=True)
     plain = train(stage, tmp_path / "plain")
     replayed_on_a_cpu(monkeypatch)
 
@@ -158,7 +161,7 @@ def test_passes_that_cannot_be_captured_are_run_as_they_are(tmp_path: Path, monk
 
     monkeypatch.setattr(capture, "capture", fails)
     stats = train(stage, tmp_path / "failed")
-    assert stats["passes"] == "plain: the capture failed: operation not permitted when stream is capturing"
+    assert stats["fwd_bwd"] == "eager: the capture failed: operation not permitted when stream is capturing"
     np.testing.assert_allclose(stats["loss"], plain["loss"], rtol=1e-5)
 
 
@@ -166,14 +169,14 @@ def test_what_keeps_a_stage_from_being_captured_is_said() -> None:
     from liger_convert.training.capture import why_not_captured
 
     def why(processes: int = 1, device: str = "cuda", base: Any = None, **changes: Any) -> str | None:
-        stage = make_stage("distill", **({"joined": True} | changes))
+        stage = make_stage("distill", **({"concat_documents": True} | changes))
         return why_not_captured(
             stage, [base or load_base(folders()[0], CPU, torch.float32)], torch.device(device), processes
         )
 
     assert why() is None
     assert "no Nvidia GPU" in str(why(device="cpu"))
-    assert "documents begin" in str(why(joined=False))
+    assert "documents begin" in str(why(concat_documents=False))
     assert "compile: false" in str(why(compile=False))
     assert "between processes" in str(why(processes=2))
     assert "checkpointing" in str(why(gradient_checkpointing=True))

@@ -16,11 +16,12 @@ from liger_convert.config.resources import chosen_recipe
 from liger_convert.mixers import MIXERS
 from liger_convert.model.families import FAMILIES
 from liger_convert.model.loading import load_linearized
+from liger_convert.pipeline import layer_selection
 
 COMMANDS = [
     "run",
     "plan",
-    "rank",
+    "select-layers",
     "convert",
     "calibrate",
     "train",
@@ -43,8 +44,8 @@ RECIPE = {
     "precision": "float32",
     "data": {"text": {"source": "file", "path": "text.jsonl"}},
     "stages": [
-        STAGE | {"kind": "align", "rates": {"mixer": 1e-2}},
-        STAGE | {"kind": "finetune", "loss_on": "all", "rates": {"lora": 1e-2}, "lora": {}},
+        STAGE | {"kind": "align", "learning_rates": {"mixer": 1e-2}},
+        STAGE | {"kind": "finetune", "loss_on": "all", "learning_rates": {"lora": 1e-2}, "lora": {}},
     ],
 }
 SUITE = "description: tiny\ntext: [{window: 32, windows: 4}]\ncopying: [{length: 8, draws: 4}]\n"
@@ -86,11 +87,9 @@ def test_no_words_at_all_show_every_command(capsys):
 
 
 def test_the_module_runs_as_the_command_does():
-    done = subprocess.run([sys.executable, "-m", "liger_convert.cli", "families"], capture_output=True, text=True)
-    assert done.returncode == 0
-    assert "mistral" in done.stdout
     wrong = subprocess.run([sys.executable, "-m", "liger_convert.cli", "nothing"], capture_output=True, text=True)
     assert wrong.returncode == 2
+    assert "No such command 'nothing'" in wrong.stderr
 
 
 def test_help_does_not_import_torch():
@@ -142,13 +141,14 @@ def test_the_base_of_a_recipe_can_be_another_one(home, capsys):
     assert main.main(["plan", "recipe.yaml", "--base", "nowhere/at/all.gguf"]) == 2
 
 
-def test_rank_ends_with_the_line_for_the_recipe(home, capsys):
-    *_, line = output(capsys, "rank", "recipe.yaml", "--keep", "2").splitlines()
-    found = json.loads(output(capsys, "rank", "recipe.yaml", "--set", "layers={softmax_auto: 2}", "--json"))
-    assert yaml.safe_load(line) == {"layers": {"softmax": found["kept"]}}
+def test_select_layers_ends_with_the_line_for_the_recipe(home, capsys, monkeypatch):
+    monkeypatch.setattr(layer_selection, "CALIBRATION_TOKENS", 1024)
+    *_, line = output(capsys, "select-layers", "recipe.yaml", "--softmax-layers", "2").splitlines()
+    found = json.loads(output(capsys, "select-layers", "recipe.yaml", "--set", "layers={softmax_auto: 2}", "--json"))
+    assert yaml.safe_load(line) == {"layers": {"softmax": found["softmax_layers"]}}
     planned = json.loads(output(capsys, "plan", "recipe.yaml", "--set", line.replace(": ", "=", 1), "--json"))
     names = planned["linearization"]["layers"]
-    assert [i for i, name in enumerate(names) if name == "softmax"] == found["kept"]
+    assert [i for i, name in enumerate(names) if name == "softmax"] == found["softmax_layers"]
 
 
 def test_convert_makes_a_model_with_the_options_given(home):
@@ -214,10 +214,10 @@ def test_eval_measures_a_model_beside_its_baseline(home, capsys):
 
 def test_diagnose_measures_each_branch_and_the_controls(home, capsys):
     words = ["diagnose", "converted", "--suite", "suite.yaml", "--text", "text.jsonl", "--json"]
-    alone = ["linearized", "linearized_window_only", "linearized_memory_only"]
+    alone = ["linearized", "memory_ablated", "window_ablated"]
     assert list(json.loads(output(capsys, *words))["models"]) == alone
     beside = json.loads(output(capsys, *words, "--base", "base"))
-    assert list(beside["models"]) == ["base", "window_untrained", *alone]
+    assert list(beside["models"]) == ["base", "window_only_untrained", *alone]
 
 
 def test_generate_speaks_and_says_the_same_twice(home, capsys):

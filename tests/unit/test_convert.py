@@ -24,7 +24,7 @@ from liger_convert.model import new_state
 from liger_convert.model.families import FAMILIES
 from liger_convert.model.loading import linearize_base, load_linearized
 from liger_convert.model.shards import all_finite
-from liger_convert.pipeline.convert import convert
+from liger_convert.pipeline.convert import convert_checkpoint
 from liger_convert.utils.errors import BadInput, LinearizeError
 
 LINEARIZATION = {
@@ -82,7 +82,7 @@ def same(out: Path, tensors: dict[str, torch.Tensor]) -> bool:
 @torch.no_grad()
 def test_the_folder_loads_as_the_model_made_in_memory(bases, tmp_path, family):
     base = bases(family)
-    report = convert(base, tmp_path / "out", LINEARIZATION, seed=3)
+    report = convert_checkpoint(base, tmp_path / "out", LINEARIZATION, seed=3)
     model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(loading.values())
     expected = linearize_base(base, LINEARIZATION, seed=3)
@@ -93,7 +93,7 @@ def test_the_folder_loads_as_the_model_made_in_memory(bases, tmp_path, family):
 
 
 def test_the_new_config_names_its_class_and_keeps_no_trace_of_the_base_folder(base, tmp_path):
-    convert(base, tmp_path / "out", LINEARIZATION)
+    convert_checkpoint(base, tmp_path / "out", LINEARIZATION)
     text = (tmp_path / "out/config.json").read_text()
     config = json.loads(text)
     assert config["architectures"] == ["LinearizedLlamaForCausalLM"]
@@ -105,7 +105,7 @@ def test_the_new_config_names_its_class_and_keeps_no_trace_of_the_base_folder(ba
 def test_tokenizer_generation_config_and_licence_come_along(base, tmp_path):
     (base / "LICENSE.txt").write_text("yes")
     (base / "README.md").write_text("the base")
-    convert(base, tmp_path / "out", LINEARIZATION)
+    convert_checkpoint(base, tmp_path / "out", LINEARIZATION)
     assert {path.name for path in base.iterdir()} - {path.name for path in (tmp_path / "out").iterdir()} == {
         "README.md",
         WEIGHTS,
@@ -117,7 +117,7 @@ def test_tokenizer_generation_config_and_licence_come_along(base, tmp_path):
 
 
 def test_a_mixer_without_parameters_adds_no_shard(base, tmp_path):
-    report = convert(base, tmp_path / "out", LINEARIZATION_PAPER)
+    report = convert_checkpoint(base, tmp_path / "out", LINEARIZATION_PAPER)
     assert report["tensors"]["new"] == 0
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 1
     assert not any(AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)[1].values())
@@ -126,7 +126,7 @@ def test_a_mixer_without_parameters_adds_no_shard(base, tmp_path):
 def test_shards_stay_shards(base, tmp_path):
     original = load_file(base / WEIGHTS)
     shard(base)
-    convert(base, tmp_path / "out", LINEARIZATION)
+    convert_checkpoint(base, tmp_path / "out", LINEARIZATION)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == len(list(base.glob("*.safetensors"))) + 1
     assert same(tmp_path / "out", original)
     assert not any(AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)[1].values())
@@ -138,7 +138,7 @@ def test_fused_experts_are_recognised_too(bases, tmp_path):
     fused = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert fused.keys() != load_file(base / WEIGHTS).keys()
     save_file(fused, base / WEIGHTS)
-    convert(base, tmp_path / "out", LINEARIZATION)
+    convert_checkpoint(base, tmp_path / "out", LINEARIZATION)
     converted, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(loading.values())
     assert all(torch.equal(converted.state_dict()[name], tensor) for name, tensor in fused.items())
@@ -148,7 +148,7 @@ def test_fused_experts_are_recognised_too(bases, tmp_path):
 def test_a_dtype_is_cast_while_streaming(base, tmp_path, dtype):
     target = getattr(torch, dtype)
     original = load_file(base / WEIGHTS)
-    convert(base, tmp_path / "out", LINEARIZATION, dtype=dtype)
+    convert_checkpoint(base, tmp_path / "out", LINEARIZATION, dtype=dtype)
     assert same(tmp_path / "out", {name: tensor.to(target) for name, tensor in original.items()})
     for name, parameter in load_linearized(tmp_path / "out").named_parameters():
         assert parameter.dtype == (torch.float32 if ".mixer." in name else target)
@@ -162,7 +162,7 @@ def test_without_a_dtype_every_tensor_keeps_its_own(base, tmp_path):
 
     change(base, mix)
     original = load_file(base / WEIGHTS)
-    convert(base, tmp_path / "out", LINEARIZATION)
+    convert_checkpoint(base, tmp_path / "out", LINEARIZATION)
     assert same(tmp_path / "out", original)
     assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
 
@@ -174,7 +174,7 @@ def test_a_tied_head_may_be_stored_or_not(base, tmp_path):
         "absent": lambda tensors: tensors.pop("lm_head.weight"),
     }.items():
         change(base, edit)
-        convert(base, tmp_path / name, LINEARIZATION)
+        convert_checkpoint(base, tmp_path / name, LINEARIZATION)
         model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / name, output_loading_info=True)
         assert not any(loading.values())
         assert torch.equal(model.lm_head.weight, load_file(base / WEIGHTS)["model.embed_tokens.weight"])
@@ -184,7 +184,7 @@ def test_buffers_that_models_compute_are_dropped_and_named(base, tmp_path):
     original = load_file(base / WEIGHTS)
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     change(base, lambda tensors: tensors.update({name: torch.ones(4)}))
-    report = convert(base, tmp_path / "out", LINEARIZATION)
+    report = convert_checkpoint(base, tmp_path / "out", LINEARIZATION)
     assert report["tensors"]["dropped"] == [name]
     assert name not in Checkpoint.open(tmp_path / "out").tensors
     assert same(tmp_path / "out", original)
@@ -192,7 +192,7 @@ def test_buffers_that_models_compute_are_dropped_and_named(base, tmp_path):
 
 def test_progress_ends_at_the_total(base, tmp_path):
     seen = []
-    report = convert(
+    report = convert_checkpoint(
         base, tmp_path / "out", LINEARIZATION, progress=lambda done, total, note="": seen.append((done, total))
     )
     assert seen == sorted(seen)
@@ -253,30 +253,30 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_base_that_does_not_add_up_is_refused_and_nothing_is_left(base, tmp_path, damage, says):
     damage(base)
     with pytest.raises(BadInput, match=says) as caught:
-        convert(base, tmp_path / "out", LINEARIZATION)
+        convert_checkpoint(base, tmp_path / "out", LINEARIZATION)
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
 def test_a_linearized_base_is_refused(base, tmp_path):
-    convert(base, tmp_path / "out", LINEARIZATION)
+    convert_checkpoint(base, tmp_path / "out", LINEARIZATION)
     with pytest.raises(BadInput, match="is linearized already"):
-        convert(tmp_path / "out", tmp_path / "again", LINEARIZATION)
+        convert_checkpoint(tmp_path / "out", tmp_path / "again", LINEARIZATION)
 
 
 def test_an_output_that_exists_is_refused_and_kept(base, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/mine").touch()
     with pytest.raises(BadInput, match="out: already exists"):
-        convert(base, tmp_path / "out", LINEARIZATION)
+        convert_checkpoint(base, tmp_path / "out", LINEARIZATION)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
 
 def test_values_that_the_dtype_cannot_hold_are_refused(base, tmp_path):
     poison(Q, 1e6)(base)
     with pytest.raises(BadInput, match=rf"tensor {Q} is too large for float16; use bfloat16"):
-        convert(base, tmp_path / "out", LINEARIZATION, dtype="float16")
-    convert(base, tmp_path / "out", LINEARIZATION, dtype="bfloat16")
+        convert_checkpoint(base, tmp_path / "out", LINEARIZATION, dtype="float16")
+    convert_checkpoint(base, tmp_path / "out", LINEARIZATION, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
@@ -288,7 +288,7 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing(base, tmp_path, monkeypatc
 
     monkeypatch.setattr("shutil.copyfile" if dtype == "auto" else "liger_convert.model.shards.safetensors_header", full)
     with pytest.raises(LinearizeError, match="out: the disk is full"):
-        convert(base, tmp_path / "out", LINEARIZATION, dtype=dtype)
+        convert_checkpoint(base, tmp_path / "out", LINEARIZATION, dtype=dtype)
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
@@ -315,13 +315,13 @@ def test_memory_stays_small_whatever_the_checkpoint_weighs(tmp_path):
     assert (tmp_path / "base" / WEIGHTS).stat().st_size > 150e6
     script = """
         import json, resource, sys
-        from liger_convert.convert import convert
+        from liger_convert.pipeline.convert import convert_checkpoint
         def peak():
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         base, out, linearization = sys.argv[1:]
         before = peak()
         for dtype in ("auto", "float32"):
-            convert(base, f"{out}-{dtype}", json.loads(linearization), dtype=dtype)
+            convert_checkpoint(base, f"{out}-{dtype}", json.loads(linearization), dtype=dtype)
         print(peak() - before)
     """
     command = [

@@ -16,8 +16,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from liger_convert.config.recipe import FileSource, HubSource
-from liger_convert.data.corpus import IGNORED, RANDOM_REPEATS, Document, collate, held_out_keys, load_source, pack
+from liger_convert.config.sources import FileSource, HubSource
+from liger_convert.data.documents import Document, held_out_keys, load_source
+from liger_convert.data.packed_rows import IGNORED, RANDOM_COPIES, collate, pack
 from liger_convert.data.sources import Row, pydoc_rows
 from liger_convert.utils.errors import BadInput
 
@@ -338,7 +339,7 @@ def test_a_joined_row_is_one_segment_of_the_same_tokens(responses_only: bool) ->
     docs = documents(5, 11, 3, 20, 9)
     learned_token = np.concatenate([d.loss for d in docs]) | (not responses_only)
     options = {"seq_len": 8, "tokens": 400, "responses_only": responses_only}
-    apart, joined = pack(docs, **options), pack(docs, **options, joined=True)  # type: ignore[arg-type]
+    apart, joined = pack(docs, **options), pack(docs, **options, concat_documents=True)  # type: ignore[arg-type]
     for before, item in zip(apart, joined, strict=True):
         assert item["input_ids"].equal(before["input_ids"])
         assert item["position_ids"].tolist() == list(range(8))
@@ -346,11 +347,14 @@ def test_a_joined_row_is_one_segment_of_the_same_tokens(responses_only: bool) ->
         assert item["labels"].equal(torch.where(learned, item["input_ids"], IGNORED))
 
 
-@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("concat_documents", [False, True])
 def test_micro_batches_of_shorter_rows_have_the_same_tokens_in_pieces(joined: bool) -> None:
     docs, batch_size = documents(5, 11, 3, 20, 9), 3
-    options: dict[str, Any] = {"seq_len": 16, "tokens": 16 * 3 * 200, "joined": joined}
-    plain, packed = pack(docs, **options), pack(docs, **options, shorter=[(8, 0.2), (4, 0.3)], batch_size=batch_size)
+    options: dict[str, Any] = {"seq_len": 16, "tokens": 16 * 3 * 200, "concat_documents": joined}
+    plain, packed = (
+        pack(docs, **options),
+        pack(docs, **options, mixed_seq_lens=[(8, 0.2), (4, 0.3)], batch_size=batch_size),
+    )
     lengths = []
     for at in range(0, len(packed), batch_size):
         batch = collate([packed[i] for i in range(at, at + batch_size)])
@@ -416,7 +420,7 @@ REPEATS: dict[str, Any] = {"tokens": 64 * 600, "seed": 2}
 def repeated() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """600 rows of which 0.4 repeat themselves, and the same rows as they were."""
     docs = documents(*[37, 101, 5, 64, 300] * 100)
-    return list(pack(docs, 64, repeats=0.4, **REPEATS)), list(pack(docs, 64, **REPEATS))
+    return list(pack(docs, 64, copy_fraction=0.4, **REPEATS)), list(pack(docs, 64, **REPEATS))
 
 
 def changed_rows() -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -453,7 +457,7 @@ def test_copies_are_of_all_lengths_in_all_places_and_some_are_random_text() -> N
     assert min(gaps) == 0
     assert max(gaps) > 64 // 4
     share, four_sigma = np.mean([random for _, _, random in found]), 4 * (0.3 * 0.7 / len(found)) ** 0.5
-    assert abs(share - RANDOM_REPEATS) < four_sigma
+    assert abs(share - RANDOM_COPIES) < four_sigma
 
 
 def test_a_row_that_repeats_itself_is_one_document_learned_throughout() -> None:
@@ -465,18 +469,18 @@ def test_a_row_that_repeats_itself_is_one_document_learned_throughout() -> None:
 
 def test_what_repeats_depends_on_the_seed_and_the_row_alone() -> None:
     docs, (rows, _) = documents(*[37, 101, 5, 64, 300] * 100), repeated()
-    again = pack(docs, 64, repeats=0.4, **REPEATS)
+    again = pack(docs, 64, copy_fraction=0.4, **REPEATS)
     assert all(again[i]["input_ids"].equal(rows[i]["input_ids"]) for i in (599, 3, 77))
-    shorter = pack(docs, 64, repeats=0.4, **REPEATS | {"tokens": 64 * 20})
+    shorter = pack(docs, 64, copy_fraction=0.4, **REPEATS | {"tokens": 64 * 20})
     assert all(a["input_ids"].equal(b["input_ids"]) for a, b in zip(shorter, rows))
-    other = pack(docs, 64, repeats=0.4, **REPEATS | {"seed": 3})
+    other = pack(docs, 64, copy_fraction=0.4, **REPEATS | {"seed": 3})
     starts = [[bool((item["position_ids"] == torch.arange(64)).all()) for item in packed] for packed in (rows, other)]
     assert starts[0] != starts[1]
 
 
 @pytest.mark.parametrize("seq_len", [2, 3, 5, 31, 130, 1024])
 def test_rows_of_any_length_can_repeat_themselves(seq_len: int) -> None:
-    for item in pack(documents(50, 3000), seq_len, repeats=0.999):
+    for item in pack(documents(50, 3000), seq_len, copy_fraction=0.999):
         ids = item["input_ids"].tolist()
         assert len(set(ids)) < seq_len
 

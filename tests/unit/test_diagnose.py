@@ -10,9 +10,9 @@ import pytest
 import torch
 from tiny import save_tiny_base, tiny_tokenizer
 
-from liger_convert.data.corpus import Document
+from liger_convert.data.documents import Document
 from liger_convert.eval.ablation import NAMES, diagnose, window_control
-from liger_convert.eval.evaluation import evaluate
+from liger_convert.eval.evaluation import evaluate_model
 from liger_convert.eval.generation import load_model
 from liger_convert.eval.suites import Suite
 from liger_convert.io.checksums import read_checked, write_checked
@@ -56,16 +56,16 @@ def test_every_name_is_the_model_it_says(base: Path, tmp_path: Path) -> None:
     assert tuple(found["models"]) == NAMES
     control = {"type": "window", "window": 6, "sinks": 2}
     plan = {"format": 1, "mixers": {"main": resolve_spec(control)}, "layers": LAYERS}
-    expected = {"base": load_model(base, CPU, "float32"), "window_untrained": linearize_base(base, plan)}
+    expected = {"base": load_model(base, CPU, "float32"), "window_only_untrained": linearize_base(base, plan)}
     for name, branches in (
         ("linearized", "both"),
-        ("linearized_window_only", "window"),
-        ("linearized_memory_only", "memory"),
+        ("memory_ablated", "window"),
+        ("window_ablated", "memory"),
     ):
         expected[name] = load_model(folder, CPU, "float32")
         set_branches(expected[name], branches)
     for name, model in expected.items():
-        assert found["models"][name] == evaluate(model, tiny_tokenizer(), SUITE, **OPTIONS), name
+        assert found["models"][name] == evaluate_model(model, tiny_tokenizer(), SUITE, **OPTIONS), name
     values = [found["models"][name]["text_ppl"]["value"] for name in NAMES]
     assert len(set(values)) == len(values)
     assert [set(row) for row in found["continuations"]] == [{"prompt", "base", "linearized"}] * 2
@@ -77,7 +77,7 @@ def test_side_by_side_the_models_measure_what_they_do_one_by_one(base: Path, tmp
     assert found == diagnose(folder, base, SUITE, device=CPU, prompts=["a"], **OPTIONS)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_failing_model_costs_none_of_the_measures_before_it(base: Path, tmp_path: Path, processes: int) -> None:
     folder, keep, aside = linearized(base, tmp_path / "model"), tmp_path / "keep", tmp_path / "aside"
     keep.mkdir()
@@ -89,12 +89,12 @@ def test_a_failing_model_costs_none_of_the_measures_before_it(base: Path, tmp_pa
     options = OPTIONS | {"processes": processes, "keep": keep}
     with pytest.raises((OSError, LinearizeError)):
         diagnose(folder, base, SUITE, device=CPU, **options)
-    assert {path.stem for path in keep.iterdir()} == {"base", "window_untrained"}
+    assert {path.stem for path in keep.iterdir()} == {"base", "window_only_untrained"}
     for path in keep.iterdir():
         measures, said = read_checked(path)
         write_checked(path, [measures | {"mark": measures["text_ppl"]}, said])
     found = diagnose(aside, base, SUITE, device=CPU, **options)["models"]
-    assert [name for name in NAMES if "mark" in found[name]] == ["base", "window_untrained"]
+    assert [name for name in NAMES if "mark" in found[name]] == ["base", "window_only_untrained"]
     assert found.keys() == set(NAMES)
 
 

@@ -14,9 +14,9 @@ import yaml
 from tiny import save_tiny_base, tiny_tokenizer
 
 from liger_convert.config import resources
-from liger_convert.data.corpus import Document
+from liger_convert.data.documents import Document
 from liger_convert.eval import suites
-from liger_convert.eval.evaluation import evaluate
+from liger_convert.eval.evaluation import evaluate_model
 from liger_convert.eval.generation import load_model
 from liger_convert.eval.suites import Suite
 from liger_convert.mixers import resolve_spec
@@ -67,7 +67,7 @@ def suite(**fields: Any) -> Suite:
 
 def run(model: Any, rows: Path | None, tasks: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
     options = {"batch_size": 2, "precision": "float32"} | options
-    return evaluate(model, tiny_tokenizer(), suite(tasks=tasks), data_dir=rows, **options)
+    return evaluate_model(model, tiny_tokenizer(), suite(tasks=tasks), data_dir=rows, **options)
 
 
 def log_likelihood(model: Any, context: str, answer: str) -> float:
@@ -239,8 +239,8 @@ def test_tasks_that_need_data_are_left_out_without_it(model: Any, rows: Path) ->
     both = suite(copying=[{"length": 8, "draws": 2}], tasks=[{"name": "piqa", "metrics": ["acc"], "needs_data": True}])
     held_out = [Document(ids, np.ones(80, bool), 80)]
     options = {"held_out": held_out, "precision": "float32"}
-    assert set(evaluate(model, tiny_tokenizer(), both, **options)) == {"copy_nll_8"}
-    assert set(evaluate(model, tiny_tokenizer(), both, data_dir=rows, **options)) == {"copy_nll_8", "piqa/acc"}
+    assert set(evaluate_model(model, tiny_tokenizer(), both, **options)) == {"copy_nll_8"}
+    assert set(evaluate_model(model, tiny_tokenizer(), both, data_dir=rows, **options)) == {"copy_nll_8", "piqa/acc"}
 
 
 @pytest.mark.parametrize("kind", ["gla", "liger-paper"])
@@ -309,7 +309,7 @@ def refuse(*_: Any, **__: Any) -> None:
 
 def test_text_measures_without_text_say_so(model: Any) -> None:
     with pytest.raises(BadInput, match="suite test: scores held-out text, and none is given"):
-        evaluate(model, tiny_tokenizer(), suite(text=[{"window": 16}]))
+        evaluate_model(model, tiny_tokenizer(), suite(text=[{"window": 16}]))
 
 
 @pytest.mark.parametrize(

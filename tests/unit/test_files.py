@@ -14,7 +14,7 @@ from liger_convert.io.files import atomic_dir, scratch_folder, temporary_folder
 HOLD = """
 import sys, time
 from pathlib import Path
-from liger_convert.files import temporary_folder
+from liger_convert.io.files import temporary_folder
 with temporary_folder(Path(sys.argv[1]), sys.argv[2]) as folder:
     (folder / "weights").write_text("x")
     print(folder, flush=True)

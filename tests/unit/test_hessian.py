@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_conformance import TOKENS, base_folder, build, linearization
+from tiny_models import TOKENS, base_folder, build, linearization
 from torch import Tensor
 
 from liger_convert.mixers import MIXERS

@@ -20,7 +20,7 @@ from tiny import save_tiny_base, tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from liger_convert.cli import main
-from liger_convert.config.recipe import Lora
+from liger_convert.config.stages import Lora
 from liger_convert.io.checkpoint import ADAPTER_CONFIG, ADAPTER_PICKLE, ADAPTER_WEIGHTS, INDEX, WEIGHTS
 from liger_convert.mixers import resolve_spec
 from liger_convert.model.loading import check_folder, linearize_base, load_linearized, load_pretrained
@@ -36,7 +36,7 @@ RECIPE = {
     "device": "cpu",
     "precision": "float32",
     "data": {"text": {"source": "file", "path": "text.jsonl", "held_out": 0.2}},
-    "stages": [STAGE | {"kind": "align", "rates": {"mixer": 1e-2}}],
+    "stages": [STAGE | {"kind": "align", "learning_rates": {"mixer": 1e-2}}],
     "eval": {"suite": "suite.yaml", "text": "text"},
 }
 SUITE = "description: tiny\ntext: [{window: 32, windows: 4}]\n"
@@ -404,7 +404,7 @@ def test_a_load_holds_the_weights_once(tmp_path, dtype):
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
     script = """
         import sys
-        from liger_convert.loading import load_pretrained
+        from liger_convert.model.loading import load_pretrained
         def peak():  # not that of getrusage, which a process inherits from the one that starts it
             return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmHWM"))
         before = peak()

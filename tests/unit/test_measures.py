@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, one_hot
 from transformers import AutoModelForCausalLM, Gemma2Config
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from liger_convert.data.corpus import Document
+from liger_convert.data.documents import Document
 from liger_convert.eval import measures
 from liger_convert.eval.measures import copy_loss, measurement, text_perplexity, token_losses
 from liger_convert.eval.suites import CopyMeasure, TextMeasure

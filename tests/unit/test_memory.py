@@ -14,18 +14,19 @@ from tiny import tiny_config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from liger_convert.benchmark.shapes import SHAPES
-from liger_convert.config.recipe import Lora, build
+from liger_convert.config.recipe import build
+from liger_convert.config.stages import Lora
 from liger_convert.model import CLASSES, linearized_config
 from liger_convert.pipeline import plan as plans
 from liger_convert.pipeline.plan import Plan, StagePlan
 from liger_convert.training.stage import add_lora
 
 STAGES: dict[str, dict[str, Any]] = {
-    "align": {"kind": "align", "rates": {"mixer": 1e-4, "attention": 1e-4}},
-    "distill": {"kind": "distill", "rates": {"mixer": 1e-4, "attention": 1e-4, "body": 1e-4}},
-    "finetune": {"kind": "finetune", "rates": {"lora": 1e-4}, "lora": {}, "loss_on": "all"},
+    "align": {"kind": "align", "learning_rates": {"mixer": 1e-4, "attention": 1e-4}},
+    "distill": {"kind": "distill", "learning_rates": {"mixer": 1e-4, "attention": 1e-4, "body": 1e-4}},
+    "finetune": {"kind": "finetune", "learning_rates": {"lora": 1e-4}, "lora": {}, "loss_on": "all"},
 }
-OF_LORA: dict[str, Any] = {"rates": {"mixer": 1e-4, "lora": 1e-4}, "lora": {}}
+OF_LORA: dict[str, Any] = {"learning_rates": {"mixer": 1e-4, "lora": 1e-4}, "lora": {}}
 STAGES["finetune"]["lora"] = {"targets": ["q_proj", "k_proj", "v_proj"]}
 
 
@@ -57,7 +58,7 @@ def shape(name: str) -> Any:
 def test_a_stage_takes_about_the_memory_that_was_measured(
     model: str, tokens: int, stage: str, measured: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = {"tokens": tokens, "seq_len": 2048, "batch_size": tokens // 2048, "joined": True}
+    rows = {"tokens": tokens, "seq_len": 2048, "batch_size": tokens // 2048, "concat_documents": True}
     found = planned(shape(model), STAGES[stage] | rows, monkeypatch)
     assert found.memory_bytes / 1e9 == pytest.approx(measured, rel=0.2)
 

@@ -15,12 +15,13 @@ from safetensors.torch import load_file
 from tiny import save_tiny_base
 from transformers import AutoTokenizer
 
-from liger_convert.config.recipe import FinetuneStage, Lora, Rates
-from liger_convert.data import corpus
+from liger_convert.config.stages import FinetuneStage, LearningRates, Lora
+from liger_convert.data.documents import Document
+from liger_convert.data.packed_rows import pack
 from liger_convert.mixers import resolve_spec
 from liger_convert.model.loading import linearize_base, load_linearized
 from liger_convert.training import run_stage
-from liger_convert.training.merge import load_chain, merge
+from liger_convert.training.merge import load_chain, merge_results
 from liger_convert.utils.errors import BadInput
 
 TOKENS = torch.randint(3, 101, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -45,12 +46,12 @@ def trained(family: str, number: int, **fields: Any) -> Path:
 
 @functools.cache
 def _trained(family: str, number: int, fields: tuple[tuple[str, Any], ...]) -> Path:
-    stage = FinetuneStage(data="text", tokens=4 * 2 * 16, seq_len=16, batch_size=2, warmup=0.0, **dict(fields))
+    stage = FinetuneStage(data="text", tokens=4 * 2 * 16, seq_len=16, batch_size=2, warmup_ratio=0.0, **dict(fields))
     rng = np.random.default_rng(number)
-    documents = [corpus.Document(rng.integers(3, 101, 40).astype(np.int32), np.ones(40, bool), 40) for _ in range(4)]
+    documents = [Document(rng.integers(3, 101, 40).astype(np.int32), np.ones(40, bool), 40) for _ in range(4)]
     out = Path(tempfile.mkdtemp(prefix="liger-test-"))
     model = linearized(family)
-    dataset = corpus.pack(documents, 16, stage.tokens)
+    dataset = pack(documents, 16, stage.tokens)
     device = torch.device("cpu")
     run_stage(
         stage, model_dir=model, results=[], base_dir=model, dataset=dataset, out=out, device=device, precision="float32"
@@ -59,7 +60,7 @@ def _trained(family: str, number: int, fields: tuple[tuple[str, Any], ...]) -> P
 
 
 def lora(family: str, number: int = 0) -> Path:
-    return trained(family, number, rates=Rates(mixer=3e-2, lora=3e-2), lora=Lora(rank=4))
+    return trained(family, number, learning_rates=LearningRates(mixer=3e-2, lora=3e-2), lora=Lora(rank=4))
 
 
 @torch.no_grad()
@@ -73,14 +74,14 @@ def test_merged_weights_give_the_logits_of_the_trained_adapter(family: str, tmp_
     before = logits(plain)
     with_adapter = logits(PeftModel.from_pretrained(plain, lora(family) / "adapter"))
     assert (with_adapter - before).abs().max() > 0.05 * before.abs().max()
-    merge(linearized(family), [lora(family)], tmp_path / "merged")
+    merge_results(linearized(family), [lora(family)], tmp_path / "merged")
     merged = logits(load_linearized(tmp_path / "merged"))
     torch.testing.assert_close(merged, with_adapter, atol=1e-5 * float(before.abs().max()), rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_merged_folder_is_a_plain_linearized_checkpoint(family: str, tmp_path: Path) -> None:
-    merge(linearized(family), [lora(family)], tmp_path / "merged")
+    merge_results(linearized(family), [lora(family)], tmp_path / "merged")
     plain, merged = (load_file(folder / "model.safetensors") for folder in (linearized(family), tmp_path / "merged"))
     assert {name: tuple(t.shape) for name, t in merged.items()} == {name: tuple(t.shape) for name, t in plain.items()}
     assert {tensor.dtype for tensor in merged.values()} == {torch.float32}
@@ -93,7 +94,7 @@ def test_a_merged_folder_is_a_plain_linearized_checkpoint(family: str, tmp_path:
 
 
 def test_results_are_folded_in_their_order() -> None:
-    full = trained("llama", 1, rates=Rates(attention=1e-2, body=1e-2))
+    full = trained("llama", 1, learning_rates=LearningRates(attention=1e-2, body=1e-2))
     first, second = lora("llama", 2), lora("llama", 3)
 
     def weight(*results: Path) -> torch.Tensor:
@@ -109,7 +110,7 @@ def test_results_are_folded_in_their_order() -> None:
 def test_what_is_no_result_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(BadInput, match="empty: is no result of a training stage"):
-        merge(linearized("llama"), [tmp_path / "empty"], tmp_path / "merged")
+        merge_results(linearized("llama"), [tmp_path / "empty"], tmp_path / "merged")
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
     with pytest.raises(BadInput, match="empty: already exists"):
-        merge(linearized("llama"), [], tmp_path / "empty")
+        merge_results(linearized("llama"), [], tmp_path / "empty")

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as nnf
-from gated_kernels import window
+from gated_kernels import chunk_swa
 from gated_kernels.check import error
-from gated_kernels.window.chunk import joined
+from gated_kernels.swa.chunk import combine
 from torch import Tensor
 
 from liger_convert.mixers import MIXERS, build_mixer, resolve_spec
@@ -328,8 +328,8 @@ def test_a_new_memory_lasts_for_hundreds_of_tokens(name: str) -> None:
 @pytest.mark.parametrize("name", LINEAR)
 def test_a_new_memory_has_little_weight_beside_the_window(name: str) -> None:
     mixer, heads, layout = started({"type": name}), random_heads(300), layout_of(300)
-    window_o, lse = window(heads.q_rot_BTHD, heads.k_rot_BTGD, heads.v_BSGD, window=64, scale=DIMS.dim**-0.5)
-    both = mixer(heads, lambda log_f, beside: joined(window_o, lse, *beside), layout, None, "both")
+    window_o, lse = chunk_swa(heads.q_rot_BTHD, heads.k_rot_BTGD, heads.v_BSGD, window_size=64, scale=DIMS.dim**-0.5)
+    both = mixer(heads, lambda log_f, beside: combine(window_o, lse, *beside), layout, None, "both")
     assert (both - window_o).norm() < 0.1 * window_o.norm()
 
 

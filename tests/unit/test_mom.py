@@ -67,7 +67,7 @@ def test_memories_that_all_tokens_choose_are_the_inner_mixer(inner: str, memorie
     plain = build(type=inner, combine="fixed", window=3, sinks=0, scope="evicted")
     plain.load_state_dict({name.replace("mixer.inner.", "mixer."): t for name, t in routed.state_dict().items()}, False)
     expected = plain(TOKENS).logits
-    # sums in another order, held to what tests/conformance/test_conformance.py allows
+    # sums in another order, held to what the conformance tests allow
     torch.testing.assert_close(routed(TOKENS).logits, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
 
 

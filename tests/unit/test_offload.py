@@ -10,7 +10,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from test_conformance import GREEDY, PADDED, PADDED_MASK, TOKENS, build, logits
+from tiny_models import GREEDY, PADDED, PADDED_MASK, TOKENS, build, logits
 from transformers import AutoModelForCausalLM
 
 from liger_convert.mixers import MIXERS

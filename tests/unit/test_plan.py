@@ -145,7 +145,7 @@ def test_parameters_are_counted_as_the_model_has_them(family):
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 @pytest.mark.parametrize("targets", ["attention", ["down_proj"]])
 def test_a_stage_with_lora_trains_what_peft_adds(family, targets):
-    stage = {"kind": "distill", "data": "text", "tokens": 2e5, "rates": {"lora": 1e-4}}
+    stage = {"kind": "distill", "data": "text", "tokens": 2e5, "learning_rates": {"lora": 1e-4}}
     made = plan(family, stages=[stage | {"lora": {"rank": 4, "targets": targets}}])
     config = tiny_config(family)
     names = list(family_of(config).projections) if targets == "attention" else targets
@@ -155,8 +155,12 @@ def test_a_stage_with_lora_trains_what_peft_adds(family, targets):
 
 def test_a_stage_counts_the_tokens_of_whole_steps_and_the_groups_with_a_rate():
     shape = {"data": "text", "seq_len": 64, "batch_size": 2, "grad_accumulation": 4}
-    align = {"kind": "align", "tokens": 1300, "rates": {"mixer": 1e-2}} | shape
-    finetune = {"kind": "finetune", "tokens": 5000, "rates": {"mixer": 1e-2, "body": 1e-5, "attention": 1e-4}} | shape
+    align = {"kind": "align", "tokens": 1300, "learning_rates": {"mixer": 1e-2}} | shape
+    finetune = {
+        "kind": "finetune",
+        "tokens": 5000,
+        "learning_rates": {"mixer": 1e-2, "body": 1e-5, "attention": 1e-4},
+    } | shape
     made = plan(stages=[align, finetune | {"loss_on": "all"}], layers="LN")
     assert [stage.tokens for stage in made.stages] == [1024, 4608]
     sizes = made.to_dict()["parameters"]
@@ -183,7 +187,7 @@ def test_shipped_recipes_fit_their_family_and_train_all_that_is_new(path):
     depth = len(loaded.layers) if isinstance(loaded.layers, list) else 32
     made = make_plan(loaded, tiny_config(family, num_hidden_layers=depth))
     assert all(stage.trained > 0 for stage in made.stages)
-    assert not made.new_parameters or any(stage.rates.mixer for stage in loaded.stages)
+    assert not made.new_parameters or any(stage.learning_rates.mixer for stage in loaded.stages)
     suite = suites.load(loaded.eval.suite)
     assert loaded.eval.text is not None or not suite.needs_text
 

@@ -21,10 +21,10 @@ from liger_convert.config.recipe import load
 from liger_convert.io import checkpoint
 from liger_convert.mixers import resolve_spec
 from liger_convert.model.families import FAMILIES
-from liger_convert.pipeline import preflight, runner
+from liger_convert.pipeline import preflight, steps
 from liger_convert.pipeline.plan import make_plan
 
-STAGE = {"data": "text", "tokens": 256, "seq_len": 32, "batch_size": 2, "rates": {"mixer": 1e-3}}
+STAGE = {"data": "text", "tokens": 256, "seq_len": 32, "batch_size": 2, "learning_rates": {"mixer": 1e-3}}
 RECIPE = {
     "version": 1,
     "name": "tiny",
@@ -37,7 +37,8 @@ RECIPE = {
     "eval": {"suite": "suite.yaml", "text": "text"},
 }
 ONE_STEP = (
-    "stages[0]={kind: align, data: text, tokens: 32, seq_len: 32, batch_size: 1, warmup: 0.9, rates: {mixer: 0.01}}"
+    "stages[0]={kind: align, data: text, tokens: 32, seq_len: 32, batch_size: 1, warmup_ratio: 0.9, "
+    "learning_rates: {mixer: 0.01}}"
 )
 SUITE = "description: tiny\ntext: [{window: 32, windows: 2}]\n"
 PIQA = [{"goal": f"open box {i}", "sol1": "lift its lid", "sol2": f"sit on it {i}", "label": i % 2} for i in range(4)]
@@ -62,7 +63,7 @@ def home(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def reached(*args: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner.convert, "convert", reached)
+    monkeypatch.setattr(steps.convert, "convert_checkpoint", reached)
     return tmp_path
 
 
@@ -179,10 +180,10 @@ def test_every_family_has_a_tiny_model_that_generates(family: str) -> None:
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("stages[0].rates.mixer=1e-9", "stages[0].rates.mixer: steps of 1e-09 are rounded away"),
-        ("stages[0].rates.mixer=1.5", "stages[0].rates.mixer: steps of 1.5 leave nothing"),
+        ("stages[0].learning_rates.mixer=1e-9", "stages[0].learning_rates.mixer: steps of 1e-09 are rounded away"),
+        ("stages[0].learning_rates.mixer=1.5", "stages[0].learning_rates.mixer: steps of 1.5 leave nothing"),
         ("stages[0].weight_decay=1000.0", "stages[0].weight_decay"),
-        (ONE_STEP, "stages[0].warmup: the only step"),
+        (ONE_STEP, "stages[0].warmup_ratio: the only step"),
         ("stages[0].seq_len=10", "rows of 10 tokens never leave the window and its sinks (10 tokens)"),
         ("mixer.window=64", "use more than 66"),
         ("stages[0].lora={targets: [q_prj]}", "no projection is called 'q_prj'; there are "),
@@ -192,7 +193,7 @@ def test_every_family_has_a_tiny_model_that_generates(family: str) -> None:
 def test_a_recipe_whose_result_would_be_of_no_use_is_refused(
     home: Path, capsys: Any, override: str, says: str, command: str
 ) -> None:
-    more = ["stages[0].rates.lora=1e-3"] if "lora" in override else []
+    more = ["stages[0].learning_rates.lora=1e-3"] if "lora" in override else []
     arguments = words(override, *more)
     refused(arguments if command == "run" else ["plan", "recipe.yaml", *arguments[4:]], capsys, says)
 
@@ -202,7 +203,7 @@ def test_documents_that_never_leave_the_window_are_refused(home: Path, capsys: A
     short = "data.short={source: file, path: short.jsonl}"
     says = "stages[0].data: documents of short, of at most 7 tokens, never leave the window and its sinks (10 tokens)"
     refused(words(short, "stages[0].data=short"), capsys, says)
-    assert warned(words(short, "stages[0].data=short", "stages[0].joined=true"), capsys) == []
+    assert warned(words(short, "stages[0].data=short", "stages[0].concat_documents=true"), capsys) == []
 
 
 @pytest.mark.parametrize(
@@ -210,10 +211,10 @@ def test_documents_that_never_leave_the_window_are_refused(home: Path, capsys: A
     [
         (["stages[0].seq_len=128", "stages[0].tokens=1024"], ""),
         (["stages[0].seq_len=512", "stages[0].tokens=1024"], "512 is more than the 256 tokens that the base takes"),
-        (["stages[0].rates.mixer=0.2"], "0.2 is high"),
-        (["stages[0].rates.mixer=2e-8"], "4 steps of 2e-08 move no weight by more than 8e-08"),
-        (["stages[0].warmup=0.99"], "takes all 4 steps"),
-        (["stages[0].clip=1e-9"], "Adam's epsilon"),
+        (["stages[0].learning_rates.mixer=0.2"], "0.2 is high"),
+        (["stages[0].learning_rates.mixer=2e-8"], "4 steps of 2e-08 move no weight by more than 8e-08"),
+        (["stages[0].warmup_ratio=0.99"], "takes all 4 steps"),
+        (["stages[0].max_grad_norm=1e-9"], "Adam's epsilon"),
         (["mixers.wide={type: gla, window: 40}", "layers=[main, wide, main]"], "the longest window and its sinks"),
         (["eval.suite=long.yaml", "data.text.held_out=0.5"], "text_ppl reads 260 tokens, more than the 256"),
     ],
@@ -354,7 +355,7 @@ def test_the_disk_that_a_run_takes_is_what_the_plan_says(
     stages = [
         STAGE | {"kind": "align", "save_every": 2},
         STAGE
-        | {"kind": "finetune", "loss_on": "all", "save_every": 2, "rates": rates}
+        | {"kind": "finetune", "loss_on": "all", "save_every": 2, "learning_rates": rates}
         | ({"lora": {}} if lora else {}),
     ]
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"stages": stages}))

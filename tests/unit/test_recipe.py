@@ -19,8 +19,8 @@ data:
   text: {source: pydoc, held_out: 0.1}
   chat: {source: file, path: chat.json, format: alpaca}
 stages:
-  - {kind: align, data: text, tokens: 1e5, rates: {mixer: 1e-2}}
-  - {kind: finetune, data: chat, tokens: 50_000, rates: {mixer: 1E-4, lora: 2e-4}, lora: {}}
+  - {kind: align, data: text, tokens: 1e5, learning_rates: {mixer: 1e-2}}
+  - {kind: finetune, data: chat, tokens: 50_000, learning_rates: {mixer: 1E-4, lora: 2e-4}, lora: {}}
 eval: {text: text}
 """
 
@@ -36,7 +36,7 @@ def test_defaults_are_filled_and_steps_counted():
     align, finetune = parsed.stages
     assert (align.tokens, align.seq_len, align.batch_size) == (100_000, 512, 4)
     assert align.steps == 100_000 // (512 * 4)
-    assert align.rates.trained() == {"mixer": 0.01}
+    assert align.learning_rates.trained() == {"mixer": 0.01}
     assert isinstance(finetune, recipe.FinetuneStage)
     assert finetune.loss_on == "responses"
     assert finetune.lora is not None
@@ -44,7 +44,7 @@ def test_defaults_are_filled_and_steps_counted():
 
 
 def test_numbers_in_scientific_notation_are_numbers():
-    rates = recipe.parse(RECIPE, ["stages[0].rates={mixer: 1e-4, attention: 2E-05}"]).stages[0].rates
+    rates = recipe.parse(RECIPE, ["stages[0].learning_rates={mixer: 1e-4, attention: 2E-05}"]).stages[0].learning_rates
     assert (rates.mixer, rates.attention) == (1e-4, 2e-5)
 
 
@@ -85,16 +85,16 @@ def test_set_overrides_one_field(override, get, value):
 
 
 def test_set_does_not_reach_through_a_yaml_anchor():
-    shared = RECIPE.replace("rates: {mixer: 1e-2}", "rates: &rates {mixer: 1e-2}")
-    shared = shared.replace("eval:", "  - {kind: distill, data: text, tokens: 1e5, rates: *rates}\neval:")
-    parsed = recipe.parse(shared, ["stages[0].rates.mixer=0.5"])
-    assert [stage.rates.mixer for stage in parsed.stages] == [0.5, 1e-4, 0.01]
+    shared = RECIPE.replace("learning_rates: {mixer: 1e-2}", "learning_rates: &rates {mixer: 1e-2}")
+    shared = shared.replace("eval:", "  - {kind: distill, data: text, tokens: 1e5, learning_rates: *rates}\neval:")
+    parsed = recipe.parse(shared, ["stages[0].learning_rates.mixer=0.5"])
+    assert [stage.learning_rates.mixer for stage in parsed.stages] == [0.5, 1e-4, 0.01]
 
 
 def test_a_misspelt_key_is_named_with_its_path_and_the_nearest_right_name():
     assert (
-        refusal("stages[1].rates.mixr=1")
-        == "r.yaml (after --set): stages[1].rates.mixr: unknown key; did you mean 'mixer'?"
+        refusal("stages[1].learning_rates.mixr=1")
+        == "r.yaml (after --set): stages[1].learning_rates.mixr: unknown key; did you mean 'mixer'?"
     )
 
 
@@ -118,19 +118,28 @@ def test_a_yaml_mistake_is_named_with_its_line():
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("stages[0].rates={}", "every group is frozen"),
-        ("stages[0].rates.lora=1e-3", "stages[0].rates.lora: this stage has no `lora:` section"),
-        ("stages[1].rates={mixer: 1e-3}", "stages[1].rates.lora: the `lora:` section needs a learning rate"),
-        ("stages[1].rates.body=1e-5", "stages[1].rates.body: with `lora:`"),
-        ("stages[0].rates.body=1e-5", "stages[0].rates.body: alignment gives it no gradient"),
-        ("stages[0].tokens=100", "stages[0].tokens: 100 is less than one optimizer step"),
-        ("stages[0].shorter=[{seq_len: 100, share: 0.3}]", "stages[0].shorter[0].seq_len: 100 does not divide seq_len"),
-        ("stages[0].shorter=[{seq_len: 512, share: 0.3}]", "stages[0].shorter[0].seq_len: 512 does not divide seq_len"),
+        ("stages[0].learning_rates={}", "every group is frozen"),
+        ("stages[0].learning_rates.lora=1e-3", "stages[0].learning_rates.lora: this stage has no `lora:` section"),
         (
-            "stages[0].shorter=[{seq_len: 64, share: 0.5}, {seq_len: 32, share: 0.5}]",
-            "stages[0].shorter: its shares leave no row of seq_len (512)",
+            "stages[1].learning_rates={mixer: 1e-3}",
+            "stages[1].learning_rates.lora: the `lora:` section needs a learning rate",
         ),
-        ("stages[1].repeats=0.3", "stages[1].repeats: the masks that tell responses know no copies"),
+        ("stages[1].learning_rates.body=1e-5", "stages[1].learning_rates.body: with `lora:`"),
+        ("stages[0].learning_rates.body=1e-5", "stages[0].learning_rates.body: alignment gives it no gradient"),
+        ("stages[0].tokens=100", "stages[0].tokens: 100 is less than one optimizer step"),
+        (
+            "stages[0].mixed_seq_lens=[{seq_len: 100, fraction: 0.3}]",
+            "stages[0].mixed_seq_lens[0].seq_len: 100 does not divide seq_len",
+        ),
+        (
+            "stages[0].mixed_seq_lens=[{seq_len: 512, fraction: 0.3}]",
+            "stages[0].mixed_seq_lens[0].seq_len: 512 does not divide seq_len",
+        ),
+        (
+            "stages[0].mixed_seq_lens=[{seq_len: 64, fraction: 0.5}, {seq_len: 32, fraction: 0.5}]",
+            "stages[0].mixed_seq_lens: its fractions leave no row of seq_len (512)",
+        ),
+        ("stages[1].copy_fraction=0.3", "stages[1].copy_fraction: the masks that tell responses know no copies"),
         ("stages[0].data=txt", "stages[0].data: 'txt' is not a source under `data:`; did you mean 'text'?"),
         ("stages[1].data=text", "stages[1].loss_on: source 'text' is text without responses"),
         ("eval.text=chat", "eval.text: source 'chat' holds nothing out"),
@@ -160,12 +169,12 @@ def test_fields_that_contradict_each_other_are_refused(override, says):
     [
         ("seed=true", "seed: should be a whole number, not true"),
         ("stages[0].tokens=1.5", "stages[0].tokens: should be a whole number, not 1.5"),
-        ("stages[0].rates.mixer=.nan", "stages[0].rates.mixer: should be a finite number"),
+        ("stages[0].learning_rates.mixer=.nan", "stages[0].learning_rates.mixer: should be a finite number"),
         ("stages[0].kind=algn", "stages[0].kind: 'algn' is not a kind; did you mean 'align'?"),
         ("stages[0]=3", "stages[0]: should be a mapping of fields, not 3"),
         ("data.text={}", "data.text: the field 'source' is required and missing"),
         ("precision=fp16", "precision: 'fp16' is not a choice; use one of auto, float32, bfloat16"),
-        ("stages[0].repeats=1.0", "stages[0].repeats: should be less than 1, not 1.0"),
+        ("stages[0].copy_fraction=1.0", "stages[0].copy_fraction: should be less than 1, not 1.0"),
         ("data.own={source: teacher, tokens: 1e6, top_p: 0}", "data.own.top_p: should be greater than 0, not 0"),
         ("data.own={source: teacher, tokens: 1e6, prompt: []}", "data.own.prompt: list should have at least 1 item"),
         ("data.own={source: teacher, tokens: 1e6, prompt: A}", "data.own.prompt: should be a list"),
@@ -208,9 +217,9 @@ def test_the_default_recipe_is_the_hybrid_for_any_depth():
 @pytest.mark.parametrize(
     ("ablation", "mixer", "stage"),
     [
-        ("random-gates", {"gate": "random"}, {"rates.mixer": 1e-3}),
-        ("feature-map", {"feature_map": "hedgehog"}, {"rates.mixer": 1e-3}),
-        ("no-lora", {}, {"rates.lora": None, "rates.attention": 1e-4, "lora": None}),
+        ("random-gates", {"gate": "random"}, {"learning_rates.mixer": 1e-3}),
+        ("feature-map", {"feature_map": "hedgehog"}, {"learning_rates.mixer": 1e-3}),
+        ("no-lora", {}, {"learning_rates.lora": None, "learning_rates.attention": 1e-4, "lora": None}),
         ("no-window", {"combine": "memory"}, {}),
     ],
 )
@@ -227,5 +236,5 @@ def test_an_ablation_of_the_published_recipe_changes_what_it_names_and_nothing_e
 
 
 def test_recipes_are_read_without_importing_torch():
-    code = "import sys; sys.argv = ['linearize']; import liger_convert.recipe; sys.exit('torch' in sys.modules)"
+    code = "import sys; sys.argv = ['linearize']; import liger_convert.config.recipe; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -23,10 +23,10 @@ def measured(value: float | None, stderr: float | None = None, n: int = 10) -> d
 def results() -> dict[str, Any]:
     values = {
         "base": (22.98, 1.2, 0.231, 0.008, 0.65),
-        "window_untrained": (28.89, 1.5, 3.42, 0.02, 0.65),
+        "window_only_untrained": (28.89, 1.5, 3.42, 0.02, 0.65),
         "linearized": (26.1, 1.3, 1.75, 0.03, 0.66),
-        "linearized_window_only": (30.2, 1.6, 3.6, 0.02, 0.64),
-        "linearized_memory_only": (3.9e6, 2e5, None, None, 0.51),
+        "memory_ablated": (30.2, 1.6, 3.6, 0.02, 0.64),
+        "window_ablated": (3.9e6, 2e5, None, None, 0.51),
     }
     models = {
         name: {
@@ -117,15 +117,15 @@ def test_layers_of_a_named_mixer_are_told_from_those_of_the_main_one() -> None:
     linearization["mixers"]["recall"] = linearization["mixers"]["main"]
     linearization["layers"] = ["main", "recall", "main", "softmax"]
     text = page(build(results(), named))
-    assert "2 became `gla` (window 64, 4 sinks) and 1 became `recall`: `gla` (window 64, 4 sinks) and 1 kept" in text
+    assert "2 became `gla` (window 64, 4 sinks) and 1 became `recall`: `gla` (window 64, 4 sinks) and 1 stayed" in text
 
 
 def test_a_report_of_a_run_that_chose_its_layers_shows_the_choice() -> None:
     losses = {"copy_nll": 3.2, "text_nll": 3.5}
     path = [{"layer": 18, "copy_nll": 2.5, "text_nll": None}, {"layer": 3, "copy_nll": 1.5, "text_nll": 3.4}]
-    ranking = {"kept": [3, 18], "base": losses, "linear": losses, "layers": [], "path": path}
-    report = build(results(), manifest(rank={"ranking": ranking, "outputs": {}}))
-    assert report["ranking"] == ranking
+    selection = {"softmax_layers": [3, 18], "base": losses, "linear": losses, "layers": [], "path": path}
+    report = build(results(), manifest(**{"select-layers": {"selection": selection, "outputs": {}}}))
+    assert report["selection"] == selection
     text = page(report)
     assert "## Why these layers stayed softmax" in text
     assert "| + 18 | 2.500 | not finite |\n| + 3 | 1.500 | 3.400 |\n| all: the base | 3.200 | 3.500 |\n" in text
@@ -152,8 +152,8 @@ def test_the_terminal_table_has_a_column_for_every_model_and_the_verdict_below()
     console.print(render(results()))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     for text in (
-        "untrained window",
-        "its memory alone",
+        "window only, untrained",
+        "window ablated",
         "copy_nll_256",
         "1.750 ± 0.030",
         "not finite",

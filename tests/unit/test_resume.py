@@ -15,12 +15,12 @@ from stages import make_stage, train
 from liger_convert.cli import main
 from liger_convert.io import checksums
 from liger_convert.io.checksums import sha256_file
-from liger_convert.pipeline import runner
+from liger_convert.pipeline import steps
 from liger_convert.utils import interrupts
 
 STAGES: list[dict[str, Any]] = [
-    {"kind": "align", "rates": {"mixer": 1e-2}, "save_every": 2},
-    {"kind": "finetune", "data": "late", "loss_on": "all", "rates": {"mixer": 1e-3}, "save_every": 2},
+    {"kind": "align", "learning_rates": {"mixer": 1e-2}, "save_every": 2},
+    {"kind": "finetune", "data": "late", "loss_on": "all", "learning_rates": {"mixer": 1e-3}, "save_every": 2},
 ]
 
 
@@ -40,7 +40,7 @@ def home(tmp_path_factory):
 
 def stop_at(patch: pytest.MonkeyPatch, label: str, done: float) -> None:
     """Has a run be interrupted when the work with this label reports so much done."""
-    real = runner.progress
+    real = steps.show_progress
 
     @contextmanager
     def progress(name):
@@ -53,7 +53,7 @@ def stop_at(patch: pytest.MonkeyPatch, label: str, done: float) -> None:
 
             yield watched
 
-    patch.setattr(runner, "progress", progress)
+    patch.setattr(steps, "show_progress", progress)
 
 
 @pytest.fixture(scope="module")
@@ -140,13 +140,13 @@ def test_any_other_field_of_the_recipe_may_not_change(broken, capsys):
 
 @pytest.mark.parametrize("name", ["base/model.safetensors", "text.jsonl", "suite.yaml"])
 def test_an_input_that_changes_during_a_run_is_noticed_at_the_next_step(broken, capsys, monkeypatch, name):
-    real = runner.training.run_stage
+    real = steps.training.run_stage
 
     def run_stage(*args, **options):
         (broken / name).write_bytes((broken / name).read_bytes() + b"\n")
         return real(*args, **options)
 
-    monkeypatch.setattr(runner.training, "run_stage", run_stage)
+    monkeypatch.setattr(steps.training, "run_stage", run_stage)
     code, said = resume(capsys)
     assert code == 2
     assert f"{name}: has changed since the run began" in said

@@ -18,7 +18,7 @@ from liger_convert.data import teacher
 from liger_convert.io import checkpoint
 from liger_convert.io.checksums import sha256_file
 from liger_convert.model.loading import load_linearized
-from liger_convert.pipeline import runner
+from liger_convert.pipeline import steps
 from liger_convert.pipeline.manifest import first_difference, input_files
 
 STAGE = {"data": "text", "tokens": 6 * 64, "seq_len": 32, "batch_size": 2, "save_every": 2}
@@ -31,10 +31,15 @@ RECIPE = {
     "precision": "float32",
     "data": {"text": {"source": "file", "path": "text.jsonl", "held_out": 0.3}},
     "stages": [
-        STAGE | {"kind": "align", "rates": {"mixer": 1e-2}},
-        STAGE | {"kind": "distill", "rates": {"mixer": 1e-3, "attention": 1e-3, "body": 1e-4}},
+        STAGE | {"kind": "align", "learning_rates": {"mixer": 1e-2}},
+        STAGE | {"kind": "distill", "learning_rates": {"mixer": 1e-3, "attention": 1e-3, "body": 1e-4}},
         STAGE
-        | {"kind": "finetune", "loss_on": "all", "rates": {"mixer": 1e-3, "lora": 1e-2}, "lora": {"dropout": 0.1}},
+        | {
+            "kind": "finetune",
+            "loss_on": "all",
+            "learning_rates": {"mixer": 1e-3, "lora": 1e-2},
+            "lora": {"dropout": 0.1},
+        },
     ],
     "eval": {"suite": "suite.yaml", "text": "text"},
 }
@@ -46,10 +51,12 @@ SUITE = "description: tiny\ntext: [{window: 32, windows: 4}]\ncopying: [{length:
 KILLED = """
 import os, signal, sys
 from contextlib import contextmanager
-from liger_convert import cli, manifest, run
+from liger_convert.cli.main import main
+from liger_convert.pipeline import layer_selection, manifest, steps
 where, what, *words = sys.argv[1:]
 die = lambda: os.kill(os.getpid(), signal.SIGKILL)
-real_progress, real_write = run.progress, manifest.Manifest.write
+layer_selection.CALIBRATION_TOKENS = 1024
+real_progress, real_write = steps.show_progress, manifest.Manifest.write
 
 @contextmanager
 def progress(label):
@@ -65,8 +72,8 @@ def write(self, folder):
         die()
     real_write(self, folder)
 
-run.progress, manifest.Manifest.write = progress, write
-sys.exit(cli.main(words))
+steps.show_progress, manifest.Manifest.write = progress, write
+sys.exit(main(words))
 """
 
 
@@ -114,10 +121,10 @@ def test_a_run_leaves_an_export_a_report_and_a_manifest(finished):
     models = json.loads((finished / "report.json").read_text())["models"]
     assert list(models) == [
         "base",
-        "window_untrained",
+        "window_only_untrained",
         "linearized",
-        "linearized_window_only",
-        "linearized_memory_only",
+        "memory_ablated",
+        "window_ablated",
     ]
     assert {"text_ppl", "text_byte_ppl", "copy_nll_8"} == set(models["base"])
     card = (finished / "export/README.md").read_text()
@@ -169,7 +176,7 @@ def test_a_resumed_run_takes_the_commit_of_its_hub_base_that_it_began_with(home,
     monkeypatch.setattr(checkpoint, "_download", download)
     words = ["run", "recipe.yaml", "--out", "fetched", "--set", "base=someone/model", "--set", "stages=[]"]
     with monkeypatch.context() as patch:
-        patch.setattr(runner.convert, "convert", None)
+        patch.setattr(steps.convert, "convert_checkpoint", None)
         assert main.main(words) == 1
     assert manifest(home / "fetched")["steps"]["base"]["commit"] == "c0ffee"
     assert "snapshots" not in (home / "fetched/manifest.json").read_text()
@@ -181,13 +188,17 @@ def test_a_run_says_its_table_and_continuations(home, finished, capsys):
     assert main.main(["run", "recipe.yaml", "--out", "finished", "--resume"]) == 0
     output = capsys.readouterr()
     assert "copy_nll_8" in output.out
-    assert all(" ".join(prompt.split()[:4]) in output.out for prompt in runner.PROMPTS)  # the table breaks longer lines
+    assert all(" ".join(prompt.split()[:4]) in output.out for prompt in steps.PROMPTS)  # the table breaks longer lines
     assert main.main(["run", "recipe.yaml", "--out", "finished", "--resume", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads((finished / "report.json").read_text())
 
 
-def test_a_run_killed_anywhere_and_resumed_ends_with_the_same_weights(home, finished):
-    deaths = [("convert", "1"), ("1-align", "3"), ("record", "2-distill"), ("3-finetune", "5"), ("export", "1")]
+DEATHS = [("convert", "1"), ("1-align", "3"), ("record", "2-distill"), ("3-finetune", "5"), ("export", "1")]
+
+
+@pytest.mark.parametrize("deaths", [[DEATHS[1], DEATHS[-1]], pytest.param(DEATHS, marks=pytest.mark.slow)], ids=len)
+def test_a_run_killed_anywhere_and_resumed_ends_with_the_same_weights(home, finished, deaths):
+    shutil.rmtree(home / "killed", ignore_errors=True)
     command = ["run", "recipe.yaml", "--out", "killed"]
     for where, what in deaths:
         script = [sys.executable, "-c", KILLED, where, what, *command]
@@ -206,22 +217,29 @@ def test_a_run_chooses_its_softmax_layers_once_and_goes_by_them(home, capsys):
     killed = subprocess.run(script, cwd=home, env=os.environ, capture_output=True, text=True)
     assert killed.returncode == -9, killed.stderr
     before = manifest(home / "chosen")["steps"]
-    assert list(before) == ["base", "rank", "plan"]
+    assert list(before) == ["base", "select-layers", "plan"]
     assert main.main(["run", "recipe.yaml", "--out", "chosen", *choose, "--resume"]) == 0
     steps = manifest(home / "chosen")["steps"]
-    assert steps["rank"] == before["rank"]
-    assert list(steps) == ["base", "rank", "plan", "convert", "merge", "export", "eval", "report"]
-    (kept,) = steps["rank"]["ranking"]["kept"]
+    assert steps["select-layers"] == before["select-layers"]
+    assert list(steps) == ["base", "select-layers", "plan", "convert", "merge", "export", "eval", "report"]
+    (kept,) = steps["select-layers"]["selection"]["softmax_layers"]
     layers = ["softmax" if i == kept else "main" for i in range(3)]
     assert steps["plan"]["plan"]["linearization"]["layers"] == layers
     assert load_linearized(home / "chosen/export").config.linearization["layers"] == layers
-    assert json.loads((home / "chosen/report.json").read_text())["ranking"] == steps["rank"]["ranking"]
+    assert json.loads((home / "chosen/report.json").read_text())["selection"] == steps["select-layers"]["selection"]
     assert f"| + {kept} |" in (home / "chosen/report.md").read_text()
 
 
-def test_a_run_trains_on_what_its_base_writes_and_writes_it_once(home, monkeypatch):
+@pytest.mark.parametrize(
+    "deaths",
+    [[("2-distill", "3")], pytest.param([("data-own", "500"), ("2-distill", "3")], marks=pytest.mark.slow)],
+    ids=len,
+)
+def test_a_run_trains_on_what_its_base_writes_and_writes_it_once(home, monkeypatch, deaths):
+    for out in ("own", "own-killed"):
+        shutil.rmtree(home / out, ignore_errors=True)
     own = {"source": "teacher", "tokens": 1000, "document_tokens": 32, "batch_size": 4, "held_out": 0.2}
-    stages = [stage | {"data": "own", "repeats": 0.5} for stage in RECIPE["stages"][:2]]
+    stages = [stage | {"data": "own", "copy_fraction": 0.5} for stage in RECIPE["stages"][:2]]
     changes = {"base": "base", "data": {"own": own}, "stages": stages, "eval": {"suite": "suite.yaml", "text": "own"}}
     (home / "own.yaml").write_text(yaml.safe_dump(RECIPE | changes))
     assert main.main(["run", "own.yaml", "--out", "own"]) == 0
@@ -231,8 +249,8 @@ def test_a_run_trains_on_what_its_base_writes_and_writes_it_once(home, monkeypat
     assert list(steps["data-own"]["outputs"]) == ["steps/data-own/tokens.u32"]
     assert all("data-own" in steps[name]["inputs"] for name in ("1-align", "2-distill", "eval"))
     assert not (home / "own/steps").exists()
-    for where, what in (("data-own", "500"), ("2-distill", "3")):
-        words = ["run", "own.yaml", "--out", "own-killed", *["--resume"] * (where != "data-own")]
+    for where, what in deaths:
+        words = ["run", "own.yaml", "--out", "own-killed", *["--resume"] * (home / "own-killed").exists()]
         script = [sys.executable, "-c", KILLED, where, what, *words]
         killed = subprocess.run(script, cwd=home, env=os.environ, capture_output=True, text=True)
         assert killed.returncode == -9, killed.stderr
@@ -255,7 +273,7 @@ def test_a_run_in_trouble_says_so_in_one_line(home, monkeypatch, capsys, trouble
     def fail(*args, **kwargs):
         raise trouble
 
-    monkeypatch.setattr(runner.convert, "convert", fail)
+    monkeypatch.setattr(steps.convert, "convert_checkpoint", fail)
     resume = ["--resume"] if (home / "troubled").exists() else []
     assert main.main(["run", "recipe.yaml", "--out", "troubled", *resume]) == code
     *_, line = capsys.readouterr().err.splitlines()

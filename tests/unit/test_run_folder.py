@@ -11,7 +11,7 @@ from liger_convert.cli import main
 from liger_convert.config.recipe import load
 from liger_convert.config.resources import chosen_recipe
 from liger_convert.io.run_folder import RunFolder
-from liger_convert.pipeline import runner
+from liger_convert.pipeline import steps
 from liger_convert.utils.errors import BadInput
 
 RECIPE = {
@@ -103,12 +103,12 @@ def interrupt(*args: object, **options: object) -> None:
 def test_a_link_that_leads_out_of_a_run_is_refused_before_the_work(home, base, capsys, monkeypatch, name):
     recipe = write_recipe(home)
     with monkeypatch.context() as patch:
-        patch.setattr(runner.convert, "convert", interrupt)
+        patch.setattr(steps.convert, "convert_checkpoint", interrupt)
         assert main.main(["run", recipe, "--out", "out"]) == 130
     shutil.rmtree(home / "out" / name, ignore_errors=True)
     (home / "out" / name).symlink_to(home / "victim")
     capsys.readouterr()
-    monkeypatch.setattr(runner.convert, "convert", None)
+    monkeypatch.setattr(steps.convert, "convert_checkpoint", None)
     assert main.main(["run", recipe, "--out", "out", "--resume"]) == 2
     assert "the run's folder out" in capsys.readouterr().err
     assert [path.name for path in (home / "victim").iterdir()] == ["file"]

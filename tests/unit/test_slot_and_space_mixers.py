@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from gated_kernels import window
-from gated_kernels.window.chunk import joined
+from gated_kernels import chunk_swa
+from gated_kernels.swa.chunk import combine
 from torch import Tensor
 
 from liger_convert.mixers import build_mixer, resolve_spec
@@ -113,8 +113,8 @@ def test_a_mixer_is_the_equation_of_its_paper(name: str) -> None:
 @every_mixer
 def test_a_new_memory_has_little_weight_beside_the_window(name: str) -> None:
     mixer, heads, layout = started({"type": name}), random_heads(300), layout_of(300)
-    seen = window(heads.q_rot_BTHD, heads.k_rot_BTGD, heads.v_BSGD, window=64, scale=D**-0.5)
-    both = mixer(heads, lambda log_f, beside: joined(*seen, *beside), layout, None, "both")
+    seen = chunk_swa(heads.q_rot_BTHD, heads.k_rot_BTGD, heads.v_BSGD, window_size=64, scale=D**-0.5)
+    both = mixer(heads, lambda log_f, beside: combine(*seen, *beside), layout, None, "both")
     assert 0 < (both - seen[0]).norm() < 0.1 * seen[0].norm()
 
 

@@ -11,9 +11,9 @@ import torch
 from tiny import save_tiny_base, tiny_tokenizer
 from transformers import GenerationConfig
 
-from liger_convert.config.recipe import TeacherSource
+from liger_convert.config.sources import TeacherSource
 from liger_convert.data import teacher
-from liger_convert.data.corpus import load_source
+from liger_convert.data.documents import load_source
 from liger_convert.model.loading import load_base
 from liger_convert.utils.errors import BadInput
 

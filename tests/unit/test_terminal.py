@@ -18,13 +18,19 @@ from liger_convert.utils import interrupts
 
 LINEARIZE = str(Path(sys.executable).with_name("linearize"))
 STAGES: list[dict[str, Any]] = [
-    {"kind": "align", "rates": {"mixer": 1e-2}, "save_every": 4},
-    {"kind": "finetune", "loss_on": "all", "rates": {"mixer": 1e-3, "lora": 1e-2}, "lora": {}, "save_every": 4},
+    {"kind": "align", "learning_rates": {"mixer": 1e-2}, "save_every": 4},
+    {
+        "kind": "finetune",
+        "loss_on": "all",
+        "learning_rates": {"mixer": 1e-3, "lora": 1e-2},
+        "lora": {},
+        "save_every": 4,
+    },
 ]
 # Runs a command in which training says its step on stdout, and takes a while for it.
 SLOW = """
 import sys, time
-from liger_convert import cli, run
+from liger_convert.cli.main import main
 from liger_convert.training.trainer import _Watch
 on_step_end = _Watch.on_step_end
 def slow(self, args, state, control, **kwargs):
@@ -32,7 +38,7 @@ def slow(self, args, state, control, **kwargs):
     time.sleep(0.3)
     return on_step_end(self, args, state, control, **kwargs)
 _Watch.on_step_end = slow
-sys.exit(cli.main(sys.argv[1:]))
+sys.exit(main(sys.argv[1:]))
 """
 
 
@@ -166,7 +172,7 @@ def test_the_processes_of_an_evaluation_end_with_their_parent(home, number):
 def test_a_process_that_cannot_answer_a_signal_is_ended():
     script = """
 import hashlib, sys
-from liger_convert import interrupts
+from liger_convert.utils import interrupts
 interrupts.GRACE = 1.0
 with interrupts.handled("last words"):
     print("ready", flush=True)

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from stages import CPU, SEQ_LEN, STAGES, documents, every_stage, folders, make_stage, result_bytes, train
 from torch import Tensor
 
-from liger_convert.config.recipe import Lora, Rates, Stage
-from liger_convert.data import corpus
+from liger_convert.config.stages import LearningRates, Lora, Stage
+from liger_convert.data.packed_rows import IGNORED, collate, pack
 from liger_convert.mixers import resolve_spec
 from liger_convert.model import parameter_group
 from liger_convert.model.loading import linearize_base, load_base
@@ -31,7 +31,7 @@ from liger_convert.utils.errors import BadInput, LinearizeError
 
 def reference_sum(logits: Tensor, teacher: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Cross-entropy and KL, summed over the positions whose next token is labelled, written out."""
-    keep = labels[:, 1:] != corpus.IGNORED
+    keep = labels[:, 1:] != IGNORED
     student, taught, following = logits[:, :-1][keep], teacher[:, :-1][keep], labels[:, 1:][keep]
     p, log_q = (taught / temperature).softmax(-1), (student / temperature).log_softmax(-1)
     kl = (p * (p.log() - log_q)).sum() * temperature**2
@@ -42,7 +42,7 @@ def test_chunked_losses_and_their_gradients_are_those_of_the_whole(monkeypatch: 
     generator = torch.Generator().manual_seed(0)
     logits, teacher = (torch.randn(3, 11, 17, generator=generator, dtype=torch.float32) for _ in range(2))
     labels = torch.randint(0, 17, (3, 11), generator=generator)
-    labels[torch.rand(3, 11, generator=generator) < 0.3] = corpus.IGNORED
+    labels[torch.rand(3, 11, generator=generator) < 0.3] = IGNORED
     next_N = losses.next_tokens(labels)
     logits.requires_grad_()
     expected_ce, expected_kl = reference_sum(logits, teacher, labels, 1.7)
@@ -65,8 +65,8 @@ def test_chunked_losses_and_their_gradients_are_those_of_the_whole(monkeypatch: 
 def test_a_packed_row_is_its_documents_apart(which: str) -> None:
     base, linearized = folders()
     model = load_base(base, CPU, torch.float32) if which == "base" else load_chain(linearized).eval()
-    packed = corpus.pack(documents(), SEQ_LEN, 8 * SEQ_LEN)
-    batch = corpus.collate([packed[i] for i in range(8)])
+    packed = pack(documents(), SEQ_LEN, 8 * SEQ_LEN)
+    batch = collate([packed[i] for i in range(8)])
     with torch.no_grad():
         logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
         assert (batch["position_ids"] == 0).sum() > 12
@@ -82,8 +82,8 @@ def test_a_packed_row_is_its_documents_apart(which: str) -> None:
 
 @every_stage
 def test_the_loss_goes_down_and_only_groups_with_a_rate_change(name: str, tmp_path: Path) -> None:
-    rates = STAGES[name]["rates"] if name == "lora" else Rates(mixer=1e-2, attention=1e-2)
-    stage = make_stage(name, steps=24, rates=rates, warmup=0.1)
+    rates = STAGES[name]["learning_rates"] if name == "lora" else LearningRates(mixer=1e-2, attention=1e-2)
+    stage = make_stage(name, steps=24, learning_rates=rates, warmup_ratio=0.1)
     stats = train(stage, tmp_path)
     curve = [loss for _, loss in stats["loss"]]
     assert np.mean(curve[-4:]) < 0.8 * np.mean(curve[:4])
@@ -103,7 +103,7 @@ def test_alignment_lowers_the_error_of_every_layer(tmp_path: Path) -> None:
 
 
 def test_without_a_rate_the_mixers_of_a_lora_stage_are_frozen(tmp_path: Path) -> None:
-    train(make_stage("lora", rates=Rates(lora=1e-2)), tmp_path)
+    train(make_stage("lora", learning_rates=LearningRates(lora=1e-2)), tmp_path)
     before, after = (load_chain(folders()[1], results).state_dict() for results in ([], [tmp_path / "result"]))
     assert all(value.equal(after[key]) for key, value in before.items() if ".mixer." in key)
     assert not before["model.layers.0.self_attn.q_proj.weight"].equal(after["model.layers.0.self_attn.q_proj.weight"])
@@ -176,7 +176,7 @@ def test_accumulated_batches_have_the_gradient_of_the_whole(name: str, tmp_path:
     trained = []
     for batch, accumulation in ((4, 1), (2, 2), (1, 4)):
         stage = make_stage(
-            name, steps=2, batch=batch, accumulation=accumulation, warmup=0.0, schedule="constant", **lora
+            name, steps=2, batch=batch, accumulation=accumulation, warmup_ratio=0.0, schedule="constant", **lora
         )
         trained.append(sgd_step(stage, tmp_path / str(batch)))
     assert len(trained[0]) > 10
@@ -248,9 +248,9 @@ def test_a_finished_stage_is_not_trained_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["align", "distill", "lora"])
 def test_a_diverged_loss_stops_the_stage_and_saves_nothing(name: str, tmp_path: Path) -> None:
     second = "lora" if name == "lora" else "attention"
-    rates = Rates().model_copy(update={"mixer": 1e30, second: 1e30})  # a recipe would be refused
+    rates = LearningRates().model_copy(update={"mixer": 1e30, second: 1e30})  # a recipe would be refused
     with pytest.raises(LinearizeError, match=r"diverged: the (loss|gradient norm) is (nan|inf) at step \d of 8"):
-        train(make_stage(name, rates=rates, warmup=0.0), tmp_path)
+        train(make_stage(name, learning_rates=rates, warmup_ratio=0.0), tmp_path)
     assert not (tmp_path / "result").exists()
 
 

@@ -24,11 +24,11 @@ def measured(ppl: float, copy: float | None) -> dict[str, Any]:
         (measured(20.1, 1.2), True),  # the copy loss alone
         (measured(20.3, 1.0), True),  # the text alone
         (measured(19.0, 0.5), False),  # a memory that harms is not used either
-        (measured(20.0, None), True),  # the window alone diverges
+        (measured(20.0, None), True),  # with its memory ablated the model diverges
     ],
 )
 def test_the_memory_is_used_when_the_model_is_worse_without_it(window_only: dict[str, Any], used: bool) -> None:
-    found = verdict({"linearized": measured(20.0, 1.0), "linearized_window_only": window_only})
+    found = verdict({"linearized": measured(20.0, 1.0), "memory_ablated": window_only})
     assert found["memory_used"] is used
     assert found["sentences"][0].startswith("The memory is used") is used
 
@@ -43,32 +43,32 @@ def test_the_memory_is_used_when_the_model_is_worse_without_it(window_only: dict
     ],
 )
 def test_the_verdict_compares_with_the_untrained_window(linearized: dict[str, Any], says: str) -> None:
-    names = {"base": measured(23.0, 0.23), "window_untrained": measured(28.9, 3.42)}
-    found = verdict(names | {"linearized": linearized, "linearized_window_only": linearized})
+    names = {"base": measured(23.0, 0.23), "window_only_untrained": measured(28.9, 3.42)}
+    found = verdict(names | {"linearized": linearized, "memory_ablated": linearized})
     worse = "IS WORSE" in says
     assert found["sentences"][0 if worse else 1].startswith(says)
     assert found["worse_than_untrained"] is worse
-    assert found["sentences"][2].startswith("Beside the base the model is worse in text_ppl (")
+    assert found["sentences"][2].startswith("Against the base the model is worse in text_ppl (")
     assert "against 0.23 ± 0.1)" in found["sentences"][2]
 
 
 def test_of_two_models_that_diverge_neither_is_better() -> None:
     broken = {"text_ppl": {"value": None, "stderr": None, "n": 9}}
-    found = verdict({"linearized": broken, "linearized_window_only": broken, "window_untrained": broken})
+    found = verdict({"linearized": broken, "memory_ablated": broken, "window_only_untrained": broken})
     assert found["memory_used"] is False
     assert "NO BETTER" in found["sentences"][1]
 
 
 def test_there_is_no_verdict_without_text_and_repetitions() -> None:
     tasks = {"piqa/acc": {"value": 0.5, "stderr": 0.1, "n": 9}}
-    assert verdict({"linearized": tasks, "linearized_window_only": tasks})["memory_used"] is None
+    assert verdict({"linearized": tasks, "memory_ablated": tasks})["memory_used"] is None
 
 
 def test_a_memory_that_helps_text_and_harms_copying_is_told_as_both() -> None:
     whole, alone = measured(20.0, 5.983), measured(30.0, 5.827)
-    (sentence,) = verdict({"linearized": whole, "linearized_window_only": alone})["sentences"]
+    (sentence,) = verdict({"linearized": whole, "memory_ablated": alone})["sentences"]
     assert sentence == (
-        "The memory is used, for better and for worse: with the window alone the model is worse in text_ppl "
+        "The memory is used, for better and for worse: with its memory ablated the model is worse in text_ppl "
         "(30 ± 0.1 against 20 ± 0.1); better in copy_nll_256 (5.827 ± 0.1 against 5.983 ± 0.1)."
     )
 
@@ -77,8 +77,8 @@ def test_far_text_counts_as_much_as_near_text() -> None:
     def table(far: float) -> dict[str, Any]:
         return measured(20.0, 1.0) | {"text_far_ppl": {"value": far, "stderr": None, "n": 9}}
 
-    found = verdict({"linearized": table(20.0), "linearized_window_only": table(20.0), "window_untrained": table(19.0)})
-    assert found["compared"]["beside_untrained"]["text_far_ppl"] == "worse"
+    found = verdict({"linearized": table(20.0), "memory_ablated": table(20.0), "window_only_untrained": table(19.0)})
+    assert found["compared"]["against_untrained"]["text_far_ppl"] == "worse"
     assert found["sentences"][0].startswith("THE MODEL IS WORSE IN PART") is False
     assert found["sentences"][0].startswith("THE MODEL IS WORSE than the untrained base")
 
@@ -105,8 +105,8 @@ def check(seed: int) -> None:
     def table() -> dict[str, Any]:
         return measured(value(), value()) | {"text_far_ppl": {"value": value(), "stderr": None, "n": 3}}  # type: ignore[arg-type]
 
-    names = ["linearized", "linearized_window_only", "linearized_memory_only"]
-    names += ["window_untrained"] * rng.randint(0, 1) + ["base"] * rng.randint(0, 1)
+    names = ["linearized", "memory_ablated", "window_ablated"]
+    names += ["window_only_untrained"] * rng.randint(0, 1) + ["base"] * rng.randint(0, 1)
     found = verdict({name: table() for name in names})
     said: dict[str, set[str]] = {}
     for sentence in found["sentences"]:
@@ -127,7 +127,7 @@ def check(seed: int) -> None:
             assert "worse" in said[sentence], sentence
         elif "better than" in claim or "harm" in claim:
             assert "worse" not in said[sentence], sentence
-    (alone,) = (kinds for sentence, kinds in said.items() if "window alone" in sentence)
+    (alone,) = (kinds for sentence, kinds in said.items() if "memory ablated" in sentence)
     assert found["memory_used"] is ("worse" in alone)
     beside = [kinds for sentence, kinds in said.items() if "untrained base" in sentence]
     assert found["worse_than_untrained"] is ("worse" in beside[0] if beside else None)

@@ -1,1 +1,1 @@
-"""The codebook's map: a softmax over codes, of vectors that each head turns its own way and brings to length 1."""
+"""A codebook's map: a softmax over codes of vectors, which each head projects and brings to length 1."""

@@ -15,8 +15,8 @@ class Case(NamedTuple):
     R: int = 3
     D: int = 16
     F: int = 33
-    tau: float = 2.0  # its log
-    shift: float = 0.5
+    log_inv_temperature: float = 2.0
+    bias: float = 0.5
     dtype: torch.dtype = torch.float32
     v_dtype: torch.dtype | None = None  # of the vectors, when another
 
@@ -25,15 +25,15 @@ CASES = {  # small ones with heads enough that the plain gradients, one number a
     "one vector": Case(1, G=8, R=4),
     "two codes": Case(5, G=4, R=8, F=2),
     "a head's own codes": Case(7, G=16, R=1, F=64),
-    "no shift, float64": Case(9, shift=0.0, dtype=torch.float64),
+    "no bias, float64": Case(9, bias=0.0, dtype=torch.float64),
     "odd sizes": Case(67, G=1, R=9, D=10, F=65),
     "two heads of 64": Case(65, R=2, D=64, F=128),
     "heads of 80": Case(33, D=80, F=257, G=1, R=9),
-    "heads of 128, bf16": Case(70, G=1, R=4, D=128, F=256, tau=3.0, dtype=torch.bfloat16),
+    "heads of 128, bf16": Case(70, G=1, R=4, D=128, F=256, log_inv_temperature=3.0, dtype=torch.bfloat16),
     "bf16 vectors": Case(97, D=64, v_dtype=torch.bfloat16),
     "many codes, bf16 vectors": Case(40, G=1, R=8, F=600, D=64, v_dtype=torch.bfloat16),
-    "flat": Case(20, tau=-3.0),
-    "one code in nearly all weights": Case(20, tau=5.0),
+    "flat": Case(20, log_inv_temperature=-3.0),
+    "one code in nearly all weights": Case(20, log_inv_temperature=5.0),
 }
 
 
@@ -45,9 +45,9 @@ def inputs(case: Case) -> dict[str, Any]:
         return torch.randn(*shape, generator=random, dtype=torch.float64)
 
     found = {
-        "turn_NDE": normal(N, case.D, E) * case.D**-0.5,
-        "shift_NE": normal(N, E) * case.shift,
-        "log_tau_N": case.tau + 0.2 * normal(N),
+        "proj_NDE": normal(N, case.D, E) * case.D**-0.5,
+        "bias_NE": normal(N, E) * case.bias,
+        "log_inv_temperature_N": case.log_inv_temperature + 0.2 * normal(N),
         "codes_GFE": normal(case.G, case.F, E) * E**-0.5,
     }
     x_BTND = normal(B, case.T, N, case.D).to(case.v_dtype or case.dtype)

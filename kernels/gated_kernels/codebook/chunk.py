@@ -1,4 +1,4 @@
-"""The codebook's map in torch: phi(x) = softmax(tau C u), u = P x + b brought to length 1.
+"""A codebook's map in torch: phi(x) = softmax(u C / temperature), u = P x + b brought to length 1.
 
 Shapes: B batch, T tokens, N heads (query or key-value), G heads with codes of their own, D head size, E size of a code,
 F codes.
@@ -6,43 +6,42 @@ F codes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from gated_kernels.derivatives import unit
-
-# What `gated_kernels.use` puts before this op; it returns None for inputs that it leaves to it.
-fast: Callable[..., Tensor | None] | None = None
+from gated_kernels.common.derivatives import unit
+from gated_kernels.common.registry import kernel_for
 
 
-def codebook(x_BTND: Tensor, turn_NDE: Tensor, shift_NE: Tensor, log_tau_N: Tensor, codes_GFE: Tensor) -> Tensor:
-    """phi(x) [B,T,N,F] in x's dtype: how near x, turned its head's way, is to each of F codes, which sum to 1; head n
-    uses the codes n // (N / G).
+def chunk_codebook(
+    x_BTND: Tensor, proj_NDE: Tensor, bias_NE: Tensor, log_inv_temperature_N: Tensor, codes_GFE: Tensor
+) -> Tensor:
+    """phi(x) [B,T,N,F] in x's dtype: how near x is to each of F codes after its head's projection. They sum to 1.
 
-    Computes in fp32 (fp64 for fp64 vectors), under autocast too. Raises ValueError when N is no multiple of G.
+    Head n uses the codes n // (N / G). Computes in fp32 (fp64 for fp64 vectors), under autocast too. Raises ValueError
+    when N is no multiple of G.
     """
     heads, groups = x_BTND.shape[2], len(codes_GFE)
     if heads % groups:
         raise ValueError(f"{heads} heads are no multiple of the {groups} that have codes")
-    if fast is not None:
-        found = fast(x_BTND, turn_NDE, shift_NE, log_tau_N, codes_GFE)
+    kernel = kernel_for("codebook")
+    if kernel is not None:
+        found = kernel(x_BTND, proj_NDE, bias_NE, log_inv_temperature_N, codes_GFE)
         if found is not None:
             return found
     dtype = torch.promote_types(x_BTND.dtype, torch.float32)
     with torch.autocast(x_BTND.device.type, enabled=False):
-        u_BTNE = turned(x_BTND, turn_NDE, shift_NE) * log_tau_N.to(dtype).exp()[:, None]
+        u_BTNE = unit_projection(x_BTND, proj_NDE, bias_NE) * log_inv_temperature_N.to(dtype).exp()[:, None]
         u_BMGE = u_BTNE.unflatten(2, (groups, -1)).transpose(2, 3).flatten(1, 2)  # M = T N / G
         phi_BMGF = per_head(u_BMGE, codes_GFE.to(dtype).mT).softmax(-1)
         return phi_BMGF.unflatten(1, (u_BTNE.shape[1], -1)).transpose(2, 3).flatten(2, 3).to(x_BTND.dtype)
 
 
-def turned(x_BTND: Tensor, turn_NDE: Tensor, shift_NE: Tensor) -> Tensor:
-    """u [B,T,N,E], in fp32 at least."""
+def unit_projection(x_BTND: Tensor, proj_NDE: Tensor, bias_NE: Tensor) -> Tensor:
+    """u [B,T,N,E]: the projected vectors at length 1, in fp32 at least."""
     dtype = torch.promote_types(x_BTND.dtype, torch.float32)
     with torch.autocast(x_BTND.device.type, enabled=False):
-        return unit(per_head(x_BTND.to(dtype), turn_NDE.to(dtype)) + shift_NE.to(dtype))
+        return unit(per_head(x_BTND.to(dtype), proj_NDE.to(dtype)) + bias_NE.to(dtype))
 
 
 def per_head(x_BTND: Tensor, w_NDE: Tensor) -> Tensor:

@@ -1,36 +1,35 @@
-"""The codebook's map in Triton kernels.
+"""A codebook's map in Triton kernels: the op, and how they are launched.
 
-A program takes some of the rows of one head, block by block: turned, shifted, brought to length 1, times the codes, and
-the softmax over these. Where a block of codes holds them all, their logits stay in registers; more codes are gone over
-twice, first for the softmax's sum and then for its weights, whose logits are computed again rather than stored.
+A program takes some of the rows of one head, block by block: projected, biased, brought to length 1, times the codes,
+and the softmax over these. Where a block of codes holds them all, their logits stay in registers. More codes are gone
+over twice, first for the softmax's sum and then for its weights, whose logits are computed again rather than stored.
 
 The backward pass computes all of this again, so that only the inputs are kept. `rows_kernel` takes a gradient back
-through the softmax and the length, in two passes over it or, where its mean under the map is known already, in one;
-from what it leaves, `turns_kernel` makes the gradients of the vectors and of what turns them, and `codes_kernel`, with
-a program for every block of codes and some of the rows, that of the codes. No program adds to what another one writes:
-each has its own part of a parameter's gradient, and the parts are added up, so that all gradients are deterministic.
+through the softmax and the length. It goes twice over the codes, or once where each row's sum and mean are given. From
+what it leaves, `projections_kernel` makes the gradients of the vectors and of their projections and biases, and
+`codes_kernel`, with a program for every block of codes and some of the rows, that of the codes. No program adds to what
+another one writes: each has its own part of a parameter's gradient, and the parts are added up, so that all gradients
+are deterministic.
 
-Products take fp16 on the way to the logits, where bf16 would cost the map half of its digits, and bf16 in all others;
-they accumulate in fp32, and all else is in fp32: u, its length, tau and the softmax. Tiles that may come second in a
-product have 64 columns at least (see diagonal/scalar.py), of which E fills 32 for heads of 64.
+Products take fp16 on the way to the logits, where bf16 would cost the map half of its digits, and bf16 in all others.
+They accumulate in fp32, and all else is in fp32: u, its length, the temperature and the softmax. Tiles that may come
+second in a product have 64 columns at least (see simple_gla/launch.py), of which E fills 32 for heads of 64.
 
-Shapes: B batch, T tokens, N heads, G heads with codes of their own, D head size, E size of a code, F codes. In a
-kernel: M rows in a block, BD and BE the powers of two that hold D and E, BF codes in a block.
+Shapes: B batch, T tokens, N heads, G heads with codes of their own, D head size, E size of a code, F codes.
 """
 
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from gated_kernels.diagonal.tiles import load, load_vector, product, store, store_vector
-from gated_kernels.interpreter import INTERPRETED, rounded
+from gated_kernels.codebook.kernels import codes_kernel, forward_kernel, projections_kernel, rows_kernel
+from gated_kernels.common.gated_inputs import unfit, warn_once
+from gated_kernels.common.interpreter import INTERPRETED
 
 PROGRAMS = 528  # that fill a GPU: four on each of the 132 processors of an H200
 # M, BF, num_warps and num_stages of each kernel: for heads of up to 64 with up to 256 codes and with more, of up to 128
@@ -39,228 +38,11 @@ PROGRAMS = 528  # that fill a GPU: four on each of the 132 processors of an H200
 BLOCKS = {
     "forward": ((64, 256, 4, 3), (64, 256, 4, 2), (64, 256, 4, 3), (128, 128, 8, 2)),
     "rows": ((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2)),
-    "turns": ((64, 0, 4, 3),) * 4,
+    "projections": ((64, 0, 4, 3),) * 4,
     "codes": ((128, 64, 4, 2), (64, 64, 4, 2), (128, 64, 4, 2), (64, 128, 8, 2)),
 }
 LARGEST = 256  # head, the largest whose tiles fit into shared memory
-TO_BASE_2 = tl.constexpr(1.4426950408889634)
-SHARPEST = tl.constexpr(2.0**14)
-
-
-@triton.jit
-def tau_of(log_tau, n):
-    """At most SHARPEST, by which u, in fp16, tells no more codes apart than by a larger one: a logit that is rounded in
-    one place and not in another would then differ from itself by more than the weights may err."""
-    return tl.minimum(tl.exp(tl.load(log_tau + n)), SHARPEST)
-
-
-@triton.jit
-def turned(x, turn, shift):
-    """[M, BE] u and the inverse of the length it had; as in torch, a length counts as 1e-12 at least."""
-    x = tl.clamp(x.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
-    y = product(x, turn, None, tl.float16, "tf32") + shift[None, :]
-    inverse = 1.0 / tl.maximum(tl.sqrt(tl.sum(y * y, 1)), 1e-12)
-    return y * inverse[:, None], inverse
-
-
-@triton.jit
-def logits_by(u, codes, scale, f, F: tl.constexpr, BF: tl.constexpr):
-    """[M, BF] to base 2, very low beyond the last code; not -inf, as they are multiplied with zeros."""
-    logits = product(u, tl.trans(codes), None, tl.float16, "tf32") * scale
-    if F % BF:
-        logits = tl.where((f < F)[None, :], logits, -1e30)
-    return logits
-
-
-@triton.jit
-def forward_kernel(
-    x, turn, shift, log_tau, codes, phi, sums, rows, part,
-    N: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr,
-    M: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr,
-):  # fmt: skip
-    """The map, and the log sums of each row's softmax."""
-    n = tl.program_id(0) % N
-    start = (tl.program_id(0) // N * part).to(tl.int64)
-    codes += n // (N // G) * F * E
-    i = tl.arange(0, M)
-    d = tl.arange(0, BD)
-    e = tl.arange(0, BE)
-    f = tl.arange(0, BF)
-    turn_DE = load(turn + n * D * E, d, D, E, e, E)
-    shift_E = tl.load(shift + n * E + e, mask=e < E, other=0.0)
-    scale = tau_of(log_tau, n) * TO_BASE_2
-    if F <= BF:
-        codes_FE = load(codes, f, F, E, e, E)
-    for first in range(start, tl.minimum(start + part, rows), M):
-        left = (rows - first).to(tl.int32)
-        x_MD = load(x + (first * N + n) * D, i, left, N * D, d, D)
-        u, _ = turned(x_MD, turn_DE, shift_E)
-        u = u.to(tl.float16)
-        to = phi + (first * N + n) * F
-        if F <= BF:
-            logits = logits_by(u, codes_FE, scale, f, F, BF)
-            top = tl.max(logits, 1)
-            weights = tl.exp2(logits - top[:, None])
-            mass = tl.sum(weights, 1)
-            weights *= (1.0 / mass)[:, None]
-            total = top + tl.log2(mass)
-            store(to, rounded(weights, tl.bfloat16), i, left, N * F, f, F)
-        else:
-            top = tl.full((M,), float("-inf"), tl.float32)
-            mass = tl.zeros((M,), tl.float32)
-            for f0 in range(0, F, BF):
-                logits = logits_by(u, load(codes, f0 + f, F, E, e, E), scale, f0 + f, F, BF)
-                higher = tl.maximum(top, tl.max(logits, 1))
-                mass = mass * tl.exp2(top - higher) + tl.sum(tl.exp2(logits - higher[:, None]), 1)
-                top = higher
-            total = top + tl.log2(mass)
-            for f0 in range(0, F, BF):
-                logits = logits_by(u, load(codes, f0 + f, F, E, e, E), scale, f0 + f, F, BF)
-                weights = tl.exp2(logits - total[:, None])
-                store(to, rounded(weights, tl.bfloat16), i, left, N * F, f0 + f, F)
-        store_vector(sums + n.to(tl.int64) * rows + first, total, i, left, 1)
-
-
-@triton.jit
-def sums_and_means(sums, means, at, i, left):
-    """Rows i from `at` on; a row that is not there has weights of 0."""
-    return tl.load(sums + at + i, mask=i < left, other=float("inf")), load_vector(means + at, i, left, 1)
-
-
-@triton.jit
-def dlogits_by(logits, dweights, total, mean, KNOWN: tl.constexpr):
-    """w (dw - mean) of weights w. A mean that is KNOWN was taken under weights as bf16 has them, and so dw counts here:
-    then a row's dlogits still cancel, however sharp it is."""
-    weights = tl.exp2(logits - total)
-    dweights = dweights.to(tl.float32)
-    if KNOWN:
-        return rounded(weights, tl.bfloat16).to(tl.float32) * dweights - weights * mean
-    return weights * (dweights - mean)
-
-
-@triton.jit
-def rows_kernel(
-    x, turn, shift, log_tau, codes, dphi, us, dys, sums, means, dlog_tau, rows, part,
-    N: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, KNOWN: tl.constexpr,
-    M: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr,
-):  # fmt: skip
-    """u and its gradient before it is brought to length 1, parts of the gradient of tau, and, where they are not KNOWN,
-    the log sums and the mean gradients of each row's softmax."""
-    n = tl.program_id(0) % N
-    start = (tl.program_id(0) // N * part).to(tl.int64)
-    codes += n // (N // G) * F * E
-    i = tl.arange(0, M)
-    d = tl.arange(0, BD)
-    e = tl.arange(0, BE)
-    f = tl.arange(0, BF)
-    turn_DE = load(turn + n * D * E, d, D, E, e, E)
-    shift_E = tl.load(shift + n * E + e, mask=e < E, other=0.0)
-    tau = tau_of(log_tau, n)
-    dlog_tau_M = tl.zeros((M,), tl.float32)
-    for first in range(start, tl.minimum(start + part, rows), M):
-        left = (rows - first).to(tl.int32)
-        back = dphi + (first * N + n) * F
-        at_rows = n.to(tl.int64) * rows + first
-        if not KNOWN:
-            ahead = load(back, i, left, N * F, f, F)
-        x_MD = load(x + (first * N + n) * D, i, left, N * D, d, D)
-        u_ME, inverse = turned(x_MD, turn_DE, shift_E)
-        u_ME = u_ME.to(tl.float16)
-        store(us + (first * N + n) * E, u_ME, i, left, N * E, e, E)
-        if KNOWN:
-            total, mean = sums_and_means(sums, means, at_rows, i, left)
-        else:
-            top = tl.full((M,), float("-inf"), tl.float32)
-            mass = tl.zeros((M,), tl.float32)
-            means_MF = tl.zeros((M, BF), tl.float32)  # summed up in the end: a sum by rows changes how tiles lie
-            for f0 in range(0, F, BF):
-                logits = logits_by(u_ME, load(codes, f0 + f, F, E, e, E), tau * TO_BASE_2, f0 + f, F, BF)
-                dweights = ahead.to(tl.float32)
-                ahead = load(back, i, left, N * F, f0 + BF + f, F)  # under way while this block is worked on
-                higher = tl.maximum(top, tl.max(logits, 1))
-                keep = tl.exp2(top - higher)
-                weights = tl.exp2(logits - higher[:, None])
-                mass = mass * keep + tl.sum(weights, 1)
-                means_MF = means_MF * keep[:, None] + weights * dweights
-                top = higher
-            mean = tl.sum(means_MF, 1) / mass
-            total = top + tl.log2(mass)
-            store_vector(sums + at_rows, total, i, left, 1)
-            store_vector(means + at_rows, mean, i, left, 1)
-        du = tl.zeros((M, BE), tl.float32)
-        last: tl.constexpr = (F - 1) // BF * BF  # back from there, as what was read last may still be at hand
-        for f0 in range(0, F, BF):
-            at = last - f0 + f
-            codes_FE = load(codes, at, F, E, e, E)
-            logits = logits_by(u_ME, codes_FE, tau * TO_BASE_2, at, F, BF)
-            dweights = load(back, i, left, N * F, at, F)
-            dlogits = dlogits_by(logits, dweights, total[:, None], mean[:, None], KNOWN)
-            dlog_tau_M += tl.sum(dlogits * logits, 1)
-            du = product(rounded(dlogits, tl.bfloat16), rounded(codes_FE, tl.bfloat16), du, tl.bfloat16, "tf32")
-        du *= tau
-        u = u_ME.to(tl.float32)  # registers are few
-        along = tl.where(inverse < 1e12, tl.sum(u * du, 1), 0.0)
-        dy = (du - u * along[:, None]) * inverse[:, None]
-        store(dys + (first * N + n) * E, rounded(dy, tl.bfloat16), i, left, N * E, e, E)
-    tl.store(dlog_tau + tl.program_id(0), tl.sum(dlog_tau_M, 0) / TO_BASE_2)
-
-
-@triton.jit
-def turns_kernel(
-    x, turn, dys, dx, dturn, dshift, rows, part,
-    N: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-):  # fmt: skip
-    """The gradients of the vectors and, in parts, of what turns and shifts them."""
-    n = tl.program_id(0) % N
-    start = (tl.program_id(0) // N * part).to(tl.int64)
-    i = tl.arange(0, M)
-    d = tl.arange(0, BD)
-    e = tl.arange(0, BE)
-    turn_DE = rounded(load(turn + n * D * E, d, D, E, e, E).to(tl.float32), tl.bfloat16)
-    dturn_DE = tl.zeros((BD, BE), tl.float32)
-    dshift_E = tl.zeros((BE,), tl.float32)
-    for first in range(start, tl.minimum(start + part, rows), M):
-        left = (rows - first).to(tl.int32)
-        x_MD = load(x + (first * N + n) * D, i, left, N * D, d, D)
-        dy_ME = load(dys + (first * N + n) * E, i, left, N * E, e, E)
-        dshift_E += tl.sum(dy_ME.to(tl.float32), 0)
-        dturn_DE = product(tl.trans(x_MD), dy_ME, dturn_DE, tl.bfloat16, "tf32")
-        dx_MD = product(dy_ME, tl.trans(turn_DE), None, tl.bfloat16, "tf32")
-        store(dx + (first * N + n) * D, rounded(dx_MD, tl.bfloat16), i, left, N * D, d, D)
-    program = tl.program_id(0).to(tl.int64)
-    store(dturn + program * D * E, dturn_DE, d, D, E, e, E)
-    tl.store(dshift + program * E + e, dshift_E, mask=e < E)
-
-
-@triton.jit
-def codes_kernel(
-    us, log_tau, codes, dphi, sums, means, dcodes, rows, part,
-    N: tl.constexpr, G: tl.constexpr, E: tl.constexpr, F: tl.constexpr, KNOWN: tl.constexpr,
-    M: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr,
-):  # fmt: skip
-    """The gradient of a block of codes by some rows of a head; logits are computed transposed, as they are used."""
-    blocks: tl.constexpr = (F + BF - 1) // BF
-    program = tl.program_id(0) // blocks  # those that share what they load run side by side
-    n = program % N
-    start = (program // N * part).to(tl.int64)
-    f = tl.program_id(0) % blocks * BF + tl.arange(0, BF)
-    i = tl.arange(0, M)
-    e = tl.arange(0, BE)
-    codes_FE = load(codes + n // (N // G) * F * E, f, F, E, e, E)
-    tau = tau_of(log_tau, n)
-    dcodes_FE = tl.zeros((BF, BE), tl.float32)
-    for first in range(start, tl.minimum(start + part, rows), M):
-        left = (rows - first).to(tl.int32)
-        u_ME = load(us + (first * N + n) * E, i, left, N * E, e, E)
-        dweights = tl.trans(load(dphi + (first * N + n) * F, i, left, N * F, f, F))
-        total, mean = sums_and_means(sums, means, n.to(tl.int64) * rows + first, i, left)
-        logits = product(codes_FE, tl.trans(u_ME), None, tl.float16, "tf32") * (tau * TO_BASE_2)
-        dlogits = dlogits_by(logits, dweights, total[None, :], mean[None, :], KNOWN)
-        dcodes_FE = product(rounded(dlogits, tl.bfloat16), rounded(u_ME, tl.bfloat16), dcodes_FE, tl.bfloat16, "tf32")
-    store(dcodes + program.to(tl.int64) * F * E, dcodes_FE * tau, f, F, E, e, E)
-
-
-KERNELS = {"forward": forward_kernel, "rows": rows_kernel, "turns": turns_kernel, "codes": codes_kernel}
+KERNELS = {"forward": forward_kernel, "rows": rows_kernel, "projections": projections_kernel, "codes": codes_kernel}
 
 
 @functools.cache
@@ -283,7 +65,7 @@ def _split(rows: int, compiled_for: dict[str, Any], programs: int) -> tuple[int,
 
 
 def plain(*tensors: Tensor) -> list[Tensor]:
-    """Vectors, turns, shifts, tau and codes as the kernels read them: dense."""
+    """Vectors, projections, biases, temperatures and codes as the kernels read them: dense."""
     dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float32, torch.float16)
     return [x.to(dtype).contiguous() for x, dtype in zip(tensors, dtypes)]
 
@@ -295,80 +77,88 @@ def _sizes(x: Tensor, codes: Tensor) -> tuple[int, tuple[int, int, int, int, int
     return B * T, (N, G, D, E, F)
 
 
-def mapped(x: Tensor, turn: Tensor, shift: Tensor, log_tau: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+def mapped(x: Tensor, proj: Tensor, bias: Tensor, log_inv_temperature: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
     """The map [B,T,N,F], and the log sums of its softmax to base 2, [N, B T]."""
-    x, turn, shift, log_tau, codes = plain(x, turn, shift, log_tau, codes)
+    x, proj, bias, log_inv_temperature, codes = plain(x, proj, bias, log_inv_temperature, codes)
     rows, sizes = _sizes(x, codes)
     phi = x.new_empty(*x.shape[:3], codes.shape[1])
     sums = x.new_empty(sizes[0], rows, dtype=torch.float32)
     compiled_for = constants("forward", *sizes)
     parts, part = _split(rows, compiled_for, sizes[0])
     with torch.cuda.device_of(x):
-        forward_kernel[(parts * sizes[0],)](x, turn, shift, log_tau, codes, phi, sums, rows, part, **compiled_for)
+        forward_kernel[(parts * sizes[0],)](
+            x, proj, bias, log_inv_temperature, codes, phi, sums, rows, part, **compiled_for
+        )
     return phi, sums
 
 
 @torch.library.custom_op("gated_kernels::codebook", mutates_args=())
-def forward(x: Tensor, turn: Tensor, shift: Tensor, log_tau: Tensor, codes: Tensor) -> Tensor:
-    return mapped(x, turn, shift, log_tau, codes)[0]
+def forward(x: Tensor, proj: Tensor, bias: Tensor, log_inv_temperature: Tensor, codes: Tensor) -> Tensor:
+    return mapped(x, proj, bias, log_inv_temperature, codes)[0]
 
 
 @forward.register_fake
-def _(x: Tensor, turn: Tensor, shift: Tensor, log_tau: Tensor, codes: Tensor) -> Tensor:
+def _(x: Tensor, proj: Tensor, bias: Tensor, log_inv_temperature: Tensor, codes: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:3], codes.shape[1])
 
 
 def gradients(
     x: Tensor,
-    turn: Tensor,
-    shift: Tensor,
-    log_tau: Tensor,
+    proj: Tensor,
+    bias: Tensor,
+    log_inv_temperature: Tensor,
     codes: Tensor,
     dphi: Tensor,
-    known: tuple[Tensor, Tensor] | None = None,
+    statistics: tuple[Tensor, Tensor] | None = None,
 ) -> list[Tensor]:
-    """The gradients of what the map is made of. `known` spare a pass over dphi: the log sums, and the product of each
-    row's map, as it was rounded, and dphi, [N, B T] both."""
-    given = turn, shift, log_tau, codes
-    x, turn, shift, log_tau, codes = plain(x, *given)
+    """The gradients of what the map is made of.
+
+    `statistics` spare a pass over dphi: the log sums, and the products of each row's map, as it was rounded, and dphi,
+    [N, B T] both.
+    """
+    given = proj, bias, log_inv_temperature, codes
+    x, proj, bias, log_inv_temperature, codes = plain(x, *given)
     rows, (N, G, D, E, F) = _sizes(x, codes)
     dphi = dphi.contiguous()
     dx, dys = torch.empty_like(x), x.new_empty(rows, N, E)
     us = torch.empty_like(dys, dtype=torch.float16)
-    sums, means = known or x.new_empty(2, N, rows, dtype=torch.float32)
-    by_rows, by_turns, by_codes = (constants(name, N, G, D, E, F) for name in ("rows", "turns", "codes"))
+    sums, means = statistics or x.new_empty(2, N, rows, dtype=torch.float32)
+    by_rows, by_projections, by_codes = (constants(name, N, G, D, E, F) for name in ("rows", "projections", "codes"))
     with torch.cuda.device_of(x):
         parts, part = _split(rows, by_rows, N)
-        dlog_tau = x.new_empty(parts, N, dtype=torch.float32)
+        dlog_inv_temperature = x.new_empty(parts, N, dtype=torch.float32)
         rows_kernel[(parts * N,)](
-            x, turn, shift, log_tau, codes, dphi, us, dys, sums, means, dlog_tau, rows, part, KNOWN=known is not None,
-            **by_rows,
+            x, proj, bias, log_inv_temperature, codes, dphi, us, dys, sums, means, dlog_inv_temperature, rows, part,
+            HAS_STATISTICS=statistics is not None, **by_rows,
         )  # fmt: skip
-        parts, part = _split(rows, by_turns, N)
-        dturn = x.new_empty(parts, N, D, E, dtype=torch.float32)
-        dshift = x.new_empty(parts, N, E, dtype=torch.float32)
-        turns_kernel[(parts * N,)](x, turn, dys, dx, dturn, dshift, rows, part, **by_turns)
+        parts, part = _split(rows, by_projections, N)
+        dproj = x.new_empty(parts, N, D, E, dtype=torch.float32)
+        dbias = x.new_empty(parts, N, E, dtype=torch.float32)
+        projections_kernel[(parts * N,)](x, proj, dys, dx, dproj, dbias, rows, part, **by_projections)
         blocks = triton.cdiv(F, by_codes["BF"])
         parts, part = _split(rows, by_codes, N * blocks)
         dcodes = x.new_empty(parts, G, N // G, F, E, dtype=torch.float32)
         codes_kernel[(parts * N * blocks,)](
-            us, log_tau, codes, dphi, sums, means, dcodes, rows, part, KNOWN=known is not None, **by_codes
+            us, log_inv_temperature, codes, dphi, sums, means, dcodes, rows, part,
+            HAS_STATISTICS=statistics is not None, **by_codes,
         )  # fmt: skip
-    found = dturn.sum(0), dshift.sum(0), dlog_tau.sum(0), dcodes.sum((0, 2))
+    found = dproj.sum(0), dbias.sum(0), dlog_inv_temperature.sum(0), dcodes.sum((0, 2))
     return [dx, *(gradient.to(of.dtype) for gradient, of in zip(found, given))]
 
 
 @torch.library.custom_op("gated_kernels::codebook_backward", mutates_args=())
-def backward(x: Tensor, turn: Tensor, shift: Tensor, log_tau: Tensor, codes: Tensor, dphi: Tensor) -> list[Tensor]:
-    return gradients(x, turn, shift, log_tau, codes, dphi)
+def backward(
+    x: Tensor, proj: Tensor, bias: Tensor, log_inv_temperature: Tensor, codes: Tensor, dphi: Tensor
+) -> list[Tensor]:
+    return gradients(x, proj, bias, log_inv_temperature, codes, dphi)
 
 
 @backward.register_fake
-def _(x: Tensor, turn: Tensor, shift: Tensor, log_tau: Tensor, codes: Tensor, dphi: Tensor) -> list[Tensor]:
-    return [of.new_empty(of.shape) for of in (x, turn, shift, log_tau, codes)]
+def _(x: Tensor, proj: Tensor, bias: Tensor, log_inv_temperature: Tensor, codes: Tensor, dphi: Tensor) -> list[Tensor]:
+    return [of.new_empty(of.shape) for of in (x, proj, bias, log_inv_temperature, codes)]
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
@@ -376,36 +166,35 @@ def _differentiate(ctx: Any, dphi: Tensor) -> tuple[Tensor, ...]:
     return tuple(backward(*ctx.saved_tensors, dphi))
 
 
-forward.register_autograd(_differentiate, setup_context=_keep)
+forward.register_autograd(_differentiate, setup_context=_save)
 
 
-def codebook(x_BTND: Tensor, turn_NDE: Tensor, shift_NE: Tensor, log_tau_N: Tensor, codes_GFE: Tensor) -> Tensor | None:
-    """As `gated_kernels.codebook`; None on a CPU, and with a warning once for what the kernels cannot do."""
+def triton_codebook(
+    x_BTND: Tensor, proj_NDE: Tensor, bias_NE: Tensor, log_inv_temperature_N: Tensor, codes_GFE: Tensor
+) -> Tensor | None:
+    """As `gated_kernels.chunk_codebook`; None on a CPU, and with a warning once for what the kernels cannot do."""
     if not (x_BTND.is_cuda or INTERPRETED.value):
         return None
-    if why := problem(x_BTND, turn_NDE, shift_NE, log_tau_N, codes_GFE):
+    if why := unsupported(x_BTND, proj_NDE, bias_NE, log_inv_temperature_N, codes_GFE):
         if not torch.compiler.is_compiling():
-            _warn_once(why)
+            warn_once("codebook", why)
         return None
-    return forward(x_BTND, turn_NDE, shift_NE, log_tau_N, codes_GFE)
+    return forward(x_BTND, proj_NDE, bias_NE, log_inv_temperature_N, codes_GFE)
 
 
-def problem(x_BTND: Tensor, turn_NDE: Tensor, shift_NE: Tensor, log_tau_N: Tensor, codes_GFE: Tensor) -> str | None:
-    """What the kernels do not take of this, or None."""
+def unsupported(
+    x_BTND: Tensor, proj_NDE: Tensor, bias_NE: Tensor, log_inv_temperature_N: Tensor, codes_GFE: Tensor
+) -> str | None:
+    """What the kernels do not support of this, or None."""
     (N, D), E = x_BTND.shape[2:], codes_GFE.shape[2]
     if x_BTND.dtype != torch.bfloat16:
         return f"vectors in {str(x_BTND.dtype).removeprefix('torch.')}"
     if max(D, 2 * E) > LARGEST:
         return f"heads of {D} channels and codes of {E}"
-    parameters = (turn_NDE, shift_NE, log_tau_N, codes_GFE)
+    parameters = (proj_NDE, bias_NE, log_inv_temperature_N, codes_GFE)
     for x, shape in zip(parameters, ((N, D, E), (N, E), (N,), codes_GFE.shape)):
-        if x.shape != shape or x.device != x_BTND.device:  # a kernel would read what is not there
-            return f"{tuple(x.shape)} on {x.device} where {tuple(shape)} on {x_BTND.device} is due"
+        if why := unfit(x_BTND.device, (x, shape)):
+            return why
         if x.dtype not in (torch.float32, torch.bfloat16):
             return f"parameters in {str(x.dtype).removeprefix('torch.')}"
     return None
-
-
-@functools.cache
-def _warn_once(why: str) -> None:
-    warnings.warn(f"codebook runs in torch, its Triton kernels do not take {why}", stacklevel=4)

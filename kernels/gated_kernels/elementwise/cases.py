@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gated_kernels.cuts import in_pieces, one_by_one
+from gated_kernels.splits import in_pieces, one_by_one
 
 __all__ = ["CASES", "in_pieces", "inputs", "one_by_one"]
 
@@ -61,7 +61,7 @@ def inputs(case: Case) -> dict[str, Any]:
         "v_BTGV": normal(B, case.T, case.G, case.V).to(case.v_dtype or case.dtype),
         "dt_BTGV": normal(B, case.T, case.G, case.V).exp() * case.dt * written,
         "log_A_GFV": -normal(case.G, case.F, case.V).exp(),
-        "state_BGFV": normal(B, case.G, case.F, case.V) if case.state else None,
-        "segment_BT": 7 + starts.cumsum(1) if case.segments else None,
+        "initial_state": normal(B, case.G, case.F, case.V) if case.state else None,
+        "segment_ids_BT": 7 + starts.cumsum(1) if case.segments else None,
         "exclusive": case.exclusive,
     }

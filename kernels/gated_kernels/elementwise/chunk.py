@@ -18,32 +18,37 @@ from torch.utils.checkpoint import checkpoint
 CHUNK = 32
 
 
-def elementwise(
+def chunk_elementwise(
     q_BTHF: Tensor,
     k_BTGF: Tensor,
     v_BTGV: Tensor,
     dt_BTGV: Tensor,
     log_A_GFV: Tensor,
     *,
-    state_BGFV: Tensor | None = None,
-    segment_BT: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    segment_ids_BT: Tensor | None = None,
     exclusive: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """S_t = exp(dt_t log A) * S_{t-1} + k_t^T v_t, read by o_t = q_t S_t; query head h uses kv head h // R.
 
-    dt_t[v] >= 0 scales log_A[f, v] <= 0. With `exclusive`, o_t = q_t S_{t-1}. `segment_BT` are integers; the recurrence
-    restarts where they change, and the given state belongs to the first of them. Computes in fp32 (fp64 for fp64
-    values), under autocast too. Returns o_BTHV in v's dtype and the last state. Raises ValueError when H is no multiple
-    of G.
+    dt_t[v] >= 0 scales log_A[f, v] <= 0. With `exclusive`, o_t = q_t S_{t-1}. `segment_ids_BT` are integers; the
+    recurrence restarts where they change, and the given state belongs to the first of them. Computes in fp32 (fp64 for
+    fp64 values), under autocast too. Returns o_BTHV in v's dtype and the last state. Raises ValueError when H is no
+    multiple of G.
     """
     B, _, H, F = q_BTHF.shape
     G, V = v_BTGV.shape[2:]
     if H % G:
         raise ValueError(f"{H} query heads are no multiple of {G} key-value heads")
     dtype = torch.promote_types(v_BTGV.dtype, torch.float32)
-    state = v_BTGV.new_zeros(B, G, F, V, dtype=dtype) if state_BGFV is None else state_BGFV.to(dtype)
+    state = v_BTGV.new_zeros(B, G, F, V, dtype=dtype) if initial_state is None else initial_state.to(dtype)
     with torch.autocast(v_BTGV.device.type, enabled=False):
-        inputs = (*(x.to(dtype) for x in (q_BTHF, k_BTGF, v_BTGV, dt_BTGV, log_A_GFV)), state, segment_BT, exclusive)
+        inputs = (
+            *(x.to(dtype) for x in (q_BTHF, k_BTGF, v_BTGV, dt_BTGV, log_A_GFV)),
+            state,
+            segment_ids_BT,
+            exclusive,
+        )
         o_BTHV, last = checkpoint(_run, *inputs, use_reentrant=False, preserve_rng_state=False)
     return o_BTHV.to(v_BTGV.dtype), last
 
@@ -55,7 +60,7 @@ def _run(
     dt_BTGV: Tensor,
     log_A_GFV: Tensor,
     state: Tensor,
-    segment_BT: Tensor | None,
+    segment_ids_BT: Tensor | None,
     exclusive: bool,
 ) -> tuple[Tensor, Tensor]:
     T, G = v_BTGV.shape[1:3]
@@ -63,8 +68,8 @@ def _run(
     q, k, v, dt = (_split(x, C) for x in (q_BTHF.unflatten(2, (G, -1)), k_BTGF, v_BTGV, dt_BTGV))
     log_A = log_A_GFV[:, None]
     same = before = None  # [B, 1, N, C, 1, 1]: whether a token is of the segment of the one before it, before its chunk
-    if segment_BT is not None:
-        same, before = _same_segment(segment_BT, C)
+    if segment_ids_BT is not None:
+        same, before = _same_segment(segment_ids_BT, C)
 
     local, outputs = k.new_zeros(*k.shape[:3], k.shape[4], v.shape[4]), []
     for c in range(C):
@@ -91,8 +96,8 @@ def _run(
     return o.movedim(1, 3).flatten(1, 2)[:, :T].flatten(2, 3), states[-1]
 
 
-def _same_segment(segment_BT: Tensor, C: int) -> tuple[Tensor, Tensor]:
-    segment = torch.cat([segment_BT, segment_BT[:, -1:].expand(-1, -segment_BT.shape[1] % C)], 1)
+def _same_segment(segment_ids_BT: Tensor, C: int) -> tuple[Tensor, Tensor]:
+    segment = torch.cat([segment_ids_BT, segment_ids_BT[:, -1:].expand(-1, -segment_ids_BT.shape[1] % C)], 1)
     previous = torch.cat([segment[:, :1], segment[:, :-1]], 1)
     same, chunks = segment == previous, segment.unflatten(1, (-1, C))
     before = chunks == previous.unflatten(1, (-1, C))[..., :1]

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from gated_kernels.cuts import in_pieces, one_by_one
-from gated_kernels.delta import cases as delta
+from gated_kernels.delta_rule import cases as delta
+from gated_kernels.splits import in_pieces, one_by_one
 
 __all__ = ["CASES", "in_pieces", "inputs", "one_by_one"]
 
 CASES = {
-    name: case._replace(sizes=case.sizes._replace(scalar=True))
+    name: case._replace(sizes=case.sizes._replace(per_head=True))
     for name, case in delta.CASES.items()
     if case.sizes.gate != "none" and not case.erases_elsewhere
 }
@@ -25,6 +25,6 @@ def inputs(case: delta.Case) -> dict[str, Any]:
     del x["e_BTGF"]
     x["log_m"] = x["log_a"][:, torch.randperm(case.sizes.T, generator=random)] - 0.1
     x["c_BTG1"] = (torch.rand(shape, generator=random) > 0.2).to(x["k_BTGF"].dtype)
-    state = x["state_BGFV"]
-    x["state_BGFV"] = None if state is None else torch.cat([state, state.flip(-1) / 2], 2)
+    state = x["initial_state"]
+    x["initial_state"] = None if state is None else torch.cat([state, state.flip(-1) / 2], 2)
     return x

@@ -1,4 +1,4 @@
-"""The delta rule with momentum in chunks, in the manner of `gated_kernels.delta.chunk`.
+"""The delta rule with momentum in chunks, in the manner of `gated_kernels.delta_rule.chunk`.
 
 Written out, both states are weighted sums of the tokens' writes k_s^T n_s, where n_s is what the memory missed of v_s.
 In Z_t a write has the weight h(t, s), the product of m after s up to t. In M_t it has w(t, s), the sum over j from s to
@@ -21,12 +21,12 @@ import torch.nn.functional as nnf
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gated_kernels.delta.chunk import same_segment, split
+from gated_kernels.delta_rule.chunk import same_segment, split
 
 CHUNK = 16  # momentum overshoots where one key comes again and again: a longer system is solved less exactly
 
 
-def momentum(
+def chunk_momentum(
     q_BTHF: Tensor,
     k_BTGF: Tensor,
     v_BTGV: Tensor,
@@ -35,8 +35,8 @@ def momentum(
     log_m: Tensor,
     c_BTG1: Tensor,
     *,
-    state_BGFV: Tensor | None = None,
-    segment_BT: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    segment_ids_BT: Tensor | None = None,
     exclusive: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Z_t = m_t Z_{t-1} + k_t^T (v_t - r_t M_{t-1}), M_t = a_t M_{t-1} + c_t Z_t, read by o_t = q_t M_t.
@@ -45,8 +45,8 @@ def momentum(
     c is 1 otherwise, where it is not learned. Nothing here bounds the states: steps can overshoot.
 
     Query head h uses kv head h // R. log_a, log_m <= 0 and c are [B, T, G, 1]; a state is [B, G, 2 F, V], Z below M.
-    With `exclusive`, o_t = q_t M_{t-1}. `segment_BT` are integers; the recurrence restarts where they change, and the
-    given state belongs to the first of them. Computes in fp32 (fp64 for fp64 values), under autocast too. Returns
+    With `exclusive`, o_t = q_t M_{t-1}. `segment_ids_BT` are integers; the recurrence restarts where they change, and
+    the given state belongs to the first of them. Computes in fp32 (fp64 for fp64 values), under autocast too. Returns
     o_BTHV in v's dtype and the last state. Raises ValueError when H is no multiple of G.
     """
     B, _, H, F = q_BTHF.shape
@@ -54,14 +54,14 @@ def momentum(
     if H % G:
         raise ValueError(f"{H} query heads are no multiple of {G} key-value heads")
     dtype = torch.promote_types(v_BTGV.dtype, torch.float32)
-    state = v_BTGV.new_zeros(B, G, 2 * F, V, dtype=dtype) if state_BGFV is None else state_BGFV.to(dtype)
+    state = v_BTGV.new_zeros(B, G, 2 * F, V, dtype=dtype) if initial_state is None else initial_state.to(dtype)
     inputs = q_BTHF.unflatten(2, (G, -1)), k_BTGF, v_BTGV, r_BTGF, log_a, log_m, c_BTG1
     with torch.autocast(v_BTGV.device.type, enabled=False):
         if q_BTHF.shape[1] == 1:
             o, last = _step(inputs, state, exclusive)
         else:
             o, last = checkpoint(
-                _chunked, inputs, state, segment_BT, exclusive, use_reentrant=False, preserve_rng_state=False
+                _chunked, inputs, state, segment_ids_BT, exclusive, use_reentrant=False, preserve_rng_state=False
             )
         return o.flatten(2, 3).to(v_BTGV.dtype), last
 
@@ -76,7 +76,7 @@ def _step(inputs: tuple[Tensor, ...], state: Tensor, exclusive: bool) -> tuple[T
 
 
 def _chunked(
-    inputs: tuple[Tensor, ...], state: Tensor, segment_BT: Tensor | None, exclusive: bool
+    inputs: tuple[Tensor, ...], state: Tensor, segment_ids_BT: Tensor | None, exclusive: bool
 ) -> tuple[Tensor, Tensor]:
     T = inputs[0].shape[1]
     C = min(CHUNK, 1 << (T - 1).bit_length())
@@ -88,8 +88,8 @@ def _chunked(
     old, new = torch.cat([prefix_a, decay_a @ (c * prefix_m)], -1), decay_a @ (c * decay_m)
     first = old.new_tensor([[1.0, 0.0]]).expand_as(old[..., :1, :])
     old_before, new_before = torch.cat([first, old[..., :-1, :]], -2), nnf.pad(new[..., :-1, :], (0, 0, 1, 0))
-    if segment_BT is not None:
-        same = same_segment(segment_BT, C)
+    if segment_ids_BT is not None:
+        same = same_segment(segment_ids_BT, C)
         old, old_before, prefix_m = old * same.before, old_before * same.before, prefix_m * same.before
         new, new_before, decay_m = new * same.pairs, new_before * same.pairs, decay_m * same.pairs
 

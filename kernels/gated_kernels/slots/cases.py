@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from gated_kernels.cuts import in_pieces, one_by_one
+from gated_kernels.splits import in_pieces, one_by_one
 
 __all__ = ["CASES", "in_pieces", "inputs", "one_by_one"]
 
@@ -76,6 +76,6 @@ def inputs(case: Case) -> dict[str, Any]:
         "scale": case.D**-0.5,
         "keys_BGMD": keys if case.state else None,
         "values_BGMV": normal(B, case.G, case.M, case.V) if case.state else None,
-        "segment_BT": 7 + starts.cumsum(1) if case.segments else None,
+        "segment_ids_BT": 7 + starts.cumsum(1) if case.segments else None,
         "exclusive": case.exclusive,
     }

@@ -1,12 +1,12 @@
-"""Attention over slots as two passes of the diagonal recurrence with a softmax between them.
+"""Attention over slots as two passes of gated linear attention with a softmax between them.
 
-Both states, K_t = diag(a_t) K_{t-1} + w_t^T [k_t, 1] and V_t likewise, are diagonal recurrences over slots. Reading the
-values, p_t V_t, is what `diagonal` does. Reading the keys, K_t q_t, is the transposed read: no other than the gradient
-that the read x_t K_t, weighted by q_t, has by x_t, and so the op's own backward pass. In turn its gradient by q_t is a
-read, and its other gradients are those of that read weighted by q_t. Neither pass sees a decay of its own.
+Both states, K_t = diag(a_t) K_{t-1} + w_t^T [k_t, 1] and V_t likewise, are gated linear attention over slots. Reading
+the values, p_t V_t, is what `chunk_gla` does. Reading the keys, K_t q_t, is the transposed read: no other than the
+gradient that the read x_t K_t, weighted by q_t, has by x_t, and so the op's own backward pass. In turn its gradient by
+q_t is a read, and its other gradients are those of that read weighted by q_t. Neither pass sees a decay of its own.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, D key size, V value size, M slots. The state of
-the keys has D + 1 columns: the last is each slot's mass, the sum of the decayed weights written to it.
+the keys has D + 1 columns: the last is each slot's normalizer, the sum of the decayed weights written to it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from gated_kernels.derivatives import differentiable_gradients
-from gated_kernels.diagonal.chunk import diagonal
-from gated_kernels.tracing import reads_no_values
+from gated_kernels.common.derivatives import differentiable_gradients
+from gated_kernels.common.tracing import reads_no_values
+from gated_kernels.gla.chunk import chunk_gla
 
 
-def slots(
+def chunk_slots(
     q_BTHD: Tensor,
     k_BTGD: Tensor,
     v_BTGV: Tensor,
@@ -32,17 +32,17 @@ def slots(
     scale: float,
     keys_BGMD: Tensor | None = None,
     values_BGMV: Tensor | None = None,
-    segment_BT: Tensor | None = None,
+    segment_ids_BT: Tensor | None = None,
     exclusive: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o_t = sum_m p_m V_m / z_m, p = softmax_m(scale q_t K_m / z_m); token t adds w_t[m] >= 0 times itself to slot m.
 
-    K, V and the mass z of a slot decay by e^log_a: log_a <= 0 is [B, T, G, M], [B, T, G, 1] or None (no decay). A slot
-    of no mass takes no part. With `exclusive` a token is written after it has read. `segment_BT` are integers; the
-    slots are empty again where they change, and the given states belong to the first of them. Query head h uses kv head
-    h // R. Computes in fp32 (fp64 for fp64 values), under autocast too. Returns o_BTHV in v's dtype, the logits'
-    log-sum-exp [B, T, H] (-inf where all slots are empty) and the last states, keys [B, G, M, D + 1] and values
-    [B, G, M, V]. Raises ValueError when H is no multiple of G.
+    K, V and the normalizer z of a slot decay by e^log_a: log_a <= 0 is [B, T, G, M], [B, T, G, 1] or None (no decay).
+    A slot whose normalizer is 0 takes no part. With `exclusive` a token is written after it has read. `segment_ids_BT`
+    are integers; the slots are empty again where they change, and the given states belong to the first of them. Query
+    head h uses key-value head h // R. Computes in fp32 (fp64 for fp64 values), under autocast too. Returns o_BTHV in
+    v's dtype, the logits' log-sum-exp [B, T, H] (-inf where all slots are empty) and the last states, keys
+    [B, G, M, D + 1] and values [B, G, M, V]. Raises ValueError when H is no multiple of G.
     """
     B, _, H, D = q_BTHD.shape
     G = v_BTGV.shape[2]
@@ -53,20 +53,26 @@ def slots(
     log_a = None if log_a is None else log_a.to(dtype)
     keys = w.new_zeros(B, G, w.shape[3], D + 1) if keys_BGMD is None else keys_BGMD.to(dtype)
     with torch.autocast(v_BTGV.device.type, enabled=False):
-        # one more query a key-value head reads the column of masses
+        # one more query a key-value head reads the column of normalizers
         asked = nnf.pad(q.unflatten(2, (G, -1)) * scale, (0, 1, 0, 1))
         asked = asked + nnf.pad(asked.new_ones(1, 1), (D, 0, H // G, 0))
         transposed = _by_token if reads_no_values(w) else _Transposed.apply
-        read, keys = transposed(asked.flatten(2, 3), k, w, log_a, keys, segment_BT, exclusive)
-        logits, mass = read.unflatten(2, (G, -1)).split((H // G, 1), 3)
-        empty = mass <= 0
+        read, keys = transposed(asked.flatten(2, 3), k, w, log_a, keys, segment_ids_BT, exclusive)
+        logits, normalizer = read.unflatten(2, (G, -1)).split((H // G, 1), 3)
+        empty = normalizer <= 0
         nothing = empty.all(-1, keepdim=True)
-        mass = mass.masked_fill(empty, 1)
-        logits = (logits / mass).masked_fill(empty, -torch.inf).masked_fill(nothing, 0)
-        weights = (logits.softmax(-1) / mass).masked_fill(empty, 0).flatten(2, 3)
+        normalizer = normalizer.masked_fill(empty, 1)
+        logits = (logits / normalizer).masked_fill(empty, -torch.inf).masked_fill(nothing, 0)
+        weights = (logits.softmax(-1) / normalizer).masked_fill(empty, 0).flatten(2, 3)
         lse = logits.logsumexp(-1).masked_fill(nothing[..., 0], -torch.inf).flatten(2, 3)
-        o, _, values = diagonal(
-            weights, w, v_BTGV.to(dtype), log_a, state_BGFV=values_BGMV, segment_BT=segment_BT, exclusive=exclusive
+        o, _, values = chunk_gla(
+            weights,
+            w,
+            v_BTGV.to(dtype),
+            log_a,
+            initial_state=values_BGMV,
+            segment_ids_BT=segment_ids_BT,
+            exclusive=exclusive,
         )
     return o.to(v_BTGV.dtype), lse, keys, values
 
@@ -82,22 +88,22 @@ class _Transposed(torch.autograd.Function):
         w: Tensor,
         log_a: Tensor | None,
         state: Tensor,
-        segment_BT: Tensor | None,
+        segment_ids_BT: Tensor | None,
         exclusive: bool,
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(q, k, w, log_a, state, segment_BT)
+        ctx.save_for_backward(q, k, w, log_a, state, segment_ids_BT)
         ctx.exclusive = exclusive
         x = q.new_zeros(*q.shape[:3], w.shape[3])
-        o, last, (x, *_) = _run(x, k, w, log_a, state, segment_BT, exclusive)
+        o, last, (x, *_) = _run(x, k, w, log_a, state, segment_ids_BT, exclusive)
         return torch.autograd.grad(o, x, q)[0], last.detach()
 
     @staticmethod
     def backward(ctx: Any, dread: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, w, log_a, state, segment_BT = ctx.saved_tensors
+        q, k, w, log_a, state, segment_ids_BT = ctx.saved_tensors
         if torch.is_grad_enabled():
             return differentiable_gradients(_by_token, (*ctx.saved_tensors, ctx.exclusive), (dread, dlast))
         with torch.autocast(q.device.type, enabled=False):
-            o, last, (_, *leaves) = _run(dread, k, w, log_a, state, segment_BT, ctx.exclusive)
+            o, last, (_, *leaves) = _run(dread, k, w, log_a, state, segment_ids_BT, ctx.exclusive)
             dk, dw, dstate, *dlog_a = torch.autograd.grad((o, last), leaves, (q, dlast))
         return o.detach(), dk, dw, dlog_a[0] if dlog_a else None, dstate, None, None
 
@@ -108,14 +114,14 @@ def _by_token(
     w: Tensor,
     log_a: Tensor | None,
     state: Tensor,
-    segment_BT: Tensor | None,
+    segment_ids_BT: Tensor | None,
     exclusive: bool,
 ) -> tuple[Tensor, Tensor]:
     """What `_Transposed` computes, token by token: slow, but a graph, and differentiable any number of times."""
     reads = []
     for t in range(k.shape[1]):
-        if segment_BT is not None and t:
-            state = state * (segment_BT[:, t] == segment_BT[:, t - 1])[:, None, None, None]
+        if segment_ids_BT is not None and t:
+            state = state * (segment_ids_BT[:, t] == segment_ids_BT[:, t - 1])[:, None, None, None]
         decayed = state if log_a is None else state * log_a[:, t, :, :, None].exp()
         after = torch.addcmul(decayed, w[:, t, :, :, None], k[:, t, :, None])
         reads.append((q[:, t].unflatten(1, (k.shape[2], -1)) @ (state if exclusive else after).mT).flatten(1, 2))
@@ -129,20 +135,20 @@ def _run(
     w: Tensor,
     log_a: Tensor | None,
     state: Tensor,
-    segment_BT: Tensor | None,
+    segment_ids_BT: Tensor | None,
     exclusive: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """x_t K_t, the last K, and the leaves x, k, w, state and log_a to differentiate by."""
     with torch.inference_mode(False), torch.enable_grad():
         leaves = [_own(t).requires_grad_() for t in (x, k, w, state, log_a) if t is not None]
         x, k, w, state, *gate = leaves
-        o, _, last = diagonal(
+        o, _, last = chunk_gla(
             x,
             w,
             k,
             gate[0] if gate else None,
-            state_BGFV=state,
-            segment_BT=None if segment_BT is None else _own(segment_BT),
+            initial_state=state,
+            segment_ids_BT=None if segment_ids_BT is None else _own(segment_ids_BT),
             exclusive=exclusive,
         )
     return o, last, leaves

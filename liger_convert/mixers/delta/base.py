@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from gated_kernels.delta.chunk import delta
-from gated_kernels.derivatives import unit as over_length
+from gated_kernels.common.derivatives import unit as over_length
+from gated_kernels.delta_rule.chunk import chunk_delta_rule
 from torch import Tensor, nn
 from transformers import initialization as init
 
@@ -45,7 +45,7 @@ class DeltaSpec(MixerSpec):
 class DeltaMixer(Mixer):
     """The delta rule with one strength a head and no gate; subclasses change the gate or the entries."""
 
-    recurrence = "delta"
+    recurrence = "delta_rule"
     gate_rule = "none"
     Spec = DeltaSpec
     spec: DeltaSpec
@@ -104,15 +104,15 @@ class DeltaMixer(Mixer):
         if multiplies_in_bf16(heads.v_BSGD):
             factors = [x.to(heads.v_BSGD.dtype) for x in factors]
         q_BTHD, k_BTGD, v_BTGV, r_BTGD, *e_BTGD = factors
-        o_BTHV, state = delta(
+        o_BTHV, state = chunk_delta_rule(
             q_BTHD,
             k_BTGD,
             v_BTGV,
             r_BTGD,
             log_a,
             e_BTGF=e_BTGD[0] if e_BTGD else None,
-            state_BGFV=states.get("state"),
-            segment_BT=document_BT,
+            initial_state=states.get("state"),
+            segment_ids_BT=document_BT,
             exclusive=exclusive,
         )
         return Memory(o_BTHV.to(heads.v_BSGD.dtype), None), {"state": state}

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from gated_kernels.momentum.chunk import momentum
+from gated_kernels.momentum.chunk import chunk_momentum
 from torch import Tensor, nn
 from transformers import initialization as init
 
@@ -74,11 +74,11 @@ class Titans(DeltaMixer):
         document_BT: Tensor | None,
         exclusive: bool,
     ) -> tuple[Memory, dict[str, Tensor]]:
-        o_BTHV, state = momentum(
+        o_BTHV, state = chunk_momentum(
             self.query(heads),
             *entries,
-            state_BGFV=states.get("state"),
-            segment_BT=document_BT,
+            initial_state=states.get("state"),
+            segment_ids_BT=document_BT,
             exclusive=exclusive,
         )
         return Memory(o_BTHV.to(heads.v_BSGD.dtype), None), {"state": state}

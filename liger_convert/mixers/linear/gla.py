@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gated_kernels.coded.chunk import coded
-from gated_kernels.step.chunk import Codes, Gate, Rules, Share
+from gated_kernels.codebook_gla.chunk import chunk_codebook_gla
+from gated_kernels.fused_step.chunk import Codes, Gate, MemoryWeight, StepConfig
 from torch import Tensor
 
 from liger_convert.mixers.base import Combine, Heads, multiplies_in_bf16
@@ -70,24 +70,28 @@ class GLA(GatedMixer):
         else:
             q_BTHD, k_BTGD, v_BTGV = q_BTHD.float(), k_BTGD.float(), v_BTGV.float()
         # a key of zeros has a map, too: what leaves the state as it is are the zeros of its value and its gate
-        options["written_BTG"] = written[0][..., 0] if written else None
-        return self.codebook(lambda _: coded(q_BTHD, k_BTGD, v_BTGV, log_a, *self.codes(), **options))
+        options["write_mask_BTG"] = written[0][..., 0] if written else None
+        return self.codebook(lambda _: chunk_codebook_gla(q_BTHD, k_BTGD, v_BTGV, log_a, *self.codes(), **options))
 
     def codes(self) -> Codes:
-        return Codes(*(getattr(self.codebook, name) for name in Codes._fields))
+        c: Any = self.codebook
+        queries, keys = (c.q_turn_HDE, c.q_shift_HE, c.q_log_tau_H), (c.k_turn_GDE, c.k_shift_GE, c.k_log_tau_G)
+        return Codes(*queries, *keys, c.codes_GFE)
 
-    def step_rules(self) -> Rules | None:
+    def step_rules(self) -> StepConfig | None:
         spec = self.spec
         usual = spec.combine == "shared" and spec.scope == "evicted" and not (spec.rope or spec.forget)
         if self.codebook is None or not usual:
             return None
         codes = self.codes()
-        share = Share(self.share_power_H, self.share_query_HD, self.log_share_H)
+        share = MemoryWeight(self.share_power_H, self.share_query_HD, self.log_share_H)
         match spec.gate:
             case "none":
-                return Rules(codes, None, share)
+                return StepConfig(codes, None, share)
             case "head" | "constant":
-                return Rules(codes, Gate(spec.gate, self.get_parameter("gate_bias_GF"), spec.gate_normalizer), share)
+                return StepConfig(
+                    codes, Gate(spec.gate, self.get_parameter("gate_bias_GF"), spec.gate_normalizer), share
+                )
         return None
 
     def decay(self, logits: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gated_kernels.step.chunk import Gate, Rules
+from gated_kernels.fused_step.chunk import Gate, StepConfig
 from torch import Tensor, nn
 from transformers import initialization as init
 
@@ -99,9 +99,9 @@ class LigerPaper(DiagonalMixer):
             options["q_lse_BTH"] = q_BTHF.float().logsumexp(-1)
         return super().attend(q_BTHF, entries, **options)
 
-    def step_rules(self) -> Rules | None:
+    def step_rules(self) -> StepConfig | None:
         published = LigerPaperSpec(window=self.spec.window, sinks=self.spec.sinks)
-        return Rules(None, Gate("keys", None, 16.0), None) if self.spec == published else None
+        return StepConfig(None, Gate("keys", None, 16.0), None) if self.spec == published else None
 
     def log_gate(self, inputs: tuple[Tensor, ...]) -> Tensor:
         gate = log_sigmoid_gate(inputs[-1], 16.0)

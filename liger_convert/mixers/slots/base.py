@@ -13,10 +13,10 @@ import math
 from abc import abstractmethod
 from dataclasses import dataclass
 
-from gated_kernels.slots.chunk import slots
+from gated_kernels.slots.chunk import chunk_slots
 from torch import Tensor
 
-from liger_convert.mixers.base import LEAST_MASS, HeadDims, Heads, Memory, Mixer, MixerSpec
+from liger_convert.mixers.base import MIN_NORMALIZER, HeadDims, Heads, Memory, Mixer, MixerSpec
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class SlotMixer(Mixer):
         exclusive: bool,
     ) -> tuple[Memory, dict[str, Tensor]]:
         k_BTGD, v_BTGV, w_BTGM, log_a = entries
-        o_BTHV, lse_BTH, keys, values = slots(
+        o_BTHV, lse_BTH, keys, values = chunk_slots(
             heads.q_BTHD.float(),
             k_BTGD,
             v_BTGV.float(),
@@ -78,8 +78,8 @@ class SlotMixer(Mixer):
             scale=self.dims.dim**-0.5,
             keys_BGMD=states.get("keys"),
             values_BGMV=states.get("values"),
-            segment_BT=document_BT,
+            segment_ids_BT=document_BT,
             exclusive=exclusive,
         )
-        memory = Memory(o_BTHV.to(heads.v_BSGD.dtype), lse_BTH.clamp_min(math.log(LEAST_MASS)))
+        memory = Memory(o_BTHV.to(heads.v_BSGD.dtype), lse_BTH.clamp_min(math.log(MIN_NORMALIZER)))
         return memory, {"keys": keys, "values": values}

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from gated_kernels.elementwise.chunk import elementwise
+from gated_kernels.elementwise.chunk import chunk_elementwise
 from torch import Tensor, nn
 from transformers import initialization as init
 
@@ -75,14 +75,14 @@ class S4(ElementwiseMixer):
         B, T, G, V = v_BTGV.shape
         written_BTN1 = written_BTG1.expand(-1, -1, -1, V).reshape(B, T, G * V, 1)
         read_LF = self.read_GVRF.float().clamp(max=15).exp().flatten(0, 2)
-        o_BTL2, state = elementwise(
+        o_BTL2, state = chunk_elementwise(
             read_LF.expand(B, T, -1, -1),
             written_BTN1.expand(-1, -1, -1, self.spec.states),
             torch.cat((v_BTGV.reshape(B, T, G * V, 1), written_BTN1), -1),
             written_BTN1.expand(-1, -1, -1, 2),
             self.log_A().mT.reshape(G * V, -1, 1).expand(-1, -1, 2),
-            state_BGFV=states["state"].flatten(1, 2) if states else None,
-            segment_BT=document_BT,
+            initial_state=states["state"].flatten(1, 2) if states else None,
+            segment_ids_BT=document_BT,
             exclusive=exclusive,
         )
         o_BTHV2 = o_BTL2.unflatten(2, (G, V, -1)).transpose(3, 4).flatten(2, 3)

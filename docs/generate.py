@@ -1,0 +1,416 @@
+"""Writes the pages of docs/ that are made from the code: recipes.md, cli.md and mixers.md, and the pictures.
+
+    python docs/generate.py             writes them
+    python docs/generate.py --check     says which of them are out of date, and exits with 1 then
+    python docs/generate.py --missing   lists the fields of a recipe that nothing describes
+
+A field of a recipe is described by `Field(description=…)`, or in the docstring of its class by a paragraph or a line
+`name: what it is.` A continued line is indented or not; the next `name:` of a field ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import io
+import json
+import re
+import sys
+import textwrap
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import draw
+import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+MADE = "<!-- Made by docs/generate.py; change what it reads, not this page. -->"
+
+
+# --- recipes.md ------------------------------------------------------------------------------------------------------
+
+
+def recipe_models() -> list[type[BaseModel]]:
+    """Every model that a recipe is made of, the recipe first, each before what it holds."""
+    from liger_convert.config.recipe import Recipe
+
+    found: list[type[BaseModel]] = []
+
+    def visit(annotation: Any) -> None:
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel) and annotation not in found:
+            for parent in _parents(annotation):
+                visit(parent)
+            found.append(annotation)
+            for field in annotation.model_fields.values():
+                visit(field.annotation)
+        for part in typing.get_args(annotation):
+            visit(part)
+
+    visit(Recipe)
+    return found
+
+
+def _parents(model: type[BaseModel]) -> list[type[BaseModel]]:
+    """The models with fields that this one is derived from."""
+    return [base for base in model.__bases__ if issubclass(base, BaseModel) and base.model_fields]
+
+
+def own_fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields that a model writes down itself, but for those that only fix the value of an inherited one."""
+    inherited = {name for parent in _parents(model) for name in parent.model_fields}
+    return {
+        name: field
+        for name, field in model.model_fields.items()
+        if name in model.__annotations__ and not (name in inherited and _is_tag(field))
+    }
+
+
+def _is_tag(field: FieldInfo) -> bool:
+    return typing.get_origin(field.annotation) is typing.Literal and len(typing.get_args(field.annotation)) == 1
+
+
+def _tag(model: type[BaseModel]) -> str:
+    """`kind: align` of a model that such a field tells from its siblings; empty for others."""
+    own = own_fields(model)
+    tags = [name for name, field in model.model_fields.items() if name not in own and _is_tag(field)]
+    return " ".join(f"`{name}: {model.model_fields[name].default}`." for name in tags)
+
+
+def _docs_of(model: type[BaseModel]) -> tuple[str, dict[str, str]]:
+    """What a class's docstring says in general, and what it says of each field."""
+    general: list[str] = []
+    fields: dict[str, list[str]] = {}
+    current = general
+    for line in inspect.cleandoc(model.__dict__.get("__doc__") or "").splitlines():
+        start = re.match(r"`?(\w+)`?:\s+(.*)", line.strip())
+        if start and start[1] in model.model_fields:
+            current = fields.setdefault(start[1], [])
+            line = start[2]
+        elif not line.strip():
+            current = general
+        current.append(line.strip())
+    return " ".join(filter(None, general)), {name: " ".join(lines) for name, lines in fields.items()}
+
+
+def description(model: type[BaseModel], name: str) -> str:
+    """One field in words, by its own description or a docstring of its class or of one that it is made from."""
+    field = model.model_fields[name]
+    if field.description:
+        return field.description
+    for parent in model.__mro__:
+        if issubclass(parent, BaseModel) and parent is not BaseModel and name in parent.model_fields:
+            described = parent.model_fields[name].description or _docs_of(parent)[1].get(name)
+            if described:
+                return described
+    return ""
+
+
+def _bounds(field: FieldInfo) -> str:
+    """`1 to 10`, of the validators and constraints of a field."""
+    low = high = ""
+    for part in _metadata(field.annotation, list(field.metadata)):
+        check = getattr(part, "func", None)
+        if check is not None and inspect.isfunction(check):
+            limits = inspect.getclosurevars(check).nonlocals
+            if {"low", "high"} <= set(limits):
+                low, high = f"from {_number(limits['low'])}", f"to {_number(limits['high'])}"
+        for sign, words in (("ge", "at least"), ("gt", "above")):
+            if (limit := getattr(part, sign, None)) is not None:
+                low = f"{words} {_number(limit)}"
+        for sign, words in (("le", "at most"), ("lt", "below")):
+            if (limit := getattr(part, sign, None)) is not None:
+                high = f"{words} {_number(limit)}"
+    return (" " if low.startswith("from") else " and ").join(filter(None, (low, high)))
+
+
+def _number(value: float) -> str:
+    """A bound as people write it: 0.001, 65,536, 1e12."""
+    if value == 0 or 1e-3 <= abs(value) < 1e10:
+        return f"{value:,.0f}" if value == int(value) else f"{value:g}"
+    return re.sub(r"e\+?(-?)0*", r"e\1", f"{value:g}")
+
+
+def _metadata(annotation: Any, found: list[Any]) -> list[Any]:
+    """All that stands in `Annotated[…]`, also below `… | None`; not below lists, whose bounds are of their items."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        found += annotation.__metadata__
+    if typing.get_origin(annotation) in (typing.Annotated, typing.Union, types.UnionType):
+        for part in typing.get_args(annotation):
+            _metadata(part, found)
+    return found
+
+
+WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "any value"}
+
+
+def _type_words(annotation: Any) -> str:
+    """A type as people say it."""
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation in WORDS:
+        return WORDS[annotation]
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"[{annotation.__name__}](#{annotation.__name__.lower()})"
+    if origin is typing.Annotated:
+        return _type_words(parts[0])
+    if origin is typing.Literal:
+        return " or ".join(f"`{_yaml(part)}`" for part in parts)
+    if origin in (typing.Union, types.UnionType):
+        said = [_type_words(part) for part in parts if part is not type(None)]
+        return " or ".join(dict.fromkeys(said))
+    if origin is list:
+        return f"list of {_type_words(parts[0])}"
+    if origin is dict:
+        return f"names, each with {_type_words(parts[1])}"
+    return getattr(annotation, "__name__", str(annotation))
+
+
+def _yaml(value: Any) -> str:
+    """A value as a recipe writes it."""
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json", exclude_unset=True)
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "true", False: "false"}[value]
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if value is None:
+        return ""
+    if isinstance(value, BaseModel):
+        return "its defaults"
+    return f"`{_yaml(value)}`"
+
+
+def recipes_page() -> str:
+    """Every field of a recipe, class by class."""
+    lines = [
+        "# Recipes",
+        "",
+        MADE,
+        "",
+        "A recipe is one YAML file. It says what is converted, how it is trained and how it is measured.",
+        "The recipes that come with the package are in `recipes/`; each begins with the command that runs it.",
+        "`--set FIELD=VALUE` changes one field from the command line, for example `--set stages[0].tokens=4e6`.",
+        "A field that is unknown, misspelt or out of bounds is refused in one sentence that names it.",
+        "",
+        "The smallest recipe names a base and a mixer:",
+        "",
+        "```yaml",
+        "version: 1",
+        "name: first",
+        "base: HuggingFaceTB/SmolLM2-135M-Instruct",
+        "mixer: {type: gla, window: 64, sinks: 4}",
+        "```",
+        "",
+        "A mixer has more options than `type`, `window` and `sinks`: [Mixers](mixers.md) lists them.",
+    ]
+    for model in recipe_models():
+        general = " ".join(filter(None, (_tag(model), _plain(_docs_of(model)[0]))))
+        lines += ["", f"## {model.__name__}", *(["", textwrap.fill(general, 118)] if general else [])]
+        if parents := _parents(model):
+            links = " and ".join(f"[{parent.__name__}](#{parent.__name__.lower()})" for parent in parents)
+            lines += ["", f"It has the fields of {links}" + (", and:" if own_fields(model) else ".")]
+        if not own_fields(model):
+            continue
+        lines += ["", "| field | value | default | what it is |", "| --- | --- | --- | --- |"]
+        for name, field in own_fields(model).items():
+            annotation = field.annotation
+            value = ", ".join(filter(None, (_type_words(annotation), _bounds(field))))
+            cells = (f"`{name}`", value, _default(field), _plain(description(model, name)))
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _plain(text: str) -> str:
+    """A docstring's text as a sentence of a page."""
+    text = re.sub(r"\s+", " ", text).strip()
+    return text[:1].upper() + text[1:] if text[:1].isalpha() else text
+
+
+def missing_fields() -> list[str]:
+    """Fields that no description and no docstring explains."""
+    return [
+        f"{model.__name__}.{name}"
+        for model in recipe_models()
+        for name in own_fields(model)
+        if not description(model, name)
+    ]
+
+
+# --- cli.md ----------------------------------------------------------------------------------------------------------
+
+# Examples that the tests do not run, and why (tests/unit/test_docs.py knows the reasons).
+NOT_RUN = {"bench": "gpu"}
+
+
+def _entry() -> Any:
+    """The module of the command `linearize`, by pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return importlib.import_module(project["scripts"]["linearize"].partition(":")[0])
+
+
+def _help(command: Any) -> tuple[str, list[str]]:
+    """What a command says of itself, and its examples."""
+    paragraphs = re.split(r"\n\s*\n", inspect.cleandoc(command.help or ""))
+    said = [re.sub(r"\s+", " ", text).strip() for text in paragraphs]
+    examples = [text.removeprefix("Example: ") for text in said if text.startswith("Example: ")]
+    told = (textwrap.fill(text, 118) for text in said if text and not text.startswith("Example: "))
+    return "\n\n".join(told), examples
+
+
+def _option_rows(command: Any) -> Iterator[str]:
+    for option in command.params:
+        if "--help" in option.opts:
+            continue
+        is_option = option.opts[0].startswith("-")
+        names = " / ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
+        name = names if is_option else f"`{(option.metavar or option.name).upper().strip('[]')}`"
+        cells = (name, _shown_default(option), (getattr(option, "help", None) or "").strip())
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _shown_default(option: Any) -> str:
+    shown, value = getattr(option, "show_default", None), option.default
+    if option.required:
+        return "required"
+    if isinstance(shown, str):
+        return shown
+    if value is None or value is False or value == () or callable(value) or type(value).__name__ == "Sentinel":
+        return ""
+    return f"`{'on' if value is True else value}`"
+
+
+def cli_page() -> str:
+    """Every command with its arguments, options and examples."""
+    group = typer.main.get_command(_entry().app)
+    lines = [
+        "# The command line",
+        "",
+        MADE,
+        "",
+        "`linearize COMMAND --help` says the same in a terminal.",
+        "",
+        "- A base or a model is a folder, a hub id, a `.gguf` file, or `package:MODULE/FILE`.",
+        "- Commands that print a table print JSON with `--json`.",
+        "- Exit codes: 0 done, 1 failed, 2 bad input, 130 and 143 stopped by Ctrl-C or SIGTERM.",
+        "- An error is one sentence. It says what is wrong and where.",
+        "- Ctrl-C and SIGTERM save the training step that was reached, where that takes less than 6 seconds.",
+        "  A command ends within 10 seconds. A closed terminal does not end it.",
+    ]
+    for name, command in group.commands.items():
+        said, examples = _help(command)
+        lines += ["", f"## linearize {name}", "", said, "", "| argument or option | default | what it is |"]
+        lines += ["| --- | --- | --- |", *_option_rows(command)]
+        reason = NOT_RUN.get(name)
+        for example in examples:
+            lines += ["", f"<!-- needs: {reason} -->" if reason else "<!-- run -->", "```bash", example, "```"]
+    return "\n".join(lines) + "\n"
+
+
+# --- mixers.md -------------------------------------------------------------------------------------------------------
+
+
+def _described_mixers() -> dict[str, dict[str, Any]]:
+    """What `linearize mixers --json` prints for the layers of SmolLM2-135M."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        code = _entry().main(["mixers", "--heads", "9", "--kv-heads", "3", "--head-size", "64", "--json"])
+    if code:
+        raise SystemExit(f"linearize mixers failed with exit code {code}")
+    return json.loads(printed.getvalue())
+
+
+COMBINED = {"shared": "one denominator", "learned": "a learned mix", "fixed": "half and half", "memory": "memory alone"}
+
+
+def mixers_page() -> str:
+    """The table of mixers, and every option with its default."""
+    mixers = _described_mixers()
+    lines = [
+        "# Mixers",
+        "",
+        MADE,
+        "",
+        "A mixer is what stands in place of softmax attention: a memory, and a window with sinks beside it.",
+        "`mixer: {type: NAME}` in a recipe chooses one. A recipe may use several, see [Recipes](recipes.md).",
+        "`linearize mixers` prints this list for the heads of your model.",
+        "",
+        "The state is that of one layer of SmolLM2-135M (9 query heads, 3 key-value heads of size 64), float32.",
+        "",
+        "| mixer | what it is | recurrence | gate | combined with the window by | state, KB |",
+        "| --- | --- | --- | --- | --- | ---: |",
+    ]
+    for name, about in mixers.items():
+        options = about["options"]
+        combined = COMBINED.get(options.get("combine"), "–") if about["state"] else "–"
+        state = f"{about['state_bytes'] / 1000:,.0f}" if about["state"] else "0"
+        cells = (f"`{name}`", about["summary"], about["recurrence"], about["gate"], combined, state)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    lines += [
+        "",
+        "The recurrences, each one op with a plain reference:",
+        "",
+        "- **gla**: S ← diag(a) S + kᵀv",
+        "- **delta_rule**: S ← (I − b kᵀk) a S + b kᵀv",
+        "- **momentum**: the delta rule with a running mean of its steps",
+        "- **slots**: softmax over a fixed number of slots",
+        "- **elementwise**: A ⊙ S + kᵀv",
+        "- **routed**: several memories of another mixer",
+        "",
+        "Most run in any scope (all tokens, or those that left the window), with rotary or without, and over any",
+        "feature map. `forget: true` gives any window a gate by which it learns to forget. Where a paper's layer has",
+        "more, such as short convolutions or output gates, the mixer's file says so.",
+        "[eval/reports/mixers.md](../eval/reports/mixers.md) has how close each comes to the base's attention.",
+        "",
+        "## Options and defaults",
+        "",
+        "[Add a mixer](extending/mixer.md) says where they are written down. The options that every mixer has:",
+        "",
+    ]
+    common = ("window", "sinks", "scope", "combine", "forget")
+    first = next(iter(mixers.values()))["options"]
+    lines += [f"- `{option}`: `{_yaml(first[option])}` by default" for option in common if option in first]
+    lines += ["", "| mixer | options of its own | other defaults of the common ones |", "| --- | --- | --- |"]
+    for name, about in mixers.items():
+        own = _options(about["options"], lambda option, _: option not in common)
+        other = _options(about["options"], lambda option, value: option in common and value != first.get(option))
+        lines.append(f"| `{name}` | {own} | {other} |")
+    return "\n".join(lines) + "\n"
+
+
+def _options(options: dict[str, Any], wanted: Callable[[str, Any], bool]) -> str:
+    return ", ".join(f"`{name}: {_yaml(value)}`" for name, value in options.items() if wanted(name, value))
+
+
+PAGES: dict[str, Callable[[], str]] = {"recipes.md": recipes_page, "cli.md": cli_page, "mixers.md": mixers_page}
+
+
+def main(words: list[str]) -> int:
+    if "--missing" in words:
+        print("\n".join(missing_fields()))
+        return 0
+    check, stale = "--check" in words, []
+    for name, make in PAGES.items():
+        path, page = DOCS / name, make()
+        if not check:
+            path.write_text(page, encoding="utf-8")
+        elif not path.is_file() or path.read_text(encoding="utf-8") != page:
+            stale.append(path.relative_to(ROOT))
+    for path in stale:
+        print(f"{path} is out of date; run: python docs/generate.py", file=sys.stderr)
+    return max(draw.main(words), 1 if stale else 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

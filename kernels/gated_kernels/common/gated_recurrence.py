@@ -1,0 +1,344 @@
+"""The gated recurrence in torch, in chunks: matrix products within a chunk, a loop over the states between chunks.
+
+It serves `gla`, with a gate for each feature, and `simple_gla`, with one gate a head or none: gates broadcast.
+
+The outputs of a chunk are its scores times its values, and its queries, decayed, times the state before it. The score
+of tokens t and s is q_t k_s times every decay after s up to t. Decays are products of the gates, never quotients of
+products from the start, which underflow. So a chunk is halved again and again, and the queries of a second half meet
+the keys of its first half with both decays ending at the boundary between them. Halving stops at blocks whose gates are
+mild (nearly always at once). There, both decays of all pairs are taken from the middle of the block.
+
+The backward pass computes all of it again, so that only the inputs are kept.
+
+Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, X = V and one for
+the normalizer, N chunks, C chunk length. Chunked tensors are [B, G, N, C, ...], queries [B, G, N, C, R, F], a gate's
+last size is F or 1.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from gated_kernels.common.derivatives import differentiable_gradients
+from gated_kernels.common.tracing import reads_no_values
+
+CHUNK = 32
+MILD = math.exp(-30)  # twice this exponent, in a pair that the mask removes, must stay finite
+
+
+def gated_recurrence(
+    q_BTHF: Tensor,
+    k_BTGF: Tensor,
+    v_BTGV: Tensor,
+    log_a: Tensor | None,
+    write_mask_BTG: Tensor | None,
+    initial_state: Tensor | None,
+    segment_ids_BT: Tensor | None,
+    exclusive: bool,
+    q_lse_BTH: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The outputs, the normalizer and the last state; arguments and results as those of `chunk_gla`."""
+    B, _, _, F = q_BTHF.shape
+    G, V = v_BTGV.shape[2:]
+    dtype = torch.promote_types(v_BTGV.dtype, torch.float32)
+    with torch.autocast(v_BTGV.device.type, enabled=False):
+        v_BTGX = v_BTGV
+        if write_mask_BTG is not None:
+            v_BTGX = torch.cat((v_BTGV.to(dtype), write_mask_BTG[..., None].to(dtype)), -1)
+        if q_lse_BTH is not None:
+            q_BTHF = (q_BTHF.to(dtype) - q_lse_BTH[..., None].to(dtype)).exp()
+        X = v_BTGX.shape[-1]
+        state = v_BTGV.new_zeros(B, G, F, X, dtype=dtype) if initial_state is None else initial_state.to(dtype)
+        o_BTHX, last = _recurrence(q_BTHF, k_BTGF, v_BTGX, log_a, state, segment_ids_BT, exclusive)
+    if write_mask_BTG is None:
+        return o_BTHX.to(v_BTGV.dtype), None, last
+    return o_BTHX[..., :V].to(v_BTGV.dtype), o_BTHX[..., V], last
+
+
+def _recurrence(
+    q_BTHF: Tensor,
+    k_BTGF: Tensor,
+    v_BTGV: Tensor,
+    log_a: Tensor | None,
+    state: Tensor,
+    segment_ids_BT: Tensor | None,
+    exclusive: bool,
+) -> tuple[Tensor, Tensor]:
+    B, T, G = v_BTGV.shape[:3]
+    if T == 1:
+        return _step(q_BTHF, k_BTGF, v_BTGV, log_a, state, exclusive)
+    log_a = v_BTGV.new_zeros(()).expand(B, T, G, 1) if log_a is None else log_a
+    if not exclusive:
+        return _Chunked.apply(q_BTHF, k_BTGF, v_BTGV, log_a, state, segment_ids_BT)
+    # What q_t reads before token t, it would read after token t - 1.
+    early_BTHF = nnf.pad(q_BTHF[:, 1:], (0, 0, 0, 0, 0, 1))
+    if segment_ids_BT is not None:
+        same_BT = nnf.pad(segment_ids_BT[:, 1:] == segment_ids_BT[:, :-1], (0, 1))
+        early_BTHF = early_BTHF * same_BT[..., None, None]
+    o_BTHV, last = _Chunked.apply(early_BTHF, k_BTGF, v_BTGV, log_a, state, segment_ids_BT)
+    first = (q_BTHF[:, 0].to(state.dtype).unflatten(1, (G, -1)) @ state).flatten(1, 2)
+    return torch.cat([first[:, None].to(o_BTHV.dtype), o_BTHV[:, :-1]], 1), last
+
+
+def _step(
+    q_BTHF: Tensor, k_BTGF: Tensor, v_BTGV: Tensor, log_a: Tensor | None, state: Tensor, exclusive: bool
+) -> tuple[Tensor, Tensor]:
+    q, k, v = (x[:, 0].to(state.dtype) for x in (q_BTHF, k_BTGF, v_BTGV))
+    last = state if log_a is None else state * log_a[:, 0, :, :, None].to(state.dtype).exp()
+    last = torch.addcmul(last, k[..., None], v[..., None, :])
+    o = q.unflatten(1, (v.shape[1], -1)) @ (state if exclusive else last)
+    return o.flatten(1, 2)[:, None].to(v_BTGV.dtype), last
+
+
+class _Decay(NamedTuple):
+    """Products of gates; `middle` and `levels` are for pairs of tokens within a chunk."""
+
+    prefix: Tensor  # [.., C, F] from the start of the chunk to each token, 0 where the state before is not its own
+    suffix: Tensor  # [.., C, F] after each token to the end of the chunk, 0 where the state after is not its own
+    total: Tensor  # [.., F, 1] of the chunk, 0 where a segment ends within it
+    base: int  # length of the blocks that are not halved
+    middle: Tensor  # [.., C, F] from the middle of a token's base block to the token; its inverse for a key
+    levels: list[tuple[int, Tensor, Tensor]]  # length of a half, prefix of second halves, suffix of first halves
+
+
+def _decay(gate: Tensor, segment: Tensor | None) -> _Decay:
+    totals = [gate.exp()]
+    while totals[-1].shape[3] > 1:
+        pairs = totals[-1].unflatten(3, (-1, 2))
+        totals.append(pairs[..., 0, :] * pairs[..., 1, :])
+    base = 1 if reads_no_values(gate) else _mild_length(totals)
+    prefix, suffix, middle, levels = totals[0].clone(), torch.ones_like(gate), torch.ones_like(gate), []
+    for level, total in enumerate(totals[:-1]):
+        half = 1 << level
+        second, first = _halves(prefix, half)[1], _halves(suffix, half)[0]
+        if 2 * half == base:
+            middle = torch.stack([first.reciprocal(), second], 4).flatten(3, 5)
+        elif half >= base:
+            levels.append((half, second.clone(), first.clone()))
+        second *= total[..., 0::2, None, :]
+        first *= total[..., 1::2, None, :]
+    total = totals[-1].mT
+    if segment is not None:
+        last = segment[..., -1:]
+        before = torch.cat([segment[:, :, :1, :1], last[:, :, :-1]], 2)
+        prefix, suffix = prefix * (segment == before)[..., None], suffix * (segment == last)[..., None]
+        total = total * (last == before)[..., None]
+    return _Decay(prefix, suffix, total, base, middle, levels)
+
+
+def _mild_length(totals: list[Tensor]) -> int:
+    """The length of the longest blocks that are mild, all of them."""
+    mild = torch.stack([total.amin() for total in totals[:-1]]) >= MILD
+    return 1 << int(mild.sum())
+
+
+class _Pass(NamedTuple):
+    """Everything that the forward pass makes on its way and the backward pass needs again."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay: _Decay
+    same: Tensor | None  # [B, 1, N, C, 1, C] whether two tokens are of one segment
+    scores: Tensor  # [B, G, N, C, R, C]
+    read: Tensor  # [B, G, N, C, R, F] queries decayed from the start of the chunk
+    write: Tensor  # [B, G, N, C, F] keys decayed to the end of the chunk
+    states: Tensor  # [B, G, N, F, V] before each chunk
+    last: Tensor  # [B, G, F, V]
+
+
+def _forward(
+    q_BTHF: Tensor, k_BTGF: Tensor, v_BTGV: Tensor, log_a: Tensor, state: Tensor, segment_ids_BT: Tensor | None
+) -> _Pass:
+    T, G = k_BTGF.shape[1:3]
+    C = min(CHUNK, 1 << (T - 1).bit_length())
+    q, k, v, gate = (_split(x, C, state.dtype) for x in (q_BTHF.unflatten(2, (G, -1)), k_BTGF, v_BTGV, log_a))
+    B, G, N, C, R, F = q.shape
+    segment = same = None
+    if segment_ids_BT is not None:
+        segment = torch.cat([segment_ids_BT, segment_ids_BT[:, -1:].expand(-1, N * C - T)], 1).view(B, 1, N, C)
+        same = (segment[..., :, None] == segment[..., None, :])[..., None, :]
+    decay = _decay(gate, segment)
+
+    left, right = _base_factors(q, k, decay)
+    blocks = _outer(left, right).mul_(_causal(decay.base, q))
+    if decay.base == C:
+        scores = blocks.squeeze(3)
+    else:
+        scores = q.new_zeros(B, G, N, C, R, C)
+        _blocks(scores, decay.base).copy_(blocks)
+    for half, prefix, suffix in decay.levels:
+        left, right = _halves(q, half)[1] * prefix[..., None, :], _halves(k, half)[0] * suffix
+        _blocks(scores, 2 * half)[..., half:, :, :half] = _outer(left, right)
+    if same is not None:
+        scores *= same
+
+    read, write = q * decay.prefix[..., None, :], k * decay.suffix
+    states = q.new_empty(B, G, N, F, v.shape[-1])
+    slots, added, totals = states.unbind(2), (write.mT @ v).unbind(2), decay.total.unbind(2)
+    slots[0].copy_(state)
+    for n in range(N - 1):
+        torch.addcmul(added[n], slots[n], totals[n], out=slots[n + 1])
+    last = torch.addcmul(added[-1], slots[-1], totals[-1])
+    return _Pass(q, k, v, decay, same, scores, read, write, states, last)
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BTHF: Tensor,
+        k_BTGF: Tensor,
+        v_BTGV: Tensor,
+        log_a: Tensor,
+        state: Tensor,
+        segment_ids_BT: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(q_BTHF, k_BTGF, v_BTGV, log_a, state, segment_ids_BT)
+        run = _forward(q_BTHF, k_BTGF, v_BTGV, log_a, state, segment_ids_BT)
+        o = run.scores.flatten(3, 4) @ run.v
+        o.flatten(0, 2).baddbmm_(run.read.flatten(3, 4).flatten(0, 2), run.states.flatten(0, 2))
+        o = o.unflatten(3, run.q.shape[3:5])
+        # no cast here: where it changes nothing, torch 2.11 loses the gradients of this op under torch.compile
+        return _tokens(o)[:, : q_BTHF.shape[1]].flatten(2, 3), run.last
+
+    @staticmethod
+    def backward(ctx: Any, do_BTHV: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return differentiable_gradients(_by_token, inputs, (do_BTHV, dlast))
+        with torch.autocast(do_BTHV.device.type, enabled=False):
+            *grads, dstate = _backward(_forward(*inputs), do_BTHV, dlast, per_head=inputs[3].shape[-1] == 1)
+        T = do_BTHV.shape[1]
+        return *(_tokens(g)[:, :T].reshape(x.shape).to(x.dtype) for g, x in zip(grads, inputs)), dstate, None
+
+
+def _by_token(
+    q_BTHF: Tensor, k_BTGF: Tensor, v_BTGV: Tensor, log_a: Tensor, state: Tensor, segment_ids_BT: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """What `_Chunked` computes, token by token: slow, but differentiable any number of times."""
+    outputs = []
+    for t in range(k_BTGF.shape[1]):
+        if segment_ids_BT is not None and t:
+            state = state * (segment_ids_BT[:, t] == segment_ids_BT[:, t - 1])[:, None, None, None]
+        q, k, v, gate = (x[:, t : t + 1] for x in (q_BTHF, k_BTGF, v_BTGV, log_a))
+        o_B1HV, state = _step(q, k, v, gate, state, exclusive=False)
+        outputs.append(o_B1HV)
+    return torch.cat(outputs, 1), state
+
+
+def _backward(run: _Pass, do_BTHV: Tensor, dlast: Tensor, per_head: bool) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v, log_a, each in chunks, and of the state."""
+    q, k, decay = run.q, run.k, run.decay
+    C, R = q.shape[3:5]
+    base = decay.base
+
+    def to_gate(x: Tensor) -> Tensor:
+        return x.sum(-1, keepdim=True) if per_head else x
+
+    do = _split(do_BTHV.unflatten(2, (-1, R)), C, q.dtype).flatten(3, 4)
+    dscores, dread = (do @ run.v.mT).unflatten(3, (C, R)), (do @ run.states.mT).unflatten(3, (C, R))
+    dv, dstates = run.scores.flatten(3, 4).mT @ do, run.read.flatten(3, 4).mT @ do
+    if run.same is not None:
+        dscores *= run.same
+
+    dadded = torch.empty_like(dstates)
+    slots, totals = dadded.unbind(2), decay.total.unbind(2)
+    slots[-1].copy_(dlast)
+    for n in reversed(range(1, len(slots))):
+        torch.addcmul(dstates[:, :, n], slots[n], totals[n], out=slots[n - 1])
+    dstate = torch.addcmul(dstates[:, :, 0], slots[0], totals[0])
+    dv += run.write @ dadded
+    dwrite = run.v @ dadded.mT
+
+    # Gradients of the gates' sums, as every factor is the exponential of one.
+    dtotal = to_gate(((dadded * run.states).sum(-1, keepdim=True) * decay.total).mT)
+    dsuffix = to_gate(dwrite * run.write)
+    dprefix = to_gate((dread * run.read).sum(4))
+    dk, dq = dwrite * decay.suffix, dread * decay.prefix[..., None, :]
+
+    for half, prefix, suffix in reversed(decay.levels):
+        dtotal = _descend(dprefix, dsuffix, dtotal, half)
+        dblock = _blocks(dscores, 2 * half)[..., half:, :, :half]
+        left, right = _halves(q, half)[1] * prefix[..., None, :], _halves(k, half)[0] * suffix
+        dleft, dright = _outer_backward(dblock, left, right)
+        _halves(dprefix, half)[1].add_(to_gate((dleft * left).sum(5)))
+        _halves(dsuffix, half)[0].add_(to_gate(dright * right))
+        _halves(dq, half)[1].addcmul_(dleft, prefix[..., None, :])
+        _halves(dk, half)[0].addcmul_(dright, suffix)
+
+    # A token meets itself without decay: kept out of the gates' gradients, where it would only cancel.
+    dself = dscores.diagonal(dim1=3, dim2=5).mT[..., None]
+    dq.addcmul_(dself, k[..., None, :])
+    dk += (dself * q).sum(4)
+    left, right = _base_factors(q, k, decay)
+    dleft, dright = _outer_backward(_blocks(dscores, base) * _causal(base, q, -1), left, right)
+    dmiddle = to_gate(((dleft * left).sum(5) - dright * right).flatten(3, 4))
+    dq.addcmul_(dleft.flatten(3, 4), decay.middle[..., None, :])
+    dk.addcdiv_(dright.flatten(3, 4), decay.middle)
+    half = base // 2
+    while half:
+        dtotal = _descend(dprefix, dsuffix, dtotal, half)
+        if 2 * half == base:
+            _halves(dprefix, half)[1].add_(_halves(dmiddle, half)[1])
+            _halves(dsuffix, half)[0].sub_(_halves(dmiddle, half)[0])
+        half //= 2
+    return dq, dk, dv, dtotal + dprefix, dstate
+
+
+def _descend(dprefix: Tensor, dsuffix: Tensor, dtotal: Tensor, half: int) -> Tensor:
+    """The gradient of the totals of halves, from those of what they were multiplied into."""
+    first, second = _halves(dprefix, half)[1].sum(4) + dtotal, _halves(dsuffix, half)[0].sum(4) + dtotal
+    return torch.stack([first, second], 4).flatten(3, 4)
+
+
+def _base_factors(q: Tensor, k: Tensor, decay: _Decay) -> tuple[Tensor, Tensor]:
+    left, right = q * decay.middle[..., None, :], k / decay.middle
+    return left.unflatten(3, (-1, decay.base)), right.unflatten(3, (-1, decay.base))
+
+
+def _outer(left: Tensor, right: Tensor) -> Tensor:
+    """[.., t, R, F], [.., s, F] -> [.., t, R, s]"""
+    return (left.flatten(-3, -2) @ right.mT).unflatten(-2, left.shape[-3:-1])
+
+
+def _outer_backward(d: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    d = d.flatten(-3, -2)
+    return (d @ right).unflatten(-2, left.shape[-3:-1]), d.mT @ left.flatten(-3, -2)
+
+
+def _causal(size: int, like: Tensor, diagonal: int = 0) -> Tensor:
+    """[t, 1, s] 1 where s <= t, or s < t."""
+    return like.new_ones(size, size).tril_(diagonal)[:, None]
+
+
+def _blocks(scores: Tensor, size: int) -> Tensor:
+    """[.., C, R, C] -> the blocks on its diagonal, a view [.., C / size, size, R, size]."""
+    M = scores.shape[3] // size
+    return scores.unflatten(5, (M, size)).unflatten(3, (M, size)).diagonal(dim1=3, dim2=6).movedim(-1, 3)
+
+
+def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
+    """[.., C, ...] -> the first and second halves of blocks, views [.., C / 2 half, half, ...]."""
+    first, second = x.unflatten(3, (-1, 2, half)).unbind(4)
+    return first, second
+
+
+def _split(x: Tensor, C: int, dtype: torch.dtype) -> Tensor:
+    """[B, T, G, ...] -> [B, G, N, C, ...] in one copy, filled up with zeros."""
+    B, T, G = x.shape[:3]
+    chunks = x.new_empty(B, G, -(-T // C), C, *x.shape[3:], dtype=dtype)
+    tokens = _tokens(chunks)
+    tokens[:, :T] = x
+    tokens[:, T:] = 0
+    return chunks
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """[B, G, N, C, ...] -> a view [B, N C, G, ...]."""
+    return x.movedim(1, 3).flatten(1, 2)

@@ -1,0 +1,43 @@
+"""The delta recurrence as it is defined: every query head on its own, one token after another.
+
+Shapes: B batch, T tokens, H query heads, G key-value heads, F feature size, V value size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def naive_delta_rule(
+    q_BTHF: Tensor,
+    k_BTGF: Tensor,
+    v_BTGV: Tensor,
+    r_BTGF: Tensor,
+    log_a: Tensor | None,
+    *,
+    e_BTGF: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    segment_ids_BT: Tensor | None = None,
+    exclusive: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """See `gated_kernels.chunk_delta_rule`; computed in the dtype of the values, but at least in fp32."""
+    B, T, H, F = q_BTHF.shape
+    G, V = v_BTGV.shape[2:]
+    dtype = torch.promote_types(v_BTGV.dtype, torch.float32)
+    log_a = k_BTGF.new_zeros(B, T, G, 1) if log_a is None else log_a
+    e_BTGF = k_BTGF if e_BTGF is None else e_BTGF
+    inputs = q_BTHF, k_BTGF, v_BTGV, r_BTGF, e_BTGF, log_a
+    q, k, v, r, e, log_a = (x.to(dtype).repeat_interleave(H // x.shape[2], 2) for x in inputs)
+    initial_state = v.new_zeros(B, G, F, V) if initial_state is None else initial_state.to(dtype)
+    state = initial_state.repeat_interleave(H // G, 1)
+    outputs = []
+    for t in range(T):
+        if segment_ids_BT is not None and t > 0:
+            state = state * (segment_ids_BT[:, t] == segment_ids_BT[:, t - 1])[:, None, None, None]
+        before = state
+        state = state * log_a[:, t, :, :, None].exp()
+        held = torch.einsum("bhf,bhfv->bhv", r[:, t], state)
+        state = state - torch.einsum("bhf,bhv->bhfv", e[:, t], held) + torch.einsum("bhf,bhv->bhfv", k[:, t], v[:, t])
+        outputs.append(torch.einsum("bhf,bhfv->bhv", q[:, t], before if exclusive else state))
+    return torch.stack(outputs, 1).to(v_BTGV.dtype), state[:, :: H // G]

@@ -1,1 +1,0 @@
-"""The diagonal recurrence, S_t = diag(a_t) S_{t-1} + k_t^T v_t, read by o_t = q_t S_t."""

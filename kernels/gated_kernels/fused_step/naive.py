@@ -1,0 +1,106 @@
+"""A linearized layer's step of one token as it is defined, by the naive window and the naive recurrence."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from gated_kernels.fused_step.chunk import EMPTY, MIN_NORMALIZER, Gate, StepCache, StepConfig, StepInputs
+from gated_kernels.gla.naive import naive_gla
+from gated_kernels.swa.naive import naive_swa
+
+
+def naive_fused_step(token: StepInputs, cache: StepCache, config: StepConfig) -> Tensor:
+    """The output [B,H,D] in the dtype of the values; writes to `cache`, as a step does."""
+    B, P, _, D = cache.k_BPGD.shape
+    slot, dtype = int(cache.ring_position) % P, token.v_BGD.dtype
+    evicted = cache.deferred_inputs_BPGD is not None
+    q, k, v = (_wide(x) for x in (token.q_BHD, token.k_BGD, token.v_BGD))
+    q_rot, k_rot = (_rotated(x, token).to(dtype) for x in (q, k))
+    position_BS, visible_BM = token.position_BS, token.sink_visible_BM
+    sinks = 0 if visible_BM is None else visible_BM.shape[1]
+    window_o, window_lse = naive_swa(
+        _wide(q_rot)[:, None],
+        _wide(torch.cat((cache.k_BPGD.roll(-slot, 1), k_rot[:, None]), 1)),
+        torch.cat((cache.v_BPGD.roll(-slot, 1), token.v_BGD[:, None]), 1),
+        window_size=P + 1,
+        scale=token.scale,
+        valid_BS=position_BS >= 0,
+        sink_k_BMGD=None if cache.sink_k_BMGD is None else _wide(cache.sink_k_BMGD),
+        sink_v_BMGV=cache.sink_v_BMGD,
+        sink_visible_BTM=None if visible_BM is None else visible_BM[:, None],
+    )
+    if cache.deferred_inputs_BPGD is not None:
+        key, value = _wide(cache.deferred_inputs_BPGD[:, slot]), _wide(cache.v_BPGD[:, slot])
+        written_B11 = (position_BS[:, 0] >= sinks)[:, None, None]
+    else:
+        key, value, written_B11 = k, v, (position_BS[:, -1] >= 0)[:, None, None]
+    phi_q, phi_k = _features(q, key, config)
+    state = cache.state_BGFD
+    if cache.z_BGF is not None:
+        value, state = nnf.pad(value, (0, 1), value=1.0), torch.cat((state, cache.z_BGF[..., None]), -1)
+    log_a = _log_gate(key, config.gate) * written_B11
+    o, _, state = naive_gla(
+        phi_q[:, None],
+        (phi_k * written_B11)[:, None],
+        (value * written_B11)[:, None],
+        log_a[:, None],
+        initial_state=state,
+        exclusive=evicted,
+    )
+    o_BHD, mix_weight_BH1 = _wide(o[:, 0]), 0.5
+    if config.memory_weight is not None:
+        normalizer = o_BHD[..., -1].clamp_min(MIN_NORMALIZER)
+        o_BHD = o_BHD[..., :-1] / normalizer[..., None]
+        power_H, query_HD, log_H = config.memory_weight
+        weight = power_H * normalizer.log() + (q * query_HD).sum(-1) / D**0.5 + log_H
+        weight = weight.masked_fill(normalizer.log() <= EMPTY, -1e4)
+        mix_weight_BH1 = (weight - window_lse[:, 0]).sigmoid()[..., None]
+    mixed = (1 - mix_weight_BH1) * _wide(window_o[:, 0]) + mix_weight_BH1 * o_BHD
+    cache.state_BGFD.copy_(state[..., :D])
+    if cache.z_BGF is not None:
+        cache.z_BGF.copy_(state[..., D])
+    cache.k_BPGD[:, slot], cache.v_BPGD[:, slot] = k_rot, token.v_BGD
+    if cache.deferred_inputs_BPGD is not None:
+        cache.deferred_inputs_BPGD[:, slot] = token.k_BGD
+    if cache.sink_k_BMGD is not None and cache.sink_v_BMGD is not None:
+        for b in range(B):
+            if 0 <= (position := int(position_BS[b, -1])) < sinks:
+                cache.sink_k_BMGD[b, position], cache.sink_v_BMGD[b, position] = k_rot[b], token.v_BGD[b]
+    return mixed.to(dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _rotated(x: Tensor, token: StepInputs) -> Tensor:
+    if token.cos_BC is None or token.sin_BC is None:
+        return x
+    turned, rest = x.tensor_split([token.cos_BC.shape[1]], -1)
+    first, second = turned.chunk(2, -1)
+    turned = turned * token.cos_BC[:, None] + torch.cat((-second, first), -1) * token.sin_BC[:, None]
+    return torch.cat((turned, rest), -1)
+
+
+def _features(q: Tensor, k: Tensor, config: StepConfig) -> tuple[Tensor, Tensor]:
+    if (c := config.codes) is None:
+        return q.softmax(-1), k.softmax(-1)
+
+    def near(x: Tensor, proj: Tensor, bias: Tensor, log_inv_temperature: Tensor) -> Tensor:
+        u = nnf.normalize(torch.einsum("bnd,nde->bne", x, proj) + bias, dim=-1) * log_inv_temperature.exp()[:, None]
+        codes = c.codes_GFE.repeat_interleave(len(proj) // len(c.codes_GFE), 0)
+        return torch.einsum("bne,nfe->bnf", u, codes).softmax(-1)
+
+    return near(q, c.q_proj_HDE, c.q_bias_HE, c.q_log_inv_temperature_H), near(
+        k, c.k_proj_GDE, c.k_bias_GE, c.k_log_inv_temperature_G
+    )
+
+
+def _log_gate(key: Tensor, gate: Gate | None) -> Tensor:
+    """[B,G,F] or [B,G,1]"""
+    if gate is None:
+        return torch.zeros_like(key[..., :1])
+    logits = key if gate.of == "keys" else key.mean(-1, keepdim=True) if gate.of == "head" else 0 * key[..., :1]
+    return nnf.logsigmoid(logits if gate.bias_GF is None else logits + gate.bias_GF) / gate.normalizer

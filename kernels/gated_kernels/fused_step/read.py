@@ -1,0 +1,231 @@
+"""The first kernel of a step: pieces of the features of every head, and the window (see triton.py)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gated_kernels.common.tiles import dot
+from gated_kernels.fused_step.rotary import rotated
+
+
+@triton.jit
+def _ahead(x, i, count):
+    """Has numbers i, of `count`, of what stands at x come as near as the L2 cache: a hint, which waits for nothing and
+    may come too early."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // $0", "=r,l", [x + tl.minimum(i, count - 1)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _features(
+    x, b, B, n, g, c, along, z, proj, bias, log_inv_temperature, codes, logits, totals, tops, sums, normalizers,
+    COUNT: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, S: tl.constexpr,
+    CE: tl.constexpr, BD: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    """Piece c of the features of head n of COUNT, of group g, of the vectors at x, of rows b: their logits, the largest
+    of these, the sum of their exponentials, and with z that of z under them. Also the vectors' sums, along a direction
+    if one is given."""
+    inside = b < B
+    f = c * BF + tl.arange(0, BF)
+    row = b.to(tl.int64) * COUNT + n
+    # all is asked for before anything is waited for
+    if z is not None:
+        z += (b.to(tl.int64) * G + g)[:, None] * F
+        z_rows = tl.load(z + f[None, :], mask=inside[:, None] & (f < F)[None, :], other=0.0)
+    if codes is None:
+        block = inside[:, None] & (f < F)[None, :]
+        found = tl.load(x[:, None] + f[None, :], mask=block, other=0.0).to(tl.float32)
+    else:
+        e = tl.arange(0, CE)[None, :]
+        code = tl.load(codes + (g * F + f)[:, None] * E + e, mask=(f < F)[:, None] & (e < E), other=0.0)
+        shifted = tl.load(bias + e, mask=e < E, other=0.0)
+        inv_temperature = tl.load(log_inv_temperature)
+        u = tl.zeros([b.shape[0], CE], tl.float32)
+        total = tl.zeros([b.shape[0]], tl.float32)
+        for first in range(0, D, BD):
+            d = first + tl.arange(0, BD)
+            matrix = tl.load(proj + d[:, None] * E + e, mask=(d < D)[:, None] & (e < E), other=0.0)
+            part = tl.load(x[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+            u += dot(part, matrix, None, matrix.dtype, "tf32x3")
+            if along is not None:
+                part *= tl.load(along + d, mask=d < D, other=0.0)[None, :]
+            total += tl.sum(part, 1)
+        u += shifted
+        u *= (tl.exp(inv_temperature) / tl.maximum(tl.sqrt(tl.sum(u * u, 1)), 1e-12))[:, None]
+        found = dot(u, tl.trans(code), None, code.dtype, "tf32x3")
+        tl.store(totals + row, total, mask=b < tl.where(c == 0, B, 0))
+    tl.store(logits + row[:, None] * F + f[None, :], found, mask=inside[:, None] & (f < F)[None, :])
+    found = tl.where((f < F)[None, :], found, float("-inf"))
+    top = tl.max(found, 1)
+    weights = tl.exp(found - top[:, None])
+    tl.store(tops + row * S + c, top, mask=inside)
+    tl.store(sums + row * S + c, tl.sum(weights, 1), mask=inside)
+    if z is not None:
+        tl.store(normalizers + row * S + c, tl.sum(weights * z_rows, 1), mask=inside)
+
+
+@triton.jit
+def _add(q, k, v, seen, scale, o, top, normalizer):
+    """Takes more keys into a running softmax."""
+    logits = tl.where(seen[None, :], dot(q, tl.trans(k), None, k.dtype, "tf32x3") * scale, float("-inf"))
+    higher = tl.maximum(top, tl.max(logits, 1))
+    finite = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp(logits - finite[:, None])
+    keep = tl.exp(top - finite)
+    o = o * keep[:, None] + dot(weights, v, None, v.dtype, "tf32x3")
+    return o, higher, normalizer * keep + tl.sum(weights, 1)
+
+
+@triton.jit
+def _slots(ring_k, ring_v, p, column, P: tl.constexpr, G: tl.constexpr, D: tl.constexpr):
+    """The keys and values in slots p."""
+    at = p[:, None] * (G * D) + column
+    inside = (p < P)[:, None] & (column < D)
+    values = tl.load(ring_v + at, mask=inside, other=0.0)
+    return tl.load(ring_k + at, mask=inside, other=0.0), values
+
+
+@triton.jit
+def _seen(position, p, slot, P: tl.constexpr):
+    """Whether there is a token in slots p, where that of `slot` is the oldest."""
+    return tl.load(position + tl.where(p < slot, p - slot + P, p - slot), mask=p < P, other=-1) >= 0
+
+
+@triton.jit
+def _sinks(sink_k, sink_v, visible, m, column, M: tl.constexpr, G: tl.constexpr, D: tl.constexpr):
+    """The keys and values of sinks m, and whether they are seen."""
+    shown = tl.load(visible + m, mask=m < M, other=0) != 0
+    keys, values = _slots(sink_k, sink_v, m, column, M, G, D)
+    return keys, values, shown
+
+
+@triton.jit
+def _window(
+    b, g, ring_position, q, k, v, q_step, k_step, v_step, cos, sin, cos_step, ring_k, ring_v, position,
+    sink_k, sink_v, visible, o, lse, scale,
+    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, M: tl.constexpr,
+    CD: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """What the R queries of a row's key-value head see: the ring by its slots, the sinks, their own key."""
+    n = tl.arange(0, N)
+    column = tl.arange(0, CD)[None, :]
+    head = g * R + n
+    slot = tl.load(ring_position).to(tl.int32) % P
+    if C > 0:
+        cos += b * cos_step
+        sin += b * cos_step
+    queries = rotated(q + b * q_step + head[:, None] * D, column, (n < R)[:, None], cos, sin, D, C)
+    new_k = rotated(k + b * k_step + g * D, column, column < D, cos, sin, D, C)
+    new_v = tl.load(v + b * v_step + g * D + column, mask=column < D, other=0.0)
+    position += b * (P + 1)
+    is_token = tl.load(position + P) >= 0
+    ring_k += (b * P * G + g) * D
+    ring_v += (b * P * G + g) * D
+    # the first tiles last, since the compiler has them wait at once: then all that is asked for is under way
+    next_seen = _seen(position, tl.arange(0, K), slot, P)
+    if sink_k is not None:
+        sink_k += (b * M * G + g) * D
+        sink_v += (b * M * G + g) * D
+        visible += b * M
+        if EARLY:
+            sinks, values_of_sinks, shown = _sinks(sink_k, sink_v, visible, tl.arange(0, SINKS), column, M, G, D)
+    next_keys, next_values = _slots(ring_k, ring_v, tl.arange(0, K), column, P, G, D)
+    top = tl.full([N], float("-inf"), tl.float32)
+    normalizer = tl.zeros([N], tl.float32)
+    mean = tl.zeros([N, CD], tl.float32)
+    for start in range(0, P, K):
+        p = start + K + tl.arange(0, K)
+        keys, values, seen = next_keys, next_values, next_seen
+        if K < P:
+            next_seen = _seen(position, p, slot, P)
+            next_keys, next_values = _slots(ring_k, ring_v, p, column, P, G, D)
+        mean, top, normalizer = _add(queries, keys, values, seen, scale, mean, top, normalizer)
+    if sink_k is not None:
+        for start in tl.static_range(0, M, SINKS):
+            if start > 0 or not EARLY:
+                m = start + tl.arange(0, SINKS)
+                sinks, values_of_sinks, shown = _sinks(sink_k, sink_v, visible, m, column, M, G, D)
+            mean, top, normalizer = _add(queries, sinks, values_of_sinks, shown, scale, mean, top, normalizer)
+    own = tl.sum(queries.to(tl.float32) * new_k.to(tl.float32), 1) * scale
+    own = tl.where(is_token, own, float("-inf"))
+    higher = tl.maximum(top, own)
+    finite = tl.where(higher == float("-inf"), 0.0, higher)
+    keep, weight = tl.exp(top - finite), tl.exp(own - finite)
+    normalizer = normalizer * keep + weight
+    mean = mean * keep[:, None] + weight[:, None] * new_v.to(tl.float32)
+    nothing = normalizer == 0.0
+    mean = mean / tl.where(nothing, 1.0, normalizer)[:, None]
+    row = b * (G * R) + head
+    tl.store(o + row[:, None] * D + column, mean, mask=(n < R)[:, None] & (column < D))
+    tl.store(lse + row, tl.where(nothing, float("-inf"), higher + tl.log(normalizer)), mask=n < R)
+
+
+@triton.jit
+def read_kernel(
+    q, k, v, q_step, k_step, v_step, cos, sin, cos_step, position, visible,
+    ring_k, ring_v, deferred, sink_k, sink_v, z, ring_position,
+    q_proj, q_bias, q_log_inv_temperature, k_proj, k_bias, k_log_inv_temperature, codes, asked,
+    logits, totals, tops, sums, normalizers, o, lse, scale, B,
+    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, E: tl.constexpr, F: tl.constexpr,
+    P: tl.constexpr, M: tl.constexpr, S: tl.constexpr, CD: tl.constexpr, CE: tl.constexpr,
+    BD: tl.constexpr, BF: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr,
+    PP: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(B, ROWS)
+    i = tl.program_id(0)
+    c = i % S
+    n = i // S // tiles
+    b = i // S % tiles * ROWS + tl.arange(0, ROWS)
+    if OVERLAP:
+        if n >= G * R + G:
+            bg = (i - (G * R + G) * tiles * S).to(tl.int64)
+            at = tl.arange(0, PP)[:, None] * (G * D) + tl.arange(0, CD // 16)[None, :] * 16
+            first = (bg // G * P * G + bg % G) * D
+            last = (P - 1) * G * D + D
+            _ahead(ring_k + first, at, last)
+            _ahead(ring_v + first, at, last)
+        elif codes is not None:
+            lines = tl.arange(0, CD * CE // 32) * 32
+            g = tl.where(n < G * R, n // R, n - G * R)
+            _ahead(codes + (g * F + c * BF) * E, tl.arange(0, BF * CE // 32) * 32, tl.minimum(BF, F - c * BF) * E)
+            if n < G * R:
+                _ahead(q_proj + n * D * E, lines, D * E)
+            else:
+                _ahead(k_proj + g * D * E, lines, D * E)
+        tl.extra.cuda.gdc_wait()  # before anything is read, by this kernel or by the next one, which fetches early
+        tl.extra.cuda.gdc_launch_dependents()
+    if n < G * R:
+        x = q + b.to(tl.int64) * q_step + n * D
+        if codes is not None:
+            q_proj += n * D * E
+            q_bias += n * E
+            q_log_inv_temperature += n
+        _features(
+            x, b, B, n, n // R, c, None if asked is None else asked + n * D, z,
+            q_proj, q_bias, q_log_inv_temperature, codes, logits, totals, tops, sums, normalizers,
+            G * R + G, G, D, E, F, S, CE, BD, BF,
+        )  # fmt: skip
+    elif n < G * R + G:
+        g = n - G * R
+        x = k + b.to(tl.int64) * k_step + g * D
+        if deferred is not None:
+            x = deferred + (b.to(tl.int64) * P + tl.load(ring_position).to(tl.int32) % P) * (G * D) + g * D
+        if codes is not None:
+            k_proj += g * D * E
+            k_bias += g * E
+            k_log_inv_temperature += g
+        _features(
+            x, b, B, n, g, c, None, None,
+            k_proj, k_bias, k_log_inv_temperature, codes, logits, totals, tops, sums, normalizers,
+            G * R + G, G, D, E, F, S, CE, BD, BF,
+        )  # fmt: skip
+    else:
+        i -= (G * R + G) * tiles * S
+        _window(
+            (i // G).to(tl.int64), i % G, ring_position, q, k, v, q_step, k_step, v_step, cos, sin, cos_step,
+            ring_k, ring_v, position, sink_k, sink_v, visible, o, lse, scale,
+            G, R, D, C, P, M, CD, N, K, SINKS, K == 64,
+        )  # fmt: skip

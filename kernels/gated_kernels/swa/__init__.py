@@ -1,0 +1,1 @@
+"""Sliding-window softmax attention with sinks, and the log of the normalizer that it saw."""

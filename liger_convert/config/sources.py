@@ -1,0 +1,140 @@
+"""Where a recipe's documents come from: Python's documentation, a file, the hub, or the base itself."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from liger_convert.config.fields import Fraction, Length, Rows, Strict, Temperature, Tokens, refuse
+
+
+class DataSource(Strict):
+    """Documents to train on, and documents kept from training to measure the perplexity on."""
+
+    source: str
+    """Where the documents come from: pydoc, file, hub or teacher."""
+    held_out: Fraction = 0.0
+    """Fraction of the documents that is not trained on; `eval.text` measures on it."""
+
+    @property
+    def has_held_out(self) -> bool:
+        return self.held_out > 0
+
+    @property
+    def has_responses(self) -> bool:
+        """Whether its documents know which tokens are responses."""
+        return False
+
+
+class PydocSource(DataSource):
+    """The documentation every Python carries, as texts or as questions and answers: no file, no network."""
+
+    source: Literal["pydoc"] = "pydoc"
+    """`pydoc`: the documentation of the Python that runs."""
+    format: Literal["text", "messages"] = "text"
+    """`text` for plain texts, `messages` for questions and answers."""
+
+    @property
+    def has_responses(self) -> bool:
+        return self.format != "text"
+
+
+class RowSource(DataSource):
+    """Rows with a text, with Alpaca's instruction, input and output, or with chat messages."""
+
+    format: Literal["text", "alpaca", "messages"] = "text"
+    """What a row holds: a text, Alpaca's instruction, input and output, or chat messages."""
+    field: str | None = None
+    """Column to read; without it, `text`, or `messages` for chat messages."""
+    validation: str | None = None
+    """Held-out documents of their own, in place of `held_out`: another file, or another split of a data set."""
+
+    @property
+    def has_held_out(self) -> bool:
+        return self.held_out > 0 or self.validation is not None
+
+    @property
+    def has_responses(self) -> bool:
+        return self.format != "text"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RowSource:
+        if self.field is not None and self.format == "alpaca":
+            refuse("field", "Alpaca rows have fixed columns, so drop it or set format to text or messages")
+        if self.held_out and self.validation is not None:
+            refuse("held_out", "validation already names the held-out documents, so give one of the two")
+        return self
+
+
+class FileSource(RowSource):
+    """A .txt, .jsonl or .json file, plain or compressed (.xz, .gz)."""
+
+    source: Literal["file"] = "file"
+    """`file`: a file on this machine."""
+    path: str
+    """The file; a relative path starts at the working directory."""
+
+
+class HubSource(RowSource):
+    """A data set of the Hugging Face hub."""
+
+    source: Literal["hub"] = "hub"
+    """`hub`: a data set of the Hugging Face hub."""
+    id: str
+    """Id of the data set, such as yahma/alpaca-cleaned."""
+    name: str | None = None
+    """Configuration of the data set, where it has several."""
+    split: str = "train"
+    """Split to train on."""
+    revision: str | None = None
+    """Branch, tag or commit of the data set."""
+
+
+class TeacherSource(DataSource):
+    """Text that the base writes itself, sampled once a run."""
+
+    source: Literal["teacher"] = "teacher"
+    """`teacher`: text sampled from the base."""
+    tokens: Tokens
+    """How many tokens are written; what does not fill a last document is left out."""
+    document_tokens: Length = 512
+    """Tokens of each document, the prompt among them."""
+    temperature: Temperature = 1.0
+    """Temperature of the sampling."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample among the likeliest tokens that together have this probability."""
+    batch_size: Rows = 16
+    """Documents that are written at a time."""
+    prompt: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
+    """Texts that documents begin with, in turn; without it, the token that begins a text."""
+
+    @property
+    def documents(self) -> int:
+        """All of one length; the tokens that do not fill a last one are not written."""
+        return self.tokens // self.document_tokens
+
+    @property
+    def written_tokens(self) -> int:
+        return self.documents * self.document_tokens
+
+    @property
+    def held_out_documents(self) -> int:
+        """At least one where any are: the first ones, since each is drawn without regard to the others."""
+        return max(1, round(self.documents * self.held_out)) if self.held_out else 0
+
+    @property
+    def held_out_tokens(self) -> int:
+        """At least, and known before any is written: measures may leave out the token that begins a document."""
+        return self.held_out_documents * (self.document_tokens - 1)
+
+    @model_validator(mode="after")
+    def _enough(self) -> TeacherSource:
+        if self.documents < 1:
+            refuse("tokens", f"{self.tokens} is less than one document (document_tokens = {self.document_tokens})")
+        if self.held_out_documents == self.documents:
+            refuse("held_out", f"holds out all documents (there are {self.documents}), so nothing is left to train on")
+        return self
+
+
+AnySource = Annotated[PydocSource | FileSource | HubSource | TeacherSource, Field(discriminator="source")]

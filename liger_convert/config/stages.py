@@ -1,0 +1,220 @@
+"""The training stages of a recipe: align, distill and finetune, and what they share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from liger_convert.config.fields import (
+    Count,
+    Fraction,
+    Length,
+    Rate,
+    Rows,
+    Strict,
+    Temperature,
+    Tokens,
+    Weight,
+    between,
+    refuse,
+    whole,
+)
+
+
+class LearningRates(Strict):
+    """Peak learning rate of each parameter group; a group without one is frozen."""
+
+    mixer: Rate | None = None
+    """The new parameters: gates, feature maps, codes, and how memory and window are combined."""
+    attention: Rate | None = None
+    """The attention projections of the base."""
+    body: Rate | None = None
+    """The other weights of the base's layers: MLPs and norms."""
+    embeddings: Rate | None = None
+    """The token embeddings and the output head."""
+    lora: Rate | None = None
+    """The adapters of the stage's `lora`."""
+
+    def trained(self) -> dict[str, float]:
+        return {name: rate for name, rate in self.model_dump().items() if rate is not None}
+
+
+def _lora_targets(value: object) -> object:
+    if value != "attention" and not (isinstance(value, list) and value and all(isinstance(v, str) for v in value)):
+        refuse("", "should be attention, or a list of projection names such as [q_proj, v_proj]")
+    return value
+
+
+class Lora(Strict):
+    """Low-rank adapters, which train in the place of the base's own weights and are merged into them afterwards."""
+
+    rank: Annotated[int, BeforeValidator(whole), between(1, 1 << 16)] = 8  # no projection has a larger rank
+    """Rank of each adapter."""
+    alpha: Annotated[float, between(1e-6, 1e6)] = 16.0
+    """What an adapter adds is scaled by alpha / rank."""
+    dropout: Fraction = 0.0
+    """Fraction of an adapter's inputs that is dropped in training."""
+    targets: Annotated[Literal["attention"] | list[str], BeforeValidator(_lora_targets)] = "attention"
+    """`attention`, the attention projections of the linearized layers, or a list of projections in all layers."""
+
+
+class MixedSeqLen(Strict):
+    """A second row length of a stage, and how many of its micro-batches have it."""
+
+    section = "mixed_seq_lens"
+
+    seq_len: Length
+    """Tokens of these rows; divides the stage's own `seq_len`."""
+    fraction: Annotated[float, Field(gt=0, lt=1)]
+    """Fraction of the micro-batches whose rows are cut to this length."""
+
+
+class Stage(Strict):
+    """What the three kinds of stages share."""
+
+    section = "stages"
+
+    kind: str
+    """What is learned: align, distill or finetune."""
+    data: str
+    """Name of the source under `data:` that is trained on."""
+    tokens: Tokens
+    """Tokens to train on, rounded down to whole optimizer steps; a text is used again once it has all been read."""
+    seq_len: Length = 512
+    """Tokens of a row."""
+    batch_size: Rows = 4
+    """Rows of a micro-batch."""
+    grad_accumulation: Rows = 1
+    """Micro-batches of an optimizer step."""
+    learning_rates: LearningRates
+    """Peak learning rate of each parameter group; a group without one is frozen."""
+    lora: Lora | None = None
+    """Low-rank adapters in the place of the base's own weights."""
+    warmup_ratio: Fraction = 0.05
+    """Fraction of the steps in which the learning rates rise from 0."""
+    schedule: Literal["cosine", "constant", "linear"] = "cosine"
+    """How the learning rates fall after the warm-up."""
+    weight_decay: Annotated[float, between(0, 100)] = 0.0
+    """AdamW's weight decay, of the base's matrices and of adapters alone."""
+    max_grad_norm: Annotated[float, between(1e-9, 1e12)] = 1.0
+    """Larger gradients are scaled down to this norm; a very large number turns that off."""
+    save_every: Count = 50
+    """Optimizer steps between two checkpoints."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass: less memory, slower."""
+    compile: bool = True
+    """On a GPU, compile the layers, which takes the first step a minute. With `concat_documents`, the forward and
+    backward pass of a step are also captured as one CUDA graph."""
+    copy_fraction: Fraction = 0.0
+    """Fraction of the rows in which a stretch of text is repeated later in the row, so that a memory of what has left
+    the window pays."""
+    concat_documents: bool = False
+    """Treat a row as one text, whatever documents it is made of; otherwise each document starts anew."""
+    mixed_seq_lens: list[MixedSeqLen] = Field(default_factory=list)
+    """Shorter rows among those of `seq_len`: what is learned on long rows alone is lost on short ones."""
+
+    @property
+    def step_tokens(self) -> int:
+        return self.batch_size * self.grad_accumulation * self.seq_len
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps; the tokens that do not fill a last step are not trained on."""
+        return self.tokens // self.step_tokens
+
+    @property
+    def responses_only(self) -> bool:
+        """Whether the loss leaves out what is not a response."""
+        return False
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Stage:
+        trained = self.learning_rates.trained()
+        if not trained:
+            refuse(
+                "learning_rates",
+                f"every group is frozen, so give one of {', '.join(LearningRates.model_fields)} a rate",
+            )
+        if self.lora is None and "lora" in trained:
+            refuse("learning_rates.lora", "this stage has no `lora:` section, so add one or drop the rate")
+        if self.lora is not None:
+            if "lora" not in trained:
+                refuse("learning_rates.lora", "the `lora:` section needs a learning rate here")
+            own = [name for name in ("attention", "body", "embeddings") if name in trained]
+            if own:
+                refuse(
+                    f"learning_rates.{own[0]}",
+                    "with `lora:` the base's own weights stay frozen, so drop one of the two",
+                )
+        for i, other in enumerate(self.mixed_seq_lens):
+            if other.seq_len == self.seq_len or self.seq_len % other.seq_len:
+                refuse(
+                    f"mixed_seq_lens[{i}].seq_len",
+                    f"{other.seq_len} does not divide seq_len ({self.seq_len}) into pieces",
+                )
+        if sum(other.fraction for other in self.mixed_seq_lens) >= 1:
+            refuse("mixed_seq_lens", f"its fractions leave no row of seq_len ({self.seq_len}), so make them smaller")
+        if self.steps < 1:
+            size = f"batch_size × grad_accumulation × seq_len = {self.step_tokens}"
+            refuse("tokens", f"{self.tokens} is less than one optimizer step ({size})")
+        return self
+
+
+class AlignStage(Stage):
+    """Each layer learns to give the attention output of the base on the base's own activations."""
+
+    kind: Literal["align"] = "align"
+    """`align`: each layer learns the base's attention output."""
+    calibrate: bool = True
+    """First fit each mixer that is trained in closed form on one batch, see `training.calibrate`."""
+
+    @model_validator(mode="after")
+    def _reachable(self) -> AlignStage:
+        for name in ("body", "embeddings"):
+            if name in self.learning_rates.trained():
+                refuse(
+                    f"learning_rates.{name}", "alignment gives it no gradient: each layer is fed the base's activations"
+                )
+        return self
+
+
+class DistillStage(Stage):
+    """The model learns the base's next-token distribution: KL to its logits, and optionally cross-entropy."""
+
+    kind: Literal["distill"] = "distill"
+    """`distill`: the model learns the base's next-token distribution."""
+    kl_weight: Weight = 1.0
+    """Weight of the KL divergence from the base's distribution."""
+    ce_weight: Weight = 0.0
+    """Weight of the cross-entropy on the text."""
+    temperature: Temperature = 1.0
+    """Temperature of both distributions in the KL divergence."""
+
+    @model_validator(mode="after")
+    def _weighted(self) -> DistillStage:
+        if self.kl_weight == 0 and self.ce_weight == 0:
+            refuse("kl_weight", "kl_weight and ce_weight are both 0, so there is nothing to learn")
+        return self
+
+
+class FinetuneStage(Stage):
+    """Cross-entropy on the data itself, on the responses only or on every token."""
+
+    kind: Literal["finetune"] = "finetune"
+    """`finetune`: the model learns the data itself."""
+    loss_on: Literal["responses", "all"] = "responses"
+    """`responses` trains on the assistant's tokens alone, `all` on every token."""
+
+    @property
+    def responses_only(self) -> bool:
+        return self.loss_on == "responses"
+
+    @model_validator(mode="after")
+    def _tells_responses(self) -> FinetuneStage:
+        if self.copy_fraction and self.responses_only:
+            refuse("copy_fraction", "a copied stretch has no mask of its responses, so drop it or set loss_on to all")
+        return self
+
+
+AnyStage = Annotated[AlignStage | DistillStage | FinetuneStage, Field(discriminator="kind")]

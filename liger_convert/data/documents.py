@@ -1,0 +1,236 @@
+"""Documents: rows of a source become token ids with a mask of what is learned; see `packed_rows` for training rows.
+
+Shapes: N tokens of a document, T tokens of each document that the base wrote.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from liger_convert.config.sources import AnySource, TeacherSource
+from liger_convert.data.sources import Row, rows
+from liger_convert.io import templates
+from liger_convert.io.tokenizer import check_ids
+from liger_convert.utils.errors import BadInput, refusing
+from liger_convert.utils.progress import Report
+
+# Stanford Alpaca's layout, for tokenizers without a chat template.
+ALPACA_TEMPLATE = (
+    "{{ 'Below is an instruction that describes a task. Write a response that appropriately completes the request.' }}"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}{{ '\n\n### Response:\n' + message['content'] + eos_token }}"
+    "{% elif message['role'] == 'user' %}{{ '\n\n### Instruction:\n' + message['content'] }}"
+    "{% else %}{{ '\n\n' + message['content'] }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '\n\n### Response:\n' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """ids_N: int32 token ids. loss_N: bool, which of them are learned in a stage that learns responses only (all of a
+    plain text). text_bytes: size of the text in UTF-8, for measures per byte."""
+
+    ids: np.ndarray
+    loss: np.ndarray
+    text_bytes: int
+
+
+@dataclass(frozen=True)
+class Documents:
+    """What a source gives: documents to train on, documents kept from it, and how many rows had nothing in them."""
+
+    train: list[Document]
+    held_out: list[Document]
+    skipped: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A text before it is tokenised. where: its row. spans: character ranges that are learned, None for all of it."""
+
+    where: str
+    text: str
+    spans: list[tuple[int, int]] | None
+    key: str
+
+
+def load_source(
+    source: AnySource, tokenizer: Any, *, seed: int = 0, written: Path | None = None, progress: Report | None = None
+) -> Documents:
+    """All documents of `source` as token ids, its held-out part apart.
+
+    Held out are the documents of `source.validation`, or those whose hash of `seed` and text is below
+    `source.held_out`, at least one: the same ones in every run, and no text on both sides. A plain text is tokenised
+    as the tokenizer does it by itself; chat rows by its chat template (Alpaca's layout when it has none), where the
+    learned tokens are the assistant's, up to the mark that ends its turn. What the base wrote itself is read from the
+    file `written`, see `teacher.write`; its first documents are held out, and what they say is not trained on.
+    Raises BadInput naming file and line for a row that cannot be used.
+    """
+    if not tokenizer.is_fast:
+        raise BadInput("the tokenizer has no fast version (tokenizer.json), which locating responses in a chat needs")
+    skipped = 0
+    if isinstance(source, TeacherSource):
+        assert written is not None
+        documents = _read(source, written, tokenizer)
+        held_out = documents[: source.held_out_documents]
+    else:
+        documents, skipped = _documents(source, rows(source), tokenizer, progress)
+        if getattr(source, "validation", None):
+            held_out, more = _documents(source, rows(source, validation=True), tokenizer, progress)
+            skipped += more
+        else:
+            drawn = held_out_keys({key for key, _ in documents}, source.held_out, seed)
+            held_out = [(key, document) for key, document in documents if key in drawn]
+    held_keys = {key for key, _ in held_out}
+    train = [document for key, document in documents if key not in held_keys]
+    if not train:
+        raise BadInput(f"data: {_name(source)} has too few documents: nothing is left beside what is held out")
+    return Documents(train, [document for _, document in held_out], skipped)
+
+
+def held_out_keys(keys: set[str], fraction: float, seed: int) -> set[str]:
+    """Those whose hash is below `fraction`, at least one when it is not 0. A key falls on the same side whatever the
+    others are, so a source read as texts and as questions holds out the same topics."""
+    hashes = {
+        key: int.from_bytes(hashlib.blake2b(f"{seed}:{key}".encode(), digest_size=6).digest()) / 2**48 for key in keys
+    }
+    held_out = {key for key, value in hashes.items() if value < fraction}
+    return held_out or ({min(hashes, key=lambda key: hashes[key])} if fraction else set())
+
+
+def _name(source: AnySource) -> str:
+    return getattr(source, "path", None) or getattr(source, "id", None) or source.source
+
+
+def _read(source: TeacherSource, path: Path, tokenizer: Any) -> list[tuple[str, Document]]:
+    """[(key, document)] of what the base wrote."""
+    ids = np.fromfile(path, "<u4").astype(np.int32)
+    if len(ids) != source.written_tokens:
+        raise BadInput(f"{path}: holds {len(ids)} tokens, which is not what the recipe asks for; remove the file")
+    ids_NT = ids.reshape(-1, source.document_tokens)
+    texts = tokenizer.batch_decode(ids_NT, skip_special_tokens=True)
+    loss_T = np.ones(source.document_tokens, bool)
+    return [(text, Document(ids_T, loss_T, len(text.encode()))) for text, ids_T in zip(texts, ids_NT)]
+
+
+def _documents(
+    source: Any, found: Iterable[Row], tokenizer: Any, progress: Report | None
+) -> tuple[list[tuple[str, Document]], int]:
+    """[(key, document)] of every row with something in it, and the number of rows without."""
+    template = tokenizer.chat_template or ALPACA_TEMPLATE
+    special = source.format == "text" or template is ALPACA_TEMPLATE  # a model's own template writes them itself
+    texts: list[_Text | None] = []
+    documents: list[tuple[str, Document]] = []
+    skipped = 0
+    found = iter(found)
+    while texts := [_text(source, row, tokenizer, template) for row in islice(found, 256)]:
+        batch = [text for text in texts if text is not None]
+        skipped += len(texts) - len(batch)
+        documents += zip([text.key for text in batch], _tokenize(batch, tokenizer, special))
+        if progress is not None:
+            progress(len(documents), None, f"{len(documents):,} documents")
+    if not documents:
+        raise BadInput(f"data: {_name(source)} has no row with any text")
+    return documents, skipped
+
+
+def _text(source: Any, row: Row, tokenizer: Any, template: str) -> _Text | None:
+    """What a row says; None when it says nothing. Raises BadInput for a row that cannot be used."""
+    if not isinstance(row.value, dict):
+        raise BadInput(f"{row.where}: is a JSON {type(row.value).__name__}; a row is an object with named fields")
+    if source.format == "text":
+        text = _field(row, getattr(source, "field", None) or "text")
+        return _Text(row.where, text, None, row.key or text) if text.strip() else None
+    if source.format == "alpaca":
+        messages = _alpaca(row, headed=template is ALPACA_TEMPLATE)
+    else:
+        messages = _messages(row, getattr(source, "field", None) or "messages")
+    if not messages[-1]["content"].strip():
+        return None
+    try:
+        text, spans = _render(messages, tokenizer, template)
+    except BadInput as error:
+        raise BadInput(f"{row.where}: {error}") from None
+    if not spans:
+        raise BadInput(f"{row.where}: the chat template does not let its responses be told from what precedes them")
+    return _Text(row.where, text, spans, row.key or text)
+
+
+def _field(row: Row, name: str, default: str | None = None) -> str:
+    if name not in row.value and default is not None:
+        return default
+    if name not in row.value:
+        raise BadInput(f"{row.where}: has no field {name!r} (it has {', '.join(map(repr, row.value)) or 'none'})")
+    if not isinstance(row.value[name], str):
+        raise BadInput(f"{row.where}: field {name!r} is a {type(row.value[name]).__name__}; it should be a string")
+    return row.value[name]
+
+
+def _alpaca(row: Row, *, headed: bool) -> list[dict[str, str]]:
+    instruction, context = _field(row, "instruction"), _field(row, "input", default="")
+    if context:
+        instruction += ("\n\n### Input:\n" if headed else "\n\n") + context
+    return [{"role": "user", "content": instruction}, {"role": "assistant", "content": _field(row, "output")}]
+
+
+def _messages(row: Row, name: str) -> list[dict[str, str]]:
+    if not isinstance(row.value.get(name), list):
+        raise BadInput(f"{row.where}: field {name!r} should be a list of messages with role and content")
+    messages = row.value[name]
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise BadInput(f"{row.where}: message {number} of {name!r} should have a role and a content, both strings")
+    roles = [message["role"] for message in messages]
+    if not messages or roles[-1] != "assistant" or roles[0] == "assistant":
+        raise BadInput(f"{row.where}: {name!r} should begin with what is asked and end with an assistant message")
+    return messages
+
+
+def _render(messages: list[dict[str, str]], tokenizer: Any, template: str) -> tuple[str, list[tuple[int, int]]]:
+    """The conversation as text and the character ranges of its responses. A turn that the template writes differently
+    once others follow (some drop earlier reasoning) is context only."""
+
+    def render(upto: int, ask: bool = False) -> str:
+        return templates.render(tokenizer, messages[:upto], template, ask=ask)
+
+    text = render(len(messages))
+    spans = []
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            asked, answered = render(i, ask=True), render(i + 1)
+            if text.startswith(answered) and answered.startswith(asked):
+                spans.append((len(asked), len(answered.rstrip())))
+    return text, spans
+
+
+def _tokenize(texts: Sequence[_Text], tokenizer: Any, special: bool) -> Iterator[Document]:
+    if not texts:
+        return
+    spans = any(text.spans is not None for text in texts)
+    with refusing(f"{texts[0].where} to {texts[-1].where}: the tokenizer fails on these texts"):
+        encoded = tokenizer(
+            [text.text for text in texts],
+            add_special_tokens=special,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            return_offsets_mapping=spans,
+            verbose=False,
+        )
+    for i, text in enumerate(texts):
+        ids_N = np.array(encoded["input_ids"][i], np.int32)
+        check_ids(tokenizer, ids_N, text.where)
+        loss_N = np.full(len(ids_N), text.spans is None)
+        if text.spans is not None:
+            start_N, end_N = np.array(encoded["offset_mapping"][i]).reshape(-1, 2).T
+            for begin, end in text.spans:
+                # a special token that the tokenizer adds is empty: it stands nowhere in the text
+                loss_N |= (start_N >= begin) & (end_N <= end) & (start_N < end_N)
+        yield Document(ids_N, loss_N, len(text.text.encode()))

@@ -1,0 +1,346 @@
+"""The steps of a run: what each reads, writes and does. A command that does one step alone calls the same functions."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from liger_convert import training
+from liger_convert.config.recipe import Recipe
+from liger_convert.config.sources import FileSource, TeacherSource
+from liger_convert.data import teacher
+from liger_convert.data.documents import Document, Documents, load_source
+from liger_convert.eval import ablation, suites
+from liger_convert.io import checkpoint, checksums
+from liger_convert.io.files import atomic_write
+from liger_convert.io.run_folder import RunFolder
+from liger_convert.pipeline import card, convert, export, layer_selection, preflight, report
+from liger_convert.pipeline.layer_selection import LayerSelection
+from liger_convert.pipeline.manifest import Manifest
+from liger_convert.pipeline.plan import Plan, make_plan
+from liger_convert.pipeline.recorded_inputs import InputFiles
+from liger_convert.training import merge
+from liger_convert.utils.device import pick_device
+from liger_convert.utils.errors import BadInput
+from liger_convert.utils.progress import console, show_progress
+
+# continued by the base and by the linearized model, for the report
+PROMPTS = (
+    "The capital of France is",
+    "Once upon a time there was a lighthouse keeper who",
+    "A list in Python is",
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step. `work` fills the folder it is given (or its `outputs`) and returns facts for the manifest."""
+
+    name: str
+    work: Callable[[Path], dict[str, Any]]
+    inputs: tuple[str, ...] = ()  # the steps whose outputs it reads
+    outputs: tuple[str, ...] = ()  # in the run's folder, to stay; empty: steps/NAME, deleted once no step needs it
+    continues: bool = False  # goes on from what a killed attempt left in its folder
+
+
+def choose_layers(
+    recipe: Recipe, plan: Plan, documents: Sequence[Document], base_dir: Path, tokenizer: Any, device: torch.device
+) -> LayerSelection:
+    """The step `select-layers`: chooses by measurement on `documents` which layers stay softmax. Raises BadInput."""
+    with show_progress("select-layers") as report:
+        return layer_selection.select_layers(recipe, plan, base_dir, tokenizer, documents, device, report)
+
+
+def write_teacher_text(
+    recipe: Recipe, name: str, folder: Path, base_dir: Path, tokenizer: Any, device: torch.device
+) -> dict[str, Any]:
+    """The step `data-NAME`: lets the base write the source called `name` into `folder`, and goes on where a killed call
+    stopped. Raises BadInput, LinearizeError."""
+    source = recipe.teachers[name]
+    with show_progress(f"data-{name}") as report:
+        teacher.write(
+            source,
+            folder / teacher.FILE,
+            prompts=teacher.encode_prompts(source, tokenizer),
+            base_dir=base_dir,
+            device=device,
+            precision=recipe.precision,
+            seed=recipe.seed,
+            progress=report,
+        )
+    return {"tokens": source.written_tokens}
+
+
+def train_stage(
+    recipe: Recipe,
+    index: int,
+    folder: Path,
+    *,
+    model_dir: Path,
+    results: Sequence[Path],
+    documents: Sequence[Document],
+    base_dir: Path,
+    device: torch.device,
+    resume: bool,
+) -> dict[str, Any]:
+    """A training step: stage `index` (from 0) of `recipe` on `documents`, into `folder`. Returns its statistics.
+
+    model_dir, results: the linearized model, and what earlier stages made of it. resume: go on from the last checkpoint
+    in `folder`. Raises BadInput, LinearizeError.
+    """
+    stage, seed = recipe.stages[index], recipe.stage_seed(index)
+    dataset = training.rows_of(stage, documents, seed)
+    with show_progress(f"{index + 1}-{stage.kind}") as report:
+        return training.run_stage(
+            stage,
+            model_dir=model_dir,
+            results=results,
+            base_dir=base_dir,
+            dataset=dataset,
+            out=folder,
+            device=device,
+            precision=recipe.precision,
+            seed=seed,
+            resume=resume,
+            progress=report,
+        )
+
+
+class RunSteps:
+    """All steps of the run of `recipe` in the folder `out`, and what they share: base, tokenizer, documents, plan."""
+
+    def __init__(self, recipe: Recipe, out: Path, manifest: Manifest, keep_steps: bool):
+        self.recipe, self.out, self.manifest, self.keep_steps = recipe, out, manifest, keep_steps
+        self.folder, self.inputs = RunFolder(out), InputFiles(manifest.inputs)
+        self.device = pick_device(recipe.device)
+        self.suite = suites.load(recipe.eval.suite)
+        self.documents = functools.cache(self._load_documents)
+        self.preflight = functools.cache(self._preflight)
+
+    def all(self) -> list[Step]:
+        """What the recipe asks for, in order."""
+        stages = tuple(f"{number}-{stage.kind}" for number, stage in enumerate(self.recipe.stages, 1))
+        writing_steps = [
+            Step(f"data-{name}", functools.partial(self._write_text, name), ("base",), continues=True)
+            for name in self.recipe.teachers
+        ]
+        training_steps = [
+            Step(
+                name,
+                functools.partial(self._train, i, stages[:i]),
+                ("base", "convert", *self._written(self.recipe.stages[i].data), *stages[:i]),
+                continues=True,
+            )
+            for i, name in enumerate(stages)
+        ]
+        selection = (
+            [Step("select-layers", self._select_layers, ("base",))] if self.recipe.softmax_auto is not None else []
+        )
+        return [
+            Step("base", self._base),
+            *selection,
+            Step("plan", self._plan, ("base", *(step.name for step in selection))),
+            Step("convert", self._convert, ("base",)),
+            *writing_steps,
+            *training_steps,
+            Step("merge", functools.partial(self._merge, stages), ("convert", *stages)),
+            Step("export", self._export, ("merge",), outputs=("export",)),
+            Step("eval", self._eval, ("base", "export", *self._written(self.recipe.eval.text)), continues=True),
+            Step("report", self._report, ("eval",), outputs=("report.md", "report.json")),
+        ]
+
+    # --- what the steps share
+
+    @property
+    def input_paths(self) -> dict[str, Path]:
+        """The file or folder behind every field of the recipe that names one, the base included."""
+        return {"base": checkpoint.locate_base(self.recipe.base) or self._base_folder} | self._data_inputs
+
+    @functools.cached_property
+    def _base_folder(self) -> Path:
+        """Looked up by every process again, since a manifest names no place on a machine; of a hub base, the commit
+        that the run began with."""
+        options = self.recipe.base_options.model_dump()
+        options["revision"] = self.manifest.steps.get("base", {}).get("commit", options["revision"])
+        return checkpoint.resolve_base(self.recipe.base, self.folder.step("base"), **options)
+
+    @property
+    def _data_inputs(self) -> dict[str, Path]:
+        """The files and folders that the recipe names beside its base, by field."""
+        options = self.recipe.eval
+        paths: dict[str, Any] = {"eval.suite": suites.file_of(options.suite), "eval.data": options.data}
+        for name, source in self.recipe.data.items():
+            if isinstance(source, FileSource):
+                paths |= {f"data.{name}.path": source.path, f"data.{name}.validation": source.validation}
+        return {field: Path(path) for field, path in paths.items() if path}
+
+    @property
+    def _data_dir(self) -> Path | None:
+        return Path(self.recipe.eval.data) if self.recipe.eval.data is not None else None
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        return checkpoint.load_tokenizer(self._base_folder, self.recipe.base_options.trust_remote_code)
+
+    @functools.cached_property
+    def _planned(self) -> Plan:
+        step = self.manifest.steps.get("select-layers")
+        if step is None:
+            return self._make_plan(self.recipe)
+        return self._make_plan(self.recipe.with_softmax(step["selection"]["softmax_layers"]))
+
+    def _make_plan(self, recipe: Recipe) -> Plan:
+        return make_plan(recipe, checkpoint.load_config(self._base_folder, recipe.base_options.trust_remote_code))
+
+    def _written(self, source: str | None) -> tuple[str, ...]:
+        """The step that a source comes from, if the base writes it."""
+        return (f"data-{source}",) if source in self.recipe.teachers else ()
+
+    def _load_documents(self, name: str) -> Documents:
+        source, written = self.recipe.data[name], self.folder.step(f"data-{name}") / teacher.FILE
+        with show_progress(f"data {name}") as report:
+            return load_source(source, self._tokenizer, seed=self.recipe.seed, written=written, progress=report)
+
+    # --- the steps
+
+    def _base(self, folder: Path) -> dict[str, Any]:
+        path, given = self._base_folder, checkpoint.locate_base(self.recipe.base)
+        self.inputs.record({"base": given or path})
+        return {"commit": path.name} if given is None and path.parent.name == "snapshots" else {}
+
+    def _select_layers(self, folder: Path) -> dict[str, Any]:
+        plan = self._make_plan(self.recipe)
+        self.read_data()
+        documents = self.documents(self.recipe.plain_texts[0]).train
+        selection = choose_layers(self.recipe, plan, documents, self._base_folder, self._tokenizer, self.device)
+        return {"selection": selection.to_dict()}
+
+    def _plan(self, folder: Path) -> dict[str, Any]:
+        plan = self._planned.to_dict()
+        self.read_data()
+        return {"plan": plan | {"warnings": self.preflight()}}
+
+    def read_data(self) -> None:
+        """Reads all data: what is wrong there should stop the run in its first steps and not in its last."""
+        suites.check_data(self.suite, self._data_dir, self.recipe.eval.limit)
+        for name, source in self.recipe.data.items():
+            if isinstance(source, TeacherSource):
+                teacher.encode_prompts(source, self._tokenizer)
+            else:
+                self.documents(name)
+        if (text := self.recipe.eval.text) is not None:
+            if text in self.recipe.teachers:
+                held_out = self.recipe.teachers[text].held_out_tokens
+            else:
+                held_out = sum(len(document.ids) for document in self.documents(text).held_out)
+            if held_out < self.suite.text_tokens:
+                needed = f"suite {self.suite.name} needs {self.suite.text_tokens}"
+                raise BadInput(f"data.{text}: {held_out} tokens are held out, {needed}; hold out more")
+        self.inputs.record(self._data_inputs)
+        self.preflight()
+
+    def _preflight(self) -> list[str]:
+        """What would fail after the training is tried before it. The layers need not be chosen yet."""
+        config = checkpoint.load_config(self._base_folder, self.recipe.base_options.trust_remote_code)
+        with show_progress("preflight") as report:
+            warnings = preflight.check(
+                self.recipe,
+                make_plan(self.recipe, config),
+                base_dir=self._base_folder,
+                config=config,
+                tokenizer=self._tokenizer,
+                suite=self.suite,
+                data_dir=self._data_dir,
+                documents=self.documents,
+                prompts=PROMPTS,
+                out=self.out,
+                keep_steps=self.keep_steps,
+                report=report,
+            )
+        for warning in warnings:
+            console.print(f"warning: {warning}", markup=False, soft_wrap=True)
+        return warnings
+
+    def _convert(self, folder: Path) -> dict[str, Any]:
+        with show_progress("convert") as report:
+            # in the base's dtype: what is about to be trained should not be rounded to the export's first
+            return convert.convert_checkpoint(
+                self._base_folder,
+                folder / "model",
+                self._planned.linearization,
+                seed=self.recipe.seed,
+                trust_remote_code=self.recipe.base_options.trust_remote_code,
+                progress=report,
+            )
+
+    def _write_text(self, name: str, folder: Path) -> dict[str, Any]:
+        return write_teacher_text(self.recipe, name, folder, self._base_folder, self._tokenizer, self.device)
+
+    def _train(self, index: int, before: Sequence[str], folder: Path) -> dict[str, Any]:
+        stats = train_stage(
+            self.recipe,
+            index,
+            folder,
+            model_dir=self.folder.step("convert") / "model",
+            results=[self.folder.step(name) / "result" for name in before],
+            documents=self.documents(self.recipe.stages[index].data).train,
+            base_dir=self._base_folder,
+            device=self.device,
+            resume=True,
+        )
+        return stats | {"seed": self.recipe.stage_seed(index)}
+
+    def _merge(self, stages: Sequence[str], folder: Path) -> dict[str, Any]:
+        results = [self.folder.step(name) / "result" for name in stages]
+        merge.merge_results(self.folder.step("convert") / "model", results, folder / "model")
+        return {}
+
+    def _export(self, folder: Path) -> dict[str, Any]:
+        model, out = self.folder.step("merge") / "model", self.out / "export"
+        with show_progress("export") as report:
+            return export.export_model(
+                model,
+                out,
+                dtype=self._planned.dtype,
+                name=self.recipe.name,
+                base=self.recipe.base,
+                base_dir=self._base_folder,
+                progress=report,
+            )
+
+    def _eval(self, folder: Path) -> dict[str, Any]:
+        options = self.recipe.eval
+        with show_progress("eval") as report:
+            results = ablation.diagnose(
+                self.out / "export",
+                self._base_folder,
+                self.suite,
+                held_out=self.documents(options.text).held_out if options.text is not None else None,
+                data_dir=self._data_dir,
+                limit=options.limit,
+                batch_size=options.batch_size,
+                processes=options.processes,
+                device=self.device,
+                precision=self.recipe.precision,
+                prompts=PROMPTS,
+                keep=folder,
+                report=report,
+            )
+        atomic_write(folder / "results.json", json.dumps(results))
+        return {}
+
+    def _report(self, folder: Path) -> dict[str, Any]:
+        results = json.loads((self.folder.step("eval") / "results.json").read_text(encoding="utf-8"))
+        report.write_report(self.out, results, asdict(self.manifest))
+        exported = self.folder.path("export")
+        card.add_figures(exported, (self.out / "report.md").read_text(encoding="utf-8"))
+        checksums.renew_sum(exported / card.CARD)
+        changed = checksums.sha256_of([exported / card.CARD, exported / checksums.SUMS], self.out)
+        self.manifest.steps["export"]["outputs"] |= changed
+        return {}

@@ -1,0 +1,162 @@
+"""A selection switches exactly between the two attentions of every layer, and its search finds what hangs together."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import math
+import tempfile
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pairs import quick_pairs
+from rich.console import Console
+from tiny import save_tiny_base, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from liger_convert.config.recipe import build
+from liger_convert.data.documents import Document
+from liger_convert.eval.measures import copy_loss
+from liger_convert.eval.suites import CopyMeasure
+from liger_convert.io.checkpoint import load_config
+from liger_convert.mixers import resolve_spec
+from liger_convert.model.loading import linearize_base
+from liger_convert.pipeline import layer_selection
+from liger_convert.pipeline.layer_selection import LayerSelection, Losses, Switch, evaluations, search
+from liger_convert.pipeline.plan import make_plan
+from liger_convert.utils.errors import BadInput
+from liger_convert.utils.progress import Report
+
+pytestmark = pytest.mark.usefixtures("_little_to_calibrate_on")
+CPU = torch.device("cpu")
+TOKENS = torch.randint(3, 101, (2, 29), generator=torch.Generator().manual_seed(0))
+IDS = np.random.default_rng(0).integers(3, 101, 900, dtype=np.int32)
+TEXT = [Document(ids, np.ones(len(ids), bool), len(ids)) for ids in (IDS[:500], IDS[500:])]
+
+
+@pytest.fixture
+def _little_to_calibrate_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_selection, "CALIBRATION_TOKENS", 1024)
+
+
+@functools.cache
+def base_folder(family: str) -> Path:
+    return save_tiny_base(family, Path(tempfile.mkdtemp(prefix=f"tiny-{family}-")), tokenizer=False)
+
+
+def linearized(family: str, layers: str, mixer: str) -> Any:
+    names = [{"L": "main", "N": "softmax"}[letter] for letter in layers]
+    spec = resolve_spec({"type": mixer, "window": 5, "sinks": 2})
+    return linearize_base(base_folder(family), {"format": 1, "mixers": {"main": spec}, "layers": names}).eval()
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS, use_cache=False).logits
+
+
+def selected(
+    keep: int = 1, text: list[Document] = TEXT, report: Report | None = None, mixer: str = "gla"
+) -> LayerSelection:
+    spec = {"type": mixer, "window": 8, "sinks": 2}
+    fields: dict[str, Any] = {"version": 1, "name": "tiny", "base": "b", "mixer": spec}
+    fields |= {"layers": {"softmax_auto": keep}, "data": {"text": {"source": "pydoc"}}, "precision": "float32"}
+    recipe, folder = build(fields, "recipe"), base_folder("llama")
+    plan = make_plan(recipe, load_config(folder))
+    return layer_selection.select_layers(
+        recipe, plan, folder, tiny_tokenizer(), text, CPU, report or (lambda done, total, note="": None)
+    )
+
+
+def searched(keep: int, copy: Callable[[Collection[int]], float], text: Callable = lambda kept: 0.0) -> LayerSelection:
+    return search(8, keep, lambda kept: Losses(copy(kept), text(kept)))
+
+
+# --- the switch
+
+
+@pytest.mark.parametrize(("family", "mixer"), quick_pairs("the switch"))
+def test_the_switched_model_is_the_base_or_the_model_with_that_plan(family: str, mixer: str) -> None:
+    base = AutoModelForCausalLM.from_pretrained(base_folder(family)).eval()
+    expected = {"NNN": logits(base), **{layers: logits(linearized(family, layers, mixer)) for layers in ("LLL", "LNL")}}
+    switch = Switch(base, linearized(family, "LLL", mixer))
+    for layers in ("LNL", "NNN", "LLL", "NNN"):
+        kept = [i for i, letter in enumerate(layers) if letter == "N"]
+        assert torch.equal(logits(switch.set_softmax(kept)), expected[layers]), layers
+
+
+# --- the search
+
+
+def test_of_layers_that_back_each_other_up_one_is_kept_and_not_both() -> None:
+    found = searched(2, lambda kept: 3 - 2 * bool({3, 4} & set(kept)) - 0.5 * (6 in kept))
+    assert found.swapped[3] == found.swapped[4] == found.base  # in the base neither is missed
+    assert [layer for layer, _ in found.path] == [3, 6]
+    assert [losses.copy_nll for _, losses in found.path] == [1, 0.5]
+
+
+def test_layers_that_help_only_together_are_found() -> None:
+    found = searched(2, lambda kept: 3 - 0.2 * (2 in kept) - 0.1 * (7 in kept) - 2 * ({2, 5} <= set(kept)))
+    assert found.restored[5] == found.linear  # alone it gives nothing
+    assert found.softmax_layers == [2, 5]
+
+
+def test_text_decides_between_layers_that_recall_alike() -> None:
+    assert searched(1, lambda kept: 3 - len(kept), lambda kept: 2 - 0.1 * (5 in kept)).softmax_layers == [5]
+
+
+def test_a_set_of_layers_that_diverges_is_the_worst() -> None:
+    found = searched(2, lambda kept: math.inf if 0 in kept else 3 - len(kept))
+    assert found.softmax_layers == [1, 2]
+    assert found.to_dict()["layers"][0]["restored"]["copy_nll"] is None
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize("keep", [1, 2, 5, 7])
+def test_every_layer_is_measured_both_ways_and_the_cost_is_foreseen(keep: int) -> None:
+    asked: list[Collection[int]] = []
+    found = searched(keep, lambda kept: asked.append(kept) or float(8 - len(kept)))
+    assert len(asked) == evaluations(8, keep)
+    assert {frozenset({i}) for i in range(8)} | {frozenset(range(8)) - {i} for i in range(8)} <= set(asked)
+    assert found.softmax_layers == list(range(keep))  # ties go to the lower layer
+
+
+# --- the selection
+
+
+def test_a_selection_is_made_of_the_losses_it_names_and_comes_out_the_same_twice() -> None:
+    told: list[tuple[float, float | None]] = []
+    found = selected(2, report=lambda done, total, note="": told.append((done, total)))
+    assert found == selected(2)
+    base = AutoModelForCausalLM.from_pretrained(base_folder("llama")).eval()
+    options: dict[str, Any] = {"batch_size": 4, "dtype": torch.float32, "report": lambda done, total, note="": None}
+    copied = copy_loss(base, tiny_tokenizer(), TEXT, CopyMeasure(length=128, draws=8), **options)
+    assert found.base.copy_nll == pytest.approx(copied["copy_nll_128"]["value"], rel=1e-6)
+    assert len({found.base, found.linear, *found.swapped, *found.restored}) == 8
+    (left,) = {0, 1, 2} - set(found.softmax_layers)
+    assert found.path[1][1] == found.swapped[left]  # two of three layers kept is one of three linear
+    assert told[-1] == (evaluations(3, 2), evaluations(3, 2))
+
+
+def test_a_mixer_that_cannot_be_calibrated_is_measured_by_its_window() -> None:
+    assert selected(mixer="liger-paper") == selected(mixer="window") != selected()
+
+
+def test_a_selection_shows_every_layer_and_every_choice() -> None:
+    found = selected(2)
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(found.render())
+    text = console.export_text()
+    assert all(f"│ {i} " in text for i in range(3))
+    assert all(f"+ {layer}" in text and f" {place}. " in text for place, (layer, _) in enumerate(found.path, 1))
+    assert list(found.to_dict()) == ["softmax_layers", "base", "linear", "layers", "path"]
+
+
+def test_too_little_text_to_measure_on_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"data\.text: 200 tokens to train on do not hold two spans of 128"):
+        selected(text=[Document(IDS[:200], np.ones(200, bool), 200)])
