@@ -7,6 +7,8 @@ Shapes: T tokens, D head size, F feature size, V value size; one head of one seq
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -329,6 +331,23 @@ def test_a_new_memory_has_little_weight_beside_the_window(name: str) -> None:
     window_o, lse = chunk_swa(heads.q_rot_BTHD, heads.k_rot_BTGD, heads.v_BSGD, window_size=64, scale=DIMS.dim**-0.5)
     both = mixer(heads, lambda log_f, beside: combine(window_o, lse, *beside), layout, None, "both")
     assert (both - window_o).norm() < 0.1 * window_o.norm()
+
+
+USE = """
+import sys
+sys.argv = ["linearize"]
+from liger_convert.mixers import resolve_spec
+import liger_convert.config.recipe
+assert "torch" not in sys.modules
+resolve_spec({"type": "mom", "inner": {"type": "deltanet"}})
+print(*sorted(name for name in sys.modules if name.count(".") == 3 and name.startswith("liger_convert.mixers.")))
+"""
+
+
+def test_only_the_mixers_in_use_are_imported_and_no_torch_before_them() -> None:
+    ran = subprocess.run([sys.executable, "-c", USE], capture_output=True, text=True, check=True)
+    used = {"delta.base", "delta.deltanet", "routed.mom"}
+    assert {name.removeprefix("liger_convert.mixers.") for name in ran.stdout.split()} == used
 
 
 @pytest.mark.parametrize("name", [name for name in LINEAR if MIXERS[name].Spec().combine == "learned"])
