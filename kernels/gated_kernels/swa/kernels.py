@@ -1,4 +1,4 @@
-"""The kernels of sliding-window attention with sinks, and with the contribution of a memory. The letters are in triton.py."""
+"""The kernels of sliding-window attention with sinks, and a memory's contribution. The letters are in triton.py."""
 
 from __future__ import annotations
 
