@@ -364,7 +364,7 @@ def test_micro_batches_of_shorter_rows_have_the_same_tokens_in_pieces(concat_doc
         whole = collate([plain[i] for i in range(at, at + batch_size)])
         assert batch["input_ids"].flatten().equal(whole["input_ids"].flatten())
         assert (batch["position_ids"][:, 0] == 0).all()
-        if joined:
+        if concat_documents:
             assert batch["position_ids"].equal(torch.arange(length).expand(rows, -1))
         first = batch["position_ids"] == 0
         assert batch["labels"].equal(torch.where(first, IGNORED, batch["input_ids"]))
