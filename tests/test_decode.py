@@ -14,7 +14,7 @@ from transformers import DynamicCache, TextStreamer
 
 from liger_convert.mixers import MIXERS, resolve_spec
 from liger_convert.model import decoding, modeling
-from liger_convert.model.cache import FixedLayer
+from liger_convert.model.cache import StaticSoftmaxLayer
 from liger_convert.model.decoding import Decoder, capture
 from liger_convert.model.loading import linearize_base
 
@@ -62,7 +62,7 @@ def test_a_ring_is_full_partly_full_or_has_one_token_at_the_start(model: Any, in
 
 def test_generation_goes_on_from_a_cache_of_fixed_shape(model: Any, in_place: bool) -> None:
     first = model.generate(TOKENS[:, :3], return_dict_in_generate=True, **GREEDY)
-    assert any(isinstance(layer, FixedLayer) for layer in first.past_key_values.layers) == (
+    assert any(isinstance(layer, StaticSoftmaxLayer) for layer in first.past_key_values.layers) == (
         in_place and "softmax" in model.config.linearization["layers"]
     )
     text = torch.cat((first.sequences, TOKENS[:, :7]), 1)

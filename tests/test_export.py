@@ -23,7 +23,7 @@ LINEARIZATION = {
     "format": 1,
     "mixers": {
         "main": resolve_spec({"window": 5, "sinks": 2}),
-        "routed": resolve_spec({"type": "mom", "join": "fixed", "inner": {"type": "liger-paper"}}),
+        "routed": resolve_spec({"type": "mom", "combine": "fixed", "inner": {"type": "liger-paper"}}),
     },
     "layers": ["main", "softmax", "routed"],
 }

@@ -34,7 +34,7 @@ def build(**spec: Any) -> Any:
 
 def mom(inner: str, **options: Any) -> Any:
     # joined as every memory can be, with or without a mass
-    return build(**{"type": "mom", "inner": {"type": inner}, "join": "fixed", "window": 3, "sinks": 0, **options})
+    return build(**{"type": "mom", "inner": {"type": inner}, "combine": "fixed", "window": 3, "sinks": 0, **options})
 
 
 def routers(model: Any) -> list[MoM]:
@@ -64,7 +64,7 @@ def test_a_memory_that_no_token_chose_is_unchanged_bit_for_bit(inner: str, monke
 @torch.no_grad()
 def test_memories_that_all_tokens_choose_are_the_inner_mixer(inner: str, memories: int) -> None:
     routed = mom(inner, memories=memories, active=memories, shared=False)
-    plain = build(type=inner, join="fixed", window=3, sinks=0, scope="evicted")
+    plain = build(type=inner, combine="fixed", window=3, sinks=0, scope="evicted")
     plain.load_state_dict({name.replace("mixer.inner.", "mixer."): t for name, t in routed.state_dict().items()}, False)
     expected = plain(TOKENS).logits
     # sums in another order, held to what tests/test_conformance.py allows

@@ -26,7 +26,7 @@ SPECS: list[dict[str, Any]] = [
     {"type": "gateloop", "feature_map": "codebook", "codes": 8, "gate": "head"},
     {"type": "rwkv6", "scope": "all"},
     {"type": "mom", "inner": {"type": "gla", "gate": "none"}},
-    {"type": "mom", "join": "learned", "inner": {"type": "ttt"}},
+    {"type": "mom", "combine": "learned", "inner": {"type": "ttt"}},
 ]
 
 

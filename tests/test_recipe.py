@@ -208,7 +208,7 @@ def test_the_default_recipe_is_the_hybrid_for_any_depth():
         ("random-gates", {"gate": "random"}, {"rates.mixer": 1e-3}),
         ("feature-map", {"feature_map": "hedgehog"}, {"rates.mixer": 1e-3}),
         ("no-lora", {}, {"rates.lora": None, "rates.attention": 1e-4, "lora": None}),
-        ("no-window", {"join": "memory"}, {}),
+        ("no-window", {"combine": "memory"}, {}),
     ],
 )
 def test_an_ablation_of_the_published_recipe_changes_what_it_names_and_nothing_else(ablation, mixer, stage):

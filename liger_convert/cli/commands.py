@@ -123,9 +123,9 @@ def calibrate_model(
     require_linearized(model)
     linearization = checkpoint.load_config(model).linearization
     used = [linearization["mixers"][name] for name in set(linearization["layers"]) - {SOFTMAX}]
-    reach = [spec["window"] + spec["sinks"] for spec in used if spec["join"] == "shared"]
+    reach = [spec["window"] + spec["sinks"] for spec in used if spec["combine"] == "shared"]
     if not reach:
-        raise BadInput(f"{model}: has nothing to calibrate, as only mixers with join: shared do")
+        raise BadInput(f"{model}: has nothing to calibrate, as only mixers with combine: shared do")
     if tokens < seq_len:
         raise BadInput(f"--tokens {tokens}: is less than one row of --seq-len {seq_len}")
     where = pick_device(device)

@@ -284,7 +284,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         self.tokens = sum(len(document.ids) for document in documents)
         self._orders: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.seq_len, self.rows, self.responses_only = seq_len, rows, responses_only
-        self.repeats, self.joined, self.seed = repeats, joined, seed
+        self.repeats, self.combineed, self.seed = repeats, joined, seed
         self.batch_size = batch_size
         self.lengths = [seq_len, *(length for length, _ in shorter)]
         self.shares = [1 - sum(share for _, share in shorter), *(share for _, share in shorter)]
@@ -326,10 +326,10 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
             ids_N = document.ids[begin : begin + length - filled]
             segment = slice(filled, filled + len(ids_N))
             input_ids_T[segment] = labels_T[segment] = ids_N
-            position_ids_T[segment] = np.arange(len(ids_N)) + (filled if self.joined else 0)
+            position_ids_T[segment] = np.arange(len(ids_N)) + (filled if self.combineed else 0)
             if self.responses_only:
                 labels_T[segment][~document.loss[begin : begin + len(ids_N)]] = IGNORED
-            if not (self.joined and filled):
+            if not (self.combineed and filled):
                 labels_T[filled] = IGNORED
             filled += len(ids_N)
             which += 1

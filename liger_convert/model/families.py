@@ -27,6 +27,9 @@ class Family:
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     qk_norm: Literal["none", "head", "flat"] = "none"
     moe: bool = False
+    rotary: Literal["halves", "in_attention"] = "halves"
+    passes_kwargs: bool = True
+    output_dropout: bool = False
 
     @property
     def fused(self) -> bool:

@@ -136,7 +136,7 @@ def rank(
     dtype = compute_dtype(device, recipe.precision)
     base = load_model(base_dir, device, recipe.precision)
     linearization = plan.linearization | {"layers": [MAIN] * depth}
-    if mixer["join"] != "shared":  # nothing calibrates its memory, which untrained can drown all that layers differ in
+    if mixer["combine"] != "shared":  # nothing calibrates it, and untrained it can drown all that layers differ in
         linearization = window_control(linearization)
     weights = weight_dtype(device, recipe.precision)
     model = linearize_base(base_dir, linearization, recipe.seed, dtype=weights).to(device).eval()

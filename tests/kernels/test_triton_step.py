@@ -167,15 +167,24 @@ def test_fused_steps_with_padding_and_what_comes_after_them_are_the_plain_ones(
     assert {name: e for name in plain if (e := error(ours[name], plain[name])) > allowed} == {}
 
 
+def in_order(layer: LinearizedCacheLayer) -> dict[str, Tensor]:
+    """The rings, the oldest token first."""
+    assert layer.positions is not None
+    position = layer.positions.ring_position
+    rings = {} if position is None else {name: x.roll(-int(position), 1) for name, x in layer.ring.items()}
+    return (rings or layer.ring) | {"position": layer.positions.position_BP}
+
+
 def caches(cache: Any) -> dict[str, Tensor]:
     """What the linearized layers keep, the oldest token first, by name; rings without what fills them."""
     found = {}
     for i, layer in enumerate(cache.layers):
         if isinstance(layer, LinearizedCacheLayer):
-            layer.settle()
-            real = layer.ring["rank"] >= 0
-            found |= {f"{i} ring {name}": x[real] for name, x in layer.ring.items()}
-            found |= {f"{i} {name}": x for name, x in (layer.sinks | layer.states).items()}
+            at = layer.positions
+            assert at is not None
+            real = at.position_BP >= 0
+            found |= {f"{i} ring {name}": x[real] for name, x in in_order(layer).items()}
+            found |= {f"{i} {name}": x for name, x in (layer.sinks | layer.states | {"seen": at.seen_B}).items()}
     return found
 
 
@@ -200,8 +209,8 @@ def test_other_layers_take_their_steps_as_before(spec: dict[str, Any], use: Call
         model(tokens, past_key_values=cache, use_cache=True)
         use(True)
         decoder = Decoder(model, in_place=True)
-        decoder._freeze(cache)
-    assert [layer.taken for layer in cache.layers] == [None] * 3
+        decoder._to_static(cache)
+    assert [layer.fused for layer in cache.layers] == [False] * 3
     assert [list(layer.states) for layer in cache.layers] == [["state"]] * 3, "the normaliser is still its last column"
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from liger_convert.mixers.base import DiagonalMixer, HeadDims, Heads, Join, Memory, MixerSpec
+from liger_convert.mixers.base import QKV, Combine, DiagonalMixer, HeadDims, MemoryOutput, MixerSpec
 from liger_convert.mixers.feature_maps import POSITIVE, Codebook
 from liger_convert.mixers.gates import GateName, pool_to
 from liger_convert.mixers.kernel_maps import RANDOM, WEIGHTS, MapName, make_map, map_size
@@ -30,7 +30,7 @@ class LinearSpec(MixerSpec):
     otherwise each head's read is brought to one size.
     """
 
-    join: Join = "learned"
+    combine: Combine = "learned"
     feature_map: MapName = "identity"
     codes: int = 256
     normalize: bool = False
@@ -42,8 +42,8 @@ class LinearSpec(MixerSpec):
             return f"feature_map: {self.feature_map} gives negative weights, which normalize cannot use; use {allowed}"
         if self.codes < 1:
             return f"codes: {self.codes} is too few; a codebook has at least 1"
-        if self.join == "shared" and not self.normalize:
-            return "join: shared needs the memory's mass, so normalize: true; or use join: learned"
+        if self.combine == "shared" and not self.normalize:
+            return "combine: shared needs the memory's mass, so normalize: true; or use combine: learned"
         return super().problem()
 
 
@@ -90,17 +90,18 @@ class LinearMixer(DiagonalMixer):
     @classmethod
     def state_shape(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, tuple[int, ...]]:
         assert isinstance(spec, LinearSpec)
-        return {"state": (dims.kv_heads, map_size(spec.feature_map, dims.dim, spec.codes), dims.dim + spec.normalize)}
+        size = (dims.kv_heads, map_size(spec.feature_map, dims.dim, spec.codes))
+        return {"state": (*size, dims.dim)} | ({"z": size} if spec.normalize else {})
 
     @classmethod
-    def pending_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
+    def deferred_input_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
         return (dims.dim,)
 
-    def inputs(self, heads: Heads) -> tuple[Tensor, ...]:
-        return (heads.k_rot_BTGD if self.spec.rope else heads.k_BTGD,)
+    def deferred_inputs(self, qkv: QKV) -> tuple[Tensor, ...]:
+        return (qkv.k_rot_BTGD if self.spec.rope else qkv.k_BTGD,)
 
-    def query_features(self, heads: Heads) -> Tensor:
-        q_BTHD = heads.q_rot_BTHD if self.spec.rope else heads.q_BTHD
+    def query_features(self, qkv: QKV) -> Tensor:
+        q_BTHD = qkv.q_rot_BTHD if self.spec.rope else qkv.q_BTHD
         return self.q_map(q_BTHD) if self.codebook is None else self.codebook(lambda codes: codes.queries(q_BTHD))
 
     def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
@@ -111,9 +112,9 @@ class LinearMixer(DiagonalMixer):
     def log_gate(self, inputs: tuple[Tensor, ...]) -> Tensor:
         return inputs[0].new_zeros(*inputs[0].shape[:-1], 1, dtype=torch.float32)
 
-    def read(self, o_BTHV: Tensor, mass_BTH: Tensor | None) -> Memory:
-        memory = super().read(o_BTHV, mass_BTH)
-        return Memory(self.rescale(memory.o_BTHV), memory.log_mass_BTH) if self.rescales else memory
+    def read(self, o_BTHV: Tensor, normalizer_BTH: Tensor | None) -> MemoryOutput:
+        memory = super().read(o_BTHV, normalizer_BTH)
+        return MemoryOutput(self.rescale(memory.o_BTHV), memory.log_normalizer_BTH) if self.rescales else memory
 
     def rescale(self, o_BTHV: Tensor) -> Tensor:
         """The read at its learned size, whatever it was."""
@@ -171,13 +172,13 @@ class GatedMixer(LinearMixer):
                 init.copy_(pool_GDF, pool_to(each_channel, bias_GF.shape[1]).expand_as(pool_GDF))
 
     @classmethod
-    def pending_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
+    def deferred_input_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
         assert isinstance(spec, GatedSpec)
         return (dims.dim, dims.dim) if spec.rope else (dims.dim,)
 
-    def inputs(self, heads: Heads) -> tuple[Tensor, ...]:
+    def deferred_inputs(self, qkv: QKV) -> tuple[Tensor, ...]:
         # the gate is pooled from keys before rotary, whose channels keep their meaning at every position
-        return (heads.k_BTGD, heads.k_rot_BTGD) if self.spec.rope else (heads.k_BTGD,)
+        return (qkv.k_BTGD, qkv.k_rot_BTGD) if self.spec.rope else (qkv.k_BTGD,)
 
     def gate_logits(self, inputs: tuple[Tensor, ...], name: str = "gate") -> Tensor:
         """The logits called `name` in float32, [B,T,G,F] or [B,T,G,1]."""

@@ -13,7 +13,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from liger_convert.mixers.base import Join
+from liger_convert.mixers.base import Combine
 from liger_convert.mixers.gates import log_sigmoid_gate
 from liger_convert.mixers.kernel_maps import MapName
 from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
@@ -23,7 +23,7 @@ from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
 class GatedRFASpec(GatedSpec):
     """feature_map: `arccos` or `gaussian` as published, or any other. A bias of 7 keeps about a thousand tokens."""
 
-    join: Join = "shared"
+    combine: Combine = "shared"
     feature_map: MapName = "arccos"
     normalize: bool = True
     gate: Literal["head", "learned", "constant"] = "head"

@@ -1,7 +1,7 @@
 """Gated linear attention with sinks, a normalised memory and one denominator with the window: the toolkit's default.
 
 S_t = diag(a_t) S_{t-1} + phi(k_t)^T [v_t, 1],   a_t = sigmoid(pool(k_t) + b)^(1/tau),   [n_t, m_t] = phi(q_t) S
-o_t = (sum_window e^{s_tj} v_j + w_t n_t / m_t) / (sum_window e^{s_tj} + w_t)      (join: shared, see base.py for w_t)
+o_t = (sum_window e^{s_tj} v_j + w_t n_t / m_t) / (sum_window e^{s_tj} + w_t)    (combine: shared, see base.py for w_t)
 
 The recurrence and pooled gate are GLA's and Liger's (2312.06635; 2503.01496, table 1), the map a codebook (see
 feature_maps.py) or Hedgehog's (2402.04347); the one denominator over window and memory is LoLCATs' (2410.10254, eq. 6).
@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from gated_kernels.coded.chunk import coded
-from gated_kernels.step.chunk import Codes, Gate, Rules, Share
+from gated_kernels.step.chunk import Codes, Gate
+from gated_kernels.step.chunk import Rules as StepConfig
+from gated_kernels.step.chunk import Share as MemoryWeight
 from torch import Tensor
 
-from liger_convert.mixers.base import Heads, Join, multiplies_in_bf16
+from liger_convert.mixers.base import QKV, Combine, multiplies_in_bf16
 from liger_convert.mixers.feature_maps import FeatureMapName
 from liger_convert.mixers.gates import GateName, log_sigmoid_gate
 from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
@@ -28,7 +30,7 @@ class GLASpec(GatedSpec):
     gate_normalizer: tau.
     """
 
-    join: Join = "shared"
+    combine: Combine = "shared"
     feature_map: FeatureMapName = "codebook"
     normalize: bool = True
     gate: GateName = "head"
@@ -49,11 +51,11 @@ class GLA(GatedMixer):
     spec: GLASpec
     rescales = False
 
-    def query_features(self, heads: Heads) -> Tensor:
+    def query_features(self, qkv: QKV) -> Tensor:
         """Queries as they are where there is a codebook: `attend` maps them, and keys, so that no map need be kept."""
         if self.codebook is None:
-            return super().query_features(heads)
-        return heads.q_rot_BTHD if self.spec.rope else heads.q_BTHD
+            return super().query_features(qkv)
+        return qkv.q_rot_BTHD if self.spec.rope else qkv.q_BTHD
 
     def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
         return super().key_features(inputs) if self.codebook is None else inputs[-1]
@@ -75,18 +77,20 @@ class GLA(GatedMixer):
     def codes(self) -> Codes:
         return Codes(*(getattr(self.codebook, name) for name in Codes._fields))
 
-    def step_rules(self) -> Rules | None:
+    def step_config(self) -> StepConfig | None:
         spec = self.spec
-        usual = spec.join == "shared" and spec.scope == "evicted" and not (spec.rope or spec.forget)
+        usual = spec.combine == "shared" and spec.scope == "evicted" and not (spec.rope or spec.forget)
         if self.codebook is None or not usual:
             return None
         codes = self.codes()
-        share = Share(self.share_power_H, self.share_query_HD, self.log_share_H)
+        weight = MemoryWeight(self.share_power_H, self.share_query_HD, self.log_share_H)
         match spec.gate:
             case "none":
-                return Rules(codes, None, share)
+                return StepConfig(codes, None, weight)
             case "head" | "constant":
-                return Rules(codes, Gate(spec.gate, self.get_parameter("gate_bias_GF"), spec.gate_normalizer), share)
+                return StepConfig(
+                    codes, Gate(spec.gate, self.get_parameter("gate_bias_GF"), spec.gate_normalizer), weight
+                )
         return None
 
     def decay(self, logits: Tensor) -> Tensor:

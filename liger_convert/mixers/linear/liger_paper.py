@@ -4,7 +4,7 @@ S_t = diag(a_t) S_{t-1} + softmax(k_t)^T v_t,   a_t = sigmoid(k_t)^(1/16)   (the
 o_t = 0.5 softmax(q_t) S_t + 0.5 window_64(q, k, v)_t
 
 Neither normalised nor scaled: its memory grows with the length. No new parameters. Options are the ablations of its
-table 6: gates of new random weights, a learnt feature map, and (join: memory) no window.
+table 6: gates of new random weights, a learnt feature map, and (combine: memory) no window.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gated_kernels.step.chunk import Gate, Rules
+from gated_kernels.step.chunk import Gate
+from gated_kernels.step.chunk import Rules as StepConfig
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from liger_convert.mixers.base import DiagonalMixer, HeadDims, Heads, Join, MixerSpec, Scope, multiplies_in_bf16
+from liger_convert.mixers.base import QKV, Combine, DiagonalMixer, HeadDims, MixerSpec, Scope, multiplies_in_bf16
 from liger_convert.mixers.feature_maps import FeatureMap, feature_size
 from liger_convert.mixers.gates import log_sigmoid_gate
 
@@ -32,13 +33,13 @@ class LigerPaperSpec(MixerSpec):
     window: int = 64
     sinks: int = 0
     scope: Scope = "all"
-    join: Join = "fixed"
+    combine: Combine = "fixed"
     gate: Literal["keys", "random"] = "keys"
     feature_map: Literal["softmax", "hedgehog"] = "softmax"
 
     def problem(self) -> str | None:
-        if self.join == "shared":
-            return "join: shared needs a normalised memory, which liger-paper has not; use gla"
+        if self.combine == "shared":
+            return "combine: shared needs a normalised memory, which liger-paper has not; use gla"
         return super().problem()
 
 
@@ -71,19 +72,19 @@ class LigerPaper(DiagonalMixer):
         return {"state": (dims.kv_heads, feature_size(spec.feature_map, dims.dim), dims.dim)}
 
     @classmethod
-    def pending_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
+    def deferred_input_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
         assert isinstance(spec, LigerPaperSpec)
         return (dims.dim,) if spec.gate == "keys" else (dims.dim, dims.dim)
 
-    def inputs(self, heads: Heads) -> tuple[Tensor, ...]:
+    def deferred_inputs(self, qkv: QKV) -> tuple[Tensor, ...]:
         if self.spec.gate == "keys":
-            return (heads.k_BTGD,)
-        logits_BTGD = self.gate_proj(heads.x_BTC.to(self.gate_proj.weight.dtype)).unflatten(-1, (-1, self.dims.dim))
-        return heads.k_BTGD, logits_BTGD.to(heads.k_BTGD.dtype)
+            return (qkv.k_BTGD,)
+        logits_BTGD = self.gate_proj(qkv.x_BTC.to(self.gate_proj.weight.dtype)).unflatten(-1, (-1, self.dims.dim))
+        return qkv.k_BTGD, logits_BTGD.to(qkv.k_BTGD.dtype)
 
-    def query_features(self, heads: Heads) -> Tensor:
+    def query_features(self, qkv: QKV) -> Tensor:
         """Queries as they are where the map is the softmax: `attend` makes it of them and their log-sum-exp."""
-        return heads.q_BTHD if self.spec.feature_map == "softmax" else self.q_map(heads.q_BTHD)
+        return qkv.q_BTHD if self.spec.feature_map == "softmax" else self.q_map(qkv.q_BTHD)
 
     def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
         return self.k_map(inputs[0])
@@ -98,9 +99,9 @@ class LigerPaper(DiagonalMixer):
             options["q_lse_BTH"] = q_BTHF.float().logsumexp(-1)
         return super().attend(q_BTHF, entries, **options)
 
-    def step_rules(self) -> Rules | None:
+    def step_config(self) -> StepConfig | None:
         published = LigerPaperSpec(window=self.spec.window, sinks=self.spec.sinks)
-        return Rules(None, Gate("keys", None, 16.0), None) if self.spec == published else None
+        return StepConfig(None, Gate("keys", None, 16.0), None) if self.spec == published else None
 
     def log_gate(self, inputs: tuple[Tensor, ...]) -> Tensor:
         gate = log_sigmoid_gate(inputs[-1], 16.0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from liger_convert.mixers.base import Join
+from liger_convert.mixers.base import Combine
 from liger_convert.mixers.kernel_maps import MapName
 from liger_convert.mixers.linear.base import LinearMixer, LinearSpec
 
@@ -21,7 +21,7 @@ from liger_convert.mixers.linear.base import LinearMixer, LinearSpec
 class LinearAttentionSpec(LinearSpec):
     """As published: normalised, elu + 1."""
 
-    join: Join = "shared"
+    combine: Combine = "shared"
     feature_map: MapName = "elu1"
     normalize: bool = True
 

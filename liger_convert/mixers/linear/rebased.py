@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from liger_convert.mixers.base import Join
+from liger_convert.mixers.base import Combine
 from liger_convert.mixers.kernel_maps import MapName
 from liger_convert.mixers.linear.base import LinearMixer, LinearSpec
 
@@ -19,7 +19,7 @@ from liger_convert.mixers.linear.base import LinearMixer, LinearSpec
 class RebasedSpec(LinearSpec):
     """As published: normalised."""
 
-    join: Join = "shared"
+    combine: Combine = "shared"
     feature_map: MapName = "parabola"
     normalize: bool = True
 

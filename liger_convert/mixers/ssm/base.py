@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from liger_convert.mixers.base import LEAST_MASS, HeadDims, Memory, Mixer, MixerSpec
+from liger_convert.mixers.base import MIN_NORMALIZER, HeadDims, MemoryOutput, Mixer, MixerSpec
 
 SLOWEST, FASTEST = 1e-3, 1e-1  # decay of the first state of a channel in a token: the channels start evenly between
 
@@ -61,7 +61,7 @@ class ElementwiseMixer(Mixer):
         return -self.log_rate_GFV.float().clamp(max=15).exp()
 
 
-def mean_per_channel(read_BTHV2: Tensor, dtype: torch.dtype) -> Memory:
+def mean_per_channel(read_BTHV2: Tensor, dtype: torch.dtype) -> MemoryOutput:
     """n / m of reads [n, m], and the log of the channels' mean mass; an empty memory is as DiagonalMixer's."""
-    m_BTHV = read_BTHV2[..., 1].clamp_min(LEAST_MASS)
-    return Memory((read_BTHV2[..., 0] / m_BTHV).to(dtype), m_BTHV.mean(-1).log())
+    m_BTHV = read_BTHV2[..., 1].clamp_min(MIN_NORMALIZER)
+    return MemoryOutput((read_BTHV2[..., 0] / m_BTHV).to(dtype), m_BTHV.mean(-1).log())

@@ -17,7 +17,7 @@ from gated_kernels.elementwise.chunk import elementwise
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from liger_convert.mixers.base import HeadDims, Heads, Memory, MixerSpec
+from liger_convert.mixers.base import QKV, HeadDims, MemoryOutput, MixerSpec
 from liger_convert.mixers.gates import pool_to
 from liger_convert.mixers.ssm.base import ElementwiseMixer, ElementwiseSpec, mean_per_channel
 
@@ -57,11 +57,11 @@ class Mamba(ElementwiseMixer):
         return {"state": (dims.kv_heads, spec.states, 2 * dims.dim)}
 
     @classmethod
-    def pending_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
+    def deferred_input_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
         return (dims.dim,)
 
-    def inputs(self, heads: Heads) -> tuple[Tensor, ...]:
-        return (heads.k_BTGD,)
+    def deferred_inputs(self, qkv: QKV) -> tuple[Tensor, ...]:
+        return (qkv.k_BTGD,)
 
     def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
         k_BTGD = inputs[0].float()
@@ -69,16 +69,16 @@ class Mamba(ElementwiseMixer):
         k_BTGF = torch.einsum("btgd,gdf->btgf", k_BTGD, self.k_map_GDF.float()).float().softmax(-1)
         return k_BTGF, torch.cat((dt_BTGV * v_BTGV, dt_BTGV), -1), dt_BTGV
 
-    def recur(
+    def scan(
         self,
-        heads: Heads,
+        qkv: QKV,
         entries: tuple[Tensor, ...],
         states: dict[str, Tensor],
-        document_BT: Tensor | None,
+        segment_ids_BT: Tensor | None,
         exclusive: bool,
-    ) -> tuple[Memory, dict[str, Tensor]]:
+    ) -> tuple[MemoryOutput, dict[str, Tensor]]:
         k_BTGF, v_BTGV, dt_BTGV = entries
-        q_BTHF = torch.einsum("bthd,hdf->bthf", heads.q_BTHD.float(), self.q_map_HDF.float()).float().softmax(-1)
+        q_BTHF = torch.einsum("bthd,hdf->bthf", qkv.q_BTHD.float(), self.q_map_HDF.float()).float().softmax(-1)
         o_BTHV, state = elementwise(
             q_BTHF,
             k_BTGF,
@@ -86,7 +86,7 @@ class Mamba(ElementwiseMixer):
             torch.cat((dt_BTGV, dt_BTGV), -1),
             self.log_A().repeat(1, 1, 2),
             state_BGFV=states.get("state"),
-            segment_BT=document_BT,
+            segment_BT=segment_ids_BT,
             exclusive=exclusive,
         )
-        return mean_per_channel(o_BTHV.unflatten(-1, (2, -1)).mT, heads.v_BSGD.dtype), {"state": state}
+        return mean_per_channel(o_BTHV.unflatten(-1, (2, -1)).mT, qkv.v_BSGD.dtype), {"state": state}

@@ -18,7 +18,7 @@ from gated_kernels.elementwise.chunk import elementwise
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from liger_convert.mixers.base import HeadDims, Heads, Memory, MixerSpec
+from liger_convert.mixers.base import QKV, HeadDims, MemoryOutput, MixerSpec
 from liger_convert.mixers.ssm.base import ElementwiseMixer, ElementwiseSpec, mean_per_channel
 
 
@@ -53,26 +53,26 @@ class S4(ElementwiseMixer):
         return {"state": (dims.kv_heads, dims.dim, spec.states, 2)}
 
     @classmethod
-    def pending_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
+    def deferred_input_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
         return ()
 
-    def inputs(self, heads: Heads) -> tuple[Tensor, ...]:
+    def deferred_inputs(self, qkv: QKV) -> tuple[Tensor, ...]:
         return ()
 
     def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
         return v_BTGV, torch.ones_like(v_BTGV[..., :1])
 
-    def recur(
+    def scan(
         self,
-        heads: Heads,
+        qkv: QKV,
         entries: tuple[Tensor, ...],
         states: dict[str, Tensor],
-        document_BT: Tensor | None,
+        segment_ids_BT: Tensor | None,
         exclusive: bool,
-    ) -> tuple[Memory, dict[str, Tensor]]:
-        v_BTGV, written_BTG1 = (entry.float() for entry in entries)
+    ) -> tuple[MemoryOutput, dict[str, Tensor]]:
+        v_BTGV, write_mask_BTG1 = (entry.float() for entry in entries)
         B, T, G, V = v_BTGV.shape
-        written_BTN1 = written_BTG1.expand(-1, -1, -1, V).reshape(B, T, G * V, 1)
+        written_BTN1 = write_mask_BTG1.expand(-1, -1, -1, V).reshape(B, T, G * V, 1)
         read_LF = self.read_GVRF.float().clamp(max=15).exp().flatten(0, 2)
         o_BTL2, state = elementwise(
             read_LF.expand(B, T, -1, -1),
@@ -81,8 +81,8 @@ class S4(ElementwiseMixer):
             written_BTN1.expand(-1, -1, -1, 2),
             self.log_A().mT.reshape(G * V, -1, 1).expand(-1, -1, 2),
             state_BGFV=states["state"].flatten(1, 2) if states else None,
-            segment_BT=document_BT,
+            segment_BT=segment_ids_BT,
             exclusive=exclusive,
         )
         o_BTHV2 = o_BTL2.unflatten(2, (G, V, -1)).transpose(3, 4).flatten(2, 3)
-        return mean_per_channel(o_BTHV2, heads.v_BSGD.dtype), {"state": state.unflatten(1, (G, V))}
+        return mean_per_channel(o_BTHV2, qkv.v_BSGD.dtype), {"state": state.unflatten(1, (G, V))}
