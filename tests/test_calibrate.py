@@ -246,9 +246,7 @@ def planted(groups: int, shared: int, noise: float) -> tuple[QKV, tuple[Tensor, 
     q_BTHD = hidden(torch.cat((normal(*asked_BTHL.shape), asked_BTHL), 1))
     found_BTGD = torch.stack([k[partner] for k, partner in zip(k_BTGD, partner_BT)])
     far_BTHD = torch.cat((torch.zeros_like(found_BTGD), found_BTGD), 1).repeat_interleave(shared, 2)
-    normalizer_BTH = torch.cat((torch.zeros(batch, half), torch.ones(batch, half)), 1)[..., None].expand(
-        far_BTHD.shape[:3]
-    )
+    weight_BTH = torch.cat((torch.zeros(batch, half), torch.ones(batch, half)), 1)[..., None].expand(far_BTHD.shape[:3])
     position_BT = torch.arange(2 * half).expand(batch, -1)
     return QKV(q_BTHD, k_BTGD, q_BTHD, k_BTGD, k_BTGD, position_BT, k_BTGD), (far_BTHD, weight_BTH), partner_BT
 

@@ -58,7 +58,7 @@ class LinearizedCacheLayer(CacheLayerMixin):
         raise RuntimeError("this cache layer belongs to a linearized layer, but softmax attention tried to use it")
 
     def extend(self, name: str, new: Tensor, window: WindowMetadata) -> Tensor:
-        """[B,S,...]: the ring called `name`, oldest token first, and `new` [B,T,...] behind it; the last tokens stay."""
+        """[B,S,...]: the ring called `name`, oldest token first, then `new` [B,T,...], whose last tokens stay."""
         old, order_P = self.ring.get(name), window.ring_order_P
         ordered = old if old is None or order_P is None else old.index_select(1, order_P)
         stream = new if ordered is None else torch.cat((ordered, new), 1)
@@ -87,15 +87,13 @@ class LinearizedCacheLayer(CacheLayerMixin):
             self.positions = positions
             return
         assert self.positions is not None
-        for old, new in (
-            (self.positions.position_BP, positions.position_BP),
-            (self.positions.seen_B, positions.seen_B),
-        ):
-            old.copy_(new)
-        if self.positions.since_BM is not None and positions.since_BM is not None:
-            self.positions.since_BM.copy_(positions.since_BM)
-        if self.positions.ring_position is not None:
-            self.positions.ring_position.add_(1)
+        position_BP, seen_B, since_BM, *_, ring_position = self.positions
+        position_BP.copy_(positions.position_BP)
+        seen_B.copy_(positions.seen_B)
+        if since_BM is not None and positions.since_BM is not None:
+            since_BM.copy_(positions.since_BM)
+        if ring_position is not None:
+            ring_position.add_(1)
 
     def to_static(self, cache_window: int, in_place: bool) -> None:
         """Gives every tensor the shape it stays at and memory of its own: a ring is filled up to `cache_window` tokens,
@@ -122,10 +120,8 @@ class LinearizedCacheLayer(CacheLayerMixin):
 
     def tensors(self) -> list[Tensor]:
         """Everything a step writes to."""
-        moving = (
-            [] if self.positions is None or self.positions.ring_position is None else [self.positions.ring_position]
-        )
-        return [*self._batched(), *moving]
+        ring_position = None if self.positions is None else self.positions.ring_position
+        return self._batched() + ([] if ring_position is None else [ring_position])
 
     def nbytes(self) -> int:
         """Bytes held for all rows together."""

@@ -93,14 +93,8 @@ class Decoder:
     def _step(self, ids_B1: Tensor, positions_B1: Tensor, valid_B1: Tensor, mask_BS: Tensor | None) -> Tensor:
         with static_steps(self._layers()):
             metadata = SequenceMetadata.build(ids_B1, positions_B1, valid_B1, self.linear[0].positions, static=True)
-            inputs = {
-                "input_ids": ids_B1,
-                "position_ids": positions_B1,
-                "attention_mask": mask_BS,
-                "metadata": metadata,
-            }
-            logits = self.model(**inputs, past_key_values=self.cache, use_cache=True).logits
-        return logits
+            inputs = {"input_ids": ids_B1, "position_ids": positions_B1, "attention_mask": mask_BS}
+            return self.model(**inputs, metadata=metadata, past_key_values=self.cache, use_cache=True).logits
 
     def _layers(self) -> list[Any]:
         return [*self.linear, *self.softmax]
