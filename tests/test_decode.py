@@ -15,7 +15,8 @@ from transformers import DynamicCache, TextStreamer
 from liger_convert.mixers import MIXERS, resolve_spec
 from liger_convert.model import decoding, modeling
 from liger_convert.model.cache import StaticSoftmaxLayer
-from liger_convert.model.decoding import Decoder, capture
+from liger_convert.model.cuda_graphs import capture
+from liger_convert.model.decoding import Decoder
 from liger_convert.model.loading import linearize_base
 
 TOKENS = torch.randint(3, 101, (2, 40), generator=torch.Generator().manual_seed(0))

@@ -13,7 +13,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -21,12 +20,12 @@ from transformers.utils import logging
 
 from liger_convert.mixers import SOFTMAX, make_spec
 from liger_convert.model.cache import LinearizedCacheLayer, StaticSoftmaxLayer
+from liger_convert.model.cuda_graphs import WARM_UP, capture
 from liger_convert.model.sequence import SequenceMetadata
 
 logger = logging.get_logger(__name__)
 
 ROOM = 256  # tokens by which softmax layers grow: they attend over all their room, and each growth is captured anew
-WARM_UP = 2  # steps before a capture, in which libraries allocate what they keep
 NEEDED = {"input_ids", "position_ids", "past_key_values"}
 HARMLESS = {"attention_mask", "use_cache", "return_dict", "logits_to_keep"}  # a step can do without, or honours it
 
@@ -121,43 +120,6 @@ class Decoder:
         self.model.decoding = f"fixed steps{fused}, not captured: {reason}"
         logger.warning_once(f"decoding is slower than it could be, as its step is not captured: {reason}")
         return self._step
-
-
-def capture(
-    step: Callable[..., Tensor],
-    given: tuple[Tensor | None, ...],
-    tensors: Callable[[], list[Tensor]],
-    pool: Any = None,
-) -> Callable[..., Tensor]:
-    """`step` as one CUDA graph, replayed by a call with inputs of the shapes of `given`, whose result the next call
-    overwrites. `tensors()` lists what a step changes; it is left as it was. Graphs of one `pool` take turns in the same
-    memory. Raises RuntimeError where `step` cannot be captured, as when it looks at a value."""
-    slots = tuple(None if x is None else x.clone() for x in given)
-    before = [tensor.clone() for tensor in tensors()]
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    # casts that autocast keeps for what comes next would not live as long as the graph, which makes its own
-    casting, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    try:
-        with torch.autocast("cuda", dtype, enabled=casting, cache_enabled=False):
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(WARM_UP):
-                    step(*slots)
-            torch.cuda.current_stream().wait_stream(side)
-            with torch.cuda.graph(graph, pool=pool):
-                result = step(*slots)
-    finally:
-        for tensor, old in zip(tensors(), before, strict=True):
-            tensor.copy_(old)
-
-    def replay(*inputs: Tensor | None) -> Tensor:
-        for slot, x in zip(slots, inputs, strict=True):
-            if slot is not None and x is not None:
-                slot.copy_(x)
-        graph.replay()
-        return result
-
-    return replay
 
 
 def why_plain(model: Any) -> str | None:
