@@ -25,7 +25,7 @@ from liger_convert.model import collect_align_targets
 from liger_convert.model.loading import linearize_base
 from liger_convert.model.sequence import SequenceMetadata
 from liger_convert.training import calibrate as module
-from liger_convert.training.calibrate import calibrate, far_keys, fit_codes, fit_mix, fit_share
+from liger_convert.training.calibrate import calibrate, far_keys, fit_codes, fit_mix, fit_mix_weight
 
 TOKENS = torch.randint(3, 101, (2, 40), generator=torch.Generator().manual_seed(0))
 POSITIONS = torch.cat((torch.arange(25), torch.arange(15))).expand(2, 40)
@@ -155,7 +155,7 @@ def test_the_memory_of_each_group_lasts_as_long_as_its_heads_look_back(
     mixer.gate_bias_GF.copy_(planted_G1)
     memory = mixer.remember(qkv, metadata, None)
     target_BTHV = joined(window_o_BTHV, window_lse_BTH, *mixer.contribution(qkv.q_BTHD, memory))[0]
-    monkeypatch.setattr(module, "TAUS", (20.0,))
+    monkeypatch.setattr(module, "INV_TEMPERATURES", (20.0,))
     monkeypatch.setattr(module, "fit_codes", lambda *_: None)
     monkeypatch.setattr(module, "window", lambda *_, **__: (target_BTHV, None))
     mixer.gate_bias_GF.fill_(6)
@@ -280,7 +280,7 @@ def test_the_queries_of_every_head_take_part_in_the_clusters(monkeypatch: pytest
     monkeypatch.setattr(module, "_clusters", lambda found, count: points.append(found) or found[:, :count])
     book = Codebook(8, 8, 2, qkv.k_BTGD.shape[-1]).requires_grad_(False)
     fit_codes(book, qkv, far)
-    u_BTGRE = book.turned_queries(qkv.q_BTHD).unflatten(2, (2, 4))
+    u_BTGRE = book.projected_queries(qkv.q_BTHD).unflatten(2, (2, 4))
     for g in range(2):
         taken_RP = (u_BTGRE[:, :, g].permute(2, 0, 1, 3).flatten(1, 2)[:, :, None] == points[0][g]).all(-1).any(1)
         assert taken_RP.any(1).all()
@@ -301,7 +301,7 @@ def test_far_keys_are_those_beyond_window_and_sinks_by_their_attention() -> None
     got = far_keys(attention, QKV(q, k, q_rot, k_rot, k, metadata.position_BT, k), metadata)
 
     def loop(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        pulled, mass = torch.zeros(q.shape, dtype=dtype), torch.zeros(q.shape[:3], dtype=dtype)
+        pulled, weight = torch.zeros(q.shape, dtype=dtype), torch.zeros(q.shape[:3], dtype=dtype)
         for b in range(batch):
             for t in range(tokens):
                 first = t - int(ODD_POSITIONS[b, t])  # of its document
@@ -312,8 +312,8 @@ def test_far_keys_are_those_beyond_window_and_sinks_by_their_attention() -> None
                     weights = (seen @ q_rot[b, t, h].to(dtype) * scale).softmax(0)
                     for j in far:
                         pulled[b, t, h] += weights[j - first] * k[b, j, g].to(dtype)
-                        mass[b, t, h] += weights[j - first]
-        return pulled, mass
+                        weight[b, t, h] += weights[j - first]
+        return pulled, weight
 
     eps = torch.finfo(torch.float32).eps
     for ours, plain, exact in zip(got, loop(torch.float32), loop(torch.float64)):
@@ -348,7 +348,7 @@ def test_no_head_is_left_worse_than_its_window_alone(memory_scale: float, lse: f
     mixer, q_BTHD, memory, window_o, window_lse = mixer_and_branches(lse)
     memory = memory._replace(read_BTHV=memory_scale * memory.o_BTHV)  # of what the target knows nothing
     target = window_o + 0.1 * torch.randn(window_o.shape, generator=torch.Generator().manual_seed(1))
-    left_H = fit_share(mixer, q_BTHD, memory, window_o, window_lse, target)
+    left_H = fit_mix_weight(mixer, q_BTHD, memory, window_o, window_lse, target)
     torch.testing.assert_close(left_H, squared_error_H(mixer, q_BTHD, memory, window_o, window_lse, target))
     # the search goes down to shares of at most s = sigmoid(-8): |gap + s step| <= |gap| + s |step|
     gap_H = (window_o - target).square().sum((0, 1, 3)).sqrt()
@@ -364,7 +364,7 @@ def test_a_share_that_depends_on_the_query_is_found() -> None:
     planted_BTH = (mixer.memory_logit(q_BTHD, memory) - window_lse).sigmoid()
     target = joined(window_o, window_lse, *mixer.contribution(q_BTHD, memory))[0]
     mixer.reset_parameters()
-    left_H = fit_share(mixer, q_BTHD, memory, window_o, window_lse, target)
+    left_H = fit_mix_weight(mixer, q_BTHD, memory, window_o, window_lse, target)
     found_BTH = (mixer.memory_logit(q_BTHD, memory) - window_lse).sigmoid()
     assert (found_BTH - planted_BTH).abs().max() < 0.15  # a ridge keeps the fit from being exact
     mixer.share_query_HD.zero_()
@@ -381,7 +381,7 @@ def test_tokens_whose_memory_is_empty_have_no_say_in_the_share() -> None:
     found = []
     for share in (0.2, 0.9):  # of the memory in what is wanted at the empty tokens
         share_T = torch.where(empty_T, share, 0.5)[:, None, None]
-        fit_share(mixer, q_BTHD, memory, window_o, window_lse, window_o + share_T * (memory.o_BTHV - window_o))
+        fit_mix_weight(mixer, q_BTHD, memory, window_o, window_lse, window_o + share_T * (memory.o_BTHV - window_o))
         found.append(state(mixer))
     assert same(*found)
 

@@ -182,7 +182,7 @@ def test_packed_documents_never_see_each_other(model: Any) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])
-def test_the_attention_of_kept_layers_can_be_chosen(model: Any, implementation: str) -> None:
+def test_the_attention_of_softmax_layers_can_be_chosen(model: Any, implementation: str) -> None:
     plain, padded = logits(model, TOKENS), logits(model, PADDED, attention_mask=PADDED_MASK)
     if implementation == "flex_attention" and not model._supports_flex_attn:
         with pytest.raises(ValueError, match="flex_attention"):  # the family's own limit (OLMoE), said by the library
@@ -231,7 +231,7 @@ def test_embeddings_can_be_passed_instead_of_tokens(model: Any) -> None:
 
 
 def test_a_reset_cache_is_a_fresh_one(model: Any) -> None:
-    # without kept layers, whose own cache 5.17 of transformers does not empty
+    # without softmax layers, whose own cache 5.17 of transformers does not empty
     family, mixer = model.config.model_type.removeprefix("linearized_"), model.model.layers[0].self_attn.mixer.name
     every = build(family, ["main"] * 3, type=mixer, window=WINDOW, sinks=SINKS)
     cache = DynamicCache(config=every.config)
@@ -361,7 +361,7 @@ def test_a_window_that_holds_everything_is_the_base(family: str, mixer: str) -> 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_without_kept_layers_and_one_without_linearized_ones_work(family: str) -> None:
+def test_a_model_without_softmax_layers_and_one_without_linearized_ones_work(family: str) -> None:
     every = build(family, ["main"] * 3, type="gla", window=WINDOW, sinks=SINKS)
     assert torch.equal(
         *(every.generate(PADDED, attention_mask=PADDED_MASK, use_cache=c, **GREEDY) for c in (True, False))

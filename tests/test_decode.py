@@ -26,7 +26,7 @@ PLAIN = {"disable_compile": True}
 
 @functools.cache
 def build(family: str, softmax: int | None, **spec: Any) -> Any:
-    """Three layers, of which the one numbered `softmax` is kept."""
+    """Three layers, of which the one numbered `softmax` stays softmax."""
     layers = ["softmax" if i == softmax else "main" for i in range(3)]
     plan = {"format": 1, "mixers": {"main": resolve_spec({"window": 5, "sinks": 2} | spec)}, "layers": layers}
     base = save_tiny_base(family, Path(tempfile.mkdtemp(prefix=f"tiny-{family}-")), tokenizer=False)
@@ -38,7 +38,7 @@ def build(family: str, softmax: int | None, **spec: Any) -> Any:
     return model
 
 
-# a linear layer first, a kept one first, sliding kept ones, none kept
+# a linear layer first, a softmax one first, sliding softmax ones, none
 MODELS = [("llama", 1), ("llama", 0), ("mistral", 0), ("qwen2", 2), ("llama", None)]
 
 
@@ -71,7 +71,9 @@ def test_generation_goes_on_from_a_cache_of_fixed_shape(model: Any, in_place: bo
     assert torch.equal(again, model.generate(text, use_cache=False, **GREEDY))
 
 
-def test_kept_layers_grow_when_their_room_is_full(model: Any, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_softmax_layers_grow_when_their_room_is_full(
+    model: Any, in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("liger_convert.model.decoding.ROOM", 4)
     fixed = model.generate(TOKENS[:, :5], **GREEDY)
     assert torch.equal(fixed, model.generate(TOKENS[:, :5], **GREEDY, **PLAIN))
@@ -191,7 +193,7 @@ def test_a_step_captured_under_autocast_equals_the_same_step_launched(
         with torch.autocast("cuda", torch.bfloat16):
             captured = model.generate(prompt, **GREEDY)
             assert model.decoding.startswith("captured steps")
-            # not the plain loop: its kept layers attend to the tokens alone, not to a room, and in bf16 two tokens tie
+            # not the plain loop: its softmax layers attend to the tokens, not to a room, and in bf16 two tokens tie
             monkeypatch.setattr(decoding, "why_not_captured", lambda model: "asked for")
             launched = model.generate(prompt, **GREEDY)
             assert model.decoding.endswith("not captured: asked for")

@@ -65,7 +65,7 @@ def test_a_new_gate_hardly_forgets(base: Path, window: int, fade: float) -> None
 
 
 @torch.no_grad()
-def test_a_kept_layer_with_an_open_gate_is_the_base(base: Path) -> None:
+def test_a_softmax_layer_with_an_open_gate_is_the_base(base: Path) -> None:
     tokens = torch.randint(3, 101, (B, T), generator=torch.Generator().manual_seed(0))
     plain = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager").eval()(tokens).logits
     new = build(base, type="forgetting")

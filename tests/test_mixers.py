@@ -184,8 +184,8 @@ def random_qkv(tokens: int, seed: int = 0) -> QKV:
     generator = torch.Generator().manual_seed(seed)
     q, q_rot = (torch.randn(1, tokens, DIMS.heads, DIMS.dim, generator=generator) for _ in range(2))
     k, k_rot, v = (torch.randn(1, tokens, DIMS.kv_heads, DIMS.dim, generator=generator) for _ in range(3))
-    rank = torch.arange(tokens)[None]
-    return QKV(q, k, q_rot, k_rot, v, rank, torch.zeros(1, tokens, DIMS.hidden))
+    positions = torch.arange(tokens)[None]
+    return QKV(q, k, q_rot, k_rot, v, positions, torch.zeros(1, tokens, DIMS.hidden))
 
 
 def metadata_of(tokens: int) -> SequenceMetadata:
@@ -336,7 +336,7 @@ def test_a_new_memory_has_little_weight_beside_the_window(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in LINEAR if MIXERS[name].Spec().combine == "learned"])
 def test_an_unnormalised_memory_refuses_the_shared_denominator(name: str) -> None:
-    with pytest.raises(BadInput, match=r"^mixer\.combine: shared needs (the|a) memory's mass"):
+    with pytest.raises(BadInput, match=r"^mixer\.combine: shared needs (the memory's|a) normalizer"):
         resolve_spec({"type": name, "combine": "shared"})
 
 

@@ -33,7 +33,7 @@ def build(**spec: Any) -> Any:
 
 
 def mom(inner: str, **options: Any) -> Any:
-    # joined as every memory can be, with or without a mass
+    # combined as every memory can be, with or without a normalizer
     return build(**{"type": "mom", "inner": {"type": inner}, "combine": "fixed", "window": 3, "sinks": 0, **options})
 
 

@@ -318,7 +318,7 @@ def _classes(model_type: str) -> tuple[type, type, type]:
         "config_class": config,
         "_can_compile_fullgraph": False,
         "_is_stateful": True,
-        # gates near 1 and log shares need more than bfloat16's 8 bits, and are small
+        # gates near 1 and memory logits need more than bfloat16's 8 bits, and are small
         "_keep_in_fp32_modules_strict": [MIXER_MODULE],
     }
     backbone = type(f"Linearized{base_backbone.__name__}", (LinearizedModel, base_backbone), common)

@@ -1,12 +1,12 @@
 """Which layers stay softmax, by measurement: what hangs on each of a base's layers once the others are linear.
 
-A set of kept layers is measured on texts said twice, [x, x]: the loss on the first half is its quality, that on the
+A set of softmax layers is measured on texts said twice, [x, x]: the loss on the first half is its quality, that on the
 second its recall. The mixers are calibrated but untrained, those that cannot be calibrated reduced to their window: a
 ranking takes minutes and no training.
 
 Layers that back each other up look worthless one at a time in the base, where the others still do their work. So the
-search goes the other way: from a model with no layer kept it restores the layer that helps most, beside those the best
-next, and so on (restoring from all linear is KL-LS's direction, 2512.20569; it trains each restored model instead).
+search goes the other way: from a model with no softmax layer it restores the layer that helps most, beside those the
+best next, and so on (restoring from all linear is KL-LS's direction, 2512.20569; it trains each restored model instead).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Losses:
 @dataclass(frozen=True)
 class Ranking:
     """base, linear: with all layers softmax, and with none. swapped: the base with this layer alone linear; restored:
-    with this layer alone softmax. path: the kept layers in the order of their choice, with the losses reached."""
+    with this layer alone softmax. path: the softmax layers in the order of their choice, with the losses reached."""
 
     base: Losses
     linear: Losses
@@ -82,7 +82,7 @@ class Ranking:
         }
 
     def render(self) -> Group:
-        """Two tables for a terminal: every layer by itself, and the kept layers as they were chosen."""
+        """Two tables for a terminal: every layer by itself, and the softmax layers as they were chosen."""
         layers = Table("layer", "linear alone: copy_nll", "text_nll", "softmax alone: copy_nll", "text_nll", "kept")
         order = {layer: f"{place}." for place, (layer, _) in enumerate(self.path, 1)}
         for i, (swapped, restored) in enumerate(zip(self.swapped, self.restored)):
@@ -161,7 +161,7 @@ def rank(
 
 
 def search(depth: int, keep: int, measure: Callable[[Collection[int]], Losses]) -> Ranking:
-    """The layers to keep of `depth`, where `measure` tells the losses with some of them kept.
+    """The layers to keep of `depth`, where `measure` tells the losses with some of them softmax.
 
     Every layer is measured alone softmax and alone linear. Candidates are 2 `keep` layers, taken in turns from those
     that help most alone and those that the base misses most, which may help only beside others. Each round keeps the

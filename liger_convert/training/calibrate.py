@@ -2,13 +2,13 @@
 
 Three fits per layer of a shared denominator. The codebook, from the base's own activations: queries and keys that
 attend to each other beyond the window are turned into one space (canonical correlations of the attention-weighted
-pairs), whose clusters become the codes. The share: how much each head should trust its memory for each query, by
-weighted logistic regression on the share that would bring its output closest to the base's. And how long a memory
-lasts: the gate's bias of each key-value head, on a grid, by the same error. A learned mix is one share a head for all
+pairs), whose clusters become the codes. The weight: how much each head should trust its memory for each query, by
+weighted logistic regression on the weight that would bring its output closest to the base's. And how long a memory
+lasts: the gate's bias of each key-value head, on a grid, by the same error. A learned mix is one weight a head for all
 queries, and has a least-squares solution, together with the size of each channel where the read has one.
 
 Shapes: B batch, T tokens, N = B * T, H query heads, G key-value heads, R = H / G, D head size, E size of a code,
-F codes, X predictors of a share, O offsets.
+F codes, X predictors of a weight, O offsets.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from liger_convert.mixers.window_attention import window_attention
 from liger_convert.model import LinearizedAttention, collect_align_targets, linear_layers
 from liger_convert.model.sequence import SequenceMetadata
 
-TAUS = (10.0, 20.0, 40.0)
+INV_TEMPERATURES = (10.0, 20.0, 40.0)
 GATE_STEPS = (-1.5, -3.0)  # beside the bias a gate has: 6 of `gla` lasts 6,450 tokens, 4.5 1,440 and 3 321
 STRENGTH = 0.75  # power of a direction's correlation in the code space: 1 trusts the strongest only, 0 all alike
 RIDGE = 0.02  # of the mean variance, added to every direction's
@@ -113,16 +113,18 @@ def calibrate_layer(
 
     groups = mixer.dims.kv_heads
     best_G = target_BTHV.new_full((groups,), torch.inf, dtype=torch.float32)
-    log_taus = [log_tau for book in books for log_tau in (book.q_log_tau_H, book.k_log_tau_G)]
+    log_inv_temperatures = [
+        log_inv_temperature for book in books for log_inv_temperature in (book.q_log_tau_H, book.k_log_tau_G)
+    ]
     gated = [module for module in mixer.modules() if isinstance(module, GatedMixer)]
     biases = [module.get_parameter(f"{name}_bias_GF") for module in gated for name in module.gates]
-    kept = [mixer.log_share_H, mixer.share_power_H, mixer.share_query_HD, *log_taus, *biases]
+    kept = [mixer.log_share_H, mixer.share_power_H, mixer.share_query_HD, *log_inv_temperatures, *biases]
     best = [parameter.clone() for parameter in kept]
 
     def attempt() -> None:
         nonlocal best_G, best
         memory = mixer.remember(qkv, metadata, None)
-        error_H = fit_share(mixer, qkv.q_BTHD, memory, window_o_BTHV, window_lse_BTH, target_BTHV)
+        error_H = fit_mix_weight(mixer, qkv.q_BTHD, memory, window_o_BTHV, window_lse_BTH, target_BTHV)
         error_G = error_H.unflatten(0, (groups, -1)).sum(1)
         better_G = error_G < best_G
         best_G = torch.where(better_G, error_G, best_G)
@@ -132,9 +134,9 @@ def calibrate_layer(
         for parameter, value in zip(kept, best):
             parameter.copy_(value)
 
-    for tau in TAUS if books else TAUS[:1]:
-        for log_tau in log_taus:
-            log_tau.fill_(math.log(tau))
+    for inv_temperature in INV_TEMPERATURES if books else INV_TEMPERATURES[:1]:
+        for log_inv_temperature in log_inv_temperatures:
+            log_inv_temperature.fill_(math.log(inv_temperature))
         attempt()
     take_best()
     starts = [bias.clone() for bias in biases]
@@ -149,7 +151,7 @@ def far_keys(attention: LinearizedAttention, qkv: QKV, metadata: SequenceMetadat
     """For each query, the sum of the keys (before rotary) beyond its window and sinks, weighted by the base's
     attention, [B,T,H,D], and the sum of those weights, [B,T,H]."""
     groups, spec = attention.dims.kv_heads, attention.spec
-    pulled, mass = [], []
+    pulled, weight = [], []
     for b, rank_T in enumerate(metadata.position_BT):
         distance_TT = rank_T[:, None] - rank_T
         seen_TT = distance_TT >= 0
@@ -161,12 +163,12 @@ def far_keys(attention: LinearizedAttention, qkv: QKV, metadata: SequenceMetadat
             logits_RTT = q_RTD @ qkv.k_rot_BTGD[b, :, g].float().mT * attention.scaling
             weights_RTT = logits_RTT.masked_fill(~seen_TT, -torch.inf).softmax(-1) * far_TT
             pulled.append(weights_RTT @ qkv.k_BTGD[b, :, g].float())
-            mass.append(weights_RTT.sum(-1))
+            weight.append(weights_RTT.sum(-1))
     batch = len(metadata.position_BT)
-    pulled_BHTD, mass_BHT = torch.stack(pulled), torch.stack(mass)
+    pulled_BHTD, weight_BHT = torch.stack(pulled), torch.stack(weight)
     return (
         pulled_BHTD.unflatten(0, (batch, -1)).flatten(1, 2).transpose(1, 2),
-        mass_BHT.unflatten(0, (batch, -1)).flatten(1, 2).transpose(1, 2),
+        weight_BHT.unflatten(0, (batch, -1)).flatten(1, 2).transpose(1, 2),
     )
 
 
@@ -177,18 +179,18 @@ def fit_codes(book: Codebook, qkv: QKV, far: tuple[Tensor, Tensor]) -> None:
     sum_h M_h M_h^T are the code space of a key-value head; each query head enters it by its own M_h.
     """
     q_NHD, k_NGD = qkv.q_BTHD.float().flatten(0, 1), qkv.k_BTGD.float().flatten(0, 1)
-    pulled_NHD, mass_NH = far[0].flatten(0, 1), far[1].flatten(0, 1)
+    pulled_NHD, weight_NH = far[0].flatten(0, 1), far[1].flatten(0, 1)
     groups, size = book.k_shift_GE.shape
     q_mean_HD, k_mean_GD = q_NHD.mean(0), k_NGD.mean(0)
     q_NHD, k_NGD = q_NHD - q_mean_HD, k_NGD - k_mean_GD
     q_white_HDD, k_white_GDD = _whitener(q_NHD), _whitener(k_NGD)
     shared = q_NHD.shape[1] // groups
-    pulled_NHD = pulled_NHD - mass_NH[..., None] * k_mean_GD.repeat_interleave(shared, 0)
-    mass_H = mass_NH.sum(0).clamp_min(1e-6)  # a head may not look beyond the window at all
-    pairs_HDD = torch.einsum("nhd,nhe->hde", q_NHD, pulled_NHD) / mass_H[:, None, None]
+    pulled_NHD = pulled_NHD - weight_NH[..., None] * k_mean_GD.repeat_interleave(shared, 0)
+    weight_H = weight_NH.sum(0).clamp_min(1e-6)  # a head may not look beyond the window at all
+    pairs_HDD = torch.einsum("nhd,nhe->hde", q_NHD, pulled_NHD) / weight_H[:, None, None]
     pairs_GRDD = (q_white_HDD @ pairs_HDD @ k_white_GDD.repeat_interleave(shared, 0)).unflatten(0, (groups, shared))
 
-    weight_GR = mass_H.unflatten(0, (groups, shared))
+    weight_GR = weight_H.unflatten(0, (groups, shared))
     weight_GR = weight_GR / weight_GR.sum(1, keepdim=True)
     squares_G, directions_GDE = torch.linalg.eigh(
         torch.einsum("gr,grxd,grxe->gde", weight_GR, pairs_GRDD, pairs_GRDD).double()
@@ -204,14 +206,14 @@ def fit_codes(book: Codebook, qkv: QKV, far: tuple[Tensor, Tensor]) -> None:
     book.k_shift_GE.copy_(-torch.einsum("gd,gde->ge", k_mean_GD, k_turn_GDE))
     book.q_shift_HE.copy_(-torch.einsum("hd,hde->he", q_mean_HD, q_turn_HDE))
 
-    u_k = book.turned_keys(qkv.k_BTGD).flatten(0, 1).transpose(0, 1)
-    u_q = book.turned_queries(qkv.q_BTHD).flatten(0, 1).unflatten(1, (groups, shared)).permute(1, 2, 0, 3)
+    u_k = book.projected_keys(qkv.k_BTGD).flatten(0, 1).transpose(0, 1)
+    u_q = book.projected_queries(qkv.q_BTHD).flatten(0, 1).unflatten(1, (groups, shared)).permute(1, 2, 0, 3)
     # keys make the clusters, and queries a fifth of them, so that no query falls where there is no code
     points = torch.cat((_some(u_k, SAMPLES * 4 // 5), _some(u_q.flatten(1, 2), SAMPLES // 5)), 1)
     book.codes_GFE.copy_(_clusters(points, book.codes_GFE.shape[1]))
 
 
-def fit_share(
+def fit_mix_weight(
     mixer: Mixer,
     q_BTHD: Tensor,
     memory: MemoryOutput,
@@ -222,14 +224,14 @@ def fit_share(
     """Sets gamma, c and beta (see MixerSpec) of each head to what brings its output closest to the target; returns the
     squared error that is left, [H].
 
-    Tried are gamma = 1 and c = 0, and a logistic regression on the best share of each token, weighted by how much that
-    share matters; beta is then searched on a grid of e^0.5, because the error has several minima: a memory that recalls
-    badly is best ignored.
+    Tried are gamma = 1 and c = 0, and a logistic regression on the best weight of each token, each counted by how much it
+    matters; beta is then searched on a grid of e^0.5, because the error has several minima: a memory that recalls badly
+    is best ignored.
     """
     assert memory.log_normalizer_BTH is not None
     step = memory.o_BTHV.float() - window_o_BTHV.float()
     gap = window_o_BTHV.float() - target_BTHV.float()
-    # the squared error |gap + share * step|^2 is a parabola in the share
+    # the squared error |gap + weight * step|^2 is a parabola in the weight
     square_BTH, slope_BTH, left_H = step.square().sum(-1), (gap * step).sum(-1), gap.square().sum((0, 1, 3))
 
     def best_on_grid() -> tuple[Tensor, list[Tensor]]:
@@ -241,8 +243,8 @@ def fit_share(
         offsets_OH = torch.cat((grid_OH, shut_H[None]))
         errors = []
         for offset_H in offsets_OH:
-            share_BTH = (log_odds_BTH + offset_H).sigmoid()
-            errors.append(left_H + (share_BTH * (2 * slope_BTH + share_BTH * square_BTH)).sum((0, 1)))
+            mix_BTH = (log_odds_BTH + offset_H).sigmoid()
+            errors.append(left_H + (mix_BTH * (2 * slope_BTH + mix_BTH * square_BTH)).sum((0, 1)))
         error_H, index_H = torch.stack(errors).min(0)
         offset_H = offsets_OH.gather(0, index_H[None])[0]
         return error_H, [start_H + offset_H, mixer.share_power_H.clone(), mixer.share_query_HD.clone()]
@@ -265,8 +267,11 @@ def fit_share(
 
 
 def fit_mix(mixer: Mixer, memory: MemoryOutput, window_o_BTHV: Tensor, target_BTHV: Tensor) -> None:
-    """Sets the memory's share s of each head, and the size of each channel of a read that has one, to the least squares
-    of (1 - s) w + s o against the target. A share never leaves MIXED: at 0 and at 1 nothing could be learned of it."""
+    """Sets the memory's weight s of each head, and the size of each channel of a read that has one.
+
+    They are the least squares of (1 - s) w + s o against the target. A weight never leaves MIXED: at 0 and at 1 nothing
+    could be learned of it.
+    """
     w, o, t = (x.float().flatten(0, 1) for x in (window_o_BTHV, memory.o_BTHV, target_BTHV))
     if not isinstance(mixer, LinearMixer) or not mixer.rescales:
         step, gap = o - w, w - t
@@ -285,13 +290,15 @@ def fit_mix(mixer: Mixer, memory: MemoryOutput, window_o_BTHV: Tensor, target_BT
 def _regress(
     q_BTHD: Tensor, log_normalizer_BTH: Tensor, window_lse_BTH: Tensor, wanted_BTH: Tensor, weight_BTH: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """beta [H], gamma [H] >= 0 and c [H,D] of share = sigmoid(gamma log m + c q / sqrt(D) + beta - window's lse)."""
-    mass_HN, lse_HN = (x_BTH.float().flatten(0, 1).T for x_BTH in (log_normalizer_BTH.clamp_min(EMPTY), window_lse_BTH))
+    """beta [H], gamma [H] >= 0 and c [H,D] of weight = sigmoid(gamma log m + c q / sqrt(D) + beta - window's lse)."""
+    log_normalizer_HN, lse_HN = (
+        x_BTH.float().flatten(0, 1).T for x_BTH in (log_normalizer_BTH.clamp_min(EMPTY), window_lse_BTH)
+    )
     wanted_HN, weight_HN = wanted_BTH.flatten(0, 1).T, weight_BTH.flatten(0, 1).T
     weight_HN = weight_HN / weight_HN.sum(1, keepdim=True).clamp_min(1e-12)
     dim = q_BTHD.shape[-1]
     q_HND = q_BTHD.flatten(0, 1).transpose(0, 1) / dim**0.5
-    known = torch.cat((mass_HN[..., None], q_HND, torch.ones_like(mass_HN)[..., None]), -1)
+    known = torch.cat((log_normalizer_HN[..., None], q_HND, torch.ones_like(log_normalizer_HN)[..., None]), -1)
     at_rest = torch.zeros(known.shape[::2], device=known.device)
     at_rest[:, 0] = 1
 
@@ -310,7 +317,7 @@ def _regress(
         return theta_HX
 
     theta_HX = newton(known, at_rest)
-    # more mass must not mean less trust: such heads are fitted without it
+    # a larger normalizer must not mean less trust: such heads are fitted without it
     without_HX = nnf.pad(newton(known[..., 1:], at_rest[:, 1:]), (1, 0))
     theta_HX = torch.where(theta_HX[:, :1] > 0, theta_HX, without_HX)
     return theta_HX[:, -1], theta_HX[:, 0], theta_HX[:, 1:-1]

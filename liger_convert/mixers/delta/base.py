@@ -4,7 +4,7 @@ S_t = D_t S_{t-1} - e_t^T (r_t D_t S_{t-1}) + k_t^T v_t,   D_t = diag(a_t),   o_
 
 With unit keys u and a strength b in (0, 1), r = u and k = e = b u: the value held under u moves by b towards the new
 one. Queries are unit vectors too, so a key reads back its own value. The read is no weighted mean of values and has no
-mass: a shared denominator has nothing to go by.
+normalizer: a shared denominator has nothing to go by.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, V value size.
 """
@@ -38,7 +38,7 @@ class DeltaSpec(MixerSpec):
 
     def problem(self) -> str | None:
         if self.combine == "shared":
-            return "combine: shared needs the memory's mass, and what the delta rule reads has none; use learned"
+            return "combine: shared needs the memory's normalizer, and what the delta rule reads has none; use learned"
         return super().problem()
 
 

@@ -26,7 +26,7 @@ START_SIZE = 0.1  # of a read: size 1 adds 2.5 nats to an untrained SmolLM2-135M
 class LinearSpec(MixerSpec):
     """feature_map: phi, of queries and keys. rope: whether the memory's queries and keys are rotated like the window's.
 
-    codes: how many a codebook has, which is its feature size. normalize: the read is divided by the memory's mass;
+    codes: how many a codebook has, which is its feature size. normalize: the read is divided by its normalizer;
     otherwise each head's read is brought to one size.
     """
 
@@ -43,7 +43,7 @@ class LinearSpec(MixerSpec):
         if self.codes < 1:
             return f"codes: {self.codes} is too few; a codebook has at least 1"
         if self.combine == "shared" and not self.normalize:
-            return "combine: shared needs the memory's mass, so normalize: true; or use combine: learned"
+            return "combine: shared needs the memory's normalizer, so normalize: true; or use combine: learned"
         return super().problem()
 
 

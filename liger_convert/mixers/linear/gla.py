@@ -75,7 +75,10 @@ class GLA(GatedMixer):
         return self.codebook(lambda _: coded(q_BTHD, k_BTGD, v_BTGV, log_a, *self.codes(), **options))
 
     def codes(self) -> Codes:
-        return Codes(*(getattr(self.codebook, name) for name in Codes._fields))
+        book = self.codebook
+        assert book is not None
+        of_queries = book.q_turn_HDE, book.q_shift_HE, book.q_log_tau_H
+        return Codes(*of_queries, book.k_turn_GDE, book.k_shift_GE, book.k_log_tau_G, book.codes_GFE)
 
     def step_config(self) -> StepConfig | None:
         spec = self.spec

@@ -25,7 +25,7 @@ from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
 class MLSTMSpec(GatedSpec):
     """gate_bias: of the forget gate. input_bias: of the input gate, learned from there. cap: c.
 
-    normalize: divide by max(|m|, 1), whose m may have either sign: it is no mass that a window could share.
+    normalize: divide by max(|m|, 1), whose m may have either sign: a window could not share it.
     """
 
     normalize: bool = True
@@ -35,7 +35,7 @@ class MLSTMSpec(GatedSpec):
 
     def problem(self) -> str | None:
         if self.combine == "shared":
-            return "combine: shared needs a memory's mass, and mlstm's normaliser is none; use combine: learned"
+            return "combine: shared needs a normalizer above 0, and mlstm's has either sign; use combine: learned"
         if not 0 < self.cap <= 15:
             return f"cap: {self.cap} must be above 0, and no more than 15 to stay inside float32"
         return MixerSpec.problem(self)

@@ -2,10 +2,10 @@
 
 r_t = x_t W,   g_t = softmax over the k largest of r_t                                     (one W per key-value head)
 S_m(t) = what the inner mixer makes of S_m(t-1) if token t chose m, else S_m(t-1), bit for bit
-o_t = (e^{c_s} o_s + sum_m g_tm e^{c_m} o_m) / (e^{c_s} + sum_m g_tm e^{c_m})   with the log masses c of the reads o
+o_t = (e^{c_s} o_s + sum_m g_tm e^{c_m} o_m) / (e^{c_s} + sum_m g_tm e^{c_m})      (log normalizers c of the reads o)
 
-Memories without a mass are summed, o_s + sum_m g_tm o_m. All share one mixer's features and gates, where the paper has
-projections of their own. A token's choice is its own: it looks at no other token and ties go to the first memory.
+Memories without a normalizer are summed, o_s + sum_m g_tm o_m. All share one mixer's features and gates, where the
+paper has projections of their own. A token's choice is its own: it looks at no other token and ties go to the first memory.
 Every memory runs over all tokens, with zeros for those that chose others: S times the inner mixer's work.
 Shapes: B batch, T tokens, C hidden size, H query heads, G key-value heads, N memories, S = N + the shared one.
 """
@@ -172,10 +172,10 @@ class MoM(Mixer):
         log_g = F.pad(log_g, (int(self.spec.shared), 0))  # the shared memory counts in full
         log_g = log_g.repeat_interleave(self.dims.heads // self.dims.kv_heads, 2)
         o_BTHVS = torch.stack([memory.o_BTHV.float() for memory in memories], -1)
-        masses = [memory.log_normalizer_BTH for memory in memories if memory.log_normalizer_BTH is not None]
+        normalizers = [memory.log_normalizer_BTH for memory in memories if memory.log_normalizer_BTH is not None]
         log_normalizer_BTH = None
-        if masses:
-            log_g = torch.stack(masses, -1) + log_g
+        if normalizers:
+            log_g = torch.stack(normalizers, -1) + log_g
             log_normalizer_BTH = log_g.logsumexp(-1)
             log_g = log_g.log_softmax(-1)
         o_BTHV = (o_BTHVS * log_g.exp()[..., None, :]).sum(-1)

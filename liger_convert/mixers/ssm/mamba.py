@@ -32,7 +32,7 @@ class Mamba(ElementwiseMixer):
     summary = "selective state space: each value channel forgets at several rates, scaled by every token"
     gate_rule = "exp(-softplus(pool(k) + b) e^rate)"
     Spec = MambaSpec
-    # two softmax features meet with a weight of 1 / F or so, and steps add up to a fraction of 1: a mass of about e^-4
+    # two softmax features meet with a weight of 1 / F or so, and steps add up to a fraction of 1: about e^-4 in all
     initial_log_share = 1.0
     spec: MambaSpec
 
