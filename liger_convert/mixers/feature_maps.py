@@ -75,9 +75,9 @@ class FeatureMap(nn.Module):
 class Codebook(nn.Module):
     """phi(x) = softmax(s C u), u = P x + b brought to length 1: how near x is to each of F codes, which sum to 1.
 
-    Queries and keys of a key-value head share its codes C. Each head has its own P, b and inverse temperature s. A token
-    is remembered under its nearest codes and found by the queries that fall on them, so that F codes keep about F things
-    apart where the head's own size would keep D. What makes it work is where P, b and C start, which
+    Queries and keys of a key-value head share its codes C. Each head has its own P, b and inverse temperature s. A
+    token is remembered under its nearest codes and found by the queries that fall on them, so that F codes keep about F
+    things apart where the head's own size would keep D. What makes it work is where P, b and C start, which
     `training.calibrate` takes from the base.
     """
 

@@ -6,7 +6,8 @@ ranking takes minutes and no training.
 
 Layers that back each other up look worthless one at a time in the base, where the others still do their work. So the
 search goes the other way: from a model with no softmax layer it restores the layer that helps most, beside those the
-best next, and so on (restoring from all linear is KL-LS's direction, 2512.20569; it trains each restored model instead).
+best next, and so on (restoring from all linear is KL-LS's direction, 2512.20569; it trains each restored model
+instead).
 """
 
 from __future__ import annotations

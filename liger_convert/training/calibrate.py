@@ -224,7 +224,7 @@ def fit_mix_weight(
     """Sets gamma, c and beta (see MixerSpec) of each head to what brings its output closest to the target; returns the
     squared error that is left, [H].
 
-    Tried are gamma = 1 and c = 0, and a logistic regression on the best weight of each token, each counted by how much it
+    Tried are gamma = 1 and c = 0, and a logistic regression on the best weight of each token, counted by how much it
     matters; beta is then searched on a grid of e^0.5, because the error has several minima: a memory that recalls badly
     is best ignored.
     """
