@@ -37,7 +37,7 @@ ODD_POSITIONS = torch.stack(  # documents of one token, of a window, and longer 
 
 def base_and_model(folder: Path, spec: dict[str, Any] | None = None, **changes: Any) -> tuple[Any, Any]:
     save_tiny_base("llama", folder, tokenizer=False, **changes)
-    plan = {"format": 1, "mixers": {"main": resolve_spec(spec or {"window": 5, "sinks": 2})}, "layers": ["main"] * 3}
+    plan = {"format": 2, "mixers": {"main": resolve_spec(spec or {"window": 5, "sinks": 2})}, "layers": ["main"] * 3}
     return AutoModelForCausalLM.from_pretrained(folder).eval(), linearize_base(folder, plan).eval()
 
 

@@ -32,7 +32,7 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "pad_token_i
 
 
 def linearization(layers: list[str] = LAYERS, **spec: Any) -> dict[str, Any]:
-    return {"format": 1, "mixers": {"main": resolve_spec(spec)}, "layers": layers}
+    return {"format": 2, "mixers": {"main": resolve_spec(spec)}, "layers": layers}
 
 
 @functools.cache
@@ -478,7 +478,7 @@ def test_every_branch_alone_keeps_to_the_dtype_of_its_model(mixer: str, dtype: t
 
 def test_different_mixers_and_windows_share_one_model() -> None:
     plan = {
-        "format": 1,
+        "format": 2,
         "mixers": {
             "a": resolve_spec({"window": 3, "sinks": 1}),
             "b": resolve_spec({"type": "liger-paper", "window": 7}),

@@ -28,7 +28,7 @@ PLAIN = {"disable_compile": True}
 def build(family: str, softmax: int | None, **spec: Any) -> Any:
     """Three layers, of which the one numbered `softmax` stays softmax."""
     layers = ["softmax" if i == softmax else "main" for i in range(3)]
-    plan = {"format": 1, "mixers": {"main": resolve_spec({"window": 5, "sinks": 2} | spec)}, "layers": layers}
+    plan = {"format": 2, "mixers": {"main": resolve_spec({"window": 5, "sinks": 2} | spec)}, "layers": layers}
     base = save_tiny_base(family, Path(tempfile.mkdtemp(prefix=f"tiny-{family}-")), tokenizer=False)
     model = linearize_base(base, plan, dtype=torch.float32).eval()
     with torch.no_grad():

@@ -25,7 +25,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(base: Path, **spec: Any) -> Any:
-    plan = {"format": 1, "mixers": {"main": resolve_spec(spec)}, "layers": ["main"] * 3}
+    plan = {"format": 2, "mixers": {"main": resolve_spec(spec)}, "layers": ["main"] * 3}
     return linearize_base(base, plan, dtype=torch.float32, attn_implementation="eager").eval()
 
 

@@ -28,7 +28,7 @@ def base() -> Path:
 
 
 def build(**spec: Any) -> Any:
-    plan = {"format": 1, "mixers": {"main": resolve_spec(spec)}, "layers": ["main", "softmax", "main"]}
+    plan = {"format": 2, "mixers": {"main": resolve_spec(spec)}, "layers": ["main", "softmax", "main"]}
     return linearize_base(base(), plan, dtype=torch.float32).eval()
 
 

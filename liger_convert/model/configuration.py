@@ -10,7 +10,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from liger_convert.mixers import SOFTMAX
 from liger_convert.model.families import FAMILIES, PREFIX, family_of
 
-FORMAT = 1
+FORMAT = 2  # 1 had `join` for a mixer's `combine`
 
 
 def _config_class(model_type: str) -> type:

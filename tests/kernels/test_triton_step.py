@@ -114,7 +114,7 @@ def test_layers_that_the_step_does_not_take_are_left_alone(use: Callable[[bool],
 def build(family: str, softmax: int | None, **spec: Any) -> Any:
     """Three layers, of which the one numbered `softmax` stays softmax, and a memory with weight."""
     layers = ["softmax" if i == softmax else "main" for i in range(3)]
-    plan = {"format": 1, "mixers": {"main": resolve_spec({"window": 5, "sinks": 2} | spec)}, "layers": layers}
+    plan = {"format": 2, "mixers": {"main": resolve_spec({"window": 5, "sinks": 2} | spec)}, "layers": layers}
     checkpoint = save_tiny_base(family, Path(tempfile.mkdtemp(prefix=f"tiny-{family}-")), tokenizer=False)
     model = linearize_base(checkpoint, plan, dtype=torch.float32).to(DEVICE).eval()
     with torch.no_grad():
