@@ -20,9 +20,10 @@ from gated_kernels.window.chunk import joined
 from torch import Tensor
 
 from liger_convert.mixers import MIXERS, build_mixer, resolve_spec
-from liger_convert.mixers.base import QKV, HeadDims, MemoryLogit, Mixer
+from liger_convert.mixers.base import QKV, HeadDims, Mixer
 from liger_convert.mixers.kernel_maps import MapName, make_map
 from liger_convert.mixers.linear.base import GatedMixer, LinearMixer
+from liger_convert.mixers.memory_logit import MemoryLogit
 from liger_convert.model.sequence import SequenceMetadata
 from liger_convert.utils.errors import BadInput
 

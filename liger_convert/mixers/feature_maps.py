@@ -16,7 +16,7 @@ from gated_kernels.codebook.chunk import codebook, per_head, turned
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from liger_convert.mixers.base import multiplies_in_bf16
+from liger_convert.mixers.precision import multiplies_in_bf16
 
 Result = TypeVar("Result")
 FeatureMapName = Literal["codebook", "hedgehog", "softmax2", "softmax", "exp", "elu1", "relu", "identity"]

@@ -20,8 +20,9 @@ from gated_kernels.derivatives import unit as over_length
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from liger_convert.mixers.base import QKV, Combine, HeadDims, MemoryOutput, Mixer, MixerSpec, multiplies_in_bf16
+from liger_convert.mixers.base import QKV, Combine, HeadDims, MemoryOutput, Mixer, MixerSpec
 from liger_convert.mixers.gates import pool_to
+from liger_convert.mixers.precision import multiplies_in_bf16
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,11 @@ from gated_kernels.step.chunk import Rules as StepConfig
 from gated_kernels.step.chunk import Share as MemoryWeight
 from torch import Tensor
 
-from liger_convert.mixers.base import QKV, Combine, multiplies_in_bf16
+from liger_convert.mixers.base import QKV, Combine
 from liger_convert.mixers.feature_maps import FeatureMapName
 from liger_convert.mixers.gates import GateName, log_sigmoid_gate
 from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
+from liger_convert.mixers.precision import multiplies_in_bf16
 
 
 @dataclass(frozen=True)
