@@ -163,7 +163,7 @@ def fill(cache: Any, tokens: int) -> None:
     and a memory stay as large as they are."""
     for layer in cache.layers:
         if isinstance(layer, LinearizedCacheLayer):
-            layer.advance(tokens)
+            layer.length += tokens
         else:
             batch, heads, _, size = layer.keys.shape
             noise = layer.keys.new_empty(batch, heads, tokens, size).normal_()
@@ -175,7 +175,8 @@ def cache_bytes(cache: Any) -> int:
     held = {}
     for layer in cache.layers:
         for value in vars(layer).values():
-            for tensor in value.values() if isinstance(value, dict) else (value,):
+            parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else (value,)
+            for tensor in parts:
                 if isinstance(tensor, Tensor):
                     held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return sum(held.values())

@@ -154,6 +154,9 @@ def test_a_yaml_mistake_is_named_with_its_line():
         ("layers=[main, sofmax, other]", "layers[1]: 'sofmax' is not a name; did you mean 'softmax'?"),
         ("layers={linear: [0], softmax: [1]}", "layers: give exactly one of"),
         ("layers=NNN", "layers: 'NNN' is no pattern"),
+        ("mixer.join=learned", "mixer.join: is called combine now"),
+        ("mixers.other={type: gla, join: learned}", "mixers.other.join: is called combine now"),
+        ("mixer={type: mom, inner: {type: gla, join: fixed}}", "mixer.inner.join: is called combine now"),
         ("mixers.main={type: gla}", "mixers.main: this name is taken"),
         ("stages[1].lora.targets=all", "stages[1].lora.targets: should be attention, or a list"),
     ],
@@ -215,9 +218,9 @@ def test_the_default_recipe_is_the_hybrid_for_any_depth():
 @pytest.mark.parametrize(
     ("ablation", "mixer", "stage"),
     [
-        ("random-gates", {"gate": "random"}, {"learning_rates.mixer": 1e-3}),
-        ("feature-map", {"feature_map": "hedgehog"}, {"learning_rates.mixer": 1e-3}),
-        ("no-lora", {}, {"learning_rates.lora": None, "learning_rates.attention": 1e-4, "lora": None}),
+        ("random-gates", {"gate": "random"}, {"rates.mixer": 1e-3}),
+        ("feature-map", {"feature_map": "hedgehog"}, {"rates.mixer": 1e-3}),
+        ("no-lora", {}, {"rates.lora": None, "rates.attention": 1e-4, "lora": None}),
         ("no-window", {"combine": "memory"}, {}),
     ],
 )
