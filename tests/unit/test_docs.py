@@ -26,7 +26,8 @@ from liger_convert.config.recipe import parse
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NEEDS = {"gpu", "install", "tests"}
-NAMED = "liger_convert kernels tests docs recipes config io model data training pipeline".split()  # folders of files
+# folders whose files a page may name
+NAMED = ["liger_convert", "kernels", "tests", "docs", "recipes", "config", "io", "model", "data", "training", "pipeline"]
 FENCE = re.compile(r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```(?P<kind>bash|python|yaml)\n(?P<text>.*?)^```$", re.M | re.S)
 
 BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
