@@ -234,3 +234,159 @@ def _tokenize(texts: Sequence[_Text], tokenizer: Any, special: bool) -> Iterator
                 # a special token that the tokenizer adds is empty: it stands nowhere in the text
                 loss_N |= (start_N >= begin) & (end_N <= end) & (start_N < end_N)
         yield Document(ids_N, loss_N, len(text.text.encode()))
+
+
+class PackedDataset(Dataset[dict[str, Tensor]]):
+    """Rows of exactly T tokens from documents put behind each other; a document that ends a row is cut there, and its
+    rest is a segment of its own in the next row. No padding.
+
+    An item is {"input_ids", "position_ids", "labels"}, int64 [T]: positions restart at 0 with each segment, which is
+    what keeps documents apart in attention; the label of a segment's first token, which nothing in the segment
+    precedes, is -100, and with `responses_only` so is that of every token outside a document's `loss` mask.
+    Nothing is copied before an item is asked for: the data set holds the documents, and their order in some epochs.
+
+    With `joined` a row is one segment, whatever it is made of: what a memory still holds after thousands of tokens is
+    learned in long segments, and most documents are short.
+
+    A share `repeats` of the rows says a stretch twice, so that there is something beyond the window to remember: text
+    alone rewards the window almost alone. Such a row is one document, or the copy could not be seen. Which rows, and
+    where, depends on `seed` and the row's number only. Does not go with `responses_only`: the masks know no copies.
+
+    `shorter` are pairs (length, share): in that share of the micro-batches, which are `batch_size` rows each, all rows
+    are cut into pieces of that length, each a row by itself. Such an item is [T / length, length].
+    """
+
+    def __init__(
+        self,
+        documents: Sequence[Document],
+        seq_len: int,
+        rows: int,
+        responses_only: bool,
+        repeats: float,
+        joined: bool,
+        shorter: Sequence[tuple[int, float]],
+        batch_size: int,
+        seed: int,
+    ):
+        self.documents = documents
+        self.tokens = sum(len(document.ids) for document in documents)
+        self._orders: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self.seq_len, self.rows, self.responses_only = seq_len, rows, responses_only
+        self.repeats, self.combineed, self.seed = repeats, joined, seed
+        self.batch_size = batch_size
+        self.lengths = [seq_len, *(length for length, _ in shorter)]
+        self.shares = [1 - sum(share for _, share in shorter), *(share for _, share in shorter)]
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, row: int) -> dict[str, Tensor]:
+        if not 0 <= row < self.rows:
+            raise IndexError(row)
+        drawn = np.random.default_rng((self.seed, row // self.batch_size, 2)).choice(self.lengths, p=self.shares)
+        return self.whole(row) if drawn == self.seq_len else self._cut(row, int(drawn))
+
+    def whole(self, row: int) -> dict[str, Tensor]:
+        """The row as it is where there are no shorter ones, [T] each."""
+        return {name: x_1T[0] for name, x_1T in self._cut(row, self.seq_len).items()}
+
+    def _cut(self, row: int, length: int) -> dict[str, Tensor]:
+        """The row in pieces, [T / length, length] each."""
+        rng = np.random.default_rng((self.seed, row, 1))  # 1: not the stream that drew an order
+        starts = range(row * self.seq_len, (row + 1) * self.seq_len, length)
+        arrays = zip(*(self._tokens(at, length, rng) for at in starts))
+        names = "input_ids", "position_ids", "labels"
+        return {name: torch.from_numpy(np.stack(pieces)) for name, pieces in zip(names, arrays, strict=True)}
+
+    def _tokens(self, at: int, length: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Ids, positions and labels of the tokens from `at` on, of all in the documents' order, as one row."""
+        input_ids_T, position_ids_T, labels_T = (np.empty(length, np.int64) for _ in range(3))
+        filled = 0
+        epoch, inside = divmod(at, self.tokens)
+        order, ends = self._epoch(epoch)
+        which = int(np.searchsorted(ends, inside, side="right"))
+        while filled < length:
+            if which == len(order):
+                epoch, which = epoch + 1, 0
+                order, ends = self._epoch(epoch)
+            document = self.documents[order[which]]
+            begin = at + filled - epoch * self.tokens - int(ends[which]) + len(document.ids)
+            ids_N = document.ids[begin : begin + length - filled]
+            segment = slice(filled, filled + len(ids_N))
+            input_ids_T[segment] = labels_T[segment] = ids_N
+            position_ids_T[segment] = np.arange(len(ids_N)) + (filled if self.combineed else 0)
+            if self.responses_only:
+                labels_T[segment][~document.loss[begin : begin + len(ids_N)]] = IGNORED
+            if not (self.combineed and filled):
+                labels_T[filled] = IGNORED
+            filled += len(ids_N)
+            which += 1
+        if rng.random() < self.repeats:
+            self._repeat(input_ids_T, rng)
+            position_ids_T[:] = np.arange(length)
+            labels_T[1:] = input_ids_T[1:]
+        return input_ids_T, position_ids_T, labels_T
+
+    def _repeat(self, ids_T: np.ndarray, rng: np.random.Generator) -> None:
+        """Writes one stretch of a row over a later place in it; every pair of places without overlap is as likely."""
+        T = len(ids_T)
+        shortest, longest = max(1, min(32, T // 4)), T // 2 - T // 32
+        length = int(rng.integers(shortest, longest, endpoint=True))
+        # of the tokens outside both stretches, so many stand before the first one, and so many before the second
+        first, second = np.sort(rng.choice(T - 2 * length + 2, 2, replace=False)) - (0, 1)
+        if rng.random() < RANDOM_REPEATS:
+            at_N = rng.integers(math.ceil(self.epochs) * self.tokens, size=length)  # of all tokens of all epochs
+            ids_T[first : first + length] = [self._token(int(at)) for at in at_N]
+        ids_T[second + length : second + 2 * length] = ids_T[first : first + length]
+
+    def _token(self, at: int) -> int:
+        epoch, inside = divmod(at, self.tokens)
+        order, ends = self._epoch(epoch)
+        which = int(np.searchsorted(ends, inside, side="right"))
+        return self.documents[order[which]].ids[inside - ends[which]]
+
+    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The order of the documents in an epoch, and where each of them ends in it. Drawn when it is needed: a budget
+        of tokens may be any number of times the text."""
+        if epoch not in self._orders:
+            if len(self._orders) == ORDERS:
+                del self._orders[next(iter(self._orders))]
+            order = np.random.default_rng((self.seed, epoch)).permutation(len(self.documents))
+            self._orders[epoch] = order, np.cumsum([len(self.documents[i].ids) for i in order])
+        return self._orders[epoch]
+
+    @property
+    def epochs(self) -> float:
+        """How many times the documents are gone through."""
+        return self.rows * self.seq_len / self.tokens
+
+
+def pack(
+    documents: Sequence[Document],
+    seq_len: int,
+    tokens: int | None = None,
+    seed: int = 0,
+    *,
+    responses_only: bool = False,
+    repeats: float = 0.0,
+    joined: bool = False,
+    shorter: Sequence[tuple[int, float]] = (),
+    batch_size: int = 1,
+) -> PackedDataset:
+    """`tokens // seq_len` rows of `documents` in an order drawn from `seed`, a new one each time they have all been
+    used; without `tokens`, as many full rows as one pass gives. The tokens that fill no row are dropped.
+    The other arguments are explained at PackedDataset.
+
+    Raises BadInput when that is not one row.
+    """
+    documents = [document for document in documents if len(document.ids)]
+    total = sum(len(document.ids) for document in documents)
+    rows = (total if tokens is None else tokens) // seq_len
+    if not total or not rows:
+        raise BadInput(f"data: {total if tokens is None else tokens} tokens do not fill one row of {seq_len} (seq_len)")
+    return PackedDataset(documents, seq_len, rows, responses_only, repeats, joined, shorter, batch_size, seed)
+
+
+def collate(items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Items of a PackedDataset, all of one length -> one batch, [B,T] each."""
+    return {name: torch.cat([item[name].view(-1, item[name].shape[-1]) for item in items]) for name in items[0]}

@@ -118,7 +118,8 @@ def _plugins() -> dict[str, list[EntryPoint]]:
 
 def _load(name: str) -> type[Mixer]:
     plugins = _plugins().get(name, [])
-    places = [BUILT_IN[name]] * (name in BUILT_IN) + [f"{entry.value} ({_package(entry)})" for entry in plugins]
+    ours = [BUILT_IN[name]] if name in BUILT_IN else []
+    places = ours + [f"{entry.value} ({_package(entry)})" for entry in plugins]
     if len(places) > 1:
         raise BadInput(f"mixer {name!r}: {' and '.join(places)} all have this name; rename or uninstall one")
     if name not in _classes:

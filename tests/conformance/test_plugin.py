@@ -58,6 +58,7 @@ class Refuse(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Refuse())
+import torch
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
 mixer = model.model.layers[0].self_attn.mixer
@@ -124,6 +125,7 @@ def entries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         monkeypatch.setattr(registry, "entry_points", lambda group: found)
         registry._plugins.cache_clear()
 
+    assert len(list(MIXERS.values())) == len(MIXERS)  # ours are imported, and stay registered after the test
     monkeypatch.setattr(registry, "_classes", dict(registry._classes))
     yield add
     monkeypatch.undo()

@@ -153,6 +153,9 @@ def test_a_yaml_mistake_is_named_with_its_line():
         ("layers=[main, sofmax, other]", "layers[1]: 'sofmax' is not a name; did you mean 'softmax'?"),
         ("layers={linear: [0], softmax: [1]}", "layers: give exactly one of"),
         ("layers=NNN", "layers: 'NNN' is no pattern"),
+        ("mixer.join=learned", "mixer.join: is called combine now"),
+        ("mixers.other={type: gla, join: learned}", "mixers.other.join: is called combine now"),
+        ("mixer={type: mom, inner: {type: gla, join: fixed}}", "mixer.inner.join: is called combine now"),
         ("mixers.main={type: gla}", "mixers.main: this name is taken"),
         ("stages[1].lora.targets=all", "stages[1].lora.targets: should be attention, or a list"),
     ],
@@ -214,9 +217,9 @@ def test_the_default_recipe_is_the_hybrid_for_any_depth():
 @pytest.mark.parametrize(
     ("ablation", "mixer", "stage"),
     [
-        ("random-gates", {"gate": "random"}, {"learning_rates.mixer": 1e-3}),
-        ("feature-map", {"feature_map": "hedgehog"}, {"learning_rates.mixer": 1e-3}),
-        ("no-lora", {}, {"learning_rates.lora": None, "learning_rates.attention": 1e-4, "lora": None}),
+        ("random-gates", {"gate": "random"}, {"rates.mixer": 1e-3}),
+        ("feature-map", {"feature_map": "hedgehog"}, {"rates.mixer": 1e-3}),
+        ("no-lora", {}, {"rates.lora": None, "rates.attention": 1e-4, "lora": None}),
         ("no-window", {"combine": "memory"}, {}),
     ],
 )
@@ -233,5 +236,5 @@ def test_an_ablation_of_the_published_recipe_changes_what_it_names_and_nothing_e
 
 
 def test_recipes_are_read_without_importing_torch():
-    code = "import sys; sys.argv = ['linearize']; import liger_convert.config.recipe; sys.exit('torch' in sys.modules)"
+    code = "import linearize_command, liger_convert.config.recipe, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
