@@ -27,7 +27,19 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NEEDS = {"gpu", "install", "tests"}
 # folders whose files a page may name
-NAMED = ["liger_convert", "kernels", "tests", "docs", "recipes", "config", "io", "model", "data", "training", "pipeline"]
+NAMED = [
+    "config",
+    "data",
+    "docs",
+    "io",
+    "kernels",
+    "liger_convert",
+    "model",
+    "pipeline",
+    "recipes",
+    "tests",
+    "training",
+]
 FENCE = re.compile(r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```(?P<kind>bash|python|yaml)\n(?P<text>.*?)^```$", re.M | re.S)
 
 BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
