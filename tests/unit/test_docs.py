@@ -120,7 +120,10 @@ def tiny(words: list[str]) -> list[str]:
     if any(option.name == "recipe" for option in COMMANDS[command].params):
         named = [word for word in rest if word.endswith(".yaml")]
         at = rest.index(named[0]) + 1 if named else 0
-        rest[at:at] = small(Path(named[0] if named else "recipes/default.yaml"))
+        changes = small(Path(named[0] if named else "recipes/default.yaml"))
+        if command == "run":  # what `select-layers` runs does not run again and again
+            changes += ["--set", "layers=LLLN"]
+        rest[at:at] = changes
         rest += [] if "--base" in rest else ["--base", BASE]
     return [command, *rest, *MORE.get(command, [])]
 
