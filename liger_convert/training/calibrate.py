@@ -23,7 +23,6 @@ from torch import Tensor
 
 from liger_convert.mixers.base import EMPTY, QKV, MemoryOutput, Mixer
 from liger_convert.mixers.feature_maps import Codebook
-from liger_convert.mixers.linear.base import GatedMixer
 from liger_convert.mixers.window_attention import window_attention
 from liger_convert.model import LinearizedAttention, collect_align_targets, linear_layers
 from liger_convert.model.sequence import SequenceMetadata
