@@ -38,23 +38,27 @@ MADE = "<!-- Made by docs/generate.py; change what it reads, not this page. -->"
 # --- recipes.md ------------------------------------------------------------------------------------------------------
 
 
-def recipe_models() -> list[type[BaseModel]]:
-    """Every model that a recipe is made of, the recipe first, each before what it holds."""
+def recipe_models() -> dict[type[BaseModel], list[str]]:
+    """Every model that a recipe is made of, the recipe first, and where in a recipe it may stand: `stages[0]`."""
     from liger_convert.config.recipe import Recipe
 
-    found: list[type[BaseModel]] = []
+    found: dict[type[BaseModel], list[str]] = {}
 
-    def visit(annotation: Any) -> None:
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel) and annotation not in found:
-            for parent in _parents(annotation):
-                visit(parent)
-            found.append(annotation)
-            for field in annotation.model_fields.values():
-                visit(field.annotation)
+    def visit(annotation: Any, path: str) -> None:
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            if annotation not in found:
+                for parent in _parents(annotation):
+                    visit(parent, "")
+                found[annotation] = []
+                for name, field in annotation.model_fields.items():
+                    visit(field.annotation, f"{path}.{name}".strip(".") if path or annotation is Recipe else "")
+            if path and path not in found[annotation]:
+                found[annotation].append(path)
+        inside = {list: "[0]", dict: ".NAME"}.get(typing.get_origin(annotation), "") if path else ""
         for part in typing.get_args(annotation):
-            visit(part)
+            visit(part, path + inside)
 
-    visit(Recipe)
+    visit(Recipe, "")
     return found
 
 
@@ -215,9 +219,11 @@ def recipes_page() -> str:
         "",
         "A mixer has more options than `type`, `window` and `sinks`: [Mixers](mixers.md) lists them.",
     ]
-    for model in recipe_models():
+    for model, places in recipe_models().items():
         general = " ".join(filter(None, (_tag(model), _plain(_docs_of(model)[0]))))
         lines += ["", f"## {model.__name__}", *(["", textwrap.fill(general, 118)] if general else [])]
+        if places:
+            lines += ["", f"Stands at {' and '.join(f'`{place}`' for place in places)}."]
         if parents := _parents(model):
             links = " and ".join(f"[{parent.__name__}](#{parent.__name__.lower()})" for parent in parents)
             lines += ["", f"It has the fields of {links}" + (", and:" if own_fields(model) else ".")]

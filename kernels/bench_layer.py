@@ -37,7 +37,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotary
 from liger_convert.mixers import resolve_spec
 from liger_convert.model.attention import LinearizedAttention
 from liger_convert.model.configuration import FORMAT, linearized_config
-from liger_convert.model.sequence import SequenceLayout
+from liger_convert.model.sequence import SequenceMetadata
 from liger_convert.utils.device import autocast
 
 DTYPE = torch.bfloat16
@@ -85,17 +85,17 @@ def core(a: argparse.Namespace, head_size: int, mixer: str) -> tuple[Core, Llama
 
 
 def on_rows(layer: Core, rotary: LlamaRotaryEmbedding, B: int, T: int) -> Callable[[torch.dtype], Run]:
-    """`layer` on rows of T tokens, computing in a dtype: as a model calls it, which prepares its layout once."""
+    """`layer` on rows of T tokens, computing in a dtype: as a model calls it, which prepares its metadata once."""
     positions_1T = torch.arange(T, device=DEVICE)[None]
-    layout = SequenceLayout.build(torch.empty(B, T, device=DEVICE), None, None, None)
-    layer.prepare(layout)
+    metadata = SequenceMetadata.build(torch.empty(B, T, device=DEVICE), None, None)
+    layer.prepare_metadata(metadata)
 
     def computing_in(dtype: torch.dtype) -> Run:
         angles = rotary(torch.empty(0, device=DEVICE, dtype=dtype), positions_1T)
 
         def run(qkv: Heads) -> Tensor:
             with autocast(DEVICE, dtype):
-                return layer(qkv, position_embeddings=angles, layout=layout)[0]
+                return layer(qkv, position_embeddings=angles, metadata=metadata)[0]
 
         return run
 

@@ -26,9 +26,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotary
 from liger_convert.mixers import resolve_spec
 from liger_convert.mixers.base import HeadDims
 from liger_convert.model.attention import LinearizedAttention
-from liger_convert.model.cache import LinearizedCacheLayer
+from liger_convert.model.cache import LinearizedCacheLayer, advance
 from liger_convert.model.decoding import static_steps
-from liger_convert.model.sequence import SequenceLayout
+from liger_convert.model.sequence import SequenceMetadata
 
 BYTES = 500e6  # of all layers' memories: more than a GPU's cache holds
 LAYERS = 48  # at most
@@ -73,13 +73,12 @@ class Steps:
         self.rotary = LlamaRotaryEmbedding(config).to(self.device)
         self.positions = torch.full((a.batch, 1), TOKENS, device=self.device)
         self.valid = torch.ones(a.batch, 1, dtype=torch.bool, device=self.device)
-        self.taken = torch.zeros((), dtype=torch.long, device=self.device)
         with torch.no_grad():
             prompt = torch.randn(a.batch, TOKENS, width, dtype=self.dtype, device=self.device)
             self.run(prompt, torch.arange(TOKENS, device=self.device)[None], None)
-        for layer, kept in zip(self.layers, self.cache.layers):
-            kept.freeze(layer.spec.keep, in_place=True)
-            if fused and not layer.fuse(kept, self.taken):
+        for layer, past in zip(self.layers, self.cache.layers):
+            past.to_static(layer.spec.cache_window, in_place=True)
+            if fused and not layer.enable_fused_step(past):
                 sys.exit(f"step: the kernels do not take {kind} of this size, dtype or device.")
 
     def layer(self, config: Any, i: int) -> Any:
@@ -97,17 +96,17 @@ class Steps:
 
     def run(self, x_BTC: Tensor, positions_BT: Tensor, valid_BT: Tensor | None) -> Tensor:
         embeddings = self.rotary(x_BTC, positions_BT)
-        past = self.cache.layers[0] if self.cache.layers[0].length else None
-        layout = SequenceLayout.build(x_BTC, positions_BT, valid_BT, past)
+        pasts = self.cache.layers
+        metadata = SequenceMetadata.build(x_BTC, positions_BT, valid_BT, pasts[0].positions, static=pasts[0].static)
         for layer in self.layers:
-            o, _ = layer(x_BTC, embeddings, layout=layout, past_key_values=self.cache)
+            o, _ = layer(x_BTC, embeddings, metadata=metadata, past_key_values=self.cache)
+        windows = [layer.window_metadata(metadata, past) for layer, past in zip(self.layers, pasts)]
+        advance(pasts, windows, metadata)
         return o
 
     def step(self) -> Tensor:
         with torch.no_grad(), static_steps(self.cache.layers):
-            o = self.run(self.x, self.positions, self.valid)
-            self.taken += 1
-        return o
+            return self.run(self.x, self.positions, self.valid)
 
     def microseconds(self) -> float:
         """Median of a layer's step."""

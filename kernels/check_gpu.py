@@ -48,10 +48,10 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotary
 
 from liger_convert.mixers import MIXERS, resolve_spec
 from liger_convert.model.attention import LinearizedAttention
-from liger_convert.model.cache import LinearizedCacheLayer
+from liger_convert.model.cache import LinearizedCacheLayer, advance
 from liger_convert.model.configuration import FORMAT, linearized_config
 from liger_convert.model.decoding import static_steps
-from liger_convert.model.sequence import SequenceLayout
+from liger_convert.model.sequence import SequenceMetadata
 
 DTYPES = (torch.float32, torch.bfloat16)
 FLOAT = Tensor.float
@@ -276,10 +276,15 @@ def lived(layer: LinearizedAttention, rotary: LlamaRotaryEmbedding, x_BTC: Tenso
 
     def see(x_BTC: Tensor, start: int, past: Any = None, valid_BT: Tensor | None = None) -> Tensor:
         positions_1T = torch.arange(start, start + x_BTC.shape[1], device=x_BTC.device)[None]
-        layout = SequenceLayout.build(x_BTC, positions_1T, valid_BT, None if start == 0 else kept)
+        metadata = SequenceMetadata.build(
+            x_BTC, positions_1T, valid_BT, None if start == 0 else kept.positions, static=kept.static
+        )
         with mock.patch.object(Tensor, "float", FLOAT):  # as transformers has them, whatever mixers compute in
             angles = rotary(x_BTC, positions_1T)
-        return layer(x_BTC, angles, past_key_values=past, layout=layout)[0]
+        o, _ = layer(x_BTC, angles, past_key_values=past, metadata=metadata)
+        if past is not None:
+            advance([kept], [layer.window_metadata(metadata, kept)], metadata)
+        return o
 
     prompt = x_BTC[:, :PROMPT].clone().requires_grad_()
     o = see(prompt, 0)
@@ -289,18 +294,14 @@ def lived(layer: LinearizedAttention, rotary: LlamaRotaryEmbedding, x_BTC: Tenso
         outputs = {"gradient of the input": gradient, "prompt": see(prompt, 0, cache)}
         fixed = x_BTC.is_cuda and layer.spec.window
         if fixed:
-            kept.freeze(layer.spec.keep, in_place=True)
-            taken = torch.zeros((), dtype=torch.long, device=x_BTC.device)
-            layer.fuse(kept, taken)
+            kept.to_static(layer.spec.cache_window, in_place=True)
+            layer.enable_fused_step(kept)
         found = []
         for t in range(PROMPT, x_BTC.shape[1]):
             valid_B1 = torch.ones(len(x_BTC), 1, dtype=torch.bool, device=x_BTC.device) if fixed else None
             with static_steps([kept]) if fixed else nullcontext():
                 found.append(see(x_BTC[:, t : t + 1], t, cache, valid_B1))
-            if fixed:
-                taken += 1
         outputs["steps"] = torch.cat(found, 1)
-        kept.settle()
     return outputs | {f"state {name}": x for name, x in kept.states.items()}
 
 

@@ -4,11 +4,10 @@ Importing this package makes transformers' Auto classes know the linearized mode
 """
 
 import sys
-from pathlib import Path
 
 __version__ = "0.1.0"
 
-# The command line asks for the models where it needs them: importing torch and transformers takes seconds, which
-# `linearize --help` must not. Registering later, by a hook on transformers' imports, meets them half imported.
-if not sys.argv or Path(sys.argv[0]).name != "linearize":
+# The program `linearize` registers the models where it needs them, see linearize_command.py. Registering later, by a
+# hook on transformers' imports, meets them half imported.
+if "linearize_command" not in sys.modules:
     import liger_convert.model  # noqa: F401

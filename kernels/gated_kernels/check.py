@@ -1,4 +1,4 @@
-"""Whether an implementation of an op is right: its error beside that of the plain reference in the same dtype."""
+"""Whether an implementation of an op is right: its error, and that of the naive one in the same dtype."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def errors(
     return found
 
 
-def faults(op: Op, reference: Op, inputs: Inputs, products: float | None = None) -> list[str]:
-    """A sentence for every output and gradient of `op` that errs more than twice as much as the reference does."""
-    exact, plain, got = run(reference, inputs, torch.float64), run(reference, inputs), run(op, inputs)
+def faults(op: Op, naive: Op, inputs: Inputs, products: float | None = None) -> list[str]:
+    """A sentence for every output and gradient of `op` that errs more than twice as much as the naive one does."""
+    exact, plain, got = run(naive, inputs, torch.float64), run(naive, inputs), run(op, inputs)
     return [
         f"{name} ({got[name].dtype if name in got else 'missing'}) errs by {ours:.1e}, allowed {allowed:.1e}"
         f" ({plain[name].dtype})"

@@ -43,10 +43,12 @@ LARGEST = 1e-4  # what float32 may differ by, of the largest logit: tests/suppor
 
 @dataclass(frozen=True)
 class Options:
-    """lengths: tokens of the prompts, ascending. steps: tokens written after each. repeats: prompts of each length.
+    """What is measured, and how.
 
-    prefill: whether prompts are read; otherwise their caches are filled. compiled: whether the base is measured in its
-    compiled form, too, which is compiled again for every length.
+    lengths: tokens of the prompts, ascending. steps: tokens written after each. repeats: prompts of each length.
+    prefill: whether prompts are read; otherwise their caches are filled with noise. compiled: whether the base is also
+    measured in its compiled form, which is compiled again for every length. mixer: of a shape's layers; None for gla.
+    trust_remote_code: whether code that comes with a model may run.
     """
 
     lengths: Sequence[int]
@@ -57,6 +59,8 @@ class Options:
     dtype: torch.dtype
     prefill: bool = True
     compiled: bool = True
+    mixer: str | None = None
+    trust_remote_code: bool = False
 
 
 Decode = Callable[[Any, Any, Tensor, int], tuple[Tensor, Tensor]]
@@ -159,7 +163,7 @@ def fill(cache: Any, tokens: int) -> None:
     and a memory stay as large as they are."""
     for layer in cache.layers:
         if isinstance(layer, LinearizedCacheLayer):
-            layer.advance(tokens)
+            layer.length += tokens
         else:
             batch, heads, _, size = layer.keys.shape
             noise = layer.keys.new_empty(batch, heads, tokens, size).normal_()
@@ -171,7 +175,8 @@ def cache_bytes(cache: Any) -> int:
     held = {}
     for layer in cache.layers:
         for value in vars(layer).values():
-            for tensor in value.values() if isinstance(value, dict) else (value,):
+            parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else (value,)
+            for tensor in parts:
                 if isinstance(tensor, Tensor):
                     held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return sum(held.values())

@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 
-from liger_convert import training
 from liger_convert.benchmark import bench, page, shapes
 from liger_convert.config import yaml_file
 from liger_convert.config.fields import plain_name
 from liger_convert.config.recipe import Recipe, build
-from liger_convert.config.sources import FileSource, PydocSource, TeacherSource
+from liger_convert.config.sources import FileSource, PydocSource
 from liger_convert.data import teacher
 from liger_convert.data.documents import Document, load_source
 from liger_convert.data.packed_rows import collate, pack
@@ -33,8 +32,9 @@ from liger_convert.mixers.linear.gla import GLA
 from liger_convert.model import linear_layers
 from liger_convert.model.families import PREFIX
 from liger_convert.model.loading import check_folder, load_base, load_linearized, load_pretrained
-from liger_convert.pipeline import layer_selection
+from liger_convert.pipeline import steps
 from liger_convert.pipeline.convert import convert_checkpoint, replace_mixers
+from liger_convert.pipeline.layer_selection import LayerSelection
 from liger_convert.pipeline.manifest import lock
 from liger_convert.pipeline.plan import Plan, make_plan
 from liger_convert.training.align import AlignObjective
@@ -101,8 +101,8 @@ def convert_base(
     }
     if isinstance(written["layers"], dict) and "softmax_auto" in written["layers"]:
         raise BadInput(
-            "--layers: which layers stay softmax is measured on the text of a recipe; let `linearize rank RECIPE` "
-            "choose them, and give what it prints, such as --layers '{softmax: [3, 7]}'"
+            "--layers: which layers stay softmax is measured on the text of a recipe; let `linearize select-layers "
+            "RECIPE` choose them, and give what it prints, such as --layers '{softmax: [3, 7]}'"
         )
     for option in options:
         written = yaml_file.override(written, f"mixer.{option}")
@@ -179,17 +179,18 @@ def _require_base(base: str, folder: Path, model: Path) -> None:
             raise BadInput(f"--base {base}: its {name} is {has}, but {model} was made from a base with {value}")
 
 
-def rank_layers(recipe: Recipe) -> layer_selection.Ranking:
-    """The layers that `recipe` leaves to a measurement, chosen. Raises BadInput."""
+def select_layers(recipe: Recipe) -> LayerSelection:
+    """The softmax layers that `recipe` leaves to a measurement, chosen. Raises BadInput."""
     if recipe.softmax_auto is None:
-        raise BadInput("--keep: is missing; say how many layers stay softmax, as the recipe's `layers` does not")
+        why = "say how many layers stay softmax, as the recipe's `layers` does not"
+        raise BadInput(f"--softmax-layers: is missing; {why}")
     device, trust = pick_device(recipe.device), recipe.base_options.trust_remote_code
-    with local_model(recipe.base, **recipe.base_options.model_dump()) as base, show_progress("rank") as report:
+    with local_model(recipe.base, **recipe.base_options.model_dump()) as base:
         plan = make_plan(recipe, checkpoint.load_config(base, trust))
         check_folder(base, trust)
         tokenizer = checkpoint.load_tokenizer(base, trust)
         documents = load_source(recipe.data[recipe.plain_texts[0]], tokenizer, seed=recipe.seed).train
-        return layer_selection.rank(recipe, plan, base, tokenizer, documents, device, report)
+        return steps.choose_layers(recipe, plan, documents, base, tokenizer, device)
 
 
 def train_stage(recipe: Recipe, number: int, model: Path, out: Path, *, resume: bool = False) -> dict[str, Any]:
@@ -203,40 +204,29 @@ def train_stage(recipe: Recipe, number: int, model: Path, out: Path, *, resume: 
     check_folder(model)
     if not resume:
         refuse_existing(out)
-    stage, seed, device = recipe.stages[number - 1], recipe.seed + number - 1, pick_device(recipe.device)
+    name, device = recipe.stages[number - 1].data, pick_device(recipe.device)
     with local_model(recipe.base, **recipe.base_options.model_dump()) as base:
-        source, tokenizer, written = recipe.data[stage.data], checkpoint.load_tokenizer(model), out / teacher.FILE
+        tokenizer = checkpoint.load_tokenizer(model)
         check_folder(base)
-        if isinstance(source, TeacherSource):
-            prompts = teacher.encode_prompts(source, tokenizer)
+        if name in recipe.teachers:
+            teacher.encode_prompts(recipe.teachers[name], tokenizer)  # refuses a prompt before there is a folder
             out.mkdir(parents=True, exist_ok=True)
-            with lock(out), show_progress(f"data {stage.data}") as report:
-                teacher.write(
-                    source,
-                    written,
-                    prompts=prompts,
-                    base_dir=base,
-                    device=device,
-                    precision=recipe.precision,
-                    seed=recipe.seed,
-                    progress=report,
-                )
-        documents = load_source(source, tokenizer, seed=recipe.seed, written=written).train
-        dataset = training.rows_of(stage, documents, seed)
+            with lock(out):
+                steps.write_teacher_text(recipe, name, out, base, tokenizer, device)
+        documents = load_source(recipe.data[name], tokenizer, seed=recipe.seed, written=out / teacher.FILE).train
+        steps.stage_rows(recipe, number - 1, documents)  # refuses too little text before there is a folder
         out.mkdir(parents=True, exist_ok=True)
-        with lock(out), show_progress(f"{number}-{stage.kind}") as report:
-            return training.run_stage(
-                stage,
+        with lock(out):
+            return steps.train_stage(
+                recipe,
+                number - 1,
+                out,
                 model_dir=model,
                 results=[],
+                documents=documents,
                 base_dir=base,
-                dataset=dataset,
-                out=out,
                 device=device,
-                precision=recipe.precision,
-                seed=seed,
                 resume=resume,
-                progress=report,
             )
 
 
@@ -299,7 +289,7 @@ def diagnose_model(
     device: str = "auto",
     precision: str = "auto",
 ) -> dict[str, Any]:
-    """`diagnose.diagnose` of the linearized model `model`, beside its `base` where that is given. Raises BadInput."""
+    """`ablation.diagnose` of the linearized model `model`, beside its `base` where that is given. Raises BadInput."""
     loaded, where = suites.load(suite), pick_device(device)
     suites.check_data(loaded, data_dir, limit)
     require_linearized(model)
@@ -332,37 +322,19 @@ def _source(text: str) -> FileSource | PydocSource:
 
 
 def generate_text(model: str, prompt: str, write: Callable[[str], object], device: str, **options: Any) -> None:
-    """Streams what `model` says to `prompt` into `write`; options are those of `generate.generate`. Raises BadInput."""
+    """Streams what `model` answers to `prompt` into `write`; see `generation.generate` for options. Raises BadInput."""
     where = pick_device(device)
     with local_model(model) as folder:
         tokenizer = checkpoint.load_tokenizer(folder)
         generation.generate(generation.load_model(folder, where), tokenizer, prompt, write=write, **options)
 
 
-def bench_model(
-    source: str,
-    *,
-    lengths: str,
-    batch_size: int,
-    decode_steps: int,
-    repeats: int,
-    mixer: str | None,
-    baseline: str | None,
-    device: str,
-    precision: str,
-    trust_remote_code: bool,
-    out: Path | None,
-    prefill: bool = True,
-    compiled: bool = True,
-) -> dict[str, Any]:
-    """`bench.bench_models` of `source`: a model or a shape of `shapes.SHAPES`, written into the new folder `out`.
+def bench_model(source: str, options: bench.Options, baseline: str | None, out: Path | None) -> dict[str, Any]:
+    """`bench.bench_models` of `source`, a model or a shape of `shapes.SHAPES`, written into the new folder `out`.
 
-    mixer: of a shape, whose layers are all linearized. baseline: another model or shape, None for a shape's own base.
-    What is measured before it is complete stands in `OUT.partial.json`. Raises BadInput, LinearizeError.
+    baseline: another model or shape, None for a shape's own base. Without `out` nothing is written; with it, what is
+    measured before it is complete stands in `OUT.partial.json`. Raises BadInput, LinearizeError.
     """
-    prompts, where = bench.parse_lengths(lengths), pick_device(device)
-    dtype = compute_dtype(where, precision)
-    options = bench.Options(prompts, batch_size, decode_steps, repeats, where, dtype, prefill, compiled)
     so_far = None if out is None else out.with_name(f"{out.name}.partial.json")
     if out is not None:
         refuse_existing(out)
@@ -373,13 +345,13 @@ def bench_model(
             atomic_write(so_far, json.dumps(results, indent=2) + "\n")
 
     shape = shapes.is_shape(source)
-    if not shape and mixer is not None:
-        raise BadInput(f"--mixer {mixer}: is for shapes, but {source} is a model with layers of its own")
+    if not shape and options.mixer is not None:
+        raise BadInput(f"--mixer {options.mixer}: is for shapes, but {source} is a model with layers of its own")
     if baseline is None and shape:
         baseline = source
     with (
-        _loader(source, mixer or GLA.name, options, trust_remote_code) as load,
-        nullcontext() if baseline is None else _loader(baseline, None, options, trust_remote_code) as load_base,
+        _loader(source, options.mixer or GLA.name, options) as load,
+        nullcontext() if baseline is None else _loader(baseline, None, options) as load_base,
         show_progress(f"bench {source}") as report,
     ):
         results = bench.bench_models(source, load, load_base, options, report, keep)
@@ -390,11 +362,12 @@ def bench_model(
 
 
 @contextmanager
-def _loader(source: str, mixer: str | None, options: bench.Options, trust: bool) -> Iterator[Callable[[], Any]]:
+def _loader(source: str, mixer: str | None, options: bench.Options) -> Iterator[Callable[[], Any]]:
     """What makes the model on its device, in its dtype: at random for a shape, linearized by `mixer` unless None."""
     if shapes.is_shape(source):
         yield partial(shapes.random_model, source, mixer, options.device, options.dtype)
         return
+    trust = options.trust_remote_code
     with local_model(source, trust_remote_code=trust) as folder:
         check_folder(folder, trust)  # at once: a baseline is loaded only after the model was timed
 

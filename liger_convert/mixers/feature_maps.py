@@ -16,7 +16,7 @@ from gated_kernels.codebook.chunk import chunk_codebook, per_head, unit_projecti
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from liger_convert.mixers.base import multiplies_in_bf16
+from liger_convert.mixers.precision import multiplies_in_bf16
 
 Result = TypeVar("Result")
 FeatureMapName = Literal["codebook", "hedgehog", "softmax2", "softmax", "exp", "elu1", "relu", "identity"]
@@ -73,11 +73,11 @@ class FeatureMap(nn.Module):
 
 
 class Codebook(nn.Module):
-    """phi(x) = softmax(tau C u), u = P x + b brought to length 1: how near x is to each of F codes, which sum to 1.
+    """phi(x) = softmax(s C u), u = P x + b brought to length 1: how near x is to each of F codes, which sum to 1.
 
-    Queries and keys of a key-value head share its codes C; each head has its own P, b and tau. A token is remembered
-    under its nearest codes and found by the queries that fall on them, so that F codes keep about F things apart
-    where the head's own size would keep D. What makes it work is where P, b and C start, which
+    Queries and keys of a key-value head share its codes C. Each head has its own P, b and inverse temperature s. A
+    token is remembered under its nearest codes and found by the queries that fall on them, so that F codes keep about F
+    things apart where the head's own size would keep D. What makes it work is where P, b and C start, which
     `training.calibrate` takes from the base.
     """
 
@@ -94,13 +94,13 @@ class Codebook(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        for turn, shift, log_tau in (
+        for proj, bias, log_inv_temperature in (
             (self.q_turn_HDE, self.q_shift_HE, self.q_log_tau_H),
             (self.k_turn_GDE, self.k_shift_GE, self.k_log_tau_G),
         ):
-            init.copy_(turn, torch.eye(*turn.shape[1:], dtype=turn.dtype, device=turn.device).expand_as(turn))
-            init.zeros_(shift)
-            init.constant_(log_tau, 3.0)
+            init.copy_(proj, torch.eye(*proj.shape[1:], dtype=proj.dtype, device=proj.device).expand_as(proj))
+            init.zeros_(bias)
+            init.constant_(log_inv_temperature, 3.0)
         init.normal_(self.codes_GFE, std=self.codes_GFE.shape[-1] ** -0.5)
 
     def forward(self, use: Callable[[Codebook], Result]) -> Result:
@@ -111,11 +111,11 @@ class Codebook(nn.Module):
         """
         return use(self)
 
-    def turned_queries(self, q_BTHD: Tensor) -> Tensor:
+    def projected_queries(self, q_BTHD: Tensor) -> Tensor:
         """u of the queries, [B,T,H,E]."""
         return unit_projection(q_BTHD, self.q_turn_HDE, self.q_shift_HE)
 
-    def turned_keys(self, k_BTGD: Tensor) -> Tensor:
+    def projected_keys(self, k_BTGD: Tensor) -> Tensor:
         """u of the keys, [B,T,G,E]."""
         return unit_projection(k_BTGD, self.k_turn_GDE, self.k_shift_GE)
 

@@ -1,4 +1,4 @@
-"""The layer that takes the place of softmax attention: the family's own projections, a window, and a mixer beside it.
+"""The layer that takes the place of softmax attention: the family's own projections, a window, and a mixer.
 
 Shapes: B batch, T tokens, S = tokens of the ring + T, M sinks, H query heads, G key-value heads, D head size.
 """
@@ -6,20 +6,19 @@ Shapes: B batch, T tokens, S = tokens of the ring + T, M sinks, H query heads, G
 from __future__ import annotations
 
 import sys
-from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as nnf
 from gated_kernels.fused_step.chunk import StepInputs, is_supported
-from gated_kernels.swa.chunk import chunk_swa
 from torch import Tensor, nn
 
 from liger_convert.mixers import build_mixer, make_spec
-from liger_convert.mixers.base import Beside, Branches, HeadDims, Heads, WindowRead
+from liger_convert.mixers.base import QKV, Branches, HeadDims, extend, window_metadata
+from liger_convert.mixers.fused_step import step_cache
+from liger_convert.mixers.window_attention import WindowInputs
 from liger_convert.model.cache import LinearizedCacheLayer
 from liger_convert.model.families import family_of, head_dim, project_qkv
-from liger_convert.model.sequence import SequenceLayout, Sinks
+from liger_convert.model.sequence import SequenceMetadata, Sinks, WindowMetadata
 
 MIXER_MODULE = "mixer"
 
@@ -67,115 +66,70 @@ class LinearizedAttention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
-        layout: SequenceLayout | None = None,
+        metadata: SequenceMetadata | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """hidden_states [B,T,C] -> ([B,T,C], None). The mask is the kept layers'; this layer goes by `layout`."""
-        if layout is None:
-            raise ValueError("a linearized layer is run by its model, which passes it the batch's layout")
+        """hidden_states [B,T,C] -> ([B,T,C], None). The mask is the softmax layers'; this layer goes by `metadata`."""
+        if metadata is None:
+            raise ValueError("a linearized layer is run by its model, which passes it the batch's metadata")
         past = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        if past is not None and past.static and past.taken is not None:
-            token = self.token(hidden_states, position_embeddings, layout, past)
-            o_BTHD = self.mixer(token, None, layout, past, self.branches)
+        if past is not None and past.static and past.fused:
+            step_inputs = self.prepare_step(hidden_states, position_embeddings, metadata, past)
+            o_BTHD = self.mixer("decode_step", step_inputs, past)
         else:
-            heads, see = self.look(hidden_states, position_embeddings, layout, past)
-            o_BTHD = self.mixer(heads, see, layout, past, self.branches)
-        if past is not None:
-            past.advance(layout.tokens)
+            qkv, window_inputs = self.prepare_inputs(hidden_states, position_embeddings, metadata, past)
+            o_BTHD = self.mixer("prefill", qkv, window_inputs, metadata, past, self.branches)
         return getattr(self, self.family.projections[-1])(o_BTHD.flatten(2)), None
 
-    def prepare(self, layout: SequenceLayout) -> None:
-        """Has `layout` work out, once for all equal layers, what a pass without a cache asks it for."""
-        sight = layout.look(None, self.spec.keep, self.spec.sinks)
+    def window_metadata(self, metadata: SequenceMetadata, past: LinearizedCacheLayer | None) -> WindowMetadata:
+        """What this layer's window needs to know of the batch."""
+        return window_metadata(self.spec, metadata, past)
+
+    def prepare_metadata(self, metadata: SequenceMetadata) -> None:
+        """Has `metadata` work out, once for all equal layers, what a forward without a cache asks it for."""
+        window = self.window_metadata(metadata, None)
         if self.spec.window and self.spec.scope == "evicted":
-            layout.written_on_eviction(sight.rank_BS, self.spec.window, self.spec.sinks)
+            metadata.write_mask_on_eviction(window)
 
-    def fuse(self, past: LinearizedCacheLayer, taken: Tensor) -> bool:
-        """Has this layer take its steps fused, its cache, in its fixed shape, going round by `taken`; False where it
-        cannot."""
-        rules = self.mixer.step_rules()
-        if rules is None or self.branches != "both" or (self.rotates and not _turns_halves(self.rotate)):
+    def enable_fused_step(self, past: LinearizedCacheLayer) -> bool:
+        """Has the static steps of this layer and its cache be taken by one kernel; False where it cannot."""
+        config, cache = self.mixer.step_config(), step_cache(past)
+        if config is None or cache is None or self.branches != "both":
             return False
-        return past.fuse(taken, lambda kept: is_supported(kept, rules, self.dims.heads))
+        if self.rotates and self.family.rotary != "halves":
+            return False
+        past.fused = is_supported(cache, config, self.dims.heads)
+        return past.fused
 
-    def token(
+    def prepare_step(
         self,
         x_B1C: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
-        layout: SequenceLayout,
+        metadata: SequenceMetadata,
         past: LinearizedCacheLayer,
     ) -> StepInputs:
         """What a fused step takes of the one new token."""
         q, k, v = (x[:, 0] for x in self.qkv(x_B1C))
         cos, sin = (x[:, 0] for x in position_embeddings) if self.rotates else (None, None)
-        rank_BS, _, sinks = layout.look(past, self.spec.keep, self.spec.sinks)
-        return StepInputs(q, k, v, cos, sin, rank_BS, None if sinks is None else sinks.visible_BTM[:, 0], self.scaling)
+        window = self.window_metadata(metadata, past)
+        visible_BM = None if window.sinks is None else window.sinks.visible_BTM[:, 0]
+        return StepInputs(q, k, v, cos, sin, window.position_BS, visible_BM, self.scaling)
 
-    def look(
+    def prepare_inputs(
         self,
         x_BTC: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
-        layout: SequenceLayout,
+        metadata: SequenceMetadata,
         past: LinearizedCacheLayer | None,
-    ) -> tuple[Heads, WindowRead]:
-        """The heads of the new tokens, and what gives them the window's and the sinks' output and log-sum-exp."""
+    ) -> tuple[QKV, WindowInputs]:
+        """The projections of the new tokens, and what the window attends over; the rings of `past` move on."""
         q_BTHD, k_BTGD, q_rot_BTHD, k_rot_BTGD, v_BTGD = self.project(x_BTC, position_embeddings)
-        keep = self.spec.keep
-        k_rot_BSGD = layout.extend(past, "k", k_rot_BTGD, keep)
-        v_BSGD = layout.extend(past, "v", v_BTGD, keep)
-        rank_BS, valid_BS, sinks = layout.look(past, keep, self.spec.sinks)
-        sink_k_BMGD = _sink_tokens(past, "k", sinks, k_rot_BTGD)
-        sink_v_BMGV = _sink_tokens(past, "v", sinks, v_BTGD)
-
-        def see(log_f_BTG: Tensor | None, beside: Beside | None) -> tuple[Tensor, Tensor]:
-            q, k, sink_k = q_rot_BTHD, k_rot_BSGD, sink_k_BMGD
-            if log_f_BTG is not None:
-                if layout.valid_BT is not None:
-                    log_f_BTG = torch.where(layout.valid_BT[..., None], log_f_BTG, 0)
-                log_f_BSG = layout.extend(past, "log_f", log_f_BTG, keep)
-                q, k, sink_k = with_forgetting(q, k, sink_k, log_f_BSG / self.scaling)
-            return chunk_swa(
-                q,
-                k,
-                v_BSGD,
-                window_size=self.spec.window or k.shape[1],
-                scale=self.scaling,
-                valid_BS=valid_BS,
-                segment_ids_BS=layout.document_BT,
-                sink_k_BMGD=sink_k,
-                sink_v_BMGV=sink_v_BMGV,
-                sink_visible_BTM=None if sinks is None else sinks.visible_BTM,
-                memory_BTHV=None if beside is None else beside.memory_BTHV,
-                normalizer_BTH=None if beside is None else beside.mass_BTH,
-                memory_logit_BTH=None if beside is None else beside.log_weight_BTH,
-                mix_weight_H=None if beside is None else beside.share_H,
-            )
-
-        return Heads(q_BTHD, k_BTGD, q_rot_BTHD, k_rot_BTGD, v_BSGD, rank_BS, x_BTC), see
-
-
-@cache
-def _turns_halves(rotate: Any) -> bool:
-    """Whether a family's rotary turns channel c with channel c + D / 2: tried out on numbers."""
-    x, cos, sin = torch.tensor([[2.0, 3, 5, 7], [11, 13, 17, 19], [23, 29, 31, 37]])[:, None, None]
-    turned = x * cos + torch.cat((-x[..., 2:], x[..., :2]), -1) * sin
-    return all(torch.equal(found[0], turned) for found in rotate(x[None], x[None], cos, sin, unsqueeze_dim=2))
-
-
-def with_forgetting(
-    q_BTHD: Tensor, k_BSGD: Tensor, sink_k_BMGD: Tensor | None, log_f_BSG: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """q, k and the sinks' k with two channels more, which add the log_f after key s up to query t to their product.
-
-    The product of [q, c_t, 1] and [k, 1, -c_s], c being the sums of log_f from the ring's first token: in at least
-    float32, where a sum c of 1,000 is exact to 1e-4. To a sink, [k, 0, 0], they add nothing.
-    """
-    T, R = q_BTHD.shape[1], q_BTHD.shape[2] // k_BSGD.shape[2]
-    c_BSG1 = log_f_BSG.cumsum(1)[..., None]
-    c_BTH1 = c_BSG1[:, -T:].repeat_interleave(R, 2)
-    q = torch.cat((q_BTHD.to(log_f_BSG.dtype), c_BTH1, torch.ones_like(c_BTH1)), -1)
-    k = torch.cat((k_BSGD.to(log_f_BSG.dtype), torch.ones_like(c_BSG1), -c_BSG1), -1)
-    return q, k, None if sink_k_BMGD is None else nnf.pad(sink_k_BMGD.to(log_f_BSG.dtype), (0, 2))
+        window = self.window_metadata(metadata, past)
+        k_rot_BSGD = extend(past, "k", k_rot_BTGD, window)
+        v_BSGD = extend(past, "v", v_BTGD, window)
+        sinks = (_sink_tokens(past, "k", window.sinks, k_rot_BTGD), _sink_tokens(past, "v", window.sinks, v_BTGD))
+        inputs = WindowInputs(q_rot_BTHD, k_rot_BSGD, v_BSGD, *sinks, window, self.spec.window, self.scaling)
+        return QKV(q_BTHD, k_BTGD, q_rot_BTHD, k_rot_BTGD, v_BSGD, window.position_BS, x_BTC), inputs
 
 
 def _sink_tokens(past: LinearizedCacheLayer | None, name: str, sinks: Sinks | None, new_BTGD: Tensor) -> Tensor | None:
@@ -190,5 +144,5 @@ def _sink_tokens(past: LinearizedCacheLayer | None, name: str, sinks: Sinks | No
     old = None if past is None else past.sinks.get(name)
     tokens_BMGD = torch.where(found, new_BTGD.gather(1, index), new_BTGD.new_zeros(()) if old is None else old)
     if past is not None:
-        past.write(past.sinks, name, tokens_BMGD)
+        past.write_sinks(name, tokens_BMGD)
     return tokens_BMGD

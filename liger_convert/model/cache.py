@@ -1,8 +1,8 @@
-"""One layer's memory between two calls: the window ring, the sinks and the recurrent states. Constant in size,
+"""One layer's memory between two calls: the window's ring, the sinks and the recurrent states. Constant in size,
 unless the window has no end.
 
-Shapes: B batch, T new tokens, P tokens kept in the ring (at most window - 1, if there is an end), N sinks, G key-value
-heads, S tokens that a kept layer has room for, D head size.
+Shapes: B batch, T new tokens, P tokens of the ring (at most window - 1, if there is an end), N sinks, G key-value
+heads, S tokens that a softmax layer has room for, D head size.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gated_kernels.fused_step.chunk import StepCache, StepConfig, StepInputs, fused_step
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from liger_convert.mixers import SOFTMAX
+from liger_convert.model.sequence import Positions, SequenceMetadata, WindowMetadata
 
 
 class LinearizedCacheLayer(CacheLayerMixin):
     """Tensors by name, all with the batch first: `ring` [B,P,...], `sinks` [B,N,...] and float32 `states` [B,...].
+    Where these tokens stand is said by `positions`, which equal layers share.
+
+    A ring is read from its oldest token on, whose slot `positions.ring_position` names. While `static` holds, no shape
+    changes and no value is looked at. What is `in_place` besides is written to where it stands, as a captured step
+    needs it (decoding.py): a new token then takes the slot of the oldest, which moves on. Else the ring is laid out
+    anew, the oldest token first.
 
     Queries of the library (length, mask sizes, beams, offloading) are answered for the whole layer. `is_sliding` is
-    None, neither True nor False, because the library sizes the masks of the *kept* layers by the first cache layer
+    None, neither True nor False, because the library sizes the masks of the *softmax* layers by the first cache layer
     that says either.
-
-    While `static` holds, no shape changes and no value is looked at; what is `in_place` besides is written to where it
-    stands, as a captured step needs it (decode.py). Fused steps (gated_kernels.fused_step) do not shift the ring but go
-    round in it: `taken` counts them and thus names the slot of the oldest token, until `settle` restores the order.
-    The ranks are always in order. They also keep the normaliser, otherwise the state's last column, in a tensor `z` of
-    its own.
     """
 
     is_sliding = None
@@ -42,12 +42,10 @@ class LinearizedCacheLayer(CacheLayerMixin):
         self.ring: dict[str, Tensor] = {}
         self.sinks: dict[str, Tensor] = {}
         self.states: dict[str, Tensor] = {}
+        self.positions: Positions | None = None
         self.length = 0
-        self.padded = False
-        self.has_all_sinks = False  # known, not merely so: what a static step goes by
-        self.kept: FixedLayer | None = None  # answers for the masks of the kept layers while static
-        self.taken: Tensor | None = None
-        self.taken_from = 0  # the length at the first of these steps
+        self.softmax: StaticSoftmaxLayer | None = None  # answers for the masks of the softmax layers while static
+        self.fused = False  # whether static steps are taken by one kernel
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
@@ -59,91 +57,82 @@ class LinearizedCacheLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         raise RuntimeError("this cache layer belongs to a linearized layer, but softmax attention tried to use it")
 
-    def extend(self, name: str, new: Tensor, keep: int) -> Tensor:
-        """The ring called `name` followed by `new` [B,T,...]; its last `keep` tokens stay."""
-        old = self.ring.get(name)
-        stream = new if old is None else torch.cat((old, new), 1)
-        last = stream[:, max(0, stream.shape[1] - keep) :]
+    def extend(self, name: str, new: Tensor, window: WindowMetadata) -> Tensor:
+        """[B,S,...]: the ring called `name`, oldest token first, then `new` [B,T,...], whose last tokens stay."""
+        old, order_P = self.ring.get(name), window.ring_order_P
+        ordered = old if old is None or order_P is None else old.index_select(1, order_P)
+        stream = new if ordered is None else torch.cat((ordered, new), 1)
+        if old is not None and self.static and self.in_place:
+            if order_P is not None:
+                old.index_copy_(1, order_P[:1], new.to(old.dtype))
+            return stream
+        last = stream[:, max(0, stream.shape[1] - window.cache_window) :]
         # cloned, because a view of the last tokens would keep the whole prompt alive; a step's keeps one token more
-        view = self.static or (old is not None and stream.shape[1] <= keep)
-        self.write(self.ring, name, last if view else last.clone())
+        view = self.static or (old is not None and stream.shape[1] <= window.cache_window)
+        self.ring[name] = last if view else last.clone()
         return stream
 
-    def write(self, group: dict[str, Tensor], name: str, tensor: Tensor) -> None:
-        """Keeps `tensor` as `name` of one of the three groups."""
-        if self.static and self.in_place:
-            group[name].copy_(tensor)
-        else:
-            group[name] = tensor
+    def write_sinks(self, name: str, tensor: Tensor) -> None:
+        """Keeps the sinks' keys or values."""
+        self._write(self.sinks, name, tensor)
 
-    def share(self, other: LinearizedCacheLayer) -> None:
-        """Takes over what equal layers have in common: which tokens there are and where the sinks stand."""
-        self.ring["rank"] = other.ring["rank"]
-        self.sinks.update({name: other.sinks[name] for name in ("seen", "since") if name in other.sinks})
-        self.padded = other.padded
+    def write_states(self, states: dict[str, Tensor]) -> None:
+        """Keeps the states after a forward."""
+        for name, state in states.items():
+            self._write(self.states, name, state)
 
-    def freeze(self, keep: int, in_place: bool) -> None:
-        """Gives every tensor the shape it stays at and memory of its own; ranks of -1 fill a ring to `keep` tokens."""
-        self.settle()
-        self.in_place = in_place
+    def write_positions(self, positions: Positions) -> None:
+        """Keeps where the tokens stand after a forward."""
+        if not (self.static and self.in_place):
+            self.positions = positions
+            return
+        assert self.positions is not None
+        position_BP, seen_B, since_BM, *_, ring_position = self.positions
+        position_BP.copy_(positions.position_BP)
+        seen_B.copy_(positions.seen_B)
+        if since_BM is not None and positions.since_BM is not None:
+            since_BM.copy_(positions.since_BM)
+        if ring_position is not None:
+            ring_position.add_(1)
+
+    def to_static(self, cache_window: int, in_place: bool) -> None:
+        """Gives every tensor the shape it stays at and memory of its own: a ring is filled up to `cache_window` tokens,
+        with positions of -1."""
+        before = self.positions
+        assert before is not None
+        self.in_place, self.fused = in_place, False
         for name, tensor in self.ring.items():
-            missing = tensor.new_full((len(tensor), keep - tensor.shape[1], *tensor.shape[2:]), -(name == "rank"))
-            self.ring[name] = torch.cat((missing, tensor), 1)
-        self.sinks = {name: tensor.clone() for name, tensor in self.sinks.items()}
-        self.states = {name: tensor.clone() for name, tensor in self.states.items()}
-        self.padded = True
-        self.has_all_sinks = "since" in self.sinks and bool((self.sinks["since"] > 0).all())
-
-    def fuse(self, taken: Tensor, takes: Callable[[StepCache], bool]) -> bool:
-        """Has the steps from here on be fused and go round by `taken`, where these take what is kept here."""
-        if not {"k", "v", "rank"} <= self.ring.keys() <= {"k", "v", "rank", "pending0"}:
-            return False
-        if self.states.keys() != {"state"}:
-            return False
-        before, size = self.states["state"], self.ring["v"].shape[-1]
-        if before.shape[-1] == size + 1:
-            self.states = {"state": before[..., :size].contiguous(), "z": before[..., size].contiguous()}
-        if not takes(self._kept(taken)):
-            self.states = {"state": before}
-            return False
-        self.taken, self.taken_from = taken, self.length
-        return True
-
-    def step(self, token: StepInputs, rules: StepConfig | None) -> Tensor:
-        """The layer's output [B,1,H,D] by the fused step."""
-        assert self.taken is not None
-        assert rules is not None
-        return fused_step(token, self._kept(self.taken), rules)[:, None]
-
-    def settle(self) -> None:
-        """Puts the oldest token first again and the state together, after fused steps."""
-        if self.taken is not None:
-            for name, tensor in self.ring.items():
-                if name != "rank":
-                    self.ring[name] = tensor.roll((self.taken_from - self.length) % tensor.shape[1], 1)
-            if "z" in self.states:
-                self.states = {"state": torch.cat((self.states["state"], self.states["z"][..., None]), -1)}
-            self.taken = None
+            if before.ring_position is not None and tensor.shape[1]:
+                tensor = tensor.roll(-int(before.ring_position) % tensor.shape[1], 1)
+            self.ring[name] = _filled(tensor, cache_window, 0)
+        self.sinks, self.states = (
+            {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in group.items()}
+            for group in (self.sinks, self.states)
+        )
+        self.positions = before._replace(
+            position_BP=_filled(before.position_BP, cache_window, -1),
+            seen_B=before.seen_B.clone(),
+            since_BM=None if before.since_BM is None else before.since_BM.clone(),
+            padded=True,
+            has_all_sinks=before.since_BM is not None and bool((before.since_BM > 0).all()),
+            ring_position=torch.zeros_like(before.seen_B[0]) if in_place else None,
+        )
 
     def tensors(self) -> list[Tensor]:
         """Everything a step writes to."""
-        return [tensor for group in self._groups() for tensor in group.values()]
-
-    def advance(self, tokens: int) -> None:
-        """Counts `tokens` more tokens of every row, padding included."""
-        self.length += tokens
-        self.is_initialized = True
+        ring_position = None if self.positions is None else self.positions.ring_position
+        return self._batched() + ([] if ring_position is None else [ring_position])
 
     def nbytes(self) -> int:
         """Bytes held for all rows together."""
-        return sum(t.numel() * t.element_size() for t in self.tensors())
+        return sum(t.numel() * t.element_size() for t in self._batched())
 
     def get_seq_length(self) -> Any:
-        return self.kept.get_seq_length() if self.static and self.kept is not None else self.length
+        return self.softmax.get_seq_length() if self.static and self.softmax is not None else self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if self.static and self.kept is not None:
-            return self.kept.get_mask_sizes(query_length)
+        if self.static and self.softmax is not None:
+            return self.softmax.get_mask_sizes(query_length)
         return self.length + query_length, 0
 
     def get_max_length(self) -> int:
@@ -173,23 +162,53 @@ class LinearizedCacheLayer(CacheLayerMixin):
     def batch_select_indices(self, indices: Tensor) -> None:
         self._map(lambda t: t[indices])
 
-    def _kept(self, taken: Tensor) -> StepCache:
-        """What a fused step writes to."""
-        ring, sinks, states = self._groups()
-        of_sinks = sinks.get("k"), sinks.get("v")
-        return StepCache(ring["k"], ring["v"], ring.get("pending0"), *of_sinks, states["state"], states.get("z"), taken)
+    def _write(self, group: dict[str, Tensor], name: str, tensor: Tensor) -> None:
+        if self.static and self.in_place:
+            group[name].copy_(tensor)
+        else:
+            group[name] = tensor
+
+    def _batched(self) -> list[Tensor]:
+        of_positions = [] if self.positions is None else [self.positions.position_BP, self.positions.seen_B]
+        if self.positions is not None and self.positions.since_BM is not None:
+            of_positions.append(self.positions.since_BM)
+        return [*of_positions, *(tensor for group in self._groups() for tensor in group.values())]
 
     def _groups(self) -> tuple[dict[str, Tensor], ...]:
         return self.ring, self.sinks, self.states
 
-    def _map(self, change: Any) -> None:
+    def _map(self, change: Callable[[Tensor], Tensor]) -> None:
         for group in self._groups():
             for name, tensor in group.items():
                 group[name] = change(tensor)
+        if (at := self.positions) is not None:
+            since_BM = None if at.since_BM is None else change(at.since_BM)
+            self.positions = at._replace(
+                position_BP=change(at.position_BP), seen_B=change(at.seen_B), since_BM=since_BM
+            )
 
 
-class FixedLayer(DynamicLayer):
-    """A kept layer's keys and values [B,G,S,D] at fixed addresses, made from a dynamic layer and turned back into it.
+def advance(layers: list[LinearizedCacheLayer], windows: list[WindowMetadata], metadata: SequenceMetadata) -> None:
+    """Has layers take over where the tokens stand after a forward over `metadata`; `windows` is what each of them was
+    given. Equal layers share it."""
+    first: dict[int, LinearizedCacheLayer] = {}
+    for layer, window in zip(layers, windows, strict=True):
+        if id(window) not in first:
+            layer.write_positions(metadata.positions_after(window, layer.positions))
+            first[id(window)] = layer
+        layer.positions = first[id(window)].positions
+        layer.length += metadata.tokens
+        layer.is_initialized = True
+
+
+def _filled(tensor: Tensor, size: int, value: int) -> Tensor:
+    """[B,P,...] with `value` before its tokens, up to `size` of them, in memory of its own."""
+    missing = tensor.new_full((len(tensor), size - tensor.shape[1], *tensor.shape[2:]), value)
+    return torch.cat((missing, tensor), 1)
+
+
+class StaticSoftmaxLayer(DynamicLayer):
+    """A softmax layer's keys and values [B,G,S,D] at fixed addresses. It is made from a dynamic layer and turned back.
 
     Sliding layers keep all S tokens too: what has left their window is masked, as it is at any full length.
     """
@@ -207,7 +226,7 @@ class FixedLayer(DynamicLayer):
         held = slice(self.length - dynamic.keys.shape[2], self.length)
         self.keys, self.values = (t.new_zeros(*t.shape[:2], room, t.shape[3]) for t in (dynamic.keys, dynamic.values))
         self.keys[:, :, held], self.values[:, :, held] = dynamic.keys, dynamic.values
-        dynamic.keys = dynamic.values = None  # until `thaw`
+        dynamic.keys = dynamic.values = None  # until `to_dynamic`
         self.next = torch.tensor(self.length, device=self.keys.device)
         self.is_initialized = True
 
@@ -235,7 +254,7 @@ class FixedLayer(DynamicLayer):
         self.length = 0
         self.next.zero_()
 
-    def thaw(self) -> DynamicLayer:
+    def to_dynamic(self) -> DynamicLayer:
         """The dynamic layer, as it would be had it made these steps."""
         start = 0
         if isinstance(self.dynamic, DynamicSlidingWindowLayer):
@@ -262,10 +281,8 @@ def adopt_cache(cache: Any, layers: list[str]) -> None:
         cache.layers.append(cache.layer_class_to_replicate())
     for i, mixer in enumerate(layers):
         layer = cache.layers[i]
-        if isinstance(layer, FixedLayer) and not layer.static:
-            cache.layers[i] = layer.thaw()
-        if isinstance(layer, LinearizedCacheLayer) and not layer.static:
-            layer.settle()
+        if isinstance(layer, StaticSoftmaxLayer) and not layer.static:
+            cache.layers[i] = layer.to_dynamic()
         if mixer == SOFTMAX or isinstance(layer, LinearizedCacheLayer):
             continue
         if not isinstance(layer, DynamicLayer):

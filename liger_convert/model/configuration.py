@@ -11,7 +11,7 @@ from liger_convert.config.names import SOFTMAX
 from liger_convert.config.renamed import current
 from liger_convert.model.families import FAMILIES, PREFIX, family_of
 
-FORMAT = 1
+FORMAT = 2  # 1 had `join` for a mixer's `combine`
 
 
 def _config_class(model_type: str) -> type:

@@ -4,7 +4,7 @@ After the prompt, every tensor of the cache gets the shape it stays at, and a st
 padding are tensors, so that no number of a step enters its graph. `generate` calls a Decoder where it would otherwise
 call the model (LinearizedForCausalLM.get_compiled_call), and all but steps of one token go on to the model.
 
-Shapes: B batch, S tokens so far; where kept layers have a fixed room, S is that.
+Shapes: B batch, S tokens so far; where softmax layers have a fixed room, S is that.
 """
 
 from __future__ import annotations
@@ -13,31 +13,30 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
 from liger_convert.mixers import SOFTMAX, make_spec
-from liger_convert.model.cache import FixedLayer, LinearizedCacheLayer
-from liger_convert.model.sequence import SequenceLayout
+from liger_convert.model.cache import LinearizedCacheLayer, StaticSoftmaxLayer
+from liger_convert.model.cuda_graphs import WARM_UP, capture
+from liger_convert.model.sequence import SequenceMetadata
 
 logger = logging.get_logger(__name__)
 
-ROOM = 256  # tokens by which kept layers grow: they attend over all their room, and each growth is captured anew
-WARM_UP = 2  # steps before a capture, in which libraries allocate what they keep
+ROOM = 256  # tokens by which softmax layers grow: they attend over all their room, and each growth is captured anew
 NEEDED = {"input_ids", "position_ids", "past_key_values"}
 HARMLESS = {"attention_mask", "use_cache", "return_dict", "logits_to_keep"}  # a step can do without, or honours it
 
-# ids [B,1], positions [B or 1,1], whether a token is no padding [B,1], the kept layers' mask [B,S] or None -> logits
+# ids [B,1], positions [B or 1,1], whether a token is no padding [B,1], the softmax layers' mask [B,S] or None -> logits
 Step = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Decoder:
     """The steps of one generation; `model.decoding` says in words how they run.
 
-    `in_place` is what a capture needs, and the default on a GPU: every tensor stays at its address, and kept softmax
+    `in_place` is what a capture needs, and the default on a GPU: every tensor stays at its address, and softmax
     layers get a fixed room. A CPU attends faster to the tokens there are than to a room with a mask.
     """
 
@@ -46,8 +45,7 @@ class Decoder:
         self.in_place = model.device.type == "cuda" if in_place is None else in_place
         self.cache: Any = None
         self.linear: list[LinearizedCacheLayer] = []
-        self.kept: list[FixedLayer] = []
-        self.taken = torch.zeros((), dtype=torch.long, device=model.device)  # steps taken, for those that are fused
+        self.softmax: list[StaticSoftmaxLayer] = []
         self.step: Step = self._step
 
     def __call__(self, **inputs: Any) -> Any:
@@ -56,17 +54,17 @@ class Decoder:
         if not _is_step(inputs):
             self.cache = None
             return self.model(**inputs)
-        fresh = cache is not self.cache or any(layer.length == layer.room for layer in self.kept)
+        fresh = cache is not self.cache or any(layer.length == layer.room for layer in self.softmax)
         if fresh:
-            self._freeze(cache)
+            self._to_static(cache)
         ids_B1, mask_BS, length = inputs["input_ids"], inputs.get("attention_mask"), self.linear[0].length
         if mask_BS is None:
             mask_BS = ids_B1.new_ones(len(ids_B1), length + 1)
         valid_B1 = mask_BS[:, -1:].bool()
-        if self.kept:
-            mask_BS = F.pad(mask_BS, (0, self.kept[0].room - mask_BS.shape[1]))
+        if self.softmax:
+            mask_BS = F.pad(mask_BS, (0, self.softmax[0].room - mask_BS.shape[1]))
         elif self.in_place:
-            mask_BS = None  # there are no kept layers
+            mask_BS = None  # there are no softmax layers
         given = ids_B1, inputs["position_ids"], valid_B1, mask_BS
         if fresh:
             self.step = self._captured(given)
@@ -75,40 +73,37 @@ class Decoder:
             layer.length = length + 1  # a replay runs no line of Python
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
-    def _freeze(self, cache: Any) -> None:
-        self.cache, self.linear, self.kept = cache, [], []
-        self.taken = torch.zeros_like(self.taken)
+    def _to_static(self, cache: Any) -> None:
+        self.cache, self.linear, self.softmax = cache, [], []
         for i, layer in enumerate(cache.layers):
             if isinstance(layer, LinearizedCacheLayer):
                 attention = self.model.model.layers[i].self_attn
-                layer.freeze(attention.spec.keep, self.in_place)
+                layer.to_static(attention.spec.cache_window, self.in_place)
                 if self.in_place:
-                    attention.fuse(layer, self.taken)
+                    attention.enable_fused_step(layer)
                 self.linear.append(layer)
             elif self.in_place:
-                dynamic = layer.thaw() if isinstance(layer, FixedLayer) else layer
-                cache.layers[i] = FixedLayer(dynamic, ((dynamic.get_seq_length() + WARM_UP) // ROOM + 1) * ROOM)
-                self.kept.append(cache.layers[i])
+                dynamic = layer.to_dynamic() if isinstance(layer, StaticSoftmaxLayer) else layer
+                cache.layers[i] = StaticSoftmaxLayer(dynamic, ((dynamic.get_seq_length() + WARM_UP) // ROOM + 1) * ROOM)
+                self.softmax.append(cache.layers[i])
         for layer in self.linear:
-            layer.kept = self.kept[0] if self.kept else None
+            layer.softmax = self.softmax[0] if self.softmax else None
 
     def _step(self, ids_B1: Tensor, positions_B1: Tensor, valid_B1: Tensor, mask_BS: Tensor | None) -> Tensor:
         with static_steps(self._layers()):
-            layout = SequenceLayout.build(ids_B1, positions_B1, valid_B1, self.linear[0])
-            inputs = {"input_ids": ids_B1, "position_ids": positions_B1, "attention_mask": mask_BS, "layout": layout}
-            logits = self.model(**inputs, past_key_values=self.cache, use_cache=True).logits
-        self.taken += 1
-        return logits
+            metadata = SequenceMetadata.build(ids_B1, positions_B1, valid_B1, self.linear[0].positions, static=True)
+            inputs = {"input_ids": ids_B1, "position_ids": positions_B1, "attention_mask": mask_BS}
+            return self.model(**inputs, metadata=metadata, past_key_values=self.cache, use_cache=True).logits
 
     def _layers(self) -> list[Any]:
-        return [*self.linear, *self.kept]
+        return [*self.linear, *self.softmax]
 
     def _tensors(self) -> list[Tensor]:
-        return [self.taken, *(tensor for layer in self._layers() for tensor in layer.tensors())]
+        return [tensor for layer in self._layers() for tensor in layer.tensors()]
 
     def _captured(self, given: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> Step:
         """The step as a CUDA graph, or as it is where there is none to be had."""
-        fused = ", fused" if all(layer.taken is not None for layer in self.linear) else ""
+        fused = ", fused" if all(layer.fused for layer in self.linear) else ""
         self.model.decoding = f"fixed steps{fused}"
         if self.model.device.type != "cuda":
             return self._step
@@ -127,43 +122,6 @@ class Decoder:
         return self._step
 
 
-def capture(
-    step: Callable[..., Tensor],
-    given: tuple[Tensor | None, ...],
-    tensors: Callable[[], list[Tensor]],
-    pool: Any = None,
-) -> Callable[..., Tensor]:
-    """`step` as one CUDA graph, replayed by a call with inputs of the shapes of `given`, whose result the next call
-    overwrites. `tensors()` lists what a step changes; it is left as it was. Graphs of one `pool` take turns in the same
-    memory. Raises RuntimeError where `step` cannot be captured, as when it looks at a value."""
-    slots = tuple(None if x is None else x.clone() for x in given)
-    before = [tensor.clone() for tensor in tensors()]
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    # casts that autocast keeps for what comes next would not live as long as the graph, which makes its own
-    casting, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    try:
-        with torch.autocast("cuda", dtype, enabled=casting, cache_enabled=False):
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(WARM_UP):
-                    step(*slots)
-            torch.cuda.current_stream().wait_stream(side)
-            with torch.cuda.graph(graph, pool=pool):
-                result = step(*slots)
-    finally:
-        for tensor, old in zip(tensors(), before, strict=True):
-            tensor.copy_(old)
-
-    def replay(*inputs: Tensor | None) -> Tensor:
-        for slot, x in zip(slots, inputs, strict=True):
-            if slot is not None and x is not None:
-                slot.copy_(x)
-        graph.replay()
-        return result
-
-    return replay
-
-
 def why_plain(model: Any) -> str | None:
     """Why a linearized model decodes without a Decoder, or None."""
     linearization = model.config.linearization
@@ -173,7 +131,7 @@ def why_plain(model: Any) -> str | None:
         return "a window without an end grows with every step"
     attention = model.config._attn_implementation
     if SOFTMAX in linearization["layers"] and model.device.type == "cuda" and attention not in ("sdpa", "eager"):
-        return f"kept layers attend by {attention}, whose masks cannot be of fixed shape"
+        return f"softmax layers attend by {attention}, whose masks cannot be of fixed shape"
     return None
 
 

@@ -15,18 +15,36 @@ from liger_convert.utils.errors import BadInput, did_you_mean
 
 @dataclass(frozen=True)
 class Family:
-    """How one family's attention makes its queries, keys and values.
+    """What differs in one family's attention, and in the decoder layer that calls it.
 
     `projections`: names of its linear maps, the last one being the output map. One fused input map means q, k, v stand
     behind each other in its output.
     `qk_norm`: whether queries and keys are normalised per head, over the flat projection (before the split into
     heads), or not at all.
+    `rotary`: its module's `apply_rotary_pos_emb` rotates channel c with channel c + C / 2 of the first C (`halves`), or
+    attention itself splits off the channels that are rotated (`in_attention`).
+    `passes_kwargs`: whether its decoder layer hands all it is given on to attention.
+    `output_dropout`: whether attention drops parts of its output in training.
     """
 
     model_type: str
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     qk_norm: Literal["none", "head", "flat"] = "none"
     moe: bool = False
+    rotary: Literal["halves", "in_attention"] = "halves"
+    passes_kwargs: bool = True
+    output_dropout: bool = False
+
+    def misfit(self) -> str | None:
+        """Why this family cannot be linearized, or None."""
+        reasons = []
+        if not self.passes_kwargs:
+            reasons.append("its decoder layer does not pass the batch's metadata on to attention")
+        if self.rotary == "in_attention":
+            reasons.append("its attention itself splits off the channels that are rotated")
+        if self.output_dropout:
+            reasons.append("its attention ends with a dropout, which a linearized layer would leave out")
+        return " and ".join(reasons) or None
 
     @property
     def fused(self) -> bool:
@@ -48,6 +66,15 @@ FAMILIES = {
         Family("mixtral", moe=True),
         Family("qwen3_moe", qk_norm="head", moe=True),
         Family("olmoe", qk_norm="flat", moe=True),
+    )
+}
+
+# families that look alike but do not fit; `Family.misfit` says why
+MISFITS = {
+    family.model_type: family
+    for family in (
+        Family("stablelm", rotary="in_attention", passes_kwargs=False),
+        Family("starcoder2", output_dropout=True),
     )
 }
 

@@ -24,12 +24,12 @@ from transformers.utils import logging
 from liger_convert.mixers import build_mixer
 from liger_convert.mixers.base import Branches, Mixer
 from liger_convert.model.attention import MIXER_MODULE, LinearizedAttention, head_dims
-from liger_convert.model.cache import adopt_cache
+from liger_convert.model.cache import adopt_cache, advance
 from liger_convert.model.configuration import CONFIGS, FORMAT, linear_layers
 from liger_convert.model.decoding import Decoder, why_plain
 from liger_convert.model.heads import head_classes
 from liger_convert.model.packing import document_positions
-from liger_convert.model.sequence import PACKED_CACHE, SequenceLayout
+from liger_convert.model.sequence import PACKED_CACHE, SequenceMetadata
 
 logger = logging.get_logger(__name__)
 
@@ -74,7 +74,7 @@ class LinearizedInit(Family):
 
 
 class LinearizedModel(LinearizedInit):
-    """The backbone: builds the batch's layout and the cache layers, and leaves the rest to the family."""
+    """The backbone: builds the batch's metadata and the cache layers, and leaves the rest to the family."""
 
     config: Any
     layers: Any
@@ -93,13 +93,13 @@ class LinearizedModel(LinearizedInit):
         past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        layout: SequenceLayout | None = None,
+        metadata: SequenceMetadata | None = None,
         **kwargs: Any,
     ) -> Any:
         """As the family's; `attention_mask` is 2-D. Packed documents: restarting `position_ids` (or `cu_seq_lens_q`, or
         `seq_idx`), no mask, no cache: none is made unless `use_cache` asks for it, which is refused.
 
-        `layout` is given where it is worked out already; the mask is then the kept layers' alone.
+        `metadata` is given where it is worked out already; the mask is then the softmax layers' alone.
         """
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None:
@@ -107,12 +107,12 @@ class LinearizedModel(LinearizedInit):
         documents = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
         if any(told is not None for told in documents):
             position_ids = document_positions(given.shape[0], given.shape[1], position_ids, *documents)
-        if layout is None and past_key_values is None:
-            layout = SequenceLayout.build(given, position_ids, attention_mask, None)
-            if use_cache and layout.document_BT is not None:
+        if metadata is None and past_key_values is None:
+            metadata = SequenceMetadata.build(given, position_ids, attention_mask)
+            if use_cache and metadata.segment_ids_BT is not None:
                 raise ValueError(PACKED_CACHE)
         if use_cache is None:
-            use_cache = self.config.use_cache and (layout is None or layout.document_BT is None)
+            use_cache = self.config.use_cache and (metadata is None or metadata.segment_ids_BT is None)
         if self.training and self.gradient_checkpointing:
             use_cache = False
         if torch.compiler.is_exporting() and (use_cache or past_key_values is not None):
@@ -124,26 +124,33 @@ class LinearizedModel(LinearizedInit):
         if past_key_values is not None:
             adopt_cache(past_key_values, self.config.linearization["layers"])
             past = past_key_values.layers[linear[0]] if linear else None
-        if layout is None:
-            layout = SequenceLayout.build(given, position_ids, attention_mask, past)
+        if metadata is None:
+            metadata = SequenceMetadata.build(
+                given, position_ids, attention_mask, None if past is None else past.positions
+            )
         if position_ids is None:
             start = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = (torch.arange(given.shape[1], device=given.device) + start)[None]
         if past is None:
-            prepare(self, layout)
+            prepare_metadata(self, metadata)
         if len(linear) == len(self.layers):
             # no layer takes the family's mask, and one of 4 dimensions keeps it from building [tokens, tokens]
             attention_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=given.device)
-        return super().forward(
+        output = super().forward(
             input_ids=input_ids if inputs_embeds is None else None,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
             use_cache=use_cache,
-            layout=layout,
+            metadata=metadata,
             **kwargs,
         )
+        if past is not None:
+            pasts = [past_key_values.layers[i] for i in linear]
+            windows = [self.layers[i].self_attn.window_metadata(metadata, pasts[n]) for n, i in enumerate(linear)]
+            advance(pasts, windows, metadata)
+        return output
 
 
 FULL_ROWS = 8  # that are read by whole pieces
@@ -228,16 +235,16 @@ class LinearizedForCausalLM(LinearizedInit):
 
     def _align(self, targets: AlignTargets, position_ids: Tensor | None, attention_mask: Tensor | None) -> AlignOutput:
         backbone = self.model
-        layout = SequenceLayout.build(targets.hidden[0], position_ids, attention_mask, None)
-        prepare(backbone, layout)
+        metadata = SequenceMetadata.build(targets.hidden[0], position_ids, attention_mask)
+        prepare_metadata(backbone, metadata)
         losses = []
         for i, x_BTC, y_BTC, embeddings in zip(
             targets.layers, targets.hidden, targets.outputs, targets.position_embeddings, strict=True
         ):
 
             def layer_loss(x: Tensor, y: Tensor, embeddings: Any = embeddings, i: int = i) -> Tensor:
-                o, _ = backbone.layers[i].self_attn(x, position_embeddings=embeddings, layout=layout)
-                return self.relative_error(o, y, layout.valid_BT)
+                o, _ = backbone.layers[i].self_attn(x, position_embeddings=embeddings, metadata=metadata)
+                return self.relative_error(o, y, metadata.valid_BT)
 
             if backbone.gradient_checkpointing and self.training:
                 loss = torch.utils.checkpoint.checkpoint(layer_loss, x_BTC, y_BTC, use_reentrant=False)
@@ -288,10 +295,10 @@ class LinearizedForCausalLM(LinearizedInit):
         return Decoder(self)
 
 
-def prepare(backbone: Any, layout: SequenceLayout) -> None:
+def prepare_metadata(backbone: Any, metadata: SequenceMetadata) -> None:
     """Works out what equal layers see, before any of them runs: compiled layers are then one and the same graph."""
     for i in linear_layers(backbone.config):
-        backbone.layers[i].self_attn.prepare(layout)
+        backbone.layers[i].self_attn.prepare_metadata(metadata)
 
 
 def linearize_layers(backbone: Any, config: Any) -> None:
@@ -311,7 +318,7 @@ def _classes(model_type: str) -> tuple[type, type, type]:
         "config_class": config,
         "_can_compile_fullgraph": False,
         "_is_stateful": True,
-        # gates near 1 and log shares need more than bfloat16's 8 bits, and are small
+        # gates near 1 and memory logits need more than bfloat16's 8 bits, and are small
         "_keep_in_fp32_modules_strict": [MIXER_MODULE],
     }
     backbone = type(f"Linearized{base_backbone.__name__}", (LinearizedModel, base_backbone), common)

@@ -238,10 +238,10 @@ def make_plan(recipe: Recipe, base_config: Any) -> Plan:
 
 
 def _ring_bytes(spec: dict[str, Any], config: Any, itemsize: int) -> int:
-    """One token's share of one linearized layer's ring: key, value, what is pending, log f and, 8 bytes, its rank."""
+    """One token in one linearized layer's ring: key, value, deferred inputs, log f and, 8 bytes, its position."""
     cls, options, dims = MIXERS[spec["type"]], make_spec(spec), head_dims(config)
-    pending = sum(cls.pending_sizes(options, dims)) if options.scope == "evicted" else 0
-    return dims.kv_heads * ((2 * dims.dim + pending) * itemsize + 4 * options.forget) + 8
+    deferred = sum(cls.deferred_input_sizes(options, dims)) if options.scope == "evicted" else 0
+    return dims.kv_heads * ((2 * dims.dim + deferred) * itemsize + 4 * options.forget) + 8
 
 
 def _state_bytes(spec: dict[str, Any], config: Any, itemsize: int) -> int:

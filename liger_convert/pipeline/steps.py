@@ -16,6 +16,7 @@ from liger_convert.config.recipe import Recipe
 from liger_convert.config.sources import FileSource, TeacherSource
 from liger_convert.data import teacher
 from liger_convert.data.documents import Document, Documents, load_source
+from liger_convert.data.packed_rows import PackedDataset
 from liger_convert.eval import ablation, suites
 from liger_convert.io import checkpoint, checksums
 from liger_convert.io.files import atomic_write
@@ -77,6 +78,11 @@ def write_teacher_text(
     return {"tokens": source.written_tokens}
 
 
+def stage_rows(recipe: Recipe, index: int, documents: Sequence[Document]) -> PackedDataset:
+    """The rows that stage `index` (from 0) of `recipe` trains on. Raises BadInput when there is not one."""
+    return training.rows_of(recipe.stages[index], documents, recipe.stage_seed(index))
+
+
 def train_stage(
     recipe: Recipe,
     index: int,
@@ -94,8 +100,7 @@ def train_stage(
     model_dir, results: the linearized model, and what earlier stages made of it. resume: go on from the last checkpoint
     in `folder`. Raises BadInput, LinearizeError.
     """
-    stage, seed = recipe.stages[index], recipe.stage_seed(index)
-    dataset = training.rows_of(stage, documents, seed)
+    stage, dataset = recipe.stages[index], stage_rows(recipe, index, documents)
     with show_progress(f"{index + 1}-{stage.kind}") as report:
         return training.run_stage(
             stage,
@@ -106,7 +111,7 @@ def train_stage(
             out=folder,
             device=device,
             precision=recipe.precision,
-            seed=seed,
+            seed=recipe.stage_seed(index),
             resume=resume,
             progress=report,
         )

@@ -2,13 +2,13 @@
 
 Three fits per layer of a shared denominator. The codebook, from the base's own activations: queries and keys that
 attend to each other beyond the window are turned into one space (canonical correlations of the attention-weighted
-pairs), whose clusters become the codes. The share: how much each head should trust its memory for each query, by
-weighted logistic regression on the share that would bring its output closest to the base's. And how long a memory
-lasts: the gate's bias of each key-value head, on a grid, by the same error. A learned mix is one share a head for all
+pairs), whose clusters become the codes. The weight: how much each head should trust its memory for each query, by
+weighted logistic regression on the weight that would bring its output closest to the base's. And how long a memory
+lasts: the gate's bias of each key-value head, on a grid, by the same error. A learned mix is one weight a head for all
 queries, and has a least-squares solution, together with the size of each channel where the read has one.
 
 Shapes: B batch, T tokens, N = B * T, H query heads, G key-value heads, R = H / G, D head size, E size of a code,
-F codes, X predictors of a share, O offsets.
+F codes, X predictors of a weight, O offsets.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ import torch.nn.functional as nnf
 from gated_kernels.swa.chunk import chunk_swa
 from torch import Tensor
 
-from liger_convert.mixers.base import EMPTY, Heads, Memory, Mixer
+from liger_convert.mixers.base import EMPTY, QKV, MemoryOutput, Mixer
 from liger_convert.mixers.feature_maps import Codebook
+from liger_convert.mixers.linear.base import GatedMixer
+from liger_convert.mixers.window_attention import window_attention
 from liger_convert.model import LinearizedAttention, collect_align_targets, linear_layers
-from liger_convert.model.sequence import SequenceLayout
+from liger_convert.model.sequence import SequenceMetadata
 
-TAUS = (10.0, 20.0, 40.0)
+INV_TEMPERATURES = (10.0, 20.0, 40.0)
 GATE_STEPS = (-1.5, -3.0)  # beside the bias a gate has: 6 of `gla` lasts 6,450 tokens, 4.5 1,440 and 3 321
 STRENGTH = 0.75  # power of a direction's correlation in the code space: 1 trusts the strongest only, 0 all alike
 RIDGE = 0.02  # of the mean variance, added to every direction's
@@ -50,12 +52,12 @@ def calibrate(model: Any, base: Any, input_ids: Tensor, position_ids: Tensor) ->
     position_ids = _in_two_lengths(position_ids, max(windows, default=0))
     batch = {"input_ids": input_ids, "position_ids": position_ids}
     targets = collect_align_targets(base, batch, layers)
-    layout = SequenceLayout.build(input_ids, position_ids, None, None)
+    metadata = SequenceMetadata.build(input_ids, position_ids, None)
 
     def fit_first(base_x_BTC: Tensor, embeddings: Any) -> Any:
         def hook(attention: LinearizedAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x_BTC = kwargs["hidden_states"]
-            calibrate_layer(attention, x_BTC, base_x_BTC.to(x_BTC.dtype), embeddings, layout)
+            calibrate_layer(attention, x_BTC, base_x_BTC.to(x_BTC.dtype), embeddings, metadata)
 
         return hook
 
@@ -82,43 +84,48 @@ def _in_two_lengths(position_ids_BT: Tensor, window: int) -> Tensor:
 
 
 def calibrate_layer(
-    attention: LinearizedAttention, x_BTC: Tensor, base_x_BTC: Tensor, embeddings: Any, layout: SequenceLayout
+    attention: LinearizedAttention, x_BTC: Tensor, base_x_BTC: Tensor, embeddings: Any, metadata: SequenceMetadata
 ) -> None:
     """Fits one layer on its inputs x to the softmax attention of its own projections on the base's inputs."""
     mixer: Mixer = attention.mixer
     if not mixer.spec.is_calibrated:
         return
-    if not (layout.rank_BT >= mixer.spec.window + mixer.spec.sinks).any():
+    if not (metadata.position_BT >= mixer.spec.window + mixer.spec.sinks).any():
         return  # no query has anything beyond its window and sinks: a fit to nothing would empty the codebook
-    heads, see = attention.look(x_BTC, embeddings, layout, None)
-    base_heads, _ = attention.look(base_x_BTC, embeddings, layout, None)
-    window_o_BTHV, window_lse_BTH = see(mixer.log_forget(heads), None)
+    qkv, window_inputs = attention.prepare_inputs(x_BTC, embeddings, metadata, None)
+    base_qkv, _ = attention.prepare_inputs(base_x_BTC, embeddings, metadata, None)
+    log_forget_BTG = mixer.log_forget(qkv, metadata, None)
+    window_o_BTHV, window_lse_BTH = window_attention(window_inputs, log_forget_BTG, None)
     target_BTHV, _ = chunk_swa(
-        base_heads.q_rot_BTHD,
-        base_heads.k_rot_BTGD,
-        base_heads.v_BSGD,
-        window_size=layout.tokens,
+        base_qkv.q_rot_BTHD,
+        base_qkv.k_rot_BTGD,
+        base_qkv.v_BSGD,
+        window_size=metadata.tokens,
         scale=attention.scaling,
-        segment_ids_BS=layout.document_BT,
+        segment_ids_BS=metadata.segment_ids_BT,
     )
     if mixer.spec.combine == "learned":
-        fit_mix(mixer, mixer.remember(heads, layout, None), window_o_BTHV, target_BTHV)
+        fit_mix(mixer, mixer.remember(qkv, metadata, None), window_o_BTHV, target_BTHV)
         return
     fitted = mixer.calibration()
     books, biases = cast(tuple[Codebook, ...], fitted.codebooks), fitted.gate_biases
     for book in books:
-        fit_codes(book, base_heads, far_keys(attention, base_heads, layout))
+        fit_codes(book, base_qkv, far_keys(attention, base_qkv, metadata))
 
     groups = mixer.dims.kv_heads
     best_G = target_BTHV.new_full((groups,), torch.inf, dtype=torch.float32)
-    log_taus = [log_tau for book in books for log_tau in (book.q_log_tau_H, book.k_log_tau_G)]
-    kept = [mixer.log_share_H, mixer.share_power_H, mixer.share_query_HD, *log_taus, *biases]
+    log_inv_temperatures = [
+        log_inv_temperature for book in books for log_inv_temperature in (book.q_log_tau_H, book.k_log_tau_G)
+    ]
+    gated = [module for module in mixer.modules() if isinstance(module, GatedMixer)]
+    biases = [module.get_parameter(f"{name}_bias_GF") for module in gated for name in module.gates]
+    kept = [mixer.log_share_H, mixer.share_power_H, mixer.share_query_HD, *log_inv_temperatures, *biases]
     best = [parameter.clone() for parameter in kept]
 
     def attempt() -> None:
         nonlocal best_G, best
-        memory = mixer.remember(heads, layout, None)
-        error_H = fit_share(mixer, heads.q_BTHD, memory, window_o_BTHV, window_lse_BTH, target_BTHV)
+        memory = mixer.remember(qkv, metadata, None)
+        error_H = fit_mix_weight(mixer, qkv.q_BTHD, memory, window_o_BTHV, window_lse_BTH, target_BTHV)
         error_G = error_H.unflatten(0, (groups, -1)).sum(1)
         better_G = error_G < best_G
         best_G = torch.where(better_G, error_G, best_G)
@@ -128,9 +135,9 @@ def calibrate_layer(
         for parameter, value in zip(kept, best):
             parameter.copy_(value)
 
-    for tau in TAUS if books else TAUS[:1]:
-        for log_tau in log_taus:
-            log_tau.fill_(math.log(tau))
+    for inv_temperature in INV_TEMPERATURES if books else INV_TEMPERATURES[:1]:
+        for log_inv_temperature in log_inv_temperatures:
+            log_inv_temperature.fill_(math.log(inv_temperature))
         attempt()
     take_best()
     starts = [bias.clone() for bias in biases]
@@ -141,50 +148,50 @@ def calibrate_layer(
     take_best()
 
 
-def far_keys(attention: LinearizedAttention, heads: Heads, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
+def far_keys(attention: LinearizedAttention, qkv: QKV, metadata: SequenceMetadata) -> tuple[Tensor, Tensor]:
     """For each query, the sum of the keys (before rotary) beyond its window and sinks, weighted by the base's
     attention, [B,T,H,D], and the sum of those weights, [B,T,H]."""
     groups, spec = attention.dims.kv_heads, attention.spec
-    pulled, mass = [], []
-    for b, rank_T in enumerate(layout.rank_BT):
+    pulled, weight = [], []
+    for b, rank_T in enumerate(metadata.position_BT):
         distance_TT = rank_T[:, None] - rank_T
         seen_TT = distance_TT >= 0
-        if layout.document_BT is not None:
-            seen_TT &= layout.document_BT[b, :, None] == layout.document_BT[b]
+        if metadata.segment_ids_BT is not None:
+            seen_TT &= metadata.segment_ids_BT[b, :, None] == metadata.segment_ids_BT[b]
         far_TT = seen_TT & (distance_TT >= spec.window) & (rank_T >= spec.sinks)
         for g in range(groups):  # one group at a time: all heads' T x T weights together are too many
-            q_RTD = heads.q_rot_BTHD[b].unflatten(1, (groups, -1))[:, g].transpose(0, 1).float()
-            logits_RTT = q_RTD @ heads.k_rot_BTGD[b, :, g].float().mT * attention.scaling
+            q_RTD = qkv.q_rot_BTHD[b].unflatten(1, (groups, -1))[:, g].transpose(0, 1).float()
+            logits_RTT = q_RTD @ qkv.k_rot_BTGD[b, :, g].float().mT * attention.scaling
             weights_RTT = logits_RTT.masked_fill(~seen_TT, -torch.inf).softmax(-1) * far_TT
-            pulled.append(weights_RTT @ heads.k_BTGD[b, :, g].float())
-            mass.append(weights_RTT.sum(-1))
-    batch = len(layout.rank_BT)
-    pulled_BHTD, mass_BHT = torch.stack(pulled), torch.stack(mass)
+            pulled.append(weights_RTT @ qkv.k_BTGD[b, :, g].float())
+            weight.append(weights_RTT.sum(-1))
+    batch = len(metadata.position_BT)
+    pulled_BHTD, weight_BHT = torch.stack(pulled), torch.stack(weight)
     return (
         pulled_BHTD.unflatten(0, (batch, -1)).flatten(1, 2).transpose(1, 2),
-        mass_BHT.unflatten(0, (batch, -1)).flatten(1, 2).transpose(1, 2),
+        weight_BHT.unflatten(0, (batch, -1)).flatten(1, 2).transpose(1, 2),
     )
 
 
-def fit_codes(book: Codebook, heads: Heads, far: tuple[Tensor, Tensor]) -> None:
+def fit_codes(book: Codebook, qkv: QKV, far: tuple[Tensor, Tensor]) -> None:
     """Sets P, b and C of a codebook from the pairs of queries and keys that attend to each other beyond the window.
 
     With whitened queries and keys, M_h is the mean of k q^T over the pairs of head h. The strongest directions of
     sum_h M_h M_h^T are the code space of a key-value head; each query head enters it by its own M_h.
     """
-    q_NHD, k_NGD = heads.q_BTHD.float().flatten(0, 1), heads.k_BTGD.float().flatten(0, 1)
-    pulled_NHD, mass_NH = far[0].flatten(0, 1), far[1].flatten(0, 1)
+    q_NHD, k_NGD = qkv.q_BTHD.float().flatten(0, 1), qkv.k_BTGD.float().flatten(0, 1)
+    pulled_NHD, weight_NH = far[0].flatten(0, 1), far[1].flatten(0, 1)
     groups, size = book.k_shift_GE.shape
     q_mean_HD, k_mean_GD = q_NHD.mean(0), k_NGD.mean(0)
     q_NHD, k_NGD = q_NHD - q_mean_HD, k_NGD - k_mean_GD
     q_white_HDD, k_white_GDD = _whitener(q_NHD), _whitener(k_NGD)
     shared = q_NHD.shape[1] // groups
-    pulled_NHD = pulled_NHD - mass_NH[..., None] * k_mean_GD.repeat_interleave(shared, 0)
-    mass_H = mass_NH.sum(0).clamp_min(1e-6)  # a head may not look beyond the window at all
-    pairs_HDD = torch.einsum("nhd,nhe->hde", q_NHD, pulled_NHD) / mass_H[:, None, None]
+    pulled_NHD = pulled_NHD - weight_NH[..., None] * k_mean_GD.repeat_interleave(shared, 0)
+    weight_H = weight_NH.sum(0).clamp_min(1e-6)  # a head may not look beyond the window at all
+    pairs_HDD = torch.einsum("nhd,nhe->hde", q_NHD, pulled_NHD) / weight_H[:, None, None]
     pairs_GRDD = (q_white_HDD @ pairs_HDD @ k_white_GDD.repeat_interleave(shared, 0)).unflatten(0, (groups, shared))
 
-    weight_GR = mass_H.unflatten(0, (groups, shared))
+    weight_GR = weight_H.unflatten(0, (groups, shared))
     weight_GR = weight_GR / weight_GR.sum(1, keepdim=True)
     squares_G, directions_GDE = torch.linalg.eigh(
         torch.einsum("gr,grxd,grxe->gde", weight_GR, pairs_GRDD, pairs_GRDD).double()
@@ -200,17 +207,17 @@ def fit_codes(book: Codebook, heads: Heads, far: tuple[Tensor, Tensor]) -> None:
     book.k_shift_GE.copy_(-torch.einsum("gd,gde->ge", k_mean_GD, k_turn_GDE))
     book.q_shift_HE.copy_(-torch.einsum("hd,hde->he", q_mean_HD, q_turn_HDE))
 
-    u_k = book.turned_keys(heads.k_BTGD).flatten(0, 1).transpose(0, 1)
-    u_q = book.turned_queries(heads.q_BTHD).flatten(0, 1).unflatten(1, (groups, shared)).permute(1, 2, 0, 3)
+    u_k = book.projected_keys(qkv.k_BTGD).flatten(0, 1).transpose(0, 1)
+    u_q = book.projected_queries(qkv.q_BTHD).flatten(0, 1).unflatten(1, (groups, shared)).permute(1, 2, 0, 3)
     # keys make the clusters, and queries a fifth of them, so that no query falls where there is no code
     points = torch.cat((_some(u_k, SAMPLES * 4 // 5), _some(u_q.flatten(1, 2), SAMPLES // 5)), 1)
     book.codes_GFE.copy_(_clusters(points, book.codes_GFE.shape[1]))
 
 
-def fit_share(
+def fit_mix_weight(
     mixer: Mixer,
     q_BTHD: Tensor,
-    memory: Memory,
+    memory: MemoryOutput,
     window_o_BTHV: Tensor,
     window_lse_BTH: Tensor,
     target_BTHV: Tensor,
@@ -218,27 +225,27 @@ def fit_share(
     """Sets gamma, c and beta (see MixerSpec) of each head to what brings its output closest to the target; returns the
     squared error that is left, [H].
 
-    Tried are gamma = 1 and c = 0, and a logistic regression on the best share of each token, weighted by how much that
-    share matters; beta is then searched on a grid of e^0.5, because the error has several minima: a memory that recalls
-    badly is best ignored.
+    Tried are gamma = 1 and c = 0, and a logistic regression on the best weight of each token, counted by how much it
+    matters; beta is then searched on a grid of e^0.5, because the error has several minima: a memory that recalls badly
+    is best ignored.
     """
-    assert memory.log_mass_BTH is not None
+    assert memory.log_normalizer_BTH is not None
     step = memory.o_BTHV.float() - window_o_BTHV.float()
     gap = window_o_BTHV.float() - target_BTHV.float()
-    # the squared error |gap + share * step|^2 is a parabola in the share
+    # the squared error |gap + weight * step|^2 is a parabola in the weight
     square_BTH, slope_BTH, left_H = step.square().sum(-1), (gap * step).sum(-1), gap.square().sum((0, 1, 3))
 
     def best_on_grid() -> tuple[Tensor, list[Tensor]]:
         start_H = mixer.log_share_H.clone()
-        log_odds_BTH = mixer.log_weight(q_BTHD, memory) - window_lse_BTH
+        log_odds_BTH = mixer.memory_logit(q_BTHD, memory) - window_lse_BTH
         grid_OH = torch.arange(-8.0, 12.5, 0.5, device=gap.device)[:, None].expand(-1, len(start_H))
         # and one that all but shuts the memory at every token, however low the window's logits are
         shut_H = (-8 - log_odds_BTH.amax((0, 1))).clamp_max(-8)
         offsets_OH = torch.cat((grid_OH, shut_H[None]))
         errors = []
         for offset_H in offsets_OH:
-            share_BTH = (log_odds_BTH + offset_H).sigmoid()
-            errors.append(left_H + (share_BTH * (2 * slope_BTH + share_BTH * square_BTH)).sum((0, 1)))
+            mix_BTH = (log_odds_BTH + offset_H).sigmoid()
+            errors.append(left_H + (mix_BTH * (2 * slope_BTH + mix_BTH * square_BTH)).sum((0, 1)))
         error_H, index_H = torch.stack(errors).min(0)
         offset_H = offsets_OH.gather(0, index_H[None])[0]
         return error_H, [start_H + offset_H, mixer.share_power_H.clone(), mixer.share_query_HD.clone()]
@@ -248,9 +255,9 @@ def fit_share(
     mixer.share_query_HD.zero_()
     plain_H, plain = best_on_grid()
     wanted_BTH = (-slope_BTH / square_BTH.clamp_min(1e-12)).clamp(0, 1)
-    weight_BTH = square_BTH * (memory.log_mass_BTH > EMPTY)
+    weight_BTH = square_BTH * (memory.log_normalizer_BTH > EMPTY)
     parameters = (mixer.log_share_H, mixer.share_power_H, mixer.share_query_HD)
-    found = _regress(q_BTHD.float(), memory.log_mass_BTH, window_lse_BTH, wanted_BTH, weight_BTH)
+    found = _regress(q_BTHD.float(), memory.log_normalizer_BTH, window_lse_BTH, wanted_BTH, weight_BTH)
     for parameter, value in zip(parameters, found):
         parameter.copy_(value)
     error_H, regressed = best_on_grid()
@@ -260,9 +267,12 @@ def fit_share(
     return torch.where(better_H, error_H, plain_H)
 
 
-def fit_mix(mixer: Mixer, memory: Memory, window_o_BTHV: Tensor, target_BTHV: Tensor) -> None:
-    """Sets the memory's share s of each head, and the size of each channel of a read that has one, to the least squares
-    of (1 - s) w + s o against the target. A share never leaves MIXED: at 0 and at 1 nothing could be learned of it."""
+def fit_mix(mixer: Mixer, memory: MemoryOutput, window_o_BTHV: Tensor, target_BTHV: Tensor) -> None:
+    """Sets the memory's weight s of each head, and the size of each channel of a read that has one.
+
+    They are the least squares of (1 - s) w + s o against the target. A weight never leaves MIXED: at 0 and at 1 nothing
+    could be learned of it.
+    """
     w, o, t = (x.float().flatten(0, 1) for x in (window_o_BTHV, memory.o_BTHV, target_BTHV))
     size_HV = mixer.calibration().read_size
     if size_HV is None:
@@ -280,15 +290,17 @@ def fit_mix(mixer: Mixer, memory: Memory, window_o_BTHV: Tensor, target_BTHV: Te
 
 
 def _regress(
-    q_BTHD: Tensor, log_mass_BTH: Tensor, window_lse_BTH: Tensor, wanted_BTH: Tensor, weight_BTH: Tensor
+    q_BTHD: Tensor, log_normalizer_BTH: Tensor, window_lse_BTH: Tensor, wanted_BTH: Tensor, weight_BTH: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """beta [H], gamma [H] >= 0 and c [H,D] of share = sigmoid(gamma log m + c q / sqrt(D) + beta - window's lse)."""
-    mass_HN, lse_HN = (x_BTH.float().flatten(0, 1).T for x_BTH in (log_mass_BTH.clamp_min(EMPTY), window_lse_BTH))
+    """beta [H], gamma [H] >= 0 and c [H,D] of weight = sigmoid(gamma log m + c q / sqrt(D) + beta - window's lse)."""
+    log_normalizer_HN, lse_HN = (
+        x_BTH.float().flatten(0, 1).T for x_BTH in (log_normalizer_BTH.clamp_min(EMPTY), window_lse_BTH)
+    )
     wanted_HN, weight_HN = wanted_BTH.flatten(0, 1).T, weight_BTH.flatten(0, 1).T
     weight_HN = weight_HN / weight_HN.sum(1, keepdim=True).clamp_min(1e-12)
     dim = q_BTHD.shape[-1]
     q_HND = q_BTHD.flatten(0, 1).transpose(0, 1) / dim**0.5
-    known = torch.cat((mass_HN[..., None], q_HND, torch.ones_like(mass_HN)[..., None]), -1)
+    known = torch.cat((log_normalizer_HN[..., None], q_HND, torch.ones_like(log_normalizer_HN)[..., None]), -1)
     at_rest = torch.zeros(known.shape[::2], device=known.device)
     at_rest[:, 0] = 1
 
@@ -307,7 +319,7 @@ def _regress(
         return theta_HX
 
     theta_HX = newton(known, at_rest)
-    # more mass must not mean less trust: such heads are fitted without it
+    # a larger normalizer must not mean less trust: such heads are fitted without it
     without_HX = nnf.pad(newton(known[..., 1:], at_rest[:, 1:]), (1, 0))
     theta_HX = torch.where(theta_HX[:, :1] > 0, theta_HX, without_HX)
     return theta_HX[:, -1], theta_HX[:, 0], theta_HX[:, 1:-1]

@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from liger_convert.config.stages import Stage
-from liger_convert.model.decoding import capture
+from liger_convert.model.cuda_graphs import capture
 
 # A batch -> its loss, detached; adds the gradients to `.grad`.
 FwdBwd = Callable[[dict[str, Tensor]], Tensor]

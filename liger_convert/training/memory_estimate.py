@@ -147,14 +147,16 @@ def _passing(config: Any, name: str, e: int, device: torch.device, aligns: bool)
     widest = e * 4 * dims.heads * dims.dim if aligns else e * 4 * _width(config)
     if name == SOFTMAX or not _fused(config, name, device):
         return widest
-    (groups, features, values), *_ = _states(config, name)
+    shapes = _states(config, name)
+    groups, features, values = shapes["state"]
+    values += "z" in shapes
     maps = 2 * e * (dims.heads + dims.kv_heads) * features
     return max(widest, maps + 2 * 4 * groups * features * values // CODED)
 
 
-def _states(config: Any, name: str) -> list[tuple[int, ...]]:
+def _states(config: Any, name: str) -> dict[str, tuple[int, ...]]:
     spec = config.linearization["mixers"][name]
-    return list(MIXERS[spec["type"]].state_shape(make_spec(spec), head_dims(config)).values())
+    return MIXERS[spec["type"]].state_shape(make_spec(spec), head_dims(config))
 
 
 def _fused(config: Any, name: str, device: torch.device) -> bool:
@@ -166,7 +168,7 @@ def _fused(config: Any, name: str, device: torch.device) -> bool:
 def _in_torch(config: Any, name: str) -> int:
     """What one token keeps of a mixer whose parts are torch's, in float32: features, gates and outputs."""
     dims, shapes = head_dims(config), _states(config, name)
-    features = max((shape[-2] for shape in shapes), default=0)
+    features = max((shape[-2] for state, shape in shapes.items() if state != "z"), default=0)
     return 4 * (3 * (dims.heads + dims.kv_heads) * features + 3 * dims.heads * dims.dim) if features else 0
 
 

@@ -14,8 +14,9 @@ from transformers import DynamicCache, TextStreamer
 
 from liger_convert.mixers import MIXERS, resolve_spec
 from liger_convert.model import decoding, modeling
-from liger_convert.model.cache import FixedLayer
-from liger_convert.model.decoding import Decoder, capture
+from liger_convert.model.cache import StaticSoftmaxLayer
+from liger_convert.model.cuda_graphs import capture
+from liger_convert.model.decoding import Decoder
 from liger_convert.model.loading import linearize_base
 
 TOKENS = torch.randint(3, 101, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -25,9 +26,9 @@ PLAIN = {"disable_compile": True}
 
 @functools.cache
 def build(family: str, softmax: int | None, **spec: Any) -> Any:
-    """Three layers, of which the one numbered `softmax` is kept."""
+    """Three layers, of which the one numbered `softmax` stays softmax."""
     layers = ["softmax" if i == softmax else "main" for i in range(3)]
-    plan = {"format": 1, "mixers": {"main": resolve_spec({"window": 5, "sinks": 2} | spec)}, "layers": layers}
+    plan = {"format": 2, "mixers": {"main": resolve_spec({"window": 5, "sinks": 2} | spec)}, "layers": layers}
     base = save_tiny_base(family, Path(tempfile.mkdtemp(prefix=f"tiny-{family}-")), tokenizer=False)
     model = linearize_base(base, plan, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -37,7 +38,7 @@ def build(family: str, softmax: int | None, **spec: Any) -> Any:
     return model
 
 
-# a linear layer first, a kept one first, sliding kept ones, none kept
+# a linear layer first, a softmax one first, sliding softmax ones, none
 MODELS = [("llama", 1), ("llama", 0), ("mistral", 0), ("qwen2", 2), ("llama", None)]
 
 
@@ -62,7 +63,7 @@ def test_a_ring_is_full_partly_full_or_has_one_token_at_the_start(model: Any, in
 
 def test_generation_goes_on_from_a_cache_of_fixed_shape(model: Any, in_place: bool) -> None:
     first = model.generate(TOKENS[:, :3], return_dict_in_generate=True, **GREEDY)
-    assert any(isinstance(layer, FixedLayer) for layer in first.past_key_values.layers) == (
+    assert any(isinstance(layer, StaticSoftmaxLayer) for layer in first.past_key_values.layers) == (
         in_place and "softmax" in model.config.linearization["layers"]
     )
     text = torch.cat((first.sequences, TOKENS[:, :7]), 1)
@@ -70,7 +71,9 @@ def test_generation_goes_on_from_a_cache_of_fixed_shape(model: Any, in_place: bo
     assert torch.equal(again, model.generate(text, use_cache=False, **GREEDY))
 
 
-def test_kept_layers_grow_when_their_room_is_full(model: Any, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_softmax_layers_grow_when_their_room_is_full(
+    model: Any, in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("liger_convert.model.decoding.ROOM", 4)
     fixed = model.generate(TOKENS[:, :5], **GREEDY)
     assert torch.equal(fixed, model.generate(TOKENS[:, :5], **GREEDY, **PLAIN))
@@ -190,7 +193,7 @@ def test_a_step_captured_under_autocast_equals_the_same_step_launched(
         with torch.autocast("cuda", torch.bfloat16):
             captured = model.generate(prompt, **GREEDY)
             assert model.decoding.startswith("captured steps")
-            # not the plain loop: its kept layers attend to the tokens alone, not to a room, and in bf16 two tokens tie
+            # not the plain loop: its softmax layers attend to the tokens, not to a room, and in bf16 two tokens tie
             monkeypatch.setattr(decoding, "why_not_captured", lambda model: "asked for")
             launched = model.generate(prompt, **GREEDY)
             assert model.decoding.endswith("not captured: asked for")

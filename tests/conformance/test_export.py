@@ -22,7 +22,7 @@ from liger_convert.utils.errors import BadInput
 
 TOKENS = torch.randint(3, 101, (2, 29), generator=torch.Generator().manual_seed(0))
 LINEARIZATION = {
-    "format": 1,
+    "format": 2,
     "mixers": {
         "main": resolve_spec({"window": 5, "sinks": 2}),
         "routed": resolve_spec({"type": "mom", "combine": "fixed", "inner": {"type": "liger-paper"}}),

@@ -77,7 +77,7 @@ class Tester:
 
     def get_config(self) -> Any:
         spec, layers = FORMS[self.form]
-        plan = {"format": 1, "mixers": {"main": resolve_spec(spec)}, "layers": layers}
+        plan = {"format": 2, "mixers": {"main": resolve_spec(spec)}, "layers": layers}
         base = tiny_config(self.family, num_hidden_layers=self.num_hidden_layers, initializer_range=0.02)
         return linearized_config(base, plan)
 

@@ -32,9 +32,9 @@ from gated_kernels.codebook import triton as kernels  # noqa: E402
 from gated_kernels.codebook.cases import CASES, Case, inputs  # noqa: E402
 from gated_kernels.codebook.chunk import per_head, unit_projection  # noqa: E402
 from gated_kernels.codebook.naive import naive_codebook as reference  # noqa: E402
-from gated_kernels.codebook_gla import cases as coded  # noqa: E402
+from gated_kernels.codebook_gla import cases as codebook_gla  # noqa: E402
 from gated_kernels.codebook_gla import read  # noqa: E402
-from gated_kernels.codebook_gla.naive import naive_codebook_gla as coded_reference  # noqa: E402
+from gated_kernels.codebook_gla.naive import naive_codebook_gla as gla_reference  # noqa: E402
 from gated_kernels.common import gated_inputs  # noqa: E402
 from gated_kernels.gla.cases import Case as Sizes  # noqa: E402
 
@@ -50,24 +50,26 @@ OWN = {
     "codes of 5": Case(9, G=2, R=2, D=10, F=7),
 }
 EVERY = CASES | OWN
-CODED = {name: case for name, case in coded.CASES.items() if case.sizes.dtype == BF16 and case.sizes.T > 1} | {
-    "segments": coded.Case(Sizes(70, per_head=True, gate="mixed", segments=True, dtype=BF16)),
-    "no state, no decay": coded.Case(Sizes(33, gate="none", state=False, dtype=BF16)),
-    "normalizer, no state": coded.Case(Sizes(33, per_head=True, state=False, normalizer=True, dtype=BF16)),
-    "one head of 80, blocks of codes and values": coded.Case(
+CODEBOOK_GLA = {
+    name: case for name, case in codebook_gla.CASES.items() if case.sizes.dtype == BF16 and case.sizes.T > 1
+} | {
+    "segments": codebook_gla.Case(Sizes(70, per_head=True, gate="mixed", segments=True, dtype=BF16)),
+    "no state, no decay": codebook_gla.Case(Sizes(33, gate="none", state=False, dtype=BF16)),
+    "normalizer, no state": codebook_gla.Case(Sizes(33, per_head=True, state=False, normalizer=True, dtype=BF16)),
+    "one head of 80, blocks of codes and values": codebook_gla.Case(
         Sizes(70, R=1, F=130, V=257, per_head=True, segments=True, dtype=BF16), D=80
     ),
-    "four heads of 128": coded.Case(
+    "four heads of 128": codebook_gla.Case(
         Sizes(129, G=1, R=4, F=256, V=128, gate="mixed", per_head=True, segments=True, normalizer=True, dtype=BF16),
         D=128,
     ),
-    "normalizer, one code in nearly all weights": coded.Case(
+    "normalizer, one code in nearly all weights": codebook_gla.Case(
         Sizes(40, G=6, F=200, V=65, per_head=True, normalizer=True, exclusive=True, dtype=BF16), log_inv_temperature=4.0
     ),
-    "normalizer, blocks of values, flat": coded.Case(
+    "normalizer, blocks of values, flat": codebook_gla.Case(
         Sizes(33, R=2, F=65, V=130, gate="none", normalizer=True, dtype=BF16), log_inv_temperature=-3.0
     ),
-    "heads of 256": coded.Case(Sizes(9, G=1, R=2, F=64, per_head=True, normalizer=True, dtype=BF16), D=256),
+    "heads of 256": codebook_gla.Case(Sizes(9, G=1, R=2, F=64, per_head=True, normalizer=True, dtype=BF16), D=256),
 }
 COMPILED = (  # N, G, D, F
     (32, 8, 128, 256),
@@ -120,16 +122,16 @@ def test_parameters_may_be_in_float32() -> None:
     assert not faults(gated_kernels.chunk_codebook, reference, inputs_of(OWN["heads of 128"], FP32), ROUNDING)
 
 
-@pytest.mark.parametrize("case", CODED)
+@pytest.mark.parametrize("case", CODEBOOK_GLA)
 def test_the_recurrence_over_a_codebook_is_right_by_kernels_that_keep_no_map(case: str) -> None:
-    x, kept = placed(coded.inputs(CODED[case])), []
+    x, kept = placed(codebook_gla.inputs(CODEBOOK_GLA[case])), []
 
     def watched(**given: Any) -> tuple[Tensor, ...]:
         with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
             return gated_kernels.chunk_codebook_gla(**given)
 
-    assert not faults(watched, coded_reference, x, ROUNDING)
-    columns = x["v_BTGV"].shape[3] + CODED[case].sizes.normalizer
+    assert not faults(watched, gla_reference, x, ROUNDING)
+    columns = x["v_BTGV"].shape[3] + CODEBOOK_GLA[case].sizes.normalizer
     state = x["k_BTGD"].new_empty(2, *x["codes_GFE"].shape[:2], columns)  # made where none is given
     with_ones = x["v_BTGV"].new_empty(*x["v_BTGV"].shape[:3], columns)  # as gates per feature have their values
     given = {value.shape for value in (*x.values(), state, with_ones) if isinstance(value, Tensor)}
@@ -139,7 +141,7 @@ def test_the_recurrence_over_a_codebook_is_right_by_kernels_that_keep_no_map(cas
 
 @pytest.mark.parametrize("log_inv_temperature", [6.0, 12.0, 40.0, 80.0])
 def test_what_is_read_is_right_at_any_temperature(log_inv_temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = placed(coded.inputs(CODED["many codes, bf16"]))
+    x = placed(codebook_gla.inputs(CODEBOOK_GLA["many codes, bf16"]))
     x["q_log_inv_temperature_H"].fill_(log_inv_temperature)
     u_BTHE = unit_projection(x["q_BTHD"].double(), x["q_proj_HDE"].double(), x["q_bias_HE"].double())
     codes_HEF = x["codes_GFE"].double().mT.repeat_interleave(u_BTHE.shape[2] // len(x["codes_GFE"]), 0)
@@ -161,7 +163,7 @@ def test_what_is_read_is_right_at_any_temperature(log_inv_temperature: float, mo
 def test_queries_have_a_map_only_where_it_is_not_made_as_it_is_read(
     case: str, of_queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x, made, forward = placed(coded.inputs(CODED[case])), [], kernels.forward
+    x, made, forward = placed(codebook_gla.inputs(CODEBOOK_GLA[case])), [], kernels.forward
     monkeypatch.setattr(kernels, "forward", lambda x, *given: made.append(x.shape) or forward(x, *given))
     gated_kernels.chunk_codebook_gla(**x)
     assert made == [x["k_BTGD"].shape] + [x["q_BTHD"].shape] * of_queries
@@ -181,7 +183,7 @@ def test_a_vector_that_turns_into_nothing_is_as_near_to_every_code() -> None:
 
 
 def test_tokens_without_value_and_gate_leave_a_state_exactly_as_it_was() -> None:
-    x = placed(coded.inputs(CODED["heads of 64, bf16"]))
+    x = placed(codebook_gla.inputs(CODEBOOK_GLA["heads of 64, bf16"]))
     idle = x | {name: torch.zeros_like(x[name]) for name in ("v_BTGV", "log_a", "write_mask_BTG")}
     assert torch.equal(gated_kernels.chunk_codebook_gla(**idle)[2], x["initial_state"].float())
 
@@ -198,9 +200,13 @@ def test_results_do_not_depend_on_how_the_inputs_lie_in_memory_nor_on_autocast()
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
-@pytest.mark.parametrize("op", ["codebook", "coded"])
+@pytest.mark.parametrize("op", ["codebook", "codebook_gla"])
 def test_torch_compile_sees_through_the_ops(op: str) -> None:
-    x = inputs_of(CASES["two codes"]) if op == "codebook" else placed(coded.inputs(CODED["normalizer, no state"]))
+    x = (
+        inputs_of(CASES["two codes"])
+        if op == "codebook"
+        else placed(codebook_gla.inputs(CODEBOOK_GLA["normalizer, no state"]))
+    )
     call: Callable[..., Any] = gated_kernels.OPS[op]
     eager, traced = run(call, x), run(torch.compile(call, backend="aot_eager", fullgraph=True), x)
     assert [name for name in eager if not torch.equal(eager[name], traced[name])] == []
@@ -215,7 +221,7 @@ def test_the_custom_ops_keep_to_what_torch_asks_of_them(normalizer: bool, gated:
     phi = kernels.forward(*x.values())
     torch.library.opcheck(kernels.backward, (*(value.detach() for value in x.values()), phi.detach()))
     both = import_module("gated_kernels.codebook_gla.triton")
-    c = placed(coded.inputs(coded.Case(Sizes(3, per_head=True, normalizer=normalizer, dtype=BF16))))
+    c = placed(codebook_gla.inputs(codebook_gla.Case(Sizes(3, per_head=True, normalizer=normalizer, dtype=BF16))))
     names = (
         "q_BTHD",
         "k_BTGD",
@@ -243,7 +249,7 @@ def test_what_the_kernels_do_not_take_is_left_to_torch_with_one_warning() -> Non
     assert len(caught) == 1
     assert first.dtype == FP32
     assert torch.equal(first, second)
-    c = placed(coded.inputs(coded.CASES["a token more than a chunk"]))
+    c = placed(codebook_gla.inputs(codebook_gla.CASES["a token more than a chunk"]))
     assert gated_kernels.chunk_codebook_gla(**c)[0].dtype == FP32, "the maps by torch, the recurrence by its kernels"
     for name, wrong, said in (
         ("proj_NDE", x["proj_NDE"][:1], r"\(1, 16, 8\) on .* where \(32, 16, 8\)"),
@@ -258,8 +264,8 @@ def test_what_the_kernels_do_not_take_is_left_to_torch_with_one_warning() -> Non
 def test_every_configuration_compiles_for_hopper_and_hardly_spills(tmp_path: Path) -> None:
     told = [(name, int(shared), int(stack)) for name, shared, stack in told_by(__file__, tmp_path)]
     each = ["forward_kernel", "rows_kernel", "projections_kernel", "codes_kernel"]
-    of_coded = ["sums_kernel", "states_kernel", "read_kernel", "states_kernel", "read_kernel"]
-    assert [name for name, _, _ in told] == (each + of_coded) * len(COMPILED) + each
+    of_codebook_gla = ["sums_kernel", "states_kernel", "read_kernel", "states_kernel", "read_kernel"]
+    assert [name for name, _, _ in told] == (each + of_codebook_gla) * len(COMPILED) + each
     usual, heads_of_256 = told[:-4], told[-4:]
     assert max(shared for _, shared, _ in usual) <= 99 * 1024  # of the smallest chips
     assert max(shared for _, shared, _ in heads_of_256) <= 227 * 1024

@@ -114,9 +114,9 @@ def test_layers_that_the_step_does_not_take_are_left_alone(use: Callable[[bool],
 
 @functools.cache
 def build(family: str, softmax: int | None, **spec: Any) -> Any:
-    """Three layers, of which the one numbered `softmax` is kept, and a memory with weight."""
+    """Three layers, of which the one numbered `softmax` stays softmax, and a memory with weight."""
     layers = ["softmax" if i == softmax else "main" for i in range(3)]
-    plan = {"format": 1, "mixers": {"main": resolve_spec({"window": 5, "sinks": 2} | spec)}, "layers": layers}
+    plan = {"format": 2, "mixers": {"main": resolve_spec({"window": 5, "sinks": 2} | spec)}, "layers": layers}
     checkpoint = save_tiny_base(family, Path(tempfile.mkdtemp(prefix=f"tiny-{family}-")), tokenizer=False)
     model = linearize_base(checkpoint, plan, dtype=torch.float32).to(DEVICE).eval()
     with torch.no_grad():
@@ -169,15 +169,24 @@ def test_fused_steps_with_padding_and_what_comes_after_them_are_the_plain_ones(
     assert {name: e for name in plain if (e := error(ours[name], plain[name])) > allowed} == {}
 
 
+def in_order(layer: LinearizedCacheLayer) -> dict[str, Tensor]:
+    """The rings, the oldest token first."""
+    assert layer.positions is not None
+    position = layer.positions.ring_position
+    rings = {} if position is None else {name: x.roll(-int(position), 1) for name, x in layer.ring.items()}
+    return (rings or layer.ring) | {"position": layer.positions.position_BP}
+
+
 def caches(cache: Any) -> dict[str, Tensor]:
     """What the linearized layers keep, the oldest token first, by name; rings without what fills them."""
     found = {}
     for i, layer in enumerate(cache.layers):
         if isinstance(layer, LinearizedCacheLayer):
-            layer.settle()
-            real = layer.ring["rank"] >= 0
-            found |= {f"{i} ring {name}": x[real] for name, x in layer.ring.items()}
-            found |= {f"{i} {name}": x for name, x in (layer.sinks | layer.states).items()}
+            at = layer.positions
+            assert at is not None
+            real = at.position_BP >= 0
+            found |= {f"{i} ring {name}": x[real] for name, x in in_order(layer).items()}
+            found |= {f"{i} {name}": x for name, x in (layer.sinks | layer.states | {"seen": at.seen_B}).items()}
     return found
 
 
@@ -202,9 +211,8 @@ def test_other_layers_take_their_steps_as_before(spec: dict[str, Any], use: Call
         model(tokens, past_key_values=cache, use_cache=True)
         use(True)
         decoder = Decoder(model, in_place=True)
-        decoder._freeze(cache)
-    assert [layer.taken for layer in cache.layers] == [None] * 3
-    assert [list(layer.states) for layer in cache.layers] == [["state"]] * 3, "the normaliser is still its last column"
+        decoder._to_static(cache)
+    assert [layer.fused for layer in cache.layers] == [False] * 3
 
 
 def test_every_size_compiles_for_hopper_without_spilling(tmp_path: Path) -> None:

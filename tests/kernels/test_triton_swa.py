@@ -42,9 +42,9 @@ SHARED = {name: CASES[name] for name in (
     "a memory as a key",
     "a memory as a key, bf16",
     "a memory's sum as a key",
-    "a memory of a share, holes",
-    "a memory's sum of a share",
-    "a memory of a share, bf16",
+    "a memory by a mix weight, holes",
+    "a memory's sum by a mix weight",
+    "a memory by a mix weight, bf16",
     "window of 64, bf16",
 )}  # fmt: skip
 OWN = {

@@ -30,7 +30,7 @@ def folder(layers: str = "linear", family: str = "llama", **spec: str) -> Path:
     home = Path(homes[-1].name)
     base = save_tiny_base(family, home / "base")
     mixer = resolve_spec({"window": 6, "sinks": 2} | spec)
-    plan = {"format": 1, "mixers": {"main": mixer}, "layers": LAYERS[layers]}
+    plan = {"format": 2, "mixers": {"main": mixer}, "layers": LAYERS[layers]}
     linearize_base(base, plan).save_pretrained(home / "model")
     return home / "model"
 

@@ -48,7 +48,7 @@ def folders(family: str = "llama") -> tuple[Path, Path]:
     folder = Path(tempfile.mkdtemp(prefix="liger-test-"))
     base = save_tiny_base(family, folder / "base", tokenizer=False)
     spec = resolve_spec({"type": "gla", "window": 6, "sinks": 2}, "mixer")
-    linearization = {"format": 1, "mixers": {"main": spec}, "layers": ["main", "softmax", "main"]}
+    linearization = {"format": 2, "mixers": {"main": spec}, "layers": ["main", "softmax", "main"]}
     linearize_base(base, linearization).save_pretrained(folder / "linearized")
     return base, folder / "linearized"
 

@@ -31,7 +31,11 @@ RECIPES = [
     case("unknown mixer", "mixer.type: mixer 'gle' is unknown", lambda w: w.run("mixer.type=gle")),
     case("unknown mixer option", "mixer.feature_mp", lambda w: w.run("mixer.feature_mp=relu")),
     case("bad mixer option", "mixer.feature_map", lambda w: w.run("mixer.feature_map=3")),
-    case("shared without a mass", "mixer.combine: shared", lambda w: w.run("mixer={type: deltanet, combine: shared}")),
+    case(
+        "combine without a normalizer",
+        "mixer.combine: shared",
+        lambda w: w.run("mixer={type: deltanet, combine: shared}"),
+    ),
     case("step that overshoots", "mixer.learning_rate", lambda w: w.run("mixer={type: ttt, learning_rate: 2}")),
     case("no slots", "mixer.slots: 0 is too small", lambda w: w.plan("mixer={type: gsa, slots: 0}")),
     case("slots that keys cannot fill", "slots: keys of size 8", lambda w: w.plan("mixer={type: gsa, slots: 5}")),
@@ -199,7 +203,7 @@ COMMANDS = [
     case("convert with unknown option", "no such option", lambda w: w.convert("--set", "gat=none")),
     case(
         "convert with layers to be measured",
-        "let `linearize rank RECIPE` choose them",
+        "let `linearize select-layers RECIPE` choose them",
         lambda w: w.convert("--layers", "{softmax_auto: 1}"),
     ),
     case("rank without a number", "--keep: is missing", lambda w: ["rank", *w.plan()[1:]]),

@@ -18,13 +18,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from liger_convert.mixers import build_mixer, resolve_spec
-from liger_convert.mixers.base import EMPTY, MIN_NORMALIZER, HeadDims, Heads, Memory, Mixer
+from liger_convert.mixers.base import EMPTY, MIN_NORMALIZER, QKV, HeadDims, MemoryOutput, Mixer
 from liger_convert.mixers.feature_maps import Codebook
+from liger_convert.mixers.window_attention import window_attention
 from liger_convert.model import collect_align_targets
 from liger_convert.model.loading import linearize_base
-from liger_convert.model.sequence import SequenceLayout
+from liger_convert.model.sequence import SequenceMetadata
 from liger_convert.training import calibrate as module
-from liger_convert.training.calibrate import calibrate, far_keys, fit_codes, fit_mix, fit_share
+from liger_convert.training.calibrate import calibrate, far_keys, fit_codes, fit_mix, fit_mix_weight
 
 TOKENS = torch.randint(3, 101, (2, 40), generator=torch.Generator().manual_seed(0))
 POSITIONS = torch.cat((torch.arange(25), torch.arange(15))).expand(2, 40)
@@ -36,7 +37,7 @@ ODD_POSITIONS = torch.stack(  # documents of one token, of a window, and longer 
 
 def base_and_model(folder: Path, spec: dict[str, Any] | None = None, **changes: Any) -> tuple[Any, Any]:
     save_tiny_base("llama", folder, tokenizer=False, **changes)
-    plan = {"format": 1, "mixers": {"main": resolve_spec(spec or {"window": 5, "sinks": 2})}, "layers": ["main"] * 3}
+    plan = {"format": 2, "mixers": {"main": resolve_spec(spec or {"window": 5, "sinks": 2})}, "layers": ["main"] * 3}
     return AutoModelForCausalLM.from_pretrained(folder).eval(), linearize_base(folder, plan).eval()
 
 
@@ -117,11 +118,11 @@ def test_the_fit_of_a_learned_mix_leaves_nothing_to_gain(mixer: str) -> None:
 
     def left_H() -> Tensor:
         o = read * (mixing.size_HV if mixer == "retnet" else 1)
-        mixed, _ = combine(window_o, window_o[..., 0], *mixing.beside(window_o, Memory(o, None)))
+        mixed, _ = combine(window_o, window_o[..., 0], *mixing.contribution(window_o, MemoryOutput(o, None)))
         return (mixed - target).square().sum((0, 1, 3))
 
     with torch.no_grad():
-        fit_mix(mixing, Memory(read, None), window_o, target)
+        fit_mix(mixing, MemoryOutput(read, None), window_o, target)
         best_H = left_H()
         assert (mixing.mix_H.sigmoid() - 0.3).abs().max() < 0.1
         for parameter in parameters:
@@ -141,24 +142,24 @@ def test_the_memory_of_each_group_lasts_as_long_as_its_heads_look_back(
     positions = torch.arange(300).expand(2, 300)
     targets = collect_align_targets(base, {"input_ids": tokens, "position_ids": positions}, [0])
     x_BTC, embeddings = targets.hidden[0], targets.position_embeddings[0]
-    layout = SequenceLayout.build(torch.empty(2, 300), positions, None, None)
+    metadata = SequenceMetadata.build(torch.empty(2, 300), positions, None)
     attention = model.model.layers[0].self_attn
     mixer = attention.mixer.requires_grad_(False)
-    heads, see = attention.look(x_BTC, embeddings, layout, None)
-    window_o_BTHV, window_lse_BTH = see(None, None)
+    qkv, window_inputs = attention.prepare_inputs(x_BTC, embeddings, metadata, None)
+    window_o_BTHV, window_lse_BTH = window_attention(window_inputs, None, None)
     # what softmax attention looks at is replaced by what a memory with these gates recalls
     mixer.log_share_H.fill_(1)
     for log_tau in (mixer.codebook.q_log_tau_H, mixer.codebook.k_log_tau_G):
         log_tau.fill_(torch.tensor(20.0).log())
     planted_G1 = torch.tensor([[3.0], [6.0]])
     mixer.gate_bias_GF.copy_(planted_G1)
-    memory = mixer.remember(heads, layout, None)
-    target_BTHV = combine(window_o_BTHV, window_lse_BTH, *mixer.beside(heads.q_BTHD, memory))[0]
-    monkeypatch.setattr(module, "TAUS", (20.0,))
+    memory = mixer.remember(qkv, metadata, None)
+    target_BTHV = combine(window_o_BTHV, window_lse_BTH, *mixer.contribution(qkv.q_BTHD, memory))[0]
+    monkeypatch.setattr(module, "INV_TEMPERATURES", (20.0,))
     monkeypatch.setattr(module, "fit_codes", lambda *_: None)
     monkeypatch.setattr(module, "window", lambda *_, **__: (target_BTHV, None))
     mixer.gate_bias_GF.fill_(6)
-    module.calibrate_layer(attention, x_BTC, x_BTC, embeddings, layout)
+    module.calibrate_layer(attention, x_BTC, x_BTC, embeddings, metadata)
     assert torch.equal(mixer.gate_bias_GF, planted_G1)
 
 
@@ -183,7 +184,7 @@ def test_half_of_the_tokens_of_long_rows_are_read_as_short_texts(
 ) -> None:
     base, model = base_and_model(tmp_path / "base")
     read: list[Tensor] = []
-    monkeypatch.setattr(module, "calibrate_layer", lambda *given: read.append(given[-1].rank_BT))
+    monkeypatch.setattr(module, "calibrate_layer", lambda *given: read.append(given[-1].position_BT))
 
     def ranks(tokens: Tensor, positions: Tensor) -> Tensor:
         calibrate(model, base, tokens, positions)
@@ -222,8 +223,8 @@ def test_calibration_is_deterministic_and_the_same_under_autocast(
 # --- the codes
 
 
-def planted(groups: int, shared: int, noise: float) -> tuple[Heads, tuple[Tensor, Tensor], Tensor]:
-    """Heads whose second half of queries each attend to one key of the first half, what `far_keys` says of them, and
+def planted(groups: int, shared: int, noise: float) -> tuple[QKV, tuple[Tensor, Tensor], Tensor]:
+    """QKV whose second half of queries each attend to one key of the first half, what `far_keys` says of them, and
     which key that is. All that a query and its key have in common is a latent vector, which every head hides by a
     linear map of its own behind a large mean and noise."""
     batch, half, dim, latent = 2, 48, 16, 6
@@ -245,15 +246,15 @@ def planted(groups: int, shared: int, noise: float) -> tuple[Heads, tuple[Tensor
     q_BTHD = hidden(torch.cat((normal(*asked_BTHL.shape), asked_BTHL), 1))
     found_BTGD = torch.stack([k[partner] for k, partner in zip(k_BTGD, partner_BT)])
     far_BTHD = torch.cat((torch.zeros_like(found_BTGD), found_BTGD), 1).repeat_interleave(shared, 2)
-    mass_BTH = torch.cat((torch.zeros(batch, half), torch.ones(batch, half)), 1)[..., None].expand(far_BTHD.shape[:3])
-    rank_BT = torch.arange(2 * half).expand(batch, -1)
-    return Heads(q_BTHD, k_BTGD, q_BTHD, k_BTGD, k_BTGD, rank_BT, k_BTGD), (far_BTHD, mass_BTH), partner_BT
+    weight_BTH = torch.cat((torch.zeros(batch, half), torch.ones(batch, half)), 1)[..., None].expand(far_BTHD.shape[:3])
+    position_BT = torch.arange(2 * half).expand(batch, -1)
+    return QKV(q_BTHD, k_BTGD, q_BTHD, k_BTGD, k_BTGD, position_BT, k_BTGD), (far_BTHD, weight_BTH), partner_BT
 
 
-def found_partners_H(book: Codebook, heads: Heads, partner_BT: Tensor) -> Tensor:
+def found_partners_H(book: Codebook, qkv: QKV, partner_BT: Tensor) -> Tensor:
     """The share of queries, by head, whose nearest key by phi(q) . phi(k) is their partner."""
     half = partner_BT.shape[1]
-    phi_k_BTGF, phi_q_BTHF = book.keys(heads.k_BTGD[:, :half]), book.queries(heads.q_BTHD[:, half:])
+    phi_k_BTGF, phi_q_BTHF = book.keys(qkv.k_BTGD[:, :half]), book.queries(qkv.q_BTHD[:, half:])
     phi_k_BTHF = phi_k_BTGF.repeat_interleave(phi_q_BTHF.shape[2] // phi_k_BTGF.shape[2], 2)
     nearest_BHT = torch.einsum("bthf,bshf->bhts", phi_q_BTHF, phi_k_BTHF).argmax(-1)
     return (nearest_BHT == partner_BT[:, None]).float().mean((0, 2))
@@ -262,24 +263,24 @@ def found_partners_H(book: Codebook, heads: Heads, partner_BT: Tensor) -> Tensor
 @pytest.mark.parametrize(("codes", "noise"), [(64, 0.1), (256, 0.5)], ids=["fewer codes than points", "more"])
 @pytest.mark.parametrize(("groups", "shared"), [(2, 1), (2, 3), (1, 3)])
 def test_queries_find_the_keys_they_attend_to(groups: int, shared: int, codes: int, noise: float) -> None:
-    heads, far, partner_BT = planted(groups, shared, noise)
+    qkv, far, partner_BT = planted(groups, shared, noise)
     torch.manual_seed(0)
-    book = Codebook(codes, groups * shared, groups, heads.k_BTGD.shape[-1]).requires_grad_(False)
+    book = Codebook(codes, groups * shared, groups, qkv.k_BTGD.shape[-1]).requires_grad_(False)
     book.reset_parameters()
-    assert (found_partners_H(book, heads, partner_BT) < 0.1).all()  # one of 48 by chance
-    fit_codes(book, heads, far)
-    assert (found_partners_H(book, heads, partner_BT) > 0.5).all()
+    assert (found_partners_H(book, qkv, partner_BT) < 0.1).all()  # one of 48 by chance
+    fit_codes(book, qkv, far)
+    assert (found_partners_H(book, qkv, partner_BT) > 0.5).all()
     torch.testing.assert_close(book.codes_GFE.norm(dim=-1), torch.ones(groups, codes))
 
 
 def test_the_queries_of_every_head_take_part_in_the_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
-    heads, far, _ = planted(2, 4, 0.1)
+    qkv, far, _ = planted(2, 4, 0.1)
     points: list[Tensor] = []
     monkeypatch.setattr(module, "SAMPLES", 5 * 32)  # 32 of 4 heads' 192 queries: every 24th
     monkeypatch.setattr(module, "_clusters", lambda found, count: points.append(found) or found[:, :count])
-    book = Codebook(8, 8, 2, heads.k_BTGD.shape[-1]).requires_grad_(False)
-    fit_codes(book, heads, far)
-    u_BTGRE = book.turned_queries(heads.q_BTHD).unflatten(2, (2, 4))
+    book = Codebook(8, 8, 2, qkv.k_BTGD.shape[-1]).requires_grad_(False)
+    fit_codes(book, qkv, far)
+    u_BTGRE = book.projected_queries(qkv.q_BTHD).unflatten(2, (2, 4))
     for g in range(2):
         taken_RP = (u_BTGRE[:, :, g].permute(2, 0, 1, 3).flatten(1, 2)[:, :, None] == points[0][g]).all(-1).any(1)
         assert taken_RP.any(1).all()
@@ -291,16 +292,16 @@ def test_far_keys_are_those_beyond_window_and_sinks_by_their_attention() -> None
     random = torch.Generator().manual_seed(0)
     q, q_rot = torch.randn(2, batch, tokens, heads, dim, generator=random)
     k, k_rot = torch.randn(2, batch, tokens, groups, dim, generator=random)
-    layout = SequenceLayout.build(ODD_POSITIONS, ODD_POSITIONS, None, None)
+    metadata = SequenceMetadata.build(ODD_POSITIONS, ODD_POSITIONS, None)
     attention: Any = SimpleNamespace(
         dims=HeadDims(heads * dim, heads, groups, dim),
         spec=SimpleNamespace(window=window, sinks=sinks),
         scaling=scale,
     )
-    got = far_keys(attention, Heads(q, k, q_rot, k_rot, k, layout.rank_BT, k), layout)
+    got = far_keys(attention, QKV(q, k, q_rot, k_rot, k, metadata.position_BT, k), metadata)
 
     def loop(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        pulled, mass = torch.zeros(q.shape, dtype=dtype), torch.zeros(q.shape[:3], dtype=dtype)
+        pulled, weight = torch.zeros(q.shape, dtype=dtype), torch.zeros(q.shape[:3], dtype=dtype)
         for b in range(batch):
             for t in range(tokens):
                 first = t - int(ODD_POSITIONS[b, t])  # of its document
@@ -311,8 +312,8 @@ def test_far_keys_are_those_beyond_window_and_sinks_by_their_attention() -> None
                     weights = (seen @ q_rot[b, t, h].to(dtype) * scale).softmax(0)
                     for j in far:
                         pulled[b, t, h] += weights[j - first] * k[b, j, g].to(dtype)
-                        mass[b, t, h] += weights[j - first]
-        return pulled, mass
+                        weight[b, t, h] += weights[j - first]
+        return pulled, weight
 
     eps = torch.finfo(torch.float32).eps
     for ours, plain, exact in zip(got, loop(torch.float32), loop(torch.float64)):
@@ -324,19 +325,21 @@ def test_far_keys_are_those_beyond_window_and_sinks_by_their_attention() -> None
 # --- the share
 
 
-def mixer_and_branches(lse: float) -> tuple[Mixer, Tensor, Memory, Tensor, Tensor]:
+def mixer_and_branches(lse: float) -> tuple[Mixer, Tensor, MemoryOutput, Tensor, Tensor]:
     """A mixer, queries, a memory, and a window's output and log-sum-exp about `lse`."""
     random = torch.Generator().manual_seed(0)
     dims = HeadDims(32, 6, 2, 8)
     mixer = build_mixer(resolve_spec({"codes": 8}), dims).requires_grad_(False)
     mixer.reset_parameters()
     q_BTHD, memory_BTHV, window_BTHV = torch.randn(3, 2, 150, dims.heads, dims.dim, generator=random)
-    log_mass_BTH, spread_BTH = torch.randn(2, 2, 150, dims.heads, generator=random)
-    return mixer, q_BTHD, Memory(memory_BTHV, log_mass_BTH), window_BTHV, lse + spread_BTH
+    log_normalizer_BTH, spread_BTH = torch.randn(2, 2, 150, dims.heads, generator=random)
+    return mixer, q_BTHD, MemoryOutput(memory_BTHV, log_normalizer_BTH), window_BTHV, lse + spread_BTH
 
 
-def squared_error_H(mixer: Mixer, q: Tensor, memory: Memory, window_o: Tensor, lse: Tensor, target: Tensor) -> Tensor:
-    return (combine(window_o, lse, *mixer.beside(q, memory))[0] - target).square().sum((0, 1, 3))
+def squared_error_H(
+    mixer: Mixer, q: Tensor, memory: MemoryOutput, window_o: Tensor, lse: Tensor, target: Tensor
+) -> Tensor:
+    return (combine(window_o, lse, *mixer.contribution(q, memory))[0] - target).square().sum((0, 1, 3))
 
 
 @pytest.mark.parametrize("lse", [-90.0, -30.0, 0.0, 90.0])
@@ -345,7 +348,7 @@ def test_no_head_is_left_worse_than_its_window_alone(memory_scale: float, lse: f
     mixer, q_BTHD, memory, window_o, window_lse = mixer_and_branches(lse)
     memory = memory._replace(read_BTHV=memory_scale * memory.o_BTHV)  # of what the target knows nothing
     target = window_o + 0.1 * torch.randn(window_o.shape, generator=torch.Generator().manual_seed(1))
-    left_H = fit_share(mixer, q_BTHD, memory, window_o, window_lse, target)
+    left_H = fit_mix_weight(mixer, q_BTHD, memory, window_o, window_lse, target)
     torch.testing.assert_close(left_H, squared_error_H(mixer, q_BTHD, memory, window_o, window_lse, target))
     # the search goes down to shares of at most s = sigmoid(-8): |gap + s step| <= |gap| + s |step|
     gap_H = (window_o - target).square().sum((0, 1, 3)).sqrt()
@@ -358,11 +361,11 @@ def test_a_share_that_depends_on_the_query_is_found() -> None:
     mixer.share_query_HD.copy_(2 * torch.randn(6, 8, generator=torch.Generator().manual_seed(1)))
     mixer.share_power_H.copy_(torch.linspace(0.5, 1.5, 6))
     mixer.log_share_H.copy_(torch.linspace(-1, 1, 6))
-    planted_BTH = (mixer.log_weight(q_BTHD, memory) - window_lse).sigmoid()
-    target = combine(window_o, window_lse, *mixer.beside(q_BTHD, memory))[0]
+    planted_BTH = (mixer.memory_logit(q_BTHD, memory) - window_lse).sigmoid()
+    target = combine(window_o, window_lse, *mixer.contribution(q_BTHD, memory))[0]
     mixer.reset_parameters()
-    left_H = fit_share(mixer, q_BTHD, memory, window_o, window_lse, target)
-    found_BTH = (mixer.log_weight(q_BTHD, memory) - window_lse).sigmoid()
+    left_H = fit_mix_weight(mixer, q_BTHD, memory, window_o, window_lse, target)
+    found_BTH = (mixer.memory_logit(q_BTHD, memory) - window_lse).sigmoid()
     assert (found_BTH - planted_BTH).abs().max() < 0.15  # a ridge keeps the fit from being exact
     mixer.share_query_HD.zero_()
     assert (squared_error_H(mixer, q_BTHD, memory, window_o, window_lse, target) > 50 * left_H).all()
@@ -370,15 +373,15 @@ def test_a_share_that_depends_on_the_query_is_found() -> None:
 
 def test_tokens_whose_memory_is_empty_have_no_say_in_the_share() -> None:
     mixer, q_BTHD, memory, window_o, window_lse = mixer_and_branches(0.0)
-    assert memory.log_mass_BTH is not None
+    assert memory.log_normalizer_BTH is not None
     empty_T = torch.arange(150) % 3 == 0
-    memory = Memory(
-        memory.o_BTHV, memory.log_mass_BTH.masked_fill(empty_T[:, None], torch.tensor(MIN_NORMALIZER).log())
+    memory = MemoryOutput(
+        memory.o_BTHV, memory.log_normalizer_BTH.masked_fill(empty_T[:, None], torch.tensor(MIN_NORMALIZER).log())
     )
     found = []
     for share in (0.2, 0.9):  # of the memory in what is wanted at the empty tokens
         share_T = torch.where(empty_T, share, 0.5)[:, None, None]
-        fit_share(mixer, q_BTHD, memory, window_o, window_lse, window_o + share_T * (memory.o_BTHV - window_o))
+        fit_mix_weight(mixer, q_BTHD, memory, window_o, window_lse, window_o + share_T * (memory.o_BTHV - window_o))
         found.append(state(mixer))
     assert same(*found)
 
@@ -387,8 +390,8 @@ def test_an_empty_memory_has_no_weight_whatever_the_query_says() -> None:
     mixer, q_BTHD, memory, window_o, window_lse = mixer_and_branches(-90.0)
     mixer.share_query_HD.fill_(100)
     mixer.log_share_H.fill_(100)
-    empty = memory._replace(log_mass_BTH=torch.zeros_like(window_lse).clamp_min(MIN_NORMALIZER).log())
-    assert empty.log_mass_BTH is not None
-    assert (empty.log_mass_BTH <= EMPTY).all()
-    assert torch.equal(combine(window_o, window_lse, *mixer.beside(100 * q_BTHD, empty))[0], window_o)
-    assert not torch.equal(combine(window_o, window_lse, *mixer.beside(100 * q_BTHD, memory))[0], window_o)
+    empty = memory._replace(log_normalizer_BTH=torch.zeros_like(window_lse).clamp_min(MIN_NORMALIZER).log())
+    assert empty.log_normalizer_BTH is not None
+    assert (empty.log_normalizer_BTH <= EMPTY).all()
+    assert torch.equal(combine(window_o, window_lse, *mixer.contribution(100 * q_BTHD, empty))[0], window_o)
+    assert not torch.equal(combine(window_o, window_lse, *mixer.contribution(100 * q_BTHD, memory))[0], window_o)

@@ -1,6 +1,7 @@
 """Every command does what its help says, on a tiny model."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,10 @@ import torch
 import yaml
 from tiny import save_tiny_base
 
-from liger_convert.cli import main
+from liger_convert.benchmark.shapes import SHAPES
+from liger_convert.cli import completion, main
 from liger_convert.config.recipe import load
-from liger_convert.config.resources import chosen_recipe
+from liger_convert.config.resources import chosen_recipe, names
 from liger_convert.mixers import MIXERS
 from liger_convert.model.families import FAMILIES
 from liger_convert.model.loading import load_linearized
@@ -94,16 +96,46 @@ def test_the_module_runs_as_the_command_does():
 
 def test_help_does_not_import_torch():
     code = (
-        "import sys; sys.argv = ['linearize', '--help']; from liger_convert.cli import main; main();"
+        "from linearize_command import main; main(['--help']); import sys;"
         "sys.exit(bool({'torch', 'transformers', 'pydantic'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
+def test_the_package_registers_its_models_unless_the_program_imports_it():
+    for first, registered in (("", True), ("import linearize_command; ", False)):
+        code = f"{first}import liger_convert, sys; sys.exit('liger_convert.model' in sys.modules)"
+        assert subprocess.run([sys.executable, "-c", code]).returncode == registered
+
+
+def completed(*words: str) -> list[str]:
+    """What bash is offered for the last of `words`."""
+    code = "import linearize_command, sys; sys.exit('torch' in sys.modules or linearize_command.main())"
+    asked = {"_LINEARIZE_COMPLETE": "complete_bash", "COMP_CWORD": str(len(words))}
+    asked["COMP_WORDS"] = " ".join(("linearize", *words))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | asked)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.split()
+
+
+def test_a_shell_completes_commands_recipes_mixers_and_shapes():
+    assert completed("sel") == ["select-layers"]
+    assert completed("run", "smollm2-135m-q") == ["smollm2-135m-quick"]
+    assert completed("convert", "base", "out", "--mixer", "gated-d") == ["gated-deltanet"]
+    assert completed("bench", "mis") == ["mistral-7b"]
+    assert completed("eval", "model", "--suite", "rec") == ["recall"]
+
+
+def test_what_is_completed_is_what_is_registered():
+    assert completion.mixers("") == sorted(MIXERS)
+    assert completion.shapes("") == list(SHAPES)
+    assert completion.recipes("") == names("recipes")
+
+
 def test_a_slip_in_a_recipe_is_told_without_importing_torch(tmp_path):
     (tmp_path / "recipe.yaml").write_text("version: 1\n")
     code = (
-        "import sys; sys.argv = ['linearize']; from liger_convert.cli import main;"
+        "from linearize_command import main; import sys;"
         "code = main(['run', 'recipe.yaml']); sys.exit(code if 'torch' not in sys.modules else 99)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=tmp_path).returncode == 2
@@ -253,7 +285,7 @@ def test_an_unexpected_error_leaves_its_traceback_in_a_file_or_shows_it(monkeypa
     def surprise(*args: object) -> None:
         raise RuntimeError("surprise")
 
-    monkeypatch.setattr("liger_convert.cli.main._show", surprise)
+    monkeypatch.setattr("liger_convert.cli.reference_commands.show", surprise)
     assert main.main(["families"]) == 1
     (complaint,) = capsys.readouterr().err.splitlines()
     log = Path(complaint.partition("traceback in ")[2].partition(";")[0])

@@ -28,7 +28,7 @@ from liger_convert.pipeline.convert import convert_checkpoint
 from liger_convert.utils.errors import BadInput, LinearizeError
 
 LINEARIZATION = {
-    "format": 1,
+    "format": 2,
     "mixers": {"main": resolve_spec({"type": "gla", "window": 8, "sinks": 2})},
     "layers": ["main", "softmax", "main"],
 }

@@ -348,9 +348,9 @@ def test_a_joined_row_is_one_segment_of_the_same_tokens(responses_only: bool) ->
 
 
 @pytest.mark.parametrize("concat_documents", [False, True])
-def test_micro_batches_of_shorter_rows_have_the_same_tokens_in_pieces(joined: bool) -> None:
+def test_micro_batches_of_shorter_rows_have_the_same_tokens_in_pieces(concat_documents: bool) -> None:
     docs, batch_size = documents(5, 11, 3, 20, 9), 3
-    options: dict[str, Any] = {"seq_len": 16, "tokens": 16 * 3 * 200, "concat_documents": joined}
+    options: dict[str, Any] = {"seq_len": 16, "tokens": 16 * 3 * 200, "concat_documents": concat_documents}
     plain, packed = (
         pack(docs, **options),
         pack(docs, **options, mixed_seq_lens=[(8, 0.2), (4, 0.3)], batch_size=batch_size),
@@ -364,7 +364,7 @@ def test_micro_batches_of_shorter_rows_have_the_same_tokens_in_pieces(joined: bo
         whole = collate([plain[i] for i in range(at, at + batch_size)])
         assert batch["input_ids"].flatten().equal(whole["input_ids"].flatten())
         assert (batch["position_ids"][:, 0] == 0).all()
-        if joined:
+        if concat_documents:
             assert batch["position_ids"].equal(torch.arange(length).expand(rows, -1))
         first = batch["position_ids"] == 0
         assert batch["labels"].equal(torch.where(first, IGNORED, batch["input_ids"]))

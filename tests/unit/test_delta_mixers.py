@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_convert.mixers import build_mixer, resolve_spec
-from liger_convert.mixers.base import HeadDims, Heads
+from liger_convert.mixers.base import QKV, HeadDims
 
 T, H, G, D = 41, 4, 2, 8
 Loop = Callable[[dict[str, Tensor], Tensor, Tensor], Iterator[Tensor]]
@@ -91,9 +91,9 @@ def test_a_mixer_is_the_recurrence_of_its_paper(name: str, options: dict[str, An
             parameter += 0.3 * torch.randn_like(parameter)
     q_THD, k_TGD, v_TGD = torch.randn(T, H, D), torch.randn(T, G, D), torch.randn(T, G, D)
     x = torch.zeros(1, T, 32)
-    heads = Heads(q_THD[None], k_TGD[None], q_THD[None], k_TGD[None], v_TGD[None], x[..., 0], x)
+    qkv = QKV(q_THD[None], k_TGD[None], q_THD[None], k_TGD[None], v_TGD[None], x[..., 0], x)
     with torch.no_grad():
-        memory, _ = mixer.recur(heads, mixer.write(mixer.inputs(heads), v_TGD[None]), {}, None, exclusive=False)
+        memory, _ = mixer.scan(qkv, mixer.write(mixer.deferred_inputs(qkv), v_TGD[None]), {}, None, exclusive=False)
     for h in range(H):
         g = h // (H // G)
         parameters = {n: p.detach().double()[g] for n, p in mixer.named_parameters() if n != "mix_H"}

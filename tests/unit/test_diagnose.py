@@ -41,7 +41,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def linearized(base: Path, folder: Path, *, trained: bool = False, **spec: Any) -> Path:
-    plan = {"format": 1, "mixers": {"main": resolve_spec({"window": 6, "sinks": 2, **spec})}, "layers": LAYERS}
+    plan = {"format": 2, "mixers": {"main": resolve_spec({"window": 6, "sinks": 2, **spec})}, "layers": LAYERS}
     model = linearize_base(base, plan)
     if trained:
         model.model.layers[0].self_attn.v_proj.weight.data.mul_(1.1)
@@ -55,8 +55,8 @@ def test_every_name_is_the_model_it_says(base: Path, tmp_path: Path) -> None:
     found = diagnose(folder, base, SUITE, device=CPU, prompts=["a", "b"], **OPTIONS)
     assert tuple(found["models"]) == NAMES
     control = {"type": "window", "window": 6, "sinks": 2}
-    plan = {"format": 1, "mixers": {"main": resolve_spec(control)}, "layers": LAYERS}
-    expected = {"base": load_model(base, CPU, "float32"), "window_only_untrained": linearize_base(base, plan)}
+    plan = {"format": 2, "mixers": {"main": resolve_spec(control)}, "layers": LAYERS}
+    expected = {"base": load_model(base, CPU, "float32"), "window_untrained": linearize_base(base, plan)}
     for name, branches in (
         ("linearized", "both"),
         ("memory_ablated", "window"),
@@ -137,7 +137,7 @@ def test_a_model_that_is_its_window_is_told_that_its_memory_is_unused(base: Path
 
 def test_the_control_keeps_windows_sinks_and_layers_and_nothing_else() -> None:
     mixers = {"main": resolve_spec({"window": 64, "sinks": 4}), "paper": resolve_spec({"type": "liger-paper"})}
-    control = window_control({"format": 1, "mixers": mixers, "layers": ["main", "softmax", "paper"]})
+    control = window_control({"format": 2, "mixers": mixers, "layers": ["main", "softmax", "paper"]})
     assert control["layers"] == ["main", "softmax", "paper"]
     assert [(spec["type"], spec["window"], spec["sinks"]) for spec in control["mixers"].values()] == [
         ("window", 64, 4),

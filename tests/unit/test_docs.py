@@ -26,6 +26,19 @@ from liger_convert.config.recipe import parse
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NEEDS = {"gpu", "install", "tests"}
+NAMED = [
+    "liger_convert",
+    "kernels",
+    "tests",
+    "docs",
+    "recipes",
+    "config",
+    "io",
+    "model",
+    "data",
+    "training",
+    "pipeline",
+]  # folders of files
 FENCE = re.compile(r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```(?P<kind>bash|python|yaml)\n(?P<text>.*?)^```$", re.M | re.S)
 
 BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -206,6 +219,16 @@ def test_links_lead_to_files(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         path = target.partition("#")[0]
         assert "://" in target or not path or (page.parent / path).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_are_named_exist(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    roots = [ROOT, ROOT / "liger_convert", ROOT / "kernels" / "gated_kernels"]
+    for name in re.findall(
+        r"`((?:liger_convert|kernels|tests|docs|recipes|config|io|model|data|training|pipeline)/[^`]*)`", text
+    ):
+        assert any(any(root.glob(name)) for root in roots), f"{page.name} names {name}"
 
 
 def test_the_readme_is_short():

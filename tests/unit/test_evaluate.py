@@ -206,7 +206,7 @@ def test_continuations_get_the_log_probabilities_that_lm_eval_gives_them(base: P
     from liger_convert.eval.harness import _Harness
 
     if linear:
-        plan = {"format": 1, "mixers": {"main": resolve_spec({"window": 6, "sinks": 2})}, "layers": ["main"] * 3}
+        plan = {"format": 2, "mixers": {"main": resolve_spec({"window": 6, "sinks": 2})}, "layers": ["main"] * 3}
         model = linearize_base(base, plan).eval()
     harness = _Harness(model, tiny_tokenizer(), 3, torch.float32, lambda *_: None)
     random = np.random.default_rng(0)
@@ -246,7 +246,7 @@ def test_tasks_that_need_data_are_left_out_without_it(model: Any, rows: Path) ->
 @pytest.mark.parametrize("kind", ["gla", "liger-paper"])
 def test_a_linearized_model_scores_the_same_alone_and_in_a_padded_batch(base: Path, rows: Path, kind: str) -> None:
     spec = resolve_spec({"type": kind, "window": 6, **({"sinks": 2} if kind == "gla" else {})})
-    plan = {"format": 1, "mixers": {"main": spec}, "layers": ["main", "softmax", "main"]}
+    plan = {"format": 2, "mixers": {"main": spec}, "layers": ["main", "softmax", "main"]}
     model = linearize_base(base, plan).eval()
     made = [ROWS["squad_1k"][0] | {"context": "x" * 7 * i, "answers": ["e"]} for i in range(4)]
     (rows / "squad_1k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from liger_convert.mixers import resolve_spec
 from liger_convert.mixers.base import FADED, FAR
 from liger_convert.model.loading import linearize_base
-from liger_convert.model.sequence import SequenceLayout
+from liger_convert.model.sequence import SequenceMetadata
 
 B, T, C = 2, 40, 32
 
@@ -25,7 +25,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(base: Path, **spec: Any) -> Any:
-    plan = {"format": 1, "mixers": {"main": resolve_spec(spec)}, "layers": ["main"] * 3}
+    plan = {"format": 2, "mixers": {"main": resolve_spec(spec)}, "layers": ["main"] * 3}
     return linearize_base(base, plan, dtype=torch.float32, attn_implementation="eager").eval()
 
 
@@ -40,7 +40,7 @@ def test_weights_fade_by_every_gate_since(base: Path, window: int) -> None:
     mixer.forget_bias_G.fill_(-1.0)
     positions = torch.arange(T)[None]
     embeddings = model.model.rotary_emb(x_BTC, positions)
-    got_BTC, _ = attention(x_BTC, embeddings, layout=SequenceLayout.build(x_BTC, positions, None, None))
+    got_BTC, _ = attention(x_BTC, embeddings, metadata=SequenceMetadata.build(x_BTC, positions, None))
 
     _, _, q, k, v = (x.double() for x in attention.project(x_BTC, embeddings))
     log_f_BTG = (x_BTC @ mixer.forget_GC.mT + mixer.forget_bias_G).double().sigmoid().log()
@@ -65,7 +65,7 @@ def test_a_new_gate_hardly_forgets(base: Path, window: int, fade: float) -> None
 
 
 @torch.no_grad()
-def test_a_kept_layer_with_an_open_gate_is_the_base(base: Path) -> None:
+def test_a_softmax_layer_with_an_open_gate_is_the_base(base: Path) -> None:
     tokens = torch.randint(3, 101, (B, T), generator=torch.Generator().manual_seed(0))
     plain = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager").eval()(tokens).logits
     new = build(base, type="forgetting")

@@ -22,7 +22,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     base = save_tiny_base("llama", tmp_path_factory.mktemp("base"))
     if request.param == "base":
         return base
-    plan = {"format": 1, "mixers": {"main": resolve_spec({"window": 6, "sinks": 2})}, "layers": ["main"] * 3}
+    plan = {"format": 2, "mixers": {"main": resolve_spec({"window": 6, "sinks": 2})}, "layers": ["main"] * 3}
     folder = tmp_path_factory.mktemp("linearized")
     linearize_base(base, plan).save_pretrained(folder)
     return folder

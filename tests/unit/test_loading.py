@@ -41,7 +41,7 @@ RECIPE = {
 }
 SUITE = "description: tiny\ntext: [{window: 32, windows: 4}]\n"
 LINEARIZATION = {
-    "format": 1,
+    "format": 2,
     "mixers": {"main": resolve_spec({"type": "gla", "window": 8, "sinks": 2})},
     "layers": ["main", "softmax", "main"],
 }

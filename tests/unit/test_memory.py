@@ -99,7 +99,7 @@ def test_autocast_keeps_a_copy_of_every_matrix_that_a_gradient_goes_through(
     stage = STAGES["finetune"] | rows | {"gradient_checkpointing": checkpointing}
     expected = planned(config, stage, monkeypatch, "cpu").memory["copies"]
     spec = plans.resolve_spec({"type": "gla"})
-    linearized = linearized_config(config, {"format": 1, "mixers": {"main": spec}, "layers": ["main"] * 3})
+    linearized = linearized_config(config, {"format": 2, "mixers": {"main": spec}, "layers": ["main"] * 3})
     model = add_lora(CLASSES["llama"][2](linearized), Lora(targets=["q_proj", "k_proj", "v_proj"]), train_mixer=False)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -33,7 +33,7 @@ def linearized(family: str) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="liger-test-"))
     base = save_tiny_base(family, folder / "base")
     spec = resolve_spec({"type": "gla", "window": 6, "sinks": 2}, "mixer")
-    linearization = {"format": 1, "mixers": {"main": spec}, "layers": ["main", "softmax", "main"]}
+    linearization = {"format": 2, "mixers": {"main": spec}, "layers": ["main", "softmax", "main"]}
     linearize_base(base, linearization).save_pretrained(folder / "linearized")
     AutoTokenizer.from_pretrained(base).save_pretrained(folder / "linearized")
     return folder / "linearized"

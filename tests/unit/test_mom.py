@@ -28,12 +28,12 @@ def base() -> Path:
 
 
 def build(**spec: Any) -> Any:
-    plan = {"format": 1, "mixers": {"main": resolve_spec(spec)}, "layers": ["main", "softmax", "main"]}
+    plan = {"format": 2, "mixers": {"main": resolve_spec(spec)}, "layers": ["main", "softmax", "main"]}
     return linearize_base(base(), plan, dtype=torch.float32).eval()
 
 
 def mom(inner: str, **options: Any) -> Any:
-    # joined as every memory can be, with or without a mass
+    # combined as every memory can be, with or without a normalizer
     return build(**{"type": "mom", "inner": {"type": inner}, "combine": "fixed", "window": 3, "sinks": 0, **options})
 
 

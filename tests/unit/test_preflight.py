@@ -167,7 +167,7 @@ def test_a_padding_token_that_there_is_not_is_a_warning(home: Path, capsys: Any)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_a_tiny_model_that_generates(family: str) -> None:
     config = tiny_config(family)
-    linearization = {"format": 1, "mixers": {"main": resolve_spec({})}, "layers": ["main", "softmax", "main"]}
+    linearization = {"format": 2, "mixers": {"main": resolve_spec({})}, "layers": ["main", "softmax", "main"]}
     model = preflight._tiny(config, linearization)
     assert model.config.linearization["layers"] == ["main", "softmax"]
     assert model.num_parameters() < 100_000

@@ -217,9 +217,9 @@ def test_the_default_recipe_is_the_hybrid_for_any_depth():
 @pytest.mark.parametrize(
     ("ablation", "mixer", "stage"),
     [
-        ("random-gates", {"gate": "random"}, {"learning_rates.mixer": 1e-3}),
-        ("feature-map", {"feature_map": "hedgehog"}, {"learning_rates.mixer": 1e-3}),
-        ("no-lora", {}, {"learning_rates.lora": None, "learning_rates.attention": 1e-4, "lora": None}),
+        ("random-gates", {"gate": "random"}, {"rates.mixer": 1e-3}),
+        ("feature-map", {"feature_map": "hedgehog"}, {"rates.mixer": 1e-3}),
+        ("no-lora", {}, {"rates.lora": None, "rates.attention": 1e-4, "lora": None}),
         ("no-window", {"combine": "memory"}, {}),
     ],
 )
@@ -236,5 +236,5 @@ def test_an_ablation_of_the_published_recipe_changes_what_it_names_and_nothing_e
 
 
 def test_recipes_are_read_without_importing_torch():
-    code = "import sys; sys.argv = ['linearize']; import liger_convert.config.recipe; sys.exit('torch' in sys.modules)"
+    code = "import linearize_command, liger_convert.config.recipe, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -52,7 +52,7 @@ def base_folder(family: str) -> Path:
 def linearized(family: str, layers: str, mixer: str) -> Any:
     names = [{"L": "main", "N": "softmax"}[letter] for letter in layers]
     spec = resolve_spec({"type": mixer, "window": 5, "sinks": 2})
-    return linearize_base(base_folder(family), {"format": 1, "mixers": {"main": spec}, "layers": names}).eval()
+    return linearize_base(base_folder(family), {"format": 2, "mixers": {"main": spec}, "layers": names}).eval()
 
 
 def logits(model: Any) -> torch.Tensor:

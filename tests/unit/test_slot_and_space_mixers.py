@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from gated_kernels import chunk_swa
-from gated_kernels.swa.chunk import combine
+from gated_kernels.swa.chunk import chunk_swa, combine
 from torch import Tensor
 
 from liger_convert.mixers import build_mixer, resolve_spec
-from liger_convert.mixers.base import HeadDims, Heads, Mixer
-from liger_convert.model.sequence import SequenceLayout
+from liger_convert.mixers.base import QKV, HeadDims, Mixer
+from liger_convert.model.sequence import SequenceMetadata
 
 T, H, G, D = 41, 4, 2, 8
 Parameters = dict[str, Tensor]
@@ -77,44 +76,43 @@ def started(spec: dict[str, Any]) -> Mixer:
     return mixer
 
 
-def random_heads(tokens: int) -> Heads:
+def random_qkv(tokens: int) -> QKV:
     q, k, v = (torch.randn(1, tokens, heads, D) for heads in (H, G, G))
-    return Heads(q, k, q, k, v, torch.arange(tokens)[None], torch.zeros(1, tokens, 32))
+    return QKV(q, k, q, k, v, torch.arange(tokens)[None], torch.zeros(1, tokens, 32))
 
 
-def layout_of(tokens: int) -> SequenceLayout:
-    return SequenceLayout.build(torch.empty(1, tokens), torch.arange(tokens)[None], None, None)
+def metadata_of(tokens: int) -> SequenceMetadata:
+    return SequenceMetadata.build(torch.empty(1, tokens), torch.arange(tokens)[None], None)
 
 
 @every_mixer
 @torch.no_grad()
 def test_a_mixer_is_the_equation_of_its_paper(name: str) -> None:
     read, options = EQUATIONS[name]
-    mixer, heads, R = started({"type": name, "scope": "all", **options}), random_heads(T), H // G
+    mixer, qkv, R = started({"type": name, "scope": "all", **options}), random_qkv(T), H // G
     for parameter in mixer.parameters():
         parameter += 0.3 * torch.randn_like(parameter)
-    memory = mixer.remember(heads, layout_of(T), None)
-    assert memory.log_mass_BTH is not None
+    memory = mixer.remember(qkv, metadata_of(T), None)
+    assert memory.log_normalizer_BTH is not None
     for h in range(H):
         g = h // R
         named = {key: p.detach().double() for key, p in mixer.named_parameters()}
         of_head = {key: p[g * R : (g + 1) * R] if "_H" in key else p[g] for key, p in named.items()}
-        q_TD, k_TD, v_TD = (
-            x[0].double() for x in (heads.q_BTHD[:, :, h], heads.k_BTGD[:, :, g], heads.v_BSGD[:, :, g])
-        )
+        q_TD, k_TD, v_TD = (x[0].double() for x in (qkv.q_BTHD[:, :, h], qkv.k_BTGD[:, :, g], qkv.v_BSGD[:, :, g]))
         expected = [read(of_head, q_TD[t], k_TD[: t + 1], v_TD[: t + 1], h % R) for t in range(T)]
         o_TD, log_mass_T = (torch.stack(part) for part in zip(*expected))
         # T tokens of some ten roundings each, were they all to add up
         tolerance = 10 * T * torch.finfo(torch.float32).eps
         assert (memory.o_BTHV[0, :, h] - o_TD).norm() <= tolerance * o_TD.norm()
-        assert (memory.log_mass_BTH[0, :, h] - log_mass_T).abs().max() <= tolerance * (1 + log_mass_T.abs().max())
+        assert (memory.log_normalizer_BTH[0, :, h] - log_mass_T).abs().max() <= tolerance * (1 + log_mass_T.abs().max())
 
 
 @every_mixer
 def test_a_new_memory_has_little_weight_beside_the_window(name: str) -> None:
-    mixer, heads, layout = started({"type": name}), random_heads(300), layout_of(300)
-    seen = chunk_swa(heads.q_rot_BTHD, heads.k_rot_BTGD, heads.v_BSGD, window_size=64, scale=D**-0.5)
-    both = mixer(heads, lambda log_f, beside: combine(*seen, *beside), layout, None, "both")
+    mixer, qkv, metadata = started({"type": name}), random_qkv(300), metadata_of(300)
+    seen = chunk_swa(qkv.q_rot_BTHD, qkv.k_rot_BTGD, qkv.v_BSGD, window_size=64, scale=D**-0.5)
+    memory = mixer.remember(qkv, metadata, None)
+    both, _ = combine(*seen, *mixer.contribution(qkv.q_BTHD, memory))
     assert 0 < (both - seen[0]).norm() < 0.1 * seen[0].norm()
 
 
@@ -122,5 +120,5 @@ def test_a_new_memory_has_little_weight_beside_the_window(name: str) -> None:
 @pytest.mark.parametrize("scope", ["evicted", "all"])
 def test_every_parameter_of_a_memory_gets_a_gradient(name: str, scope: str) -> None:
     mixer = started({"type": name, "scope": scope, "window": 5, "sinks": 1, "combine": "fixed"})
-    (mixer.remember(random_heads(T), layout_of(T), None).o_BTHV ** 3).sum().backward()
+    (mixer.remember(random_qkv(T), metadata_of(T), None).o_BTHV ** 3).sum().backward()
     assert [key for key, p in mixer.named_parameters() if p.grad is None or not p.grad.any()] == []

@@ -269,7 +269,7 @@ def test_every_stage_trains_the_routers_of_memories_towards_balance(
     stage = make_stage(name, steps=2, gradient_checkpointing=checkpointing)
     moved = {}
     for balance in (0.0, 1.0):
-        plan = {"format": 1, "mixers": {"main": resolve_spec(spec | {"balance": balance})}, "layers": ["main"] * 3}
+        plan = {"format": 2, "mixers": {"main": resolve_spec(spec | {"balance": balance})}, "layers": ["main"] * 3}
         folder = tmp_path / str(balance)
         linearize_base(folders()[0], plan).save_pretrained(folder)
         train(stage, folder / "out", model=folder)

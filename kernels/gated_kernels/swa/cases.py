@@ -24,7 +24,7 @@ class Case(NamedTuple):
     segments: bool = False
     dtype: torch.dtype = torch.float32
     v_dtype: torch.dtype | None = None  # of the values, when another
-    memory: str = ""  # beside the window: one more "key" of each query, or of a "share"
+    memory: str = ""  # that contributes: one more "key" of each query, or by a "mix weight"
     normalizer: bool = False  # by which the memory is to be divided
 
 
@@ -53,10 +53,10 @@ CASES = {
     "a memory as a key": Case(41, P=9, W=10, M=2, valid=True, segments=True, memory="key"),
     "a memory as a key, bf16": Case(97, M=4, D=64, V=64, memory="key", normalizer=True, dtype=torch.bfloat16),
     "a memory's sum as a key": Case(41, P=3, W=70, M=3, memory="key", normalizer=True),
-    "a memory of a share, holes": Case(41, P=9, W=10, valid=True, memory="share"),
-    "a memory of a share, bf16": Case(97, D=64, V=64, memory="share", dtype=torch.bfloat16),
-    "a memory's sum of a share": Case(21, P=9, W=10, M=3, memory="share", normalizer=True),
-    "one token beside a memory": Case(1, P=20, W=16, M=2, memory="key", normalizer=True),
+    "a memory by a mix weight, holes": Case(41, P=9, W=10, valid=True, memory="mix weight"),
+    "a memory by a mix weight, bf16": Case(97, D=64, V=64, memory="mix weight", dtype=torch.bfloat16),
+    "a memory's sum by a mix weight": Case(21, P=9, W=10, M=3, memory="mix weight", normalizer=True),
+    "one token and a memory": Case(1, P=20, W=16, M=2, memory="key", normalizer=True),
     "window of 64, bf16": Case(130, M=4, D=64, V=64, dtype=torch.bfloat16),
 }
 

@@ -1,4 +1,4 @@
-"""The kernels of sliding-window attention with sinks, and with a memory beside them. The letters are in triton.py."""
+"""The kernels of sliding-window attention with sinks, and a memory's contribution. The letters are in triton.py."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _logits(x, y, scale, seen):
 
 @triton.jit
 def _rest(mix_weight):
-    """What a share leaves to the window; never 0, as logs and quotients are taken of it."""
+    """What a mix weight leaves to the window; never 0, as logs and quotients are taken of it."""
     return tl.maximum(1.0 - mix_weight, 1e-30)
 
 

@@ -114,7 +114,7 @@ def backward(
     blocks, numbers, sizes = _plan(q_BTHD, k_BSGD, v_BSGV, sink_k_BMGD, window_size)
     (T, S, M, _), (B, G, R) = numbers, (len(q_BTHD), sizes["G"], sizes["R"])
     q, k, v, valid, segment, sink_k, sink_v, visible = _plain(q_BTHD, k_BSGD, v_BSGV, *masks)
-    beside = memory, normalizer, _, _ = _plain(memory_BTHV, normalizer_BTH, memory_logit_BTH, mix_weight_H)
+    contribution = memory, normalizer, _, _ = _plain(memory_BTHV, normalizer_BTH, memory_logit_BTH, mix_weight_H)
     lse, do, dlse = _plain(lse_BTH, do_BTHV, dlse_BTH)
     dq, dk, dv, mean = (torch.empty_like(x) for x in (q, k, v, lse))
     dmemory, dnormalizer = (None if x is None else torch.empty_like(x) for x in (memory, normalizer))
@@ -129,7 +129,7 @@ def backward(
         dsinks = [q.new_empty(parts, *x.shape, dtype=torch.float32) for x in (sink_k, sink_v)]
     with torch.cuda.device_of(q):
         backward_q_kernel[triton.cdiv(T * R, blocks.queries.rows), G, B](
-            q, k, v, valid, segment, sink_k, sink_v, visible, *beside, lse, do, dlse,
+            q, k, v, valid, segment, sink_k, sink_v, visible, *contribution, lse, do, dlse,
             dq, mean, dmemory, dnormalizer, dweight, *(dsinks if dsinks and in_passing else (None, None)), scale,
             *numbers, **sizes, **by_rows,
         )  # fmt: skip
@@ -243,10 +243,13 @@ def triton_swa(
         return None
     valid_BS, sink_visible_BTM = (None if x is None else x.bool() for x in (valid_BS, sink_visible_BTM))
     tensors = (q_BTHD, k_BSGD, v_BSGV, valid_BS, segment_ids_BS, sink_k_BMGD, sink_v_BMGV, sink_visible_BTM)
-    beside = memory_BTHV, *(None if x is None else x.float() for x in (normalizer_BTH, memory_logit_BTH, mix_weight_H))
-    why = _unsupported(*tensors, *beside)
+    contribution = (
+        memory_BTHV,
+        *(None if x is None else x.float() for x in (normalizer_BTH, memory_logit_BTH, mix_weight_H)),
+    )
+    why = _unsupported(*tensors, *contribution)
     if why is None:
-        return _forward(*tensors, *beside, window_size, scale)
+        return _forward(*tensors, *contribution, window_size, scale)
     if not torch.compiler.is_compiling():
         _warn(why)
     return None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from liger_convert.mixers.base import Branches, Combine, HeadDims, Heads, Memory, Mixer, MixerSpec, Scope
+from liger_convert.mixers.base import QKV, Branches, Combine, HeadDims, MemoryOutput, Mixer, MixerSpec, Scope
 from liger_convert.mixers.registry import register_mixer
 
 
@@ -40,27 +40,27 @@ class Window(Mixer):
         return {}
 
     @classmethod
-    def pending_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
+    def deferred_input_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
         return ()
 
-    def inputs(self, heads: Heads) -> tuple[Tensor, ...]:
+    def deferred_inputs(self, qkv: QKV) -> tuple[Tensor, ...]:
         return ()
 
     def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
         return ()
 
-    def recur(
+    def scan(
         self,
-        heads: Heads,
+        qkv: QKV,
         entries: tuple[Tensor, ...],
         states: dict[str, Tensor],
-        document_BT: Tensor | None,
+        segment_ids_BT: Tensor | None,
         exclusive: bool,
-    ) -> tuple[Memory, dict[str, Tensor]]:
-        return Memory(heads.q_BTHD.new_zeros(()), None), {}
+    ) -> tuple[MemoryOutput, dict[str, Tensor]]:
+        return MemoryOutput(qkv.q_BTHD.new_zeros(()), None), {}
 
-    def beside(self, q_BTHD: Tensor, memory: Memory) -> None:
+    def contribution(self, q_BTHD: Tensor, memory: MemoryOutput) -> None:
         return None
 
-    def alone(self, window_o_BTHV: Tensor, memory_BTHV: Tensor, branches: Branches) -> Tensor:
+    def ablate(self, window_o_BTHV: Tensor, memory_BTHV: Tensor, branches: Branches) -> Tensor:
         return window_o_BTHV.new_zeros(window_o_BTHV.shape) if branches == "memory" else window_o_BTHV

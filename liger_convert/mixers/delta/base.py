@@ -4,7 +4,7 @@ S_t = D_t S_{t-1} - e_t^T (r_t D_t S_{t-1}) + k_t^T v_t,   D_t = diag(a_t),   o_
 
 With unit keys u and a strength b in (0, 1), r = u and k = e = b u: the value held under u moves by b towards the new
 one. Queries are unit vectors too, so a key reads back its own value. The read is no weighted mean of values and has no
-mass: a shared denominator has nothing to go by.
+normalizer: a shared denominator has nothing to go by.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, V value size.
 """
@@ -20,8 +20,9 @@ from gated_kernels.delta_rule.chunk import chunk_delta_rule
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from liger_convert.mixers.base import Combine, HeadDims, Heads, Memory, Mixer, MixerSpec, multiplies_in_bf16
+from liger_convert.mixers.base import QKV, Combine, HeadDims, MemoryOutput, Mixer, MixerSpec
 from liger_convert.mixers.gates import pool_to
+from liger_convert.mixers.precision import multiplies_in_bf16
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class DeltaSpec(MixerSpec):
 
     def problem(self) -> str | None:
         if self.combine == "shared":
-            return "combine: shared needs the memory's mass, and what the delta rule reads has none; use learned"
+            return "combine: shared needs the memory's normalizer, and what the delta rule reads has none; use learned"
         return super().problem()
 
 
@@ -64,17 +65,17 @@ class DeltaMixer(Mixer):
         return {"state": (dims.kv_heads, dims.dim, dims.dim)}
 
     @classmethod
-    def pending_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
+    def deferred_input_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
         assert isinstance(spec, DeltaSpec)
         return (dims.dim, dims.dim) if spec.rope else (dims.dim,)
 
-    def inputs(self, heads: Heads) -> tuple[Tensor, ...]:
+    def deferred_inputs(self, qkv: QKV) -> tuple[Tensor, ...]:
         # strengths and gates are pooled from keys before rotary, whose channels keep their meaning at every position
-        return (heads.k_BTGD, heads.k_rot_BTGD) if self.spec.rope else (heads.k_BTGD,)
+        return (qkv.k_BTGD, qkv.k_rot_BTGD) if self.spec.rope else (qkv.k_BTGD,)
 
-    def query(self, heads: Heads) -> Tensor:
+    def query(self, qkv: QKV) -> Tensor:
         """Unit queries [B,T,H,D]."""
-        return unit(heads.q_rot_BTHD if self.spec.rope else heads.q_BTHD)
+        return unit(qkv.q_rot_BTHD if self.spec.rope else qkv.q_BTHD)
 
     def beta(self, inputs: tuple[Tensor, ...]) -> Tensor:
         """b in (0, 1), [B,T,G,1] or [B,T,G,D]."""
@@ -91,18 +92,18 @@ class DeltaMixer(Mixer):
         u_BTGD = unit(inputs[-1])
         return self.beta(inputs) * u_BTGD, v_BTGV.float(), u_BTGD, self.log_gate(inputs)
 
-    def recur(
+    def scan(
         self,
-        heads: Heads,
+        qkv: QKV,
         entries: tuple[Tensor, ...],
         states: dict[str, Tensor],
-        document_BT: Tensor | None,
+        segment_ids_BT: Tensor | None,
         exclusive: bool,
-    ) -> tuple[Memory, dict[str, Tensor]]:
+    ) -> tuple[MemoryOutput, dict[str, Tensor]]:
         k_BTGD, v_BTGV, r_BTGD, log_a, *e_BTGD = entries
-        factors = [self.query(heads), k_BTGD, v_BTGV, r_BTGD, *e_BTGD]
-        if multiplies_in_bf16(heads.v_BSGD):
-            factors = [x.to(heads.v_BSGD.dtype) for x in factors]
+        factors = [self.query(qkv), k_BTGD, v_BTGV, r_BTGD, *e_BTGD]
+        if multiplies_in_bf16(qkv.v_BSGD):
+            factors = [x.to(qkv.v_BSGD.dtype) for x in factors]
         q_BTHD, k_BTGD, v_BTGV, r_BTGD, *e_BTGD = factors
         o_BTHV, state = chunk_delta_rule(
             q_BTHD,
@@ -112,10 +113,10 @@ class DeltaMixer(Mixer):
             log_a,
             e_BTGF=e_BTGD[0] if e_BTGD else None,
             initial_state=states.get("state"),
-            segment_ids_BT=document_BT,
+            segment_ids_BT=segment_ids_BT,
             exclusive=exclusive,
         )
-        return Memory(o_BTHV.to(heads.v_BSGD.dtype), None), {"state": state}
+        return MemoryOutput(o_BTHV.to(qkv.v_BSGD.dtype), None), {"state": state}
 
 
 def unit(x: Tensor) -> Tensor:

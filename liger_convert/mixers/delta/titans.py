@@ -20,7 +20,7 @@ from gated_kernels.momentum.chunk import chunk_momentum
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from liger_convert.mixers.base import HeadDims, Heads, Memory, MixerSpec
+from liger_convert.mixers.base import QKV, HeadDims, MemoryOutput, MixerSpec
 from liger_convert.mixers.delta.base import DeltaMixer, DeltaSpec, pooled
 from liger_convert.mixers.registry import register_mixer
 
@@ -66,19 +66,19 @@ class Titans(DeltaMixer):
         # the last entry lets the momentum act: of a token that is not written, it too must be 0
         return *super().write(inputs, v_BTGV), log_eta, torch.ones_like(log_eta)
 
-    def recur(
+    def scan(
         self,
-        heads: Heads,
+        qkv: QKV,
         entries: tuple[Tensor, ...],
         states: dict[str, Tensor],
-        document_BT: Tensor | None,
+        segment_ids_BT: Tensor | None,
         exclusive: bool,
-    ) -> tuple[Memory, dict[str, Tensor]]:
+    ) -> tuple[MemoryOutput, dict[str, Tensor]]:
         o_BTHV, state = chunk_momentum(
-            self.query(heads),
+            self.query(qkv),
             *entries,
             initial_state=states.get("state"),
-            segment_ids_BT=document_BT,
+            segment_ids_BT=segment_ids_BT,
             exclusive=exclusive,
         )
-        return Memory(o_BTHV.to(heads.v_BSGD.dtype), None), {"state": state}
+        return MemoryOutput(o_BTHV.to(qkv.v_BSGD.dtype), None), {"state": state}

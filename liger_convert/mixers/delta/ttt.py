@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from liger_convert.mixers.base import HeadDims, Heads, Memory
+from liger_convert.mixers.base import QKV, HeadDims, MemoryOutput
 from liger_convert.mixers.delta.base import DeltaMixer, DeltaSpec, unit
 from liger_convert.mixers.registry import register_mixer
 
@@ -56,15 +56,15 @@ class TTT(DeltaMixer):
         predicted_BTGV = torch.einsum("btgd,gdv->btgv", unit(inputs[-1]), self.start_GDV.float())
         return super().write(inputs, v_BTGV.float() - predicted_BTGV)
 
-    def recur(
+    def scan(
         self,
-        heads: Heads,
+        qkv: QKV,
         entries: tuple[Tensor, ...],
         states: dict[str, Tensor],
-        document_BT: Tensor | None,
+        segment_ids_BT: Tensor | None,
         exclusive: bool,
-    ) -> tuple[Memory, dict[str, Tensor]]:
-        memory, states = super().recur(heads, entries, states, document_BT, exclusive)
-        q_BTGRD = self.query(heads).unflatten(2, (self.dims.kv_heads, -1))
+    ) -> tuple[MemoryOutput, dict[str, Tensor]]:
+        memory, states = super().scan(qkv, entries, states, segment_ids_BT, exclusive)
+        q_BTGRD = self.query(qkv).unflatten(2, (self.dims.kv_heads, -1))
         start_BTHV = torch.einsum("btgrd,gdv->btgrv", q_BTGRD, self.start_GDV.float()).flatten(2, 3)
-        return Memory((memory.o_BTHV.float() + start_BTHV).to(memory.o_BTHV.dtype), None), states
+        return MemoryOutput((memory.o_BTHV.float() + start_BTHV).to(memory.o_BTHV.dtype), None), states

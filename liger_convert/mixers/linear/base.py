@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from liger_convert.mixers.base import Combine, DiagonalMixer, HeadDims, Heads, Memory, MixerSpec
+from liger_convert.mixers.base import QKV, Combine, DiagonalMixer, HeadDims, MemoryOutput, MixerSpec
 from liger_convert.mixers.calibration import Calibration
 from liger_convert.mixers.feature_maps import POSITIVE, Codebook
 from liger_convert.mixers.gates import GateName, pool_to
@@ -27,7 +27,7 @@ START_SIZE = 0.1  # of a read: size 1 adds 2.5 nats to an untrained SmolLM2-135M
 class LinearSpec(MixerSpec):
     """feature_map: phi, of queries and keys. rope: whether the memory's queries and keys are rotated like the window's.
 
-    codes: how many a codebook has, which is its feature size. normalize: the read is divided by the memory's mass;
+    codes: how many a codebook has, which is its feature size. normalize: the read is divided by its normalizer;
     otherwise each head's read is brought to one size.
     """
 
@@ -44,7 +44,7 @@ class LinearSpec(MixerSpec):
         if self.codes < 1:
             return f"codes: {self.codes} is too few; a codebook has at least 1"
         if self.combine == "shared" and not self.normalize:
-            return "combine: shared needs the memory's mass, so normalize: true; or use combine: learned"
+            return "combine: shared needs the memory's normalizer, so normalize: true; or use combine: learned"
         return super().problem()
 
 
@@ -95,17 +95,18 @@ class LinearMixer(DiagonalMixer):
     @classmethod
     def state_shape(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, tuple[int, ...]]:
         assert isinstance(spec, LinearSpec)
-        return {"state": (dims.kv_heads, map_size(spec.feature_map, dims.dim, spec.codes), dims.dim + spec.normalize)}
+        size = (dims.kv_heads, map_size(spec.feature_map, dims.dim, spec.codes))
+        return {"state": (*size, dims.dim)} | ({"z": size} if spec.normalize else {})
 
     @classmethod
-    def pending_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
+    def deferred_input_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
         return (dims.dim,)
 
-    def inputs(self, heads: Heads) -> tuple[Tensor, ...]:
-        return (heads.k_rot_BTGD if self.spec.rope else heads.k_BTGD,)
+    def deferred_inputs(self, qkv: QKV) -> tuple[Tensor, ...]:
+        return (qkv.k_rot_BTGD if self.spec.rope else qkv.k_BTGD,)
 
-    def query_features(self, heads: Heads) -> Tensor:
-        q_BTHD = heads.q_rot_BTHD if self.spec.rope else heads.q_BTHD
+    def query_features(self, qkv: QKV) -> Tensor:
+        q_BTHD = qkv.q_rot_BTHD if self.spec.rope else qkv.q_BTHD
         return self.q_map(q_BTHD) if self.codebook is None else self.codebook(lambda codes: codes.queries(q_BTHD))
 
     def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
@@ -116,9 +117,9 @@ class LinearMixer(DiagonalMixer):
     def log_gate(self, inputs: tuple[Tensor, ...]) -> Tensor:
         return inputs[0].new_zeros(*inputs[0].shape[:-1], 1, dtype=torch.float32)
 
-    def read(self, o_BTHV: Tensor, mass_BTH: Tensor | None) -> Memory:
-        memory = super().read(o_BTHV, mass_BTH)
-        return Memory(self.rescale(memory.o_BTHV), memory.log_mass_BTH) if self.rescales else memory
+    def read(self, o_BTHV: Tensor, normalizer_BTH: Tensor | None) -> MemoryOutput:
+        memory = super().read(o_BTHV, normalizer_BTH)
+        return MemoryOutput(self.rescale(memory.o_BTHV), memory.log_normalizer_BTH) if self.rescales else memory
 
     def rescale(self, o_BTHV: Tensor) -> Tensor:
         """The read at its learned size, whatever it was."""
@@ -180,13 +181,13 @@ class GatedMixer(LinearMixer):
                 init.copy_(pool_GDF, pool_to(each_channel, bias_GF.shape[1]).expand_as(pool_GDF))
 
     @classmethod
-    def pending_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
+    def deferred_input_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
         assert isinstance(spec, GatedSpec)
         return (dims.dim, dims.dim) if spec.rope else (dims.dim,)
 
-    def inputs(self, heads: Heads) -> tuple[Tensor, ...]:
+    def deferred_inputs(self, qkv: QKV) -> tuple[Tensor, ...]:
         # the gate is pooled from keys before rotary, whose channels keep their meaning at every position
-        return (heads.k_BTGD, heads.k_rot_BTGD) if self.spec.rope else (heads.k_BTGD,)
+        return (qkv.k_BTGD, qkv.k_rot_BTGD) if self.spec.rope else (qkv.k_BTGD,)
 
     def gate_logits(self, inputs: tuple[Tensor, ...], name: str = "gate") -> Tensor:
         """The logits called `name` in float32, [B,T,G,F] or [B,T,G,1]."""

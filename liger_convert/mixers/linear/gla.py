@@ -1,7 +1,7 @@
 """Gated linear attention with sinks, a normalised memory and one denominator with the window: the toolkit's default.
 
 S_t = diag(a_t) S_{t-1} + phi(k_t)^T [v_t, 1],   a_t = sigmoid(pool(k_t) + b)^(1/tau),   [n_t, m_t] = phi(q_t) S
-o_t = (sum_window e^{s_tj} v_j + w_t n_t / m_t) / (sum_window e^{s_tj} + w_t)     (combine: shared, see base.py for w_t)
+o_t = (sum_window e^{s_tj} v_j + w_t n_t / m_t) / (sum_window e^{s_tj} + w_t)    (combine: shared, see base.py for w_t)
 
 The recurrence and pooled gate are GLA's and Liger's (2312.06635; 2503.01496, table 1), the map a codebook (see
 feature_maps.py) or Hedgehog's (2402.04347); the one denominator over window and memory is LoLCATs' (2410.10254, eq. 6).
@@ -16,10 +16,11 @@ from gated_kernels.codebook_gla.chunk import chunk_codebook_gla
 from gated_kernels.fused_step.chunk import Codes, Gate, MemoryWeight, StepConfig
 from torch import Tensor
 
-from liger_convert.mixers.base import Combine, Heads, multiplies_in_bf16
+from liger_convert.mixers.base import QKV, Combine
 from liger_convert.mixers.feature_maps import FeatureMapName
 from liger_convert.mixers.gates import GateName, log_sigmoid_gate
 from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
+from liger_convert.mixers.precision import multiplies_in_bf16
 from liger_convert.mixers.registry import register_mixer
 
 
@@ -50,11 +51,11 @@ class GLA(GatedMixer):
     spec: GLASpec
     rescales = False
 
-    def query_features(self, heads: Heads) -> Tensor:
+    def query_features(self, qkv: QKV) -> Tensor:
         """Queries as they are where there is a codebook: `attend` maps them, and keys, so that no map need be kept."""
         if self.codebook is None:
-            return super().query_features(heads)
-        return heads.q_rot_BTHD if self.spec.rope else heads.q_BTHD
+            return super().query_features(qkv)
+        return qkv.q_rot_BTHD if self.spec.rope else qkv.q_BTHD
 
     def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
         return super().key_features(inputs) if self.codebook is None else inputs[-1]
@@ -74,23 +75,24 @@ class GLA(GatedMixer):
         return self.codebook(lambda _: chunk_codebook_gla(q_BTHD, k_BTGD, v_BTGV, log_a, *self.codes(), **options))
 
     def codes(self) -> Codes:
-        c: Any = self.codebook
-        queries, keys = (c.q_turn_HDE, c.q_shift_HE, c.q_log_tau_H), (c.k_turn_GDE, c.k_shift_GE, c.k_log_tau_G)
-        return Codes(*queries, *keys, c.codes_GFE)
+        book = self.codebook
+        assert book is not None
+        of_queries = book.q_turn_HDE, book.q_shift_HE, book.q_log_tau_H
+        return Codes(*of_queries, book.k_turn_GDE, book.k_shift_GE, book.k_log_tau_G, book.codes_GFE)
 
-    def step_rules(self) -> StepConfig | None:
+    def step_config(self) -> StepConfig | None:
         spec = self.spec
         usual = spec.combine == "shared" and spec.scope == "evicted" and not (spec.rope or spec.forget)
         if self.codebook is None or not usual:
             return None
         codes = self.codes()
-        share = MemoryWeight(self.share_power_H, self.share_query_HD, self.log_share_H)
+        weight = MemoryWeight(self.share_power_H, self.share_query_HD, self.log_share_H)
         match spec.gate:
             case "none":
-                return StepConfig(codes, None, share)
+                return StepConfig(codes, None, weight)
             case "head" | "constant":
                 return StepConfig(
-                    codes, Gate(spec.gate, self.get_parameter("gate_bias_GF"), spec.gate_normalizer), share
+                    codes, Gate(spec.gate, self.get_parameter("gate_bias_GF"), spec.gate_normalizer), weight
                 )
         return None
 

@@ -16,9 +16,10 @@ from gated_kernels.fused_step.chunk import Gate, StepConfig
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from liger_convert.mixers.base import Combine, DiagonalMixer, HeadDims, Heads, MixerSpec, Scope, multiplies_in_bf16
+from liger_convert.mixers.base import QKV, Combine, DiagonalMixer, HeadDims, MixerSpec, Scope
 from liger_convert.mixers.feature_maps import FeatureMap, feature_size
 from liger_convert.mixers.gates import log_sigmoid_gate
+from liger_convert.mixers.precision import multiplies_in_bf16
 from liger_convert.mixers.registry import register_mixer
 
 
@@ -72,19 +73,19 @@ class LigerPaper(DiagonalMixer):
         return {"state": (dims.kv_heads, feature_size(spec.feature_map, dims.dim), dims.dim)}
 
     @classmethod
-    def pending_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
+    def deferred_input_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
         assert isinstance(spec, LigerPaperSpec)
         return (dims.dim,) if spec.gate == "keys" else (dims.dim, dims.dim)
 
-    def inputs(self, heads: Heads) -> tuple[Tensor, ...]:
+    def deferred_inputs(self, qkv: QKV) -> tuple[Tensor, ...]:
         if self.spec.gate == "keys":
-            return (heads.k_BTGD,)
-        logits_BTGD = self.gate_proj(heads.x_BTC.to(self.gate_proj.weight.dtype)).unflatten(-1, (-1, self.dims.dim))
-        return heads.k_BTGD, logits_BTGD.to(heads.k_BTGD.dtype)
+            return (qkv.k_BTGD,)
+        logits_BTGD = self.gate_proj(qkv.x_BTC.to(self.gate_proj.weight.dtype)).unflatten(-1, (-1, self.dims.dim))
+        return qkv.k_BTGD, logits_BTGD.to(qkv.k_BTGD.dtype)
 
-    def query_features(self, heads: Heads) -> Tensor:
+    def query_features(self, qkv: QKV) -> Tensor:
         """Queries as they are where the map is the softmax: `attend` makes it of them and their log-sum-exp."""
-        return heads.q_BTHD if self.spec.feature_map == "softmax" else self.q_map(heads.q_BTHD)
+        return qkv.q_BTHD if self.spec.feature_map == "softmax" else self.q_map(qkv.q_BTHD)
 
     def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
         return self.k_map(inputs[0])
@@ -99,7 +100,7 @@ class LigerPaper(DiagonalMixer):
             options["q_lse_BTH"] = q_BTHF.float().logsumexp(-1)
         return super().attend(q_BTHF, entries, **options)
 
-    def step_rules(self) -> StepConfig | None:
+    def step_config(self) -> StepConfig | None:
         published = LigerPaperSpec(window=self.spec.window, sinks=self.spec.sinks)
         return StepConfig(None, Gate("keys", None, 16.0), None) if self.spec == published else None
 

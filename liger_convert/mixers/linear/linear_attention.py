@@ -2,8 +2,8 @@
 
 S_t = S_{t-1} + phi(k_t)^T [v_t, 1],   o_t = phi(q_t) S,   divided by its last column   (normalize: true)
 
-phi is elu + 1 as published, or any other map. Keys' features are divided by F, which cancels, so that the mass of a
-token is near 1 and not near F. Without the normaliser the memory grows with the length.
+phi is elu + 1 as published, or any other map. Keys' features are divided by F, which cancels, so that the normalizer of
+a token is near 1 and not near F. Without the normaliser the memory grows with the length.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LinearAttentionSpec(LinearSpec):
 class LinearAttention(LinearMixer):
     summary = "linear attention without decay"
     Spec = LinearAttentionSpec
-    initial_log_share = -8.0  # nothing decays: the mass is that of every token ever written
+    initial_log_share = -8.0  # nothing decays: the normalizer is that of every token ever written
 
     def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
         return super().key_features(inputs) / self.features

@@ -16,7 +16,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from liger_convert.mixers.base import HeadDims, Memory, MixerSpec
+from liger_convert.mixers.base import HeadDims, MemoryOutput, MixerSpec
 from liger_convert.mixers.gates import log_sigmoid_gate, log_soft_cap
 from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
 from liger_convert.mixers.registry import register_mixer
@@ -26,7 +26,7 @@ from liger_convert.mixers.registry import register_mixer
 class MLSTMSpec(GatedSpec):
     """gate_bias: of the forget gate. input_bias: of the input gate, learned from there. cap: c.
 
-    normalize: divide by max(|m|, 1), whose m may have either sign: it is no mass that a window could share.
+    normalize: divide by max(|m|, 1), whose m may have either sign: a window could not share it.
     """
 
     normalize: bool = True
@@ -36,7 +36,7 @@ class MLSTMSpec(GatedSpec):
 
     def problem(self) -> str | None:
         if self.combine == "shared":
-            return "combine: shared needs a memory's mass, and mlstm's normaliser is none; use combine: learned"
+            return "combine: shared needs a normalizer above 0, and mlstm's has either sign; use combine: learned"
         if not 0 < self.cap <= 15:
             return f"cap: {self.cap} must be above 0, and no more than 15 to stay inside float32"
         return MixerSpec.problem(self)
@@ -62,7 +62,7 @@ class MLSTM(GatedMixer):
     def decay(self, logits: Tensor) -> Tensor:
         return log_sigmoid_gate(logits, 1.0)
 
-    def read(self, o_BTHV: Tensor, mass_BTH: Tensor | None) -> Memory:
-        if mass_BTH is not None:
-            o_BTHV = o_BTHV / mass_BTH[..., None].abs().clamp_min(1)
-        return Memory(self.rescale(o_BTHV), None)
+    def read(self, o_BTHV: Tensor, normalizer_BTH: Tensor | None) -> MemoryOutput:
+        if normalizer_BTH is not None:
+            o_BTHV = o_BTHV / normalizer_BTH[..., None].abs().clamp_min(1)
+        return MemoryOutput(self.rescale(o_BTHV), None)

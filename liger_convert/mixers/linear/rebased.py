@@ -29,4 +29,4 @@ class RebasedSpec(LinearSpec):
 class Rebased(LinearMixer):
     summary = "linear attention with a learned parabola for a feature map"
     Spec = RebasedSpec
-    initial_log_share = -8.0  # nothing decays: the mass is that of every token ever written
+    initial_log_share = -8.0  # nothing decays: the normalizer is that of every token ever written

@@ -53,11 +53,11 @@ class RWKV6(GatedMixer):
     def attend(
         self, q_BTHF: Tensor, entries: tuple[Tensor, ...], **options: Any
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        o_BTHV, mass_BTH, last = super().attend(q_BTHF, entries, **options | {"exclusive": True})
+        o_BTHV, normalizer_BTH, last = super().attend(q_BTHF, entries, **options | {"exclusive": True})
         if self.spec.scope == "all":
             k_BTGF, v_BTGV, *_ = entries
             q_BTGRF, uk_BTGF = q_BTHF.unflatten(2, (self.dims.kv_heads, -1)), k_BTGF * self.bonus_GF.float()
             weight_BTGR1 = (q_BTGRF * uk_BTGF[:, :, :, None]).sum(-1, keepdim=True)
             o_BTHV = o_BTHV + (weight_BTGR1 * v_BTGV[:, :, :, None].float()).flatten(2, 3)
-            mass_BTH = None if mass_BTH is None else mass_BTH + weight_BTGR1.flatten(2)
-        return o_BTHV, mass_BTH, last
+            normalizer_BTH = None if normalizer_BTH is None else normalizer_BTH + weight_BTGR1.flatten(2)
+        return o_BTHV, normalizer_BTH, last

@@ -2,18 +2,18 @@
 
 r_t = x_t W,   g_t = softmax over the k largest of r_t                                     (one W per key-value head)
 S_m(t) = what the inner mixer makes of S_m(t-1) if token t chose m, else S_m(t-1), bit for bit
-o_t = (e^{c_s} o_s + sum_m g_tm e^{c_m} o_m) / (e^{c_s} + sum_m g_tm e^{c_m})   with the log masses c of the reads o
+o_t = (e^{c_s} o_s + sum_m g_tm e^{c_m} o_m) / (e^{c_s} + sum_m g_tm e^{c_m})      (log normalizers c of the reads o)
 
-Memories without a mass are summed, o_s + sum_m g_tm o_m. All share one mixer's features and gates, where the paper has
-projections of their own. A token's choice is its own: it looks at no other token and ties go to the first memory.
-Every memory runs over all tokens, with zeros for those that chose others: S times the inner mixer's work.
+Memories without a normalizer are summed, o_s + sum_m g_tm o_m. All share one mixer's features and gates, where the
+paper has projections of their own. A token's choice is its own: it looks at no other token and ties go to the first
+memory. Every memory runs over all tokens, with zeros for those that chose others: S times the inner mixer's work.
+
 Shapes: B batch, T tokens, C hidden size, H query heads, G key-value heads, N memories, S = N + the shared one.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from liger_convert.mixers.base import HeadDims, Heads, Memory, Mixer, MixerSpec
+from liger_convert.mixers.base import QKV, HeadDims, MemoryOutput, Method, Mixer, MixerSpec
 from liger_convert.mixers.calibration import Calibration
 from liger_convert.mixers.options import make_spec, resolve_spec
 from liger_convert.mixers.registry import MIXERS, register_mixer
@@ -96,8 +96,8 @@ class MoM(Mixer):
         self.inner = inner(options, dims)
         self.router_GNC = nn.Parameter(torch.empty(dims.kv_heads, spec.memories, dims.hidden))
 
-    def forward(self, *args: Any, mix: Callable[..., Tensor] | None = None) -> Tensor:
-        return self.inner(*args, mix=mix or self.mix)
+    def forward(self, method: Method, *inputs: Any, owner: Mixer | None = None) -> Tensor:
+        return self.inner(method, *inputs, owner=self if owner is None else owner)
 
     def calibration(self) -> Calibration:
         return self.inner.calibration()._replace(read_size=None)  # which is a memory's, not that of the mixture
@@ -117,10 +117,10 @@ class MoM(Mixer):
         return {name: (spec.memories + spec.shared, *shape) for name, shape in shapes.items()}
 
     @classmethod
-    def pending_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
+    def deferred_input_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
         assert isinstance(spec, MoMSpec)
         inner, options = spec.inner_mixer()
-        return *inner.pending_sizes(options, dims), spec.memories
+        return *inner.deferred_input_sizes(options, dims), spec.memories
 
     def route(self, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [B,T,G,N] in float32, and whether each memory is among a token's k (ties: the first ones)."""
@@ -129,15 +129,15 @@ class MoM(Mixer):
         chosen = logits_BTGN.argsort(dim=-1, descending=True, stable=True)[..., : self.spec.active]
         return logits_BTGN, torch.zeros_like(logits_BTGN, dtype=torch.bool).scatter(-1, chosen, True)
 
-    def inputs(self, heads: Heads) -> tuple[Tensor, ...]:
-        logits_BTGN, chosen_BTGN = self.route(heads.x_BTC)
+    def deferred_inputs(self, qkv: QKV) -> tuple[Tensor, ...]:
+        logits_BTGN, chosen_BTGN = self.route(qkv.x_BTC)
         if self.training and torch.is_grad_enabled():
-            self.auxiliary_loss = self.spec.balance * self._imbalance(logits_BTGN, chosen_BTGN, heads)
-        return *self.inner.inputs(heads), chosen_BTGN.to(heads.k_BTGD.dtype)
+            self.auxiliary_loss = self.spec.balance * self._imbalance(logits_BTGN, chosen_BTGN, qkv)
+        return *self.inner.deferred_inputs(qkv), chosen_BTGN.to(qkv.k_BTGD.dtype)
 
-    def _imbalance(self, logits_BTGN: Tensor, chosen_BTGN: Tensor, heads: Heads) -> Tensor:
+    def _imbalance(self, logits_BTGN: Tensor, chosen_BTGN: Tensor, qkv: QKV) -> Tensor:
         """N sum_m f_m p_m, the mean over rows and heads; 1 when balanced. Padding does not count."""
-        valid_BT = (heads.rank_BS[:, -logits_BTGN.shape[1] :] >= 0).float()
+        valid_BT = (qkv.position_BS[:, -logits_BTGN.shape[1] :] >= 0).float()
         weight_BT11 = (valid_BT / valid_BT.sum(1, keepdim=True).clamp_min(1))[..., None, None]
         f_BGN = (weight_BT11 * chosen_BTGN).sum(1) / self.spec.active
         p_BGN = (weight_BT11 * logits_BTGN.softmax(-1)).sum(1)
@@ -148,38 +148,38 @@ class MoM(Mixer):
         chosen_BTGS = F.pad(chosen_BTGN, (int(self.spec.shared), 0), value=1)
         return *self.inner.write(tuple(inner), v_BTGV), chosen_BTGS
 
-    def recur(
+    def scan(
         self,
-        heads: Heads,
+        qkv: QKV,
         entries: tuple[Tensor, ...],
         states: dict[str, Tensor],
-        document_BT: Tensor | None,
+        segment_ids_BT: Tensor | None,
         exclusive: bool,
-    ) -> tuple[Memory, dict[str, Tensor]]:
+    ) -> tuple[MemoryOutput, dict[str, Tensor]]:
         *entries_, chosen_BTGS = entries
-        memories: list[Memory] = []
+        memories: list[MemoryOutput] = []
         after: list[dict[str, Tensor]] = []
         for m, chosen in enumerate(chosen_BTGS.bool().unbind(-1)):
             routed = tuple(entry.masked_fill(~chosen[..., None], 0) for entry in entries_)
             before = {name: state[:, m] for name, state in states.items()}
-            memory, state = self.inner.recur(heads, routed, before, document_BT, exclusive)
+            memory, state = self.inner.scan(qkv, routed, before, segment_ids_BT, exclusive)
             memories.append(memory)
             after.append(state)
         new_states = {name: torch.stack([state[name] for state in after], 1) for name in after[0]}
-        return self._read(heads, memories), new_states
+        return self._read(qkv, memories), new_states
 
-    def _read(self, heads: Heads, memories: list[Memory]) -> Memory:
+    def _read(self, qkv: QKV, memories: list[MemoryOutput]) -> MemoryOutput:
         """All reads as one, weighted by the query's own choice."""
-        logits_BTGN, chosen_BTGN = self.route(heads.x_BTC)
+        logits_BTGN, chosen_BTGN = self.route(qkv.x_BTC)
         log_g = logits_BTGN.masked_fill(~chosen_BTGN, -torch.inf).log_softmax(-1)
         log_g = F.pad(log_g, (int(self.spec.shared), 0))  # the shared memory counts in full
         log_g = log_g.repeat_interleave(self.dims.heads // self.dims.kv_heads, 2)
         o_BTHVS = torch.stack([memory.o_BTHV.float() for memory in memories], -1)
-        masses = [memory.log_mass_BTH for memory in memories if memory.log_mass_BTH is not None]
-        log_mass_BTH = None
-        if masses:
-            log_g = torch.stack(masses, -1) + log_g
-            log_mass_BTH = log_g.logsumexp(-1)
+        normalizers = [memory.log_normalizer_BTH for memory in memories if memory.log_normalizer_BTH is not None]
+        log_normalizer_BTH = None
+        if normalizers:
+            log_g = torch.stack(normalizers, -1) + log_g
+            log_normalizer_BTH = log_g.logsumexp(-1)
             log_g = log_g.log_softmax(-1)
         o_BTHV = (o_BTHVS * log_g.exp()[..., None, :]).sum(-1)
-        return Memory(o_BTHV.to(heads.v_BSGD.dtype), log_mass_BTH)
+        return MemoryOutput(o_BTHV.to(qkv.v_BSGD.dtype), log_normalizer_BTH)

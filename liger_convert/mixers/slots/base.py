@@ -1,9 +1,9 @@
 """What mixers over slots share: a fixed number of running means of keys and values, read by softmax attention.
 
-K_t = diag(a_t) K_{t-1} + w_t^T [k_t, 1],   V_t = diag(a_t) V_{t-1} + w_t^T v_t,   z_t = the last column of K_t
+K_t = diag(a_t) K_{t-1} + w_t^T k_t,   V_t = diag(a_t) V_{t-1} + w_t^T v_t,   z_t = diag(a_t) z_{t-1} + w_t
 o_t = softmax(q_t (K_t / z_t)^T / sqrt(D)) (V_t / z_t)
 
-A slot is one more token of the window: its mass in a shared denominator is e^logit, with a learned scale per head.
+A slot is one more token of the window: its weight in a shared denominator is e^logit, with a learned scale per head.
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, V value size, M slots.
 """
 
@@ -13,10 +13,11 @@ import math
 from abc import abstractmethod
 from dataclasses import dataclass
 
+import torch
 from gated_kernels.slots.chunk import chunk_slots
 from torch import Tensor
 
-from liger_convert.mixers.base import MIN_NORMALIZER, HeadDims, Heads, Memory, Mixer, MixerSpec
+from liger_convert.mixers.base import MIN_NORMALIZER, QKV, HeadDims, MemoryOutput, Mixer, MixerSpec
 
 
 @dataclass(frozen=True)
@@ -46,40 +47,42 @@ class SlotMixer(Mixer):
     def state_shape(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, tuple[int, ...]]:
         assert isinstance(spec, SlotSpec)
         size = (dims.kv_heads, spec.slots)
-        return {"keys": (*size, dims.dim + 1), "values": (*size, dims.dim)}
+        return {"keys": (*size, dims.dim), "values": (*size, dims.dim), "z": size}
 
     @classmethod
-    def pending_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
+    def deferred_input_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
         return (dims.dim,)
 
-    def inputs(self, heads: Heads) -> tuple[Tensor, ...]:
+    def deferred_inputs(self, qkv: QKV) -> tuple[Tensor, ...]:
         # not rotated: a mean of keys turned to different positions would be a key of none
-        return (heads.k_BTGD,)
+        return (qkv.k_BTGD,)
 
     def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
         k_BTGD = inputs[0].float()
         return k_BTGD, v_BTGV, *self.weights(k_BTGD)
 
-    def recur(
+    def scan(
         self,
-        heads: Heads,
+        qkv: QKV,
         entries: tuple[Tensor, ...],
         states: dict[str, Tensor],
-        document_BT: Tensor | None,
+        segment_ids_BT: Tensor | None,
         exclusive: bool,
-    ) -> tuple[Memory, dict[str, Tensor]]:
+    ) -> tuple[MemoryOutput, dict[str, Tensor]]:
         k_BTGD, v_BTGV, w_BTGM, log_a = entries
+        # the op has z as the keys' last column
+        before = torch.cat((states["keys"], states["z"][..., None]), -1) if states else None
         o_BTHV, lse_BTH, keys, values = chunk_slots(
-            heads.q_BTHD.float(),
+            qkv.q_BTHD.float(),
             k_BTGD,
             v_BTGV.float(),
             w_BTGM,
             log_a,
             scale=self.dims.dim**-0.5,
-            keys_BGMD=states.get("keys"),
+            keys_BGMD=before,
             values_BGMV=states.get("values"),
-            segment_ids_BT=document_BT,
+            segment_ids_BT=segment_ids_BT,
             exclusive=exclusive,
         )
-        memory = Memory(o_BTHV.to(heads.v_BSGD.dtype), lse_BTH.clamp_min(math.log(MIN_NORMALIZER)))
-        return memory, {"keys": keys, "values": values}
+        memory = MemoryOutput(o_BTHV.to(qkv.v_BSGD.dtype), lse_BTH.clamp_min(math.log(MIN_NORMALIZER)))
+        return memory, {"keys": keys[..., :-1], "values": values, "z": keys[..., -1]}

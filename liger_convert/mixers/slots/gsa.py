@@ -2,8 +2,9 @@
 
 a_t = sigmoid(pool(k_t) + b)^(1/tau),   w_t = 1 - a_t                                  (slots.py has the recurrence)
 
-The gate is pooled from keys (Liger, 2503.01496, table 1), so no projection is added. A slot is divided by its mass
-z_t = 1 - prod a, which the paper leaves out: it tends to 1, but a slow slot would read as nearly zero for long.
+The gate is pooled from keys (Liger, 2503.01496, table 1), so no projection is added. A slot is divided by its
+normalizer z_t = 1 - prod a, which the paper leaves out: it tends to 1, but a slow slot would read as nearly zero for
+long.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 S_t = A_t * S_{t-1} + k_t^T [u_t * v_t, u_t],   [n_t, m_t] = q_t S_t,   o_t = n_t / m_t
 
-Each value channel v forgets at F rates of its own, so each needs a mass m[v] of its own beside its sum n[v].
+Each value channel v forgets at F rates of its own, so each needs a normalizer m[v] of its own for its sum n[v].
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, F states of a channel, V = D value channels.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from liger_convert.mixers.base import MIN_NORMALIZER, HeadDims, Memory, Mixer, MixerSpec
+from liger_convert.mixers.base import MIN_NORMALIZER, HeadDims, MemoryOutput, Mixer, MixerSpec
 
 SLOWEST, FASTEST = 1e-3, 1e-1  # decay of the first state of a channel in a token: the channels start evenly between
 
@@ -61,7 +61,7 @@ class ElementwiseMixer(Mixer):
         return -self.log_rate_GFV.float().clamp(max=15).exp()
 
 
-def mean_per_channel(read_BTHV2: Tensor, dtype: torch.dtype) -> Memory:
-    """n / m of reads [n, m], and the log of the channels' mean mass; an empty memory is as DiagonalMixer's."""
+def mean_per_channel(read_BTHV2: Tensor, dtype: torch.dtype) -> MemoryOutput:
+    """n / m of reads [n, m], and the log of the channels' mean normalizer; an empty memory is as DiagonalMixer's."""
     m_BTHV = read_BTHV2[..., 1].clamp_min(MIN_NORMALIZER)
-    return Memory((read_BTHV2[..., 0] / m_BTHV).to(dtype), m_BTHV.mean(-1).log())
+    return MemoryOutput((read_BTHV2[..., 0] / m_BTHV).to(dtype), m_BTHV.mean(-1).log())

@@ -17,7 +17,7 @@ from gated_kernels.elementwise.chunk import chunk_elementwise
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from liger_convert.mixers.base import HeadDims, Heads, Memory, MixerSpec
+from liger_convert.mixers.base import QKV, HeadDims, MemoryOutput, MixerSpec
 from liger_convert.mixers.gates import pool_to
 from liger_convert.mixers.registry import register_mixer
 from liger_convert.mixers.ssm.base import ElementwiseMixer, ElementwiseSpec, mean_per_channel
@@ -33,7 +33,7 @@ class Mamba(ElementwiseMixer):
     summary = "selective state space: each value channel forgets at several rates, scaled by every token"
     gate_rule = "exp(-softplus(pool(k) + b) e^rate)"
     Spec = MambaSpec
-    # two softmax features meet with a weight of 1 / F or so, and steps add up to a fraction of 1: a mass of about e^-4
+    # two softmax features meet with a weight of 1 / F or so, and steps add up to a fraction of 1: about e^-4 in all
     initial_log_share = 1.0
     spec: MambaSpec
 
@@ -58,11 +58,11 @@ class Mamba(ElementwiseMixer):
         return {"state": (dims.kv_heads, spec.states, 2 * dims.dim)}
 
     @classmethod
-    def pending_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
+    def deferred_input_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
         return (dims.dim,)
 
-    def inputs(self, heads: Heads) -> tuple[Tensor, ...]:
-        return (heads.k_BTGD,)
+    def deferred_inputs(self, qkv: QKV) -> tuple[Tensor, ...]:
+        return (qkv.k_BTGD,)
 
     def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
         k_BTGD = inputs[0].float()
@@ -70,16 +70,16 @@ class Mamba(ElementwiseMixer):
         k_BTGF = torch.einsum("btgd,gdf->btgf", k_BTGD, self.k_map_GDF.float()).float().softmax(-1)
         return k_BTGF, torch.cat((dt_BTGV * v_BTGV, dt_BTGV), -1), dt_BTGV
 
-    def recur(
+    def scan(
         self,
-        heads: Heads,
+        qkv: QKV,
         entries: tuple[Tensor, ...],
         states: dict[str, Tensor],
-        document_BT: Tensor | None,
+        segment_ids_BT: Tensor | None,
         exclusive: bool,
-    ) -> tuple[Memory, dict[str, Tensor]]:
+    ) -> tuple[MemoryOutput, dict[str, Tensor]]:
         k_BTGF, v_BTGV, dt_BTGV = entries
-        q_BTHF = torch.einsum("bthd,hdf->bthf", heads.q_BTHD.float(), self.q_map_HDF.float()).float().softmax(-1)
+        q_BTHF = torch.einsum("bthd,hdf->bthf", qkv.q_BTHD.float(), self.q_map_HDF.float()).float().softmax(-1)
         o_BTHV, state = chunk_elementwise(
             q_BTHF,
             k_BTGF,
@@ -87,7 +87,7 @@ class Mamba(ElementwiseMixer):
             torch.cat((dt_BTGV, dt_BTGV), -1),
             self.log_A().repeat(1, 1, 2),
             initial_state=states.get("state"),
-            segment_ids_BT=document_BT,
+            segment_ids_BT=segment_ids_BT,
             exclusive=exclusive,
         )
-        return mean_per_channel(o_BTHV.unflatten(-1, (2, -1)).mT, heads.v_BSGD.dtype), {"state": state}
+        return mean_per_channel(o_BTHV.unflatten(-1, (2, -1)).mT, qkv.v_BSGD.dtype), {"state": state}

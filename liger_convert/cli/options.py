@@ -1,0 +1,59 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from liger_convert.cli import completion
+
+MAX_SEED = 2**31 - 1  # as in a recipe
+
+
+def recipe_file(path: Path | None) -> Path | None:
+    """The file that RECIPE means: a path, or the name of a shipped recipe. Raises BadInput."""
+    if path is None or path.suffix or os.path.exists(path):
+        return path
+    from liger_convert.config.resources import recipe_path
+
+    return recipe_path(str(path))
+
+
+RecipeFile = Annotated[
+    Path | None,
+    typer.Argument(
+        help="A recipe, or the name of one that comes with the package, such as smollm2-135m-quick.",
+        callback=recipe_file,
+        autocompletion=completion.recipes,
+        show_default="the recipe default, for a --base alone",
+    ),
+]
+Base = Annotated[
+    str | None,
+    typer.Option(help="Folder, hub id or .gguf file in place of the recipe's base.", show_default=False),
+]
+Source = Annotated[str, typer.Argument(help="Model folder, hub id or .gguf file.", show_default=False)]
+Model = Annotated[Path, typer.Argument(help="Folder of a linearized model.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change one field of the recipe; repeatable.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Suite = Annotated[
+    str,
+    typer.Option(
+        help="quick, paper, recall, needle, or a file like those in eval/suites.", autocompletion=completion.suites
+    ),
+]
+TextFile = Annotated[str, typer.Option(help="Held-out text: a .txt or .jsonl file, or pydoc, Python's documentation.")]
+DataDir = Annotated[
+    Path | None, typer.Option(help="Folder of JSONL files for the tasks; without it they come from the hub.")
+]
+Limit = Annotated[int | None, typer.Option(help="Rows of each task.", show_default="all", min=1, max=10**9)]
+BatchSize = Annotated[int, typer.Option(help="Rows at a time.", min=1, max=10**5)]
+Precision = Annotated[str, typer.Option(help="auto (bfloat16 where it is fast), float32 or bfloat16.")]
+Device = Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu, cuda or cuda:1.")]
+TrustCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
+Dtype = Annotated[str, typer.Option(help="Of the weights written: auto (as they are), float32, bfloat16 or float16.")]

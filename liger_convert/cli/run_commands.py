@@ -1,0 +1,78 @@
+"""Commands that do all that a recipe asks for, or show it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from liger_convert.cli.options import Base, Json, Overrides, RecipeFile
+from liger_convert.cli.output import show, stdout
+from liger_convert.utils.progress import console as stderr
+
+
+def run(
+    recipe: RecipeFile = None,
+    base: Base = None,
+    out: Annotated[Path | None, typer.Option(help="New folder for the results.", show_default="runs/NAME")] = None,
+    set_: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
+    keep_steps: Annotated[bool, typer.Option("--keep-steps", help="Keep the models between the steps.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Do all that a recipe asks for: convert, train, merge, export, evaluate, report.
+
+    Leaves export/ (a Hugging Face model folder), report.md, report.json and manifest.json in OUT.
+
+    Example: linearize run recipes/smollm2-135m-quick.yaml --out runs/quick --set seed=1
+
+    Example: linearize run --base HuggingFaceTB/SmolLM2-135M-Instruct
+    """
+    from liger_convert.config import yaml_file
+    from liger_convert.config.recipe import parse
+    from liger_convert.config.resources import chosen_recipe
+
+    recipe, set_ = chosen_recipe(recipe, base, set_ or ())
+    text = yaml_file.read(recipe)
+    loaded = parse(text, set_, where=str(recipe))  # a slip in the recipe is told before torch is imported
+    folder = out or Path("runs", loaded.name)
+
+    from liger_convert.pipeline.report import render
+    from liger_convert.pipeline.runner import run as run_recipe
+
+    run_recipe(loaded, folder, text=text, overrides=set_, resume=resume, keep_steps=keep_steps)
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    show(render(report), report, as_json)
+    if not as_json:
+        spoken = Table("prompt", "base", "linearized", show_lines=True)
+        for said in report["continuations"]:
+            spoken.add_row(*(Text(said[column]) for column in ("prompt", "base", "linearized")))
+        stdout().print(spoken)
+    stderr.print(f"{folder}: the model is in export/, the report in report.md", markup=False)
+
+
+def plan(recipe: RecipeFile = None, base: Base = None, set_: Overrides = None, as_json: Json = False) -> None:
+    """Show what a recipe would do to each layer, what it costs and what it saves. Reads no weights.
+
+    Example: linearize plan recipes/smollm2-135m-quick.yaml --set layers=LLLN
+    """
+    from liger_convert.config.recipe import load
+    from liger_convert.config.resources import chosen_recipe
+
+    loaded = load(*chosen_recipe(recipe, base, set_ or ()))
+
+    from liger_convert.eval import suites
+    from liger_convert.io.checkpoint import base_config
+    from liger_convert.pipeline.plan import make_plan
+    from liger_convert.pipeline.preflight import check_recipe
+
+    config = base_config(loaded.base, **loaded.base_options.model_dump(exclude={"allow_pickle"}))
+    made = make_plan(loaded, config)
+    warnings = check_recipe(loaded, made, config, suites.load(loaded.eval.suite))
+    show(made.render(), made.to_dict() | {"warnings": warnings}, as_json)
+    for warning in warnings:
+        stderr.print(f"warning: {warning}", markup=False, soft_wrap=True)

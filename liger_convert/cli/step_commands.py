@@ -1,0 +1,190 @@
+"""Commands that do one step of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Column, Table
+
+from liger_convert.cli import completion
+from liger_convert.cli.options import (
+    MAX_SEED,
+    Base,
+    Device,
+    Dtype,
+    Json,
+    Model,
+    Overrides,
+    RecipeFile,
+    Source,
+    TrustCode,
+)
+from liger_convert.cli.output import show, stdout
+from liger_convert.utils.progress import show_progress
+
+
+def select_layers(
+    recipe: RecipeFile = None,
+    base: Base = None,
+    softmax_layers: Annotated[
+        int | None, typer.Option(help="How many layers stay softmax.", show_default="recipe's", min=1, max=10**4)
+    ] = None,
+    set_: Overrides = None,
+    as_json: Json = False,
+) -> None:
+    """Choose by measurement which layers stay softmax: those that help recall and quality most.
+
+    Takes minutes and trains nothing. A recipe with layers: {softmax_auto: N} does the same as a step of its run.
+
+    Example: linearize select-layers recipes/smollm2-135m-quick.yaml --softmax-layers 4
+    """
+    from liger_convert.config.recipe import load
+    from liger_convert.config.resources import chosen_recipe
+
+    recipe, set_ = chosen_recipe(recipe, base, set_ or ())
+    choice = [] if softmax_layers is None else [f"layers={{softmax_auto: {softmax_layers}}}"]
+    loaded = load(recipe, [*set_, *choice])
+
+    from liger_convert.cli.commands import select_layers as select
+
+    selection = select(loaded)
+    show(selection.render(), selection.to_dict(), as_json)
+    if not as_json:
+        print(f"layers: {{softmax: {selection.softmax_layers}}}")
+
+
+def convert(
+    base: Source,
+    out: Annotated[Path, typer.Argument(help="New folder for the linearized model.", show_default=False)],
+    mixer: Annotated[
+        str, typer.Option(help="What replaces attention; see `linearize mixers`.", autocompletion=completion.mixers)
+    ] = "gla",
+    window: Annotated[int | None, typer.Option(help="Tokens a query sees exactly.", show_default="mixer's")] = None,
+    sinks: Annotated[int | None, typer.Option(help="First tokens that stay visible.", show_default="mixer's")] = None,
+    layers: Annotated[str, typer.Option(help="As in a recipe: all, or LLLN (every 4th stays softmax), …")] = "all",
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="OPTION=VALUE", help="A further option of the mixer; repeatable."),
+    ] = None,
+    dtype: Dtype = "auto",
+    seed: Annotated[int, typer.Option(help="Of the new parameters.", min=0, max=MAX_SEED)] = 0,
+    revision: Annotated[str | None, typer.Option(help="Of a hub id.")] = None,
+    trust_remote_code: TrustCode = False,
+    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Read weights that can run code.")] = False,
+) -> None:
+    """Convert a base without training it.
+
+    Example: linearize convert HuggingFaceTB/SmolLM2-135M-Instruct out --mixer gla --window 64 --sinks 4 --layers LLLN
+    """
+    from liger_convert.cli.commands import convert_base
+
+    made = convert_base(
+        base,
+        out,
+        mixer=mixer,
+        window=window,
+        sinks=sinks,
+        layers=layers,
+        options=set_ or (),
+        dtype=dtype,
+        seed=seed,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        allow_pickle=allow_pickle,
+    )
+    stdout().print(made.render())
+
+
+def calibrate(
+    model: Model,
+    out: Annotated[Path, typer.Argument(help="New folder for the calibrated model.", show_default=False)],
+    base: Annotated[
+        str, typer.Option(help="The base it was made from: folder, hub id or .gguf file.", show_default=False)
+    ],
+    text: Annotated[
+        str, typer.Option(help="What to fit on: a .txt or .jsonl file, or pydoc, as in eval.", show_default=False)
+    ],
+    tokens: Annotated[int, typer.Option(help="How much of the text is read.", min=1, max=10**9)] = 8192,
+    seq_len: Annotated[int, typer.Option(help="Tokens of a row.", min=2, max=10**8)] = 1024,
+    seed: Annotated[int, typer.Option(help="Of the order of the documents.", min=0, max=MAX_SEED)] = 0,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Fit the mixers of a linearized model to its base in closed form, without training.
+
+    Prints how far each layer's attention output is from the base's on that text, before and after.
+
+    Example: linearize calibrate converted calibrated --base HuggingFaceTB/SmolLM2-135M-Instruct --text pydoc
+    """
+    from liger_convert.cli.commands import calibrate_model
+
+    found = calibrate_model(model, out, base, text=text, tokens=tokens, seq_len=seq_len, seed=seed, device=device)
+    table = Table("layer", Column("error before", justify="right"), Column("error after", justify="right"))
+    for row in found["layers"]:
+        table.add_row(str(row["layer"]), f"{row['before']:.4f}", f"{row['after']:.4f}")
+    show(table, found, as_json)
+
+
+def train(
+    stage: Annotated[int, typer.Option(help="Which stage of the recipe, counted from 1.", show_default=False)],
+    model: Annotated[Path, typer.Option(help="Folder of the linearized model to train.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="New folder for what is learned; see merge.", show_default=False)],
+    recipe: RecipeFile = None,
+    base: Base = None,
+    set_: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted stage.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Run one stage of a recipe on a converted model.
+
+    Example: linearize train recipes/smollm2-135m-quick.yaml --stage 1 --model converted --out aligned
+    """
+    from liger_convert.config.recipe import load
+    from liger_convert.config.resources import chosen_recipe
+
+    loaded = load(*chosen_recipe(recipe, base, set_ or ()))
+
+    from liger_convert.cli.commands import train_stage
+
+    stats = train_stage(loaded, stage, model, out, resume=resume)
+    losses = [loss for _, loss in stats["loss"]]
+    table = Table("steps", "tokens", "seconds", "loss, first → last")
+    table.add_row(str(stats["steps"]), f"{stats['tokens']:,}", str(stats["seconds"]), f"{losses[0]} → {losses[-1]}")
+    show(table, stats, as_json)
+
+
+def merge(
+    model: Model,
+    trained: Annotated[list[Path], typer.Argument(help="OUT of each `linearize train`, in order.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="New folder for the merged model.", show_default=False)],
+) -> None:
+    """Fold what training stages learned into a model, in the order given.
+
+    Example: linearize merge converted aligned distilled --out merged
+    """
+    from liger_convert.training.merge import merge_results
+
+    merge_results(model, [folder / "result" for folder in trained], out)
+
+
+def export(
+    model: Model,
+    out: Annotated[Path, typer.Argument(help="New folder for the export.", show_default=False)],
+    dtype: Dtype = "auto",
+    name: Annotated[
+        str | None, typer.Option(help="Its name in the model card, such as its hub id; otherwise that of OUT.")
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option(help="The base it was made from, whose hub id and licence the model card then names.")
+    ] = None,
+) -> None:
+    """Write a model so that anyone loads it: AutoModelForCausalLM.from_pretrained(OUT, trust_remote_code=True).
+
+    Example: linearize export merged out --dtype bfloat16
+    """
+    from liger_convert.pipeline.export import export_model
+
+    with show_progress("export") as report:
+        export_model(model, out, dtype=dtype, name=name, base=base, progress=report)

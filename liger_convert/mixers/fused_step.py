@@ -1,0 +1,31 @@
+"""A layer's cache as the fused step of one token takes it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gated_kernels.fused_step.chunk import StepCache
+
+if TYPE_CHECKING:
+    from liger_convert.model.cache import LinearizedCacheLayer
+
+RING = {"k", "v"}  # what such a cache holds of its last tokens, and no more than this and one deferred input
+
+
+def step_cache(past: LinearizedCacheLayer) -> StepCache | None:
+    """The tensors that a fused step writes; None where the cache holds others than the step knows."""
+    ring, sinks, states, positions = past.ring, past.sinks, past.states, past.positions
+    if not RING <= ring.keys() <= RING | {"deferred0"} or not {"state"} <= states.keys() <= {"state", "z"}:
+        return None
+    if positions is None or positions.ring_position is None:
+        return None
+    of_sinks = sinks.get("k"), sinks.get("v")
+    return StepCache(
+        ring["k"],
+        ring["v"],
+        ring.get("deferred0"),
+        *of_sinks,
+        states["state"],
+        states.get("z"),
+        positions.ring_position,
+    )

@@ -1,0 +1,89 @@
+"""What a layer's window attends over, what the memory contributes to it, and the one call that attends.
+
+Shapes: B batch, T tokens, S = tokens of the ring + T, M sinks, H query heads, G key-value heads, D head size, V value
+size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from gated_kernels.swa.chunk import chunk_swa
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from liger_convert.model.sequence import WindowMetadata
+
+
+class WindowInputs(NamedTuple):
+    """Rotated queries and keys, values, and the sinks' keys and values (None: no sinks).
+
+    `window` counts the tokens that a query sees, itself included; 0 means all. `scale` is that of the logits.
+    """
+
+    q_BTHD: Tensor
+    k_BSGD: Tensor
+    v_BSGV: Tensor
+    sink_k_BMGD: Tensor | None
+    sink_v_BMGV: Tensor | None
+    metadata: WindowMetadata
+    window: int
+    scale: float
+
+
+class MemoryContribution(NamedTuple):
+    """What a memory adds to a window: its output, its normalizer (None: the output is divided by it already), and
+    either its logit in the one denominator or its weight in a mix of the two outputs."""
+
+    memory_BTHV: Tensor
+    normalizer_BTH: Tensor | None
+    memory_logit_BTH: Tensor | None
+    mix_weight_H: Tensor | None
+
+
+def window_attention(
+    inputs: WindowInputs, log_forget_BSG: Tensor | None, contribution: MemoryContribution | None
+) -> tuple[Tensor, Tensor]:
+    """The window's output [B,T,H,V], with what the memory contributes where that is given, and its log-sum-exp [B,T,H].
+
+    `log_forget_BSG` are the float32 log forget gates of the ring's and the new tokens; None where nothing fades.
+    """
+    q_BTHD, k_BSGD, sink_k_BMGD = inputs.q_BTHD, inputs.k_BSGD, inputs.sink_k_BMGD
+    if log_forget_BSG is not None:
+        q_BTHD, k_BSGD, sink_k_BMGD = with_forgetting(q_BTHD, k_BSGD, sink_k_BMGD, log_forget_BSG / inputs.scale)
+    sinks = inputs.metadata.sinks
+    memory = contribution or MemoryContribution(None, None, None, None)  # type: ignore[arg-type]
+    return chunk_swa(
+        q_BTHD,
+        k_BSGD,
+        inputs.v_BSGV,
+        window_size=inputs.window or k_BSGD.shape[1],
+        scale=inputs.scale,
+        valid_BS=inputs.metadata.valid_BS,
+        segment_ids_BS=inputs.metadata.segment_ids_BS,
+        sink_k_BMGD=sink_k_BMGD,
+        sink_v_BMGV=inputs.sink_v_BMGV,
+        sink_visible_BTM=None if sinks is None else sinks.visible_BTM,
+        memory_BTHV=memory.memory_BTHV,
+        normalizer_BTH=memory.normalizer_BTH,
+        memory_logit_BTH=memory.memory_logit_BTH,
+        mix_weight_H=memory.mix_weight_H,
+    )
+
+
+def with_forgetting(
+    q_BTHD: Tensor, k_BSGD: Tensor, sink_k_BMGD: Tensor | None, log_f_BSG: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """q, k and the sinks' k with two channels more, which add the log_f after key s up to query t to their product.
+
+    The product of [q, c_t, 1] and [k, 1, -c_s], c being the sums of log_f from the ring's first token: in at least
+    float32, where a sum c of 1,000 is exact to 1e-4. To a sink, [k, 0, 0], they add nothing.
+    """
+    T, R = q_BTHD.shape[1], q_BTHD.shape[2] // k_BSGD.shape[2]
+    c_BSG1 = log_f_BSG.cumsum(1)[..., None]
+    c_BTH1 = c_BSG1[:, -T:].repeat_interleave(R, 2)
+    q = torch.cat((q_BTHD.to(log_f_BSG.dtype), c_BTH1, torch.ones_like(c_BTH1)), -1)
+    k = torch.cat((k_BSGD.to(log_f_BSG.dtype), torch.ones_like(c_BSG1), -c_BSG1), -1)
+    return q, k, None if sink_k_BMGD is None else F.pad(sink_k_BMGD.to(log_f_BSG.dtype), (0, 2))

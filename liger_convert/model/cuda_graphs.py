@@ -1,0 +1,48 @@
+"""A step of decoding or training as one captured CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WARM_UP = 2  # steps before a capture, in which libraries allocate what they keep
+
+
+def capture(
+    step: Callable[..., Tensor],
+    given: tuple[Tensor | None, ...],
+    tensors: Callable[[], list[Tensor]],
+    pool: Any = None,
+) -> Callable[..., Tensor]:
+    """`step` as one CUDA graph, replayed by a call with inputs of the shapes of `given`, whose result the next call
+    overwrites. `tensors()` lists what a step changes; it is left as it was. Graphs of one `pool` take turns in the same
+    memory. Raises RuntimeError where `step` cannot be captured, as when it looks at a value."""
+    slots = tuple(None if x is None else x.clone() for x in given)
+    before = [tensor.clone() for tensor in tensors()]
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    # casts that autocast keeps for what comes next would not live as long as the graph, which makes its own
+    casting, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    try:
+        with torch.autocast("cuda", dtype, enabled=casting, cache_enabled=False):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UP):
+                    step(*slots)
+            torch.cuda.current_stream().wait_stream(side)
+            with torch.cuda.graph(graph, pool=pool):
+                result = step(*slots)
+    finally:
+        for tensor, old in zip(tensors(), before, strict=True):
+            tensor.copy_(old)
+
+    def replay(*inputs: Tensor | None) -> Tensor:
+        for slot, x in zip(slots, inputs, strict=True):
+            if slot is not None and x is not None:
+                slot.copy_(x)
+        graph.replay()
+        return result
+
+    return replay
