@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -202,13 +203,13 @@ class Mixer(nn.Module, ABC):
         """What the fused step of one token is to compute for this mixer; None where it cannot."""
         return None
 
-    def forward(self, method: Method, *inputs: Any, owner: Mixer | None = None) -> Tensor:
+    def forward(self, method: Method, *inputs: Any, bound: Callable[..., Tensor] | None = None) -> Tensor:
         """The layer's output [B,T,H,V] by `prefill` or `decode_step`, which takes `inputs`: the one way into both.
 
-        `owner` is the mixer whose method that is, given by one that is made of this one: where weights are offloaded,
-        they are there only while the module that owns them is called.
+        `bound` is that method of another mixer, which is made of this one: where weights are offloaded, they are there
+        only while the module that owns them is called.
         """
-        return getattr(self if owner is None else owner, method)(*inputs)
+        return (getattr(self, method) if bound is None else bound)(*inputs)
 
     def prefill(
         self,

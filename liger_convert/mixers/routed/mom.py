@@ -14,6 +14,7 @@ Shapes: B batch, T tokens, C hidden size, H query heads, G key-value heads, N me
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -23,7 +24,6 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from liger_convert.mixers.base import QKV, HeadDims, MemoryOutput, Method, Mixer, MixerSpec
-from liger_convert.mixers.calibration import Calibration
 from liger_convert.mixers.options import make_spec, resolve_spec
 from liger_convert.mixers.registry import MIXERS, register_mixer
 from liger_convert.utils.errors import BadInput
@@ -96,11 +96,8 @@ class MoM(Mixer):
         self.inner = inner(options, dims)
         self.router_GNC = nn.Parameter(torch.empty(dims.kv_heads, spec.memories, dims.hidden))
 
-    def forward(self, method: Method, *inputs: Any, owner: Mixer | None = None) -> Tensor:
-        return self.inner(method, *inputs, owner=self if owner is None else owner)
-
-    def calibration(self) -> Calibration:
-        return self.inner.calibration()._replace(read_size=None)  # which is a memory's, not that of the mixture
+    def forward(self, method: Method, *inputs: Any, bound: Callable[..., Tensor] | None = None) -> Tensor:
+        return self.inner(method, *inputs, bound=getattr(self, method) if bound is None else bound)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
