@@ -18,7 +18,6 @@ import json
 import re
 import sys
 import textwrap
-import tomllib
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -260,10 +259,9 @@ def missing_fields() -> list[str]:
 NOT_RUN = {"bench": "gpu"}
 
 
-def _entry() -> Any:
-    """The module of the command `linearize`, by pyproject.toml."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return importlib.import_module(project["scripts"]["linearize"].partition(":")[0])
+def _command_line() -> Any:
+    """The module of the command `linearize`; torch is imported only by what needs it."""
+    return importlib.import_module("liger_convert.cli.main")
 
 
 def _help(command: Any) -> tuple[str, list[str]]:
@@ -299,7 +297,7 @@ def _shown_default(option: Any) -> str:
 
 def cli_page() -> str:
     """Every command with its arguments, options and examples."""
-    group = typer.main.get_command(_entry().app)
+    group = typer.main.get_command(_command_line().app)
     lines = [
         "# The command line",
         "",
@@ -331,7 +329,7 @@ def _described_mixers() -> dict[str, dict[str, Any]]:
     """What `linearize mixers --json` prints for the layers of SmolLM2-135M."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        code = _entry().main(["mixers", "--heads", "9", "--kv-heads", "3", "--head-size", "64", "--json"])
+        code = _command_line().main(["mixers", "--heads", "9", "--kv-heads", "3", "--head-size", "64", "--json"])
     if code:
         raise SystemExit(f"linearize mixers failed with exit code {code}")
     return json.loads(printed.getvalue())

@@ -26,19 +26,20 @@ from liger_convert.config.recipe import parse
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NEEDS = {"gpu", "install", "tests"}
+# folders whose files a page may name
 NAMED = [
-    "liger_convert",
-    "kernels",
-    "tests",
-    "docs",
-    "recipes",
     "config",
-    "io",
-    "model",
     "data",
-    "training",
+    "docs",
+    "io",
+    "kernels",
+    "liger_convert",
+    "model",
     "pipeline",
-]  # folders of files
+    "recipes",
+    "tests",
+    "training",
+]
 FENCE = re.compile(r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```(?P<kind>bash|python|yaml)\n(?P<text>.*?)^```$", re.M | re.S)
 
 BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -131,7 +132,10 @@ def tiny(words: list[str]) -> list[str]:
     if any(option.name == "recipe" for option in COMMANDS[command].params):
         named = [word for word in rest if word.endswith(".yaml")]
         at = rest.index(named[0]) + 1 if named else 0
-        rest[at:at] = small(Path(named[0] if named else "recipes/default.yaml"))
+        changes = small(Path(named[0] if named else "recipes/default.yaml"))
+        if command == "run":  # what `select-layers` runs does not run again and again
+            changes += ["--set", "layers=LLLN"]
+        rest[at:at] = changes
         rest += [] if "--base" in rest else ["--base", BASE]
     return [command, *rest, *MORE.get(command, [])]
 
