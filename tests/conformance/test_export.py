@@ -153,7 +153,7 @@ def test_shipped_code_imports_only_itself_torch_and_transformers() -> None:
             6,
         ),
         (
-            {"main": {"type": "mom", "inner": {"type": "gated-deltanet"}}},
+            {"main": {"type": "mom", "combine": "learned", "inner": {"type": "gated-deltanet"}}},
             ["main", "softmax", "main"],
             {"routed_mom", "delta_gated_deltanet", "delta_base", "gates"},
             4,
