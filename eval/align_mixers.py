@@ -69,7 +69,7 @@ def measure(folder: Path, args: argparse.Namespace) -> list[tuple[str, float, fl
     found = []
     for name in args.mixers:
         linearization = {
-            "format": 1,
+            "format": 2,
             "mixers": {"main": resolve_spec({"type": name})},
             "layers": ["main"] * len(layers),
         }

@@ -11,7 +11,8 @@ from liger_convert.config.names import SOFTMAX
 from liger_convert.config.renamed import current
 from liger_convert.model.families import FAMILIES, PREFIX, family_of
 
-FORMAT = 2  # 1 had `join` for a mixer's `combine`
+FORMAT = 2
+BEFORE = 1  # which had other names for some options (`config.renamed`), and is read as what it would be now
 
 
 def _config_class(model_type: str) -> type:
@@ -36,12 +37,11 @@ def _config_class(model_type: str) -> type:
 
 
 def _current(linearization: Any) -> Any:
-    """A linearization with its mixers' options by the names they have now: models made earlier have the old ones."""
-    if not isinstance(linearization, dict) or not isinstance(mixers := linearization.get("mixers"), dict):
-        return linearization  # which the model refuses
-    return linearization | {
-        "mixers": {name: current("mixer", spec) if isinstance(spec, dict) else spec for name, spec in mixers.items()}
-    }
+    """A linearization of the format before in this one; any other as it is."""
+    if not isinstance(linearization, dict) or linearization.get("format") != BEFORE:
+        return linearization
+    mixers = {name: current("mixer", spec) for name, spec in linearization["mixers"].items()}
+    return linearization | {"format": FORMAT, "mixers": mixers}
 
 
 CONFIGS: dict[str, type] = {model_type: _config_class(model_type) for model_type in FAMILIES}

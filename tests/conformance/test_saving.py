@@ -49,5 +49,5 @@ def test_bfloat16_decodes_as_it_prefills(model: Any, tmp_path: Path) -> None:
 
 
 def test_a_config_of_another_format_is_refused_in_a_sentence() -> None:
-    with pytest.raises(ValueError, match=r"linearization\.format is 2, but this code reads 1"):
-        linearize_base(base_folder("llama"), linearization() | {"format": 2})
+    with pytest.raises(ValueError, match=r"linearization\.format is 3, but this code reads 2"):
+        linearize_base(base_folder("llama"), linearization() | {"format": 3})

@@ -157,7 +157,7 @@ def test_the_memory_of_each_group_lasts_as_long_as_its_heads_look_back(
     target_BTHV = combine(window_o_BTHV, window_lse_BTH, *mixer.contribution(qkv.q_BTHD, memory))[0]
     monkeypatch.setattr(module, "INV_TEMPERATURES", (20.0,))
     monkeypatch.setattr(module, "fit_codes", lambda *_: None)
-    monkeypatch.setattr(module, "window", lambda *_, **__: (target_BTHV, None))
+    monkeypatch.setattr(module, "chunk_swa", lambda *_, **__: (target_BTHV, None))
     mixer.gate_bias_GF.fill_(6)
     module.calibrate_layer(attention, x_BTC, x_BTC, embeddings, metadata)
     assert torch.equal(mixer.gate_bias_GF, planted_G1)
