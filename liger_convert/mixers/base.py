@@ -14,16 +14,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from gated_kernels.derivatives import logarithm, quotient
-from gated_kernels.diagonal.chunk import diagonal
-from gated_kernels.step.chunk import EMPTY
-from gated_kernels.step.chunk import LEAST_MASS as MIN_NORMALIZER
-from gated_kernels.step.chunk import Rules as StepConfig
-from gated_kernels.step.chunk import Token as StepInputs
-from gated_kernels.step.chunk import step as fused_step
+from gated_kernels.common.derivatives import logarithm, quotient
+from gated_kernels.fused_step.chunk import EMPTY, MIN_NORMALIZER, StepConfig, StepInputs, fused_step
+from gated_kernels.gla.chunk import chunk_gla
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from liger_convert.mixers.calibration import Calibration
 from liger_convert.mixers.fused_step import step_cache
 from liger_convert.mixers.memory_logit import MemoryLogit
 from liger_convert.mixers.precision import multiplies_in_bf16
@@ -102,6 +99,11 @@ class MixerSpec:
     scope: Scope = "evicted"
     combine: Combine = "shared"
     forget: bool = False
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether `training.calibrate` fits the mixer: whether how it combines with the window can be fitted."""
+        return self.combine in ("shared", "learned")
 
     @property
     def cache_window(self) -> int:
@@ -352,8 +354,8 @@ class DiagonalMixer(Mixer):
         o_BTHV, normalizer_BTH, state = self.attend(
             self.query_features(qkv),
             entries,
-            state_BGFV=with_normalizer(states),
-            segment_BT=segment_ids_BT,
+            initial_state=with_normalizer(states),
+            segment_ids_BT=segment_ids_BT,
             exclusive=exclusive,
         )
         memory = self.read(o_BTHV, normalizer_BTH)

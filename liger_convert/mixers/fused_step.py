@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gated_kernels.step.chunk import Kept as StepCache
+from gated_kernels.fused_step.chunk import StepCache
 
 if TYPE_CHECKING:
     from liger_convert.model.cache import LinearizedCacheLayer

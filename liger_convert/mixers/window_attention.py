@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from gated_kernels.window.chunk import window
+from gated_kernels.swa.chunk import chunk_swa
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -55,21 +55,21 @@ def window_attention(
         q_BTHD, k_BSGD, sink_k_BMGD = with_forgetting(q_BTHD, k_BSGD, sink_k_BMGD, log_forget_BSG / inputs.scale)
     sinks = inputs.metadata.sinks
     memory = contribution or MemoryContribution(None, None, None, None)  # type: ignore[arg-type]
-    return window(
+    return chunk_swa(
         q_BTHD,
         k_BSGD,
         inputs.v_BSGV,
-        window=inputs.window or k_BSGD.shape[1],
+        window_size=inputs.window or k_BSGD.shape[1],
         scale=inputs.scale,
         valid_BS=inputs.metadata.valid_BS,
-        segment_BS=inputs.metadata.segment_ids_BS,
+        segment_ids_BS=inputs.metadata.segment_ids_BS,
         sink_k_BMGD=sink_k_BMGD,
         sink_v_BMGV=inputs.sink_v_BMGV,
         sink_visible_BTM=None if sinks is None else sinks.visible_BTM,
         memory_BTHV=memory.memory_BTHV,
-        mass_BTH=memory.normalizer_BTH,
-        log_weight_BTH=memory.memory_logit_BTH,
-        share_H=memory.mix_weight_H,
+        normalizer_BTH=memory.normalizer_BTH,
+        memory_logit_BTH=memory.memory_logit_BTH,
+        mix_weight_H=memory.mix_weight_H,
     )
 
 

@@ -9,8 +9,7 @@ import sys
 from typing import Any
 
 import torch
-from gated_kernels.step.chunk import Token as StepInputs
-from gated_kernels.step.chunk import takes as is_supported
+from gated_kernels.fused_step.chunk import StepInputs, is_supported
 from torch import Tensor, nn
 
 from liger_convert.mixers import build_mixer, make_spec

@@ -1,13 +1,13 @@
 """Which layers stay softmax, by measurement: how much each layer of a base helps once the others are linear.
 
-A set of softmax layers is measured on texts said twice, [x, x]: the loss on the first half is its quality, that on the
-second its recall. The mixers are calibrated but untrained, those that cannot be calibrated reduced to their window: a
-ranking takes minutes and no training.
+A set of softmax layers is measured on texts repeated once, [x, x]: the loss on the first half is its quality, that on
+the second its recall. The mixers are calibrated but untrained; those that cannot be calibrated are reduced to their
+window. So a selection takes minutes and no training.
 
 Layers that back each other up look worthless one at a time in the base, where the others still do their work. So the
-search goes the other way: from a model with no softmax layer it restores the layer that helps most, beside those the
-best next, and so on (restoring from all linear is KL-LS's direction, 2512.20569; it trains each restored model
-instead).
+search goes the other way: from a model without softmax layers it restores the layer that helps most, then the one that
+helps most beside it, and so on (KL-LS, 2512.20569, goes the same way, and
+trains each restored model).
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class LayerSelection:
         }
 
     def render(self) -> Group:
-        """Two tables for a terminal: every layer by itself, and the softmax layers as they were chosen."""
-        layers = Table("layer", "linear alone: copy_nll", "text_nll", "softmax alone: copy_nll", "text_nll", "kept")
+        """Two tables for a terminal: every layer alone, and the softmax layers in the order of their choice."""
+        layers = Table("layer", "linear alone: copy_nll", "text_nll", "softmax alone: copy_nll", "text_nll", "chosen")
         order = {layer: f"{place}." for place, (layer, _) in enumerate(self.path, 1)}
         for i, (swapped, restored) in enumerate(zip(self.swapped, self.restored)):
             layers.add_row(str(i), *_cells(swapped), *_cells(restored), order.get(i, ""))
@@ -139,7 +139,8 @@ def select_layers(
     dtype = compute_dtype(device, recipe.precision)
     base = load_model(base_dir, device, recipe.precision)
     linearization = plan.linearization | {"layers": [MAIN] * depth}
-    if mixer["combine"] != "shared":  # nothing calibrates it, and untrained it can drown all that layers differ in
+    # nothing calibrates another memory, and an untrained one can drown all that layers differ in
+    if mixer["combine"] != "shared":
         linearization = window_control(linearization)
     weights = weight_dtype(device, recipe.precision)
     model = linearize_base(base_dir, linearization, recipe.seed, dtype=weights).to(device).eval()
@@ -163,8 +164,8 @@ def select_layers(
     return search(depth, count, measure)
 
 
-def search(depth: int, keep: int, measure: Callable[[Collection[int]], Losses]) -> Ranking:
-    """The layers to keep of `depth`, where `measure` tells the losses with some of them softmax.
+def search(depth: int, count: int, measure: Callable[[Collection[int]], Losses]) -> LayerSelection:
+    """Chooses `count` softmax layers of `depth`, where `measure` gives the losses with a set of them.
 
     Every layer is measured alone softmax and alone linear. Candidates are 2 `count` layers, taken in turns from those
     that help most alone and those that the base misses most, which may help only beside others. Each round adds the

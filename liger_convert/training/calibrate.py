@@ -23,7 +23,7 @@ from torch import Tensor
 
 from liger_convert.mixers.base import EMPTY, QKV, MemoryOutput, Mixer
 from liger_convert.mixers.feature_maps import Codebook
-from liger_convert.mixers.linear.base import GatedMixer, LinearMixer
+from liger_convert.mixers.linear.base import GatedMixer
 from liger_convert.mixers.window_attention import window_attention
 from liger_convert.model import LinearizedAttention, collect_align_targets, linear_layers
 from liger_convert.model.sequence import SequenceMetadata
@@ -88,7 +88,7 @@ def calibrate_layer(
 ) -> None:
     """Fits one layer on its inputs x to the softmax attention of its own projections on the base's inputs."""
     mixer: Mixer = attention.mixer
-    if mixer.spec.combine not in ("shared", "learned"):
+    if not mixer.spec.is_calibrated:
         return
     if not (metadata.position_BT >= mixer.spec.window + mixer.spec.sinks).any():
         return  # no query has anything beyond its window and sinks: a fit to nothing would empty the codebook
@@ -96,13 +96,13 @@ def calibrate_layer(
     base_qkv, _ = attention.prepare_inputs(base_x_BTC, embeddings, metadata, None)
     log_forget_BTG = mixer.log_forget(qkv, metadata, None)
     window_o_BTHV, window_lse_BTH = window_attention(window_inputs, log_forget_BTG, None)
-    target_BTHV, _ = window(
+    target_BTHV, _ = chunk_swa(
         base_qkv.q_rot_BTHD,
         base_qkv.k_rot_BTGD,
         base_qkv.v_BSGD,
-        window=metadata.tokens,
+        window_size=metadata.tokens,
         scale=attention.scaling,
-        segment_BS=metadata.segment_ids_BT,
+        segment_ids_BS=metadata.segment_ids_BT,
     )
     if mixer.spec.combine == "learned":
         fit_mix(mixer, mixer.remember(qkv, metadata, None), window_o_BTHV, target_BTHV)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from liger_convert.config.recipe import Stage
+from liger_convert.config.stages import Stage
 from liger_convert.model.cuda_graphs import capture
 
 # A batch -> its loss, detached; adds the gradients to `.grad`.

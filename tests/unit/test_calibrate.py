@@ -118,7 +118,7 @@ def test_the_fit_of_a_learned_mix_leaves_nothing_to_gain(mixer: str) -> None:
 
     def left_H() -> Tensor:
         o = read * (mixing.size_HV if mixer == "retnet" else 1)
-        mixed, _ = joined(window_o, window_o[..., 0], *mixing.contribution(window_o, MemoryOutput(o, None)))
+        mixed, _ = combine(window_o, window_o[..., 0], *mixing.contribution(window_o, MemoryOutput(o, None)))
         return (mixed - target).square().sum((0, 1, 3))
 
     with torch.no_grad():
@@ -154,7 +154,7 @@ def test_the_memory_of_each_group_lasts_as_long_as_its_heads_look_back(
     planted_G1 = torch.tensor([[3.0], [6.0]])
     mixer.gate_bias_GF.copy_(planted_G1)
     memory = mixer.remember(qkv, metadata, None)
-    target_BTHV = joined(window_o_BTHV, window_lse_BTH, *mixer.contribution(qkv.q_BTHD, memory))[0]
+    target_BTHV = combine(window_o_BTHV, window_lse_BTH, *mixer.contribution(qkv.q_BTHD, memory))[0]
     monkeypatch.setattr(module, "INV_TEMPERATURES", (20.0,))
     monkeypatch.setattr(module, "fit_codes", lambda *_: None)
     monkeypatch.setattr(module, "window", lambda *_, **__: (target_BTHV, None))
@@ -339,7 +339,7 @@ def mixer_and_branches(lse: float) -> tuple[Mixer, Tensor, MemoryOutput, Tensor,
 def squared_error_H(
     mixer: Mixer, q: Tensor, memory: MemoryOutput, window_o: Tensor, lse: Tensor, target: Tensor
 ) -> Tensor:
-    return (joined(window_o, lse, *mixer.contribution(q, memory))[0] - target).square().sum((0, 1, 3))
+    return (combine(window_o, lse, *mixer.contribution(q, memory))[0] - target).square().sum((0, 1, 3))
 
 
 @pytest.mark.parametrize("lse", [-90.0, -30.0, 0.0, 90.0])
@@ -362,7 +362,7 @@ def test_a_share_that_depends_on_the_query_is_found() -> None:
     mixer.share_power_H.copy_(torch.linspace(0.5, 1.5, 6))
     mixer.log_share_H.copy_(torch.linspace(-1, 1, 6))
     planted_BTH = (mixer.memory_logit(q_BTHD, memory) - window_lse).sigmoid()
-    target = joined(window_o, window_lse, *mixer.contribution(q_BTHD, memory))[0]
+    target = combine(window_o, window_lse, *mixer.contribution(q_BTHD, memory))[0]
     mixer.reset_parameters()
     left_H = fit_mix_weight(mixer, q_BTHD, memory, window_o, window_lse, target)
     found_BTH = (mixer.memory_logit(q_BTHD, memory) - window_lse).sigmoid()
@@ -393,5 +393,5 @@ def test_an_empty_memory_has_no_weight_whatever_the_query_says() -> None:
     empty = memory._replace(log_normalizer_BTH=torch.zeros_like(window_lse).clamp_min(MIN_NORMALIZER).log())
     assert empty.log_normalizer_BTH is not None
     assert (empty.log_normalizer_BTH <= EMPTY).all()
-    assert torch.equal(joined(window_o, window_lse, *mixer.contribution(100 * q_BTHD, empty))[0], window_o)
-    assert not torch.equal(joined(window_o, window_lse, *mixer.contribution(100 * q_BTHD, memory))[0], window_o)
+    assert torch.equal(combine(window_o, window_lse, *mixer.contribution(100 * q_BTHD, empty))[0], window_o)
+    assert not torch.equal(combine(window_o, window_lse, *mixer.contribution(100 * q_BTHD, memory))[0], window_o)

@@ -7,8 +7,6 @@ Shapes: T tokens, D head size, F feature size, V value size; one head of one seq
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -16,9 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as nnf
-from gated_kernels import chunk_swa
 from gated_kernels.check import error
-from gated_kernels.swa.chunk import combine
+from gated_kernels.swa.chunk import chunk_swa, combine
 from torch import Tensor
 
 from liger_convert.mixers import MIXERS, build_mixer, resolve_spec
@@ -331,9 +328,9 @@ def test_a_new_memory_lasts_for_hundreds_of_tokens(name: str) -> None:
 @pytest.mark.parametrize("name", LINEAR)
 def test_a_new_memory_has_little_weight_beside_the_window(name: str) -> None:
     mixer, qkv, metadata = started({"type": name}), random_qkv(300), metadata_of(300)
-    window_o, lse = window(qkv.q_rot_BTHD, qkv.k_rot_BTGD, qkv.v_BSGD, window=64, scale=DIMS.dim**-0.5)
+    window_o, lse = chunk_swa(qkv.q_rot_BTHD, qkv.k_rot_BTGD, qkv.v_BSGD, window_size=64, scale=DIMS.dim**-0.5)
     memory = mixer.remember(qkv, metadata, None)
-    both, _ = joined(window_o, lse, *mixer.contribution(qkv.q_BTHD, memory))
+    both, _ = combine(window_o, lse, *mixer.contribution(qkv.q_BTHD, memory))
     assert (both - window_o).norm() < 0.1 * window_o.norm()
 
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from gated_kernels import chunk_swa
-from gated_kernels.swa.chunk import combine
+from gated_kernels.swa.chunk import chunk_swa, combine
 from torch import Tensor
 
 from liger_convert.mixers import build_mixer, resolve_spec
@@ -111,9 +110,9 @@ def test_a_mixer_is_the_equation_of_its_paper(name: str) -> None:
 @every_mixer
 def test_a_new_memory_has_little_weight_beside_the_window(name: str) -> None:
     mixer, qkv, metadata = started({"type": name}), random_qkv(300), metadata_of(300)
-    seen = window(qkv.q_rot_BTHD, qkv.k_rot_BTGD, qkv.v_BSGD, window=64, scale=D**-0.5)
+    seen = chunk_swa(qkv.q_rot_BTHD, qkv.k_rot_BTGD, qkv.v_BSGD, window_size=64, scale=D**-0.5)
     memory = mixer.remember(qkv, metadata, None)
-    both, _ = joined(*seen, *mixer.contribution(qkv.q_BTHD, memory))
+    both, _ = combine(*seen, *mixer.contribution(qkv.q_BTHD, memory))
     assert 0 < (both - seen[0]).norm() < 0.1 * seen[0].norm()
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from liger_convert.mixers.base import QKV, Branches, Combine, HeadDims, MemoryOutput, Mixer, MixerSpec, Scope
+from liger_convert.mixers.registry import register_mixer
 
 
 @dataclass(frozen=True)

@@ -112,8 +112,8 @@ class DeltaMixer(Mixer):
             r_BTGD,
             log_a,
             e_BTGF=e_BTGD[0] if e_BTGD else None,
-            state_BGFV=states.get("state"),
-            segment_BT=segment_ids_BT,
+            initial_state=states.get("state"),
+            segment_ids_BT=segment_ids_BT,
             exclusive=exclusive,
         )
         return MemoryOutput(o_BTHV.to(qkv.v_BSGD.dtype), None), {"state": state}

@@ -74,11 +74,11 @@ class Titans(DeltaMixer):
         segment_ids_BT: Tensor | None,
         exclusive: bool,
     ) -> tuple[MemoryOutput, dict[str, Tensor]]:
-        o_BTHV, state = momentum(
+        o_BTHV, state = chunk_momentum(
             self.query(qkv),
             *entries,
-            state_BGFV=states.get("state"),
-            segment_BT=segment_ids_BT,
+            initial_state=states.get("state"),
+            segment_ids_BT=segment_ids_BT,
             exclusive=exclusive,
         )
         return MemoryOutput(o_BTHV.to(qkv.v_BSGD.dtype), None), {"state": state}

@@ -12,10 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gated_kernels.coded.chunk import coded
-from gated_kernels.step.chunk import Codes, Gate
-from gated_kernels.step.chunk import Rules as StepConfig
-from gated_kernels.step.chunk import Share as MemoryWeight
+from gated_kernels.codebook_gla.chunk import chunk_codebook_gla
+from gated_kernels.fused_step.chunk import Codes, Gate, MemoryWeight, StepConfig
 from torch import Tensor
 
 from liger_convert.mixers.base import QKV, Combine
@@ -23,6 +21,7 @@ from liger_convert.mixers.feature_maps import FeatureMapName
 from liger_convert.mixers.gates import GateName, log_sigmoid_gate
 from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
 from liger_convert.mixers.precision import multiplies_in_bf16
+from liger_convert.mixers.registry import register_mixer
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gated_kernels.step.chunk import Gate
-from gated_kernels.step.chunk import Rules as StepConfig
+from gated_kernels.fused_step.chunk import Gate, StepConfig
 from torch import Tensor, nn
 from transformers import initialization as init
 
@@ -21,6 +20,7 @@ from liger_convert.mixers.base import QKV, Combine, DiagonalMixer, HeadDims, Mix
 from liger_convert.mixers.feature_maps import FeatureMap, feature_size
 from liger_convert.mixers.gates import log_sigmoid_gate
 from liger_convert.mixers.precision import multiplies_in_bf16
+from liger_convert.mixers.registry import register_mixer
 
 
 @dataclass(frozen=True)

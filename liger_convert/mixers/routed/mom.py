@@ -23,6 +23,9 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from liger_convert.mixers.base import QKV, HeadDims, MemoryOutput, Method, Mixer, MixerSpec
+from liger_convert.mixers.calibration import Calibration
+from liger_convert.mixers.options import make_spec, resolve_spec
+from liger_convert.mixers.registry import MIXERS, register_mixer
 from liger_convert.utils.errors import BadInput
 
 
@@ -59,9 +62,8 @@ class MoMSpec(MixerSpec):
         common = self._common() | {"combine": "fixed", "forget": False}
         return MIXERS[self.inner["type"]], make_spec({**self.inner, **common})
 
-        return MIXERS[self.inner["type"]], make_spec(
-            {**self.inner, **self._common(), "combine": "fixed", "forget": False}
-        )
+    def inner_types(self) -> tuple[str, ...]:
+        return (self.inner["type"],)
 
     def problem(self) -> str | None:
         if not 1 <= self.active <= self.memories:

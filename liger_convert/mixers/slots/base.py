@@ -14,7 +14,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
-from gated_kernels.slots.chunk import slots
+from gated_kernels.slots.chunk import chunk_slots
 from torch import Tensor
 
 from liger_convert.mixers.base import MIN_NORMALIZER, QKV, HeadDims, MemoryOutput, Mixer, MixerSpec
@@ -72,7 +72,7 @@ class SlotMixer(Mixer):
         k_BTGD, v_BTGV, w_BTGM, log_a = entries
         # the op has z as the keys' last column
         before = torch.cat((states["keys"], states["z"][..., None]), -1) if states else None
-        o_BTHV, lse_BTH, keys, values = slots(
+        o_BTHV, lse_BTH, keys, values = chunk_slots(
             qkv.q_BTHD.float(),
             k_BTGD,
             v_BTGV.float(),
@@ -81,7 +81,7 @@ class SlotMixer(Mixer):
             scale=self.dims.dim**-0.5,
             keys_BGMD=before,
             values_BGMV=states.get("values"),
-            segment_BT=segment_ids_BT,
+            segment_ids_BT=segment_ids_BT,
             exclusive=exclusive,
         )
         memory = MemoryOutput(o_BTHV.to(qkv.v_BSGD.dtype), lse_BTH.clamp_min(math.log(MIN_NORMALIZER)))

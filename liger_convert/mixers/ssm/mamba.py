@@ -80,14 +80,14 @@ class Mamba(ElementwiseMixer):
     ) -> tuple[MemoryOutput, dict[str, Tensor]]:
         k_BTGF, v_BTGV, dt_BTGV = entries
         q_BTHF = torch.einsum("bthd,hdf->bthf", qkv.q_BTHD.float(), self.q_map_HDF.float()).float().softmax(-1)
-        o_BTHV, state = elementwise(
+        o_BTHV, state = chunk_elementwise(
             q_BTHF,
             k_BTGF,
             v_BTGV,
             torch.cat((dt_BTGV, dt_BTGV), -1),
             self.log_A().repeat(1, 1, 2),
-            state_BGFV=states.get("state"),
-            segment_BT=segment_ids_BT,
+            initial_state=states.get("state"),
+            segment_ids_BT=segment_ids_BT,
             exclusive=exclusive,
         )
         return mean_per_channel(o_BTHV.unflatten(-1, (2, -1)).mT, qkv.v_BSGD.dtype), {"state": state}

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from liger_convert.mixers.base import QKV, HeadDims, MemoryOutput, MixerSpec
+from liger_convert.mixers.registry import register_mixer
 from liger_convert.mixers.ssm.base import ElementwiseMixer, ElementwiseSpec, mean_per_channel
 
 
@@ -80,8 +81,8 @@ class S4(ElementwiseMixer):
             torch.cat((v_BTGV.reshape(B, T, G * V, 1), write_mask_BTN1), -1),
             write_mask_BTN1.expand(-1, -1, -1, 2),
             self.log_A().mT.reshape(G * V, -1, 1).expand(-1, -1, 2),
-            state_BGFV=states["state"].flatten(1, 2) if states else None,
-            segment_BT=segment_ids_BT,
+            initial_state=states["state"].flatten(1, 2) if states else None,
+            segment_ids_BT=segment_ids_BT,
             exclusive=exclusive,
         )
         o_BTHV2 = o_BTL2.unflatten(2, (G, V, -1)).transpose(3, 4).flatten(2, 3)
