@@ -1,8 +1,8 @@
-"""How fast a model reads a prompt and writes after it, and what it keeps in memory, beside its base: one run for all.
+"""How fast a model reads a prompt and writes after it, and what it holds in memory, compared with its base.
 
 A model whose decoding does not equal its prefill is not timed. Times are medians with quartiles over random prompts,
-each another one, after one that is not counted. Where prompts are not to be read, all but their first tokens are noise
-in the cache: a step takes as long, and a long context of many rows is there at once.
+a new one each time; the first is not counted. Where prompts are not read, all but their first tokens are noise in the
+cache. A step takes as long with noise, and a long context of many rows is there at once.
 Shapes: B batch, T tokens of a prompt, N tokens checked, V vocabulary.
 """
 

@@ -1,4 +1,4 @@
-"""What the commands other than `run` do, each a few calls: the pieces of a run, one at a time."""
+"""What the commands other than `run` do: single steps of a run, measures, and lists."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def require_linearized(folder: Path) -> None:
 
 
 def refuse_existing(out: Path) -> None:
-    """Raises BadInput when `out` exists: before the work, where the writing would only say it after."""
+    """Raises BadInput when `out` exists, before the work and not after it."""
     if out.exists():
         raise BadInput(f"{out}: already exists; name a new folder or remove this one")
 
@@ -381,7 +381,7 @@ def _loader(source: str, mixer: str | None, options: bench.Options) -> Iterator[
 def describe_mixers(heads: int, kv_heads: int, head_size: int) -> dict[str, dict[str, Any]]:
     """Every mixer in words, with its options at their defaults, and the float32 state of a layer of that shape.
 
-    fast_paths: the implementations of its recurrence beside the plain reference. Raises BadInput for heads that do not
+    fast_paths: the implementations of its recurrence other than the plain loop. Raises BadInput for heads that do not
     divide.
     """
     if heads % kv_heads:

@@ -36,7 +36,7 @@ def evaluate_model(
     matrix products; the weights stay as they are. keep: a file that holds, after each measure or task, what there is so
     far, and from which the next attempt goes on. `report` is called with what is done of each measure or task.
 
-    Raises BadInput when the suite lacks what it reads.
+    Raises BadInput when what the suite reads is not there.
     """
     if suite.needs_text and held_out is None:
         raise BadInput(f"suite {suite.name}: scores held-out text, and none is given")

@@ -1,6 +1,6 @@
 """From a recipe and the base's config to a plan: what each layer becomes, how large everything is. Touches no weight.
 
-What memory it takes is estimated in `memory.py`.
+`training.memory_estimate` and `training.disk_estimate` estimate what it takes of memory and disk.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CONTEXTS = (4096, 32768, 131072)
 @dataclass(frozen=True)
 class StagePlan:
     """One training stage: tokens it really sees (whole optimizer steps), parameters it trains, bytes at its peak, and
-    what those of its training are spent on (`memory.training_bytes`)."""
+    what those of its training are spent on (`memory_estimate.training_bytes`)."""
 
     kind: str
     tokens: int
@@ -60,7 +60,7 @@ class Plan:
     teacher_tokens: of each source that the base writes itself, how many it writes.
     memory_bytes: estimated peaks beyond the interpreter, of `convert`, of `inference` at 4K tokens and of each stage;
     `memory_for` names the device and the dtype of the training.
-    writes: what each step of a run writes, see `disk.py`.
+    writes: what each step of a run writes, see `disk_estimate.py`.
     undecided: how many layers stay softmax that a run has yet to choose; the last ones stand for them in
     `linearization`, and all sizes are right unless the base's layers differ in their own windows.
     """

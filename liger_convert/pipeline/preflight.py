@@ -1,4 +1,4 @@
-"""What would fail after training is tried before it: generation, the suite, disk space, and rates and lengths.
+"""What would fail after the training is tried before it: generation, the suite, disk space, rates and lengths.
 
 What a result could not be used with is refused; what costs quality or is merely unlikely is a warning, one sentence
 each.
@@ -35,13 +35,13 @@ from liger_convert.utils.progress import Report
 # than 1e-8 is rounded away. Pretrained weights are of size 0.01 to 1: a step of more than 1 leaves nothing of them.
 LEAST_RATE, MOST_RATE, HIGH_RATE = 1e-8, 1.0, 0.1
 LEAST_MOVE = 1e-6  # a weight's in all steps of a stage: less cannot be measured in the result
-FEW = 0.01  # of the tokens, for which the memory has something to tell
+FEW = 0.01  # fraction of the tokens that have context beyond the window
 GENERATION = "generation_config.json"
-TOKENS = 2  # that the rehearsal generates
+TOKENS = 2  # how many the rehearsal generates
 
 
 def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite) -> list[str]:
-    """Warnings about what recipe and config alone tell. Raises BadInput."""
+    """Warnings that follow from the recipe and the base's config. Raises BadInput."""
     warnings = []
     positions = getattr(config, "max_position_embeddings", None)
     linears = {name.split(".")[-2] for name, shape in plan.reused_parameters.items() if len(shape) == 2}
@@ -66,7 +66,7 @@ def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite) -> list[
 
 
 def check_documents(recipe: Recipe, plan: Plan, documents: Callable[[str], Documents]) -> list[str]:
-    """Warnings about documents in which nothing ever leaves the window. Raises BadInput where that is all of them."""
+    """Warnings about documents that never leave the window. Raises BadInput where no document of a stage does."""
     warnings = []
     for i, stage in enumerate(recipe.stages):
         if stage.concat_documents or stage.copy_fraction or "mixer" not in stage.learning_rates.trained():

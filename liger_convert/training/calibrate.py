@@ -23,7 +23,6 @@ from torch import Tensor
 
 from liger_convert.mixers.base import EMPTY, QKV, MemoryOutput, Mixer
 from liger_convert.mixers.feature_maps import Codebook
-from liger_convert.mixers.linear.base import GatedMixer
 from liger_convert.mixers.window_attention import window_attention
 from liger_convert.model import LinearizedAttention, collect_align_targets, linear_layers
 from liger_convert.model.sequence import SequenceMetadata
@@ -117,8 +116,6 @@ def calibrate_layer(
     log_inv_temperatures = [
         log_inv_temperature for book in books for log_inv_temperature in (book.q_log_tau_H, book.k_log_tau_G)
     ]
-    gated = [module for module in mixer.modules() if isinstance(module, GatedMixer)]
-    biases = [module.get_parameter(f"{name}_bias_GF") for module in gated for name in module.gates]
     kept = [mixer.log_share_H, mixer.share_power_H, mixer.share_query_HD, *log_inv_temperatures, *biases]
     best = [parameter.clone() for parameter in kept]
 

@@ -1,8 +1,9 @@
 """The forward and backward pass of a micro-batch as one CUDA graph.
 
-A step of a small model is mostly launching: some forty kernels a layer, each from Python. Replayed, they follow each
-other. What it takes is that no number of a batch decides what is run; where documents are kept apart in their rows,
-the places where they begin do. Batches of other shapes have graphs of their own, which add to the same gradients.
+A step of a small model mostly waits for launches: some forty kernels per layer, each from Python. A graph replays them
+without Python. That needs batches whose values do not decide what is run. Where documents are kept apart in their rows,
+the places where they begin decide it. Batches of other shapes have graphs of their own, which add to the same
+gradients.
 """
 
 from __future__ import annotations

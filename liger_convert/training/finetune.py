@@ -1,4 +1,4 @@
-"""Fine-tuning: cross-entropy on the data itself. Which tokens count is in the labels (`data.pack`, responses_only)."""
+"""Fine-tuning: cross-entropy on the data itself. The labels say which tokens count, see `responses_only` of `pack`."""
 
 from __future__ import annotations
 

@@ -68,9 +68,10 @@ def run_stage(
     """Trains the linearized model `model_dir` with the `results` of earlier stages folded in, on `dataset`.
 
     Leaves `out/result/adapter` (LoRA) or `out/result/model` (full), complete or not at all, and `out/stats.json`, which
-    it returns: steps, tokens, seconds, how the passes ran, the loss curve as [step, mean loss since the last point],
-    and for alignment the relative error of each layer on the first batch before and after. With `resume` it continues
-    from the last checkpoint in `out`, and ends with the weights of a stage that was never stopped.
+    it returns: steps, tokens, seconds, how the forward and backward pass ran (`fwd_bwd`), the loss curve as [step, mean
+    loss since the last point], and for alignment the relative error of each layer on the first batch before and after.
+    With `resume` it continues from the last checkpoint in `out`, and ends with the weights of a stage that was never
+    stopped.
     Under `torchrun` every process calls it, and the first one writes.
     Raises BadInput when `out` already has a result (without `resume`), LinearizeError when the training diverges.
     """
@@ -123,7 +124,7 @@ def run_stage(
 
     def layer_errors() -> list[float]:
         assert isinstance(objective, AlignObjective)
-        # as it stands: not worth another compilation
+        # eager: two batches are not worth another compilation
         with autocast(device, dtype), torch.compiler.set_stance("force_eager"):
             return objective.layer_errors(model.eval(), first_rows(ERROR_ROWS))
 
@@ -174,16 +175,16 @@ def make_objective(stage: Stage, config: Any, base_dir: Path, device: torch.devi
 
 
 def gains_by_compiling(device: torch.device) -> bool:
-    """On a CPU a step takes longer than its launches, and the ops look at values."""
+    """On a CPU launches cost little beside a step, and the ops branch on values, which breaks graphs."""
     return device.type == "cuda"
 
 
 def compile_layers(model: Any, objective: Objective, aligning: bool) -> None:
-    """Has torch.compile make one graph of each kind of layer, in place and under the same names, and of each length of
-    rows: kernels for any length are slower.
+    """Compiles the layers in place, under the same names: one graph for each kind of layer and each length of rows, as
+    kernels for any length are slower.
 
-    In alignment only the attention of the linearized layers runs, and of the base's layers each part by itself: what
-    goes into its attention and comes out is being watched, by hooks that are none of a graph's business.
+    In alignment only the attention of the linearized layers runs. Of the base's layers each part is compiled by itself,
+    because hooks watch what goes into its attention and what comes out, and hooks stay outside of graphs.
     """
     torch._dynamo.config.recompile_limit = 64  # kinds of layers, times lengths of the last batch
     whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model

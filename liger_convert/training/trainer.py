@@ -1,4 +1,4 @@
-"""`transformers.Trainer` for a stage: its loss, its parameter groups, and checkpoints of what is trained alone."""
+"""`transformers.Trainer` for a stage: its loss, its parameter groups, and checkpoints of only what is trained."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_
 
 
 class Objective(Protocol):
-    """The loss of one batch: with `summed` a sum over the labelled tokens, else a mean over the batch. Without
-    `position_ids` every row is one document."""
+    """The loss of one batch. `summed`: whether it is a sum over the labelled tokens; else it is a mean over the batch.
+    Without `position_ids` every row is one document."""
 
     summed: bool
 
@@ -47,8 +47,11 @@ def freeze(model: nn.Module, rates: dict[str, float]) -> None:
 
 
 def optimizer_groups(model: nn.Module, rates: dict[str, float], weight_decay: float) -> list[dict[str, Any]]:
-    """What is trainable by rate and decay. Only matrices decay, so no bias and no norm, and none of a mixer's: its
-    gates and feature maps do not rest at zero."""
+    """The trainable parameters, grouped by learning rate and weight decay.
+
+    Only matrices decay: no biases, no norms, and nothing of a mixer, since zero is no neutral value of its gates and
+    feature maps.
+    """
     groups: dict[tuple[str, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -143,7 +146,7 @@ class StageTrainer(Trainer):
         inputs: dict[str, Tensor],
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """Forward and backward pass, which are replayed where they can be captured."""
+        """Forward and backward pass of a micro-batch, as one CUDA graph where they can be captured."""
         if self.eager is None:
             batch = {name: x for name, x in self._prepare_inputs(inputs).items() if name != "position_ids"}
             batch["counted"] = torch.as_tensor(num_items_in_batch, device=self.args.device)
@@ -161,7 +164,7 @@ class StageTrainer(Trainer):
         return super().training_step(self.model, batch, batch["counted"])
 
     def compute_loss_context_manager(self) -> Any:
-        """Our own autocast: accelerate's would turn all logits into float32."""
+        """Our own autocast: that of accelerate turns all logits into float32."""
         stack = contextlib.ExitStack()
         stack.enter_context(autocast(self.args.device, self.dtype))
         return stack
@@ -227,7 +230,7 @@ class StageTrainer(Trainer):
 
 
 class _Watch(TrainerCallback):
-    """Reports progress, saves where a training is when a signal stops it, and stops one that has diverged before
+    """Reports progress. Saves a checkpoint when a signal stops the training. Stops a training that has diverged before
     anything of it is saved."""
 
     def __init__(self, step_tokens: int, progress: Report | None):
@@ -251,7 +254,7 @@ class _Watch(TrainerCallback):
             if not math.isfinite(value):
                 raise LinearizeError(
                     f"training diverged: the {name} is {value} at step {state.global_step} of {state.max_steps}; "
-                    "lower the learning rates or the clip, or lengthen the warm-up"
+                    "lower learning_rates or max_grad_norm, or raise warmup_ratio"
                 )
         if self.progress is not None:
             speed = (state.global_step - self.first) * self.step_tokens / (time.monotonic() - self.started)

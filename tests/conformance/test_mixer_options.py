@@ -99,7 +99,7 @@ def test_every_option_decodes_as_it_prefills(options: dict[str, Any]) -> None:
 
 def test_different_mixers_and_windows_share_one_model() -> None:
     plan = {
-        "format": 1,
+        "format": 2,
         "mixers": {
             "a": resolve_spec({"window": 3, "sinks": 1}),
             "b": resolve_spec({"type": "liger-paper", "window": 7}),

@@ -25,7 +25,7 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "pad_token_i
 
 
 def linearization(layers: list[str] = LAYERS, **spec: Any) -> dict[str, Any]:
-    return {"format": 1, "mixers": {"main": resolve_spec(spec)}, "layers": layers}
+    return {"format": 2, "mixers": {"main": resolve_spec(spec)}, "layers": layers}
 
 
 @functools.cache

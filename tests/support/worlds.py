@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from liger_convert.cli import main
 from liger_convert.config.recipe import load
 from liger_convert.io.checksums import sha256_file
-from liger_convert.pipeline.manifest import Manifest, input_files
+from liger_convert.pipeline.manifest import FORMAT, Manifest, input_files
 
 RECIPE = {
     "version": 1,
@@ -76,6 +76,11 @@ class World:
         self.out.mkdir()
         (self.out / ".lock").touch()
         record.write(self.out)
+
+    def older(self) -> None:
+        """The run was begun when manifests had the format before this one."""
+        path = self.out / "manifest.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"format": FORMAT - 1}))
 
     def stopped_in_training(self) -> None:
         """A stage has begun to read the data."""

@@ -186,6 +186,11 @@ RUNS = [
     ),
     case("run under way", "another process works on this run", after(World.start, World.lock, World.resume)),
     case(
+        "run of an older version",
+        "was begun by an older version of liger-convert, whose recipes and steps have other names; finish it with",
+        after(World.start, World.older, World.resume),
+    ),
+    case(
         "manifest of another version",
         "was not written by this version",
         after(World.start, wrote("out/manifest.json", '{"format": 99}'), World.resume),

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from liger_convert.config import recipe
+from liger_convert.config import recipe, recipe_errors
+from liger_convert.config.stages import FinetuneStage
 from liger_convert.utils.errors import BadInput
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -37,7 +38,7 @@ def test_defaults_are_filled_and_steps_counted():
     assert (align.tokens, align.seq_len, align.batch_size) == (100_000, 512, 4)
     assert align.steps == 100_000 // (512 * 4)
     assert align.learning_rates.trained() == {"mixer": 0.01}
-    assert isinstance(finetune, recipe.FinetuneStage)
+    assert isinstance(finetune, FinetuneStage)
     assert finetune.loss_on == "responses"
     assert finetune.lora is not None
     assert finetune.lora.targets == "attention"
@@ -139,7 +140,7 @@ def test_a_yaml_mistake_is_named_with_its_line():
             "stages[0].mixed_seq_lens=[{seq_len: 64, fraction: 0.5}, {seq_len: 32, fraction: 0.5}]",
             "stages[0].mixed_seq_lens: its fractions leave no row of seq_len (512)",
         ),
-        ("stages[1].copy_fraction=0.3", "stages[1].copy_fraction: the masks that tell responses know no copies"),
+        ("stages[1].copy_fraction=0.3", "stages[1].copy_fraction: a copied stretch has no mask of its responses"),
         ("stages[0].data=txt", "stages[0].data: 'txt' is not a source under `data:`; did you mean 'text'?"),
         ("stages[1].data=text", "stages[1].loss_on: source 'text' is text without responses"),
         ("eval.text=chat", "eval.text: source 'chat' holds nothing out"),
@@ -233,6 +234,36 @@ def test_an_ablation_of_the_published_recipe_changes_what_it_names_and_nothing_e
         section, _, key = field.rpartition(".")
         (trained[section] if section else trained)[key] = value
     assert recipe.load(RECIPES / f"{name}-{ablation}.yaml").dump() == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("stages[0].joined=true", "stages[0].joined: is called concat_documents now"),
+        ("stages[0].shorter=[]", "stages[0].shorter: is called mixed_seq_lens now"),
+        ("stages[0].repeats=0.5", "stages[0].repeats: is called copy_fraction now"),
+        ("stages[0].rates.mixer=1e-3", "stages[0].rates: is called learning_rates now"),
+        ("stages[1].clip=1.0", "stages[1].clip: is called max_grad_norm now"),
+        ("stages[1].warmup=0.1", "stages[1].warmup: is called warmup_ratio now"),
+        (
+            "stages[0].mixed_seq_lens=[{seq_len: 128, share: 0.5}]",
+            "stages[0].mixed_seq_lens[0].share: is called fraction now",
+        ),
+        ("mixer.join=shared", "mixer.join: is called combine now"),
+    ],
+)
+def test_a_field_by_its_old_name_is_told_the_new_one(override, says):
+    assert refusal(override) == f"r.yaml (after --set): {says}"
+
+
+def test_every_field_is_described():
+    models = [recipe.Recipe]
+    for model in models:
+        assert model.__doc__
+        for name, field in model.model_fields.items():
+            assert field.description, f"{model.__name__}.{name}"
+            models += [child for child in recipe_errors._models(field.annotation) if child not in models]
+    assert len(models) > 15
 
 
 def test_recipes_are_read_without_importing_torch():
