@@ -27,9 +27,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NEEDS = {"gpu", "install", "tests"}
 # folders whose files a page may name
-<<<<<<< HEAD
-NAMED = ["config", "data", "docs", "io", "kernels", "liger_convert", "model", "pipeline", "recipes", "tests"]
-=======
 NAMED = [
     "config",
     "data",
@@ -43,7 +40,6 @@ NAMED = [
     "tests",
     "training",
 ]
->>>>>>> main
 FENCE = re.compile(r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```(?P<kind>bash|python|yaml)\n(?P<text>.*?)^```$", re.M | re.S)
 
 BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
