@@ -218,9 +218,9 @@ def test_the_default_recipe_is_the_hybrid_for_any_depth():
 @pytest.mark.parametrize(
     ("ablation", "mixer", "stage"),
     [
-        ("random-gates", {"gate": "random"}, {"rates.mixer": 1e-3}),
-        ("feature-map", {"feature_map": "hedgehog"}, {"rates.mixer": 1e-3}),
-        ("no-lora", {}, {"rates.lora": None, "rates.attention": 1e-4, "lora": None}),
+        ("random-gates", {"gate": "random"}, {"learning_rates.mixer": 1e-3}),
+        ("feature-map", {"feature_map": "hedgehog"}, {"learning_rates.mixer": 1e-3}),
+        ("no-lora", {}, {"learning_rates.lora": None, "learning_rates.attention": 1e-4, "lora": None}),
         ("no-window", {"combine": "memory"}, {}),
     ],
 )
