@@ -39,6 +39,7 @@ BUILT_IN = {
         "decaying-fast-weights": "linear.decaying_fast_weights",
         "deltanet": "delta.deltanet",
         "gated-deltanet": "delta.gated_deltanet",
+        "kda": "delta.kda",
         "rwkv7": "delta.rwkv7",
         "ttt": "delta.ttt",
         "titans": "delta.titans",

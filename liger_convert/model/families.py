@@ -21,8 +21,9 @@ class Family:
     behind each other in its output.
     `qk_norm`: whether queries and keys are normalised per head, over the flat projection (before the split into
     heads), or not at all.
-    `rotary`: its module's `apply_rotary_pos_emb` rotates channel c with channel c + C / 2 of the first C (`halves`), or
-    attention itself splits off the channels that are rotated (`in_attention`).
+    `rotary`: its module's `apply_rotary_pos_emb` rotates channel c with channel c + C / 2 of the first C (`halves`) or
+    channel 2 c with channel 2 c + 1 (`pairs`), or attention itself splits off the channels that are rotated
+    (`in_attention`).
     `passes_kwargs`: whether its decoder layer hands all it is given on to attention.
     `output_dropout`: whether attention drops parts of its output in training.
     """
@@ -31,7 +32,7 @@ class Family:
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     qk_norm: Literal["none", "head", "flat"] = "none"
     moe: bool = False
-    rotary: Literal["halves", "in_attention"] = "halves"
+    rotary: Literal["halves", "pairs", "in_attention"] = "halves"
     passes_kwargs: bool = True
     output_dropout: bool = False
 
@@ -60,6 +61,7 @@ FAMILIES = {
         Family("qwen3", qk_norm="head"),
         Family("phi3", projections=("qkv_proj", "o_proj")),
         Family("gemma"),
+        Family("glm4", rotary="pairs"),
         Family("olmo2", qk_norm="flat"),
         Family("smollm3"),
         Family("granite"),

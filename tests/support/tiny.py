@@ -37,6 +37,11 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
         "qwen3": {"head_dim": 16},
         "phi3": {"partial_rotary_factor": 0.5},
         "gemma": {"head_dim": 16},
+        "glm4": {
+            "head_dim": 8,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
         "smollm3": {"no_rope_layers": [1, 0, 1]},
         "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.5},
         "mixtral": {"num_local_experts": 4},

@@ -41,6 +41,15 @@ def gated_deltanet(p: dict[str, Tensor], k_TD: Tensor, v_TD: Tensor) -> Iterator
         yield S
 
 
+def kda(p: dict[str, Tensor], k_TD: Tensor, v_TD: Tensor) -> Iterator[Tensor]:
+    S, eye = torch.zeros_like(k_TD.T @ v_TD), torch.eye(D, dtype=torch.float64)
+    for k, v in zip(k_TD, v_TD):
+        u, beta = unit(k), (k.mean() + p["beta_bias_GX"]).sigmoid()
+        alpha = 1 / (1 + (k + p["gate_bias_GD"]).exp())
+        S = (eye - beta * u.outer(u)) @ alpha.diag() @ S + beta * u.outer(v)
+        yield S
+
+
 def rwkv7(p: dict[str, Tensor], k_TD: Tensor, v_TD: Tensor) -> Iterator[Tensor]:
     S = torch.zeros_like(k_TD.T @ v_TD)
     for k, v in zip(k_TD, v_TD):
@@ -77,6 +86,7 @@ def titans(p: dict[str, Tensor], k_TD: Tensor, v_TD: Tensor) -> Iterator[Tensor]
     [
         ("deltanet", {}, deltanet),
         ("gated-deltanet", {"gate_bias": -2.0}, gated_deltanet),
+        ("kda", {"gate_bias": -2.0}, kda),
         ("rwkv7", {"gate_bias": 0.0}, rwkv7),
         ("ttt", {"learning_rate": 1.5}, ttt),
         ("titans", {"gate_bias": -2.0}, titans),

@@ -58,7 +58,7 @@ def test_attention_drops_parts_of_its_output_as_its_family_says(family: Family) 
     assert torch.equal(*outputs) == (not family.output_dropout)
 
 
-def test_rotary_turns_halves_as_its_family_says(family: Family) -> None:
+def test_rotary_turns_channels_as_its_family_says(family: Family) -> None:
     layer, given = layer_of(family)
     rotate = sys.modules[type(layer.self_attn).__module__].apply_rotary_pos_emb
     (cos, sin), D = given["position_embeddings"], layer.self_attn.head_dim
@@ -68,7 +68,12 @@ def test_rotary_turns_halves_as_its_family_says(family: Family) -> None:
         assert C < D
         return
     part = x[..., :C]
-    turned = part * cos + torch.cat((-part[..., C // 2 :], part[..., : C // 2]), -1) * sin
+    if family.rotary == "halves":
+        partner = torch.cat((-part[..., C // 2 :], part[..., : C // 2]), -1)
+    else:
+        partner = torch.stack((-part[..., 1::2], part[..., ::2]), -1).flatten(-2)
+        cos, sin = (x[..., : C // 2].repeat_interleave(2, -1) for x in (cos, sin))
+    turned = part * cos + partner * sin
     for found in rotate(x, x, cos, sin):
         assert torch.equal(found, torch.cat((turned, x[..., C:]), -1))
 

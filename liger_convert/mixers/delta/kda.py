@@ -1,0 +1,46 @@
+"""Kimi delta attention: the delta rule on a memory that decays by a gate per key channel (2510.26692, eq. 1).
+
+S_t = (I - b_t u_t^T u_t) diag(a_t) S_{t-1} + b_t u_t^T v_t,   a_t = exp(-softplus(k_t + c)),   o_t = q_t S_t
+
+with u, q and b as in `deltanet`. The gate's logits are the pretrained keys, where the paper has a low-rank map of the
+layer's input; its learned scale of the softplus, short convolutions, output gate and norm are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from liger_convert.mixers.base import HeadDims
+from liger_convert.mixers.delta.base import DeltaMixer, DeltaSpec, pooled
+from liger_convert.mixers.registry import register_mixer
+
+
+@dataclass(frozen=True)
+class KDASpec(DeltaSpec):
+    """gate_bias: c, learned from there; -7 keeps a memory for about a thousand tokens at the start."""
+
+    gate_bias: float = -7.0
+
+
+@register_mixer("kda")
+class KDA(DeltaMixer):
+    summary = "delta rule on a memory that decays by a gate per channel"
+    gate_rule = "exp(-softplus(k + c))"
+    Spec = KDASpec
+    spec: KDASpec
+
+    def __init__(self, spec: KDASpec, dims: HeadDims):
+        super().__init__(spec, dims)
+        self.gate_bias_GD = nn.Parameter(torch.empty(dims.kv_heads, dims.dim))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        init.constant_(self.gate_bias_GD, self.spec.gate_bias)
+
+    def log_gate(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        return -F.softplus(pooled(inputs[0], self.gate_bias_GD))
