@@ -51,6 +51,7 @@ def _class_names(path: Path) -> Iterator[str]:
         if not isinstance(node, ast.ClassDef):
             continue
         for line in node.body:
-            named = isinstance(line, ast.Assign) and [getattr(target, "id", "") for target in line.targets] == ["name"]
-            if named and isinstance(line.value, ast.Constant) and line.value.value:
+            if not isinstance(line, ast.Assign) or [getattr(target, "id", "") for target in line.targets] != ["name"]:
+                continue
+            if isinstance(line.value, ast.Constant) and line.value.value:
                 yield str(line.value.value)
