@@ -219,9 +219,9 @@ COMMANDS = [
         after(
             wrote("short.jsonl", '{"text": "hello there"}\n'),
             lambda w: [
-                "rank",
+                "select-layers",
                 *w.plan("data.text={source: file, path: short.jsonl}", "eval.text=null")[1:],
-                "--keep=1",
+                "--softmax-layers=1",
             ],
         ),
     ),
