@@ -7,7 +7,6 @@ their source files; the tests hold them to the registries.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
@@ -24,9 +23,12 @@ def suites(incomplete: str) -> list[str]:
 
 
 def mixers(incomplete: str) -> list[str]:
-    """The mixers that begin with `incomplete`: the `name` of each class in liger_convert/mixers."""
-    found = (name for path in (PACKAGE / "mixers").rglob("*.py") for name in _class_names(path))
-    return sorted(name for name in found if name.startswith(incomplete))
+    """The mixers that begin with `incomplete`: the names in the table of mixers/registry.py."""
+    for node in ast.walk(ast.parse((PACKAGE / "mixers/registry.py").read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Dict) and node.keys:
+            names = [str(key.value) for key in node.keys if isinstance(key, ast.Constant)]
+            return sorted(name for name in names if name.startswith(incomplete))
+    return []
 
 
 def shapes(incomplete: str) -> list[str]:
@@ -43,14 +45,3 @@ def _shipped(kind: str, incomplete: str) -> list[str]:
     from liger_convert.config.resources import names
 
     return [name for name in names(kind) if name.startswith(incomplete)]
-
-
-def _class_names(path: Path) -> Iterator[str]:
-    """The strings that classes in a file assign to `name`."""
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if not isinstance(node, ast.ClassDef):
-            continue
-        for line in node.body:
-            named = isinstance(line, ast.Assign) and [getattr(target, "id", "") for target in line.targets] == ["name"]
-            if named and isinstance(line.value, ast.Constant) and line.value.value:
-                yield str(line.value.value)

@@ -37,7 +37,7 @@ def sentence(error: ValidationError, model: type[BaseModel], data: Any) -> str:
 def _explain(error: Any, models: list[type[BaseModel]], top: type[BaseModel]) -> str:
     kind, ctx, value = error["type"], error.get("ctx", {}), error["input"]
     if kind == "conflict":
-        return ctx["why"]
+        return str(ctx["why"])
     if kind == "missing":
         return "this field is required and missing"
     if kind == "union_tag_not_found":

@@ -33,7 +33,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self.values, self.depth = self.values + 1, self.depth + 1
-        mark = self.peek_event().start_mark
+        mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         _bound(self.values, mark)
         if self.depth > MAX_DEPTH:
             raise _problem("it is nested too deeply", mark)
@@ -86,7 +86,7 @@ def _expanded(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
     return total
 
 
-def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict:
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[str] = set()
     for key, _ in node.value:
         if not isinstance(key, yaml.ScalarNode):

@@ -94,7 +94,8 @@ class Plan:
 
     @property
     def layers(self) -> list[str]:
-        return self.linearization["layers"]
+        layers: list[str] = self.linearization["layers"]
+        return layers
 
     def kv_bytes(self, tokens: int) -> int:
         """The base's key-value cache of one sequence."""

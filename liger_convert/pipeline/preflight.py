@@ -130,7 +130,8 @@ def check_generation(
             return error
         return None
 
-    if (failure := attempt(given)) is not None and attempt(GenerationConfig()) is None:
+    plain = GenerationConfig()  # type: ignore[no-untyped-call]
+    if (failure := attempt(given)) is not None and attempt(plain) is None:
         raise BadInput(f"{path}: a linearized model cannot generate with it: {_reason(failure)}") from failure
     return warnings
 

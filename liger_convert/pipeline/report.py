@@ -164,7 +164,7 @@ def build(results: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, 
 
 def page(report: Mapping[str, Any]) -> str:
     """report.md from the content of report.json."""
-    return PAGE.render(
+    text: str = PAGE.render(
         **report,
         titles=TITLES,
         size=decimal,
@@ -172,6 +172,7 @@ def page(report: Mapping[str, Any]) -> str:
         converted=_converted(report),
         table=_markdown(report["models"]),
     )
+    return text
 
 
 def render(results: Mapping[str, Any]) -> Group:

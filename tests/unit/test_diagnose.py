@@ -56,7 +56,7 @@ def test_every_name_is_the_model_it_says(base: Path, tmp_path: Path) -> None:
     assert tuple(found["models"]) == NAMES
     control = {"type": "window", "window": 6, "sinks": 2}
     plan = {"format": 2, "mixers": {"main": resolve_spec(control)}, "layers": LAYERS}
-    expected = {"base": load_model(base, CPU, "float32"), "window_untrained": linearize_base(base, plan)}
+    expected = {"base": load_model(base, CPU, "float32"), "window_only_untrained": linearize_base(base, plan)}
     for name, branches in (
         ("linearized", "both"),
         ("memory_ablated", "window"),
