@@ -353,7 +353,7 @@ def main() -> None:
     for name in a.op or OPS:
         rows = import_module("bench_step").measure(a) if name == "fused_step" else measure(name, a)
         sizes = f"{a.heads} / {a.kv_heads} heads of {a.head_size}, features {a.feature_size}, window {a.window}"
-        title = f"{name}: {a.batch} x {1 if name == 'step' else a.t} tokens, {sizes}, {a.dtype}"
+        title = f"{name}: {a.batch} x {1 if name == 'fused_step' else a.t} tokens, {sizes}, {a.dtype}"
         show(rows, title, ", ".join(f"{key} {value}" for key, value in results["machine"].items()))
         results["rows"] += rows
     if a.json:

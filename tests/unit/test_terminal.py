@@ -57,10 +57,30 @@ def finished(home):
     return weights(home / "finished")
 
 
+started: list[subprocess.Popen] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_goes_on():
+    """What a failed test has started ends with it."""
+    yield
+    while started:
+        process = started.pop()
+        process.kill()
+        process.communicate()
+
+
+def hear_ctrl_c() -> None:
+    """Shells start what runs in the background deaf to Ctrl-C, and its children are deaf, too."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(home: Path, *words: str, script: str = "", **options: object) -> subprocess.Popen:
     command = [sys.executable, "-c", script, *words] if script else [LINEARIZE, *words]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
-    return subprocess.Popen(command, cwd=home, env=os.environ, **options)
+    process = subprocess.Popen(command, cwd=home, env=os.environ, preexec_fn=hear_ctrl_c, **options)
+    started.append(process)
+    return process
 
 
 def shell(command: str, **environment: str) -> subprocess.CompletedProcess:

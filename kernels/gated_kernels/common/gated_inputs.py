@@ -27,7 +27,8 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(q_BTHF: Tensor, v_BTGV: Tensor) -> Sizes:
-    return Sizes(*q_BTHF.shape[:3], v_BTGV.shape[2], q_BTHF.shape[3], v_BTGV.shape[3])
+    B, T, H, F = q_BTHF.shape
+    return Sizes(B, T, H, v_BTGV.shape[2], F, v_BTGV.shape[3])
 
 
 def promoted(*tensors: Tensor) -> torch.dtype:

@@ -75,14 +75,14 @@ def backward(
     none = v.new_empty(0, dtype=torch.float32)
     with torch.cuda.device_of(v):
         if (dtype := promoted(q, k, v)) == torch.bfloat16:
-            dq, dlse, *others = bf16.backward(q, q_lse, k, v, log_a, state, segment, exclusive, do, dlast)
-            return dq, none if dlse is None else dlse, *others
+            dq, dlse, dk, dv, dlog_a, dstate = bf16.backward(q, q_lse, k, v, log_a, state, segment, exclusive, do, dlast)
+            return dq, none if dlse is None else dlse, dk, dv, dlog_a, dstate
         phi = q if q_lse is None else features_of(q, q_lse, dtype)
-        dphi, *others = fp32.backward(phi, k, v, log_a, state, segment, exclusive, do, dlast)
+        dphi, dk, dv, dlog_a, dstate = fp32.backward(phi, k, v, log_a, state, segment, exclusive, do, dlast)
     if q_lse is None:
-        return dphi, none, *others
+        return dphi, none, dk, dv, dlog_a, dstate
     dlogits = dphi.float() * phi
-    return dlogits.to(q.dtype), -dlogits.sum(-1), *others
+    return dlogits.to(q.dtype), -dlogits.sum(-1), dk, dv, dlog_a, dstate
 
 
 @backward.register_fake
