@@ -75,7 +75,8 @@ def backward(
     none = v.new_empty(0, dtype=torch.float32)
     with torch.cuda.device_of(v):
         if (dtype := promoted(q, k, v)) == torch.bfloat16:
-            dq, dlse, dk, dv, dlog_a, dstate = bf16.backward(q, q_lse, k, v, log_a, state, segment, exclusive, do, dlast)
+            found = bf16.backward(q, q_lse, k, v, log_a, state, segment, exclusive, do, dlast)
+            dq, dlse, dk, dv, dlog_a, dstate = found
             return dq, none if dlse is None else dlse, dk, dv, dlog_a, dstate
         phi = q if q_lse is None else features_of(q, q_lse, dtype)
         dphi, dk, dv, dlog_a, dstate = fp32.backward(phi, k, v, log_a, state, segment, exclusive, do, dlast)
