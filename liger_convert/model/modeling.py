@@ -363,7 +363,7 @@ def set_branches(model: nn.Module, branches: Branches) -> None:
 
 
 def take_auxiliary_loss(model: nn.Module) -> Tensor | float:
-    """What the mixers of the last forward pass in training ask for beside its loss, each layer by itself, summed.
+    """The sum of the auxiliary losses that the mixers computed in the last forward pass in training.
 
     To be added to the loss before the backward pass; taken once. Gradient checkpointing must be the non-reentrant one,
     whose first pass records this loss too.

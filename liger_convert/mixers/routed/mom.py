@@ -58,7 +58,7 @@ class MoMSpec(MixerSpec):
         return {name: value for name, value in resolved.items() if name not in common}
 
     def inner_mixer(self) -> tuple[type[Mixer], MixerSpec]:
-        """The memories' class and options. They are joined here and have no window, so no parameters for either."""
+        """The memories' class and options. They are combined here and have no window, so no parameters for either."""
         common = self._common() | {"combine": "fixed", "forget": False}
         return MIXERS[self.inner["type"]], make_spec({**self.inner, **common})
 

@@ -5,7 +5,7 @@ o_t[v] = n_t[v] / m_t[v],   [n_t[v], m_t[v]] = sum_f e^C[f, v] S_t[f, v]
 
 A, C and the rates depend on no token: a query decides how much of this memory it takes, not what is in it.
 Real rates, and weights e^C > 0, so that the read can be a mean; B is 1, since only its product with C shows. Every
-channel is a head of its own to the op, with one value and its normalizer. Shapes: elementwise.py; R = H / G,
+channel is a head of its own to the op, with one value and its normalizer. Shapes: base.py; R = H / G,
 N = G V such heads, L = H V of their queries.
 """
 
