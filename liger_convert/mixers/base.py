@@ -269,7 +269,7 @@ class Mixer(nn.Module, ABC):
     def memory_logit(self, q_BTHD: Tensor, memory: MemoryOutput) -> Tensor:
         """[B,T,H]: the log of the memory's weight in the one denominator with the window's e^s (see MixerSpec)."""
         assert memory.log_normalizer_BTH is not None
-        logit_BTH = MemoryLogit.apply(
+        logit_BTH: Tensor = MemoryLogit.apply(  # type: ignore[no-untyped-call]
             q_BTHD, memory.log_normalizer_BTH, self.share_query_HD, self.share_power_H, self.log_share_H
         )
         # whatever the query asks for, a memory that holds nothing weighs nothing

@@ -21,7 +21,8 @@ def pool_to(x_BTGD: Tensor, size: int) -> Tensor:
     """
     dim = x_BTGD.shape[-1]
     if dim % size == 0:
-        return x_BTGD.unflatten(-1, (size, dim // size)).mean(-1)
+        pooled: Tensor = x_BTGD.unflatten(-1, (size, dim // size)).mean(-1)
+        return pooled
     if size % dim == 0:
         return torch.cat([x_BTGD] * (size // dim), -1)
     raise ValueError(f"keys of size {dim} cannot be pooled to {size} channels")

@@ -28,7 +28,8 @@ class MemoryLogit(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(q_BTHD, log_normalizer_BTH, query_HD, power_H, beta_H)
         asked_BTH = (q_BTHD.float() * query_HD.float()).sum(-1) * q_BTHD.shape[-1] ** -0.5
-        return power_H.float() * log_normalizer_BTH.float() + asked_BTH + beta_H.float()
+        logit_BTH: Tensor = power_H.float() * log_normalizer_BTH.float() + asked_BTH + beta_H.float()
+        return logit_BTH
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, ...]:

@@ -18,10 +18,11 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as nnf
+from gated_kernels.fused_step.chunk import EMPTY
 from gated_kernels.swa.chunk import chunk_swa
 from torch import Tensor
 
-from liger_convert.mixers.base import EMPTY, QKV, MemoryOutput, Mixer
+from liger_convert.mixers.base import QKV, MemoryOutput, Mixer
 from liger_convert.mixers.feature_maps import Codebook
 from liger_convert.mixers.window_attention import window_attention
 from liger_convert.model import LinearizedAttention, collect_align_targets, linear_layers

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from gated_kernels.check import error
+from gated_kernels.fused_step.chunk import EMPTY, MIN_NORMALIZER
 from gated_kernels.swa.chunk import combine
 from tiny import save_tiny_base
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from liger_convert.mixers import build_mixer, resolve_spec
-from liger_convert.mixers.base import EMPTY, MIN_NORMALIZER, QKV, HeadDims, MemoryOutput, Mixer
+from liger_convert.mixers.base import QKV, HeadDims, MemoryOutput, Mixer
 from liger_convert.mixers.feature_maps import Codebook
 from liger_convert.mixers.window_attention import window_attention
 from liger_convert.model import collect_align_targets

@@ -97,7 +97,8 @@ def combine(
         if mix_weight_H is not None:
             mix_weight = mix_weight_H.to(lse_BTH.dtype)[:, None]
             together_BTH = lse_BTH - torch.log1p(-mix_weight_H.to(lse_BTH.dtype))
-            lse_BTH = torch.where(lse_BTH == -torch.inf, lse_BTH, together_BTH)  # a query with no visible key has no gradient
+            # a query that sees no key has no gradient
+            lse_BTH = torch.where(lse_BTH == -torch.inf, lse_BTH, together_BTH)
         else:
             assert memory_logit_BTH is not None
             # sigmoid(a - b) = e^a / (e^a + e^b): both parts of the one denominator, without forming either

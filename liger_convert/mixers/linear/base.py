@@ -107,12 +107,17 @@ class LinearMixer(DiagonalMixer):
 
     def query_features(self, qkv: QKV) -> Tensor:
         q_BTHD = qkv.q_rot_BTHD if self.spec.rope else qkv.q_BTHD
-        return self.q_map(q_BTHD) if self.codebook is None else self.codebook(lambda codes: codes.queries(q_BTHD))
+        phi_BTHF: Tensor
+        phi_BTHF = self.q_map(q_BTHD) if self.codebook is None else self.codebook(lambda codes: codes.queries(q_BTHD))
+        return phi_BTHF
 
     def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        phi_BTGF: Tensor
         if self.codebook is None:
-            return (self.k_map or self.q_map)(inputs[-1])
-        return self.codebook(lambda codes: codes.keys(inputs[-1]))
+            phi_BTGF = (self.k_map or self.q_map)(inputs[-1])
+        else:
+            phi_BTGF = self.codebook(lambda codes: codes.keys(inputs[-1]))
+        return phi_BTGF
 
     def log_gate(self, inputs: tuple[Tensor, ...]) -> Tensor:
         return inputs[0].new_zeros(*inputs[0].shape[:-1], 1, dtype=torch.float32)

@@ -72,7 +72,9 @@ class GLA(GatedMixer):
             q_BTHD, k_BTGD, v_BTGV = q_BTHD.float(), k_BTGD.float(), v_BTGV.float()
         # a key of zeros has a map, too: what leaves the state as it is are the zeros of its value and its gate
         options["write_mask_BTG"] = written[0][..., 0] if written else None
-        return self.codebook(lambda _: chunk_codebook_gla(q_BTHD, k_BTGD, v_BTGV, log_a, *self.codes(), **options))
+        found: tuple[Tensor, Tensor | None, Tensor]
+        found = self.codebook(lambda _: chunk_codebook_gla(q_BTHD, k_BTGD, v_BTGV, log_a, *self.codes(), **options))
+        return found
 
     def codes(self) -> Codes:
         book = self.codebook

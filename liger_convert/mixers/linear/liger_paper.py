@@ -88,7 +88,8 @@ class LigerPaper(DiagonalMixer):
         return qkv.q_BTHD if self.spec.feature_map == "softmax" else self.q_map(qkv.q_BTHD)
 
     def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        return self.k_map(inputs[0])
+        phi_BTGF: Tensor = self.k_map(inputs[0])
+        return phi_BTGF
 
     def attend(
         self, q_BTHF: Tensor, entries: tuple[Tensor, ...], **options: Any

@@ -97,7 +97,8 @@ class MoM(Mixer):
         self.router_GNC = nn.Parameter(torch.empty(dims.kv_heads, spec.memories, dims.hidden))
 
     def forward(self, method: Method, *inputs: Any, bound: Callable[..., Tensor] | None = None) -> Tensor:
-        return self.inner(method, *inputs, bound=getattr(self, method) if bound is None else bound)
+        o_BTHV: Tensor = self.inner(method, *inputs, bound=getattr(self, method) if bound is None else bound)
+        return o_BTHV
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

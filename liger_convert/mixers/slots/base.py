@@ -14,10 +14,11 @@ from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
+from gated_kernels.fused_step.chunk import MIN_NORMALIZER
 from gated_kernels.slots.chunk import chunk_slots
 from torch import Tensor
 
-from liger_convert.mixers.base import MIN_NORMALIZER, QKV, HeadDims, MemoryOutput, Mixer, MixerSpec
+from liger_convert.mixers.base import QKV, HeadDims, MemoryOutput, Mixer, MixerSpec
 
 
 @dataclass(frozen=True)

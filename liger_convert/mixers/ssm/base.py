@@ -12,10 +12,11 @@ import math
 from dataclasses import dataclass
 
 import torch
+from gated_kernels.fused_step.chunk import MIN_NORMALIZER
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from liger_convert.mixers.base import MIN_NORMALIZER, HeadDims, MemoryOutput, Mixer, MixerSpec
+from liger_convert.mixers.base import HeadDims, MemoryOutput, Mixer, MixerSpec
 
 SLOWEST, FASTEST = 1e-3, 1e-1  # decay of the first state of a channel in a token: the channels start evenly between
 
