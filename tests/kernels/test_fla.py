@@ -41,7 +41,7 @@ from liger_convert.mixers import build_mixer, resolve_spec
 from liger_convert.mixers.base import HeadDims
 from liger_convert.mixers.kernel_maps import make_map
 from liger_convert.mixers.linear.retnet import RetNet
-from liger_convert.model.attention import with_forgetting
+from liger_convert.mixers.window_attention import with_forgetting
 
 FLA = find_spec("fla")
 pytestmark = pytest.mark.skipif(FLA is None or find_spec("einops") is None, reason="fla-core is not installed")

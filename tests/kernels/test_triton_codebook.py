@@ -212,8 +212,13 @@ def test_torch_compile_sees_through_the_ops(op: str) -> None:
     assert [name for name in eager if not torch.equal(eager[name], traced[name])] == []
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("normalizer", [True, False])
+@pytest.mark.parametrize(
+    ("normalizer", "gated"),
+    [
+        (True, True),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in [(True, False), (False, True), (False, False)]),
+    ],
+)
 def test_the_custom_ops_keep_to_what_torch_asks_of_them(normalizer: bool, gated: bool) -> None:
     torch.use_deterministic_algorithms(False)  # its checks compare uninitialised memory
     x = {name: value.requires_grad_() for name, value in inputs_of(CASES["two codes"]).items()}
@@ -240,6 +245,7 @@ def test_the_custom_ops_keep_to_what_torch_asks_of_them(normalizer: bool, gated:
     torch.library.opcheck(both.backward, tuple(plain))
 
 
+@pytest.mark.slow
 def test_what_the_kernels_do_not_take_is_left_to_torch_with_one_warning() -> None:
     warnings.resetwarnings()
     x = inputs_of(CASES["two codes"])

@@ -349,6 +349,7 @@ def test_what_the_kernels_do_not_take_is_left_to_torch_with_one_warning() -> Non
     assert torch.equal(first[0], second[0])
 
 
+@pytest.mark.slow
 def test_the_kernels_are_on_where_there_is_a_gpu_or_when_asked_for() -> None:
     asked = "from gated_kernels import in_use, kernel_for; print(in_use(), kernel_for('gla'))"
     for environment, said in (

@@ -149,6 +149,7 @@ def test_what_the_kernels_cannot_do_falls_back_with_one_warning(use: Callable[[s
         use("cuda")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("R", range(1, 9))
 @pytest.mark.parametrize("rows", [32, 64])
 def test_keys_taken_at_once_are_all_that_a_block_of_rows_sees(R: int, rows: int) -> None:

@@ -211,10 +211,14 @@ COMMANDS = [
         "let `linearize select-layers RECIPE` choose them",
         lambda w: w.convert("--layers", "{softmax_auto: 1}"),
     ),
-    case("rank without a number", "--softmax-layers: is missing", lambda w: ["select-layers", *w.plan()[1:]]),
-    case("rank of too many", "3 is too many", lambda w: ["select-layers", *w.plan()[1:], "--softmax-layers", "3"]),
+    case("select-layers without a number", "--softmax-layers: is missing", lambda w: ["select-layers", *w.plan()[1:]]),
     case(
-        "rank on too little text",
+        "select-layers of too many",
+        "3 is too many",
+        lambda w: ["select-layers", *w.plan()[1:], "--softmax-layers", "3"],
+    ),
+    case(
+        "select-layers on too little text",
         "data.text: 11 tokens to train on do not hold two spans of 128",
         after(
             wrote("short.jsonl", '{"text": "hello there"}\n'),
@@ -225,7 +229,9 @@ COMMANDS = [
             ],
         ),
     ),
-    case("rank of none", "--softmax-layers", lambda w: ["select-layers", *w.plan()[1:], "--softmax-layers", "0"]),
+    case(
+        "select-layers of none", "--softmax-layers", lambda w: ["select-layers", *w.plan()[1:], "--softmax-layers", "0"]
+    ),
     case("calibrate into a folder", "out: already exists", after(lambda w: w.out.mkdir(), World.calibrate)),
     case("calibrate a base", "not a linearized model", lambda w: w.calibrate(model=w.base)),
     case("calibrate without a base", "Missing option '--base'", lambda w: ["calibrate", "a", "b", "--text", "pydoc"]),

@@ -68,7 +68,7 @@ COMMANDS: dict[str, tuple[str, list[str]]] = {
     "merge": ("linearized", ["merge", "bad", "learned", "--out", "out"]),
     "merge a result": ("linearized", ["merge", "linearized", "trained", "--out", "out"]),
     "export": ("linearized", ["export", "bad", "out"]),
-    "rank": ("base", ["rank", "recipe.yaml", "--base", "./bad", "--keep", "1"]),
+    "select-layers": ("base", ["select-layers", "recipe.yaml", "--base", "./bad", "--softmax-layers", "1"]),
     "bench": ("linearized", ["bench", "bad", *TIMED]),
     "bench --baseline": ("base", ["bench", "linearized", "--baseline", "bad", *TIMED]),
     "convert": ("base", ["convert", "bad", "out"]),
