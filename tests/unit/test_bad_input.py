@@ -211,14 +211,14 @@ COMMANDS = [
         "let `linearize select-layers RECIPE` choose them",
         lambda w: w.convert("--layers", "{softmax_auto: 1}"),
     ),
-    case("select-layers without a number", "--softmax-layers: is missing", lambda w: ["select-layers", *w.plan()[1:]]),
+    case("selecting without a number", "--softmax-layers: is missing", lambda w: ["select-layers", *w.plan()[1:]]),
     case(
         "select-layers of too many",
         "3 is too many",
         lambda w: ["select-layers", *w.plan()[1:], "--softmax-layers", "3"],
     ),
     case(
-        "select-layers on too little text",
+        "selecting on too little text",
         "data.text: 11 tokens to train on do not hold two spans of 128",
         after(
             wrote("short.jsonl", '{"text": "hello there"}\n'),

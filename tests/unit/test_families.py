@@ -69,11 +69,11 @@ def test_rotary_turns_channels_as_its_family_says(family: Family) -> None:
         return
     part = x[..., :C]
     if family.rotary == "halves":
-        partner = torch.cat((-part[..., C // 2 :], part[..., : C // 2]), -1)
+        angles, partner = (cos, sin), torch.cat((-part[..., C // 2 :], part[..., : C // 2]), -1)
     else:
         partner = torch.stack((-part[..., 1::2], part[..., ::2]), -1).flatten(-2)
-        cos, sin = (x[..., : C // 2].repeat_interleave(2, -1) for x in (cos, sin))
-    turned = part * cos + partner * sin
+        angles = tuple(angle[..., : C // 2].repeat_interleave(2, -1) for angle in (cos, sin))
+    turned = part * angles[0] + partner * angles[1]
     for found in rotate(x, x, cos, sin):
         assert torch.equal(found, torch.cat((turned, x[..., C:]), -1))
 
