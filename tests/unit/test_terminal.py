@@ -228,6 +228,7 @@ def test_a_signal_waits_for_work_that_saves_itself_but_not_for_long(monkeypatch)
 
 def test_a_second_signal_does_not_wait():
     heard = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the shell has made of it
+
     def work() -> None:
         with interrupts.handled(""), interrupts.deferred():
             os.kill(os.getpid(), signal.SIGINT)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from liger_convert.mixers.base import QKV, HeadDims, MemoryOutput, Method, Mixer, MixerSpec
+from liger_convert.mixers.calibration import Calibration
 from liger_convert.mixers.options import make_spec, resolve_spec
 from liger_convert.mixers.registry import MIXERS, register_mixer
 from liger_convert.utils.errors import BadInput
@@ -99,6 +100,9 @@ class MoM(Mixer):
     def forward(self, method: Method, *inputs: Any, bound: Callable[..., Tensor] | None = None) -> Tensor:
         o_BTHV: Tensor = self.inner(method, *inputs, bound=getattr(self, method) if bound is None else bound)
         return o_BTHV
+
+    def calibration(self) -> Calibration:
+        return self.inner.calibration()._replace(read_size=None)  # which is a memory's, not that of the mixture
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
