@@ -12,7 +12,8 @@ import torch
 from tiny import save_tiny_base
 from transformers import DynamicCache
 
-from liger_convert.mixers import MIXERS, resolve_spec
+from liger_convert.mixers import MIXERS, build_mixer, resolve_spec
+from liger_convert.mixers.base import HeadDims
 from liger_convert.mixers.routed.mom import MoM
 from liger_convert.model import take_auxiliary_loss
 from liger_convert.model.loading import linearize_base
@@ -101,3 +102,17 @@ def test_the_balance_loss_reaches_the_router_through_gradient_checkpointing() ->
     for plain, again in zip(*gradients):
         assert plain.any()
         torch.testing.assert_close(again, plain)
+
+
+def test_of_a_mixture_is_calibrated_what_is_calibrated_of_its_memories() -> None:
+    mixer = build_mixer(resolve_spec({"type": "mom", "inner": {"type": "gla"}}), HeadDims(32, 4, 2, 8))
+    fitted = mixer.calibration()
+    assert len(fitted.codebooks) == len(fitted.gate_biases) == 1
+    own = {id(parameter) for parameter in mixer.parameters()}
+    assert all(id(bias) in own for bias in fitted.gate_biases)
+    # the size of the read is a memory's, and the mixture's is another
+    of_sums = build_mixer(
+        resolve_spec({"type": "mom", "combine": "learned", "inner": {"type": "retnet"}}), HeadDims(32, 4, 2, 8)
+    )
+    assert of_sums.inner.calibration().read_size is not None
+    assert of_sums.calibration().read_size is None
