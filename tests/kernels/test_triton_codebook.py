@@ -245,7 +245,6 @@ def test_the_custom_ops_keep_to_what_torch_asks_of_them(normalizer: bool, gated:
     torch.library.opcheck(both.backward, tuple(plain))
 
 
-@pytest.mark.slow
 def test_what_the_kernels_do_not_take_is_left_to_torch_with_one_warning() -> None:
     warnings.resetwarnings()
     x = inputs_of(CASES["two codes"])
@@ -267,6 +266,7 @@ def test_what_the_kernels_do_not_take_is_left_to_torch_with_one_warning() -> Non
     assert "heads of 512" in (kernels.unsupported(*inputs_of(Case(2, D=512)).values()) or "")
 
 
+@pytest.mark.slow
 def test_every_configuration_compiles_for_hopper_and_hardly_spills(tmp_path: Path) -> None:
     told = [(name, int(shared), int(stack)) for name, shared, stack in told_by(__file__, tmp_path)]
     each = ["forward_kernel", "rows_kernel", "projections_kernel", "codes_kernel"]

@@ -349,7 +349,6 @@ def test_what_the_kernels_do_not_take_is_left_to_torch_with_one_warning() -> Non
     assert torch.equal(first[0], second[0])
 
 
-@pytest.mark.slow
 def test_the_kernels_are_on_where_there_is_a_gpu_or_when_asked_for() -> None:
     asked = "from gated_kernels import in_use, kernel_for; print(in_use(), kernel_for('gla'))"
     for environment, said in (
@@ -364,6 +363,7 @@ def test_the_kernels_are_on_where_there_is_a_gpu_or_when_asked_for() -> None:
         gated_kernels.use("cuda")
 
 
+@pytest.mark.slow
 def test_configurations_of_every_kind_compile_for_hopper_within_the_shared_memory_of_ampere(tmp_path: Path) -> None:
     lines = told_by(__file__, tmp_path)
     assert len(lines) == 5 * len(COMPILED) + 9 * len(PER_HEAD) + 17 * len(PER_CHANNEL)

@@ -149,7 +149,6 @@ def test_what_the_kernels_cannot_do_falls_back_with_one_warning(use: Callable[[s
         use("cuda")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("R", range(1, 9))
 @pytest.mark.parametrize("rows", [32, 64])
 def test_keys_taken_at_once_are_all_that_a_block_of_rows_sees(R: int, rows: int) -> None:
@@ -158,6 +157,7 @@ def test_keys_taken_at_once_are_all_that_a_block_of_rows_sees(R: int, rows: int)
         assert kernels.at_once(kernels.Block(rows, 32, 4, 99), R, W, 0) == -(-max(spans) // 32)
 
 
+@pytest.mark.slow
 def test_every_configuration_compiles_for_sm_90_and_fits_into_shared_memory(tmp_path: Path) -> None:
     each = ["forward_kernel", "backward_q_kernel", "backward_k_kernel"]
     launched = []
