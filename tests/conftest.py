@@ -4,5 +4,7 @@ import os
 
 import torch
 
-if not torch.cuda.is_available():  # Triton reads this when it is imported, which any test module may do first
+# Triton reads this when it is imported, which any test module may do first. Tests that compile for a GPU run as scripts
+# in processes of their own, see support/compiled.py.
+if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

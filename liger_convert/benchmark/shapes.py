@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-import torch
-from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from typing import TYPE_CHECKING, Any
 
 from liger_convert.config.names import MAIN
-from liger_convert.mixers import resolve_spec
-from liger_convert.mixers.base import Mixer
-from liger_convert.model import linearized_config
-from liger_convert.model.configuration import FORMAT
 from liger_convert.utils.errors import BadInput, did_you_mean, nearest
+
+if TYPE_CHECKING:
+    import torch
 
 
 def _decoder(
@@ -72,6 +67,16 @@ def random_model(shape: str, mixer: str | None, device: torch.device, dtype: tor
     Every layer is linearized by `mixer`; None leaves the base. Memories weigh more beside their windows than at the
     start of a training, so that the check sees them in bfloat16, too. Raises BadInput for an unknown mixer.
     """
+    # here, because the shell completes the names of shapes without torch
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from liger_convert.mixers import resolve_spec
+    from liger_convert.mixers.base import Mixer
+    from liger_convert.model import linearized_config
+    from liger_convert.model.configuration import FORMAT
+
     values = dict(SHAPES[shape])
     config = CONFIG_MAPPING[values.pop("model_type")](**values)
     if mixer is not None:

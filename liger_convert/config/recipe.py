@@ -138,6 +138,11 @@ class Recipe(Strict):
         """This recipe with its choice of layers made: these stay softmax."""
         return self.model_copy(update={"layers": LayerChoice(softmax=softmax)})
 
+    @property
+    def stage_names(self) -> list[str]:
+        """The name of each stage's step: its number, from 1, and its kind."""
+        return [f"{number}-{stage.kind}" for number, stage in enumerate(self.stages, 1)]
+
     def stage_seed(self, index: int) -> int:
         """The seed of stage `index`, from 0: stages on one source should not see its documents in the same order."""
         return self.seed + index

@@ -204,12 +204,12 @@ def make_plan(recipe: Recipe, base_config: Any) -> Plan:
     )
     weights = Sizes(count(reused), embeddings, count(new))
     stages, peaks = [], {}
-    for i, stage in enumerate(recipe.stages, 1):
+    for name, stage in zip(recipe.stage_names, recipe.stages, strict=True):
         trained = _trained(stage, config, reused | new)
         parts = training_bytes(stage, config, weights, trained, device, compute)
         peak = max(sum(parts.values()), measuring_bytes(stage, config, weights, compute))
         stages.append(StagePlan(stage.kind, stage.steps * stage.step_tokens, trained, peak, parts))
-        peaks[f"{i}-{stage.kind}"] = peak
+        peaks[name] = peak
     cache, linear = DynamicCache(config=base_config), [name for name in layers if name != SOFTMAX]
     made = Plan(
         name=recipe.name,

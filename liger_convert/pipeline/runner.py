@@ -44,8 +44,8 @@ class Run:
 
     def __init__(self, recipe: Recipe, out: Path, manifest: Manifest, keep_steps: bool = False):
         self.recipe, self.out, self.manifest, self.keep_steps = recipe, out, manifest, keep_steps
-        self.folder = RunFolder(out)
         self.steps = RunSteps(recipe, out, manifest, keep_steps)
+        self.folder = self.steps.folder
 
     def execute(self) -> None:
         """Does every step that the manifest does not record yet. Raises BadInput when what it goes on from, inputs or
@@ -132,7 +132,9 @@ class Run:
         if not field.startswith("data."):
             return False
         name = field.split(".")[1]
-        stages = [f"{i}-{stage.kind}" for i, stage in enumerate(self.recipe.stages, 1) if stage.data == name]
+        stages = [
+            step for step, stage in zip(self.recipe.stage_names, self.recipe.stages, strict=True) if stage.data == name
+        ]
         readers = [
             *stages,
             *["eval"] * (name == self.recipe.eval.text),

@@ -101,7 +101,7 @@ def train_stage(
     in `folder`. Raises BadInput, LinearizeError.
     """
     stage, dataset = recipe.stages[index], stage_rows(recipe, index, documents)
-    with show_progress(f"{index + 1}-{stage.kind}") as report:
+    with show_progress(recipe.stage_names[index]) as report:
         return training.run_stage(
             stage,
             model_dir=model_dir,
@@ -130,7 +130,7 @@ class RunSteps:
 
     def all(self) -> list[Step]:
         """What the recipe asks for, in order."""
-        stages = tuple(f"{number}-{stage.kind}" for number, stage in enumerate(self.recipe.stages, 1))
+        stages = tuple(self.recipe.stage_names)
         writing_steps = [
             Step(f"data-{name}", functools.partial(self._write_text, name), ("base",), continues=True)
             for name in self.recipe.teachers

@@ -39,11 +39,11 @@ def written(recipe: Recipe, sizes: Sizes, trained: list[int], base_dtype: str, e
     for name, source in recipe.teachers.items():
         size = 4 * source.written_tokens
         steps.append(Written(f"data-{name}", size, size, _last_reader(recipe, name)))
-    for i, (stage, count) in enumerate(zip(recipe.stages, trained, strict=True)):
+    for name, stage, count in zip(recipe.stage_names, recipe.stages, trained, strict=True):
         result = full if stage.lora is None else 4 * count
         saved, one = saves(stage), 12 * count  # what is trained and Adam's two moments
         most = max(min(saved, KEPT + 1) * one, min(saved, KEPT) * one + result)
-        steps.append(Written(f"{i + 1}-{stage.kind}", most, result, MERGE))
+        steps.append(Written(name, most, result, MERGE))
     steps.append(Written(MERGE, full, full, EXPORT))
     steps.append(Written(EXPORT, exported, exported, None))
     return steps

@@ -1,14 +1,11 @@
 """What the tests of all ops share."""
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 GPU = torch.cuda.is_available()
-if not GPU:  # read when Triton is imported, which any test module here may do first
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch

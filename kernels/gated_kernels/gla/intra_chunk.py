@@ -257,7 +257,7 @@ def dqk_kernel(
 
     A gate's gradient is the sum over all pairs that it lies between. That is the sum of what tokens after it read, less
     what is read of the tokens after it; the pairs in both are sums of the very same rounded products, so that they
-    cancel to fp32. Beside strong gates even that would be too much: there the pairs are summed for each level.
+    cancel to fp32. Next to strong gates even that is too inexact: there the pairs are summed for each level.
 
     Of queries with a log-sum-exp, `dlse` [B, blocks of F, T, H] gets what these features add to its gradient.
     """

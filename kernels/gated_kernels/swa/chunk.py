@@ -1,8 +1,8 @@
 """Sliding-window attention with sinks, in blocks of queries: time and memory O(T (W + block)).
 
 Beyond LOGITS logits the queries are taken in parts, one after the other: a window of all tokens needs no [T, T]. The
-queries of a block meet the keys from the first one's window to the last one's own, and then the sinks. Beside the
-inputs only the logs of the sums of weights are kept; the backward pass computes the weights again from them.
+queries of a block meet the keys from the first one's window to the last one's own, and then the sinks. Only the
+inputs and the logs of the sums of weights are kept; the backward pass computes the weights again from them.
 
 Shapes: B batch, T queries, S = P + T keys, H query heads, G key-value heads, R = H / G, D head size, V value size,
 M sinks, N blocks, C block length, L = P' + C keys of a block. Blocked tensors are [B, G, N, ...].
