@@ -200,6 +200,13 @@ class RunSteps:
             return self._make_plan(self.recipe)
         return self._make_plan(self.recipe.with_softmax(step["selection"]["softmax_layers"]))
 
+    @functools.cached_property
+    def _adapted(self) -> Recipe:
+        """The recipe with its stages as they are trained. What the plan recorded counts: a run that goes on with
+        another GPU must not choose anew."""
+        recorded = self.manifest.steps.get("plan", {}).get("stages")
+        return self.recipe.with_stages(self._planned.recipe_stages if recorded is None else recorded)
+
     def _make_plan(self, recipe: Recipe) -> Plan:
         return make_plan(recipe, checkpoint.load_config(self._base_folder, recipe.base_options.trust_remote_code))
 
@@ -229,7 +236,8 @@ class RunSteps:
     def _plan(self, folder: Path) -> dict[str, Any]:
         plan = self._planned.to_dict()
         self.read_data()
-        return {"plan": plan | {"warnings": self.preflight()}}
+        stages = [stage.model_dump(mode="json") for stage in self._planned.recipe_stages]
+        return {"plan": plan | {"warnings": self.preflight()}, "stages": stages}
 
     def read_data(self) -> None:
         """Reads all data: what is wrong there should stop the run in its first steps and not in its last."""
@@ -289,7 +297,7 @@ class RunSteps:
 
     def _train(self, index: int, before: Sequence[str], folder: Path) -> dict[str, Any]:
         stats = train_stage(
-            self.recipe,
+            self._adapted,
             index,
             folder,
             model_dir=self.folder.step("convert") / "model",
