@@ -90,6 +90,10 @@ class Recipe(Strict):
     """Sources of text by name."""
     stages: list[AnyStage] = Field(default_factory=list)
     """Training stages, in order."""
+    when_worse: Literal["go_back", "stop", "warn", "ignore"] = "go_back"
+    """What follows a stage that leaves the model worse on text of another kind or at repeating a text. `go_back` trains
+    it again at lower rates, and leaves it out if that does not help; a model that ends worse than the untrained window
+    is not exported. `stop` ends the run, `warn` only says so, `ignore` does not measure."""
     adapt: Adapt | None = None
     """Fit the stages to the base and the GPU; without it they are taken as they are."""
     eval: Eval = Eval()
@@ -145,6 +149,10 @@ class Recipe(Strict):
     def stage_names(self) -> list[str]:
         """The name of each stage's step: its number, from 1, and its kind."""
         return [f"{number}-{stage.kind}" for number, stage in enumerate(self.stages, 1)]
+
+    def with_stage(self, index: int, stage: AnyStage) -> Recipe:
+        """This recipe with another stage in the place of stage `index`, from 0."""
+        return self.with_stages([*self.stages[:index], stage, *self.stages[index + 1 :]])
 
     def with_stages(self, stages: Sequence[Any]) -> Recipe:
         """This recipe with other stages, as data or as they are."""

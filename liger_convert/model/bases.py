@@ -27,8 +27,8 @@ def context_length(config: Any) -> int | None:
     """The tokens that the base was made for, its rotary scaling included; None where its config does not say.
 
     `max_position_embeddings` is the extended context under `llama3` and `longrope`, and where kinds of layers rotate
-    differently (Gemma 3). It is the original one under `linear` and `dynamic`. Where the original context is named, that
-    times the factor counts if it is more, as for `yarn`, whose configs come in both ways.
+    differently (Gemma 3). It is the original one under `linear` and `dynamic`. Where the original context is named,
+    that times the factor counts if it is more, as for `yarn`, whose configs come in both ways.
     """
     positions: int | None = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
