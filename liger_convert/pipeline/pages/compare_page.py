@@ -21,6 +21,7 @@ from liger_convert.pipeline.pages.rendering import render as render_page
 from liger_convert.utils.errors import BadInput
 
 BESIDE = 18  # pixels between runs whose caches are of one size
+LOWEST = -0.5  # recovery that a line reaches down to: one broken measure should not squeeze all others
 LOOKS = 8  # runs that style.css tells apart
 MADE = '<meta name="generator" content="liger-convert compare">'  # stands in every page, among its first bytes
 HEAD = 4096
@@ -111,8 +112,8 @@ def _recovery_chart(found: Mapping[str, Any], looks: Mapping[str, str], numbers:
         if not run["recovery"]:
             continue
         size, shares = run["cache_bytes"], run["recovery"].values()
-        point, spread = (size, run["mean_recovery"]), (min(shares), max(shares))
-        shift = BESIDE * sizes.count(size)
+        point, spread = (size, run["mean_recovery"]), (max(LOWEST, min(shares)), max(shares))
+        shift = BESIDE * (sizes.count(size) % 4)
         series.append(Series(name, looks[name], [point], [spread], str(numbers[name]), shift))
         sizes.append(size)
     if not series:
