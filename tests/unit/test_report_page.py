@@ -178,6 +178,17 @@ def test_a_report_without_training_choice_or_continuations_has_no_such_sections(
     assert "How to make it again" in text
 
 
+def test_a_stage_that_was_left_out_or_trained_at_lower_rates_says_so(html):
+    checked = report()
+    checked["training"][0] |= {"kept": True, "rates": 0.25}
+    checked["training"][1] |= {"kept": False, "rates": 0.25}
+    text = Read(page(checked)).text
+    assert "1-align at 0.25 times its rates" in text
+    assert "2-distill left out: it did harm" in text
+    assert "its rates" not in html
+    assert "left out" not in html
+
+
 @pytest.mark.parametrize("name", ["gla", "hybrid", "liger-paper"])
 def test_reports_of_before_can_be_drawn(name):
     made = page(read_report(REPORTS / f"smollm2-135m-{name}"))
