@@ -189,6 +189,11 @@ def test_a_stage_that_was_left_out_or_trained_at_lower_rates_says_so(html):
     assert "left out" not in html
 
 
+def test_what_was_left_out_of_the_suite_is_listed(html):
+    assert "<li>text_far: longer than the base" in page(report(notes=["text_far: longer than the base's context"]))
+    assert "Notes on the measures" not in html
+
+
 @pytest.mark.parametrize("name", ["gla", "hybrid", "liger-paper"])
 def test_reports_of_before_can_be_drawn(name):
     made = page(read_report(REPORTS / f"smollm2-135m-{name}"))
