@@ -44,10 +44,19 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a tabl
 Suite = Annotated[
     str,
     typer.Option(
-        help="quick, paper, recall, needle, or a file like those in eval/suites.", autocompletion=completion.suites
+        help="quick, honest, paper, recall, needle, or a file like those in eval/suites.",
+        autocompletion=completion.suites,
     ),
 ]
 TextFile = Annotated[str, typer.Option(help="Held-out text: a .txt or .jsonl file, or pydoc, Python's documentation.")]
+OtherText = Annotated[
+    str | None,
+    typer.Option(help="Text of another kind: a file, or pydoc.", show_default="pydoc, unless that is --text"),
+]
+IncludePath = Annotated[
+    Path | None,
+    typer.Option(help="Folder with YAML files of lm-eval tasks, whose Python functions are run.", show_default=False),
+]
 DataDir = Annotated[
     Path | None, typer.Option(help="Folder of JSONL files for the tasks; without it they come from the hub.")
 ]

@@ -20,7 +20,7 @@ from liger_convert.config.adapt import Adapt
 from liger_convert.config.fields import Count, Name, Processes, Rows, Seed, Strict, refuse
 from liger_convert.config.layers import LayerChoice, Layers, resolve_layers
 from liger_convert.config.names import MAIN, SOFTMAX
-from liger_convert.config.sources import AnySource, TeacherSource
+from liger_convert.config.sources import AnySource, PydocSource, TeacherSource
 from liger_convert.config.stages import AnyStage
 from liger_convert.config.written_mixer import WrittenMixer
 from liger_convert.utils.errors import BadInput
@@ -55,6 +55,8 @@ class Eval(Strict):
     """Rows of each task, in place of the suite's own limits."""
     text: str | None = None
     """Source under `data:` whose held-out part is measured on."""
+    other_text: str | None = None
+    """Source under `data:` of another kind than is trained on, all of it measured on; else `pydoc`, if that is."""
     batch_size: Rows = 4
     """Rows that are measured at a time."""
     processes: Processes = 1
@@ -125,7 +127,36 @@ class Recipe(Strict):
                 refuse("eval.text", recipe_errors.unknown(text, self.data, "source under `data:`"))
             if not self.data[text].has_held_out:
                 refuse("eval.text", f"source {text!r} holds nothing out, so set data.{text}.held_out")
+        self._check_other_text()
         return self
+
+    def _check_other_text(self) -> None:
+        name = self.eval.other_text
+        if name is None:
+            return
+        if name not in self.data:
+            refuse("eval.other_text", recipe_errors.unknown(name, self.data, "source under `data:`"))
+        if name in self.teachers:
+            refuse("eval.other_text", f"source {name!r} is written by the base, so name text that is there before")
+        for reader in sorted(self.read_by_run):
+            if reader == name or self.data[reader].places & self.data[name].places:
+                why = f"source {name!r} is text that the run reads as {reader!r}, so name text of another kind"
+                refuse("eval.other_text", why)
+
+    @property
+    def read_by_run(self) -> set[str]:
+        """The sources that are trained on, whose held-out part is measured on, or that layers are chosen on."""
+        names = {stage.data for stage in self.stages} | ({self.eval.text} if self.eval.text is not None else set())
+        return names | set(self.plain_texts[:1] if self.softmax_auto is not None else ())
+
+    @property
+    def other_source(self) -> AnySource | None:
+        """The text of another kind than is trained on: `eval.other_text`, or Python's documentation unless the run
+        reads that; None then."""
+        if self.eval.other_text is not None:
+            return self.data[self.eval.other_text]
+        read = any(isinstance(self.data[name], PydocSource) for name in self.read_by_run)
+        return None if read else PydocSource()
 
     @property
     def softmax_auto(self) -> float | None:
@@ -139,7 +170,11 @@ class Recipe(Strict):
     @property
     def plain_texts(self) -> list[str]:
         """The names of the sources of plain text that is there before the run."""
-        return [name for name, source in self.data.items() if not (source.has_responses or name in self.teachers)]
+        return [
+            name
+            for name, source in self.data.items()
+            if not (source.has_responses or name in self.teachers or name == self.eval.other_text)
+        ]
 
     def with_softmax(self, softmax: list[int]) -> Recipe:
         """This recipe with its choice of layers made: these stay softmax."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -25,6 +26,11 @@ class DataSource(Strict):
     def has_responses(self) -> bool:
         """Whether its documents know which tokens are responses."""
         return False
+
+    @property
+    def places(self) -> set[tuple[str | None, ...]]:
+        """Where its documents are, those held out included: two sources with one in common are the same text."""
+        return {(self.source,)}
 
 
 class PydocSource(DataSource):
@@ -75,6 +81,10 @@ class FileSource(RowSource):
     path: str
     """The file; a relative path starts at the working directory."""
 
+    @property
+    def places(self) -> set[tuple[str | None, ...]]:
+        return {(self.source, os.path.realpath(path)) for path in (self.path, self.validation) if path is not None}
+
 
 class HubSource(RowSource):
     """A data set of the Hugging Face hub."""
@@ -89,6 +99,11 @@ class HubSource(RowSource):
     """Split to train on."""
     revision: str | None = None
     """Branch, tag or commit of the data set."""
+
+    @property
+    def places(self) -> set[tuple[str | None, ...]]:
+        splits = (self.split, self.validation)
+        return {(self.source, self.id, self.name, split) for split in splits if split is not None}
 
 
 class TeacherSource(DataSource):

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 
 from liger_convert.data.documents import Document
-from liger_convert.eval.evaluation import evaluate_model
+from liger_convert.eval.agreement import Row
+from liger_convert.eval.evaluation import evaluate_model, let_base_write
 from liger_convert.eval.generation import continuations, load_model, weight_dtype
 from liger_convert.eval.measures import Measurement
+from liger_convert.eval.narrow import context_of, narrow
 from liger_convert.eval.suites import Suite
 from liger_convert.eval.verdict import verdict
 from liger_convert.io.checkpoint import load_config, load_tokenizer
@@ -36,6 +38,7 @@ BRANCHES: dict[str, Branches] = {
     "window_ablated": "memory",
 }
 NAMES = ("base", "window_only_untrained", *BRANCHES)
+BASE_ROWS = "base_rows.json"  # what the base wrote, in the folder of what is kept
 
 
 def diagnose(
@@ -44,6 +47,7 @@ def diagnose(
     suite: Suite,
     *,
     held_out: Sequence[Document] | None,
+    other: Sequence[Document] | None = None,
     data_dir: Path | None = None,
     limit: int | None = None,
     batch_size: int = 4,
@@ -54,22 +58,36 @@ def diagnose(
     keep: Path | None = None,
     report: Report = lambda done, total, note="": None,
 ) -> dict[str, Any]:
-    """{"suite": …, "models": {NAME: {METRIC: measurement}}, "verdict": …, "continuations": […]}, NAME as in NAMES.
+    """{"suite": …, "models": {NAME: {METRIC: measurement}}, "verdict": …, "continuations": […]}, NAME as in NAMES, and
+    where something of the suite was left out {"notes": […]}, one for each thing.
 
     `linearized` is the model in `model_dir`. `memory_ablated` and `window_ablated` are the same with that branch
     switched off. `base` is the model it was made from, and `window_only_untrained` that base with nothing but the
     model's window and sinks in the layers that the model has linearized; without `base_dir` these two are left out.
-    `prompts` are continued by the base and by the linearized model. One model is in memory at a time, or one in each
-    of several `processes`, which take turns on the GPUs that there are. Each measure is written to the folder `keep` at
-    once, and read from there by the next attempt. The other arguments are those of `evaluation.evaluate_model`, and so
-    are the errors.
+    `prompts` are continued by the base and by the linearized model. For a suite that measures agreement the base writes
+    once what all models are asked about. One model is in memory at a time, or one in each of several `processes`, which
+    take turns on the GPUs that there are. Each measure is written to the folder `keep` at once, and read from there by
+    the next attempt. The other arguments are those of `evaluation.evaluate_model`, and so are the errors.
     """
-    options = {"held_out": held_out, "data_dir": data_dir, "limit": limit, "batch_size": batch_size}
+    options: dict[str, Any] = {"held_out": held_out, "other": other, "batch_size": batch_size}
+    options |= {"data_dir": data_dir, "limit": limit}
     job = _Job(model_dir, base_dir, suite, device, precision, prompts, options, keep)
+    _, notes = narrow(
+        suite,
+        context=context_of(load_config(model_dir)),
+        tokenizer=load_tokenizer(model_dir),
+        data_dir=data_dir,
+        has_other=other is not None,
+        has_base=base_dir is not None,
+    )
     names = NAMES if base_dir is not None else tuple(BRANCHES)
     kept = {name: keep / f"{name}.json" for name in names} if keep is not None else {}
     found = {name: column for name, path in kept.items() if (column := read_checked(path)) is not None}
     left = [name for name in names if name not in found]
+    if left and suite.agreement is not None and base_dir is not None:
+        options["base_rows"] = job.base_rows(report)
+        if processes > 1:
+            job.let_go()
     columns = _one_by_one(job, left, report) if processes == 1 else _side_by_side(job, left, processes, report)
     for name, column in columns:
         found[name] = column
@@ -84,6 +102,7 @@ def diagnose(
         "models": models,
         "verdict": verdict(models),
         "continuations": spoken,
+        **({"notes": notes} if notes else {}),
     }
 
 
@@ -109,11 +128,31 @@ class _Job:
     def tokenizer(self) -> Any:
         return load_tokenizer(self.model_dir)
 
+    def load(self, name: str) -> None:
+        if name != self.loaded:
+            self.let_go()
+            self.model = _load(name, self.model_dir, self.base_dir, self.device, self.precision)
+            self.loaded = name
+
+    def let_go(self) -> None:
+        self.model, self.loaded = None, ""
+
+    def base_rows(self, report: Report) -> list[Row] | None:
+        """What the base wrote for the measure of agreement: what is kept, or what it writes now."""
+        path = self.keep / BASE_ROWS if self.keep is not None else None
+        if path is not None and (kept := read_checked(path)) is not None:
+            return kept
+        self.load("base")
+        options = {name: self.options[name] for name in ("held_out", "other", "batch_size")}
+        rows = let_base_write(
+            self.model, load_tokenizer(self.model_dir), self.suite, **options, precision=self.precision, report=report
+        )
+        if path is not None and rows is not None:
+            write_checked(path, rows)
+        return rows
+
     def column(self, name: str, report: Report) -> Column:
-        source = "linearized" if name in BRANCHES else name
-        if source != self.loaded:
-            self.model = None  # let go of the one before
-            self.model, self.loaded = _load(source, self.model_dir, self.base_dir, self.device, self.precision), source
+        self.load("linearized" if name in BRANCHES else name)
         if name in BRANCHES:
             set_branches(self.model, BRANCHES[name])
         measured = evaluate_model(

@@ -1,4 +1,4 @@
-"""lm-eval's tasks on a loaded model: which rows they read, how they are run, what of their results is kept."""
+"""lm-eval's tasks on a loaded model: whether their rows fit, how they are run, what of their results is kept."""
 
 from __future__ import annotations
 
@@ -8,55 +8,26 @@ import io
 import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextvars import ContextVar
-from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-import datasets
 import lm_eval
 import numpy as np
-import pyarrow
 import torch
-import yaml
 from lm_eval.api.model import LM, CacheHook
 from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from liger_convert.data.sources import file_rows
 from liger_convert.eval.measures import Measurement, measurement, target_losses
 from liger_convert.eval.suites import Task, local_files
+from liger_convert.eval.task_files import CONTAINS, WHERE, answers_problem, first_rows, local_rows, task_managers
 from liger_convert.io.files import scratch_folder
-from liger_convert.io.inputs import require_file
 from liger_convert.utils.device import autocast
 from liger_convert.utils.errors import BadInput, LinearizeError, first_line
 from liger_convert.utils.progress import Report
 
-STOCK = Path(lm_eval.__file__).parent / "tasks"
-# Where the YAMLs of the known tasks lie: reading these few folders takes no time, reading all of STOCK 8 seconds.
-STOCK_YAML = {
-    "piqa": "piqa/piqa.yaml",
-    "arc_easy": "arc/arc_easy.yaml",
-    "arc_challenge": "arc/arc_challenge.yaml",
-    "hellaswag": "hellaswag/hellaswag.yaml",
-    "winogrande": "winogrande/default.yaml",
-    "mmlu": "mmlu/default/_mmlu.yaml",
-    "lambada_openai": "lambada/lambada_openai.yaml",
-    "wikitext": "wikitext/wikitext.yaml",
-}
-# Our own tasks: the answer should stand in a short greedy continuation. Task -> prompt and where the continuation ends.
-CONTAINS = {
-    "squad_ctx": ("{{context.strip()}}\nQuestion: {{question.strip()}}\nAnswer:", "\n"),
-    "niah_s1_1024": ("{{input}}", "\n\n"),
-    "niah_s2_1024": ("{{input}}", "\n\n"),
-    "niah_s1_2048": ("{{input}}", "\n\n"),
-    "niah_s2_2048": ("{{input}}", "\n\n"),
-}
-WHERE = "_where"  # the column that says which file and line a row is from
-_first_rows: ContextVar[int | None] = ContextVar("how many rows of a test split are read, where not all", default=None)
 _sound: set[tuple[Any, ...]] = set()  # what `check_rows` found nothing wrong with
 REHEARSED = 32  # rows of a task that show whether it runs; all rows of a large one take minutes
 BOOTSTRAP = 1000  # resamples for the standard error of a metric that has no formula for it
@@ -76,8 +47,8 @@ def run_tasks(
     """Of each task its name and what it measures on `model`, as {"task/metric": measurement}; n = documents.
 
     With `data_dir` they read the local files there (`suites.LOCAL_FILES`) and nothing else; without, their data sets
-    from the hub. `limit` replaces the limits of the tasks. Raises BadInput for a task or metric that there is not, and
-    for data that cannot be had or does not fit the task.
+    from the hub. A task with an `include_path` reads what its own YAML says. `limit` replaces the limits of the tasks.
+    Raises BadInput for a task or metric that there is not, and for data that cannot be had or does not fit the task.
     """
     harness = _Harness(model, tokenizer, batch_size, dtype, report)
     for task, _, results in _evaluated(harness, tasks, data_dir, limit, BOOTSTRAP):
@@ -102,7 +73,7 @@ def rehearse_tasks(
             raise BadInput(f"task {task.name}: {why}") from error
         _flatten(task, results)
         for part in loaded["tasks"].values():
-            if data_dir is None:  # `check_rows` has looked at local ones
+            if data_dir is None and task.include_path is None:  # `check_rows` has looked at the others
                 _check_labels(task, part, rows)
             room = (part.config.generation_kwargs or {}).get("max_gen_toks", 0)
             if positions is not None and room >= positions:
@@ -125,10 +96,10 @@ def _evaluated(
     """Of each task itself, lm-eval's own, and its results on `lm`."""
     with scratch_folder() as folder:
         with _quiet():
-            manager = _task_manager(tasks, data_dir, folder)
+            managers = task_managers(tasks, data_dir, folder)
         for task in tasks:
             with _quiet():
-                loaded = _load(manager, task, data_dir)
+                loaded = _load(managers[task.include_path], task, data_dir)
                 # not simple_evaluate: that also asks git, pip and the hub about this machine, for every task anew
                 results = lm_eval.evaluate(
                     lm, loaded, limit=limit or task.limit, bootstrap_iters=bootstrap, log_samples=False
@@ -136,123 +107,44 @@ def _evaluated(
             yield task, loaded, results["results"][task.name]
 
 
-def _task_manager(tasks: Sequence[Task], data_dir: Path | None, folder: Path) -> TaskManager:
-    """lm-eval's index of the tasks; with `data_dir` of YAMLs that this writes into `folder`."""
-    names = [task.name for task in tasks]
-    if data_dir is not None:
-        for task in tasks:
-            _write_local_task(task.name, local_files(task, data_dir), folder)
-        return TaskManager(include_path=folder, include_defaults=False)
-    for name in names:
-        if name in CONTAINS:
-            raise BadInput(f"task {name}: reads a local file; give the folder that holds it with --data")
-    if all(name in STOCK_YAML for name in names):
-        paths: list[str | Path] = [(STOCK / STOCK_YAML[name]).parent for name in names]
-        return TaskManager(include_path=sorted(set(paths)), include_defaults=False)
-    return TaskManager()
+def check_rows(tasks: Sequence[Task], data_dir: Path | None, limit: int | None) -> None:
+    """Raises BadInput, naming file and line where they are known, for a row that does not fit its task, of those that
+    will be asked; `tasks` have local files in `data_dir` or an `include_path`. Needs no model, so it can stop long work
+    before it begins; local files that it found sound it does not look at again until they change."""
 
-
-def _write_local_task(name: str, files: dict[str, Path], folder: Path) -> None:
-    """The YAML of a task with its rows taken from `files` and all else as in lm-eval; of mmlu one for each subject."""
-    if name == "mmlu":
-        for stock in (STOCK / STOCK_YAML[name]).parent.glob("*.yaml"):
-            subject = yaml.safe_load(stock.read_text()).get("dataset_name")
-            _write_yaml(folder / stock.name, {"include": str(stock)}, files if subject else None, subject)
-    elif name in CONTAINS:
-        prompt, end = CONTAINS[name]
-        config = {
-            "task": name,
-            "output_type": "generate_until",
-            "doc_to_text": prompt,
-            "doc_to_target": " {{answers[0]}}",
-            "generation_kwargs": {"until": [end], "max_gen_toks": 48, "do_sample": False},
-            "metric_list": [{"metric": "contains", "aggregation": "mean", "higher_is_better": True}],
-            "metadata": {"version": 1.0},
-        }
-        _write_yaml(folder / f"{name}.yaml", config, files, functions={"process_results": "contains"})
-    else:
-        _write_yaml(folder / f"{name}.yaml", {"include": str(STOCK / STOCK_YAML[name])}, files)
-
-
-def _write_yaml(
-    path: Path,
-    config: dict[str, Any],
-    files: dict[str, Path] | None,
-    subject: str | None = None,
-    functions: Mapping[str, str] = MappingProxyType({}),
-) -> None:
-    if files is not None:
-        splits = {"training_split": None, "validation_split": None, "test_split": "test"}
-        given = {"files": {split: str(file) for split, file in files.items()}, "subject": subject}
-        config = config | splits | {"fewshot_split": "fewshot" if "fewshot" in files else None, "dataset_kwargs": given}
-        functions = {**functions, "custom_dataset": "local_splits"}
-    lines = [f"{key}: !function {__name__}.{function}\n" for key, function in functions.items()]
-    path.write_text(yaml.safe_dump(config, sort_keys=False) + "".join(lines))
-
-
-def local_splits(files: dict[str, str], subject: str | None, **_: Any) -> dict[str, datasets.Dataset]:
-    """What a task gets for its data set: the rows of local files, by split; with `subject` those of that one."""
-    splits = {}
-    for split, file in files.items():
-        rows = _rows(Path(file), require_file(file).st_mtime_ns)
-        if split == "test":
-            rows = rows[: _first_rows.get()]
-        if subject is not None:
-            rows = [row for row in rows if row.get("subject") == subject]
-            if not rows:
-                raise BadInput(f"{file}: has no rows with subject {subject!r}")
-        try:
-            splits[split] = datasets.Dataset.from_list(rows)
-        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, OverflowError) as error:
-            raise BadInput(f"{file}: a field has different types in different rows ({first_line(error)})") from None
-    return splits
-
-
-@lru_cache(maxsize=8)  # the tasks of mmlu share two files, and every model reads them anew
-def _rows(path: Path, _modified: int) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for row in file_rows(path):
-        if not isinstance(row.value, dict):
-            raise BadInput(f"{row.where}: is a JSON {type(row.value).__name__}; a row is an object with named fields")
-        if rows and {*row.value, WHERE} != rows[0].keys():
-            first = ", ".join(name for name in rows[0] if name != WHERE)
-            raise BadInput(f"{row.where}: has the fields {', '.join(row.value)}; row 1 has {first}")
-        rows.append(row.value | {WHERE: row.where})
-    return rows
-
-
-def check_rows(tasks: Sequence[Task], data_dir: Path, limit: int | None) -> None:
-    """Raises BadInput, naming file and line, for a row in `data_dir` that does not fit its task, of those that will be
-    asked. Needs no model, so it can stop long work before it begins; what it found sound it does not look at again
-    until a file changes."""
-
-    def state(task: Task) -> tuple[Any, ...]:
+    def state(task: Task) -> tuple[Any, ...] | None:
+        if task.include_path is not None or data_dir is None:
+            return None
         files = local_files(task, data_dir).values()
         return task.name, task.shots, limit or task.limit, *((file, os.stat(file).st_mtime_ns) for file in files)
 
     if new := [task for task in tasks if state(task) not in _sound]:
         with scratch_folder() as folder, _quiet():
-            manager = _task_manager(new, data_dir, folder)
+            managers = task_managers(new, data_dir, folder)
             for task in new:
-                for part in _load(manager, task, data_dir)["tasks"].values():
+                for part in _load(managers[task.include_path], task, data_dir)["tasks"].values():
                     _check_docs(task, part, limit or task.limit)
-                _sound.add(state(task))
+                if (checked := state(task)) is not None:
+                    _sound.add(checked)
 
 
 def _check_docs(task: Task, part: Any, rows: int | None) -> None:
     """Raises BadInput for a row of which lm-eval cannot make a question with an answer: test sets are published with
     the label -1 or an empty one, and the harness would count such a row as answered wrongly."""
-    for split in ["test", *(["fewshot"] if task.shots else [])]:
-        for number, doc in enumerate(islice(part.dataset[split], rows if split == "test" else None), 1):
+    splits: dict[str, Iterator[Any]] = {"test": islice(part.eval_docs, rows)}
+    if task.shots:
+        splits["fewshot"] = iter(part.fewshot_docs() or ())
+    for split, docs in splits.items():
+        for number, doc in enumerate(docs, 1):
             try:
                 part.doc_to_text(doc)
                 target = part.doc_to_target(doc)
                 chooses = part.OUTPUT_TYPE == "multiple_choice" and not part.multiple_input
                 problem = _label_problem(target, part.doc_to_choice(doc)) if chooses else None
+                if problem is None and task.name in CONTAINS and task.include_path is None:
+                    problem = answers_problem(doc)
             except Exception as error:  # whatever a prompt makes of a field that is missing or of another type
                 problem = f"{type(error).__name__}: {first_line(error)}"
-            if problem is None and task.name in CONTAINS:
-                problem = _answers_problem(doc["answers"])
             if problem is not None:
                 where = doc.get(WHERE) or f"row {number} of split {split}"
                 raise BadInput(f"{where}: does not fit task {task.name}: {problem}")
@@ -266,22 +158,11 @@ def _label_problem(target: Any, choices: Sequence[str]) -> str | None:
     return None
 
 
-def _answers_problem(answers: Any) -> str | None:
-    if isinstance(answers, list) and answers and all(isinstance(answer, str) for answer in answers):
-        return None
-    return "`answers` should be a list of texts"
-
-
-def contains(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Whether an answer stands in the continuation, in any case: how the recall tasks of Based are scored."""
-    said = results[0].lower()
-    return {"contains": float(any(answer.strip() and answer.lower() in said for answer in doc["answers"]))}
-
-
 def _load(manager: TaskManager, task: Task, data_dir: Path | None) -> Any:
     """lm-eval's loaded task, with the shots and the seeds that its own command line would set. Raises BadInput."""
     if task.name not in manager.task_index:
-        raise BadInput(f"task {task.name}: lm-eval knows no such task")
+        there = "lm-eval knows" if task.include_path is None else f"{task.include_path} has"
+        raise BadInput(f"task {task.name}: {there} no such task")
     if task.name in manager.all_tags:
         raise BadInput(
             f"task {task.name}: is a tag; name its tasks {', '.join(sorted(manager.task_index[task.name].tags))}"
@@ -292,8 +173,12 @@ def _load(manager: TaskManager, task: Task, data_dir: Path | None) -> Any:
         loaded = manager.load(task.name)
     except BadInput:
         raise
+    except ImportError as error:  # of what the task's own Python files import
+        raise BadInput(f"task {task.name}: needs a package that is not there: {first_line(error)}") from error
     except Exception as error:  # whatever the hub, or rows that lack what the prompt names, make the libraries raise
         why = f"{type(error).__name__}: {first_line(error)}"
+        if task.include_path is not None:
+            raise BadInput(f"task {task.name} of {task.include_path}: cannot be loaded: {why}") from error
         if data_dir is None:
             what = "its data cannot be had from the hub (or give --data DIR)"
             raise BadInput(f"task {task.name}: {what}: {why}") from error
@@ -304,7 +189,8 @@ def _load(manager: TaskManager, task: Task, data_dir: Path | None) -> Any:
         if metric not in metrics:
             raise BadInput(f"task {task.name}: has no metric {metric!r}; use one of {', '.join(sorted(metrics))}")
     for part in loaded["tasks"].values():
-        if data_dir is not None and part.config.process_docs is not None:  # once: lm-eval does it five times
+        local = data_dir is not None and task.include_path is None
+        if local and part.config.process_docs is not None:  # once: lm-eval does it five times
             part.dataset = {split: part.config.process_docs(rows) for split, rows in part.dataset.items()}
             part.config.process_docs = None
         part.set_config(key="num_fewshot", value=task.shots)
@@ -316,16 +202,16 @@ def _first_bad_row(manager: TaskManager, task: Task, data_dir: Path) -> str:
     """File and line of the first row with which lm-eval cannot load the task, which itself says nothing of it: the last
     of the fewest rows that fail."""
     file = local_files(task, data_dir)["test"]
-    rows = _rows(file, os.stat(file).st_mtime_ns)
+    rows = local_rows(file, os.stat(file).st_mtime_ns)
 
     def fails(count: int) -> bool:
-        _first_rows.set(count)
+        first_rows.set(count)
         try:
             manager.load(task.name)
         except Exception:
             return True
         finally:
-            _first_rows.set(None)
+            first_rows.set(None)
         return False
 
     few = bisect.bisect_left(range(1, len(rows)), True, key=fails)

@@ -1,4 +1,4 @@
-"""Our own measures: perplexity of held-out text, per token and per byte, and the loss on a repetition.
+"""Our own measures: perplexity of text, per token and per byte, its loss by position, and the loss on a repetition.
 
 All work on any causal language model of transformers. Every value comes with its standard error and `n`, the number of
 independent windows or draws it is a mean over.
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from liger_convert.data.documents import Document
-from liger_convert.eval.suites import CopyMeasure, TextMeasure
+from liger_convert.eval.suites import KINDS, CopyMeasure, PositionMeasure, TextMeasure
 from liger_convert.utils.device import autocast
 from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import Report
@@ -57,19 +57,38 @@ def text_perplexity(
 
     Raises BadInput when the documents do not fill two windows.
     """
-    prefix = _prefix(tokenizer)
-    stream, size = _stream(documents, prefix), measure.window - len(prefix)
-    windows = min(measure.windows, len(stream) // size)
-    if windows < 2:
-        raise BadInput(f"held-out text: {len(stream)} tokens do not fill two windows of {measure.window}")
-    ids_NT = _prefixed(prefix, stream[: windows * size].reshape(windows, size))
-    first = measure.score_from
+    ids_NT, first = _windows(tokenizer, documents, measure), measure.score_from
     losses_NT = window_losses(model, ids_NT, batch_size, dtype, lambda done: report(done, len(ids_NT), measure.name))
     losses_N = losses_NT[:, first - 1 :].sum(1, dtype=torch.float64).numpy()
     bytes_N = np.array([_bytes(tokenizer, row) - _bytes(tokenizer, row[:first]) for row in ids_NT.tolist()])
     tokens_N = np.full(len(ids_NT), ids_NT.shape[1] - first)
     return {
         name: _perplexity(losses_N, size_N) for name, size_N in zip(measure.metrics, (tokens_N, bytes_N), strict=True)
+    }
+
+
+def position_losses(
+    model: Any,
+    tokenizer: Any,
+    documents: Sequence[Document],
+    measure: PositionMeasure,
+    *,
+    batch_size: int,
+    dtype: torch.dtype,
+    report: Report,
+) -> dict[str, Measurement]:
+    """Mean loss of the tokens at positions up to each of `measure.ends`, from the end before it on.
+
+    Windows are those of `text_perplexity`, each one forward pass. A model that uses all of its context gets better with
+    every position; one that sees a window alone does not. The standard error is over the windows' means; n = windows.
+    Raises BadInput when the documents do not fill two windows.
+    """
+    ids_NT = _windows(tokenizer, documents, measure)[:, : measure.ends[-1]]
+    losses_NT = window_losses(model, ids_NT, batch_size, dtype, lambda done: report(done, len(ids_NT), measure.name))
+    begins = [1, *measure.ends]  # the first token has nothing before it
+    return {
+        metric: _mean(losses_NT[:, begin - 1 : end - 1].mean(1, dtype=torch.float64))
+        for metric, begin, end in zip(measure.metrics, begins, measure.ends)
     }
 
 
@@ -90,8 +109,7 @@ def copy_loss(
     """
     ids_NT, (name,) = repetitions(tokenizer, documents, measure), measure.metrics
     losses_NT = window_losses(model, ids_NT, batch_size, dtype, lambda done: report(done, len(ids_NT), name))
-    loss_N = losses_NT[:, -(measure.length - 1) :].mean(1, dtype=torch.float64)
-    return {name: measurement(loss_N.mean().item(), loss_N.std().item() / math.sqrt(len(loss_N)), len(loss_N))}
+    return {name: _mean(losses_NT[:, -(measure.length - 1) :].mean(1, dtype=torch.float64))}
 
 
 def repetitions(tokenizer: Any, documents: Sequence[Document], measure: CopyMeasure) -> Tensor:
@@ -102,18 +120,29 @@ def repetitions(tokenizer: Any, documents: Sequence[Document], measure: CopyMeas
     special tokens, always with the same seed. A tokenizer that begins every text with a token of its own begins this
     one too. Raises BadInput when the documents do not hold two spans.
     """
-    prefix, length = _prefix(tokenizer), measure.length
+    length = measure.length
     if measure.tokens == "uniform":
         size = getattr(tokenizer, "embeddings", math.inf)  # see tokenizer.load
         ordinary = sorted({i for i in tokenizer.get_vocab().values() if i < size} - set(tokenizer.all_special_ids))
         x_NT = np.random.default_rng(0).choice(ordinary, (measure.draws, length))
     else:
-        stream = _stream(documents, prefix)
-        draws = min(measure.draws, len(stream) // length)
-        if draws < 2:
-            raise BadInput(f"held-out text: {len(stream)} tokens do not hold two spans of {length}")
-        x_NT = np.stack([stream[i * (len(stream) // draws) :][:length] for i in range(draws)])
-    return _prefixed(prefix, np.concatenate([x_NT, x_NT], 1))
+        x_NT = text_spans(tokenizer, documents, length, measure.draws, KINDS["held_out"])
+    return begun(tokenizer, np.concatenate([x_NT, x_NT], 1))
+
+
+def text_spans(tokenizer: Any, documents: Sequence[Document], length: int, count: int, kind: str) -> np.ndarray:
+    """`count` spans of `length` tokens that lie evenly over the documents and do not overlap, [N,T]; fewer where the
+    documents are too short. kind: what error messages call the documents. Raises BadInput when they do not hold two."""
+    stream = _stream(documents, _prefix(tokenizer))
+    count = min(count, len(stream) // length)
+    if count < 2:
+        raise BadInput(f"{kind}: {len(stream)} tokens do not hold two spans of {length}")
+    return np.stack([stream[i * (len(stream) // count) :][:length] for i in range(count)])
+
+
+def begun(tokenizer: Any, rows_NT: np.ndarray) -> Tensor:
+    """The rows, each begun as the tokenizer begins every text, int64 [N,T]."""
+    return _prefixed(_prefix(tokenizer), rows_NT)
 
 
 def token_losses(model: Any, ids_BT: Tensor) -> Tensor:
@@ -138,6 +167,13 @@ def target_losses(
         losses.append(cross_entropy(logits_RV, targets_R, reduction="none"))
         greedy.append(logits_RV.argmax(-1) == targets_R)
     return torch.cat(losses), torch.cat(greedy)
+
+
+def likeliest(model: Any, ids_BT: Tensor, row_N: Tensor, column_N: Tensor) -> Tensor:
+    """The token that the model would say behind what stands up to `column` in its row of `ids_BT`, int64 [N]."""
+    output = model.get_decoder()(input_ids=ids_BT, use_cache=False)
+    hidden_NC = output.last_hidden_state[row_N, column_N]
+    return torch.cat([logits_RV.argmax(-1) for logits_RV, _ in _in_parts(model, output, hidden_NC, column_N)])
 
 
 def _in_parts(model: Any, output: Any, hidden_NC: Tensor, targets_N: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -197,6 +233,16 @@ def _stream(documents: Sequence[Document], prefix: np.ndarray) -> np.ndarray:
     return np.concatenate([np.empty(0, np.int64), *parts])
 
 
+def _windows(tokenizer: Any, documents: Sequence[Document], measure: TextMeasure | PositionMeasure) -> Tensor:
+    """The first windows of the documents, int64 [N,T], T = `measure.window`. Raises BadInput for fewer than two."""
+    prefix = _prefix(tokenizer)
+    stream, size = _stream(documents, prefix), measure.window - len(prefix)
+    windows = min(measure.windows, len(stream) // size)
+    if windows < 2:
+        raise BadInput(f"{KINDS[measure.source]}: {len(stream)} tokens do not fill two windows of {measure.window}")
+    return _prefixed(prefix, stream[: windows * size].reshape(windows, size))
+
+
 def _prefixed(prefix: np.ndarray, rows_NT: np.ndarray) -> Tensor:
     return torch.from_numpy(np.concatenate([np.tile(prefix, (len(rows_NT), 1)), rows_NT], 1))
 
@@ -205,11 +251,23 @@ def _bytes(tokenizer: Any, ids: list[int]) -> int:
     return len(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False).encode())
 
 
+def _mean(values_N: Tensor) -> Measurement:
+    """Their mean and its standard error."""
+    stderr = values_N.std().item() / math.sqrt(len(values_N))
+    return measurement(values_N.mean().item(), stderr, len(values_N))
+
+
+def ratio(sums_N: np.ndarray, sizes_N: np.ndarray) -> tuple[float, float]:
+    """Sum of the sums / sum of the sizes, and the standard error of that ratio over the N, at least two."""
+    n = len(sums_N)
+    mean = sums_N.sum() / sizes_N.sum()
+    residuals_N = (sums_N - mean * sizes_N) / sizes_N.mean()
+    return mean, math.sqrt(np.square(residuals_N).sum() / (n * (n - 1)))
+
+
 def _perplexity(losses_N: np.ndarray, sizes_N: np.ndarray) -> Measurement:
     """exp(sum of losses / sum of sizes), with the standard error of that ratio carried through exp."""
-    n = len(losses_N)
-    mean = losses_N.sum() / sizes_N.sum()
-    residuals_N = (losses_N - mean * sizes_N) / sizes_N.mean()
+    mean, stderr = ratio(losses_N, sizes_N)
     with np.errstate(over="ignore"):
         value = float(np.exp(mean))
-    return measurement(value, value * math.sqrt(np.square(residuals_N).sum() / (n * (n - 1))), n)
+    return measurement(value, value * stderr, len(losses_N))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -14,14 +15,41 @@ from liger_convert.utils.errors import BadInput
 
 Draws = Annotated[int, between(1, 10**6)]
 MOST_TOKENS = 10**9  # of one measure: they are in memory all at once
+FIRST_END = 256  # of the positions whose loss is shown; each bucket behind the first is as long as all before it
 
 
-class TextMeasure(Strict):
-    """Perplexity of held-out text, reported as `<name>_ppl` and `<name>_byte_ppl`; see `measures.text_perplexity`."""
+# `held_out` is text of the kind that is trained on, `other` text of another kind
+Source = Literal["held_out", "other"]
+KINDS: dict[Source, str] = {"held_out": "held-out text", "other": "text of another kind"}
+NAMES: dict[Source, str] = {"held_out": "text", "other": "other"}
 
-    name: str = "text"
+
+def _name(fields: dict[str, Any]) -> str:
+    return NAMES[fields.get("source", "held_out")]
+
+
+class SourceMeasure(Strict):
+    """What is measured on text of one kind, under a name that tells the kind: `other` or `other_…` is of the other."""
+
+    source: Source = "held_out"
+    name: str = Field(default_factory=_name)
     window: Length = 1024
     windows: Draws = 64
+
+    @property
+    def metrics(self) -> list[str]:
+        raise NotImplementedError
+
+    @model_validator(mode="after")
+    def _named_after_its_source(self) -> SourceMeasure:
+        if (self.source == "other") != self.name.startswith(NAMES["other"]):
+            refuse("name", "a measure of `source: other`, and no other, has a name that begins with other")
+        return self
+
+
+class TextMeasure(SourceMeasure):
+    """Perplexity of text, reported as `<name>_ppl` and `<name>_byte_ppl`; see `measures.text_perplexity`."""
+
     score_from: Count = 1
 
     @property
@@ -35,67 +63,138 @@ class TextMeasure(Strict):
         return self
 
 
+class PositionMeasure(SourceMeasure):
+    """Loss of text by its distance from a window's start, reported as `<name>_nll_at_<end>` for positions up to 256, on
+    from there to 512, to 1,024, and so on; see `measures.position_losses`. It ends with the base's context."""
+
+    window: Annotated[Length, between(FIRST_END, 10**8)] = 8192
+    windows: Draws = 16
+
+    @property
+    def ends(self) -> list[int]:
+        return [FIRST_END << i for i in range((self.window // FIRST_END).bit_length())]
+
+    @property
+    def metrics(self) -> list[str]:
+        return [f"{self.name}_nll_at_{end}" for end in self.ends]
+
+
 class CopyMeasure(Strict):
     """Loss on a repetition, reported as `copy_nll_<length>`, of random tokens as `copy_uniform_nll_<length>`; see
-    `measures.copy_loss`."""
+    `measures.copy_loss`. lengths: a curve, of which only those are measured that fit into the base's context twice."""
 
     length: Length = 256
+    lengths: list[Length] = Field(default_factory=list)
     draws: Draws = 64
     tokens: Literal["text", "uniform"] = "text"
 
     @property
+    def each(self) -> list[CopyMeasure]:
+        """One measure for each length."""
+        if not self.lengths:
+            return [self]
+        return [CopyMeasure(length=length, draws=self.draws, tokens=self.tokens) for length in self.lengths]
+
+    @property
     def metrics(self) -> list[str]:
-        return [f"copy{'_uniform' * (self.tokens == 'uniform')}_nll_{self.length}"]
+        name = f"copy{'_uniform' * (self.tokens == 'uniform')}_nll"
+        return [f"{name}_{length}" for length in self.lengths or [self.length]]
 
     @model_validator(mode="after")
-    def _in_memory(self) -> CopyMeasure:
-        if self.draws * self.length > MOST_TOKENS:
-            refuse("draws", f"{self.draws:,} draws of {self.length:,} tokens are more than {MOST_TOKENS:,} tokens")
+    def _consistent(self) -> CopyMeasure:
+        if self.lengths and "length" in self.model_fields_set:
+            refuse("length", "lengths already names what is repeated, so give one of the two")
+        longest = max(self.lengths or [self.length])
+        if self.draws * longest > MOST_TOKENS:
+            refuse("draws", f"{self.draws:,} draws of {longest:,} tokens are more than {MOST_TOKENS:,} tokens")
         return self
 
 
+class AgreementMeasure(Strict):
+    """How much of what the base writes the model would have written, reported as `agreement/…`; see `agreement`.
+
+    The base writes up to `tokens` behind each of the prompts, which are cut from text of `source`."""
+
+    source: Source = "other"
+    prompts: Draws = 32
+    prompt_tokens: Length = 512
+    tokens: Count = 64
+
+    @property
+    def metrics(self) -> list[str]:
+        return ["agreement/greedy_match", "agreement/common_prefix", "agreement/chat_match"]
+
+
 class Task(Strict):
-    """A task of lm-eval, or one of ours; `metrics` of it become `<name>/<metric>`. limit: documents at most."""
+    """A task of lm-eval, or one of ours; `metrics` of it become `<name>/<metric>`. limit: documents at most.
+    include_path: a folder with the task's YAML, which says itself where its rows are."""
 
     name: str
     shots: Annotated[int, between(0, 1000)] = 0
     metrics: Annotated[list[str], Field(min_length=1)]
     limit: Count | None = None
     needs_data: bool = False  # left out when no local data is given
+    include_path: str | None = None
 
 
 class Suite(Strict):
     name: str
     description: str
     text: list[TextMeasure] = Field(default_factory=list)
+    positions: list[PositionMeasure] = Field(default_factory=list)
     copying: list[CopyMeasure] = Field(default_factory=list)
+    agreement: AgreementMeasure | None = None
     tasks: list[Task] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _consistent(self) -> Suite:
-        names = [metric for text in self.text for metric in text.metrics]
+        names = [metric for measure in self.of_text for metric in measure.metrics]
         names += [metric for copying in self.copying for metric in copying.metrics]
+        names += self.agreement.metrics if self.agreement is not None else []
         names += [task.name for task in self.tasks]
         if not names:
-            refuse("", "it measures nothing; give at least one of text, copying and tasks")
+            refuse("", "it measures nothing; give at least one of text, positions, copying, agreement and tasks")
         for name, times in Counter(names).items():
             if times > 1:
                 refuse("", f"{name} would be measured {times} times; keep one, or name them apart")
         return self
 
     @property
-    def text_tokens(self) -> int:
-        """Held-out tokens that make the two windows or spans without which there is no error; 0 when it reads none."""
-        spans = [text.window for text in self.text] + [copy.length for copy in self.copying if copy.tokens == "text"]
+    def of_text(self) -> list[SourceMeasure]:
+        return [*self.text, *self.positions]
+
+    def text_tokens(self, source: Source = "held_out") -> int:
+        """Tokens of `source` for the two windows or spans without which there is an error; 0 when it reads none."""
+        spans = [measure.window for measure in self.of_text if measure.source == source]
+        if source == "held_out":
+            spans += [one.length for copying in self.copying if copying.tokens == "text" for one in copying.each]
+        if self.agreement is not None and self.agreement.source == source:
+            spans.append(self.agreement.prompt_tokens)
         return 2 * max(spans, default=0)
 
     @property
     def needs_text(self) -> bool:
-        """Whether it scores held-out text."""
-        return self.text_tokens > 0
+        """Whether it reads held-out text."""
+        return self.text_tokens() > 0
+
+    @property
+    def needs_other(self) -> bool:
+        """Whether it reads text of another kind."""
+        return self.text_tokens("other") > 0
 
     def tasks_for(self, data_dir: Path | None) -> list[Task]:
-        return [task for task in self.tasks if data_dir is not None or not task.needs_data]
+        return [task for task in self.tasks if not task.needs_data or task.include_path or data_dir is not None]
+
+    def with_tasks_of(self, include_path: Path, names: Collection[str]) -> Suite:
+        """This suite with the tasks called `names` taken from the folder `include_path`. Raises BadInput when it has
+        none of them."""
+        found = [task.name for task in self.tasks if task.name in names]
+        if not found:
+            there = ", ".join(sorted(names)) or "none"
+            raise BadInput(f"{include_path}: has no task of suite {self.name}; the tasks there are {there}")
+        update = {"include_path": str(include_path)}
+        tasks = [task.model_copy(update=update) if task.name in found else task for task in self.tasks]
+        return self.model_copy(update={"tasks": tasks})
 
 
 def file_of(name: str) -> Path:
@@ -108,7 +207,7 @@ def load(name: str) -> Suite:
     path = file_of(name)
     data = yaml_file.parse(yaml_file.read(path), str(path))
     if not isinstance(data, dict):
-        raise BadInput(f"{path}: a suite is a mapping of fields (description, text, copying, tasks)")
+        raise BadInput(f"{path}: a suite is a mapping of fields (description, text, copying, tasks, …)")
     data = {"name": path.stem} | data
     try:
         return Suite.model_validate(data)
@@ -116,8 +215,10 @@ def load(name: str) -> Suite:
         raise BadInput(f"{path}: {recipe_errors.sentence(error, Suite, data)}") from None
 
 
+ANSWER_TOKENS = 48  # that one of our own tasks leaves for an answer
+NEEDLES = {f"niah_{kind}_{tokens}": tokens for tokens in (1024, 2048, 4096, 8192) for kind in ("s1", "s2", "s3")}
 # Task -> split -> stem of its local file, in lm-eval's own row schema. `test` is what is scored, whatever split of the
-# hub's data set that is; `fewshot` is where shots are drawn from.
+# hub's data set that is; `fewshot` is where shots are drawn from, and may be missing where there are none.
 LOCAL_FILES: dict[str, dict[str, str]] = {
     "piqa": {"test": "piqa"},
     "arc_easy": {"test": "arc_easy"},
@@ -127,11 +228,17 @@ LOCAL_FILES: dict[str, dict[str, str]] = {
     "mmlu": {"test": "mmlu", "fewshot": "mmlu_dev"},  # all subjects in one file, told apart by their column `subject`
     "lambada_openai": {"test": "lambada_openai"},
     "wikitext": {"test": "wikitext2_test"},
+    "boolq": {"test": "boolq"},
+    "sciq": {"test": "sciq"},
+    "openbookqa": {"test": "openbookqa"},
+    "gsm8k": {"test": "gsm8k", "fewshot": "gsm8k_train"},
+    "ifeval": {"test": "ifeval"},
+    "drop": {"test": "drop"},
+    "swde": {"test": "swde"},
+    "fda": {"test": "fda"},
     "squad_ctx": {"test": "squad_1k"},
-    "niah_s1_1024": {"test": "niah_s1_1024"},
-    "niah_s2_1024": {"test": "niah_s2_1024"},
-    "niah_s1_2048": {"test": "niah_s1_2048"},
-    "niah_s2_2048": {"test": "niah_s2_2048"},
+    "drop_ctx": {"test": "drop_1k"},
+    **{name: {"test": name} for name in NEEDLES},
 }
 SUFFIXES = (".jsonl", ".jsonl.xz", ".jsonl.gz")
 
@@ -140,15 +247,17 @@ def local_files(task: Task, data_dir: Path) -> dict[str, Path]:
     """The files in `data_dir` that stand for the splits of `task`. Raises BadInput naming what is missing."""
     stems = LOCAL_FILES.get(task.name)
     if stems is None:
-        raise BadInput(f"task {task.name}: has no local form; with --data use {', '.join(LOCAL_FILES)}")
+        known = ", ".join(LOCAL_FILES)
+        raise BadInput(f"task {task.name}: has no local form; with --data use {known}, or give its folder (include_path)")
     if task.shots and "fewshot" not in stems:
         raise BadInput(f"task {task.name}: has no local file to draw shots from; with --data set its shots to 0")
     found: dict[str, Path] = {}
     for split, stem in stems.items():
         there = [path for suffix in SUFFIXES if (path := data_dir / f"{stem}{suffix}").is_file()]
-        if not there:
+        if there:
+            found[split] = there[0]
+        elif split == "test" or task.shots:
             raise BadInput(f"{data_dir}: has no {stem}.jsonl (or .jsonl.xz, .jsonl.gz), which task {task.name} reads")
-        found[split] = there[0]
     return found
 
 
@@ -156,14 +265,16 @@ def check_files(suite: Suite, data_dir: Path | None) -> None:
     """Raises BadInput unless every task of `suite` finds its local files: cheap."""
     if data_dir is not None:
         for task in suite.tasks:
-            local_files(task, data_dir)
+            if task.include_path is None:
+                local_files(task, data_dir)
 
 
 def check_data(suite: Suite, data_dir: Path | None, limit: int | None) -> None:
     """Raises BadInput unless every task of `suite` finds its local files and their rows, up to the `limit`, fit it:
     once, before long work, as it takes as long as reading them."""
     check_files(suite, data_dir)
-    if data_dir is not None and suite.tasks:
+    local = [task for task in suite.tasks if task.include_path is not None or data_dir is not None]
+    if local:
         from liger_convert.eval.harness import check_rows  # lm-eval takes seconds to import
 
-        check_rows(suite.tasks, data_dir, limit)
+        check_rows(local, data_dir, limit)

@@ -1,6 +1,7 @@
 """What measures of text and copying say about a linearized model, in plain words and as facts.
 
-Every sentence is made of the same comparisons that the facts hold, one for each metric.
+Every sentence is made of the same comparisons that the facts hold, one for each metric. Where text of two kinds is
+measured, what is said of the whole model is said of the kind on which it does worse.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
+
+from liger_convert.eval.suites import NAMES
 
 if TYPE_CHECKING:
     from liger_convert.eval.measures import Measurement  # imports torch
@@ -29,8 +32,8 @@ def verdict(models: Models) -> dict[str, Any]:
     compared: of each metric of text, and of the longest repetition, whether the model with its memory ablated is
     "worse", "better" or "no different" than the whole model, and the whole than the untrained window and than the base.
     memory_used: whether the model with its memory ablated is worse in any. worse_than_untrained: whether the whole
-    model is worse than the untrained window in any, which the first sentence then says. Both are None when what they
-    need was not measured. All values are better when lower.
+    model is worse than the untrained window in any, which the first sentence then says; of text of two kinds the one
+    counts on which it does worse. Both are None when what they need was not measured. All values are better when lower.
     The standard errors are shown and decide nothing: all models read the same text, so most of what they stand for
     cancels in a difference, and what is left was not measured.
     """
@@ -48,12 +51,16 @@ def verdict(models: Models) -> dict[str, Any]:
         for name, pair in pairs.items()
         if all(model in models for model in pair)
     }
-    listed = {name: _listed(models, *pairs[name], found) for name, found in compared.items()}
+    told = {
+        name: found if name == "memory_ablated" else _worse_kinds(models, *pairs[name], found)
+        for name, found in compared.items()
+    }
+    listed = {name: _listed(models, *pairs[name], found) for name, found in told.items()}
     ablated = set(compared["memory_ablated"].values())
     sentences = [f"{_memory(ablated)} {listed['memory_ablated']}."]
     against: set[Relation] = set()
     if "against_untrained" in compared:
-        against = set(compared["against_untrained"].values())
+        against = set(told["against_untrained"].values())
         said = (
             f"{_untrained(against)} the untrained base with only its window and sinks: {listed['against_untrained']}."
         )
@@ -77,6 +84,22 @@ def relation(models: Models, name: str, reference: str, metric: str) -> Relation
     if high - low < (COPY_GAIN if metric.startswith("copy") else TEXT_GAIN * low):
         return "no different"
     return "worse" if value == high else "better"
+
+
+def _worse_kinds(models: Models, name: str, reference: str, found: Mapping[str, Relation]) -> dict[str, Relation]:
+    """Of each pair of metrics that differ in the kind of text alone, such as text_far_ppl and other_far_ppl, the one in
+    which `name` does worse beside `reference`; the other metrics as they are."""
+
+    def excess(metric: str) -> float:
+        value, other = _value(models, name, metric), _value(models, reference, metric)
+        return 1.0 if value == other else value / other
+
+    better = set()
+    for metric in found:
+        of_other_kind = NAMES["other"] + metric.removeprefix(NAMES["held_out"])
+        if metric.startswith(NAMES["held_out"]) and of_other_kind in found:
+            better.add(min(metric, of_other_kind, key=excess))
+    return {metric: relation for metric, relation in found.items() if metric not in better}
 
 
 def _memory(ablated: set[Relation]) -> str:

@@ -58,7 +58,9 @@ def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite) -> list[
         if positions is not None and stage.seq_len > positions:
             warnings.append(f"{where}.seq_len: {stage.seq_len} is more than the {positions} tokens that the base takes")
     lengths = {text.metrics[0]: text.window for text in suite.text}
-    lengths |= {copying.metrics[0]: 2 * copying.length for copying in suite.copying}
+    lengths |= {
+        one.metrics[0]: 2 * one.length for copying in suite.copying if not copying.lengths for one in copying.each
+    }
     for metric, length in lengths.items():
         if positions is not None and length > positions:
             said = f"{metric} reads {length} tokens, more than the {positions} that the base takes"
@@ -256,6 +258,7 @@ def check(
     config: Any,
     tokenizer: Any,
     suite: Suite,
+    notes: Sequence[str],
     data_dir: Path | None,
     documents: Callable[[str], Documents],
     prompts: Sequence[str],
@@ -265,9 +268,10 @@ def check(
 ) -> list[str]:
     """All checks of a run, whose data is read and of which nothing is written yet but its base. Returns warnings.
 
+    suite, notes: what of the recipe's suite will be measured, and why the rest will not, see `eval.narrow`.
     Raises BadInput for what would fail later, or end in a result of no use.
     """
-    warnings = check_recipe(recipe, plan, config, suite)
+    warnings = check_recipe(recipe, plan, config, suite) + [f"suite {suite.name}: {note}" for note in notes]
     check_disk(plan, out, keep_steps=keep_steps)
     warnings += check_generation(base_dir, config, tokenizer, plan.linearization, prompts)
     warnings += check_documents(recipe, plan, documents)

@@ -186,7 +186,7 @@ def render(results: Mapping[str, Any]) -> Group:
     found = results.get("verdict", {})
     said = [Text(sentence) for sentence in found.get("sentences", [])]
     first = [Text(said[0].plain, style="bold red")] if found.get("worse_than_untrained") else []
-    return Group(*first, table, *said)
+    return Group(*first, table, *said, *(Text(f"note: {note}") for note in results.get("notes", [])))
 
 
 def _markdown(models: Mapping[str, Mapping[str, Measurement]]) -> str:

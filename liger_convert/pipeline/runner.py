@@ -137,7 +137,7 @@ class Run:
         ]
         readers = [
             *stages,
-            *["eval"] * (name == self.recipe.eval.text),
+            *["eval"] * (name in (self.recipe.eval.text, self.recipe.eval.other_text)),
             *["select-layers"] * (name in self.recipe.plain_texts),
         ]
         return not any(step in self.manifest.steps or self.folder.step(step).exists() for step in readers)
@@ -223,7 +223,9 @@ def _check(recipe: Recipe) -> None:
     pick_device(recipe.device)
     suite = suites.load(recipe.eval.suite)
     suites.check_files(suite, Path(recipe.eval.data) if recipe.eval.data is not None else None)
-    if suite.needs_text and recipe.eval.text is None:
+    # without text of another kind, prompts are held-out text
+    needs_text = suite.needs_text or (suite.needs_other and recipe.other_source is None)
+    if needs_text and recipe.eval.text is None:
         raise BadInput(
             f"eval.text: suite {suite.name} scores held-out text; name a source under `data:` that holds some out"
         )

@@ -19,6 +19,7 @@ from liger_convert.data import teacher
 from liger_convert.data.documents import Document, Documents, load_source, reference_documents
 from liger_convert.data.packed_rows import PackedDataset
 from liger_convert.eval import ablation, suites
+from liger_convert.eval.narrow import context_of, narrow
 from liger_convert.io import checkpoint, checksums
 from liger_convert.io.files import atomic_write
 from liger_convert.io.run_folder import RunFolder
@@ -128,6 +129,7 @@ class RunSteps:
         self.device = pick_device(recipe.device)
         self.suite = suites.load(recipe.eval.suite)
         self.documents = functools.cache(self._load_documents)
+        self.other_documents = functools.cache(self._load_other_documents)
         self.preflight = functools.cache(self._preflight)
 
     def all(self) -> list[Step]:
@@ -222,6 +224,30 @@ class RunSteps:
         with show_progress(f"data {name}") as report:
             return load_source(source, self._tokenizer, seed=self.recipe.seed, written=written, progress=report)
 
+    def _load_other_documents(self) -> list[Document] | None:
+        """All text of another kind than is trained on; None where the suite reads none, or there is none."""
+        source, name = self.recipe.other_source, self.recipe.eval.other_text
+        if source is None or not self.suite.needs_other:
+            return None
+        if name is not None:
+            documents = self.documents(name)
+            return documents.train + documents.held_out
+        with show_progress("data of another kind") as report:
+            return load_source(source, self._tokenizer, progress=report).train
+
+    @functools.cached_property
+    def _narrowed(self) -> tuple[suites.Suite, list[str]]:
+        """What of the suite this run can measure, and notes of what it cannot."""
+        config = checkpoint.load_config(self._base_folder, self.recipe.base_options.trust_remote_code)
+        return narrow(
+            self.suite,
+            context=context_of(config),
+            tokenizer=self._tokenizer,
+            data_dir=self._data_dir,
+            has_other=self.recipe.other_source is not None,
+            has_base=True,
+        )
+
     # --- the steps
 
     def _base(self, folder: Path) -> dict[str, Any]:
@@ -250,14 +276,20 @@ class RunSteps:
                 teacher.encode_prompts(source, self._tokenizer)
             else:
                 self.documents(name)
+        suite, _ = self._narrowed
         if (text := self.recipe.eval.text) is not None:
             if text in self.recipe.teachers:
                 held_out = self.recipe.teachers[text].held_out_tokens
             else:
                 held_out = sum(len(document.ids) for document in self.documents(text).held_out)
-            if held_out < self.suite.text_tokens:
-                needed = f"suite {self.suite.name} needs {self.suite.text_tokens}"
+            if held_out < suite.text_tokens():
+                needed = f"suite {suite.name} needs {suite.text_tokens()}"
                 raise BadInput(f"data.{text}: {held_out} tokens are held out, {needed}; hold out more")
+        if (other := self.other_documents()) is not None:
+            tokens, needed_tokens = sum(len(document.ids) for document in other), suite.text_tokens("other")
+            if tokens < needed_tokens:
+                what = f"holds {tokens} tokens, suite {suite.name} needs {needed_tokens}"
+                raise BadInput(f"data.{self.recipe.eval.other_text}: {what}; name a longer text")
         self.inputs.record(self._data_inputs)
         self.preflight()
 
@@ -271,7 +303,8 @@ class RunSteps:
                 base_dir=self._base_folder,
                 config=config,
                 tokenizer=self._tokenizer,
-                suite=self.suite,
+                suite=self._narrowed[0],
+                notes=self._narrowed[1],
                 data_dir=self._data_dir,
                 documents=self.documents,
                 prompts=PROMPTS,
@@ -397,6 +430,7 @@ class RunSteps:
                 self._base_folder,
                 self.suite,
                 held_out=self.documents(options.text).held_out if options.text is not None else None,
+                other=self.other_documents(),
                 data_dir=self._data_dir,
                 limit=options.limit,
                 batch_size=options.batch_size,

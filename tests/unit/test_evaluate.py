@@ -173,9 +173,9 @@ def test_progress_ends_at_its_total_and_never_passes_it(base: Path, rows: Path, 
 def test_shots_of_a_group_are_drawn_from_their_own_file(
     model: Any, rows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from liger_convert.eval import harness
+    from liger_convert.eval import harness, task_files
 
-    stock = (harness.STOCK / harness.STOCK_YAML["mmlu"]).parent
+    stock = (task_files.STOCK / task_files.STOCK_YAML["mmlu"]).parent
     subjects = [
         name for path in stock.glob("mmlu_*.yaml") if (name := yaml.safe_load(path.read_text())["dataset_name"])
     ]
@@ -279,7 +279,7 @@ def test_a_linearized_model_scores_the_same_alone_and_in_a_padded_batch(base: Pa
         (lambda rows: (rows / "piqa.jsonl").write_text('{"a": 1}\n'), {}, "line 1: does not fit task piqa"),
         (lambda rows: None, {"metrics": ["f1"]}, "task piqa: has no metric 'f1'; use one of acc, acc_norm"),
         (lambda rows: None, {"shots": 1}, "task piqa: has no local file to draw shots from"),
-        (lambda rows: None, {"name": "gsm8k"}, "task gsm8k: has no local form; with --data use piqa,"),
+        (lambda rows: None, {"name": "triviaqa"}, "task triviaqa: has no local form; with --data use piqa,"),
         (lambda rows: None, {"name": "mmlu"}, "mmlu.jsonl: has no rows with subject"),
     ],
 )
@@ -319,9 +319,9 @@ def test_text_measures_without_text_say_so(model: Any) -> None:
 def test_a_name_that_is_no_task_is_one_sentence(
     model: Any, monkeypatch: pytest.MonkeyPatch, name: str, says: str
 ) -> None:
-    from liger_convert.eval import harness
+    from liger_convert.eval import task_files
 
-    small = harness.TaskManager(include_path=harness.STOCK / "arc", include_defaults=False)
-    monkeypatch.setattr(harness, "TaskManager", lambda: small)  # all of them take 8 seconds to index
+    small = task_files.TaskManager(include_path=task_files.STOCK / "arc", include_defaults=False)
+    monkeypatch.setattr(task_files, "TaskManager", lambda: small)  # all of them take 8 seconds to index
     with pytest.raises(BadInput, match=says):
         run(model, None, [{"name": name, "metrics": ["acc"]}])

@@ -1,0 +1,108 @@
+"""What of a suite can be measured on a model, and in plain words what cannot and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from liger_convert.data.sources import file_rows
+from liger_convert.eval.suites import (
+    ANSWER_TOKENS,
+    NEEDLES,
+    SUFFIXES,
+    AgreementMeasure,
+    CopyMeasure,
+    PositionMeasure,
+    Suite,
+    Task,
+)
+
+NO_OTHER = "there is no text of another kind; name one by --other-text, or a recipe's eval.other_text"
+NO_DATA = "there is no folder of task rows; name one by --data, or a recipe's eval.data"
+
+
+def context_of(config: Any) -> int:
+    """The tokens that a model with this config takes; more than any has where it does not say."""
+    return getattr(config, "max_position_embeddings", None) or 10**9
+
+
+def narrow(
+    suite: Suite, *, context: int, tokenizer: Any, data_dir: Path | None, has_other: bool, has_base: bool
+) -> tuple[Suite, list[str]]:
+    """The suite without what cannot be measured on a model of so much `context`, and a note for everything left out.
+
+    Left out are lengths of a recall curve that do not fit into the context twice, positions behind it, needles and
+    prompts longer than it; text of another kind, and agreement with a base, where there are none; and tasks that need
+    local rows, without them. The rest stays as it is, so what is narrow already does not change.
+    """
+    notes: list[str] = []
+    text, positions = suite.text, suite.positions
+    if not has_other:
+        text = [measure for measure in text if measure.source != "other"]
+        positions = [measure for measure in positions if measure.source != "other"]
+        gone = [metric for measure in suite.of_text if measure.source == "other" for metric in measure.metrics]
+        notes += _left_out(gone, NO_OTHER)
+    positions = [kept for measure in positions if (kept := _positions(measure, context, notes)).ends]
+    copying = [fits for measure in suite.copying if (fits := _copying(measure, context, notes)) is not None]
+    agreement = _agreement(suite.agreement, context, has_other, has_base, notes)
+    tasks = suite.tasks_for(data_dir)
+    notes += _left_out([task.name for task in suite.tasks if task not in tasks], NO_DATA)
+    long = [task for task in tasks if _is_long(task, context, tokenizer, data_dir)]
+    notes += _left_out(
+        [task.name for task in long],
+        f"with their answers they are longer than the {context} tokens that the base takes",
+    )
+    tasks = [task for task in tasks if task not in long]
+    update = {"text": text, "positions": positions, "copying": copying, "agreement": agreement, "tasks": tasks}
+    return suite.model_copy(update=update), notes
+
+
+def _left_out(names: Sequence[str], why: str) -> list[str]:
+    return [f"{', '.join(names)}: left out, as {why}"] if names else []
+
+
+def _positions(measure: PositionMeasure, context: int, notes: list[str]) -> PositionMeasure:
+    kept = measure.model_copy(update={"window": min(measure.window, context)})
+    gone = measure.metrics[len(kept.ends) :]
+    notes += _left_out(gone, f"the base takes {context} tokens")
+    return kept
+
+
+def _copying(measure: CopyMeasure, context: int, notes: list[str]) -> CopyMeasure | None:
+    lengths = [length for length in measure.lengths if 2 * length <= context]
+    gone = [metric for metric, length in zip(measure.metrics, measure.lengths) if length not in lengths]
+    notes += _left_out(gone, f"said twice they are longer than the {context} tokens that the base takes")
+    return measure.model_copy(update={"lengths": lengths}) if lengths or not measure.lengths else None
+
+
+def _agreement(
+    measure: AgreementMeasure | None, context: int, has_other: bool, has_base: bool, notes: list[str]
+) -> AgreementMeasure | None:
+    if measure is None:
+        return None
+    tokens = measure.prompt_tokens + measure.tokens
+    if not has_base:
+        notes += _left_out(["agreement"], "there is no base to agree with; name one by --base or --baseline")
+        return None
+    if tokens > context:
+        notes += _left_out(
+            ["agreement"], f"its texts of {tokens} tokens are longer than the {context} that the base takes"
+        )
+        return None
+    if measure.source == "other" and not has_other:
+        notes.append(f"agreement: behind held-out text, as {NO_OTHER}")
+        return measure.model_copy(update={"source": "held_out"})
+    return measure
+
+
+def _is_long(task: Task, context: int, tokenizer: Any, data_dir: Path | None) -> bool:
+    """Whether a needle is longer than the base's context: it would be cut off before it is asked for."""
+    if task.name not in NEEDLES or task.include_path is not None or data_dir is None:
+        return False
+    files = [path for suffix in SUFFIXES if (path := data_dir / f"{task.name}{suffix}").is_file()]
+    rows = [row.value for path in files[:1] for row in file_rows(path)]
+    texts = [row["input"] for row in rows if isinstance(row, dict) and isinstance(row.get("input"), str)]
+    room = context - ANSWER_TOKENS
+    texts = [text for text in texts if len(text.encode()) + 1 > room]  # no token is shorter than a byte
+    return any(len(ids) > room for ids in tokenizer(texts, verbose=False)["input_ids"]) if texts else False
