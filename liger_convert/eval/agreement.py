@@ -79,7 +79,7 @@ def _answers(model: Any, tokenizer: Any, tokens: int, context: int) -> Iterator[
             text = render(tokenizer, messages, tokenizer.chat_template, ask=True)
         except BadInput:
             return
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if len(ids) + tokens > context:
             return
         (written,) = _write(model, tokenizer, torch.tensor([ids]), tokens)

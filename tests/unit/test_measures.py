@@ -16,8 +16,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from liger_convert.data.documents import Document
 from liger_convert.eval import measures
-from liger_convert.eval.measures import copy_loss, measurement, text_perplexity, token_losses
-from liger_convert.eval.suites import CopyMeasure, TextMeasure
+from liger_convert.eval.measures import copy_loss, measurement, position_losses, text_perplexity, token_losses
+from liger_convert.eval.suites import CopyMeasure, PositionMeasure, TextMeasure
 from liger_convert.utils.errors import BadInput
 
 OPTIONS: dict[str, Any] = {"batch_size": 2, "dtype": torch.float32, "report": lambda done, total, note="": None}
@@ -67,6 +67,25 @@ class Successor(torch.nn.Module):
 
     def forward(self, inputs_embeds: torch.Tensor, use_cache: bool) -> CausalLMOutputWithPast:
         return CausalLMOutputWithPast(logits=self.model(inputs_embeds, use_cache=use_cache).last_hidden_state)
+
+
+class Recaller(Successor):
+    """A language model that says what followed the last place where it read the same token, `reach` tokens back at
+    most; where it finds none it knows nothing."""
+
+    def __init__(self, reach: int) -> None:
+        super().__init__()
+
+        def forward(input_ids: torch.Tensor, use_cache: bool) -> BaseModelOutputWithPast:
+            logits = torch.zeros(*input_ids.shape, 101)
+            for row, ids in enumerate(input_ids.tolist()):
+                for i, token in enumerate(ids):
+                    before = [j for j in range(max(0, i - reach), i) if ids[j] == token]
+                    if before:
+                        logits[row, i, ids[before[-1] + 1]] = self.sure
+            return BaseModelOutputWithPast(last_hidden_state=logits)
+
+        self.model.forward = forward
 
 
 def test_perplexity_is_that_of_a_computation_by_hand(model: Any) -> None:
@@ -140,6 +159,45 @@ def test_a_model_that_cannot_know_of_the_repetition_is_not_charged_for_its_first
     assert found["copy_nll_10"] == {"value": pytest.approx(0), "stderr": pytest.approx(0), "n": 4}
 
 
+def test_a_recall_curve_ends_where_the_memory_does() -> None:
+    stream = document([3 + (7 * i) % 97 for i in range(97)])  # no token twice
+
+    def curve(reach: int) -> list[float]:
+        lengths = CopyMeasure(lengths=[8, 16, 32], draws=3).each
+        found = [copy_loss(Recaller(reach), tiny_tokenizer(), [stream], one, **OPTIONS) for one in lengths]
+        assert [set(measured) for measured in found] == [{"copy_nll_8"}, {"copy_nll_16"}, {"copy_nll_32"}]
+        return [value for measured in found for one in measured.values() if (value := one["value"]) is not None]
+
+    nothing, short, long = curve(0), curve(16), curve(32)
+    assert nothing == pytest.approx([math.log(101)] * 3)  # a zeroed memory knows no length
+    assert short == pytest.approx([0, 0, math.log(101)], abs=1e-6)
+    assert long == pytest.approx([0, 0, 0], abs=1e-6)
+
+
+def test_the_loss_by_position_is_that_of_a_computation_by_hand(model: Any) -> None:
+    tokenizer = tiny_tokenizer()
+    text = "".join(chr(33 + (i * i + i // 7) % 90) for i in range(1300))
+    found = position_losses(
+        model, tokenizer, documents(tokenizer, text), PositionMeasure(window=600, windows=2), **OPTIONS
+    )
+    stream = tokenizer(text)["input_ids"]
+    losses = [losses_by_hand(model, stream[i : i + 512]) for i in (0, 600)]
+    assert set(found) == {"text_nll_at_256", "text_nll_at_512"}
+    for metric, span in (("text_nll_at_256", slice(0, 255)), ("text_nll_at_512", slice(255, 511))):
+        means = [np.mean(row[span]) for row in losses]
+        assert found[metric]["value"] == pytest.approx(np.mean(means), rel=1e-5)
+        assert found[metric]["stderr"] == pytest.approx(abs(means[0] - means[1]) / 2, rel=1e-3)
+        assert found[metric]["n"] == 2
+
+
+def test_a_model_that_reaches_no_further_is_found_out_by_position() -> None:
+    stream = document([3 + i % 97 for i in range(97)] * 12)  # a text that comes again after 97 tokens
+    measure = PositionMeasure(source="other", window=512, windows=2)
+    near, far = (position_losses(Recaller(reach), tiny_tokenizer(), [stream], measure, **OPTIONS) for reach in (20, 97))
+    assert far["other_nll_at_512"]["value"] == pytest.approx(0, abs=1e-6)
+    assert near["other_nll_at_512"]["value"] == pytest.approx(math.log(101))
+
+
 def test_uniform_copies_are_the_same_in_every_run_and_hold_no_special_token(model: Any, monkeypatch: Any) -> None:
     tokenizer, seen = tiny_tokenizer(), []
     original = measures.token_losses
@@ -183,9 +241,16 @@ def test_what_is_not_finite_becomes_null() -> None:
     assert measurement(1.5, None, 3) == {"value": 1.5, "stderr": None, "n": 3}
 
 
-@pytest.mark.parametrize("measure", [TextMeasure(window=64), CopyMeasure(length=64)])
-def test_too_little_held_out_text_is_bad_input(model: Any, measure: Any) -> None:
+@pytest.mark.parametrize(
+    ("function", "measure", "kind"),
+    [
+        (text_perplexity, TextMeasure(window=64), "held-out text"),
+        (text_perplexity, TextMeasure(source="other", window=64), "text of another kind"),
+        (position_losses, PositionMeasure(window=256), "held-out text"),
+        (copy_loss, CopyMeasure(length=64), "held-out text"),
+    ],
+)
+def test_too_little_text_is_bad_input(model: Any, function: Any, measure: Any, kind: str) -> None:
     tokenizer = tiny_tokenizer()
-    function = text_perplexity if isinstance(measure, TextMeasure) else copy_loss
-    with pytest.raises(BadInput, match="held-out text: 91 tokens"):
+    with pytest.raises(BadInput, match=f"^{kind}: 91 tokens"):
         function(model, tokenizer, documents(tokenizer, TEXT), measure, **OPTIONS)

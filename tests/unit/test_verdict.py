@@ -83,6 +83,37 @@ def test_far_text_counts_as_much_as_near_text() -> None:
     assert found["sentences"][0].startswith("THE MODEL IS WORSE than the untrained base")
 
 
+@pytest.mark.parametrize(("other", "first"), [(18.0, "THE MODEL IS NO BETTER"), (22.0, "THE MODEL IS WORSE than")])
+def test_of_two_kinds_of_text_the_worse_one_is_told(other: float, first: str) -> None:
+    def table(text: float, other: float) -> dict[str, Any]:
+        values = {"text_ppl": text, "other_ppl": other, "other_byte_ppl": 2.0}
+        return {metric: {"value": value, "stderr": None, "n": 9} for metric, value in values.items()}
+
+    reference = table(20.0, 18.0)
+    models = {"base": reference, "window_only_untrained": reference, "memory_ablated": table(30.0, other)}
+    found = verdict(models | {"linearized": table(15.0, other)})
+    assert found["compared"]["against_untrained"]["text_ppl"] == "better"
+    said = [sentence for sentence in found["sentences"] if "untrained" in sentence or "Against the base" in sentence]
+    assert said[0].startswith(first)
+    assert all("in other_ppl (" in sentence and "text_ppl" not in sentence for sentence in said)
+    assert found["worse_than_untrained"] is (other == 22.0)
+    (memory,) = (sentence for sentence in found["sentences"] if "memory" in sentence)
+    assert "worse in text_ppl (30 against 15); no different in other_ppl" in memory
+    better = verdict(models | {"linearized": table(30.0, 9.0)})  # and the other way about
+    assert "worse in text_ppl (30 against 20)" in better["sentences"][0]
+
+
+def test_a_kind_of_text_counts_beside_its_own_length_alone() -> None:
+    values = {"text_ppl": 10.0, "text_far_ppl": 10.0, "other_far_ppl": 30.0}
+    models = {name: {m: {"value": 20.0, "stderr": None, "n": 9} for m in values} for name in ("base", "memory_ablated")}
+    models["linearized"] = {m: {"value": value, "stderr": None, "n": 9} for m, value in values.items()}
+    sentence = verdict(models)["sentences"][-1]
+    assert (
+        sentence
+        == "Against the base the model is worse in other_far_ppl (30 against 20); better in text_ppl (10 against 20)."
+    )
+
+
 def number(said: str) -> float:
     return float("inf") if said == "not finite" else float(said.partition(" ± ")[0])
 
