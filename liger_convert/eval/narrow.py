@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,14 @@ def _is_long(task: Task, context: int, tokenizer: Any, data_dir: Path | None) ->
     if task.name not in NEEDLES or task.include_path is not None or data_dir is None:
         return False
     files = [path for suffix in SUFFIXES if (path := data_dir / f"{task.name}{suffix}").is_file()]
-    rows = [row.value for path in files[:1] for row in file_rows(path)]
-    texts = [row["input"] for row in rows if isinstance(row, dict) and isinstance(row.get("input"), str)]
     room = context - ANSWER_TOKENS
-    texts = [text for text in texts if len(text.encode()) + 1 > room]  # no token is shorter than a byte
-    return any(len(ids) > room for ids in tokenizer(texts, verbose=False)["input_ids"]) if texts else False
+    return any(_longest(path, path.stat().st_mtime_ns, tokenizer, room) > room for path in files[:1])
+
+
+@lru_cache(maxsize=len(NEEDLES))  # the branches of a model share a tokenizer, and reading 8,192 tokens a row takes time
+def _longest(path: Path, _modified: int, tokenizer: Any, room: int) -> int:
+    """The tokens of the longest prompt in the file, 0 where all have room: no token is shorter than a byte."""
+    rows = [row.value for row in file_rows(path)]
+    texts = [row["input"] for row in rows if isinstance(row, dict) and isinstance(row.get("input"), str)]
+    texts = [text for text in texts if len(text.encode()) + 1 > room]
+    return max((len(ids) for ids in tokenizer(texts, verbose=False)["input_ids"]), default=0) if texts else 0

@@ -248,7 +248,9 @@ def local_files(task: Task, data_dir: Path) -> dict[str, Path]:
     stems = LOCAL_FILES.get(task.name)
     if stems is None:
         known = ", ".join(LOCAL_FILES)
-        raise BadInput(f"task {task.name}: has no local form; with --data use {known}, or give its folder (include_path)")
+        raise BadInput(
+            f"task {task.name}: has no local form; with --data use {known}, or give its folder (include_path)"
+        )
     if task.shots and "fewshot" not in stems:
         raise BadInput(f"task {task.name}: has no local file to draw shots from; with --data set its shots to 0")
     found: dict[str, Path] = {}

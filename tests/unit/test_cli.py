@@ -253,6 +253,41 @@ def test_diagnose_measures_each_branch_and_the_controls(home, capsys):
     assert list(beside["models"]) == ["base", "window_only_untrained", *alone]
 
 
+def test_eval_and_diagnose_take_text_of_another_kind_and_a_folder_of_tasks(home, capsys, tmp_path):
+    rows = [{"q": f"count {i}", "a": ["one", "two"], "right": i % 2} for i in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    kwargs = {"data_files": {"test": str(tmp_path / "rows.jsonl")}, "cache_dir": str(tmp_path / "cache")}
+    task = {"task": "counts", "dataset_path": "json", "dataset_kwargs": kwargs, "test_split": "test"}
+    task |= {"output_type": "multiple_choice", "doc_to_text": "q", "doc_to_target": "right", "doc_to_choice": "a"}
+    (tmp_path / "counts.yaml").write_text(yaml.safe_dump(task | {"metric_list": [{"metric": "acc"}]}))
+    (tmp_path / "far.txt").write_text("A lighthouse has two hundred steps. " * 9)
+    suite = {"description": "x", "text": [{"source": "other", "window": 32}]}
+    suite |= {
+        "agreement": {"prompts": 2, "prompt_tokens": 16, "tokens": 4},
+        "tasks": [{"name": "counts", "metrics": ["acc"]}],
+    }
+    (tmp_path / "suite.yaml").write_text(yaml.safe_dump(suite))
+    options = ["--suite", str(tmp_path / "suite.yaml"), "--include-path", str(tmp_path), "--json"]
+    far = ["--other-text", str(tmp_path / "far.txt")]
+    ours = {"other_ppl", "other_byte_ppl", "agreement/greedy_match", "agreement/common_prefix", "counts/acc"}
+    found = json.loads(output(capsys, "eval", "converted", "--baseline", "base", *options, *far))
+    assert ours <= set(found["models"]["linearized"])
+    assert found["models"]["base"]["agreement/greedy_match"]["value"] == 1
+    assert "notes" not in found
+    beside = json.loads(output(capsys, "diagnose", "converted", "--base", "base", *options, *far))["models"]
+    assert beside["linearized"] == found["models"]["linearized"]
+    assert beside["base"] == found["models"]["base"]
+    alone = json.loads(output(capsys, "eval", "converted", *options, "--text", str(tmp_path / "far.txt")))
+    assert "agreement/greedy_match" not in alone["models"]["linearized"]
+    assert alone["models"]["linearized"]["other_ppl"] != found["models"]["linearized"]["other_ppl"]  # of pydoc
+    assert alone["notes"] == [
+        "agreement: left out, as there is no base to agree with; name one by --base or --baseline"
+    ]
+    same = ["--text", str(tmp_path / "far.txt"), *far]
+    assert main.main(["eval", "converted", *options, *same]) == 2
+    assert "is the text of --text itself" in capsys.readouterr().err
+
+
 def test_generate_speaks_and_says_the_same_twice(home, capsys):
     words = ["generate", "converted", "--prompt", "green", "--max-new-tokens", "12"]
     first = output(capsys, *words)

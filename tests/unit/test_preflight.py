@@ -270,6 +270,36 @@ def test_a_suite_that_its_rows_do_not_fit_is_refused(
     refused(words("eval.data=rows"), capsys, "piqa" if "piqa" in tasks else "squad_ctx", says)
 
 
+def test_what_a_run_leaves_out_of_its_suite_is_a_warning(home: Path, capsys: Any) -> None:
+    (home / "suite.yaml").write_text(SUITE + "copying: [{lengths: [16, 300]}]\npositions: [{window: 512}]\n")
+    curve, positions = sorted(warned(words("data.text.held_out=0.6"), capsys))
+    assert "suite suite: copy_nll_300: left out, as said twice they are longer than the 256 tokens" in curve
+    assert "suite suite: text_nll_at_512: left out, as the base takes 256 tokens" in positions
+
+
+def test_text_of_another_kind_is_read_before_the_training(home: Path, capsys: Any) -> None:
+    lines(home / "far.jsonl", [{"text": "Far out."}])
+    (home / "suite.yaml").write_text("description: x\ntext: [{source: other, window: 32}]\n")
+    far = ["data.far={source: file, path: far.jsonl}", "eval.other_text=far"]
+    refused(words(*far), capsys, "data.far: holds 8 tokens, suite suite needs 64")
+    lines(home / "far.jsonl", [{"text": "Far out. " * 9}])
+    assert warned(words(*far), capsys) == []
+
+
+def test_a_run_that_trains_on_the_documentation_has_no_text_of_another_kind(home: Path, capsys: Any) -> None:
+    (home / "suite.yaml").write_text(SUITE[:-1].replace("}]", "}, {source: other}]") + "\n")
+    (warning,) = warned(words("data.text={source: pydoc, held_out: 0.01}"), capsys)
+    assert "other_ppl, other_byte_ppl: left out, as there is no text of another kind" in warning
+
+
+def test_prompts_need_text_of_some_kind(home: Path, capsys: Any) -> None:
+    (home / "suite.yaml").write_text("description: x\nagreement: {prompts: 2, prompt_tokens: 16, tokens: 4}\n")
+    assert warned(words("eval={suite: suite.yaml}"), capsys) == []  # they are Python's documentation
+    shutil.rmtree(home / "out")
+    said = "eval.text: suite suite scores held-out text"
+    refused(words("data.text={source: pydoc}", "eval={suite: suite.yaml}"), capsys, said)
+
+
 def test_rows_beyond_the_limit_are_not_looked_at(home: Path, capsys: Any) -> None:
     (home / "rows").mkdir()
     lines(home / "rows/piqa.jsonl", [*PIQA, PIQA[0] | {"label": -1}])

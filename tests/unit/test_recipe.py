@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from liger_convert.config import recipe, recipe_errors
+from liger_convert.config.sources import PydocSource
 from liger_convert.config.stages import FinetuneStage
 from liger_convert.utils.errors import BadInput
 
@@ -145,6 +146,9 @@ def test_a_yaml_mistake_is_named_with_its_line():
         ("stages[1].data=text", "stages[1].loss_on: source 'text' is text without responses"),
         ("eval.text=chat", "eval.text: source 'chat' holds nothing out"),
         ("eval.text=books", "eval.text: 'books' is not a source"),
+        ("eval.other_text=books", "eval.other_text: 'books' is not a source"),
+        ("eval.other_text=text", "eval.other_text: source 'text' is text that the run reads as 'text'"),
+        ("eval.other_text=chat", "eval.other_text: source 'chat' is text that the run reads as 'chat'"),
         ("data.chat.field=text", "data.chat.field: Alpaca rows have fixed columns"),
         ("data.chat={source: file, path: a, validation: b, held_out: 0.1}", "data.chat.held_out: validation already"),
         ("data.own={source: teacher, tokens: 100}", "data.own.tokens: 100 is less than one document"),
@@ -269,3 +273,40 @@ def test_every_field_is_described():
 def test_recipes_are_read_without_importing_torch():
     code = "import linearize_command, liger_convert.config.recipe, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+OTHER = "data.far={source: file, path: far.jsonl}"
+
+
+def test_text_of_another_kind_is_the_one_that_is_named_or_pythons_documentation():
+    named = recipe.parse(RECIPE, [OTHER, "eval.other_text=far"])
+    assert named.other_source == named.data["far"]
+    assert recipe.parse(RECIPE).other_source is None  # it trains on the documentation
+    text = "data.text={source: file, path: a.jsonl, held_out: 0.1}"
+    assert recipe.parse(RECIPE, [text]).other_source == PydocSource()
+    assert recipe.parse(RECIPE, [text, "data.unread={source: pydoc}"]).other_source == PydocSource()
+    assert (
+        recipe.parse(RECIPE, [text, "data.read={source: pydoc, held_out: 0.1}", "eval.text=read"]).other_source is None
+    )
+
+
+def test_layers_are_not_chosen_on_text_of_another_kind():
+    before = RECIPE.replace("  text: {source", "  far: {source: file, path: far.jsonl}\n  text: {source")
+    auto = ["layers={softmax_auto: 1}"]
+    assert recipe.parse(before, auto).plain_texts == ["far", "text"]
+    assert recipe.parse(before, [*auto, "eval.other_text=far"]).plain_texts == ["text"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{source: file, path: ./chat.json, format: alpaca}",
+        "{source: file, path: other.json, validation: chat.json}",
+        "{source: pydoc, format: messages}",
+        "{source: teacher, tokens: 1e6}",
+    ],
+)
+def test_text_that_is_trained_on_under_another_name_is_no_text_of_another_kind(source):
+    said = refusal(f"data.far={source}", "eval.other_text=far")
+    assert "eval.other_text: source 'far' is " in said
+    assert recipe.parse(RECIPE, ["data.far={source: hub, id: a/b, split: test}", "eval.other_text=far"])

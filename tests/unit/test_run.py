@@ -100,6 +100,37 @@ def finished(home: Path) -> Path:
     return home / "finished"
 
 
+def test_a_report_on_text_of_two_kinds_shows_what_the_base_would_have_written(home: Path) -> None:
+    rows = [{"text": f"A lighthouse has {i} steps, and every one of them is worn. "} for i in range(20)]
+    (home / "far.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    suite = {
+        "description": "two kinds",
+        "text": [{"window": 32, "windows": 4}, {"source": "other", "window": 32, "windows": 4}],
+        "positions": [{"source": "other", "window": 512, "windows": 2}],
+        "copying": [{"lengths": [8, 200], "draws": 2}],
+        "agreement": {"prompts": 3, "prompt_tokens": 16, "tokens": 8},
+    }
+    (home / "honest.yaml").write_text(yaml.safe_dump(suite))
+    changes = ["stages=[]", "data.far={source: file, path: far.jsonl}"]
+    changes += ["eval={suite: honest.yaml, text: text, other_text: far}"]
+    sets = [word for change in changes for word in ("--set", change)]
+    assert main.main(["run", "recipe.yaml", "--out", "two-kinds", *sets]) == 0
+    report = json.loads((home / "two-kinds/report.json").read_text())
+    models = report["models"]
+    ours = {"text_ppl", "text_byte_ppl", "other_ppl", "other_byte_ppl", "other_nll_at_256", "copy_nll_8"}
+    match = {name: measured["agreement/greedy_match"]["value"] for name, measured in models.items()}
+    assert ours < set(models["base"])
+    assert match["base"] == 1
+    assert match["linearized"] < 1
+    assert report["notes"] == [
+        "other_nll_at_512: left out, as the base takes 256 tokens",
+        "copy_nll_200: left out, as said twice they are longer than the 256 tokens that the base takes",
+    ]
+    page = (home / "two-kinds/report.md").read_text()
+    assert all(f"- Warning: suite honest: {note}." in page for note in report["notes"])
+    assert "other_ppl (" in report["verdict"]["sentences"][-1] or "text_ppl (" in report["verdict"]["sentences"][-1]
+
+
 def manifest(folder: Path) -> dict:
     return json.loads((folder / "manifest.json").read_text())
 
