@@ -1,4 +1,4 @@
-"""What the commands other than `run` do: single steps of a run, measures, and lists."""
+"""What the commands other than `run` do: single steps of a run, and lists; `measuring` has the measures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
@@ -21,10 +21,9 @@ from liger_convert.config.fields import plain_name
 from liger_convert.config.recipe import Recipe, build
 from liger_convert.config.sources import FileSource, PydocSource
 from liger_convert.data import teacher
-from liger_convert.data.documents import Document, load_source
+from liger_convert.data.documents import load_source
 from liger_convert.data.packed_rows import collate, pack
-from liger_convert.eval import ablation, evaluation, generation, suites
-from liger_convert.eval.narrow import context_of, narrow
+from liger_convert.eval import generation
 from liger_convert.io import checkpoint
 from liger_convert.io.files import atomic_write, scratch_folder
 from liger_convert.mixers import MIXERS, SOFTMAX
@@ -141,7 +140,7 @@ def calibrate_model(
         _require_base(base, folder, model)
         check_folder(model)
         check_folder(folder)
-        documents = load_source(_source(text), checkpoint.load_tokenizer(model)).train
+        documents = load_source(text_source(text), checkpoint.load_tokenizer(model)).train
         if (held := sum(len(document.ids) for document in documents)) < tokens:
             raise BadInput(f"--text {text}: holds {held} tokens, but --tokens asks for {tokens}; give more text")
         rows = pack(documents, seq_len, tokens, seed)
@@ -233,160 +232,8 @@ def train_stage(recipe: Recipe, number: int, model: Path, out: Path, *, resume: 
             )
 
 
-def evaluate_models(
-    model: str,
-    baseline: str | None,
-    *,
-    suite: str,
-    text: str = PYDOC,
-    other_text: str | None = None,
-    data_dir: Path | None = None,
-    include_path: Path | None = None,
-    limit: int | None = None,
-    batch_size: int = 4,
-    device: str = "auto",
-    precision: str = "auto",
-    trust_remote_code: bool = False,
-) -> dict[str, Any]:
-    """{"suite": …, "models": {NAME: {METRIC: measurement}}}, NAME `linearized` or `model`, and `base` for a baseline;
-    where something of the suite was left out also {"notes": […]}.
-
-    `text` is a file of held-out text, or `pydoc` for Python's documentation; `other_text` the same, of another kind;
-    without it that is `pydoc`, if `text` is not. `include_path` is a folder with tasks. Raises BadInput.
-    """
-    loaded, where = _suite(suite, include_path), pick_device(device)
-    suites.check_data(loaded, data_dir, limit)
-    other_text = _other_text(text, other_text)
-    # without text of another kind, prompts are held-out text
-    needs_text = loaded.needs_text or (loaded.needs_other and other_text is None)
-    found: dict[str, Any] = {}
-    base_rows = None
-    with ExitStack() as stack:
-        folders = {
-            source: stack.enter_context(local_model(source, trust_remote_code=trust_remote_code))
-            for source in (baseline, model)
-            if source is not None
-        }
-        for folder in folders.values():  # before hours go into the first
-            check_folder(folder, trust_remote_code)
-        tokenizers = {
-            source: checkpoint.load_tokenizer(folder, trust_remote_code) for source, folder in folders.items()
-        }
-        if (
-            loaded.agreement is not None
-            and len({tuple(sorted(t.get_vocab().items())) for t in tokenizers.values()}) > 1
-        ):
-            what = "has another tokenizer than the model, so agreement with it cannot be measured"
-            raise BadInput(f"--baseline {baseline}: {what}; use a suite without")
-        for source, folder in folders.items():
-            name = "base" if source == baseline else "linearized" if is_linearized(folder) else "model"
-            tokenizer = tokenizers[source]
-            options: dict[str, Any] = {
-                "held_out": _held_out(text, tokenizer) if needs_text else None,
-                "other": _other(loaded, other_text, tokenizer),
-                "batch_size": batch_size,
-                "precision": precision,
-            }
-            with show_progress(source) as report:
-                model_there = generation.load_model(folder, where, precision, trust_remote_code=trust_remote_code)
-                if source == baseline:
-                    base_rows = evaluation.let_base_write(model_there, tokenizer, loaded, **options, report=report)
-                found[name] = evaluation.evaluate_model(
-                    model_there,
-                    tokenizer,
-                    loaded,
-                    base_rows=base_rows,
-                    data_dir=data_dir,
-                    limit=limit,
-                    **options,
-                    report=report,
-                )
-        _, notes = narrow(
-            loaded,
-            context=context_of(checkpoint.load_config(folders[model], trust_remote_code)),
-            tokenizer=tokenizers[model],
-            data_dir=data_dir,
-            has_other=other_text is not None,
-            has_base=baseline is not None,
-        )
-    return {"suite": loaded.model_dump(mode="json"), "models": found, **({"notes": notes} if notes else {})}
-
-
-def diagnose_model(
-    model: Path,
-    base: str | None,
-    *,
-    suite: str,
-    text: str = PYDOC,
-    other_text: str | None = None,
-    data_dir: Path | None = None,
-    include_path: Path | None = None,
-    limit: int | None = None,
-    batch_size: int = 4,
-    processes: int = 1,
-    device: str = "auto",
-    precision: str = "auto",
-) -> dict[str, Any]:
-    """`ablation.diagnose` of the linearized model `model`, beside its `base` where that is given. Raises BadInput.
-
-    `text`, `other_text` and `include_path` are those of `evaluate_models`."""
-    loaded, where = _suite(suite, include_path), pick_device(device)
-    suites.check_data(loaded, data_dir, limit)
-    other_text = _other_text(text, other_text)
-    needs_text = loaded.needs_text or (loaded.needs_other and other_text is None)
-    require_linearized(model)
-    with local_model(base or str(model)) as folder, show_progress("diagnose") as report:
-        check_folder(model)
-        check_folder(folder)
-        tokenizer = checkpoint.load_tokenizer(model)
-        return ablation.diagnose(
-            model,
-            folder if base is not None else None,
-            loaded,
-            held_out=_held_out(text, tokenizer) if needs_text else None,
-            other=_other(loaded, other_text, tokenizer),
-            data_dir=data_dir,
-            limit=limit,
-            batch_size=batch_size,
-            processes=processes,
-            device=where,
-            precision=precision,
-            report=report,
-        )
-
-
-def _held_out(text: str, tokenizer: Any) -> Sequence[Document]:
-    """A whole file, or the part of Python's documentation that a recipe with the same seed does not train on."""
-    documents = load_source(_source(text), tokenizer)
-    return documents.held_out if text == PYDOC else documents.train
-
-
-def _suite(name: str, include_path: Path | None) -> suites.Suite:
-    """The suite called `name`, with those of its tasks that the folder `include_path` has taken from there."""
-    loaded = suites.load(name)
-    if include_path is None:
-        return loaded
-    from liger_convert.eval.task_files import included_tasks  # lm-eval takes seconds to import
-
-    return loaded.with_tasks_of(include_path, included_tasks(include_path))
-
-
-def _other_text(text: str, other_text: str | None) -> str | None:
-    """The text of another kind than `text`: the one that is given, or else Python's documentation, if that is one."""
-    if other_text is not None and _source(other_text).places & _source(text).places:
-        raise BadInput(f"--other-text {other_text}: is the text of --text itself; name text of another kind")
-    return other_text or (PYDOC if text != PYDOC else None)
-
-
-def _other(suite: suites.Suite, other_text: str | None, tokenizer: Any) -> Sequence[Document] | None:
-    """All documents of `other_text`, where there is one and the suite reads it."""
-    if other_text is None or not suite.needs_other:
-        return None
-    documents = load_source(_source(other_text), tokenizer)
-    return documents.train + documents.held_out
-
-
-def _source(text: str) -> FileSource | PydocSource:
+def text_source(text: str) -> FileSource | PydocSource:
+    """What an option --text names: a file, or `pydoc`, Python's documentation."""
     return PydocSource(held_out=0.1) if text == PYDOC else FileSource(path=text)
 
 

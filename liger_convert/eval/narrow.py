@@ -18,6 +18,7 @@ from liger_convert.eval.suites import (
     Suite,
     Task,
 )
+from liger_convert.model.bases import context_length
 
 NO_OTHER = "there is no text of another kind; name one by --other-text, or a recipe's eval.other_text"
 NO_DATA = "there is no folder of task rows; name one by --data, or a recipe's eval.data"
@@ -25,7 +26,7 @@ NO_DATA = "there is no folder of task rows; name one by --data, or a recipe's ev
 
 def context_of(config: Any) -> int:
     """The tokens that a model with this config takes; more than any has where it does not say."""
-    return getattr(config, "max_position_embeddings", None) or 10**9
+    return context_length(config) or 10**9
 
 
 def narrow(

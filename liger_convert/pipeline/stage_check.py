@@ -87,7 +87,7 @@ def measure(
     """The perplexity of `documents` and the loss on a repetition of their text, both better when lower, of any model of
     transformers; in shorter windows where its context is shorter. Raises BadInput where the documents are too few."""
     size, most = SIZES[device.type], context_length(model.config) or SIZES[device.type].window
-    text = TextMeasure(name="other", window=min(size.window, most), windows=size.windows)
+    text = TextMeasure(source="other", window=min(size.window, most), windows=size.windows)
     copying = CopyMeasure(length=min(size.length, most // 2), draws=size.draws)
     options: dict[str, Any] = {
         "batch_size": size.batch_size,
