@@ -133,7 +133,7 @@ def repetitions(tokenizer: Any, documents: Sequence[Document], measure: CopyMeas
 def text_spans(tokenizer: Any, documents: Sequence[Document], length: int, count: int, kind: str) -> np.ndarray:
     """`count` spans of `length` tokens that lie evenly over the documents and do not overlap, [N,T]; fewer where the
     documents are too short. kind: what error messages call the documents. Raises BadInput when they do not hold two."""
-    stream = _stream(documents, _prefix(tokenizer))
+    stream = _stream(documents, text_prefix(tokenizer))
     count = min(count, len(stream) // length)
     if count < 2:
         raise BadInput(f"{kind}: {len(stream)} tokens do not hold two spans of {length}")
@@ -142,7 +142,7 @@ def text_spans(tokenizer: Any, documents: Sequence[Document], length: int, count
 
 def begun(tokenizer: Any, rows_NT: np.ndarray) -> Tensor:
     """The rows, each begun as the tokenizer begins every text, int64 [N,T]."""
-    return _prefixed(_prefix(tokenizer), rows_NT)
+    return _prefixed(text_prefix(tokenizer), rows_NT)
 
 
 def token_losses(model: Any, ids_BT: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ def window_losses(
     return torch.cat(parts)
 
 
-def _prefix(tokenizer: Any) -> np.ndarray:
+def text_prefix(tokenizer: Any) -> np.ndarray:
     """What the tokenizer puts before every text of its own accord: its beginning-of-sequence token, or nothing."""
     ids = tokenizer("", add_special_tokens=True)["input_ids"]
     return np.array(ids[:1] if ids[:1] == [tokenizer.bos_token_id] else [], np.int64)
@@ -235,7 +235,7 @@ def _stream(documents: Sequence[Document], prefix: np.ndarray) -> np.ndarray:
 
 def _windows(tokenizer: Any, documents: Sequence[Document], measure: TextMeasure | PositionMeasure) -> Tensor:
     """The first windows of the documents, int64 [N,T], T = `measure.window`. Raises BadInput for fewer than two."""
-    prefix = _prefix(tokenizer)
+    prefix = text_prefix(tokenizer)
     stream, size = _stream(documents, prefix), measure.window - len(prefix)
     windows = min(measure.windows, len(stream) // size)
     if windows < 2:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_convert.data.sources import file_rows
+from liger_convert.eval.measures import text_prefix
 from liger_convert.eval.suites import (
     ANSWER_TOKENS,
     NEEDLES,
@@ -46,8 +47,9 @@ def narrow(
         gone = [metric for measure in suite.of_text if measure.source == "other" for metric in measure.metrics]
         notes += _left_out(gone, NO_OTHER)
     positions = [kept for measure in positions if (kept := _positions(measure, context, notes)).ends]
-    copying = [fits for measure in suite.copying if (fits := _copying(measure, context, notes)) is not None]
-    agreement = _agreement(suite.agreement, context, has_other, has_base, notes)
+    begin = len(text_prefix(tokenizer))
+    copying = [fits for measure in suite.copying if (fits := _copying(measure, begin, context, notes)) is not None]
+    agreement = _agreement(suite.agreement, begin, context, has_other, has_base, notes)
     tasks = suite.tasks_for(data_dir)
     notes += _left_out([task.name for task in suite.tasks if task not in tasks], NO_DATA)
     long = [task for task in tasks if _is_long(task, context, tokenizer, data_dir)]
@@ -71,19 +73,19 @@ def _positions(measure: PositionMeasure, context: int, notes: list[str]) -> Posi
     return kept
 
 
-def _copying(measure: CopyMeasure, context: int, notes: list[str]) -> CopyMeasure | None:
-    lengths = [length for length in measure.lengths if 2 * length <= context]
+def _copying(measure: CopyMeasure, begin: int, context: int, notes: list[str]) -> CopyMeasure | None:
+    lengths = [length for length in measure.lengths if begin + 2 * length <= context]
     gone = [metric for metric, length in zip(measure.metrics, measure.lengths) if length not in lengths]
     notes += _left_out(gone, f"said twice they are longer than the {context} tokens that the base takes")
     return measure.model_copy(update={"lengths": lengths}) if lengths or not measure.lengths else None
 
 
 def _agreement(
-    measure: AgreementMeasure | None, context: int, has_other: bool, has_base: bool, notes: list[str]
+    measure: AgreementMeasure | None, begin: int, context: int, has_other: bool, has_base: bool, notes: list[str]
 ) -> AgreementMeasure | None:
     if measure is None:
         return None
-    tokens = measure.prompt_tokens + measure.tokens
+    tokens = begin + measure.prompt_tokens + measure.tokens
     if not has_base:
         notes += _left_out(["agreement"], "there is no base to agree with; name one by --base or --baseline")
         return None

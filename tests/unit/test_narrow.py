@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tiny import tiny_tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from liger_convert.eval.narrow import narrow
 from liger_convert.eval.suites import Suite
@@ -59,6 +60,18 @@ def test_a_curve_ends_with_the_context_and_a_single_length_does_not() -> None:
     assert notes == ["copy_nll_2000: left out, as said twice they are longer than the 1000 tokens that the base takes"]
     assert "copy_nll_500" not in metrics(narrowed(context=999, tasks=[])[0])
     assert found.text == Suite.model_validate(SUITE).text  # a window of text that is too long is a run's warning
+
+
+def test_the_token_that_begins_a_text_takes_room_too() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    suite = Suite.model_validate(SUITE | {"positions": [], "tasks": []})
+    options: dict[str, Any] = {"tokenizer": tokenizer, "data_dir": None, "has_other": True, "has_base": True}
+    short, long = (narrow(suite, context=context, **options)[0] for context in (1000, 1001))
+    assert [measure.lengths for measure in short.copying] == [[64], []]
+    assert [measure.lengths for measure in long.copying] == [[64, 500], []]
+    assert narrow(suite, context=576, **options)[0].agreement is None
+    assert narrow(suite, context=577, **options)[0].agreement is not None
 
 
 def test_positions_end_with_the_context() -> None:
