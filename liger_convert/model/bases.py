@@ -7,18 +7,17 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from liger_convert.model.families import MISFITS, PREFIX, family_of
+from liger_convert.model.families import PREFIX, family_of
 from liger_convert.utils.errors import BadInput, first_line
 
 
 def check_base(config: Any) -> None:
-    """Raises BadInput unless `config` is an unquantised base of a family that fits."""
+    """Raises BadInput unless `config` is an unquantised base of one of the families, whose tokens see none after them."""
     if config.model_type.startswith(PREFIX):
         raise BadInput(f"base: model_type {config.model_type!r} is linearized already; give the model it was made from")
-    misfit = MISFITS.get(config.model_type)
-    if misfit is not None:
-        raise BadInput(f"config.json: model_type {config.model_type!r} cannot be linearized: {misfit.misfit()}")
     family_of(config)
+    if getattr(config, "use_bidirectional_attention", None):
+        raise BadInput("config.json: use_bidirectional_attention is set: its tokens see those after them, so no recurrence can stand for it")
     if getattr(config, "quantization_config", None) is not None:
         raise BadInput("base: config.json says it is quantised; give the bf16, fp16 or fp32 weights it was made from")
 

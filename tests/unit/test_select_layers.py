@@ -74,7 +74,7 @@ def selected(
 
 
 def searched(keep: int, copy: Callable[[Collection[int]], float], text: Callable = lambda kept: 0.0) -> LayerSelection:
-    return search(8, keep, lambda kept: Losses(copy(kept), text(kept)))
+    return search(range(8), keep, lambda kept: Losses(copy(kept), text(kept)))
 
 
 # --- the switch
@@ -137,7 +137,7 @@ def test_a_selection_is_made_of_the_losses_it_names_and_comes_out_the_same_twice
     options: dict[str, Any] = {"batch_size": 4, "dtype": torch.float32, "report": lambda done, total, note="": None}
     copied = copy_loss(base, tiny_tokenizer(), TEXT, CopyMeasure(length=128, draws=8), **options)
     assert found.base.copy_nll == pytest.approx(copied["copy_nll_128"]["value"], rel=1e-6)
-    assert len({found.base, found.linear, *found.swapped, *found.restored}) == 8
+    assert len({found.base, found.linear, *found.swapped.values(), *found.restored.values()}) == 8
     (left,) = {0, 1, 2} - set(found.softmax_layers)
     assert found.path[1][1] == found.swapped[left]  # two of three layers kept is one of three linear
     assert told[-1] == (evaluations(3, 2), evaluations(3, 2))
