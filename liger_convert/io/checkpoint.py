@@ -24,6 +24,7 @@ from liger_convert.io import gguf_header, tokenizer
 from liger_convert.io.config_sizes import SIZES, check_sizes
 from liger_convert.io.files import atomic_dir, read_json
 from liger_convert.io.inputs import require_file, size
+from liger_convert.io.text_part import COMPOSITES, text_config, write_text_part
 from liger_convert.utils.errors import BadInput, first_line, refusing
 from liger_convert.utils.progress import console
 
@@ -82,8 +83,8 @@ def resolve_base(
 ) -> Path:
     """A local folder of safetensors for `source`: a folder, a .gguf file, `package:MODULE/FILE` or a hub id.
 
-    What is no such folder yet (a .gguf file, pickled weights) is turned into `workdir`/base, once. Raises BadInput with
-    what would be right.
+    What is no such folder yet (a .gguf file, pickled weights, a model of text and images) is turned into
+    `workdir`/base, once. Raises BadInput with what would be right.
     """
     wanted = (
         [*COMPANIONS, "README.md", "*.json", "*.safetensors"] + ["*.py"] * trust_remote_code + ["*.bin"] * allow_pickle
@@ -95,7 +96,9 @@ def resolve_base(
     if not (path / "config.json").is_file():
         raise BadInput(f"base: {path}: is neither a .gguf file nor a model folder with its config.json")
     check_files(path)
-    load_config(path, trust_remote_code)
+    config = load_config(path, trust_remote_code)
+    if config.model_type in COMPOSITES:
+        return made if made.exists() else _from_composite(path, config, made)
     if any((path / name).exists() for name in (PICKLE, PICKLE_INDEX)) and not any(path.glob("*.safetensors")):
         if not allow_pickle:
             raise BadInput(_pickled(path))
@@ -109,7 +112,7 @@ def base_config(source: str, *, revision: str | None = None, trust_remote_code: 
 
     path = locate_base(source) or _download(source, revision, ["config.json"] + ["*.py"] * trust_remote_code)
     if not _is_gguf(path):
-        return load_config(path, trust_remote_code)
+        return text_config(load_config(path, trust_remote_code))
     with _gguf_errors(path):
         gguf_header.check(path)
         return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
@@ -228,6 +231,18 @@ def _from_pickles(base: Path, out: Path) -> Path:
             (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
         shutil.copyfile(base / "config.json", folder / "config.json")
         copy_companions(base, folder)
+    return out
+
+
+def _from_composite(base: Path, config: Any, out: Path) -> Path:
+    """Writes the text model of a model of text and images, beside copies of its other files."""
+    if getattr(config, "quantization_config", None) is not None:
+        raise BadInput(f"{base / 'config.json'}: says it is quantised; give the bf16, fp16 or fp32 weights")
+    with atomic_dir(out) as folder:
+        left = write_text_part(Checkpoint.open(base), config, folder, INDEX, WEIGHTS)
+        copy_companions(base, folder)
+    what = f"{base}: of this {config.model_type} the text model is taken; {left} tensors of its other parts are left out"
+    console.print(what, markup=False, soft_wrap=True)
     return out
 
 
