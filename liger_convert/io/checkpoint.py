@@ -11,6 +11,7 @@ import importlib.util
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from safetensors.torch import save_file
 from liger_convert.io import gguf_header, tokenizer
 from liger_convert.io.config_sizes import SIZES, check_sizes
 from liger_convert.io.files import atomic_dir, read_json
+from liger_convert.io.gguf_parts import join, parts_of
 from liger_convert.io.inputs import require_file, size
 from liger_convert.io.text_part import COMPOSITES, text_config, write_text_part
 from liger_convert.utils.errors import BadInput, first_line, refusing
@@ -113,9 +115,13 @@ def base_config(source: str, *, revision: str | None = None, trust_remote_code: 
     path = locate_base(source) or _download(source, revision, ["config.json"] + ["*.py"] * trust_remote_code)
     if not _is_gguf(path):
         return text_config(load_config(path, trust_remote_code))
-    with _gguf_errors(path):
-        gguf_header.check(path)
-        return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    parts = parts_of(path)
+    with _gguf_errors(parts[0]), tempfile.TemporaryDirectory(prefix="liger-") as work:
+        gguf_header.check(parts)
+        file = path if len(parts) == 1 else Path(work, "joined.gguf")
+        if len(parts) > 1:
+            join(parts, file, with_data=False)
+        return AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
 
 
 def locate_base(source: str) -> Path | None:
@@ -177,15 +183,29 @@ def _gguf_errors(file: Path) -> Iterator[None]:
         yield
 
 
-def _from_gguf(file: Path, out: Path) -> Path:
-    """Writes the float32 folder that a .gguf file stands for, by transformers' own reader."""
+def _from_gguf(given: Path, out: Path) -> Path:
+    """Writes the float32 folder that a .gguf file, or a model in several of them, stands for."""
+    parts = parts_of(given)
+    with _gguf_errors(parts[0]):
+        gguf_header.check(parts)  # before anything of the sizes that it names is made
+    if len(parts) == 1:
+        return _from_one_gguf(given, given, out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".joined-", dir=out.parent) as work:
+        file = Path(work, given.name)
+        with _gguf_errors(parts[0]):
+            join(parts, file)
+        return _from_one_gguf(file, parts[0], out)
+
+
+def _from_one_gguf(file: Path, given: Path, out: Path) -> Path:
+    """Writes the float32 folder that a .gguf file stands for, by transformers' reader. given: its name in errors."""
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with _gguf_errors(file):
+    with _gguf_errors(given):
         from gguf import GGUFReader
 
-        gguf_header.check(file)  # before anything of the sizes that it names is made
         vocabulary = GGUFReader(file).get_field("tokenizer.ggml.pre")
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         options: dict[str, Any] = {"gguf_file": file.name, "dtype": torch.float32, "ignore_mismatched_sizes": True}
@@ -193,11 +213,11 @@ def _from_gguf(file: Path, out: Path) -> Path:
     model, report = loaded
     # the library only warns, and fills what it did not find, or not in this shape, with random numbers
     if missing := sorted(report["missing_keys"]):
-        raise BadInput(f"base: {file}: holds nothing for {len(missing)} tensors of the model, such as {missing[0]}")
+        raise BadInput(f"base: {given}: holds nothing for {len(missing)} tensors of the model, such as {missing[0]}")
     for name, got, wanted in sorted(report["mismatched_keys"]):
-        raise BadInput(f"base: {file}: tensor {name} is {list(got)}, but its own header implies {list(wanted)}")
+        raise BadInput(f"base: {given}: tensor {name} is {list(got)}, but its own header implies {list(wanted)}")
     if extra := sorted(report["unexpected_keys"]):
-        raise BadInput(f"base: {file}: holds {len(extra)} tensors that are no part of the model, such as {extra[0]}")
+        raise BadInput(f"base: {given}: holds {len(extra)} tensors that are no part of the model, such as {extra[0]}")
     if vocabulary is not None and vocabulary.contents() in SINGLE_DIGIT_VOCABULARIES:
         splits = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
@@ -241,7 +261,9 @@ def _from_composite(base: Path, config: Any, out: Path) -> Path:
     with atomic_dir(out) as folder:
         left = write_text_part(Checkpoint.open(base), config, folder, INDEX, WEIGHTS)
         copy_companions(base, folder)
-    what = f"{base}: of this {config.model_type} the text model is taken; {left} tensors of its other parts are left out"
+    what = (
+        f"{base}: of this {config.model_type} the text model is taken; {left} tensors of its other parts are left out"
+    )
     console.print(what, markup=False, soft_wrap=True)
     return out
 

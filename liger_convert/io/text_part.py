@@ -55,7 +55,7 @@ def write_text_part(checkpoint: Any, config: Any, folder: Path, index: str, weig
     if {HEAD, EMBEDDINGS} <= every.keys():  # the flag may be a default that nobody set
         head, embeddings = checkpoint.read(every[HEAD]), checkpoint.read(every[EMBEDDINGS])
         text.tie_word_embeddings = text.tie_word_embeddings and torch.equal(head, embeddings)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, kept in enumerate(shards.values(), 1):
         shard = weights if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         save_file({own: checkpoint.read(name) for name, own in kept.items()}, folder / shard, metadata={"format": "pt"})

@@ -148,8 +148,8 @@ class LinearizedAttention(nn.Module):
         k_rot_BSGD = extend(past, "k", k_rot_BTGD, window)
         v_BSGD = extend(past, "v", v_BTGD, window)
         sinks = (_sink_tokens(past, "k", window.sinks, k_rot_BTGD), _sink_tokens(past, "v", window.sinks, v_BTGD))
-        logits = self.spec.window, self.scaling, self.softcap
-        inputs = WindowInputs(q_rot_BTHD, k_rot_BSGD, v_BSGD, *sinks, window, *logits)
+        seen = window, self.spec.window
+        inputs = WindowInputs(q_rot_BTHD, k_rot_BSGD, v_BSGD, *sinks, *seen, self.scaling, self.softcap)
         return QKV(q_BTHD, k_BTGD, q_rot_BTHD, k_rot_BTGD, v_BSGD, window.position_BS, x_BTC), inputs
 
 

@@ -124,6 +124,8 @@ def project_qkv(attention: Any, family: Family, dim: int, kv_heads: int, x_BTC: 
 def position_scale(config: Any, position_BT: Tensor) -> Tensor:
     """[B,T,1,1]: what the queries at these positions (-1 on padding) grow by: 1 + beta log(1 + floor(position / the
     length that the base was first trained on))."""
-    beta, length = (config.rope_parameters[name] for name in ("llama_4_scaling_beta", "original_max_position_embeddings"))
+    beta, length = (
+        config.rope_parameters[name] for name in ("llama_4_scaling_beta", "original_max_position_embeddings")
+    )
     steps_BT = torch.floor(position_BT.clamp_min(0) / length)
     return (1 + beta * torch.log1p(steps_BT))[:, :, None, None]

@@ -115,8 +115,8 @@ class Switch:
         self.choices = linear_layers(model.config)
 
     def set_softmax(self, softmax: Collection[int]) -> Any:
-        """The model with these layers softmax, and all others linear that `model` has so, as a conversion with this plan
-        would make it."""
+        """The model with these layers softmax and all others linear that there are to choose from, as a conversion with
+        this plan would make it."""
         for i in self.choices:
             layer = self.model.model.layers[i]
             layer.self_attn = self.attentions[i] if i in softmax else self.linear[i]

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from tiny import save_tiny_base, tiny_config
 from tiny_models import TOKENS, base_folder, linearization, logits
 from transformers import AutoModelForCausalLM, DynamicCache

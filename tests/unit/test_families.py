@@ -16,6 +16,7 @@ from liger_convert.model.bases import check_base
 from liger_convert.model.families import FAMILIES, Family
 from liger_convert.utils.errors import BadInput
 
+
 @pytest.fixture(params=FAMILIES.values(), ids=lambda family: family.model_type)
 def family(request: pytest.FixtureRequest) -> Family:
     return request.param

@@ -28,9 +28,7 @@ def save_composite(kind: str, text: str, folder: Path, **changes: Any) -> Any:
     torch.manual_seed(0)
     vision = {**IMAGES, "image_size": 16, "patch_size": 8}
     vision |= {"head_dim": 8} if kind == "mistral3" else {"vision_use_head": False}
-    config = CONFIG_MAPPING[kind](
-        text_config=tiny_config(text), vision_config=vision, image_token_index=100, **changes
-    )
+    config = CONFIG_MAPPING[kind](text_config=tiny_config(text), vision_config=vision, image_token_index=100, **changes)
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
     model.save_pretrained(folder, max_shard_size="20KB")
     tiny_tokenizer().save_pretrained(folder)

@@ -382,9 +382,7 @@ def _scaled_products(q: Tensor, k: Tensor, scale: float, cap: _Cap | None) -> Te
     return bounded + q[..., D:] @ k[..., D:].mT * scale if cap.bias_channels else bounded
 
 
-def _product_gradients(
-    dlogits: Tensor, q: Tensor, k: Tensor, scale: float, cap: _Cap | None
-) -> tuple[Tensor, Tensor]:
+def _product_gradients(dlogits: Tensor, q: Tensor, k: Tensor, scale: float, cap: _Cap | None) -> tuple[Tensor, Tensor]:
     """The gradients of q and k for those of `_scaled_products` by the scale: `dlogits` are times it already."""
     if cap is None:
         return dlogits.to(k.dtype) @ k, dlogits.to(q.dtype).mT @ q
