@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from liger_convert.io import gguf_header, tokenizer
+from liger_convert.io import gguf_fields, gguf_header, tokenizer
 from liger_convert.io.config_sizes import SIZES, check_sizes
 from liger_convert.io.files import atomic_dir, read_json
 from liger_convert.io.gguf_parts import join, parts_of
@@ -110,8 +110,6 @@ def resolve_base(
 
 def base_config(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """The config of `source`, in any form `resolve_base` takes, without its weights. Raises BadInput."""
-    from transformers import AutoConfig
-
     path = locate_base(source) or _download(source, revision, ["config.json"] + ["*.py"] * trust_remote_code)
     if not _is_gguf(path):
         return text_config(load_config(path, trust_remote_code))
@@ -121,7 +119,7 @@ def base_config(source: str, *, revision: str | None = None, trust_remote_code: 
         file = path if len(parts) == 1 else Path(work, "joined.gguf")
         if len(parts) > 1:
             join(parts, file, with_data=False)
-        return AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+        return _gguf_config(file, parts)
 
 
 def locate_base(source: str) -> Path | None:
@@ -183,33 +181,45 @@ def _gguf_errors(file: Path) -> Iterator[None]:
         yield
 
 
+def _gguf_config(file: Path, parts: list[Path]) -> Any:
+    """The config of a .gguf file, which joins `parts` or is the only one."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    gguf_fields.complete(config, parts)
+    return config
+
+
 def _from_gguf(given: Path, out: Path) -> Path:
     """Writes the float32 folder that a .gguf file, or a model in several of them, stands for."""
     parts = parts_of(given)
     with _gguf_errors(parts[0]):
         gguf_header.check(parts)  # before anything of the sizes that it names is made
     if len(parts) == 1:
-        return _from_one_gguf(given, given, out)
+        return _from_one_gguf(given, parts, out)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".joined-", dir=out.parent) as work:
         file = Path(work, given.name)
         with _gguf_errors(parts[0]):
             join(parts, file)
-        return _from_one_gguf(file, parts[0], out)
+        return _from_one_gguf(file, parts, out)
 
 
-def _from_one_gguf(file: Path, given: Path, out: Path) -> Path:
-    """Writes the float32 folder that a .gguf file stands for, by transformers' reader. given: its name in errors."""
+def _from_one_gguf(file: Path, parts: list[Path], out: Path) -> Path:
+    """Writes the float32 folder that a .gguf file, which joins `parts` or is the only one, stands for, by transformers'
+    own reader."""
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    given = parts[0]
     with _gguf_errors(given):
         from gguf import GGUFReader
 
         vocabulary = GGUFReader(file).get_field("tokenizer.ggml.pre")
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         options: dict[str, Any] = {"gguf_file": file.name, "dtype": torch.float32, "ignore_mismatched_sizes": True}
-        loaded: Any = AutoModelForCausalLM.from_pretrained(file.parent, output_loading_info=True, **options)
+        options |= {"config": _gguf_config(file, parts), "output_loading_info": True}
+        loaded: Any = AutoModelForCausalLM.from_pretrained(file.parent, **options)
     model, report = loaded
     # the library only warns, and fills what it did not find, or not in this shape, with random numbers
     if missing := sorted(report["missing_keys"]):

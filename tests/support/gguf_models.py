@@ -22,11 +22,14 @@ def write_gguf(
     without: str = "",
     kind: GGMLQuantizationType | None = None,
     parts: int = 1,
+    fields: dict[str, float | str] | None = None,
+    factors: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
     """Writes `model`, a tiny llama: under its own names, the rows of q and k in pairs for rotary.
 
     without: the name of a tensor that is left out. kind: what matrices are stored as; None: as they are. parts: into
-    how many files, named after `path`. Returns the bytes of the matrices by the model's names.
+    how many files, named after `path`. fields: more numbers and words of the header. factors: what the rotary's
+    frequencies are divided by. Returns the bytes of the matrices by the model's names.
     """
     every: Any = model.config
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, every.num_hidden_layers)
@@ -45,6 +48,11 @@ def write_gguf(
         writer = gguf.GGUFWriter(file, "llama")
         if number == 0:
             _write_fields(writer, every, vocabulary)
+            for name, value in (fields or {}).items():
+                add = writer.add_string if isinstance(value, str) else writer.add_float32
+                add(name, value)
+            if factors is not None:
+                tensors.append(("rope_freqs.weight", factors, None))
         if parts > 1:
             writer.add_uint16("split.no", number)
             writer.add_uint16("split.count", parts)

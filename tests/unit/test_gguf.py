@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
@@ -13,7 +14,9 @@ from gguf_models import SAMPLE, write_gguf
 from safetensors.torch import load_file
 from tiny import save_tiny_base
 from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from liger_convert.io import gguf_fields
 from liger_convert.io.checkpoint import base_config, load_tokenizer, resolve_base
 from liger_convert.io.gguf_parts import parts_of
 from liger_convert.pipeline.steps import _parts
@@ -100,3 +103,120 @@ def test_every_type_is_read_or_refused_before_any_work(wide: Any, kind: Kind, tm
     expected = torch.from_numpy(gguf.dequantize(stored[SAMPLE], kind).copy())
     assert made[SAMPLE].dtype == torch.float32
     assert torch.equal(made[SAMPLE], expected)
+
+
+# --- what the library's reader leaves out
+
+
+def rotary(**changes: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4} | changes}
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(3, 60)[None], use_cache=False).logits
+
+
+def factors_of(model: Any) -> np.ndarray:
+    """What llama.cpp stores of a rotary of Llama 3: by what its frequencies are divided."""
+    D = model.config.head_dim
+    plain = model.config.rope_parameters["rope_theta"] ** -(torch.arange(0, D, 2) / D)
+    return (plain / model.model.rotary_emb.inv_freq).float().numpy()
+
+
+@pytest.mark.parametrize(
+    ("scaling", "fields"),
+    [
+        (
+            {"rope_type": "linear", "factor": 4.0},
+            {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
+        ),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 4.0,
+                "llama.rope.scaling.original_context_length": 64.0,
+            },
+        ),
+        (
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+            | {"original_max_position_embeddings": 8192},
+            {},
+        ),
+    ],
+    ids=["linear", "yarn", "llama3"],
+)
+def test_the_scaling_of_a_rotary_is_read(scaling: dict[str, Any], fields: dict[str, Any], tmp_path: Path) -> None:
+    changes = rotary(rope_theta=5e5, **scaling) | {"head_dim": 64}
+    model = AutoModelForCausalLM.from_pretrained(save_tiny_base("llama", tmp_path / "base", **changes)).eval()
+    factors = factors_of(model) if scaling["rope_type"] == "llama3" else None
+    write_gguf(tmp_path / "model.gguf", model, fields=fields, factors=factors)
+    write_gguf(tmp_path / "model.gguf", model, fields=fields, factors=factors, parts=2)
+    made = AutoModelForCausalLM.from_pretrained(resolve_base(str(tmp_path / "model.gguf"), tmp_path / "work")).eval()
+    torch.testing.assert_close(logits(made), logits(model), atol=1e-3, rtol=1e-3)
+    for name in ("model.gguf", "model-00001-of-00002.gguf"):
+        assert base_config(str(tmp_path / name)).rope_parameters["rope_type"] == scaling["rope_type"]
+    made.model.rotary_emb.inv_freq.copy_(5e5 ** -(torch.arange(0, 64, 2) / 64))  # as without the scaling
+    assert not torch.allclose(logits(made), logits(model), atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "factors", "says"),
+    [
+        ({"llama.rope.scaling.type": "longrope"}, None, "its rotary is scaled by 'longrope', which is not read"),
+        ({}, np.array([1, 2, 3, 5], np.float32), r"rope_freqs\.weight scales its rotary in a way that is not read"),
+    ],
+)
+def test_a_scaling_that_the_config_cannot_say_is_refused(
+    model: Any, fields: dict[str, Any], factors: Any, says: str, tmp_path: Path
+) -> None:
+    write_gguf(tmp_path / "model.gguf", model, fields=fields, factors=factors)
+    for use in (lambda s: resolve_base(s, tmp_path / "work"), base_config):
+        with pytest.raises(BadInput, match=rf"model\.gguf: {says}; give the folder of safetensors"):
+            use(str(tmp_path / "model.gguf"))
+    assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "fields", "expected"),
+    [
+        ("starcoder2", {}, {"rope.freq_base": 1e5}, {"rope_parameters.rope_theta": 1e5}),
+        ("stablelm", {}, {"rope.dimension_count": 4}, {"rope_parameters.partial_rotary_factor": 0.5}),
+        ("stablelm", {}, {"rope.dimension_count": 8}, {"rope_parameters.partial_rotary_factor": 1.0}),
+        (
+            "gemma2",
+            {},
+            {"attn_logit_softcapping": 7.0, "final_logit_softcapping": 9.0},
+            {"final_logit_softcapping": 9.0},
+        ),
+        ("gemma2", {"num_hidden_layers": 46}, {}, {"query_pre_attn_scalar": 8}),
+        ("gemma2", {"num_hidden_layers": 42}, {}, {"query_pre_attn_scalar": 256}),
+        (
+            "gemma3_text",
+            {},
+            {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "rope.freq_base": 1e6},
+            {"rope_parameters.full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}},
+        ),
+    ],
+)
+def test_other_fields_are_put_into_the_config(
+    kind: str, before: dict[str, Any], fields: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    config = CONFIG_MAPPING[kind](hidden_size=32, num_attention_heads=4, **before)
+    if hasattr(config, "head_dim"):
+        config.head_dim = 8
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", kind.removesuffix("_text"))
+    for name, value in fields.items():
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        add(f"{kind.removesuffix('_text')}.{name}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    gguf_fields.complete(config, [tmp_path / "m.gguf"])
+    for path, value in expected.items():
+        found = config
+        for name in path.split("."):
+            found = found[name] if isinstance(found, dict) else getattr(found, name)
+        assert found == value
