@@ -6,13 +6,10 @@ leaves nothing of it in memory.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import re
 import shutil
-import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +18,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from liger_convert.io import gguf_fields, gguf_header, tokenizer
+from liger_convert.io import gguf_base, tokenizer
 from liger_convert.io.config_sizes import SIZES, check_sizes
 from liger_convert.io.files import atomic_dir, read_json
-from liger_convert.io.gguf_parts import join, parts_of
 from liger_convert.io.inputs import require_file, size
 from liger_convert.io.text_part import COMPOSITES, text_config, write_text_part
 from liger_convert.utils.errors import BadInput, first_line, refusing
@@ -71,9 +67,6 @@ COMPANION_BYTES = 64 << 20  # the largest tokenizer.json of a published model ha
 ALLOW_PICKLE = "base_options.allow_pickle: true (--allow-pickle)"
 TRUST_CODE = "base_options.trust_remote_code: true (--trust-remote-code)"
 
-# llama.cpp's names of vocabularies whose digits stand alone before GPT-2's split; transformers makes the plain split
-SINGLE_DIGIT_VOCABULARIES = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
-
 
 def resolve_base(
     source: str,
@@ -93,8 +86,8 @@ def resolve_base(
     )
     path = locate_base(source) or _download(source, revision, wanted)
     made = Path(workdir) / "base"
-    if _is_gguf(path):
-        return made if made.exists() else _from_gguf(path, made)
+    if gguf_base.is_gguf(path):
+        return made if made.exists() else gguf_base.write_base(path, made)
     if not (path / "config.json").is_file():
         raise BadInput(f"base: {path}: is neither a .gguf file nor a model folder with its config.json")
     check_files(path)
@@ -111,15 +104,9 @@ def resolve_base(
 def base_config(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """The config of `source`, in any form `resolve_base` takes, without its weights. Raises BadInput."""
     path = locate_base(source) or _download(source, revision, ["config.json"] + ["*.py"] * trust_remote_code)
-    if not _is_gguf(path):
-        return text_config(load_config(path, trust_remote_code))
-    parts = parts_of(path)
-    with _gguf_errors(parts[0]), tempfile.TemporaryDirectory(prefix="liger-") as work:
-        gguf_header.check(parts)
-        file = path if len(parts) == 1 else Path(work, "joined.gguf")
-        if len(parts) > 1:
-            join(parts, file, with_data=False)
-        return _gguf_config(file, parts)
+    if gguf_base.is_gguf(path):
+        return gguf_base.load_config(path)
+    return text_config(load_config(path, trust_remote_code))
 
 
 def locate_base(source: str) -> Path | None:
@@ -166,80 +153,6 @@ def _download(repo: str, revision: str | None, wanted: list[str]) -> Path:
     except (OSError, ValueError) as error:
         reason = first_line(error)
         raise BadInput(f"base: {repo}: is no folder here and cannot be had from the hub ({reason})") from None
-
-
-def _is_gguf(path: Path) -> bool:
-    return path.suffix == ".gguf" and path.is_file()
-
-
-@contextlib.contextmanager
-def _gguf_errors(file: Path) -> Iterator[None]:
-    """Whatever the libraries raise over a missing package, a broken file or an unsupported model becomes a sentence."""
-    if importlib.util.find_spec("gguf") is None:
-        raise BadInput(f"base: {file}: reading it needs more packages: pip install 'liger-convert[gguf]'")
-    with refusing(f"base: {file}: cannot be read as a GGUF model"):
-        yield
-
-
-def _gguf_config(file: Path, parts: list[Path]) -> Any:
-    """The config of a .gguf file, which joins `parts` or is the only one."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-    gguf_fields.complete(config, parts)
-    return config
-
-
-def _from_gguf(given: Path, out: Path) -> Path:
-    """Writes the float32 folder that a .gguf file, or a model in several of them, stands for."""
-    parts = parts_of(given)
-    with _gguf_errors(parts[0]):
-        gguf_header.check(parts)  # before anything of the sizes that it names is made
-    if len(parts) == 1:
-        return _from_one_gguf(given, parts, out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".joined-", dir=out.parent) as work:
-        file = Path(work, given.name)
-        with _gguf_errors(parts[0]):
-            join(parts, file)
-        return _from_one_gguf(file, parts, out)
-
-
-def _from_one_gguf(file: Path, parts: list[Path], out: Path) -> Path:
-    """Writes the float32 folder that a .gguf file, which joins `parts` or is the only one, stands for, by transformers'
-    own reader."""
-    from tokenizers import pre_tokenizers
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    given = parts[0]
-    with _gguf_errors(given):
-        from gguf import GGUFReader
-
-        vocabulary = GGUFReader(file).get_field("tokenizer.ggml.pre")
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        options: dict[str, Any] = {"gguf_file": file.name, "dtype": torch.float32, "ignore_mismatched_sizes": True}
-        options |= {"config": _gguf_config(file, parts), "output_loading_info": True}
-        loaded: Any = AutoModelForCausalLM.from_pretrained(file.parent, **options)
-    model, report = loaded
-    # the library only warns, and fills what it did not find, or not in this shape, with random numbers
-    if missing := sorted(report["missing_keys"]):
-        raise BadInput(f"base: {given}: holds nothing for {len(missing)} tensors of the model, such as {missing[0]}")
-    for name, got, wanted in sorted(report["mismatched_keys"]):
-        raise BadInput(f"base: {given}: tensor {name} is {list(got)}, but its own header implies {list(wanted)}")
-    if extra := sorted(report["unexpected_keys"]):
-        raise BadInput(f"base: {given}: holds {len(extra)} tensors that are no part of the model, such as {extra[0]}")
-    if vocabulary is not None and vocabulary.contents() in SINGLE_DIGIT_VOCABULARIES:
-        splits = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
-    # the weights are dequantised by now, but transformers goes on calling them GGUF and refuses to save that
-    model.hf_quantizer = None
-    model.is_quantized = False
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    with atomic_dir(out) as folder:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    return out
 
 
 def _from_pickles(base: Path, out: Path) -> Path:
