@@ -208,6 +208,8 @@ def train_stage(recipe: Recipe, number: int, model: Path, out: Path, *, resume: 
     with local_model(recipe.base, **recipe.base_options.model_dump()) as base:
         tokenizer = checkpoint.load_tokenizer(model)
         check_folder(base)
+        plan = make_plan(recipe, checkpoint.load_config(base, recipe.base_options.trust_remote_code))
+        recipe = recipe.with_stages(plan.recipe_stages)
         if name in recipe.teachers:
             teacher.encode_prompts(recipe.teachers[name], tokenizer)  # refuses a prompt before there is a folder
             out.mkdir(parents=True, exist_ok=True)

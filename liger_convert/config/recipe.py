@@ -13,9 +13,10 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from liger_convert.config import recipe_errors, yaml_file
+from liger_convert.config.adapt import Adapt
 from liger_convert.config.fields import Count, Name, Processes, Rows, Seed, Strict, refuse
 from liger_convert.config.layers import LayerChoice, Layers, resolve_layers
 from liger_convert.config.names import MAIN, SOFTMAX
@@ -91,6 +92,12 @@ class Recipe(Strict):
     """Sources of text by name."""
     stages: list[AnyStage] = Field(default_factory=list)
     """Training stages, in order."""
+    when_worse: Literal["go_back", "stop", "warn", "ignore"] = "go_back"
+    """What follows a stage that leaves the model worse on text of another kind or at repeating a text. `go_back` trains
+    it again at lower rates, and leaves it out if that does not help; a model that ends worse than the untrained window
+    is not exported. `stop` ends the run, `warn` only says so, `ignore` does not measure."""
+    adapt: Adapt | None = None
+    """Fit the stages to the base and the GPU; without it they are taken as they are."""
     eval: Eval = Eval()
     """How the finished model is measured."""
 
@@ -146,6 +153,14 @@ class Recipe(Strict):
         """The name of each stage's step: its number, from 1, and its kind."""
         return [f"{number}-{stage.kind}" for number, stage in enumerate(self.stages, 1)]
 
+    def with_stage(self, index: int, stage: AnyStage) -> Recipe:
+        """This recipe with another stage in the place of stage `index`, from 0."""
+        return self.with_stages([*self.stages[:index], stage, *self.stages[index + 1 :]])
+
+    def with_stages(self, stages: Sequence[Any]) -> Recipe:
+        """This recipe with other stages, as data or as they are."""
+        return self.model_copy(update={"stages": _STAGES.validate_python(list(stages))})
+
     def stage_seed(self, index: int) -> int:
         """The seed of stage `index`, from 0: stages on one source should not see its documents in the same order."""
         return self.seed + index
@@ -163,6 +178,9 @@ class Recipe(Strict):
     def fingerprint(self) -> str:
         """sha256 of the resolved recipe: two recipes with the same one ask for the same run."""
         return hashlib.sha256(json.dumps(self.dump(), sort_keys=True).encode()).hexdigest()
+
+
+_STAGES: TypeAdapter[list[AnyStage]] = TypeAdapter(list[AnyStage])
 
 
 def build(data: dict[str, Any], where: str) -> Recipe:

@@ -40,23 +40,28 @@ class LearningRates(Strict):
         return {name: rate for name, rate in self.model_dump().items() if rate is not None}
 
 
+Rank = Annotated[int, BeforeValidator(whole), between(1, 1 << 16)]  # no projection has a larger rank
+
+
 def _lora_targets(value: object) -> object:
-    if value != "attention" and not (isinstance(value, list) and value and all(isinstance(v, str) for v in value)):
-        refuse("", "should be attention, or a list of projection names such as [q_proj, v_proj]")
+    names = isinstance(value, list) and value and all(isinstance(v, str) for v in value)
+    if value not in ("attention", "all") and not names:
+        refuse("", "should be attention, all, or a list of projection names such as [q_proj, v_proj]")
     return value
 
 
 class Lora(Strict):
     """Low-rank adapters, which train in the place of the base's own weights and are merged into them afterwards."""
 
-    rank: Annotated[int, BeforeValidator(whole), between(1, 1 << 16)] = 8  # no projection has a larger rank
+    rank: Rank = 8
     """Rank of each adapter."""
     alpha: Annotated[float, between(1e-6, 1e6)] = 16.0
     """What an adapter adds is scaled by alpha / rank."""
     dropout: Fraction = 0.0
     """Fraction of an adapter's inputs that is dropped in training."""
-    targets: Annotated[Literal["attention"] | list[str], BeforeValidator(_lora_targets)] = "attention"
-    """`attention`, the attention projections of the linearized layers, or a list of projections in all layers."""
+    targets: Annotated[Literal["attention", "all"] | list[str], BeforeValidator(_lora_targets)] = "attention"
+    """`attention`, the attention projections of the linearized layers; `all`, the projections of attention and MLP in
+    all layers; or a list of projections in all layers."""
 
 
 class MixedSeqLen(Strict):

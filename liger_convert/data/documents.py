@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from liger_convert.config.sources import AnySource, TeacherSource
-from liger_convert.data.sources import Row, rows
+from liger_convert.config.sources import AnySource, PydocSource, TeacherSource
+from liger_convert.data.sources import Row, reference_rows, rows
 from liger_convert.io import templates
 from liger_convert.io.tokenizer import check_ids
 from liger_convert.utils.errors import BadInput, refusing
@@ -94,6 +94,12 @@ def load_source(
     if not train:
         raise BadInput(f"data: {_name(source)} has too few documents: nothing is left beside what is held out")
     return Documents(train, [document for _, document in held_out], skipped)
+
+
+def reference_documents(tokenizer: Any) -> list[Document]:
+    """Python's language reference, a topic a document, for measures that should not depend on what a recipe names."""
+    documents, _ = _documents(PydocSource(), reference_rows(), tokenizer, None)
+    return [document for _, document in documents]
 
 
 def held_out_keys(keys: set[str], fraction: float, seed: int) -> set[str]:

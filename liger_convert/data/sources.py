@@ -216,6 +216,12 @@ def pydoc_rows(*, questions: bool) -> Iterator[Row]:
             yield _documentation(f"module {module}", None, text)
 
 
+def reference_rows() -> Iterator[Row]:
+    """The language reference alone, one text a topic: text that every Python has at hand."""
+    for key, text in _topics().items():
+        yield _documentation(f"topic {key}", None, text)
+
+
 def _documentation(key: str, question: str | None, text: str) -> Row:
     where = f"documentation of {key}"
     if question is None:

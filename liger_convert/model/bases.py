@@ -23,6 +23,22 @@ def check_base(config: Any) -> None:
         raise BadInput("base: config.json says it is quantised; give the bf16, fp16 or fp32 weights it was made from")
 
 
+def context_length(config: Any) -> int | None:
+    """The tokens that the base was made for, its rotary scaling included; None where its config does not say.
+
+    `max_position_embeddings` is the extended context under `llama3` and `longrope`, and where kinds of layers rotate
+    differently (Gemma 3). It is the original one under `linear` and `dynamic`. Where the original context is named,
+    that times the factor counts if it is more, as for `yarn`, whose configs come in both ways.
+    """
+    positions: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind, factor = rope.get("rope_type"), rope.get("factor") or 1.0
+    if positions is None or kind not in ("linear", "dynamic", "yarn"):
+        return positions
+    original = rope.get("original_max_position_embeddings") or (0 if kind == "yarn" else positions)
+    return max(positions, int(original * factor))
+
+
 def meta_model(config: Any) -> Any:
     """The base's model without storage. Raises BadInput when the config contradicts itself."""
     try:

@@ -14,6 +14,7 @@ import torch
 from rich.console import Group
 from rich.filesize import decimal
 from rich.table import Table
+from rich.text import Text
 
 from liger_convert.config.names import MAIN, SOFTMAX
 from liger_convert.config.recipe import Recipe
@@ -22,8 +23,9 @@ from liger_convert.mixers import MIXERS, make_spec, resolve_spec
 from liger_convert.model import head_dims, linearized_config, new_state, parameter_group
 from liger_convert.model.bases import check_base, meta_model
 from liger_convert.model.configuration import FORMAT
-from liger_convert.model.families import family_of, own_windows
-from liger_convert.training import disk_estimate
+from liger_convert.model.families import own_windows
+from liger_convert.pipeline import adapt
+from liger_convert.training import disk_estimate, lora_projections
 from liger_convert.training.memory_estimate import (
     COPY_BYTES,
     Sizes,
@@ -63,6 +65,8 @@ class Plan:
     writes: what each step of a run writes, see `disk_estimate.py`.
     undecided: how many layers stay softmax that a run has yet to choose; the last ones stand for them in
     `linearization`, and all sizes are right unless the base's layers differ in their own windows.
+    recipe_stages: the recipe's stages as they are trained. adapted: what `adapt` changed in them to fit this base and
+    this machine, a sentence each.
     """
 
     name: str
@@ -81,6 +85,8 @@ class Plan:
     memory_for: str
     writes: tuple[disk_estimate.Written, ...]
     undecided: int = 0
+    adapted: tuple[str, ...] = ()
+    recipe_stages: tuple[Stage, ...] = ()
 
     @property
     def disk_bytes(self) -> dict[str, int]:
@@ -131,6 +137,7 @@ class Plan:
             "sliding_windows": list(self.sliding_windows),
             "cache_bytes": {str(n): {"base": self.kv_bytes(n), "linearized": self.cache_bytes(n)} for n in CONTEXTS},
             "stages": [asdict(stage) for stage in self.stages],
+            "adapted": list(self.adapted),
             "teacher_tokens": self.teacher_tokens,
             "memory_bytes": self.memory_bytes,
             "memory_for": self.memory_for,
@@ -187,7 +194,33 @@ class Plan:
         for step, size in self.disk_bytes.items():
             room.add_row(step, decimal(size))
         room.add_row("at most at once", decimal(self.disk_peak))
-        return Group(*tables, memory, room)
+        fitted = [Text(f"adapted to this base: {sentence}") for sentence in self.adapted]
+        return Group(*tables, memory, room, *fitted)
+
+
+class StagePlanner:
+    """Plans single training stages of one linearized model on one device.
+
+    config: that of the linearized model. reused, new: shapes by name, of the base's parameters and of the new ones.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        reused: dict[str, tuple[int, ...]],
+        new: dict[str, tuple[int, ...]],
+        device: torch.device,
+        compute: torch.dtype,
+    ):
+        self.config, self.shapes, self.device, self.compute = config, reused | new, device, compute
+        embeddings = {name: shape for name, shape in reused.items() if parameter_group(name, config) == "embeddings"}
+        self.sizes = Sizes(count(reused), count(embeddings), count(new))
+
+    def plan(self, stage: Stage) -> StagePlan:
+        trained = _trained(stage, self.config, self.shapes)
+        parts = training_bytes(stage, self.config, self.sizes, trained, self.device, self.compute)
+        peak = max(sum(parts.values()), measuring_bytes(stage, self.config, self.sizes, self.compute))
+        return StagePlan(stage.kind, stage.steps * stage.step_tokens, trained, peak, parts)
 
 
 def make_plan(recipe: Recipe, base_config: Any) -> Plan:
@@ -212,17 +245,11 @@ def make_plan(recipe: Recipe, base_config: Any) -> Plan:
     dims = head_dims(base_config)
     device = pick_device("cpu" if recipe.device == "cpu" else "auto")  # the plan of a GPU's run may be made anywhere
     compute = compute_dtype(device, recipe.precision)
-    embeddings = sum(
-        math.prod(shape) for name, shape in reused.items() if parameter_group(name, config) == "embeddings"
-    )
-    weights = Sizes(count(reused), embeddings, count(new))
-    stages, peaks = [], {}
-    for name, stage in zip(recipe.stage_names, recipe.stages, strict=True):
-        trained = _trained(stage, config, reused | new)
-        parts = training_bytes(stage, config, weights, trained, device, compute)
-        peak = max(sum(parts.values()), measuring_bytes(stage, config, weights, compute))
-        stages.append(StagePlan(stage.kind, stage.steps * stage.step_tokens, trained, peak, parts))
-        peaks[name] = peak
+    planner = StagePlanner(config, reused, new, device, compute)
+    recipe, adapted = adapt.adapt(recipe, base_config, planner)
+    weights = planner.sizes
+    stages = [planner.plan(stage) for stage in recipe.stages]
+    peaks = {name: stage.memory_bytes for name, stage in zip(recipe.stage_names, stages, strict=True)}
     linear = [name for name in layers if name != SOFTMAX]
     made = Plan(
         name=recipe.name,
@@ -245,6 +272,8 @@ def make_plan(recipe: Recipe, base_config: Any) -> Plan:
         ),
         memory_for=f"{device.type} in {str(compute).removeprefix('torch.')}",
         undecided=0 if recipe.softmax_auto is None else layers.count(SOFTMAX) - len(_sliding(windows)),
+        adapted=adapted,
+        recipe_stages=tuple(recipe.stages),
     )
     convert = COPY_BYTES + 4 * weights.new // len(linear)  # new tensors are float32 and made layer by layer
     inference = inference_bytes(config, weights, itemsize, made.cache_bytes(CONTEXTS[0]))
@@ -277,7 +306,8 @@ def _trained(stage: Stage, config: Any, shapes: dict[str, tuple[int, ...]]) -> i
     groups = stage.learning_rates.trained()
     trained = sum(math.prod(shape) for name, shape in shapes.items() if parameter_group(name, config) in groups)
     if stage.lora is not None:
-        targets = family_of(config).projections if stage.lora.targets == "attention" else stage.lora.targets
+        linears = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
+        targets = lora_projections(stage.lora, config, linears)
         adapted = [shape for name, shape in shapes.items() if name.endswith(tuple(f".{t}.weight" for t in targets))]
         trained += stage.lora.rank * sum(sum(shape) for shape in adapted)
     return trained

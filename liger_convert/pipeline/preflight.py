@@ -26,6 +26,7 @@ from liger_convert.io.files import scratch_folder
 from liger_convert.mixers import MIXERS, SOFTMAX
 from liger_convert.mixers.control.window import Window
 from liger_convert.model import linearized_classes, linearized_config
+from liger_convert.model.bases import context_length
 from liger_convert.pipeline.plan import Plan
 from liger_convert.training import disk_estimate
 from liger_convert.utils.errors import BadInput, first_line
@@ -43,12 +44,12 @@ TOKENS = 2  # how many the rehearsal generates
 def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite) -> list[str]:
     """Warnings that follow from the recipe and the base's config. Raises BadInput."""
     warnings = []
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = context_length(config)
     linears = {name.split(".")[-2] for name, shape in plan.reused_parameters.items() if len(shape) == 2}
-    for i, stage in enumerate(recipe.stages):
+    for i, stage in enumerate(plan.recipe_stages):
         where = f"stages[{i}]"
         warnings += _check_rates(stage, where, plan.stages[i].trained)
-        if stage.lora is not None and stage.lora.targets != "attention":
+        if stage.lora is not None and isinstance(stage.lora.targets, list):
             for target in stage.lora.targets:
                 if target not in linears:
                     known = ", ".join(sorted(linears - {"embed_tokens"}))
@@ -68,7 +69,7 @@ def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite) -> list[
 def check_documents(recipe: Recipe, plan: Plan, documents: Callable[[str], Documents]) -> list[str]:
     """Warnings about documents that never leave the window. Raises BadInput where no document of a stage does."""
     warnings = []
-    for i, stage in enumerate(recipe.stages):
+    for i, stage in enumerate(plan.recipe_stages):
         if stage.concat_documents or stage.copy_fraction or "mixer" not in stage.learning_rates.trained():
             continue
         if stage.data in recipe.teachers:
@@ -145,7 +146,7 @@ def check_tasks(suite: Suite, config: Any, data_dir: Path | None, limit: int | N
     if tasks := suite.tasks_for(data_dir):
         from liger_convert.eval.harness import rehearse_tasks  # lm-eval takes seconds to import
 
-        positions = getattr(config, "max_position_embeddings", None)
+        positions = context_length(config)
         rehearse_tasks(tasks, data_dir=data_dir, limit=limit, positions=positions, report=report)
 
 

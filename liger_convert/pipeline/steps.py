@@ -13,20 +13,22 @@ import torch
 
 from liger_convert import training
 from liger_convert.config.recipe import Recipe
-from liger_convert.config.sources import FileSource, TeacherSource
+from liger_convert.config.sources import FileSource, PydocSource, TeacherSource
+from liger_convert.config.stages import AlignStage
 from liger_convert.data import teacher
-from liger_convert.data.documents import Document, Documents, load_source
+from liger_convert.data.documents import Document, Documents, load_source, reference_documents
 from liger_convert.data.packed_rows import PackedDataset
 from liger_convert.eval import ablation, suites
 from liger_convert.io import checkpoint, checksums
 from liger_convert.io.files import atomic_write
 from liger_convert.io.gguf_parts import parts_of
 from liger_convert.io.run_folder import RunFolder
-from liger_convert.pipeline import card, convert, export, layer_selection, preflight, report
+from liger_convert.pipeline import card, convert, export, layer_selection, preflight, report, stage_check
 from liger_convert.pipeline.layer_selection import LayerSelection
 from liger_convert.pipeline.manifest import Manifest
 from liger_convert.pipeline.plan import Plan, make_plan
 from liger_convert.pipeline.recorded_inputs import InputFiles
+from liger_convert.pipeline.stage_check import Measures, StageCheck
 from liger_convert.training import merge
 from liger_convert.utils.device import pick_device
 from liger_convert.utils.errors import BadInput
@@ -159,6 +161,7 @@ class RunSteps:
             *selection,
             Step("plan", self._plan, ("base", *(step.name for step in selection))),
             Step("convert", self._convert, ("base",)),
+            *([Step("check", self._check_untrained, ("base",))] if self._checks else []),
             *writing_steps,
             *training_steps,
             Step("merge", functools.partial(self._merge, stages), ("convert", *stages)),
@@ -208,6 +211,13 @@ class RunSteps:
             return self._make_plan(self.recipe)
         return self._make_plan(self.recipe.with_softmax(step["selection"]["softmax_layers"]))
 
+    @functools.cached_property
+    def _adapted(self) -> Recipe:
+        """The recipe with its stages as they are trained. What the plan recorded counts: a run that goes on with
+        another GPU must not choose anew."""
+        recorded = self.manifest.steps.get("plan", {}).get("stages")
+        return self.recipe.with_stages(self._planned.recipe_stages if recorded is None else recorded)
+
     def _make_plan(self, recipe: Recipe) -> Plan:
         return make_plan(recipe, checkpoint.load_config(self._base_folder, recipe.base_options.trust_remote_code))
 
@@ -237,7 +247,8 @@ class RunSteps:
     def _plan(self, folder: Path) -> dict[str, Any]:
         plan = self._planned.to_dict()
         self.read_data()
-        return {"plan": plan | {"warnings": self.preflight()}}
+        stages = [stage.model_dump(mode="json") for stage in self._planned.recipe_stages]
+        return {"plan": plan | {"warnings": self.preflight()}, "stages": stages}
 
     def read_data(self) -> None:
         """Reads all data: what is wrong there should stop the run in its first steps and not in its last."""
@@ -295,23 +306,82 @@ class RunSteps:
     def _write_text(self, name: str, folder: Path) -> dict[str, Any]:
         return write_teacher_text(self.recipe, name, folder, self._base_folder, self._tokenizer, self.device)
 
+    def _check_untrained(self, folder: Path) -> dict[str, Any]:
+        return {"check": self._stage_check.untrained(self._planned.linearization)}
+
     def _train(self, index: int, before: Sequence[str], folder: Path) -> dict[str, Any]:
-        stats = train_stage(
-            self.recipe,
-            index,
-            folder,
-            model_dir=self.folder.step("convert") / "model",
-            results=[self.folder.step(name) / "result" for name in before],
-            documents=self.documents(self.recipe.stages[index].data).train,
-            base_dir=self._base_folder,
-            device=self.device,
-            resume=True,
+        def train(factor: float, out: Path) -> dict[str, Any]:
+            return train_stage(
+                self._adapted.with_stage(index, stage_check.with_rates(self._adapted.stages[index], factor)),
+                index,
+                out,
+                model_dir=self.folder.step("convert") / "model",
+                results=self._results(before),
+                documents=self.documents(self.recipe.stages[index].data).train,
+                base_dir=self._base_folder,
+                device=self.device,
+                resume=True,
+            )
+
+        def check(out: Path) -> dict[str, Any]:
+            return self._stage_check.trained(
+                self.folder.step("convert") / "model", [*self._results(before), out / "result"]
+            )
+
+        if self._checks:
+            facts = stage_check.train_checked(
+                self.recipe.stage_names[index],
+                self.recipe.when_worse,
+                folder,
+                aligns=isinstance(self.recipe.stages[index], AlignStage),
+                before=self._checked(before),
+                train=train,
+                check=check,
+            )
+        else:
+            facts = train(1.0, folder)
+        return facts | {"seed": self.recipe.stage_seed(index)}
+
+    @property
+    def _checks(self) -> bool:
+        return self.recipe.when_worse != "ignore" and bool(self.recipe.stages)
+
+    @functools.cached_property
+    def _stage_check(self) -> StageCheck:
+        return StageCheck(
+            self._base_folder, self._tokenizer, self._other_text(), self.device, precision=self.recipe.precision
         )
-        return stats | {"seed": self.recipe.stage_seed(index)}
+
+    def _other_text(self) -> list[Document]:
+        """Text of another kind than the training text: the language reference of Python, or where that is trained on,
+        what is held out of it."""
+        if any(isinstance(source, PydocSource) for source in self.recipe.data.values()):
+            for name, source in self.recipe.data.items():
+                if source.has_held_out and not isinstance(source, TeacherSource):
+                    return self.documents(name).held_out
+        return reference_documents(self._tokenizer)
+
+    def _kept(self, stages: Sequence[str]) -> list[str]:
+        """Those of the finished `stages` that the model has."""
+        return [name for name in stages if self.manifest.steps[name].get("kept", True)]
+
+    def _results(self, stages: Sequence[str]) -> list[Path]:
+        """What the finished `stages` made of the model, in order."""
+        return [
+            self.folder.step(name) / self.manifest.steps[name].get("result", "result") for name in self._kept(stages)
+        ]
+
+    def _checked(self, stages: Sequence[str]) -> dict[str, Measures]:
+        """What was measured before the next stage: of the base, of the untrained window, and of the model, which before
+        its first stage is as good as that window."""
+        untrained: dict[str, Measures] = self.manifest.steps["check"]["check"]
+        kept = self._kept(stages)
+        return untrained | ({stage_check.MODEL: self.manifest.steps[kept[-1]]["check"]} if kept else {})
 
     def _merge(self, stages: Sequence[str], folder: Path) -> dict[str, Any]:
-        results = [self.folder.step(name) / "result" for name in stages]
-        merge.merge_results(self.folder.step("convert") / "model", results, folder / "model")
+        if self._checks and self.recipe.when_worse != "warn":
+            stage_check.require_better(self._checked(stages))
+        merge.merge_results(self.folder.step("convert") / "model", self._results(stages), folder / "model")
         return {}
 
     def _export(self, folder: Path) -> dict[str, Any]:

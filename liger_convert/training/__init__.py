@@ -1,5 +1,5 @@
 """Training stages: align, distill, finetune."""
 
-from liger_convert.training.stage import rows_of, run_stage
+from liger_convert.training.stage import lora_projections, rows_of, run_stage
 
-__all__ = ["rows_of", "run_stage"]
+__all__ = ["lora_projections", "rows_of", "run_stage"]

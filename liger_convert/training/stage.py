@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -207,8 +208,9 @@ def compile_layers(model: Any, objective: Objective, aligning: bool) -> None:
 def add_lora(model: Any, lora: Lora, *, train_mixer: bool) -> Any:
     """`model` with adapters, and with its mixers trained in full beside them. Raises BadInput for unknown targets."""
     attention = lora.targets == "attention"
-    targets = family_of(model.config).projections if attention else lora.targets
-    names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    targets = lora_projections(lora, model.config, linears)
+    names = {name.rpartition(".")[2] for name in linears}
     for target in targets:
         if target not in names:
             raise BadInput(f"lora.targets: no projection is called {target!r}; there are {', '.join(sorted(names))}")
@@ -222,6 +224,17 @@ def add_lora(model: Any, lora: Lora, *, train_mixer: bool) -> Any:
         modules_to_save=[MIXER_MODULE] if train_mixer else None,
     )
     return get_peft_model(model, config)
+
+
+def lora_projections(lora: Lora, config: Any, linears: Iterable[str]) -> list[str]:
+    """The last parts of the names of the projections that get an adapter. linears: the full names of all linear maps
+    of the model; what is in a mixer is new, and trains as it is; a router keeps its choices."""
+    if lora.targets == "attention":
+        return list(family_of(config).projections)
+    if lora.targets == "all":
+        body = (name for name in linears if re.search(r"\.layers\.\d+\.(self_attn|mlp)\.", name))
+        return sorted({name.rpartition(".")[2] for name in body if f".{MIXER_MODULE}." not in name} - {"gate"})
+    return lora.targets
 
 
 def curve(losses: list[tuple[int, float]]) -> list[tuple[int, float]]:

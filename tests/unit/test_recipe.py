@@ -158,7 +158,7 @@ def test_a_yaml_mistake_is_named_with_its_line():
         ("mixers.other={type: gla, join: learned}", "mixers.other.join: is called combine now"),
         ("mixer={type: mom, inner: {type: gla, join: fixed}}", "mixer.inner.join: is called combine now"),
         ("mixers.main={type: gla}", "mixers.main: this name is taken"),
-        ("stages[1].lora.targets=all", "stages[1].lora.targets: should be attention, or a list"),
+        ("stages[1].lora.targets=body", "stages[1].lora.targets: should be attention, all, or a list"),
     ],
 )
 def test_fields_that_contradict_each_other_are_refused(override, says):
@@ -211,7 +211,7 @@ def test_shipped_recipes_load_and_name_their_own_command(path):
 
 def test_the_default_recipe_is_the_hybrid_for_any_depth():
     default, hybrid = (recipe.load(RECIPES / f"{name}.yaml").dump() for name in ("default", "smollm2-135m-hybrid"))
-    assert {name for name in hybrid if default[name] != hybrid[name]} == {"name", "layers"}
+    assert {name for name in hybrid if default[name] != hybrid[name]} == {"name", "layers", "adapt"}
     assert int(default["layers"]["softmax_auto"] * 30) == len(hybrid["layers"]["softmax"])
 
 

@@ -43,7 +43,7 @@ RECIPE = {
     ],
     "eval": {"suite": "suite.yaml", "text": "text"},
 }
-STEPS = ["base", "plan", "convert", "1-align", "2-distill", "3-finetune", "merge", "export", "eval", "report"]
+STEPS = ["base", "plan", "convert", "check", "1-align", "2-distill", "3-finetune", "merge", "export", "eval", "report"]
 SUITE = "description: tiny\ntext: [{window: 32, windows: 4}]\ncopying: [{length: 8, draws: 4}]\n"
 
 # Runs a command and dies of SIGKILL: for `LABEL DONE` when the work with that label reports so much done, for
@@ -143,7 +143,7 @@ def test_the_manifest_says_what_went_in_and_what_came_out(finished, home):
     assert set(exported) == {f"export/{p.name}" for p in (finished / "export").iterdir()}
     assert all(sha256_file(finished / path) == sha256 for path, sha256 in exported.items())
     assert set(record["steps"]["report"]["outputs"]) == {"report.md", "report.json"}
-    assert [record["steps"][name]["tokens"] for name in STEPS[3:6]] == [6 * 64] * 3
+    assert [record["steps"][name]["tokens"] for name in STEPS[4:7]] == [6 * 64] * 3
     assert record["steps"]["2-distill"]["inputs"] == ["base", "convert", "1-align"]
     assert all(step["wall_seconds"] >= 0 for step in record["steps"].values())
     assert record["machine"]["versions"]["torch"] == torch.__version__
@@ -205,7 +205,7 @@ def test_a_run_killed_anywhere_and_resumed_ends_with_the_same_weights(home, fini
         killed = subprocess.run(script, cwd=home, env=os.environ, capture_output=True, text=True)
         assert killed.returncode == -9, killed.stderr
         command = ["run", "recipe.yaml", "--out", "killed", "--resume"]
-    assert list(manifest(home / "killed")["steps"]) == STEPS[:7]
+    assert list(manifest(home / "killed")["steps"]) == STEPS[:8]
     assert main.main(command) == 0
     assert weights(home / "killed") == weights(finished)
     assert sorted(p.name for p in (home / "killed").iterdir()) == sorted(p.name for p in finished.iterdir())
@@ -244,7 +244,7 @@ def test_a_run_trains_on_what_its_base_writes_and_writes_it_once(home, monkeypat
     (home / "own.yaml").write_text(yaml.safe_dump(RECIPE | changes))
     assert main.main(["run", "own.yaml", "--out", "own"]) == 0
     steps = manifest(home / "own")["steps"]
-    assert list(steps) == [*STEPS[:3], "data-own", *STEPS[3:5], *STEPS[6:]]
+    assert list(steps) == [*STEPS[:4], "data-own", *STEPS[4:6], *STEPS[7:]]
     assert steps["data-own"]["tokens"] == 31 * 32
     assert list(steps["data-own"]["outputs"]) == ["steps/data-own/tokens.u32"]
     assert all("data-own" in steps[name]["inputs"] for name in ("1-align", "2-distill", "eval"))

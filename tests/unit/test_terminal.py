@@ -191,11 +191,11 @@ def test_the_processes_of_an_evaluation_end_with_their_parent(home, number):
 
 def test_a_process_that_cannot_answer_a_signal_is_ended():
     script = """
-import hashlib, sys
+import hashlib, threading
 from liger_convert.utils import interrupts
 interrupts.GRACE = 1.0
 with interrupts.handled("last words"):
-    print("ready", flush=True)
+    threading.Timer(0.3, print, ["ready"], {"flush": True}).start()  # once the call below has begun
     hashlib.pbkdf2_hmac("sha256", b"x", b"y", 2**31 - 1)  # minutes within one call of C
 """
     process = start(Path.cwd(), script=script)

@@ -1,0 +1,134 @@
+"""Fits a recipe's stages to a base and a machine that it was not written for.
+
+Three rules, each applied where it is needed, each said in one sentence for the plan and the report:
+
+- Rows are no longer than the context that the base was made for: what a teacher says beyond it is noise. They are
+  halved until they fit, and a step gets more of them, so that it has as many tokens as before.
+- Learning rates of the base's own weights fall as 1 / hidden size from the size that they were tuned on, as Adam's
+  rates of matrices want to (maximal update parametrisation, arXiv 2203.03466, table 8). They never rise. The rates of
+  mixers stay: their matrices are those of single heads. So do those of adapters, whose rank is the same on any base.
+- A stage fits the GPU: micro-batches are split, then activations are computed again in the backward pass, and where
+  that is not enough adapters take the place of the base's own weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from rich.filesize import decimal
+
+from liger_convert.config.adapt import Adapt
+from liger_convert.config.recipe import Recipe
+from liger_convert.config.stages import AlignStage, AnyStage, Stage
+from liger_convert.model.bases import context_length
+
+OWN = ("attention", "body", "embeddings")  # the groups of the base's own weights
+
+
+class Planner(Protocol):
+    """What plans one stage: `plan.StagePlanner`."""
+
+    device: torch.device
+
+    def plan(self, stage: Stage) -> Any: ...
+
+
+def adapt(recipe: Recipe, base_config: Any, planner: Planner) -> tuple[Recipe, tuple[str, ...]]:
+    """`recipe` with its stages fitted to the base, and a sentence for each change; as it is without `adapt`."""
+    if recipe.adapt is None:
+        return recipe, ()
+    context, room = context_length(base_config), _room(recipe.adapt, planner.device)
+    stages: list[AnyStage] = []
+    sentences: list[str] = []
+    for i, written in enumerate(recipe.stages):
+        stage, said = _fit_rows(written, context)
+        stage, fitted = _fit_memory(stage, recipe.adapt, room, lambda stage: planner.plan(stage).memory_bytes)
+        stage, scaled = _scale_rates(stage, recipe.adapt.hidden_size, base_config.hidden_size)
+        stages.append(stage)
+        sentences += [f"stages[{i}].{sentence}" for sentence in (*said, *fitted, *scaled)]
+    return recipe.with_stages(stages), tuple(sentences)
+
+
+def changed(stage: AnyStage, **fields: Any) -> AnyStage:
+    """`stage` with other values in these fields, checked as those of a recipe are."""
+    return type(stage).model_validate(stage.model_dump() | fields)
+
+
+def _fit_rows(stage: AnyStage, context: int | None) -> tuple[AnyStage, list[str]]:
+    if context is None or stage.seq_len <= context:
+        return stage, []
+    length, more = stage.seq_len, 1
+    while length > context:
+        length, more = length // 2, more * 2
+    shorter = [other for other in stage.model_dump()["mixed_seq_lens"] if length % other["seq_len"] == 0]
+    shorter = [other for other in shorter if other["seq_len"] < length]
+    said = (
+        f"seq_len: {length:,} in place of {stage.seq_len:,}, because the base was made for {context:,} tokens; "
+        f"batch_size {stage.batch_size * more} in place of {stage.batch_size}"
+    )
+    return changed(stage, seq_len=length, batch_size=stage.batch_size * more, mixed_seq_lens=shorter), [said]
+
+
+def _scale_rates(stage: AnyStage, tuned: int, hidden: int) -> tuple[AnyStage, list[str]]:
+    rates = stage.learning_rates.trained()
+    own = [name for name in OWN if name in rates]
+    if hidden <= tuned or not own:
+        return stage, []
+    scaled = {name: float(f"{rates[name] * tuned / hidden:.3g}") for name in own}
+    listed = ", ".join(f"{name} {rate:g} in place of {rates[name]:g}" for name, rate in scaled.items())
+    said = f"learning_rates: {listed}, by the hidden size, {hidden:,} and not {tuned:,}"
+    return changed(stage, learning_rates=rates | scaled), [said]
+
+
+def _fit_memory(
+    stage: AnyStage, options: Adapt, room: int | None, peak: Callable[[Stage], int]
+) -> tuple[AnyStage, list[str]]:
+    if room is None or peak(stage) <= room:
+        return stage, []
+    full = next((made for made in _smaller(stage) if peak(made) <= room), None)
+    if full is not None:
+        return full, [_said(stage, full, room)]
+    adapters = _with_adapters(stage, options)
+    *others, smallest = [adapters, *_smaller(adapters)]
+    fitting = next((made for made in others if peak(made) <= room), smallest)
+    return fitting, [_said(stage, fitting, room)]
+
+
+def _smaller(stage: AnyStage) -> list[AnyStage]:
+    """The same optimizer steps in less memory, by and by: smaller micro-batches, then activations computed again."""
+    split = [stage]
+    while split[-1].batch_size % 2 == 0:
+        last = split[-1]
+        split.append(changed(last, batch_size=last.batch_size // 2, grad_accumulation=last.grad_accumulation * 2))
+    return [*split[1:], *(changed(made, gradient_checkpointing=True) for made in split)]
+
+
+def _with_adapters(stage: AnyStage, options: Adapt) -> AnyStage:
+    rates = stage.learning_rates.trained()
+    if stage.lora is not None or not any(name in rates for name in OWN):
+        return stage
+    targets = "attention" if isinstance(stage, AlignStage) else "all"
+    lora = {"rank": options.lora_rank, "alpha": float(options.lora_rank), "targets": targets}
+    kept = {name: rate for name, rate in rates.items() if name not in OWN}
+    return changed(stage, lora=lora, learning_rates=kept | {"lora": options.lora_rate})
+
+
+def _said(before: AnyStage, after: AnyStage, room: int) -> str:
+    """What was done, as the fields of a recipe: `batch_size: 2 in place of 8, …, to fit …`."""
+    fields = []
+    if after.lora is not None and before.lora is None:
+        fields.append(f"lora: rank {after.lora.rank} on {after.lora.targets}, in place of the base's own weights")
+    for name in ("batch_size", "grad_accumulation", "gradient_checkpointing"):
+        old, new = getattr(before, name), getattr(after, name)
+        if old != new:
+            fields.append(f"{name}: {str(new).lower()} in place of {str(old).lower()}")
+    return f"{', '.join(fields)}, to fit {decimal(room)} of GPU memory"
+
+
+def _room(options: Adapt, device: torch.device) -> int | None:
+    """The bytes that a stage may take on a GPU; a CPU has whatever its machine has."""
+    if device.type != "cuda":
+        return None
+    return int(options.gpu_memory * torch.cuda.get_device_properties(device).total_memory)

@@ -1,0 +1,182 @@
+"""What a run notices of its own training: a quick measure after each stage, and what follows where a stage did harm.
+
+Measured are text of another kind than what is trained on, and how well a text is repeated: what training on one kind of
+text costs shows there first. The base and the untrained window, the base with nothing but window and sinks in the
+layers that become linear, are measured once, before the training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from liger_convert.config.stages import AnyStage
+from liger_convert.data.documents import Document
+from liger_convert.eval.ablation import window_control
+from liger_convert.eval.generation import weight_dtype
+from liger_convert.eval.measures import Measurement, copy_loss, text_perplexity
+from liger_convert.eval.suites import CopyMeasure, TextMeasure
+from liger_convert.eval.verdict import relation
+from liger_convert.io.checksums import read_checked, write_checked
+from liger_convert.model.bases import context_length
+from liger_convert.model.loading import linearize_base, load_pretrained
+from liger_convert.pipeline.adapt import changed
+from liger_convert.training.merge import load_chain
+from liger_convert.utils.device import compute_dtype
+from liger_convert.utils.errors import LinearizeError
+from liger_convert.utils.progress import Report, console, show_progress
+
+TEXT, COPY = "other_ppl", "copy_nll"
+BASE, UNTRAINED, MODEL = "base", "window_only_untrained", "linearized"
+
+CHECK = "check.json"
+FACTORS = (1.0, 0.25)  # of the learning rates, in the first attempt and in the second
+ADVICE = "lower its learning rates, give it more tokens or other text, or set when_worse: warn"
+
+Measures = Mapping[str, Measurement]
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured: windows and repetitions of so many tokens, so many at once."""
+
+    windows: int
+    window: int
+    draws: int
+    length: int
+    batch_size: int
+
+
+# a minute of an idle CPU for 135M parameters is some 8 of these; a GPU does each in seconds
+SIZES = {"cpu": Size(8, 512, 8, 256, 2), "cuda": Size(64, 1024, 32, 256, 16)}
+
+
+@dataclass(frozen=True)
+class StageCheck:
+    """Measures the models of one run. documents: of another kind than what is trained on."""
+
+    base_dir: Path
+    tokenizer: Any
+    documents: Sequence[Document]
+    device: torch.device
+    precision: str
+
+    def untrained(self, linearization: dict[str, Any]) -> dict[str, dict[str, Measurement]]:
+        """What is measured of the base, and of the untrained window that belongs to `linearization`."""
+        dtype = weight_dtype(self.device, self.precision)
+        base = self._measure(load_pretrained(self.base_dir, dtype=dtype))
+        window = linearize_base(self.base_dir, window_control(linearization), dtype=dtype)
+        return {BASE: base, UNTRAINED: self._measure(window)}
+
+    def trained(self, model_dir: Path, results: Sequence[Path]) -> dict[str, Measurement]:
+        """What is measured of the linearized model `model_dir` with the `results` of its stages folded in."""
+        return self._measure(load_chain(model_dir, results))
+
+    def _measure(self, model: Any) -> dict[str, Measurement]:
+        with show_progress("check") as report:
+            return measure(model, self.tokenizer, self.documents, self.device, self.precision, report)
+
+
+def measure(
+    model: Any, tokenizer: Any, documents: Sequence[Document], device: torch.device, precision: str, report: Report
+) -> dict[str, Measurement]:
+    """The perplexity of `documents` and the loss on a repetition of their text, both better when lower, of any model of
+    transformers; in shorter windows where its context is shorter. Raises BadInput where the documents are too few."""
+    size, most = SIZES[device.type], context_length(model.config) or SIZES[device.type].window
+    text = TextMeasure(name="other", window=min(size.window, most), windows=size.windows)
+    copying = CopyMeasure(length=min(size.length, most // 2), draws=size.draws)
+    options: dict[str, Any] = {
+        "batch_size": size.batch_size,
+        "dtype": compute_dtype(device, precision),
+        "report": report,
+    }
+    model = model.to(device).eval()
+    perplexity = text_perplexity(model, tokenizer, documents, text, **options)[text.metrics[0]]
+    return {TEXT: perplexity, COPY: copy_loss(model, tokenizer, documents, copying, **options)[copying.metrics[0]]}
+
+
+def is_worse(measured: Measures, reference: Measures, base: Measures) -> bool:
+    """Whether it lost on text or copying against `reference` and won on neither, by more than `verdict` calls no
+    difference. What is no worse than the base is no loss: on a base that is itself worse than its window, what it has
+    learned to do like the base counts."""
+    models = {MODEL: measured, UNTRAINED: reference, BASE: base}
+    found = {metric: relation(models, MODEL, UNTRAINED, metric) for metric in measured}
+    lost = [m for m, how in found.items() if how == "worse" and relation(models, MODEL, BASE, m) == "worse"]
+    return bool(lost) and "better" not in found.values()
+
+
+def sentence(measured: Measures, before: Mapping[str, Measures]) -> str:
+    """`text of another kind 17.3 (base 16.9, untrained window 18.8), copying …`, with all that was measured before."""
+    names = {TEXT: "perplexity of text of another kind", COPY: "loss on a repetition"}
+    parts = []
+    for metric, name in names.items():
+        known = ", ".join(f"{who.replace('_', ' ')} {_number(found[metric])}" for who, found in before.items())
+        parts.append(f"{name} {_number(measured[metric])} ({known})")
+    return "; ".join(parts)
+
+
+def _number(measured: Measurement) -> str:
+    return "not finite" if measured["value"] is None else f"{measured['value']:.4g}"
+
+
+def with_rates(stage: AnyStage, factor: float) -> AnyStage:
+    """`stage` with `factor` times its learning rates."""
+    if factor == 1.0:
+        return stage
+    return changed(stage, learning_rates={name: factor * rate for name, rate in stage.learning_rates.trained().items()})
+
+
+def train_checked(
+    name: str,
+    when_worse: str,
+    folder: Path,
+    *,
+    aligns: bool,
+    before: Mapping[str, Measures],
+    train: Callable[[float, Path], dict[str, Any]],
+    check: Callable[[Path], dict[str, Any]],
+) -> dict[str, Any]:
+    """Trains the stage called `name` in `folder`, measures what came of it, and where that is worse than before does
+    what the recipe's `when_worse` asks for. Returns facts for the manifest.
+
+    before: what was measured of the base, of the untrained window, and of the model so far, if a stage is done. train:
+    trains at this many times the rates, in that folder, and goes on where a killed call stopped. check: measures the
+    model after the stage in that folder. A stage of alignment is measured but never undone: it fits layers one by one,
+    and the stages behind it make one model of them.
+
+    The facts: those of the training, `check`, `rates` (how many times its own), `result` (where in `folder` the weights
+    are) and whether the stage is `kept`. Raises LinearizeError where the recipe wants the run to stop.
+    """
+    reference = before.get(MODEL, before[UNTRAINED])
+    factors = FACTORS if when_worse == "go_back" and not aligns else FACTORS[:1]
+    for attempt, factor in enumerate(factors, 1):
+        out = folder if attempt == 1 else folder / f"attempt-{attempt}"
+        out.mkdir(exist_ok=True)
+        facts = train(factor, out)
+        measured: dict[str, Measurement] = read_checked(out / CHECK) or check(out)
+        write_checked(out / CHECK, measured)
+        result = "result" if attempt == 1 else f"{out.name}/result"
+        facts |= {"check": measured, "rates": factor, "result": result, "kept": True}
+        worse = not aligns and is_worse(measured, reference, before[BASE])
+        told = f"after {name}{f' at {factor:g} times its rates' * (factor != 1)}: {sentence(measured, before)}"
+        console.print(f"{'WORSE ' * worse}{told}", markup=False, soft_wrap=True)
+        if not worse or when_worse == "warn":
+            return facts
+    if when_worse == "stop":
+        raise LinearizeError(f"{name} made the model worse: {sentence(measured, before)}; {ADVICE}")
+    console.print(f"{name} is left out: the model goes on as it was before", markup=False)
+    return facts | {"kept": False}
+
+
+def require_better(checked: Mapping[str, Measures]) -> None:
+    """Raises LinearizeError where no stage helped, or the model ends worse than the untrained window."""
+    if MODEL not in checked:
+        raise LinearizeError(f"no stage made the model better than no training, so nothing is exported; {ADVICE}")
+    if is_worse(checked[MODEL], checked[UNTRAINED], checked[BASE]):
+        before = {name: checked[name] for name in (BASE, UNTRAINED)}
+        why = f"the model is worse than its untrained window: {sentence(checked[MODEL], before)}"
+        raise LinearizeError(f"{why}; nothing is exported; {ADVICE}")

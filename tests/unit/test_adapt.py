@@ -1,0 +1,151 @@
+"""A recipe with `adapt` follows the base and the GPU, says what it changed, and changes nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import write_home
+from transformers import CONFIG_MAPPING
+
+from liger_convert.benchmark.shapes import SHAPES
+from liger_convert.cli import main
+from liger_convert.config.recipe import Recipe, build, load
+from liger_convert.model.bases import context_length
+from liger_convert.pipeline import adapt
+from liger_convert.pipeline.plan import make_plan
+
+DEFAULT = Path(__file__).parents[2] / "recipes" / "default.yaml"
+GB = 10**9
+
+
+def config(shape: str, **fields: Any) -> Any:
+    values = dict(SHAPES[shape]) | fields
+    return CONFIG_MAPPING[values.pop("model_type")](**values)
+
+
+def recipe(**stage: Any) -> Recipe:
+    common = {"data": "text", "tokens": 10**6, "seq_len": 1024, "batch_size": 8, "concat_documents": True}
+    stages = [common | {"kind": "distill", "learning_rates": {"mixer": 1e-3, "attention": 3e-4, "body": 6e-5}} | stage]
+    base = {"version": 1, "name": "tiny", "base": "anywhere", "mixer": {"type": "gla"}, "adapt": {"hidden_size": 576}}
+    return build(base | {"data": {"text": {"source": "pydoc"}}, "stages": stages}, "recipe")
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, room: int | None) -> None:
+    monkeypatch.setattr(adapt, "_room", lambda options, device: room)
+
+
+def test_on_the_base_that_it_was_written_for_nothing_changes() -> None:
+    written = load(DEFAULT)
+    plan = make_plan(written, config("smollm2-135m", max_position_embeddings=8192))
+    assert plan.adapted == ()
+    assert list(plan.recipe_stages) == written.stages
+
+
+def test_rows_are_no_longer_than_the_context_and_a_step_has_as_many_tokens() -> None:
+    plan = make_plan(load(DEFAULT), config("smollm2-135m", max_position_embeddings=3000))
+    assert [stage.seq_len for stage in plan.recipe_stages] == [2048, 1024, 2048]
+    assert [stage.step_tokens for stage in plan.recipe_stages] == [stage.step_tokens for stage in load(DEFAULT).stages]
+    assert "stages[0].seq_len: 2,048 in place of 4,096" in plan.adapted[0]
+    assert "made for 3,000 tokens" in plan.adapted[0]
+
+
+def test_second_lengths_that_no_longer_fit_are_dropped() -> None:
+    rows = {"seq_len": 4096, "mixed_seq_lens": [{"seq_len": 2048, "fraction": 0.2}, {"seq_len": 512, "fraction": 0.3}]}
+    (stage,) = make_plan(recipe(**rows), config("smollm2-135m", max_position_embeddings=2048)).recipe_stages
+    assert [other.seq_len for other in stage.mixed_seq_lens] == [512]
+
+
+def test_a_recipe_without_adapt_keeps_its_rows() -> None:
+    written = load(DEFAULT, ["adapt=null"])
+    plan = make_plan(written, config("llama-3.2-1b", max_position_embeddings=2048))
+    assert list(plan.recipe_stages) == written.stages
+
+
+@pytest.mark.parametrize(("hidden", "factor"), [(576, 1.0), (512, 1.0), (1152, 0.5), (2304, 0.25)])
+def test_rates_of_the_bases_own_weights_fall_with_its_width_and_never_rise(hidden: int, factor: float) -> None:
+    base = config("smollm2-135m", hidden_size=hidden, num_attention_heads=hidden // 64, num_key_value_heads=1)
+    (stage,) = make_plan(recipe(), base).recipe_stages
+    assert stage.learning_rates.trained() == pytest.approx(
+        {"mixer": 1e-3, "attention": factor * 3e-4, "body": factor * 6e-5}
+    )
+
+
+@pytest.mark.parametrize(
+    ("room", "rows", "accumulation", "checkpointing", "adapters"),
+    [
+        (None, 8, 1, False, False),  # a CPU
+        (10**12, 8, 1, False, False),
+        (60 * GB, 4, 2, False, False),
+        (40 * GB, 2, 4, False, False),
+        (26 * GB, 2, 4, True, False),
+        (16 * GB, 1, 8, False, True),
+        (14 * GB, 4, 2, True, True),
+    ],
+)
+def test_a_stage_gets_smaller_until_it_fits(monkeypatch, room, rows, accumulation, checkpointing, adapters) -> None:
+    on_a_gpu(monkeypatch, room)
+    plan = make_plan(recipe(), config("llama-3.2-1b"))
+    (stage,) = plan.recipe_stages
+    assert stage.step_tokens == recipe().stages[0].step_tokens
+    if room is not None:
+        assert plan.stages[0].memory_bytes <= room
+    assert bool(stage.lora) is adapters, plan.stages[0].memory_bytes / GB
+    made = (stage.batch_size, stage.grad_accumulation, stage.gradient_checkpointing)
+    assert made == (rows, accumulation, checkpointing), plan.stages[0].memory_bytes / GB
+
+
+def test_where_all_weights_do_not_fit_adapters_train_all_projections(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_gpu(monkeypatch, 72 * GB)
+    plan = make_plan(load(DEFAULT), config("llama-3-8b"))
+    assert all(stage.memory_bytes <= 72 * GB for stage in plan.stages)
+    distill = plan.recipe_stages[1]
+    assert distill.lora is not None
+    assert distill.lora.targets == "all"
+    assert distill.learning_rates.trained() == {"mixer": 2e-3, "lora": 2e-4}
+    assert any("lora: rank 64 on all" in sentence for sentence in plan.adapted)
+
+
+@pytest.mark.parametrize(
+    ("rope", "positions", "context"),
+    [
+        ({"rope_type": "default"}, 2048, 2048),
+        ({"rope_type": "linear", "factor": 4.0}, 2048, 8192),
+        ({"rope_type": "dynamic", "factor": 2.0}, 2048, 4096),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192, 8192),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 2048, 8192),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+            131072,
+            131072,
+        ),
+    ],
+)
+def test_the_context_counts_rotary_scaling(rope: dict[str, Any], positions: int, context: int) -> None:
+    base = CONFIG_MAPPING["llama"](max_position_embeddings=positions, rope_parameters=rope | {"rope_theta": 1e4})
+    assert context_length(base) == context
+
+
+def test_a_run_trains_by_what_its_plan_recorded_whatever_the_machine_is_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_home(tmp_path, [{"kind": "align", "learning_rates": {"mixer": 1e-3}, "seq_len": 64}])
+    words = ["run", "recipe.yaml", "--out", "out", "--set", "adapt={hidden_size: 16}", "--set", "when_worse=ignore"]
+    base = json.loads((tmp_path / "base/config.json").read_text())
+    (tmp_path / "base/config.json").write_text(json.dumps(base | {"max_position_embeddings": 32}))
+    assert main.main(words) == 0
+    plan = json.loads((tmp_path / "out/manifest.json").read_text())["steps"]["plan"]
+    assert plan["stages"][0]["seq_len"] == 32
+    assert plan["stages"][0]["batch_size"] == 4
+    assert "made for 32 tokens" in plan["plan"]["adapted"][0]
+    assert torch.get_num_threads() >= 1

@@ -1,0 +1,140 @@
+"""A run notices when a stage makes the model worse, goes back, and exports nothing worse than no training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import weights, write_home
+
+from liger_convert.cli import main
+from liger_convert.pipeline import stage_check
+from liger_convert.pipeline.stage_check import BASE, COPY, MODEL, TEXT, UNTRAINED, is_worse
+
+STAGES = [
+    {"kind": "align", "learning_rates": {"mixer": 1e-3}},
+    {"kind": "distill", "learning_rates": {"mixer": 1e-3, "body": 1e-4}},
+]
+
+
+def measures(text: float | None, copying: float | None) -> dict[str, Any]:
+    return {name: {"value": value, "stderr": 0.1, "n": 8} for name, value in ((TEXT, text), (COPY, copying))}
+
+
+@pytest.mark.parametrize(
+    ("measured", "worse"),
+    [
+        ((18.0, 1.0), False),  # no different
+        ((17.0, 0.5), False),
+        ((19.0, 1.0), True),
+        ((18.0, 1.3), True),
+        ((18.1, 1.05), False),  # less than what counts
+        ((19.0, 0.5), False),  # one for the other
+        ((None, 1.0), True),  # not finite
+    ],
+)
+def test_worse_is_what_loses_and_wins_nothing(measured, worse):
+    assert is_worse(measures(*measured), measures(18.0, 1.0), base=measures(16.0, 0.2)) is worse
+
+
+def test_what_is_as_good_as_the_base_is_never_worse():
+    window, base = measures(18.0, 1.0), measures(20.0, 1.5)
+    assert not is_worse(measures(20.0, 1.5), window, base)
+    assert is_worse(measures(21.0, 1.7), window, base)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_home(tmp_path, STAGES)
+    return tmp_path
+
+
+def told(monkeypatch: pytest.MonkeyPatch, trained: list[tuple[float, float]]) -> None:
+    """Whatever is measured, the models after training are said to be these, in turn."""
+    said = iter(trained)
+    untrained = {BASE: measures(16.0, 0.2), UNTRAINED: measures(18.0, 1.0)}
+    monkeypatch.setattr(stage_check.StageCheck, "untrained", lambda self, linearization: untrained)
+    monkeypatch.setattr(stage_check.StageCheck, "trained", lambda self, model, results: measures(*next(said)))
+
+
+def run(*words: str) -> int:
+    return main.main(["run", "recipe.yaml", "--out", "out", *words])
+
+
+def steps(home: Path) -> dict[str, Any]:
+    return json.loads((home / "out/manifest.json").read_text())["steps"]
+
+
+def test_a_real_run_measures_the_base_the_window_and_each_stage(home: Path) -> None:
+    assert run() == 0
+    done = steps(home)
+    assert set(done["check"]["check"]) == {BASE, UNTRAINED}
+    assert done["check"]["check"][BASE] != done["check"]["check"][UNTRAINED]
+    for name in ("1-align", "2-distill"):
+        assert done[name]["check"].keys() == {TEXT, COPY}
+        assert done[name]["kept"]
+    assert done["1-align"]["check"] != done["2-distill"]["check"]
+
+
+def test_a_stage_that_did_harm_is_trained_again_at_lower_rates(home, monkeypatch, capsys) -> None:
+    told(monkeypatch, [(17.5, 0.9), (19.0, 1.2), (17.0, 0.8)])
+    assert run() == 0
+    distilled = steps(home)["2-distill"]
+    assert (distilled["kept"], distilled["rates"], distilled["result"]) == (True, 0.25, "attempt-2/result")
+    assert "WORSE after 2-distill" in capsys.readouterr().err
+
+
+def test_the_second_attempt_is_what_is_exported(home, monkeypatch) -> None:
+    told(monkeypatch, [(17.5, 0.9), (19.0, 1.2), (17.0, 0.8)])
+    assert run() == 0
+    again = weights(home / "out")
+    rates = "stages[1].learning_rates={mixer: 2.5e-4, body: 2.5e-5}"
+    assert main.main(["run", "recipe.yaml", "--out", "low", "--set", rates, "--set", "when_worse=ignore"]) == 0
+    assert weights(home / "low") == again
+    assert main.main(["run", "recipe.yaml", "--out", "high", "--set", "when_worse=ignore"]) == 0
+    assert weights(home / "high") != again
+
+
+def test_a_stage_that_does_harm_twice_is_left_out(home, monkeypatch) -> None:
+    told(monkeypatch, [(17.5, 0.9), (19.0, 1.2), (18.5, 1.0)])
+    assert run() == 0
+    assert steps(home)["2-distill"]["kept"] is False
+    left_out = weights(home / "out")
+    write_home(home, STAGES[:1])
+    assert main.main(["run", "recipe.yaml", "--out", "aligned", "--set", "when_worse=ignore"]) == 0
+    assert weights(home / "aligned") == left_out
+
+
+@pytest.mark.parametrize("trained", [[(19.0, 1.2), (18.6, 1.15)], [(25.0, 3.0), (19.0, 1.2)]])
+def test_nothing_worse_than_no_training_is_exported(home, monkeypatch, capsys, trained) -> None:
+    told(monkeypatch, [*trained, (18.9, 1.2)])
+    assert run() == 1
+    said = capsys.readouterr().err
+    assert "error: the model is worse than its untrained window" in said
+    assert "when_worse: warn" in said
+    assert not (home / "out/export").exists()
+    assert "merge" not in steps(home)
+
+
+def test_stop_ends_the_run_where_the_harm_was_done(home, monkeypatch, capsys) -> None:
+    told(monkeypatch, [(17.5, 0.9), (19.0, 1.2)])
+    assert run("--set", "when_worse=stop") == 1
+    assert "error: 2-distill made the model worse" in capsys.readouterr().err
+    assert "2-distill" not in steps(home)
+
+
+def test_warn_goes_on_and_says_so(home, monkeypatch, capsys) -> None:
+    told(monkeypatch, [(17.5, 0.9), (30.0, 3.0)])
+    assert run("--set", "when_worse=warn") == 0
+    assert "WORSE after 2-distill" in capsys.readouterr().err
+    assert steps(home)["2-distill"]["kept"]
+
+
+def test_ignore_measures_nothing(home, monkeypatch) -> None:
+    told(monkeypatch, [])
+    assert run("--set", "when_worse=ignore") == 0
+    assert "check" not in steps(home)
+    assert MODEL not in str(steps(home)["1-align"])
