@@ -86,7 +86,10 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
         "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "head_dim": 8},
         "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 1.0},
     }.get(model_type, {})
-    return CONFIG_MAPPING[model_type](**values | changes)
+    values |= changes
+    if "layer_types" in values:
+        values["layer_types"] = values["layer_types"][: values["num_hidden_layers"]]
+    return CONFIG_MAPPING[model_type](**values)
 
 
 def tiny_tokenizer(vocab_size: int = 101) -> PreTrainedTokenizerFast:
