@@ -48,6 +48,7 @@ GROUPS: dict[str, dict[str, Callable[..., None]]] = {
     "Measure and try a model": {
         "eval": measure_commands.evaluate,
         "diagnose": measure_commands.diagnose,
+        "compare": measure_commands.compare,
         "generate": measure_commands.generate,
         "bench": measure_commands.bench,
     },

@@ -23,6 +23,7 @@ from liger_convert.cli.options import (
     TrustCode,
 )
 from liger_convert.cli.output import show
+from liger_convert.utils.progress import console as stderr
 
 
 def evaluate(
@@ -98,6 +99,32 @@ def diagnose(
         precision=precision,
     )
     show(render(results), results, as_json)
+
+
+def compare(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN RUN...", help="Folders of finished runs, or their report.json.", show_default=False
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="The page; an older one is replaced.")] = Path("compare.html"),
+    as_json: Json = False,
+) -> None:
+    """Put runs beside each other: what they measured, and what they recover of the base over the size of their cache.
+
+    Prints a table, and writes a page with charts that any browser opens. Rows are what all runs measured; what some did
+    not is said below.
+
+    Example: linearize compare runs/quick runs/SmolLM2-135M-Instruct
+    """
+    from liger_convert.pipeline.pages import compare_page
+    from liger_convert.pipeline.pages.compare import compare as compare_runs
+
+    found = compare_runs(runs)
+    compare_page.write(found, out)
+    show(compare_page.render(found), found, as_json)
+    stderr.print(f"{out}: the same as a page, with charts", markup=False, soft_wrap=True)
 
 
 def generate(

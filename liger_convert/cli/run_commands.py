@@ -26,7 +26,7 @@ def run(
 ) -> None:
     """Do all that a recipe asks for: convert, train, merge, export, evaluate, report.
 
-    Leaves export/ (a Hugging Face model folder), report.md, report.json and manifest.json in OUT.
+    Leaves export/ (a Hugging Face model folder), report.html, report.md, report.json and manifest.json in OUT.
 
     Example: linearize run recipes/smollm2-135m-quick.yaml --out runs/quick --set seed=1
 
@@ -52,7 +52,7 @@ def run(
         for said in report["continuations"]:
             spoken.add_row(*(Text(said[column]) for column in ("prompt", "base", "linearized")))
         stdout().print(spoken)
-    stderr.print(f"{folder}: the model is in export/, the report in report.md", markup=False)
+    stderr.print(f"{folder}: the model is in export/, the report in report.html and report.md", markup=False)
 
 
 def plan(recipe: RecipeFile = None, base: Base = None, set_: Overrides = None, as_json: Json = False) -> None:

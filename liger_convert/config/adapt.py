@@ -14,11 +14,15 @@ class Adapt(Strict):
     """Fits the stages to a base and a GPU that the recipe was not written for, see `pipeline.adapt`."""
 
     hidden_size: Count
-    """Hidden size of the base that the learning rates were tuned on. On a wider base those of the base's own weights
-    fall in proportion."""
-    lora_rank: Rank = 64
-    """Rank of the adapters that take the place of all weights where those do not fit the GPU."""
+    """Hidden size of the base that the learning rates were tuned on."""
+    adapters: bool = True
+    """On a wider base train low-rank adapters in the place of the base's own weights. Without, all weights are trained
+    where they fit the GPU, at rates that fall in proportion to the hidden size."""
+    lora_rank: Rank = 32
+    """Rank of the adapters; alpha is the same."""
     lora_rate: Rate = 2e-4
-    """Their learning rate."""
+    """Learning rate of the adapters."""
+    align_lora_rate: Rate = 5e-4
+    """Learning rate of the adapters in alignment."""
     gpu_memory: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Fraction of the GPU's memory that a stage may take."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from liger_convert.eval.measures import Measurement
+if TYPE_CHECKING:
+    from liger_convert.eval.measures import Measurement  # imports torch
 
-Models = Mapping[str, Mapping[str, Measurement]]
+Models = Mapping[str, Mapping[str, "Measurement"]]
 Relation = Literal["worse", "better", "no different"]
 
 # Smaller differences are none: 0.1 of the 3.2 nats a token that separate a window from full attention on a repetition

@@ -1,12 +1,14 @@
 """Fits a recipe's stages to a base and a machine that it was not written for.
 
-Three rules, each applied where it is needed, each said in one sentence for the plan and the report:
+Rules, each applied where it is needed, each said in one sentence for the plan and the report:
 
 - Rows are no longer than the context that the base was made for: what a teacher says beyond it is noise. They are
   halved until they fit, and a step gets more of them, so that it has as many tokens as before.
-- Learning rates of the base's own weights fall as 1 / hidden size from the size that they were tuned on, as Adam's
-  rates of matrices want to (maximal update parametrisation, arXiv 2203.03466, table 8). They never rise. The rates of
-  mixers stay: their matrices are those of single heads. So do those of adapters, whose rank is the same on any base.
+- On a base wider than the one that the rates were tuned on, adapters take the place of the base's own weights: at
+  equal tokens they lose less of what the training text does not show (eval/LOG.md, TinyLlama-1.1B). The mixers' rates
+  stay, because their matrices are those of single heads.
+- Where all weights are trained on such a base, their rates fall as 1 / hidden size, as Adam's rates of matrices want to
+  (maximal update parametrisation, arXiv 2203.03466, table 8).
 - A stage fits the GPU: micro-batches are split, then activations are computed again in the backward pass, and where
   that is not enough adapters take the place of the base's own weights.
 """
@@ -42,10 +44,15 @@ def adapt(recipe: Recipe, base_config: Any, planner: Planner) -> tuple[Recipe, t
     context, room = context_length(base_config), _room(recipe.adapt, planner.device)
     stages: list[AnyStage] = []
     sentences: list[str] = []
+    tuned = recipe.adapt.hidden_size
+    wider = base_config.hidden_size > tuned
     for i, written in enumerate(recipe.stages):
         stage, said = _fit_rows(written, context)
+        if wider and recipe.adapt.adapters and _trains_own(stage):
+            stage = _with_adapters(stage, recipe.adapt)
+            said = [*said, f"{_adapters(stage)}, because the rates are those of a hidden size of {tuned:,}"]
         stage, fitted = _fit_memory(stage, recipe.adapt, room, lambda stage: planner.plan(stage).memory_bytes)
-        stage, scaled = _scale_rates(stage, recipe.adapt.hidden_size, base_config.hidden_size)
+        stage, scaled = _scale_rates(stage, tuned, base_config.hidden_size)
         stages.append(stage)
         sentences += [f"stages[{i}].{sentence}" for sentence in (*said, *fitted, *scaled)]
     return recipe.with_stages(stages), tuple(sentences)
@@ -105,21 +112,35 @@ def _smaller(stage: AnyStage) -> list[AnyStage]:
     return [*split[1:], *(changed(made, gradient_checkpointing=True) for made in split)]
 
 
+def _trains_own(stage: Stage) -> bool:
+    """Whether the stage trains weights of the base, and not adapters."""
+    return any(name in stage.learning_rates.trained() for name in OWN)
+
+
 def _with_adapters(stage: AnyStage, options: Adapt) -> AnyStage:
-    rates = stage.learning_rates.trained()
-    if stage.lora is not None or not any(name in rates for name in OWN):
+    if not _trains_own(stage):
         return stage
-    targets = "attention" if isinstance(stage, AlignStage) else "all"
-    lora = {"rank": options.lora_rank, "alpha": float(options.lora_rank), "targets": targets}
-    kept = {name: rate for name, rate in rates.items() if name not in OWN}
-    return changed(stage, lora=lora, learning_rates=kept | {"lora": options.lora_rate})
+    aligns = isinstance(stage, AlignStage)
+    lora = {
+        "rank": options.lora_rank,
+        "alpha": float(options.lora_rank),
+        "targets": "attention" if aligns else "all",
+    }
+    kept = {name: rate for name, rate in stage.learning_rates.trained().items() if name not in OWN}
+    rate = options.align_lora_rate if aligns else options.lora_rate
+    return changed(stage, lora=lora, learning_rates=kept | {"lora": rate})
+
+
+def _adapters(stage: Stage) -> str:
+    assert stage.lora is not None
+    return f"lora: rank {stage.lora.rank} on {stage.lora.targets}, in place of the base's own weights"
 
 
 def _said(before: AnyStage, after: AnyStage, room: int) -> str:
     """What was done, as the fields of a recipe: `batch_size: 2 in place of 8, …, to fit …`."""
     fields = []
     if after.lora is not None and before.lora is None:
-        fields.append(f"lora: rank {after.lora.rank} on {after.lora.targets}, in place of the base's own weights")
+        fields.append(_adapters(after))
     for name in ("batch_size", "grad_accumulation", "gradient_checkpointing"):
         old, new = getattr(before, name), getattr(after, name)
         if old != new:

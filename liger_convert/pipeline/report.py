@@ -1,13 +1,12 @@
-"""What a run found: report.json for machines, report.md for people, a table for the terminal."""
+"""What a run found: report.json for machines, report.md and report.html for people, a table for the terminal."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 from rich.console import Group
@@ -16,17 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from liger_convert.config import yaml_file
-from liger_convert.config.names import MAIN
-from liger_convert.eval.measures import Measurement
 from liger_convert.io.files import atomic_write
+from liger_convert.pipeline.pages import report_page
+from liger_convert.pipeline.pages.common import TITLES, cell, describe_layers, metric_names
 
-TITLES = {
-    "base": "base",
-    "window_only_untrained": "window only, untrained",
-    "linearized": "linearized",
-    "memory_ablated": "memory ablated",
-    "window_ablated": "window ablated",
-}
+if TYPE_CHECKING:
+    from liger_convert.eval.measures import Measurement  # imports torch
 
 PAGE = jinja2.Template(
     """\
@@ -129,14 +123,19 @@ with the recipe that `manifest.json` holds verbatim, beside the sha256 of every 
 
 
 def write_report(out_dir: Path, results: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
-    """Writes report.json and report.md into `out_dir`, each complete or not at all.
+    """Writes report.json, report.md and report.html into `out_dir`, each complete or not at all.
 
     results: what `ablation.diagnose` returns. manifest: manifest.json's content, whose steps hold the plan and what the
     training stages returned. Raises LinearizeError when they cannot be written.
     """
     report = build(results, manifest)
-    atomic_write(out_dir / "report.json", json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-    atomic_write(out_dir / "report.md", page(report))
+    files = {
+        "report.json": json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n",
+        "report.md": page(report),
+        "report.html": report_page.page(report),
+    }
+    for name, text in files.items():
+        atomic_write(out_dir / name, text)
 
 
 def build(results: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,7 +168,7 @@ def page(report: Mapping[str, Any]) -> str:
         titles=TITLES,
         size=decimal,
         nats=lambda loss: cell({"value": loss, "stderr": None, "n": None}),
-        converted=_converted(report),
+        converted=describe_layers(report),
         table=_markdown(report["models"]),
     )
     return text
@@ -182,7 +181,7 @@ def render(results: Mapping[str, Any]) -> Group:
     table = Table("", *({"header": TITLES.get(name, name)}["header"] for name in models))
     for column in table.columns[1:]:
         column.justify = "right"
-    for metric in _metrics(models):
+    for metric in metric_names(models):
         table.add_row(metric, *(cell(measured.get(metric)) for measured in models.values()))
     found = results.get("verdict", {})
     said = [Text(sentence) for sentence in found.get("sentences", [])]
@@ -190,37 +189,7 @@ def render(results: Mapping[str, Any]) -> Group:
     return Group(*first, table, *said)
 
 
-def cell(measured: Measurement | None) -> str:
-    """`23.15 ± 1.24`; nothing where it was not measured."""
-    if measured is None:
-        return ""
-    value, stderr = measured["value"], measured["stderr"]
-    if value is None:
-        return "not finite"
-    if value >= 1e5:
-        return f"{value:.1e}" + (f" ± {stderr:.0e}" if stderr is not None else "")
-    digits = 3 if value < 10 else 2 if value < 1000 else 0
-    return f"{value:.{digits}f}" + (f" ± {stderr:.{digits}f}" if stderr is not None else "")
-
-
-def _metrics(models: Mapping[str, Mapping[str, Measurement]]) -> list[str]:
-    """Every metric once, in the order of the suite."""
-    return list(dict.fromkeys(metric for measured in models.values() for metric in measured))
-
-
 def _markdown(models: Mapping[str, Mapping[str, Measurement]]) -> str:
     rows = [["", *(TITLES.get(name, name) for name in models)], ["---", *["---:"] * len(models)]]
-    rows += [[f"`{m}`", *(cell(measured.get(m)) for measured in models.values())] for m in _metrics(models)]
+    rows += [[f"`{m}`", *(cell(measured.get(m)) for measured in models.values())] for m in metric_names(models)]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _converted(report: Mapping[str, Any]) -> str:
-    linearization = report["plan"]["linearization"]
-    layers = Counter(linearization["layers"])
-    mixers = [
-        f"{layers[name]} became {'' if name == MAIN else f'`{name}`: '}`{spec['type']}` "
-        f"(window {spec['window'] or 'of all tokens'}, {spec['sinks']} sinks)"
-        for name, spec in linearization["mixers"].items()
-    ]
-    stayed = [f"{layers['softmax']} stayed softmax"] if layers["softmax"] else []
-    return f"Of the {layers.total()} attention layers of `{report['base']}`, {' and '.join([*mixers, *stayed])}."

@@ -167,7 +167,7 @@ class RunSteps:
             Step("merge", functools.partial(self._merge, stages), ("convert", *stages)),
             Step("export", self._export, ("merge",), outputs=("export",)),
             Step("eval", self._eval, ("base", "export", *self._written(self.recipe.eval.text)), continues=True),
-            Step("report", self._report, ("eval",), outputs=("report.md", "report.json")),
+            Step("report", self._report, ("eval",), outputs=("report.md", "report.html", "report.json")),
         ]
 
     # --- what the steps share

@@ -29,9 +29,17 @@ def config(shape: str, **fields: Any) -> Any:
 
 def recipe(**stage: Any) -> Recipe:
     common = {"data": "text", "tokens": 10**6, "seq_len": 1024, "batch_size": 8, "concat_documents": True}
-    stages = [common | {"kind": "distill", "learning_rates": {"mixer": 1e-3, "attention": 3e-4, "body": 6e-5}} | stage]
-    base = {"version": 1, "name": "tiny", "base": "anywhere", "mixer": {"type": "gla"}, "adapt": {"hidden_size": 576}}
-    return build(base | {"data": {"text": {"source": "pydoc"}}, "stages": stages}, "recipe")
+    rates = {"mixer": 1e-3, "attention": 3e-4, "body": 6e-5}
+    written = {
+        "version": 1,
+        "name": "tiny",
+        "base": "anywhere",
+        "mixer": {"type": "gla"},
+        "adapt": {"hidden_size": 576, "adapters": False},
+        "data": {"text": {"source": "pydoc"}},
+        "stages": [common | {"kind": "distill", "learning_rates": rates} | stage],
+    }
+    return build(written, "recipe")
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, room: int | None) -> None:
@@ -98,15 +106,28 @@ def test_a_stage_gets_smaller_until_it_fits(monkeypatch, room, rows, accumulatio
     assert made == (rows, accumulation, checkpointing), plan.stages[0].memory_bytes / GB
 
 
-def test_where_all_weights_do_not_fit_adapters_train_all_projections(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_a_gpu(monkeypatch, 72 * GB)
-    plan = make_plan(load(DEFAULT), config("llama-3-8b"))
-    assert all(stage.memory_bytes <= 72 * GB for stage in plan.stages)
-    distill = plan.recipe_stages[1]
+@pytest.mark.parametrize(
+    ("shape", "adapters", "room"), [("llama-3.2-1b", True, None), ("llama-3-8b", False, 72), ("llama-3-8b", True, 72)]
+)
+def test_adapters_train_wider_bases_and_what_does_not_fit(monkeypatch, shape, adapters, room) -> None:
+    on_a_gpu(monkeypatch, room and room * GB)
+    plan = make_plan(load(DEFAULT, [f"adapt.adapters={str(adapters).lower()}"]), config(shape))
+    if room:
+        assert all(stage.memory_bytes <= room * GB for stage in plan.stages)
+    align, distill, _ = plan.recipe_stages
     assert distill.lora is not None
     assert distill.lora.targets == "all"
     assert distill.learning_rates.trained() == {"mixer": 2e-3, "lora": 2e-4}
-    assert any("lora: rank 64 on all" in sentence for sentence in plan.adapted)
+    assert any("stages[1].lora: rank 32 on all, in place of the base's own weights" in said for said in plan.adapted)
+    if adapters:
+        assert align.lora is not None
+        assert align.lora.targets == "attention"
+        assert align.learning_rates.trained() == {"mixer": 6e-3, "lora": 5e-4}
+
+
+def test_a_base_that_is_no_wider_keeps_all_weights() -> None:
+    plan = make_plan(load(DEFAULT), config("smollm2-135m", max_position_embeddings=8192))
+    assert all(stage.lora is None for stage in plan.recipe_stages)
 
 
 @pytest.mark.parametrize(

@@ -289,6 +289,18 @@ COMMANDS = [
     case(
         "diagnose without the rows", "piqa.jsonl", lambda w: ["diagnose", str(w.linearized()), "--data", str(w.folder)]
     ),
+    case("compare one run", "1 is too few to compare", lambda w: ["compare", str(w.folder)]),
+    case(
+        "compare a run without a report",
+        "holds no report.json",
+        lambda w: ["compare", str(w.folder), str(w.base)],
+    ),
+    case("compare nothing", "/nowhere/at/all: there is no such file", lambda w: ["compare", "/nowhere/at/all", "b"]),
+    case(
+        "compare what is no report",
+        "report.json: name: this field is required and missing",
+        after(wrote("report.json", "{}"), lambda w: ["compare", str(w.folder), str(w.folder)]),
+    ),
     case("bench a shape that is nearly one", "did you mean llama-3-8b?", lambda w: ["bench", "llama-3-8"]),
     case("bench nothing", "/nowhere/at/all: there is no such file", lambda w: ["bench", "/nowhere/at/all"]),
     case("bench lengths that are none", "--lengths: '1k,2'", lambda w: ["bench", str(w.base), "--lengths", "1k,2"]),

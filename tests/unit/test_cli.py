@@ -31,6 +31,7 @@ COMMANDS = [
     "export",
     "eval",
     "diagnose",
+    "compare",
     "generate",
     "bench",
     "mixers",

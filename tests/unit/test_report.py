@@ -84,7 +84,7 @@ def test_the_report_is_the_golden_one(tmp_path: Path) -> None:
     write_report(tmp_path, results(), manifest())
     for name, text in files().items():
         assert (tmp_path / name).read_text() == text == (GOLDEN / name).read_text(), name
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "report.md"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "report.json", "report.md"]
 
 
 def test_report_json_has_value_stderr_and_n_of_every_metric_of_every_model(tmp_path: Path) -> None:

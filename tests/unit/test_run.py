@@ -112,6 +112,7 @@ def test_a_run_leaves_an_export_a_report_and_a_manifest(finished):
     assert sorted(p.name for p in finished.iterdir() if p.name != ".lock") == [
         "export",
         "manifest.json",
+        "report.html",
         "report.json",
         "report.md",
     ]
@@ -142,7 +143,7 @@ def test_the_manifest_says_what_went_in_and_what_came_out(finished, home):
     exported = record["steps"]["export"]["outputs"]
     assert set(exported) == {f"export/{p.name}" for p in (finished / "export").iterdir()}
     assert all(sha256_file(finished / path) == sha256 for path, sha256 in exported.items())
-    assert set(record["steps"]["report"]["outputs"]) == {"report.md", "report.json"}
+    assert set(record["steps"]["report"]["outputs"]) == {"report.md", "report.html", "report.json"}
     assert [record["steps"][name]["tokens"] for name in STEPS[4:7]] == [6 * 64] * 3
     assert record["steps"]["2-distill"]["inputs"] == ["base", "convert", "1-align"]
     assert all(step["wall_seconds"] >= 0 for step in record["steps"].values())
@@ -150,7 +151,7 @@ def test_the_manifest_says_what_went_in_and_what_came_out(finished, home):
 
 
 def test_a_manifest_and_its_reports_name_no_place_on_the_machine(finished, home):
-    for name in ("manifest.json", "report.json", "report.md", "export/README.md"):
+    for name in ("manifest.json", "report.html", "report.json", "report.md", "export/README.md"):
         text = (finished / name).read_text()
         assert str(home) not in text
         assert sys.prefix not in text

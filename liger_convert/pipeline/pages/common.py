@@ -1,0 +1,92 @@
+"""What all pages of a report write alike: names of models, numbers, which way is better, what became of the layers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from liger_convert.config.names import MAIN, SOFTMAX
+from liger_convert.eval.verdict import COPY_GAIN, TEXT_GAIN
+
+if TYPE_CHECKING:
+    from liger_convert.eval.measures import Measurement  # imports torch
+
+TITLES = {
+    "base": "base",
+    "window_only_untrained": "window only, untrained",
+    "linearized": "linearized",
+    "memory_ablated": "memory ablated",
+    "window_ablated": "window ablated",
+}
+_PERPLEXITY = re.compile(r"ppl$|perplexity")
+_LOSS = re.compile(r"nll|loss|bits_per_byte|brier_score")
+
+
+def cell(measured: Measurement | None) -> str:
+    """`23.15 ± 1.24`; nothing where it was not measured."""
+    if measured is None:
+        return ""
+    value, stderr = measured["value"], measured["stderr"]
+    if value is None:
+        return "not finite"
+    if value >= 1e5:
+        return f"{value:.1e}" + (f" ± {stderr:.0e}" if stderr is not None else "")
+    digits = 3 if value < 10 else 2 if value < 1000 else 0
+    return f"{value:.{digits}f}" + (f" ± {stderr:.{digits}f}" if stderr is not None else "")
+
+
+def metric_names(models: Mapping[str, Mapping[str, Measurement]]) -> list[str]:
+    """Every metric once, in the order of the suite."""
+    return list(dict.fromkeys(metric for measured in models.values() for metric in measured))
+
+
+def lower_is_better(metric: str) -> bool:
+    """Perplexities and losses are better when lower, all else when higher."""
+    return bool(_PERPLEXITY.search(metric) or _LOSS.search(metric))
+
+
+def recovery(metric: str, measured: Measurement, floor: Measurement, base: Measurement) -> float | None:
+    """Which share of the way from `floor` (an untrained window) to `base` a model has gone; 1 is the base.
+
+    Perplexities are taken by their logarithms, which are losses. None where one of the three is not finite, or where
+    the gap is no clear one: 1 % of a perplexity, 0.1 nats of a repetition (the thresholds of the verdict), and of
+    other metrics two standard errors of the difference.
+    """
+    values = [_scaled(metric, each["value"]) for each in (measured, floor, base)]
+    if any(value is None for value in values):
+        return None
+    value, low, high = (float(value) for value in values if value is not None)
+    gap = low - high if lower_is_better(metric) else high - low
+    if not math.isfinite(gap) or gap <= max(0.0, _least_gap(metric, floor, base)):
+        return None
+    return (value - low) / (high - low)
+
+
+def _scaled(metric: str, value: float | None) -> float | None:
+    if value is None or not _PERPLEXITY.search(metric):
+        return value
+    return math.log(value) if value > 0 else None
+
+
+def _least_gap(metric: str, floor: Measurement, base: Measurement) -> float:
+    if _PERPLEXITY.search(metric) or "_nll_at_" in metric:
+        return math.log1p(TEXT_GAIN)
+    if metric.startswith("copy"):
+        return COPY_GAIN
+    return 2 * math.hypot(floor["stderr"] or 0, base["stderr"] or 0)
+
+
+def describe_layers(report: Mapping[str, Any]) -> str:
+    """`Of the 4 attention layers of …, 3 became … and 1 stayed softmax.`, in Markdown."""
+    linearization = report["plan"]["linearization"]
+    layers = Counter(linearization["layers"])
+    mixers = [
+        f"{layers[name]} became {'' if name == MAIN else f'`{name}`: '}`{spec['type']}` "
+        f"(window {spec['window'] or 'of all tokens'}, {spec['sinks']} sinks)"
+        for name, spec in linearization["mixers"].items()
+    ]
+    stayed = [f"{layers[SOFTMAX]} stayed softmax"] if layers[SOFTMAX] else []
+    return f"Of the {layers.total()} attention layers of `{report['base']}`, {' and '.join([*mixers, *stayed])}."

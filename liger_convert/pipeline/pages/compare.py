@@ -1,0 +1,186 @@
+"""Several runs beside each other: what they measured, what their caches take, and how much of the gap they recover.
+
+The gap of a metric lies between the base and an untrained window. Recipes leave different windows, and a hybrid's
+untrained window keeps its softmax layers, so that each run against its own would be measured by a scale of its own.
+The runs of one base therefore share one scale, and its zero is the weakest of their untrained windows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from liger_convert.eval.verdict import verdict
+from liger_convert.pipeline.pages.common import cell, lower_is_better, recovery
+from liger_convert.pipeline.pages.read import read_report
+from liger_convert.utils.errors import BadInput
+
+CONTEXT = 32768  # tokens of the caches that are compared
+SAME_BASE = 0.01  # by which values of one base may differ between machines
+NEEDED = ("linearized", "base", "window_only_untrained", "memory_ablated")
+
+
+def compare(paths: Sequence[Path]) -> dict[str, Any]:
+    """What the reports at `paths`, folders of runs or report.json files, say beside each other, as JSON.
+
+    tokens: of the caches. metrics: what all runs measured. bases: by name {"cache_bytes", "measures"}. runs: by name
+    {"base" (a name in `bases`), "cache_bytes", "measures", "recovery" {METRIC: share of the gap}, "mean_recovery",
+    "worse_than_untrained", "missing" (metrics of other runs)}. zero: by base and metric the untrained window that is
+    recovery 0. notes: sentences on what does not compare. Measures are those of the linearized model.
+
+    recovery and its mean are over `metrics`, without those that count a text again (`_byte_ppl`, `_nll_at_`) or whose
+    gap is not clear; None where there is none. Raises BadInput when a report cannot be read, there are fewer than two,
+    or they share no metric.
+    """
+    if len(paths) < 2:
+        raise BadInput(f"RUN: {len(paths)} is too few to compare; name two runs or more")
+    reports = [_read(path) for path in paths]
+    names = _names(reports, paths)
+    measured = [_measured(report) for report in reports]
+    known = list(dict.fromkeys(metric for some in measured for metric in some))
+    metrics = [metric for metric in measured[0] if all(metric in other for other in measured)]
+    if not metrics:
+        raise BadInput(f"{paths[0]}: models: shares no metric with all of the others; compare runs of one suite")
+    groups, notes = _groups(reports, names)
+    zero = {base: _weakest([reports[i] for i in members], metrics) for base, members in groups.items()}
+    runs = {}
+    for i, (name, report) in enumerate(zip(names, reports, strict=True)):
+        base = next(base for base, members in groups.items() if i in members)
+        runs[name] = {"base": base} | _run(report, metrics, zero[base])
+        runs[name]["missing"] = [metric for metric in known if metric not in measured[i]]
+    first = {base: reports[members[0]] for base, members in groups.items()}
+    return {
+        "tokens": CONTEXT,
+        "metrics": metrics,
+        "bases": {
+            base: {"cache_bytes": _cache(report, "base"), "measures": report["models"]["base"]}
+            for base, report in first.items()
+        },
+        "runs": runs,
+        "zero": zero,
+        "notes": notes + _missing(runs) + _counted_differently(reports, names, metrics),
+    }
+
+
+def _read(path: Path) -> dict[str, Any]:
+    report = read_report(path)
+    if str(CONTEXT) not in report["plan"]["cache_bytes"]:
+        raise BadInput(f"{path}: plan.cache_bytes: holds no size at {CONTEXT} tokens, at which caches are compared")
+    return report
+
+
+def _measured(report: Mapping[str, Any]) -> list[str]:
+    """The metrics that all those models of a report were measured by which a comparison needs."""
+    first, *others = (report["models"][name] for name in NEEDED)
+    return [metric for metric in first if all(metric in other for other in others)]
+
+
+def _names(reports: Sequence[Mapping[str, Any]], paths: Sequence[Path]) -> list[str]:
+    """What each run is called; runs of one name by their folders, and where these are the same by a number."""
+    called = [str(report["name"]) for report in reports]
+    folders = [(path if path.is_dir() else path.parent).resolve().name for path in paths]
+    names = [folder if called.count(name) > 1 else name for name, folder in zip(called, folders, strict=True)]
+    unique: list[str] = []
+    for name in names:
+        candidates = (name if number == 1 else f"{name} ({number})" for number in itertools.count(1))
+        unique.append(next(candidate for candidate in candidates if candidate not in unique))
+    return unique
+
+
+def _groups(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tuple[dict[str, list[int]], list[str]]:
+    """The runs of each base. Runs whose base has the same name, but was measured to be another, are apart."""
+    groups: dict[str, list[int]] = {}
+    notes = []
+    for i, report in enumerate(reports):
+        base = str(report["base"]).rstrip("/").rpartition("/")[2]
+        number, name = 1, base
+        while name in groups and (metric := _difference(reports[groups[name][0]], report)):
+            first = groups[name][0]
+            values = " against ".join(
+                cell(reports[j]["models"]["base"][metric]).partition(" ± ")[0] for j in (i, first)
+            )
+            note = (
+                f"{names[i]} and {names[first]} measured {base} differently ({metric}: {values}), so on other text or "
+                "another base: each stands beside its own."
+            )
+            number, name = number + 1, f"{base} ({number + 1})"
+            if name not in groups:
+                notes.append(note)
+        groups.setdefault(name, []).append(i)
+    return groups, notes
+
+
+def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """A metric by which the bases of two reports are not the same; None where they are."""
+    bases = [report["models"]["base"] for report in (one, other)]
+    shared = [metric for metric in bases[0] if metric in bases[1]]
+    return next((metric for metric in shared if not _alike(*(base[metric]["value"] for base in bases))), None)
+
+
+def _alike(one: float | None, other: float | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return math.isclose(one, other, rel_tol=SAME_BASE, abs_tol=SAME_BASE)
+
+
+def _weakest(reports: Sequence[Mapping[str, Any]], metrics: Iterable[str]) -> dict[str, Any]:
+    """Of each metric the worst measure of an untrained window that is finite, where there is one."""
+    found = {}
+    for metric in metrics:
+        windows = [report["models"]["window_only_untrained"][metric] for report in reports]
+        finite = [window for window in windows if window["value"] is not None]
+        if finite:
+            found[metric] = (max if lower_is_better(metric) else min)(finite, key=lambda window: window["value"])
+    return found
+
+
+def _run(report: Mapping[str, Any], metrics: Sequence[str], zero: Mapping[str, Any]) -> dict[str, Any]:
+    models, measured = report["models"], _measured(report)
+    recovered = {
+        metric: share
+        for metric in metrics
+        if metric in zero
+        and not (metric.endswith("_byte_ppl") or "_nll_at_" in metric)
+        and (share := recovery(metric, models["linearized"][metric], zero[metric], models["base"][metric])) is not None
+    }
+    return {
+        "cache_bytes": _cache(report, "linearized"),
+        "measures": models["linearized"],
+        "recovery": recovered,
+        "mean_recovery": sum(recovered.values()) / len(recovered) if recovered else None,
+        "worse_than_untrained": verdict({name: {m: models[name][m] for m in measured} for name in NEEDED})[
+            "worse_than_untrained"
+        ],
+    }
+
+
+def _cache(report: Mapping[str, Any], model: str) -> int:
+    return int(report["plan"]["cache_bytes"][str(CONTEXT)][model])
+
+
+def _missing(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    return [
+        f"{name} did not measure {', '.join(run['missing'])}, as others did."
+        for name, run in runs.items()
+        if run["missing"]
+    ]
+
+
+def _counted_differently(
+    reports: Sequence[Mapping[str, Any]], names: Sequence[str], metrics: Iterable[str]
+) -> list[str]:
+    """Metrics that are means over more rows in one run than in another, so that they may be of another suite."""
+    alike: dict[tuple[int | None, ...], list[str]] = {}
+    for metric in metrics:
+        counts = tuple(report["models"]["linearized"][metric]["n"] for report in reports)
+        alike.setdefault(counts, []).append(metric)
+    notes = []
+    for counts, same in alike.items():
+        runs = {n: [name for name, count in zip(names, counts, strict=True) if count == n] for n in counts}
+        if len(runs) > 1:
+            told = "; ".join(f"{n} in {', '.join(there)}" for n, there in runs.items())
+            notes.append(f"Not over as many rows in all runs: {', '.join(same)} ({told}).")
+    return notes
