@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
@@ -42,29 +42,34 @@ class LayerChoice(Strict):
             refuse("", "give exactly one of softmax_every, linear, softmax, softmax_auto and repeat")
         return self
 
-    def resolve(self, depth: int, names: Sequence[str]) -> list[str]:
+    def resolve(self, depth: int, names: Sequence[str], sliding: Collection[int] = ()) -> list[str]:
         """What each of `depth` layers becomes: a mixer's name, one of `names`, or softmax.
 
         `softmax_every: n` keeps the last of every n layers. Under `softmax_auto` the last layers stand for those that
-        are chosen later. Raises BadInput at the form's own path for layers or names that are not there.
+        are chosen later. The layers `sliding` become linear only where `linear` names them. Raises BadInput at the
+        form's own path for layers or names that are not there.
         """
-        if self.softmax_every is not None:
-            return [SOFTMAX if (i + 1) % self.softmax_every == 0 else MAIN for i in range(depth)]
-        if self.softmax_auto is not None:
-            if self.softmax_auto >= depth:
-                few = f"of the base's {depth} layers keep fewer"
-                raise BadInput(f"layers.softmax_auto: {self.softmax_auto} is too many; {few}")
-            kept = int(self.softmax_auto) if self.softmax_auto >= 1 else max(1, int(self.softmax_auto * depth))
-            return [MAIN] * (depth - kept) + [SOFTMAX] * kept
-        if self.repeat is not None:
-            _check_names(self.repeat, names, "layers.repeat")
-            return list(itertools.islice(itertools.cycle(self.repeat), depth))
         if self.linear is not None:
             _check_numbers(self.linear, depth, "layers.linear")
             return [MAIN if i in self.linear else SOFTMAX for i in range(depth)]
-        assert self.softmax is not None
-        _check_numbers(self.softmax, depth, "layers.softmax")
-        return [SOFTMAX if i in self.softmax else MAIN for i in range(depth)]
+        if self.softmax is not None:
+            _check_numbers(self.softmax, depth, "layers.softmax")
+            return [SOFTMAX if i in self.softmax or i in sliding else MAIN for i in range(depth)]
+        full = depth - len(sliding)
+        if self.softmax_every is not None:
+            chosen = [SOFTMAX if (i + 1) % self.softmax_every == 0 else MAIN for i in range(full)]
+        elif self.softmax_auto is not None:
+            if self.softmax_auto >= full:
+                which = f"{full} layers without a window of their own" if sliding else f"{full} layers"
+                few = f"of the base's {which} keep fewer"
+                raise BadInput(f"layers.softmax_auto: {self.softmax_auto} is too many; {few}")
+            kept = int(self.softmax_auto) if self.softmax_auto >= 1 else max(1, int(self.softmax_auto * full))
+            chosen = [MAIN] * (full - kept) + [SOFTMAX] * kept
+        else:
+            assert self.repeat is not None
+            _check_names(self.repeat, names, "layers.repeat")
+            chosen = list(itertools.islice(itertools.cycle(self.repeat), full))
+        return _among_sliding(chosen, depth, sliding)
 
 
 def _tag(value: object) -> str:
@@ -87,17 +92,22 @@ Layers = Annotated[
 ]
 
 
-def resolve_layers(layers: str | list[str] | LayerChoice, depth: int, names: Sequence[str]) -> list[str]:
+def resolve_layers(
+    layers: str | list[str] | LayerChoice, depth: int, names: Sequence[str], sliding: Collection[int] = ()
+) -> list[str]:
     """What each of `depth` layers becomes, a mixer's name or softmax, from any form that a recipe may give.
 
-    Forms: `all`; letters such as `LLLN`, repeated to the depth; a list of names; a LayerChoice. Raises BadInput at
-    `layers` where they do not fit the base or leave nothing linear.
+    Forms: `all`; letters such as `LLLN`, repeated to the depth; a list of names; a LayerChoice. The layers `sliding`
+    have a window of the base's own beside others that see all tokens. Their cache does not grow, so they stay as they
+    are unless they are named, and all other forms count the other layers alone. Raises BadInput at `layers` where they
+    do not fit the base or leave nothing linear.
     """
     if isinstance(layers, LayerChoice):
-        resolved = layers.resolve(depth, names)
+        resolved = layers.resolve(depth, names, sliding)
     elif isinstance(layers, str):
-        letters = "L" if layers == "all" else layers
-        resolved = [MAIN if letter == "L" else SOFTMAX for letter in itertools.islice(itertools.cycle(letters), depth)]
+        letters = itertools.cycle("L" if layers == "all" else layers)
+        chosen = [MAIN if letter == "L" else SOFTMAX for letter in itertools.islice(letters, depth - len(sliding))]
+        resolved = _among_sliding(chosen, depth, sliding)
     else:
         if len(layers) != depth:
             raise BadInput(f"layers: names {len(layers)} layers, but the base has {depth}")
@@ -106,6 +116,12 @@ def resolve_layers(layers: str | list[str] | LayerChoice, depth: int, names: Seq
     if all(name == SOFTMAX for name in resolved):
         raise BadInput(f"layers: leaves all {depth} layers softmax, so there is nothing to linearize")
     return resolved
+
+
+def _among_sliding(chosen: list[str], depth: int, sliding: Collection[int]) -> list[str]:
+    """What each of `depth` layers becomes where those that are not `sliding` become what is `chosen`, in turn."""
+    rest = iter(chosen)
+    return [SOFTMAX if i in sliding else next(rest) for i in range(depth)]
 
 
 def _check_names(written: Sequence[str], names: Sequence[str], where: str) -> None:

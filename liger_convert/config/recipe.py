@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -79,7 +79,9 @@ class Recipe(Strict):
     mixers: dict[Name, WrittenMixer] = Field(default_factory=dict)
     """Further mixers by name, for use in `layers`."""
     layers: Layers = "all"
-    """Which layers become linear: `all`, a pattern such as LLLN, a list of names, or a mapping with one choice."""
+    """Which layers become linear: `all`, a pattern such as LLLN, a list of names, or a mapping with one choice. Where
+    some of the base's layers are sliding windows of its own, those stay as they are unless they are named, and
+    patterns, counts and fractions are of the other layers."""
     export: Export = Export()
     """How the finished model is written."""
     device: str = "auto"
@@ -163,9 +165,10 @@ class Recipe(Strict):
         """How many layers, or which fraction of them, stay softmax, where a measurement chooses which."""
         return self.layers.softmax_auto if isinstance(self.layers, LayerChoice) else None
 
-    def layer_names(self, depth: int) -> list[str]:
-        """What each layer of a base of `depth` layers becomes: a mixer's name or softmax. Raises BadInput."""
-        return resolve_layers(self.layers, depth, [MAIN, *self.mixers])
+    def layer_names(self, depth: int, sliding: Collection[int] = ()) -> list[str]:
+        """What each layer of a base of `depth` layers becomes: a mixer's name or softmax. `sliding`: those that have a
+        window of the base's own beside others that see all tokens. Raises BadInput."""
+        return resolve_layers(self.layers, depth, [MAIN, *self.mixers], sliding)
 
     @property
     def plain_texts(self) -> list[str]:

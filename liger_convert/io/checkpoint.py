@@ -6,12 +6,10 @@ leaves nothing of it in memory.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +18,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from liger_convert.io import gguf_header, tokenizer
+from liger_convert.io import gguf_base, tokenizer
 from liger_convert.io.config_sizes import SIZES, check_sizes
 from liger_convert.io.files import atomic_dir, read_json
 from liger_convert.io.inputs import require_file, size
+from liger_convert.io.text_part import COMPOSITES, text_config, write_text_part
 from liger_convert.utils.errors import BadInput, first_line, refusing
 from liger_convert.utils.progress import console
 
@@ -68,9 +67,6 @@ COMPANION_BYTES = 64 << 20  # the largest tokenizer.json of a published model ha
 ALLOW_PICKLE = "base_options.allow_pickle: true (--allow-pickle)"
 TRUST_CODE = "base_options.trust_remote_code: true (--trust-remote-code)"
 
-# llama.cpp's names of vocabularies whose digits stand alone before GPT-2's split; transformers makes the plain split
-SINGLE_DIGIT_VOCABULARIES = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
-
 
 def resolve_base(
     source: str,
@@ -82,20 +78,22 @@ def resolve_base(
 ) -> Path:
     """A local folder of safetensors for `source`: a folder, a .gguf file, `package:MODULE/FILE` or a hub id.
 
-    What is no such folder yet (a .gguf file, pickled weights) is turned into `workdir`/base, once. Raises BadInput with
-    what would be right.
+    What is no such folder yet (a .gguf file, pickled weights, a model of text and images) is turned into
+    `workdir`/base, once. Raises BadInput with what would be right.
     """
     wanted = (
         [*COMPANIONS, "README.md", "*.json", "*.safetensors"] + ["*.py"] * trust_remote_code + ["*.bin"] * allow_pickle
     )
     path = locate_base(source) or _download(source, revision, wanted)
     made = Path(workdir) / "base"
-    if _is_gguf(path):
-        return made if made.exists() else _from_gguf(path, made)
+    if gguf_base.is_gguf(path):
+        return made if made.exists() else gguf_base.write_base(path, made)
     if not (path / "config.json").is_file():
         raise BadInput(f"base: {path}: is neither a .gguf file nor a model folder with its config.json")
     check_files(path)
-    load_config(path, trust_remote_code)
+    config = load_config(path, trust_remote_code)
+    if config.model_type in COMPOSITES:
+        return made if made.exists() else _from_composite(path, config, made)
     if any((path / name).exists() for name in (PICKLE, PICKLE_INDEX)) and not any(path.glob("*.safetensors")):
         if not allow_pickle:
             raise BadInput(_pickled(path))
@@ -105,14 +103,10 @@ def resolve_base(
 
 def base_config(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """The config of `source`, in any form `resolve_base` takes, without its weights. Raises BadInput."""
-    from transformers import AutoConfig
-
     path = locate_base(source) or _download(source, revision, ["config.json"] + ["*.py"] * trust_remote_code)
-    if not _is_gguf(path):
-        return load_config(path, trust_remote_code)
-    with _gguf_errors(path):
-        gguf_header.check(path)
-        return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    if gguf_base.is_gguf(path):
+        return gguf_base.load_config(path)
+    return text_config(load_config(path, trust_remote_code))
 
 
 def locate_base(source: str) -> Path | None:
@@ -161,54 +155,6 @@ def _download(repo: str, revision: str | None, wanted: list[str]) -> Path:
         raise BadInput(f"base: {repo}: is no folder here and cannot be had from the hub ({reason})") from None
 
 
-def _is_gguf(path: Path) -> bool:
-    return path.suffix == ".gguf" and path.is_file()
-
-
-@contextlib.contextmanager
-def _gguf_errors(file: Path) -> Iterator[None]:
-    """Whatever the libraries raise over a missing package, a broken file or an unsupported model becomes a sentence."""
-    if importlib.util.find_spec("gguf") is None:
-        raise BadInput(f"base: {file}: reading it needs more packages: pip install 'liger-convert[gguf]'")
-    with refusing(f"base: {file}: cannot be read as a GGUF model"):
-        yield
-
-
-def _from_gguf(file: Path, out: Path) -> Path:
-    """Writes the float32 folder that a .gguf file stands for, by transformers' own reader."""
-    from tokenizers import pre_tokenizers
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    with _gguf_errors(file):
-        from gguf import GGUFReader
-
-        gguf_header.check(file)  # before anything of the sizes that it names is made
-        vocabulary = GGUFReader(file).get_field("tokenizer.ggml.pre")
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        options: dict[str, Any] = {"gguf_file": file.name, "dtype": torch.float32, "ignore_mismatched_sizes": True}
-        loaded: Any = AutoModelForCausalLM.from_pretrained(file.parent, output_loading_info=True, **options)
-    model, report = loaded
-    # the library only warns, and fills what it did not find, or not in this shape, with random numbers
-    if missing := sorted(report["missing_keys"]):
-        raise BadInput(f"base: {file}: holds nothing for {len(missing)} tensors of the model, such as {missing[0]}")
-    for name, got, wanted in sorted(report["mismatched_keys"]):
-        raise BadInput(f"base: {file}: tensor {name} is {list(got)}, but its own header implies {list(wanted)}")
-    if extra := sorted(report["unexpected_keys"]):
-        raise BadInput(f"base: {file}: holds {len(extra)} tensors that are no part of the model, such as {extra[0]}")
-    if vocabulary is not None and vocabulary.contents() in SINGLE_DIGIT_VOCABULARIES:
-        splits = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
-    # the weights are dequantised by now, but transformers goes on calling them GGUF and refuses to save that
-    model.hf_quantizer = None
-    model.is_quantized = False
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    with atomic_dir(out) as folder:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    return out
-
-
 def _from_pickles(base: Path, out: Path) -> Path:
     """Writes pickled weights as safetensors, shard by shard, beside copies of the other files."""
     sharded = (base / PICKLE_INDEX).exists()
@@ -228,6 +174,20 @@ def _from_pickles(base: Path, out: Path) -> Path:
             (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
         shutil.copyfile(base / "config.json", folder / "config.json")
         copy_companions(base, folder)
+    return out
+
+
+def _from_composite(base: Path, config: Any, out: Path) -> Path:
+    """Writes the text model of a model of text and images, beside copies of its other files."""
+    if getattr(config, "quantization_config", None) is not None:
+        raise BadInput(f"{base / 'config.json'}: says it is quantised; give the bf16, fp16 or fp32 weights")
+    with atomic_dir(out) as folder:
+        left = write_text_part(Checkpoint.open(base), config, folder, INDEX, WEIGHTS)
+        copy_companions(base, folder)
+    what = (
+        f"{base}: of this {config.model_type} the text model is taken; {left} tensors of its other parts are left out"
+    )
+    console.print(what, markup=False, soft_wrap=True)
     return out
 
 

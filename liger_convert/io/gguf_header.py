@@ -3,17 +3,23 @@ a file of a hundred bytes may ask for a list of 2**60 items."""
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
 import re
 import struct
+from collections import Counter
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from liger_convert.io.config_sizes import check_sizes
 from liger_convert.io.inputs import open_input
 from liger_convert.utils.errors import BadInput
 
 MAGIC = b"GGUF"
+SPLIT = "split."  # fields of a part: which one it is, and of how many
 STRING, ARRAY = 8, 9
 SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value, by its type
 WHOLE = {
@@ -49,25 +55,53 @@ NAMES = {
 }
 
 
-def check(file: Path) -> None:
-    """Raises BadInput unless all counts, lengths and offsets in the header of `file` lie within the file, its sizes are
-    those of a model, and it has tensors for as many layers as it says: the library would make the missing ones, with
-    random numbers."""
-    header = _Header(file)
-    numbers = {key.partition(".")[2]: value for key, value in header.numbers.items()}
+def check(parts: list[Path]) -> None:
+    """Raises BadInput unless all counts, lengths and offsets in the headers of a model's `parts` lie within their
+    files, its sizes are those of a model, its tensors are of types that can be read, and it has tensors for as many
+    layers as it says: the library would make the missing ones, with random numbers."""
+    from gguf import GGMLQuantizationType
+
+    file, headers = parts[0], [_Header(part) for part in parts]
+    for number, header in enumerate(headers):
+        count, own = header.numbers.get(f"{SPLIT}count", 1), header.numbers.get(f"{SPLIT}no", 0)
+        if count != len(parts) or own != number:
+            what = f"says that it is part {own + 1} of {count}, but by its name is {number + 1} of {len(parts)}"
+            way = "give it its old name, or join the parts (llama-gguf-split --merge)"
+            raise BadInput(f"base: {header.path}: {what}; {way}")
+        for name, kind in header.tensors.items():
+            if not _is_readable(kind):
+                known = ", ".join(other.name for other in GGMLQuantizationType if _is_readable(other))
+                what = f"tensor {name} is of type {kind.name}, which the package gguf cannot dequantise"
+                raise BadInput(f"base: {header.path}: {what}; give one of {known}")
+    tensors = Counter(name for header in headers for name in header.tensors)
+    if (twice := tensors.most_common(1)) and twice[0][1] > 1:
+        raise BadInput(f"base: {file}: tensor {twice[0][0]} stands in {twice[0][1]} of its parts")
+    numbers = {key.partition(".")[2]: value for key, value in headers[0].numbers.items()}
     check_sizes({size: numbers.get(name) for name, size in NAMES.items()}, f"base: {file}")
-    blocks = {int(match[1]) for name in header.tensors if (match := re.match(r"blk\.(\d{1,9})\.", name))}
+    blocks = {int(match[1]) for name in tensors if (match := re.match(r"blk\.(\d{1,9})\.", name))}
     if "block_count" in numbers and blocks != set(range(numbers["block_count"])):
         what = f"says that it has {numbers['block_count']} layers, but holds tensors of {len(blocks)}"
         raise BadInput(f"base: {file}: {what}")
 
 
+@functools.cache
+def _is_readable(kind: Any) -> bool:
+    """Whether the package gguf makes numbers of tensors of this type, found by a block of zeros."""
+    from gguf import GGML_QUANT_SIZES, dequantize
+
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
 class _Header:
-    """tensors: the names of the tensors. numbers: the fields that are whole numbers."""
+    """tensors: their types by name. numbers: the fields that are whole numbers."""
 
     def __init__(self, path: Path):
         self.path, self.items, self.at = path, 0, 0
-        self.tensors: set[str] = set()
+        self.tensors: dict[str, Any] = {}
         self.numbers: dict[str, int] = {}
         with open_input(path) as file:
             self.size = file.seek(0, 2)
@@ -104,7 +138,6 @@ class _Header:
         name = self._string("a tensor's name")
         if not name or name in self.tensors:
             raise self._broken(f"it has the tensor {name!r} twice" if name else "it has a tensor without a name")
-        self.tensors.add(name)
         axes = self._number("I")
         if axes > 8:
             raise self._broken(f"tensor {name} has {axes:,} axes")
@@ -112,6 +145,7 @@ class _Header:
         kind, offset = self._number("I"), self._number("Q")
         if kind not in set(GGMLQuantizationType):
             raise self._broken(f"tensor {name} is of type {kind}, which there is not")
+        self.tensors[name] = GGMLQuantizationType(kind)
         block, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
         return offset + -(-elements // block) * nbytes
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class WindowInputs(NamedTuple):
     """Rotated queries and keys, values, and the sinks' keys and values (None: no sinks).
 
-    `window` counts the tokens that a query sees, itself included; 0 means all. `scale` is that of the logits.
+    `window` counts the tokens that a query sees, itself included; 0 means all. `scale` is that of the logits, and
+    `softcap` their bound, if there is one.
     """
 
     q_BTHD: Tensor
@@ -31,6 +32,7 @@ class WindowInputs(NamedTuple):
     metadata: WindowMetadata
     window: int
     scale: float
+    softcap: float | None = None
 
 
 class MemoryContribution(NamedTuple):
@@ -50,8 +52,9 @@ def window_attention(
 
     `log_forget_BSG` are the float32 log forget gates of the ring's and the new tokens; None where nothing fades.
     """
-    q_BTHD, k_BSGD, sink_k_BMGD = inputs.q_BTHD, inputs.k_BSGD, inputs.sink_k_BMGD
+    q_BTHD, k_BSGD, sink_k_BMGD, bias_channels = inputs.q_BTHD, inputs.k_BSGD, inputs.sink_k_BMGD, 0
     if log_forget_BSG is not None:
+        bias_channels = 2
         q_BTHD, k_BSGD, sink_k_BMGD = with_forgetting(q_BTHD, k_BSGD, sink_k_BMGD, log_forget_BSG / inputs.scale)
     sinks = inputs.metadata.sinks
     memory = contribution or MemoryContribution(None, None, None, None)  # type: ignore[arg-type]
@@ -70,6 +73,8 @@ def window_attention(
         normalizer_BTH=memory.normalizer_BTH,
         memory_logit_BTH=memory.memory_logit_BTH,
         mix_weight_H=memory.mix_weight_H,
+        softcap=inputs.softcap,
+        bias_channels=bias_channels,
     )
 
 

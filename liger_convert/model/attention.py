@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from gated_kernels.fused_step.chunk import StepInputs, is_supported
 from torch import Tensor, nn
 
@@ -17,7 +18,7 @@ from liger_convert.mixers.base import QKV, Branches, HeadDims, extend, window_me
 from liger_convert.mixers.fused_step import step_cache
 from liger_convert.mixers.window_attention import WindowInputs
 from liger_convert.model.cache import LinearizedCacheLayer
-from liger_convert.model.families import family_of, head_dim, project_qkv
+from liger_convert.model.families import family_of, head_dim, own_windows, position_scale, project_qkv
 from liger_convert.model.sequence import SequenceMetadata, Sinks, WindowMetadata
 
 MIXER_MODULE = "mixer"
@@ -40,7 +41,11 @@ class LinearizedAttention(nn.Module):
             self.add_module(name, child)
         self.family, self.dims, self.layer_idx = family_of(config), head_dims(config), layer_idx
         self.scaling: float = attention.scaling
+        self.base_window = own_windows(config)[layer_idx]  # which what replaces it need not keep to
+        self.softcap: float | None = attention.attn_logit_softcapping if self.family.softcap else None
+        self.output_dropout: float = attention.residual_dropout if self.family.output_dropout else 0.0
         self.clip: float | None = getattr(config, "clip_qkv", None)
+        self.config = config
         self.rotates: bool = getattr(attention, "use_rope", True)
         self.rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
         resolved = config.linearization["mixers"][config.linearization["layers"][layer_idx]]
@@ -48,14 +53,24 @@ class LinearizedAttention(nn.Module):
         self.add_module(MIXER_MODULE, build_mixer(resolved, self.dims))
         self.branches: Branches = "both"
 
-    def qkv(self, x_BTC: Tensor) -> tuple[Tensor, ...]:
+    def qkv(self, x_BTC: Tensor, metadata: SequenceMetadata) -> tuple[Tensor, ...]:
         """[B,T,H,D], [B,T,G,D] and [B,T,G,D], before rotary."""
-        return project_qkv(self, self.family, self.dims.dim, self.dims.kv_heads, x_BTC)
+        q, k, v = project_qkv(self, self.family, self.dims.dim, self.dims.kv_heads, x_BTC)
+        if self.family.position_scale:
+            q = q * position_scale(self.config, metadata.position_BT).to(q.dtype)
+        return q, k, v
 
-    def project(self, x_BTC: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    def project(
+        self, x_BTC: Tensor, position_embeddings: tuple[Tensor, Tensor], metadata: SequenceMetadata
+    ) -> tuple[Tensor, ...]:
         """q, k before and after rotary and v: [B,T,H,D], [B,T,G,D], the same rotated, [B,T,G,D]."""
-        q, k, v = self.qkv(x_BTC)
-        q_rot, k_rot = self.rotate(q, k, *position_embeddings, unsqueeze_dim=2) if self.rotates else (q, k)
+        q, k, v = self.qkv(x_BTC, metadata)
+        q_rot, k_rot = q, k
+        if self.rotates:
+            split = position_embeddings[0].shape[-1] if self.family.rotary == "split_halves" else None
+            q_rot, k_rot = self.rotate(q[..., :split], k[..., :split], *position_embeddings, unsqueeze_dim=2)
+            if split is not None:
+                q_rot, k_rot = torch.cat((q_rot, q[..., split:]), -1), torch.cat((k_rot, k[..., split:]), -1)
         if q.is_cuda:  # the angles are float32 under autocast, and would make the window's products that, too
             q_rot, k_rot = q_rot.to(q.dtype), k_rot.to(k.dtype)
         return q, k, q_rot, k_rot, v
@@ -63,23 +78,28 @@ class LinearizedAttention(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: tuple[Any, ...],
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         metadata: SequenceMetadata | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """hidden_states [B,T,C] -> ([B,T,C], None). The mask is the softmax layers'; this layer goes by `metadata`."""
+        """hidden_states [B,T,C] -> ([B,T,C], None). The mask is the softmax layers'; this layer goes by `metadata`,
+        which stands behind the rotary's cos and sin where a decoder layer hands on no more (`hand_on_metadata`)."""
+        if metadata is None and len(position_embeddings) == 3:
+            metadata = position_embeddings[2]
         if metadata is None:
             raise ValueError("a linearized layer is run by its model, which passes it the batch's metadata")
+        angles = position_embeddings[0], position_embeddings[1]
         past = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         if past is not None and past.static and past.fused:
-            step_inputs = self.prepare_step(hidden_states, position_embeddings, metadata, past)
+            step_inputs = self.prepare_step(hidden_states, angles, metadata, past)
             o_BTHD = self.mixer("decode_step", step_inputs, past)
         else:
-            qkv, window_inputs = self.prepare_inputs(hidden_states, position_embeddings, metadata, past)
+            qkv, window_inputs = self.prepare_inputs(hidden_states, angles, metadata, past)
             o_BTHD = self.mixer("prefill", qkv, window_inputs, metadata, past, self.branches)
-        return getattr(self, self.family.projections[-1])(o_BTHD.flatten(2)), None
+        output_BTC = getattr(self, self.family.projections[-1])(o_BTHD.flatten(2))
+        return F.dropout(output_BTC, self.output_dropout, self.training), None
 
     def window_metadata(self, metadata: SequenceMetadata, past: LinearizedCacheLayer | None) -> WindowMetadata:
         """What this layer's window needs to know of the batch."""
@@ -96,7 +116,7 @@ class LinearizedAttention(nn.Module):
         config, cache = self.mixer.step_config(), step_cache(past)
         if config is None or cache is None or self.branches != "both":
             return False
-        if self.rotates and self.family.rotary != "halves":
+        if self.softcap is not None or (self.rotates and self.family.rotary == "pairs"):
             return False
         past.fused = is_supported(cache, config, self.dims.heads)
         return past.fused
@@ -109,7 +129,7 @@ class LinearizedAttention(nn.Module):
         past: LinearizedCacheLayer,
     ) -> StepInputs:
         """What a fused step takes of the one new token."""
-        q, k, v = (x[:, 0] for x in self.qkv(x_B1C))
+        q, k, v = (x[:, 0] for x in self.qkv(x_B1C, metadata))
         cos, sin = (x[:, 0] for x in position_embeddings) if self.rotates else (None, None)
         window = self.window_metadata(metadata, past)
         visible_BM = None if window.sinks is None else window.sinks.visible_BTM[:, 0]
@@ -123,13 +143,23 @@ class LinearizedAttention(nn.Module):
         past: LinearizedCacheLayer | None,
     ) -> tuple[QKV, WindowInputs]:
         """The projections of the new tokens, and what the window attends over; the rings of `past` move on."""
-        q_BTHD, k_BTGD, q_rot_BTHD, k_rot_BTGD, v_BTGD = self.project(x_BTC, position_embeddings)
+        q_BTHD, k_BTGD, q_rot_BTHD, k_rot_BTGD, v_BTGD = self.project(x_BTC, position_embeddings, metadata)
         window = self.window_metadata(metadata, past)
         k_rot_BSGD = extend(past, "k", k_rot_BTGD, window)
         v_BSGD = extend(past, "v", v_BTGD, window)
         sinks = (_sink_tokens(past, "k", window.sinks, k_rot_BTGD), _sink_tokens(past, "v", window.sinks, v_BTGD))
-        inputs = WindowInputs(q_rot_BTHD, k_rot_BSGD, v_BSGD, *sinks, window, self.spec.window, self.scaling)
+        seen = window, self.spec.window
+        inputs = WindowInputs(q_rot_BTHD, k_rot_BSGD, v_BSGD, *sinks, *seen, self.scaling, self.softcap)
         return QKV(q_BTHD, k_BTGD, q_rot_BTHD, k_rot_BTGD, v_BSGD, window.position_BS, x_BTC), inputs
+
+
+def hand_on_metadata(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A hook before a decoder layer that hands its attention less than it is given: puts the metadata behind the
+    rotary's cos and sin, which every such layer hands on as they are."""
+    if not isinstance(layer.self_attn, LinearizedAttention):
+        return None  # the base's own has taken its place, as while layers are chosen
+    cos, sin = kwargs["position_embeddings"]
+    return args, {**kwargs, "position_embeddings": (cos, sin, kwargs["metadata"])}
 
 
 def _sink_tokens(past: LinearizedCacheLayer | None, name: str, sinks: Sinks | None, new_BTGD: Tensor) -> Tensor | None:

@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from liger_convert.model.families import MISFITS, PREFIX, family_of
+from liger_convert.model.families import PREFIX, family_of
 from liger_convert.utils.errors import BadInput, first_line
 
 
 def check_base(config: Any) -> None:
-    """Raises BadInput unless `config` is an unquantised base of a family that fits."""
+    """Raises BadInput unless `config` is an unquantised, causal base of one of the families."""
     if config.model_type.startswith(PREFIX):
         raise BadInput(f"base: model_type {config.model_type!r} is linearized already; give the model it was made from")
-    misfit = MISFITS.get(config.model_type)
-    if misfit is not None:
-        raise BadInput(f"config.json: model_type {config.model_type!r} cannot be linearized: {misfit.misfit()}")
     family_of(config)
+    if getattr(config, "use_bidirectional_attention", None):
+        what = "its tokens see those that follow, for which no recurrence can stand"
+        raise BadInput(f"config.json: use_bidirectional_attention is set: {what}; give a causal language model")
     if getattr(config, "quantization_config", None) is not None:
         raise BadInput("base: config.json says it is quantised; give the bf16, fp16 or fp32 weights it was made from")
 

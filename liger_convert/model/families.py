@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from liger_convert.utils.errors import BadInput, did_you_mean
 
@@ -19,33 +21,26 @@ class Family:
 
     `projections`: names of its linear maps, the last one being the output map. One fused input map means q, k, v stand
     behind each other in its output.
-    `qk_norm`: whether queries and keys are normalised per head, over the flat projection (before the split into
-    heads), or not at all.
+    `qk_norm`: whether queries and keys are normalised per head by one norm (`head`) or by each head's own
+    (`each_head`, where the config asks for it), over the flat projection (before the split into heads), or not at all.
     `rotary`: its module's `apply_rotary_pos_emb` rotates channel c with channel c + C / 2 of the first C (`halves`) or
-    channel 2 c with channel 2 c + 1 (`pairs`), or attention itself splits off the channels that are rotated
-    (`in_attention`).
+    channel 2 c with channel 2 c + 1 (`pairs`), or so by halves, but of the first C channels alone, which attention
+    itself splits off (`split_halves`).
+    `softcap`: whether attention bounds its logits, by its `attn_logit_softcapping`.
+    `position_scale`: whether queries grow with their position, by the `llama_4_scaling_beta` of the config.
+    `output_dropout`: whether attention drops parts of its output in training, by its `residual_dropout`.
     `passes_kwargs`: whether its decoder layer hands all it is given on to attention.
-    `output_dropout`: whether attention drops parts of its output in training.
     """
 
     model_type: str
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    qk_norm: Literal["none", "head", "flat"] = "none"
+    qk_norm: Literal["none", "head", "each_head", "flat"] = "none"
     moe: bool = False
-    rotary: Literal["halves", "pairs", "in_attention"] = "halves"
-    passes_kwargs: bool = True
+    rotary: Literal["halves", "pairs", "split_halves"] = "halves"
+    softcap: bool = False
+    position_scale: bool = False
     output_dropout: bool = False
-
-    def misfit(self) -> str | None:
-        """Why this family cannot be linearized, or None."""
-        reasons = []
-        if not self.passes_kwargs:
-            reasons.append("its decoder layer does not pass the batch's metadata on to attention")
-        if self.rotary == "in_attention":
-            reasons.append("its attention itself splits off the channels that are rotated")
-        if self.output_dropout:
-            reasons.append("its attention ends with a dropout, which a linearized layer would leave out")
-        return " and ".join(reasons) or None
+    passes_kwargs: bool = True
 
     @property
     def fused(self) -> bool:
@@ -57,26 +52,24 @@ FAMILIES = {
     for family in (
         Family("llama"),
         Family("mistral"),
+        Family("ministral"),
+        Family("ministral3", position_scale=True),
         Family("qwen2"),
         Family("qwen3", qk_norm="head"),
         Family("phi3", projections=("qkv_proj", "o_proj")),
         Family("gemma"),
+        Family("gemma2", softcap=True),
+        Family("gemma3_text", qk_norm="head"),
         Family("glm4", rotary="pairs"),
         Family("olmo2", qk_norm="flat"),
+        Family("olmo3", qk_norm="flat"),
         Family("smollm3"),
         Family("granite"),
+        Family("starcoder2", output_dropout=True),
+        Family("stablelm", qk_norm="each_head", rotary="split_halves", passes_kwargs=False),
         Family("mixtral", moe=True),
         Family("qwen3_moe", qk_norm="head", moe=True),
         Family("olmoe", qk_norm="flat", moe=True),
-    )
-}
-
-# families that look alike but do not fit; `Family.misfit` says why
-MISFITS = {
-    family.model_type: family
-    for family in (
-        Family("stablelm", rotary="in_attention", passes_kwargs=False),
-        Family("starcoder2", output_dropout=True),
     )
 }
 
@@ -99,6 +92,11 @@ def head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
+def own_windows(config: Any) -> list[int | None]:
+    """The base's own sliding window in each layer of `config`, None where a layer sees all tokens."""
+    return [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]
+
+
 def project_qkv(attention: Any, family: Family, dim: int, kv_heads: int, x_BTC: Tensor) -> tuple[Tensor, ...]:
     """Queries [B,T,H,D] and keys, values [B,T,G,D] before rotary, by the family's own modules (adapters included).
 
@@ -117,4 +115,17 @@ def project_qkv(attention: Any, family: Family, dim: int, kv_heads: int, x_BTC: 
     q, k, v = (t.unflatten(-1, (-1, dim)) for t in (q, k, v))
     if family.qk_norm == "head":
         q, k = attention.q_norm(q), attention.k_norm(k)
+    elif family.qk_norm == "each_head" and hasattr(attention, "q_layernorm"):
+        q, k = attention.q_layernorm(q.transpose(1, 2)), attention.k_layernorm(k.transpose(1, 2))
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
     return q, k, v
+
+
+def position_scale(config: Any, position_BT: Tensor) -> Tensor:
+    """[B,T,1,1]: what the queries at these positions (-1 on padding) grow by: 1 + beta log(1 + floor(position / the
+    length that the base was first trained on))."""
+    beta, length = (
+        config.rope_parameters[name] for name in ("llama_4_scaling_beta", "original_max_position_embeddings")
+    )
+    steps_BT = torch.floor(position_BT.clamp_min(0) / length)
+    return (1 + beta * torch.log1p(steps_BT))[:, :, None, None]

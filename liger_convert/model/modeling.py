@@ -23,10 +23,11 @@ from transformers.utils import logging
 
 from liger_convert.mixers import build_mixer
 from liger_convert.mixers.base import Branches, Mixer
-from liger_convert.model.attention import MIXER_MODULE, LinearizedAttention, head_dims
+from liger_convert.model.attention import MIXER_MODULE, LinearizedAttention, hand_on_metadata, head_dims
 from liger_convert.model.cache import adopt_cache, advance
 from liger_convert.model.configuration import CONFIGS, FORMAT, linear_layers
 from liger_convert.model.decoding import Decoder, why_plain
+from liger_convert.model.families import family_of
 from liger_convert.model.heads import head_classes
 from liger_convert.model.packing import document_positions
 from liger_convert.model.sequence import PACKED_CACHE, SequenceMetadata
@@ -307,6 +308,8 @@ def linearize_layers(backbone: Any, config: Any) -> None:
         raise ValueError(f"config.json: linearization.format is {given}, but this code reads {FORMAT}; use its own")
     for i in linear_layers(config):
         backbone.layers[i].self_attn = LinearizedAttention(backbone.layers[i].self_attn, config, i)
+        if not family_of(config).passes_kwargs:
+            backbone.layers[i].register_forward_pre_hook(hand_on_metadata, with_kwargs=True)
 
 
 def _classes(model_type: str) -> tuple[type, type, type]:

@@ -32,6 +32,7 @@ from liger_convert.eval.ablation import window_control
 from liger_convert.eval.generation import load_model, weight_dtype
 from liger_convert.eval.suites import CopyMeasure
 from liger_convert.mixers import SOFTMAX
+from liger_convert.model import linear_layers
 from liger_convert.model.loading import linearize_base
 from liger_convert.pipeline.plan import Plan
 from liger_convert.training.calibrate import calibrate
@@ -61,12 +62,13 @@ class Losses:
 @dataclass(frozen=True)
 class LayerSelection:
     """base, linear: with all layers softmax, and with none. swapped: the base with this layer alone linear; restored:
-    with this layer alone softmax. path: the softmax layers in the order of their choice, with the losses reached."""
+    with this layer alone softmax, of every layer that there is to choose from. path: the softmax layers in the order of
+    their choice, with the losses reached."""
 
     base: Losses
     linear: Losses
-    swapped: list[Losses]
-    restored: list[Losses]
+    swapped: dict[int, Losses]
+    restored: dict[int, Losses]
     path: list[tuple[int, Losses]]
 
     @property
@@ -75,12 +77,14 @@ class LayerSelection:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON, where a loss that is not finite is null."""
-        layers = zip(self.swapped, self.restored)
         return {
             "softmax_layers": self.softmax_layers,
             "base": _json(self.base),
             "linear": _json(self.linear),
-            "layers": [{"swapped": _json(swapped), "restored": _json(restored)} for swapped, restored in layers],
+            "layers": [
+                {"layer": i, "swapped": _json(self.swapped[i]), "restored": _json(self.restored[i])}
+                for i in self.swapped
+            ],
             "path": [{"layer": layer, **_json(losses)} for layer, losses in self.path],
         }
 
@@ -88,8 +92,8 @@ class LayerSelection:
         """Two tables for a terminal: every layer alone, and the softmax layers in the order of their choice."""
         layers = Table("layer", "linear alone: copy_nll", "text_nll", "softmax alone: copy_nll", "text_nll", "chosen")
         order = {layer: f"{place}." for place, (layer, _) in enumerate(self.path, 1)}
-        for i, (swapped, restored) in enumerate(zip(self.swapped, self.restored)):
-            layers.add_row(str(i), *_cells(swapped), *_cells(restored), order.get(i, ""))
+        for i in self.swapped:
+            layers.add_row(str(i), *_cells(self.swapped[i]), *_cells(self.restored[i]), order.get(i, ""))
         path = Table("softmax layers", "copy_nll", "text_nll")
         path.add_row("none", *_cells(self.linear))
         for layer, losses in self.path:
@@ -102,16 +106,19 @@ class LayerSelection:
 
 
 class Switch:
-    """One model that holds both attentions of every layer; takes over those of `base` and of the all-linear `model`."""
+    """One model that holds both attentions of every layer that `model` has linear; takes over those of `base`."""
 
     def __init__(self, base: Any, model: Any):
         self.model = model
         self.attentions = [layer.self_attn for layer in base.model.layers]
         self.linear = [layer.self_attn for layer in model.model.layers]
+        self.choices = linear_layers(model.config)
 
     def set_softmax(self, softmax: Collection[int]) -> Any:
-        """The model with these layers softmax and all others linear, as a conversion with this plan would make it."""
-        for i, layer in enumerate(self.model.model.layers):
+        """The model with these layers softmax and all others linear that there are to choose from, as a conversion with
+        this plan would make it."""
+        for i in self.choices:
+            layer = self.model.model.layers[i]
             layer.self_attn = self.attentions[i] if i in softmax else self.linear[i]
             self.model.config.linearization["layers"][i] = SOFTMAX if i in softmax else MAIN
         return self.model
@@ -131,14 +138,17 @@ def select_layers(
     The base and the linearized model are in memory together, as in alignment. Raises BadInput when the documents do not
     hold two draws.
     """
-    count, depth, mixer = plan.undecided, len(plan.layers), plan.linearization["mixers"][MAIN]
+    count, mixer = plan.undecided, plan.linearization["mixers"][MAIN]
+    layers = [i for i in range(len(plan.layers)) if i not in plan.sliding]
     length = max(LENGTH, 2 * mixer["window"])
     if (tokens := sum(len(document.ids) for document in documents)) < 2 * length:
         what = f"{tokens} tokens to train on do not hold two spans of {length}, on which layers are measured"
         raise BadInput(f"data.{recipe.plain_texts[0]}: {what}")
     dtype = compute_dtype(device, recipe.precision)
     base = load_model(base_dir, device, recipe.precision)
-    linearization = plan.linearization | {"layers": [MAIN] * depth}
+    linearization = plan.linearization | {
+        "layers": [SOFTMAX if i in plan.sliding else MAIN for i in range(len(plan.layers))]
+    }
     # nothing calibrates another memory, and an untrained one can drown all that layers differ in
     if mixer["combine"] != "shared":
         linearization = window_control(linearization)
@@ -151,7 +161,7 @@ def select_layers(
     switch = Switch(base, model)
     del base
     ids_NT = measures.repetitions(tokenizer, documents, CopyMeasure(length=length, draws=DRAWS))
-    total, done = evaluations(depth, count), 0
+    total, done = evaluations(len(layers), count), 0
 
     def measure(softmax: Collection[int]) -> Losses:
         nonlocal done
@@ -161,22 +171,22 @@ def select_layers(
         # the first token of the second half belongs to neither: nothing tells that x starts again
         return Losses(_finite(losses_NT[:, 1 - length :]), _finite(losses_NT[:, :-length]))
 
-    return search(depth, count, measure)
+    return search(layers, count, measure)
 
 
-def search(depth: int, count: int, measure: Callable[[Collection[int]], Losses]) -> LayerSelection:
-    """Chooses `count` softmax layers of `depth`, where `measure` gives the losses with a set of them.
+def search(layers: Sequence[int], count: int, measure: Callable[[Collection[int]], Losses]) -> LayerSelection:
+    """Chooses `count` softmax layers of `layers`, where `measure` gives the losses with a set of them.
 
     Every layer is measured alone softmax and alone linear. Candidates are 2 `count` layers, taken in turns from those
     that help most alone and those that the base misses most, which may help only beside others. Each round adds the
     candidate that scores best. Ties go to the lower layer.
     """
-    everything = frozenset(range(depth))
+    everything = frozenset(layers)
     base, linear = measure(everything), measure(frozenset())
-    swapped = [measure(everything - {i}) for i in range(depth)]
-    restored = [measure(frozenset({i})) for i in range(depth)]
-    helpful = sorted(range(depth), key=lambda i: restored[i].score)
-    missed = sorted(range(depth), key=lambda i: -swapped[i].score)
+    swapped = {i: measure(everything - {i}) for i in layers}
+    restored = {i: measure(frozenset({i})) for i in layers}
+    helpful = sorted(layers, key=lambda i: restored[i].score)
+    missed = sorted(layers, key=lambda i: -swapped[i].score)
     candidates = list(dict.fromkeys(itertools.chain.from_iterable(zip(helpful, missed))))[: 2 * count]
     path = [(helpful[0], restored[helpful[0]])]
     while len(path) < count:

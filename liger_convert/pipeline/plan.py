@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -14,7 +15,6 @@ from rich.console import Group
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
-from transformers import DynamicCache
 
 from liger_convert.config.names import MAIN, SOFTMAX
 from liger_convert.config.recipe import Recipe
@@ -23,6 +23,7 @@ from liger_convert.mixers import MIXERS, make_spec, resolve_spec
 from liger_convert.model import head_dims, linearized_config, new_state, parameter_group
 from liger_convert.model.bases import check_base, meta_model
 from liger_convert.model.configuration import FORMAT
+from liger_convert.model.families import own_windows
 from liger_convert.pipeline import adapt
 from liger_convert.training import disk_estimate, lora_projections
 from liger_convert.training.memory_estimate import (
@@ -102,6 +103,11 @@ class Plan:
         layers: list[str] = self.linearization["layers"]
         return layers
 
+    @property
+    def sliding(self) -> list[int]:
+        """The layers that have a window of the base's own beside others that see all tokens."""
+        return _sliding(self.sliding_windows)
+
     def kv_bytes(self, tokens: int) -> int:
         """The base's key-value cache of one sequence."""
         return sum(self._kv_layer_bytes(i, tokens) for i in range(len(self.layers)))
@@ -128,6 +134,7 @@ class Plan:
             "new_parameters": {name: list(shape) for name, shape in self.new_parameters.items()},
             "state_bytes": self.state_bytes,
             "growing_bytes": self.growing_bytes,
+            "sliding_windows": list(self.sliding_windows),
             "cache_bytes": {str(n): {"base": self.kv_bytes(n), "linearized": self.cache_bytes(n)} for n in CONTEXTS},
             "stages": [asdict(stage) for stage in self.stages],
             "adapted": list(self.adapted),
@@ -141,16 +148,22 @@ class Plan:
     def render(self) -> Group:
         """The plan as tables for a terminal."""
         layers = Table("layers", "become", "window", "sinks", "memory", title=f"{self.name}: {self.model_type}")
-        for name in dict.fromkeys(self.layers):
-            where = _ranges([i for i, layer in enumerate(self.layers) if layer == name])
+        rest = [i for i in range(len(self.layers)) if self.layers[i] != SOFTMAX or i not in self.sliding]
+        for name in dict.fromkeys(self.layers[i] for i in rest):
+            of_name = [i for i in rest if self.layers[i] == name]
+            where = _ranges(of_name)
             if self.undecided:
-                where = f"{self.layers.count(name)} of {len(self.layers)}, chosen by measurement in the run"
+                where = f"{len(of_name)} of {len(rest)}, chosen by measurement in the run"
             if name == SOFTMAX:
                 layers.add_row(where, "softmax attention, as it was", "", "", "")
                 continue
             spec = self.linearization["mixers"][name]
             kind = spec["type"] if name == MAIN else f"{name}: {spec['type']}"
             layers.add_row(where, kind, str(spec["window"] or "all"), str(spec["sinks"]), MIXERS[spec["type"]].summary)
+        kept = [i for i in self.sliding if i not in rest]
+        for window in sorted({self.sliding_windows[i] or 0 for i in kept}):
+            where = _ranges([i for i in kept if self.sliding_windows[i] == window])
+            layers.add_row(where, "the base's own sliding window, as it was", str(window), "", "none: it does not grow")
         sizes = Table("parameters", "", title="sizes")
         sizes.add_row("reused from the base", f"{count(self.reused_parameters):,}")
         sizes.add_row("new", f"{count(self.new_parameters):,}")
@@ -219,7 +232,8 @@ def make_plan(recipe: Recipe, base_config: Any) -> Plan:
     specs = {MAIN: resolve_spec(recipe.mixer.to_dict(), "mixer")}
     for name, spec in recipe.mixers.items():
         specs[name] = resolve_spec(spec.to_dict(), f"mixers.{name}")
-    layers = recipe.layer_names(base_config.num_hidden_layers)
+    windows = own_windows(base_config)
+    layers = recipe.layer_names(base_config.num_hidden_layers, _sliding(windows))
     used = {name: spec for name, spec in specs.items() if name in layers}
     linearization = {"format": FORMAT, "mixers": used, "layers": layers}
     config = linearized_config(base_config, linearization)
@@ -236,7 +250,7 @@ def make_plan(recipe: Recipe, base_config: Any) -> Plan:
     weights = planner.sizes
     stages = [planner.plan(stage) for stage in recipe.stages]
     peaks = {name: stage.memory_bytes for name, stage in zip(recipe.stage_names, stages, strict=True)}
-    cache, linear = DynamicCache(config=base_config), [name for name in layers if name != SOFTMAX]
+    linear = [name for name in layers if name != SOFTMAX]
     made = Plan(
         name=recipe.name,
         model_type=base_config.model_type,
@@ -248,7 +262,7 @@ def make_plan(recipe: Recipe, base_config: Any) -> Plan:
         growing_bytes=sum(
             _ring_bytes(used[name], base_config, itemsize) for name in linear if not used[name]["window"]
         ),
-        sliding_windows=tuple(getattr(layer, "sliding_window", None) for layer in cache.layers),
+        sliding_windows=tuple(windows),
         token_bytes=2 * dims.kv_heads * dims.dim * itemsize,
         stages=tuple(stages),
         teacher_tokens={name: source.written_tokens for name, source in recipe.teachers.items()},
@@ -257,13 +271,18 @@ def make_plan(recipe: Recipe, base_config: Any) -> Plan:
             disk_estimate.written(recipe, weights, [s.trained for s in stages], _dtype_name(base_config), dtype)
         ),
         memory_for=f"{device.type} in {str(compute).removeprefix('torch.')}",
-        undecided=0 if recipe.softmax_auto is None else layers.count(SOFTMAX),
+        undecided=0 if recipe.softmax_auto is None else layers.count(SOFTMAX) - len(_sliding(windows)),
         adapted=adapted,
         recipe_stages=tuple(recipe.stages),
     )
     convert = COPY_BYTES + 4 * weights.new // len(linear)  # new tensors are float32 and made layer by layer
     inference = inference_bytes(config, weights, itemsize, made.cache_bytes(CONTEXTS[0]))
     return replace(made, memory_bytes={"convert": convert, "inference": inference, **peaks})
+
+
+def _sliding(windows: Sequence[int | None]) -> list[int]:
+    """The layers with a window; none where every layer has one, as there the windows are what is to be linearized."""
+    return [] if None not in windows else [i for i, window in enumerate(windows) if window is not None]
 
 
 def _ring_bytes(spec: dict[str, Any], config: Any, itemsize: int) -> int:

@@ -22,6 +22,7 @@ from liger_convert.eval import ablation, suites
 from liger_convert.eval.narrow import context_of, narrow
 from liger_convert.io import checkpoint, checksums
 from liger_convert.io.files import atomic_write
+from liger_convert.io.gguf_parts import parts_of
 from liger_convert.io.run_folder import RunFolder
 from liger_convert.pipeline import card, convert, export, layer_selection, preflight, report, stage_check
 from liger_convert.pipeline.layer_selection import LayerSelection
@@ -51,6 +52,12 @@ class Step:
     inputs: tuple[str, ...] = ()  # the steps whose outputs it reads
     outputs: tuple[str, ...] = ()  # in the run's folder, to stay; empty: steps/NAME, deleted once no step needs it
     continues: bool = False  # goes on from what a killed attempt left in its folder
+
+
+def _parts(field: str, path: Path) -> dict[str, Path]:
+    """`path` under `field`, and where it is a part of a .gguf model the other parts beside it."""
+    first, *others = parts_of(path) if path.is_file() else [path]
+    return {field: first} | {f"{field}.{number}": part for number, part in enumerate(others, 2)}
 
 
 def choose_layers(
@@ -170,7 +177,8 @@ class RunSteps:
     @property
     def input_paths(self) -> dict[str, Path]:
         """The file or folder behind every field of the recipe that names one, the base included."""
-        return {"base": checkpoint.locate_base(self.recipe.base) or self._base_folder} | self._data_inputs
+        given = checkpoint.locate_base(self.recipe.base)
+        return _parts("base", given or self._base_folder) | self._data_inputs
 
     @functools.cached_property
     def _base_folder(self) -> Path:
@@ -252,7 +260,7 @@ class RunSteps:
 
     def _base(self, folder: Path) -> dict[str, Any]:
         path, given = self._base_folder, checkpoint.locate_base(self.recipe.base)
-        self.inputs.record({"base": given or path})
+        self.inputs.record(_parts("base", given or path))
         return {"commit": path.name} if given is None and path.parent.name == "snapshots" else {}
 
     def _select_layers(self, folder: Path) -> dict[str, Any]:

@@ -100,8 +100,9 @@ def calibrate_layer(
         base_qkv.q_rot_BTHD,
         base_qkv.k_rot_BTGD,
         base_qkv.v_BSGD,
-        window_size=metadata.tokens,
+        window_size=min(metadata.tokens, attention.base_window or metadata.tokens),
         scale=attention.scaling,
+        softcap=attention.softcap,
         segment_ids_BS=metadata.segment_ids_BT,
     )
     if mixer.spec.combine == "learned":
@@ -153,13 +154,15 @@ def far_keys(attention: LinearizedAttention, qkv: QKV, metadata: SequenceMetadat
     pulled, weight = [], []
     for b, rank_T in enumerate(metadata.position_BT):
         distance_TT = rank_T[:, None] - rank_T
-        seen_TT = distance_TT >= 0
+        seen_TT = (distance_TT >= 0) & (distance_TT < (attention.base_window or metadata.tokens))
         if metadata.segment_ids_BT is not None:
             seen_TT &= metadata.segment_ids_BT[b, :, None] == metadata.segment_ids_BT[b]
         far_TT = seen_TT & (distance_TT >= spec.window) & (rank_T >= spec.sinks)
         for g in range(groups):  # one group at a time: all heads' T x T weights together are too many
             q_RTD = qkv.q_rot_BTHD[b].unflatten(1, (groups, -1))[:, g].transpose(0, 1).float()
             logits_RTT = q_RTD @ qkv.k_rot_BTGD[b, :, g].float().mT * attention.scaling
+            if attention.softcap is not None:
+                logits_RTT = attention.softcap * (logits_RTT / attention.softcap).tanh()
             weights_RTT = logits_RTT.masked_fill(~seen_TT, -torch.inf).softmax(-1) * far_TT
             pulled.append(weights_RTT @ qkv.k_BTGD[b, :, g].float())
             weight.append(weights_RTT.sum(-1))

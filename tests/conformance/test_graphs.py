@@ -22,9 +22,9 @@ TOLERANCE = 1e-5
 POSITIONS = torch.arange(TOKENS.shape[1])[None]
 
 
-def one_layer(mixer: str) -> Any:
+def one_layer(mixer: str, family: str = "llama") -> Any:
     bounded = {} if mixer == "forgetting" else {"window": 3, "sinks": 1}
-    return build("llama", ["softmax", "main", "softmax"], type=mixer, **bounded)
+    return build(family, ["softmax", "main", "softmax"], type=mixer, **bounded)
 
 
 @pytest.mark.parametrize("op", [chunk_gla, chunk_delta_rule])
@@ -56,7 +56,17 @@ def test_an_exported_model_gives_its_logits_for_other_values_and_masks(mixer: st
 @pytest.mark.slow
 @mixers
 def test_a_model_compiles_to_one_graph_with_its_gradients(mixer: str) -> None:
-    model = one_layer(mixer)
+    assert_compiles_to_one_graph(one_layer(mixer))
+
+
+# a bound of logits, queries that grow, norms of each head and metadata beside the rotary's angles
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma2", "ministral3", "stablelm"])
+def test_what_is_peculiar_to_a_family_compiles_to_one_graph(family: str) -> None:
+    assert_compiles_to_one_graph(one_layer("gla", family))
+
+
+def assert_compiles_to_one_graph(model: Any) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     gradients = []

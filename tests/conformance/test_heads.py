@@ -122,9 +122,14 @@ def test_every_family_has_the_heads_that_transformers_gives_it() -> None:
     expected = dict.fromkeys(FAMILIES, all_three) | {
         "phi3": all_three - {"QuestionAnswering"},
         "gemma": all_three - {"QuestionAnswering"},
+        "gemma2": all_three - {"QuestionAnswering"},
+        "gemma3_text": {"SequenceClassification"},
         "glm4": all_three - {"QuestionAnswering"},
         "olmo2": {"SequenceClassification"},
+        "olmo3": {"SequenceClassification"},
         "granite": set(),
+        "starcoder2": all_three - {"QuestionAnswering"},
+        "stablelm": all_three - {"QuestionAnswering"},
         "olmoe": set(),
     }
     assert found == expected

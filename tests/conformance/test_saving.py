@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import save_tiny_base, tiny_config
 from tiny_models import TOKENS, base_folder, linearization, logits
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from liger_convert.model.loading import linearize_base
+from liger_convert.io.checkpoint import Checkpoint
+from liger_convert.model.families import FAMILIES
+from liger_convert.model.loading import linearize_base, load_linearized
+from liger_convert.pipeline.convert import convert_checkpoint
 
 
 def test_every_tensor_of_the_base_is_kept_and_every_new_one_is_the_mixers(model: Any) -> None:
@@ -28,6 +32,22 @@ def test_a_saved_model_loads_and_saves_as_itself(model: Any, tmp_path: Path) -> 
     loaded.save_pretrained(tmp_path / "two")
     for file in (tmp_path / "one").iterdir():
         assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_output_head_is_tied_or_not_as_that_of_the_base(family: str, tmp_path: Path) -> None:
+    tied = not tiny_config(family).tie_word_embeddings  # the other tests run on what is the family's default
+    base = save_tiny_base(family, tmp_path / "base", tie_word_embeddings=tied)
+    assert ("lm_head.weight" in Checkpoint.open(base).tensors) == (not tied)
+    plan = linearization(type="gla", window=5, sinks=2)
+    expected = logits(linearize_base(base, plan).eval(), TOKENS)
+    convert_checkpoint(base, tmp_path / "converted", plan)
+    load_linearized(tmp_path / "converted").save_pretrained(tmp_path / "saved")
+    for folder in ("converted", "saved"):
+        model = load_linearized(tmp_path / folder).eval()
+        assert torch.equal(logits(model, TOKENS), expected)
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+        assert ("lm_head.weight" in Checkpoint.open(tmp_path / folder).tensors) == (not tied)
 
 
 def test_a_device_map_changes_nothing(model: Any, tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def make_case(family: str, form: str) -> Any:
     return case
 
 
-for family in ("llama", "qwen3"):
+for family in ("llama", "qwen3", "gemma2", "stablelm"):
     for form in FORMS:
         case = make_case(family, form)
         globals()[case.__name__] = case

@@ -15,6 +15,18 @@ CHAT_TEMPLATE = (
 )
 
 
+# the first and the last are linearized: one of each kind
+MIXED = ["full_attention", "sliding_attention", "sliding_attention"]
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 16.0,
+    "original_max_position_embeddings": 8,  # so that queries grow within a test's tokens
+    "max_position_embeddings": 256,
+    "llama_4_scaling_beta": 0.5,
+}
+
+
 def tiny_config(model_type: str, **changes: Any) -> Any:
     """Three layers, four heads in pairs that share keys, 101 tokens; each family's peculiarities switched on."""
     values: dict[str, Any] = {
@@ -33,22 +45,51 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     values |= {
         "llama": {"head_dim": 8},
         "mistral": {"sliding_window": 24},
+        "ministral": {"head_dim": 8, "sliding_window": 24, "layer_types": MIXED},
+        "ministral3": {"head_dim": 8, "rope_parameters": YARN},
         "qwen2": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2},
         "qwen3": {"head_dim": 16},
         "phi3": {"partial_rotary_factor": 0.5},
         "gemma": {"head_dim": 16},
+        "gemma2": {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 6,
+            "attn_logit_softcapping": 2.0,
+            "sliding_window": 24,
+            "layer_types": MIXED,
+        },
+        "gemma3_text": {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 6,
+            "sliding_window": 24,
+            "layer_types": MIXED,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+            },
+        },
         "glm4": {
             "head_dim": 8,
             "attention_bias": True,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
         },
+        "olmo3": {"sliding_window": 24, "layer_types": MIXED},
         "smollm3": {"no_rope_layers": [1, 0, 1]},
         "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.5},
+        "starcoder2": {"sliding_window": 24},
+        "stablelm": {
+            "use_qkv_bias": True,
+            "qk_layernorm": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
         "mixtral": {"num_local_experts": 4},
         "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "head_dim": 8},
         "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 1.0},
     }.get(model_type, {})
-    return CONFIG_MAPPING[model_type](**values | changes)
+    values |= changes
+    if "layer_types" in values:
+        values["layer_types"] = values["layer_types"][: values["num_hidden_layers"]]
+    return CONFIG_MAPPING[model_type](**values)
 
 
 def tiny_tokenizer(vocab_size: int = 101) -> PreTrainedTokenizerFast:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from gated_kernels.check import error
 from gated_kernels.fused_step.chunk import EMPTY, MIN_NORMALIZER
-from gated_kernels.swa.chunk import combine
+from gated_kernels.swa.chunk import chunk_swa, combine
 from tiny import save_tiny_base
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -164,6 +164,30 @@ def test_the_memory_of_each_group_lasts_as_long_as_its_heads_look_back(
     assert torch.equal(mixer.gate_bias_GF, planted_G1)
 
 
+@pytest.mark.parametrize("family", ["gemma2", "mistral", "ministral3", "stablelm"])
+def test_a_layer_is_fitted_to_what_the_attention_of_the_base_gives(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_tiny_base(family, tmp_path, tokenizer=False)  # with a window of 24 of its own, or a bound on logits
+    base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    plan = {"format": 2, "mixers": {"main": resolve_spec({"window": 5, "sinks": 2})}, "layers": ["main"] * 3}
+    model = linearize_base(folder, plan)
+    told = collect_align_targets(base, {"input_ids": TOKENS, "position_ids": POSITIONS}, [0, 1, 2])
+    found: list[Tensor] = []
+
+    def record(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        o_BTHV, lse_BTH = chunk_swa(*args, **options)
+        found.append(model.model.layers[len(found)].self_attn.o_proj(o_BTHV.flatten(2)))
+        return o_BTHV, lse_BTH
+
+    monkeypatch.setattr(module, "chunk_swa", record)
+    monkeypatch.setattr(module, "_in_two_lengths", lambda positions, window: positions)
+    calibrate(model, base, TOKENS, POSITIONS)
+    assert len(found) == 3
+    for ours, theirs in zip(found, told.outputs):
+        torch.testing.assert_close(ours, theirs, atol=1e-4 * theirs.abs().max().item(), rtol=1e-4)
+
+
 def test_a_fixed_mix_is_left_alone(tmp_path: Path) -> None:
     base, model = base_and_model(tmp_path / "base", {"type": "liger-paper"})
     before = state(model)
@@ -287,7 +311,10 @@ def test_the_queries_of_every_head_take_part_in_the_clusters(monkeypatch: pytest
         assert taken_RP.any(1).all()
 
 
-def test_far_keys_are_those_beyond_window_and_sinks_by_their_attention() -> None:
+@pytest.mark.parametrize(("softcap", "base_window"), [(None, None), (0.5, None), (None, 9)])
+def test_far_keys_are_those_beyond_window_and_sinks_by_their_attention(
+    softcap: float | None, base_window: int | None
+) -> None:
     window, sinks, scale = 5, 2, 0.7
     (batch, tokens), heads, groups, dim = ODD_POSITIONS.shape, 6, 2, 3
     random = torch.Generator().manual_seed(0)
@@ -298,6 +325,8 @@ def test_far_keys_are_those_beyond_window_and_sinks_by_their_attention() -> None
         dims=HeadDims(heads * dim, heads, groups, dim),
         spec=SimpleNamespace(window=window, sinks=sinks),
         scaling=scale,
+        softcap=softcap,
+        base_window=base_window,
     )
     got = far_keys(attention, QKV(q, k, q_rot, k_rot, k, metadata.position_BT, k), metadata)
 
@@ -305,12 +334,14 @@ def test_far_keys_are_those_beyond_window_and_sinks_by_their_attention() -> None
         pulled, weight = torch.zeros(q.shape, dtype=dtype), torch.zeros(q.shape[:3], dtype=dtype)
         for b in range(batch):
             for t in range(tokens):
-                first = t - int(ODD_POSITIONS[b, t])  # of its document
-                far = range(first + sinks, t - window + 1)
+                document = t - int(ODD_POSITIONS[b, t])  # where it begins
+                first = max(document, t - (base_window or tokens) + 1)
+                far = range(max(document + sinks, first), t - window + 1)
                 for h in range(heads):
                     g = h // (heads // groups)
                     seen = k_rot[b, first : t + 1, g].to(dtype)
-                    weights = (seen @ q_rot[b, t, h].to(dtype) * scale).softmax(0)
+                    logits = seen @ q_rot[b, t, h].to(dtype) * scale
+                    weights = (logits if softcap is None else (logits / softcap).tanh() * softcap).softmax(0)
                     for j in far:
                         pulled[b, t, h] += weights[j - first] * k[b, j, g].to(dtype)
                         weight[b, t, h] += weights[j - first]

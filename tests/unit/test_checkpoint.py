@@ -11,10 +11,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import gguf
 import huggingface_hub.constants
 import pytest
 import torch
+from gguf_models import write_gguf
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tiny import CHAT_TEMPLATE, save_tiny_base
@@ -258,41 +258,6 @@ def test_a_pickle_that_would_run_code_is_refused(folder, tmp_path):
     with pytest.raises(BadInput, match="is no PyTorch state dict"):
         resolve_base(str(folder), tmp_path / "work", allow_pickle=True)
     assert list((tmp_path / "work").iterdir()) == []
-
-
-def write_gguf(path: Path, model: torch.nn.Module, vocabulary: str = "default", without: str = "") -> None:
-    """`model`, a tiny llama, as llama.cpp stores it: its own names, the rows of q and k in pairs for rotary."""
-    config = model.config
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(vocabulary)
-    tokens = [chr(c) for c in range(33, 127)] + ["12", "Ġ", "Ċ", "<s>", "</s>", "Ġa", "ab"]
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if token in ("<s>", "</s>") else 1 for token in tokens])
-    writer.add_token_merges(["1 2", "Ġ a", "a b"])
-    writer.add_bos_token_id(tokens.index("<s>"))
-    writer.add_eos_token_id(tokens.index("</s>"))
-    writer.add_chat_template(CHAT_TEMPLATE)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            tensor = tensor.unflatten(0, (-1, 2, config.head_dim // 2)).transpose(1, 2).flatten(0, 2)
-        if name != without:
-            writer.add_tensor(names.get_name(name, (".weight",)), tensor.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 @pytest.mark.parametrize(("vocabulary", "pieces"), [("smollm", ["1", "2"]), ("default", ["12"])])

@@ -1,4 +1,4 @@
-"""What families.py says of a family is what its own modules do; families that do not fit are refused in a sentence."""
+"""What families.py says of a family is what its own modules do."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from tiny import tiny_config
 from transformers import AutoModelForCausalLM
 
+from liger_convert.mixers import resolve_spec
+from liger_convert.model import linearized_classes, linearized_config
 from liger_convert.model.bases import check_base
-from liger_convert.model.families import FAMILIES, MISFITS, Family
+from liger_convert.model.families import FAMILIES, Family
 from liger_convert.utils.errors import BadInput
 
-ALL = FAMILIES | MISFITS
 
-
-@pytest.fixture(params=ALL.values(), ids=lambda family: family.model_type)
+@pytest.fixture(params=FAMILIES.values(), ids=lambda family: family.model_type)
 def family(request: pytest.FixtureRequest) -> Family:
     return request.param
 
@@ -37,6 +37,13 @@ def layer_of(family: Family, **changes: Any) -> tuple[Any, dict[str, Any]]:
     return model.model.layers[0], {name: x for name, x in taken.items() if name != "attention_mask"}
 
 
+def attended(family: Family, given: dict[str, Any], layer: Any, **options: Any) -> torch.Tensor:
+    """What a family's own attention gives for what its decoder layer is given."""
+    own = {"hidden_states": given["hidden_states"], "position_embeddings": given["position_embeddings"]}
+    with torch.no_grad():
+        return layer.self_attn(**own, attention_mask=None, **{"position_ids": given["position_ids"], **options})[0]
+
+
 def test_a_decoder_layer_hands_on_what_it_is_given_as_its_family_says(family: Family) -> None:
     layer, given = layer_of(family)
     seen: list[dict[str, Any]] = []
@@ -49,12 +56,10 @@ def test_attention_drops_parts_of_its_output_as_its_family_says(family: Family) 
     drops = {"residual_dropout": 0.5, "resid_pdrop": 0.5, "hidden_dropout": 0.5, "attention_dropout": 0.0}
     config = tiny_config(family.model_type)
     layer, given = layer_of(family, **{name: value for name, value in drops.items() if hasattr(config, name)})
-    # attention itself, which takes neither the library's caches nor our metadata here
-    own = {"hidden_states": given["hidden_states"], "position_embeddings": given["position_embeddings"]}
     outputs = []
     for training in (True, False):
         layer.train(training)
-        outputs.append(layer.self_attn(**own, attention_mask=None)[0])
+        outputs.append(attended(family, given, layer))
     assert torch.equal(*outputs) == (not family.output_dropout)
 
 
@@ -64,11 +69,11 @@ def test_rotary_turns_channels_as_its_family_says(family: Family) -> None:
     (cos, sin), D = given["position_embeddings"], layer.self_attn.head_dim
     x = torch.randn(1, 1, cos.shape[1], D, generator=torch.Generator().manual_seed(0))
     C = cos.shape[-1]
-    if family.rotary == "in_attention":
-        assert C < D
-        return
     part = x[..., :C]
-    if family.rotary == "halves":
+    if family.rotary == "split_halves":
+        assert C < D
+        x = part
+    if family.rotary != "pairs":
         angles, partner = (cos, sin), torch.cat((-part[..., C // 2 :], part[..., : C // 2]), -1)
     else:
         partner = torch.stack((-part[..., 1::2], part[..., ::2]), -1).flatten(-2)
@@ -78,19 +83,41 @@ def test_rotary_turns_channels_as_its_family_says(family: Family) -> None:
         assert torch.equal(found, torch.cat((turned, x[..., C:]), -1))
 
 
-@pytest.mark.parametrize(
-    ("model_type", "sentence"),
-    [
-        ("stablelm", "its decoder layer does not pass the batch's metadata on to attention and its attention itself"),
-        ("starcoder2", "its attention ends with a dropout, which a linearized layer would leave out"),
-    ],
-)
-def test_a_family_that_does_not_fit_is_refused_in_a_sentence(model_type: str, sentence: str) -> None:
-    with pytest.raises(BadInput, match=f"^config.json: model_type '{model_type}' cannot be linearized: {sentence}"):
-        check_base(tiny_config(model_type))
+def test_attention_bounds_its_logits_as_its_family_says(family: Family) -> None:
+    layer, given = layer_of(family)
+    layer.eval()
+    before = attended(family, given, layer)
+    layer.self_attn.attn_logit_softcapping = 1e-3  # of no meaning where nothing reads it
+    assert (not torch.equal(attended(family, given, layer), before)) == family.softcap
 
 
-def test_every_family_fits_and_every_misfit_says_why() -> None:
-    assert [family.misfit() for family in FAMILIES.values()] == [None] * len(FAMILIES)
-    assert all(family.misfit() for family in MISFITS.values())
-    assert not FAMILIES.keys() & MISFITS.keys()
+def test_queries_grow_with_their_position_as_the_family_says(family: Family) -> None:
+    layer, given = layer_of(family)
+    layer.eval()
+    far = given["position_ids"] + 100  # beside the same angles
+    same = torch.equal(attended(family, given, layer, position_ids=far), attended(family, given, layer))
+    assert same == (not family.position_scale)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_a_linearized_layer_drops_parts_of_its_output_in_training_as_the_family_does(rate: float) -> None:
+    config = tiny_config("starcoder2", residual_dropout=rate)
+    plan = {"format": 2, "mixers": {"main": resolve_spec({"window": 4, "sinks": 0})}, "layers": ["main"] * 3}
+    torch.manual_seed(0)
+    model = linearized_classes("starcoder2")[2](linearized_config(config, plan))
+    attention, seen = model.model.layers[0].self_attn, []
+    attention.register_forward_hook(lambda _m, _a, output: seen.append(output[0]))
+    for training in (False, True):
+        attention.train(training)
+        model(torch.arange(3, 40)[None], use_cache=False)
+    still, dropped = seen
+    assert (dropped == 0).double().mean().item() == pytest.approx(rate, abs=0.05)
+    kept = dropped != 0
+    torch.testing.assert_close(dropped[kept], still[kept] / (1 - rate))
+
+
+@pytest.mark.parametrize("model_type", ["gemma", "gemma2", "gemma3_text"])
+def test_a_base_whose_tokens_see_those_after_them_is_refused(model_type: str) -> None:
+    check_base(tiny_config(model_type))
+    with pytest.raises(BadInput, match=r"^config.json: use_bidirectional_attention is set"):
+        check_base(tiny_config(model_type, use_bidirectional_attention=True))

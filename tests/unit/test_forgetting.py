@@ -40,9 +40,10 @@ def test_weights_fade_by_every_gate_since(base: Path, window: int) -> None:
     mixer.forget_bias_G.fill_(-1.0)
     positions = torch.arange(T)[None]
     embeddings = model.model.rotary_emb(x_BTC, positions)
-    got_BTC, _ = attention(x_BTC, embeddings, metadata=SequenceMetadata.build(x_BTC, positions, None))
+    metadata = SequenceMetadata.build(x_BTC, positions, None)
+    got_BTC, _ = attention(x_BTC, embeddings, metadata=metadata)
 
-    _, _, q, k, v = (x.double() for x in attention.project(x_BTC, embeddings))
+    _, _, q, k, v = (x.double() for x in attention.project(x_BTC, embeddings, metadata))
     log_f_BTG = (x_BTC @ mixer.forget_GC.mT + mixer.forget_bias_G).double().sigmoid().log()
     fade_BGTT = torch.full((B, 2, T, T), -torch.inf, dtype=torch.float64)
     for t in range(T):

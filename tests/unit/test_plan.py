@@ -62,6 +62,58 @@ def test_every_form_of_layers_says_what_each_layer_becomes(layers, expected):
 
 
 @pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ("all", [N, L, N, N, L, L]),
+        ("LN", [N, L, N, N, N, L]),
+        ({"softmax_every": 3}, [N, L, N, N, L, N]),
+        ({"softmax_auto": 1}, [N, L, N, N, L, N]),
+        ({"softmax_auto": 0.7}, [N, L, N, N, N, N]),
+        ({"softmax": [4]}, [N, L, N, N, N, L]),
+        ({"repeat": [L, "other"]}, [N, L, N, N, "other", L]),
+        ({"linear": [0, 1]}, [L, L, N, N, N, N]),
+        ([L, N, "other", N, N, N], [L, N, "other", N, N, N]),
+    ],
+)
+def test_layers_with_a_window_of_the_bases_own_stay_unless_they_are_named(layers, expected):
+    assert recipe(layers=layers, mixers=OTHER).layer_names(6, sliding=[0, 2, 3]) == expected
+    assert recipe(layers="all").layer_names(6) == [L] * 6
+
+
+def test_fewer_layers_are_kept_than_see_all_tokens():
+    with pytest.raises(BadInput, match="3 is too many; of the base's 3 layers without a window of their own keep few"):
+        recipe(layers={"softmax_auto": 3}).layer_names(6, sliding=[0, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("family", "expected", "says"),
+    [
+        ("gemma3_text", [L, N, N], ["1-2", "the base's own sliding window, as it was", "24"]),
+        ("qwen2", [L, L, N], ["2", "the base's own sliding window, as it was", "24"]),
+        ("mistral", [L, L, L], None),  # where every layer has a window, it is what there is to linearize
+        ("llama", [L, L, L], None),
+    ],
+)
+def test_the_plan_says_which_layers_have_a_window_of_the_bases_own(family, expected, says):
+    made = plan(family)
+    assert made.layers == expected
+    console = Console(width=160, file=io.StringIO(), record=True)
+    console.print(made.render())
+    rows = [line for line in console.export_text().splitlines() if "own sliding" in line]
+    assert [[cell.strip() for cell in row.split("│")[1:4]] for row in rows] == ([says] if says else [])
+
+
+def test_a_choice_by_measurement_counts_the_layers_that_see_all_tokens():
+    config = tiny_config("gemma2", num_hidden_layers=6, layer_types=["sliding_attention", "full_attention"] * 3)
+    made = make_plan(recipe(layers={"softmax_auto": 1}), config)
+    assert (made.undecided, made.layers) == (1, [N, L, N, L, N, N])
+    console = Console(width=160, file=io.StringIO(), record=True)
+    console.print(made.render())
+    rows = [line.split("│")[1].strip() for line in console.export_text().splitlines() if "chosen by" in line]
+    assert rows == ["2 of 3, chosen by measurement in the run", "1 of 3, chosen by measurement in the run"]
+
+
+@pytest.mark.parametrize(
     ("layers", "says"),
     [
         ("", "layers: '' is no pattern"),
@@ -104,7 +156,7 @@ def cache_bytes(model: Any, tokens: int) -> int:
     return sum(ours) + sum(kept)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "gemma3_text", "starcoder2"])
 def test_the_cache_of_the_base_is_as_large_as_the_plan_says(family):
     model = AutoModelForCausalLM.from_config(tiny_config(family))
     for tokens in (10, 60):
@@ -113,7 +165,7 @@ def test_the_cache_of_the_base_is_as_large_as_the_plan_says(family):
 
 @pytest.mark.parametrize("sinks", [0, 3])
 @pytest.mark.parametrize("mixer", MIXERS)
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 def test_the_cache_of_the_linearized_model_is_as_large_as_the_plan_says(family, mixer, sinks):
     made = plan(family, mixer={"type": mixer, "window": 8, "sinks": sinks}, layers="LN")
     config = linearized_config(tiny_config(family), made.linearization)

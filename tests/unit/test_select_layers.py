@@ -61,12 +61,16 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def selected(
-    keep: int = 1, text: list[Document] = TEXT, report: Report | None = None, mixer: str = "gla"
+    keep: int = 1,
+    text: list[Document] = TEXT,
+    report: Report | None = None,
+    mixer: str = "gla",
+    folder: Path | None = None,
 ) -> LayerSelection:
     spec = {"type": mixer, "window": 8, "sinks": 2}
     fields: dict[str, Any] = {"version": 1, "name": "tiny", "base": "b", "mixer": spec}
     fields |= {"layers": {"softmax_auto": keep}, "data": {"text": {"source": "pydoc"}}, "precision": "float32"}
-    recipe, folder = build(fields, "recipe"), base_folder("llama")
+    recipe, folder = build(fields, "recipe"), folder or base_folder("llama")
     plan = make_plan(recipe, load_config(folder))
     return layer_selection.select_layers(
         recipe, plan, folder, tiny_tokenizer(), text, CPU, report or (lambda done, total, note="": None)
@@ -74,7 +78,7 @@ def selected(
 
 
 def searched(keep: int, copy: Callable[[Collection[int]], float], text: Callable = lambda kept: 0.0) -> LayerSelection:
-    return search(8, keep, lambda kept: Losses(copy(kept), text(kept)))
+    return search(range(8), keep, lambda kept: Losses(copy(kept), text(kept)))
 
 
 # --- the switch
@@ -137,10 +141,23 @@ def test_a_selection_is_made_of_the_losses_it_names_and_comes_out_the_same_twice
     options: dict[str, Any] = {"batch_size": 4, "dtype": torch.float32, "report": lambda done, total, note="": None}
     copied = copy_loss(base, tiny_tokenizer(), TEXT, CopyMeasure(length=128, draws=8), **options)
     assert found.base.copy_nll == pytest.approx(copied["copy_nll_128"]["value"], rel=1e-6)
-    assert len({found.base, found.linear, *found.swapped, *found.restored}) == 8
+    assert len({found.base, found.linear, *found.swapped.values(), *found.restored.values()}) == 8
     (left,) = {0, 1, 2} - set(found.softmax_layers)
     assert found.path[1][1] == found.swapped[left]  # two of three layers kept is one of three linear
     assert told[-1] == (evaluations(3, 2), evaluations(3, 2))
+
+
+def test_layers_with_a_window_of_the_bases_own_are_not_chosen_from(tmp_path: Path) -> None:
+    kinds = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
+    folder = save_tiny_base("gemma2", tmp_path, tokenizer=False, num_hidden_layers=4, layer_types=kinds)
+    told: list[tuple[float, float | None]] = []
+    found = selected(2, report=lambda done, total, note="": told.append((done, total)), folder=folder)
+    assert list(found.swapped) == list(found.restored) == [0, 2, 3]
+    assert 1 not in found.softmax_layers
+    assert len(found.softmax_layers) == 2
+    assert told[-1] == (evaluations(3, 2), evaluations(3, 2))
+    (left,) = {0, 2, 3} - set(found.softmax_layers)
+    assert found.path[1][1] == found.swapped[left]
 
 
 def test_a_mixer_that_cannot_be_calibrated_is_measured_by_its_window() -> None:

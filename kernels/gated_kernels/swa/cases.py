@@ -26,6 +26,8 @@ class Case(NamedTuple):
     v_dtype: torch.dtype | None = None  # of the values, when another
     memory: str = ""  # that contributes: one more "key" of each query, or by a "mix weight"
     normalizer: bool = False  # by which the memory is to be divided
+    softcap: float | None = None
+    bias_channels: int = 0
 
 
 CASES = {
@@ -57,6 +59,12 @@ CASES = {
     "a memory by a mix weight, bf16": Case(97, D=64, V=64, memory="mix weight", dtype=torch.bfloat16),
     "a memory's sum by a mix weight": Case(21, P=9, W=10, M=3, memory="mix weight", normalizer=True),
     "one token and a memory": Case(1, P=20, W=16, M=2, memory="key", normalizer=True),
+    "bounded logits, holes, segments, sinks": Case(97, P=9, W=10, M=2, valid=True, segments=True, softcap=2.0),
+    "bounded logits, a bias, a memory as a key": Case(
+        41, P=9, W=70, M=3, memory="key", normalizer=True, softcap=1.5, bias_channels=2
+    ),
+    "bounded logits of one token, a bias": Case(1, P=20, W=16, M=2, softcap=2.0, bias_channels=3),
+    "bounded logits, bf16": Case(97, M=4, D=64, V=64, softcap=3.0, dtype=torch.bfloat16),
     "window of 64, bf16": Case(130, M=4, D=64, V=64, dtype=torch.bfloat16),
 }
 
@@ -75,6 +83,8 @@ def inputs(case: Case) -> dict[str, Any]:
         "window_size": case.W,
         "scale": case.D**-0.5,
     }
+    if case.softcap is not None:
+        x |= {"softcap": case.softcap, "bias_channels": case.bias_channels}
     if case.valid:
         x["valid_BS"] = torch.rand(B, S, generator=random) < 0.4
         x["valid_BS"][0, : case.P + case.T // 2] = False  # padding on the left

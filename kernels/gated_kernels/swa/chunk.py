@@ -24,6 +24,13 @@ BLOCK = 32
 LOGITS = 1 << 27  # at a time: half a gigabyte in float32
 
 
+class _Cap(NamedTuple):
+    """The bound of the logits, and how many of the last channels add to a logit beyond it."""
+
+    limit: float
+    bias_channels: int
+
+
 def chunk_swa(
     q_BTHD: Tensor,
     k_BSGD: Tensor,
@@ -40,6 +47,8 @@ def chunk_swa(
     normalizer_BTH: Tensor | None = None,
     memory_logit_BTH: Tensor | None = None,
     mix_weight_H: Tensor | None = None,
+    softcap: float | None = None,
+    bias_channels: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """One softmax over the last `window_size` keys of each query and its visible sinks.
 
@@ -53,6 +62,8 @@ def chunk_swa(
     memory_BTHV: what a memory has for each query, to be divided by normalizer_BTH where that is given. With
         memory_logit_BTH it is one more value of the softmax, of this logit. With mix_weight_H it has this part of the
         output and the window has the rest; the lse is then as if it were a key.
+    softcap: bounds the logits, to softcap tanh(scale q.k / softcap), as Gemma 2 does (2408.00118); None: no bound.
+    bias_channels: so many of the last channels of q and k have their product added to the bounded logit.
 
     Returns o_BTHV in v's dtype and lse_BTH, the log of the sum of exp(scale q.k), in fp32 (fp64 for fp64). A query that
     sees nothing has o = 0 and lse = -inf, and passes no gradient on. Raises ValueError when S < T, window_size < 1, H
@@ -71,12 +82,13 @@ def chunk_swa(
         "sink_k_BMGD": sink_k_BMGD, "sink_v_BMGV": sink_v_BMGV, "sink_visible_BTM": sink_visible_BTM,
     }  # fmt: skip
     kernel = kernel_for("swa")
-    if kernel is not None:
+    if kernel is not None and softcap is None:  # the kernels know no bound
         weights = {"normalizer_BTH": normalizer_BTH, "memory_logit_BTH": memory_logit_BTH, "mix_weight_H": mix_weight_H}
         found = kernel(q_BTHD, k_BSGD, v_BSGV, **given, memory_BTHV=memory_BTHV, **weights)
         if found is not None:
             return found
-    o_BTHV, lse_BTH = _without_memory(q_BTHD, k_BSGD, v_BSGV, **given)
+    cap = None if softcap is None else _Cap(softcap, bias_channels)
+    o_BTHV, lse_BTH = _without_memory(q_BTHD, k_BSGD, v_BSGV, **given, cap=cap)
     if memory_BTHV is None:
         return o_BTHV, lse_BTH
     return combine(o_BTHV, lse_BTH, memory_BTHV, normalizer_BTH, memory_logit_BTH, mix_weight_H)
@@ -120,6 +132,7 @@ def _without_memory(
     sink_k_BMGD: Tensor | None,
     sink_v_BMGV: Tensor | None,
     sink_visible_BTM: Tensor | None,
+    cap: _Cap | None,
 ) -> tuple[Tensor, Tensor]:
     """`chunk_swa` without a memory, in torch."""
     T, H, S = *q_BTHD.shape[1:3], k_BSGD.shape[1]
@@ -127,7 +140,7 @@ def _without_memory(
     if part < T:
         tensors = (q_BTHD, k_BSGD, v_BSGV, valid_BS, segment_ids_BS, sink_visible_BTM)
         sinks: dict[str, Any] = {"sink_k_BMGD": sink_k_BMGD, "sink_v_BMGV": sink_v_BMGV}
-        return _in_parts(part, *tensors, window_size=window_size, scale=scale, **sinks)
+        return _in_parts(part, *tensors, window_size=window_size, scale=scale, cap=cap, **sinks)
     reach = slice(max(S - T - window_size + 1, 0), None)  # keys before it are in no window
     k_BSGD, v_BSGV = k_BSGD[:, reach], v_BSGV[:, reach]
     valid_BS = None if valid_BS is None else valid_BS[:, reach].bool()
@@ -135,10 +148,10 @@ def _without_memory(
     with torch.autocast(q_BTHD.device.type, enabled=False):
         if T == 1:
             hidden_BS = _hidden_from_one(k_BSGD, valid_BS, segment_ids_BS, sink_visible_BTM)
-            return _one_query(q_BTHD, k_BSGD, v_BSGV, sink_k_BMGD, sink_v_BMGV, hidden_BS, scale)
+            return _one_query(q_BTHD, k_BSGD, v_BSGV, sink_k_BMGD, sink_v_BMGV, hidden_BS, scale, cap)
         blocks = _Blocks.of(T, k_BSGD.shape[1], window_size)
         hidden = _hidden(blocks, window_size, valid_BS, segment_ids_BS, sink_visible_BTM, k_BSGD.device)
-        return _Window.apply(q_BTHD, k_BSGD, v_BSGV, sink_k_BMGD, sink_v_BMGV, hidden, scale, blocks)
+        return _Window.apply(q_BTHD, k_BSGD, v_BSGV, sink_k_BMGD, sink_v_BMGV, hidden, scale, cap, blocks)
 
 
 def _in_parts(
@@ -174,11 +187,12 @@ def _one_query(
     sink_v_BMGV: Tensor | None,
     hidden_BS: Tensor | None,
     scale: float,
+    cap: _Cap | None,
 ) -> tuple[Tensor, Tensor]:
     if sink_k_BMGD is not None and sink_v_BMGV is not None:
         k_BSGD, v_BSGV = torch.cat([k_BSGD, sink_k_BMGD], 1), torch.cat([v_BSGV, sink_v_BMGV], 1)
     q = _wide(q_BTHD).unflatten(2, (k_BSGD.shape[2], -1))[:, 0]
-    logits = (q @ _wide(k_BSGD).permute(0, 2, 3, 1)) * scale
+    logits = _scaled_products(q, _wide(k_BSGD).transpose(1, 2), scale, cap)
     if hidden_BS is not None:
         logits = logits.masked_fill(hidden_BS[:, None, None], -torch.inf)
     o, lse = _attend(logits, v_BSGV.transpose(1, 2))
@@ -291,13 +305,14 @@ class _Window(torch.autograd.Function):
         sink_v_BMGV: Tensor | None,
         hidden: Tensor,
         scale: float,
+        cap: _Cap | None,
         blocks: _Blocks,
     ) -> tuple[Tensor, Tensor]:
         q, k = blocks.queries(q_BTHD, k_BSGD.shape[2]), blocks.keys(k_BSGD, sink_k_BMGD)
-        o, lse = _attend(_logits(q, k, hidden, scale).flatten(3, 4), blocks.keys(v_BSGV, sink_v_BMGV))
+        o, lse = _attend(_logits(q, k, hidden, scale, cap).flatten(3, 4), blocks.keys(v_BSGV, sink_v_BMGV))
         o_BTHV, lse_BTH = (blocks.queries_back(x.unflatten(3, q.shape[3:5])) for x in (o, lse))
         ctx.save_for_backward(q_BTHD, k_BSGD, v_BSGV, sink_k_BMGD, sink_v_BMGV, hidden, lse_BTH)
-        ctx.scale, ctx.blocks = scale, blocks
+        ctx.scale, ctx.cap, ctx.blocks = scale, cap, blocks
         return o_BTHV, lse_BTH[..., 0]
 
     @staticmethod
@@ -305,7 +320,7 @@ class _Window(torch.autograd.Function):
         q_BTHD, k_BSGD, v_BSGV, sink_k, sink_v, hidden, lse_BTH = ctx.saved_tensors
         blocks: _Blocks = ctx.blocks
         if torch.is_grad_enabled():
-            inputs = q_BTHD, k_BSGD, v_BSGV, sink_k, sink_v, hidden, ctx.scale, blocks
+            inputs = q_BTHD, k_BSGD, v_BSGV, sink_k, sink_v, hidden, ctx.scale, ctx.cap, blocks
             return differentiable_gradients(_differentiable, inputs, (do_BTHV, dlse_BTH))
         G = k_BSGD.shape[2]
         with torch.autocast(do_BTHV.device.type, enabled=False):
@@ -313,16 +328,16 @@ class _Window(torch.autograd.Function):
             lse_BTH, dlse_BTH = lse_BTH.masked_fill(empty, 0), dlse_BTH[..., None].masked_fill(empty, 0)
             q, do, lse, dlse = (blocks.queries(x, G) for x in (q_BTHD, do_BTHV, lse_BTH, dlse_BTH))
             k, v, do = blocks.keys(k_BSGD, sink_k), blocks.keys(v_BSGV, sink_v), do.flatten(3, 4)
-            weights = _exp_(_logits(q, k, hidden, ctx.scale).sub_(lse))
+            weights = _exp_(_logits(q, k, hidden, ctx.scale, ctx.cap).sub_(lse))
             dv = weights.flatten(3, 4).to(do.dtype).mT @ do
             # Their mean over the row is taken from these very products: do.o, its equal, would not cancel as well.
             dlogits = (do @ v.mT).unflatten(3, q.shape[3:5]) * weights
             dlogits.addcmul_(weights, dlse - dlogits.sum(-1, keepdim=True)).mul_(ctx.scale)
-            dlogits = dlogits.flatten(3, 4)
-            dq = blocks.queries_back((dlogits.to(k.dtype) @ k).unflatten(3, q.shape[3:5]))
-            dk, dsink_k = blocks.keys_back(dlogits.to(q.dtype).mT @ q.flatten(3, 4), sink_k)
+            dq, dk = _product_gradients(dlogits.flatten(3, 4), q.flatten(3, 4), k, ctx.scale, ctx.cap)
+            dq = blocks.queries_back(dq.unflatten(3, q.shape[3:5]))
+            dk, dsink_k = blocks.keys_back(dk, sink_k)
             dv, dsink_v = blocks.keys_back(dv, sink_v)
-        return dq, dk, dv, dsink_k, dsink_v, None, None, None
+        return dq, dk, dv, dsink_k, dsink_v, None, None, None, None
 
 
 def _differentiable(
@@ -333,11 +348,12 @@ def _differentiable(
     sink_v_BMGV: Tensor | None,
     hidden: Tensor,
     scale: float,
+    cap: _Cap | None,
     blocks: _Blocks,
 ) -> tuple[Tensor, Tensor]:
     """What `_Window` computes, differentiable any number of times: it keeps the weights and overwrites nothing."""
     q, k = blocks.queries(q_BTHD, k_BSGD.shape[2]), blocks.keys(k_BSGD, sink_k_BMGD)
-    logits = (_wide(q).flatten(3, 4) @ _wide(k).mT).unflatten(3, q.shape[3:5]) * scale
+    logits = _scaled_products(_wide(q).flatten(3, 4), _wide(k), scale, cap).unflatten(3, q.shape[3:5])
     hidden = hidden[:, None, :, :, None]
     nothing = hidden.all(-1, keepdim=True)
     logits = logits.masked_fill(hidden, -torch.inf).masked_fill(nothing, 0)
@@ -347,11 +363,36 @@ def _differentiable(
     return blocks.queries_back(o), blocks.queries_back(lse)[..., 0]
 
 
-def _logits(q: Tensor, k: Tensor, hidden: Tensor, scale: float) -> Tensor:
+def _logits(q: Tensor, k: Tensor, hidden: Tensor, scale: float, cap: _Cap | None) -> Tensor:
     """[B, G, N, C, R, L + M], -inf where hidden."""
+    if cap is not None:
+        logits = _scaled_products(_wide(q).flatten(3, 4), _wide(k), scale, cap).unflatten(3, q.shape[3:5])
+        return logits.masked_fill_(hidden[:, None, :, :, None], -torch.inf)
     logits = (_wide(q).flatten(3, 4) @ _wide(k).mT).unflatten(3, q.shape[3:5])
     bias = torch.zeros_like(hidden, dtype=logits.dtype).masked_fill_(hidden, -torch.inf)
     return torch.add(bias[:, None, :, :, None], logits, alpha=scale, out=logits)
+
+
+def _scaled_products(q: Tensor, k: Tensor, scale: float, cap: _Cap | None) -> Tensor:
+    """[..., queries, keys] of q [..., queries, D] and k [..., keys, D], bounded where there is a cap."""
+    if cap is None:
+        return (q @ k.mT) * scale
+    D = q.shape[-1] - cap.bias_channels
+    bounded = (q[..., :D] @ k[..., :D].mT * (scale / cap.limit)).tanh() * cap.limit
+    return bounded + q[..., D:] @ k[..., D:].mT * scale if cap.bias_channels else bounded
+
+
+def _product_gradients(dlogits: Tensor, q: Tensor, k: Tensor, scale: float, cap: _Cap | None) -> tuple[Tensor, Tensor]:
+    """The gradients of q and k for those of `_scaled_products` by the scale: `dlogits` are times it already."""
+    if cap is None:
+        return dlogits.to(k.dtype) @ k, dlogits.to(q.dtype).mT @ q
+    D = q.shape[-1] - cap.bias_channels
+    slope = 1 - (_wide(q[..., :D]) @ _wide(k[..., :D]).mT * (scale / cap.limit)).tanh().square()
+    dq, dk = _product_gradients(dlogits * slope, q[..., :D], k[..., :D], scale, None)
+    if cap.bias_channels:
+        dq_bias, dk_bias = _product_gradients(dlogits, q[..., D:], k[..., D:], scale, None)
+        dq, dk = torch.cat((dq, dq_bias), -1), torch.cat((dk, dk_bias), -1)
+    return dq, dk
 
 
 def _exp_(x: Tensor) -> Tensor:

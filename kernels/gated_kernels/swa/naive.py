@@ -26,6 +26,8 @@ def naive_swa(
     normalizer_BTH: Tensor | None = None,
     memory_logit_BTH: Tensor | None = None,
     mix_weight_H: Tensor | None = None,
+    softcap: float | None = None,
+    bias_channels: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """See `gated_kernels.chunk_swa`; products in the dtype of the inputs, the softmax in at least fp32."""
     B, T, H, _ = q_BTHD.shape
@@ -41,7 +43,12 @@ def naive_swa(
         k, v = torch.cat([k, sink_k_BMGD], 1), torch.cat([v, sink_v_BMGV], 1)
         seen = torch.cat([seen, sink_visible_BTM], 2)
     k, v, hidden = k.repeat_interleave(H // G, 2), v.repeat_interleave(H // G, 2), ~seen[:, :, None]
-    logits = torch.einsum("bthd,bshd->bths", q_BTHD, k).to(torch.promote_types(q_BTHD.dtype, torch.float32)) * scale
+    float32 = torch.promote_types(q_BTHD.dtype, torch.float32)
+    D = q_BTHD.shape[3] - (bias_channels if softcap is not None else 0)
+    logits = torch.einsum("bthd,bshd->bths", q_BTHD[..., :D], k[..., :D]).to(float32) * scale
+    if softcap is not None:
+        bias = torch.einsum("bthd,bshd->bths", q_BTHD[..., D:], k[..., D:]).to(float32) * scale
+        logits = softcap * (logits / softcap).tanh() + bias
     if memory_logit_BTH is not None:
         logits = torch.cat([logits, memory_logit_BTH[..., None].to(logits.dtype)], 3)
         hidden = nnf.pad(hidden.expand(B, T, 1, -1), (0, 1), value=False)

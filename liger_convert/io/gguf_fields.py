@@ -1,0 +1,96 @@
+"""What transformers' reader leaves out of a .gguf header, put into the config that it makes, or refused.
+
+It knows a base of the rotary for most families, but no scaling of it, no share of rotated channels, and no bound of
+logits; a model that is read without them is another one. The names are those of llama.cpp.
+
+Shapes: C rotated channels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from liger_convert.utils.errors import BadInput
+
+# of the sizes at which the scale of the logits is not the head size's, which no field says
+SCALED_BY_HEADS = {("gemma2", 46), ("gemma3_text", 62)}
+BOUNDS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+WAY = "give the folder of safetensors that it was made from"
+LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def complete(config: Any, parts: Sequence[Path]) -> None:
+    """Puts into `config`, what transformers made of a model's header, what that left out; `parts` are its files.
+
+    Raises BadInput for a rotary that the config cannot say.
+    """
+    from gguf import GGUFReader
+
+    readers = [GGUFReader(part) for part in parts]
+    header = readers[0].fields
+    architecture = header["general.architecture"].contents()
+    prefix = f"{architecture}."
+    fields = {
+        name.removeprefix(prefix): field.contents()
+        for name, field in header.items()
+        if name.startswith((f"{prefix}rope.", f"{prefix}attn_", f"{prefix}final_"))
+    }
+    every = [tensor for reader in readers for tensor in reader.tensors]
+    tensors = {tensor.name: tensor.data for tensor in every if tensor.name.startswith("rope_")}
+    for name, option in BOUNDS.items():
+        if name in fields and hasattr(config, option):
+            setattr(config, option, fields[name])
+    if (config.model_type, config.num_hidden_layers) in SCALED_BY_HEADS:
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
+    rotary = getattr(config, "rope_parameters", None)
+    if rotary is not None:
+        # where layer types have rotaries of their own, the header speaks of that of the layers that see all tokens
+        rotary = rotary.get("full_attention", rotary)
+        rotary |= _rotary(fields, tensors, rotary, config, parts[0])
+
+
+def _rotary(
+    fields: Mapping[str, Any], tensors: Mapping[str, np.ndarray], before: Mapping[str, Any], config: Any, given: Path
+) -> dict[str, Any]:
+    """What the header and the tensors of a rotary say of it, in the names of transformers."""
+    found: dict[str, Any] = {}
+    if "rope.freq_base" in fields:
+        found["rope_theta"] = fields["rope.freq_base"]
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if (rotated := fields.get("rope.dimension_count")) is not None and rotated != head * before.get(
+        "partial_rotary_factor", 1.0
+    ):
+        found["partial_rotary_factor"] = rotated / head
+    kind, factor = fields.get("rope.scaling.type"), fields.get("rope.scaling.factor")
+    if kind in ("linear", "yarn") and factor is not None:
+        found |= {"rope_type": kind, "factor": factor}
+        if kind == "yarn":
+            found["original_max_position_embeddings"] = fields.get(
+                "rope.scaling.original_context_length", config.max_position_embeddings
+            )
+    elif kind not in (None, "none"):
+        raise BadInput(f"base: {given}: its rotary is scaled by {kind!r}, which is not read; {WAY}")
+    for name, values in tensors.items():
+        told = found.get("rope_theta", before.get("rope_theta"))
+        if name != "rope_freqs.weight" or told is None or (scaled := _llama_3(values, told)) is None:
+            raise BadInput(f"base: {given}: {name} scales its rotary in a way that is not read; {WAY}")
+        found |= scaled
+    return found
+
+
+def _llama_3(factors: np.ndarray, theta: float) -> dict[str, Any] | None:
+    """The scaling of Llama 3 if it is this that divides the frequencies by `factors` [C/2], else None."""
+    factor = float(factors.max())
+    base = theta ** -(np.arange(len(factors), dtype=np.float64) / len(factors))
+    turns = LLAMA_3["original_max_position_embeddings"] * base / (2 * math.pi)
+    low, high = LLAMA_3["low_freq_factor"], LLAMA_3["high_freq_factor"]
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    expected = 1 / ((1 - kept) / factor + kept)
+    if not np.allclose(factors, expected, rtol=1e-3):
+        return None
+    return {"rope_type": "llama3", "factor": factor, **LLAMA_3}

@@ -1,0 +1,222 @@
+"""A .gguf base in parts is the base in one file, and of every type it is what the package gguf makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf_models import SAMPLE, write_gguf
+from safetensors.torch import load_file
+from tiny import save_tiny_base
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from liger_convert.io import gguf_fields
+from liger_convert.io.checkpoint import base_config, load_tokenizer, resolve_base
+from liger_convert.io.gguf_parts import parts_of
+from liger_convert.pipeline.steps import _parts
+from liger_convert.utils.errors import BadInput
+
+UNREADABLE = {"Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64", "Q1_0"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return AutoModelForCausalLM.from_pretrained(save_tiny_base("llama", tmp_path_factory.mktemp("llama"))).eval()
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One whose rows are as long as a block of the types with the longest."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
+    return AutoModelForCausalLM.from_pretrained(save_tiny_base("llama", tmp_path_factory.mktemp("wide"), **sizes))
+
+
+@pytest.mark.parametrize("named", [1, 3])
+def test_a_model_in_parts_is_the_model_in_one_file(model: Any, named: int, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "whole.gguf", model)
+    write_gguf(tmp_path / "whole.gguf", model, parts=3)
+    part = str(tmp_path / f"whole-0000{named}-of-00003.gguf")
+    one = resolve_base(str(tmp_path / "whole.gguf"), tmp_path / "one")
+    joined = resolve_base(part, tmp_path / "parts")
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (one / name).read_bytes() == (joined / name).read_bytes()
+    load_tokenizer(joined)
+    assert [path.name for path in (tmp_path / "parts").iterdir()] == ["base"]
+    whole = str(tmp_path / "whole.gguf")
+    assert base_config(part).to_diff_dict() == base_config(whole).to_diff_dict()
+
+
+def test_all_parts_are_inputs_of_a_run(model: Any, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "whole.gguf", model, parts=3)
+    parts = sorted(tmp_path.iterdir())
+    assert list(_parts("base", parts[1]).values()) == parts == parts_of(parts[0])
+    assert _parts("base", tmp_path) == {"base": tmp_path}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda parts: parts[1].unlink(), r"m-00002-of-00003\.gguf: this part of m-00001-of-00003\.gguf is missing"),
+        (lambda parts: parts[2].rename(parts[1]), r"m-00003-of-00003\.gguf: this part .* is missing; put all 3"),
+        (
+            lambda parts: parts[1].write_bytes(parts[2].read_bytes()),
+            r"m-00002-of-00003\.gguf: says that it is part 3 of 3, but by its name is 2 of 3; .*gguf-split --merge",
+        ),
+        (lambda parts: parts[2].write_bytes(b"GGUF"), r"m-00003-of-00003\.gguf: cannot be read as a GGUF model"),
+    ],
+    ids=["missing", "renamed", "exchanged", "broken"],
+)
+def test_parts_that_do_not_make_a_model_are_refused(model: Any, tmp_path: Path, change: Any, says: str) -> None:
+    write_gguf(tmp_path / "m.gguf", model, parts=3)
+    change(sorted(tmp_path.iterdir()))
+    for use in (lambda s: resolve_base(s, tmp_path / "work"), base_config):
+        with pytest.raises(BadInput, match=says):
+            use(str(tmp_path / "m-00001-of-00003.gguf"))
+    assert not (tmp_path / "work").exists()
+
+
+def test_a_part_under_another_name_is_refused(model: Any, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", model, parts=2)
+    (tmp_path / "m-00001-of-00002.gguf").rename(tmp_path / "m.gguf")
+    with pytest.raises(BadInput, match=r"m\.gguf: says that it is part 1 of 2, but by its name is 1 of 1; give it its"):
+        resolve_base(str(tmp_path / "m.gguf"), tmp_path / "work")
+
+
+@pytest.mark.parametrize("kind", Kind, ids=lambda kind: kind.name)
+def test_every_type_is_read_or_refused_before_any_work(wide: Any, kind: Kind, tmp_path: Path) -> None:
+    stored = write_gguf(tmp_path / "model.gguf", wide, kind=kind)
+    if kind.name in UNREADABLE:
+        for use in (lambda s: resolve_base(s, tmp_path / "work"), base_config):
+            with pytest.raises(
+                BadInput, match=rf"tensor blk\.0\.\S+ is of type {kind.name}, which .*; give one of F32, "
+            ):
+                use(str(tmp_path / "model.gguf"))
+        assert not (tmp_path / "work").exists()
+        return
+    made = load_file(resolve_base(str(tmp_path / "model.gguf"), tmp_path / "work") / "model.safetensors")
+    expected = torch.from_numpy(gguf.dequantize(stored[SAMPLE], kind).copy())
+    assert made[SAMPLE].dtype == torch.float32
+    assert torch.equal(made[SAMPLE], expected)
+
+
+# --- what the library's reader leaves out
+
+
+def rotary(**changes: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4} | changes}
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(3, 60)[None], use_cache=False).logits
+
+
+def factors_of(model: Any) -> np.ndarray:
+    """What llama.cpp stores of a rotary of Llama 3: by what its frequencies are divided."""
+    D = model.config.head_dim
+    plain = model.config.rope_parameters["rope_theta"] ** -(torch.arange(0, D, 2) / D)
+    return (plain / model.model.rotary_emb.inv_freq).float().numpy()
+
+
+@pytest.mark.parametrize(
+    ("scaling", "fields"),
+    [
+        (
+            {"rope_type": "linear", "factor": 4.0},
+            {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
+        ),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 4.0,
+                "llama.rope.scaling.original_context_length": 64.0,
+            },
+        ),
+        (
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+            | {"original_max_position_embeddings": 8192},
+            {},
+        ),
+    ],
+    ids=["linear", "yarn", "llama3"],
+)
+def test_the_scaling_of_a_rotary_is_read(scaling: dict[str, Any], fields: dict[str, Any], tmp_path: Path) -> None:
+    changes = rotary(rope_theta=5e5, **scaling) | {"head_dim": 64}
+    model = AutoModelForCausalLM.from_pretrained(save_tiny_base("llama", tmp_path / "base", **changes)).eval()
+    factors = factors_of(model) if scaling["rope_type"] == "llama3" else None
+    write_gguf(tmp_path / "model.gguf", model, fields=fields, factors=factors)
+    write_gguf(tmp_path / "model.gguf", model, fields=fields, factors=factors, parts=2)
+    made = AutoModelForCausalLM.from_pretrained(resolve_base(str(tmp_path / "model.gguf"), tmp_path / "work")).eval()
+    torch.testing.assert_close(logits(made), logits(model), atol=1e-3, rtol=1e-3)
+    for name in ("model.gguf", "model-00001-of-00002.gguf"):
+        assert base_config(str(tmp_path / name)).rope_parameters["rope_type"] == scaling["rope_type"]
+    made.model.rotary_emb.inv_freq.copy_(5e5 ** -(torch.arange(0, 64, 2) / 64))  # as without the scaling
+    assert not torch.allclose(logits(made), logits(model), atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "factors", "says"),
+    [
+        ({"llama.rope.scaling.type": "longrope"}, None, "its rotary is scaled by 'longrope', which is not read"),
+        ({}, np.array([1, 2, 3, 5], np.float32), r"rope_freqs\.weight scales its rotary in a way that is not read"),
+    ],
+)
+def test_a_scaling_that_the_config_cannot_say_is_refused(
+    model: Any, fields: dict[str, Any], factors: Any, says: str, tmp_path: Path
+) -> None:
+    write_gguf(tmp_path / "model.gguf", model, fields=fields, factors=factors)
+    for use in (lambda s: resolve_base(s, tmp_path / "work"), base_config):
+        with pytest.raises(BadInput, match=rf"model\.gguf: {says}; give the folder of safetensors"):
+            use(str(tmp_path / "model.gguf"))
+    assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "fields", "expected"),
+    [
+        ("starcoder2", {}, {"rope.freq_base": 1e5}, {"rope_parameters.rope_theta": 1e5}),
+        ("stablelm", {}, {"rope.dimension_count": 4}, {"rope_parameters.partial_rotary_factor": 0.5}),
+        ("stablelm", {}, {"rope.dimension_count": 8}, {"rope_parameters.partial_rotary_factor": 1.0}),
+        (
+            "gemma2",
+            {},
+            {"attn_logit_softcapping": 7.0, "final_logit_softcapping": 9.0},
+            {"final_logit_softcapping": 9.0},
+        ),
+        ("gemma2", {"num_hidden_layers": 46}, {}, {"query_pre_attn_scalar": 8}),
+        ("gemma2", {"num_hidden_layers": 42}, {}, {"query_pre_attn_scalar": 256}),
+        (
+            "gemma3_text",
+            {},
+            {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "rope.freq_base": 1e6},
+            {"rope_parameters.full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}},
+        ),
+    ],
+)
+def test_other_fields_are_put_into_the_config(
+    kind: str, before: dict[str, Any], fields: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    config = CONFIG_MAPPING[kind](hidden_size=32, num_attention_heads=4, **before)
+    if hasattr(config, "head_dim"):
+        config.head_dim = 8
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", kind.removesuffix("_text"))
+    for name, value in fields.items():
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        add(f"{kind.removesuffix('_text')}.{name}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    gguf_fields.complete(config, [tmp_path / "m.gguf"])
+    for path, value in expected.items():
+        found = config
+        for name in path.split("."):
+            found = found[name] if isinstance(found, dict) else getattr(found, name)
+        assert found == value
