@@ -32,7 +32,7 @@ from liger_convert.mixers.linear.gla import GLA
 from liger_convert.model import linear_layers
 from liger_convert.model.families import PREFIX
 from liger_convert.model.loading import check_folder, load_base, load_linearized, load_pretrained
-from liger_convert.pipeline import steps
+from liger_convert.pipeline import single_steps
 from liger_convert.pipeline.convert import convert_checkpoint, replace_mixers
 from liger_convert.pipeline.layer_selection import LayerSelection
 from liger_convert.pipeline.manifest import lock
@@ -190,7 +190,7 @@ def select_layers(recipe: Recipe) -> LayerSelection:
         check_folder(base, trust)
         tokenizer = checkpoint.load_tokenizer(base, trust)
         documents = load_source(recipe.data[recipe.plain_texts[0]], tokenizer, seed=recipe.seed).train
-        return steps.choose_layers(recipe, plan, documents, base, tokenizer, device)
+        return single_steps.choose_layers(recipe, plan, documents, base, tokenizer, device)
 
 
 def train_stage(recipe: Recipe, number: int, model: Path, out: Path, *, resume: bool = False) -> dict[str, Any]:
@@ -214,12 +214,12 @@ def train_stage(recipe: Recipe, number: int, model: Path, out: Path, *, resume: 
             teacher.encode_prompts(recipe.teachers[name], tokenizer)  # refuses a prompt before there is a folder
             out.mkdir(parents=True, exist_ok=True)
             with lock(out):
-                steps.write_teacher_text(recipe, name, out, base, tokenizer, device)
+                single_steps.write_teacher_text(recipe, name, out, base, tokenizer, device)
         documents = load_source(recipe.data[name], tokenizer, seed=recipe.seed, written=out / teacher.FILE).train
-        steps.stage_rows(recipe, number - 1, documents)  # refuses too little text before there is a folder
+        single_steps.stage_rows(recipe, number - 1, documents)  # refuses too little text before there is a folder
         out.mkdir(parents=True, exist_ok=True)
         with lock(out):
-            return steps.train_stage(
+            return single_steps.train_stage(
                 recipe,
                 number - 1,
                 out,

@@ -1,4 +1,4 @@
-"""The steps of a run: what each reads, writes and does. A command that does one step alone calls the same functions."""
+"""The steps of a run: what each reads, writes and does."""
 
 from __future__ import annotations
 
@@ -9,23 +9,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from liger_convert import training
 from liger_convert.config.recipe import Recipe
 from liger_convert.config.sources import FileSource, PydocSource, TeacherSource
 from liger_convert.config.stages import AlignStage
 from liger_convert.data import teacher
 from liger_convert.data.documents import Document, Documents, load_source, reference_documents
-from liger_convert.data.packed_rows import PackedDataset
 from liger_convert.eval import ablation, suites
 from liger_convert.eval.narrow import context_of, narrow
 from liger_convert.io import checkpoint, checksums
 from liger_convert.io.files import atomic_write
 from liger_convert.io.gguf_parts import parts_of
 from liger_convert.io.run_folder import RunFolder
-from liger_convert.pipeline import card, convert, export, layer_selection, preflight, report, stage_check
-from liger_convert.pipeline.layer_selection import LayerSelection
+from liger_convert.pipeline import card, convert, export, preflight, report, single_steps, stage_check
 from liger_convert.pipeline.manifest import Manifest
 from liger_convert.pipeline.plan import Plan, make_plan
 from liger_convert.pipeline.recorded_inputs import InputFiles
@@ -58,73 +53,6 @@ def _parts(field: str, path: Path) -> dict[str, Path]:
     """`path` under `field`, and where it is a part of a .gguf model the other parts beside it."""
     first, *others = parts_of(path) if path.is_file() else [path]
     return {field: first} | {f"{field}.{number}": part for number, part in enumerate(others, 2)}
-
-
-def choose_layers(
-    recipe: Recipe, plan: Plan, documents: Sequence[Document], base_dir: Path, tokenizer: Any, device: torch.device
-) -> LayerSelection:
-    """The step `select-layers`: chooses by measurement on `documents` which layers stay softmax. Raises BadInput."""
-    with show_progress("select-layers") as report:
-        return layer_selection.select_layers(recipe, plan, base_dir, tokenizer, documents, device, report)
-
-
-def write_teacher_text(
-    recipe: Recipe, name: str, folder: Path, base_dir: Path, tokenizer: Any, device: torch.device
-) -> dict[str, Any]:
-    """The step `data-NAME`: lets the base write the source called `name` into `folder`, and goes on where a killed call
-    stopped. Raises BadInput, LinearizeError."""
-    source = recipe.teachers[name]
-    with show_progress(f"data-{name}") as report:
-        teacher.write(
-            source,
-            folder / teacher.FILE,
-            prompts=teacher.encode_prompts(source, tokenizer),
-            base_dir=base_dir,
-            device=device,
-            precision=recipe.precision,
-            seed=recipe.seed,
-            progress=report,
-        )
-    return {"tokens": source.written_tokens}
-
-
-def stage_rows(recipe: Recipe, index: int, documents: Sequence[Document]) -> PackedDataset:
-    """The rows that stage `index` (from 0) of `recipe` trains on. Raises BadInput when there is not one."""
-    return training.rows_of(recipe.stages[index], documents, recipe.stage_seed(index))
-
-
-def train_stage(
-    recipe: Recipe,
-    index: int,
-    folder: Path,
-    *,
-    model_dir: Path,
-    results: Sequence[Path],
-    documents: Sequence[Document],
-    base_dir: Path,
-    device: torch.device,
-    resume: bool,
-) -> dict[str, Any]:
-    """A training step: stage `index` (from 0) of `recipe` on `documents`, into `folder`. Returns its statistics.
-
-    model_dir, results: the linearized model, and what earlier stages made of it. resume: go on from the last checkpoint
-    in `folder`. Raises BadInput, LinearizeError.
-    """
-    stage, dataset = recipe.stages[index], stage_rows(recipe, index, documents)
-    with show_progress(recipe.stage_names[index]) as report:
-        return training.run_stage(
-            stage,
-            model_dir=model_dir,
-            results=results,
-            base_dir=base_dir,
-            dataset=dataset,
-            out=folder,
-            device=device,
-            precision=recipe.precision,
-            seed=recipe.stage_seed(index),
-            resume=resume,
-            progress=report,
-        )
 
 
 class RunSteps:
@@ -267,7 +195,9 @@ class RunSteps:
         plan = self._make_plan(self.recipe)
         self.read_data()
         documents = self.documents(self.recipe.plain_texts[0]).train
-        selection = choose_layers(self.recipe, plan, documents, self._base_folder, self._tokenizer, self.device)
+        selection = single_steps.choose_layers(
+            self.recipe, plan, documents, self._base_folder, self._tokenizer, self.device
+        )
         return {"selection": selection.to_dict()}
 
     def _plan(self, folder: Path) -> dict[str, Any]:
@@ -337,14 +267,16 @@ class RunSteps:
             )
 
     def _write_text(self, name: str, folder: Path) -> dict[str, Any]:
-        return write_teacher_text(self.recipe, name, folder, self._base_folder, self._tokenizer, self.device)
+        return single_steps.write_teacher_text(
+            self.recipe, name, folder, self._base_folder, self._tokenizer, self.device
+        )
 
     def _check_untrained(self, folder: Path) -> dict[str, Any]:
         return {"check": self._stage_check.untrained(self._planned.linearization)}
 
     def _train(self, index: int, before: Sequence[str], folder: Path) -> dict[str, Any]:
         def train(factor: float, out: Path) -> dict[str, Any]:
-            return train_stage(
+            return single_steps.train_stage(
                 self._adapted.with_stage(index, stage_check.with_rates(self._adapted.stages[index], factor)),
                 index,
                 out,

@@ -15,7 +15,7 @@ from stages import make_stage, train
 from liger_convert.cli import main
 from liger_convert.io import checksums
 from liger_convert.io.checksums import sha256_file
-from liger_convert.pipeline import steps
+from liger_convert.pipeline import single_steps, steps
 from liger_convert.utils import interrupts
 
 STAGES: list[dict[str, Any]] = [
@@ -53,7 +53,8 @@ def stop_at(patch: pytest.MonkeyPatch, label: str, done: float) -> None:
 
             yield watched
 
-    patch.setattr(steps, "show_progress", progress)
+    for module in (steps, single_steps):
+        patch.setattr(module, "show_progress", progress)
 
 
 @pytest.fixture(scope="module")
@@ -140,13 +141,13 @@ def test_any_other_field_of_the_recipe_may_not_change(broken, capsys):
 
 @pytest.mark.parametrize("name", ["base/model.safetensors", "text.jsonl", "suite.yaml"])
 def test_an_input_that_changes_during_a_run_is_noticed_at_the_next_step(broken, capsys, monkeypatch, name):
-    real = steps.training.run_stage
+    real = single_steps.training.run_stage
 
     def run_stage(*args, **options):
         (broken / name).write_bytes((broken / name).read_bytes() + b"\n")
         return real(*args, **options)
 
-    monkeypatch.setattr(steps.training, "run_stage", run_stage)
+    monkeypatch.setattr(single_steps.training, "run_stage", run_stage)
     code, said = resume(capsys)
     assert code == 2
     assert f"{name}: has changed since the run began" in said

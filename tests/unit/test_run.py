@@ -52,7 +52,7 @@ KILLED = """
 import os, signal, sys
 from contextlib import contextmanager
 from liger_convert.cli.main import main
-from liger_convert.pipeline import layer_selection, manifest, steps
+from liger_convert.pipeline import layer_selection, manifest, single_steps, steps
 where, what, *words = sys.argv[1:]
 die = lambda: os.kill(os.getpid(), signal.SIGKILL)
 layer_selection.CALIBRATION_TOKENS = 1024
@@ -72,7 +72,8 @@ def write(self, folder):
         die()
     real_write(self, folder)
 
-steps.show_progress, manifest.Manifest.write = progress, write
+single_steps.show_progress = steps.show_progress = progress
+manifest.Manifest.write = write
 sys.exit(main(words))
 """
 

@@ -1,0 +1,86 @@
+"""Steps that a run does and that a command may do alone: choosing layers, text by the base, a training stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from liger_convert import training
+from liger_convert.config.recipe import Recipe
+from liger_convert.data import teacher
+from liger_convert.data.documents import Document
+from liger_convert.data.packed_rows import PackedDataset
+from liger_convert.pipeline import layer_selection
+from liger_convert.pipeline.layer_selection import LayerSelection
+from liger_convert.pipeline.plan import Plan
+from liger_convert.utils.progress import show_progress
+
+
+def choose_layers(
+    recipe: Recipe, plan: Plan, documents: Sequence[Document], base_dir: Path, tokenizer: Any, device: torch.device
+) -> LayerSelection:
+    """The step `select-layers`: chooses by measurement on `documents` which layers stay softmax. Raises BadInput."""
+    with show_progress("select-layers") as report:
+        return layer_selection.select_layers(recipe, plan, base_dir, tokenizer, documents, device, report)
+
+
+def write_teacher_text(
+    recipe: Recipe, name: str, folder: Path, base_dir: Path, tokenizer: Any, device: torch.device
+) -> dict[str, Any]:
+    """The step `data-NAME`: lets the base write the source called `name` into `folder`, and goes on where a killed call
+    stopped. Raises BadInput, LinearizeError."""
+    source = recipe.teachers[name]
+    with show_progress(f"data-{name}") as report:
+        teacher.write(
+            source,
+            folder / teacher.FILE,
+            prompts=teacher.encode_prompts(source, tokenizer),
+            base_dir=base_dir,
+            device=device,
+            precision=recipe.precision,
+            seed=recipe.seed,
+            progress=report,
+        )
+    return {"tokens": source.written_tokens}
+
+
+def stage_rows(recipe: Recipe, index: int, documents: Sequence[Document]) -> PackedDataset:
+    """The rows that stage `index` (from 0) of `recipe` trains on. Raises BadInput when there is not one."""
+    return training.rows_of(recipe.stages[index], documents, recipe.stage_seed(index))
+
+
+def train_stage(
+    recipe: Recipe,
+    index: int,
+    folder: Path,
+    *,
+    model_dir: Path,
+    results: Sequence[Path],
+    documents: Sequence[Document],
+    base_dir: Path,
+    device: torch.device,
+    resume: bool,
+) -> dict[str, Any]:
+    """A training step: stage `index` (from 0) of `recipe` on `documents`, into `folder`. Returns its statistics.
+
+    model_dir, results: the linearized model, and what earlier stages made of it. resume: go on from the last checkpoint
+    in `folder`. Raises BadInput, LinearizeError.
+    """
+    stage, dataset = recipe.stages[index], stage_rows(recipe, index, documents)
+    with show_progress(recipe.stage_names[index]) as report:
+        return training.run_stage(
+            stage,
+            model_dir=model_dir,
+            results=results,
+            base_dir=base_dir,
+            dataset=dataset,
+            out=folder,
+            device=device,
+            precision=recipe.precision,
+            seed=recipe.stage_seed(index),
+            resume=resume,
+            progress=report,
+        )
