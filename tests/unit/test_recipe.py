@@ -215,7 +215,7 @@ def test_shipped_recipes_load_and_name_their_own_command(path):
 
 def test_the_default_recipe_is_the_hybrid_for_any_depth():
     default, hybrid = (recipe.load(RECIPES / f"{name}.yaml").dump() for name in ("default", "smollm2-135m-hybrid"))
-    assert {name for name in hybrid if default[name] != hybrid[name]} == {"name", "layers", "adapt"}
+    assert {name for name in hybrid if default[name] != hybrid[name]} == {"name", "layers", "adapt", "eval"}
     assert int(default["layers"]["softmax_auto"] * 30) == len(hybrid["layers"]["softmax"])
 
 
