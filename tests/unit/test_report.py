@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from liger_convert.eval.verdict import verdict
+from liger_convert.pipeline.pages.common import describe_layers
 from liger_convert.pipeline.report import build, cell, page, render, write_report
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -179,6 +180,25 @@ def test_a_model_that_was_measured_on_less_leaves_its_cells_empty() -> None:
     console = Console(file=io.StringIO(), width=160)
     console.print(render({"models": {"base": {}, "mine": {"text_ppl": measured(9.0)}}}))
     assert "9.000" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("windows", "says"),
+    [
+        (
+            [None, 8, 8, None],
+            "1 became `gla` (window 64, 4 sinks) and 1 stayed softmax and 2 kept the base's own sliding",
+        ),
+        ([8, 8, 8, 8], "1 became `gla` (window 64, 4 sinks) and 3 stayed softmax."),
+    ],
+)
+def test_the_report_tells_the_bases_own_windows_from_layers_that_stayed_softmax(
+    windows: list[int | None], says: str
+) -> None:
+    layers = ["main", "softmax", "softmax", "softmax"]
+    spec = {"type": "gla", "window": 64, "sinks": 4}
+    plan = {"linearization": {"mixers": {"main": spec}, "layers": layers}, "sliding_windows": windows}
+    assert says in describe_layers({"plan": plan, "base": "b"})
 
 
 if __name__ == "__main__":

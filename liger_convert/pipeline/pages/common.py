@@ -88,5 +88,10 @@ def describe_layers(report: Mapping[str, Any]) -> str:
         f"(window {spec['window'] or 'of all tokens'}, {spec['sinks']} sinks)"
         for name, spec in linearization["mixers"].items()
     ]
-    stayed = [f"{layers[SOFTMAX]} stayed softmax"] if layers[SOFTMAX] else []
+    windows = report["plan"].get("sliding_windows", [])  # which reports did not have at first
+    # where all layers have one, there are none beside them that see all tokens
+    own = [window for window, name in zip(windows, linearization["layers"]) if name == SOFTMAX and None in windows]
+    sliding = len(own) - own.count(None)
+    stayed = [f"{layers[SOFTMAX] - sliding} stayed softmax"] if layers[SOFTMAX] > sliding else []
+    stayed += [f"{sliding} kept the base's own sliding window"] if sliding else []
     return f"Of the {layers.total()} attention layers of `{report['base']}`, {' and '.join([*mixers, *stayed])}."
