@@ -17,7 +17,7 @@ from rich.text import Text
 from liger_convert.config import yaml_file
 from liger_convert.io.files import atomic_write
 from liger_convert.pipeline.pages import report_page
-from liger_convert.pipeline.pages.common import TITLES, cell, describe_layers, metric_names
+from liger_convert.pipeline.pages.common import TITLES, cell, describe_layers, metric_names, stage_checks
 
 if TYPE_CHECKING:
     from liger_convert.eval.measures import Measurement  # imports torch
@@ -88,9 +88,27 @@ nats per token on texts repeated once, before any training: on the repetition an
 {% for stage in training %}
 {% set losses = stage.loss | map("last") | map("round", 3) | list or ["?"] %}
 {% set loss = losses[0] ~ " → " ~ losses[-1] %}
-| {{ stage.name }} | {{ stage.tokens }} | {{ stage.trained_parameters }} | {{ stage.seconds }} | {{ loss }} |
+{% set slower = " (at %g times its rates)" | format(stage.rates) if stage.rates | default(1) != 1 else "" %}
+{% set name = stage.name ~ (slower if stage.kept | default(true) else " (left out: it did harm)") %}
+| {{ name }} | {{ stage.tokens }} | {{ stage.trained_parameters }} | {{ stage.seconds }} | {{ loss }} |
 {% endfor %}
 
+{% if checks %}
+The model after each stage, on a little text of another kind and a repetition of it:
+
+|  | perplexity | loss on the repetition |
+|---|---:|---:|
+{% for name, measured in checks %}
+| {{ name }} | {{ cell(measured.other_ppl) }} | {{ cell(measured.copy_nll) }} |
+{% endfor %}
+
+{% endif %}
+{% for sentence in plan.adapted | default([]) %}
+- Adapted to this base and machine: {{ sentence }}.
+{% endfor %}
+{% if plan.adapted | default([]) %}
+
+{% endif %}
 {% endif %}
 {% if continuations %}
 ## Continuations
@@ -152,6 +170,7 @@ def build(results: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, 
         **results,
         "plan": plan,
         **({"selection": steps["select-layers"]["selection"]} if "select-layers" in steps else {}),
+        **({"check": steps["check"]["check"]} if "check" in steps else {}),
         "training": [{key: stage[key] for key in stage if key not in ("inputs", "outputs")} for stage in training],
         "reproduce": {
             "command": shlex.join(["linearize", "run", f"{file}.yaml", *options]),
@@ -169,6 +188,8 @@ def page(report: Mapping[str, Any]) -> str:
         size=decimal,
         nats=lambda loss: cell({"value": loss, "stderr": None, "n": None}),
         converted=describe_layers(report),
+        checks=stage_checks(report),
+        cell=cell,
         table=_markdown(report["models"]),
     )
     return text

@@ -103,6 +103,26 @@ def test_the_command_names_the_recipe_whatever_the_run_was_called() -> None:
     assert report["reproduce"]["command"] == "linearize run default.yaml --set name=demo"
 
 
+def test_the_model_after_each_stage_what_was_left_out_and_what_was_adapted_are_shown() -> None:
+    def measures(text: float, copying: float) -> dict[str, Any]:
+        return {
+            "other_ppl": {"value": text, "stderr": 0.1, "n": 8},
+            "copy_nll": {"value": copying, "stderr": 0.1, "n": 8},
+        }
+
+    checked = manifest()
+    checked["steps"]["check"] = {"check": {"base": measures(16.1, 0.2), "window_only_untrained": measures(18.2, 1.3)}}
+    checked["steps"]["1-align"] |= {"check": measures(19.4, 1.4), "kept": False, "rates": 0.25}
+    checked["steps"]["plan"]["plan"]["adapted"] = ["stages[0].seq_len: 2,048 in place of 4,096"]
+    text = page(build(results(), checked))
+    assert "| base | 16.10 ± 0.10 | 0.200 ± 0.100 |" in text
+    assert "| window only, untrained | 18.20 ± 0.10 | 1.300 ± 0.100 |" in text
+    assert "| 1-align | 19.40 ± 0.10 | 1.400 ± 0.100 |" in text
+    assert "| 1-align (left out: it did harm) |" in text
+    assert "- Adapted to this base and machine: stages[0].seq_len: 2,048 in place of 4,096." in text
+    assert "after each stage" not in page(build(results(), manifest()))
+
+
 def test_a_report_without_training_or_continuations_has_no_such_sections() -> None:
     bare = manifest()
     del bare["steps"]["1-align"]

@@ -189,6 +189,22 @@ def test_a_stage_that_was_left_out_or_trained_at_lower_rates_says_so(html):
     assert "left out" not in html
 
 
+def test_the_model_after_each_stage_and_what_was_adapted_are_shown(html):
+    def measures(text, copying):
+        return {
+            name: {"value": value, "stderr": 0.1, "n": 8}
+            for name, value in (("other_ppl", text), ("copy_nll", copying))
+        }
+
+    checked = report(check={"base": measures(16.1, 0.2), "window_only_untrained": measures(18.2, 1.3)})
+    checked["training"][1]["check"] = measures(17.4, 0.3)
+    checked["plan"]["adapted"] = ["stages[0].seq_len: 2,048 in place of 4,096"]
+    text = Read(page(checked)).text
+    for shown in ("16.10 ± 0.10", "18.20 ± 0.10", "17.40 ± 0.10", "stages[0].seq_len: 2,048 in place of 4,096"):
+        assert shown in text
+    assert "after each stage" not in html
+
+
 def test_what_was_left_out_of_the_suite_is_listed(html):
     assert "<li>text_far: longer than the base" in page(report(notes=["text_far: longer than the base's context"]))
     assert "Notes on the measures" not in html

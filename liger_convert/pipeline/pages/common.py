@@ -79,6 +79,12 @@ def _least_gap(metric: str, floor: Measurement, base: Measurement) -> float:
     return 2 * math.hypot(floor["stderr"] or 0, base["stderr"] or 0)
 
 
+def stage_checks(report: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Measurement]]]:
+    """What `stage_check` measured of the base, of the untrained window and after each stage; empty where it did not."""
+    untrained = [(TITLES.get(name, name), measured) for name, measured in report.get("check", {}).items()]
+    return untrained + [(stage["name"], stage["check"]) for stage in report["training"] if "check" in stage]
+
+
 def describe_layers(report: Mapping[str, Any]) -> str:
     """`Of the 4 attention layers of …, 3 became … and 1 stayed softmax.`, in Markdown."""
     linearization = report["plan"]["linearization"]
