@@ -18,16 +18,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from gated_kernels import in_use
 from torch import Tensor, nn
-from transformers import CompileConfig, DynamicCache, StaticCache
 
+from liger_convert.benchmark.sides import (
+    Side,
+    cache_bytes,
+    decode,
+    decode_as_generated,
+    decode_compiled,
+    dynamic_caches,
+    fill,
+    prefill,
+    static_caches,
+)
 from liger_convert.config.resources import PACKAGE
-from liger_convert.model import LinearizedCacheLayer, linear_layers
-from liger_convert.model.decoding import Decoder, why_plain
+from liger_convert.model import linear_layers
+from liger_convert.model.decoding import why_plain
 from liger_convert.pipeline.manifest import machine
 from liger_convert.utils.device import out_of_memory
 from liger_convert.utils.errors import BadInput, LinearizeError, first_line
@@ -63,123 +73,12 @@ class Options:
     trust_remote_code: bool = False
 
 
-Decode = Callable[[Any, Any, Tensor, int], tuple[Tensor, Tensor]]
-
-
-class Side(NamedTuple):
-    """What is measured: `caches(tokens)` makes what gives an empty cache for so many; `decode` is as below."""
-
-    name: str
-    model: Any
-    caches: Callable[[int], Callable[[], Any]]
-    decode: Decode
-
-
 def parse_lengths(text: str) -> list[int]:
     """`1024,4096` as numbers, ascending. Raises BadInput."""
     words = [word.strip() for word in text.split(",")]
     if not all(re.fullmatch("[0-9]{1,8}", word) and int(word) for word in words):
         raise BadInput(f"--lengths: {text!r} is no list of prompt lengths; give tokens, such as 1024,4096")
     return sorted({int(word) for word in words})
-
-
-def prefill(model: Any, cache: Any, ids_BT: Tensor) -> Tensor:
-    """Reads a prompt into the cache and returns the first token after it, [B,1]."""
-    logits = model(input_ids=ids_BT, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-    return logits[:, -1].argmax(-1, keepdim=True)
-
-
-def greedy(step: Callable[[Tensor, Tensor], Any], cache: Any, token_B1: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """The tokens [B,steps] that `step(token_B1, position_B1)`, a model's output, makes likeliest from `token_B1` on,
-    and the logits [B,V] of the last step."""
-    chosen, start = [token_B1], int(cache.get_seq_length())
-    for position in range(start, start + steps):
-        logits_BV = step(chosen[-1], torch.full_like(token_B1, position)).logits[:, -1]
-        chosen.append(logits_BV.argmax(-1, keepdim=True))
-    return torch.cat(chosen[1:], 1), logits_BV.clone()  # the next replay of a CUDA graph overwrites them
-
-
-def decode(model: Any, cache: Any, token_B1: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """`steps` greedy steps by the model's forward, see `greedy`."""
-
-    def step(ids_B1: Tensor, at_B1: Tensor) -> Any:
-        return model(input_ids=ids_B1, past_key_values=cache, use_cache=True)
-
-    return greedy(step, cache, token_B1, steps)
-
-
-def decode_as_generated(model: Any) -> Decode:
-    """`decode` by the steps that `generate` takes of a linearized model: of fixed shape, on a GPU captured as a graph.
-
-    A cache's first step captures; the others replay it.
-    """
-    decoder = Decoder(model)
-
-    def steps_of(_: Any, cache: Any, token_B1: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-        def step(ids_B1: Tensor, at_B1: Tensor) -> Any:
-            return decoder(input_ids=ids_B1, position_ids=at_B1, past_key_values=cache, use_cache=True)
-
-        return greedy(step, cache, token_B1, steps)
-
-    return steps_of
-
-
-def decode_compiled(model: Any, cache: Any, token_B1: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """As `decode`, over a static cache by the call that transformers' generation compiles for one on a GPU."""
-    call = model.get_compiled_call(CompileConfig())
-
-    def step(ids_B1: Tensor, at_B1: Tensor) -> Any:
-        inputs = model.prepare_inputs_for_generation(ids_B1, past_key_values=cache, position_ids=at_B1, use_cache=True)
-        return call(**inputs, logits_to_keep=1, return_dict=True)
-
-    return greedy(step, cache, token_B1, steps)
-
-
-def dynamic_caches(model: Any) -> Callable[[int], Callable[[], Any]]:
-    return lambda tokens: lambda: DynamicCache(config=model.config)
-
-
-def static_caches(model: Any) -> Callable[[int], Callable[[], Any]]:
-    held: dict[int, Any] = {}  # the last one: what is compiled is compiled for it
-
-    def caches(tokens: int) -> Callable[[], Any]:
-        if tokens not in held:
-            held.clear()
-            torch.compiler.reset()  # a further length counts as one recompilation more, of which few are allowed
-            held[tokens] = StaticCache(config=model.config, max_cache_len=tokens)
-        cache = held[tokens]
-
-        def empty() -> Any:
-            cache.reset()
-            return cache
-
-        return empty
-
-    return caches
-
-
-def fill(cache: Any, tokens: int) -> None:
-    """Lets a cache that holds some tokens hold `tokens` more: of softmax layers as noise. A bounded window, its sinks
-    and a memory stay as large as they are."""
-    for layer in cache.layers:
-        if isinstance(layer, LinearizedCacheLayer):
-            layer.length += tokens
-        else:
-            batch, heads, _, size = layer.keys.shape
-            noise = layer.keys.new_empty(batch, heads, tokens, size).normal_()
-            layer.update(noise, noise)
-
-
-def cache_bytes(cache: Any) -> int:
-    """What the tensors of a cache hold, whatever they are views of."""
-    held = {}
-    for layer in cache.layers:
-        for value in vars(layer).values():
-            parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else (value,)
-            for tensor in parts:
-                if isinstance(tensor, Tensor):
-                    held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return sum(held.values())
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import torch
 from tiny import save_tiny_base, tiny_config
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from liger_convert.benchmark import bench, page, shapes
+from liger_convert.benchmark import bench, page, shapes, sides
 from liger_convert.cli import main
 from liger_convert.mixers.base import Mixer
 
@@ -40,8 +40,8 @@ def run_json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     return json.loads(run(capsys, *words, *WORDS, "--json"))
 
 
-def side(model: Any, name: str = "linearized") -> bench.Side:
-    return bench.Side(name, model, bench.dynamic_caches(model), bench.decode)
+def side(model: Any, name: str = "linearized") -> sides.Side:
+    return sides.Side(name, model, sides.dynamic_caches(model), sides.decode)
 
 
 def test_a_shape_is_measured_beside_its_base_and_all_of_it_is_written(capsys, tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_shape_is_measured_beside_its_base_and_all_of_it_is_written(capsys, tm
 
 
 def test_without_prefill_a_long_context_is_there_without_being_read(capsys, monkeypatch, tmp_path: Path) -> None:
-    real, read = bench.prefill, []
+    real, read = sides.prefill, []
 
     def counted(model: Any, cache: Any, ids_BT: torch.Tensor) -> torch.Tensor:
         read.append(ids_BT.shape[1])
@@ -98,13 +98,13 @@ def test_without_prefill_a_long_context_is_there_without_being_read(capsys, monk
 @torch.no_grad()
 def test_a_filled_cache_is_as_long_as_one_that_was_read() -> None:
     model = shapes.random_model("tiny", None, CPU, torch.float32)
-    for caches in (bench.dynamic_caches(model), bench.static_caches(model)):
+    for caches in (sides.dynamic_caches(model), sides.static_caches(model)):
         cache = caches(50)()
-        bench.prefill(model, cache, torch.arange(3, 33)[None])
-        bench.fill(cache, 15)
+        sides.prefill(model, cache, torch.arange(3, 33)[None])
+        sides.fill(cache, 15)
         assert int(cache.get_seq_length()) == 45
         assert all(layer.keys[:, :, :45].abs().amin(-1).all() for layer in cache.layers)
-        bench.decode(model, cache, torch.ones(1, 1, dtype=torch.long), 2)
+        sides.decode(model, cache, torch.ones(1, 1, dtype=torch.long), 2)
         assert int(cache.get_seq_length()) == 47
 
 
@@ -116,7 +116,7 @@ def test_a_cache_that_keeps_every_token_is_not_filled(capsys) -> None:
 def test_what_was_measured_before_a_run_was_stopped_is_kept(monkeypatch, tmp_path: Path) -> None:
     real, out = bench.measure, tmp_path / "new/out"
 
-    def stopped(side: bench.Side, tokens: int, options: bench.Options) -> dict[str, Any]:
+    def stopped(side: sides.Side, tokens: int, options: bench.Options) -> dict[str, Any]:
         if side.name == bench.BASE and tokens == 150:
             raise KeyboardInterrupt
         return real(side, tokens, options)
@@ -160,9 +160,9 @@ def test_without_matplotlib_the_command_says_how_to_get_curves(capsys, tmp_path:
 
 
 def test_a_model_whose_decoding_is_wrong_is_not_timed(capsys, monkeypatch, tmp_path: Path) -> None:
-    real = bench.decode_as_generated
+    real = sides.decode_as_generated
 
-    def forgetful(model: Any) -> bench.Decode:
+    def forgetful(model: Any) -> sides.Decode:
         def forgets(model: Any, cache: Any, token_B1: torch.Tensor, steps: int) -> Any:
             cache.layers[0].states["state"] = torch.zeros_like(cache.layers[0].states["state"])
             return whole(model, cache, token_B1, steps)
@@ -182,7 +182,7 @@ def test_a_model_whose_decoding_is_wrong_is_not_timed(capsys, monkeypatch, tmp_p
 
 
 def test_a_peer_whose_check_is_red_or_that_does_not_run_is_named_and_the_rest_stands(capsys, monkeypatch) -> None:
-    real = bench.prefill
+    real = sides.prefill
 
     def breaks(model: Any, *inputs: Any) -> torch.Tensor:
         if not hasattr(model.config, "linearization"):
@@ -198,7 +198,7 @@ def test_a_peer_whose_check_is_red_or_that_does_not_run_is_named_and_the_rest_st
 def test_a_length_that_does_not_fit_into_memory_is_told_in_its_row_and_the_others_are_measured(
     capsys, monkeypatch, tmp_path: Path
 ) -> None:
-    real = bench.prefill
+    real = sides.prefill
 
     def small(model: Any, cache: Any, ids_BT: torch.Tensor) -> torch.Tensor:
         if ids_BT.shape[1] == 150 and not hasattr(model.config, "linearization"):
@@ -267,28 +267,28 @@ def test_the_bytes_of_a_cache_are_those_its_tensors_hold() -> None:
     model = shapes.random_model("tiny", "gla", CPU, torch.float32)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        bench.prefill(model, cache, torch.arange(3, 90)[None])
-    assert all(bench.cache_bytes(SimpleNamespace(layers=[layer])) == layer.nbytes() for layer in cache.layers)
-    small = bench.cache_bytes(cache)
+        sides.prefill(model, cache, torch.arange(3, 90)[None])
+    assert all(sides.cache_bytes(SimpleNamespace(layers=[layer])) == layer.nbytes() for layer in cache.layers)
+    small = sides.cache_bytes(cache)
     cache.layers[0].ring["more"] = torch.zeros(1, 1000)[:, :1]
-    assert bench.cache_bytes(cache) == small + 4000, "a view holds what it is a view of"
+    assert sides.cache_bytes(cache) == small + 4000, "a view holds what it is a view of"
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_static_cache_of_the_base_gives_what_its_dynamic_one_does(monkeypatch) -> None:
     model = shapes.random_model("tiny", None, CPU, torch.float32)
     monkeypatch.setattr(model, "get_compiled_call", lambda config: model.__call__)  # the compiler is not what is tested
-    static = bench.Side(bench.STATIC, model, bench.static_caches(model), bench.decode_compiled)
+    static = sides.Side(bench.STATIC, model, sides.static_caches(model), sides.decode_compiled)
     with torch.no_grad():
         assert bench.check(static, OPTIONS)["error"] < bench.LARGEST
         empty, ids = static.caches(40), torch.randint(3, 101, (2, 30))
         for _ in range(2):
             cache, other = empty(), DynamicCache(config=model.config)
-            token = bench.prefill(model, cache, ids)
+            token = sides.prefill(model, cache, ids)
             chosen, logits = static.decode(model, cache, token, 5)
-            expected, same = bench.decode(model, other, bench.prefill(model, other, ids), 5)
+            expected, same = sides.decode(model, other, sides.prefill(model, other, ids), 5)
             assert torch.equal(chosen, expected)
             torch.testing.assert_close(logits, same)
-    caches = bench.static_caches(model)
+    caches = sides.static_caches(model)
     assert caches(40)() is caches(40)(), "what is compiled for a cache is compiled once"
     assert caches(41)() is not caches(40)()
