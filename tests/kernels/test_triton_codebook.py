@@ -117,7 +117,13 @@ def test_parameters_may_be_in_float32() -> None:
     assert not faults(gated_kernels.chunk_codebook, reference, inputs_of(OWN["heads of 128"], FP32), ROUNDING)
 
 
-@pytest.mark.parametrize("case", CODEBOOK_GLA)
+LONG = "normalizer, one code in nearly all weights"
+CODEBOOK_GLA_CASES = [
+    pytest.param(case, marks=[pytest.mark.slow] * (case == LONG)) for case in CODEBOOK_GLA
+]  # that one takes a quarter of a minute in the interpreter
+
+
+@pytest.mark.parametrize("case", CODEBOOK_GLA_CASES)
 def test_the_recurrence_over_a_codebook_is_right_by_kernels_that_keep_no_map(case: str) -> None:
     x, kept = placed(codebook_gla.inputs(CODEBOOK_GLA[case])), []
 

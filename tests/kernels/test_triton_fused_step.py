@@ -124,9 +124,9 @@ def build(family: str, softmax: int | None, **spec: Any) -> Any:
 @pytest.mark.parametrize(
     ("prompt", "family", "softmax", "spec"),
     [
-        (9, "llama", None, {"codes": 16}),
         (1, "llama", 1, {"gate": "constant"}),
-        (6, "phi3", 0, {"gate": "none", "sinks": 0, "codes": 5}),
+        pytest.param(9, "llama", None, {"codes": 16}, marks=pytest.mark.slow),
+        pytest.param(6, "phi3", 0, {"gate": "none", "sinks": 0, "codes": 5}, marks=pytest.mark.slow),
         (2, "smollm3", 0, {"type": "liger-paper"}),
     ],
     ids=str,

@@ -175,7 +175,11 @@ def inputs_of(case: str) -> Inputs:
     return {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in inputs(EVERY[case]).items()}
 
 
-@pytest.mark.parametrize("case", EVERY)
+# a quarter of a minute each in the interpreter, and each like another in all but one number
+LONG = ("some strong, blocks, bf16", "normalizer, blocks of features")
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in LONG)) for case in EVERY])
 def test_kernels_err_at_most_twice_as_much_as_the_reference_and_the_roundings_of_their_products(case: str) -> None:
     # The interpreter multiplies everything but bf16 in fp32, though exp(q - lse) is made in fp16. On a GPU fp16 is
     # rounded like TF32, which has as many digits, and fp32 is three such products, of which the smallest is left out.

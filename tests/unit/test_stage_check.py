@@ -12,6 +12,7 @@ from runs import weights, write_home
 from liger_convert.cli import main
 from liger_convert.pipeline import stage_check
 from liger_convert.pipeline.stage_check import BASE, COPY, MODEL, TEXT, UNTRAINED, is_worse
+from liger_convert.utils.errors import LinearizeError
 
 STAGES = [
     {"kind": "align", "learning_rates": {"mixer": 1e-3}},
@@ -79,12 +80,60 @@ def test_a_real_run_measures_the_base_the_window_and_each_stage(home: Path) -> N
     assert done["1-align"]["check"] != done["2-distill"]["check"]
 
 
-def test_a_stage_that_did_harm_is_trained_again_at_lower_rates(home, monkeypatch, capsys) -> None:
-    told(monkeypatch, [(17.5, 0.9), (19.0, 1.2), (17.0, 0.8)])
-    assert run() == 0
-    distilled = steps(home)["2-distill"]
-    assert (distilled["kept"], distilled["rates"], distilled["result"]) == (True, 0.25, "attempt-2/result")
+def train(tmp_path: Path, trained: list[tuple[float, float]], when_worse: str = "go_back", **options: Any) -> Any:
+    """`train_checked` where nothing is trained and the models of its attempts are said to be these, in turn."""
+    said, attempts = iter(trained), []
+    before = {BASE: measures(16.0, 0.2), UNTRAINED: measures(18.0, 1.0), MODEL: measures(17.5, 0.9)}
+    facts = stage_check.train_checked(
+        "2-distill",
+        when_worse,
+        tmp_path,
+        **{"aligns": False, "before": before} | options,
+        train=lambda factor, out: attempts.append((factor, out.name)) or {"steps": 6},
+        check=lambda out: measures(*next(said)),
+    )
+    return facts, attempts
+
+
+def test_a_stage_that_helps_is_trained_once(tmp_path: Path) -> None:
+    facts, attempts = train(tmp_path, [(17.0, 0.8)])
+    assert attempts == [(1.0, tmp_path.name)]
+    assert facts == {"steps": 6, "check": measures(17.0, 0.8), "rates": 1.0, "result": "result", "kept": True}
+
+
+def test_a_stage_that_did_harm_is_trained_again_at_lower_rates(tmp_path: Path, capsys) -> None:
+    facts, attempts = train(tmp_path, [(19.0, 1.2), (17.0, 0.8)])
+    assert attempts == [(1.0, tmp_path.name), (0.25, "attempt-2")]
+    assert (facts["kept"], facts["rates"], facts["result"]) == (True, 0.25, "attempt-2/result")
     assert "WORSE after 2-distill" in capsys.readouterr().err
+
+
+def test_a_stage_is_compared_with_the_model_before_it_and_not_with_the_window(tmp_path: Path) -> None:
+    assert train(tmp_path, [(17.9, 0.95), (17.9, 0.95)])[0]["kept"] is False
+
+
+def test_alignment_is_measured_and_never_undone(tmp_path: Path) -> None:
+    facts, attempts = train(tmp_path, [(25.0, 3.0)], aligns=True)
+    assert facts["kept"]
+    assert len(attempts) == 1
+
+
+def test_stop_ends_the_run_where_the_harm_was_done(tmp_path: Path) -> None:
+    with pytest.raises(LinearizeError, match="2-distill made the model worse: "):
+        train(tmp_path, [(19.0, 1.2)], "stop")
+
+
+def test_warn_goes_on_and_says_so(tmp_path: Path, capsys) -> None:
+    facts, attempts = train(tmp_path, [(30.0, 3.0)], "warn")
+    assert facts["kept"]
+    assert len(attempts) == 1
+    assert "WORSE after 2-distill" in capsys.readouterr().err
+
+
+def test_an_attempt_that_was_measured_is_not_measured_again(tmp_path: Path) -> None:
+    train(tmp_path, [(19.0, 1.2), (17.0, 0.8)])
+    facts, _ = train(tmp_path, [])  # as a run that was killed before its manifest was written
+    assert facts["result"] == "attempt-2/result"
 
 
 def test_the_second_attempt_is_what_is_exported(home, monkeypatch) -> None:
@@ -108,9 +157,8 @@ def test_a_stage_that_does_harm_twice_is_left_out(home, monkeypatch) -> None:
     assert weights(home / "aligned") == left_out
 
 
-@pytest.mark.parametrize("trained", [[(19.0, 1.2), (18.6, 1.15)], [(25.0, 3.0), (19.0, 1.2)]])
-def test_nothing_worse_than_no_training_is_exported(home, monkeypatch, capsys, trained) -> None:
-    told(monkeypatch, [*trained, (18.9, 1.2)])
+def test_nothing_worse_than_no_training_is_exported(home, monkeypatch, capsys) -> None:
+    told(monkeypatch, [(25.0, 3.0), (19.0, 1.2)])
     assert run() == 1
     said = capsys.readouterr().err
     assert "error: the model is worse than its untrained window" in said
@@ -119,18 +167,11 @@ def test_nothing_worse_than_no_training_is_exported(home, monkeypatch, capsys, t
     assert "merge" not in steps(home)
 
 
-def test_stop_ends_the_run_where_the_harm_was_done(home, monkeypatch, capsys) -> None:
-    told(monkeypatch, [(17.5, 0.9), (19.0, 1.2)])
-    assert run("--set", "when_worse=stop") == 1
-    assert "error: 2-distill made the model worse" in capsys.readouterr().err
-    assert "2-distill" not in steps(home)
-
-
-def test_warn_goes_on_and_says_so(home, monkeypatch, capsys) -> None:
-    told(monkeypatch, [(17.5, 0.9), (30.0, 3.0)])
-    assert run("--set", "when_worse=warn") == 0
-    assert "WORSE after 2-distill" in capsys.readouterr().err
-    assert steps(home)["2-distill"]["kept"]
+def test_a_model_that_no_stage_helped_is_not_exported() -> None:
+    untrained = {BASE: measures(16.0, 0.2), UNTRAINED: measures(18.0, 1.0)}
+    with pytest.raises(LinearizeError, match="no stage made the model better"):
+        stage_check.require_better(untrained)
+    stage_check.require_better(untrained | {MODEL: measures(18.0, 1.0)})
 
 
 def test_ignore_measures_nothing(home, monkeypatch) -> None:
