@@ -6,6 +6,6 @@ and the completion of a shell should answer at once. So the package leaves it ou
 that needs the models imports them itself.
 """
 
-from liger_convert.cli.main import app, main
+from liger_convert.cli.main import app, main, program
 
-__all__ = ["app", "main"]
+__all__ = ["app", "main", "program"]

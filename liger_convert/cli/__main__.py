@@ -1,5 +1,5 @@
 """`python -m liger_convert.cli` is `linearize`."""
 
-from liger_convert.cli.main import main
+from liger_convert.cli.main import program
 
-raise SystemExit(main())
+raise SystemExit(program())

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -84,6 +85,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if out.error is not None and code == 0:
             code = _fail(f"standard output cannot be written: {out.error.strerror}", 1)
         return code
+
+
+def program() -> int:
+    """`main` in a process of its own. After a signal to stop, a thread that a library left running keeps the process
+    for GRACE seconds at most."""
+    code = main()
+    if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+        timer = threading.Timer(interrupts.GRACE, os._exit, [code])
+        timer.daemon = True  # it does not itself keep the process
+        timer.start()
+    return code
 
 
 def _command(words: list[str], debug: bool) -> int:

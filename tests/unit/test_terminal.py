@@ -208,6 +208,27 @@ with interrupts.handled("last words"):
     assert time.monotonic() - asked < 5
 
 
+@pytest.mark.parametrize(("code", "ends"), [(143, True), (1, False)])
+def test_after_a_signal_a_thread_that_was_left_behind_does_not_keep_the_process(code, ends):
+    script = f"""
+import threading, time
+import linearize_command
+from liger_convert.cli import main
+main.interrupts.GRACE = 0.5
+main.main = lambda: {code}
+threading.Thread(target=time.sleep, args=(6,)).start()
+print("ready", flush=True)
+raise SystemExit(main.program())
+"""
+    process = start(Path.cwd(), script=script)
+    assert process.stdout is not None
+    process.stdout.readline()
+    began = time.monotonic()
+    process.communicate(timeout=60)
+    assert process.returncode == code
+    assert (time.monotonic() - began < 4) is ends
+
+
 def test_a_signal_waits_for_work_that_saves_itself_but_not_for_long(monkeypatch):
     monkeypatch.setattr(interrupts, "SAVING", 0.2)
     reached = []
