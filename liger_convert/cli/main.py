@@ -13,6 +13,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,8 +65,19 @@ for group, commands in GROUPS.items():
         app.command(name, rich_help_panel=group)(command)
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"liger-convert {version('liger-convert')}")
+        raise typer.Exit
+
+
 @app.callback()
-def options(debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of a bug.")] = False) -> None:
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of a bug.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
     """`--debug` is taken out by `main`, wherever it stands; it is declared here for the help."""
 
 

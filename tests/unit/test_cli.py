@@ -1,5 +1,6 @@
 """Every command does what its help says, on a tiny model."""
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -87,6 +88,10 @@ def test_every_command_has_help_with_an_example(command, capsys):
 def test_no_words_at_all_show_every_command(capsys):
     said = output(capsys)
     assert all(command in said for command in COMMANDS)
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    assert output(capsys, "--version") == f"liger-convert {importlib.metadata.version('liger-convert')}\n"
 
 
 def test_the_module_runs_as_the_command_does():
