@@ -65,12 +65,14 @@ class LinearizedAttention(nn.Module):
     ) -> tuple[Tensor, ...]:
         """q, k before and after rotary and v: [B,T,H,D], [B,T,G,D], the same rotated, [B,T,G,D]."""
         q, k, v = self.qkv(x_BTC, metadata)
-        q_rot, k_rot = q, k
-        if self.rotates:
-            split = position_embeddings[0].shape[-1] if self.family.rotary == "split_halves" else None
-            q_rot, k_rot = self.rotate(q[..., :split], k[..., :split], *position_embeddings, unsqueeze_dim=2)
-            if split is not None:
-                q_rot, k_rot = torch.cat((q_rot, q[..., split:]), -1), torch.cat((k_rot, k[..., split:]), -1)
+        if not self.rotates:
+            q_rot, k_rot = q, k
+        elif self.family.rotary == "split_halves":
+            n = position_embeddings[0].shape[-1]
+            q_rot, k_rot = self.rotate(q[..., :n], k[..., :n], *position_embeddings, unsqueeze_dim=2)
+            q_rot, k_rot = torch.cat((q_rot, q[..., n:]), -1), torch.cat((k_rot, k[..., n:]), -1)
+        else:
+            q_rot, k_rot = self.rotate(q, k, *position_embeddings, unsqueeze_dim=2)
         if q.is_cuda:  # the angles are float32 under autocast, and would make the window's products that, too
             q_rot, k_rot = q_rot.to(q.dtype), k_rot.to(k.dtype)
         return q, k, q_rot, k_rot, v
