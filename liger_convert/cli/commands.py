@@ -297,7 +297,8 @@ def _loader(source: str, mixer: str | None, options: bench.Options) -> Iterator[
 def describe_mixers(heads: int, kv_heads: int, head_size: int) -> dict[str, dict[str, Any]]:
     """Every mixer in words, with its options at their defaults, and the float32 state of a layer of that shape.
 
-    fast_paths: the implementations of its recurrence other than the plain loop. Raises BadInput for heads that do not
+    left_out: what its paper's layer has and it has not. fast_paths: the implementations of its recurrence other than
+    the plain loop. Raises BadInput for heads that do not
     divide.
     """
     if heads % kv_heads:
@@ -309,6 +310,7 @@ def describe_mixers(heads: int, kv_heads: int, head_size: int) -> dict[str, dict
         described[name] = {
             "summary": mixer.summary,
             "gate": mixer.gate_rule,
+            "left_out": mixer.left_out,
             "recurrence": mixer.recurrence,
             "fast_paths": _fast_paths(mixer.recurrence),
             "state": {state: list(shape) for state, shape in shapes.items()},

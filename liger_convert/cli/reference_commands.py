@@ -44,7 +44,8 @@ def mixers(
     head_size: Annotated[int, typer.Option(help="The size of a head.", min=1, max=1 << 14)] = 128,
     as_json: Json = False,
 ) -> None:
-    """List what can replace attention: gate, recurrence and its fast paths, state of one layer, options.
+    """List what can replace attention: gate, recurrence and its fast paths, state of one layer, what of the paper's
+    layer is left out, options.
 
     Example: linearize mixers --heads 9 --kv-heads 3 --head-size 64
     """
@@ -53,11 +54,13 @@ def mixers(
     described = describe_mixers(heads, kv_heads, head_size)
     widths = {"what it is": 20, "gate": 18, "recurrence": 10}
     narrow = [Column(title, max_width=width) for title, width in widths.items()]
-    table = Table(Column("mixer", no_wrap=True), *narrow, Column("state", no_wrap=True), "options")
+    left_out = Column("left out of the paper's", max_width=24)
+    table = Table(Column("mixer", no_wrap=True), *narrow, Column("state", no_wrap=True), left_out, "options")
     for name, about in described.items():
         recurrence = f"{about['recurrence']}: {', '.join(about['fast_paths'])}".removesuffix(": ")
         values = " ".join(f"{option}={value}" for option, value in about["options"].items())
-        table.add_row(name, about["summary"], about["gate"], recurrence, decimal(about["state_bytes"]), values)
+        state = decimal(about["state_bytes"])
+        table.add_row(name, about["summary"], about["gate"], recurrence, state, about["left_out"], values)
     show(table, described, as_json)
 
 

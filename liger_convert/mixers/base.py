@@ -127,12 +127,14 @@ class MixerSpec:
 class Mixer(nn.Module, ABC):
     """The memory branch of one layer and how it is combined with the window; holds every new parameter of the layer.
 
-    A mixer is called, never reached into, so that adapters and sharding that wrap it stay in effect.
+    A mixer is called, never reached into, so that adapters and sharding that wrap it stay in effect. `left_out` says
+    which pieces of the paper's layer it has not, "nothing" where it has them all; empty where there is no paper.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     gate_rule: ClassVar[str]
+    left_out: ClassVar[str] = ""
     recurrence: ClassVar[str]
     Spec: ClassVar[type[MixerSpec]]
     initial_log_share: ClassVar[float] = -4.0

@@ -25,6 +25,8 @@ BUILT_IN = {
     for name, module in {
         "gla": "linear.gla",
         "liger-paper": "linear.liger_paper",
+        "liger-hgrn2": "linear.liger_hgrn2",
+        "liger-gsa": "slots.liger_gsa",
         "linear-attention": "linear.linear_attention",
         "rebased": "linear.rebased",
         "gated-rfa": "linear.gated_rfa",

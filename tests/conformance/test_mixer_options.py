@@ -42,6 +42,8 @@ VARIANTS = [
     {"codes": 7, "rope": True},
     {"type": "liger-paper", "gate": "random", "feature_map": "hedgehog"},
     {"type": "liger-paper", "combine": "memory"},
+    {"type": "liger-hgrn2", "scope": "evicted", "combine": "learned"},
+    {"type": "liger-gsa", "scope": "evicted", "combine": "learned", "slots": 4},
     {"type": "deltanet", "rope": True, "beta": "constant"},
     {"type": "gated-deltanet", "scope": "all", "combine": "fixed"},
     {"type": "rwkv7", "rope": True, "beta": "constant", "window": 1},

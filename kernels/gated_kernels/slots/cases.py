@@ -25,6 +25,7 @@ class Case(NamedTuple):
     segments: bool = False
     exclusive: bool = False
     holes: bool = False  # tokens that write nothing, and slots that no token writes to
+    normalize: bool = True
     dtype: torch.dtype = torch.float32
     v_dtype: torch.dtype | None = None  # of the values, when another
 
@@ -44,6 +45,11 @@ CASES = {
     "strong": Case(97, gate="strong", M=33),
     "-200 and 0, exclusive": Case(97, gate="mixed", exclusive=True),
     "segments": Case(97, segments=True),
+    "not normalised": Case(97, normalize=False),
+    "not normalised, exclusive, segments, holes, no state": Case(
+        97, normalize=False, exclusive=True, segments=True, holes=True, state=False
+    ),
+    "not normalised, one token": Case(1, normalize=False),
     "segments, exclusive, holes, float64": Case(97, segments=True, exclusive=True, holes=True, dtype=torch.float64),
 }
 
@@ -66,6 +72,7 @@ def inputs(case: Case) -> dict[str, Any]:
     if case.holes:
         w = w * (torch.rand(B, case.T, 1, 1, generator=random) < 0.6) * (torch.arange(case.M) < case.M - 2)
     keys = torch.cat([normal(B, case.G, case.M, case.D), normal(B, case.G, case.M, 1).exp()], -1)
+    keys = keys if case.normalize else keys[..., : case.D]
     starts = torch.rand(B, case.T, generator=random) < 0.06
     return {
         "q_BTHD": normal(B, case.T, H, case.D),
@@ -78,4 +85,5 @@ def inputs(case: Case) -> dict[str, Any]:
         "values_BGMV": normal(B, case.G, case.M, case.V) if case.state else None,
         "segment_ids_BT": 7 + starts.cumsum(1) if case.segments else None,
         "exclusive": case.exclusive,
+        "normalize": case.normalize,
     }

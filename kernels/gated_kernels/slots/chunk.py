@@ -6,7 +6,8 @@ gradient that the read x_t K_t, weighted by q_t, has by x_t, and so the op's own
 q_t is a read, and its other gradients are those of that read weighted by q_t. Neither pass sees a decay of its own.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, D key size, V value size, M slots. The state of
-the keys has D + 1 columns: the last is each slot's normalizer, the sum of the decayed weights written to it.
+the keys has D + 1 columns: the last is each slot's normalizer, the sum of the decayed weights written to it. Without
+`normalize` it has D.
 """
 
 from __future__ import annotations
@@ -34,37 +35,36 @@ def chunk_slots(
     values_BGMV: Tensor | None = None,
     segment_ids_BT: Tensor | None = None,
     exclusive: bool = False,
+    normalize: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o_t = sum_m p_m V_m / z_m, p = softmax_m(scale q_t K_m / z_m); token t adds w_t[m] >= 0 times itself to slot m.
 
     K, V and the normalizer z of a slot decay by e^log_a: log_a <= 0 is [B, T, G, M], [B, T, G, 1] or None (no decay).
-    A slot whose normalizer is 0 takes no part. With `exclusive` a token is written after it has read. `segment_ids_BT`
-    are integers; the slots are empty again where they change, and the given states belong to the first of them. Query
-    head h uses key-value head h // R. Computes in fp32 (fp64 for fp64 values), under autocast too. Returns o_BTHV in
-    v's dtype, the logits' log-sum-exp [B, T, H] (-inf where all slots are empty) and the last states, keys
-    [B, G, M, D + 1] and values [B, G, M, V]. Raises ValueError when H is no multiple of G.
+    A slot whose normalizer is 0 takes no part. Without `normalize` K and V are read as they are, o_t = sum_m p_m V_m,
+    p = softmax_m(scale q_t K_m), and an empty slot takes part as zeros do. With `exclusive` a token is written after it
+    has read. `segment_ids_BT` are integers; the slots are empty again where they change, and the given states belong to
+    the first of them. Query head h uses key-value head h // R. Computes in fp32 (fp64 for fp64 values), under autocast
+    too. Returns o_BTHV in v's dtype, the logits' log-sum-exp [B, T, H] (-inf where all slots are empty) and the last
+    states, keys [B, G, M, D + 1], or D without `normalize`, and values [B, G, M, V]. Raises ValueError when H is no
+    multiple of G.
     """
     B, _, H, D = q_BTHD.shape
     G = v_BTGV.shape[2]
     if H % G:
         raise ValueError(f"{H} query heads are no multiple of {G} key-value heads")
     dtype = torch.promote_types(v_BTGV.dtype, torch.float32)
-    q, k, w = q_BTHD.to(dtype), nnf.pad(k_BTGD.to(dtype), (0, 1), value=1), w_BTGM.to(dtype)
+    q, k, w = q_BTHD.to(dtype), k_BTGD.to(dtype), w_BTGM.to(dtype)
     log_a = None if log_a is None else log_a.to(dtype)
-    keys = w.new_zeros(B, G, w.shape[3], D + 1) if keys_BGMD is None else keys_BGMD.to(dtype)
+    keys = w.new_zeros(B, G, w.shape[3], D + normalize) if keys_BGMD is None else keys_BGMD.to(dtype)
     with torch.autocast(v_BTGV.device.type, enabled=False):
-        # one more query a key-value head reads the column of normalizers
-        asked = nnf.pad(q.unflatten(2, (G, -1)) * scale, (0, 1, 0, 1))
-        asked = asked + nnf.pad(asked.new_ones(1, 1), (D, 0, H // G, 0))
+        asked = q.unflatten(2, (G, -1)) * scale
+        if normalize:
+            # one more query a key-value head reads the column of normalizers
+            k, asked = nnf.pad(k, (0, 1), value=1), nnf.pad(asked, (0, 1, 0, 1))
+            asked = asked + nnf.pad(asked.new_ones(1, 1), (D, 0, H // G, 0))
         transposed = _by_token if reads_no_values(w) else _Transposed.apply
         read, keys = transposed(asked.flatten(2, 3), k, w, log_a, keys, segment_ids_BT, exclusive)
-        logits, normalizer = read.unflatten(2, (G, -1)).split((H // G, 1), 3)
-        empty = normalizer <= 0
-        nothing = empty.all(-1, keepdim=True)
-        normalizer = normalizer.masked_fill(empty, 1)
-        logits = (logits / normalizer).masked_fill(empty, -torch.inf).masked_fill(nothing, 0)
-        weights = (logits.softmax(-1) / normalizer).masked_fill(empty, 0).flatten(2, 3)
-        lse = logits.logsumexp(-1).masked_fill(nothing[..., 0], -torch.inf).flatten(2, 3)
+        weights, lse = _normalized(read.unflatten(2, (G, -1))) if normalize else (read.softmax(-1), read.logsumexp(-1))
         o, _, values = chunk_gla(
             weights,
             w,
@@ -75,6 +75,18 @@ def chunk_slots(
             exclusive=exclusive,
         )
     return o.to(v_BTGV.dtype), lse, keys, values
+
+
+def _normalized(read_BTGRM: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights [B, T, H, M] with which values are read, and the logits' log-sum-exp [B, T, H], of the logits before
+    they are divided and, behind those of each key-value head, its slots' normalizers."""
+    logits, normalizer = read_BTGRM[:, :, :, :-1], read_BTGRM[:, :, :, -1:]
+    empty = normalizer <= 0
+    nothing = empty.all(-1, keepdim=True)
+    normalizer = normalizer.masked_fill(empty, 1)
+    logits = (logits / normalizer).masked_fill(empty, -torch.inf).masked_fill(nothing, 0)
+    weights = (logits.softmax(-1) / normalizer).masked_fill(empty, 0).flatten(2, 3)
+    return weights, logits.logsumexp(-1).masked_fill(nothing[..., 0], -torch.inf).flatten(2, 3)
 
 
 class _Transposed(torch.autograd.Function):

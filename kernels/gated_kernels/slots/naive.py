@@ -21,18 +21,20 @@ def naive_slots(
     values_BGMV: Tensor | None = None,
     segment_ids_BT: Tensor | None = None,
     exclusive: bool = False,
+    normalize: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `gated_kernels.chunk_slots`; computed in the dtype of the values, but at least in fp32."""
     B, T, H, D = q_BTHD.shape
     (G, V), M = v_BTGV.shape[2:], w_BTGM.shape[3]
     dtype = torch.promote_types(v_BTGV.dtype, torch.float32)
     log_a = w_BTGM.new_zeros(B, T, G, 1) if log_a is None else log_a
-    keys = w_BTGM.new_zeros(B, G, M, D + 1) if keys_BGMD is None else keys_BGMD
+    keys = w_BTGM.new_zeros(B, G, M, D + normalize) if keys_BGMD is None else keys_BGMD
     values = w_BTGM.new_zeros(B, G, M, V) if values_BGMV is None else values_BGMV
     q, k, v, w, log_a = (
         x.to(dtype).repeat_interleave(H // x.shape[2], 2) for x in (q_BTHD, k_BTGD, v_BTGV, w_BTGM, log_a)
     )
-    k = torch.cat([k, torch.ones_like(k[..., :1])], -1)
+    if normalize:
+        k = torch.cat([k, torch.ones_like(k[..., :1])], -1)
     keys, values = (x.to(dtype).repeat_interleave(H // G, 1) for x in (keys, values))
     outputs, normalizers = [], []
     for t in range(T):
@@ -45,10 +47,10 @@ def naive_slots(
         values = values * decay + w[:, t, :, :, None] * v[:, t, :, None]
         if not exclusive:
             read_keys, read_values = keys, values
-        normalizer = read_keys[..., -1]
+        normalizer = read_keys[..., -1] if normalize else torch.ones_like(read_keys[..., 0])
         empty = normalizer <= 0
         normalizer = normalizer.masked_fill(empty, 1)
-        logits = torch.einsum("bhd,bhmd->bhm", q[:, t], read_keys[..., :-1]) / normalizer * scale
+        logits = torch.einsum("bhd,bhmd->bhm", q[:, t], read_keys[..., :D]) / normalizer * scale
         nothing = empty.all(-1)
         logits = logits.masked_fill(empty, -torch.inf).masked_fill(nothing[..., None], 0)
         weights = logits.softmax(-1).masked_fill(empty, 0)

@@ -33,4 +33,8 @@ class ForgettingSpec(WindowSpec):
 class Forgetting(Window):
     summary = "softmax attention over all tokens, or a long window, fading by a learned gate; no memory"
     gate_rule = "sigmoid(x W + b)"
+    left_out = (
+        "of its Pro layer the norm of queries and keys, the shift of keys and values, the output norm and gate; "
+        "the base's rotary stays, which the paper drops"
+    )
     Spec = ForgettingSpec

@@ -15,3 +15,4 @@ from liger_convert.mixers.registry import register_mixer
 @register_mixer("deltanet")
 class DeltaNet(DeltaMixer):
     summary = "delta rule: a key's old value makes way for its new one"
+    left_out = "SiLU and short convolutions of queries, keys and values, the strength's projection, the output norm"

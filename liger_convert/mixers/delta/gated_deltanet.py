@@ -30,6 +30,10 @@ class GatedDeltaNetSpec(DeltaSpec):
 class GatedDeltaNet(DeltaMixer):
     summary = "delta rule on a memory that decays by a gate per head"
     gate_rule = "exp(-softplus(pool(k) + c))"
+    left_out = (
+        "SiLU and short convolutions of queries, keys and values, the gates' projections, the learned scale of "
+        "the decay, the output norm and gate"
+    )
     Spec = GatedDeltaNetSpec
     spec: GatedDeltaNetSpec
 

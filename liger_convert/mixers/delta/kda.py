@@ -31,6 +31,10 @@ class KDASpec(DeltaSpec):
 class KDA(DeltaMixer):
     summary = "delta rule on a memory that decays by a gate per channel"
     gate_rule = "exp(-softplus(k + c))"
+    left_out = (
+        "SiLU and short convolutions of queries, keys and values, the gates' projections, the learned scale of "
+        "the decay, the output norm and gate"
+    )
     Spec = KDASpec
     spec: KDASpec
 

@@ -36,6 +36,10 @@ class RWKV7Spec(DeltaSpec):
 class RWKV7(DeltaMixer):
     summary = "delta rule with a decay and a strength per channel"
     gate_rule = "exp(-e^-0.5 sigmoid(k + d))"
+    left_out = (
+        "token shift, the low-rank projections, the group norm of the read, the bonus for the current token, the "
+        "mixing of values across layers, the output gate"
+    )
     Spec = RWKV7Spec
     spec: RWKV7Spec
     beta_per_channel = True

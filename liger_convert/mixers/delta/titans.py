@@ -40,6 +40,10 @@ class TitansSpec(DeltaSpec):
 class Titans(DeltaMixer):
     summary = "delta rule with momentum and forgetting"
     gate_rule = "exp(-softplus(pool(k) + e))"
+    left_out = (
+        "memories of several layers, mini-batches of tokens, persistent memory, the rates' projections, SiLU and "
+        "short convolutions of queries, keys and values, the output norm and gate"
+    )
     recurrence = "momentum"
     Spec = TitansSpec
     spec: TitansSpec

@@ -38,6 +38,10 @@ class TTTSpec(DeltaSpec):
 @register_mixer("ttt")
 class TTT(DeltaMixer):
     summary = "a linear model trained by a gradient step a token, from a learned start"
+    left_out = (
+        "the inner model's residual and norm, mini-batches of 16 tokens, the learning rate's projection, and of "
+        "its block the short convolutions, output norm and gate"
+    )
     Spec = TTTSpec
     spec: TTTSpec
 

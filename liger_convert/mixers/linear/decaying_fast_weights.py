@@ -42,6 +42,7 @@ class DecayingFastWeightsSpec(GatedSpec):
 class DecayingFastWeights(GatedMixer):
     summary = "a decay of keys' and one of values' channels"
     gate_rule = "sigmoid(pool(k) + b), of rows and of columns"
+    left_out = "the projections of both decays, and a decay for every value channel (groups share one)"
     Spec = DecayingFastWeightsSpec
     spec: DecayingFastWeightsSpec
 

@@ -34,6 +34,7 @@ class GatedRFASpec(GatedSpec):
 class GatedRFA(GatedMixer):
     summary = "normalised random features with a scalar gate that forgets what it writes"
     gate_rule = "sigmoid(pool(k) + b), scalar"
+    left_out = "the gate's projection of the layer's input, and the sines and cosines of the Gaussian kernel"
     Spec = GatedRFASpec
     scalar = True
 

@@ -42,6 +42,7 @@ class HGRN2Spec(GatedSpec):
 class HGRN2(GatedMixer):
     summary = "a running mean per channel: what is forgotten is what is taken in"
     gate_rule = "gamma + (1 - gamma) sigmoid(pool(k) + b)"
+    left_out = "lower bounds that are learned and rise from layer to layer, the gate's projection, swish of queries"
     Spec = HGRN2Spec
     spec: HGRN2Spec
 

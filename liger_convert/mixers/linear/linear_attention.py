@@ -30,6 +30,7 @@ class LinearAttentionSpec(LinearSpec):
 @register_mixer("linear-attention")
 class LinearAttention(LinearMixer):
     summary = "linear attention without decay"
+    left_out = "nothing"
     Spec = LinearAttentionSpec
     initial_log_share = -8.0  # nothing decays: the normalizer is that of every token ever written
 

@@ -46,6 +46,10 @@ class MLSTMSpec(GatedSpec):
 class MLSTM(GatedMixer):
     summary = "a forget and an exponential input gate per head, divided by max(|m|, 1)"
     gate_rule = "sigmoid(pool(k) + b), scalar"
+    left_out = (
+        "the gates' projections of the layer's input, the output gate, and the short convolution and skip of its "
+        "block; the input gate has a bound"
+    )
     Spec = MLSTMSpec
     spec: MLSTMSpec
     scalar = True

@@ -28,5 +28,9 @@ class RebasedSpec(LinearSpec):
 @register_mixer("rebased")
 class Rebased(LinearMixer):
     summary = "linear attention with a learned parabola for a feature map"
+    left_out = (
+        "the projection of queries and keys to 16 channels, the short convolutions of its model; by default also "
+        "the products of different channels"
+    )
     Spec = RebasedSpec
     initial_log_share = -8.0  # nothing decays: the normalizer is that of every token ever written

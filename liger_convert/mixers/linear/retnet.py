@@ -26,6 +26,7 @@ class RetNetSpec(LightningSpec):
 class RetNet(Lightning):
     summary = "retention: rotated linear attention with a constant decay per head"
     gate_rule = "1 - 2^(-5 - g), constant"
+    left_out = "xPos (the base's rotary stands for it) and the output gate"
     Spec = RetNetSpec
 
     @staticmethod

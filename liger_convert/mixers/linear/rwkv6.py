@@ -35,6 +35,7 @@ class RWKV6Spec(GatedSpec):
 class RWKV6(GatedMixer):
     summary = "a decay per channel, and a bonus for the current token"
     gate_rule = "exp(-exp(pool(k) + b))"
+    left_out = "token shift, the decay's low-rank projection, the output gate; with scope: evicted also the bonus"
     Spec = RWKV6Spec
 
     def __init__(self, spec: RWKV6Spec, dims: HeadDims):

@@ -87,6 +87,7 @@ class MoMSpec(MixerSpec):
 class MoM(Mixer):
     summary = "mixture of memories: a router sends each token to some of many memories of another mixer"
     gate_rule = "the inner mixer's"
+    left_out = "projections of keys and values for each memory, and the output norm and gate"
     recurrence = "routed"
     Spec = MoMSpec
     spec: MoMSpec

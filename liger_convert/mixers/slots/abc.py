@@ -28,6 +28,7 @@ class ABCSpec(SlotSpec):
 class ABC(SlotMixer):
     summary = "bounded-memory control: softmax over slots that never forget, each a learned choice of tokens"
     gate_rule = "none"
+    left_out = "the control's projection of the layer's input, for which the keys stand"
     Spec = ABCSpec
     spec: ABCSpec
 

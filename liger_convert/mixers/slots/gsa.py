@@ -40,6 +40,10 @@ class GSASpec(SlotSpec):
 class GSA(SlotMixer):
     summary = "gated slot attention: softmax over slots, each forgetting at its own rate"
     gate_rule = "sigmoid(pool(k) + b)^(1/tau)"
+    left_out = (
+        "the gate's projection of the layer's input, swish of queries, keys, values and the output, the output "
+        "norm; the normalizer is added"
+    )
     Spec = GSASpec
     spec: GSASpec
 

@@ -32,6 +32,7 @@ class S4Spec(ElementwiseSpec):
 class S4(ElementwiseMixer):
     summary = "diagonal state space: running means of each value channel at fixed rates, blind to content"
     gate_rule = "exp(-e^rate), learned"
+    left_out = "complex rates, the skip D x, and the GELU and linear layer that mix the channels of the output"
     Spec = S4Spec
     spec: S4Spec
 

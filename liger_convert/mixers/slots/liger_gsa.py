@@ -1,0 +1,89 @@
+"""Liger-GSA, exactly (arXiv 2503.01496, and its released code): slots are read as they are, by unscaled queries.
+
+K_t = diag(a_t) K_{t-1} + (1 - a_t)^T k_t,   V_t likewise of v_t,   a_t = sigmoid(pool(k_t))^(1/16)
+o_t = 0.5 softmax(q_t K_t^T) V_t + 0.5 window_64(q, k, v)_t
+
+pool averages neighbouring channels of a key; with as many slots as channels, as published, it is the identity. A slot
+that is nearly empty takes part with a logit near 0, and a key enters before rotary. No new parameters. `gsa` differs:
+its gates have a bias, its slots are divided by what was written to them, and its logits by the root of the head's size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gated_kernels.slots.chunk import chunk_slots
+from torch import Tensor
+
+from liger_convert.mixers.base import QKV, Combine, HeadDims, MemoryOutput, MixerSpec, Scope
+from liger_convert.mixers.gates import log_sigmoid_gate, pool_to
+from liger_convert.mixers.registry import register_mixer
+from liger_convert.mixers.slots.base import SlotMixer, SlotSpec
+from liger_convert.utils.errors import BadInput
+
+
+@dataclass(frozen=True)
+class LigerGSASpec(SlotSpec):
+    """The published values. window: 64; the paper tries 16 to 256. slots: how many a key-value head keeps, a divisor of
+    its size, or 0 for as many as that."""
+
+    sinks: int = 0
+    scope: Scope = "all"
+    combine: Combine = "fixed"
+    slots: int = 0
+
+    def problem(self) -> str | None:
+        if self.combine == "shared":
+            return "combine: shared needs a normalised memory, which liger-gsa has not; use gsa"
+        if self.slots < 0:
+            return f"slots: {self.slots} is negative; use 0 for as many as a key has channels"
+        return MixerSpec.problem(self)
+
+
+@register_mixer("liger-gsa")
+class LigerGSA(SlotMixer):
+    summary = "the published Liger-GSA: softmax over slots as they are, half and half with the window"
+    gate_rule = "sigmoid(pool(k))^(1/16)"
+    left_out = "nothing of Liger's; of GSA's layer all but the recurrence"
+    Spec = LigerGSASpec
+    spec: LigerGSASpec
+
+    def __init__(self, spec: LigerGSASpec, dims: HeadDims):
+        super().__init__(spec, dims)
+        self.slots = spec.slots or dims.dim
+        if dims.dim % self.slots:
+            raise BadInput(f"slots: keys of size {dims.dim} cannot be pooled to {self.slots}; use 0 or a divisor")
+
+    @classmethod
+    def state_shape(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, tuple[int, ...]]:
+        assert isinstance(spec, LigerGSASpec)
+        size = (dims.kv_heads, spec.slots or dims.dim, dims.dim)
+        return {"keys": size, "values": size}
+
+    def weights(self, k_BTGD: Tensor) -> tuple[Tensor, Tensor]:
+        log_a_BTGM = log_sigmoid_gate(pool_to(k_BTGD, self.slots), 16.0)
+        return -log_a_BTGM.expm1(), log_a_BTGM
+
+    def scan(
+        self,
+        qkv: QKV,
+        entries: tuple[Tensor, ...],
+        states: dict[str, Tensor],
+        segment_ids_BT: Tensor | None,
+        exclusive: bool,
+    ) -> tuple[MemoryOutput, dict[str, Tensor]]:
+        k_BTGD, v_BTGV, w_BTGM, log_a_BTGM = entries
+        o_BTHV, _, keys, values = chunk_slots(
+            qkv.q_BTHD.float(),
+            k_BTGD,
+            v_BTGV.float(),
+            w_BTGM,
+            log_a_BTGM,
+            scale=1.0,
+            keys_BGMD=states.get("keys"),
+            values_BGMV=states.get("values"),
+            segment_ids_BT=segment_ids_BT,
+            exclusive=exclusive,
+            normalize=False,
+        )
+        return MemoryOutput(o_BTHV.to(qkv.v_BSGD.dtype), None), {"keys": keys, "values": values}
