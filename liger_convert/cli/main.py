@@ -131,7 +131,7 @@ def _bug(error: BaseException, debug: bool) -> int:
     if not speaks:
         return code
     if code > 128:
-        return _fail("interrupted", code)
+        return _fail("another process of this run was killed", code)
     if debug:
         raise error
     with tempfile.NamedTemporaryFile("w", prefix="linearize-", suffix=".log", delete=False) as log:

@@ -15,13 +15,11 @@ def share(stage: Stage, processes: int) -> tuple[int, int]:
     BadInput where they do not divide.
     """
     if not _divides(stage, processes):
-        rows = (
-            f"batch_size {stage.batch_size} × grad_accumulation {stage.grad_accumulation} rows of a {stage.kind} step"
-        )
+        rows = f"{stage.kind}: batch_size {stage.batch_size} × grad_accumulation {stage.grad_accumulation}"
         fewer = next(number for number in range(processes - 1, 0, -1) if _divides(stage, number))
         other = -(-stage.grad_accumulation // processes) * processes
         how = f"start {fewer}, or set grad_accumulation: {other}, which trains on a larger batch"
-        raise BadInput(f"{rows} do not divide among {processes} processes; {how}")
+        raise BadInput(f"{rows} does not divide among {processes} processes; {how}")
     common = math.gcd(processes, stage.grad_accumulation)
     return stage.batch_size * common // processes, stage.grad_accumulation // common
 

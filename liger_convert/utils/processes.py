@@ -25,6 +25,7 @@ from liger_convert.utils.errors import BadInput, LinearizeError
 
 POLL = 0.05  # seconds between two looks at the store
 GRACE = 5.0  # seconds in which a process ends by itself once another has failed
+CONNECT = timedelta(seconds=5)  # in which the store answers
 BLAME = 3.0  # seconds in which a launcher notices that a process was killed
 LAUNCHED = "LINEARIZE_LAUNCHED"  # set by our own launcher, which speaks of signals itself
 _NEEDED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -73,8 +74,7 @@ def check_launch(gpus: int | None) -> bool:
             raise BadInput(f"--gpus {gpus}: the launcher started {size} processes; leave out --gpus")
         return False
     if _BY_ACCELERATE in os.environ and ("MASTER_ADDR" in os.environ or (gpus or 1) > 1):
-        several = f"--num_processes {gpus}" if gpus else "--num_processes"
-        how = f"give it --multi_gpu {several}, or start `linearize run --gpus N` without it"
+        how = "give it --multi_gpu, or leave it out and give --gpus alone"
         raise BadInput(f"accelerate launch started one process where several are asked for; {how}")
     return (gpus or 1) > 1
 
@@ -144,7 +144,7 @@ def settle(code: int, *, unexpected: bool = False) -> tuple[int, bool]:
             code = _wait_for_blame(code)
         mine = f"{rank()} {code}"
         first = _store().compare_set("failed", "", mine).decode()
-    except (RuntimeError, OSError):  # no store: the launcher is gone, or the processes have not met yet
+    except (RuntimeError, OSError, KeyError, ValueError):  # the launcher is gone, or has told of no store
         return code, is_first()
     return int(first.split()[1]), first == mine and not (code > 128 and LAUNCHED in os.environ)
 
@@ -183,7 +183,7 @@ def _connect() -> Any:
     from torch.distributed import PrefixStore, TCPStore
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=20))
+    client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=CONNECT)
     return PrefixStore(f"linearize/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", client)
 
 
