@@ -21,8 +21,8 @@ import typer
 
 from liger_convert.cli import measure_commands, reference_commands, run_commands, step_commands
 from liger_convert.io.files import disk_errors
-from liger_convert.utils import interrupts
-from liger_convert.utils.errors import LinearizeError, first_line, is_panic
+from liger_convert.utils import interrupts, processes
+from liger_convert.utils.errors import BadInput, LinearizeError, first_line, is_panic
 from liger_convert.utils.progress import console as stderr
 from liger_convert.utils.progress import quiet_libraries
 from liger_convert.utils.terminal import safe_streams
@@ -73,12 +73,16 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def options(
+    context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of a bug.")] = False,
     version: Annotated[
         bool, typer.Option("--version", help="Show the version.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
     """`--debug` is taken out by `main`, wherever it stands; it is declared here for the help."""
+    if processes.count() > 1 and context.invoked_subcommand != "run":
+        many, name = processes.count(), context.invoked_subcommand
+        raise BadInput(f"linearize {name}: works in one process, and a launcher started {many}; start it by itself")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,16 +90,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     130 or 143 stopped by Ctrl-C or SIGTERM."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     quiet_libraries()
+    stderr.quiet = not processes.is_first()
     # before torch is imported: threads that spin while they wait make training ten times slower on a busy machine, and
     # threads that are woken for every small op slow decoding down; 2,000 turns lie between most ops of a layer
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "passive"
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-    with safe_streams() as (out, _), interrupts.handled("stopped before it could tidy up; a run goes on with --resume"):
+    last_words = "stopped before it could tidy up; a run goes on with --resume" if processes.is_first() else ""
+    with safe_streams() as (out, err), interrupts.handled(last_words):
         code = _command([word for word in words if word != "--debug"], debug="--debug" in words)
         out.flush()
         if out.error is not None and code == 0:
             code = _fail(f"standard output cannot be written: {out.error.strerror}", 1)
+        if code and processes.count() > 1:
+            err.flush()
+            os._exit(code)  # threads of the group wait for processes that are gone
         return code
 
 
@@ -113,12 +122,15 @@ def program() -> int:
 def _command(words: list[str], debug: bool) -> int:
     try:
         with disk_errors(Path.cwd()):
-            code = app(words or ["--help"], prog_name="linearize", standalone_mode=False) or 0
+            given = [*words, *["--debug"] * debug]
+            code = app(words or ["--help"], prog_name="linearize", standalone_mode=False, obj=given) or 0
         return _fail("interrupted", _stopped()) if code == INTERRUPTED else code
     except (KeyboardInterrupt, typer.Abort) as error:  # which of the three a Ctrl-C becomes depends on typer's version
         if isinstance(error.__cause__, EOFError):  # what typer takes for a Ctrl-D at a prompt
             return _bug(error.__cause__, debug)
         return _fail("interrupted", _stopped())
+    except processes.Ended as error:
+        return error.exit_code
     except LinearizeError as error:
         return _fail(str(error), _stopped() if error.exit_code == INTERRUPTED else error.exit_code)
     except USAGE_ERROR as error:
@@ -137,6 +149,11 @@ def _stopped() -> int:
 
 def _bug(error: BaseException, debug: bool) -> int:
     """Says what nobody foresaw, and where its traceback is."""
+    code, speaks = processes.settle(1, unexpected=True)
+    if not speaks:
+        return code
+    if code > 128:
+        return _fail("another process of this run was killed", code)
     if debug:
         raise error
     with tempfile.NamedTemporaryFile("w", prefix="linearize-", suffix=".log", delete=False) as log:
@@ -146,6 +163,10 @@ def _bug(error: BaseException, debug: bool) -> int:
 
 
 def _fail(sentence: str, code: int) -> int:
+    code, speaks = processes.settle(code)
+    if not speaks:
+        return code
+    stderr.quiet = False
     # what a file or an option holds may be quoted in it, line breaks and codes for the terminal among that
     sentence = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in sentence)
     stderr.print(f"error: {sentence}", markup=False, soft_wrap=True)

@@ -12,21 +12,27 @@ from rich.text import Text
 
 from liger_convert.cli.options import Base, Json, Overrides, RecipeFile
 from liger_convert.cli.output import show, stdout
+from liger_convert.utils import processes
 from liger_convert.utils.progress import console as stderr
 
 
 def run(
+    context: typer.Context,
     recipe: RecipeFile = None,
     base: Base = None,
     out: Annotated[Path | None, typer.Option(help="New folder for the results.", show_default="runs/NAME")] = None,
     set_: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
     keep_steps: Annotated[bool, typer.Option("--keep-steps", help="Keep the models between the steps.")] = False,
+    gpus: Annotated[
+        int | None, typer.Option(help="Train on so many GPUs of this machine.", show_default="1", min=1, max=1024)
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Do all that a recipe asks for: convert, train, merge, export, evaluate, report.
 
     Leaves export/ (a Hugging Face model folder), report.html, report.md, report.json and manifest.json in OUT.
+    With --gpus, or under torchrun or accelerate launch, the stages are trained by several processes.
 
     Example: linearize run recipes/smollm2-135m-quick.yaml --out runs/quick --set seed=1
 
@@ -40,11 +46,17 @@ def run(
     text = yaml_file.read(recipe)
     loaded = parse(text, set_, where=str(recipe))  # a slip in the recipe is told before torch is imported
     folder = out or Path("runs", loaded.name)
+    if processes.check_launch(gpus):
+        from liger_convert.utils.launch import launch
 
+        launch(gpus or 1, context.obj, f"the same command with --resume continues {folder}")
+        return
     from liger_convert.pipeline.report import render
     from liger_convert.pipeline.runner import run as run_recipe
 
     run_recipe(loaded, folder, text=text, overrides=set_, resume=resume, keep_steps=keep_steps)
+    if not processes.is_first():
+        return
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     show(render(report), report, as_json)
     if not as_json:
@@ -55,7 +67,15 @@ def run(
     stderr.print(f"{folder}: the model is in export/, the report in report.html and report.md", markup=False)
 
 
-def plan(recipe: RecipeFile = None, base: Base = None, set_: Overrides = None, as_json: Json = False) -> None:
+def plan(
+    recipe: RecipeFile = None,
+    base: Base = None,
+    set_: Overrides = None,
+    gpus: Annotated[
+        int | None, typer.Option(help="Say what each of so many GPUs takes.", show_default="1", min=1, max=1024)
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Show what a recipe would do to each layer, what it costs and what it saves. Reads no weights.
 
     Example: linearize plan recipes/smollm2-135m-quick.yaml --set layers=LLLN
@@ -67,12 +87,14 @@ def plan(recipe: RecipeFile = None, base: Base = None, set_: Overrides = None, a
 
     from liger_convert.eval import suites
     from liger_convert.io.checkpoint import base_config
-    from liger_convert.pipeline.plan import make_plan
+    from liger_convert.pipeline.plan import make_plan, too_large
     from liger_convert.pipeline.preflight import check_recipe
+    from liger_convert.utils.device import gpu_memory
 
     config = base_config(loaded.base, **loaded.base_options.model_dump(exclude={"allow_pickle"}))
-    made = make_plan(loaded, config)
+    made = make_plan(loaded, config, processes=gpus or 1)
     warnings = check_recipe(loaded, made, config, suites.load(loaded.eval.suite))
+    warnings += too_large(made, gpu_memory() if loaded.device != "cpu" else None)
     show(made.render(), made.to_dict() | {"warnings": warnings}, as_json)
     for warning in warnings:
         stderr.print(f"warning: {warning}", markup=False, soft_wrap=True)

@@ -64,13 +64,15 @@ class Manifest:
         atomic_write(run / FILE, json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n")
 
 
-def machine(device: Any, threads: int) -> dict[str, Any]:
-    """What the numbers of a run depend on besides its inputs: the torch `device`, CPU threads, kernels, versions."""
+def machine(device: Any, threads: int, processes: int = 1) -> dict[str, Any]:
+    """What the numbers of a run depend on besides its inputs: the torch `device`, CPU threads, how many processes,
+    kernels, versions."""
     from gated_kernels import in_use
 
     return {
         "device": _name(device),
         "threads": threads,
+        "processes": processes,
         "kernels": in_use(),
         "platform": platform.platform(),
         "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES},

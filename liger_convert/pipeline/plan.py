@@ -34,6 +34,7 @@ from liger_convert.training.memory_estimate import (
     measuring_bytes,
     training_bytes,
 )
+from liger_convert.training.sharing import share
 from liger_convert.utils.device import compute_dtype, pick_device
 
 CONTEXTS = (4096, 32768, 131072)
@@ -199,7 +200,7 @@ class Plan:
 
 
 class StagePlanner:
-    """Plans single training stages of one linearized model on one device.
+    """Plans single training stages of one linearized model on one device, or for each of several `processes`.
 
     config: that of the linearized model. reused, new: shapes by name, of the base's parameters and of the new ones.
     """
@@ -216,17 +217,24 @@ class StagePlanner:
         embeddings = {name: shape for name, shape in reused.items() if parameter_group(name, config) == "embeddings"}
         self.sizes = Sizes(count(reused), count(embeddings), count(new))
 
-    def plan(self, stage: Stage) -> StagePlan:
+    def plan(self, stage: Stage, processes: int = 1) -> StagePlan:
+        """Raises BadInput where so many processes cannot share the stage's rows."""
         trained = _trained(stage, self.config, self.shapes)
-        parts = training_bytes(stage, self.config, self.sizes, trained, self.device, self.compute)
+        batch_size, grad_accumulation = share(stage, processes)
+        own = stage.model_copy(update={"batch_size": batch_size, "grad_accumulation": grad_accumulation})
+        parts = training_bytes(own, self.config, self.sizes, trained, self.device, self.compute)
+        if processes > 1:
+            parts["buckets"] = 4 * trained  # DDP's copy of the gradients, which it exchanges
         peak = max(sum(parts.values()), measuring_bytes(stage, self.config, self.sizes, self.compute))
         return StagePlan(stage.kind, stage.steps * stage.step_tokens, trained, peak, parts)
 
 
-def make_plan(recipe: Recipe, base_config: Any) -> Plan:
-    """The plan of `recipe` for the base with this config.
+def make_plan(recipe: Recipe, base_config: Any, processes: int = 1) -> Plan:
+    """The plan of `recipe` for the base with this config. The memory of its stages is that of each one of so many
+    processes; what `adapt` changes is what it changes for one, so that all train alike.
 
-    Raises BadInput for a base that cannot be linearized, unknown mixers or options, and layers that do not fit it.
+    Raises BadInput for a base that cannot be linearized, unknown mixers or options, layers that do not fit it, and rows
+    of a stage that so many processes cannot share.
     """
     check_base(base_config)
     specs = {MAIN: resolve_spec(recipe.mixer.to_dict(), "mixer")}
@@ -248,7 +256,7 @@ def make_plan(recipe: Recipe, base_config: Any) -> Plan:
     planner = StagePlanner(config, reused, new, device, compute)
     recipe, adapted = adapt.adapt(recipe, base_config, planner)
     weights = planner.sizes
-    stages = [planner.plan(stage) for stage in recipe.stages]
+    stages = [planner.plan(stage, processes) for stage in recipe.stages]
     peaks = {name: stage.memory_bytes for name, stage in zip(recipe.stage_names, stages, strict=True)}
     linear = [name for name in layers if name != SOFTMAX]
     made = Plan(
@@ -270,7 +278,7 @@ def make_plan(recipe: Recipe, base_config: Any) -> Plan:
         writes=tuple(
             disk_estimate.written(recipe, weights, [s.trained for s in stages], _dtype_name(base_config), dtype)
         ),
-        memory_for=f"{device.type} in {str(compute).removeprefix('torch.')}",
+        memory_for=_machine(device, processes) + f" in {str(compute).removeprefix('torch.')}",
         undecided=0 if recipe.softmax_auto is None else layers.count(SOFTMAX) - len(_sliding(windows)),
         adapted=adapted,
         recipe_stages=tuple(recipe.stages),
@@ -278,6 +286,20 @@ def make_plan(recipe: Recipe, base_config: Any) -> Plan:
     convert = COPY_BYTES + 4 * weights.new // len(linear)  # new tensors are float32 and made layer by layer
     inference = inference_bytes(config, weights, itemsize, made.cache_bytes(CONTEXTS[0]))
     return replace(made, memory_bytes={"convert": convert, "inference": inference, **peaks})
+
+
+def _machine(device: torch.device, processes: int) -> str:
+    return device.type if processes == 1 else f"each of {processes} processes on {device.type}"
+
+
+def too_large(made: Plan, room: int | None) -> list[str]:
+    """A sentence for each stage that takes more than `room`, the bytes of a GPU's memory; None where there is none."""
+    return [
+        f"stages[{i}] takes {decimal(stage.memory_bytes)} of a GPU that has {decimal(room)}: more GPUs share its rows, "
+        "but each holds all weights; set gradient_checkpointing: true, or train adapters (lora)"
+        for i, stage in enumerate(made.stages)
+        if room is not None and stage.memory_bytes > room
+    ]
 
 
 def _sliding(windows: Sequence[int | None]) -> list[int]:

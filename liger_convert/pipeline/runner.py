@@ -6,9 +6,11 @@ Every step starts from the same seeds whatever ran before it in the process, so 
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import set_seed
@@ -22,6 +24,8 @@ from liger_convert.io.run_folder import STEPS, RunFolder
 from liger_convert.pipeline import manifest
 from liger_convert.pipeline.manifest import Manifest
 from liger_convert.pipeline.steps import RunSteps, Step
+from liger_convert.training.sharing import share
+from liger_convert.utils import processes
 from liger_convert.utils.device import pick_device
 from liger_convert.utils.errors import BadInput, LinearizeError
 from liger_convert.utils.progress import console
@@ -155,34 +159,76 @@ def run(
     """Runs `recipe` in the folder `out`, which must be new, or with `resume` hold this run unfinished.
 
     text, overrides: what the recipe was read from, for the manifest. keep_steps: keep the models between the steps.
+    Where a launcher started several processes, all call it: the first does the steps, the others train with it.
     Raises BadInput when the recipe, its base or its data cannot be used (a new run then leaves no folder), or when
     recipe or inputs are not those of the run to resume; LinearizeError when the work itself fails.
     """
+    device = pick_device(recipe.device)
+    processes.join(cpu=device.type == "cpu")
+    if processes.is_first():
+        _work(recipe, out, text=text, overrides=overrides, resume=resume, keep_steps=keep_steps)
+        processes.announce(None)
+    else:
+        with _resumable(out):
+            _train_along(recipe, out, keep_steps)
+    processes.leave()
+
+
+@contextlib.contextmanager
+def _resumable(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted(f"interrupted; the same command with --resume continues {out}") from None
+
+
+def _train_along(recipe: Recipe, out: Path, keep_steps: bool) -> None:
+    """What every process but the first does in a run."""
+    steps: RunSteps | None = None
+    for task in processes.tasks():
+        record = Manifest.read(out)
+        if steps is None:
+            _take_threads(record)
+            steps = RunSteps(recipe, out, record, keep_steps)
+        steps.manifest.steps = record.steps  # of what has been done since
+        steps.train_stage(**task)
+
+
+def _work(recipe: Recipe, out: Path, *, text: str, overrides: Sequence[str], resume: bool, keep_steps: bool) -> None:
     _check_place(recipe, out)
+    for stage in recipe.stages:
+        share(stage, processes.count())
     if resume:
         _require_resumable(Manifest.read(out), out)
     else:
         _check(recipe)
-        machine = manifest.machine(pick_device(recipe.device), torch.get_num_threads())
         with atomic_dir(out) as new:
-            Manifest.new(recipe, text, overrides, machine).write(new)
+            Manifest.new(recipe, text, overrides, _machine(recipe)).write(new)
     with manifest.lock(out):
         folder = RunFolder(out)
         folder.remove(*out.glob(".*.partial-*"))  # left by a process that was killed
         record = Manifest.read(out)
         _take_recipe(record, folder, Manifest.new(recipe, text, overrides, record.machine))
-        torch.set_num_threads(record.machine["threads"])
-        machine = manifest.machine(pick_device(recipe.device), torch.get_num_threads())
-        if changed := manifest.first_difference(record.machine, machine):
+        _take_threads(record)
+        if changed := manifest.first_difference({"processes": 1} | record.machine, _machine(recipe)):
             console.print(f"note: {changed} since the run began, so its weights may differ a little", markup=False)
         try:
-            Run(recipe, out, record, keep_steps).execute()
+            with _resumable(out):
+                Run(recipe, out, record, keep_steps).execute()
         except BadInput:
             if not resume and "convert" not in record.steps:
                 folder.discard()
             raise
-        except KeyboardInterrupt:
-            raise Interrupted(f"interrupted; the same command with --resume continues {out}") from None
+
+
+def _machine(recipe: Recipe) -> dict[str, Any]:
+    return manifest.machine(pick_device(recipe.device), torch.get_num_threads(), processes.count())
+
+
+def _take_threads(record: Manifest) -> None:
+    """As many threads as the run began with, on which sums depend; other processes share the cores in another way."""
+    if record.machine.get("processes", 1) == processes.count():
+        torch.set_num_threads(record.machine["threads"])
 
 
 def _require_resumable(record: Manifest, out: Path) -> None:

@@ -26,6 +26,7 @@ from liger_convert.pipeline.plan import Plan, make_plan
 from liger_convert.pipeline.recorded_inputs import InputFiles
 from liger_convert.pipeline.stage_check import Measures, StageCheck
 from liger_convert.training import merge
+from liger_convert.utils import processes
 from liger_convert.utils.device import pick_device
 from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import console, show_progress
@@ -276,17 +277,10 @@ class RunSteps:
 
     def _train(self, index: int, before: Sequence[str], folder: Path) -> dict[str, Any]:
         def train(factor: float, out: Path) -> dict[str, Any]:
-            return single_steps.train_stage(
-                self._adapted.with_stage(index, stage_check.with_rates(self._adapted.stages[index], factor)),
-                index,
-                out,
-                model_dir=self.folder.step("convert") / "model",
-                results=self._results(before),
-                documents=self.documents(self.recipe.stages[index].data).train,
-                base_dir=self._base_folder,
-                device=self.device,
-                resume=True,
-            )
+            where = str(out.relative_to(self.out))
+            task: dict[str, Any] = {"index": index, "before": list(before), "factor": factor, "out": where}
+            processes.announce(task)
+            return self.train_stage(**task)
 
         def check(out: Path) -> dict[str, Any]:
             return self._stage_check.trained(
@@ -306,6 +300,21 @@ class RunSteps:
         else:
             facts = train(1.0, folder)
         return facts | {"seed": self.recipe.stage_seed(index)}
+
+    def train_stage(self, index: int, before: Sequence[str], factor: float, out: str) -> dict[str, Any]:
+        """Trains stage `index` (from 0), at this many times its rates, behind the stages `before`, in the folder `out`
+        of the run. All processes of a run call it together."""
+        return single_steps.train_stage(
+            self._adapted.with_stage(index, stage_check.with_rates(self._adapted.stages[index], factor)),
+            index,
+            self.out / out,
+            model_dir=self.folder.step("convert") / "model",
+            results=self._results(before),
+            documents=self.documents(self.recipe.stages[index].data).train,
+            base_dir=self._base_folder,
+            device=self.device,
+            resume=True,
+        )
 
     @property
     def _checks(self) -> bool:

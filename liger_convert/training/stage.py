@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import set_seed
 
@@ -29,7 +30,7 @@ from liger_convert.training.finetune import FinetuneObjective
 from liger_convert.training.memory_estimate import CALIBRATION_TOKENS, ERROR_ROWS
 from liger_convert.training.merge import ADAPTER, MODEL, load_chain
 from liger_convert.training.trainer import Objective, StageTrainer, freeze
-from liger_convert.utils import interrupts
+from liger_convert.utils import interrupts, processes
 from liger_convert.utils.device import autocast, compute_dtype
 from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import Report
@@ -73,7 +74,8 @@ def run_stage(
     loss since the last point], and for alignment the relative error of each layer on the first batch before and after.
     With `resume` it continues from the last checkpoint in `out`, and ends with the weights of a stage that was never
     stopped.
-    Under `torchrun` every process calls it, and the first one writes.
+    Under `torchrun` every process calls it, and the first one writes. They share the rows of each step, see `share`,
+    so that the same steps are trained on the same rows, also where a stage goes on with more or fewer processes.
     Raises BadInput when `out` already has a result (without `resume`), LinearizeError when the training diverges.
     """
     folder = RunFolder(out)
@@ -86,6 +88,7 @@ def run_stage(
         raise BadInput(
             f"device: training takes the first GPU it sees; use cuda with CUDA_VISIBLE_DEVICES={device.index}"
         )
+    count = processes.count()
     if device.type == "cuda" and "LOCAL_RANK" in os.environ:  # under torchrun each process has its own GPU
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 
@@ -120,7 +123,7 @@ def run_stage(
         dtype=dtype,
         seed=seed,
         progress=progress,
-        processes=int(os.environ.get("WORLD_SIZE", "1")),
+        processes=count,
     )
 
     def layer_errors() -> list[float]:
@@ -133,7 +136,8 @@ def run_stage(
         folder.remove(checkpoints)  # of another attempt
     before = layer_errors() if aligning else []
     started = time.monotonic()
-    last = last_good(checkpoints) if resume else None
+    processes.barrier()  # some read the data for the first time, and a collective would not wait so long
+    last = _agreed(last_good(checkpoints) if resume and processes.is_first() else None)
     with interrupts.deferred():
         try:
             trainer.train(resume_from_checkpoint=None if last is None else str(last))
@@ -144,7 +148,7 @@ def run_stage(
     stats: dict[str, Any] = {
         "kind": stage.kind,
         "steps": trainer.state.global_step,
-        "tokens": trainer.state.global_step * stage.step_tokens * trainer.args.world_size,
+        "tokens": trainer.state.global_step * stage.step_tokens,
         "epochs": round(dataset.epochs, 3),
         "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "seconds": round(seconds, 1),
@@ -162,8 +166,16 @@ def run_stage(
             else:
                 model.save_pretrained(new / ADAPTER, save_embedding_layers=False)
         folder.remove(checkpoints)
-    trainer.accelerator.wait_for_everyone()  # the result may be read at once
+    processes.barrier()  # the result may be read at once
     return stats
+
+
+def _agreed(checkpoint: Path | None) -> Path | None:
+    """What the first process goes on from, in all of them."""
+    if processes.count() == 1:
+        return checkpoint
+    (agreed,) = broadcast_object_list([checkpoint])
+    return agreed
 
 
 def make_objective(stage: Stage, config: Any, base_dir: Path, device: torch.device, dtype: torch.dtype) -> Objective:

@@ -9,10 +9,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.utils import logging
 
 from liger_convert.config.stages import Stage
@@ -20,9 +21,11 @@ from liger_convert.data.packed_rows import PackedDataset, collate
 from liger_convert.model import parameter_group, take_auxiliary_loss
 from liger_convert.training import checkpoints
 from liger_convert.training.capture import CapturedFwdBwd, why_not_captured
+from liger_convert.training.sharing import share
 from liger_convert.utils import interrupts
 from liger_convert.utils.device import autocast
 from liger_convert.utils.errors import BadInput, LinearizeError
+from liger_convert.utils.processes import barrier
 from liger_convert.utils.progress import Report
 
 logger = logging.get_logger(__name__)
@@ -64,7 +67,10 @@ def optimizer_groups(model: nn.Module, rates: dict[str, float], weight_decay: fl
 
 
 class StageTrainer(Trainer):
-    """Trains `model` in place. Raises LinearizeError as soon as the loss or the gradient is not finite."""
+    """Trains `model` in place. Raises LinearizeError as soon as the loss or the gradient is not finite.
+
+    The rows of an optimizer step are the same, and so is its loss, however many `processes` share them.
+    """
 
     _finishing: Future[None] | None
 
@@ -82,7 +88,8 @@ class StageTrainer(Trainer):
         progress: Report | None = None,
         processes: int = 1,
     ):
-        steps = len(dataset) // (stage.batch_size * stage.grad_accumulation * processes)
+        batch_size, grad_accumulation = share(stage, processes)
+        steps = len(dataset) // (stage.batch_size * stage.grad_accumulation)
         if not steps:
             raise BadInput(
                 f"{len(dataset)} rows of {dataset.seq_len} tokens are less than one optimizer step of this stage"
@@ -97,8 +104,8 @@ class StageTrainer(Trainer):
         args = TrainingArguments(
             output_dir=str(out),
             max_steps=steps,
-            per_device_train_batch_size=stage.batch_size,
-            gradient_accumulation_steps=stage.grad_accumulation,
+            per_device_train_batch_size=batch_size,
+            gradient_accumulation_steps=grad_accumulation,
             learning_rate=max(rates.values()),
             lr_scheduler_type=SCHEDULES[stage.schedule],
             warmup_steps=round(stage.warmup_ratio * steps),
@@ -113,6 +120,7 @@ class StageTrainer(Trainer):
             label_names=["labels"],
             dataloader_pin_memory=device.type == "cuda",
             use_cpu=device.type == "cpu",
+            ddp_find_unused_parameters=True,  # alignment leaves some without a gradient, as a batch leaves some experts
             seed=seed,
             report_to=[],
             disable_tqdm=True,
@@ -126,7 +134,7 @@ class StageTrainer(Trainer):
             data_collator=collate,
             train_dataset=dataset,
             optimizers=(optimizer, None),
-            callbacks=[_Watch(stage.step_tokens * processes, progress)],
+            callbacks=[_Watch(stage.step_tokens, progress, device, processes)],
         )
         self.remove_callback(PrinterCallback)
         self.objective: Objective = objective
@@ -192,13 +200,13 @@ class StageTrainer(Trainer):
         folder = Path(str(self.args.output_dir))
         if self.is_world_process_zero():
             checkpoints.clear_unfinished(folder)
-        self.accelerator.wait_for_everyone()
+        barrier()  # a disk may take longer than a collective waits
         self.args.output_dir = str(folder / checkpoints.UNFINISHED)
         try:
             super()._save_checkpoint(model, trial)
         finally:
             self.args.output_dir = str(folder)
-        self.accelerator.wait_for_everyone()
+        barrier()
         if self.is_world_process_zero():
             self._finishing = self._finisher.submit(checkpoints.finish, folder)
 
@@ -233,19 +241,33 @@ class _Watch(TrainerCallback):
     """Reports progress. Saves a checkpoint when a signal stops the training. Stops a training that has diverged before
     anything of it is saved."""
 
-    def __init__(self, step_tokens: int, progress: Report | None):
+    def __init__(self, step_tokens: int, progress: Report | None, device: torch.device, processes: int):
         self.step_tokens, self.progress = step_tokens, progress
+        self.device, self.processes = device, processes
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.started, self.first = time.monotonic(), state.global_step
+        if self.processes > 1 or state.global_step:
+            # each process drops other inputs of adapters; a checkpoint of as many processes then brings its own numbers
+            drawn = np.random.SeedSequence((args.seed, args.process_index, state.global_step))
+            set_seed(int(drawn.generate_state(1)[0]))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if interrupts.received() is not None:
+        if self._is_stopping():
             control.should_save = True
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if interrupts.received() is not None:
+        if self.stopping if self.processes > 1 else self._is_stopping():
             raise interrupts.Stopped
+
+    def _is_stopping(self) -> bool:
+        """Whether a signal asked any of the processes to stop: all must save the same step."""
+        self.stopping = interrupts.received() is not None
+        if self.processes > 1:
+            asked = torch.tensor(int(self.stopping), device=self.device)
+            torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX)
+            self.stopping = bool(asked)
+        return self.stopping
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if logs is None or "loss" not in logs:

@@ -41,6 +41,11 @@ def compute_dtype(device: torch.device, precision: str = "auto") -> torch.dtype:
     return dtypes[precision]
 
 
+def gpu_memory() -> int | None:
+    """The bytes of the first GPU, None where there is none."""
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+
+
 def out_of_memory(error: Exception) -> bool:
     """Whether this is how torch says that a GPU's memory, or a CPU's, is full."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

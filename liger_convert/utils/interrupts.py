@@ -36,7 +36,8 @@ def handled(last_words: str) -> Iterator[None]:
     """While the block runs, SIGINT and SIGTERM raise Stopped in it, and SIGHUP is ignored.
 
     A process that is not out of the block GRACE seconds later, because it waits for a long product or a disk, writes
-    `last_words` to stderr and ends at once. Only the main thread gets signals; on another, the block is just run.
+    `last_words`, unless they are empty, to stderr and ends at once. Only the main thread gets signals; on another, the
+    block is just run.
     """
     global _received
     if threading.current_thread() is not threading.main_thread():
@@ -102,5 +103,6 @@ def _end_late(watched: socket.socket, ended: threading.Event, last_words: str) -
             stopping = [number for number in numbers if number in STOPPING]
             if stopping and not ended.wait(GRACE):
                 with contextlib.suppress(OSError, ValueError):
-                    os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"error: {last_words}\n".encode())
+                    if last_words:
+                        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"error: {last_words}\n".encode())
                 os._exit(128 + stopping[0])

@@ -62,6 +62,7 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("LMEVAL_LOG_LEVEL", "ERROR")
     os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.filterwarnings("ignore")
     for name in ("transformers", "datasets", "accelerate", "peft", "huggingface_hub", "lm_eval", "torch"):
         logging.getLogger(name).setLevel(logging.ERROR)

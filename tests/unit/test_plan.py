@@ -20,7 +20,7 @@ from liger_convert.eval import suites
 from liger_convert.mixers import MIXERS
 from liger_convert.model import CLASSES, LinearizedCacheLayer, linearized_config, new_state
 from liger_convert.model.families import FAMILIES, family_of
-from liger_convert.pipeline.plan import Plan, make_plan
+from liger_convert.pipeline.plan import Plan, make_plan, too_large
 from liger_convert.utils.errors import BadInput
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -33,8 +33,8 @@ def recipe(**fields: Any) -> Recipe:
     return build(required | {"data": {"text": {"source": "pydoc"}}} | fields, "recipe")
 
 
-def plan(family: str = "llama", **fields: Any) -> Plan:
-    return make_plan(recipe(**fields), tiny_config(family))
+def plan(family: str = "llama", processes: int = 1, **fields: Any) -> Plan:
+    return make_plan(recipe(**fields), tiny_config(family), processes)
 
 
 # --- layers
@@ -220,6 +220,28 @@ def test_a_stage_counts_the_tokens_of_whole_steps_and_the_groups_with_a_rate():
     assert made.stages[0].trained == sizes["new"]
     assert made.stages[1].trained == sizes["new"] + sizes["reused"] - embeddings
     assert made.memory_bytes.keys() == {"convert", "inference", "1-align", "2-finetune"}
+
+
+def test_several_processes_share_rows_and_nothing_else():
+    rates = {"mixer": 1e-2, "body": 1e-5}
+    stage = {"kind": "distill", "data": "text", "tokens": 2e5, "batch_size": 8, "learning_rates": rates}
+    one, four = plan(stages=[stage]).stages[0], plan(stages=[stage], processes=4).stages[0]
+    quarter = plan(stages=[stage | {"batch_size": 2}]).stages[0]
+    assert four.memory == quarter.memory | {"buckets": 4 * four.trained}
+    assert (four.tokens, four.trained, four.memory["weights"]) == (one.tokens, one.trained, one.memory["weights"])
+    assert four.memory["activations"] * 4 == one.memory["activations"]
+    in_parts = plan(stages=[stage | {"grad_accumulation": 4}], processes=4).stages[0]
+    assert in_parts.memory["activations"] == one.memory["activations"]
+    with pytest.raises(BadInput, match="does not divide among 3 processes; start 2"):
+        plan(stages=[stage], processes=3)
+
+
+def test_stages_that_do_not_fit_a_gpu_are_named():
+    stage = {"kind": "distill", "data": "text", "tokens": 2e5, "learning_rates": {"mixer": 1e-2}}
+    made = plan(stages=[stage, stage | {"batch_size": 64}])
+    (said,) = too_large(made, made.stages[1].memory_bytes - 1)
+    assert said.startswith("stages[1] takes ")
+    assert too_large(made, None) == []
 
 
 def test_the_export_dtype_sets_the_bytes_of_weights_and_cache():

@@ -1,0 +1,28 @@
+"""How the processes of a run share the rows of an optimizer step, which are the same at any number of processes."""
+
+from __future__ import annotations
+
+import math
+
+from liger_convert.config.stages import Stage
+from liger_convert.utils.errors import BadInput
+
+
+def share(stage: Stage, processes: int) -> tuple[int, int]:
+    """Rows of a micro-batch and micro-batches of a step of each one of so many processes.
+
+    Whole micro-batches are shared first, as a step of fewer ones is as good as it was; then the rows of one. Raises
+    BadInput where they do not divide.
+    """
+    if not _divides(stage, processes):
+        rows = f"{stage.kind}: batch_size {stage.batch_size} × grad_accumulation {stage.grad_accumulation}"
+        fewer = next(number for number in range(processes - 1, 0, -1) if _divides(stage, number))
+        other = -(-stage.grad_accumulation // processes) * processes
+        how = f"start {fewer}, or set grad_accumulation: {other}, which trains on a larger batch"
+        raise BadInput(f"{rows} does not divide among {processes} processes; {how}")
+    common = math.gcd(processes, stage.grad_accumulation)
+    return stage.batch_size * common // processes, stage.grad_accumulation // common
+
+
+def _divides(stage: Stage, processes: int) -> bool:
+    return stage.batch_size % (processes // math.gcd(processes, stage.grad_accumulation)) == 0

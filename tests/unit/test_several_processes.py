@@ -1,0 +1,357 @@
+"""Several processes train as one does: the same rows in the same steps, whoever is killed, however many go on.
+
+Each launch imports torch in every process, so several stages share one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import do
+from runs import write_home
+from safetensors.torch import load_file
+from stages import folders, make_stage, result_bytes
+from torch import Tensor
+
+from liger_convert.io import checksums
+from liger_convert.training.merge import load_chain
+from liger_convert.training.sharing import share
+from liger_convert.utils import processes
+from liger_convert.utils.errors import BadInput
+
+SUPPORT = Path(__file__).parents[1] / "support"
+ROOT = SUPPORT.parents[1]
+SECONDS = 60  # that a launch may take once its processes have begun; a hung one fails its test
+KINDS = ["align", "distill", "finetune", "distill-lora"]
+EVERY = {"steps": 4, "batch": 2, "accumulation": 2, "warmup_ratio": 0.0, "schedule": "constant"}
+
+
+def environment(**changes: str) -> dict[str, str]:
+    path = os.pathsep.join(map(str, [ROOT, ROOT / "kernels", SUPPORT]))
+    without = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    kept = {name: value for name, value in os.environ.items() if name not in without}
+    return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | changes
+
+
+def torchrun(processes: int, *words: str | Path) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return [*launcher, *map(str, words)]
+
+
+def spread(processes: int, folder: Path, jobs: list[dict[str, Any]]) -> subprocess.CompletedProcess[str]:
+    """Does `jobs` of `ranks.py` in so many processes."""
+    file = folder / f"jobs-{len(list(folder.glob('jobs-*')))}.json"
+    file.write_text(json.dumps(jobs))
+    command = torchrun(processes, SUPPORT / "ranks.py", file)
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=2 * SECONDS)
+
+
+def learned(out: Path | str) -> dict[str, Tensor]:
+    """By how much a stage changed each weight."""
+    before, after = (load_chain(folders()[1], results).state_dict() for results in ([], [Path(out) / "result"]))
+    return {name: after[name] - value for name, value in before.items() if value.is_floating_point()}
+
+
+def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """Between two changes, as a fraction of the second."""
+    size = sum(float(value.double().square().sum()) for value in theirs.values())
+    return (sum(float((ours[name] - theirs[name]).double().square().sum()) for name in theirs) / size) ** 0.5
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Each kind of stage in one process, its statistics and what it learned, and how far rounding alone leads from
+    there: the same rows of a step taken one by one, and in pairs."""
+    found: dict[str, Any] = {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for name in KINDS:
+        out = tmp_path_factory.mktemp(name)
+        stats = do({"name": name, "out": out / "whole", "plain": True, "fields": EVERY})
+        apart = EVERY | {"batch": 1, "accumulation": 4}
+        do({"name": name, "out": out / "apart", "plain": True, "fields": apart})
+        whole = learned(out / "whole")
+        found[name] = stats, whole, distance(learned(out / "apart"), whole)
+    torch.set_num_threads(threads)
+    return found
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The same in two processes, `split` so that they share the rows of a micro-batch, and with a mistake."""
+    folder = tmp_path_factory.mktemp("two")
+    split = EVERY | {"accumulation": 1, "batch": 4}
+    jobs = [{"name": name, "out": f"{folder}/{name}", "plain": True, "fields": EVERY} for name in KINDS]
+    jobs += [{"name": name, "out": f"{folder}/{name}-split", "plain": True, "fields": split} for name in KINDS]
+    jobs += [{"name": name, "out": f"{folder}/{name}-same", "same_rows": True, "fields": EVERY} for name in KINDS]
+    ended = spread(2, folder, jobs)
+    assert ended.returncode == 0, ended.stderr
+    lines = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+    return folder, dict(zip((Path(job["out"]).name for job in jobs), lines, strict=True))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_two_processes_learn_what_one_does(one: dict[str, Any], two: Any, name: str) -> None:
+    """Sums are taken in another order, which costs as much as taking a step's rows one by one. Plain descent, as Adam
+    makes a whole step of a gradient that is nothing but rounding."""
+    (stats, alone, rounding), (folder, several) = one[name], two
+    assert 0 < rounding < 1e-4
+    for shared in ("", "-split"):
+        assert distance(learned(folder / f"{name}{shared}"), alone) < 10 * rounding
+        told = several[f"{name}{shared}"]
+        assert {key: told[key] for key in ("steps", "tokens", "epochs")} == {
+            key: stats[key] for key in ("steps", "tokens", "epochs")
+        }
+        assert [loss for _, loss in told["loss"]] == pytest.approx([loss for _, loss in stats["loss"]], rel=1e-4)
+    assert distance(learned(folder / f"{name}-same"), alone) > 1000 * rounding
+
+
+# --- stopping and going on
+
+
+RESUMED = {"steps": 8, "batch": 2, "accumulation": 2, "save_every": 2}
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A stage with dropout in two processes, undisturbed, and the same when one of them is killed in its sixth step."""
+    folder = tmp_path_factory.mktemp("killed")
+    jobs = [{"name": name, "out": f"{folder}/{name}-through", "fields": RESUMED} for name in ("lora", "finetune")]
+    assert spread(2, folder, jobs).returncode == 0
+    for name in ("lora", "finetune"):
+        ended = spread(2, folder, [{"name": name, "out": f"{folder}/{name}", "fields": RESUMED, "dies": [1, 6]}])
+        assert ended.returncode != 0
+        assert "exitcode  : -9" in ended.stderr
+        saved = sorted(path.name for path in (folder / name / "checkpoints").iterdir())
+        assert saved[:2] == ["checkpoint-2", "checkpoint-4"]
+    return folder
+
+
+def test_as_many_processes_end_with_the_weights_of_a_stage_that_nothing_stopped(killed: Path) -> None:
+    shutil.copytree(killed / "lora", killed / "lora-on")
+    ended = spread(2, killed, [{"name": "lora", "out": f"{killed}/lora-on", "fields": RESUMED, "resume": True}])
+    assert ended.returncode == 0, ended.stderr
+    assert result_bytes(killed / "lora-on") == result_bytes(killed / "lora-through")
+
+
+def goes_on(killed: Path, processes: int) -> float:
+    """How far a stage that goes on with so many processes ends from one that nothing stopped."""
+    out = killed / f"finetune-{processes}"
+    shutil.copytree(killed / "finetune", out)
+    job = {"name": "finetune", "out": str(out), "fields": RESUMED, "resume": True}
+    assert spread(processes, killed, [job]).returncode == 0
+    return distance(learned(out), learned(killed / "finetune-through"))
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_more_or_fewer_processes_go_on_with_the_right_rows(killed: Path, processes: int, tmp_path: Path) -> None:
+    """The control goes on two steps too late, which is what counting rows in steps of another size does."""
+    assert goes_on(killed, processes) < 1e-3
+    late = Path(shutil.copytree(killed / "finetune", tmp_path / "late"))
+    state = late / "checkpoints/checkpoint-4/trainer_state.json"
+    state.write_text(state.read_text().replace('"global_step": 4', '"global_step": 6'))
+    checksums.write_sums(state.parent)
+    shutil.rmtree(late / "checkpoints/checkpoint-6", ignore_errors=True)
+    do({"name": "finetune", "out": late, "fields": RESUMED, "resume": True})
+    assert distance(learned(late), learned(killed / "finetune-through")) > 1e-2
+
+
+# --- who does what
+
+
+@pytest.mark.parametrize(
+    ("batch", "accumulation", "processes", "expected"),
+    [(4, 1, 1, (4, 1)), (4, 2, 2, (4, 1)), (4, 3, 2, (2, 3)), (4, 2, 8, (1, 1)), (3, 2, 3, (1, 2)), (6, 4, 6, (2, 2))],
+)
+def test_whole_micro_batches_are_shared_before_their_rows(
+    batch: int, accumulation: int, processes: int, expected: tuple[int, int]
+) -> None:
+    stage = make_stage("finetune", batch=batch, accumulation=accumulation)
+    rows, times = share(stage, processes)
+    assert (rows, times) == expected
+    assert rows * times * processes == batch * accumulation
+
+
+def test_rows_that_do_not_divide_are_refused_with_what_would() -> None:
+    stage = make_stage("finetune", batch=4, accumulation=1)
+    said = r"finetune: batch_size 4 × grad_accumulation 1 does not divide among 3 processes; start 2, or set grad_acc"
+    with pytest.raises(BadInput, match=said):
+        share(stage, 3)
+
+
+LAUNCHES: dict[str, tuple[dict[str, str], int | None, str]] = {
+    "no address": ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, None, "but MASTER_ADDR is not set"),
+    "no number": ({"WORLD_SIZE": "two"}, None, "WORLD_SIZE is 'two'"),
+    "accelerate, on a CPU": ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "x"}, None, "started one process"),
+    "accelerate, for one": ({"ACCELERATE_MIXED_PRECISION": "no"}, 2, "started one process"),
+    "another number": (
+        {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "x", "MASTER_PORT": "1"},
+        4,
+        "--gpus 4: the launcher started 2 processes",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", LAUNCHES)
+def test_a_launcher_that_started_too_few_is_noticed(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    variables, gpus, says = LAUNCHES[how]
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(BadInput, match=says):
+        processes.check_launch(gpus)
+
+
+def test_one_process_is_launched_as_it_always_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [processes.check_launch(gpus) for gpus in (None, 1, 2)] == [False, False, True]
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert not processes.check_launch(None)
+
+
+# --- whole runs
+
+
+TRAINED: list[dict[str, Any]] = [
+    {"kind": "align", "learning_rates": {"mixer": 1e-2}},
+    {"kind": "distill", "learning_rates": {"mixer": 1e-3, "body": 1e-4}, "tokens": 20 * 64, "save_every": 2},
+]
+COMMAND = [sys.executable, "-m", "liger_convert.cli"]
+RUN = ["run", "recipe.yaml", "--out"]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("home")
+    write_home(folder, TRAINED)
+    return folder
+
+
+def call(home: Path, command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=home, env=environment(**variables), capture_output=True, text=True, timeout=2 * SECONDS
+    )
+
+
+def errors(said: str) -> list[str]:
+    return [line for line in said.splitlines() if line.startswith("error: ")]
+
+
+def exported(run: Path) -> dict[str, Tensor]:
+    return {name: value for file in (run / "export").glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def test_bad_input_ends_all_processes_with_one_sentence(home: Path) -> None:
+    found = call(home, [*COMMAND, *RUN, "bad", "--gpus", "2", "--set", "data.late.path=nowhere"])
+    assert found.returncode == 2
+    assert found.stderr.splitlines() == ["error: data.late.path: nowhere: there is no such file"]
+    assert not (home / "bad").exists()
+
+
+@pytest.mark.slow  # torchrun's own account stands beside ours, and its exit code is 1
+def test_bad_input_under_torchrun_is_told_once(home: Path) -> None:
+    found = call(home, torchrun(2, *COMMAND[1:], *RUN, "bad", "--set", "base=nowhere"))
+    assert found.returncode == 1
+    assert len(errors(found.stderr)) == 1
+    assert "exitcode  : 2" in found.stderr
+
+
+@pytest.mark.slow
+def test_an_error_of_any_process_ends_all_with_its_sentence(home: Path) -> None:
+    """The second one cannot read what the first one could."""
+    script = (
+        "import os, sys\n"
+        "from liger_convert.cli.main import main\n"
+        "from liger_convert.pipeline import steps\n"
+        "from liger_convert.utils.errors import BadInput\n"
+        "def refuse(*args, **options):\n"
+        "    raise BadInput('text.jsonl: is not here')\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    steps.load_source = refuse\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    (home / "second.py").write_text(script)
+    found = call(home, torchrun(2, "second.py", *RUN, "second"))
+    assert errors(found.stderr) == ["error: text.jsonl: is not here"]
+    assert found.stderr.count("exitcode  : 2") >= 1
+
+
+@pytest.mark.slow
+def test_every_launcher_trains_the_same_run(home: Path) -> None:
+    for out, command in {
+        "alone": COMMAND,
+        "torchrun": torchrun(2, *COMMAND[1:]),
+    }.items():
+        assert call(home, [*command, *RUN, out]).returncode == 0
+    assert call(home, [*COMMAND, *RUN, "gpus", "--gpus", "2"]).returncode == 0
+    weights = {out: exported(home / out) for out in ("alone", "torchrun", "gpus")}
+    assert all(value.equal(weights["gpus"][name]) for name, value in weights["torchrun"].items())
+    base = load_file(home / "base/model.safetensors")
+    moved = {name: value - base[name] for name, value in weights["alone"].items() if name in base}
+    ours = {name: weights["gpus"][name] - base[name] for name in moved}
+    assert 0 < distance(ours, moved) < 1e-3
+    record = json.loads((home / "gpus/manifest.json").read_text())
+    assert record["machine"]["processes"] == 2
+    alone = json.loads((home / "alone/manifest.json").read_text())
+    for step in ("1-align", "2-distill"):
+        assert record["steps"][step]["tokens"] == alone["steps"][step]["tokens"]
+
+
+def workers(out: str) -> dict[int, int]:
+    """The processes of the run `out`, by rank."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            ranks = [int(v[5:]) for v in variables if v.startswith(b"RANK=")]
+            if ranks and out.encode() in words:
+                found[ranks[0]] = int(folder.name)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_run_ends_with_any_of_its_processes_and_goes_on_with_another_number(home: Path, number: int) -> None:
+    """SIGKILL for one process; SIGTERM, which saves the step, for the launcher."""
+    out = f"stopped-{number}"
+    longer = ["--set", "stages[1].tokens=25600"]
+    with subprocess.Popen(
+        [*COMMAND, *RUN, out, "--gpus", "2", *longer],
+        cwd=home,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        until = time.monotonic() + SECONDS
+        while not list((home / out).glob("steps/2-distill/checkpoints/checkpoint-*")) and time.monotonic() < until:
+            time.sleep(0.1)
+        ranks = workers(out)
+        os.kill(ranks[1] if number == signal.SIGKILL else process.pid, number)
+        _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == 128 + number
+    (sentence,) = errors(said)
+    assert sentence.endswith(f"the same command with --resume continues {out}")
+    assert ("process 1 of this run was killed by SIGKILL" in sentence) == (number == signal.SIGKILL)
+    assert "Traceback" not in said
+    assert not [pid for pid in ranks.values() if alive(pid)]
+    found = call(home, [*COMMAND, *RUN, out, "--resume", *longer])
+    assert found.returncode == 0
+    assert "processes was 2, is 1 since the run began" in found.stderr
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
