@@ -19,12 +19,13 @@ from liger_convert.mixers.calibration import Calibration
 from liger_convert.mixers.feature_maps import POSITIVE, Codebook
 from liger_convert.mixers.gates import GateName, pool_to
 from liger_convert.mixers.kernel_maps import RANDOM, WEIGHTS, MapName, make_map, map_size
+from liger_convert.mixers.spec import ShortConvSpec
 
 START_SIZE = 0.1  # of a read: size 1 adds 2.5 nats to an untrained SmolLM2-135M, this adds nothing
 
 
 @dataclass(frozen=True)
-class LinearSpec(MixerSpec):
+class LinearSpec(ShortConvSpec):
     """feature_map: phi, of queries and keys. rope: whether the memory's queries and keys are rotated like the window's.
 
     codes: how many a codebook has, which is its feature size. normalize: the read is divided by its normalizer;

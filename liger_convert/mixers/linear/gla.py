@@ -84,7 +84,9 @@ class GLA(GatedMixer):
 
     def step_config(self) -> StepConfig | None:
         spec = self.spec
-        usual = spec.combine == "shared" and spec.scope == "evicted" and not (spec.rope or spec.forget)
+        usual = (
+            spec.combine == "shared" and spec.scope == "evicted" and not (spec.rope or spec.forget or spec.conv_taps)
+        )
         if self.codebook is None or not usual:
             return None
         codes = self.codes()

@@ -80,6 +80,8 @@ class MoMSpec(MixerSpec):
             self._resolved()
         except BadInput as error:
             return str(error)
+        if self.inner_mixer()[1].conv_taps:
+            return "inner.short_conv: would convolve across memories; use 0"
         return None
 
 
