@@ -24,6 +24,7 @@ from liger_convert.mixers.calibration import Calibration
 from liger_convert.mixers.fused_step import step_cache
 from liger_convert.mixers.memory_logit import MemoryLogit
 from liger_convert.mixers.precision import multiplies_in_bf16
+from liger_convert.mixers.read_pieces import ReadGate, ReadNorm
 from liger_convert.mixers.short_convolution import STATES as CONVOLUTION_STATES
 from liger_convert.mixers.short_convolution import Row, ShortConvolutions, state_shapes
 from liger_convert.mixers.spec import Combine as Combine
@@ -111,6 +112,9 @@ class Mixer(nn.Module, ABC):
             self.forget_GC = nn.Parameter(torch.empty(dims.kv_heads, dims.hidden))
             self.forget_bias_G = nn.Parameter(torch.empty(dims.kv_heads))
         self.short_conv = ShortConvolutions(spec.conv_taps, dims) if spec.conv_taps else None
+        has_norm, has_gate = spec.read_pieces
+        self.read_norm = ReadNorm(dims) if has_norm else None
+        self.read_gate = ReadGate(dims) if has_gate else None
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -125,12 +129,13 @@ class Mixer(nn.Module, ABC):
             init.zeros_(self.forget_GC)
             # log sigmoid(b) is nearly -e^-b
             init.constant_(self.forget_bias_G, math.log((self.spec.window or FAR) / FADED))
-        if self.short_conv is not None:
-            self.short_conv.reset_parameters()
+        for piece in (self.short_conv, self.read_norm, self.read_gate):
+            if piece is not None:
+                piece.reset_parameters()
 
     def calibration(self) -> Calibration:
         """What `training.calibrate` fits of this mixer where `spec.is_calibrated`."""
-        return Calibration()
+        return Calibration(read_size=None if self.read_norm is None else self.read_norm.size_HV)
 
     @classmethod
     @abstractmethod
@@ -235,6 +240,7 @@ class Mixer(nn.Module, ABC):
                 written = Row(None if window.valid_BS is None else due_BT >= 0, due_BT if packed else None)
             q_BTHD, k_BTGD, v_BTGV, after = self.short_conv(qkv.q_BTHD, inputs[-1], v_BTGV, read, written, states)
             inputs, qkv = (*inputs, k_BTGD), qkv._replace(q_BTHD=q_BTHD)
+            qkv = qkv if evicted else qkv._replace(v_BSGD=v_BTGV)
             states = {name: state for name, state in states.items() if name not in CONVOLUTION_STATES}
         entries = self.write(inputs, v_BTGV)
         if write_mask_BT is not None:
@@ -243,6 +249,10 @@ class Mixer(nn.Module, ABC):
         memory, states = self.scan(qkv, entries, states, metadata.segment_ids_BT, exclusive=evicted)
         if past is not None:
             past.write_states({**states, **after})
+        if self.read_norm is not None:
+            memory = MemoryOutput(self.read_norm(memory.o_BTHV), memory.log_normalizer_BTH)
+        if self.read_gate is not None:
+            memory = memory._replace(read_BTHV=self.read_gate(memory.read_BTHV, qkv.x_BTC))
         return memory
 
     def memory_logit(self, q_BTHD: Tensor, memory: MemoryOutput) -> Tensor:
@@ -331,14 +341,15 @@ class DiagonalMixer(Mixer):
         segment_ids_BT: Tensor | None,
         exclusive: bool,
     ) -> tuple[MemoryOutput, dict[str, Tensor]]:
+        q_BTHF = self.query_features(qkv)
         o_BTHV, normalizer_BTH, state = self.attend(
-            self.query_features(qkv),
+            q_BTHF,
             entries,
             initial_state=with_normalizer(states),
             segment_ids_BT=segment_ids_BT,
             exclusive=exclusive,
         )
-        memory = self.read(o_BTHV, normalizer_BTH)
+        memory = self.read(*self.add_current(qkv, q_BTHF, entries, o_BTHV, normalizer_BTH))
         if memory.normalizer_BTH is None:  # else it may be too large for float16
             memory = memory._replace(read_BTHV=memory.read_BTHV.to(qkv.v_BSGD.dtype))
         return memory, {"state": state[..., :-1], "z": state[..., -1]} if self.normalize else {"state": state}
@@ -358,6 +369,17 @@ class DiagonalMixer(Mixer):
             v_BTGV = v_BTGV.float()
         written_BTG = written[0][..., 0] if written else None
         return chunk_gla(q_BTHF, k_BTGF, v_BTGV, log_a, write_mask_BTG=written_BTG, **options)
+
+    def add_current(
+        self,
+        qkv: QKV,
+        q_BTHF: Tensor,
+        entries: tuple[Tensor, ...],
+        o_BTHV: Tensor,
+        normalizer_BTH: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """What `attend` gives, with what a query reads of its own token beside the state; nothing by default."""
+        return o_BTHV, normalizer_BTH
 
     def read(self, o_BTHV: Tensor, normalizer_BTH: Tensor | None) -> MemoryOutput:
         """What the memory gives, of what `attend` does."""

@@ -47,6 +47,11 @@ class MixerSpec:
         """How many taps the short convolution before the memory has; 0 where there is none."""
         return 0
 
+    @property
+    def read_pieces(self) -> tuple[bool, bool]:
+        """Whether the memory's read has a norm behind it, and whether it has a gate."""
+        return False, False
+
     def inner_types(self) -> tuple[str, ...]:
         """The names of other mixers that this one is made of."""
         return ()
@@ -78,3 +83,29 @@ class ShortConvSpec(MixerSpec):
         if self.short_conv and getattr(self, "rope", False):
             return "short_conv: is of queries and keys before rotary; use rope: false, or short_conv: 0"
         return super().problem()
+
+
+@dataclass(frozen=True)
+class ReadGateSpec(ShortConvSpec):
+    """output_gate: the memory's read is multiplied by 2 sigmoid(W x) of the layer's input x; W is learned from 0 on,
+    where that is 1.
+    """
+
+    output_gate: bool = False
+
+    @property
+    def read_pieces(self) -> tuple[bool, bool]:
+        return False, self.output_gate
+
+
+@dataclass(frozen=True)
+class ReadSpec(ReadGateSpec):
+    """output_norm: `rms` brings each head's read to one size, learned per channel from 0.1 on. No size makes it the
+    identity: it changes the memory that a conversion starts with.
+    """
+
+    output_norm: Literal["none", "rms"] = "none"
+
+    @property
+    def read_pieces(self) -> tuple[bool, bool]:
+        return self.output_norm == "rms", self.output_gate

@@ -20,7 +20,7 @@ from liger_convert.mixers.base import HeadDims, MemoryOutput
 from liger_convert.mixers.gates import log_sigmoid_gate, log_soft_cap
 from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
 from liger_convert.mixers.registry import register_mixer
-from liger_convert.mixers.spec import ShortConvSpec
+from liger_convert.mixers.spec import ReadGateSpec
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class MLSTMSpec(GatedSpec):
             return "combine: shared needs a normalizer above 0, and mlstm's has either sign; use combine: learned"
         if not 0 < self.cap <= 15:
             return f"cap: {self.cap} must be above 0, and no more than 15 to stay inside float32"
-        return ShortConvSpec.problem(self)
+        return ReadGateSpec.problem(self)
 
 
 @register_mixer("mlstm")
