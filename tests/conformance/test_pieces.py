@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from tiny_models import (
     linearization,
     logits,
 )
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from liger_convert.model import modeling
 from liger_convert.model.decoding import Decoder
@@ -144,3 +145,29 @@ def test_every_parameter_gets_a_gradient(options: dict[str, Any]) -> None:
     model(TOKENS, labels=TOKENS).loss.backward()
     left = [name for name, p in model.named_parameters() if ".mixer." in name and (p.grad is None or not p.grad.any())]
     assert left == []
+
+
+@every_piece
+def test_a_saved_model_loads_as_itself(options: dict[str, Any], tmp_path: Path) -> None:
+    model = model_of(options)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    assert torch.equal(logits(loaded, TOKENS), logits(model, TOKENS))
+
+
+@pytest.mark.parametrize("options", [{"type": "kda", **CONV}, {"type": "mamba", **CONV, "skip": True}], ids=str)
+def test_gradient_checkpointing_and_bfloat16_know_the_pieces(options: dict[str, Any]) -> None:
+    model, gradients = build("llama", **spec_of({**options, "output_gate": True, "output_norm": "rms"})).train(), []
+    for checkpointed in (False, True):
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        model(TOKENS, labels=TOKENS).loss.backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-6)
+    model = model.eval().to(torch.bfloat16)
+    cache = DynamicCache(config=model.config)
+    parts = [logits(model, TOKENS[:, i : i + 1], past_key_values=cache, use_cache=True) for i in range(29)]
+    assert all(state.dtype == torch.float32 for state in cache.layers[0].states.values())
+    assert_same_logits(torch.cat(parts, 1).float(), logits(model, TOKENS).float(), 0.1)

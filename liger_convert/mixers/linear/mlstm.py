@@ -5,7 +5,8 @@ f_t = sigmoid(pool(k_t) + b_f),   i_t = exp(c tanh((pool(k_t) + b_i) / c)),   c 
 
 The paper's exponential input gate has no bound, and a running maximum is carried along to keep it inside float32. The
 soft cap c is that of xLSTM 7B (2503.13427): i_t then stays within e^15, sums of any length are finite as they are,
-and the equations above hold without the maximum, in chunks as token by token. The gate of the output is left out.
+and the equations above hold without the maximum, in chunks as token by token. `output_gate` is the paper's but for a
+factor of 2, and `short_conv: 4` its convolution, here of values, too.
 """
 
 from __future__ import annotations
