@@ -306,7 +306,7 @@ def describe_mixers(heads: int, kv_heads: int, head_size: int) -> dict[str, dict
     dims, described = HeadDims(heads * head_size, heads, kv_heads, head_size), {}
     for name, mixer in MIXERS.items():
         spec = mixer.Spec()
-        shapes = mixer.state_shape(spec, dims)
+        shapes = mixer.cached_states(spec, dims)
         described[name] = {
             "summary": mixer.summary,
             "gate": mixer.gate_rule,

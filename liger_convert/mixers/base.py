@@ -7,7 +7,6 @@ F feature size, V value size. States are float32.
 from __future__ import annotations
 
 import math
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,14 +24,18 @@ from liger_convert.mixers.calibration import Calibration
 from liger_convert.mixers.fused_step import step_cache
 from liger_convert.mixers.memory_logit import MemoryLogit
 from liger_convert.mixers.precision import multiplies_in_bf16
+from liger_convert.mixers.read_pieces import ReadGate, ReadNorm
+from liger_convert.mixers.short_convolution import STATES as CONVOLUTION_STATES
+from liger_convert.mixers.short_convolution import Row, ShortConvolutions, state_shapes
+from liger_convert.mixers.spec import Combine as Combine
+from liger_convert.mixers.spec import MixerSpec as MixerSpec
+from liger_convert.mixers.spec import Scope as Scope
 from liger_convert.mixers.window_attention import MemoryContribution, WindowInputs, window_attention
 
 if TYPE_CHECKING:
     from liger_convert.model.cache import LinearizedCacheLayer
     from liger_convert.model.sequence import SequenceMetadata, WindowMetadata
 
-Combine = Literal["shared", "learned", "fixed", "memory"]
-Scope = Literal["evicted", "all"]
 Branches = Literal["both", "window", "memory"]
 Method = Literal["prefill", "decode_step"]
 
@@ -81,49 +84,6 @@ class MemoryOutput(NamedTuple):
         return self.read_BTHV if self.normalizer_BTH is None else quotient(self.read_BTHV, self.normalizer_BTH)
 
 
-@dataclass(frozen=True)
-class MixerSpec:
-    """Options every mixer has.
-
-    window: tokens a query sees exactly, itself included (at least 1; 0, for all tokens, where there is no memory).
-    sinks: first tokens of a document that stay visible for ever. scope: the memory holds `all` tokens, or only
-    those `evicted` from the window (sinks, which are never forgotten, are then never written). combine: one `shared`
-    denominator over the window's logits and the memory's normalizer, a `learned` or `fixed` (half and half) mix of the
-    two outputs, or the `memory` alone. In the shared denominator a memory of normalizer m weighs w = m^gamma e^(c q /
-    sqrt(D) + beta) beside the sum of the window's e^s; every head learns its gamma, c and beta. forget: the
-    window's weights fade by a learned gate of every token since (Forgetting Transformer, 2503.02130), one a
-    key-value head; the sinks' beyond the window do not.
-    """
-
-    window: int = 64
-    sinks: int = 4
-    scope: Scope = "evicted"
-    combine: Combine = "shared"
-    forget: bool = False
-
-    @property
-    def is_calibrated(self) -> bool:
-        """Whether `training.calibrate` fits the mixer: whether how it combines with the window can be fitted."""
-        return self.combine in ("shared", "learned")
-
-    @property
-    def cache_window(self) -> int:
-        """How many tokens the ring keeps between two calls: as many as there were where the window is unbounded."""
-        return self.window - 1 if self.window else sys.maxsize
-
-    def inner_types(self) -> tuple[str, ...]:
-        """The names of other mixers that this one is made of."""
-        return ()
-
-    def problem(self) -> str | None:
-        """What is wrong with these values, as `field: sentence`, or None."""
-        if self.window < 1:
-            return f"window: {self.window} is too small; a query sees at least itself, so 1 or more"
-        if self.sinks < 0:
-            return f"sinks: {self.sinks} is negative; use 0 for none"
-        return None
-
-
 class Mixer(nn.Module, ABC):
     """The memory branch of one layer and how it is combined with the window; holds every new parameter of the layer.
 
@@ -153,6 +113,10 @@ class Mixer(nn.Module, ABC):
         if spec.forget:
             self.forget_GC = nn.Parameter(torch.empty(dims.kv_heads, dims.hidden))
             self.forget_bias_G = nn.Parameter(torch.empty(dims.kv_heads))
+        self.short_conv = ShortConvolutions(spec.conv_taps, dims) if spec.conv_taps else None
+        has_norm, has_gate = spec.read_pieces
+        self.read_norm = ReadNorm(dims) if has_norm else None
+        self.read_gate = ReadGate(dims) if has_gate else None
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -167,15 +131,23 @@ class Mixer(nn.Module, ABC):
             init.zeros_(self.forget_GC)
             # log sigmoid(b) is nearly -e^-b
             init.constant_(self.forget_bias_G, math.log((self.spec.window or FAR) / FADED))
+        for piece in (self.short_conv, self.read_norm, self.read_gate):
+            if piece is not None:
+                piece.reset_parameters()
 
     def calibration(self) -> Calibration:
         """What `training.calibrate` fits of this mixer where `spec.is_calibrated`."""
-        return Calibration()
+        return Calibration(read_size=None if self.read_norm is None else self.read_norm.size_HV)
 
     @classmethod
     @abstractmethod
     def state_shape(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, tuple[int, ...]]:
-        """Names and shapes, without the batch, of the float32 states of one layer and sequence."""
+        """Names and shapes, without the batch, of the recurrence's float32 states of one layer and sequence."""
+
+    @classmethod
+    def cached_states(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, tuple[int, ...]]:
+        """As `state_shape`, with the tokens that a short convolution keeps."""
+        return {**cls.state_shape(spec, dims), **state_shapes(spec.conv_taps, dims)}
 
     @classmethod
     @abstractmethod
@@ -188,7 +160,10 @@ class Mixer(nn.Module, ABC):
 
     @abstractmethod
     def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
-        """The recurrence's entries of each token, each [B,T,G,*]; an entry of zeros leaves the state untouched."""
+        """The recurrence's entries of each token, each [B,T,G,*]; an entry of zeros leaves the state untouched.
+
+        `inputs` are the deferred ones; where there is a short convolution, the last of them convolved is added.
+        """
 
     @abstractmethod
     def scan(
@@ -249,8 +224,8 @@ class Mixer(nn.Module, ABC):
         """Writes the tokens that are due and reads the memory with the queries; the states of `past` move on."""
         inputs = self.deferred_inputs(qkv)
         tokens, evicted = metadata.tokens, self.spec.scope == "evicted"
+        window = window_metadata(self.spec, metadata, past)
         if evicted:
-            window = window_metadata(self.spec, metadata, past)
             streams = [extend(past, f"deferred{i}", x, window) for i, x in enumerate(inputs)]
             inputs = tuple(_delay(stream, window.cache_window, tokens) for stream in streams)
             v_BTGV = _delay(qkv.v_BSGD, window.cache_window, tokens)
@@ -258,14 +233,28 @@ class Mixer(nn.Module, ABC):
         else:
             v_BTGV = qkv.v_BSGD[:, -tokens:]
             write_mask_BT = metadata.valid_BT
+        states, after = {} if past is None else past.states, {}
+        if self.short_conv is not None:
+            packed, real_BT = metadata.segment_ids_BT is not None, metadata.valid_BT
+            read = written = Row(real_BT, metadata.position_BT if packed else None)
+            if evicted:
+                due_BT = metadata.position_on_eviction(window)
+                written = Row(None if window.valid_BS is None else due_BT >= 0, due_BT if packed else None)
+            q_BTHD, k_BTGD, v_BTGV, after = self.short_conv(qkv.q_BTHD, inputs[-1], v_BTGV, read, written, states)
+            inputs, qkv = (*inputs, k_BTGD), qkv._replace(q_BTHD=q_BTHD)
+            qkv = qkv if evicted else qkv._replace(v_BSGD=v_BTGV)
+            states = {name: state for name, state in states.items() if name not in CONVOLUTION_STATES}
         entries = self.write(inputs, v_BTGV)
         if write_mask_BT is not None:
             left_out_BT11 = ~write_mask_BT[:, :, None, None]
             entries = tuple(entry.masked_fill(left_out_BT11, 0) for entry in entries)
-        states = {} if past is None else past.states
         memory, states = self.scan(qkv, entries, states, metadata.segment_ids_BT, exclusive=evicted)
         if past is not None:
-            past.write_states(states)
+            past.write_states({**states, **after})
+        if self.read_norm is not None:
+            memory = MemoryOutput(self.read_norm(memory.o_BTHV), memory.log_normalizer_BTH)
+        if self.read_gate is not None:
+            memory = memory._replace(read_BTHV=self.read_gate(memory.read_BTHV, qkv.x_BTC))
         return memory
 
     def memory_logit(self, q_BTHD: Tensor, memory: MemoryOutput) -> Tensor:
@@ -354,14 +343,15 @@ class DiagonalMixer(Mixer):
         segment_ids_BT: Tensor | None,
         exclusive: bool,
     ) -> tuple[MemoryOutput, dict[str, Tensor]]:
+        q_BTHF = self.query_features(qkv)
         o_BTHV, normalizer_BTH, state = self.attend(
-            self.query_features(qkv),
+            q_BTHF,
             entries,
             initial_state=with_normalizer(states),
             segment_ids_BT=segment_ids_BT,
             exclusive=exclusive,
         )
-        memory = self.read(o_BTHV, normalizer_BTH)
+        memory = self.read(*self.add_current(qkv, q_BTHF, entries, o_BTHV, normalizer_BTH))
         if memory.normalizer_BTH is None:  # else it may be too large for float16
             memory = memory._replace(read_BTHV=memory.read_BTHV.to(qkv.v_BSGD.dtype))
         return memory, {"state": state[..., :-1], "z": state[..., -1]} if self.normalize else {"state": state}
@@ -381,6 +371,17 @@ class DiagonalMixer(Mixer):
             v_BTGV = v_BTGV.float()
         written_BTG = written[0][..., 0] if written else None
         return chunk_gla(q_BTHF, k_BTGF, v_BTGV, log_a, write_mask_BTG=written_BTG, **options)
+
+    def add_current(
+        self,
+        qkv: QKV,
+        q_BTHF: Tensor,
+        entries: tuple[Tensor, ...],
+        o_BTHV: Tensor,
+        normalizer_BTH: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """What `attend` gives, with what a query reads of its own token beside the state; nothing by default."""
+        return o_BTHV, normalizer_BTH
 
     def read(self, o_BTHV: Tensor, normalizer_BTH: Tensor | None) -> MemoryOutput:
         """What the memory gives, of what `attend` does."""

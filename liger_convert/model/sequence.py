@@ -139,13 +139,19 @@ class SequenceMetadata:
         """[B,T]: at each new token, whether the one that then leaves the window goes into the memory."""
         key = (window.cache_window, window.sink_count)
         if key not in self._write_masks:
-            missing = window.cache_window + self.tokens - window.position_BS.shape[1]
-            mask_BT = F.pad(window.position_BS, (missing, 0), value=-1)[:, : self.tokens] >= window.sink_count
+            mask_BT = self.position_on_eviction(window) >= window.sink_count
             if self.segment_ids_BT is not None and window.segment_ids_BS is not None:
-                leaving_BT = F.pad(window.segment_ids_BS, (missing, 0), value=-1)[:, : self.tokens]
-                mask_BT = mask_BT & (leaving_BT == self.segment_ids_BT)
+                mask_BT = mask_BT & (self._on_eviction(window.segment_ids_BS, window) == self.segment_ids_BT)
             self._write_masks[key] = mask_BT
         return self._write_masks[key]
+
+    def position_on_eviction(self, window: WindowMetadata) -> Tensor:
+        """[B,T]: at each new token, the position of the one that then leaves the window; -1 where none does."""
+        return self._on_eviction(window.position_BS, window)
+
+    def _on_eviction(self, of_BS: Tensor, window: WindowMetadata) -> Tensor:
+        missing = window.cache_window + self.tokens - of_BS.shape[1]
+        return F.pad(of_BS, (missing, 0), value=-1)[:, : self.tokens]
 
     def positions_after(self, window: WindowMetadata, before: Positions | None = None) -> Positions:
         """What stands before the tokens that come after these."""

@@ -320,7 +320,7 @@ def _state_bytes(spec: dict[str, Any], config: Any, itemsize: int) -> int:
     ring = max(options.window - 1, 0) * _ring_bytes(spec, config, itemsize)
     # 8 bytes each: where a sink stands; the count of tokens seen
     sinks = options.sinks * (dims.kv_heads * 2 * dims.dim * itemsize + 8) + 8
-    return ring + sinks + 4 * sum(math.prod(shape) for shape in cls.state_shape(options, dims).values())
+    return ring + sinks + 4 * sum(math.prod(shape) for shape in cls.cached_states(options, dims).values())
 
 
 def _trained(stage: Stage, config: Any, shapes: dict[str, tuple[int, ...]]) -> int:

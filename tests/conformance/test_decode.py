@@ -112,9 +112,12 @@ def test_no_step_in_place_moves_a_tensor_or_changes_a_shape() -> None:
         assert step(3) == step(4) == step(5)
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_a_step_looks_at_no_value(mixer: str) -> None:
-    model, cache = build("llama", 1, type=mixer), DynamicCache()
+CONVOLVED = {"type": "mamba", "short_conv": 4, "output_gate": True, "skip": True}
+
+
+@pytest.mark.parametrize("spec", [*({"type": name} for name in MIXERS), CONVOLVED], ids=str)
+def test_a_step_looks_at_no_value(spec: dict[str, Any]) -> None:
+    model, cache = build("llama", 1, **spec), DynamicCache()
     decoder = Decoder(model, in_place=True)
     with torch.no_grad():
         model(TOKENS[:, :2], past_key_values=cache, use_cache=True)

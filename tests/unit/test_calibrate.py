@@ -93,11 +93,13 @@ def test_each_layer_is_fitted_on_what_the_calibrated_layers_before_it_give_it(
     assert [torch.equal(x, y) for x, y in zip(fitted_on, given, strict=True)] == [True] * 3
 
 
-@pytest.mark.parametrize(
-    "mixer", ["retnet", "gateloop", "mamba2", "mlstm", "rwkv6", "decaying-fast-weights", "deltanet", "rwkv7", "titans"]
-)
-def test_a_learned_mix_is_fitted_in_every_layer(mixer: str, tmp_path: Path) -> None:
-    base, model = base_and_model(tmp_path / "base", {"type": mixer, "window": 5, "sinks": 2})
+LEARNED = ["retnet", "gateloop", "mamba2", "mlstm", "rwkv6", "decaying-fast-weights", "deltanet", "rwkv7", "titans"]
+PIECES = {"type": "deltanet", "short_conv": 4, "output_norm": "rms", "output_gate": True}
+
+
+@pytest.mark.parametrize("spec", [*({"type": name} for name in LEARNED), PIECES], ids=str)
+def test_a_learned_mix_is_fitted_in_every_layer(spec: dict[str, Any], tmp_path: Path) -> None:
+    base, model = base_and_model(tmp_path / "base", {**spec, "window": 5, "sinks": 2})
     for layer in model.model.layers:  # a start that trusts the memory, which knows nothing yet
         layer.self_attn.mixer.mix_H.data.fill_(2)
     before = layer_errors(model, base)

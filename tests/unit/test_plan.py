@@ -173,6 +173,14 @@ def test_the_cache_of_the_linearized_model_is_as_large_as_the_plan_says(family, 
     assert made.cache_bytes(60) == cache_bytes(model, 60)
 
 
+@pytest.mark.parametrize("mixer", ["deltanet", "mamba", "gla"])
+def test_the_state_of_a_short_convolution_is_counted(mixer):
+    made = plan("llama", mixer={"type": mixer, "window": 8, "short_conv": 4}, layers="LN")
+    model = CLASSES["llama"][2](linearized_config(tiny_config("llama"), made.linearization))
+    without = plan("llama", mixer={"type": mixer, "window": 8}, layers="LN").cache_bytes(60)
+    assert made.cache_bytes(60) == cache_bytes(model, 60) > without
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_a_window_of_all_tokens_grows_as_the_plan_says(family):
     made = plan(family, mixers={"kept": {"type": "forgetting"}}, layers={"repeat": ["main", "kept"]})

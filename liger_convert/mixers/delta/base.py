@@ -23,10 +23,11 @@ from transformers import initialization as init
 from liger_convert.mixers.base import QKV, Combine, HeadDims, MemoryOutput, Mixer, MixerSpec
 from liger_convert.mixers.gates import pool_to
 from liger_convert.mixers.precision import multiplies_in_bf16
+from liger_convert.mixers.spec import ReadSpec
 
 
 @dataclass(frozen=True)
-class DeltaSpec(MixerSpec):
+class DeltaSpec(ReadSpec):
     """beta: the strength b is the sigmoid of a learned bias, by itself (`constant`) or added to `pooled` keys.
 
     beta_bias: where that bias starts. rope: whether the memory's queries and keys are rotated like the window's.

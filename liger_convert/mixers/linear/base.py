@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
@@ -19,12 +18,12 @@ from liger_convert.mixers.calibration import Calibration
 from liger_convert.mixers.feature_maps import POSITIVE, Codebook
 from liger_convert.mixers.gates import GateName, pool_to
 from liger_convert.mixers.kernel_maps import RANDOM, WEIGHTS, MapName, make_map, map_size
-
-START_SIZE = 0.1  # of a read: size 1 adds 2.5 nats to an untrained SmolLM2-135M, this adds nothing
+from liger_convert.mixers.read_pieces import START_SIZE, normed
+from liger_convert.mixers.spec import ReadGateSpec
 
 
 @dataclass(frozen=True)
-class LinearSpec(MixerSpec):
+class LinearSpec(ReadGateSpec):
     """feature_map: phi, of queries and keys. rope: whether the memory's queries and keys are rotated like the window's.
 
     codes: how many a codebook has, which is its feature size. normalize: the read is divided by its normalizer;
@@ -128,7 +127,7 @@ class LinearMixer(DiagonalMixer):
 
     def rescale(self, o_BTHV: Tensor) -> Tensor:
         """The read at its learned size, whatever it was."""
-        return F.rms_norm(o_BTHV, o_BTHV.shape[-1:], eps=1e-6) * self.size_HV.float()
+        return normed(o_BTHV, self.size_HV)
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,11 @@ class GLA(GatedMixer):
 
     def step_config(self) -> StepConfig | None:
         spec = self.spec
-        usual = spec.combine == "shared" and spec.scope == "evicted" and not (spec.rope or spec.forget)
+        usual = (
+            spec.combine == "shared"
+            and spec.scope == "evicted"
+            and not (spec.rope or spec.forget or spec.conv_taps or spec.output_gate)
+        )
         if self.codebook is None or not usual:
             return None
         codes = self.codes()

@@ -50,6 +50,9 @@ class HGRN2(GatedMixer):
         super().__init__(spec, dims)
         self.k_map = None
 
+    def gate_logits(self, inputs: tuple[Tensor, ...], name: str = "gate") -> Tensor:
+        return super().gate_logits(inputs[-1:], name)  # a gate is a key, and convolved where keys are
+
     def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
         return self.forgotten(self.gate_logits(inputs))
 

@@ -5,7 +5,8 @@ f_t = sigmoid(pool(k_t) + b_f),   i_t = exp(c tanh((pool(k_t) + b_i) / c)),   c 
 
 The paper's exponential input gate has no bound, and a running maximum is carried along to keep it inside float32. The
 soft cap c is that of xLSTM 7B (2503.13427): i_t then stays within e^15, sums of any length are finite as they are,
-and the equations above hold without the maximum, in chunks as token by token. The gate of the output is left out.
+and the equations above hold without the maximum, in chunks as token by token. `output_gate` is the paper's but for a
+factor of 2, and `short_conv: 4` its convolution, here of values, too.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from typing import Literal
 
 from torch import Tensor
 
-from liger_convert.mixers.base import HeadDims, MemoryOutput, MixerSpec
+from liger_convert.mixers.base import HeadDims, MemoryOutput
 from liger_convert.mixers.gates import log_sigmoid_gate, log_soft_cap
 from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
 from liger_convert.mixers.registry import register_mixer
+from liger_convert.mixers.spec import ReadGateSpec
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class MLSTMSpec(GatedSpec):
             return "combine: shared needs a normalizer above 0, and mlstm's has either sign; use combine: learned"
         if not 0 < self.cap <= 15:
             return f"cap: {self.cap} must be above 0, and no more than 15 to stay inside float32"
-        return MixerSpec.problem(self)
+        return ReadGateSpec.problem(self)
 
 
 @register_mixer("mlstm")

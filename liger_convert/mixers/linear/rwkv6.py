@@ -3,8 +3,8 @@
 S_t = diag(a_t) S_{t-1} + k_t^T v_t,   a_t = exp(-exp(pool(k_t) + b)),   o_t = norm(q_t (S_{t-1} + diag(u) k_t^T v_t))
 
 With `scope: all` the read is the paper's. With `scope: evicted` it ends before the window, in which the token itself
-stands with its own softmax weight, so that there is nothing for u to add and no u. The paper's token shift and the
-gate of its output are left out; the decay is pooled as in Liger (2503.01496, table 1).
+stands with its own softmax weight; `bonus: true` adds diag(u) k_t^T v_t to it, from u = 0 on. The paper's token shift
+is left out; the decay is pooled as in Liger (2503.01496, table 1). For the gate of its output see `read_pieces.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from liger_convert.mixers.base import HeadDims
+from liger_convert.mixers.base import QKV, HeadDims
 from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
 from liger_convert.mixers.registry import register_mixer
 
@@ -25,8 +25,12 @@ FASTEST = 5.0  # of the logits: a token then keeps e^-148, while exp of pretrain
 
 @dataclass(frozen=True)
 class RWKV6Spec(GatedSpec):
-    """A bias of -7 starts with a memory of about a thousand tokens."""
+    """bonus: the read adds the query's own token with a weight u per channel, learned from 0 on; with `scope: all`,
+    where it is the only way to read that token, it always does, from 1 on. A bias of -7 starts with a memory of about a
+    thousand tokens.
+    """
 
+    bonus: bool = False
     gate: Literal["pooled", "head", "learned", "constant"] = "pooled"
     gate_bias: float = -7.0
 
@@ -37,16 +41,18 @@ class RWKV6(GatedMixer):
     gate_rule = "exp(-exp(pool(k) + b))"
     left_out = "token shift, the decay's low-rank projection, the output gate; with scope: evicted also the bonus"
     Spec = RWKV6Spec
+    spec: RWKV6Spec
 
     def __init__(self, spec: RWKV6Spec, dims: HeadDims):
         super().__init__(spec, dims)
-        if spec.scope == "all":
+        self.reads_own = spec.bonus or spec.scope == "all"
+        if self.reads_own:
             self.bonus_GF = nn.Parameter(torch.empty(dims.kv_heads, self.features))
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        if self.spec.scope == "all":
-            init.constant_(self.bonus_GF, 1.0)
+        if self.reads_own:
+            init.constant_(self.bonus_GF, 1.0 if self.spec.scope == "all" else 0.0)
 
     def decay(self, logits: Tensor) -> Tensor:
         return -logits.clamp(max=FASTEST).exp()
@@ -54,11 +60,22 @@ class RWKV6(GatedMixer):
     def attend(
         self, q_BTHF: Tensor, entries: tuple[Tensor, ...], **options: Any
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        o_BTHV, normalizer_BTH, last = super().attend(q_BTHF, entries, **options | {"exclusive": True})
-        if self.spec.scope == "all":
-            k_BTGF, v_BTGV, *_ = entries
-            q_BTGRF, uk_BTGF = q_BTHF.unflatten(2, (self.dims.kv_heads, -1)), k_BTGF * self.bonus_GF.float()
-            weight_BTGR1 = (q_BTGRF * uk_BTGF[:, :, :, None]).sum(-1, keepdim=True)
-            o_BTHV = o_BTHV + (weight_BTGR1 * v_BTGV[:, :, :, None].float()).flatten(2, 3)
-            normalizer_BTH = None if normalizer_BTH is None else normalizer_BTH + weight_BTGR1.flatten(2)
-        return o_BTHV, normalizer_BTH, last
+        return super().attend(q_BTHF, entries, **options | {"exclusive": True})
+
+    def add_current(
+        self,
+        qkv: QKV,
+        q_BTHF: Tensor,
+        entries: tuple[Tensor, ...],
+        o_BTHV: Tensor,
+        normalizer_BTH: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        if not self.reads_own:
+            return o_BTHV, normalizer_BTH
+        k_BTGF, v_BTGV, *_ = entries
+        if self.spec.scope == "evicted":  # the entries are of the tokens that leave the window
+            k_BTGF, v_BTGV = self.key_features(self.deferred_inputs(qkv)), qkv.v_BSGD[:, -q_BTHF.shape[1] :]
+        q_BTGRF, uk_BTGF = q_BTHF.unflatten(2, (self.dims.kv_heads, -1)), k_BTGF * self.bonus_GF.float()
+        weight_BTGR1 = (q_BTGRF * uk_BTGF[:, :, :, None]).sum(-1, keepdim=True)
+        o_BTHV = o_BTHV + (weight_BTGR1 * v_BTGV[:, :, :, None].float()).flatten(2, 3)
+        return o_BTHV, None if normalizer_BTH is None else normalizer_BTH + weight_BTGR1.flatten(2)

@@ -80,6 +80,11 @@ class MoMSpec(MixerSpec):
             self._resolved()
         except BadInput as error:
             return str(error)
+        inner_spec = self.inner_mixer()[1]
+        if inner_spec.conv_taps:
+            return "inner.short_conv: is before all memories, and a mixture has none; use 0"
+        if any(inner_spec.read_pieces):
+            return "inner.output_gate: is, as output_norm, behind all memories, and a mixture has none; leave both out"
         return None
 
 

@@ -16,16 +16,19 @@ from gated_kernels.fused_step.chunk import MIN_NORMALIZER
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from liger_convert.mixers.base import HeadDims, MemoryOutput, Mixer, MixerSpec
+from liger_convert.mixers.base import QKV, HeadDims, MemoryOutput, Mixer, MixerSpec
 
 SLOWEST, FASTEST = 1e-3, 1e-1  # decay of the first state of a channel in a token: the channels start evenly between
 
 
 @dataclass(frozen=True)
 class ElementwiseSpec(MixerSpec):
-    """states: F, the rates at which a value channel forgets."""
+    """states: F, the rates at which a value channel forgets. skip: adds d * v of the query's own token to the read, d
+    being learned per channel from 0 on.
+    """
 
     states: int = 16
+    skip: bool = False
 
     def problem(self) -> str | None:
         if self.states < 1:
@@ -42,11 +45,15 @@ class ElementwiseMixer(Mixer):
     def __init__(self, spec: ElementwiseSpec, dims: HeadDims):
         super().__init__(spec, dims)
         self.log_rate_GFV = nn.Parameter(torch.empty(dims.kv_heads, spec.states, dims.dim))
+        if spec.skip:
+            self.skip_HV = nn.Parameter(torch.empty(dims.heads, dims.dim))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
         init.copy_(self.log_rate_GFV, self.first_log_rates().expand_as(self.log_rate_GFV))
+        if self.spec.skip:
+            init.zeros_(self.skip_HV)
 
     def first_log_rates(self) -> Tensor:
         """[F,1] or [F,V]: the real start of S4D (2206.11893), A = -(f + 1)."""
@@ -60,6 +67,14 @@ class ElementwiseMixer(Mixer):
     def log_A(self) -> Tensor:
         """log A = -e^rate < 0 [G,F,V]; the clamp keeps it finite whatever training does."""
         return -self.log_rate_GFV.float().clamp(max=15).exp()
+
+    def with_skip(self, memory: MemoryOutput, qkv: QKV) -> MemoryOutput:
+        """The read, and d * v of each query's own token where there is a skip."""
+        if not self.spec.skip:
+            return memory
+        o_BTHV = memory.o_BTHV
+        v_BTHV = qkv.v_BSGD[:, -o_BTHV.shape[1] :].repeat_interleave(self.dims.heads // self.dims.kv_heads, 2)
+        return memory._replace(read_BTHV=(o_BTHV.float() + self.skip_HV.float() * v_BTHV.float()).to(o_BTHV.dtype))
 
 
 def mean_per_channel(read_BTHV2: Tensor, dtype: torch.dtype) -> MemoryOutput:

@@ -3,7 +3,8 @@
 S_t = exp(dt_t log A) * S_{t-1} + phi(k_t)^T [dt_t * v_t, dt_t],   dt_t = softplus(pool(k_t) + b),   log A = -e^rate
 o_t = n_t / m_t,   [n_t, m_t] = phi(q_t) S_t                            (base.py has the shapes and the starts)
 
-k, q and v take the places of Mamba's B, C and x, as in 2408.15237; its convolution, skip and output gate are left out.
+k, q and v take the places of Mamba's B, C and x, as in 2408.15237. `short_conv: 4` is its convolution, before all that
+is made of k, q and v; `skip` and `output_gate` are its skip and the gate of its output.
 phi is a softmax over F learned features, so that weights are positive and the read can be a mean.
 """
 
@@ -20,11 +21,12 @@ from transformers import initialization as init
 from liger_convert.mixers.base import QKV, HeadDims, MemoryOutput, MixerSpec
 from liger_convert.mixers.gates import pool_to
 from liger_convert.mixers.registry import register_mixer
+from liger_convert.mixers.spec import ReadSpec
 from liger_convert.mixers.ssm.base import ElementwiseMixer, ElementwiseSpec, mean_per_channel
 
 
 @dataclass(frozen=True)
-class MambaSpec(ElementwiseSpec):
+class MambaSpec(ElementwiseSpec, ReadSpec):
     """As every elementwise mixer."""
 
 
@@ -66,7 +68,7 @@ class Mamba(ElementwiseMixer):
         return (qkv.k_BTGD,)
 
     def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
-        k_BTGD = inputs[0].float()
+        k_BTGD = inputs[-1].float()
         dt_BTGV = F.softplus(pool_to(k_BTGD, v_BTGV.shape[-1]) + self.step_bias_GV.float())
         k_BTGF = torch.einsum("btgd,gdf->btgf", k_BTGD, self.k_map_GDF.float()).float().softmax(-1)
         return k_BTGF, torch.cat((dt_BTGV * v_BTGV, dt_BTGV), -1), dt_BTGV
@@ -91,4 +93,6 @@ class Mamba(ElementwiseMixer):
             segment_ids_BT=segment_ids_BT,
             exclusive=exclusive,
         )
-        return mean_per_channel(o_BTHV.unflatten(-1, (2, -1)).mT, qkv.v_BSGD.dtype), {"state": state}
+        return self.with_skip(mean_per_channel(o_BTHV.unflatten(-1, (2, -1)).mT, qkv.v_BSGD.dtype), qkv), {
+            "state": state
+        }

@@ -87,4 +87,4 @@ class S4(ElementwiseMixer):
             exclusive=exclusive,
         )
         o_BTHV2 = o_BTL2.unflatten(2, (G, V, -1)).transpose(3, 4).flatten(2, 3)
-        return mean_per_channel(o_BTHV2, qkv.v_BSGD.dtype), {"state": state.unflatten(1, (G, V))}
+        return self.with_skip(mean_per_channel(o_BTHV2, qkv.v_BSGD.dtype), qkv), {"state": state.unflatten(1, (G, V))}

@@ -1,0 +1,60 @@
+"""What papers put behind the read of a memory: a norm per head, and a gate from the layer's input.
+
+o'_t = size * o_t / rms(o_t)                 (output_norm: rms)
+o'_t = 2 sigmoid(W x_t) * o_t                (output_gate)
+
+A norm changes the read from the start, whatever its size is. The gate starts at W = 0, which is 1: papers have sigmoid
+(Kimi delta attention, 2510.26692) or SiLU (RetNet, 2307.08621), of which no W makes a 1; the 2 is one of scale alone.
+
+Shapes: B batch, T tokens, C hidden size, H query heads, V value size, E = H V.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+if TYPE_CHECKING:
+    from liger_convert.mixers.base import HeadDims
+
+START_SIZE = 0.1  # of a read: size 1 adds 2.5 nats to an untrained SmolLM2-135M, this adds nothing
+
+
+def normed(o_BTHV: Tensor, size_HV: Tensor) -> Tensor:
+    """The read of every head at one size per channel, whatever it was, in the dtype of `o_BTHV`."""
+    return F.rms_norm(o_BTHV, o_BTHV.shape[-1:], eps=1e-6) * size_HV.float()
+
+
+class ReadNorm(nn.Module):
+    """A root mean square norm of every head, with a learned size [H,V] of each channel."""
+
+    def __init__(self, dims: HeadDims):
+        super().__init__()
+        self.size_HV = nn.Parameter(torch.empty(dims.heads, dims.dim))
+
+    def reset_parameters(self) -> None:
+        init.constant_(self.size_HV, START_SIZE)
+
+    def forward(self, o_BTHV: Tensor) -> Tensor:
+        """In the dtype of `o_BTHV`, computed in float32."""
+        return normed(o_BTHV.float(), self.size_HV).to(o_BTHV.dtype)
+
+
+class ReadGate(nn.Module):
+    """A gate of every channel, from the layer's input."""
+
+    def __init__(self, dims: HeadDims):
+        super().__init__()
+        self.weight_EC = nn.Parameter(torch.empty(dims.heads * dims.dim, dims.hidden))
+
+    def reset_parameters(self) -> None:
+        init.zeros_(self.weight_EC)
+
+    def forward(self, o_BTHV: Tensor, x_BTC: Tensor) -> Tensor:
+        """In the dtype of `o_BTHV`, computed in float32."""
+        gate_BTHV = 2 * F.linear(x_BTC.to(self.weight_EC.dtype), self.weight_EC).float().sigmoid().view(o_BTHV.shape)
+        return (gate_BTHV * o_BTHV.float()).to(o_BTHV.dtype)

@@ -1,0 +1,131 @@
+"""The short causal convolution before a memory: each channel of its queries, keys and values by itself.
+
+y_t = sum_j w[K - 1 - j] x_{t-j},   j = 0 to K - 1, over the tokens of t's own document
+
+As in Mamba (2312.00752), DeltaNet (2406.06484) and their kin, with K = 4. It starts at w = (0, …, 0, 1), the identity.
+The papers' SiLU behind it is left out: no weight makes it the identity, so a conversion would start from another
+memory. The window's queries, keys and values are not convolved.
+
+Shapes: B batch, T new tokens, K taps, P = K - 1 tokens before them, S = P + T, N heads of any kind, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+if TYPE_CHECKING:
+    from liger_convert.mixers.base import HeadDims
+
+STATES = ("conv_q", "conv_k", "conv_v")
+
+
+class Row(NamedTuple):
+    """Which tokens a convolution is to keep apart.
+
+    real_BT: False on padding, over which it reaches to the token before; None: there is none. position_BT: how many
+    tokens of its document stand before a token; None where a row is one document.
+    """
+
+    real_BT: Tensor | None
+    position_BT: Tensor | None
+
+
+def state_shapes(taps: int, dims: HeadDims) -> dict[str, tuple[int, ...]]:
+    """Names and shapes, without the batch, of the float32 states of a layer's convolutions; none where `taps` is 0."""
+    heads = (dims.heads, dims.kv_heads, dims.kv_heads)
+    return {name: (taps - 1, count, dims.dim) for name, count in zip(STATES, heads)} if taps else {}
+
+
+class ShortConvolution(nn.Module):
+    """One weight [N,D,K] of K taps for every channel, the last of them the token's own."""
+
+    def __init__(self, taps: int, heads: int, dim: int):
+        super().__init__()
+        self.weight_NDK = nn.Parameter(torch.empty(heads, dim, taps))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        own_K = torch.zeros_like(self.weight_NDK[0, 0])
+        own_K[-1] = 1
+        init.copy_(self.weight_NDK, own_K.expand_as(self.weight_NDK))
+
+    def forward(self, x_BTND: Tensor, before_BPND: Tensor | None, row: Row) -> tuple[Tensor, Tensor]:
+        """The convolved tokens in the dtype of x, and the float32 state: the last P real tokens.
+
+        `before_BPND` is the state so far; None at the start, before which stand zeros.
+        """
+        past, T = self.weight_NDK.shape[-1] - 1, x_BTND.shape[1]
+        if row.real_BT is not None:
+            x_BTND = x_BTND.masked_fill(~row.real_BT[:, :, None, None], 0)
+        if before_BPND is None:
+            x_BSND = F.pad(x_BTND, (0, 0, 0, 0, past, 0))
+        else:
+            x_BSND = torch.cat((before_BPND.to(x_BTND.dtype), x_BTND), 1)
+        # before a single token stands what was kept; among several, padding may stand in between
+        index = None if row.real_BT is None or T == 1 else _predecessors(row.real_BT, past)
+        y_BTND = self.weight_NDK[..., past].float() * x_BTND.float()
+        for back in range(1, past + 1):
+            x = x_BSND[:, past - back :][:, :T] if index is None else _take(x_BSND, index[0][back])
+            if row.position_BT is not None:
+                x = x.masked_fill(row.position_BT[:, :, None, None] < back, 0)
+            y_BTND = y_BTND + self.weight_NDK[..., past - back].float() * x.float()
+        if index is not None:
+            after_BPND = _take(x_BSND, index[1])
+        elif row.real_BT is not None:
+            after_BPND = torch.where(row.real_BT[:, :, None, None], x_BSND[:, 1:], x_BSND[:, :-1])
+        else:
+            after_BPND = x_BSND[:, T:]
+        # a copy, because a view would keep the whole prompt alive
+        return y_BTND.to(x_BTND.dtype), after_BPND.to(torch.float32, copy=True)
+
+
+class ShortConvolutions(nn.Module):
+    """Those of a layer's queries, keys and values."""
+
+    def __init__(self, taps: int, dims: HeadDims):
+        super().__init__()
+        self.q = ShortConvolution(taps, dims.heads, dims.dim)
+        self.k = ShortConvolution(taps, dims.kv_heads, dims.dim)
+        self.v = ShortConvolution(taps, dims.kv_heads, dims.dim)
+
+    def reset_parameters(self) -> None:
+        for convolution in (self.q, self.k, self.v):
+            convolution.reset_parameters()
+
+    def forward(
+        self,
+        q_BTHD: Tensor,
+        k_BTGD: Tensor,
+        v_BTGD: Tensor,
+        read: Row,
+        written: Row,
+        states: dict[str, Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+        """q, k and v convolved, and the new states. `read` is said of the tokens that ask, `written` of those whose
+        keys and values are due."""
+        q_BTHD, conv_q = self.q(q_BTHD, states.get("conv_q"), read)
+        k_BTGD, conv_k = self.k(k_BTGD, states.get("conv_k"), written)
+        v_BTGD, conv_v = self.v(v_BTGD, states.get("conv_v"), written)
+        return q_BTHD, k_BTGD, v_BTGD, {"conv_q": conv_q, "conv_k": conv_k, "conv_v": conv_v}
+
+
+def _predecessors(real_BT: Tensor, past: int) -> tuple[list[Tensor], Tensor]:
+    """Where the real tokens stand, of the state and the new ones [B,S]: those 0 to P before each new one, each [B,T],
+    and the last P of all, [B,P]. No value is looked at."""
+    at_S = torch.arange(past + real_BT.shape[1], device=real_BT.device)
+    last_BS = torch.where(F.pad(real_BT, (past, 0), value=True), at_S, 0).cummax(1).values
+    back, kept = [at_S[past:].expand(real_BT.shape)], [last_BS[:, -1:]]
+    for _ in range(past):
+        back.append(last_BS.gather(1, back[-1] - 1))
+    for _ in range(past - 1):
+        kept.insert(0, last_BS.gather(1, kept[0] - 1))
+    return back, torch.cat(kept, 1)
+
+
+def _take(x_BSND: Tensor, index_BT: Tensor) -> Tensor:
+    return x_BSND.gather(1, index_BT[:, :, None, None].expand(-1, -1, *x_BSND.shape[2:]))

@@ -1,0 +1,173 @@
+"""Optional pieces of a mixer: a converted model is unchanged by them before it is trained, and decodes as it prefills,
+however a text is cut, padded, packed or reordered."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import (
+    GREEDY,
+    PADDED,
+    PADDED_MASK,
+    SINKS,
+    TOKENS,
+    WINDOW,
+    assert_same_logits,
+    base_folder,
+    build,
+    linearization,
+    logits,
+)
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from liger_convert.model import modeling
+from liger_convert.model.decoding import Decoder
+from liger_convert.model.loading import linearize_base
+
+CONV = {"short_conv": 4}
+PIECES: list[dict[str, Any]] = [
+    {"type": "deltanet", **CONV},
+    {"type": "gated-deltanet", **CONV, "scope": "all"},
+    {"type": "gated-deltanet", "short_conv": 7, "window": 2},
+    {"type": "kda", "short_conv": 2, "window": 1, "sinks": 0},
+    {"type": "titans", **CONV},
+    {"type": "mamba", **CONV},
+    {"type": "mamba", **CONV, "scope": "all"},
+    {"type": "mamba2", **CONV},
+    {"type": "gla", **CONV},
+    {"type": "mlstm", **CONV, "scope": "all"},
+    {"type": "rwkv6", **CONV, "scope": "all"},
+    {"type": "retnet", **CONV, "rope": False},
+    {"type": "hgrn2", **CONV},
+    {"type": "s4", "skip": True},
+    {"type": "mamba", "skip": True, **CONV, "scope": "all"},
+    {"type": "mom", "inner": {"type": "mamba", "skip": True}},
+    {"type": "rwkv6", "bonus": True, **CONV},
+    {"type": "rwkv6", "bonus": True, "normalize": True, "combine": "shared", "feature_map": "exp"},
+    {"type": "gla", "output_gate": True},
+    {"type": "retnet", "output_gate": True},
+    {"type": "gated-deltanet", "output_gate": True, **CONV},
+    {"type": "kda", "output_gate": True, "output_norm": "rms", "scope": "all"},
+    {"type": "mamba", "output_gate": True, "output_norm": "rms"},
+]
+OPTIONS = {"short_conv", "skip", "bonus", "output_gate", "output_norm"}
+every_piece = pytest.mark.parametrize("options", PIECES, ids=str)
+
+
+def spec_of(options: dict[str, Any]) -> dict[str, Any]:
+    return {"window": WINDOW, "sinks": SINKS, **options}
+
+
+def without(options: dict[str, Any]) -> dict[str, Any]:
+    left = {name: value for name, value in options.items() if name not in OPTIONS}
+    return left | ({"inner": without(left["inner"])} if "inner" in left else {})
+
+
+@functools.cache
+def _built(options: str) -> Any:
+    return build("llama", **spec_of(json.loads(options)))
+
+
+def model_of(options: dict[str, Any]) -> Any:
+    return _built(json.dumps(options))
+
+
+@every_piece
+def test_a_converted_model_is_unchanged_before_it_is_trained(options: dict[str, Any]) -> None:
+    found = [
+        logits(linearize_base(base_folder("llama"), linearization(**spec_of(spec)), dtype=torch.float32).eval(), TOKENS)
+        for spec in (options, without(options))
+    ]
+    assert torch.equal(*found) == ("output_norm" not in options), "a norm is no identity, and all else is one"
+    off_start = logits(model_of(options), TOKENS), logits(build("llama", **spec_of(without(options))), TOKENS)
+    assert (off_start[0] - off_start[1]).abs().max() > 1e-3 * off_start[1].abs().max(), "the piece does nothing"
+
+
+@every_piece
+@pytest.mark.parametrize("size", [1, 3, 29])
+def test_pieces_of_a_text_are_the_whole(options: dict[str, Any], size: int) -> None:
+    model = model_of(options)
+    cache = DynamicCache(config=model.config)
+    parts = [logits(model, TOKENS[:, i : i + size], past_key_values=cache, use_cache=True) for i in range(0, 29, size)]
+    assert_same_logits(torch.cat(parts, 1), logits(model, TOKENS))
+
+
+@every_piece
+def test_packed_documents_never_see_each_other(options: dict[str, Any]) -> None:
+    model, rows = model_of(options), [(9, 7, 13), (1, 20, 8)]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
+    together = logits(model, TOKENS, position_ids=positions)
+    for b, row in enumerate(rows):
+        start = 0
+        for n in row:
+            alone = logits(model, TOKENS[b : b + 1, start : start + n])
+            assert_same_logits(together[b : b + 1, start : start + n], alone)
+            start += n
+
+
+@every_piece
+def test_padding_changes_nothing(options: dict[str, Any]) -> None:
+    model = model_of(options)
+    both = model.generate(PADDED, attention_mask=PADDED_MASK, **GREEDY)
+    assert torch.equal(both[0, 9:], model.generate(PADDED[:1, 4:], **GREEDY)[0, 5:])
+    assert torch.equal(both[1], model.generate(PADDED[1:], **GREEDY)[0])
+
+
+@every_piece
+def test_beams_with_a_cache_equal_those_without(options: dict[str, Any]) -> None:
+    beams = {"attention_mask": PADDED_MASK, "num_beams": 3, **GREEDY}
+    assert torch.equal(*(model_of(options).generate(PADDED, use_cache=cached, **beams) for cached in (True, False)))
+
+
+@every_piece
+@pytest.mark.parametrize("in_place", [False, True])
+def test_steps_of_fixed_shape_equal_plain_ones(
+    options: dict[str, Any], in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(options)
+    monkeypatch.setattr(modeling, "Decoder", functools.partial(Decoder, in_place=in_place))
+    asked = GREEDY | {"return_dict_in_generate": True, "output_logits": True, "attention_mask": PADDED_MASK}
+    fixed = model.generate(PADDED, **asked)
+    assert model.decoding == "fixed steps", "no fused step knows the piece"
+    plain = model.generate(PADDED, disable_compile=True, **asked)
+    assert torch.equal(fixed.sequences, plain.sequences)
+    assert_same_logits(torch.stack(fixed.logits), torch.stack(plain.logits), 1e-5)
+
+
+@every_piece
+def test_every_parameter_gets_a_gradient(options: dict[str, Any]) -> None:
+    model = build("llama", **spec_of(options)).train()
+    model(TOKENS, labels=TOKENS).loss.backward()
+    left = [name for name, p in model.named_parameters() if ".mixer." in name and (p.grad is None or not p.grad.any())]
+    assert left == []
+
+
+@every_piece
+def test_a_saved_model_loads_as_itself(options: dict[str, Any], tmp_path: Path) -> None:
+    model = model_of(options)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    assert torch.equal(logits(loaded, TOKENS), logits(model, TOKENS))
+
+
+@pytest.mark.parametrize("options", [{"type": "kda", **CONV}, {"type": "mamba", **CONV, "skip": True}], ids=str)
+def test_gradient_checkpointing_and_bfloat16_know_the_pieces(options: dict[str, Any]) -> None:
+    model, gradients = build("llama", **spec_of({**options, "output_gate": True, "output_norm": "rms"})).train(), []
+    for checkpointed in (False, True):
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        model(TOKENS, labels=TOKENS).loss.backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-6)
+    model = model.eval().to(torch.bfloat16)
+    cache = DynamicCache(config=model.config)
+    parts = [logits(model, TOKENS[:, i : i + 1], past_key_values=cache, use_cache=True) for i in range(29)]
+    assert all(state.dtype == torch.float32 for state in cache.layers[0].states.values())
+    assert_same_logits(torch.cat(parts, 1).float(), logits(model, TOKENS).float(), 0.1)
