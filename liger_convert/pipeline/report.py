@@ -170,7 +170,7 @@ def build(results: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, 
         **results,
         "plan": plan,
         **({"selection": steps["select-layers"]["selection"]} if "select-layers" in steps else {}),
-        **({"check": steps["check"]["check"]} if "check" in steps else {}),
+        **({"check": steps["check"]["check"]} if "check" in steps.get("check", {}) else {}),
         "training": [{key: stage[key] for key in stage if key not in ("inputs", "outputs")} for stage in training],
         "reproduce": {
             "command": shlex.join(["linearize", "run", f"{file}.yaml", *options]),

@@ -92,7 +92,7 @@ class RunSteps:
             *selection,
             Step("plan", self._plan, ("base", *(step.name for step in selection))),
             Step("convert", self._convert, ("base",)),
-            *([Step("check", self._check_untrained, ("base",))] if self._checks else []),
+            *([Step("check", self._check_untrained, ("base",))] if self._wants_checks else []),
             *writing_steps,
             *training_steps,
             Step("merge", functools.partial(self._merge, stages), ("convert", *stages)),
@@ -273,7 +273,11 @@ class RunSteps:
         )
 
     def _check_untrained(self, folder: Path) -> dict[str, Any]:
-        return {"check": self._stage_check.untrained(self._planned.linearization)}
+        try:
+            return {"check": self._stage_check.untrained(self._planned.linearization)}
+        except BadInput as error:  # a tokenizer that cannot read this text, say: no reason not to train
+            console.print(f"warning: the stages are not checked: {error}", markup=False, soft_wrap=True)
+            return {}
 
     def _train(self, index: int, before: Sequence[str], folder: Path) -> dict[str, Any]:
         def train(factor: float, out: Path) -> dict[str, Any]:
@@ -317,8 +321,13 @@ class RunSteps:
         )
 
     @property
-    def _checks(self) -> bool:
+    def _wants_checks(self) -> bool:
         return self.recipe.when_worse != "ignore" and bool(self.recipe.stages)
+
+    @property
+    def _checks(self) -> bool:
+        """Whether each stage is measured, as the base and the untrained window could be."""
+        return self._wants_checks and "check" in self.manifest.steps["check"]
 
     @functools.cached_property
     def _stage_check(self) -> StageCheck:
@@ -349,7 +358,7 @@ class RunSteps:
         """What was measured before the next stage: of the base, of the untrained window, and of the model, which before
         its first stage is as good as that window."""
         untrained: dict[str, Measures] = self.manifest.steps["check"]["check"]
-        kept = self._kept(stages)
+        kept = [name for name in self._kept(stages) if "check" in self.manifest.steps[name]]
         return untrained | ({stage_check.MODEL: self.manifest.steps[kept[-1]]["check"]} if kept else {})
 
     def _merge(self, stages: Sequence[str], folder: Path) -> dict[str, Any]:

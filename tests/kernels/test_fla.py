@@ -202,7 +202,10 @@ def rwkv6() -> tuple[Results, Results]:
     o, last = theirs("rwkv6/recurrent_naive", "naive_recurrent_rwkv6")(*arguments)
     x = x.d
     options = {"initial_state": x.state, "segment_ids_BT": None, "exclusive": False}
-    return (o.transpose(1, 2), last), mixer.attend(x.q, (x.k, x.v, x.log_a_F), **options)[::2]
+    entries = x.k, x.v, x.log_a_F
+    before, _, state = mixer.attend(x.q, entries, **options)
+    read, _ = mixer.add_current(None, x.q, entries, before, None)
+    return (o.transpose(1, 2), last), (read, state)
 
 
 @case

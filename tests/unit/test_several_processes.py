@@ -101,6 +101,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return folder, dict(zip((Path(job["out"]).name for job in jobs), lines, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_two_processes_learn_what_one_does(one: dict[str, Any], two: Any, name: str) -> None:
     """Sums are taken in another order, which costs as much as taking a step's rows one by one. Plain descent, as Adam
@@ -138,6 +139,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return folder
 
 
+@pytest.mark.slow
 def test_as_many_processes_end_with_the_weights_of_a_stage_that_nothing_stopped(killed: Path) -> None:
     shutil.copytree(killed / "lora", killed / "lora-on")
     ended = spread(2, killed, [{"name": "lora", "out": f"{killed}/lora-on", "fields": RESUMED, "resume": True}])
@@ -154,7 +156,8 @@ def goes_on(killed: Path, processes: int) -> float:
     return distance(learned(out), learned(killed / "finetune-through"))
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 4])
 def test_more_or_fewer_processes_go_on_with_the_right_rows(killed: Path, processes: int, tmp_path: Path) -> None:
     """The control goes on two steps too late, which is what counting rows in steps of another size does."""
     assert goes_on(killed, processes) < 1e-3

@@ -12,7 +12,7 @@ from runs import weights, write_home
 from liger_convert.cli import main
 from liger_convert.pipeline import stage_check
 from liger_convert.pipeline.stage_check import BASE, COPY, MODEL, TEXT, UNTRAINED, is_worse
-from liger_convert.utils.errors import LinearizeError
+from liger_convert.utils.errors import BadInput, LinearizeError
 
 STAGES = [
     {"kind": "align", "learning_rates": {"mixer": 1e-3}},
@@ -172,6 +172,17 @@ def test_a_model_that_no_stage_helped_is_not_exported() -> None:
     with pytest.raises(LinearizeError, match="no stage made the model better"):
         stage_check.require_better(untrained)
     stage_check.require_better(untrained | {MODEL: measures(18.0, 1.0)})
+
+
+def test_a_text_that_cannot_be_read_is_no_reason_not_to_train(home, monkeypatch, capsys) -> None:
+    def refuses(self: Any, linearization: Any) -> Any:
+        raise BadInput("the tokenizer fails on this text")
+
+    monkeypatch.setattr(stage_check.StageCheck, "untrained", refuses)
+    assert run() == 0
+    assert "warning: the stages are not checked: the tokenizer fails on this text" in capsys.readouterr().err
+    assert "check" not in steps(home)["2-distill"]
+    assert not (home / "out/steps").exists()
 
 
 def test_ignore_measures_nothing(home, monkeypatch) -> None:
