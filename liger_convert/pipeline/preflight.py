@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 
 from liger_convert.config.recipe import Recipe
 from liger_convert.config.stages import Stage
-from liger_convert.data.documents import Documents
+from liger_convert.data.documents import Document, Documents
 from liger_convert.eval.generation import continuations, encode
 from liger_convert.eval.suites import Suite
 from liger_convert.io import templates
@@ -88,6 +88,26 @@ def check_documents(recipe: Recipe, plan: Plan, documents: Callable[[str], Docum
             told = f"of {beyond:.2%} of the tokens of {stage.data} anything stands beyond the window"
             warnings.append(f"stages[{i}].data: {told}; the memory learns from these alone, so give longer documents")
     return warnings
+
+
+def check_held_out(
+    recipe: Recipe, suite: Suite, documents: Callable[[str], Documents], other: Sequence[Document] | None
+) -> None:
+    """Raises BadInput where the text that `suite` measures is too short: what is held out, or `other`, of another kind
+    than is trained on."""
+    if (text := recipe.eval.text) is not None:
+        if text in recipe.teachers:
+            held_out = recipe.teachers[text].held_out_tokens
+        else:
+            held_out = sum(len(document.ids) for document in documents(text).held_out)
+        if held_out < suite.text_tokens():
+            needed = f"suite {suite.name} needs {suite.text_tokens()}"
+            raise BadInput(f"data.{text}: {held_out} tokens are held out, {needed}; hold out more")
+    if other is not None:
+        tokens, needed_tokens = sum(len(document.ids) for document in other), suite.text_tokens("other")
+        if tokens < needed_tokens:
+            what = f"holds {tokens} tokens, suite {suite.name} needs {needed_tokens}"
+            raise BadInput(f"data.{recipe.eval.other_text}: {what}; name a longer text")
 
 
 def check_disk(plan: Plan, out: Path, *, keep_steps: bool = False) -> None:
@@ -258,7 +278,6 @@ def check(
     config: Any,
     tokenizer: Any,
     suite: Suite,
-    notes: Sequence[str],
     data_dir: Path | None,
     documents: Callable[[str], Documents],
     prompts: Sequence[str],
@@ -268,10 +287,10 @@ def check(
 ) -> list[str]:
     """All checks of a run, whose data is read and of which nothing is written yet but its base. Returns warnings.
 
-    suite, notes: what of the recipe's suite will be measured, and why the rest will not, see `eval.narrow`.
+    suite: what of the recipe's suite will be measured, see `eval.narrow`.
     Raises BadInput for what would fail later, or end in a result of no use.
     """
-    warnings = check_recipe(recipe, plan, config, suite) + [f"suite {suite.name}: {note}" for note in notes]
+    warnings = check_recipe(recipe, plan, config, suite)
     check_disk(plan, out, keep_steps=keep_steps)
     warnings += check_generation(base_dir, config, tokenizer, plan.linearization, prompts)
     warnings += check_documents(recipe, plan, documents)

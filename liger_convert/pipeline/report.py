@@ -43,7 +43,10 @@ PAGE = jinja2.Template(
 {% for warning in plan.warnings | default([]) %}
 - Warning: {{ warning }}.
 {% endfor %}
-{% if plan.warnings | default([]) %}
+{% for note in notes | default([]) %}
+- Note: {{ note }}.
+{% endfor %}
+{% if plan.warnings | default([]) or notes | default([]) %}
 
 {% endif %}
 ± is the standard error of one model. All models read the same text, so differences between them are surer than that.

@@ -269,9 +269,7 @@ def _check(recipe: Recipe) -> None:
     pick_device(recipe.device)
     suite = suites.load(recipe.eval.suite)
     suites.check_files(suite, Path(recipe.eval.data) if recipe.eval.data is not None else None)
-    # without text of another kind, prompts are held-out text
-    needs_text = suite.needs_text or (suite.needs_other and recipe.other_source is None)
-    if needs_text and recipe.eval.text is None:
+    if suite.needs_held_out(has_other=recipe.other_source is not None) and recipe.eval.text is None:
         raise BadInput(
             f"eval.text: suite {suite.name} scores held-out text; name a source under `data:` that holds some out"
         )

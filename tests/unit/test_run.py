@@ -128,7 +128,8 @@ def test_a_report_on_text_of_two_kinds_shows_what_the_base_would_have_written(ho
         "copy_nll_200: left out, as said twice they are longer than the 256 tokens that the base takes",
     ]
     page = (home / "two-kinds/report.md").read_text()
-    assert all(f"- Warning: suite honest: {note}." in page for note in report["notes"])
+    assert all(f"- Note: {note}." in page for note in report["notes"])
+    assert "Warning" not in page
     assert "other_ppl (" in report["verdict"]["sentences"][-1] or "text_ppl (" in report["verdict"]["sentences"][-1]
 
 

@@ -2,7 +2,8 @@
 
 The gap of a metric lies between the base and an untrained window. Recipes leave different windows, and a hybrid's
 untrained window keeps its softmax layers, so that each run against its own would be measured by a scale of its own.
-The runs of one base therefore share one scale, and its zero is the weakest of their untrained windows.
+The runs of one base therefore share one scale. Its zero is the strongest of their untrained windows, of each metric:
+a recipe whose window is weak, such as one without sinks, must not make the gap wide and all shares large.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def compare(paths: Sequence[Path]) -> dict[str, Any]:
     if not metrics:
         raise BadInput(f"{paths[0]}: models: shares no metric with all of the others; compare runs of one suite")
     groups, notes = _groups(reports, names)
-    zero = {base: _weakest([reports[i] for i in members], metrics) for base, members in groups.items()}
+    zero = {base: _strongest([reports[i] for i in members], metrics) for base, members in groups.items()}
     runs = {}
     for i, (name, report) in enumerate(zip(names, reports, strict=True)):
         base = next(base for base, members in groups.items() if i in members)
@@ -126,14 +127,14 @@ def _alike(one: float | None, other: float | None) -> bool:
     return math.isclose(one, other, rel_tol=SAME_BASE, abs_tol=SAME_BASE)
 
 
-def _weakest(reports: Sequence[Mapping[str, Any]], metrics: Iterable[str]) -> dict[str, Any]:
-    """Of each metric the worst measure of an untrained window that is finite, where there is one."""
+def _strongest(reports: Sequence[Mapping[str, Any]], metrics: Iterable[str]) -> dict[str, Any]:
+    """Of each metric the best measure of an untrained window that is finite, where there is one."""
     found = {}
     for metric in metrics:
         windows = [report["models"]["window_only_untrained"][metric] for report in reports]
         finite = [window for window in windows if window["value"] is not None]
         if finite:
-            found[metric] = (max if lower_is_better(metric) else min)(finite, key=lambda window: window["value"])
+            found[metric] = (min if lower_is_better(metric) else max)(finite, key=lambda window: window["value"])
     return found
 
 

@@ -17,6 +17,7 @@ from liger_convert.io.inputs import open_input
 from liger_convert.pipeline.pages import curves
 from liger_convert.pipeline.pages.charts import Axis, Series, draw, number
 from liger_convert.pipeline.pages.common import cell
+from liger_convert.pipeline.pages.rendering import Column
 from liger_convert.pipeline.pages.rendering import render as render_page
 from liger_convert.utils.errors import BadInput
 
@@ -69,7 +70,16 @@ def page(found: Mapping[str, Any]) -> str:
     return render_page(
         "compare.html",
         found=found,
-        columns=[(kind, name, found[kind][name]) for kind, name in _columns(found)],
+        columns=[
+            Column(name, found["bases"][name]["measures"], "reference")
+            if kind == "bases"
+            else _run_column(name, found["runs"][name], looks[name], numbers[name])
+            for kind, name in _columns(found)
+        ],
+        cache={
+            "tokens": found["tokens"],
+            "sizes": [decimal(found[kind][name]["cache_bytes"]) for kind, name in _columns(found)],
+        },
         looks=looks,
         numbers=numbers,
         worse=list(_worse(found)),
@@ -83,6 +93,11 @@ def page(found: Mapping[str, Any]) -> str:
         percent=percent,
         size=decimal,
     )
+
+
+def _run_column(name: str, run: Mapping[str, Any], look: str, number: int) -> Column:
+    recovered = {metric: percent(share) for metric, share in run["recovery"].items()}
+    return Column(name, run["measures"], number=number, run=look, recovered=recovered)
 
 
 def percent(share: float | None) -> str:

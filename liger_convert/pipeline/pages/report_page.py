@@ -12,7 +12,7 @@ from liger_convert.config.names import MAIN, SOFTMAX
 from liger_convert.pipeline.pages import curves
 from liger_convert.pipeline.pages.charts import Axis, Series, draw, number
 from liger_convert.pipeline.pages.common import TITLES, cell, describe_layers, metric_names, recovery, stage_checks
-from liger_convert.pipeline.pages.rendering import render
+from liger_convert.pipeline.pages.rendering import Column, render
 
 CONTEXT = "32768"  # tokens of the cache that stands at the head of the page
 
@@ -24,6 +24,10 @@ def page(report: Mapping[str, Any]) -> str:
         "report.html",
         report=report,
         titles=TITLES,
+        columns=[
+            Column(TITLES.get(name, name), measured, "own" if name == "linearized" else "")
+            for name, measured in models.items()
+        ],
         metrics=metric_names(models),
         converted=describe_layers(report),
         verdict=_verdict(report["verdict"]),
