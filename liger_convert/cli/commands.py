@@ -297,9 +297,8 @@ def _loader(source: str, mixer: str | None, options: bench.Options) -> Iterator[
 def describe_mixers(heads: int, kv_heads: int, head_size: int) -> dict[str, dict[str, Any]]:
     """Every mixer in words, with its options at their defaults, and the float32 state of a layer of that shape.
 
-    left_out: what its paper's layer has and it has not. fast_paths: the implementations of its recurrence other than
-    the plain loop. Raises BadInput for heads that do not
-    divide.
+    left_out: what its paper's layer has and it has not, or only by an option. fast_paths: the implementations of its
+    recurrence other than the plain loop. Raises BadInput for heads that do not divide.
     """
     if heads % kv_heads:
         raise BadInput(f"--heads: {heads} query heads are no multiple of {kv_heads} key-value heads")

@@ -44,7 +44,7 @@ class Measuring:
         self.text, self.other_text = text, _other_text(text, other_text)
         self.data_dir, self.limit, self.batch_size = data_dir, limit, batch_size
 
-    def documents(self, tokenizer: Any) -> dict[str, Sequence[Document] | None]:
+    def documents(self, tokenizer: Any) -> dict[str, Any]:
         """The texts that the suite reads, as arguments of `evaluation.evaluate_model`."""
         needs_held_out = self.suite.needs_held_out(has_other=self.other_text is not None)
         return {

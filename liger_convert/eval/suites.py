@@ -180,7 +180,7 @@ class Suite(Strict):
         return self.text_tokens() > 0
 
     def needs_held_out(self, *, has_other: bool) -> bool:
-        """Whether it reads held-out text where there is text of another kind, or none: prompts are held-out text then."""
+        """Whether it reads held-out text. Without text of another kind its prompts are held-out text, too."""
         return self.needs_text or (self.needs_other and not has_other)
 
     @property

@@ -51,10 +51,10 @@ class Size:
     batch_size: int
 
 
-# Small enough that a measure takes little time beside a stage: an idle CPU measures some 8 models of 135M parameters in
-# a minute, a GPU each in seconds. Rows of 512 tokens, and repetitions at a distance of 256, reach far beyond the default
-# window of 64 and its 4 sinks. 256 is also the length that reports repeat. A GPU affords more rows, so that its means
-# vary less from one text to another.
+# Small enough that a measure takes little time beside a stage: in a minute an idle CPU measures some 8 models of 135M
+# parameters; a GPU measures one in seconds. Rows of 512 tokens, and repetitions at a distance of 256, reach far beyond
+# the default window of 64 and its 4 sinks. 256 is also the length that reports repeat. A GPU affords more rows, so that
+# its means vary less from one text to another.
 SIZES = {"cpu": Size(8, 512, 8, 256, 2), "cuda": Size(64, 1024, 32, 256, 16)}
 
 

@@ -203,7 +203,7 @@ class RunSteps:
         self.preflight()
 
     def _preflight(self) -> list[str]:
-        """What would fail after the training is tried before it. The layers need not be chosen yet. Returns warnings."""
+        """Tries before the training what would fail after it; returns warnings. The layers need not be chosen yet."""
         suite, notes = self._narrowed
         config = checkpoint.load_config(self._base_folder, self.recipe.base_options.trust_remote_code)
         with show_progress("preflight") as report:

@@ -37,8 +37,8 @@ class RWKV7(DeltaMixer):
     summary = "delta rule with a decay and a strength per channel"
     gate_rule = "exp(-e^-0.5 sigmoid(k + d))"
     left_out = (
-        "token shift, the low-rank projections, the group norm of the read, the bonus for the current token, the "
-        "mixing of values across layers, the output gate"
+        "token shift, the low-rank projections, the bonus for the current token, the mixing of values across layers; "
+        "off by default: `output_norm`, `output_gate`"
     )
     Spec = RWKV7Spec
     spec: RWKV7Spec

@@ -41,8 +41,8 @@ class Titans(DeltaMixer):
     summary = "delta rule with momentum and forgetting"
     gate_rule = "exp(-softplus(pool(k) + e))"
     left_out = (
-        "memories of several layers, mini-batches of tokens, persistent memory, the rates' projections, SiLU and "
-        "short convolutions of queries, keys and values, the output norm and gate"
+        "memories of several layers, mini-batches of tokens, persistent memory, the rates' projections, SiLU of "
+        "queries, keys and values; off by default: `short_conv`, `output_norm`, `output_gate`"
     )
     recurrence = "momentum"
     Spec = TitansSpec

@@ -39,8 +39,8 @@ class TTTSpec(DeltaSpec):
 class TTT(DeltaMixer):
     summary = "a linear model trained by a gradient step a token, from a learned start"
     left_out = (
-        "the inner model's residual and norm, mini-batches of 16 tokens, the learning rate's projection, and of "
-        "its block the short convolutions, output norm and gate"
+        "the inner model's residual and norm, mini-batches of 16 tokens, the learning rate's projection; off by "
+        "default: `short_conv`, `output_norm`, `output_gate`"
     )
     Spec = TTTSpec
     spec: TTTSpec

@@ -37,7 +37,7 @@ class GatedRetentionSpec(GatedSpec):
 class GatedRetention(GatedMixer):
     summary = "retention with a scalar gate per head"
     gate_rule = "sigmoid(pool(k) + b)^(1/tau), scalar"
-    left_out = "the gate's projection of the layer's input, and the output gate"
+    left_out = "the gate's projection of the layer's input; off by default: `output_gate`"
     Spec = GatedRetentionSpec
     spec: GatedRetentionSpec
     scalar = True

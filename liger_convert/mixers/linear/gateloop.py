@@ -47,7 +47,7 @@ class GateLoopSpec(GatedSpec):
 class GateLoop(GatedMixer):
     summary = "linear attention with a complex gate per channel: the token chooses its size and its angle"
     gate_rule = "sigmoid(pool(k) + b) e^(i k P)"
-    left_out = "the gate's projections of the layer's input, and the output gate"
+    left_out = "the gate's projections of the layer's input; off by default: `output_gate`"
     Spec = GateLoopSpec
     spec: GateLoopSpec
 

@@ -35,7 +35,7 @@ class LightningSpec(LinearSpec):
 class Lightning(LinearMixer):
     summary = "linear attention with a constant decay per head, by ALiBi's slopes"
     gate_rule = "exp(-slope 2^(-8 g / G)), constant"
-    left_out = "swish of queries and keys, the decay's dependence on the layer, the output gate"
+    left_out = "swish of queries and keys, the decay's dependence on the layer; off by default: `output_gate`"
     Spec = LightningSpec
     spec: LightningSpec
 

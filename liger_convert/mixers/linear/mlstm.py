@@ -49,8 +49,8 @@ class MLSTM(GatedMixer):
     summary = "a forget and an exponential input gate per head, divided by max(|m|, 1)"
     gate_rule = "sigmoid(pool(k) + b), scalar"
     left_out = (
-        "the gates' projections of the layer's input, the output gate, and the short convolution and skip of its "
-        "block; the input gate has a bound"
+        "the gates' projections of the layer's input, the skip of its block; the input gate has a bound; off by "
+        "default: `short_conv`, `output_gate`"
     )
     Spec = MLSTMSpec
     spec: MLSTMSpec

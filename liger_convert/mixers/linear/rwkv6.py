@@ -39,7 +39,10 @@ class RWKV6Spec(GatedSpec):
 class RWKV6(GatedMixer):
     summary = "a decay per channel, and a bonus for the current token"
     gate_rule = "exp(-exp(pool(k) + b))"
-    left_out = "token shift, the decay's low-rank projection, the output gate; with scope: evicted also the bonus"
+    left_out = (
+        "token shift, the decay's low-rank projection; off by default: `output_gate`, with `scope: evicted` also "
+        "`bonus`"
+    )
     Spec = RWKV6Spec
     spec: RWKV6Spec
 

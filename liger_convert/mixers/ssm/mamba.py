@@ -34,7 +34,7 @@ class MambaSpec(ElementwiseSpec, ReadSpec):
 class Mamba(ElementwiseMixer):
     summary = "selective state space: each value channel forgets at several rates, scaled by every token"
     gate_rule = "exp(-softplus(pool(k) + b) e^rate)"
-    left_out = "the short convolution, the skip D x, the step's low-rank projection, the output gate"
+    left_out = "the step's low-rank projection; off by default: `short_conv`, `skip`, `output_gate`"
     Spec = MambaSpec
     # two softmax features meet with a weight of 1 / F or so, and steps add up to a fraction of 1: about e^-4 in all
     initial_log_share = 1.0

@@ -33,7 +33,7 @@ class Mamba2Spec(GatedSpec):
 class Mamba2(GatedMixer):
     summary = "state space duality: a step size per head that forgets and writes"
     gate_rule = "exp(-A softplus(pool(k) + b)), scalar"
-    left_out = "the short convolution, the skip D v, the step's projection of the layer's input, the output gate"
+    left_out = "the skip D v, the step's projection of the layer's input; off by default: `short_conv`, `output_gate`"
     Spec = Mamba2Spec
     scalar = True
 

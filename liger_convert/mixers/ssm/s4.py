@@ -32,7 +32,7 @@ class S4Spec(ElementwiseSpec):
 class S4(ElementwiseMixer):
     summary = "diagonal state space: running means of each value channel at fixed rates, blind to content"
     gate_rule = "exp(-e^rate), learned"
-    left_out = "complex rates, the skip D x, and the GELU and linear layer that mix the channels of the output"
+    left_out = "complex rates, the GELU and the linear layer that mix the output's channels; off by default: `skip`"
     Spec = S4Spec
     spec: S4Spec
 
