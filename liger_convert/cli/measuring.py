@@ -97,7 +97,7 @@ def evaluate_models(
 
 
 def diagnose_model(model: Path, base: str | None, given: Measuring, *, processes: int = 1) -> dict[str, Any]:
-    """`ablation.diagnose` of the linearized model `model`, beside its `base` where that is given. Raises BadInput."""
+    """`ablation.diagnose` of the linearized model `model`, and of its `base` where that is given. Raises BadInput."""
     require_linearized(model)
     with local_model(base or str(model)) as folder, show_progress("diagnose") as report:
         check_folder(model)

@@ -98,8 +98,8 @@ def resolve_layers(
     """What each of `depth` layers becomes, a mixer's name or softmax, from any form that a recipe may give.
 
     Forms: `all`; letters such as `LLLN`, repeated to the depth; a list of names; a LayerChoice. The layers `sliding`
-    have a window of the base's own beside others that see all tokens. Their cache does not grow, so they stay as they
-    are unless they are named, and all other forms count the other layers alone. Raises BadInput at `layers` where they
+    have a window of the base's own where others see all tokens. Their cache does not grow, so they stay as they
+    are unless they are named, and all other forms count only the other layers. Raises BadInput at `layers` where they
     do not fit the base or leave nothing linear.
     """
     if isinstance(layers, LayerChoice):

@@ -167,7 +167,7 @@ class Recipe(Strict):
 
     def layer_names(self, depth: int, sliding: Collection[int] = ()) -> list[str]:
         """What each layer of a base of `depth` layers becomes: a mixer's name or softmax. `sliding`: those that have a
-        window of the base's own beside others that see all tokens. Raises BadInput."""
+        window of the base's own where others see all tokens. Raises BadInput."""
         return resolve_layers(self.layers, depth, [MAIN, *self.mixers], sliding)
 
     @property

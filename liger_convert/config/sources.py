@@ -107,7 +107,7 @@ class HubSource(RowSource):
 
 
 class TeacherSource(DataSource):
-    """Text that the base writes itself, sampled once a run."""
+    """Text that the base writes itself, sampled once per run."""
 
     source: Literal["teacher"] = "teacher"
     """`teacher`: text sampled from the base."""

@@ -101,7 +101,7 @@ class Stage(Strict):
     schedule: Literal["cosine", "constant", "linear"] = "cosine"
     """How the learning rates fall after the warm-up."""
     weight_decay: Annotated[float, between(0, 100)] = 0.0
-    """AdamW's weight decay, of the base's matrices and of adapters alone."""
+    """AdamW's weight decay, of the base's matrices and of adapters only."""
     max_grad_norm: Annotated[float, between(1e-9, 1e12)] = 1.0
     """Larger gradients are scaled down to this norm; a very large number turns that off."""
     save_every: Count = 50
@@ -117,7 +117,7 @@ class Stage(Strict):
     concat_documents: bool = False
     """Treat a row as one text, whatever documents it is made of; otherwise each document starts anew."""
     mixed_seq_lens: list[MixedSeqLen] = Field(default_factory=list)
-    """Shorter rows among those of `seq_len`: what is learned on long rows alone is lost on short ones."""
+    """Shorter rows among those of `seq_len`: a model trained only on long rows gets worse on short ones."""
 
     @property
     def step_tokens(self) -> int:
@@ -209,7 +209,7 @@ class FinetuneStage(Stage):
     kind: Literal["finetune"] = "finetune"
     """`finetune`: the model learns the data itself."""
     loss_on: Literal["responses", "all"] = "responses"
-    """`responses` trains on the assistant's tokens alone, `all` on every token."""
+    """`responses` trains only on the assistant's tokens, `all` on every token."""
 
     @property
     def responses_only(self) -> bool:

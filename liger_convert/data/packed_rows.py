@@ -1,4 +1,4 @@
-"""Documents packed into training rows of equal length, in a random order that depends on the seed alone.
+"""Documents packed into training rows of equal length, in a random order that depends only on the seed.
 
 Shapes: N tokens of a document, T tokens of a row, B batch.
 """
@@ -18,8 +18,8 @@ from liger_convert.utils.errors import BadInput
 
 IGNORED = -100  # the label that cross-entropy leaves out
 
-# Of the rows with a copy, those whose copy is of random tokens: these can be told from memory alone, while a stretch of
-# text is half guessed from the words around it.
+# Of the rows with a copy, those whose copy is of random tokens: only a memory can predict these, while a stretch
+# of text can half be guessed from the words around it.
 RANDOM_COPIES = 0.3
 
 ORDERS = 16  # epochs whose order is kept: rows are read one after the other, random copies from all of them

@@ -30,7 +30,7 @@ def _name(fields: dict[str, Any]) -> str:
 
 
 class SourceMeasure(Strict, ABC):
-    """What is measured on text of one kind, under a name that tells the kind: `other` or `other_…` is of the other."""
+    """What is measured on text of one kind, under a name that says which: `other` or `other_…` is of the other."""
 
     source: Source = "held_out"
     name: str = Field(default_factory=_name)
@@ -231,7 +231,7 @@ LOCAL_FILES: dict[str, dict[str, str]] = {
     "arc_challenge": {"test": "arc_challenge"},
     "hellaswag": {"test": "hellaswag"},
     "winogrande": {"test": "winogrande"},
-    "mmlu": {"test": "mmlu", "fewshot": "mmlu_dev"},  # all subjects in one file, told apart by their column `subject`
+    "mmlu": {"test": "mmlu", "fewshot": "mmlu_dev"},  # all subjects in one file, with a column `subject`
     "lambada_openai": {"test": "lambada_openai"},
     "wikitext": {"test": "wikitext2_test"},
     "boolq": {"test": "boolq"},

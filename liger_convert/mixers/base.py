@@ -120,7 +120,7 @@ class Mixer(nn.Module, ABC):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Sets every parameter to its start; the memory starts with little weight beside the window."""
+        """Sets every parameter to its start; the memory starts with little weight compared to the window."""
         if self.spec.combine == "learned":
             init.constant_(self.mix_H, -3.0)
         elif self.spec.combine == "shared":
@@ -294,7 +294,7 @@ def window_metadata(spec: MixerSpec, metadata: SequenceMetadata, past: Linearize
 
 
 def extend(past: LinearizedCacheLayer | None, name: str, new: Tensor, window: WindowMetadata) -> Tensor:
-    """[B,S,...]: `new` behind the ring called `name`, whose last tokens stay in `past`; without a cache `new` alone."""
+    """[B,S,...]: `new` behind the ring called `name`, whose last tokens stay in `past`; without a cache only `new`."""
     return new if past is None else past.extend(name, new, window)
 
 
@@ -380,7 +380,7 @@ class DiagonalMixer(Mixer):
         o_BTHV: Tensor,
         normalizer_BTH: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """What `attend` gives, with what a query reads of its own token beside the state; nothing by default."""
+        """What `attend` gives, plus what a query reads of its own token, outside the state; nothing by default."""
         return o_BTHV, normalizer_BTH
 
     def read(self, o_BTHV: Tensor, normalizer_BTH: Tensor | None) -> MemoryOutput:

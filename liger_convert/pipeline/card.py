@@ -30,7 +30,7 @@ BODY = jinja2.Template(
 
 {{ linear }} of the {{ layers }} attention layers
 {%- if base %} of [{{ base }}](https://huggingface.co/{{ base }}){% endif %} are replaced by a gated recurrent memory
-{%- if constant %} with a sliding window beside it: their cache has the same size at any length
+{%- if constant %} and a sliding window: their cache has the same size at any length
 {%- if linear < layers %}, while the other layers keep their softmax attention{% endif %}{% endif %}.
 Made by liger-convert {{ version }}.
 

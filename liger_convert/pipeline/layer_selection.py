@@ -61,8 +61,8 @@ class Losses:
 
 @dataclass(frozen=True)
 class LayerSelection:
-    """base, linear: with all layers softmax, and with none. swapped: the base with this layer alone linear; restored:
-    with this layer alone softmax, of every layer that there is to choose from. path: the softmax layers in the order of
+    """base, linear: with all layers softmax, and with none. swapped: the base with only this layer linear; restored:
+    with only this layer softmax, for every layer that there is to choose from. path: the softmax layers in the order of
     their choice, with the losses reached."""
 
     base: Losses
@@ -89,7 +89,7 @@ class LayerSelection:
         }
 
     def render(self) -> Group:
-        """Two tables for a terminal: every layer alone, and the softmax layers in the order of their choice."""
+        """Two tables for a terminal: every layer by itself, and the softmax layers in the order of their choice."""
         layers = Table("layer", "linear alone: copy_nll", "text_nll", "softmax alone: copy_nll", "text_nll", "chosen")
         order = {layer: f"{place}." for place, (layer, _) in enumerate(self.path, 1)}
         for i in self.swapped:
@@ -168,7 +168,7 @@ def select_layers(
         losses_NT = measures.window_losses(switch.set_softmax(softmax), ids_NT, recipe.eval.batch_size, dtype).double()
         done += 1
         report(done, total)
-        # the first token of the second half belongs to neither: nothing tells that x starts again
+        # the first token of the second half belongs to neither: nothing announces that x starts again
         return Losses(_finite(losses_NT[:, 1 - length :]), _finite(losses_NT[:, :-length]))
 
     return search(layers, count, measure)
@@ -177,9 +177,9 @@ def select_layers(
 def search(layers: Sequence[int], count: int, measure: Callable[[Collection[int]], Losses]) -> LayerSelection:
     """Chooses `count` softmax layers of `layers`, where `measure` gives the losses with a set of them.
 
-    Every layer is measured alone softmax and alone linear. Candidates are 2 `count` layers, taken in turns from those
-    that help most alone and those that the base misses most, which may help only beside others. Each round adds the
-    candidate that scores best. Ties go to the lower layer.
+    Every layer is measured as the only softmax and as the only linear one. Candidates are 2 `count` layers, taken in
+    turns from those that help most by themselves and those that the base misses most, which may help only together with
+    others. Each round adds the candidate that scores best. Ties go to the lower layer.
     """
     everything = frozenset(layers)
     base, linear = measure(everything), measure(frozenset())

@@ -96,7 +96,7 @@ class Plan:
 
     @property
     def disk_peak(self) -> int:
-        """The most that lies on the disk at once: the files of a step are removed once no other needs them."""
+        """The most disk space taken at once: the files of a step are removed once no other needs them."""
         return disk_estimate.peak(list(self.writes))
 
     @property
@@ -106,7 +106,7 @@ class Plan:
 
     @property
     def sliding(self) -> list[int]:
-        """The layers that have a window of the base's own beside others that see all tokens."""
+        """The layers that have a window of the base's own, where others see all tokens."""
         return _sliding(self.sliding_windows)
 
     def kv_bytes(self, tokens: int) -> int:
@@ -324,7 +324,7 @@ def _state_bytes(spec: dict[str, Any], config: Any, itemsize: int) -> int:
 
 
 def _trained(stage: Stage, config: Any, shapes: dict[str, tuple[int, ...]]) -> int:
-    """Parameters that a stage changes: groups with a rate, and the factors of LoRA beside its targets."""
+    """Parameters that a stage changes: groups with a rate, and the LoRA factors of its targets."""
     groups = stage.learning_rates.trained()
     trained = sum(math.prod(shape) for name, shape in shapes.items() if parameter_group(name, config) in groups)
     if stage.lora is not None:

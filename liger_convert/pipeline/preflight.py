@@ -33,7 +33,7 @@ from liger_convert.utils.errors import BadInput, first_line
 from liger_convert.utils.progress import Report
 
 # Adam moves a weight by about the rate in each step. Float32 numbers near 1 are 6e-8 to 1.2e-7 apart: a step of less
-# than 1e-8 is rounded away. Pretrained weights are of size 0.01 to 1: a step of more than 1 leaves nothing of them.
+# than 1e-8 is rounded away. Pretrained weights are of size 0.01 to 1: a step of more than 1 wipes them out.
 LEAST_RATE, MOST_RATE, HIGH_RATE = 1e-8, 1.0, 0.1
 LEAST_MOVE = 1e-6  # a weight's in all steps of a stage: less cannot be measured in the result
 FEW = 0.01  # fraction of the tokens that have context beyond the window
@@ -86,7 +86,7 @@ def check_documents(recipe: Recipe, plan: Plan, documents: Callable[[str], Docum
         beyond = sum(max(0, size - min(reaches)) for size in sizes) / sum(sizes) if reaches else 1
         if 0 < beyond < FEW:
             told = f"of {beyond:.2%} of the tokens of {stage.data} anything stands beyond the window"
-            warnings.append(f"stages[{i}].data: {told}; the memory learns from these alone, so give longer documents")
+            warnings.append(f"stages[{i}].data: {told}; the memory learns only from these, so give longer documents")
     return warnings
 
 

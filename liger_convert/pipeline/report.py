@@ -51,7 +51,7 @@ PAGE = jinja2.Template(
 {% endif %}
 ± is the standard error of one model. All models read the same text, so differences between them are surer than that.
 Perplexities (`ppl`) and losses (`nll`) are better when lower, all else when higher.
-*{{ titles.window_only_untrained }}* is the base with nothing but the window and the sinks in the layers that were
+*{{ titles.window_only_untrained }}* is the base with only the window and the sinks in the layers that were
 linearized: no memory and no training. *{{ titles.memory_ablated }}* and *{{ titles.window_ablated }}* are the converted
 model with that branch switched off. Suite `{{ suite.name }}`: {{ suite.description }}.
 
@@ -132,7 +132,7 @@ Greedy, the first words of each answer.
 {{ reproduce.command }}
 ```
 
-with the recipe that `manifest.json` holds verbatim, beside the sha256 of every file that went in and came out.
+with the recipe that `manifest.json` holds verbatim, along with the sha256 of every file that went in and came out.
 {{ reproduce.device }}, {{ reproduce.threads }} threads, {{ reproduce.kernels }} kernels, seed {{ reproduce.seed }}.
 {{ reproduce.versions.items() | map("join", " ") | join(", ") }}.
 """,

@@ -41,7 +41,7 @@ class Interrupted(LinearizeError):
 
 
 class Run:
-    """A recipe at work in the folder `out`: does the steps that its manifest does not record yet.
+    """A run of a recipe in the folder `out`: does the steps that its manifest does not record yet.
 
     keep_steps: keep what a step left when no other step needs it any more.
     """

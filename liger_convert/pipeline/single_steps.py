@@ -1,4 +1,4 @@
-"""Steps that a run does and that a command may do alone: choosing layers, text by the base, a training stage."""
+"""Steps that a run does and that a command may do by itself: choosing layers, text by the base, a training stage."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What a run notices of its own training: a quick measure after each stage, and what follows where a stage did harm.
 
 Measured are text of another kind than what is trained on, and how well a text is repeated: what training on one kind of
-text costs shows there first. The base and the untrained window, the base with nothing but window and sinks in the
+text costs shows there first. The base and the untrained window, the base with only window and sinks in the
 layers that become linear, are measured once, before the training.
 """
 
@@ -51,10 +51,10 @@ class Size:
     batch_size: int
 
 
-# Small enough that a measure takes little time beside a stage: in a minute an idle CPU measures some 8 models of 135M
-# parameters; a GPU measures one in seconds. Rows of 512 tokens, and repetitions at a distance of 256, reach far beyond
-# the default window of 64 and its 4 sinks. 256 is also the length that reports repeat. A GPU affords more rows, so that
-# its means vary less from one text to another.
+# Small enough that a measure takes little time compared to a stage: in a minute an idle CPU measures about 8 models of
+# 135M parameters; a GPU measures one in seconds. Rows of 512 tokens, and repetitions at a distance of 256, reach far
+# beyond the default window of 64 and its 4 sinks. 256 is also the length that reports repeat. A GPU affords more rows,
+# so that its means vary less from one text to another.
 SIZES = {"cpu": Size(8, 512, 8, 256, 2), "cuda": Size(64, 1024, 32, 256, 16)}
 
 

@@ -1,6 +1,6 @@
 """Estimates of what a run writes, step by step, and of the most that lies on the disk at once.
 
-Headers, tokenizers and logs are left out: they are small beside any real model's weights.
+Headers, tokenizers and logs are left out: they are small compared to any real model's weights.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ def make_objective(stage: Stage, config: Any, base_dir: Path, device: torch.devi
 
 
 def gains_by_compiling(device: torch.device) -> bool:
-    """On a CPU launches cost little beside a step, and the ops branch on values, which breaks graphs."""
+    """On a CPU launches cost little of a step, and the ops branch on values, which breaks graphs."""
     return device.type == "cuda"
 
 
@@ -218,7 +218,7 @@ def compile_layers(model: Any, objective: Objective, aligning: bool) -> None:
 
 
 def add_lora(model: Any, lora: Lora, *, train_mixer: bool) -> Any:
-    """`model` with adapters, and with its mixers trained in full beside them. Raises BadInput for unknown targets."""
+    """`model` with adapters, and with its mixers trained in full as well. Raises BadInput for unknown targets."""
     attention = lora.targets == "attention"
     linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     targets = lora_projections(lora, model.config, linears)

@@ -194,7 +194,7 @@ class StageTrainer(Trainer):
         return loss + auxiliary
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Trainer's own, in a folder beside the finished ones. It is hashed, and takes its place among them, while the
+        """Trainer's own, in a folder next to the finished ones. It is hashed, and takes its place among them, while the
         training goes on."""
         self.finish_checkpoint()
         folder = Path(str(self.args.output_dir))

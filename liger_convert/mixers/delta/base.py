@@ -45,7 +45,7 @@ class DeltaSpec(ReadSpec):
 
 
 class DeltaMixer(Mixer):
-    """The delta rule with one strength a head and no gate; subclasses change the gate or the entries."""
+    """The delta rule with one strength per head and no gate; subclasses change the gate or the entries."""
 
     recurrence = "delta_rule"
     gate_rule = "none"

@@ -31,7 +31,7 @@ class TTTSpec(DeltaSpec):
 
     def problem(self) -> str | None:
         if not 0 < self.learning_rate < 2:
-            return f"learning_rate: {self.learning_rate} must lie between 0 and 2, where a step on a unit key converges"
+            return f"learning_rate: {self.learning_rate} must be between 0 and 2, where a step on a unit key converges"
         return super().problem()
 
 

@@ -150,7 +150,7 @@ class GatedSpec(LinearSpec):
 class GatedMixer(LinearMixer):
     """A gate's logits are pool(k) + b: the pretrained keys, pooled with no new weight, and a learned bias.
 
-    Subclasses say what log a is of the logits. A `scalar` gate has one value a head whatever it comes from.
+    Subclasses say what log a is of the logits. A `scalar` gate has one value per head whatever it comes from.
     """
 
     scalar: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""Gated retention: RetNet with a decay that the token chooses, one value a head (2405.05254).
+"""Gated retention: RetNet with a decay that the token chooses, one value per head (2405.05254).
 
 S_t = a_t S_{t-1} + k_t^T v_t,   a_t = sigmoid(pool(k_t) + b)^(1/tau),   o_t = norm(q_t S_t)
 

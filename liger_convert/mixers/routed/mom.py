@@ -54,7 +54,7 @@ class MoMSpec(MixerSpec):
         """`inner` with its defaults, without the options that all memories share."""
         common = self._common()
         for name in common.keys() & self.inner.keys():
-            raise BadInput(f"inner.{name}: is the same for all memories; give it beside inner")
+            raise BadInput(f"inner.{name}: is the same for all memories; give it next to inner")
         resolved = resolve_spec({**self.inner, **common}, "inner")
         return {name: value for name, value in resolved.items() if name not in common}
 

@@ -95,7 +95,7 @@ def describe_layers(report: Mapping[str, Any]) -> str:
         for name, spec in linearization["mixers"].items()
     ]
     windows = report["plan"].get("sliding_windows", [])  # which reports did not have at first
-    # where all layers have one, there are none beside them that see all tokens
+    # where all layers have one, there are no others that see all tokens
     own = [window for window, name in zip(windows, linearization["layers"]) if name == SOFTMAX and None in windows]
     sliding = len(own) - own.count(None)
     stayed = [f"{layers[SOFTMAX] - sliding} stayed softmax"] if layers[SOFTMAX] > sliding else []

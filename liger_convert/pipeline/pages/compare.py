@@ -1,4 +1,4 @@
-"""Several runs beside each other: what they measured, what their caches take, and how much of the gap they recover.
+"""Several runs compared: what they measured, how large their caches are, and how much of the gap they recover.
 
 The gap of a metric lies between the base and an untrained window. Recipes leave different windows, and a hybrid's
 untrained window keeps its softmax layers, so that each run against its own would be measured by a scale of its own.
@@ -25,7 +25,7 @@ NEEDED = ("linearized", "base", "window_only_untrained", "memory_ablated")
 
 
 def compare(paths: Sequence[Path]) -> dict[str, Any]:
-    """What the reports at `paths`, folders of runs or report.json files, say beside each other, as JSON.
+    """What the reports at `paths`, folders of runs or report.json files, say, side by side, as JSON.
 
     tokens: of the caches. metrics: what all runs measured. bases: by name {"cache_bytes", "measures"}. runs: by name
     {"base" (a name in `bases`), "cache_bytes", "measures", "recovery" {METRIC: share of the gap}, "mean_recovery",
@@ -105,7 +105,7 @@ def _groups(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tuple
             )
             note = (
                 f"{names[i]} and {names[first]} measured {base} differently ({metric}: {values}), so on other text or "
-                "another base: each stands beside its own."
+                "another base: each is compared with its own."
             )
             number, name = number + 1, f"{base} ({number + 1})"
             if name not in groups:

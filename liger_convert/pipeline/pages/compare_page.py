@@ -1,4 +1,4 @@
-"""A comparison of runs to be read: a table for the terminal, and a page that needs nothing beside itself."""
+"""A comparison of runs to be read: a table for the terminal, and a self-contained page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from liger_convert.utils.errors import BadInput
 
 BESIDE = 18  # pixels between runs whose caches are of one size
 LOWEST = -0.5  # recovery that a line reaches down to: one broken measure should not squeeze all others
-LOOKS = 8  # runs that style.css tells apart
+LOOKS = 8  # distinct styles of runs in style.css
 MADE = '<meta name="generator" content="liger-convert compare">'  # stands in every page, among its first bytes
 HEAD = 4096
 

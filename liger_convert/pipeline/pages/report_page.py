@@ -1,4 +1,4 @@
-"""report.html: what a run found as one page that needs nothing beside itself."""
+"""report.html: what a run found as one self-contained page."""
 
 from __future__ import annotations
 
