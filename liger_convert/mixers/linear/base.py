@@ -1,4 +1,4 @@
-"""What the mixers over the diagonal recurrence share: maps of queries and keys, rotary, a gate, the size of the read.
+"""What the mixers over the diagonal recurrence share: feature maps, rotary, a gate, a norm of the read.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, F feature size, V value size.
 """

@@ -3,7 +3,7 @@
 S_t = a_t S_{t-1} + k_t^T v_t,   a_t = sigmoid(pool(k_t) + b)^(1/tau),   o_t = norm(q_t S_t)
 
 Rotated by the base's own rotary. The gate is pooled from the keys (2503.01496, table 1) instead of projected, and the
-swish gate of the output is left out, or `output_gate`, whose sigmoid can start at 1.
+swish gate of the output is left out; `output_gate` has a sigmoid instead, which can start at 1.
 """
 
 from __future__ import annotations

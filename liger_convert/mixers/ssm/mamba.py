@@ -1,10 +1,10 @@
-"""The selective state space of Mamba (2312.00752), its in and out maps made from the layer's keys and queries.
+"""The selective state space of Mamba (2312.00752), its input and output maps made from the layer's keys and queries.
 
 S_t = exp(dt_t log A) * S_{t-1} + phi(k_t)^T [dt_t * v_t, dt_t],   dt_t = softplus(pool(k_t) + b),   log A = -e^rate
 o_t = n_t / m_t,   [n_t, m_t] = phi(q_t) S_t                            (base.py has the shapes and the starts)
 
-k, q and v take the places of Mamba's B, C and x, as in 2408.15237. `short_conv: 4` is its convolution, before all that
-is made of k, q and v; `skip` and `output_gate` are its skip and the gate of its output.
+k, q and v take the places of Mamba's B, C and x, as in 2408.15237. `short_conv: 4` is its convolution, applied before
+anything is computed from k, q and v; `skip` and `output_gate` are its skip and the gate of its output.
 phi is a softmax over F learned features, so that weights are positive and the read can be a mean.
 """
 
