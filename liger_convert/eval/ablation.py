@@ -96,12 +96,12 @@ def diagnose(
             _begun(keep, name).unlink(missing_ok=True)  # a suite may measure nothing here
     models = {name: found[name][0] for name in names}
     said = {name: found[name][1] for name in names if found[name][1]}
-    spoken = [{"prompt": prompt} | {name: said[name][i] for name in said} for i, prompt in enumerate(prompts)]
+    texts = [{"prompt": prompt} | {name: said[name][i] for name in said} for i, prompt in enumerate(prompts)]
     return {
         "suite": suite.model_dump(mode="json"),
         "models": models,
         "verdict": verdict(models),
-        "continuations": spoken,
+        "continuations": texts,
         **({"notes": notes} if notes else {}),
     }
 

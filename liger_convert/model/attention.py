@@ -30,7 +30,7 @@ def head_dims(config: Any) -> HeadDims:
 
 
 class LinearizedAttention(nn.Module):
-    """Takes over the projections and norms of a family's attention module under their own names; the child `mixer` holds
+    """Adopts the projections and norms of a family's attention module under their own names. Its child `mixer` holds
     all that is new."""
 
     mixer: Any

@@ -97,7 +97,7 @@ def cached_folder(repo: str) -> Path | None:
 
 
 def base_licence(base_dir: Path | None, files: list[str]) -> dict[str, Any]:
-    """`license`, `license_name` and `license_link` as the card in `base_dir` gives them, so far as it does.
+    """`license`, `license_name` and `license_link` as far as the card in `base_dir` gives them.
 
     A base that names none but comes with a licence file (one of the export's `files`) has an `other` one, in that file.
     A card that cannot be read names none.

@@ -47,7 +47,7 @@ LENGTH = 128  # tokens of x at least, and two windows of it: what the second hal
 
 @dataclass(frozen=True)
 class Losses:
-    """Nats a token: `copy_nll` on the second half of a text said twice, `text_nll` on the first."""
+    """Nats per token: `copy_nll` on the second copy of a repeated text, `text_nll` on the first."""
 
     copy_nll: float
     text_nll: float
@@ -55,7 +55,7 @@ class Losses:
     @property
     def score(self) -> float:
         """Their plain sum. A window costs several nats of recall and a few tenths of text, so recall decides, and text
-        where layers recall alike; a ratio of the two would hang on near-zero denominators."""
+        where layers recall alike; a ratio of the two would depend on near-zero denominators."""
         return self.copy_nll + self.text_nll
 
 

@@ -1,4 +1,4 @@
-"""From a recipe and the base's config to a plan: what each layer becomes, how large everything is. Touches no weight.
+"""From a recipe and the base's config to a plan: what each layer becomes and how large everything is. Reads no weights.
 
 `training.memory_estimate` and `training.disk_estimate` estimate what it takes of memory and disk.
 """

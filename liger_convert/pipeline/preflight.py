@@ -1,6 +1,6 @@
 """What would fail after the training is tried before it: generation, the suite, disk space, rates and lengths.
 
-What a result could not be used with is refused; what costs quality or is merely unlikely is a warning, one sentence
+What would make the result unusable is refused; what costs quality or is merely unlikely is a warning, one sentence
 each.
 """
 
@@ -160,7 +160,7 @@ def check_generation(
 
 
 def check_tasks(suite: Suite, config: Any, data_dir: Path | None, limit: int | None, report: Report) -> None:
-    """Does all of the suite's tasks but asking a model: reads their data, writes their prompts, scores answers.
+    """Runs the suite's tasks without a model: reads their data, writes their prompts, scores answers.
 
     Raises BadInput for data that cannot be had or does not fit, a metric or shots that there are not, hidden labels,
     and answers longer than the base.
@@ -228,7 +228,7 @@ def _check_prompt(base_dir: Path, tokenizer: Any, prompt: str) -> None:
 
 
 def _check_ends(path: Path, given: GenerationConfig, vocabulary: int) -> list[str]:
-    """Raises BadInput for an end of text that no model can say; returns warnings about the other special tokens."""
+    """Raises BadInput for an end-of-text token outside the vocabulary; returns warnings about other special tokens."""
     ends = given.eos_token_id if isinstance(given.eos_token_id, list) else [given.eos_token_id]
     for end in ends:
         if end is not None and not (type(end) is int and 0 <= end < vocabulary):

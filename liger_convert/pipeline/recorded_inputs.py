@@ -44,7 +44,7 @@ class Change:
 
     @property
     def field(self) -> str:
-        """The recipe's field that names the file, or the folder that it lies in."""
+        """The recipe's field that names the file, or its folder."""
         return self.name.partition("/")[0]
 
 

@@ -183,7 +183,7 @@ def _resumable(out: Path) -> Iterator[None]:
 
 
 def _train_along(recipe: Recipe, out: Path, keep_steps: bool) -> None:
-    """What every process but the first does in a run."""
+    """What every process except the first does in a run."""
     steps: RunSteps | None = None
     for task in processes.tasks():
         record = Manifest.read(out)
@@ -265,7 +265,7 @@ def _check_place(recipe: Recipe, out: Path) -> None:
 
 
 def _check(recipe: Recipe) -> None:
-    """What can be said of a recipe before anything is fetched or written. Raises BadInput."""
+    """What can be checked in a recipe before anything is fetched or written. Raises BadInput."""
     pick_device(recipe.device)
     suite = suites.load(recipe.eval.suite)
     suites.check_files(suite, Path(recipe.eval.data) if recipe.eval.data is not None else None)

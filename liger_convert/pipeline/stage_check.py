@@ -1,4 +1,4 @@
-"""What a run notices of its own training: a quick measure after each stage, and what follows where a stage did harm.
+"""How a run checks its own training: a quick measure after each stage, and what follows where a stage did harm.
 
 Measured are text of another kind than what is trained on, and how well a text is repeated: what training on one kind of
 text costs shows there first. The base and the untrained window, the base with only window and sinks in the
@@ -143,7 +143,7 @@ def train_checked(
     train: Callable[[float, Path], dict[str, Any]],
     check: Callable[[Path], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Trains the stage called `name` in `folder`, measures what came of it, and where that is worse than before does
+    """Trains the stage called `name` in `folder`, measures the result, and where that is worse than before does
     what the recipe's `when_worse` asks for. Returns facts for the manifest.
 
     before: what was measured of the base, of the untrained window, and of the model so far, if a stage is done. train:

@@ -191,7 +191,7 @@ class RunSteps:
         return {"plan": plan | {"warnings": self.preflight()}, "stages": stages}
 
     def read_data(self) -> None:
-        """Reads all data: what is wrong there should stop the run in its first steps and not in its last."""
+        """Reads all data: an error there should stop the run in its first steps and not in its last."""
         suites.check_data(self.suite, self._data_dir, self.recipe.eval.limit)
         for name, source in self.recipe.data.items():
             if isinstance(source, TeacherSource):
@@ -327,7 +327,7 @@ class RunSteps:
 
     def _checked(self, stages: Sequence[str]) -> dict[str, Measures]:
         """What was measured before the next stage: of the base, of the untrained window, and of the model, which before
-        its first stage is as good as that window."""
+        its first stage counts as that window."""
         untrained: dict[str, Measures] = self.manifest.steps["check"]["check"]
         kept = [name for name in self._kept(stages) if "check" in self.manifest.steps[name]]
         return untrained | ({stage_check.MODEL: self.manifest.steps[kept[-1]]["check"]} if kept else {})

@@ -21,7 +21,7 @@ class Case(NamedTuple):
     v_dtype: torch.dtype | None = None  # of the vectors, when another
 
 
-CASES = {  # small ones with heads enough that the plain gradients, one number a head, are not right by luck
+CASES = {  # small ones with heads enough that the plain gradients, one number per head, are not right by luck
     "one vector": Case(1, G=8, R=4),
     "two codes": Case(5, G=4, R=8, F=2),
     "a head's own codes": Case(7, G=16, R=1, F=64),

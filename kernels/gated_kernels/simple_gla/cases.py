@@ -1,4 +1,4 @@
-"""Inputs on which gated linear attention with one gate a head, or none, is tested. `gla` uses `inputs`, too."""
+"""Inputs on which gated linear attention with one gate per head, or none, is tested. `gla` uses `inputs`, too."""
 
 from __future__ import annotations
 

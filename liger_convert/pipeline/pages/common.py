@@ -1,4 +1,4 @@
-"""What all pages of a report write alike: names of models, numbers, which way is better, what became of the layers."""
+"""What all pages of a report share: names of models, numbers, which way is better, what became of the layers."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ NEEDED = ("linearized", "base", "window_only_untrained", "memory_ablated")
 
 
 def compare(paths: Sequence[Path]) -> dict[str, Any]:
-    """What the reports at `paths`, folders of runs or report.json files, say, side by side, as JSON.
+    """Compares the reports at `paths`, folders of runs or report.json files. Returns plain JSON:
 
     tokens: of the caches. metrics: what all runs measured. bases: by name {"cache_bytes", "measures"}. runs: by name
     {"base" (a name in `bases`), "cache_bytes", "measures", "recovery" {METRIC: share of the gap}, "mean_recovery",
