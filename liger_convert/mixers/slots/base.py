@@ -76,9 +76,9 @@ class SlotMixer(Mixer):
         exclusive: bool,
     ) -> tuple[MemoryOutput, dict[str, Tensor]]:
         k_BTGD, v_BTGV, w_BTGM, log_a = entries
-        before = states.get("keys")
+        keys_before = states.get("keys")
         if self.normalize and states:  # the op has z as the keys' last column
-            before = torch.cat((states["keys"], states["z"][..., None]), -1)
+            keys_before = torch.cat((states["keys"], states["z"][..., None]), -1)
         o_BTHV, lse_BTH, keys, values = chunk_slots(
             qkv.q_BTHD.float(),
             k_BTGD,
@@ -86,7 +86,7 @@ class SlotMixer(Mixer):
             w_BTGM,
             log_a,
             scale=self.dims.dim**-0.5 if self.normalize else 1.0,
-            keys_BGMD=before,
+            keys_BGMD=keys_before,
             values_BGMV=states.get("values"),
             segment_ids_BT=segment_ids_BT,
             exclusive=exclusive,
