@@ -92,9 +92,7 @@ def load_source(
     held_keys = {key for key, _ in held_out}
     train = [document for key, document in documents if key not in held_keys]
     if not train:
-        raise BadInput(
-            f"data: {_name(source)} has too few documents: nothing is left to train on after what is held out"
-        )
+        raise BadInput(f"data: {_name(source)} has too few documents: nothing is left beside what is held out")
     return Documents(train, [document for _, document in held_out], skipped)
 
 

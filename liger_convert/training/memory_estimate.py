@@ -45,15 +45,14 @@ def training_bytes(
     weights      4 P
     base         e P_base, where it teaches
     optimizer    8 T: Adam's two moments
-    gradients    4 T, where they are held at the same time as the activations: with several micro-batches per step, and
-                 in a captured graph. Else they come as the activations go, and what is counted is by how much they are
-                 more
+    gradients    4 T, where they stand beside the activations: with several micro batches a step, and in a captured
+                 graph. Else they come as the activations go, and what is counted is by how much they are more
     copies       under autocast, what the backward pass needs of the weights in the compute dtype: e for every weight of
                  a matrix product through which a gradient flows, whether it is trained or not. With checkpointing one
                  layer and the head; and where the layers are not compiled, the trained ones, which autocast keeps until
                  the forward pass ends
     activations  what N tokens keep for the backward pass, see `_kept`. With checkpointing 4 C a layer and one layer
-                 in full; in alignment only the attention, and e 2 C of targets
+                 in full; in alignment the attention alone, and e 2 C of targets
     passing      what one layer's backward pass takes for itself, see `_passing`
     logits       e N V for ours, for their gradient, and for the base's; a chunk of the loss; none in alignment
     """
