@@ -86,8 +86,19 @@ def check_documents(recipe: Recipe, plan: Plan, documents: Callable[[str], Docum
         beyond = sum(max(0, size - min(reaches)) for size in sizes) / sum(sizes) if reaches else 1
         if 0 < beyond < FEW:
             told = f"of {beyond:.2%} of the tokens of {stage.data} anything stands beyond the window"
-            warnings.append(f"stages[{i}].data: {told}; the memory learns only from these, so give longer documents")
+            warnings.append(f"stages[{i}].data: {told}; the memory learns from these alone, so give longer documents")
     return warnings
+
+
+def check_disk(plan: Plan, out: Path, *, keep_steps: bool = False) -> None:
+    """Raises BadInput when the run cannot fit on the disk of `out`, where a base that must be unpacked already is."""
+    needed = disk_estimate.peak(list(plan.writes), keep_steps=keep_steps, without_base=True)
+    free = shutil.disk_usage(out).free
+    if needed > free:
+        raise BadInput(
+            f"{out}: the run needs {decimal(needed)} of disk at its peak, and {decimal(free)} are free; "
+            "free some space, or name a folder on another disk"
+        )
 
 
 def check_held_out(
@@ -108,17 +119,6 @@ def check_held_out(
         if tokens < needed_tokens:
             what = f"holds {tokens} tokens, suite {suite.name} needs {needed_tokens}"
             raise BadInput(f"data.{recipe.eval.other_text}: {what}; name a longer text")
-
-
-def check_disk(plan: Plan, out: Path, *, keep_steps: bool = False) -> None:
-    """Raises BadInput when the run cannot fit on the disk of `out`, where a base that must be unpacked already is."""
-    needed = disk_estimate.peak(list(plan.writes), keep_steps=keep_steps, without_base=True)
-    free = shutil.disk_usage(out).free
-    if needed > free:
-        raise BadInput(
-            f"{out}: the run needs {decimal(needed)} of disk at its peak, and {decimal(free)} are free; "
-            "free some space, or name a folder on another disk"
-        )
 
 
 def check_generation(
