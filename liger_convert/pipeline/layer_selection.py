@@ -61,7 +61,7 @@ class Losses:
     def score(self) -> float:
         """Their plain sum. A window costs several nats of recall and a few tenths of text, so recall decides, and text
         where layers recall alike; a ratio of the two would hang on near-zero denominators."""
-        return sum(asdict(self).values())
+        return float(sum(asdict(self).values()))
 
 
 @dataclass(frozen=True)
