@@ -165,6 +165,11 @@ class Recipe(Strict):
         """How many layers, or which fraction of them, stay softmax, where a measurement chooses which."""
         return self.layers.softmax_auto if isinstance(self.layers, LayerChoice) else None
 
+    @property
+    def selected_by(self) -> str:
+        """What is measured where a measurement chooses the softmax layers: copy or kl."""
+        return (self.layers.select if isinstance(self.layers, LayerChoice) else None) or "copy"
+
     def layer_names(self, depth: int, sliding: Collection[int] = ()) -> list[str]:
         """What each layer of a base of `depth` layers becomes: a mixer's name or softmax. `sliding`: those that have a
         window of the base's own where others see all tokens. Raises BadInput."""

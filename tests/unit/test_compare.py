@@ -69,14 +69,18 @@ def test_a_recipe_whose_untrained_window_is_weak_flatters_no_run(tmp_path, runs)
     assert alone["runs"]["no-sinks"]["recovery"]["copy_nll_512"] > recovered(runs)["copy_nll_512"] + 0.05
 
 
-def test_the_zero_of_a_metric_is_the_strongest_untrained_window(tmp_path, runs):
-    hybrid = report()["models"]
+def test_the_window_of_a_hybrid_is_no_zero_for_runs_with_fewer_softmax_layers(tmp_path, runs):
+    hybrid, layers = report()["models"], report()["plan"]["linearization"]["layers"]
     hybrid["window_only_untrained"] |= {"copy_nll_512": measured(0.8), "niah_s1_1024/contains": measured(0.4)}
-    found = compare([saved(tmp_path / "hybrid", models=hybrid), *runs])
-    assert found["zero"]["model"]["copy_nll_512"]["value"] == 0.8
-    assert found["zero"]["model"]["niah_s1_1024/contains"]["value"] == 0.4
-    assert found["runs"]["hybrid"]["recovery"] == found["runs"]["one"]["recovery"]
-    assert found["runs"]["one"]["recovery"]["copy_nll_512"] < recovered(runs)["copy_nll_512"]
+    more = report()["plan"] | {"linearization": {"layers": ["softmax", *layers]}}
+    found = compare([saved(tmp_path / "hybrid", models=hybrid, plan=more), *runs])
+    assert found["zero"]["model"]["copy_nll_512"]["value"] == 1.7
+    assert found["runs"]["one"]["recovery"] == recovered(runs)
+    # the control: with as many softmax layers as the others have, its window is the zero
+    same = compare([saved(tmp_path / "same", models=hybrid), *runs])
+    assert same["zero"]["model"]["copy_nll_512"]["value"] == 0.8
+    assert same["zero"]["model"]["niah_s1_1024/contains"]["value"] == 0.4
+    assert same["runs"]["one"]["recovery"]["copy_nll_512"] < recovered(runs)["copy_nll_512"]
 
 
 def recovered(runs: list[Path]) -> dict[str, float]:
