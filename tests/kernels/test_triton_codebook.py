@@ -58,9 +58,7 @@ CODEBOOK_GLA = {
         Sizes(70, G=1, R=1, F=130, V=257, per_head=True, segments=True, dtype=BF16), D=80
     ),
     "four heads of 128": codebook_gla.Case(
-        Sizes(
-            70, G=1, R=4, F=130, V=128, gate="mixed", per_head=True, segments=True, normalizer=True, dtype=BF16, B=1
-        ),
+        Sizes(70, G=1, R=4, F=130, V=128, gate="mixed", per_head=True, segments=True, normalizer=True, dtype=BF16, B=1),
         D=128,
     ),
     "normalizer, one code in nearly all weights": codebook_gla.Case(
@@ -208,11 +206,7 @@ def test_results_do_not_depend_on_how_the_inputs_lie_in_memory_nor_on_autocast()
 
 @pytest.mark.parametrize("op", ["codebook", "codebook_gla"])
 def test_torch_compile_sees_through_the_ops(op: str) -> None:
-    x = (
-        inputs_of(FEW)
-        if op == "codebook"
-        else placed(codebook_gla.inputs(CODEBOOK_GLA["normalizer, no state"]))
-    )
+    x = inputs_of(FEW) if op == "codebook" else placed(codebook_gla.inputs(CODEBOOK_GLA["normalizer, no state"]))
     call: Callable[..., Any] = gated_kernels.OPS[op]
     eager, traced = run(call, x), run(torch.compile(call, backend="aot_eager", fullgraph=True), x)
     assert [name for name in eager if not torch.equal(eager[name], traced[name])] == []

@@ -28,7 +28,8 @@ NAMES = {
 
 
 def told_by(script: str, cache: Path, *words: str) -> list[list[str]]:
-    """The words of every line that `script` prints, given `words`, in a process whose Triton compiles. Skips where none can."""
+    """The words of every line that `script`, given `words`, prints in a process whose Triton compiles. Skips where none
+    can."""
     ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     if not ptxas.exists() and "TRITON_PTXAS_PATH" not in os.environ:
         pytest.skip("this Triton comes without ptxas")
