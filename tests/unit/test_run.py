@@ -1,15 +1,14 @@
 """A whole run on a tiny model: what it leaves, and that killing it at any point changes nothing of the result."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from deaths import exit_code_of
 from tiny import save_tiny_base
 
 from liger_convert.cli import main
@@ -45,37 +44,6 @@ RECIPE = {
 }
 STEPS = ["base", "plan", "convert", "check", "1-align", "2-distill", "3-finetune", "merge", "export", "eval", "report"]
 SUITE = "description: tiny\ntext: [{window: 32, windows: 4}]\ncopying: [{length: 8, draws: 4}]\n"
-
-# Runs a command and dies of SIGKILL: for `LABEL DONE` when the work with that label reports so much done, for
-# `record NAME` when that step is complete but not yet recorded.
-KILLED = """
-import os, signal, sys
-from contextlib import contextmanager
-from liger_convert.cli.main import main
-from liger_convert.pipeline import layer_selection, manifest, single_steps, steps
-where, what, *words = sys.argv[1:]
-die = lambda: os.kill(os.getpid(), signal.SIGKILL)
-layer_selection.CALIBRATION_TOKENS = 1024
-real_progress, real_write = steps.show_progress, manifest.Manifest.write
-
-@contextmanager
-def progress(label):
-    with real_progress(label) as report:
-        def watched(done, total, note=""):
-            if label == where and done >= float(what):
-                die()
-            report(done, total, note)
-        yield watched
-
-def write(self, folder):
-    if where == "record" and what in self.steps:
-        die()
-    real_write(self, folder)
-
-single_steps.show_progress = steps.show_progress = progress
-manifest.Manifest.write = write
-sys.exit(main(words))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -235,9 +203,7 @@ def test_a_run_killed_anywhere_and_resumed_ends_with_the_same_weights(home, fini
     shutil.rmtree(home / "killed", ignore_errors=True)
     command = ["run", "recipe.yaml", "--out", "killed"]
     for where, what in deaths:
-        script = [sys.executable, "-c", KILLED, where, what, *command]
-        killed = subprocess.run(script, cwd=home, env=os.environ, capture_output=True, text=True)
-        assert killed.returncode == -9, killed.stderr
+        assert exit_code_of(home, where, what, command) == -9
         command = ["run", "recipe.yaml", "--out", "killed", "--resume"]
     assert list(manifest(home / "killed")["steps"]) == STEPS[:8]
     assert main.main(command) == 0
@@ -247,9 +213,7 @@ def test_a_run_killed_anywhere_and_resumed_ends_with_the_same_weights(home, fini
 
 def test_a_run_chooses_its_softmax_layers_once_and_goes_by_them(home, capsys):
     choose = ["--set", "layers={softmax_auto: 1}", "--set", "stages=[]"]
-    script = [sys.executable, "-c", KILLED, "convert", "1", "run", "recipe.yaml", "--out", "chosen", *choose]
-    killed = subprocess.run(script, cwd=home, env=os.environ, capture_output=True, text=True)
-    assert killed.returncode == -9, killed.stderr
+    assert exit_code_of(home, "convert", "1", ["run", "recipe.yaml", "--out", "chosen", *choose]) == -9
     before = manifest(home / "chosen")["steps"]
     assert list(before) == ["base", "select-layers", "plan"]
     assert main.main(["run", "recipe.yaml", "--out", "chosen", *choose, "--resume"]) == 0
@@ -285,9 +249,7 @@ def test_a_run_trains_on_what_its_base_writes_and_writes_it_once(home, monkeypat
     assert not (home / "own/steps").exists()
     for where, what in deaths:
         words = ["run", "own.yaml", "--out", "own-killed", *["--resume"] * (home / "own-killed").exists()]
-        script = [sys.executable, "-c", KILLED, where, what, *words]
-        killed = subprocess.run(script, cwd=home, env=os.environ, capture_output=True, text=True)
-        assert killed.returncode == -9, killed.stderr
+        assert exit_code_of(home, where, what, words) == -9
     monkeypatch.setattr(teacher, "write", None)
     assert main.main(["run", "own.yaml", "--out", "own-killed", "--resume"]) == 0
     assert manifest(home / "own-killed")["steps"]["data-own"]["outputs"] == steps["data-own"]["outputs"]

@@ -229,6 +229,7 @@ TRAINED: list[dict[str, Any]] = [
     {"kind": "distill", "learning_rates": {"mixer": 1e-3, "body": 1e-4}, "tokens": 20 * 64, "save_every": 2},
 ]
 COMMAND = [sys.executable, "-m", "liger_convert.cli"]
+LINEARIZE = str(Path(sys.executable).with_name("linearize"))  # which imports torch only where it needs it
 RUN = ["run", "recipe.yaml", "--out"]
 
 
@@ -254,7 +255,7 @@ def exported(run: Path) -> dict[str, Tensor]:
 
 
 def test_bad_input_ends_all_processes_with_one_sentence(home: Path) -> None:
-    found = call(home, [*COMMAND, *RUN, "bad", "--gpus", "2", "--set", "data.late.path=nowhere"])
+    found = call(home, [LINEARIZE, *RUN, "bad", "--gpus", "2", "--set", "data.late.path=nowhere"])
     assert found.returncode == 2
     assert found.stderr.splitlines() == ["error: data.late.path: nowhere: there is no such file"]
     assert not (home / "bad").exists()

@@ -19,6 +19,7 @@ class Case(NamedTuple):
     bias: float = 0.5
     dtype: torch.dtype = torch.float32
     v_dtype: torch.dtype | None = None  # of the vectors, when another
+    B: int = 2
 
 
 CASES = {  # small ones with heads enough that the plain gradients, one number per head, are not right by luck
@@ -38,7 +39,7 @@ CASES = {  # small ones with heads enough that the plain gradients, one number p
 
 
 def inputs(case: Case) -> dict[str, Any]:
-    B, N, E = 2, case.G * case.R, max(1, case.D // 2)
+    B, N, E = case.B, case.G * case.R, max(1, case.D // 2)
     random = torch.Generator().manual_seed(case.T)
 
     def normal(*shape: int) -> Tensor:

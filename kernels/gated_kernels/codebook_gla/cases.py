@@ -43,7 +43,9 @@ def inputs(case: Case) -> dict[str, Any]:
     s = case.sizes
     made = {
         side: codebook.inputs(
-            codebook.Case(s.T, G=s.G, R=R, D=case.D, F=s.F, log_inv_temperature=case.log_inv_temperature, dtype=s.dtype)
+            codebook.Case(
+                s.T, G=s.G, R=R, D=case.D, F=s.F, log_inv_temperature=case.log_inv_temperature, dtype=s.dtype, B=s.B
+            )
         )
         for side, R in (("q", s.R), ("k", 1))
     }
