@@ -104,6 +104,9 @@ class Stage(Strict):
     """AdamW's weight decay, of the base's matrices and of adapters only."""
     max_grad_norm: Annotated[float, between(1e-9, 1e12)] = 1.0
     """Larger gradients are scaled down to this norm; a very large number turns that off."""
+    ema_length: Fraction = 0.0
+    """Above 0 the result is not the last weights but their exponential moving average, which reaches back this fraction
+    of the steps on average; training itself stays the same."""
     save_every: Count = 50
     """Optimizer steps between two checkpoints."""
     gradient_checkpointing: bool = False

@@ -41,7 +41,8 @@ def written(recipe: Recipe, sizes: Sizes, trained: list[int], base_dtype: str, e
         steps.append(Written(f"data-{name}", size, size, _last_reader(recipe, name)))
     for name, stage, count in zip(recipe.stage_names, recipe.stages, trained, strict=True):
         result = full if stage.lora is None else 4 * count
-        saved, one = saves(stage), 12 * count  # what is trained and Adam's two moments
+        # what is trained, Adam's two moments, and an average
+        saved, one = saves(stage), (16 if stage.ema_length else 12) * count
         most = max(min(saved, KEPT + 1) * one, min(saved, KEPT) * one + result)
         steps.append(Written(name, most, result, MERGE))
     steps.append(Written(MERGE, full, full, EXPORT))

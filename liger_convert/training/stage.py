@@ -72,6 +72,7 @@ def run_stage(
     Leaves `out/result/adapter` (LoRA) or `out/result/model` (full), complete or not at all, and `out/stats.json`, which
     it returns: steps, tokens, seconds, how the forward and backward pass ran (`fwd_bwd`), the loss curve as [step, mean
     loss since the last point], and for alignment the relative error of each layer on the first batch before and after.
+    With an `ema_length` the result is the average of the weights, and the errors after are those of the average.
     With `resume` it continues from the last checkpoint in `out`, and ends with the weights of a stage that was never
     stopped.
     Under `torchrun` every process calls it, and the first one writes. They share the rows of each step, see `share`,
@@ -144,6 +145,8 @@ def run_stage(
         finally:
             trainer.finish_checkpoint()
     seconds = time.monotonic() - started
+    if trainer.average is not None:
+        trainer.average.apply()
     losses = [(int(entry["step"]), entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
     stats: dict[str, Any] = {
         "kind": stage.kind,

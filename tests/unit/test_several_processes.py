@@ -121,7 +121,7 @@ def test_two_processes_learn_what_one_does(one: dict[str, Any], two: Any, name: 
 # --- stopping and going on
 
 
-RESUMED = {"steps": 8, "batch": 2, "accumulation": 2, "save_every": 2}
+RESUMED = {"steps": 8, "batch": 2, "accumulation": 2, "save_every": 2, "ema_length": 0.2}
 
 
 @pytest.fixture(scope="module")
