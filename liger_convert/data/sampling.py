@@ -36,8 +36,8 @@ class Sampler:
         self.model, self.tokens, self.temperature, self.top_p = model, tokens, temperature, top_p
         self.fixed = model.device.type == "cuda" if fixed is None else fixed
         self.cache: Any = None
-        self.rows = 0  # of the batch that `step` is for
-        self.step: Callable[..., Tensor] = self._step
+        self.captured: Callable[..., Tensor] | None = None
+        self.rows = 0  # of the batch that was last tried to capture
 
     @torch.no_grad()
     def __call__(self, prompts: list[list[int]], seeds: list[tuple[int, ...]]) -> np.ndarray:
@@ -58,13 +58,13 @@ class Sampler:
         if self.fixed:
             self._keep(cache, longest + steps + WARM_UP)
         else:
-            self.cache, self.step = cache, self._step
+            self.cache = cache
         for number in range(1, steps):
             place_1 = torch.full((1,), longest + number - 1, device=device)
             given = ids_B1, pads_B1, place_1, drawn_BT[:, number : number + 1]
             if self.fixed and self.rows != len(prompts):
-                self.step, self.rows = self._captured(given), len(prompts)
-            ids_B1 = self.step(*given).clone()
+                self.captured, self.rows = self._capture(given), len(prompts)
+            ids_B1 = (self.captured or self._step)(*given).clone()
             made.append(ids_B1)
         ids_BS = torch.cat(made, dim=1).cpu().numpy()
         return np.stack([row[longest - size :][: self.tokens] for row, size in zip(ids_BS, sizes)])
@@ -81,7 +81,7 @@ class Sampler:
                 cache.layers[i] = kept[i]
         self.cache = cache  # a captured step knows only the addresses
         if not same:
-            self.step, self.rows = self._step, 0
+            self.captured, self.rows = None, 0
 
     def _step(self, ids_B1: Tensor, pads_B1: Tensor, place_1: Tensor, drawn_B1: Tensor) -> Tensor:
         """The next token behind one at a place of the cache."""
@@ -107,10 +107,10 @@ class Sampler:
         before_BV = sorted_BV.cumsum(-1) - sorted_BV
         return tokens_BV.gather(1, _passed(sorted_BV * (before_BV < self.top_p), drawn_B1))
 
-    def _captured(self, given: tuple[Tensor, ...]) -> Callable[..., Tensor]:
-        """The step as a CUDA graph, or as it is where there is none to be had."""
+    def _capture(self, given: tuple[Tensor, ...]) -> Callable[..., Tensor] | None:
+        """The step as a CUDA graph; None where there is none to be had."""
         if self.model.device.type != "cuda":
-            return self._step
+            return None
         try:
             return capture(self._step, given, lambda: [t for layer in self.cache.layers for t in layer.tensors()])
         except RuntimeError as error:
@@ -118,7 +118,7 @@ class Sampler:
                 raise
             reason = str(error).splitlines()[0]
             logger.warning_once(f"writing is slower than it could be, as its step is not captured: {reason}")
-            return self._step
+            return None
 
 
 def _passed(weights_BV: Tensor, drawn_B1: Tensor) -> Tensor:

@@ -289,6 +289,7 @@ def test_recipes_are_read_without_importing_torch():
 
 
 OTHER = "data.far={source: file, path: far.jsonl}"
+OWN = "data.own={source: teacher, tokens: 1e4, prompts: far}"
 
 
 def test_text_of_another_kind_is_the_one_that_is_named_or_pythons_documentation():
@@ -323,3 +324,10 @@ def test_text_that_is_trained_on_under_another_name_is_no_text_of_another_kind(s
     said = refusal(f"data.far={source}", "eval.other_text=far")
     assert "eval.other_text: source 'far' is " in said
     assert recipe.parse(RECIPE, ["data.far={source: hub, id: a/b, split: test}", "eval.other_text=far"])
+
+
+def test_text_that_a_trained_source_continues_is_not_of_another_kind() -> None:
+    trained = "stages[0].data={text: 0.5, own: 0.5}"
+    said = refusal(OTHER, OWN, trained, "eval.other_text=far")
+    assert "eval.other_text: source 'far' is text that the run reads as 'far'" in said
+    assert recipe.parse(RECIPE, [OTHER, OWN, "eval.other_text=far"]).stages[0].data == "text"
