@@ -125,9 +125,9 @@ class TeacherSource(DataSource):
     """Texts that documents begin with, in turn; without it, the token that begins a text."""
     prompts: str | None = None
     """Name of another source under `data:`. Documents begin as documents of its training part do, which the base
-    continues; shorter ones are left out."""
+    continues; shorter ones are left out. Of a chat, the base gives the first response."""
     prompt_tokens: Count = 64
-    """With `prompts`, how many tokens of each document the base continues."""
+    """With `prompts`, how many tokens of each document the base continues, at most."""
 
     @property
     def documents(self) -> int:

@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from liger_convert.model.cache import StaticSoftmaxLayer
 from liger_convert.model.cuda_graphs import WARM_UP, capture
-from liger_convert.model.decoding import static_steps
+from liger_convert.model.decoding import ROOM, static_steps
 from liger_convert.utils.device import out_of_memory
 
 logger = logging.get_logger(__name__)
@@ -56,7 +56,7 @@ class Sampler:
         ids_B1 = self._draw(logits_BV, drawn_BT[:, :1])
         made = [ids_BP, ids_B1]
         if self.fixed:
-            self._keep(cache, longest + steps + WARM_UP)
+            self._keep(cache, -(-(longest + steps + WARM_UP) // ROOM) * ROOM)  # one for prompts of many lengths
         else:
             self.cache = cache
         for number in range(1, steps):

@@ -50,18 +50,23 @@ def encode_prompts(source: TeacherSource, tokenizer: Any) -> list[list[int]]:
 
 
 def beginnings(source: TeacherSource, documents: Sequence[Document], seed: int) -> list[list[int]]:
-    """The first `source.prompt_tokens` tokens of documents drawn by `seed`, as many as the base writes, or of all
-    that are longer. Raises BadInput when none is."""
-    tokens = source.prompt_tokens
-    longer = [document.ids for document in documents if len(document.ids) > tokens]
+    """The first `source.prompt_tokens` tokens of documents drawn by `seed`; of a chat, what comes before its first
+    response where that is less. As many as the base writes, or of all that are longer. Raises BadInput when none is."""
+    found = [(document.ids, _asked(document, source.prompt_tokens)) for document in documents]
+    longer = [ids[:size] for ids, size in found if len(ids) > size]
     if not longer:
-        longest = max(len(document.ids) for document in documents)
-        what = (
-            f"no document of {source.prompts} has more than {tokens} tokens (prompt_tokens); the longest has {longest}"
-        )
-        raise BadInput(f"data: {what}")
+        longest = max(len(ids) for ids, _ in found)
+        what = f"no document of {source.prompts} has more than {source.prompt_tokens} tokens (prompt_tokens)"
+        raise BadInput(f"data: {what}; the longest has {longest}")
     order = np.random.default_rng((seed, len(longer))).permutation(len(longer))[: source.documents]
-    return [longer[i][:tokens].tolist() for i in order]
+    return [longer[i].tolist() for i in order]
+
+
+def _asked(document: Document, most: int) -> int:
+    """The tokens before a chat's first response, at most so many; so many of a plain text, which is learned from its
+    first token on."""
+    first = int(document.loss.argmax())
+    return min(first, most) if first else most
 
 
 def write(

@@ -160,6 +160,13 @@ def test_documents_begin_as_those_of_another_source_do(base: Path, tmp_path: Pat
         teacher.beginnings(asked, texts(4, 3), seed=1)
 
 
+def test_of_a_chat_the_base_gives_the_first_response() -> None:
+    (chat,) = texts(20)
+    chat.loss[:6] = chat.loss[10:15] = False  # the questions
+    assert teacher.beginnings(source(prompts="chat", prompt_tokens=12), [chat], seed=0) == [[3, 4, 5, 6, 7, 8]]
+    assert teacher.beginnings(source(prompts="chat", prompt_tokens=4), [chat], seed=0) == [[3, 4, 5, 6]]
+
+
 class Killed(BaseException):
     pass
 
