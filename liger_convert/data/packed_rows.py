@@ -74,8 +74,16 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     def __getitem__(self, row: int) -> dict[str, Tensor]:
         if not 0 <= row < self.rows:
             raise IndexError(row)
+        return self.item(row, self.drawn_length(row))
+
+    def drawn_length(self, row: int) -> int:
+        """Into pieces of which length the row is cut, as all of its micro-batch are."""
         drawn = np.random.default_rng((self.seed, row // self.batch_size, 2)).choice(self.lengths, p=self.fractions)
-        return self.whole(row) if drawn == self.seq_len else self._cut(row, int(drawn))
+        return int(drawn)
+
+    def item(self, row: int, length: int) -> dict[str, Tensor]:
+        """The row, cut into pieces of `length`."""
+        return self.whole(row) if length == self.seq_len else self._cut(row, length)
 
     def whole(self, row: int) -> dict[str, Tensor]:
         """The row as it is where there are no shorter ones, [T] each."""

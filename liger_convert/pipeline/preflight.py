@@ -36,6 +36,7 @@ from liger_convert.utils.progress import Report
 # than 1e-8 is rounded away. Pretrained weights are of size 0.01 to 1: a step of more than 1 wipes them out.
 LEAST_RATE, MOST_RATE, HIGH_RATE = 1e-8, 1.0, 0.1
 LEAST_MOVE = 1e-6  # a weight's in all steps of a stage: less cannot be measured in the result
+OFTEN = 4  # times that a text may be read: so far it is nearly as good as new text (arXiv 2305.16264)
 FEW = 0.01  # fraction of the tokens that have context beyond the window
 GENERATION = "generation_config.json"
 TOKENS = 2  # how many the rehearsal generates
@@ -69,25 +70,46 @@ def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite) -> list[
 
 
 def check_documents(recipe: Recipe, plan: Plan, documents: Callable[[str], Documents]) -> list[str]:
-    """Warnings about documents that never leave the window. Raises BadInput where no document of a stage does."""
+    """Warnings about documents that never leave the window, and about sources of a mix that are read over and over.
+    Raises BadInput where no document of a stage leaves the window."""
     warnings = []
+
+    def found(name: str) -> tuple[list[int], int]:
+        """The sizes of a source's documents, and its tokens. All that the base writes are of one size."""
+        if name in recipe.teachers:
+            source = recipe.teachers[name]
+            number = source.documents - source.held_out_documents
+            return [source.document_tokens], number * source.document_tokens
+        sizes = [len(document.ids) for document in documents(name).train]
+        return sizes, sum(sizes)
+
     for i, stage in enumerate(plan.recipe_stages):
+        sources = {name: found(name) for name in stage.sources}
+        for name, (_, tokens) in sources.items():
+            times = stage.sources[name] * stage.tokens / max(tokens, 1)
+            if len(sources) > 1 and times > OFTEN:
+                said = f"{name} has {tokens:,} tokens, so the stage reads it {times:,.1f} times"
+                warnings.append(f"stages[{i}].{stage.where(name)}: {said}; give it more text or a smaller fraction")
         if stage.concat_documents or stage.copy_fraction or "mixer" not in stage.learning_rates.trained():
             continue
-        if stage.data in recipe.teachers:
-            sizes = [recipe.teachers[stage.data].document_tokens]
-        else:
-            sizes = [len(document.ids) for document in documents(stage.data).train]
-        sizes = [min(size, stage.seq_len) for size in sizes]
-        said = f"stages[{i}].data: documents of {stage.data}, of at most {max(sizes)} tokens,"
-        if max(sizes) < stage.seq_len:  # else the rows have been told
-            warnings += _check_reach(stage, said, max(sizes), plan)
+        cut = {name: [min(size, stage.seq_len) for size in sizes] for name, (sizes, _) in sources.items()}
+        names, longest = " and ".join(cut), max(max(sizes) for sizes in cut.values())
+        said = f"stages[{i}].data: documents of {names}, of at most {longest} tokens,"
+        if longest < stage.seq_len:  # else the rows have been told
+            warnings += _check_reach(stage, said, longest, plan)
         reaches = _reaches(plan)
-        beyond = sum(max(0, size - min(reaches)) for size in sizes) / sum(sizes) if reaches else 1
+        beyond = (
+            sum(stage.sources[name] * _beyond(sizes, min(reaches)) for name, sizes in cut.items()) if reaches else 1
+        )
         if 0 < beyond < FEW:
-            told = f"of {beyond:.2%} of the tokens of {stage.data} anything stands beyond the window"
+            told = f"of {beyond:.2%} of the tokens of {names} anything stands beyond the window"
             warnings.append(f"stages[{i}].data: {told}; the memory learns from these alone, so give longer documents")
     return warnings
+
+
+def _beyond(sizes: Sequence[int], window: int) -> float:
+    """The fraction of the tokens of documents of these sizes that have context beyond the window."""
+    return sum(max(0, size - window) for size in sizes) / max(sum(sizes), 1)
 
 
 def check_disk(plan: Plan, out: Path, *, keep_steps: bool = False) -> None:

@@ -17,7 +17,14 @@ from rich.text import Text
 from liger_convert.config import yaml_file
 from liger_convert.io.files import atomic_write
 from liger_convert.pipeline.pages import report_page
-from liger_convert.pipeline.pages.common import TITLES, cell, describe_layers, metric_names, stage_checks
+from liger_convert.pipeline.pages.common import (
+    TITLES,
+    cell,
+    describe_layers,
+    describe_sources,
+    metric_names,
+    stage_checks,
+)
 
 if TYPE_CHECKING:
     from liger_convert.eval.measures import Measurement  # imports torch
@@ -96,6 +103,12 @@ nats per token on texts repeated once, before any training: on the repetition an
 | {{ name }} | {{ stage.tokens }} | {{ stage.trained_parameters }} | {{ stage.seconds }} | {{ loss }} |
 {% endfor %}
 
+{% for stage in training if stage.sources is defined %}
+- {{ stage.name }} read {{ read(stage.sources) }}.
+{% endfor %}
+{% if training | selectattr("sources", "defined") | list %}
+
+{% endif %}
 {% if checks %}
 The model after each stage, on a little text of another kind and a repetition of it:
 
@@ -192,6 +205,7 @@ def page(report: Mapping[str, Any]) -> str:
         nats=lambda loss: cell({"value": loss, "stderr": None, "n": None}),
         converted=describe_layers(report),
         checks=stage_checks(report),
+        read=describe_sources,
         cell=cell,
         table=_markdown(report["models"]),
     )

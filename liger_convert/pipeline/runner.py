@@ -137,12 +137,15 @@ class Run:
             return False
         name = field.split(".")[1]
         stages = [
-            step for step, stage in zip(self.recipe.stage_names, self.recipe.stages, strict=True) if stage.data == name
+            step
+            for step, stage in zip(self.recipe.stage_names, self.recipe.stages, strict=True)
+            if name in stage.sources
         ]
         readers = [
             *stages,
             *["eval"] * (name in (self.recipe.eval.text, self.recipe.eval.other_text)),
             *["select-layers"] * (name in self.recipe.plain_texts),
+            *[f"data-{other}" for other, teacher in self.recipe.teachers.items() if teacher.prompts == name],
         ]
         return not any(step in self.manifest.steps or self.folder.step(step).exists() for step in readers)
 

@@ -72,7 +72,7 @@ class RunSteps:
             Step(
                 name,
                 functools.partial(self._train, i, stages[:i]),
-                ("base", "convert", *self._written(self.recipe.stages[i].data), *stages[:i]),
+                ("base", "convert", *self._written(*self.recipe.stages[i].sources), *stages[:i]),
                 continues=True,
             )
             for i, name in enumerate(stages)
@@ -135,9 +135,9 @@ class RunSteps:
     def _make_plan(self, recipe: Recipe) -> Plan:
         return make_plan(recipe, checkpoint.load_config(self._base_folder, recipe.base_options.trust_remote_code))
 
-    def _written(self, source: str | None) -> tuple[str, ...]:
-        """The step that a source comes from, if the base writes it."""
-        return (f"data-{source}",) if source in self.recipe.teachers else ()
+    def _written(self, *sources: str | None) -> tuple[str, ...]:
+        """The steps that those of the sources come from which the base writes."""
+        return tuple(f"data-{source}" for source in sources if source in self.recipe.teachers)
 
     def _load_documents(self, name: str) -> Documents:
         source, written = self.recipe.data[name], self.folder.step(f"data-{name}") / teacher.FILE
@@ -195,7 +195,7 @@ class RunSteps:
         suites.check_data(self.suite, self._data_dir, self.recipe.eval.limit)
         for name, source in self.recipe.data.items():
             if isinstance(source, TeacherSource):
-                teacher.encode_prompts(source, self._tokenizer)
+                single_steps.teacher_prompts(self.recipe, name, self._tokenizer, self.documents)
             else:
                 self.documents(name)
         preflight.check_held_out(self.recipe, self._narrowed[0], self.documents, self.other_documents())
@@ -240,7 +240,7 @@ class RunSteps:
 
     def _write_text(self, name: str, folder: Path) -> dict[str, Any]:
         return single_steps.write_teacher_text(
-            self.recipe, name, folder, self._base_folder, self._tokenizer, self.device
+            self.recipe, name, folder, self._base_folder, self._tokenizer, self.device, self.documents
         )
 
     def _check_untrained(self, folder: Path) -> dict[str, Any]:
@@ -285,7 +285,7 @@ class RunSteps:
             self.out / out,
             model_dir=self.folder.step("convert") / "model",
             results=self._results(before),
-            documents=self.documents(self.recipe.stages[index].data).train,
+            documents={name: self.documents(name).train for name in self.recipe.stages[index].sources},
             base_dir=self._base_folder,
             device=self.device,
             resume=True,

@@ -73,5 +73,5 @@ def _last_reader(recipe: Recipe, source: str) -> str:
     """The step after which no other reads a source that the base wrote."""
     if recipe.eval.text == source:
         return "eval"
-    readers = [i for i, stage in enumerate(recipe.stages, 1) if stage.data == source]
+    readers = [i for i, stage in enumerate(recipe.stages, 1) if source in stage.sources]
     return f"{readers[-1]}-{recipe.stages[readers[-1] - 1].kind}" if readers else f"data-{source}"

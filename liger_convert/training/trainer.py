@@ -17,6 +17,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from transformers.utils import logging
 
 from liger_convert.config.stages import Stage
+from liger_convert.data.mixed_rows import MixedDataset
 from liger_convert.data.packed_rows import PackedDataset, collate
 from liger_convert.model import parameter_group, take_auxiliary_loss
 from liger_convert.training import checkpoints
@@ -80,7 +81,7 @@ class StageTrainer(Trainer):
         model: nn.Module,
         stage: Stage,
         objective: Objective,
-        dataset: PackedDataset,
+        dataset: PackedDataset | MixedDataset,
         *,
         out: Path,
         device: torch.device,

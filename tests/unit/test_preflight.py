@@ -354,6 +354,24 @@ def size(path: Path) -> int:
         return 0
 
 
+def test_a_source_of_a_mix_that_is_read_over_and_over_is_a_warning(home: Path, capsys: Any) -> None:
+    lines(home / "few.jsonl", [{"text": "x" * 40}])
+    few = "data.few={source: file, path: few.jsonl}"
+    mix = "stages[0].data={text: 0.5, few: 0.5}"
+    (said,) = warned(words(few, mix, "stages[0].tokens=512"), capsys)
+    assert "stages[0].data.few: few has 40 tokens, so the stage reads it 6.4 times; give it more text" in said
+    assert warned([*words(few, mix), "--out", "again"], capsys) == []  # 256 tokens: 3.2 times
+
+
+def test_a_mix_needs_one_source_that_leaves_the_window(home: Path, capsys: Any) -> None:
+    lines(home / "short.jsonl", [{"text": "x" * 6}] * 20)
+    lines(home / "shorter.jsonl", [{"text": "y" * 5}] * 20)
+    both = ["data.short={source: file, path: short.jsonl}", "data.shorter={source: file, path: shorter.jsonl}"]
+    said = "stages[0].data: documents of short and shorter, of at most 6 tokens, never leave the window"
+    refused(words(*both, "stages[0].data={short: 0.5, shorter: 0.5}", "stages[0].tokens=128"), capsys, said)
+    assert warned(words(*both, "stages[0].data={short: 0.5, text: 0.5}", "stages[0].tokens=128"), capsys) == []
+
+
 class Sampler(threading.Thread):
     """The most bytes that lie below a folder at once, looked up again and again."""
 

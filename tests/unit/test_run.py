@@ -256,6 +256,33 @@ def test_a_run_trains_on_what_its_base_writes_and_writes_it_once(home, monkeypat
     assert weights(home / "own-killed") == weights(home / "own")
 
 
+def test_a_stage_trains_on_a_mix_of_text_chat_and_what_the_base_writes_behind_the_text(home):
+    shutil.rmtree(home / "mixed", ignore_errors=True)
+    talk = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Seven bottles."}]
+    rows = [{"messages": [*talk, *talk]}] * 4
+    (home / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {
+        "text": RECIPE["data"]["text"],
+        "chat": {"source": "file", "path": "chat.jsonl", "format": "messages"},
+        "own": {"source": "teacher", "tokens": 320, "document_tokens": 32, "prompts": "text", "prompt_tokens": 8},
+    }
+    fractions = {"text": 0.5, "chat": 0.25, "own": 0.25}
+    stages = [stage | {"data": fractions} for stage in RECIPE["stages"][:2]]
+    changes = {"base": "base", "data": data, "stages": stages}
+    (home / "mixed.yaml").write_text(yaml.safe_dump(RECIPE | changes))
+    assert main.main(["run", "mixed.yaml", "--out", "mixed"]) == 0
+    steps = manifest(home / "mixed")["steps"]
+    assert steps["data-own"]["tokens"] == 320
+    assert steps["data-own"]["prompts"] == 10
+    assert "data-own" in steps["2-distill"]["inputs"]
+    read = steps["2-distill"]["sources"]
+    assert {name: share["fraction"] for name, share in read.items()} == fractions
+    assert steps["plan"]["plan"]["stages"][1]["sources"] == fractions
+    told = f"2-distill read 25 % chat ({read['chat']['epochs']:g} times all of it), 25 % own"
+    assert told in (home / "mixed/report.md").read_text()
+    assert told in (home / "mixed/report.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("trouble", "code", "says"),
     [

@@ -310,6 +310,24 @@ def test_every_launcher_trains_the_same_run(home: Path) -> None:
         assert record["steps"][step]["tokens"] == alone["steps"][step]["tokens"]
 
 
+@pytest.mark.slow
+def test_two_processes_train_on_the_rows_of_a_mix_that_one_does(home: Path) -> None:
+    mix, other = (["--set", f"stages[1].data={{text: {part}, late: {round(1 - part, 1)}}}"] for part in (0.7, 0.3))
+    assert call(home, [*COMMAND, *RUN, "mix", *mix]).returncode == 0
+    assert call(home, [*COMMAND, *RUN, "mix-2", "--gpus", "2", *mix]).returncode == 0
+    assert call(home, [*COMMAND, *RUN, "mix-other", *other]).returncode == 0
+    base = load_file(home / "base/model.safetensors")
+    moved = {
+        out: {name: value - base[name] for name, value in exported(home / out).items() if name in base}
+        for out in ("mix", "mix-2", "mix-other")
+    }
+    print(distance(moved["mix-2"], moved["mix"]), distance(moved["mix-other"], moved["mix"]))
+    assert distance(moved["mix-2"], moved["mix"]) < 1e-3
+    assert distance(moved["mix-other"], moved["mix"]) > 1e-2  # control: other rows
+    read = [json.loads((home / out / "manifest.json").read_text())["steps"]["2-distill"] for out in ("mix", "mix-2")]
+    assert read[0]["sources"] == read[1]["sources"]
+
+
 def workers(out: str) -> dict[int, int]:
     """The processes of the run `out`, by rank."""
     found = {}

@@ -85,6 +85,13 @@ def stage_checks(report: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Meas
     return untrained + [(stage["name"], stage["check"]) for stage in report["training"] if "check" in stage]
 
 
+def describe_sources(sources: Mapping[str, Mapping[str, float]]) -> str:
+    """`20 % chat (1.5 times all of it), 80 % text (0.1 times all of it)`: the tokens of a stage, by source."""
+    return ", ".join(
+        f"{100 * read['fraction']:g} % {name} ({read['epochs']:g} times all of it)" for name, read in sources.items()
+    )
+
+
 def describe_layers(report: Mapping[str, Any]) -> str:
     """`Of the 4 attention layers of …, 3 became … and 1 stayed softmax.`, in Markdown."""
     linearization = report["plan"]["linearization"]

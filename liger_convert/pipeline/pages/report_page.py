@@ -11,7 +11,15 @@ from rich.filesize import decimal
 from liger_convert.config.names import MAIN, SOFTMAX
 from liger_convert.pipeline.pages import curves
 from liger_convert.pipeline.pages.charts import Axis, Series, draw, number
-from liger_convert.pipeline.pages.common import TITLES, cell, describe_layers, metric_names, recovery, stage_checks
+from liger_convert.pipeline.pages.common import (
+    TITLES,
+    cell,
+    describe_layers,
+    describe_sources,
+    metric_names,
+    recovery,
+    stage_checks,
+)
 from liger_convert.pipeline.pages.rendering import Column, render
 
 CONTEXT = "32768"  # tokens of the cache that stands at the head of the page
@@ -40,6 +48,7 @@ def page(report: Mapping[str, Any]) -> str:
         losses=[(stage["name"], chart) for stage in report["training"] if (chart := _losses(stage))],
         last_losses={stage["name"]: _first_and_last(stage) for stage in report["training"]},
         checks=stage_checks(report),
+        read=describe_sources,
         cell=cell,
         size=decimal,
         nats=_nats,
