@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Collection, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from liger_convert.config.fields import Index, Strict, between, refuse
+from liger_convert.config.fields import Index, Strict, Tokens, between, refuse
 from liger_convert.config.names import MAIN, SOFTMAX
 from liger_convert.utils.errors import BadInput
 
@@ -23,7 +23,7 @@ def _count_or_fraction(value: Any) -> Any:
 
 
 class LayerChoice(Strict):
-    """One choice of layers: exactly one of these fields."""
+    """One choice of layers: exactly one of the first five fields."""
 
     softmax_every: Annotated[int, between(2, 10**4)] | None = None
     """The last of every so many layers stays softmax."""
@@ -36,10 +36,19 @@ class LayerChoice(Strict):
     repeat: Annotated[list[str], Field(min_length=1)] | None = None
     """Names of mixers, or softmax, repeated over the layers."""
 
+    select: Literal["copy", "gates"] = "copy"
+    """How `softmax_auto` chooses. `copy` measures what each layer saves in the loss on a text said twice. `gates`
+    trains one gate for each layer, all at once."""
+    select_tokens: Tokens = 500_000
+    """Tokens that `select: gates` trains on."""
+
     @model_validator(mode="after")
     def _one(self) -> LayerChoice:
-        if sum(value is not None for value in self.model_dump().values()) != 1:
+        forms = self.softmax_every, self.linear, self.softmax, self.softmax_auto, self.repeat
+        if sum(value is not None for value in forms) != 1:
             refuse("", "give exactly one of softmax_every, linear, softmax, softmax_auto and repeat")
+        if self.softmax_auto is None and self.select != "copy":
+            refuse("select", "nothing is left to choose, so give softmax_auto or drop it")
         return self
 
     def resolve(self, depth: int, names: Sequence[str], sliding: Collection[int] = ()) -> list[str]:

@@ -135,12 +135,43 @@ def select_layers(
 ) -> LayerSelection:
     """Chooses the layers that `plan` leaves undecided, for the base in the folder `base_dir`, on text of `documents`.
 
-    The base and the linearized model are in memory together, as in alignment. Raises BadInput when the documents do not
-    hold two draws.
+    The base and the linearized model are in memory together, as in alignment. Raises BadInput as `make_switch` does.
     """
-    count, mixer = plan.undecided, plan.linearization["mixers"][MAIN]
-    layers = [i for i in range(len(plan.layers)) if i not in plan.sliding]
-    length = max(LENGTH, 2 * mixer["window"])
+    count, length = plan.undecided, span(plan)
+    switch = make_switch(recipe, plan, base_dir, documents, device)
+    dtype = compute_dtype(device, recipe.precision)
+    ids_NT = measures.repetitions(tokenizer, documents, CopyMeasure(length=length, draws=DRAWS))
+    total, done = evaluations(len(switch.choices), count), 0
+
+    def measure(softmax: Collection[int]) -> Losses:
+        nonlocal done
+        losses = copy_losses(switch.set_softmax(softmax), ids_NT, length, recipe.eval.batch_size, dtype)
+        done += 1
+        report(done, total)
+        return losses
+
+    return search(switch.choices, count, measure)
+
+
+def span(plan: Plan) -> int:
+    """The tokens of a text that is said twice."""
+    window: int = plan.linearization["mixers"][MAIN]["window"]
+    return max(LENGTH, 2 * window)
+
+
+def copy_losses(model: Any, ids_NT: torch.Tensor, length: int, batch_size: int, dtype: torch.dtype) -> Losses:
+    """The losses of `model` on texts of `length` tokens said twice, `ids_NT`."""
+    losses_NT = measures.window_losses(model, ids_NT, batch_size, dtype).double()
+    # the first token of the second half belongs to neither: nothing tells that x starts again
+    return Losses(_finite(losses_NT[:, 1 - length :]), _finite(losses_NT[:, :-length]))
+
+
+def make_switch(
+    recipe: Recipe, plan: Plan, base_dir: Path, documents: Sequence[Document], device: torch.device
+) -> Switch:
+    """Both attentions of every layer that `plan` leaves undecided: that of the base in `base_dir`, and the mixer,
+    calibrated to it on text of `documents`. Raises BadInput when these do not hold two texts to measure on."""
+    mixer, length = plan.linearization["mixers"][MAIN], span(plan)
     if (tokens := sum(len(document.ids) for document in documents)) < 2 * length:
         what = f"{tokens} tokens to train on do not hold two spans of {length}, on which layers are measured"
         raise BadInput(f"data.{recipe.plain_texts[0]}: {what}")
@@ -158,20 +189,7 @@ def select_layers(
     batch = collate([rows[i] for i in range(len(rows))])
     with autocast(device, dtype):
         calibrate(model, base, batch["input_ids"].to(device), batch["position_ids"].to(device))
-    switch = Switch(base, model)
-    del base
-    ids_NT = measures.repetitions(tokenizer, documents, CopyMeasure(length=length, draws=DRAWS))
-    total, done = evaluations(len(layers), count), 0
-
-    def measure(softmax: Collection[int]) -> Losses:
-        nonlocal done
-        losses_NT = measures.window_losses(switch.set_softmax(softmax), ids_NT, recipe.eval.batch_size, dtype).double()
-        done += 1
-        report(done, total)
-        # the first token of the second half belongs to neither: nothing tells that x starts again
-        return Losses(_finite(losses_NT[:, 1 - length :]), _finite(losses_NT[:, :-length]))
-
-    return search(layers, count, measure)
+    return Switch(base, model)
 
 
 def search(layers: Sequence[int], count: int, measure: Callable[[Collection[int]], Losses]) -> LayerSelection:

@@ -68,8 +68,13 @@ The linearized layers keep {{ size(plan.state_bytes) }} for a sequence of any le
 {% if selection is defined %}
 ## Why these layers stayed softmax
 
-They were chosen by measurement: each is the layer that helps most, given those chosen before it. Shown are losses in
-nats per token on texts repeated once, before any training: on the repetition and on the text itself.
+{% if selection.select is defined %}
+They were chosen by gates between both attentions, one for each layer, which were trained together: the largest first.
+{% else %}
+They were chosen by measurement: each is the layer that helps most, given those chosen before it.
+{% endif %}
+Shown are losses in nats per token on texts repeated once, before any training: on the repetition and on the text
+itself.
 
 | softmax layers | repetition | text |
 |---|---:|---:|

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from liger_convert import training
+from liger_convert.config.layers import LayerChoice
 from liger_convert.config.recipe import Recipe
 from liger_convert.data import teacher
 from liger_convert.data.documents import Document
 from liger_convert.data.packed_rows import PackedDataset
-from liger_convert.pipeline import layer_selection
+from liger_convert.pipeline import gate_selection, layer_selection
 from liger_convert.pipeline.layer_selection import LayerSelection
 from liger_convert.pipeline.plan import Plan
 from liger_convert.utils.progress import show_progress
@@ -22,9 +23,12 @@ from liger_convert.utils.progress import show_progress
 def choose_layers(
     recipe: Recipe, plan: Plan, documents: Sequence[Document], base_dir: Path, tokenizer: Any, device: torch.device
 ) -> LayerSelection:
-    """The step `select-layers`: chooses by measurement on `documents` which layers stay softmax. Raises BadInput."""
+    """The step `select-layers`: chooses on `documents` which layers stay softmax, as `layers.select` says. Raises
+    BadInput, LinearizeError."""
+    by_gates = isinstance(recipe.layers, LayerChoice) and recipe.layers.select == "gates"
+    select = gate_selection.select_by_gates if by_gates else layer_selection.select_layers
     with show_progress("select-layers") as report:
-        return layer_selection.select_layers(recipe, plan, base_dir, tokenizer, documents, device, report)
+        return select(recipe, plan, base_dir, tokenizer, documents, device, report)
 
 
 def write_teacher_text(
