@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -36,16 +37,22 @@ def select_layers(
 ) -> None:
     """Choose by measurement which layers stay softmax: those that help recall and quality most.
 
-    Takes minutes and trains nothing. A recipe with layers: {softmax_auto: N} does the same as a step of its run.
+    Takes minutes and trains no weight. A recipe with layers: {softmax_auto: N} does the same as a step of its run, and
+    its layers.select says how.
 
     Example: linearize select-layers recipes/smollm2-135m-quick.yaml --softmax-layers 4
     """
+    from liger_convert.config.layers import LayerChoice
     from liger_convert.config.recipe import load
     from liger_convert.config.resources import chosen_recipe
 
     recipe, set_ = chosen_recipe(recipe, base, set_ or ())
-    choice = [] if softmax_layers is None else [f"layers={{softmax_auto: {softmax_layers}}}"]
-    loaded = load(recipe, [*set_, *choice])
+    loaded = load(recipe, set_)
+    if softmax_layers is not None:
+        choice: dict[str, object] = {"softmax_auto": softmax_layers}
+        if isinstance(loaded.layers, LayerChoice):
+            choice |= loaded.layers.model_dump(include={"select", "select_tokens"})
+        loaded = load(recipe, [*set_, f"layers={json.dumps(choice)}"])
 
     from liger_convert.cli.commands import select_layers as select
 

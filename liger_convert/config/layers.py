@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from liger_convert.config.fields import Index, Strict, between, refuse
+from liger_convert.config.fields import Index, Strict, Tokens, between, refuse
 from liger_convert.config.names import MAIN, SOFTMAX
 from liger_convert.utils.errors import BadInput
 
@@ -23,7 +23,7 @@ def _count_or_fraction(value: Any) -> Any:
 
 
 class LayerChoice(Strict):
-    """One choice of layers: exactly one of these fields, and with softmax_auto how it chooses."""
+    """One choice of layers: exactly one of the first five fields."""
 
     softmax_every: Annotated[int, between(2, 10**4)] | None = None
     """The last of every so many layers stays softmax."""
@@ -35,17 +35,20 @@ class LayerChoice(Strict):
     """How many layers stay softmax, or below 1 which fraction of them; the run measures which."""
     repeat: Annotated[list[str], Field(min_length=1)] | None = None
     """Names of mixers, or softmax, repeated over the layers."""
-    select: Literal["copy", "kl"] | None = None
-    """With softmax_auto, what is measured: `copy`, the loss on a text said twice, which is the default; or `kl`, the
-    divergence from the base on rows such as a distillation reads, text and copies."""
+
+    select: Literal["copy", "kl", "gates"] = "copy"
+    """How `softmax_auto` chooses. `copy` measures the loss on a repeated text. `kl` measures the divergence from the
+    base on rows such as a distillation reads. `gates` trains one gate for each layer, all at once."""
+    select_tokens: Tokens = 500_000
+    """Tokens that `select: gates` trains on."""
 
     @model_validator(mode="after")
     def _one(self) -> LayerChoice:
-        forms = self.model_dump(exclude={"select"})
-        if sum(value is not None for value in forms.values()) != 1:
-            refuse("", f"give exactly one of {', '.join(forms)}")
-        if self.select is not None and self.softmax_auto is None:
-            refuse("select", "says how softmax_auto chooses, so give softmax_auto or drop it")
+        forms = self.softmax_every, self.linear, self.softmax, self.softmax_auto, self.repeat
+        if sum(value is not None for value in forms) != 1:
+            refuse("", "give exactly one of softmax_every, linear, softmax, softmax_auto and repeat")
+        if self.softmax_auto is None and self.select != "copy":
+            refuse("select", "nothing is left to choose, so give softmax_auto or drop it")
         return self
 
     def resolve(self, depth: int, names: Sequence[str], sliding: Collection[int] = ()) -> list[str]:
@@ -104,8 +107,8 @@ def resolve_layers(
     """What each of `depth` layers becomes, a mixer's name or softmax, from any form that a recipe may give.
 
     Forms: `all`; letters such as `LLLN`, repeated to the depth; a list of names; a LayerChoice. The layers `sliding`
-    have a window of the base's own where others see all tokens. Their cache does not grow, so they stay as they
-    are unless they are named, and all other forms count only the other layers. Raises BadInput at `layers` where they
+    have a window of the base's own beside others that see all tokens. Their cache does not grow, so they stay as they
+    are unless they are named, and all other forms count the other layers alone. Raises BadInput at `layers` where they
     do not fit the base or leave nothing linear.
     """
     if isinstance(layers, LayerChoice):

@@ -185,8 +185,8 @@ class Recipe(Strict):
 
     @property
     def selected_by(self) -> str:
-        """What is measured where a measurement chooses the softmax layers: copy or kl."""
-        return (self.layers.select if isinstance(self.layers, LayerChoice) else None) or "copy"
+        """How the softmax layers are chosen where a step of the run chooses them: copy, kl or gates."""
+        return self.layers.select if isinstance(self.layers, LayerChoice) else "copy"
 
     def layer_names(self, depth: int, sliding: Collection[int] = ()) -> list[str]:
         """What each layer of a base of `depth` layers becomes: a mixer's name or softmax. `sliding`: those that have a

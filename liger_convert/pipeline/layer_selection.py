@@ -159,12 +159,47 @@ def select_layers(
 ) -> LayerSelection:
     """Chooses the layers that `plan` leaves undecided, for the base in the folder `base_dir`, on text of `documents`.
 
-    The base and the linearized model are in memory together, as in alignment. Raises BadInput when the documents do not
-    hold two draws.
+    The base and the linearized model are in memory together, as in alignment. Raises BadInput as `make_switch` does.
     """
-    count, mixer = plan.undecided, plan.linearization["mixers"][MAIN]
-    layers = [i for i in range(len(plan.layers)) if i not in plan.sliding]
-    length = max(LENGTH, 2 * mixer["window"])
+    count, length = plan.undecided, span(plan)
+    switch = make_switch(recipe, plan, base_dir, documents, device)
+    dtype = compute_dtype(device, recipe.precision)
+    if recipe.selected_by == "kl":
+        measure = _divergence(switch, documents, dtype, recipe.seed)
+    else:
+        ids_NT = measures.repetitions(tokenizer, documents, CopyMeasure(length=length, draws=DRAWS))
+        measure = _copy_losses(switch, ids_NT, length, recipe.eval.batch_size, dtype)
+    total, done = evaluations(len(switch.choices), count), 0
+
+    def counted(softmax: Collection[int]) -> Losses:
+        nonlocal done
+        losses = measure(softmax)
+        done += 1
+        report(done, total)
+        return losses
+
+    return search(switch.choices, count, counted)
+
+
+def span(plan: Plan) -> int:
+    """The tokens of a text that is said twice."""
+    window: int = plan.linearization["mixers"][MAIN]["window"]
+    return max(LENGTH, 2 * window)
+
+
+def copy_losses(model: Any, ids_NT: Tensor, length: int, batch_size: int, dtype: torch.dtype) -> CopyLosses:
+    """The losses of `model` on texts of `length` tokens that are repeated once, `ids_NT`."""
+    losses_NT = measures.window_losses(model, ids_NT, batch_size, dtype).double()
+    # the first token of the second half belongs to neither: nothing announces that x starts again
+    return CopyLosses(_finite(losses_NT[:, 1 - length :]), _finite(losses_NT[:, :-length]))
+
+
+def make_switch(
+    recipe: Recipe, plan: Plan, base_dir: Path, documents: Sequence[Document], device: torch.device
+) -> Switch:
+    """Both attentions of every layer that `plan` leaves undecided: that of the base in `base_dir`, and the mixer,
+    calibrated to it on text of `documents`. Raises BadInput when these do not hold two texts to measure on."""
+    mixer, length = plan.linearization["mixers"][MAIN], span(plan)
     if (tokens := sum(len(document.ids) for document in documents)) < 2 * length:
         what = f"{tokens} tokens to train on do not hold two spans of {length}, on which layers are measured"
         raise BadInput(f"data.{recipe.plain_texts[0]}: {what}")
@@ -182,39 +217,14 @@ def select_layers(
     batch = collate([rows[i] for i in range(len(rows))])
     with autocast(device, dtype):
         calibrate(model, base, batch["input_ids"].to(device), batch["position_ids"].to(device))
-    switch = Switch(base, model)
-    del base
-    if recipe.selected_by == "kl":
-        measure = _divergence(switch, documents, layers, dtype, recipe.seed)
-    else:
-        ids_NT = measures.repetitions(tokenizer, documents, CopyMeasure(length=length, draws=DRAWS))
-        measure = _copy_losses(switch, ids_NT, length, recipe.eval.batch_size, dtype)
-    total, done = evaluations(len(layers), count), 0
-
-    def counted(softmax: Collection[int]) -> Losses:
-        nonlocal done
-        losses = measure(softmax)
-        done += 1
-        report(done, total)
-        return losses
-
-    return search(layers, count, counted)
+    return Switch(base, model)
 
 
 def _copy_losses(switch: Switch, ids_NT: Tensor, length: int, batch_size: int, dtype: torch.dtype) -> Measure:
-    """Measures on `ids_NT`, [x, x] of every draw with |x| = `length`."""
-
-    def measure(softmax: Collection[int]) -> CopyLosses:
-        losses_NT = measures.window_losses(switch.set_softmax(softmax), ids_NT, batch_size, dtype).double()
-        # the first token of the second half belongs to neither: nothing announces that x starts again
-        return CopyLosses(_finite(losses_NT[:, 1 - length :]), _finite(losses_NT[:, :-length]))
-
-    return measure
+    return lambda softmax: copy_losses(switch.set_softmax(softmax), ids_NT, length, batch_size, dtype)
 
 
-def _divergence(
-    switch: Switch, documents: Sequence[Document], layers: Collection[int], dtype: torch.dtype, seed: int
-) -> Measure:
+def _divergence(switch: Switch, documents: Sequence[Document], dtype: torch.dtype, seed: int) -> Measure:
     """Measures by KL(base || model) on rows of `documents` as distillation reads them. The base's logits stay on the
     device in `dtype`."""
     model, device = switch.model, switch.model.device
@@ -233,7 +243,7 @@ def _divergence(
             sums = [_kl(logits(row), base_TV, next_tokens(row["labels"])) for row, base_TV in zip(rows, base_NTV)]
         return Divergence(_finite(torch.stack(sums).double() / (length - 1)))
 
-    switch.set_softmax(layers)
+    switch.set_softmax(switch.choices)
     with torch.inference_mode(), autocast(device, dtype):
         base_NTV = [logits(row).to(dtype) for row in rows]
     return measure

@@ -78,8 +78,23 @@ The linearized layers keep {{ size(plan.state_bytes) }} for a sequence of any le
 {% if selection is defined %}
 ## Why these layers stayed softmax
 
-They were chosen by measurement: each is the layer that helps most, given those chosen before it. Shown are losses in
-nats per token on texts repeated once, before any training: on the repetition and on the text itself.
+{% if selection.select is defined %}
+They were chosen by gates between both attentions, one for each layer, which were trained together: the largest first.
+{% else %}
+They were chosen by measurement: each is the layer that helps most, given those chosen before it.
+{% endif %}
+{% if selection.base.kl is defined %}
+Shown is the divergence from the base in nats per token, before any training.
+
+| softmax layers | KL |
+|---|---:|
+| none | {{ nats(selection.linear.kl) }} |
+{% for step in selection.path %}
+| + {{ step.layer }} | {{ nats(step.kl) }} |
+{% endfor %}
+{% else %}
+Shown are losses in nats per token on texts repeated once, before any training: on the repetition and on the text
+itself.
 
 | softmax layers | repetition | text |
 |---|---:|---:|
@@ -88,6 +103,7 @@ nats per token on texts repeated once, before any training: on the repetition an
 | + {{ step.layer }} | {{ nats(step.copy_nll) }} | {{ nats(step.text_nll) }} |
 {% endfor %}
 | all: the base | {{ nats(selection.base.copy_nll) }} | {{ nats(selection.base.text_nll) }} |
+{% endif %}
 
 {% endif %}
 {% if training %}

@@ -14,7 +14,7 @@ from liger_convert.data import teacher
 from liger_convert.data.documents import Document, Documents
 from liger_convert.data.mixed_rows import MixedDataset
 from liger_convert.data.packed_rows import PackedDataset
-from liger_convert.pipeline import layer_selection
+from liger_convert.pipeline import gate_selection, layer_selection
 from liger_convert.pipeline.layer_selection import LayerSelection
 from liger_convert.pipeline.plan import Plan
 from liger_convert.utils.progress import show_progress
@@ -23,9 +23,12 @@ from liger_convert.utils.progress import show_progress
 def choose_layers(
     recipe: Recipe, plan: Plan, documents: Sequence[Document], base_dir: Path, tokenizer: Any, device: torch.device
 ) -> LayerSelection:
-    """The step `select-layers`: chooses by measurement on `documents` which layers stay softmax. Raises BadInput."""
+    """The step `select-layers`: chooses on `documents` which layers stay softmax, as `layers.select` says. Raises
+    BadInput, LinearizeError."""
+    by_gates = recipe.selected_by == "gates"
+    select = gate_selection.select_by_gates if by_gates else layer_selection.select_layers
     with show_progress("select-layers") as report:
-        return layer_selection.select_layers(recipe, plan, base_dir, tokenizer, documents, device, report)
+        return select(recipe, plan, base_dir, tokenizer, documents, device, report)
 
 
 def teacher_prompts(

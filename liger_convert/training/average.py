@@ -1,9 +1,9 @@
 """An average of a stage's weights over its last steps, kept beside the weights that are trained.
 
-An exponential moving average (EMA), and no plain mean of the last steps: under a falling rate the newest weights are
-the best ones, and an EMA counts them most. It has one number to choose, needs one copy of what is trained, and has no
-step at which it begins. Its length is a fraction of the run, because a decay that suits a long run makes a short one's
-average of mostly early weights.
+It is an exponential moving average (EMA). One of length n evens out as much as a plain mean of the last 2 n steps, and
+its weights are as old on average. But it has no step at which it begins, and it counts the newest weights most, which
+under a falling rate are the best. Its length is a fraction of the run, because a decay that suits a long run makes a
+short one's average of mostly early weights.
 
 Of a LoRA adapter A and B are averaged each for itself. The product of their means differs from the mean of their
 products by how A and B vary together within the average, which is of second order in how far they move there; the mean

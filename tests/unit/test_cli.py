@@ -19,7 +19,7 @@ from liger_convert.config.resources import chosen_recipe, names
 from liger_convert.mixers import MIXERS
 from liger_convert.model.families import FAMILIES
 from liger_convert.model.loading import load_linearized
-from liger_convert.pipeline import layer_selection
+from liger_convert.pipeline import gate_selection, layer_selection
 
 COMMANDS = [
     "run",
@@ -187,6 +187,17 @@ def test_select_layers_ends_with_the_line_for_the_recipe(home, capsys, monkeypat
     planned = json.loads(output(capsys, "plan", "recipe.yaml", "--set", line.replace(": ", "=", 1), "--json"))
     names = planned["linearization"]["layers"]
     assert [i for i, name in enumerate(names) if name == "softmax"] == found["softmax_layers"]
+
+
+def test_select_layers_chooses_another_number_in_the_way_of_the_recipe(home, capsys, monkeypatch):
+    monkeypatch.setattr(layer_selection, "CALIBRATION_TOKENS", 1024)
+    monkeypatch.setattr(gate_selection, "ROWS", 2)
+    how = ["--set", "layers={softmax_auto: 2, select: gates, select_tokens: 600}"]
+    found = json.loads(output(capsys, "select-layers", "recipe.yaml", *how, "--softmax-layers", "1", "--json"))
+    (chosen,) = found["softmax_layers"]
+    gates = [row["gate"] for row in found["layers"]]
+    assert len(gates) == 3
+    assert chosen == gates.index(max(gates))
 
 
 def test_convert_makes_a_model_with_the_options_given(home):

@@ -17,7 +17,7 @@ from liger_convert.data import teacher
 from liger_convert.io import checkpoint
 from liger_convert.io.checksums import sha256_file
 from liger_convert.model.loading import load_linearized
-from liger_convert.pipeline import steps
+from liger_convert.pipeline import gate_selection, layer_selection, steps
 from liger_convert.pipeline.manifest import first_difference, input_files
 
 STAGE = {"data": "text", "tokens": 6 * 64, "seq_len": 32, "batch_size": 2, "save_every": 2}
@@ -226,6 +226,20 @@ def test_a_run_chooses_its_softmax_layers_once_and_goes_by_them(home, capsys):
     assert load_linearized(home / "chosen/export").config.linearization["layers"] == layers
     assert json.loads((home / "chosen/report.json").read_text())["selection"] == steps["select-layers"]["selection"]
     assert f"| + {kept} |" in (home / "chosen/report.md").read_text()
+
+
+def test_a_report_says_that_gates_chose_the_layers(home, monkeypatch):
+    monkeypatch.setattr(layer_selection, "CALIBRATION_TOKENS", 1024)
+    monkeypatch.setattr(gate_selection, "ROWS", 2)
+    choose = ["--set", "layers={softmax_auto: 1, select: gates, select_tokens: 600}", "--set", "stages=[]"]
+    assert main.main(["run", "recipe.yaml", "--out", "gated", *choose]) == 0
+    selection = manifest(home / "gated")["steps"]["select-layers"]["selection"]
+    (kept,) = selection["softmax_layers"]
+    assert load_linearized(home / "gated/export").config.linearization["layers"][kept] == "softmax"
+    for page in ("report.md", "report.html"):
+        text = (home / "gated" / page).read_text()
+        assert "chosen by gates between both attentions" in text
+        assert "chosen by measurement" not in text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,199 @@
+"""Which layers stay softmax, by training: one gate for each layer, all of them at once.
+
+A layer runs both of its attentions on the same input and gives g * softmax + (1 - g) * linear, where its gate g lies
+between 0 and 1. All weights are frozen. The gates learn to keep the base's next-token distribution on text in which
+stretches are repeated, while their sum is pushed to the number of softmax layers. Those with the largest gates stay
+softmax (DASH, 2605.20936; FlashMorph, 2606.30562). Both papers align the linear attentions first; here they are
+calibrated in closed form, as in `layer_selection`, and untrained.
+
+All gates are trained together, so layers that help only beside each other are found, and a step costs the same however
+many layers there are to choose. A search by measurement costs a pass for every layer it tries.
+
+Shapes: B batch, T tokens of a row, N = B * T, C hidden size, V vocabulary, L layers that there are to choose from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Group
+from rich.table import Table
+from torch import Tensor
+
+from liger_convert.config.layers import LayerChoice
+from liger_convert.config.recipe import Recipe
+from liger_convert.data.documents import Document
+from liger_convert.data.packed_rows import PackedDataset, collate, pack
+from liger_convert.eval import measures
+from liger_convert.eval.suites import CopyMeasure
+from liger_convert.mixers import SOFTMAX
+from liger_convert.model.bases import context_length
+from liger_convert.pipeline.layer_selection import (
+    DRAWS,
+    LayerSelection,
+    Switch,
+    copy_losses,
+    make_switch,
+    span,
+)
+from liger_convert.pipeline.plan import Plan
+from liger_convert.training.losses import kl_divergence, next_tokens, summed
+from liger_convert.utils.device import autocast, compute_dtype
+from liger_convert.utils.errors import LinearizeError
+from liger_convert.utils.progress import Report
+
+ROWS = 8  # of an optimizer step
+MICRO_ROWS = 2  # of them that are worked on at once
+RATE = 0.1  # Adam's, falling to 0: in a hundred steps a gate can come within 1% of 0 or 1
+# Weight of the square of what the sum of the gates is off its target by, as a fraction of the target. The loss beside
+# it is 1 with all layers linear, so each softmax layer saves about 1 / target of it, and the sum may settle up to half
+# its target above. A stiffer penalty would have it nearer, and drown what gates differ in; only their order counts.
+PENALTY = 1.0
+
+
+@dataclass(frozen=True)
+class GateSelection(LayerSelection):
+    """gates: of every layer that there is to choose from, after training. path: the softmax layers, that with the
+    largest gate first. No layer is measured alone."""
+
+    gates: dict[int, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        gates = [{"layer": i, "gate": gate} for i, gate in self.gates.items()]
+        return super().to_dict() | {"select": "gates", "layers": gates}
+
+    def render(self) -> Group:
+        """Two tables for a terminal: every layer's gate, and the softmax layers with the losses they reach."""
+        order = {layer: f"{place}." for place, (layer, _) in enumerate(self.path, 1)}
+        layers = Table("layer", "gate", "chosen")
+        for i, gate in self.gates.items():
+            layers.add_row(str(i), f"{gate:.3f}", order.get(i, ""))
+        _, path = super().render().renderables
+        return Group(layers, path)
+
+
+def select_by_gates(
+    recipe: Recipe,
+    plan: Plan,
+    base_dir: Path,
+    tokenizer: Any,
+    documents: Sequence[Document],
+    device: torch.device,
+    report: Report = lambda done, total, note="": None,
+) -> GateSelection:
+    """Chooses the layers that `plan` leaves undecided, for the base in the folder `base_dir`, by gates trained on
+    `layers.select_tokens` tokens of `documents`.
+
+    Beside the weights of the base and of the linearized model, a step holds what the backward pass of MICRO_ROWS rows
+    needs. The same seed gives the same gates. Raises BadInput as `make_switch` does, LinearizeError where a loss is not
+    finite.
+    """
+    assert isinstance(recipe.layers, LayerChoice)
+    count, length = plan.undecided, span(plan)
+    switch = make_switch(recipe, plan, base_dir, documents, device)
+    size = min(4 * length, max(2 * length, context_length(switch.model.config) or 4 * length))
+    steps = max(1, recipe.layers.select_tokens // (ROWS * size))
+    rows = pack(documents, size, steps * ROWS * size, recipe.seed, copy_fraction=1.0)
+    total = steps + count + 2
+    dtype = compute_dtype(device, recipe.precision)
+    with autocast(device, dtype):
+        gates = train_gates(switch, count, rows, lambda done, note: report(done, total, note))
+    ids_NT = measures.repetitions(tokenizer, documents, CopyMeasure(length=length, draws=DRAWS))
+    chosen = largest(gates, count)
+    measured = []
+    for softmax in (switch.choices, *(chosen[:kept] for kept in range(count + 1))):
+        measured.append(copy_losses(switch.set_softmax(softmax), ids_NT, length, recipe.eval.batch_size, dtype))
+        report(steps + len(measured), total)
+    base, linear, *reached = measured
+    return GateSelection(base, linear, {}, {}, list(zip(chosen, reached, strict=True)), gates)
+
+
+def largest(gates: dict[int, float], count: int) -> list[int]:
+    """The `count` layers with the largest gates, the largest first; ties go to the lower layer."""
+    return sorted(gates, key=lambda i: (-gates[i], i))[:count]
+
+
+def train_gates(
+    switch: Switch, count: int, rows: PackedDataset, report: Callable[[int, str], None]
+) -> dict[int, float]:
+    """The gates of the layers of `switch` after training on all `rows`, ROWS a step, for `count` softmax layers.
+
+    The loss is KL(base || gated model) over that of the model with all layers linear, plus the penalty for a sum of
+    gates that is not `count`. report: told the steps done, with a note. Raises LinearizeError where it is not finite.
+    """
+    device = switch.model.device
+    for softmax in (switch.choices, []):
+        switch.set_softmax(softmax).requires_grad_(False)
+    with torch.no_grad():
+        parts = [_divergence(switch, part, lambda: switch.set_softmax(())) for part in _parts(rows, 0, device)]
+        linear = torch.stack(parts).sum()
+    logits_L = torch.zeros(len(switch.choices), device=device, requires_grad=True)
+    optimizer = torch.optim.Adam([logits_L], lr=RATE)
+    steps = len(rows) // ROWS
+    with gated(switch, logits_L) as mixed:
+        for step in range(steps):
+            optimizer.param_groups[0]["lr"] = RATE * (1 - step / steps)
+            optimizer.zero_grad()
+            loss = 0.0
+            for part in _parts(rows, step, device):
+                kl = _divergence(switch, part, mixed) / linear
+                kl.backward()
+                loss += kl.item()
+            if not math.isfinite(loss):
+                why = f"the loss is {loss} in step {step + 1} of {steps}"
+                raise LinearizeError(f"layers.select: the gates cannot be trained, as {why}; set it to copy")
+            (PENALTY * (logits_L.sigmoid().sum() / count - 1).square()).backward()
+            optimizer.step()
+            report(step + 1, f"{loss:.3f} of the linear model's loss")
+    return dict(zip(switch.choices, logits_L.sigmoid().tolist(), strict=True))
+
+
+@contextlib.contextmanager
+def gated(switch: Switch, logits_L: Tensor) -> Iterator[Callable[[], Any]]:
+    """Gives a call that sets `switch` to the model whose attentions are mixes, by the gates sigmoid(logits_L). Within
+    the context alone."""
+
+    def mix(n: int, softmax: Any) -> Any:
+        def hook(linear: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Tensor, None]) -> Any:
+            angles = kwargs["position_embeddings"][:2]  # without what `hand_on_metadata` puts behind them
+            softmax_BTC = softmax(*args, **kwargs | {"position_embeddings": angles})[0]
+            return torch.lerp(output[0], softmax_BTC, logits_L[n].sigmoid().to(softmax_BTC.dtype)), None
+
+        return hook
+
+    def mixed() -> Any:
+        model = switch.set_softmax(())
+        # without a softmax layer by its config, the model would make no mask for the softmax attentions
+        model.config.linearization["layers"][switch.choices[0]] = SOFTMAX
+        return model
+
+    hooks = [
+        switch.linear[i].register_forward_hook(mix(n, switch.attentions[i]), with_kwargs=True)
+        for n, i in enumerate(switch.choices)
+    ]
+    try:
+        yield mixed
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _divergence(switch: Switch, ids_BT: Tensor, student: Callable[[], Any]) -> Tensor:
+    """KL(base || student), summed over these rows and divided by all tokens of a step that have a next one."""
+    with torch.no_grad():
+        teacher_NV = switch.set_softmax(switch.choices)(ids_BT, use_cache=False).logits.flatten(0, 1)
+    logits_NV, next_N = student()(ids_BT, use_cache=False).logits.flatten(0, 1), next_tokens(ids_BT)
+    total = summed(logits_NV, lambda piece_NV, chunk: kl_divergence(piece_NV, teacher_NV[chunk], next_N[chunk], 1.0))
+    return total / (ROWS * (ids_BT.shape[1] - 1))
+
+
+def _parts(rows: PackedDataset, step: int, device: torch.device) -> Iterator[Tensor]:
+    """The ids of a step's rows, [MICRO_ROWS, T] at a time."""
+    for first in range(step * ROWS, (step + 1) * ROWS, MICRO_ROWS):
+        yield collate([rows[i] for i in range(first, first + MICRO_ROWS)])["input_ids"].to(device)
