@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from liger_convert.data.sources import file_rows
+from liger_convert.data.row_files import file_rows
 from liger_convert.eval.measures import text_prefix
 from liger_convert.eval.suites import (
     ANSWER_TOKENS,

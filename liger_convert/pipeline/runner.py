@@ -277,4 +277,4 @@ def _check(recipe: Recipe) -> None:
         )
     for name, source in recipe.data.items():
         if isinstance(source, FileSource) and not Path(source.path).exists():
-            raise BadInput(f"data.{name}.path: {source.path}: there is no such file")
+            raise BadInput(f"data.{name}.path: {source.path}: there is no such file or folder")
