@@ -135,9 +135,7 @@ def _require_config(path: Path) -> None:
         adapted = read_json(path / ADAPTER_CONFIG).get("base_model_name_or_path")
         hint = f"; it holds an adapter of {adapted}: merge the two (peft's merge_and_unload) and give what comes out"
     elif (path / "original").is_dir():
-        hint = (
-            "; its folder original/ is of another format, so download config.json, tokenizer and *.safetensors as well"
-        )
+        hint = "; its folder original/ is of another format, so download config.json, *.safetensors and the tokenizer"
     elif len(inner := [config.parent for config in path.glob("*/config.json")]) == 1:
         hint = f" (did you mean {inner[0]}?)"
     else:

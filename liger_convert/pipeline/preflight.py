@@ -36,6 +36,7 @@ from liger_convert.utils.progress import Report
 # than 1e-8 is rounded away. Pretrained weights are of size 0.01 to 1: a step of more than 1 leaves nothing of them.
 LEAST_RATE, MOST_RATE, HIGH_RATE = 1e-8, 1.0, 0.1
 LEAST_MOVE = 1e-6  # a weight's in all steps of a stage: less cannot be measured in the result
+REPEATS = 16  # from about here on, reading the same text again is worth little (arXiv 2305.16264)
 FEW = 0.01  # fraction of the tokens that have context beyond the window
 GENERATION = "generation_config.json"
 TOKENS = 2  # how many the rehearsal generates
@@ -69,9 +70,17 @@ def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite) -> list[
 
 
 def check_documents(recipe: Recipe, plan: Plan, documents: Callable[[str], Documents]) -> list[str]:
-    """Warnings about documents that never leave the window. Raises BadInput where no document of a stage does."""
+    """Warnings about documents that never leave the window, and about too few. Raises BadInput where no document of a
+    stage leaves it."""
     warnings = []
     for i, stage in enumerate(plan.recipe_stages):
+        teacher = recipe.teachers.get(stage.data)
+        total = (
+            teacher.written_tokens if teacher else sum(len(document.ids) for document in documents(stage.data).train)
+        )
+        if stage.tokens > REPEATS * total:
+            told = f"stages[{i}].tokens: {stage.tokens:,} are {stage.tokens / total:,.0f} times the {total:,}"
+            warnings.append(f"{told} tokens of {stage.data}; give more text, or fewer tokens")
         if stage.concat_documents or stage.copy_fraction or "mixer" not in stage.learning_rates.trained():
             continue
         if stage.data in recipe.teachers:

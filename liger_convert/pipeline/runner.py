@@ -142,7 +142,7 @@ class Run:
         readers = [
             *stages,
             *["eval"] * (name in (self.recipe.eval.text, self.recipe.eval.other_text)),
-            *["select-layers"] * (name in self.recipe.plain_texts),
+            *["select-layers"] * (name in self.recipe.given_texts[:1]),
         ]
         return not any(step in self.manifest.steps or self.folder.step(step).exists() for step in readers)
 

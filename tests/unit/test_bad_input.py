@@ -68,7 +68,7 @@ RECIPES = [
     case("no layer kept", "layers.softmax_auto: should be a whole number", lambda w: w.run("layers={softmax_auto: 0}")),
     case(
         "layers chosen on no text",
-        "add a source of plain text under `data:`",
+        "add another source under `data:`",
         lambda w: w.plan("layers={softmax_auto: 1}", "data={}", "stages=[]", "eval.text=null"),
     ),
     case("no linear layer", "nothing to linearize", lambda w: w.run("layers={softmax: [0, 1, 2]}")),

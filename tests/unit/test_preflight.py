@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -204,6 +205,13 @@ def test_documents_that_never_leave_the_window_are_refused(home: Path, capsys: A
     says = "stages[0].data: documents of short, of at most 7 tokens, never leave the window and its sinks (10 tokens)"
     refused(words(short, "stages[0].data=short"), capsys, says)
     assert warned(words(short, "stages[0].data=short", "stages[0].concat_documents=true"), capsys) == []
+
+
+def test_text_that_is_read_over_and_over_is_told(home: Path, capsys: Any) -> None:
+    (warning,) = warned(words("stages[0].tokens=65536"), capsys)
+    assert re.search(r"stages\[0\]\.tokens: 65,536 are \d+ times the 1,\d{3} tokens of text; give more text", warning)
+    shutil.rmtree(home / "out")
+    assert warned(words("stages[0].tokens=8192"), capsys) == []
 
 
 @pytest.mark.parametrize(
