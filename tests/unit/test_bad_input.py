@@ -135,6 +135,11 @@ BASES = [
     case("broken config", "cannot be read as JSON", after(wrote("base/config.json", "{"), World.run)),
     case("unknown family", "supported: llama", after(lambda w: w.config(model_type="gpt2"), World.run)),
     case("quantised", "is quantised", after(lambda w: w.config(quantization_config={"bits": 4}), World.run)),
+    case(
+        "unknown rotary",
+        "rope_type 'magic' is unknown to transformers; there are default, linear,",
+        after(lambda w: w.config(rope_parameters={"rope_type": "magic", "rope_theta": 1e4}), World.run),
+    ),
     case("remote code", "brings its own code", after(lambda w: w.config(model_type="x", auto_map={}), World.run)),
     case("no tokenizer", "holds no tokenizer", after(remove("base/tokenizer.json"), World.run)),
     case("broken tokenizer", "tokenizer cannot be used", after(wrote("base/tokenizer.json", "{"), World.run)),

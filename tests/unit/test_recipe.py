@@ -298,7 +298,7 @@ def test_layers_are_not_chosen_on_text_of_another_kind():
 
 
 def test_layers_are_chosen_on_chats_only_where_there_is_no_plain_text():
-    auto = ["layers={softmax_auto: 1}", "data.text={source: file, path: a.jsonl, format: messages}"]
+    auto = ["layers={softmax_auto: 1}", "data.text={source: file, path: a.jsonl, format: messages, held_out: 0.1}"]
     assert recipe.parse(RECIPE, auto).given_texts[0] == "text"
     assert recipe.parse(RECIPE, [*auto, "data.plain={source: file, path: b.txt}"]).given_texts[0] == "plain"
 
