@@ -140,6 +140,11 @@ BASES = [
         "rope_type 'magic' is unknown to transformers; there are default, linear,",
         after(lambda w: w.config(rope_parameters={"rope_type": "magic", "rope_theta": 1e4}), World.run),
     ),
+    case(
+        "null for a size",
+        "Validation error for field 'max_position_embeddings': TypeError",
+        after(lambda w: w.config(max_position_embeddings=None), World.run),
+    ),
     case("remote code", "brings its own code", after(lambda w: w.config(model_type="x", auto_map={}), World.run)),
     case("no tokenizer", "holds no tokenizer", after(remove("base/tokenizer.json"), World.run)),
     case("broken tokenizer", "tokenizer cannot be used", after(wrote("base/tokenizer.json", "{"), World.run)),
