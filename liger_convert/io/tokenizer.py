@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 from collections.abc import Iterator
@@ -11,9 +12,11 @@ from typing import Any
 
 from liger_convert.io import templates
 from liger_convert.io.files import read_json
+from liger_convert.io.inputs import open_input
 from liger_convert.utils.errors import BadInput, refusing
 
-CONFIG = "tokenizer_config.json"
+CONFIG, FAST, SENTENCEPIECE = "tokenizer_config.json", "tokenizer.json", "tokenizer.model"
+READERS = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}  # packages and what they are imported as
 GENERIC = "PreTrainedTokenizerFast"
 PROBE = "Hello, world: 1 + 2 = 3\n"
 
@@ -22,6 +25,7 @@ def load(folder: Path, vocabulary: int | None, trust_remote_code: bool = False) 
     """The tokenizer in `folder`, for a model with `vocabulary` embeddings (None: unknown). Raises BadInput."""
     from transformers import AutoTokenizer
 
+    _require_reader(folder)
     with _no_panic_message(), refusing(f"{folder}: its tokenizer cannot be used"):
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         vocab = tokenizer.get_vocab()
@@ -90,6 +94,7 @@ def class_name(base: Path, trust_remote_code: bool = False) -> str | None:
     """
     from transformers import AutoTokenizer
 
+    _require_reader(base)
     if (base / CONFIG).exists() and "auto_map" in read_json(base / CONFIG):
         return None
     with _no_panic_message(), refusing(f"{base}: its tokenizer cannot be used"):
@@ -103,6 +108,27 @@ def name_class(folder: Path, name: str) -> None:
     config = read_json(path) if path.exists() else {}
     if config.get("tokenizer_class") != name:
         path.write_text(json.dumps(config | {"tokenizer_class": name}, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+def _require_reader(folder: Path) -> None:
+    """Raises BadInput for a SentencePiece file alone where a package is missing that reads it."""
+    if (folder / FAST).exists() or not (folder / SENTENCEPIECE).is_file():
+        return
+    with open_input(folder / SENTENCEPIECE) as file:
+        is_sentencepiece = file.read(1) == b"\n"  # the tag of a protobuf's first field; a tiktoken file is of letters
+    if is_sentencepiece:
+        missing = [name for name, module in READERS.items() if not _is_installed(module)]
+        if missing:
+            what = f"pip install {' '.join(missing)}, or put its {FAST} there"
+            raise BadInput(f"{folder}: its tokenizer is a {SENTENCEPIECE} alone, which needs more to be read; {what}")
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
