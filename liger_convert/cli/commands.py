@@ -190,7 +190,7 @@ def select_layers(recipe: Recipe) -> LayerSelection:
         plan = make_plan(recipe, checkpoint.load_config(base, trust))
         check_folder(base, trust)
         tokenizer = checkpoint.load_tokenizer(base, trust)
-        documents = load_source(recipe.data[recipe.plain_texts[0]], tokenizer, seed=recipe.seed).train
+        documents = load_source(recipe.data[recipe.given_texts[0]], tokenizer, seed=recipe.seed).train
         return single_steps.choose_layers(recipe, plan, documents, base, tokenizer, device)
 
 

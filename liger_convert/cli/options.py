@@ -48,7 +48,7 @@ Suite = Annotated[
         autocompletion=completion.suites,
     ),
 ]
-TextFile = Annotated[str, typer.Option(help="Held-out text: a .txt or .jsonl file, or pydoc, Python's documentation.")]
+TextFile = Annotated[str, typer.Option(help="Held-out text: a data file, or pydoc, Python's documentation.")]
 OtherText = Annotated[
     str | None,
     typer.Option(help="Text of another kind: a file, or pydoc.", show_default="pydoc, unless that is --text"),

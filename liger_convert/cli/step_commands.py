@@ -110,9 +110,7 @@ def calibrate(
     base: Annotated[
         str, typer.Option(help="The base it was made from: folder, hub id or .gguf file.", show_default=False)
     ],
-    text: Annotated[
-        str, typer.Option(help="What to fit on: a .txt or .jsonl file, or pydoc, as in eval.", show_default=False)
-    ],
+    text: Annotated[str, typer.Option(help="What to fit on: a data file, or pydoc, as in eval.", show_default=False)],
     tokens: Annotated[int, typer.Option(help="How much of the text is read.", min=1, max=10**9)] = 8192,
     seq_len: Annotated[int, typer.Option(help="Tokens of a row.", min=2, max=10**8)] = 1024,
     seed: Annotated[int, typer.Option(help="Of the order of the documents.", min=0, max=MAX_SEED)] = 0,

@@ -115,8 +115,8 @@ class Recipe(Strict):
         for i, layer in enumerate(written if isinstance(written, list) else []):
             if layer not in names:
                 refuse(f"{where}[{i}]", recipe_errors.unknown(layer, names, "name"))
-        if self.softmax_auto is not None and not self.plain_texts:
-            why = "the layers are chosen on text that is there before, so add a source of plain text under `data:`"
+        if self.softmax_auto is not None and not self.given_texts:
+            why = "the layers are chosen on text that is there before, so add another source under `data:`"
             refuse("layers.softmax_auto", why)
         for i, stage in enumerate(self.stages):
             for name in stage.sources:
@@ -167,7 +167,7 @@ class Recipe(Strict):
         names = {name for stage in self.stages for name in stage.sources}
         names |= {self.eval.text} if self.eval.text is not None else set()
         names |= {prompts for name in names & self.teachers.keys() if (prompts := self.teachers[name].prompts)}
-        return names | set(self.plain_texts[:1] if self.softmax_auto is not None else ())
+        return names | set(self.given_texts[:1] if self.softmax_auto is not None else ())
 
     @property
     def other_source(self) -> AnySource | None:
@@ -194,13 +194,11 @@ class Recipe(Strict):
         return resolve_layers(self.layers, depth, [MAIN, *self.mixers], sliding)
 
     @property
-    def plain_texts(self) -> list[str]:
-        """The names of the sources of plain text that is there before the run."""
-        return [
-            name
-            for name, source in self.data.items()
-            if not (source.has_responses or name in self.teachers or name == self.eval.other_text)
-        ]
+    def given_texts(self) -> list[str]:
+        """The names of the sources that are there before the run, those of plain text first. Layers are chosen on the
+        first one."""
+        given = [name for name in self.data if name not in self.teachers and name != self.eval.other_text]
+        return sorted(given, key=lambda name: self.data[name].has_responses)
 
     def with_softmax(self, softmax: list[int]) -> Recipe:
         """This recipe with its choice of layers made: these stay softmax."""

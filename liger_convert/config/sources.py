@@ -47,12 +47,13 @@ class PydocSource(DataSource):
 
 
 class RowSource(DataSource):
-    """Rows with a text, with Alpaca's instruction, input and output, or with chat messages."""
+    """Rows with a text, with Alpaca's instruction, input and output, or with a chat."""
 
     format: Literal["text", "alpaca", "messages"] = "text"
-    """What a row holds: a text, Alpaca's instruction, input and output, or chat messages."""
+    """What a row holds: a text, Alpaca's instruction, input and output, or a chat (messages, ShareGPT's conversations,
+    or a prompt and its completion)."""
     field: str | None = None
-    """Column to read; without it, `text`, or `messages` for chat messages."""
+    """Column to read; without it, `text`, or `messages` or `conversations` of a chat."""
     validation: str | None = None
     """Held-out documents of their own, in place of `held_out`: another file, or another split of a data set."""
 
@@ -74,12 +75,12 @@ class RowSource(DataSource):
 
 
 class FileSource(RowSource):
-    """A .txt, .jsonl or .json file, plain or compressed (.xz, .gz)."""
+    """A .txt, .jsonl, .json or .csv file, plain or packed (.gz, .xz, .zst), a .parquet file, or a folder of them."""
 
     source: Literal["file"] = "file"
-    """`file`: a file on this machine."""
+    """`file`: a file or a folder on this machine."""
     path: str
-    """The file; a relative path starts at the working directory."""
+    """The file or folder; a relative path starts at the working directory."""
 
     @property
     def places(self) -> set[tuple[str | None, ...]]:

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from liger_convert.config.sources import AnySource, PydocSource, TeacherSource
-from liger_convert.data.sources import Row, reference_rows, rows
+from liger_convert.data.row_files import Row
+from liger_convert.data.sources import reference_rows, rows
 from liger_convert.io import templates
 from liger_convert.io.tokenizer import check_ids
 from liger_convert.utils.errors import BadInput, refusing
@@ -31,6 +32,10 @@ ALPACA_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '\n\n### Response:\n' }}{% endif %}"
 )
+
+CHATS = ("messages", "conversations")  # columns that hold one
+PAIR = {"prompt", "completion"}
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +97,10 @@ def load_source(
     held_keys = {key for key, _ in held_out}
     train = [document for key, document in documents if key not in held_keys]
     if not train:
-        raise BadInput(f"data: {_name(source)} has too few documents: nothing is left beside what is held out")
+        raise BadInput(
+            f"data: {_name(source)} has too few documents: nothing is left beside what is held out; "
+            "give more, or name others as validation"
+        )
     return Documents(train, [document for _, document in held_out], skipped)
 
 
@@ -158,7 +166,7 @@ def _text(source: Any, row: Row, tokenizer: Any, template: str) -> _Text | None:
     if source.format == "alpaca":
         messages = _alpaca(row, headed=template is ALPACA_TEMPLATE)
     else:
-        messages = _messages(row, getattr(source, "field", None) or "messages")
+        messages = _messages(row, getattr(source, "field", None))
     if not messages[-1]["content"].strip():
         return None
     try:
@@ -171,13 +179,25 @@ def _text(source: Any, row: Row, tokenizer: Any, template: str) -> _Text | None:
 
 
 def _field(row: Row, name: str, default: str | None = None) -> str:
+    """The text of a column; null, as tables have it for nothing, is none."""
     if name not in row.value and default is not None:
         return default
     if name not in row.value:
-        raise BadInput(f"{row.where}: has no field {name!r} (it has {', '.join(map(repr, row.value)) or 'none'})")
-    if not isinstance(row.value[name], str):
+        there = f"it has {', '.join(map(repr, row.value)) or 'none'}"
+        raise BadInput(f"{row.where}: has no field {name!r} ({there}){_format_hint(row.value, name)}")
+    if row.value[name] is not None and not isinstance(row.value[name], str):
         raise BadInput(f"{row.where}: field {name!r} is a {type(row.value[name]).__name__}; it should be a string")
-    return row.value[name]
+    return row.value[name] or ""
+
+
+def _format_hint(value: dict[str, Any], name: str) -> str:
+    """What the source should say to have such a row read, where that is plain."""
+    if {"instruction", "output"} <= value.keys() and name not in ("instruction", "output"):
+        return "; give the source format: alpaca"
+    if any(column in value for column in CHATS) or value.keys() >= PAIR:
+        return "; give the source format: messages"
+    texts = [column for column, content in value.items() if isinstance(content, str)]
+    return f"; name the column of the text, field: {texts[0]}" if name == "text" and len(texts) == 1 else ""
 
 
 def _alpaca(row: Row, *, headed: bool) -> list[dict[str, str]]:
@@ -187,10 +207,22 @@ def _alpaca(row: Row, *, headed: bool) -> list[dict[str, str]]:
     return [{"role": "user", "content": instruction}, {"role": "assistant", "content": _field(row, "output")}]
 
 
-def _messages(row: Row, name: str) -> list[dict[str, str]]:
-    if not isinstance(row.value.get(name), list):
+def _messages(row: Row, field: str | None) -> list[dict[str, str]]:
+    """The conversation of a row: messages with role and content, ShareGPT's with from and value, or a prompt and its
+    completion, each a text or messages."""
+    if field is None and not any(column in row.value for column in CHATS) and row.value.keys() >= PAIR:
+        name = "prompt, completion"
+        asked, answered = (
+            [{"role": role, "content": part}] if isinstance(part := row.value[column], str) else part
+            for column, role in (("prompt", "user"), ("completion", "assistant"))
+        )
+        messages = asked + answered if isinstance(asked, list) and isinstance(answered, list) else None
+    else:
+        name = field or next((column for column in CHATS if column in row.value), CHATS[0])
+        messages = row.value.get(name)
+    if not isinstance(messages, list):
         raise BadInput(f"{row.where}: field {name!r} should be a list of messages with role and content")
-    messages = row.value[name]
+    messages = [_from_sharegpt(message) for message in messages]
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise BadInput(f"{row.where}: message {number} of {name!r} should have a role and a content, both strings")
@@ -198,6 +230,12 @@ def _messages(row: Row, name: str) -> list[dict[str, str]]:
     if not messages or roles[-1] != "assistant" or roles[0] == "assistant":
         raise BadInput(f"{row.where}: {name!r} should begin with what is asked and end with an assistant message")
     return messages
+
+
+def _from_sharegpt(message: Any) -> Any:
+    if not isinstance(message, dict) or "role" in message or not {"from", "value"} <= message.keys():
+        return message
+    return {"role": SHAREGPT_ROLES.get(message["from"], message["from"]), "content": message["value"]}
 
 
 def _render(messages: list[dict[str, str]], tokenizer: Any, template: str) -> tuple[str, list[tuple[int, int]]]:

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from liger_convert.data.sources import file_rows
+from liger_convert.data.row_files import file_rows
 from liger_convert.eval.measures import text_prefix
 from liger_convert.eval.suites import (
     ANSWER_TOKENS,
@@ -23,6 +23,7 @@ from liger_convert.model.bases import context_length
 
 NO_OTHER = "there is no text of another kind; name one by --other-text, or a recipe's eval.other_text"
 NO_DATA = "there is no folder of task rows; name one by --data, or a recipe's eval.data"
+NO_ENDS = "the tokenizer names neither a token that begins a text nor one that ends it"
 
 
 def context_of(config: Any) -> int:
@@ -36,8 +37,9 @@ def narrow(
     """The suite without what cannot be measured on a model of so much `context`, and a note for everything left out.
 
     Left out are lengths of a recall curve that do not fit into the context twice, positions behind it, needles and
-    prompts longer than it; text of another kind, and agreement with a base, where there are none; and tasks that need
-    local rows, without them. The rest stays as it is, so what is narrow already does not change.
+    prompts longer than it; text of another kind, and agreement with a base, where there are none; tasks that need
+    local rows, without them; and all tasks where no token begins or ends a text. The rest stays as it is, so what is
+    narrow already does not change.
     """
     notes: list[str] = []
     text, positions = suite.text, suite.positions
@@ -52,6 +54,9 @@ def narrow(
     agreement = _agreement(suite.agreement, begin, context, has_other, has_base, notes)
     tasks = suite.tasks_for(data_dir)
     notes += _left_out([task.name for task in suite.tasks if task not in tasks], NO_DATA)
+    if tasks and tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+        notes += _left_out([task.name for task in tasks], NO_ENDS)
+        tasks = []
     long = [task for task in tasks if _is_long(task, context, tokenizer, data_dir)]
     notes += _left_out(
         [task.name for task in long],

@@ -15,7 +15,7 @@ import pyarrow
 import yaml
 from lm_eval.tasks import TaskManager
 
-from liger_convert.data.sources import file_rows
+from liger_convert.data.row_files import file_rows
 from liger_convert.eval.suites import ANSWER_TOKENS, NEEDLES, Task, local_files
 from liger_convert.io.inputs import require_file
 from liger_convert.utils.errors import BadInput, first_line

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from liger_convert.io import gguf_base, tokenizer
 from liger_convert.io.config_sizes import SIZES, check_sizes
 from liger_convert.io.files import atomic_dir, read_json
-from liger_convert.io.inputs import require_file, size
+from liger_convert.io.inputs import open_input, require_file, size
 from liger_convert.io.text_part import COMPOSITES, text_config, write_text_part
 from liger_convert.utils.errors import BadInput, first_line, refusing
 from liger_convert.utils.progress import console
@@ -63,6 +63,7 @@ COMPANIONS = (
     *LICENCES,
 )
 JSON_COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json")
+LFS_MARK, LFS_BYTES = b"version https://git-lfs.github.com/spec/", 1024  # what git leaves in the place of a large file
 COMPANION_BYTES = 64 << 20  # the largest tokenizer.json of a published model has some 40 MB
 ALLOW_PICKLE = "base_options.allow_pickle: true (--allow-pickle)"
 TRUST_CODE = "base_options.trust_remote_code: true (--trust-remote-code)"
@@ -88,8 +89,7 @@ def resolve_base(
     made = Path(workdir) / "base"
     if gguf_base.is_gguf(path):
         return made if made.exists() else gguf_base.write_base(path, made)
-    if not (path / "config.json").is_file():
-        raise BadInput(f"base: {path}: is neither a .gguf file nor a model folder with its config.json")
+    _require_config(path)
     check_files(path)
     config = load_config(path, trust_remote_code)
     if config.model_type in COMPOSITES:
@@ -106,6 +106,7 @@ def base_config(source: str, *, revision: str | None = None, trust_remote_code: 
     path = locate_base(source) or _download(source, revision, ["config.json"] + ["*.py"] * trust_remote_code)
     if gguf_base.is_gguf(path):
         return gguf_base.load_config(path)
+    _require_config(path)
     return text_config(load_config(path, trust_remote_code))
 
 
@@ -122,6 +123,24 @@ def locate_base(source: str) -> Path | None:
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) or source.endswith(".gguf"):
         raise BadInput(f"base: {source}: there is no such file or folder")
     return None
+
+
+def _require_config(path: Path) -> None:
+    """Raises BadInput for what is no model folder, with what it seems to be."""
+    if (path / "config.json").is_file():
+        return
+    if path.is_file() and (path.parent / "config.json").is_file():
+        hint = f"; give the folder that it lies in, {path.parent}"
+    elif (path / ADAPTER_CONFIG).is_file():
+        adapted = read_json(path / ADAPTER_CONFIG).get("base_model_name_or_path")
+        hint = f"; it holds an adapter of {adapted}: merge the two (peft's merge_and_unload) and give what comes out"
+    elif (path / "original").is_dir():
+        hint = "; its folder original/ is of another format, so download config.json, *.safetensors and the tokenizer"
+    elif len(inner := [config.parent for config in path.glob("*/config.json")]) == 1:
+        hint = f" (did you mean {inner[0]}?)"
+    else:
+        hint = ""
+    raise BadInput(f"base: {path}: is neither a .gguf file nor a model folder with its config.json{hint}")
 
 
 def _package_file(source: str) -> Path:
@@ -340,10 +359,14 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
 
 def check_files(folder: Path) -> None:
     """Raises BadInput for what the libraries would read in this folder and should not: what is no file (a pipe is read
-    for ever), what is larger than any such file, and JSON that is none."""
+    for ever), what is larger than any such file or was never fetched, and JSON that is none."""
     for pattern in (*COMPANIONS, "*.json", "*.safetensors"):
         for path in sorted(Path(folder).glob(pattern)):
             found = require_file(path)
+            if found.st_size < LFS_BYTES:
+                with open_input(path) as file:
+                    if file.read(len(LFS_MARK)) == LFS_MARK:
+                        raise BadInput(f"{path}: stands for a file that git-lfs has not fetched; run `git lfs pull`")
             if path.suffix != ".safetensors" and found.st_size > COMPANION_BYTES:
                 raise BadInput(f"{path}: is too large; a file of this kind has at most {size(COMPANION_BYTES)}")
     for name in JSON_COMPANIONS:

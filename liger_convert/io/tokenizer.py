@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from liger_convert.io import templates
+from liger_convert.io.files import read_json
+from liger_convert.io.inputs import open_input
 from liger_convert.utils.errors import BadInput, refusing
 
+CONFIG, FAST, SENTENCEPIECE = "tokenizer_config.json", "tokenizer.json", "tokenizer.model"
+READERS = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}  # packages and what they are imported as
+GENERIC = "PreTrainedTokenizerFast"
 PROBE = "Hello, world: 1 + 2 = 3\n"
 
 
@@ -18,6 +25,7 @@ def load(folder: Path, vocabulary: int | None, trust_remote_code: bool = False) 
     """The tokenizer in `folder`, for a model with `vocabulary` embeddings (None: unknown). Raises BadInput."""
     from transformers import AutoTokenizer
 
+    _require_reader(folder)
     with _no_panic_message(), refusing(f"{folder}: its tokenizer cannot be used"):
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         vocab = tokenizer.get_vocab()
@@ -75,6 +83,52 @@ def check_ids(tokenizer: Any, ids: Any, where: str) -> None:
     if size is not None and len(ids) and (largest := int(max(ids))) >= size:
         token = tokenizer.convert_ids_to_tokens(largest)
         raise BadInput(f"{where}: holds {token!r}, token {largest}, but the model has {size:,} embeddings")
+
+
+def class_name(base: Path, trust_remote_code: bool = False) -> str | None:
+    """The class by which transformers reads the tokenizer of `base`, None for one of its own. Raises BadInput.
+
+    transformers chooses the class by the model type first, where it knows that, and only then by tokenizer_config.json.
+    A linearized model's type is new to it, and another class cuts the same text into other tokens: OLMo 2 and Granite
+    name GPT2Tokenizer, and are not read by its rules. So a copy has to name the class, see `name_class`.
+    """
+    from transformers import AutoTokenizer
+
+    _require_reader(base)
+    if (base / CONFIG).exists() and "auto_map" in read_json(base / CONFIG):
+        return None
+    with _no_panic_message(), refusing(f"{base}: its tokenizer cannot be used"):
+        name = type(AutoTokenizer.from_pretrained(base, trust_remote_code=trust_remote_code)).__name__
+    return GENERIC if name == "TokenizersBackend" else name  # the older name, which transformers 4 knows as well
+
+
+def name_class(folder: Path, name: str) -> None:
+    """Writes the class into the tokenizer_config.json of `folder`, if it names another."""
+    path = folder / CONFIG
+    config = read_json(path) if path.exists() else {}
+    if config.get("tokenizer_class") != name:
+        path.write_text(json.dumps(config | {"tokenizer_class": name}, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+def _require_reader(folder: Path) -> None:
+    """Raises BadInput for a SentencePiece file alone where a package is missing that reads it."""
+    if (folder / FAST).exists() or not (folder / SENTENCEPIECE).is_file():
+        return
+    with open_input(folder / SENTENCEPIECE) as file:
+        is_sentencepiece = file.read(1) == b"\n"  # the tag of a protobuf's first field; a tiktoken file is of letters
+    if is_sentencepiece:
+        missing = [name for name, module in READERS.items() if not _is_installed(module)]
+        if missing:
+            what = f"pip install {' '.join(missing)}, or put its {FAST} there"
+            raise BadInput(f"{folder}: its tokenizer is a {SENTENCEPIECE} alone, which needs more to be read; {what}")
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from liger_convert.model.families import PREFIX, family_of
 from liger_convert.utils.errors import BadInput, first_line
@@ -40,7 +41,13 @@ def context_length(config: Any) -> int | None:
 
 
 def meta_model(config: Any) -> Any:
-    """The base's model without storage. Raises BadInput when the config contradicts itself."""
+    """The base's model without storage. Raises BadInput when the config contradicts itself, or names an unknown
+    rotary."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    for kind in [rope.get("rope_type"), *(part.get("rope_type") for part in rope.values() if isinstance(part, dict))]:
+        if kind not in (None, "default", *ROPE_INIT_FUNCTIONS):
+            known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
+            raise BadInput(f"config.json: rope_type {kind!r} is unknown to transformers; there are {known}")
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)

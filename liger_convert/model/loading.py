@@ -196,7 +196,7 @@ def _load(
     told = {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
     try:
         model, found = loader(folder, config=config, **told, **options)
-    except (RuntimeError, ValueError, OSError) as error:
+    except (RuntimeError, ValueError, OSError, ImportError) as error:  # ImportError: what reads a quantised one
         if _is_known(config) or out_of_memory(error):
             raise
         raise BadInput(f"{folder}: transformers cannot load it: {first_line(error)}") from error

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_convert.io import tokenizer
 from liger_convert.io.checkpoint import INDEX, TensorInfo, copy_companions, load_config, require_tokenizer
 from liger_convert.io.files import atomic_dir
 from liger_convert.model import MIXER_MODULE, linear_layers, linearized_classes, linearized_config, new_state
@@ -45,6 +46,7 @@ def convert_checkpoint(
     base_config = load_config(base, trust_remote_code)
     check_base(base_config)
     require_tokenizer(base)
+    tokenizer_class = tokenizer.class_name(base, trust_remote_code)
     checkpoint = open_checkpoint(base, base_config)
     dropped = check_tensors(checkpoint, base_config)
 
@@ -59,6 +61,8 @@ def convert_checkpoint(
         total = write_shards(shards, folder, progress)
         config.save_pretrained(folder)
         copy_companions(base, folder)
+        if tokenizer_class is not None:
+            tokenizer.name_class(folder, tokenizer_class)
     return {
         "tensors": {"copied": len(copied), "new": len(new), "dropped": dropped},
         "bytes": total,

@@ -202,7 +202,7 @@ def make_switch(
     mixer, length = plan.linearization["mixers"][MAIN], span(plan)
     if (tokens := sum(len(document.ids) for document in documents)) < 2 * length:
         what = f"{tokens} tokens to train on do not hold two spans of {length}, on which layers are measured"
-        raise BadInput(f"data.{recipe.plain_texts[0]}: {what}")
+        raise BadInput(f"data.{recipe.given_texts[0]}: {what}")
     dtype = compute_dtype(device, recipe.precision)
     base = load_model(base_dir, device, recipe.precision)
     linearization = plan.linearization | {

@@ -37,6 +37,7 @@ from liger_convert.utils.progress import Report
 LEAST_RATE, MOST_RATE, HIGH_RATE = 1e-8, 1.0, 0.1
 LEAST_MOVE = 1e-6  # a weight's in all steps of a stage: less cannot be measured in the result
 OFTEN = 4  # times that a text may be read: so far it is nearly as good as new text (arXiv 2305.16264)
+REPEATS = 16  # from about here on, reading the same text again is worth little (arXiv 2305.16264)
 FEW = 0.01  # fraction of the tokens that have context beyond the window
 GENERATION = "generation_config.json"
 TOKENS = 2  # how many the rehearsal generates
@@ -70,7 +71,7 @@ def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite) -> list[
 
 
 def check_documents(recipe: Recipe, plan: Plan, documents: Callable[[str], Documents]) -> list[str]:
-    """Warnings about documents that never leave the window, and about sources of a mix that are read over and over.
+    """Warnings about documents that never leave the window, and about sources that are read over and over.
     Raises BadInput where no document of a stage leaves the window."""
     warnings = []
 
@@ -87,9 +88,10 @@ def check_documents(recipe: Recipe, plan: Plan, documents: Callable[[str], Docum
         sources = {name: found(name) for name in stage.sources}
         for name, (_, tokens) in sources.items():
             times = stage.sources[name] * stage.tokens / max(tokens, 1)
-            if len(sources) > 1 and times > OFTEN:
+            if times > (OFTEN if len(sources) > 1 else REPEATS):
                 said = f"{name} has {tokens:,} tokens, so the stage reads it {times:,.1f} times"
-                warnings.append(f"stages[{i}].{stage.where(name)}: {said}; give it more text or a smaller fraction")
+                instead = "a smaller fraction" if len(sources) > 1 else "the stage fewer tokens"
+                warnings.append(f"stages[{i}].{stage.where(name)}: {said}; give it more text or {instead}")
         if stage.concat_documents or stage.copy_fraction or "mixer" not in stage.learning_rates.trained():
             continue
         cut = {name: [min(size, stage.seq_len) for size in sizes] for name, (sizes, _) in sources.items()}

@@ -144,7 +144,7 @@ class Run:
         readers = [
             *stages,
             *["eval"] * (name in (self.recipe.eval.text, self.recipe.eval.other_text)),
-            *["select-layers"] * (name in self.recipe.plain_texts),
+            *["select-layers"] * (name in self.recipe.given_texts[:1]),
             *[f"data-{other}" for other, teacher in self.recipe.teachers.items() if teacher.prompts == name],
         ]
         return not any(step in self.manifest.steps or self.folder.step(step).exists() for step in readers)
@@ -278,4 +278,4 @@ def _check(recipe: Recipe) -> None:
         )
     for name, source in recipe.data.items():
         if isinstance(source, FileSource) and not Path(source.path).exists():
-            raise BadInput(f"data.{name}.path: {source.path}: there is no such file")
+            raise BadInput(f"data.{name}.path: {source.path}: there is no such file or folder")

@@ -178,7 +178,7 @@ class RunSteps:
     def _select_layers(self, folder: Path) -> dict[str, Any]:
         plan = self._make_plan(self.recipe)
         self.read_data()
-        documents = self.documents(self.recipe.plain_texts[0]).train
+        documents = self.documents(self.recipe.given_texts[0]).train
         selection = single_steps.choose_layers(
             self.recipe, plan, documents, self._base_folder, self._tokenizer, self.device
         )

@@ -39,8 +39,9 @@ def is_panic(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a library's error, for a sentence of ours."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """The first line of a library's error, and the second where the first only announces it, for a sentence of ours."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 def nearest(name: object, known: Iterable[str]) -> str | None:

@@ -68,7 +68,7 @@ RECIPES = [
     case("no layer kept", "layers.softmax_auto: should be a whole number", lambda w: w.run("layers={softmax_auto: 0}")),
     case(
         "layers chosen on no text",
-        "add a source of plain text under `data:`",
+        "add another source under `data:`",
         lambda w: w.plan("layers={softmax_auto: 1}", "data={}", "stages=[]", "eval.text=null"),
     ),
     case("no linear layer", "nothing to linearize", lambda w: w.run("layers={softmax: [0, 1, 2]}")),
@@ -94,9 +94,57 @@ BASES = [
         after(wrote("x.gguf", b"nope"), lambda w: w.run("base=x.gguf")),
     ),
     case("no config", "config.json", after(remove("base/config.json"), World.run)),
+    *(
+        case(f"{name} for {command.__name__}", says, after(*prepare, command))
+        for command in (convert, World.plan)
+        for name, says, *prepare in (
+            (
+                "adapter",
+                "it holds an adapter of org/model: merge the two",
+                remove("base/config.json"),
+                wrote("base/adapter_config.json", '{"base_model_name_or_path": "org/model"}'),
+            ),
+            (
+                "original weights",
+                "its folder original/ is of another format",
+                remove("base/config.json"),
+                lambda w: (w.base / "original").mkdir(),
+            ),
+        )
+    ),
+    case("folder above", "did you mean", lambda w: ["plan", "--base", str(w.folder)]),
+    case(
+        "weights file", "give the folder that it lies in", lambda w: ["plan", "--base", f"{w.base}/model.safetensors"]
+    ),
+    *(
+        case(
+            f"git-lfs pointer {name}",
+            f"{name}: stands for a file that git-lfs has not fetched",
+            after(wrote(f"base/{name}", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"), convert),
+        )
+        for name in ("model.safetensors", "tokenizer.json")
+    ),
+    case(
+        "quantised, for generate",
+        "base: transformers cannot load it: ",
+        after(
+            lambda w: w.config(quantization_config={"quant_method": "compressed-tensors"}),
+            lambda w: ["generate", str(w.base), "--prompt", "hi"],
+        ),
+    ),
     case("broken config", "cannot be read as JSON", after(wrote("base/config.json", "{"), World.run)),
     case("unknown family", "supported: llama", after(lambda w: w.config(model_type="gpt2"), World.run)),
     case("quantised", "is quantised", after(lambda w: w.config(quantization_config={"bits": 4}), World.run)),
+    case(
+        "unknown rotary",
+        "rope_type 'magic' is unknown to transformers; there are default, linear,",
+        after(lambda w: w.config(rope_parameters={"rope_type": "magic", "rope_theta": 1e4}), World.run),
+    ),
+    case(
+        "null for a size",
+        "Validation error for field 'max_position_embeddings': TypeError",
+        after(lambda w: w.config(max_position_embeddings=None), World.run),
+    ),
     case("remote code", "brings its own code", after(lambda w: w.config(model_type="x", auto_map={}), World.run)),
     case("no tokenizer", "holds no tokenizer", after(remove("base/tokenizer.json"), World.run)),
     case("broken tokenizer", "tokenizer cannot be used", after(wrote("base/tokenizer.json", "{"), World.run)),

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tiny import CHAT_TEMPLATE, save_tiny_base
 from transformers import AutoModelForCausalLM
 
-from liger_convert.io import checkpoint
+from liger_convert.io import checkpoint, tokenizer
 from liger_convert.io.checkpoint import Checkpoint, load_config, load_tokenizer, resolve_base
 from liger_convert.io.files import atomic_dir, atomic_write
 from liger_convert.utils.errors import BadInput, LinearizeError
@@ -182,6 +182,14 @@ def test_a_missing_or_broken_tokenizer_is_refused(folder):
 
 
 # --- where a base comes from
+
+
+def test_a_sentencepiece_file_alone_names_the_packages_that_read_it(folder, monkeypatch):
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
+    monkeypatch.setattr(tokenizer, "READERS", {"no-such-thing": "no_such_thing"})
+    with pytest.raises(BadInput, match=r"is a tokenizer\.model alone, .*pip install no-such-thing, or put its tok"):
+        load_tokenizer(folder)
 
 
 def test_a_folder_is_taken_as_it_is(base, tmp_path):

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny_base, tiny_config, tiny_tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from liger_convert.io.checkpoint import INDEX, WEIGHTS, Checkpoint, load_tokenizer
 from liger_convert.mixers import resolve_spec
@@ -114,6 +114,48 @@ def test_tokenizer_generation_config_and_licence_come_along(base, tmp_path):
     ours, theirs = load_tokenizer(tmp_path / "out"), load_tokenizer(base)
     assert ours.get_vocab() == theirs.get_vocab()
     assert ours.chat_template == theirs.chat_template
+
+
+@pytest.mark.parametrize(
+    ("family", "named"),
+    [
+        ("olmo2", "GPT2Tokenizer"),
+        ("granite", "GPT2TokenizerFast"),
+        ("phi3", "LlamaTokenizerFast"),
+        ("mistral", "LlamaTokenizer"),
+        ("stablelm", "GPTNeoXTokenizerFast"),
+        ("qwen2", "LlamaTokenizerFast"),
+        ("qwen3", None),
+        ("llama", "PreTrainedTokenizerFast"),
+    ],
+)
+def test_text_becomes_the_tokens_that_the_base_makes_of_it(bases, tmp_path, family, named):
+    """Which class reads a tokenizer hangs on the model type, and the classes cut text by rules of their own."""
+    base = Path(shutil.copytree(bases(family), tmp_path / "base"))
+    digits_apart_tokenizer().save_pretrained(base)
+    path = base / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"tokenizer_class": named}
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    convert_checkpoint(base, tmp_path / "out", LINEARIZATION_PAPER)
+    theirs, ours = AutoTokenizer.from_pretrained(base), AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = " 1234 don't\n\n  ab 56"
+    assert ours(text)["input_ids"] == theirs(text)["input_ids"]
+    if family == "olmo2":  # a control: by the class that it names, it would be read otherwise
+        shutil.copyfile(path, tmp_path / "out/tokenizer_config.json")
+        assert AutoTokenizer.from_pretrained(tmp_path / "out")(text)["input_ids"] != theirs(text)["input_ids"]
+
+
+def digits_apart_tokenizer() -> PreTrainedTokenizerFast:
+    """Has the numbers as tokens, but cuts them into digits first, as many tokenizers do."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    symbols = ["<pad>", "<s>", "</s>", "<unk>", "Ġ", "Ċ"] + [chr(c) for c in range(33, 123)] + ["12", "34"]
+    merges = [("1", "2"), ("3", "4")]
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=merges))
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), bytes_])
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
 
 
 def test_a_mixer_without_parameters_adds_no_shard(base, tmp_path):

@@ -11,13 +11,16 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from liger_convert.config.sources import FileSource, HubSource
 from liger_convert.data.documents import Document, held_out_keys, load_source
-from liger_convert.data.sources import Row, pydoc_rows
+from liger_convert.data.row_files import Row, file_rows
+from liger_convert.data.sources import pydoc_rows
 from liger_convert.utils.errors import BadInput
 
 CHATML = (
@@ -102,6 +105,42 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path) -> None:
     assert document.ids.dtype == np.int32
 
 
+def test_tables_and_lines_named_json_give_the_same_documents(tmp_path: Path) -> None:
+    lines = b'{"n": 1, "text": "one, apple"}\r\n{"n": 2, "text": null}\n{"n": 3, "text": "a\\np\xc3\xa4r"}\n'
+    table = pyarrow.Table.from_pylist([json.loads(line) for line in lines.splitlines()])
+    (tmp_path / "a.json").write_bytes(lines)
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "a.jsonl.zst").write_bytes(pyarrow.compress(lines, "zstd", asbytes=True))
+    (tmp_path / "a.csv").write_bytes(b'\xef\xbb\xbfn,text\r\n1,"one, apple"\r\n2,\r\n3,"a\np\xc3\xa4r"\r\n')
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    names = [path.name for path in tmp_path.iterdir()]
+    for name in names:
+        documents = load(tmp_path / name)
+        assert [bpe().decode(document.ids) for document in documents.train] == ["one, apple", "a\npär"], name
+        assert documents.skipped == 1, name
+    (tmp_path / "README.md").write_text("no data")
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more/b.jsonl").write_text('{"text": "more"}\n')
+    assert len(load(tmp_path).train) == 2 * len(names) + 1
+
+
+def test_a_long_text_is_cut_into_documents_and_nothing_is_lost(tmp_path: Path) -> None:
+    paragraphs = [f"paragraph {i} " + "x" * 90 for i in range(2000)]
+    (tmp_path / "a.txt").write_text("\n\n".join(paragraphs))
+    (tmp_path / "line.txt").write_text(" ".join(paragraphs))  # one line, as text8 is
+    (tmp_path / "word.txt").write_text("ä" * 100_000)
+    found = [row.value["text"] for row in file_rows(tmp_path / "a.txt")]
+    assert len(found) > 5
+    assert "\n\n".join(found) == "\n\n".join(paragraphs)
+    assert " ".join(row.value["text"] for row in file_rows(tmp_path / "line.txt")) == " ".join(paragraphs)
+    assert "".join(row.value["text"] for row in file_rows(tmp_path / "word.txt")) == "ä" * 100_000
+    documents = load(tmp_path / "a.txt", held_out=0.01)
+    assert (len(documents.train), len(documents.held_out)) == (len(found) - 1, 1)
+    (tmp_path / "a.txt").write_bytes("\n\n".join(paragraphs).encode() + b"\n\xff")
+    with pytest.raises(BadInput, match=r"a\.txt line 4000: is not UTF-8"):
+        load(tmp_path / "a.txt")
+
+
 def test_field_names_the_column_and_bytes_are_counted(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", [{"body": "pär", "text": "no"}])
     (document,) = load_source(source.model_copy(update={"field": "body"}), bpe()).train
@@ -127,10 +166,24 @@ BAD_ROWS: list[tuple[str, str, bytes, str]] = [
     ("a.txt", "text", b"", r"a\.txt: is empty"),
     ("a.txt", "alpaca", b"hello", r"a\.txt: has no field 'instruction'"),
     ("a.json", "text", b'[{"text": "x"},\n{"text"}]', r"a\.json line 2: is not JSON"),
-    ("a.json", "text", b'{"text": "x"}\n{"text": "y"}', r"a\.json line 2: .*named \.jsonl"),
-    ("a.json", "text", b'{"text": "x"}', r"a\.json: holds one JSON dict"),
+    ("a.json", "text", b'{"text":\n"x"}', r"a\.json line 1: is not JSON"),
+    ("a.json", "text", b'"text"', r"a\.json: holds one JSON str"),
     ("a.json", "text", b'[{"text": "x"}, {}]', r"a\.json row 2: has no field 'text' \(it has none\)"),
-    ("a.csv", "text", b"text\nx", r"a\.csv: a data file ends in"),
+    ("a.tsv", "text", b"text\nx", r"a\.tsv: a data file ends in"),
+    ("a.parquet.gz", "text", b"x", r"a\.parquet\.gz: a data file ends in"),
+    ("a.parquet", "text", b"PAR1", r"a\.parquet: cannot be read as a parquet file"),
+    ("a.csv", "text", b"text\nx,y", r"a\.csv line 2: has more fields than the first line"),
+    ("a.csv", "text", b'text\n"x', r"a\.csv line 2: is not CSV \(unexpected end of data"),
+    ("a.csv", "text", b"text\n\xe4", r"a\.csv line 2: is not UTF-8 text .*save it as UTF-8"),
+    ("a.csv", "text", b"text\n", r"a\.csv: is empty"),
+    ("a.csv", "text", b"body,n\nx,1", r"has no field 'text' \(it has 'body', 'n'\)$"),
+    ("a.jsonl", "text", b'{"body": "x", "n": 1}', r"name the column of the text, field: body"),
+    ("a.jsonl", "text", b'{"instruction": "x", "output": "y"}', r"give the source format: alpaca"),
+    ("a.jsonl", "text", b'{"prompt": "x", "completion": "y"}', r"give the source format: messages"),
+    ("a.jsonl", "alpaca", b'{"conversations": []}', r"give the source format: messages"),
+    ("a.jsonl.zst", "text", b"plain", r"a\.jsonl\.zst: cannot be read"),
+    ("a.jsonl", "messages", b'{"conversations": [{"from": "human"}]}', r"message 1 of 'conversations' should have"),
+    ("a.jsonl", "messages", b'{"prompt": "x", "completion": 3}', r"'prompt, completion' should be a list of messages"),
     ("a.jsonl.xz", "text", b"plain", r"a\.jsonl\.xz: cannot be read"),
     ("a.jsonl.xz", "text", lzma.compress(b'{"text": "x"}\n' * 99)[:-9], r"a\.jsonl\.xz: cannot be read .*ended"),
     ("a.jsonl.gz", "text", GZIPPED[:-9], r"a\.jsonl\.gz: cannot be read .*ended"),
@@ -138,8 +191,8 @@ BAD_ROWS: list[tuple[str, str, bytes, str]] = [
     (
         "a.jsonl",
         "alpaca",
-        b'{"instruction": "x", "input": null, "output": "y"}\n',
-        r"line 1: field 'input' is a NoneType",
+        b'{"instruction": "x", "input": 3, "output": "y"}\n',
+        r"line 1: field 'input' is a int",
     ),
     ("a.jsonl", "messages", b'{"messages": "hello"}\n', r"line 1: field 'messages' should be a list of messages"),
     ("a.jsonl", "messages", b'{"messages": [{"role": "user"}]}\n', r"line 1: message 1 of 'messages' should have"),
@@ -161,7 +214,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"gone\.jsonl: there is no such file"):
         load(tmp_path / "gone.jsonl")
     (tmp_path / "folder.txt").mkdir()
-    with pytest.raises(BadInput, match=r"folder\.txt: is a folder, not a file"):
+    with pytest.raises(BadInput, match=r"folder\.txt: is a folder without a data file"):
         load(tmp_path / "folder.txt")
 
 
@@ -201,6 +254,25 @@ def test_only_responses_and_the_marks_that_end_them_are_learned(tmp_path: Path) 
     (document,) = load(tmp_path / "a.jsonl", "messages", tokenizer).train
     assert tokenizer.decode(document.ids) == tokenizer.apply_chat_template(TALK, tokenize=False)
     assert learned(document, tokenizer) == "A fruit.<|im_end|>Another fruit, I think.<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversations": [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "I."}]},
+        {"conversations": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]},
+        {"prompt": "Who?", "completion": "I."},
+        {"prompt": [{"role": "user", "content": "Who?"}], "completion": [{"role": "assistant", "content": "I."}]},
+    ],
+    ids=["ShareGPT", "conversations", "prompt and completion", "of messages"],
+)
+def test_chats_of_other_forms_are_the_same_documents(row: dict[str, Any], tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", [row])
+    messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]
+    write(tmp_path / "b.jsonl", [{"messages": messages}])
+    (document,), (same,) = (load(tmp_path / name, "messages").train for name in ("a.jsonl", "b.jsonl"))
+    assert (document.ids.tolist(), document.loss.tolist()) == (same.ids.tolist(), same.loss.tolist())
+    assert learned(document, bpe()) == "I.<|im_end|>"
 
 
 def test_a_turn_that_later_turns_rewrite_is_context_only(tmp_path: Path) -> None:

@@ -54,6 +54,17 @@ def test_what_fits_stays_as_it_is(tmp_path: Path) -> None:
     assert notes == []
 
 
+def test_a_tokenizer_without_ends_of_texts_is_asked_no_tasks(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.bos_token = tokenizer.eos_token = None
+    options: dict[str, Any] = {"context": 10**9, "data_dir": needles(tmp_path, 9), "has_other": True, "has_base": True}
+    found, notes = narrow(Suite.model_validate(SUITE), tokenizer=tokenizer, **options)
+    assert found.tasks == []
+    assert found.copying == Suite.model_validate(SUITE).copying
+    (note,) = notes
+    assert note.startswith("niah_s1_1024, piqa: left out, as the tokenizer names neither")
+
+
 def test_a_curve_ends_with_the_context_and_a_single_length_does_not() -> None:
     found, notes = narrowed(context=1000, positions=[], agreement=None, tasks=[])
     assert metrics(found) >= {"copy_nll_64", "copy_nll_500", "copy_nll_4000"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -205,6 +206,14 @@ def test_documents_that_never_leave_the_window_are_refused(home: Path, capsys: A
     says = "stages[0].data: documents of short, of at most 7 tokens, never leave the window and its sinks (10 tokens)"
     refused(words(short, "stages[0].data=short"), capsys, says)
     assert warned(words(short, "stages[0].data=short", "stages[0].concat_documents=true"), capsys) == []
+
+
+def test_text_that_is_read_over_and_over_is_told(home: Path, capsys: Any) -> None:
+    (warning,) = warned(words("stages[0].tokens=65536"), capsys)
+    said = r"stages\[0\]\.data: text has 1,\d{3} tokens, so the stage reads it \d+\.\d times; give it more text or the"
+    assert re.search(said, warning)
+    shutil.rmtree(home / "out")
+    assert warned(words("stages[0].tokens=8192"), capsys) == []
 
 
 @pytest.mark.parametrize(

@@ -307,8 +307,14 @@ def test_text_of_another_kind_is_the_one_that_is_named_or_pythons_documentation(
 def test_layers_are_not_chosen_on_text_of_another_kind():
     before = RECIPE.replace("  text: {source", "  far: {source: file, path: far.jsonl}\n  text: {source")
     auto = ["layers={softmax_auto: 1}"]
-    assert recipe.parse(before, auto).plain_texts == ["far", "text"]
-    assert recipe.parse(before, [*auto, "eval.other_text=far"]).plain_texts == ["text"]
+    assert recipe.parse(before, auto).given_texts[0] == "far"
+    assert recipe.parse(before, [*auto, "eval.other_text=far"]).given_texts[0] == "text"
+
+
+def test_layers_are_chosen_on_chats_only_where_there_is_no_plain_text():
+    auto = ["layers={softmax_auto: 1}", "data.text={source: file, path: a.jsonl, format: messages, held_out: 0.1}"]
+    assert recipe.parse(RECIPE, auto).given_texts[0] == "text"
+    assert recipe.parse(RECIPE, [*auto, "data.plain={source: file, path: b.txt}"]).given_texts[0] == "plain"
 
 
 @pytest.mark.parametrize(

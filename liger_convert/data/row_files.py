@@ -1,0 +1,281 @@
+"""Rows of the files that users have: .txt, .jsonl, .json, .csv, .parquet, packed or plain, one or a folder of them.
+
+A file is read as its rows are asked for, and no more of it is held than a row and what surrounds it.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import csv
+import gzip
+import io
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from liger_convert.io import inputs
+from liger_convert.io.checksums import files_in
+from liger_convert.io.json_list import JsonList
+from liger_convert.utils.errors import BadInput, first_line
+
+PARQUET = ".parquet"  # packs its columns itself
+
+ROW_BYTES = 64 << 20  # the text of a context of ten million tokens has 45 MB
+BLOCK = 1 << 20
+# A .txt is cut into documents of at most so many characters, at a blank line where there is one: some thousand tokens,
+# as many as the rows of most recipes, so that a part of one file can be held out.
+DOCUMENT_CHARS = 32 << 10
+# Text packs to a quarter or a tenth, sentences over and over to a hundredth and less; zeros to a seven-thousandth.
+# A file may unpack to PACKED_BYTES in any case, so that small sets of such sentences are read.
+PACKED_RATIO = 100
+PACKED_BYTES = 32 << 20
+NUL = "it holds a NUL, as UTF-16 does"
+PARQUET_ROWS = 16  # of a .parquet that are in memory at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row. where: what an error message names ("x.jsonl line 3"). key: rows of one key are held out together."""
+
+    where: str
+    value: Any
+    key: str | None = None
+
+
+def file_rows(path: Path) -> Iterator[Row]:
+    """The rows of a data file, or of all that lie in a folder, in the order of their names. A .txt of more than
+    DOCUMENT_CHARS is a row for each piece of it. No row has more than ROW_BYTES.
+
+    Raises BadInput naming the file, and the line or row where there is one.
+    """
+    if path.is_dir():
+        files = [file for file in files_in(path) if _reader(file) and not file.name.startswith(".")]
+        if not files:
+            raise BadInput(f"{path}: is a folder without a data file; {_known()}")
+        for file in files:
+            yield from file_rows(file)
+        return
+    reader = _reader(path)
+    if reader is None:
+        raise BadInput(f"{path}: {_known()}")
+    found = reader(path)
+    first = next(found, None)
+    if first is None:
+        raise BadInput(f"{path}: is empty")
+    yield first
+    yield from found
+
+
+def _reader(path: Path) -> Callable[[Path], Iterator[Row]] | None:
+    packed = path.suffix in OPENERS
+    kind = Path(path.stem if packed else path.name).suffix
+    return None if packed and kind == PARQUET else READERS.get(kind)
+
+
+def _known() -> str:
+    *plain, _ = READERS
+    *some, last = OPENERS
+    return f"a data file ends in {', '.join(plain)}, each also with {', '.join(some)} or {last}, or in {PARQUET}"
+
+
+def _json_lines(path: Path) -> Iterator[Row]:
+    for number, line in _lines(path):
+        if text := line.strip():
+            where = f"{path} line {number}"
+            try:
+                yield Row(where, inputs.parse_json(text))
+            except json.JSONDecodeError as error:
+                raise BadInput(f"{where}: is not JSON ({error.msg} at column {error.colno})") from None
+            except ValueError as error:
+                raise BadInput(f"{where}: cannot be used: {error}") from None
+
+
+def _json(path: Path) -> Iterator[Row]:
+    """A list, or an object a line, as many data sets name their lines."""
+    with _opened(path) as stream:
+        read = _Decoded(path, stream).read
+        begin = read(BLOCK)
+        if not begin.lstrip().startswith("{"):
+            parts = iter([begin])
+            values = JsonList(path, lambda count: next(parts, None) or read(count), ROW_BYTES).items()
+            yield from (Row(f"{path} row {number}", value) for number, value in enumerate(values, 1))
+            return
+    yield from _json_lines(path)
+
+
+def _documents(path: Path) -> Iterator[Row]:
+    with _opened(path) as stream:
+        read = _Decoded(path, stream).read
+        text, line, where = read(BLOCK), 1, str(path)
+        while text:
+            while len(text) <= DOCUMENT_CHARS and (more := read(BLOCK)):
+                text += more
+            end = _document_end(text)
+            if end < len(text) or line > 1:
+                where = f"{path} line {line}"
+            if document := text[:end].strip():
+                yield Row(where, {"text": document})
+            line += text.count("\n", 0, end)
+            text = text[end:]
+
+
+def _document_end(text: str) -> int:
+    """Where the first document of `text` ends: at the end, or behind the last blank line, line or word of a size."""
+    if len(text) <= DOCUMENT_CHARS:
+        return len(text)
+    for mark in ("\n\n", "\n", " "):
+        if (found := text.rfind(mark, DOCUMENT_CHARS // 2, DOCUMENT_CHARS)) >= 0:
+            return found + len(mark)
+    return DOCUMENT_CHARS
+
+
+def _csv(path: Path) -> Iterator[Row]:
+    limit = csv.field_size_limit(ROW_BYTES)
+    try:
+        reader = csv.DictReader((line for _, line in _lines(path)), strict=True)
+        for value in reader:
+            where = f"{path} line {reader.line_num}"
+            if None in value:
+                raise BadInput(f"{where}: has more fields than the first line, which names the columns")
+            yield Row(where, value)
+    except csv.Error as error:
+        raise BadInput(f"{path} line {reader.reader.line_num}: is not CSV ({error})") from None
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    with inputs.open_input(path) as raw:
+        try:
+            file = ParquetFile(raw)
+            groups = [file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)]
+            if sum(groups) > max(PACKED_BYTES, PACKED_RATIO * path.stat().st_size):
+                raise _bomb(path)
+            number = 0
+            for batch in file.iter_batches(PARQUET_ROWS):
+                for value in batch.to_pylist():
+                    number += 1
+                    yield Row(f"{path} row {number}", value)
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            raise BadInput(f"{path}: cannot be read as a parquet file ({first_line(error)})") from None
+
+
+def _zst(raw: BinaryIO) -> Any:
+    import pyarrow
+
+    return pyarrow.input_stream(raw, compression="zstd")
+
+
+READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": _json_lines,
+    ".json": _json,
+    ".txt": _documents,
+    ".csv": _csv,
+    PARQUET: _parquet,
+}
+OPENERS: dict[str, Callable[[BinaryIO], Any]] = {".xz": lzma.open, ".gz": gzip.open, ".zst": _zst}
+
+
+class _Decoded:
+    """The text of a stream, read in blocks."""
+
+    def __init__(self, path: Path, stream: BinaryIO):
+        self.path, self.stream, self.lines = path, stream, 1
+        self.decode = codecs.getincrementaldecoder("utf-8-sig")().decode
+
+    def read(self, count: int) -> str:
+        """At least `count` bytes more, or BLOCK, as text; empty at the end. Raises BadInput with the line."""
+        try:
+            with _readable(self.path):
+                while data := self.stream.read(max(count, BLOCK)):
+                    if b"\0" in data:
+                        line = self.lines + data.count(b"\n", 0, data.index(b"\0"))
+                        raise _not_text(f"{self.path} line {line}", NUL)
+                    text = self.decode(data)
+                    self.lines += data.count(b"\n")
+                    if text:  # none where all there is is a part of a character
+                        return text
+            return self.decode(b"", final=True)
+        except UnicodeDecodeError as error:
+            line = self.lines + error.object.count(b"\n", 0, error.start)
+            raise _not_text(f"{self.path} line {line}", error.reason) from None
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(number, text) of each line."""
+    number = 0
+    with _opened(path) as stream, _readable(path):
+        while line := stream.readline(ROW_BYTES + 1):
+            number += 1
+            where = f"{path} line {number}"
+            if len(line) > ROW_BYTES:
+                raise BadInput(
+                    f"{where}: is longer than {inputs.size(ROW_BYTES)}, the most that one row may have; split it"
+                )
+            if b"\0" in line:
+                raise _not_text(where, NUL)
+            try:
+                text = line.decode("utf-8-sig")
+            except UnicodeDecodeError as error:
+                raise _not_text(where, error.reason) from None
+            yield number, text
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    if path.suffix not in OPENERS:
+        with inputs.open_input(path) as raw:
+            yield raw
+        return
+    # a packed file's beginning is unpacked once before anything is done with it: to parse what a small file unpacks to
+    # can take hours
+    with inputs.open_input(path) as raw, _readable(path):
+        stream = _Unpacked(path, raw)
+        while stream.count <= PACKED_BYTES and stream.read(BLOCK):
+            pass
+    with inputs.open_input(path) as raw, io.BufferedReader(_Unpacked(path, raw), BLOCK) as buffered:
+        yield buffered
+
+
+class _Unpacked(io.RawIOBase):
+    """What a compressed file unpacks to, as long as that is not too much for its size."""
+
+    def __init__(self, path: Path, raw: BinaryIO):
+        self.path, self.raw, self.count = path, raw, 0
+        self.stream = OPENERS[path.suffix](raw)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.stream.read1(len(buffer))
+        buffer[: len(data)] = data
+        self.count += len(data)
+        if self.count > max(PACKED_BYTES, PACKED_RATIO * self.raw.tell()):
+            raise _bomb(self.path)
+        return len(data)
+
+
+def _not_text(where: str, reason: str) -> BadInput:
+    return BadInput(f"{where}: is not UTF-8 text ({reason}); save it as UTF-8")
+
+
+def _bomb(path: Path) -> BadInput:
+    times = f"more than {PACKED_RATIO} times its size, which text hardly does"
+    return BadInput(f"{path}: unpacks to {times}; unpack it yourself if you trust it, and give that file")
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        raise BadInput(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
