@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
+import yaml
 
 from liger_convert.data.sources import file_rows
 from liger_convert.io.inputs import require_file
@@ -78,19 +79,21 @@ def write_task(name: str, task_id: str, length: str, files: dict[str, Path], sto
         members = {f"{task_id}_{member}": member for member in MAKERS}
         for member_id, member in members.items():
             write_task(member, member_id, length, files, stock, folder)
-        mean = [f"aggregate_metric_list: [{{metric: '{length}', weight_by_size: false}}]"]
-        lines = [f"group: {task_id}", f"task: [{', '.join(members)}]", *mean]
+        mean = {"metric": length, "weight_by_size": False}
+        text = yaml.safe_dump({"group": task_id, "task": list(members), "aggregate_metric_list": [mean]})
     else:
         file = files.get(MAKERS[name].file or "")
-        lines = [
-            f"include: {stock / 'ruler' / name.removeprefix('ruler_')}.yaml",
-            f"task: {task_id}",
-            f"custom_dataset: !function {__name__}.texts",
-            f"process_results: !function {__name__}.score",
-            f"metric_list: [{{metric: '{length}', aggregation: mean, higher_is_better: true}}]",
-            f"dataset_kwargs: {{task: {name}, length: {length}, file: {'null' if file is None else repr(str(file))}}}",
-        ]
-    (folder / f"{task_id}.yaml").write_text("\n".join(lines) + "\n")
+        given = {"task": name, "length": int(length), "file": None if file is None else str(file)}
+        text = yaml.safe_dump(
+            {
+                "include": str(stock / "ruler" / f"{name.removeprefix('ruler_')}.yaml"),
+                "task": task_id,
+                "metric_list": [{"metric": length, "aggregation": "mean", "higher_is_better": True}],
+                "dataset_kwargs": given,
+            }
+        )
+        text += f"custom_dataset: !function {__name__}.texts\nprocess_results: !function {__name__}.score\n"
+    (folder / f"{task_id}.yaml").write_text(text)
 
 
 def texts(task: str, length: int, file: str | None, **_: Any) -> dict[str, datasets.Dataset]:
@@ -187,6 +190,8 @@ def _squad(path: Path, _modified: int) -> tuple[list[dict[str, Any]], list[str]]
                     found.append((query, answers, passage))
             case _:
                 raise BadInput(f"{row.where}: should have {FORMS[SQUAD]}")
+    if not found:
+        raise BadInput(f"{path}: has no question with an answer")
     passages = sorted(titles)
     place = {passage: i for i, passage in enumerate(passages)}
     # passages of the same article come before those of others

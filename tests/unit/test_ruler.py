@@ -216,6 +216,7 @@ def test_a_rehearsal_writes_texts_and_asks_no_model(data: Path) -> None:
         ("ruler_qa_squad", None, r"has no ruler_qa_squad.jsonl .*; each row has a `context`, a `question` and a list"),
         ("niah_multivalue", [{"essay": "x"}], "ruler_essays.jsonl line 1: should have a `text` of prose"),
         ("ruler_qa_squad", [{"context": "x", "question": "y", "answers": "z"}], "line 1: should have a `context`, a"),
+        ("ruler_qa_squad", [{"context": "x", "question": "y", "answers": []}], "has no question with an answer"),
         ("ruler_qa_hotpot", [{"context": "x", "question": "y", "answer": "z"}], "line 1: should have a `context` of t"),
         ("ruler_qa_hotpot", [{"context": ["x"], "question": "y", "answer": "z"}], "line 1: should have a `context` of"),
     ],
