@@ -15,6 +15,7 @@ from typing import Any
 import lm_eval
 import numpy as np
 import torch
+from huggingface_hub import constants
 from lm_eval.api.model import LM, CacheHook
 from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.models.huggingface import HFLM
@@ -180,9 +181,10 @@ def _load(manager: TaskManager, task: Task, data_dir: Path | None) -> Any:
         )
     random.seed(DEFAULT_RANDOM_SEED)  # some tasks shuffle their choices
     np.random.seed(DEFAULT_OTHER_SEED)
-    fetches_nltk = task.of_ruler or (task.name == "ifeval" and data_dir is not None)
+    # the modules of both fetch nltk's data when they are imported; where there is the hub, ifeval may
+    offline = task.of_ruler or (task.name == "ifeval" and (data_dir is not None or constants.HF_HUB_OFFLINE))
     try:
-        with ruler.nothing_fetched() if fetches_nltk else contextlib.nullcontext():
+        with ruler.nothing_fetched() if offline else contextlib.nullcontext():
             loaded = manager.load(task.id)
     except BadInput:
         raise
