@@ -33,7 +33,7 @@ OPS: dict[str, Callable[..., Tensor | tuple[Tensor | None, ...]]] = {
     "elementwise": chunk_elementwise,  # S_t = exp(dt_t log A) * S_{t-1} + k_t^T v_t, o_t = q_t S_t
     "gla": chunk_gla,  # S_t = diag(a_t) S_{t-1} + k_t^T v_t, o_t = q_t S_t
     "momentum": chunk_momentum,  # Z_t = m_t Z_{t-1} + k_t^T (v_t - r_t M_{t-1}), M_t = a_t M_{t-1} + c_t Z_t
-    "simple_gla": chunk_simple_gla,  # gla with one gate a head: S_t = a_t S_{t-1} + k_t^T v_t, o_t = q_t S_t
+    "simple_gla": chunk_simple_gla,  # gla with one gate per head: S_t = a_t S_{t-1} + k_t^T v_t, o_t = q_t S_t
     "slots": chunk_slots,  # softmax attention over a fixed number of slots, running means of keys and values
     "swa": chunk_swa,  # softmax attention over the last keys and the sinks
 }

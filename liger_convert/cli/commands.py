@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import pkgutil
@@ -21,7 +22,7 @@ from liger_convert.config.fields import plain_name
 from liger_convert.config.recipe import Recipe, build
 from liger_convert.config.sources import FileSource, PydocSource
 from liger_convert.data import teacher
-from liger_convert.data.documents import load_source
+from liger_convert.data.documents import Documents, load_source
 from liger_convert.data.packed_rows import collate, pack
 from liger_convert.eval import generation
 from liger_convert.io import checkpoint
@@ -204,18 +205,26 @@ def train_stage(recipe: Recipe, number: int, model: Path, out: Path, *, resume: 
     check_folder(model)
     if not resume:
         refuse_existing(out)
-    name, device = recipe.stages[number - 1].data, pick_device(recipe.device)
+    sources, device = recipe.stages[number - 1].sources, pick_device(recipe.device)
     with local_model(recipe.base, **recipe.base_options.model_dump()) as base:
         tokenizer = checkpoint.load_tokenizer(model)
         check_folder(base)
         plan = make_plan(recipe, checkpoint.load_config(base, recipe.base_options.trust_remote_code))
         recipe = recipe.with_stages(plan.recipe_stages)
-        if name in recipe.teachers:
-            teacher.encode_prompts(recipe.teachers[name], tokenizer)  # refuses a prompt before there is a folder
-            out.mkdir(parents=True, exist_ok=True)
+        written = {name: out / f"data-{name}" for name in sources if name in recipe.teachers}
+
+        @functools.cache
+        def load(name: str) -> Documents:
+            file = written[name] / teacher.FILE if name in written else None
+            return load_source(recipe.data[name], tokenizer, seed=recipe.seed, written=file)
+
+        for name in written:  # refuses a prompt before there is a folder
+            single_steps.teacher_prompts(recipe, name, tokenizer, load)
+        for name, folder in written.items():
+            folder.mkdir(parents=True, exist_ok=True)
             with lock(out):
-                single_steps.write_teacher_text(recipe, name, out, base, tokenizer, device)
-        documents = load_source(recipe.data[name], tokenizer, seed=recipe.seed, written=out / teacher.FILE).train
+                single_steps.write_teacher_text(recipe, name, folder, base, tokenizer, device, load)
+        documents = {name: load(name).train for name in sources}
         single_steps.stage_rows(recipe, number - 1, documents)  # refuses too little text before there is a folder
         out.mkdir(parents=True, exist_ok=True)
         with lock(out):
@@ -297,9 +306,8 @@ def _loader(source: str, mixer: str | None, options: bench.Options) -> Iterator[
 def describe_mixers(heads: int, kv_heads: int, head_size: int) -> dict[str, dict[str, Any]]:
     """Every mixer in words, with its options at their defaults, and the float32 state of a layer of that shape.
 
-    left_out: what its paper's layer has and it has not. fast_paths: the implementations of its recurrence other than
-    the plain loop. Raises BadInput for heads that do not
-    divide.
+    left_out: what its paper's layer has and it has not, or only by an option. fast_paths: the implementations of its
+    recurrence other than the plain loop. Raises BadInput for heads that do not divide.
     """
     if heads % kv_heads:
         raise BadInput(f"--heads: {heads} query heads are no multiple of {kv_heads} key-value heads")

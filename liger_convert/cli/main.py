@@ -149,8 +149,8 @@ def _stopped() -> int:
 
 def _bug(error: BaseException, debug: bool) -> int:
     """Says what nobody foresaw, and where its traceback is."""
-    code, speaks = processes.settle(1, unexpected=True)
-    if not speaks:
+    code, is_reporter = processes.agree_on_exit_code(1, unexpected=True)
+    if not is_reporter:
         return code
     if code > 128:
         return _fail("another process of this run was killed", code)
@@ -163,8 +163,8 @@ def _bug(error: BaseException, debug: bool) -> int:
 
 
 def _fail(sentence: str, code: int) -> int:
-    code, speaks = processes.settle(code)
-    if not speaks:
+    code, is_reporter = processes.agree_on_exit_code(code)
+    if not is_reporter:
         return code
     stderr.quiet = False
     # what a file or an option holds may be quoted in it, line breaks and codes for the terminal among that

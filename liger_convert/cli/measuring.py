@@ -18,34 +18,47 @@ from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import show_progress
 
 
+class EvalInputs:
+    """What `eval` and `diagnose` measure, and on which text.
+
+    text: a file of held-out text, or `pydoc` for Python's documentation. other_text: the same, of another kind; without
+    it that is `pydoc`, if `text` is not. data_dir: a folder of task rows. include_path: a folder with tasks. limit:
+    documents per task. Raises BadInput.
+    """
+
+    def __init__(
+        self,
+        suite: str,
+        *,
+        text: str = PYDOC,
+        other_text: str | None = None,
+        data_dir: Path | None = None,
+        include_path: Path | None = None,
+        limit: int | None = None,
+        batch_size: int = 4,
+        device: str = "auto",
+        precision: str = "auto",
+    ):
+        self.suite, self.device, self.precision = _suite(suite, include_path), pick_device(device), precision
+        suites.check_data(self.suite, data_dir, limit)
+        self.text, self.other_text = text, _other_text(text, other_text)
+        self.data_dir, self.limit, self.batch_size = data_dir, limit, batch_size
+
+    def documents(self, tokenizer: Any) -> dict[str, Any]:
+        """The texts that the suite reads, as arguments of `evaluation.evaluate_model`."""
+        needs_held_out = self.suite.needs_held_out(has_other=self.other_text is not None)
+        return {
+            "held_out": _held_out(self.text, tokenizer) if needs_held_out else None,
+            "other": _other(self.suite, self.other_text, tokenizer),
+        }
+
+
 def evaluate_models(
-    model: str,
-    baseline: str | None,
-    *,
-    suite: str,
-    text: str = PYDOC,
-    other_text: str | None = None,
-    data_dir: Path | None = None,
-    include_path: Path | None = None,
-    limit: int | None = None,
-    batch_size: int = 4,
-    device: str = "auto",
-    precision: str = "auto",
-    trust_remote_code: bool = False,
+    model: str, baseline: str | None, inputs: EvalInputs, *, trust_remote_code: bool = False
 ) -> dict[str, Any]:
     """{"suite": …, "models": {NAME: {METRIC: measurement}}}, NAME `linearized` or `model`, and `base` for a baseline;
-    where something of the suite was left out also {"notes": […]}.
-
-    `text` is a file of held-out text, or `pydoc` for Python's documentation; `other_text` the same, of another kind;
-    without it that is `pydoc`, if `text` is not. `include_path` is a folder with tasks. Raises BadInput.
-    """
-    loaded, where = _suite(suite, include_path), pick_device(device)
-    suites.check_data(loaded, data_dir, limit)
-    other_text = _other_text(text, other_text)
-    # without text of another kind, prompts are held-out text
-    needs_text = loaded.needs_text or (loaded.needs_other and other_text is None)
-    found: dict[str, Any] = {}
-    base_rows = None
+    where something of the suite was left out also {"notes": […]}. Raises BadInput."""
+    suite, found, base_rows = inputs.suite, {}, None
     with ExitStack() as stack:
         folders = {
             source: stack.enter_context(local_model(source, trust_remote_code=trust_remote_code))
@@ -57,75 +70,51 @@ def evaluate_models(
         tokenizers = {
             source: checkpoint.load_tokenizer(folder, trust_remote_code) for source, folder in folders.items()
         }
-        if loaded.agreement is not None and baseline is not None:
+        if suite.agreement is not None and baseline is not None:
             _require_same_vocabulary(baseline, tokenizers[baseline], tokenizers[model])
         for source, folder in folders.items():
             name = "base" if source == baseline else "linearized" if is_linearized(folder) else "model"
             tokenizer = tokenizers[source]
-            options: dict[str, Any] = {
-                "held_out": _held_out(text, tokenizer) if needs_text else None,
-                "other": _other(loaded, other_text, tokenizer),
-                "batch_size": batch_size,
-                "precision": precision,
-            }
+            options: dict[str, Any] = {"batch_size": inputs.batch_size, "precision": inputs.precision}
+            options |= inputs.documents(tokenizer)
             measured = None  # lets go of the model before
-            measured = generation.load_model(folder, where, precision, trust_remote_code=trust_remote_code)
+            measured = generation.load_model(
+                folder, inputs.device, inputs.precision, trust_remote_code=trust_remote_code
+            )
             with show_progress(source) as report:
                 options["report"] = report
                 if source == baseline:
-                    base_rows = evaluation.let_base_write(measured, tokenizer, loaded, **options)
-                options |= {"base_rows": base_rows, "data_dir": data_dir, "limit": limit}
-                found[name] = evaluation.evaluate_model(measured, tokenizer, loaded, **options)
+                    base_rows = evaluation.let_base_write(measured, tokenizer, suite, **options)
+                options |= {"base_rows": base_rows, "data_dir": inputs.data_dir, "limit": inputs.limit}
+                found[name] = evaluation.evaluate_model(measured, tokenizer, suite, **options)
         _, notes = narrow(
-            loaded,
+            suite,
             context=context_of(checkpoint.load_config(folders[model], trust_remote_code)),
             tokenizer=tokenizers[model],
-            data_dir=data_dir,
-            has_other=other_text is not None,
+            data_dir=inputs.data_dir,
+            has_other=inputs.other_text is not None,
             has_base=baseline is not None,
         )
-    return {"suite": loaded.model_dump(mode="json"), "models": found, **({"notes": notes} if notes else {})}
+    return {"suite": suite.model_dump(mode="json"), "models": found, **({"notes": notes} if notes else {})}
 
 
-def diagnose_model(
-    model: Path,
-    base: str | None,
-    *,
-    suite: str,
-    text: str = PYDOC,
-    other_text: str | None = None,
-    data_dir: Path | None = None,
-    include_path: Path | None = None,
-    limit: int | None = None,
-    batch_size: int = 4,
-    processes: int = 1,
-    device: str = "auto",
-    precision: str = "auto",
-) -> dict[str, Any]:
-    """`ablation.diagnose` of the linearized model `model`, beside its `base` where that is given. Raises BadInput.
-
-    `text`, `other_text` and `include_path` are those of `evaluate_models`."""
-    loaded, where = _suite(suite, include_path), pick_device(device)
-    suites.check_data(loaded, data_dir, limit)
-    other_text = _other_text(text, other_text)
-    needs_text = loaded.needs_text or (loaded.needs_other and other_text is None)
+def diagnose_model(model: Path, base: str | None, inputs: EvalInputs, *, processes: int = 1) -> dict[str, Any]:
+    """`ablation.diagnose` of the linearized model `model`, and of its `base` where that is given. Raises BadInput."""
     require_linearized(model)
     with local_model(base or str(model)) as folder, show_progress("diagnose") as report:
         check_folder(model)
         check_folder(folder)
-        tokenizer = checkpoint.load_tokenizer(model)
         return ablation.diagnose(
             model,
             folder if base is not None else None,
-            loaded,
-            held_out=_held_out(text, tokenizer) if needs_text else None,
-            other=_other(loaded, other_text, tokenizer),
-            data_dir=data_dir,
-            limit=limit,
-            batch_size=batch_size,
+            inputs.suite,
+            **inputs.documents(checkpoint.load_tokenizer(model)),
+            data_dir=inputs.data_dir,
+            limit=inputs.limit,
+            batch_size=inputs.batch_size,
             processes=processes,
-            device=where,
-            precision=precision,
+            device=inputs.device,
+            precision=inputs.precision,
             report=report,
         )
 

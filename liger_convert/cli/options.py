@@ -28,7 +28,7 @@ RecipeFile = Annotated[
         help="A recipe, or the name of one that comes with the package, such as smollm2-135m-quick.",
         callback=recipe_file,
         autocompletion=completion.recipes,
-        show_default="the recipe default, for a --base alone",
+        show_default="the recipe default, where only --base is given",
     ),
 ]
 Base = Annotated[

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Collection, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
@@ -23,7 +23,7 @@ def _count_or_fraction(value: Any) -> Any:
 
 
 class LayerChoice(Strict):
-    """One choice of layers: exactly one of these fields."""
+    """One choice of layers: exactly one of these fields, and with softmax_auto how it chooses."""
 
     softmax_every: Annotated[int, between(2, 10**4)] | None = None
     """The last of every so many layers stays softmax."""
@@ -35,11 +35,17 @@ class LayerChoice(Strict):
     """How many layers stay softmax, or below 1 which fraction of them; the run measures which."""
     repeat: Annotated[list[str], Field(min_length=1)] | None = None
     """Names of mixers, or softmax, repeated over the layers."""
+    select: Literal["copy", "kl"] | None = None
+    """With softmax_auto, what is measured: `copy`, the loss on a text said twice, which is the default; or `kl`, the
+    divergence from the base on rows such as a distillation reads, text and copies."""
 
     @model_validator(mode="after")
     def _one(self) -> LayerChoice:
-        if sum(value is not None for value in self.model_dump().values()) != 1:
-            refuse("", "give exactly one of softmax_every, linear, softmax, softmax_auto and repeat")
+        forms = self.model_dump(exclude={"select"})
+        if sum(value is not None for value in forms.values()) != 1:
+            refuse("", f"give exactly one of {', '.join(forms)}")
+        if self.select is not None and self.softmax_auto is None:
+            refuse("select", "says how softmax_auto chooses, so give softmax_auto or drop it")
         return self
 
     def resolve(self, depth: int, names: Sequence[str], sliding: Collection[int] = ()) -> list[str]:
@@ -98,8 +104,8 @@ def resolve_layers(
     """What each of `depth` layers becomes, a mixer's name or softmax, from any form that a recipe may give.
 
     Forms: `all`; letters such as `LLLN`, repeated to the depth; a list of names; a LayerChoice. The layers `sliding`
-    have a window of the base's own beside others that see all tokens. Their cache does not grow, so they stay as they
-    are unless they are named, and all other forms count the other layers alone. Raises BadInput at `layers` where they
+    have a window of the base's own where others see all tokens. Their cache does not grow, so they stay as they
+    are unless they are named, and all other forms count only the other layers. Raises BadInput at `layers` where they
     do not fit the base or leave nothing linear.
     """
     if isinstance(layers, LayerChoice):

@@ -119,10 +119,13 @@ class Recipe(Strict):
             why = "the layers are chosen on text that is there before, so add a source of plain text under `data:`"
             refuse("layers.softmax_auto", why)
         for i, stage in enumerate(self.stages):
-            if stage.data not in self.data:
-                refuse(f"stages[{i}].data", recipe_errors.unknown(stage.data, self.data, "source under `data:`"))
-            if stage.responses_only and not self.data[stage.data].has_responses:
-                refuse(f"stages[{i}].loss_on", f"source {stage.data!r} is text without responses, so set it to all")
+            for name in stage.sources:
+                if name not in self.data:
+                    why = recipe_errors.unknown(name, self.data, "source under `data:`")
+                    refuse(f"stages[{i}].{stage.where(name)}", why)
+                if stage.responses_only and not self.data[name].has_responses:
+                    refuse(f"stages[{i}].loss_on", f"source {name!r} is text without responses, so set it to all")
+        self._check_prompts()
         text = self.eval.text
         if text is not None:
             if text not in self.data:
@@ -131,6 +134,18 @@ class Recipe(Strict):
                 refuse("eval.text", f"source {text!r} holds nothing out, so set data.{text}.held_out")
         self._check_other_text()
         return self
+
+    def _check_prompts(self) -> None:
+        """Raises a refusal where the text that a base is to continue is not there before it writes."""
+        for name, teacher in self.teachers.items():
+            if teacher.prompts is None:
+                continue
+            if teacher.prompts not in self.data:
+                why = recipe_errors.unknown(teacher.prompts, self.data, "source under `data:`")
+                refuse(f"data.{name}.prompts", why)
+            if teacher.prompts in self.teachers:
+                why = f"source {teacher.prompts!r} is written by the base, so name text that is there before"
+                refuse(f"data.{name}.prompts", why)
 
     def _check_other_text(self) -> None:
         name = self.eval.other_text
@@ -147,8 +162,11 @@ class Recipe(Strict):
 
     @property
     def read_by_run(self) -> set[str]:
-        """The sources that are trained on, whose held-out part is measured on, or that layers are chosen on."""
-        names = {stage.data for stage in self.stages} | ({self.eval.text} if self.eval.text is not None else set())
+        """The sources that are trained on, that the base continues for it, whose held-out part is measured on, or that
+        layers are chosen on."""
+        names = {name for stage in self.stages for name in stage.sources}
+        names |= {self.eval.text} if self.eval.text is not None else set()
+        names |= {prompts for name in names & self.teachers.keys() if (prompts := self.teachers[name].prompts)}
         return names | set(self.plain_texts[:1] if self.softmax_auto is not None else ())
 
     @property
@@ -165,9 +183,14 @@ class Recipe(Strict):
         """How many layers, or which fraction of them, stay softmax, where a measurement chooses which."""
         return self.layers.softmax_auto if isinstance(self.layers, LayerChoice) else None
 
+    @property
+    def selected_by(self) -> str:
+        """What is measured where a measurement chooses the softmax layers: copy or kl."""
+        return (self.layers.select if isinstance(self.layers, LayerChoice) else None) or "copy"
+
     def layer_names(self, depth: int, sliding: Collection[int] = ()) -> list[str]:
         """What each layer of a base of `depth` layers becomes: a mixer's name or softmax. `sliding`: those that have a
-        window of the base's own beside others that see all tokens. Raises BadInput."""
+        window of the base's own where others see all tokens. Raises BadInput."""
         return resolve_layers(self.layers, depth, [MAIN, *self.mixers], sliding)
 
     @property

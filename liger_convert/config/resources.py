@@ -25,12 +25,12 @@ def recipe_path(name: str) -> Path:
 
 
 def chosen_recipe(recipe: Path | None, base: str | None, overrides: Sequence[str]) -> tuple[Path, list[str]]:
-    """The recipe with `base` in place of its own, and with `overrides`, which come last; for a base alone the recipe
-    `default`, called after it. Raises BadInput when there is neither."""
+    """The recipe with `base` in place of its own, and with `overrides`, which come last. For a base without a recipe,
+    the recipe `default`, named after the base. Raises BadInput when there is neither."""
     given = [] if base is None else [f"base={yaml_file.quoted(base)}"]
     if recipe is None:
         if base is None:
-            raise BadInput("RECIPE: is missing; give a recipe, or a checkpoint alone by --base")
+            raise BadInput("RECIPE: is missing; give a recipe, or only a checkpoint by --base")
         recipe = recipe_path("default")
         given.append(f"name={yaml_file.quoted(plain_name(Path(base).absolute().name.removesuffix('.gguf')))}")
     return recipe, [*given, *overrides]

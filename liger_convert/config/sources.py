@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from liger_convert.config.fields import Fraction, Length, Rows, Strict, Temperature, Tokens, refuse
+from liger_convert.config.fields import Count, Fraction, Length, Rows, Strict, Temperature, Tokens, refuse
 
 
 class DataSource(Strict):
@@ -107,7 +107,7 @@ class HubSource(RowSource):
 
 
 class TeacherSource(DataSource):
-    """Text that the base writes itself, sampled once a run."""
+    """Text that the base writes itself, sampled once per run."""
 
     source: Literal["teacher"] = "teacher"
     """`teacher`: text sampled from the base."""
@@ -119,10 +119,15 @@ class TeacherSource(DataSource):
     """Temperature of the sampling."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample among the likeliest tokens that together have this probability."""
-    batch_size: Rows = 16
-    """Documents that are written at a time."""
+    batch_size: Rows = 64
+    """Documents that are written at a time; half as many, once a GPU has no room for so many."""
     prompt: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
     """Texts that documents begin with, in turn; without it, the token that begins a text."""
+    prompts: str | None = None
+    """Name of another source under `data:`. Documents begin as documents of its training part do, which the base
+    continues; shorter ones are left out. Of a chat, the base gives the first response."""
+    prompt_tokens: Count = 64
+    """With `prompts`, how many tokens of each document the base continues, at most."""
 
     @property
     def documents(self) -> int:
@@ -142,6 +147,15 @@ class TeacherSource(DataSource):
     def held_out_tokens(self) -> int:
         """At least, and known before any is written: measures may leave out the token that begins a document."""
         return self.held_out_documents * (self.document_tokens - 1)
+
+    @model_validator(mode="after")
+    def _prompted(self) -> TeacherSource:
+        if self.prompts is not None and self.prompt is not None:
+            refuse("prompts", "`prompt` already says what documents begin with, so give one of the two")
+        if self.prompts is not None and self.prompt_tokens >= self.document_tokens:
+            room = f"a document has {self.document_tokens} (document_tokens)"
+            refuse("prompt_tokens", f"{self.prompt_tokens} leaves nothing to write, as {room}")
+        return self
 
     @model_validator(mode="after")
     def _enough(self) -> TeacherSource:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -64,6 +65,23 @@ class Lora(Strict):
     all layers; or a list of projections in all layers."""
 
 
+def _mix(value: object) -> object:
+    """Refuses, naming the source, what is neither a name nor fractions by name."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, dict):
+        refuse("", "should be the name of a source, or fractions by name such as {text: 0.7, chat: 0.3}")
+    for name, fraction in value.items():
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction < 1:
+            refuse(name, f"should be a fraction of the tokens, above 0 and below 1, not {fraction!r}")
+    if not math.isclose(total := math.fsum(value.values()), 1, abs_tol=1e-6):
+        refuse("", f"its fractions add up to {total:g} and should add up to 1")
+    return value
+
+
+Mix = Annotated[str | dict[str, float], BeforeValidator(_mix)]
+
+
 class MixedSeqLen(Strict):
     """A second row length of a stage, and how many of its micro-batches have it."""
 
@@ -82,8 +100,9 @@ class Stage(Strict):
 
     kind: str
     """What is learned: align, distill or finetune."""
-    data: str
-    """Name of the source under `data:` that is trained on."""
+    data: Mix
+    """Name of the source under `data:` that is trained on; or several, each with its fraction of the tokens, such as
+    `{text: 0.7, chat: 0.2, own: 0.1}`, which add up to 1. Every row is of one source."""
     tokens: Tokens
     """Tokens to train on, rounded down to whole optimizer steps; a text is used again once it has all been read."""
     seq_len: Length = 512
@@ -101,9 +120,12 @@ class Stage(Strict):
     schedule: Literal["cosine", "constant", "linear"] = "cosine"
     """How the learning rates fall after the warm-up."""
     weight_decay: Annotated[float, between(0, 100)] = 0.0
-    """AdamW's weight decay, of the base's matrices and of adapters alone."""
+    """AdamW's weight decay, of the base's matrices and of adapters only."""
     max_grad_norm: Annotated[float, between(1e-9, 1e12)] = 1.0
     """Larger gradients are scaled down to this norm; a very large number turns that off."""
+    ema_length: Fraction = 0.0
+    """Above 0 the result is not the last weights but their exponential moving average, which reaches back this fraction
+    of the steps on average; training itself stays the same."""
     save_every: Count = 50
     """Optimizer steps between two checkpoints."""
     gradient_checkpointing: bool = False
@@ -117,7 +139,17 @@ class Stage(Strict):
     concat_documents: bool = False
     """Treat a row as one text, whatever documents it is made of; otherwise each document starts anew."""
     mixed_seq_lens: list[MixedSeqLen] = Field(default_factory=list)
-    """Shorter rows among those of `seq_len`: what is learned on long rows alone is lost on short ones."""
+    """Shorter rows among those of `seq_len`: a model trained only on long rows gets worse on short ones."""
+
+    @property
+    def sources(self) -> dict[str, float]:
+        """The fraction of the tokens that is of each source, by name. In the order of the names: two recipes that
+        differ in the order of a mapping are the same recipe."""
+        return {self.data: 1.0} if isinstance(self.data, str) else dict(sorted(self.data.items()))
+
+    def where(self, source: str) -> str:
+        """The field of the stage that names `source`."""
+        return "data" if isinstance(self.data, str) else f"data.{source}"
 
     @property
     def step_tokens(self) -> int:
@@ -209,7 +241,7 @@ class FinetuneStage(Stage):
     kind: Literal["finetune"] = "finetune"
     """`finetune`: the model learns the data itself."""
     loss_on: Literal["responses", "all"] = "responses"
-    """`responses` trains on the assistant's tokens alone, `all` on every token."""
+    """`responses` trains only on the assistant's tokens, `all` on every token."""
 
     @property
     def responses_only(self) -> bool:

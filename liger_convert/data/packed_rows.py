@@ -1,4 +1,4 @@
-"""Documents packed into training rows of equal length, in a random order that depends on the seed alone.
+"""Documents packed into training rows of equal length, in a random order that depends only on the seed.
 
 Shapes: N tokens of a document, T tokens of a row, B batch.
 """
@@ -18,8 +18,8 @@ from liger_convert.utils.errors import BadInput
 
 IGNORED = -100  # the label that cross-entropy leaves out
 
-# Of the rows with a copy, those whose copy is of random tokens: these can be told from memory alone, while a stretch of
-# text is half guessed from the words around it.
+# Of the rows with a copy, those whose copy is of random tokens: only a memory can predict these, while a stretch
+# of text can half be guessed from the words around it.
 RANDOM_COPIES = 0.3
 
 ORDERS = 16  # epochs whose order is kept: rows are read one after the other, random copies from all of them
@@ -74,8 +74,16 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     def __getitem__(self, row: int) -> dict[str, Tensor]:
         if not 0 <= row < self.rows:
             raise IndexError(row)
+        return self.item(row, self.drawn_length(row))
+
+    def drawn_length(self, row: int) -> int:
+        """Into pieces of which length the row is cut, as all of its micro-batch are."""
         drawn = np.random.default_rng((self.seed, row // self.batch_size, 2)).choice(self.lengths, p=self.fractions)
-        return self.whole(row) if drawn == self.seq_len else self._cut(row, int(drawn))
+        return int(drawn)
+
+    def item(self, row: int, length: int) -> dict[str, Tensor]:
+        """The row, cut into pieces of `length`."""
+        return self.whole(row) if length == self.seq_len else self._cut(row, length)
 
     def whole(self, row: int) -> dict[str, Tensor]:
         """The row as it is where there are no shorter ones, [T] each."""

@@ -217,7 +217,7 @@ def pydoc_rows(*, questions: bool) -> Iterator[Row]:
 
 
 def reference_rows() -> Iterator[Row]:
-    """The language reference alone, one text a topic: text that every Python has at hand."""
+    """Only the language reference, one text per topic: text that every Python has at hand."""
     for key, text in _topics().items():
         yield _documentation(f"topic {key}", None, text)
 
@@ -239,7 +239,7 @@ def _topics() -> dict[str, str]:
     seen: set[str] = set()
     kept = {}
     for name, text in sorted(topics.items(), key=lambda item: (-len(item[1]), item[0])):
-        # letters and digits alone: the underline of a title depends on the topic that contains it
+        # only letters and digits: the underline of a title depends on the topic that contains it
         paragraphs = {paragraph: re.sub(r"\W+", "", paragraph) for paragraph in text.strip("\n").split("\n\n")}
         new = "\n\n".join(paragraph for paragraph, letters in paragraphs.items() if letters not in seen)
         seen.update(paragraphs.values())

@@ -1,6 +1,6 @@
 """Text that the base writes itself, sampled once and kept in a file: training on it needs no data set.
 
-Shapes: N documents, T tokens of a document, B batch, P tokens of its longest prompt.
+Shapes: N documents, T tokens of a document, B batch.
 """
 
 from __future__ import annotations
@@ -8,19 +8,21 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from transformers import GenerationConfig
 
 from liger_convert.config.sources import TeacherSource
+from liger_convert.data.documents import Document
+from liger_convert.data.sampling import Sampler
 from liger_convert.io.checksums import read_checked, write_checked
 from liger_convert.io.files import disk_errors
 from liger_convert.io.tokenizer import check_ids
 from liger_convert.model.loading import load_base
-from liger_convert.utils.device import compute_dtype
+from liger_convert.utils.device import compute_dtype, out_of_memory
 from liger_convert.utils.errors import BadInput, refusing
 from liger_convert.utils.progress import Report, console
 
@@ -47,6 +49,26 @@ def encode_prompts(source: TeacherSource, tokenizer: Any) -> list[list[int]]:
     return found
 
 
+def beginnings(source: TeacherSource, documents: Sequence[Document], seed: int) -> list[list[int]]:
+    """The first `source.prompt_tokens` tokens of documents drawn by `seed`; of a chat, what comes before its first
+    response where that is less. As many as the base writes, or of all that are longer. Raises BadInput when none is."""
+    found = [(document.ids, _asked(document, source.prompt_tokens)) for document in documents]
+    longer = [ids[:size] for ids, size in found if len(ids) > size]
+    if not longer:
+        longest = max(len(ids) for ids, _ in found)
+        what = f"no document of {source.prompts} has more than {source.prompt_tokens} tokens (prompt_tokens)"
+        raise BadInput(f"data: {what}; the longest has {longest}")
+    order = np.random.default_rng((seed, len(longer))).permutation(len(longer))[: source.documents]
+    return [longer[i].tolist() for i in order]
+
+
+def _asked(document: Document, most: int) -> int:
+    """The tokens before a chat's first response, at most so many; so many of a plain text, which is learned from its
+    first token on."""
+    first = int(document.loss.argmax())
+    return min(first, most) if first else most
+
+
 def write(
     source: TeacherSource,
     path: Path,
@@ -63,26 +85,24 @@ def write(
     Each has exactly `source.document_tokens` tokens, its prompt included. The token that ends a text ends no document:
     what follows is what the base writes after it, as in the stream that it was pretrained on. Nothing in the base's
     own generation config has a say in the sampling.
-    Every batch has its own seed, so a call that was killed goes on after its last whole batch and ends with the same
-    bytes. Until then `path`.partial holds what there is, and `path`.state its sha256. Raises LinearizeError when the
-    disk is full.
+    Every document has its own random numbers, so a call that was killed goes on after its last whole batch and ends
+    with the same bytes, and a batch that a GPU has no room for is halved. Until the end `path`.partial holds what there
+    is, and `path`.state its sha256. Raises LinearizeError when the disk is full.
     """
     state = path.with_name(f"{path.name}.state")
     if path.exists():
         state.unlink(missing_ok=True)
         return
     model = load_base(base_dir, device, compute_dtype(device, precision))
-    sampling = {"temperature": source.temperature, "top_p": source.top_p, "top_k": 0}
-    model.generation_config = GenerationConfig(do_sample=True, **sampling)
+    batches = _Batches(model, source, prompts, seed)
     size, partial = source.document_tokens, path.with_name(f"{path.name}.partial")
     with disk_errors(path):
         with open(partial, "a+b") as file:
             whole, digest = _whole_documents(file, state, size)
-            started = time.monotonic()
-            for first in range(whole, source.documents, source.batch_size):
-                last = min(first + source.batch_size, source.documents)
-                torch.manual_seed(int(np.random.default_rng((seed, first)).integers(2**63)))
-                made_BT = _sample(model, [prompts[i % len(prompts)] for i in range(first, last)], size)
+            started, last = time.monotonic(), whole
+            while last < source.documents:
+                made_BT = batches.next(last)
+                last += len(made_BT)
                 tokens = made_BT.astype("<u4").tobytes()
                 file.write(tokens)
                 file.flush()
@@ -94,6 +114,33 @@ def write(
             os.fsync(file.fileno())
         partial.replace(path)
         state.unlink()
+
+
+class _Batches:
+    """Writes documents `batch_size` at a time, or as many as there is room for."""
+
+    def __init__(self, model: Any, source: TeacherSource, prompts: list[list[int]], seed: int):
+        self.model, self.source, self.prompts, self.seed = model, source, prompts, seed
+        self.rows, self.sampler = source.batch_size, self._sampler()
+
+    def next(self, first: int) -> np.ndarray:
+        """[B,T]: the documents from number `first` on."""
+        while True:
+            numbers = range(first, min(first + self.rows, self.source.documents))
+            try:
+                prompts = [self.prompts[i % len(self.prompts)] for i in numbers]
+                return self.sampler(prompts, [(self.seed, i) for i in numbers])
+            except RuntimeError as error:
+                if self.rows == 1 or not out_of_memory(error):
+                    raise
+            # out of the handler, as the error holds what did not fit
+            self.rows //= 2
+            self.sampler = self._sampler()
+            torch.cuda.empty_cache()
+            console.print(f"note: there is room for fewer documents at a time: {self.rows}", markup=False)
+
+    def _sampler(self) -> Sampler:
+        return Sampler(self.model, self.source.document_tokens, self.source.temperature, self.source.top_p)
 
 
 def _whole_documents(file: BinaryIO, state: Path, size: int) -> tuple[int, Any]:
@@ -110,16 +157,3 @@ def _whole_documents(file: BinaryIO, state: Path, size: int) -> tuple[int, Any]:
     file.truncate(4 * size * documents)
     file.seek(0, os.SEEK_END)
     return documents, digest
-
-
-def _sample(model: Any, prompts: list[list[int]], tokens: int) -> np.ndarray:
-    """[B,T]: each prompt continued to so many tokens; in the batch the prompts end together, padded on the left."""
-    sizes = [len(prompt) for prompt in prompts]
-    ids_BP = torch.tensor([[0] * (max(sizes) - len(prompt)) + prompt for prompt in prompts])
-    mask_BP = torch.tensor([[0] * (max(sizes) - size) + [1] * size for size in sizes])
-    made = model.generate(
-        input_ids=ids_BP.to(model.device),
-        attention_mask=mask_BP.to(model.device),
-        max_new_tokens=tokens - min(sizes),
-    )
-    return np.stack([row[max(sizes) - size :][:tokens] for row, size in zip(made.cpu().numpy(), sizes)])

@@ -38,7 +38,7 @@ BRANCHES: dict[str, Branches] = {
     "window_ablated": "memory",
 }
 NAMES = ("base", "window_only_untrained", *BRANCHES)
-BASE_ROWS = "base_rows.json"  # what the base wrote, in the folder of what is kept
+BASE_ROWS = "base_rows.json"  # what the base wrote, in the folder of finished measures
 
 
 def diagnose(
@@ -62,7 +62,7 @@ def diagnose(
     where something of the suite was left out {"notes": […]}, one for each thing.
 
     `linearized` is the model in `model_dir`. `memory_ablated` and `window_ablated` are the same with that branch
-    switched off. `base` is the model it was made from, and `window_only_untrained` that base with nothing but the
+    switched off. `base` is the model it was made from, and `window_only_untrained` that base with only the
     model's window and sinks in the layers that the model has linearized; without `base_dir` these two are left out.
     `prompts` are continued by the base and by the linearized model. For a suite that measures agreement the base writes
     once what all models are asked about. One model is in memory at a time, or one in each of several `processes`, which
@@ -96,12 +96,12 @@ def diagnose(
             _begun(keep, name).unlink(missing_ok=True)  # a suite may measure nothing here
     models = {name: found[name][0] for name in names}
     said = {name: found[name][1] for name in names if found[name][1]}
-    spoken = [{"prompt": prompt} | {name: said[name][i] for name in said} for i, prompt in enumerate(prompts)]
+    texts = [{"prompt": prompt} | {name: said[name][i] for name in said} for i, prompt in enumerate(prompts)]
     return {
         "suite": suite.model_dump(mode="json"),
         "models": models,
         "verdict": verdict(models),
-        "continuations": spoken,
+        "continuations": texts,
         **({"notes": notes} if notes else {}),
     }
 
@@ -138,7 +138,7 @@ class _Job:
         self.model, self.loaded = None, ""
 
     def base_rows(self, report: Report) -> list[Row] | None:
-        """What the base wrote for the measure of agreement: what is kept, or what it writes now."""
+        """What the base wrote for the measure of agreement: read from the folder `keep`, or written now."""
         path = self.keep / BASE_ROWS if self.keep is not None else None
         if path is not None and (kept := read_checked(path)) is not None:
             return kept
@@ -164,8 +164,8 @@ class _Job:
             keep=None if self.keep is None else _begun(self.keep, name),
             report=report,
         )
-        speaks = self.prompts and name in ("base", "linearized")
-        return measured, continuations(self.model, self.tokenizer, self.prompts) if speaks else []
+        has_continuations = self.prompts and name in ("base", "linearized")
+        return measured, continuations(self.model, self.tokenizer, self.prompts) if has_continuations else []
 
 
 def _begun(keep: Path, name: str) -> Path:

@@ -120,7 +120,7 @@ def agreement(model: Any, rows: Sequence[Row], *, dtype: torch.dtype, report: Re
 
     `agreement/greedy_match`: the fraction of the positions at which the model's likeliest token is the base's.
     `agreement/common_prefix`: how many tokens the model's own greedy text shares with the base's before the first that
-    differs, the mean over rows. `agreement/chat_match`: the first of the two, of the turns of a conversation alone; it
+    differs, the mean over rows. `agreement/chat_match`: the first of the two, of the turns of a conversation only; it
     is missing where there are none. Standard errors are over rows; n = rows.
     """
     same: list[np.ndarray] = []

@@ -296,7 +296,7 @@ class _Harness(HFLM):
         """[(log-probability, whether it is the greedy one)] of the continuations of [(_, context, continuation)].
 
         What lm-eval's own finds, sooner: inputs that several requests share run once, logits exist for continuations
-        alone, and a GPU is waited for once a batch and not twice a request.
+        alone, and a GPU is waited for once per batch and not twice per request.
         """
         sharing: dict[tuple[int, ...], list[int]] = {}
         for i, (_, context, continuation) in enumerate(requests):

@@ -80,7 +80,7 @@ def position_losses(
     """Mean loss of the tokens at positions up to each of `measure.ends`, from the end before it on.
 
     Windows are those of `text_perplexity`, each one forward pass. A model that uses all of its context gets better with
-    every position; one that sees a window alone does not. The standard error is over the windows' means; n = windows.
+    every position; one that sees only a window does not. The standard error is over the windows' means; n = windows.
     Raises BadInput when the documents do not fill two windows.
     """
     ids_NT = _windows(tokenizer, documents, measure)[:, : measure.ends[-1]]
@@ -104,7 +104,7 @@ def copy_loss(
 ) -> dict[str, Measurement]:
     """Mean loss on the second half of [x, x], |x| = `measure.length`: what a memory of x is worth.
 
-    The first token of the second half is not scored, since nothing tells that x starts again. The standard error is
+    The first token of the second half is not scored, since nothing announces that x starts again. The standard error is
     over the draws' mean losses; n = draws. Raises BadInput when the documents do not hold two spans.
     """
     ids_NT, (name,) = repetitions(tokenizer, documents, measure), measure.metrics
@@ -187,7 +187,7 @@ def _in_parts(model: Any, output: Any, hidden_NC: Tensor, targets_N: Tensor) -> 
 def _head(model: Any, output: Any) -> Iterator[Callable[[Tensor], Tensor]]:
     """From hidden states [R,C] to logits [R,V]: the model's own forward, its backbone (which gave `output`) bypassed.
 
-    The `lm_head` alone would not do, because families scale or cap what comes out of it.
+    The `lm_head` by itself would not do, because families scale or cap what comes out of it.
     """
     backbone = model.get_decoder()
     own = vars(backbone).get("forward")  # set where accelerate spreads a model over devices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
@@ -30,8 +31,8 @@ def _name(fields: dict[str, Any]) -> str:
     return NAMES[fields.get("source", "held_out")]
 
 
-class SourceMeasure(Strict):
-    """What is measured on text of one kind, under a name that tells the kind: `other` or `other_…` is of the other."""
+class SourceMeasure(Strict, ABC):
+    """What is measured on text of one kind, under a name that says which: `other` or `other_…` is of the other."""
 
     source: Source = "held_out"
     name: str = Field(default_factory=_name)
@@ -39,8 +40,9 @@ class SourceMeasure(Strict):
     windows: Draws = 64
 
     @property
+    @abstractmethod
     def metrics(self) -> list[str]:
-        raise NotImplementedError
+        """The names under which it is reported."""
 
     @model_validator(mode="after")
     def _named_after_its_source(self) -> SourceMeasure:
@@ -207,6 +209,10 @@ class Suite(Strict):
         """Whether it reads held-out text."""
         return self.text_tokens() > 0
 
+    def needs_held_out(self, *, has_other: bool) -> bool:
+        """Whether it reads held-out text. Without text of another kind its prompts are held-out text, too."""
+        return self.needs_text or (self.needs_other and not has_other)
+
     @property
     def needs_other(self) -> bool:
         """Whether it reads text of another kind."""
@@ -256,7 +262,7 @@ LOCAL_FILES: dict[str, dict[str, str]] = {
     "arc_challenge": {"test": "arc_challenge"},
     "hellaswag": {"test": "hellaswag"},
     "winogrande": {"test": "winogrande"},
-    "mmlu": {"test": "mmlu", "fewshot": "mmlu_dev"},  # all subjects in one file, told apart by their column `subject`
+    "mmlu": {"test": "mmlu", "fewshot": "mmlu_dev"},  # all subjects in one file, with a column `subject`
     "lambada_openai": {"test": "lambada_openai"},
     "wikitext": {"test": "wikitext2_test"},
     "boolq": {"test": "boolq"},

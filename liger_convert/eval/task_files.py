@@ -42,7 +42,7 @@ STOCK_YAML = {
     "fda": "fda/fda.yaml",
 }
 # Tasks whose answer should stand in a short greedy continuation: prompt, and where the continuation ends. lm-eval has
-# swde and fda as well, in classes that read the hub alone; prompt and score are the same.
+# swde and fda as well, in classes that read only the hub; prompt and score are the same.
 ASKED = "{{context.strip()}}\nQuestion: {{question.strip()}}\nAnswer:"
 CONTAINS = {
     "squad_ctx": (ASKED, "\n"),

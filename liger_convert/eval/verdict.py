@@ -87,8 +87,8 @@ def relation(models: Models, name: str, reference: str, metric: str) -> Relation
 
 
 def _worse_kinds(models: Models, name: str, reference: str, found: Mapping[str, Relation]) -> dict[str, Relation]:
-    """Of each pair of metrics that differ in the kind of text alone, such as text_far_ppl and other_far_ppl, the one in
-    which `name` does worse beside `reference`; the other metrics as they are."""
+    """Of each pair of metrics that differ only in the kind of text, such as text_far_ppl and other_far_ppl, the one in
+    which `name` does worse than `reference`; the other metrics as they are."""
 
     def excess(metric: str) -> float:
         value, other = _value(models, name, metric), _value(models, reference, metric)

@@ -1,4 +1,4 @@
-"""What every mixer is: a gate rule, a write rule and a read rule over one recurrence, combined with the window.
+"""The base class of mixers: a gate rule, a write rule and a read rule over one recurrence, combined with the window.
 
 Shapes: B batch, T tokens, S = tokens of the ring before them + T, H query heads, G key-value heads, D head size,
 F feature size, V value size. States are float32.
@@ -72,7 +72,7 @@ class QKV(NamedTuple):
 class MemoryOutput(NamedTuple):
     """What a memory read gives: its output, and the log of its normalizer (None where it is not normalised).
 
-    With `normalizer_BTH` the output is `read_BTHV` still to be divided by it, which the window does in passing.
+    With `normalizer_BTH`, `read_BTHV` is still to be divided by it; the window's kernel does that.
     """
 
     read_BTHV: Tensor
@@ -87,8 +87,9 @@ class MemoryOutput(NamedTuple):
 class Mixer(nn.Module, ABC):
     """The memory branch of one layer and how it is combined with the window; holds every new parameter of the layer.
 
-    A mixer is called, never reached into, so that adapters and sharding that wrap it stay in effect. `left_out` says
-    which pieces of the paper's layer it has not, "nothing" where it has them all; empty where there is no paper.
+    Other modules call a mixer and do not use its parts, so that adapters and sharding that wrap it stay in effect.
+    `left_out` says which pieces of the paper's layer it lacks, and behind "off by default:" which are options;
+    "nothing" where it has them all, empty where there is no paper.
     """
 
     name: ClassVar[str]
@@ -120,7 +121,7 @@ class Mixer(nn.Module, ABC):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Sets every parameter to its start; the memory starts with little weight beside the window."""
+        """Sets every parameter to its start; the memory starts with little weight compared to the window."""
         if self.spec.combine == "learned":
             init.constant_(self.mix_H, -3.0)
         elif self.spec.combine == "shared":
@@ -196,7 +197,7 @@ class Mixer(nn.Module, ABC):
         past: LinearizedCacheLayer | None,
         branches: Branches,
     ) -> Tensor:
-        """The output for any number of tokens, in training and at inference; the rings and states of `past` move on."""
+        """The output for any number of tokens, in training and at inference; updates the rings and states of `past`."""
         memory = self.remember(qkv, metadata, past)
         contribution = self.contribution(qkv.q_BTHD, memory) if branches == "both" else None
         window_o_BTHV, _ = window_attention(window_inputs, self.log_forget(qkv, metadata, past), contribution)
@@ -221,7 +222,7 @@ class Mixer(nn.Module, ABC):
         return extend(past, "log_f", log_f_BTG, window_metadata(self.spec, metadata, past))
 
     def remember(self, qkv: QKV, metadata: SequenceMetadata, past: LinearizedCacheLayer | None) -> MemoryOutput:
-        """Writes the tokens that are due and reads the memory with the queries; the states of `past` move on."""
+        """Writes the tokens that are due and reads the memory with the queries; updates the states of `past`."""
         inputs = self.deferred_inputs(qkv)
         tokens, evicted = metadata.tokens, self.spec.scope == "evicted"
         window = window_metadata(self.spec, metadata, past)
@@ -263,7 +264,7 @@ class Mixer(nn.Module, ABC):
         logit_BTH: Tensor = MemoryLogit.apply(  # type: ignore[no-untyped-call]
             q_BTHD, memory.log_normalizer_BTH, self.share_query_HD, self.share_power_H, self.log_share_H
         )
-        # whatever the query asks for, a memory that holds nothing weighs nothing
+        # an empty memory has no weight, whatever the query is
         return logit_BTH.masked_fill(memory.log_normalizer_BTH <= EMPTY, -1e4)
 
     def contribution(self, q_BTHD: Tensor, memory: MemoryOutput) -> MemoryContribution | None:
@@ -280,7 +281,7 @@ class Mixer(nn.Module, ABC):
         return torch.full((self.dims.heads,), 0.5 if self.spec.combine == "fixed" else 1.0, device=device)
 
     def ablate(self, window_o_BTHV: Tensor, memory_BTHV: Tensor, branches: Branches) -> Tensor:
-        """One branch without the other: its part of a mix stays as it is, and a shared denominator is its own."""
+        """One branch without the other: its weight in a mix is unchanged, and a shared denominator is only its own."""
         one = window_o_BTHV if branches == "window" else memory_BTHV
         if self.spec.combine != "shared":
             weight_H1 = self.mix_weight(one.device)[:, None]
@@ -289,12 +290,12 @@ class Mixer(nn.Module, ABC):
 
 
 def window_metadata(spec: MixerSpec, metadata: SequenceMetadata, past: LinearizedCacheLayer | None) -> WindowMetadata:
-    """What the window of a layer with this spec and cache needs to know of the batch."""
+    """What the window of a layer with this spec and cache needs to know about the batch."""
     return metadata.for_window(spec.cache_window, spec.sinks, None if past is None else past.positions)
 
 
 def extend(past: LinearizedCacheLayer | None, name: str, new: Tensor, window: WindowMetadata) -> Tensor:
-    """[B,S,...]: `new` behind the ring called `name`, whose last tokens stay in `past`; without a cache `new` alone."""
+    """[B,S,...]: `new` behind the ring called `name`, whose last tokens stay in `past`; without a cache only `new`."""
     return new if past is None else past.extend(name, new, window)
 
 
@@ -380,11 +381,11 @@ class DiagonalMixer(Mixer):
         o_BTHV: Tensor,
         normalizer_BTH: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """What `attend` gives, with what a query reads of its own token beside the state; nothing by default."""
+        """What `attend` gives, plus what a query reads of its own token, outside the state; nothing by default."""
         return o_BTHV, normalizer_BTH
 
     def read(self, o_BTHV: Tensor, normalizer_BTH: Tensor | None) -> MemoryOutput:
-        """What the memory gives, of what `attend` does."""
+        """The memory's output, from what `attend` returns."""
         if normalizer_BTH is None:
             return MemoryOutput(o_BTHV, None)
         normalizer_BTH = normalizer_BTH.clamp_min(MIN_NORMALIZER)

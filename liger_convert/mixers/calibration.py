@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Calibration(NamedTuple):
-    """Parameters that `training.calibrate` fits, beside those by which memory and window are combined.
+    """Parameters that `training.calibrate` fits, besides those by which memory and window are combined.
 
     codebooks: modules `feature_maps.Codebook`; their maps and codes are taken from the base, and several inverse
     temperatures are tried.

@@ -1,4 +1,4 @@
-"""Feature maps phi: what queries and keys become before they meet in the memory.
+"""Feature maps phi: what is applied to queries and keys before the memory.
 
 A map is made for a number of heads and a head size; positive maps give weights that can be normalised.
 Shapes: N heads (query or key-value), H query heads, G key-value heads, R = H / G, D head size, E size of a code,

@@ -18,7 +18,7 @@ class MemoryLogit(torch.autograd.Function):
     gamma and beta [H].
 
     The gradients of the parameters are sums over all tokens, which are matrix products here: what torch.compile made of
-    them for rows of any length took a third of a step of alignment on an H200. That of c takes queries in bf16 as they
+    them for rows of any length took a third of an alignment step on an H200. That of c takes queries in bf16 as they
     are: of a float32 copy, torch.compile would keep the largest tensor of a layer from the forward pass on.
     """
 

@@ -4,7 +4,7 @@ o'_t = size * o_t / rms(o_t)                 (output_norm: rms)
 o'_t = 2 sigmoid(W x_t) * o_t                (output_gate)
 
 A norm changes the read from the start, whatever its size is. The gate starts at W = 0, which is 1: papers have sigmoid
-(Kimi delta attention, 2510.26692) or SiLU (RetNet, 2307.08621), of which no W makes a 1; the 2 is one of scale alone.
+(Kimi delta attention, 2510.26692) or SiLU (RetNet, 2307.08621), which no W makes 1; the factor 2 only rescales.
 
 Shapes: B batch, T tokens, C hidden size, H query heads, V value size, E = H V.
 """

@@ -20,8 +20,8 @@ class MixerSpec:
     sinks: first tokens of a document that stay visible for ever. scope: the memory holds `all` tokens, or only
     those `evicted` from the window (sinks, which are never forgotten, are then never written). combine: one `shared`
     denominator over the window's logits and the memory's normalizer, a `learned` or `fixed` (half and half) mix of the
-    two outputs, or the `memory` alone. In the shared denominator a memory of normalizer m weighs w = m^gamma e^(c q /
-    sqrt(D) + beta) beside the sum of the window's e^s; every head learns its gamma, c and beta. forget: the
+    two outputs, or only the `memory`'s. In the shared denominator a memory of normalizer m weighs w = m^gamma e^(c q /
+    sqrt(D) + beta) against the sum of the window's e^s; every head learns its gamma, c and beta. forget: the
     window's weights fade by a learned gate of every token since (Forgetting Transformer, 2503.02130), one a
     key-value head; the sinks' beyond the window do not.
     """

@@ -30,8 +30,8 @@ def head_dims(config: Any) -> HeadDims:
 
 
 class LinearizedAttention(nn.Module):
-    """Adopts the projections and norms of a family's attention module under their own names; all that is new stands in
-    its child `mixer`."""
+    """Adopts the projections and norms of a family's attention module under their own names. Its child `mixer` holds
+    all that is new."""
 
     mixer: Any
 
@@ -41,7 +41,7 @@ class LinearizedAttention(nn.Module):
             self.add_module(name, child)
         self.family, self.dims, self.layer_idx = family_of(config), head_dims(config), layer_idx
         self.scaling: float = attention.scaling
-        self.base_window = own_windows(config)[layer_idx]  # which what replaces it need not keep to
+        self.base_window = own_windows(config)[layer_idx]  # which need not be that of the new window
         self.softcap: float | None = attention.attn_logit_softcapping if self.family.softcap else None
         self.output_dropout: float = attention.residual_dropout if self.family.output_dropout else 0.0
         self.clip: float | None = getattr(config, "clip_qkv", None)
@@ -104,7 +104,7 @@ class LinearizedAttention(nn.Module):
         return F.dropout(output_BTC, self.output_dropout, self.training), None
 
     def window_metadata(self, metadata: SequenceMetadata, past: LinearizedCacheLayer | None) -> WindowMetadata:
-        """What this layer's window needs to know of the batch."""
+        """What this layer's window needs to know about the batch."""
         return window_metadata(self.spec, metadata, past)
 
     def prepare_metadata(self, metadata: SequenceMetadata) -> None:
@@ -144,7 +144,7 @@ class LinearizedAttention(nn.Module):
         metadata: SequenceMetadata,
         past: LinearizedCacheLayer | None,
     ) -> tuple[QKV, WindowInputs]:
-        """The projections of the new tokens, and what the window attends over; the rings of `past` move on."""
+        """The projections of the new tokens, and what the window attends over; updates the rings of `past`."""
         q_BTHD, k_BTGD, q_rot_BTHD, k_rot_BTGD, v_BTGD = self.project(x_BTC, position_embeddings, metadata)
         window = self.window_metadata(metadata, past)
         k_rot_BSGD = extend(past, "k", k_rot_BTGD, window)

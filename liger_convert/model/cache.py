@@ -1,4 +1,4 @@
-"""One layer's memory between two calls: the window's ring, the sinks and the recurrent states. Constant in size,
+"""What a layer keeps between two calls: the window's ring, the sinks and the recurrent states. Constant in size,
 unless the window has no end.
 
 Shapes: B batch, T new tokens, P tokens of the ring (at most window - 1, if there is an end), N sinks, G key-value
@@ -20,12 +20,12 @@ from liger_convert.model.sequence import Positions, SequenceMetadata, WindowMeta
 
 class LinearizedCacheLayer(CacheLayerMixin):
     """Tensors by name, all with the batch first: `ring` [B,P,...], `sinks` [B,N,...] and float32 `states` [B,...].
-    Where these tokens stand is said by `positions`, which equal layers share.
+    `positions` says where these tokens are in the text; layers of equal window and sinks share it.
 
-    A ring is read from its oldest token on, whose slot `positions.ring_position` names. While `static` holds, no shape
-    changes and no value is looked at. What is `in_place` besides is written to where it stands, as a captured step
-    needs it (decoding.py): a new token then takes the slot of the oldest, which moves on. Else the ring is laid out
-    anew, the oldest token first.
+    A ring is read from its oldest token on, whose slot is `positions.ring_position`. While `static` is true, no shape
+    changes and no value is read. With `in_place` as well, tensors are updated at their addresses, as a captured step
+    needs it (decoding.py): a new token takes the slot of the oldest. Otherwise the ring is built anew, the oldest token
+    first.
 
     Queries of the library (length, mask sizes, beams, offloading) are answered for the whole layer. `is_sliding` is
     None, neither True nor False, because the library sizes the masks of the *softmax* layers by the first cache layer
@@ -96,7 +96,7 @@ class LinearizedCacheLayer(CacheLayerMixin):
             ring_position.add_(1)
 
     def to_static(self, cache_window: int, in_place: bool) -> None:
-        """Gives every tensor the shape it stays at and memory of its own: a ring is filled up to `cache_window` tokens,
+        """Gives every tensor its final shape and memory of its own: a ring is filled up to `cache_window` tokens,
         with positions of -1."""
         before = self.positions
         assert before is not None
@@ -189,7 +189,7 @@ class LinearizedCacheLayer(CacheLayerMixin):
 
 
 def advance(layers: list[LinearizedCacheLayer], windows: list[WindowMetadata], metadata: SequenceMetadata) -> None:
-    """Has layers take over where the tokens stand after a forward over `metadata`; `windows` is what each of them was
+    """Gives layers the positions of the tokens after a forward over `metadata`; `windows` is what each of them was
     given. Equal layers share it."""
     first: dict[int, LinearizedCacheLayer] = {}
     for layer, window in zip(layers, windows, strict=True):
@@ -255,7 +255,7 @@ class StaticSoftmaxLayer(DynamicLayer):
         self.next.zero_()
 
     def to_dynamic(self) -> DynamicLayer:
-        """The dynamic layer, as it would be had it made these steps."""
+        """The dynamic layer, as if it had taken these steps itself."""
         start = 0
         if isinstance(self.dynamic, DynamicSlidingWindowLayer):
             self.dynamic.cumulative_length = self.length

@@ -1,4 +1,4 @@
-"""The configs of linearized models: the family's own, under a new model_type, with the linearization beside it."""
+"""The configs of linearized models: the family's own, under a new model_type, plus the linearization."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Decoding step by step at fixed shapes, on a GPU as one captured CUDA graph.
 
-After the prompt, every tensor of the cache gets the shape it stays at, and a step writes it in place; positions and
-padding are tensors, so that no number of a step enters its graph. `generate` calls a Decoder where it would otherwise
-call the model (LinearizedForCausalLM.get_compiled_call), and all but steps of one token go on to the model.
+After the prompt, every tensor of the cache gets its final shape, and a step writes it in place. Positions and padding
+are tensors, so that a captured graph holds no number that changes from step to step. `generate` calls a Decoder where
+it would otherwise call the model (LinearizedForCausalLM.get_compiled_call), and all but steps of one token go on to the
+model.
 
 Shapes: B batch, S tokens so far; where softmax layers have a fixed room, S is that.
 """
@@ -37,7 +38,7 @@ class Decoder:
     """The steps of one generation; `model.decoding` says in words how they run.
 
     `in_place` is what a capture needs, and the default on a GPU: every tensor stays at its address, and softmax
-    layers get a fixed room. A CPU attends faster to the tokens there are than to a room with a mask.
+    layers get a fixed room. A CPU attends faster to the tokens so far than to a larger buffer with a mask.
     """
 
     def __init__(self, model: Any, in_place: bool | None = None):
@@ -102,7 +103,7 @@ class Decoder:
         return [tensor for layer in self._layers() for tensor in layer.tensors()]
 
     def _captured(self, given: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> Step:
-        """The step as a CUDA graph, or as it is where there is none to be had."""
+        """The step as a CUDA graph, or uncaptured where that is not possible."""
         fused = ", fused" if all(layer.fused for layer in self.linear) else ""
         self.model.decoding = f"fixed steps{fused}"
         if self.model.device.type != "cuda":

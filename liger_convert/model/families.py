@@ -24,7 +24,7 @@ class Family:
     `qk_norm`: whether queries and keys are normalised per head by one norm (`head`) or by each head's own
     (`each_head`, where the config asks for it), over the flat projection (before the split into heads), or not at all.
     `rotary`: its module's `apply_rotary_pos_emb` rotates channel c with channel c + C / 2 of the first C (`halves`) or
-    channel 2 c with channel 2 c + 1 (`pairs`), or so by halves, but of the first C channels alone, which attention
+    channel 2 c with channel 2 c + 1 (`pairs`), or so by halves, but only of the first C channels, which attention
     itself splits off (`split_halves`).
     `softcap`: whether attention bounds its logits, by its `attn_logit_softcapping`.
     `position_scale`: whether queries grow with their position, by the `llama_4_scaling_beta` of the config.

@@ -24,7 +24,7 @@ HEADS: dict[str, tuple[Any, Any]] = {
 
 
 class NoHead:
-    """Stands in an Auto class for a head that a family has not, and says so in place of a list of all families."""
+    """Stands in an Auto class for a head that a family lacks: its error says so, instead of listing all families."""
 
     config_class: Any
     why: str

@@ -79,7 +79,7 @@ def open_checkpoint(folder: Path, config: Any, any_dtype: bool = False) -> Check
     if (other := getattr(config, "transformers_weights", None)) is not None:
         raise BadInput(f"{folder / 'config.json'}: transformers_weights names other weights, {other}; take it out")
     if (folder / ADAPTER_CONFIG).exists():
-        what = "transformers would add this adapter to the weights beside it"
+        what = "transformers would add this adapter to the weights in the same folder"
         raise BadInput(f"{folder / ADAPTER_CONFIG}: {what}; merge it into them or move it elsewhere")
     return Checkpoint.open(folder, any_dtype)
 

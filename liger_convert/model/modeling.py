@@ -39,7 +39,7 @@ logger = logging.get_logger(__name__)
 class AlignTargets:
     """What the base's attention saw and gave, per linearized layer; no list or dict, which wrappers rebuild.
 
-    hidden, outputs: [B,T,C] each; position_embeddings: what the base passed beside them.
+    hidden, outputs: [B,T,C] each; position_embeddings: what the base passed with them.
     """
 
     layers: list[int]
@@ -100,7 +100,7 @@ class LinearizedModel(LinearizedInit):
         """As the family's; `attention_mask` is 2-D. Packed documents: restarting `position_ids` (or `cu_seq_lens_q`, or
         `seq_idx`), no mask, no cache: none is made unless `use_cache` asks for it, which is refused.
 
-        `metadata` is given where it is worked out already; the mask is then the softmax layers' alone.
+        `metadata` is given where it is worked out already; the mask is then only for the softmax layers.
         """
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None:
@@ -159,11 +159,11 @@ LEAST_CHUNK = 64  # tokens of a row: smaller pieces would be slow
 
 
 class LinearizedForCausalLM(LinearizedInit):
-    """The language model: the family's, on the linearized backbone; `align=` runs its attention layers alone.
+    """The language model: the family's, on the linearized backbone; `align=` runs only its attention layers.
 
     prefill_chunk: a prompt that goes into a cache for the logits of its last tokens, as generation has it, is read so
-    many tokens at a time, and fewer of more than FULL_ROWS rows: what this takes beside the cache grows neither with
-    the prompt nor with the batch. None reads it in one piece.
+    many tokens at a time, and fewer of more than FULL_ROWS rows: its memory, apart from the cache, grows neither
+    with the prompt nor with the batch. None reads it in one piece.
     """
 
     _backbone: Any
@@ -331,7 +331,7 @@ def _classes(model_type: str) -> tuple[type, type, type]:
         register_checkpoint_conversion_mapping(config.model_type, conversion, overwrite=True)
     AutoModel.register(config, backbone, exist_ok=True)
     AutoModelForCausalLM.register(config, lm, exist_ok=True)
-    # Trainer's label smoothing shifts the labels of the classes in this table alone
+    # Trainer's label smoothing shifts the labels of the classes in this table only
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type] = lm.__name__
     HEAD_CLASSES[model_type] = head_classes(model_type, config, LinearizedInit, common)
     globals().update({cls.__name__: cls for cls in (config, backbone, lm, *HEAD_CLASSES[model_type].values())})
@@ -359,7 +359,7 @@ def new_state(config: Any, seed: int = 0, layers: list[int] | None = None) -> di
 
 
 def set_branches(model: nn.Module, branches: Branches) -> None:
-    """Leaves `both` branches of every linearized layer on, or the `window` or the `memory` alone. Not saved."""
+    """Leaves `both` branches of every linearized layer on, or only the `window` or the `memory`. Not saved."""
     for module in model.modules():
         if isinstance(module, LinearizedAttention):
             module.branches = branches

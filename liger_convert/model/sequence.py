@@ -1,7 +1,7 @@
-"""What a batch's tokens are to a linearized layer: which are real, of which document, and where they stand.
+"""What a batch's tokens are to a linearized layer: which are padding, which document each belongs to, and its position.
 
-All of it is worked out once per forward, of the batch and of what stands before it, and changes neither. What stands
-before it is what a cache holds, or, for a shard of a row, what the shard before it ended with.
+Everything is computed once per forward, from the batch and from the tokens before it, and changes neither. The tokens
+before it are those that a cache holds or, for a shard of a row, those with which the previous shard ended.
 
 Shapes: B batch, T new tokens, P tokens of the ring, S = P + T, N sinks, M = sinks of all documents of a row.
 """

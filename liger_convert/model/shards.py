@@ -99,7 +99,7 @@ def write_shards(shards: list[Shard], folder: Path, progress: Report | None = No
                 done += nbytes
                 if progress is not None:
                     progress(done, total)
-            flushes.append(pool.submit(fsync, folder / name))  # beside the next file's copy
+            flushes.append(pool.submit(fsync, folder / name))  # while the next file is copied
         for flush in flushes:
             flush.result()
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}

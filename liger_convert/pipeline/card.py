@@ -30,7 +30,7 @@ BODY = jinja2.Template(
 
 {{ linear }} of the {{ layers }} attention layers
 {%- if base %} of [{{ base }}](https://huggingface.co/{{ base }}){% endif %} are replaced by a gated recurrent memory
-{%- if constant %} with a sliding window beside it: their cache has the same size at any length
+{%- if constant %} and a sliding window: their cache has the same size at any length
 {%- if linear < layers %}, while the other layers keep their softmax attention{% endif %}{% endif %}.
 Made by liger-convert {{ version }}.
 
@@ -97,7 +97,7 @@ def cached_folder(repo: str) -> Path | None:
 
 
 def base_licence(base_dir: Path | None, files: list[str]) -> dict[str, Any]:
-    """`license`, `license_name` and `license_link` as the card in `base_dir` gives them, so far as it does.
+    """`license`, `license_name` and `license_link` as far as the card in `base_dir` gives them.
 
     A base that names none but comes with a licence file (one of the export's `files`) has an `other` one, in that file.
     A card that cannot be read names none.

@@ -1,4 +1,4 @@
-"""From a base checkpoint to a linearized one, untrained: the base's bytes past a check, the new tensors beside them.
+"""From a base checkpoint to a linearized one, untrained: the base's tensors are checked as they are copied.
 
 Peak memory is a buffer and one layer of new tensors, whatever the checkpoint's size.
 """

@@ -1,4 +1,4 @@
-"""A linearized checkpoint to a folder that anyone loads: the weights, and beside them the code that runs them.
+"""A linearized checkpoint to a folder that anyone loads: the weights, and the code that runs them.
 
 The code is this package's own, see `shipped_code`; with the package installed, none of it is needed.
 """

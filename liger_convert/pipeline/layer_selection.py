@@ -1,13 +1,13 @@
 """Which layers stay softmax, by measurement: how much each layer of a base helps once the others are linear.
 
 A set of softmax layers is measured on texts repeated once, [x, x]: the loss on the first half is its quality, that on
-the second its recall. The mixers are calibrated but untrained; those that cannot be calibrated are reduced to their
-window. So a selection takes minutes and no training.
+the second its recall. Or it is measured by its divergence from the base on rows such as a distillation reads. The
+mixers are calibrated but untrained; those that cannot be calibrated are reduced to their window. So a selection takes
+minutes and no training.
 
 Layers that back each other up look worthless one at a time in the base, where the others still do their work. So the
 search goes the other way: from a model without softmax layers it restores the layer that helps most, then the one that
-helps most beside it, and so on (KL-LS, 2512.20569, goes the same way, and
-trains each restored model).
+helps most beside it, and so on (KL-LS, 2512.20569, goes the same way, and trains each restored model).
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Group
 from rich.table import Table
+from torch import Tensor
 
 from liger_convert.config.names import MAIN
 from liger_convert.config.recipe import Recipe
@@ -33,9 +34,11 @@ from liger_convert.eval.generation import load_model, weight_dtype
 from liger_convert.eval.suites import CopyMeasure
 from liger_convert.mixers import SOFTMAX
 from liger_convert.model import linear_layers
+from liger_convert.model.bases import context_length
 from liger_convert.model.loading import linearize_base
 from liger_convert.pipeline.plan import Plan
 from liger_convert.training.calibrate import calibrate
+from liger_convert.training.losses import kl_divergence, next_tokens
 from liger_convert.training.stage import CALIBRATION_TOKENS
 from liger_convert.utils.device import autocast, compute_dtype
 from liger_convert.utils.errors import BadInput
@@ -44,19 +47,39 @@ from liger_convert.utils.progress import Report
 DRAWS = 8
 LENGTH = 128  # tokens of x at least, and two windows of it: what the second half needs has then left the window
 
+# Of the rows that `kl` is measured on. A CPU measures as many tokens as under `copy`.
+KL_LENGTH = 1024  # at most, and the base's context
+KL_TOKENS = {"cuda": 16384, "cpu": 2048}
+KL_COPIES = 0.3  # fraction of the rows with a copy, as in the recipes' first distillation
+
 
 @dataclass(frozen=True)
 class Losses:
-    """Nats a token: `copy_nll` on the second half of a text said twice, `text_nll` on the first."""
-
-    copy_nll: float
-    text_nll: float
+    """What a set of softmax layers is measured by, in nats per token."""
 
     @property
     def score(self) -> float:
         """Their plain sum. A window costs several nats of recall and a few tenths of text, so recall decides, and text
-        where layers recall alike; a ratio of the two would hang on near-zero denominators."""
-        return self.copy_nll + self.text_nll
+        where layers recall alike; a ratio of the two would depend on near-zero denominators."""
+        return float(sum(asdict(self).values()))
+
+
+@dataclass(frozen=True)
+class CopyLosses(Losses):
+    """`copy_nll` on the second copy of a repeated text, `text_nll` on the first."""
+
+    copy_nll: float
+    text_nll: float
+
+
+@dataclass(frozen=True)
+class Divergence(Losses):
+    """`kl`: KL(base || model) on packed rows, some with a copy."""
+
+    kl: float
+
+
+Measure = Callable[[Collection[int]], Losses]
 
 
 @dataclass(frozen=True)
@@ -89,12 +112,13 @@ class LayerSelection:
         }
 
     def render(self) -> Group:
-        """Two tables for a terminal: every layer alone, and the softmax layers in the order of their choice."""
-        layers = Table("layer", "linear alone: copy_nll", "text_nll", "softmax alone: copy_nll", "text_nll", "chosen")
+        """Two tables for a terminal: every layer by itself, and the softmax layers in the order of their choice."""
+        first, *others = [field.name for field in fields(self.base)]
+        layers = Table("layer", f"linear alone: {first}", *others, f"softmax alone: {first}", *others, "chosen")
         order = {layer: f"{place}." for place, (layer, _) in enumerate(self.path, 1)}
         for i in self.swapped:
             layers.add_row(str(i), *_cells(self.swapped[i]), *_cells(self.restored[i]), order.get(i, ""))
-        path = Table("softmax layers", "copy_nll", "text_nll")
+        path = Table("softmax layers", first, *others)
         path.add_row("none", *_cells(self.linear))
         for layer, losses in self.path:
             path.add_row(f"+ {layer}", *_cells(losses))
@@ -160,21 +184,69 @@ def select_layers(
         calibrate(model, base, batch["input_ids"].to(device), batch["position_ids"].to(device))
     switch = Switch(base, model)
     del base
-    ids_NT = measures.repetitions(tokenizer, documents, CopyMeasure(length=length, draws=DRAWS))
+    if recipe.selected_by == "kl":
+        measure = _divergence(switch, documents, layers, dtype, recipe.seed)
+    else:
+        ids_NT = measures.repetitions(tokenizer, documents, CopyMeasure(length=length, draws=DRAWS))
+        measure = _copy_losses(switch, ids_NT, length, recipe.eval.batch_size, dtype)
     total, done = evaluations(len(layers), count), 0
 
-    def measure(softmax: Collection[int]) -> Losses:
+    def counted(softmax: Collection[int]) -> Losses:
         nonlocal done
-        losses_NT = measures.window_losses(switch.set_softmax(softmax), ids_NT, recipe.eval.batch_size, dtype).double()
+        losses = measure(softmax)
         done += 1
         report(done, total)
-        # the first token of the second half belongs to neither: nothing tells that x starts again
-        return Losses(_finite(losses_NT[:, 1 - length :]), _finite(losses_NT[:, :-length]))
+        return losses
 
-    return search(layers, count, measure)
+    return search(layers, count, counted)
 
 
-def search(layers: Sequence[int], count: int, measure: Callable[[Collection[int]], Losses]) -> LayerSelection:
+def _copy_losses(switch: Switch, ids_NT: Tensor, length: int, batch_size: int, dtype: torch.dtype) -> Measure:
+    """Measures on `ids_NT`, [x, x] of every draw with |x| = `length`."""
+
+    def measure(softmax: Collection[int]) -> CopyLosses:
+        losses_NT = measures.window_losses(switch.set_softmax(softmax), ids_NT, batch_size, dtype).double()
+        # the first token of the second half belongs to neither: nothing announces that x starts again
+        return CopyLosses(_finite(losses_NT[:, 1 - length :]), _finite(losses_NT[:, :-length]))
+
+    return measure
+
+
+def _divergence(
+    switch: Switch, documents: Sequence[Document], layers: Collection[int], dtype: torch.dtype, seed: int
+) -> Measure:
+    """Measures by KL(base || model) on rows of `documents` as distillation reads them. The base's logits stay on the
+    device in `dtype`."""
+    model, device = switch.model, switch.model.device
+    length = min(KL_LENGTH, context_length(model.config) or KL_LENGTH)
+    tokens = max(KL_TOKENS.get(device.type, KL_TOKENS["cuda"]), length)
+    data = pack(documents, length, tokens, seed, concat_documents=True, copy_fraction=KL_COPIES)
+    rows = [{name: x_BT.to(device) for name, x_BT in collate([data[i]]).items()} for i in range(len(data))]
+
+    def logits(row: dict[str, Tensor]) -> Tensor:
+        logits_TV: Tensor = model(row["input_ids"], use_cache=False).logits[0]
+        return logits_TV
+
+    def measure(softmax: Collection[int]) -> Divergence:
+        switch.set_softmax(softmax)
+        with torch.inference_mode(), autocast(device, dtype):
+            sums = [_kl(logits(row), base_TV, next_tokens(row["labels"])) for row, base_TV in zip(rows, base_NTV)]
+        return Divergence(_finite(torch.stack(sums).double() / (length - 1)))
+
+    switch.set_softmax(layers)
+    with torch.inference_mode(), autocast(device, dtype):
+        base_NTV = [logits(row).to(dtype) for row in rows]
+    return measure
+
+
+def _kl(logits_TV: Tensor, base_TV: Tensor, next_T: Tensor) -> Tensor:
+    """KL(base || model), summed over the tokens of a row."""
+    parts = zip(*(x.split(measures.LOGIT_ROWS) for x in (logits_TV, base_TV, next_T)))
+    sums = [kl_divergence(logits_RV, base_RV, next_R, 1.0) for logits_RV, base_RV, next_R in parts]
+    return torch.stack(sums).sum()
+
+
+def search(layers: Sequence[int], count: int, measure: Measure) -> LayerSelection:
     """Chooses `count` softmax layers of `layers`, where `measure` gives the losses with a set of them.
 
     Every layer is measured alone softmax and alone linear. Candidates are 2 `count` layers, taken in turns from those
@@ -210,5 +282,5 @@ def _json(losses: Losses) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in asdict(losses).items()}
 
 
-def _cells(losses: Losses) -> tuple[str, str]:
-    return f"{losses.copy_nll:.3f}", f"{losses.text_nll:.3f}"
+def _cells(losses: Losses) -> tuple[str, ...]:
+    return tuple(f"{value:.3f}" for value in asdict(losses).values())

@@ -1,4 +1,4 @@
-"""From a recipe and the base's config to a plan: what each layer becomes, how large everything is. Touches no weight.
+"""From a recipe and the base's config to a plan: what each layer becomes and how large everything is. Reads no weights.
 
 `training.memory_estimate` and `training.disk_estimate` estimate what it takes of memory and disk.
 """
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -42,11 +42,13 @@ CONTEXTS = (4096, 32768, 131072)
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One training stage: tokens it really sees (whole optimizer steps), parameters it trains, bytes at its peak, and
-    what those of its training are spent on (`memory_estimate.training_bytes`)."""
+    """One training stage: tokens it really sees (whole optimizer steps), the fraction of them that is of each source,
+    parameters it trains, bytes at its peak, and what those of its training are spent on
+    (`memory_estimate.training_bytes`)."""
 
     kind: str
     tokens: int
+    sources: dict[str, float]
     trained: int
     memory_bytes: int
     memory: dict[str, int]
@@ -96,7 +98,7 @@ class Plan:
 
     @property
     def disk_peak(self) -> int:
-        """The most that lies on the disk at once: the files of a step are removed once no other needs them."""
+        """The most disk space taken at once: the files of a step are removed once no other needs them."""
         return disk_estimate.peak(list(self.writes))
 
     @property
@@ -106,7 +108,7 @@ class Plan:
 
     @property
     def sliding(self) -> list[int]:
-        """The layers that have a window of the base's own beside others that see all tokens."""
+        """The layers that have a window of the base's own, where others see all tokens."""
         return _sliding(self.sliding_windows)
 
     def kv_bytes(self, tokens: int) -> int:
@@ -182,9 +184,9 @@ class Plan:
                 writing.add_row(name, f"{tokens:,}")
             tables.append(writing)
         if self.stages:
-            training = Table("stage", "tokens", "trained parameters", title="training")
+            training = Table("stage", "tokens", "of", "trained parameters", title="training")
             for stage in self.stages:
-                training.add_row(stage.kind, f"{stage.tokens:,}", f"{stage.trained:,}")
+                training.add_row(stage.kind, f"{stage.tokens:,}", _shares(stage.sources), f"{stage.trained:,}")
             tables.append(training)
         memory = Table(
             "step", "peak", title=f"memory, estimated, beyond the interpreter, training on {self.memory_for}"
@@ -226,7 +228,7 @@ class StagePlanner:
         if processes > 1:
             parts["buckets"] = 4 * trained  # DDP's copy of the gradients, which it exchanges
         peak = max(sum(parts.values()), measuring_bytes(stage, self.config, self.sizes, self.compute))
-        return StagePlan(stage.kind, stage.steps * stage.step_tokens, trained, peak, parts)
+        return StagePlan(stage.kind, stage.steps * stage.step_tokens, stage.sources, trained, peak, parts)
 
 
 def make_plan(recipe: Recipe, base_config: Any, processes: int = 1) -> Plan:
@@ -324,7 +326,7 @@ def _state_bytes(spec: dict[str, Any], config: Any, itemsize: int) -> int:
 
 
 def _trained(stage: Stage, config: Any, shapes: dict[str, tuple[int, ...]]) -> int:
-    """Parameters that a stage changes: groups with a rate, and the factors of LoRA beside its targets."""
+    """Parameters that a stage changes: groups with a rate, and the LoRA factors of its targets."""
     groups = stage.learning_rates.trained()
     trained = sum(math.prod(shape) for name, shape in shapes.items() if parameter_group(name, config) in groups)
     if stage.lora is not None:
@@ -333,6 +335,13 @@ def _trained(stage: Stage, config: Any, shapes: dict[str, tuple[int, ...]]) -> i
         adapted = [shape for name, shape in shapes.items() if name.endswith(tuple(f".{t}.weight" for t in targets))]
         trained += stage.lora.rank * sum(sum(shape) for shape in adapted)
     return trained
+
+
+def _shares(sources: Mapping[str, float]) -> str:
+    """`text`, or `chat 20 %, text 80 %`."""
+    if len(sources) == 1:
+        return next(iter(sources))
+    return ", ".join(f"{name} {100 * fraction:g} %" for name, fraction in sources.items())
 
 
 def _dtype_name(config: Any) -> str:

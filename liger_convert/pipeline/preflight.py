@@ -1,6 +1,6 @@
 """What would fail after the training is tried before it: generation, the suite, disk space, rates and lengths.
 
-What a result could not be used with is refused; what costs quality or is merely unlikely is a warning, one sentence
+What would make the result unusable is refused; what costs quality or is merely unlikely is a warning, one sentence
 each.
 """
 
@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 
 from liger_convert.config.recipe import Recipe
 from liger_convert.config.stages import Stage
-from liger_convert.data.documents import Documents
+from liger_convert.data.documents import Document, Documents
 from liger_convert.eval.generation import continuations, encode
 from liger_convert.eval.suites import Suite
 from liger_convert.io import templates
@@ -33,9 +33,10 @@ from liger_convert.utils.errors import BadInput, first_line
 from liger_convert.utils.progress import Report
 
 # Adam moves a weight by about the rate in each step. Float32 numbers near 1 are 6e-8 to 1.2e-7 apart: a step of less
-# than 1e-8 is rounded away. Pretrained weights are of size 0.01 to 1: a step of more than 1 leaves nothing of them.
+# than 1e-8 is rounded away. Pretrained weights are of size 0.01 to 1: a step of more than 1 wipes them out.
 LEAST_RATE, MOST_RATE, HIGH_RATE = 1e-8, 1.0, 0.1
 LEAST_MOVE = 1e-6  # a weight's in all steps of a stage: less cannot be measured in the result
+OFTEN = 4  # times that a text may be read: so far it is nearly as good as new text (arXiv 2305.16264)
 FEW = 0.01  # fraction of the tokens that have context beyond the window
 GENERATION = "generation_config.json"
 TOKENS = 2  # how many the rehearsal generates
@@ -69,25 +70,46 @@ def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite) -> list[
 
 
 def check_documents(recipe: Recipe, plan: Plan, documents: Callable[[str], Documents]) -> list[str]:
-    """Warnings about documents that never leave the window. Raises BadInput where no document of a stage does."""
+    """Warnings about documents that never leave the window, and about sources of a mix that are read over and over.
+    Raises BadInput where no document of a stage leaves the window."""
     warnings = []
+
+    def found(name: str) -> tuple[list[int], int]:
+        """The sizes of a source's documents, and its tokens. All that the base writes are of one size."""
+        if name in recipe.teachers:
+            source = recipe.teachers[name]
+            number = source.documents - source.held_out_documents
+            return [source.document_tokens], number * source.document_tokens
+        sizes = [len(document.ids) for document in documents(name).train]
+        return sizes, sum(sizes)
+
     for i, stage in enumerate(plan.recipe_stages):
+        sources = {name: found(name) for name in stage.sources}
+        for name, (_, tokens) in sources.items():
+            times = stage.sources[name] * stage.tokens / max(tokens, 1)
+            if len(sources) > 1 and times > OFTEN:
+                said = f"{name} has {tokens:,} tokens, so the stage reads it {times:,.1f} times"
+                warnings.append(f"stages[{i}].{stage.where(name)}: {said}; give it more text or a smaller fraction")
         if stage.concat_documents or stage.copy_fraction or "mixer" not in stage.learning_rates.trained():
             continue
-        if stage.data in recipe.teachers:
-            sizes = [recipe.teachers[stage.data].document_tokens]
-        else:
-            sizes = [len(document.ids) for document in documents(stage.data).train]
-        sizes = [min(size, stage.seq_len) for size in sizes]
-        said = f"stages[{i}].data: documents of {stage.data}, of at most {max(sizes)} tokens,"
-        if max(sizes) < stage.seq_len:  # else the rows have been told
-            warnings += _check_reach(stage, said, max(sizes), plan)
+        cut = {name: [min(size, stage.seq_len) for size in sizes] for name, (sizes, _) in sources.items()}
+        names, longest = " and ".join(cut), max(max(sizes) for sizes in cut.values())
+        said = f"stages[{i}].data: documents of {names}, of at most {longest} tokens,"
+        if longest < stage.seq_len:  # else the rows have been told
+            warnings += _check_reach(stage, said, longest, plan)
         reaches = _reaches(plan)
-        beyond = sum(max(0, size - min(reaches)) for size in sizes) / sum(sizes) if reaches else 1
+        beyond = (
+            sum(stage.sources[name] * _beyond(sizes, min(reaches)) for name, sizes in cut.items()) if reaches else 1
+        )
         if 0 < beyond < FEW:
-            told = f"of {beyond:.2%} of the tokens of {stage.data} anything stands beyond the window"
+            told = f"of {beyond:.2%} of the tokens of {names} anything stands beyond the window"
             warnings.append(f"stages[{i}].data: {told}; the memory learns from these alone, so give longer documents")
     return warnings
+
+
+def _beyond(sizes: Sequence[int], window: int) -> float:
+    """The fraction of the tokens of documents of these sizes that have context beyond the window."""
+    return sum(max(0, size - window) for size in sizes) / max(sum(sizes), 1)
 
 
 def check_disk(plan: Plan, out: Path, *, keep_steps: bool = False) -> None:
@@ -99,6 +121,26 @@ def check_disk(plan: Plan, out: Path, *, keep_steps: bool = False) -> None:
             f"{out}: the run needs {decimal(needed)} of disk at its peak, and {decimal(free)} are free; "
             "free some space, or name a folder on another disk"
         )
+
+
+def check_held_out(
+    recipe: Recipe, suite: Suite, documents: Callable[[str], Documents], other: Sequence[Document] | None
+) -> None:
+    """Raises BadInput where the text that `suite` measures is too short: what is held out, or `other`, of another kind
+    than is trained on."""
+    if (text := recipe.eval.text) is not None:
+        if text in recipe.teachers:
+            held_out = recipe.teachers[text].held_out_tokens
+        else:
+            held_out = sum(len(document.ids) for document in documents(text).held_out)
+        if held_out < suite.text_tokens():
+            needed = f"suite {suite.name} needs {suite.text_tokens()}"
+            raise BadInput(f"data.{text}: {held_out} tokens are held out, {needed}; hold out more")
+    if other is not None:
+        tokens, needed_tokens = sum(len(document.ids) for document in other), suite.text_tokens("other")
+        if tokens < needed_tokens:
+            what = f"holds {tokens} tokens, suite {suite.name} needs {needed_tokens}"
+            raise BadInput(f"data.{recipe.eval.other_text}: {what}; name a longer text")
 
 
 def check_generation(
@@ -142,7 +184,7 @@ def check_generation(
 def check_tasks(
     suite: Suite, config: Any, tokenizer: Any, data_dir: Path | None, limit: int | None, report: Report
 ) -> None:
-    """Does all of the suite's tasks but asking a model: reads their data, writes their prompts, scores answers.
+    """Runs the suite's tasks without a model: reads their data, writes their prompts, scores answers.
 
     Raises BadInput for data that cannot be had or does not fit, a metric or shots that there are not, hidden labels,
     and answers longer than the base.
@@ -210,7 +252,7 @@ def _check_prompt(base_dir: Path, tokenizer: Any, prompt: str) -> None:
 
 
 def _check_ends(path: Path, given: GenerationConfig, vocabulary: int) -> list[str]:
-    """Raises BadInput for an end of text that no model can say; returns warnings about the other special tokens."""
+    """Raises BadInput for an end-of-text token outside the vocabulary; returns warnings about other special tokens."""
     ends = given.eos_token_id if isinstance(given.eos_token_id, list) else [given.eos_token_id]
     for end in ends:
         if end is not None and not (type(end) is int and 0 <= end < vocabulary):
@@ -260,7 +302,6 @@ def check(
     config: Any,
     tokenizer: Any,
     suite: Suite,
-    notes: Sequence[str],
     data_dir: Path | None,
     documents: Callable[[str], Documents],
     prompts: Sequence[str],
@@ -270,10 +311,10 @@ def check(
 ) -> list[str]:
     """All checks of a run, whose data is read and of which nothing is written yet but its base. Returns warnings.
 
-    suite, notes: what of the recipe's suite will be measured, and why the rest will not, see `eval.narrow`.
+    suite: what of the recipe's suite will be measured, see `eval.narrow`.
     Raises BadInput for what would fail later, or end in a result of no use.
     """
-    warnings = check_recipe(recipe, plan, config, suite) + [f"suite {suite.name}: {note}" for note in notes]
+    warnings = check_recipe(recipe, plan, config, suite)
     check_disk(plan, out, keep_steps=keep_steps)
     warnings += check_generation(base_dir, config, tokenizer, plan.linearization, prompts)
     warnings += check_documents(recipe, plan, documents)

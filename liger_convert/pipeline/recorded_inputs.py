@@ -5,9 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from liger_convert.config.recipe import Recipe
+from liger_convert.config.sources import FileSource
+from liger_convert.eval import suites
 from liger_convert.io.checksums import sha256_file
+from liger_convert.io.gguf_parts import parts_of
 from liger_convert.pipeline.manifest import input_files
+
+
+def parts_by_field(field: str, path: Path) -> dict[str, Path]:
+    """`path` under `field`, and where it is one part of a .gguf model the other parts under FIELD.2 and so on."""
+    first, *others = parts_of(path) if path.is_file() else [path]
+    return {field: first} | {f"{field}.{number}": part for number, part in enumerate(others, 2)}
+
+
+def data_inputs(recipe: Recipe) -> dict[str, Path]:
+    """The files and folders that `recipe` names, apart from its base, by field."""
+    paths: dict[str, Any] = {"eval.suite": suites.file_of(recipe.eval.suite), "eval.data": recipe.eval.data}
+    for name, source in recipe.data.items():
+        if isinstance(source, FileSource):
+            paths |= {f"data.{name}.path": source.path, f"data.{name}.validation": source.validation}
+    return {field: Path(path) for field, path in paths.items() if path}
 
 
 @dataclass(frozen=True)
@@ -24,7 +44,7 @@ class Change:
 
     @property
     def field(self) -> str:
-        """The recipe's field that names the file, or the folder that it lies in."""
+        """The recipe's field that names the file, or its folder."""
         return self.name.partition("/")[0]
 
 

@@ -17,7 +17,14 @@ from rich.text import Text
 from liger_convert.config import yaml_file
 from liger_convert.io.files import atomic_write
 from liger_convert.pipeline.pages import report_page
-from liger_convert.pipeline.pages.common import TITLES, cell, describe_layers, metric_names, stage_checks
+from liger_convert.pipeline.pages.common import (
+    TITLES,
+    cell,
+    describe_layers,
+    describe_sources,
+    metric_names,
+    stage_checks,
+)
 
 if TYPE_CHECKING:
     from liger_convert.eval.measures import Measurement  # imports torch
@@ -43,12 +50,15 @@ PAGE = jinja2.Template(
 {% for warning in plan.warnings | default([]) %}
 - Warning: {{ warning }}.
 {% endfor %}
-{% if plan.warnings | default([]) %}
+{% for note in notes | default([]) %}
+- Note: {{ note }}.
+{% endfor %}
+{% if plan.warnings | default([]) or notes | default([]) %}
 
 {% endif %}
 ± is the standard error of one model. All models read the same text, so differences between them are surer than that.
 Perplexities (`ppl`) and losses (`nll`) are better when lower, all else when higher.
-*{{ titles.window_only_untrained }}* is the base with nothing but the window and the sinks in the layers that were
+*{{ titles.window_only_untrained }}* is the base with only the window and the sinks in the layers that were
 linearized: no memory and no training. *{{ titles.memory_ablated }}* and *{{ titles.window_ablated }}* are the converted
 model with that branch switched off. Suite `{{ suite.name }}`: {{ suite.description }}.
 
@@ -93,6 +103,12 @@ nats per token on texts repeated once, before any training: on the repetition an
 | {{ name }} | {{ stage.tokens }} | {{ stage.trained_parameters }} | {{ stage.seconds }} | {{ loss }} |
 {% endfor %}
 
+{% for stage in training if stage.sources is defined %}
+- {{ stage.name }} read {{ read(stage.sources) }}.
+{% endfor %}
+{% if training | selectattr("sources", "defined") | list %}
+
+{% endif %}
 {% if checks %}
 The model after each stage, on a little text of another kind and a repetition of it:
 
@@ -129,7 +145,7 @@ Greedy, the first words of each answer.
 {{ reproduce.command }}
 ```
 
-with the recipe that `manifest.json` holds verbatim, beside the sha256 of every file that went in and came out.
+with the recipe that `manifest.json` holds verbatim, along with the sha256 of every file that went in and came out.
 {{ reproduce.device }}, {{ reproduce.threads }} threads, {{ reproduce.kernels }} kernels, seed {{ reproduce.seed }}.
 {{ reproduce.versions.items() | map("join", " ") | join(", ") }}.
 """,
@@ -189,6 +205,7 @@ def page(report: Mapping[str, Any]) -> str:
         nats=lambda loss: cell({"value": loss, "stderr": None, "n": None}),
         converted=describe_layers(report),
         checks=stage_checks(report),
+        read=describe_sources,
         cell=cell,
         table=_markdown(report["models"]),
     )

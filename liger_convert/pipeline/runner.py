@@ -41,7 +41,7 @@ class Interrupted(LinearizeError):
 
 
 class Run:
-    """A recipe at work in the folder `out`: does the steps that its manifest does not record yet.
+    """A run of a recipe in the folder `out`: does the steps that its manifest does not record yet.
 
     keep_steps: keep what a step left when no other step needs it any more.
     """
@@ -137,12 +137,15 @@ class Run:
             return False
         name = field.split(".")[1]
         stages = [
-            step for step, stage in zip(self.recipe.stage_names, self.recipe.stages, strict=True) if stage.data == name
+            step
+            for step, stage in zip(self.recipe.stage_names, self.recipe.stages, strict=True)
+            if name in stage.sources
         ]
         readers = [
             *stages,
             *["eval"] * (name in (self.recipe.eval.text, self.recipe.eval.other_text)),
             *["select-layers"] * (name in self.recipe.plain_texts),
+            *[f"data-{other}" for other, teacher in self.recipe.teachers.items() if teacher.prompts == name],
         ]
         return not any(step in self.manifest.steps or self.folder.step(step).exists() for step in readers)
 
@@ -183,7 +186,7 @@ def _resumable(out: Path) -> Iterator[None]:
 
 
 def _train_along(recipe: Recipe, out: Path, keep_steps: bool) -> None:
-    """What every process but the first does in a run."""
+    """What every process except the first does in a run."""
     steps: RunSteps | None = None
     for task in processes.tasks():
         record = Manifest.read(out)
@@ -265,13 +268,11 @@ def _check_place(recipe: Recipe, out: Path) -> None:
 
 
 def _check(recipe: Recipe) -> None:
-    """What can be said of a recipe before anything is fetched or written. Raises BadInput."""
+    """What can be checked in a recipe before anything is fetched or written. Raises BadInput."""
     pick_device(recipe.device)
     suite = suites.load(recipe.eval.suite)
     suites.check_files(suite, Path(recipe.eval.data) if recipe.eval.data is not None else None)
-    # without text of another kind, prompts are held-out text
-    needs_text = suite.needs_text or (suite.needs_other and recipe.other_source is None)
-    if needs_text and recipe.eval.text is None:
+    if suite.needs_held_out(has_other=recipe.other_source is not None) and recipe.eval.text is None:
         raise BadInput(
             f"eval.text: suite {suite.name} scores held-out text; name a source under `data:` that holds some out"
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_convert.config.recipe import Recipe
-from liger_convert.config.sources import FileSource, PydocSource, TeacherSource
+from liger_convert.config.sources import PydocSource, TeacherSource
 from liger_convert.config.stages import AlignStage
 from liger_convert.data import teacher
 from liger_convert.data.documents import Document, Documents, load_source, reference_documents
@@ -18,12 +18,11 @@ from liger_convert.eval import ablation, suites
 from liger_convert.eval.narrow import context_of, narrow
 from liger_convert.io import checkpoint, checksums
 from liger_convert.io.files import atomic_write
-from liger_convert.io.gguf_parts import parts_of
 from liger_convert.io.run_folder import RunFolder
 from liger_convert.pipeline import card, convert, export, preflight, report, single_steps, stage_check
 from liger_convert.pipeline.manifest import Manifest
 from liger_convert.pipeline.plan import Plan, make_plan
-from liger_convert.pipeline.recorded_inputs import InputFiles
+from liger_convert.pipeline.recorded_inputs import InputFiles, data_inputs, parts_by_field
 from liger_convert.pipeline.stage_check import Measures, StageCheck
 from liger_convert.training import merge
 from liger_convert.utils import processes
@@ -50,12 +49,6 @@ class Step:
     continues: bool = False  # goes on from what a killed attempt left in its folder
 
 
-def _parts(field: str, path: Path) -> dict[str, Path]:
-    """`path` under `field`, and where it is a part of a .gguf model the other parts beside it."""
-    first, *others = parts_of(path) if path.is_file() else [path]
-    return {field: first} | {f"{field}.{number}": part for number, part in enumerate(others, 2)}
-
-
 class RunSteps:
     """All steps of the run of `recipe` in the folder `out`, and what they share: base, tokenizer, documents, plan."""
 
@@ -79,7 +72,7 @@ class RunSteps:
             Step(
                 name,
                 functools.partial(self._train, i, stages[:i]),
-                ("base", "convert", *self._written(self.recipe.stages[i].data), *stages[:i]),
+                ("base", "convert", *self._written(*self.recipe.stages[i].sources), *stages[:i]),
                 continues=True,
             )
             for i, name in enumerate(stages)
@@ -107,7 +100,7 @@ class RunSteps:
     def input_paths(self) -> dict[str, Path]:
         """The file or folder behind every field of the recipe that names one, the base included."""
         given = checkpoint.locate_base(self.recipe.base)
-        return _parts("base", given or self._base_folder) | self._data_inputs
+        return parts_by_field("base", given or self._base_folder) | data_inputs(self.recipe)
 
     @functools.cached_property
     def _base_folder(self) -> Path:
@@ -116,16 +109,6 @@ class RunSteps:
         options = self.recipe.base_options.model_dump()
         options["revision"] = self.manifest.steps.get("base", {}).get("commit", options["revision"])
         return checkpoint.resolve_base(self.recipe.base, self.folder.step("base"), **options)
-
-    @property
-    def _data_inputs(self) -> dict[str, Path]:
-        """The files and folders that the recipe names beside its base, by field."""
-        options = self.recipe.eval
-        paths: dict[str, Any] = {"eval.suite": suites.file_of(options.suite), "eval.data": options.data}
-        for name, source in self.recipe.data.items():
-            if isinstance(source, FileSource):
-                paths |= {f"data.{name}.path": source.path, f"data.{name}.validation": source.validation}
-        return {field: Path(path) for field, path in paths.items() if path}
 
     @property
     def _data_dir(self) -> Path | None:
@@ -152,9 +135,9 @@ class RunSteps:
     def _make_plan(self, recipe: Recipe) -> Plan:
         return make_plan(recipe, checkpoint.load_config(self._base_folder, recipe.base_options.trust_remote_code))
 
-    def _written(self, source: str | None) -> tuple[str, ...]:
-        """The step that a source comes from, if the base writes it."""
-        return (f"data-{source}",) if source in self.recipe.teachers else ()
+    def _written(self, *sources: str | None) -> tuple[str, ...]:
+        """The steps that those of the sources come from which the base writes."""
+        return tuple(f"data-{source}" for source in sources if source in self.recipe.teachers)
 
     def _load_documents(self, name: str) -> Documents:
         source, written = self.recipe.data[name], self.folder.step(f"data-{name}") / teacher.FILE
@@ -189,7 +172,7 @@ class RunSteps:
 
     def _base(self, folder: Path) -> dict[str, Any]:
         path, given = self._base_folder, checkpoint.locate_base(self.recipe.base)
-        self.inputs.record(_parts("base", given or path))
+        self.inputs.record(parts_by_field("base", given or path))
         return {"commit": path.name} if given is None and path.parent.name == "snapshots" else {}
 
     def _select_layers(self, folder: Path) -> dict[str, Any]:
@@ -208,32 +191,20 @@ class RunSteps:
         return {"plan": plan | {"warnings": self.preflight()}, "stages": stages}
 
     def read_data(self) -> None:
-        """Reads all data: what is wrong there should stop the run in its first steps and not in its last."""
+        """Reads all data: an error there should stop the run in its first steps and not in its last."""
         suites.check_data(self.suite, self._data_dir, self.recipe.eval.limit)
         for name, source in self.recipe.data.items():
             if isinstance(source, TeacherSource):
-                teacher.encode_prompts(source, self._tokenizer)
+                single_steps.teacher_prompts(self.recipe, name, self._tokenizer, self.documents)
             else:
                 self.documents(name)
-        suite, _ = self._narrowed
-        if (text := self.recipe.eval.text) is not None:
-            if text in self.recipe.teachers:
-                held_out = self.recipe.teachers[text].held_out_tokens
-            else:
-                held_out = sum(len(document.ids) for document in self.documents(text).held_out)
-            if held_out < suite.text_tokens():
-                needed = f"suite {suite.name} needs {suite.text_tokens()}"
-                raise BadInput(f"data.{text}: {held_out} tokens are held out, {needed}; hold out more")
-        if (other := self.other_documents()) is not None:
-            tokens, needed_tokens = sum(len(document.ids) for document in other), suite.text_tokens("other")
-            if tokens < needed_tokens:
-                what = f"holds {tokens} tokens, suite {suite.name} needs {needed_tokens}"
-                raise BadInput(f"data.{self.recipe.eval.other_text}: {what}; name a longer text")
-        self.inputs.record(self._data_inputs)
+        preflight.check_held_out(self.recipe, self._narrowed[0], self.documents, self.other_documents())
+        self.inputs.record(data_inputs(self.recipe))
         self.preflight()
 
     def _preflight(self) -> list[str]:
-        """What would fail after the training is tried before it. The layers need not be chosen yet."""
+        """Tries before the training what would fail after it; returns warnings. The layers need not be chosen yet."""
+        suite, notes = self._narrowed
         config = checkpoint.load_config(self._base_folder, self.recipe.base_options.trust_remote_code)
         with show_progress("preflight") as report:
             warnings = preflight.check(
@@ -242,8 +213,7 @@ class RunSteps:
                 base_dir=self._base_folder,
                 config=config,
                 tokenizer=self._tokenizer,
-                suite=self._narrowed[0],
-                notes=self._narrowed[1],
+                suite=suite,
                 data_dir=self._data_dir,
                 documents=self.documents,
                 prompts=PROMPTS,
@@ -251,8 +221,9 @@ class RunSteps:
                 keep_steps=self.keep_steps,
                 report=report,
             )
-        for warning in warnings:
-            console.print(f"warning: {warning}", markup=False, soft_wrap=True)
+        said = [f"note: suite {suite.name}: {note}" for note in notes] + [f"warning: {text}" for text in warnings]
+        for sentence in said:
+            console.print(sentence, markup=False, soft_wrap=True)
         return warnings
 
     def _convert(self, folder: Path) -> dict[str, Any]:
@@ -269,7 +240,7 @@ class RunSteps:
 
     def _write_text(self, name: str, folder: Path) -> dict[str, Any]:
         return single_steps.write_teacher_text(
-            self.recipe, name, folder, self._base_folder, self._tokenizer, self.device
+            self.recipe, name, folder, self._base_folder, self._tokenizer, self.device, self.documents
         )
 
     def _check_untrained(self, folder: Path) -> dict[str, Any]:
@@ -314,7 +285,7 @@ class RunSteps:
             self.out / out,
             model_dir=self.folder.step("convert") / "model",
             results=self._results(before),
-            documents=self.documents(self.recipe.stages[index].data).train,
+            documents={name: self.documents(name).train for name in self.recipe.stages[index].sources},
             base_dir=self._base_folder,
             device=self.device,
             resume=True,
@@ -356,7 +327,7 @@ class RunSteps:
 
     def _checked(self, stages: Sequence[str]) -> dict[str, Measures]:
         """What was measured before the next stage: of the base, of the untrained window, and of the model, which before
-        its first stage is as good as that window."""
+        its first stage counts as that window."""
         untrained: dict[str, Measures] = self.manifest.steps["check"]["check"]
         kept = [name for name in self._kept(stages) if "check" in self.manifest.steps[name]]
         return untrained | ({stage_check.MODEL: self.manifest.steps[kept[-1]]["check"]} if kept else {})

@@ -4,8 +4,8 @@ Three fits per layer of a shared denominator. The codebook, from the base's own 
 attend to each other beyond the window are turned into one space (canonical correlations of the attention-weighted
 pairs), whose clusters become the codes. The weight: how much each head should trust its memory for each query, by
 weighted logistic regression on the weight that would bring its output closest to the base's. And how long a memory
-lasts: the gate's bias of each key-value head, on a grid, by the same error. A learned mix is one weight a head for all
-queries, and has a least-squares solution, together with the size of each channel where the read has one.
+lasts: the gate's bias of each key-value head, on a grid, by the same error. A learned mix is one weight per head for
+all queries, and has a least-squares solution, together with the size of each channel where the read has one.
 
 Shapes: B batch, T tokens, N = B * T, H query heads, G key-value heads, R = H / G, D head size, E size of a code,
 F codes, X predictors of a weight, O offsets.
@@ -29,7 +29,7 @@ from liger_convert.model import LinearizedAttention, collect_align_targets, line
 from liger_convert.model.sequence import SequenceMetadata
 
 INV_TEMPERATURES = (10.0, 20.0, 40.0)
-GATE_STEPS = (-1.5, -3.0)  # beside the bias a gate has: 6 of `gla` lasts 6,450 tokens, 4.5 1,440 and 3 321
+GATE_STEPS = (-1.5, -3.0)  # added to the bias that a gate has: 6 of `gla` lasts 6,450 tokens, 4.5 1,440 and 3 321
 STRENGTH = 0.75  # power of a direction's correlation in the code space: 1 trusts the strongest only, 0 all alike
 RIDGE = 0.02  # of the mean variance, added to every direction's
 CLUSTER_STEPS = 12
@@ -45,7 +45,7 @@ def calibrate(model: Any, base: Any, input_ids: Tensor, position_ids: Tensor) ->
 
     One forward pass through the model: each layer is fitted when its turn comes, on what the layers fitted before it
     give it, so that it makes up for their errors instead of adding its own to them. Long rows are read in two lengths:
-    a memory must also serve a text that has just left its window, and in long rows alone hardly a query meets one.
+    a memory must also serve a text that has just left its window, and few queries meet one where all rows are long.
     """
     layers = linear_layers(model.config)
     windows = [model.model.layers[i].self_attn.spec.window for i in layers]
@@ -281,7 +281,7 @@ def fit_mix(mixer: Mixer, memory: MemoryOutput, window_o_BTHV: Tensor, target_BT
         share_H = -(gap * step).sum((0, 2)) / step.square().sum((0, 2)).clamp_min(1e-12)
         mixer.mix_H.copy_(share_H.clamp(*MIXED).logit())
         return
-    # a w + c o with one a a head and one c a channel: c is linear in a, and what is left is a parabola in a
+    # a w + c o with one a per head and one c per channel: c is linear in a, and what is left is a parabola in a
     ww, oo, wo, wt, ot = ((x * y).sum(0) for x, y in ((w, w), (o, o), (w, o), (w, t), (o, t)))
     oo = oo.clamp_min(1e-12)
     a_H = (wt - ot * wo / oo).sum(-1) / (ww - wo.square() / oo).sum(-1).clamp_min(1e-12)

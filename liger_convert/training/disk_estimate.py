@@ -1,6 +1,6 @@
 """Estimates of what a run writes, step by step, and of the most that lies on the disk at once.
 
-Headers, tokenizers and logs are left out: they are small beside any real model's weights.
+Headers, tokenizers and logs are left out: they are small compared to any real model's weights.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def written(recipe: Recipe, sizes: Sizes, trained: list[int], base_dtype: str, e
         steps.append(Written(f"data-{name}", size, size, _last_reader(recipe, name)))
     for name, stage, count in zip(recipe.stage_names, recipe.stages, trained, strict=True):
         result = full if stage.lora is None else 4 * count
-        saved, one = saves(stage), 12 * count  # what is trained and Adam's two moments
+        # what is trained, Adam's two moments, and an average
+        saved, one = saves(stage), (16 if stage.ema_length else 12) * count
         most = max(min(saved, KEPT + 1) * one, min(saved, KEPT) * one + result)
         steps.append(Written(name, most, result, MERGE))
     steps.append(Written(MERGE, full, full, EXPORT))
@@ -72,5 +73,5 @@ def _last_reader(recipe: Recipe, source: str) -> str:
     """The step after which no other reads a source that the base wrote."""
     if recipe.eval.text == source:
         return "eval"
-    readers = [i for i, stage in enumerate(recipe.stages, 1) if stage.data == source]
+    readers = [i for i, stage in enumerate(recipe.stages, 1) if source in stage.sources]
     return f"{readers[-1]}-{recipe.stages[readers[-1] - 1].kind}" if readers else f"data-{source}"

@@ -27,7 +27,7 @@ def next_tokens(labels_BT: Tensor) -> Tensor:
 def summed(logits_NV: Tensor, chunk_loss: ChunkLoss) -> Tensor:
     """The sum of `chunk_loss(logits[i:j], slice(i, j))` over chunks of tokens: a float32 scalar to differentiate.
 
-    The gradient, in the dtype of `logits`, is worked out chunk by chunk beside the loss, while the chunk is at hand.
+    The gradient, in the dtype of `logits`, is computed chunk by chunk along with the loss, while the chunk is at hand.
     """
     return _Summed.apply(logits_NV, chunk_loss)
 

@@ -45,6 +45,7 @@ def training_bytes(
     weights      4 P
     base         e P_base, where it teaches
     optimizer    8 T: Adam's two moments
+    average      4 T, with `ema_length`
     gradients    4 T, where they stand beside the activations: with several micro batches a step, and in a captured
                  graph. Else they come as the activations go, and what is counted is by how much they are more
     copies       under autocast, what the backward pass needs of the weights in the compute dtype: e for every weight of
@@ -82,6 +83,7 @@ def training_bytes(
         "weights": 4 * (sizes.base + sizes.new),
         "base": e * sizes.base if teaches else 0,
         "optimizer": 8 * trained,
+        "average": 4 * trained if stage.ema_length else 0,
         "gradients": 4 * trained if held else max(0, 4 * trained - tokens * activations - logits),
         "copies": e * copies if e < 4 else 0,
         "activations": tokens * activations,

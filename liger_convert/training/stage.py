@@ -6,7 +6,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers import set_seed
 
 from liger_convert.config.stages import AlignStage, DistillStage, Lora, Stage
 from liger_convert.data.documents import Document
+from liger_convert.data.mixed_rows import MixedDataset, mix
 from liger_convert.data.packed_rows import PackedDataset, collate, pack
 from liger_convert.io.files import atomic_dir, atomic_write
 from liger_convert.io.run_folder import RunFolder
@@ -38,19 +39,19 @@ from liger_convert.utils.progress import Report
 CURVE_POINTS = 50
 
 
-def rows_of(stage: Stage, documents: Sequence[Document], seed: int) -> PackedDataset:
-    """The rows that a stage trains on, in their order. Raises BadInput when there is not one."""
-    return pack(
-        documents,
-        stage.seq_len,
-        stage.tokens,
-        seed,
-        responses_only=stage.responses_only,
-        copy_fraction=stage.copy_fraction,
-        concat_documents=stage.concat_documents,
-        mixed_seq_lens=[(other.seq_len, other.fraction) for other in stage.mixed_seq_lens],
-        batch_size=stage.batch_size,
-    )
+def rows_of(stage: Stage, documents: Mapping[str, Sequence[Document]], seed: int) -> PackedDataset | MixedDataset:
+    """The rows that a stage trains on, in their order. documents: of each of its sources, by name. Raises BadInput when
+    there is not one row."""
+    options: dict[str, Any] = {
+        "responses_only": stage.responses_only,
+        "copy_fraction": stage.copy_fraction,
+        "concat_documents": stage.concat_documents,
+        "mixed_seq_lens": [(other.seq_len, other.fraction) for other in stage.mixed_seq_lens],
+        "batch_size": stage.batch_size,
+    }
+    if isinstance(stage.data, str):
+        return pack(documents[stage.data], stage.seq_len, stage.tokens, seed, **options)
+    return mix(documents, stage.sources, stage.seq_len, stage.tokens, seed, **options)
 
 
 def run_stage(
@@ -59,7 +60,7 @@ def run_stage(
     model_dir: Path,
     results: Sequence[Path],
     base_dir: Path,
-    dataset: PackedDataset,
+    dataset: PackedDataset | MixedDataset,
     out: Path,
     device: torch.device,
     precision: str = "auto",
@@ -70,8 +71,10 @@ def run_stage(
     """Trains the linearized model `model_dir` with the `results` of earlier stages folded in, on `dataset`.
 
     Leaves `out/result/adapter` (LoRA) or `out/result/model` (full), complete or not at all, and `out/stats.json`, which
-    it returns: steps, tokens, seconds, how the forward and backward pass ran (`fwd_bwd`), the loss curve as [step, mean
-    loss since the last point], and for alignment the relative error of each layer on the first batch before and after.
+    it returns: steps, tokens, seconds, how often the text was gone through (`epochs`, of a mix the most; `sources`, of
+    each source of a mix), how the forward and backward pass ran (`fwd_bwd`), the loss curve as [step, mean loss since
+    the last point], and for alignment the relative error of each layer on the first batch before and after.
+    With an `ema_length` the result is the average of the weights, and the errors after are those of the average.
     With `resume` it continues from the last checkpoint in `out`, and ends with the weights of a stage that was never
     stopped.
     Under `torchrun` every process calls it, and the first one writes. They share the rows of each step, see `share`,
@@ -144,12 +147,15 @@ def run_stage(
         finally:
             trainer.finish_checkpoint()
     seconds = time.monotonic() - started
+    if trainer.average is not None:
+        trainer.average.apply()
     losses = [(int(entry["step"]), entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
     stats: dict[str, Any] = {
         "kind": stage.kind,
         "steps": trainer.state.global_step,
         "tokens": trainer.state.global_step * stage.step_tokens,
         "epochs": round(dataset.epochs, 3),
+        **({"sources": _read(dataset)} if isinstance(dataset, MixedDataset) else {}),
         "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "seconds": round(seconds, 1),
         "fwd_bwd": "captured" if trainer.eager is None else f"eager: {trainer.eager}",
@@ -170,6 +176,14 @@ def run_stage(
     return stats
 
 
+def _read(dataset: MixedDataset) -> dict[str, dict[str, float]]:
+    """What was read of each source, by name."""
+    return {
+        name: {"fraction": round(share.fraction, 6), "epochs": round(share.epochs, 3)}
+        for name, share in dataset.sources.items()
+    }
+
+
 def _agreed(checkpoint: Path | None) -> Path | None:
     """What the first process goes on from, in all of them."""
     if processes.count() == 1:
@@ -188,7 +202,7 @@ def make_objective(stage: Stage, config: Any, base_dir: Path, device: torch.devi
 
 
 def gains_by_compiling(device: torch.device) -> bool:
-    """On a CPU launches cost little beside a step, and the ops branch on values, which breaks graphs."""
+    """On a CPU launches cost little of a step, and the ops branch on values, which breaks graphs."""
     return device.type == "cuda"
 
 
@@ -218,7 +232,7 @@ def compile_layers(model: Any, objective: Objective, aligning: bool) -> None:
 
 
 def add_lora(model: Any, lora: Lora, *, train_mixer: bool) -> Any:
-    """`model` with adapters, and with its mixers trained in full beside them. Raises BadInput for unknown targets."""
+    """`model` with adapters, and with its mixers trained in full as well. Raises BadInput for unknown targets."""
     attention = lora.targets == "attention"
     linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     targets = lora_projections(lora, model.config, linears)

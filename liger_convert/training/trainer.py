@@ -17,9 +17,11 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from transformers.utils import logging
 
 from liger_convert.config.stages import Stage
+from liger_convert.data.mixed_rows import MixedDataset
 from liger_convert.data.packed_rows import PackedDataset, collate
 from liger_convert.model import parameter_group, take_auxiliary_loss
 from liger_convert.training import checkpoints
+from liger_convert.training.average import WeightAverage
 from liger_convert.training.capture import CapturedFwdBwd, why_not_captured
 from liger_convert.training.sharing import share
 from liger_convert.utils import interrupts
@@ -30,7 +32,7 @@ from liger_convert.utils.progress import Report
 
 logger = logging.get_logger(__name__)
 
-TRAINED_FILE = "trained.safetensors"
+TRAINED_FILE, AVERAGE_FILE = "trained.safetensors", "average.safetensors"
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 
 
@@ -79,7 +81,7 @@ class StageTrainer(Trainer):
         model: nn.Module,
         stage: Stage,
         objective: Objective,
-        dataset: PackedDataset,
+        dataset: PackedDataset | MixedDataset,
         *,
         out: Path,
         device: torch.device,
@@ -128,13 +130,15 @@ class StageTrainer(Trainer):
         args._n_gpu = min(args.n_gpu, 1)  # several GPUs are for torchrun: DataParallel would split the packed rows
         model.to(args.device)
         optimizer = torch.optim.AdamW(optimizer_groups(model, rates, stage.weight_decay), fused=True)
+        watch = _Watch(stage.step_tokens, progress, device, processes)
+        self.average = WeightAverage(_trained(model), stage.ema_length * steps) if stage.ema_length else None
         super().__init__(
             model=model,
             args=args,
             data_collator=collate,
             train_dataset=dataset,
             optimizers=(optimizer, None),
-            callbacks=[_Watch(stage.step_tokens, progress, device, processes)],
+            callbacks=[watch] if self.average is None else [watch, self.average],
         )
         self.remove_callback(PrinterCallback)
         self.objective: Objective = objective
@@ -194,7 +198,7 @@ class StageTrainer(Trainer):
         return loss + auxiliary
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Trainer's own, in a folder beside the finished ones. It is hashed, and takes its place among them, while the
+        """Trainer's own, in a folder next to the finished ones. It is hashed, and takes its place among them, while the
         training goes on."""
         self.finish_checkpoint()
         folder = Path(str(self.args.output_dir))
@@ -224,17 +228,28 @@ class StageTrainer(Trainer):
             Path(output_dir).mkdir(parents=True, exist_ok=True)
             trained = {name: parameter.detach().contiguous() for name, parameter in self._trained().items()}
             save_file(trained, Path(output_dir) / TRAINED_FILE)
+            if self.average is not None:
+                save_file(self.average.averages, Path(output_dir) / AVERAGE_FILE)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        saved, trained = load_file(Path(resume_from_checkpoint) / TRAINED_FILE), self._trained()
+        folder, trained = Path(resume_from_checkpoint), self._trained()
+        saved = load_file(folder / TRAINED_FILE)
         if saved.keys() != trained.keys():
             raise LinearizeError(f"{resume_from_checkpoint}: is of a stage that trained other parameters; remove it")
         for name, parameter in trained.items():
             parameter.data.copy_(saved[name])
+        if self.average is not None:
+            if not (folder / AVERAGE_FILE).exists():
+                raise LinearizeError(f"{resume_from_checkpoint}: is of a stage without ema_length; remove it")
+            self.average.load(load_file(folder / AVERAGE_FILE))
 
     def _trained(self) -> dict[str, nn.Parameter]:
         assert self.model is not None
-        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        return _trained(self.model)
+
+
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 class _Watch(TrainerCallback):

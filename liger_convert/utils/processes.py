@@ -1,11 +1,11 @@
-"""The processes of one run: how many there are, which of them speaks, and how they wait for each other.
+"""The processes of one run: how many there are, which of them reports, and how they wait for each other.
 
 A launcher (`torchrun`, `accelerate launch`, or our own, see `launch.py`) tells each process through its environment how
 many there are, which of them it is, and where their store of keys is. The first does what is done once. The others wait
 for what it announces, and train with it. They wait at the store and not in a collective, which has a time limit.
 
-The first process to fail says why and leaves its exit code in the store. The others then end with the same code, and
-say nothing. Imports torch only where there are several processes.
+The first process to fail prints why and leaves its exit code in the store. The others then end with the same code and
+print nothing. Imports torch only where there are several processes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from liger_convert.utils.errors import BadInput, LinearizeError
 POLL = 0.05  # seconds between two looks at the store
 GRACE = 5.0  # seconds in which a process ends by itself once another has failed
 CONNECT = timedelta(seconds=5)  # in which the store answers
-BLAME = 3.0  # seconds in which a launcher notices that a process was killed
-LAUNCHED = "LINEARIZE_LAUNCHED"  # set by our own launcher, which speaks of signals itself
+SIGNAL_WAIT = 3.0  # seconds in which a launcher notices that a process was killed, and signals the others
+LAUNCHED = "LINEARIZE_LAUNCHED"  # set by our own launcher, which itself reports that a signal ended the run
 _NEEDED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _BY_ACCELERATE = "ACCELERATE_MIXED_PRECISION"  # which `accelerate launch` always sets
 
@@ -55,7 +55,7 @@ def rank() -> int:
 
 
 def is_first() -> bool:
-    """Whether this is the process that writes and speaks."""
+    """Whether this is the process that writes files and prints."""
     return rank() == 0
 
 
@@ -132,16 +132,17 @@ def barrier() -> None:
         _wait(lambda: _store().add(key, 0) >= count())
 
 
-def settle(code: int, *, unexpected: bool = False) -> tuple[int, bool]:
-    """The exit code with which all processes end after this one failed with `code`, and whether it is to say why.
+def agree_on_exit_code(code: int, *, unexpected: bool = False) -> tuple[int, bool]:
+    """After this process failed with `code`: the exit code with which all processes end, and whether this is the one
+    that prints the error.
 
-    unexpected: the failure may follow from another process that was killed, so the launcher is given time to tell.
+    unexpected: another process that was killed may have caused the failure, so the launcher's signal is waited for.
     """
     if count() == 1:
         return code, True
     try:
         if unexpected:
-            code = _wait_for_blame(code)
+            code = _wait_for_signal(code)
         mine = f"{rank()} {code}"
         first = _store().compare_set("failed", "", mine).decode()
     except (RuntimeError, OSError, KeyError, ValueError):  # the launcher is gone, or has told of no store
@@ -149,9 +150,9 @@ def settle(code: int, *, unexpected: bool = False) -> tuple[int, bool]:
     return int(first.split()[1]), first == mine and not (code > 128 and LAUNCHED in os.environ)
 
 
-def _wait_for_blame(code: int) -> int:
+def _wait_for_signal(code: int) -> int:
     """`code`, or that of the signal that the launcher sends to all when one process was killed."""
-    until = time.monotonic() + BLAME
+    until = time.monotonic() + SIGNAL_WAIT
     while time.monotonic() < until and interrupts.received() is None and _failed() is None:
         try:
             time.sleep(POLL)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from promises import assert_a_cache_changes_no_generation, assert_chunks_equal_one_pass
 from tiny_models import (
     GREEDY,
     MASK,
@@ -42,16 +43,6 @@ def test_single_tokens_equal_one_pass(model: Any, cuts: tuple[int, ...]) -> None
     assert_chunks_equal_one_pass(model, cuts)
 
 
-def assert_chunks_equal_one_pass(model: Any, cuts: tuple[int, ...]) -> None:
-    """`cuts`: after how many tokens each chunk ends."""
-    cache = DynamicCache(config=model.config)
-    parts = [
-        logits(model, TOKENS[:, start:end], past_key_values=cache, use_cache=True)
-        for start, end in zip((0, *cuts), cuts)
-    ]
-    assert_same_logits(torch.cat(parts, 1), logits(model, TOKENS))
-
-
 def test_a_bare_dynamic_cache_is_adopted(model: Any) -> None:
     cache = DynamicCache()
     assert_same_logits(logits(model, TOKENS, past_key_values=cache, use_cache=True), logits(model, TOKENS))
@@ -73,11 +64,7 @@ def test_the_cache_of_a_linearized_layer_stops_growing(model: Any) -> None:
 
 
 def test_beam_search_with_a_cache_equals_without(model: Any) -> None:
-    found = [
-        model.generate(PADDED, attention_mask=PADDED_MASK, num_beams=3, use_cache=cached, **GREEDY)
-        for cached in (True, False)
-    ]
-    assert torch.equal(*found)
+    assert_a_cache_changes_no_generation(model, num_beams=3)
 
 
 def test_sampling_several_sequences_with_a_cache_equals_without(model: Any) -> None:

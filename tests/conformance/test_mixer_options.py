@@ -5,20 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from tiny_models import (
-    GREEDY,
-    PADDED,
-    PADDED_MASK,
-    SINKS,
-    TOKENS,
-    WINDOW,
-    assert_same_logits,
-    base_folder,
-    build,
-    logits,
-)
-from transformers import DynamicCache
+from promises import LENGTH, assert_a_cache_changes_no_generation, assert_chunks_equal_one_pass
+from tiny_models import SINKS, WINDOW, base_folder, build
 
 from liger_convert.mixers import resolve_spec
 from liger_convert.model.loading import linearize_base
@@ -91,12 +79,8 @@ VARIANTS = [
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 def test_every_option_decodes_as_it_prefills(options: dict[str, Any]) -> None:
     model = build("llama", **{"type": "gla", "window": WINDOW, "sinks": SINKS, **options})
-    cache = DynamicCache(config=model.config)
-    parts = [logits(model, TOKENS[:, i : i + 1], past_key_values=cache, use_cache=True) for i in range(TOKENS.shape[1])]
-    assert_same_logits(torch.cat(parts, 1), logits(model, TOKENS))
-    assert torch.equal(
-        *(model.generate(PADDED, attention_mask=PADDED_MASK, use_cache=c, **GREEDY) for c in (True, False))
-    )
+    assert_chunks_equal_one_pass(model, range(1, LENGTH + 1))
+    assert_a_cache_changes_no_generation(model)
 
 
 def test_different_mixers_and_windows_share_one_model() -> None:
@@ -109,5 +93,4 @@ def test_different_mixers_and_windows_share_one_model() -> None:
         "layers": ["a", "b", "softmax"],
     }
     model = linearize_base(base_folder("llama"), plan, attn_implementation="eager").eval()
-    found = [model.generate(PADDED, attention_mask=PADDED_MASK, use_cache=cached, **GREEDY) for cached in (True, False)]
-    assert torch.equal(*found)
+    assert_a_cache_changes_no_generation(model)

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import GREEDY, PADDED, PADDED_MASK, PROMPT, TOKENS, assert_same_logits, logits, shared_model
+from promises import assert_left_padding_changes_nothing, assert_packed_documents_are_separate
+from tiny_models import PROMPT, assert_same_logits, logits, shared_model
 
 
 def test_a_left_padded_batch_equals_each_row_alone(model: Any) -> None:
-    both = model.generate(PADDED, attention_mask=PADDED_MASK, **GREEDY)
-    assert torch.equal(both[0, 9:], model.generate(PROMPT[:1, :5], **GREEDY)[0, 5:])
-    assert torch.equal(both[1], model.generate(PROMPT[1:], **GREEDY)[0])
+    assert_left_padding_changes_nothing(model)
 
 
 def test_right_padding_changes_nothing_before_it(model: Any) -> None:
@@ -22,16 +21,7 @@ def test_right_padding_changes_nothing_before_it(model: Any) -> None:
 
 
 def test_packed_documents_never_see_each_other(model: Any) -> None:
-    rows = [(9, 7, 13), (1, 20, 8)]
-    packed = TOKENS
-    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
-    together = logits(model, packed, position_ids=positions)
-    for b, row in enumerate(rows):
-        start = 0
-        for n in row:
-            alone = logits(model, packed[b : b + 1, start : start + n])
-            assert_same_logits(together[b : b + 1, start : start + n], alone)
-            start += n
+    assert_packed_documents_are_separate(model)
 
 
 def test_a_mask_of_pairs_and_a_packed_cached_row_are_refused() -> None:

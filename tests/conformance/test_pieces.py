@@ -10,6 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from promises import (
+    LENGTH,
+    assert_a_cache_changes_no_generation,
+    assert_chunks_equal_one_pass,
+    assert_left_padding_changes_nothing,
+    assert_packed_documents_are_separate,
+    stepwise_logits,
+)
 from tiny_models import (
     GREEDY,
     PADDED,
@@ -91,37 +99,22 @@ def test_a_converted_model_is_unchanged_before_it_is_trained(options: dict[str, 
 @every_piece
 @pytest.mark.parametrize("size", [1, 3, 29])
 def test_pieces_of_a_text_are_the_whole(options: dict[str, Any], size: int) -> None:
-    model = model_of(options)
-    cache = DynamicCache(config=model.config)
-    parts = [logits(model, TOKENS[:, i : i + size], past_key_values=cache, use_cache=True) for i in range(0, 29, size)]
-    assert_same_logits(torch.cat(parts, 1), logits(model, TOKENS))
+    assert_chunks_equal_one_pass(model_of(options), [*range(size, LENGTH, size), LENGTH])
 
 
 @every_piece
 def test_packed_documents_never_see_each_other(options: dict[str, Any]) -> None:
-    model, rows = model_of(options), [(9, 7, 13), (1, 20, 8)]
-    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
-    together = logits(model, TOKENS, position_ids=positions)
-    for b, row in enumerate(rows):
-        start = 0
-        for n in row:
-            alone = logits(model, TOKENS[b : b + 1, start : start + n])
-            assert_same_logits(together[b : b + 1, start : start + n], alone)
-            start += n
+    assert_packed_documents_are_separate(model_of(options))
 
 
 @every_piece
 def test_padding_changes_nothing(options: dict[str, Any]) -> None:
-    model = model_of(options)
-    both = model.generate(PADDED, attention_mask=PADDED_MASK, **GREEDY)
-    assert torch.equal(both[0, 9:], model.generate(PADDED[:1, 4:], **GREEDY)[0, 5:])
-    assert torch.equal(both[1], model.generate(PADDED[1:], **GREEDY)[0])
+    assert_left_padding_changes_nothing(model_of(options))
 
 
 @every_piece
 def test_beams_with_a_cache_equal_those_without(options: dict[str, Any]) -> None:
-    beams = {"attention_mask": PADDED_MASK, "num_beams": 3, **GREEDY}
-    assert torch.equal(*(model_of(options).generate(PADDED, use_cache=cached, **beams) for cached in (True, False)))
+    assert_a_cache_changes_no_generation(model_of(options), num_beams=3)
 
 
 @every_piece
@@ -168,6 +161,6 @@ def test_gradient_checkpointing_and_bfloat16_know_the_pieces(options: dict[str, 
         torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-6)
     model = model.eval().to(torch.bfloat16)
     cache = DynamicCache(config=model.config)
-    parts = [logits(model, TOKENS[:, i : i + 1], past_key_values=cache, use_cache=True) for i in range(29)]
+    stepwise = stepwise_logits(model, cache)
     assert all(state.dtype == torch.float32 for state in cache.layers[0].states.values())
-    assert_same_logits(torch.cat(parts, 1).float(), logits(model, TOKENS).float(), 0.1)
+    assert_same_logits(stepwise.float(), logits(model, TOKENS).float(), 0.1)

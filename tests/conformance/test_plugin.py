@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import yaml
 from tiny import save_tiny_base
 
+from liger_convert.cli.main import main
 from liger_convert.mixers import MIXERS, find_mixer, register_mixer, registry, resolve_spec
 from liger_convert.mixers.control.window import Window
 from liger_convert.pipeline.shipped_code import code_files
@@ -41,14 +43,6 @@ class Fading(Lightning):
         super().__init__(spec, dims)
         self.log_a_G = [-spec.rate] * dims.kv_heads
 '''
-COMMANDS = """
-import sys
-from liger_convert.cli.main import main
-for words in {commands}:
-    code = main(words)
-    if code:
-        raise SystemExit(code)
-"""
 STRANGER = """
 import importlib.abc, sys
 
@@ -78,14 +72,23 @@ def install(folder: Path, module: str = MODULE, entry: str = "fading = fading_mi
     return folder
 
 
-def run(*words: str, path: Path | None, folder: Path) -> subprocess.CompletedProcess[str]:
-    paths = [*([] if path is None else [str(path)]), *filter(None, sys.path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HOME": str(folder / "hf"), "TERM": "dumb"}
-    return subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, cwd=folder)
+@pytest.fixture
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test registers is forgotten after it."""
+    assert len(list(MIXERS.values())) == len(MIXERS)  # ours are imported, and stay registered after the test
+    monkeypatch.setattr(registry, "_classes", dict(registry._classes))
+    registry._plugins.cache_clear()
+    yield
+    monkeypatch.undo()
+    registry._plugins.cache_clear()
 
 
-def test_a_mixer_of_another_package_is_planned_converted_and_exported(tmp_path: Path) -> None:
-    site = install(tmp_path / "site")
+@pytest.mark.usefixtures("forgotten")
+def test_a_mixer_of_another_package_is_planned_converted_and_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(install(tmp_path / "site"))
+    monkeypatch.delitem(sys.modules, "fading_mixer", raising=False)
     base = save_tiny_base("llama", tmp_path / "base")
     recipe = {
         "version": 1,
@@ -99,19 +102,22 @@ def test_a_mixer_of_another_package_is_planned_converted_and_exported(tmp_path: 
         ["convert", str(base), str(tmp_path / "model"), "--mixer", "fading", "--set", "rate=0.25"],
         ["export", str(tmp_path / "model"), str(tmp_path / "export")],
     ]
-    ran = run("-c", COMMANDS.format(commands=commands), path=site, folder=tmp_path)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    assert "fading" in ran.stdout
+    assert [main(words) for words in commands] == [0, 0, 0]
+    assert "fading" in capsys.readouterr().out
     spec = json.loads((tmp_path / "export/config.json").read_text())["linearization"]["mixers"]["main"]
     assert (spec["type"], spec["rate"]) == ("fading", 0.25)
     assert (tmp_path / "export/plugin_fading_mixer.py").exists()
     (tmp_path / "stranger.py").write_text(STRANGER)
-    ran = run("stranger.py", str(tmp_path / "export"), path=None, folder=tmp_path)
+    monkeypatch.undo()  # the stranger has no such package
+    paths = os.pathsep.join(filter(None, sys.path))
+    environment = os.environ | {"PYTHONPATH": paths, "HF_HOME": str(tmp_path / "hf"), "TERM": "dumb"}
+    command = [sys.executable, "stranger.py", str(tmp_path / "export")]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr[-2000:]
 
 
 @pytest.fixture
-def entries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def entries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, forgotten: None):
     """Takes modules by name and text, and the entry points that name them; forgets them after the test."""
 
     def add(modules: dict[str, str], *points: tuple[str, str]) -> None:
@@ -125,11 +131,7 @@ def entries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         monkeypatch.setattr(registry, "entry_points", lambda group: found)
         registry._plugins.cache_clear()
 
-    assert len(list(MIXERS.values())) == len(MIXERS)  # ours are imported, and stay registered after the test
-    monkeypatch.setattr(registry, "_classes", dict(registry._classes))
-    yield add
-    monkeypatch.undo()
-    registry._plugins.cache_clear()
+    return add
 
 
 def test_an_entry_point_may_name_a_class_or_a_module(entries) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from promises import stepwise_logits
 from tiny import save_tiny_base, tiny_config
 from tiny_models import TOKENS, base_folder, linearization, logits
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 
 from liger_convert.io.checkpoint import Checkpoint
 from liger_convert.model.families import FAMILIES
@@ -60,9 +61,7 @@ def test_bfloat16_decodes_as_it_prefills(model: Any, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     low = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager").eval()
     assert {p.dtype for name, p in low.named_parameters() if ".mixer." in name} <= {torch.float32}
-    cache = DynamicCache(config=low.config)
-    parts = [logits(low, TOKENS[:, i : i + 1], past_key_values=cache, use_cache=True) for i in range(TOKENS.shape[1])]
-    stepwise, whole = torch.cat(parts, 1).float(), logits(low, TOKENS).float()
+    stepwise, whole = stepwise_logits(low).float(), logits(low, TOKENS).float()
     full = logits(model, TOKENS)
     rounding = (whole - full).abs().mean()
     assert (stepwise - whole).abs().mean() <= 2 * rounding

@@ -62,6 +62,7 @@ def test_what_is_wrong_is_said_in_one_sentence(script: Any, monkeypatch: pytest.
         return o * 1.001, state
 
     monkeypatch.setitem(gated_kernels.OPS, "elementwise", wrong)
+    monkeypatch.setattr(script, "VARIATIONS", 2)
     monkeypatch.setattr(sys, "argv", ["check_gpu.py", *WORDS[:6]])
     with pytest.raises(SystemExit, match=r"^1 of 1 are wrong: op elementwise by torch \(one token, float32: output 0"):
         script.main()

@@ -360,9 +360,9 @@ def test_a_recurrence_is_that_of_flash_linear_attention(name: str) -> None:
 adapter = import_module("gated_kernels.delta_rule.fla")
 SMALL = {"G": 2, "R": 3, "F": 16, "V": 17}
 ADAPTED = {
-    "one gate a head": DeltaCase(sizes.Case(70, per_head=True, **SMALL)),
+    "one gate per head": DeltaCase(sizes.Case(70, per_head=True, **SMALL)),
     "no gate, segments": DeltaCase(sizes.Case(70, gate="none", segments=True, **SMALL)),
-    "one gate a head, -200 and 0, segments": DeltaCase(sizes.Case(70, gate="mixed", per_head=True, segments=True)),
+    "one gate per head, -200 and 0, segments": DeltaCase(sizes.Case(70, gate="mixed", per_head=True, segments=True)),
     "a gate per channel": DeltaCase(sizes.Case(33, **SMALL)),
     "a gate per channel, -200 and 0, segments": DeltaCase(sizes.Case(40, gate="mixed", segments=True, **SMALL)),
     "erases elsewhere": DeltaCase(sizes.Case(33, per_head=True, **SMALL), erases_elsewhere=True),

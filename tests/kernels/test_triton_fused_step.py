@@ -6,6 +6,7 @@ Run as a script, it compiles the step of several sizes for sm_90, which needs th
 from __future__ import annotations
 
 import functools
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -124,7 +125,7 @@ def build(family: str, softmax: int | None, **spec: Any) -> Any:
 @pytest.mark.parametrize(
     ("prompt", "family", "softmax", "spec"),
     [
-        (1, "llama", 1, {"gate": "constant"}),
+        (1, "llama", 1, {"gate": "constant", "codes": 17}),
         pytest.param(9, "llama", None, {"codes": 16}, marks=pytest.mark.slow),
         pytest.param(6, "phi3", 0, {"gate": "none", "sinks": 0, "codes": 5}, marks=pytest.mark.slow),
         (2, "smollm3", 0, {"type": "liger-paper"}),
@@ -188,7 +189,7 @@ def caches(cache: Any) -> dict[str, Tensor]:
 def test_text_is_that_of_plain_steps(use: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling, "Decoder", functools.partial(Decoder, in_place=True))
     model, prompt = build("llama", None, codes=16), torch.arange(5, 18, device=DEVICE)[None]
-    options: dict[str, Any] = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     plain = model.generate(prompt, disable_compile=True, **options)
     use(True)
     assert torch.equal(model.generate(prompt, **options), plain)
@@ -210,25 +211,31 @@ def test_other_layers_take_their_steps_as_before(spec: dict[str, Any], use: Call
     assert [layer.fused for layer in cache.layers] == [False] * 3
 
 
-def test_every_size_compiles_for_hopper_without_spilling(tmp_path: Path) -> None:
-    lines = told_by(__file__, tmp_path)
-    assert [line[0] for line in lines] == ["read_kernel", "write_kernel"] * len(COMPILED)
+@pytest.mark.parametrize(
+    "cases",
+    [["256 channels", "liger-paper"], pytest.param([], marks=pytest.mark.slow)],
+    ids=["the largest and the other kind", "every size"],
+)
+def test_the_step_compiles_for_hopper_without_spilling(cases: list[str], tmp_path: Path) -> None:
+    lines = told_by(__file__, tmp_path, *cases)
+    assert [line[0] for line in lines] == ["read_kernel", "write_kernel"] * len(cases or COMPILED)
     shared, spilled = ([int(line[i]) for line in lines] for i in (1, 2))
     assert max(shared) <= 99 * 1024  # of the smallest Ampere and Hopper chips
     assert max(spilled) <= 64  # bytes a thread, and only of heads of 256
 
 
-def compile_all() -> None:
-    """Calls the step of every case with tensors that hold nothing; what would be launched is compiled. Prints each
-    kernel, its shared memory, and the bytes that a thread has to put elsewhere than in registers."""
+def compile_all(cases: list[str]) -> None:
+    """Calls the step of these cases, or of every one, with tensors that hold nothing; what would be launched is
+    compiled. Prints each kernel, its shared memory, and the bytes that a thread has to put elsewhere than in registers.
+    """
 
     def tell(name: str, compiled: Any) -> None:
         print(name, compiled.metadata.shared, *spilled(compiled.asm["cubin"]))
 
     compile_instead_of_launching(tell)
-    for case in COMPILED.values():
-        kernels.triton_fused_step(*changed(inputs(case), lambda t: t.to("meta")))
+    for case in cases or COMPILED:
+        kernels.triton_fused_step(*changed(inputs(COMPILED[case]), lambda t: t.to("meta")))
 
 
 if __name__ == "__main__":
-    compile_all()
+    compile_all(sys.argv[1:])

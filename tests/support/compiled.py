@@ -27,14 +27,15 @@ NAMES = {
 }
 
 
-def told_by(script: str, cache: Path) -> list[list[str]]:
-    """The words of every line that `script` prints, in a process whose Triton compiles. Skips where none can."""
+def told_by(script: str, cache: Path, *words: str) -> list[list[str]]:
+    """The words of every line that `script`, given `words`, prints in a process whose Triton compiles. Skips where none
+    can."""
     ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     if not ptxas.exists() and "TRITON_PTXAS_PATH" not in os.environ:
         pytest.skip("this Triton comes without ptxas")
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, script, *words], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return [line.split() for line in done.stdout.splitlines()]
 

@@ -236,7 +236,7 @@ def test_train_writes_the_text_of_the_base_into_its_folder(home, capsys):
     words = ["train", "recipe.yaml", "--stage", "1", "--model", "converted", "--out", "own", "--set", own]
     stats = json.loads(output(capsys, *words, "--json"))
     assert stats["epochs"] == round(256 / (18 * 32), 3)
-    assert (home / "own/tokens.u32").stat().st_size == 4 * 18 * 32
+    assert (home / "own/data-text/tokens.u32").stat().st_size == 4 * 18 * 32
     assert json.loads(output(capsys, *words, "--resume", "--json"))["loss"] == stats["loss"]
     output(capsys, "merge", "converted", "own", "--out", "merged-own")
 

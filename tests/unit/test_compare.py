@@ -56,13 +56,37 @@ def test_runs_of_one_base_have_it_once_and_share_one_zero(runs):
     assert math.isclose(found["runs"]["one"]["mean_recovery"], sum(one.values()) / len(one))
 
 
-def test_the_zero_of_a_metric_is_the_weakest_untrained_window(tmp_path, runs):
-    hybrid = report()["models"]
-    hybrid["window_only_untrained"] |= {"copy_nll_512": measured(0.3), "niah_s1_1024/contains": measured(0.9)}
-    found = compare([saved(tmp_path / "hybrid", models=hybrid), *runs])
+def test_a_recipe_whose_untrained_window_is_weak_flatters_no_run(tmp_path, runs):
+    weak = report()["models"]
+    weak["window_only_untrained"] |= {"copy_nll_512": measured(9.0), "niah_s1_1024/contains": measured(0.0)}
+    found = compare([saved(tmp_path / "no-sinks", models=weak), *runs])
     assert found["zero"]["model"]["copy_nll_512"]["value"] == 1.7
     assert found["zero"]["model"]["niah_s1_1024/contains"]["value"] == 0.05
-    assert found["runs"]["hybrid"]["recovery"] == found["runs"]["one"]["recovery"]
+    assert found["runs"]["no-sinks"]["recovery"] == found["runs"]["one"]["recovery"] == recovered(runs)
+    # the control: from the weak window the same run would seem to recover more
+    alone = compare([tmp_path / "no-sinks", saved(tmp_path / "again", models=weak)])
+    assert alone["zero"]["model"]["copy_nll_512"]["value"] == 9.0
+    assert alone["runs"]["no-sinks"]["recovery"]["copy_nll_512"] > recovered(runs)["copy_nll_512"] + 0.05
+
+
+def test_the_window_of_a_hybrid_is_no_zero_for_runs_with_fewer_softmax_layers(tmp_path, runs):
+    hybrid, layers = report()["models"], report()["plan"]["linearization"]["layers"]
+    hybrid["window_only_untrained"] |= {"copy_nll_512": measured(0.8), "niah_s1_1024/contains": measured(0.4)}
+    more = report()["plan"] | {"linearization": {"layers": ["softmax", *layers]}}
+    found = compare([saved(tmp_path / "hybrid", models=hybrid, plan=more), *runs])
+    assert found["zero"]["model"]["copy_nll_512"]["value"] == 1.7
+    assert found["runs"]["one"]["recovery"] == recovered(runs)
+    # the control: with as many softmax layers as the others have, its window is the zero
+    same = compare([saved(tmp_path / "same", models=hybrid), *runs])
+    assert same["zero"]["model"]["copy_nll_512"]["value"] == 0.8
+    assert same["zero"]["model"]["niah_s1_1024/contains"]["value"] == 0.4
+    assert same["runs"]["one"]["recovery"]["copy_nll_512"] < recovered(runs)["copy_nll_512"]
+
+
+def recovered(runs: list[Path]) -> dict[str, float]:
+    """What the first of these runs recovers when they are compared alone."""
+    found: dict[str, float] = compare(runs)["runs"]["one"]["recovery"]
+    return found
 
 
 def test_runs_of_different_suites_show_what_they_share_and_say_what_is_missing(tmp_path, runs):

@@ -22,6 +22,7 @@ from tiny import save_tiny_base
 
 from liger_convert.cli.main import app, main
 from liger_convert.config.recipe import parse
+from liger_convert.pipeline import layer_selection
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -171,6 +172,7 @@ def test_the_commands_of_a_page_run(page, home, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "page"
     shutil.copytree(home, folder)
     monkeypatch.chdir(folder)
+    monkeypatch.setattr(layer_selection, "CALIBRATION_TOKENS", 1024)
     names: dict[str, object] = {}
     for fence in fences(page):
         if fence.mark != "run":

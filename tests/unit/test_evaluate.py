@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import lzma
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from tasks import ROWS, log_likelihood, run, suite, write_rows
 from tiny import save_tiny_base, tiny_tokenizer
 
 from liger_convert.config import resources
@@ -19,28 +19,11 @@ from liger_convert.data.documents import Document
 from liger_convert.eval import suites
 from liger_convert.eval.evaluation import evaluate_model
 from liger_convert.eval.generation import load_model
-from liger_convert.eval.suites import Suite
 from liger_convert.mixers import resolve_spec
 from liger_convert.model.loading import linearize_base
 from liger_convert.utils.errors import BadInput
 
 CPU = torch.device("cpu")
-ROWS: dict[str, list[dict[str, Any]]] = {
-    "piqa": [
-        {"goal": f"open box {i}", "sol1": "lift its lid", "sol2": f"sit on it {i}", "label": i % 2} for i in range(6)
-    ],
-    "lambada_openai": [{"text": f"he had {i} cats and fed every last cat"} for i in range(4)],
-    "wikitext2_test": [{"page": f" = Page {i} = \n \n Some words , and 1 @,@ 000 more . \n"} for i in range(2)],
-    "squad_1k": [
-        {"context": f"Bob is {i} years old.", "question": "How old is Bob?", "answers": [str(i)]} for i in range(5)
-    ],
-    "mmlu": [
-        {"question": f"{i} + 1?", "choices": ["1", "2", "3", "4"], "answer": i % 4, "subject": subject}
-        for subject in ("anatomy", "virology")
-        for i in range(3)
-    ],
-}
-ROWS["mmlu_dev"] = ROWS["mmlu"]
 
 
 @pytest.fixture(scope="module")
@@ -55,28 +38,7 @@ def model(base: Path) -> Any:
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
-    folder = tmp_path / "rows"
-    folder.mkdir()
-    for name, values in ROWS.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in values))
-    return folder
-
-
-def suite(**fields: Any) -> Suite:
-    return Suite.model_validate({"name": "test", "description": "a test", **fields})
-
-
-def run(model: Any, rows: Path | None, tasks: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
-    options = {"batch_size": 2, "precision": "float32"} | options
-    return evaluate_model(model, tiny_tokenizer(), suite(tasks=tasks), data_dir=rows, **options)
-
-
-def log_likelihood(model: Any, context: str, answer: str) -> float:
-    tokenizer = tiny_tokenizer()
-    prompt, ids = tokenizer(context)["input_ids"], tokenizer(context + answer)["input_ids"]
-    with torch.no_grad():
-        losses = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-    return sum(losses[i - 1, ids[i]].item() for i in range(len(prompt), len(ids)))
+    return write_rows(tmp_path / "rows")
 
 
 @pytest.mark.parametrize("name", resources.names("suites"))
@@ -313,213 +275,6 @@ def test_unusable_task_data_is_one_sentence(model: Any, rows: Path, change: Any,
     with pytest.raises(BadInput) as caught:
         run(model, rows, [{"name": "piqa", "metrics": ["acc"]} | task])
     assert says in str(caught.value)
-
-
-# a row of each task whose first answer is right, in lm-eval's own schema, and what its prompt ends in
-SPAN = {"number": "", "date": {"day": "", "month": "", "year": ""}, "spans": ["Bob"]}
-STOCK_ROWS: dict[str, tuple[dict[str, Any], str]] = {
-    "boolq": ({"passage": "Bob is old.", "question": "is bob old", "label": 0}, "Question: is bob old?\nAnswer:"),
-    "sciq": (
-        {"support": "", "question": "What?", "correct_answer": "no", "distractor1": "a", "distractor2": "b"}
-        | {"distractor3": "c"},
-        "Question: What?\nAnswer:",
-    ),
-    "openbookqa": (
-        {"question_stem": "The sun is", "choices": {"text": ["hot", "a cat"], "label": ["A", "B"]}, "answerKey": "A"},
-        "The sun is",
-    ),
-    "arc_challenge": (
-        {"question": "The sun is", "choices": {"text": ["hot", "a cat"], "label": ["A", "B"]}, "answerKey": "A"},
-        "Question: The sun is\nAnswer:",
-    ),
-    "winogrande": ({"sentence": "Ann is old, _ sat.", "option1": "Bob", "option2": "Ann or Bob", "answer": "1"}, "Bob"),
-    "ifeval": (
-        {"key": 1, "prompt": "Say bob.", "instruction_id_list": ["keywords:existence"]}
-        | {"kwargs": [{"keywords": ["bob"]}]},
-        "Say bob.",
-    ),
-    "gsm8k": ({"question": "1 + 1?", "answer": "It is 2.\n#### 2"}, "Question: 1 + 1?\nAnswer:"),
-    "drop": (
-        {"query_id": "1", "passage": "Bob sat.", "question": "Who?", "answer": SPAN}
-        | {"validated_answers": {"number": [""], "date": [SPAN["date"]], "spans": [["Bob"]]}},
-        "Bob sat. Who?",
-    ),
-    "drop_ctx": ({"context": "Bob sat.", "question": "Who?", "answers": ["Bob"]}, "Question: Who?\nAnswer:"),
-    "swde": ({"text": " Bob sat. Name:", "value": "Bob "}, "Bob sat. Name:"),
-    "fda": ({"text": " Bob sat. Name:", "value": "Bob "}, "Bob sat. Name:"),
-    "niah_s3_8192": ({"input": "The number is", "answers": ["Bob"]}, "The number is"),
-}
-METRIC = {"gsm8k": "exact_match", "drop": "em", "ifeval": "prompt_level_strict_acc"}
-METRIC |= dict.fromkeys(("boolq", "sciq", "openbookqa", "arc_challenge", "winogrande"), "acc")
-
-
-@pytest.mark.usefixtures("no_network")
-@pytest.mark.parametrize("name", STOCK_ROWS)
-def test_a_task_with_local_rows_asks_and_scores_as_lm_eval_does(
-    model: Any, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from liger_convert.eval import harness
-
-    row, prompt = STOCK_ROWS[name]
-    stem = suites.LOCAL_FILES[name]["test"]
-    (tmp_path / f"{stem}.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
-    task = {"name": name, "metrics": [METRIC.get(name, "contains")]}
-    said = {"gsm8k": " It is 2.\n#### 2", "drop": "Bob"}.get(name, " It was bob, I think.")
-    asked = []
-
-    def answers(right: bool) -> None:
-        def likelihoods(self: Any, requests: list) -> list:
-            asked.extend(request.args[0] for request in requests)
-            last = 3 if name == "sciq" else 0  # which of the choices is the right one
-            return [(float((request.idx == last) == right), False) for request in requests]
-
-        def generated(self: Any, requests: list) -> list:
-            asked.extend(request.args[0] for request in requests)
-            return [said if right else "nobody" for _ in requests]
-
-        monkeypatch.setattr(harness._Harness, "loglikelihood", likelihoods)
-        monkeypatch.setattr(harness._Harness, "generate_until", generated)
-
-    suites.check_data(suite(tasks=[task]), tmp_path, None)
-    for right in (True, False):
-        answers(right)
-        found = run(model, tmp_path, [task])
-        assert {measured["value"] for measured in found.values()} == {float(right)}, found
-        assert {measured["n"] for measured in found.values()} == {2}
-    assert all(text.endswith(prompt) for text in asked)
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "says"),
-    [
-        ("boolq", {"label": -1}, "its label is -1, none of its 2 choices"),
-        ("openbookqa", {"answerKey": "C"}, "ValueError"),
-        ("swde", {"value": " "}, "`value` should be a text"),
-        ("drop_ctx", {"answers": "Bob"}, "`answers` should be a list of texts"),
-        ("gsm8k", {"question": None}, ""),
-        (
-            "ifeval",
-            {"instruction_id_list": ["length_constraints:number_sentences"]},
-            "length_constraints:number_sentences is scored with nltk's data punkt_tab, which is not here; run",
-        ),
-    ],
-)
-def test_a_row_that_does_not_fit_its_task_is_named(
-    tmp_path: Path, name: str, change: dict, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("nltk.data.path", [])
-    row, stem = STOCK_ROWS[name][0], suites.LOCAL_FILES[name]["test"]
-    if name == "gsm8k":
-        row, change = {"query": row["question"], "answer": row["answer"]}, {}
-    (tmp_path / f"{stem}.jsonl").write_text(json.dumps(row | change) + "\n")
-    with pytest.raises(BadInput, match=rf"{stem}.jsonl line 1: does not fit task {name}: .*{says}"):
-        suites.check_data(suite(tasks=[{"name": name, "metrics": [METRIC.get(name, "contains")]}]), tmp_path, None)
-
-
-def test_a_task_whose_package_is_not_there_says_so(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for package in ("immutabledict", "langdetect"):
-        monkeypatch.setitem(sys.modules, package, None)
-    for name in [name for name in sys.modules if name.startswith("lm_eval.tasks.ifeval")]:
-        monkeypatch.delitem(sys.modules, name)
-    row = {"key": 1, "prompt": "Say no.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{"n": None}]}
-    (tmp_path / "ifeval.jsonl").write_text(json.dumps(row) + "\n")
-    with pytest.raises(BadInput, match=r"task ifeval: needs a package that is not there: .*(immutabledict|langdetect)"):
-        run(model, tmp_path, [{"name": "ifeval", "metrics": ["prompt_level_strict_acc"]}])
-
-
-def test_shots_of_gsm8k_need_their_own_file(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from liger_convert.eval import harness
-
-    asked: list[str] = []
-    monkeypatch.setattr(
-        harness._Harness, "generate_until", lambda self, rs: asked.extend(r.args[0] for r in rs) or ["#### 2"] * len(rs)
-    )
-    row = STOCK_ROWS["gsm8k"][0]
-    (tmp_path / "gsm8k.jsonl").write_text(json.dumps(row) + "\n")
-    task = {"name": "gsm8k", "shots": 2, "metrics": ["exact_match"]}
-    with pytest.raises(BadInput, match=r"has no gsm8k_train.jsonl \(or .jsonl.xz, .jsonl.gz\), which task gsm8k reads"):
-        run(model, tmp_path, [task])
-    (tmp_path / "gsm8k_train.jsonl").write_text(
-        "".join(json.dumps(row | {"question": f"{i}?"}) + "\n" for i in range(4))
-    )
-    assert set(run(model, tmp_path, [task])) == {
-        "gsm8k/exact_match,strict-match",
-        "gsm8k/exact_match,flexible-extract",
-    }
-    assert asked[0].count("Answer:") == 3
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Somebody's own tasks: a choice, a group of it, one that takes a known name, and one whose rows are not there."""
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    rows = [{"q": f"open box {i}", "a": ["lift its lid", "sit on it"], "right": i % 2} for i in range(6)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "score.py").write_text("def ask(doc):\n    return doc['q'] + '!'\n")
-    own = {
-        "output_type": "multiple_choice",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}, "cache_dir": str(tmp_path / "cache")},
-        "test_split": "test",
-        "doc_to_target": "right",
-        "doc_to_choice": "a",
-        "metric_list": [{"metric": "acc"}],
-        "metadata": {"version": 1.0},
-    }
-    lost = own | {"dataset_kwargs": {"data_files": {"test": str(folder / "lost.jsonl")}}}
-    for name, config in {"boxes": own, "winogrande": own, "lost": lost}.items():
-        text = yaml.safe_dump({"task": name} | config) + "doc_to_text: !function score.ask\n"
-        (folder / f"{name}.yaml").write_text(text)
-    return folder
-
-
-def included(folder: Path, *names: str) -> Suite:
-    from liger_convert.eval.task_files import included_tasks
-
-    tasks = [{"name": name, "metrics": ["acc"]} for name in names]
-    return suite(tasks=tasks).with_tasks_of(folder, included_tasks(folder))
-
-
-def test_tasks_of_a_folder_read_what_their_own_yaml_says(model: Any, rows: Path, folder: Path) -> None:
-    mixed = included(folder, "boxes", "piqa", "winogrande")
-    suites.check_data(mixed, rows, None)
-    found = evaluate_model(model, tiny_tokenizer(), mixed, data_dir=rows, precision="float32")
-    right = []
-    for i in range(6):
-        scores = [log_likelihood(model, f"open box {i}!", f" {answer}") for answer in ("lift its lid", "sit on it")]
-        right.append(int(np.argmax(scores)) == i % 2)
-    assert found["boxes/acc"]["value"] == found["winogrande/acc"]["value"] == pytest.approx(np.mean(right))
-    assert found["boxes/acc"]["n"] == 6
-    assert found["piqa/acc"] == run(model, rows, [{"name": "piqa", "metrics": ["acc"]}])["piqa/acc"]
-
-
-def test_a_suite_file_may_name_the_folder_itself(model: Any, folder: Path) -> None:
-    tasks = [{"name": "boxes", "metrics": ["acc"], "needs_data": True, "include_path": str(folder)}]
-    assert set(run(model, None, tasks)) == {"boxes/acc"}
-
-
-@pytest.mark.parametrize(
-    ("prepare", "names", "says"),
-    [
-        (lambda folder: None, ["piqa"], "has no task of suite test; the tasks there are boxes, lost, winogrande"),
-        (lambda folder: None, ["lost"], "task lost of .*mine: cannot be loaded"),
-        (
-            lambda folder: (folder / "rows.jsonl").open("a").write('{"q": "x", "a": ["b", "c"], "right": 7}\n'),
-            ["boxes"],
-            "row 7 of split test: does not fit task boxes: its label is 7, none of its 2 choices",
-        ),
-        (lambda folder: (folder / "score.py").write_text("import nothing_of_the_kind\n"), ["boxes"], "needs a package"),
-    ],
-)
-def test_a_folder_of_tasks_that_cannot_be_used_is_one_sentence(
-    folder: Path, prepare: Any, names: list[str], says: str
-) -> None:
-    prepare(folder)
-    with pytest.raises(BadInput, match=says):
-        suites.check_data(included(folder, *names), None, None)
-    with pytest.raises(BadInput, match="is no folder; name one with the YAML files"):
-        included(folder / "rows.jsonl", "boxes")
 
 
 def test_a_task_of_ours_without_data_says_what_to_give(model: Any) -> None:

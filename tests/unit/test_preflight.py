@@ -86,10 +86,11 @@ def refused(arguments: list[str], capsys: Any, *says: str) -> None:
     assert not Path("out").exists()
 
 
-def warned(arguments: list[str], capsys: Any) -> list[str]:
+def warned(arguments: list[str], capsys: Any, begin: str | tuple[str, ...] = "warning: ") -> list[str]:
+    """The lines on stderr that begin so."""
     capsys.readouterr()
     assert main.main(arguments) == (130 if arguments[0] == "run" else 0)
-    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith(begin)]
 
 
 def test_a_sound_run_is_warned_of_nothing(home: Path, capsys: Any) -> None:
@@ -270,11 +271,12 @@ def test_a_suite_that_its_rows_do_not_fit_is_refused(
     refused(words("eval.data=rows"), capsys, "piqa" if "piqa" in tasks else "squad_ctx", says)
 
 
-def test_what_a_run_leaves_out_of_its_suite_is_a_warning(home: Path, capsys: Any) -> None:
+def test_what_a_run_leaves_out_of_its_suite_is_a_note_and_no_warning(home: Path, capsys: Any) -> None:
     (home / "suite.yaml").write_text(SUITE + "copying: [{lengths: [16, 300]}]\npositions: [{window: 512}]\n")
-    curve, positions = sorted(warned(words("data.text.held_out=0.6"), capsys))
-    assert "suite suite: copy_nll_300: left out, as said twice they are longer than the 256 tokens" in curve
-    assert "suite suite: text_nll_at_512: left out, as the base takes 256 tokens" in positions
+    curve, positions, *warnings = sorted(warned(words("data.text.held_out=0.6"), capsys, ("note: ", "warning: ")))
+    assert curve.startswith("note: suite suite: copy_nll_300: left out, as said twice they are longer than the 256")
+    assert positions == "note: suite suite: text_nll_at_512: left out, as the base takes 256 tokens"
+    assert warnings == json.loads((home / "out/manifest.json").read_text())["steps"]["plan"]["plan"]["warnings"] == []
 
 
 def test_text_of_another_kind_is_read_before_the_training(home: Path, capsys: Any) -> None:
@@ -288,8 +290,8 @@ def test_text_of_another_kind_is_read_before_the_training(home: Path, capsys: An
 
 def test_a_run_that_trains_on_the_documentation_has_no_text_of_another_kind(home: Path, capsys: Any) -> None:
     (home / "suite.yaml").write_text(SUITE[:-1].replace("}]", "}, {source: other}]") + "\n")
-    (warning,) = warned(words("data.text={source: pydoc, held_out: 0.01}"), capsys)
-    assert "other_ppl, other_byte_ppl: left out, as there is no text of another kind" in warning
+    (note,) = warned(words("data.text={source: pydoc, held_out: 0.01}"), capsys, "note: suite")
+    assert "other_ppl, other_byte_ppl: left out, as there is no text of another kind" in note
 
 
 def test_prompts_need_text_of_some_kind(home: Path, capsys: Any) -> None:
@@ -350,6 +352,24 @@ def size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
+
+
+def test_a_source_of_a_mix_that_is_read_over_and_over_is_a_warning(home: Path, capsys: Any) -> None:
+    lines(home / "few.jsonl", [{"text": "x" * 40}])
+    few = "data.few={source: file, path: few.jsonl}"
+    mix = "stages[0].data={text: 0.5, few: 0.5}"
+    (said,) = warned(words(few, mix, "stages[0].tokens=512"), capsys)
+    assert "stages[0].data.few: few has 40 tokens, so the stage reads it 6.4 times; give it more text" in said
+    assert warned([*words(few, mix), "--out", "again"], capsys) == []  # 256 tokens: 3.2 times
+
+
+def test_a_mix_needs_one_source_that_leaves_the_window(home: Path, capsys: Any) -> None:
+    lines(home / "short.jsonl", [{"text": "x" * 6}] * 20)
+    lines(home / "shorter.jsonl", [{"text": "y" * 5}] * 20)
+    both = ["data.short={source: file, path: short.jsonl}", "data.shorter={source: file, path: shorter.jsonl}"]
+    said = "stages[0].data: documents of short and shorter, of at most 6 tokens, never leave the window"
+    refused(words(*both, "stages[0].data={short: 0.5, shorter: 0.5}", "stages[0].tokens=128"), capsys, said)
+    assert warned(words(*both, "stages[0].data={short: 0.5, text: 0.5}", "stages[0].tokens=128"), capsys) == []
 
 
 class Sampler(threading.Thread):

@@ -11,6 +11,7 @@ import math
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -191,12 +192,12 @@ def test_every_mixer_of_a_paper_says_what_of_its_layer_it_has_not() -> None:
 @pytest.mark.parametrize(
     ("name", "piece"),
     [
-        ("gla", "output gate"),
-        ("gateloop", "output gate"),
+        ("gla", "output norm"),
+        ("gateloop", "`output_gate`"),
         ("gsa", "output norm"),
         ("abc", "projection"),
-        ("deltanet", "short convolutions"),
-        ("gated-deltanet", "output norm and gate"),
+        ("deltanet", "`short_conv`"),
+        ("gated-deltanet", "`output_norm`, `output_gate`"),
         ("rwkv7", "token shift"),
         ("titans", "persistent memory"),
         ("ttt", "mini-batches"),
@@ -209,6 +210,23 @@ def test_a_piece_that_is_left_out_is_told(name: str, piece: str, capsys: pytest.
     assert piece in json.loads(capsys.readouterr().out)[name]["left_out"]
     page = (ROOT / "docs/mixers.md").read_text()
     assert f"| `{name}` | {MIXERS[name].left_out} |" in page
+
+
+IN_WORDS = {
+    "short_conv": "short convolution",
+    "output_gate": "output gate",
+    "output_norm": "output norm",
+    "skip": "skip",
+}
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_piece_that_is_an_option_is_told_by_its_name(name: str) -> None:
+    missing, _, off = MIXERS[name].left_out.partition("off by default: ")
+    options = asdict(MIXERS[name].Spec())
+    for option in re.findall(r"`(\w+)`", off):
+        assert options[option] in (0, False, "none"), f"{option} is on by default"
+    assert [option for option, words in IN_WORDS.items() if option in options and words in missing] == []
 
 
 # --- the recipes

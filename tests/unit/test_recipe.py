@@ -144,6 +144,19 @@ def test_a_yaml_mistake_is_named_with_its_line():
         ("stages[1].copy_fraction=0.3", "stages[1].copy_fraction: a copied stretch has no mask of its responses"),
         ("stages[0].data=txt", "stages[0].data: 'txt' is not a source under `data:`; did you mean 'text'?"),
         ("stages[1].data=text", "stages[1].loss_on: source 'text' is text without responses"),
+        ("stages[0].data={text: 0.7, chta: 0.3}", "stages[0].data.chta: 'chta' is not a source under `data:`; did you"),
+        ("stages[0].data={text: 0.7, chat: 0.2}", "stages[0].data: its fractions add up to 0.9 and should add up to 1"),
+        ("stages[0].data={text: 1.0, chat: 0}", "stages[0].data.text: should be a fraction of the tokens, above 0 and"),
+        ("stages[0].data={text: 0.5, chat: .nan}", "stages[0].data.chat: should be a fraction of the tokens, above 0"),
+        ("stages[0].data={text: 1.5, chat: -0.5}", "stages[0].data.text: should be a fraction of the tokens, above 0"),
+        ("stages[0].data={text: half, chat: 0.5}", "stages[0].data.text: should be a fraction of the tokens, above 0"),
+        ("stages[0].data={}", "stages[0].data: its fractions add up to 0"),
+        ("stages[0].data=[text, chat]", "stages[0].data: should be the name of a source, or fractions by name"),
+        ("stages[1].data={text: 0.5, chat: 0.5}", "stages[1].loss_on: source 'text' is text without responses"),
+        ("data.own={source: teacher, tokens: 1e4, prompts: txt}", "data.own.prompts: 'txt' is not a source under"),
+        ("data.own={source: teacher, tokens: 1e4, prompts: own}", "data.own.prompts: source 'own' is written by the"),
+        ("data.own={source: teacher, tokens: 1e4, prompts: text, prompt: [A]}", "data.own.prompts: `prompt` already"),
+        ("data.own={source: teacher, tokens: 1e4, prompts: text, prompt_tokens: 512}", "data.own.prompt_tokens: 512"),
         ("eval.text=chat", "eval.text: source 'chat' holds nothing out"),
         ("eval.text=books", "eval.text: 'books' is not a source"),
         ("eval.other_text=books", "eval.other_text: 'books' is not a source"),
@@ -276,6 +289,7 @@ def test_recipes_are_read_without_importing_torch():
 
 
 OTHER = "data.far={source: file, path: far.jsonl}"
+OWN = "data.own={source: teacher, tokens: 1e4, prompts: far}"
 
 
 def test_text_of_another_kind_is_the_one_that_is_named_or_pythons_documentation():
@@ -310,3 +324,10 @@ def test_text_that_is_trained_on_under_another_name_is_no_text_of_another_kind(s
     said = refusal(f"data.far={source}", "eval.other_text=far")
     assert "eval.other_text: source 'far' is " in said
     assert recipe.parse(RECIPE, ["data.far={source: hub, id: a/b, split: test}", "eval.other_text=far"])
+
+
+def test_text_that_a_trained_source_continues_is_not_of_another_kind() -> None:
+    trained = "stages[0].data={text: 0.5, own: 0.5}"
+    said = refusal(OTHER, OWN, trained, "eval.other_text=far")
+    assert "eval.other_text: source 'far' is text that the run reads as 'far'" in said
+    assert recipe.parse(RECIPE, [OTHER, OWN, "eval.other_text=far"]).stages[0].data == "text"

@@ -1,15 +1,14 @@
 """A whole run on a tiny model: what it leaves, and that killing it at any point changes nothing of the result."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from deaths import exit_code_of
 from tiny import save_tiny_base
 
 from liger_convert.cli import main
@@ -45,37 +44,6 @@ RECIPE = {
 }
 STEPS = ["base", "plan", "convert", "check", "1-align", "2-distill", "3-finetune", "merge", "export", "eval", "report"]
 SUITE = "description: tiny\ntext: [{window: 32, windows: 4}]\ncopying: [{length: 8, draws: 4}]\n"
-
-# Runs a command and dies of SIGKILL: for `LABEL DONE` when the work with that label reports so much done, for
-# `record NAME` when that step is complete but not yet recorded.
-KILLED = """
-import os, signal, sys
-from contextlib import contextmanager
-from liger_convert.cli.main import main
-from liger_convert.pipeline import layer_selection, manifest, single_steps, steps
-where, what, *words = sys.argv[1:]
-die = lambda: os.kill(os.getpid(), signal.SIGKILL)
-layer_selection.CALIBRATION_TOKENS = 1024
-real_progress, real_write = steps.show_progress, manifest.Manifest.write
-
-@contextmanager
-def progress(label):
-    with real_progress(label) as report:
-        def watched(done, total, note=""):
-            if label == where and done >= float(what):
-                die()
-            report(done, total, note)
-        yield watched
-
-def write(self, folder):
-    if where == "record" and what in self.steps:
-        die()
-    real_write(self, folder)
-
-single_steps.show_progress = steps.show_progress = progress
-manifest.Manifest.write = write
-sys.exit(main(words))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +96,8 @@ def test_a_report_on_text_of_two_kinds_shows_what_the_base_would_have_written(ho
         "copy_nll_200: left out, as said twice they are longer than the 256 tokens that the base takes",
     ]
     page = (home / "two-kinds/report.md").read_text()
-    assert all(f"- Warning: suite honest: {note}." in page for note in report["notes"])
+    assert all(f"- Note: {note}." in page for note in report["notes"])
+    assert "Warning" not in page
     assert "other_ppl (" in report["verdict"]["sentences"][-1] or "text_ppl (" in report["verdict"]["sentences"][-1]
 
 
@@ -234,9 +203,7 @@ def test_a_run_killed_anywhere_and_resumed_ends_with_the_same_weights(home, fini
     shutil.rmtree(home / "killed", ignore_errors=True)
     command = ["run", "recipe.yaml", "--out", "killed"]
     for where, what in deaths:
-        script = [sys.executable, "-c", KILLED, where, what, *command]
-        killed = subprocess.run(script, cwd=home, env=os.environ, capture_output=True, text=True)
-        assert killed.returncode == -9, killed.stderr
+        assert exit_code_of(home, where, what, command) == -9
         command = ["run", "recipe.yaml", "--out", "killed", "--resume"]
     assert list(manifest(home / "killed")["steps"]) == STEPS[:8]
     assert main.main(command) == 0
@@ -246,9 +213,7 @@ def test_a_run_killed_anywhere_and_resumed_ends_with_the_same_weights(home, fini
 
 def test_a_run_chooses_its_softmax_layers_once_and_goes_by_them(home, capsys):
     choose = ["--set", "layers={softmax_auto: 1}", "--set", "stages=[]"]
-    script = [sys.executable, "-c", KILLED, "convert", "1", "run", "recipe.yaml", "--out", "chosen", *choose]
-    killed = subprocess.run(script, cwd=home, env=os.environ, capture_output=True, text=True)
-    assert killed.returncode == -9, killed.stderr
+    assert exit_code_of(home, "convert", "1", ["run", "recipe.yaml", "--out", "chosen", *choose]) == -9
     before = manifest(home / "chosen")["steps"]
     assert list(before) == ["base", "select-layers", "plan"]
     assert main.main(["run", "recipe.yaml", "--out", "chosen", *choose, "--resume"]) == 0
@@ -284,13 +249,38 @@ def test_a_run_trains_on_what_its_base_writes_and_writes_it_once(home, monkeypat
     assert not (home / "own/steps").exists()
     for where, what in deaths:
         words = ["run", "own.yaml", "--out", "own-killed", *["--resume"] * (home / "own-killed").exists()]
-        script = [sys.executable, "-c", KILLED, where, what, *words]
-        killed = subprocess.run(script, cwd=home, env=os.environ, capture_output=True, text=True)
-        assert killed.returncode == -9, killed.stderr
+        assert exit_code_of(home, where, what, words) == -9
     monkeypatch.setattr(teacher, "write", None)
     assert main.main(["run", "own.yaml", "--out", "own-killed", "--resume"]) == 0
     assert manifest(home / "own-killed")["steps"]["data-own"]["outputs"] == steps["data-own"]["outputs"]
     assert weights(home / "own-killed") == weights(home / "own")
+
+
+def test_a_stage_trains_on_a_mix_of_text_chat_and_what_the_base_writes_behind_the_text(home):
+    shutil.rmtree(home / "mixed", ignore_errors=True)
+    talk = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Seven bottles."}]
+    rows = [{"messages": [*talk, *talk]}] * 4
+    (home / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {
+        "text": RECIPE["data"]["text"],
+        "chat": {"source": "file", "path": "chat.jsonl", "format": "messages"},
+        "own": {"source": "teacher", "tokens": 320, "document_tokens": 32, "prompts": "text", "prompt_tokens": 8},
+    }
+    fractions = {"text": 0.5, "chat": 0.25, "own": 0.25}
+    stages = [stage | {"data": fractions} for stage in RECIPE["stages"][:2]]
+    changes = {"base": "base", "data": data, "stages": stages}
+    (home / "mixed.yaml").write_text(yaml.safe_dump(RECIPE | changes))
+    assert main.main(["run", "mixed.yaml", "--out", "mixed"]) == 0
+    steps = manifest(home / "mixed")["steps"]
+    assert steps["data-own"]["tokens"] == 320
+    assert steps["data-own"]["prompts"] == 10
+    assert "data-own" in steps["2-distill"]["inputs"]
+    read = steps["2-distill"]["sources"]
+    assert {name: share["fraction"] for name, share in read.items()} == fractions
+    assert steps["plan"]["plan"]["stages"][1]["sources"] == fractions
+    told = f"2-distill read 25 % chat ({read['chat']['epochs']:g} times all of it), 25 % own"
+    assert told in (home / "mixed/report.md").read_text()
+    assert told in (home / "mixed/report.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from liger_convert.io.checkpoint import load_config
 from liger_convert.mixers import resolve_spec
 from liger_convert.model.loading import linearize_base
 from liger_convert.pipeline import layer_selection
-from liger_convert.pipeline.layer_selection import LayerSelection, Losses, Switch, evaluations, search
+from liger_convert.pipeline.layer_selection import CopyLosses, LayerSelection, Switch, evaluations, search
 from liger_convert.pipeline.plan import make_plan
 from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import Report
@@ -66,10 +66,15 @@ def selected(
     report: Report | None = None,
     mixer: str = "gla",
     folder: Path | None = None,
+    select: str = "copy",
 ) -> LayerSelection:
     spec = {"type": mixer, "window": 8, "sinks": 2}
     fields: dict[str, Any] = {"version": 1, "name": "tiny", "base": "b", "mixer": spec}
-    fields |= {"layers": {"softmax_auto": keep}, "data": {"text": {"source": "pydoc"}}, "precision": "float32"}
+    fields |= {
+        "layers": {"softmax_auto": keep, "select": select},
+        "data": {"text": {"source": "pydoc"}},
+        "precision": "float32",
+    }
     recipe, folder = build(fields, "recipe"), folder or base_folder("llama")
     plan = make_plan(recipe, load_config(folder))
     return layer_selection.select_layers(
@@ -78,7 +83,7 @@ def selected(
 
 
 def searched(keep: int, copy: Callable[[Collection[int]], float], text: Callable = lambda kept: 0.0) -> LayerSelection:
-    return search(range(8), keep, lambda kept: Losses(copy(kept), text(kept)))
+    return search(range(8), keep, lambda kept: CopyLosses(copy(kept), text(kept)))
 
 
 # --- the switch
@@ -145,6 +150,23 @@ def test_a_selection_is_made_of_the_losses_it_names_and_comes_out_the_same_twice
     (left,) = {0, 1, 2} - set(found.softmax_layers)
     assert found.path[1][1] == found.swapped[left]  # two of three layers kept is one of three linear
     assert told[-1] == (evaluations(3, 2), evaluations(3, 2))
+
+
+def test_by_kl_the_base_is_at_zero_and_each_layer_that_is_restored_brings_the_model_nearer() -> None:
+    found = selected(2, select="kl")
+    assert found == selected(2, select="kl")
+    assert found.base.score == pytest.approx(0, abs=1e-6)
+    assert 0 < found.path[1][1].score < found.path[0][1].score < found.linear.score
+    assert list(found.to_dict()["base"]) == ["kl"]
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(found.render())
+    assert "softmax alone: kl" in console.export_text()
+
+
+def test_how_to_select_is_refused_where_nothing_is_selected() -> None:
+    fields: dict[str, Any] = {"version": 1, "name": "tiny", "base": "b", "layers": {"softmax": [0], "select": "kl"}}
+    with pytest.raises(BadInput, match=r"layers\.select: says how softmax_auto chooses"):
+        build(fields | {"mixer": {"type": "gla"}}, "recipe")
 
 
 def test_layers_with_a_window_of_the_bases_own_are_not_chosen_from(tmp_path: Path) -> None:

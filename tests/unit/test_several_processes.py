@@ -121,7 +121,7 @@ def test_two_processes_learn_what_one_does(one: dict[str, Any], two: Any, name: 
 # --- stopping and going on
 
 
-RESUMED = {"steps": 8, "batch": 2, "accumulation": 2, "save_every": 2}
+RESUMED = {"steps": 8, "batch": 2, "accumulation": 2, "save_every": 2, "ema_length": 0.2}
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +229,7 @@ TRAINED: list[dict[str, Any]] = [
     {"kind": "distill", "learning_rates": {"mixer": 1e-3, "body": 1e-4}, "tokens": 20 * 64, "save_every": 2},
 ]
 COMMAND = [sys.executable, "-m", "liger_convert.cli"]
+LINEARIZE = str(Path(sys.executable).with_name("linearize"))  # which imports torch only where it needs it
 RUN = ["run", "recipe.yaml", "--out"]
 
 
@@ -254,7 +255,7 @@ def exported(run: Path) -> dict[str, Tensor]:
 
 
 def test_bad_input_ends_all_processes_with_one_sentence(home: Path) -> None:
-    found = call(home, [*COMMAND, *RUN, "bad", "--gpus", "2", "--set", "data.late.path=nowhere"])
+    found = call(home, [LINEARIZE, *RUN, "bad", "--gpus", "2", "--set", "data.late.path=nowhere"])
     assert found.returncode == 2
     assert found.stderr.splitlines() == ["error: data.late.path: nowhere: there is no such file"]
     assert not (home / "bad").exists()
@@ -307,6 +308,24 @@ def test_every_launcher_trains_the_same_run(home: Path) -> None:
     alone = json.loads((home / "alone/manifest.json").read_text())
     for step in ("1-align", "2-distill"):
         assert record["steps"][step]["tokens"] == alone["steps"][step]["tokens"]
+
+
+@pytest.mark.slow
+def test_two_processes_train_on_the_rows_of_a_mix_that_one_does(home: Path) -> None:
+    mix, other = (["--set", f"stages[1].data={{text: {part}, late: {round(1 - part, 1)}}}"] for part in (0.7, 0.3))
+    assert call(home, [*COMMAND, *RUN, "mix", *mix]).returncode == 0
+    assert call(home, [*COMMAND, *RUN, "mix-2", "--gpus", "2", *mix]).returncode == 0
+    assert call(home, [*COMMAND, *RUN, "mix-other", *other]).returncode == 0
+    base = load_file(home / "base/model.safetensors")
+    moved = {
+        out: {name: value - base[name] for name, value in exported(home / out).items() if name in base}
+        for out in ("mix", "mix-2", "mix-other")
+    }
+    print(distance(moved["mix-2"], moved["mix"]), distance(moved["mix-other"], moved["mix"]))
+    assert distance(moved["mix-2"], moved["mix"]) < 1e-3
+    assert distance(moved["mix-other"], moved["mix"]) > 1e-2  # control: other rows
+    read = [json.loads((home / out / "manifest.json").read_text())["steps"]["2-distill"] for out in ("mix", "mix-2")]
+    assert read[0]["sources"] == read[1]["sources"]
 
 
 def workers(out: str) -> dict[int, int]:

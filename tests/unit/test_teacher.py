@@ -13,7 +13,8 @@ from transformers import GenerationConfig
 
 from liger_convert.config.sources import TeacherSource
 from liger_convert.data import teacher
-from liger_convert.data.documents import load_source
+from liger_convert.data.documents import Document, load_source
+from liger_convert.data.sampling import Sampler
 from liger_convert.model.loading import load_base
 from liger_convert.utils.errors import BadInput
 
@@ -83,6 +84,87 @@ def test_prompts_take_turns_and_are_continued_whatever_their_lengths(base: Path,
     ids_NT = write(base, tmp_path / "a", source(prompt=texts, top_p=GREEDY))
     expected = [continued(base, tiny_tokenizer()(text)["input_ids"], 24) for text in texts]
     assert [ids.tolist() for ids in ids_NT] == [expected[i % 3] for i in range(22)]
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_cache_of_fixed_size_writes_the_likeliest_tokens(base: Path, fixed: bool) -> None:
+    """As on a GPU, where steps are captured; prompts of other lengths and smaller batches come after one another."""
+    sampler = Sampler(load_base(base, CPU, torch.float32), 24, 1.0, GREEDY, fixed=fixed)
+    prompts = [[BOS], [5, 9, 11, 4], [7, 8]]
+    for batch in (prompts, prompts[::-1], prompts[:1]):
+        made_BT = sampler(batch, [(0, i) for i in range(len(batch))])
+        assert made_BT.tolist() == [continued(base, prompt, 24) for prompt in batch]
+
+
+@pytest.mark.parametrize("family", ["gemma2", "mistral", "qwen3", "olmoe"])
+def test_a_fixed_cache_writes_what_a_growing_one_does_in_every_kind_of_base(family: str, tmp_path: Path) -> None:
+    model = load_base(save_tiny_base(family, tmp_path / family), CPU, torch.float32)
+    seeds = [(3, i) for i in range(4)]
+    growing, fixed = (Sampler(model, 40, 1.0, 0.9, fixed=fixed) for fixed in (False, True))
+    prompts = [[5, 6, 7], [8, 9, 10], [11, 12, 13], [14, 15, 16]]
+    assert (growing(prompts, seeds) == fixed(prompts, seeds)).all()
+    assert (growing(prompts, seeds) != fixed(prompts, seeds[::-1])).any()
+
+
+def test_how_many_are_written_at_a_time_changes_nothing(base: Path, tmp_path: Path) -> None:
+    one = write(base, tmp_path / "one", source(batch_size=1))
+    assert (write(base, tmp_path / "many", source(batch_size=22)) == one).all()
+
+
+def test_a_batch_without_room_is_halved(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    tried, real = [], Sampler.__call__
+
+    def cramped(self: Sampler, prompts: list[list[int]], seeds: Any) -> np.ndarray:
+        tried.append(len(prompts))
+        if len(prompts) > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(self, prompts, seeds)
+
+    whole = write(base, tmp_path / "whole", source())
+    monkeypatch.setattr(Sampler, "__call__", cramped)
+    limit = 3
+    assert (write(base, tmp_path / "a", source(batch_size=16)) == whole).all()
+    assert tried == [16, 8, 4, *[2] * 11]
+    assert "room for fewer documents at a time: 2" in capsys.readouterr().err
+    limit = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        write(base, tmp_path / "b", source())
+
+
+# --- text of another source, continued
+
+
+def texts(*sizes: int) -> list[Document]:
+    return [
+        Document(np.arange(3, 3 + size, dtype=np.int32) + i, np.ones(size, bool), size) for i, size in enumerate(sizes)
+    ]
+
+
+def test_documents_begin_as_those_of_another_source_do(base: Path, tmp_path: Path) -> None:
+    asked = source(prompts="text", prompt_tokens=5)
+    prompts = teacher.beginnings(asked, texts(9, 5, 30, 6, 2), seed=1)
+    assert sorted(prompts) == [[3, 4, 5, 6, 7], [5, 6, 7, 8, 9], [6, 7, 8, 9, 10]]  # those of more than 5 tokens
+    assert teacher.beginnings(asked, texts(9, 5, 30, 6, 2), seed=1) == prompts
+    many = texts(*[30] * 50)
+    assert len(teacher.beginnings(asked, many, seed=1)) == asked.documents
+    assert teacher.beginnings(asked, many, seed=1) != teacher.beginnings(asked, many, seed=2)
+    teacher.write(asked, tmp_path / "a", prompts=prompts, base_dir=base, device=CPU, precision="float32")
+    ids_NT = np.fromfile(tmp_path / "a", "<u4").reshape(-1, 24)
+    assert [ids[:5].tolist() for ids in ids_NT] == [prompts[i % 3] for i in range(22)]
+    assert len({tuple(ids) for ids in ids_NT}) == 22  # one beginning goes on in many ways
+    with pytest.raises(
+        BadInput, match=r"no document of text has more than 5 tokens \(prompt_tokens\); the longest has 4"
+    ):
+        teacher.beginnings(asked, texts(4, 3), seed=1)
+
+
+def test_of_a_chat_the_base_gives_the_first_response() -> None:
+    (chat,) = texts(20)
+    chat.loss[:6] = chat.loss[10:15] = False  # the questions
+    assert teacher.beginnings(source(prompts="chat", prompt_tokens=12), [chat], seed=0) == [[3, 4, 5, 6, 7, 8]]
+    assert teacher.beginnings(source(prompts="chat", prompt_tokens=4), [chat], seed=0) == [[3, 4, 5, 6]]
 
 
 class Killed(BaseException):

@@ -93,12 +93,21 @@ def shell(command: str, **environment: str) -> subprocess.CompletedProcess:
 # --- streams
 
 
+STREAMS = ["2>&-", "2>/dev/full", ">&-", ">&- 2>&-", "<&- >&- 2>&-", "| true", "| head -1", "2>&1 >/dev/full | true"]
+
+
 @pytest.mark.parametrize(
-    "streams",
-    ["2>&-", "2>/dev/full", ">&-", ">&- 2>&-", "<&- >&- 2>&-", "| true", "| head -1", "2>&1 >/dev/full | true"],
+    ("words", "streams"),
+    [
+        *(("--help", streams) for streams in STREAMS),  # answers at once, as it imports no torch
+        *(
+            pytest.param("families", streams, marks=[pytest.mark.slow] * (streams not in ("<&- >&- 2>&-", "| head -1")))
+            for streams in STREAMS
+        ),
+    ],
 )
-def test_a_closed_or_full_terminal_does_not_end_a_command(streams):
-    found = shell(f"(linearize families; echo $? >&9) 9>&3 {streams}".join(["exec 3>&1; ", ""]))
+def test_a_closed_or_full_terminal_does_not_end_a_command(words, streams):
+    found = shell(f"(linearize {words}; echo $? >&9) 9>&3 {streams}".join(["exec 3>&1; ", ""]))
     code = found.stdout.splitlines()[-1]
     assert code == ("1" if ">/dev/full |" in streams else "0")
     assert "Traceback" not in found.stdout + found.stderr
@@ -111,16 +120,24 @@ def test_results_that_could_not_be_written_are_no_success():
     assert found.stderr == "error: standard output cannot be written: No space left on device\n"
 
 
-@pytest.mark.parametrize("words", ["families", "mixers --heads 4 --kv-heads 2 --head-size 8", "plan default --help"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param("families", marks=pytest.mark.slow),
+        "mixers --heads 4 --kv-heads 2 --head-size 8",
+        "plan default --help",
+    ],
+)
 def test_a_terminal_that_knows_only_ascii_is_no_failure(words):
     found = shell(f"linearize {words}", PYTHONIOENCODING="ascii", LC_ALL="C", PYTHONUTF8="0")
     assert (found.returncode, found.stderr) == (0, "")
     assert found.stdout.isascii()
 
 
-def test_json_is_whole_on_a_terminal_that_knows_only_ascii():
+def test_json_is_whole_on_a_terminal_that_knows_only_ascii(capsys):
     found = shell("linearize mixers --json", PYTHONIOENCODING="ascii")
-    assert json.loads(found.stdout) == json.loads(shell("linearize mixers --json", PYTHONIOENCODING="utf-8").stdout)
+    assert main.main(["mixers", "--json"]) == 0
+    assert json.loads(found.stdout) == json.loads(capsys.readouterr().out)
 
 
 # --- signals

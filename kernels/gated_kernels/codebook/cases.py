@@ -19,9 +19,10 @@ class Case(NamedTuple):
     bias: float = 0.5
     dtype: torch.dtype = torch.float32
     v_dtype: torch.dtype | None = None  # of the vectors, when another
+    B: int = 2
 
 
-CASES = {  # small ones with heads enough that the plain gradients, one number a head, are not right by luck
+CASES = {  # small ones with heads enough that the plain gradients, one number per head, are not right by luck
     "one vector": Case(1, G=8, R=4),
     "two codes": Case(5, G=4, R=8, F=2),
     "a head's own codes": Case(7, G=16, R=1, F=64),
@@ -38,7 +39,7 @@ CASES = {  # small ones with heads enough that the plain gradients, one number a
 
 
 def inputs(case: Case) -> dict[str, Any]:
-    B, N, E = 2, case.G * case.R, max(1, case.D // 2)
+    B, N, E = case.B, case.G * case.R, max(1, case.D // 2)
     random = torch.Generator().manual_seed(case.T)
 
     def normal(*shape: int) -> Tensor:

@@ -23,7 +23,7 @@ def _case(T: int, D: int = 16, **sizes: Any) -> Case:
     return Case(gla.Case(T, per_head=True, **sizes), D)
 
 
-CASES = {  # with heads enough that the plain gradients, one number a head, are not right by luck
+CASES = {  # with heads enough that the plain gradients, one number per head, are not right by luck
     "one token": _case(1, G=8),
     "one token, exclusive, bf16": _case(1, exclusive=True, dtype=torch.bfloat16),
     "two tokens, no state": _case(2, G=8, state=False),
@@ -43,7 +43,9 @@ def inputs(case: Case) -> dict[str, Any]:
     s = case.sizes
     made = {
         side: codebook.inputs(
-            codebook.Case(s.T, G=s.G, R=R, D=case.D, F=s.F, log_inv_temperature=case.log_inv_temperature, dtype=s.dtype)
+            codebook.Case(
+                s.T, G=s.G, R=R, D=case.D, F=s.F, log_inv_temperature=case.log_inv_temperature, dtype=s.dtype, B=s.B
+            )
         )
         for side, R in (("q", s.R), ("k", 1))
     }

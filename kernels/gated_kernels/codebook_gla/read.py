@@ -1,4 +1,4 @@
-"""The outputs of the recurrence over a codebook, for one gate a head or none, without a map of the queries in memory.
+"""The outputs of the recurrence over a codebook, for one gate per head or none, without a map of the queries in memory.
 
 That map would be the largest tensor of a layer. Here a program makes it a block of codes at a time, and multiplies each
 block with keys and with the states before the chunk at once. As the softmax's sum is known only in the end, weights are
@@ -128,7 +128,7 @@ def constants(G: int, R: int, D: int, E: int, F: int, V: int, exclusive: bool) -
 
 
 def is_supported(q: Tensor, codes: Tensor, log_a: Tensor | None) -> bool:
-    """Whether there is one gate a head, or none, and the heads are not too large."""
+    """Whether there is one gate per head, or none, and the heads are not too large."""
     return is_per_head(log_a) and max(q.shape[-1], 2 * codes.shape[-1]) <= LARGEST
 
 

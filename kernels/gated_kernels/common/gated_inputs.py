@@ -37,7 +37,7 @@ def promoted(*tensors: Tensor) -> torch.dtype:
 
 
 def is_per_head(log_a: Tensor | None) -> bool:
-    """Whether there is one gate a head, or none."""
+    """Whether there is one gate per head, or none."""
     return log_a is None or log_a.shape[-1] == 1
 
 

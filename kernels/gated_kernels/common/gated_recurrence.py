@@ -1,6 +1,6 @@
 """The gated recurrence in torch, in chunks: matrix products within a chunk, a loop over the states between chunks.
 
-It serves `gla`, with a gate for each feature, and `simple_gla`, with one gate a head or none: gates broadcast.
+It serves `gla`, with a gate for each feature, and `simple_gla`, with one gate per head or none: gates broadcast.
 
 The outputs of a chunk are its scores times its values, and its queries, decayed, times the state before it. The score
 of tokens t and s is q_t k_s times every decay after s up to t. Decays are products of the gates, never quotients of

@@ -8,7 +8,7 @@ before the decay.
 Its products are of the inputs' dtype, fp32 as one of TF32: only bf16 goes to it, fp32 is the torch op's. To it the
 gradient of a gate is a difference of two sums, of which rounding leaves nothing where gates are nearly closed: these
 are the torch op's, too. Chunks are its default of 16 tokens: its way through 64, for gates of a known bound, loses
-digits. Its kernels for one gate a head, of the gated delta rule and Comba, are left alone: backwards they refuse
+digits. Its kernels for one gate per head, of the gated delta rule and Comba, are left alone: backwards they refuse
 Triton 3.4 to 3.7.0 on a Hopper chip, which compiles them wrong. The package, which needs a GPU, is imported by the
 first call that it takes.
 

@@ -1,6 +1,6 @@
 """Gated linear attention: S_t = diag(a_t) S_{t-1} + k_t^T v_t, read by o_t = q_t S_t.
 
-`chunk_gla` is the entry for every gate. It looks at the gate's last size: with one gate a head, or none, it is
+`chunk_gla` is the entry for every gate. It looks at the gate's last size: with one gate per head, or none, it is
 `chunk_simple_gla`, which has kernels of its own. In torch both run `common/gated_recurrence.py`.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size.
@@ -33,7 +33,7 @@ def chunk_gla(
 
     Query head h uses key-value head h // R. It computes in fp32 (fp64 for fp64 values), under autocast too.
 
-    log_a: the logs of the gates, at most 0: [B, T, G, F], [B, T, G, 1] for one gate a head, or None for no decay.
+    log_a: the logs of the gates, at most 0: [B, T, G, F], [B, T, G, 1] for one gate per head, or None for no decay.
     write_mask_BTG: booleans. With them the states have one more column, z_t = diag(a_t) z_{t-1} + k_t for the tokens
         that are true there. Its read q_t z_t is the normalizer: the sum of the weights by which o_t is made of their
         values.

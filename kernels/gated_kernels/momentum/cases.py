@@ -1,4 +1,4 @@
-"""Inputs on which the delta rule with momentum is tested: those of the delta recurrence with one gate a head."""
+"""Inputs on which the delta rule with momentum is tested: those of the delta recurrence with one gate per head."""
 
 from __future__ import annotations
 

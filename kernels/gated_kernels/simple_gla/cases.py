@@ -1,4 +1,4 @@
-"""Inputs on which gated linear attention with one gate a head, or none, is tested. `gla` uses `inputs`, too."""
+"""Inputs on which gated linear attention with one gate per head, or none, is tested. `gla` uses `inputs`, too."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class Case(NamedTuple):
     q_lse: bool = False
     dtype: torch.dtype = torch.float32
     v_dtype: torch.dtype | None = None  # of the values, when another
+    B: int = 2
 
 
 CASES = {
@@ -57,7 +58,7 @@ CASES = {
 
 
 def inputs(case: Case) -> dict[str, Any]:
-    B, H = 2, case.G * case.R
+    B, H = case.B, case.G * case.R
     random = torch.Generator().manual_seed(case.T)
 
     def normal(*shape: int) -> Tensor:

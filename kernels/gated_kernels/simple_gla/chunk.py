@@ -35,7 +35,7 @@ def chunk_simple_gla(
     if q_BTHF.shape[2] % v_BTGV.shape[2]:
         raise ValueError(f"{q_BTHF.shape[2]} query heads are no multiple of {v_BTGV.shape[2]} key-value heads")
     if log_a is not None and log_a.shape[-1] != 1:
-        raise ValueError(f"simple_gla takes one gate a head, not {log_a.shape[-1]}: use chunk_gla")
+        raise ValueError(f"simple_gla takes one gate per head, not {log_a.shape[-1]}: use chunk_gla")
     options: dict[str, Any] = {
         "write_mask_BTG": write_mask_BTG,
         "initial_state": initial_state,

@@ -1,4 +1,4 @@
-"""Gated linear attention with one gate a head as it is defined: the loop of `gla`, whose gate is the same for all
+"""Gated linear attention with one gate per head as it is defined: the loop of `gla`, whose gate is the same for all
 features."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gated linear attention with one gate a head, or none, in Triton kernels: the op around `launch.py`.
+"""Gated linear attention with one gate per head, or none, in Triton kernels: the op around `launch.py`.
 
 Queries with a log-sum-exp become exp(q - lse) first, once in each pass, so that it is not kept in between.
 

@@ -59,7 +59,7 @@ def chunk_slots(
     with torch.autocast(v_BTGV.device.type, enabled=False):
         asked = q.unflatten(2, (G, -1)) * scale
         if normalize:
-            # one more query a key-value head reads the column of normalizers
+            # one more query per key-value head reads the column of normalizers
             k, asked = nnf.pad(k, (0, 1), value=1), nnf.pad(asked, (0, 1, 0, 1))
             asked = asked + nnf.pad(asked.new_ones(1, 1), (D, 0, H // G, 0))
         transposed = _by_token if reads_no_values(w) else _Transposed.apply

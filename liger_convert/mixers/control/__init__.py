@@ -1,1 +1,1 @@
-"""Layers without a memory: the window alone, and softmax that forgets."""
+"""Layers without a memory: only a window, and softmax that forgets."""

@@ -3,7 +3,7 @@
 o_t = sum_s p_ts v_s,   p_t = softmax_s(q_t k_s scale + sum_{s < l <= t} log f_l),   f_t = sigmoid(x_t W + b)
 
 For a layer that should stay softmax: it starts as the base's attention over all tokens, but for a gate of nearly 1
-(a token 4,096 back keeps e^-0.02 of its weight), one a key-value head. Its cache grows as the base's does, unless
+(a token 4,096 back keeps e^-0.02 of its weight), one per key-value head. Its cache grows as the base's does, unless
 `window` bounds it. Every mixer can have the gate on its own window (`forget`).
 """
 

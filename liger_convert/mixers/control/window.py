@@ -30,7 +30,7 @@ class WindowSpec(MixerSpec):
 
 @register_mixer("window")
 class Window(Mixer):
-    summary = "control: the window and its sinks alone"
+    summary = "control: only the window and its sinks"
     gate_rule = "none"
     recurrence = "none"
     Spec = WindowSpec

@@ -1,1 +1,1 @@
-"""Mixers by the delta rule: a key's old value makes way for its new one."""
+"""Mixers by the delta rule: a key's new value replaces its old one."""

@@ -1,10 +1,10 @@
-"""What the delta-rule mixers share: a memory that takes away what a key held before it writes.
+"""What the delta-rule mixers share: a memory that removes the value under a key before it writes a new one.
 
 S_t = D_t S_{t-1} - e_t^T (r_t D_t S_{t-1}) + k_t^T v_t,   D_t = diag(a_t),   o_t = q_t S_t
 
 With unit keys u and a strength b in (0, 1), r = u and k = e = b u: the value held under u moves by b towards the new
 one. Queries are unit vectors too, so a key reads back its own value. The read is no weighted mean of values and has no
-normalizer: a shared denominator has nothing to go by.
+normalizer: so it cannot be combined by a shared denominator.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, V value size.
 """
@@ -45,7 +45,7 @@ class DeltaSpec(ReadSpec):
 
 
 class DeltaMixer(Mixer):
-    """The delta rule with one strength a head and no gate; subclasses change the gate or the entries."""
+    """The delta rule with one strength per head and no gate; subclasses change the gate or the entries."""
 
     recurrence = "delta_rule"
     gate_rule = "none"

@@ -16,4 +16,6 @@ from liger_convert.mixers.registry import register_mixer
 @register_mixer("deltanet")
 class DeltaNet(DeltaMixer):
     summary = "delta rule: a key's old value makes way for its new one"
-    left_out = "SiLU and short convolutions of queries, keys and values, the strength's projection, the output norm"
+    left_out = (
+        "SiLU of queries, keys and values, the strength's projection; off by default: `short_conv`, `output_norm`"
+    )

@@ -2,8 +2,9 @@
 
 S_t = a_t S_{t-1} + b_t u_t^T (v_t - u_t a_t S_{t-1}),   a_t = exp(-softplus(pool(k_t) + c)),   o_t = q_t S_t
 
-with u, q, b and the short convolution as in `deltanet`. The paper scales the softplus by a learned e^A; c does the same
-where a is near 1. Its norm behind the read is `output_norm: rms`; its gate there has a SiLU, `output_gate` a sigmoid.
+with u, q, b and the short convolution as in `deltanet`. The paper scales the softplus by a learned e^A; where a is near
+1, c has the same effect. Its norm behind the read is `output_norm: rms`; its gate there has a SiLU, `output_gate` a
+sigmoid.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class GatedDeltaNet(DeltaMixer):
     summary = "delta rule on a memory that decays by a gate per head"
     gate_rule = "exp(-softplus(pool(k) + c))"
     left_out = (
-        "SiLU and short convolutions of queries, keys and values, the gates' projections, the learned scale of "
-        "the decay, the output norm and gate"
+        "SiLU of queries, keys and values, the gates' projections, the learned scale of the decay; off by default: "
+        "`short_conv`, `output_norm`, `output_gate`"
     )
     Spec = GatedDeltaNetSpec
     spec: GatedDeltaNetSpec

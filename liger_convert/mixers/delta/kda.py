@@ -33,8 +33,8 @@ class KDA(DeltaMixer):
     summary = "delta rule on a memory that decays by a gate per channel"
     gate_rule = "exp(-softplus(k + c))"
     left_out = (
-        "SiLU and short convolutions of queries, keys and values, the gates' projections, the learned scale of "
-        "the decay, the output norm and gate"
+        "SiLU of queries, keys and values, the gates' projections, the learned scale of the decay; off by default: "
+        "`short_conv`, `output_norm`, `output_gate`"
     )
     Spec = KDASpec
     spec: KDASpec

@@ -1,4 +1,4 @@
-"""RWKV-7's memory: a decay and a strength per channel, and keys that erase apart from those that write (2503.14456).
+"""RWKV-7's memory: a decay and a strength per channel, and separate keys for erasing and for writing (2503.14456).
 
 S_t = (diag(w_t) - (b_t * u_t)^T u_t) S_{t-1} + k~_t^T v_t,   o_t = q_t S_t
 u_t = unit(k_t * xi),   k~_t = unit(k_t) * (1 + alpha * (b_t - 1)),   b_t = sigmoid(k_t + c)
@@ -6,7 +6,7 @@ w_t = exp(-e^-0.5 sigmoid(k_t + d))
 
 Against the paper: decay and strength come from the key itself instead of low-rank projections of a shifted input;
 queries and keys have length 1 instead of a group norm after the read; the bonus for the current token, which the
-window sees anyhow, and the mixing of values across layers are left out.
+window sees anyway, and the mixing of values across layers are left out.
 
 Shapes: B batch, T tokens, G key-value heads, D head size, V value size.
 """
@@ -37,8 +37,8 @@ class RWKV7(DeltaMixer):
     summary = "delta rule with a decay and a strength per channel"
     gate_rule = "exp(-e^-0.5 sigmoid(k + d))"
     left_out = (
-        "token shift, the low-rank projections, the group norm of the read, the bonus for the current token, the "
-        "mixing of values across layers, the output gate"
+        "token shift, the low-rank projections, the bonus for the current token, the mixing of values across layers; "
+        "off by default: `output_norm`, `output_gate`"
     )
     Spec = RWKV7Spec
     spec: RWKV7Spec

@@ -3,7 +3,7 @@
 Z_t = eta_t Z_{t-1} - theta_t u_t^T (u_t M_{t-1} - v_t),   M_t = (1 - alpha_t) M_{t-1} + Z_t,   o_t = q_t M_t
 theta_t = sigmoid(pool(k_t) + c),   eta_t = sigmoid(pool(k_t) + d),   1 - alpha_t = exp(-softplus(pool(k_t) + e))
 
-with u = k / |k| and q of length 1. What surprised the memory goes on moving it for a while after, the momentum. Against
+with u = k / |k| and q of length 1. Momentum Z carries an update on for some tokens. Against
 the paper: the memory is linear, so the step is the gradient of |u M - v|^2 / 2 exactly, the three rates come from
 pooled keys instead of new projections, and there are no persistent tokens. Two states of the head's size squared.
 
@@ -41,8 +41,8 @@ class Titans(DeltaMixer):
     summary = "delta rule with momentum and forgetting"
     gate_rule = "exp(-softplus(pool(k) + e))"
     left_out = (
-        "memories of several layers, mini-batches of tokens, persistent memory, the rates' projections, SiLU and "
-        "short convolutions of queries, keys and values, the output norm and gate"
+        "memories of several layers, mini-batches of tokens, persistent memory, the rates' projections, SiLU of "
+        "queries, keys and values; off by default: `short_conv`, `output_norm`, `output_gate`"
     )
     recurrence = "momentum"
     Spec = TitansSpec

@@ -1,8 +1,8 @@
-"""TTT-Linear one token at a time: the memory is a linear model W, trained while it reads (2407.04620, eq. 1 to 5).
+"""TTT-Linear one token at a time: the memory is a linear model W, trained at every token (2407.04620, eq. 1 to 5).
 
 W_t = W_{t-1} - eta_t u_t^T (u_t W_{t-1} - v_t),   eta_t = eta sigmoid(pool(k_t) + c),   o_t = q_t W_t
 
-That is one gradient step on |u W - v|^2 / 2 a token: the delta rule with a learned step size and a learned W_0, from
+That is one gradient step on |u W - v|^2 / 2 per token: the delta rule with a learned step size and a learned W_0, from
 which every document starts (it starts at 0). Written as S = W - W_0, whose target is v - u W_0. Against the paper:
 u and q have length 1, gradients are taken at every token and not once in 16, and the inner model has neither residual
 nor layer norm, so that the step stays linear.
@@ -31,16 +31,16 @@ class TTTSpec(DeltaSpec):
 
     def problem(self) -> str | None:
         if not 0 < self.learning_rate < 2:
-            return f"learning_rate: {self.learning_rate} must lie between 0 and 2, where a step on a unit key converges"
+            return f"learning_rate: {self.learning_rate} must be between 0 and 2, where a step on a unit key converges"
         return super().problem()
 
 
 @register_mixer("ttt")
 class TTT(DeltaMixer):
-    summary = "a linear model trained by a gradient step a token, from a learned start"
+    summary = "a linear model trained by a gradient step per token, from a learned start"
     left_out = (
-        "the inner model's residual and norm, mini-batches of 16 tokens, the learning rate's projection, and of "
-        "its block the short convolutions, output norm and gate"
+        "the inner model's residual and norm, mini-batches of 16 tokens, the learning rate's projection; off by "
+        "default: `short_conv`, `output_norm`, `output_gate`"
     )
     Spec = TTTSpec
     spec: TTTSpec

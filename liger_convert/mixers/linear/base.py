@@ -1,4 +1,4 @@
-"""What the mixers over the diagonal recurrence share: maps of queries and keys, rotary, a gate, the size of the read.
+"""What the mixers over the diagonal recurrence share: feature maps, rotary, a gate, a norm of the read.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, F feature size, V value size.
 """
@@ -150,7 +150,7 @@ class GatedSpec(LinearSpec):
 class GatedMixer(LinearMixer):
     """A gate's logits are pool(k) + b: the pretrained keys, pooled with no new weight, and a learned bias.
 
-    Subclasses say what log a is of the logits. A `scalar` gate has one value a head whatever it comes from.
+    Subclasses say what log a is of the logits. A `scalar` gate has one value per head whatever it comes from.
     """
 
     scalar: ClassVar[bool] = False

@@ -2,8 +2,8 @@
 
 S_t = diag(a_t) S_{t-1} diag(b_t) + k_t^T v_t,   a_t, b_t = sigmoid(pool(k_t) + bias),   o_t = norm(q_t S_t)
 
-A column decays by b alone, so that columns of one b are a head of the diagonal recurrence with the gate a b. The
-paper has a b per value channel; here `value_gates` groups of channels share one, each group at the cost of a head.
+A column decays only by b, so that columns of one b are a head of the diagonal recurrence with the gate a b. The paper
+has a b per value channel; here `value_gates` groups of channels share one, and each group costs as much as a head.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from liger_convert.mixers.registry import register_mixer
 
 @dataclass(frozen=True)
 class DecayingFastWeightsSpec(GatedSpec):
-    """value_gates: 1, 2, 4 or 8 decays b a head, whose size they divide.
+    """value_gates: 1, 2, 4 or 8 decays b per head, whose size they divide.
 
     normalize stays false: the paper has no normaliser, and no b belongs to one.
     """

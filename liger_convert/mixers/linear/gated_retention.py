@@ -1,9 +1,9 @@
-"""Gated retention: RetNet with a decay that the token chooses, one value a head (2405.05254).
+"""Gated retention: RetNet with a decay that the token chooses, one value per head (2405.05254).
 
 S_t = a_t S_{t-1} + k_t^T v_t,   a_t = sigmoid(pool(k_t) + b)^(1/tau),   o_t = norm(q_t S_t)
 
 Rotated by the base's own rotary. The gate is pooled from the keys (2503.01496, table 1) instead of projected, and the
-swish gate of the output is left out, or `output_gate`, whose sigmoid can start at 1.
+swish gate of the output is left out; `output_gate` has a sigmoid instead, which can start at 1.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class GatedRetentionSpec(GatedSpec):
 class GatedRetention(GatedMixer):
     summary = "retention with a scalar gate per head"
     gate_rule = "sigmoid(pool(k) + b)^(1/tau), scalar"
-    left_out = "the gate's projection of the layer's input, and the output gate"
+    left_out = "the gate's projection of the layer's input; off by default: `output_gate`"
     Spec = GatedRetentionSpec
     spec: GatedRetentionSpec
     scalar = True

@@ -1,4 +1,4 @@
-"""Gated random feature attention: a scalar gate that makes room for what it writes, and a kernel (2103.02143).
+"""Gated random feature attention: a scalar gate that weighs old against new, and a kernel (2103.02143).
 
 S_t = g_t S_{t-1} + (1 - g_t) phi(k_t)^T [v_t, 1],   g_t = sigmoid(pool(k_t) + b),   o_t = phi(q_t) S / its last column
 

@@ -4,10 +4,10 @@ S_t = diag(a_t e^(i theta_t)) S_{t-1} + conj(k_t)^T v_t,   o_t = norm(Re(q_t S_t
 a_t = sigmoid(pool(k_t) + b),   theta_t = k_t P
 
 Channels 2c and 2c + 1 of q and k are the real and the imaginary part of channel c. With angles summed up to each token,
-Theta_t, that is the real recurrence over turned keys, read by turned queries: Re(q_t conj(k_s) e^(i (Theta_t -
-Theta_s))) is the product of q_t turned by Theta_t and k_s turned by Theta_s. The state is turned back and is S itself
-(its conjugate), so that no angle is carried on. P starts at 0, where every gate is real. `rope: true` adds the base's
-constant angles. `phase: false` leaves the gates real, and each real channel its own.
+Theta_t, that is the real recurrence over rotated keys, read by rotated queries: Re(q_t conj(k_s) e^(i (Theta_t -
+Theta_s))) is the product of q_t rotated by Theta_t and k_s rotated by Theta_s. The state is rotated back and is S
+itself (its conjugate), so that no angle is carried on. P starts at 0, where every gate is real. `rope: true` adds the
+base's constant angles. `phase: false` leaves the gates real, and each real channel its own.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, F feature size, C = F / 2, V value size.
 """
@@ -47,7 +47,7 @@ class GateLoopSpec(GatedSpec):
 class GateLoop(GatedMixer):
     summary = "linear attention with a complex gate per channel: the token chooses its size and its angle"
     gate_rule = "sigmoid(pool(k) + b) e^(i k P)"
-    left_out = "the gate's projections of the layer's input, and the output gate"
+    left_out = "the gate's projections of the layer's input; off by default: `output_gate`"
     Spec = GateLoopSpec
     spec: GateLoopSpec
 

@@ -47,7 +47,7 @@ class GLASpec(GatedSpec):
 class GLA(GatedMixer):
     summary = "normalised gated linear attention over a codebook, one denominator with the window"
     gate_rule = "sigmoid(pool(k) + b)^(1/tau)"
-    left_out = "GLA's projection of the gate, output norm and output gate"
+    left_out = "GLA's projection of the gate and its output norm; off by default: `output_gate`"
     Spec = GLASpec
     spec: GLASpec
     rescales = False

@@ -1,10 +1,10 @@
-"""HGRN2: what a channel forgets is what it takes in, k = 1 - a, so that it holds a running mean (2404.07904).
+"""HGRN2: each channel takes in as much as it forgets, k = 1 - a, so that it holds a running mean (2404.07904).
 
 S_t = diag(a_t) S_{t-1} + (1 - a_t)^T v_t,   a_t = gamma + (1 - gamma) sigmoid(pool(k_t) + b)
 o_t = norm(phi(q_t) S_t)
 
-phi(q) plays the paper's output gate. Its lower bounds gamma are learned and rise from layer to layer; here gamma is an
-option, which a recipe can give to each layer. With `normalize` the read is a weighted mean of values.
+phi(q) takes the place of the paper's output gate. Its lower bounds gamma are learned and rise from layer to layer; here
+gamma is an option, which a recipe can give to each layer. With `normalize` the read is a weighted mean of values.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Liger-HGRN2, exactly (arXiv 2503.01496, and its released code): a token is written as far as it makes room.
+"""Liger-HGRN2, exactly (arXiv 2503.01496, and its released code): a token is written with weight 1 - a.
 
 S_t = diag(a_t) S_{t-1} + (1 - a_t)^T v_t,   a_t = sigmoid(k_t)            (the released "pooling" is the identity)
 o_t = 0.5 softmax(q_t) S_t + 0.5 window_64(q, k, v)_t
 
-No layer has a lower bound of its gate, and the read has no norm and no scale. No new parameters. `hgrn2` differs: its
+The gates have no lower bound, and the read has no norm and no scale. No new parameters. `hgrn2` differs: its
 gates have a bias and a lower bound, and its read is brought to a learned size.
 """
 

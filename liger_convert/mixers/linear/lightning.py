@@ -3,8 +3,9 @@
 S_t = a_g S_{t-1} + k_t^T v_t,   a_g = exp(-slope 2^{-8 g / G}) of head g = 1 to G,   o_t = norm(q_t S_t)
 
 The slopes are those of the released code, ALiBi's, at the key-value heads, and geometric also where their number is no
-power of two. It multiplies them by about 1 - layer / layers, which a mixer cannot know: a recipe can, by `slope`. The
-swish of q and k is left out: pretrained queries meet pretrained keys as they are. `output_gate` is the output's.
+power of two. It multiplies them by about 1 - layer / layers, which a mixer cannot know; a recipe can set it by `slope`.
+The swish of q and k is left out: pretrained queries meet pretrained keys as they are. `output_gate` is the gate of the
+output.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class LightningSpec(LinearSpec):
 class Lightning(LinearMixer):
     summary = "linear attention with a constant decay per head, by ALiBi's slopes"
     gate_rule = "exp(-slope 2^(-8 g / G)), constant"
-    left_out = "swish of queries and keys, the decay's dependence on the layer, the output gate"
+    left_out = "swish of queries and keys, the decay's dependence on the layer; off by default: `output_gate`"
     Spec = LightningSpec
     spec: LightningSpec
 

@@ -29,8 +29,7 @@ class RebasedSpec(LinearSpec):
 class Rebased(LinearMixer):
     summary = "linear attention with a learned parabola for a feature map"
     left_out = (
-        "the projection of queries and keys to 16 channels, the short convolutions of its model; by default also "
-        "the products of different channels"
+        "the projection of queries and keys to 16 channels; off by default: `short_conv`, `feature_map: products`"
     )
     Spec = RebasedSpec
     initial_log_share = -8.0  # nothing decays: the normalizer is that of every token ever written

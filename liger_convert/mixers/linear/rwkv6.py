@@ -2,8 +2,8 @@
 
 S_t = diag(a_t) S_{t-1} + k_t^T v_t,   a_t = exp(-exp(pool(k_t) + b)),   o_t = norm(q_t (S_{t-1} + diag(u) k_t^T v_t))
 
-With `scope: all` the read is the paper's. With `scope: evicted` it ends before the window, in which the token itself
-stands with its own softmax weight; `bonus: true` adds diag(u) k_t^T v_t to it, from u = 0 on. The paper's token shift
+With `scope: all` the read is the paper's. With `scope: evicted` it ends before the window, which holds the token
+itself with its softmax weight; `bonus: true` adds diag(u) k_t^T v_t to it, from u = 0 on. The paper's token shift
 is left out; the decay is pooled as in Liger (2503.01496, table 1). For the gate of its output see `read_pieces.py`.
 """
 
@@ -39,7 +39,10 @@ class RWKV6Spec(GatedSpec):
 class RWKV6(GatedMixer):
     summary = "a decay per channel, and a bonus for the current token"
     gate_rule = "exp(-exp(pool(k) + b))"
-    left_out = "token shift, the decay's low-rank projection, the output gate; with scope: evicted also the bonus"
+    left_out = (
+        "token shift, the decay's low-rank projection; off by default: `output_gate`, with `scope: evicted` also "
+        "`bonus`"
+    )
     Spec = RWKV6Spec
     spec: RWKV6Spec
 

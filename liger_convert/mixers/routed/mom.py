@@ -5,8 +5,8 @@ S_m(t) = what the inner mixer makes of S_m(t-1) if token t chose m, else S_m(t-1
 o_t = (e^{c_s} o_s + sum_m g_tm e^{c_m} o_m) / (e^{c_s} + sum_m g_tm e^{c_m})      (log normalizers c of the reads o)
 
 Memories without a normalizer are summed, o_s + sum_m g_tm o_m. All share one mixer's features and gates, where the
-paper has projections of their own. A token's choice is its own: it looks at no other token and ties go to the first
-memory. Every memory runs over all tokens, with zeros for those that chose others: S times the inner mixer's work.
+paper has projections of their own. A token's choice depends on no other token; ties go to the first memory. Every
+memory runs over all tokens, with zeros for those that chose others: S times the inner mixer's work.
 
 Shapes: B batch, T tokens, C hidden size, H query heads, G key-value heads, N memories, S = N + the shared one.
 """
@@ -54,7 +54,7 @@ class MoMSpec(MixerSpec):
         """`inner` with its defaults, without the options that all memories share."""
         common = self._common()
         for name in common.keys() & self.inner.keys():
-            raise BadInput(f"inner.{name}: is the same for all memories; give it beside inner")
+            raise BadInput(f"inner.{name}: is the same for all memories; give it next to inner")
         resolved = resolve_spec({**self.inner, **common}, "inner")
         return {name: value for name, value in resolved.items() if name not in common}
 

@@ -34,9 +34,14 @@ class SlotSpec(MixerSpec):
 
 
 class SlotMixer(Mixer):
-    """Subclasses say with which weights w a token is written, and how far it makes each slot forget, a."""
+    """Subclasses say with which weights w a token is written, and how far it makes each slot forget, a.
+
+    normalize: whether slots are divided by their normalizers z, and logits scaled by 1 / sqrt(D). Without it there is
+    no z, a slot is read as it is, by unscaled queries, and the read has no weight in a shared denominator.
+    """
 
     recurrence = "slots"
+    normalize = True
     initial_log_share = -6.0  # a slot's logit is as large as a token's, and there are as many of them
     spec: SlotSpec
 
@@ -71,19 +76,24 @@ class SlotMixer(Mixer):
         exclusive: bool,
     ) -> tuple[MemoryOutput, dict[str, Tensor]]:
         k_BTGD, v_BTGV, w_BTGM, log_a = entries
-        # the op has z as the keys' last column
-        before = torch.cat((states["keys"], states["z"][..., None]), -1) if states else None
+        keys_before = states.get("keys")
+        if self.normalize and states:  # the op has z as the keys' last column
+            keys_before = torch.cat((states["keys"], states["z"][..., None]), -1)
         o_BTHV, lse_BTH, keys, values = chunk_slots(
             qkv.q_BTHD.float(),
             k_BTGD,
             v_BTGV.float(),
             w_BTGM,
             log_a,
-            scale=self.dims.dim**-0.5,
-            keys_BGMD=before,
+            scale=self.dims.dim**-0.5 if self.normalize else 1.0,
+            keys_BGMD=keys_before,
             values_BGMV=states.get("values"),
             segment_ids_BT=segment_ids_BT,
             exclusive=exclusive,
+            normalize=self.normalize,
         )
-        memory = MemoryOutput(o_BTHV.to(qkv.v_BSGD.dtype), lse_BTH.clamp_min(math.log(MIN_NORMALIZER)))
+        read_BTHV = o_BTHV.to(qkv.v_BSGD.dtype)
+        if not self.normalize:
+            return MemoryOutput(read_BTHV, None), {"keys": keys, "values": values}
+        memory = MemoryOutput(read_BTHV, lse_BTH.clamp_min(math.log(MIN_NORMALIZER)))
         return memory, {"keys": keys[..., :-1], "values": values, "z": keys[..., -1]}

@@ -1,10 +1,10 @@
-"""Gated slot attention (2409.07146): every slot forgets, at its own gated rate, as much as it takes in.
+"""Gated slot attention (2409.07146): every slot has its own gated rate, and forgets as much as it takes in.
 
 a_t = sigmoid(pool(k_t) + b)^(1/tau),   w_t = 1 - a_t                                  (base.py has the recurrence)
 
 The gate is pooled from keys (Liger, 2503.01496, table 1), so no projection is added. A slot is divided by its
-normalizer z_t = 1 - prod a, which the paper leaves out: it tends to 1, but a slow slot would read as nearly zero for
-long.
+normalizer z_t = 1 - prod a, which the paper leaves out: it tends to 1, but without it a slow slot reads as nearly zero
+for a long time.
 """
 
 from __future__ import annotations

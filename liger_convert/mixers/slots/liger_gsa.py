@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gated_kernels.slots.chunk import chunk_slots
 from torch import Tensor
 
-from liger_convert.mixers.base import QKV, Combine, HeadDims, MemoryOutput, MixerSpec, Scope
+from liger_convert.mixers.base import Combine, HeadDims, MixerSpec, Scope
 from liger_convert.mixers.gates import log_sigmoid_gate, pool_to
 from liger_convert.mixers.registry import register_mixer
 from liger_convert.mixers.slots.base import SlotMixer, SlotSpec
@@ -47,6 +46,7 @@ class LigerGSA(SlotMixer):
     left_out = "nothing of Liger's; of GSA's layer all but the recurrence"
     Spec = LigerGSASpec
     spec: LigerGSASpec
+    normalize = False
 
     def __init__(self, spec: LigerGSASpec, dims: HeadDims):
         super().__init__(spec, dims)
@@ -63,27 +63,3 @@ class LigerGSA(SlotMixer):
     def weights(self, k_BTGD: Tensor) -> tuple[Tensor, Tensor]:
         log_a_BTGM = log_sigmoid_gate(pool_to(k_BTGD, self.slots), 16.0)
         return -log_a_BTGM.expm1(), log_a_BTGM
-
-    def scan(
-        self,
-        qkv: QKV,
-        entries: tuple[Tensor, ...],
-        states: dict[str, Tensor],
-        segment_ids_BT: Tensor | None,
-        exclusive: bool,
-    ) -> tuple[MemoryOutput, dict[str, Tensor]]:
-        k_BTGD, v_BTGV, w_BTGM, log_a_BTGM = entries
-        o_BTHV, _, keys, values = chunk_slots(
-            qkv.q_BTHD.float(),
-            k_BTGD,
-            v_BTGV.float(),
-            w_BTGM,
-            log_a_BTGM,
-            scale=1.0,
-            keys_BGMD=states.get("keys"),
-            values_BGMV=states.get("values"),
-            segment_ids_BT=segment_ids_BT,
-            exclusive=exclusive,
-            normalize=False,
-        )
-        return MemoryOutput(o_BTHV.to(qkv.v_BSGD.dtype), None), {"keys": keys, "values": values}

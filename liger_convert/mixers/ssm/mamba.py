@@ -1,10 +1,10 @@
-"""The selective state space of Mamba (2312.00752), its in and out maps made from the layer's keys and queries.
+"""The selective state space of Mamba (2312.00752), its input and output maps made from the layer's keys and queries.
 
 S_t = exp(dt_t log A) * S_{t-1} + phi(k_t)^T [dt_t * v_t, dt_t],   dt_t = softplus(pool(k_t) + b),   log A = -e^rate
 o_t = n_t / m_t,   [n_t, m_t] = phi(q_t) S_t                            (base.py has the shapes and the starts)
 
-k, q and v take the places of Mamba's B, C and x, as in 2408.15237. `short_conv: 4` is its convolution, before all that
-is made of k, q and v; `skip` and `output_gate` are its skip and the gate of its output.
+k, q and v take the places of Mamba's B, C and x, as in 2408.15237. `short_conv: 4` is its convolution, applied before
+anything is computed from k, q and v; `skip` and `output_gate` are its skip and the gate of its output.
 phi is a softmax over F learned features, so that weights are positive and the read can be a mean.
 """
 
@@ -34,7 +34,7 @@ class MambaSpec(ElementwiseSpec, ReadSpec):
 class Mamba(ElementwiseMixer):
     summary = "selective state space: each value channel forgets at several rates, scaled by every token"
     gate_rule = "exp(-softplus(pool(k) + b) e^rate)"
-    left_out = "the short convolution, the skip D x, the step's low-rank projection, the output gate"
+    left_out = "the step's low-rank projection; off by default: `short_conv`, `skip`, `output_gate`"
     Spec = MambaSpec
     # two softmax features meet with a weight of 1 / F or so, and steps add up to a fraction of 1: about e^-4 in all
     initial_log_share = 1.0

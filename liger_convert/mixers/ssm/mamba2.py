@@ -2,7 +2,7 @@
 
 dt_t = softplus(pool(k_t) + b),   a_t = exp(-A dt_t),   S_t = a_t S_{t-1} + dt_t k_t^T v_t,   o_t = norm(q_t S_t)
 
-A > 0 is learned, one a head, and so is b. The pooled step is Liger's (2503.01496, table 1). `short_conv: 4` is the
+A > 0 is learned, one per head, and so is b. The pooled step is Liger's (2503.01496, table 1). `short_conv: 4` is the
 paper's convolution and `output_gate` a gate of the output; the skip D v_t, which the window covers, is left out.
 """
 
@@ -33,7 +33,7 @@ class Mamba2Spec(GatedSpec):
 class Mamba2(GatedMixer):
     summary = "state space duality: a step size per head that forgets and writes"
     gate_rule = "exp(-A softplus(pool(k) + b)), scalar"
-    left_out = "the short convolution, the skip D v, the step's projection of the layer's input, the output gate"
+    left_out = "the skip D v, the step's projection of the layer's input; off by default: `short_conv`, `output_gate`"
     Spec = Mamba2Spec
     scalar = True
 

@@ -3,10 +3,10 @@
 S_t[f, v] = A[f, v] S_{t-1}[f, v] + [v_t[v], 1],   log A = -e^rate
 o_t[v] = n_t[v] / m_t[v],   [n_t[v], m_t[v]] = sum_f e^C[f, v] S_t[f, v]
 
-A, C and the rates depend on no token: a query decides how much of this memory it takes, not what is in it.
-Real rates, and weights e^C > 0, so that the read can be a mean; B is 1, since only its product with C shows. Every
-channel is a head of its own to the op, with one value and its normalizer. Shapes: base.py; R = H / G,
-N = G V such heads, L = H V of their queries.
+A, C and the rates depend on no token: a query decides how much of this memory it takes, not what is in it. Real rates,
+and weights e^C > 0, so that the read can be a mean; B is 1, since only its product with C matters. The op takes every
+channel as a head of its own, with one value and its normalizer. Shapes: base.py; R = H / G, N = G V such heads, L = H V
+of their queries.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class S4Spec(ElementwiseSpec):
 class S4(ElementwiseMixer):
     summary = "diagonal state space: running means of each value channel at fixed rates, blind to content"
     gate_rule = "exp(-e^rate), learned"
-    left_out = "complex rates, the skip D x, and the GELU and linear layer that mix the channels of the output"
+    left_out = "complex rates, the GELU and the linear layer that mix the output's channels; off by default: `skip`"
     Spec = S4Spec
     spec: S4Spec
 

@@ -22,7 +22,7 @@ MOST_NAMED = 12  # points of a series that the label of a chart lists
 class Series:
     """Points (x, y) in the order of x, drawn in the look `s-LOOK` of style.css.
 
-    spread: at each point (lowest, highest), drawn as a vertical line. mark: what stands beside the first point. shift:
+    spread: at each point (lowest, highest), drawn as a vertical line. mark: the label next to the first point. shift:
     by how many pixels all is drawn to the right, so that points of one place do not hide each other.
     """
 

@@ -1,4 +1,4 @@
-"""What all pages of a report write alike: names of models, numbers, which way is better, what became of the layers."""
+"""What all pages of a report share: names of models, numbers, which way is better, what became of the layers."""
 
 from __future__ import annotations
 
@@ -85,6 +85,13 @@ def stage_checks(report: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Meas
     return untrained + [(stage["name"], stage["check"]) for stage in report["training"] if "check" in stage]
 
 
+def describe_sources(sources: Mapping[str, Mapping[str, float]]) -> str:
+    """`20 % chat (1.5 times all of it), 80 % text (0.1 times all of it)`: the tokens of a stage, by source."""
+    return ", ".join(
+        f"{100 * read['fraction']:g} % {name} ({read['epochs']:g} times all of it)" for name, read in sources.items()
+    )
+
+
 def describe_layers(report: Mapping[str, Any]) -> str:
     """`Of the 4 attention layers of …, 3 became … and 1 stayed softmax.`, in Markdown."""
     linearization = report["plan"]["linearization"]
@@ -95,7 +102,7 @@ def describe_layers(report: Mapping[str, Any]) -> str:
         for name, spec in linearization["mixers"].items()
     ]
     windows = report["plan"].get("sliding_windows", [])  # which reports did not have at first
-    # where all layers have one, there are none beside them that see all tokens
+    # where all layers have one, there are no others that see all tokens
     own = [window for window, name in zip(windows, linearization["layers"]) if name == SOFTMAX and None in windows]
     sliding = len(own) - own.count(None)
     stayed = [f"{layers[SOFTMAX] - sliding} stayed softmax"] if layers[SOFTMAX] > sliding else []

@@ -1,8 +1,10 @@
-"""Several runs beside each other: what they measured, what their caches take, and how much of the gap they recover.
+"""Several runs compared: what they measured, how large their caches are, and how much of the gap they recover.
 
 The gap of a metric lies between the base and an untrained window. Recipes leave different windows, and a hybrid's
 untrained window keeps its softmax layers, so that each run against its own would be measured by a scale of its own.
-The runs of one base therefore share one scale, and its zero is the weakest of their untrained windows.
+The runs of one base therefore share one scale. Its zero is, for each metric, the best untrained window among the runs
+with the fewest softmax layers. A recipe whose window is weak, such as one without sinks, must not widen the gap and so
+raise all recoveries.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from liger_convert.config.names import SOFTMAX
 from liger_convert.eval.verdict import verdict
 from liger_convert.pipeline.pages.common import cell, lower_is_better, recovery
 from liger_convert.pipeline.pages.read import read_report
@@ -24,7 +27,7 @@ NEEDED = ("linearized", "base", "window_only_untrained", "memory_ablated")
 
 
 def compare(paths: Sequence[Path]) -> dict[str, Any]:
-    """What the reports at `paths`, folders of runs or report.json files, say beside each other, as JSON.
+    """Compares the reports at `paths`, folders of runs or report.json files. Returns plain JSON:
 
     tokens: of the caches. metrics: what all runs measured. bases: by name {"cache_bytes", "measures"}. runs: by name
     {"base" (a name in `bases`), "cache_bytes", "measures", "recovery" {METRIC: share of the gap}, "mean_recovery",
@@ -45,7 +48,7 @@ def compare(paths: Sequence[Path]) -> dict[str, Any]:
     if not metrics:
         raise BadInput(f"{paths[0]}: models: shares no metric with all of the others; compare runs of one suite")
     groups, notes = _groups(reports, names)
-    zero = {base: _weakest([reports[i] for i in members], metrics) for base, members in groups.items()}
+    zero = {base: _zero([reports[i] for i in members], metrics) for base, members in groups.items()}
     runs = {}
     for i, (name, report) in enumerate(zip(names, reports, strict=True)):
         base = next(base for base, members in groups.items() if i in members)
@@ -104,7 +107,7 @@ def _groups(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tuple
             )
             note = (
                 f"{names[i]} and {names[first]} measured {base} differently ({metric}: {values}), so on other text or "
-                "another base: each stands beside its own."
+                "another base: each is compared with its own."
             )
             number, name = number + 1, f"{base} ({number + 1})"
             if name not in groups:
@@ -126,14 +129,17 @@ def _alike(one: float | None, other: float | None) -> bool:
     return math.isclose(one, other, rel_tol=SAME_BASE, abs_tol=SAME_BASE)
 
 
-def _weakest(reports: Sequence[Mapping[str, Any]], metrics: Iterable[str]) -> dict[str, Any]:
-    """Of each metric the worst measure of an untrained window that is finite, where there is one."""
+def _zero(reports: Sequence[Mapping[str, Any]], metrics: Iterable[str]) -> dict[str, Any]:
+    """For each metric the best finite measure, where there is one, of the untrained windows of those reports that have
+    the fewest softmax layers."""
+    softmax = [report["plan"]["linearization"]["layers"].count(SOFTMAX) for report in reports]
+    fewest = [report for report, count in zip(reports, softmax) if count == min(softmax)]
     found = {}
     for metric in metrics:
-        windows = [report["models"]["window_only_untrained"][metric] for report in reports]
+        windows = [report["models"]["window_only_untrained"][metric] for report in fewest]
         finite = [window for window in windows if window["value"] is not None]
         if finite:
-            found[metric] = (max if lower_is_better(metric) else min)(finite, key=lambda window: window["value"])
+            found[metric] = (min if lower_is_better(metric) else max)(finite, key=lambda window: window["value"])
     return found
 
 

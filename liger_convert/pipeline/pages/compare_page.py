@@ -1,4 +1,4 @@
-"""A comparison of runs to be read: a table for the terminal, and a page that needs nothing beside itself."""
+"""A comparison of runs to be read: a table for the terminal, and a self-contained page."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from liger_convert.io.inputs import open_input
 from liger_convert.pipeline.pages import curves
 from liger_convert.pipeline.pages.charts import Axis, Series, draw, number
 from liger_convert.pipeline.pages.common import cell
+from liger_convert.pipeline.pages.rendering import Column
 from liger_convert.pipeline.pages.rendering import render as render_page
 from liger_convert.utils.errors import BadInput
 
-BESIDE = 18  # pixels between runs whose caches are of one size
+OFFSET = 18  # pixels between runs whose caches are of one size
 LOWEST = -0.5  # recovery that a line reaches down to: one broken measure should not squeeze all others
-LOOKS = 8  # runs that style.css tells apart
+LOOKS = 8  # distinct styles of runs in style.css
 MADE = '<meta name="generator" content="liger-convert compare">'  # stands in every page, among its first bytes
 HEAD = 4096
 
@@ -44,8 +45,8 @@ def render(found: Mapping[str, Any]) -> Group:
 
 
 def write(found: Mapping[str, Any], out: Path) -> None:
-    """Writes the page to the file `out`, in the place of another such page. Raises BadInput where there is anything
-    else, LinearizeError when it cannot be written."""
+    """Writes the page to the file `out`, over an older such page. Raises BadInput where another file is there,
+    LinearizeError when it cannot be written."""
     _refuse_other(out)
     atomic_write(out, page(found))
 
@@ -69,7 +70,16 @@ def page(found: Mapping[str, Any]) -> str:
     return render_page(
         "compare.html",
         found=found,
-        columns=[(kind, name, found[kind][name]) for kind, name in _columns(found)],
+        columns=[
+            Column(name, found["bases"][name]["measures"], "reference")
+            if kind == "bases"
+            else _run_column(name, found["runs"][name], looks[name], numbers[name])
+            for kind, name in _columns(found)
+        ],
+        cache={
+            "tokens": found["tokens"],
+            "sizes": [decimal(found[kind][name]["cache_bytes"]) for kind, name in _columns(found)],
+        },
         looks=looks,
         numbers=numbers,
         worse=list(_worse(found)),
@@ -79,10 +89,15 @@ def page(found: Mapping[str, Any]) -> str:
             *((looks[name], f"{numbers[name]} {name}") for name in runs),
             *(("base", base) for base in found["bases"]),
         ],
-        lone={name: _extremes(run["recovery"]) for name, run in runs.items()},
+        extremes={name: _extremes(run["recovery"]) for name, run in runs.items()},
         percent=percent,
         size=decimal,
     )
+
+
+def _run_column(name: str, run: Mapping[str, Any], look: str, number: int) -> Column:
+    recovered = {metric: percent(share) for metric, share in run["recovery"].items()}
+    return Column(name, run["measures"], number=number, run=look, recovered=recovered)
 
 
 def percent(share: float | None) -> str:
@@ -113,7 +128,7 @@ def _recovery_chart(found: Mapping[str, Any], looks: Mapping[str, str], numbers:
             continue
         size, shares = run["cache_bytes"], run["recovery"].values()
         point, spread = (size, run["mean_recovery"]), (max(LOWEST, min(shares)), max(shares))
-        shift = BESIDE * (sizes.count(size) % 4)
+        shift = OFFSET * (sizes.count(size) % 4)
         series.append(Series(name, looks[name], [point], [spread], str(numbers[name]), shift))
         sizes.append(size)
     if not series:

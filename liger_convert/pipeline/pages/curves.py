@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kind:
-    """Metrics whose names match `pattern`, with a group `length` and perhaps one `name`, which tells curves apart."""
+    """Metrics whose names match `pattern`, with a group `length` and perhaps one `name`, by which curves differ."""
 
     pattern: re.Pattern[str]
     title: str

@@ -47,8 +47,13 @@ class _Cache(_Part):
     linearized: Annotated[int, Field(gt=0, le=10**18)]
 
 
+class _Linearization(_Part):
+    layers: list[str]
+
+
 class _Plan(_Part):
     cache_bytes: dict[str, _Cache]
+    linearization: _Linearization
 
 
 class _Report(_Part):

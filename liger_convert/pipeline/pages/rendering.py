@@ -4,12 +4,34 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jinja2
 from markupsafe import Markup, escape
 
 from liger_convert.pipeline.pages.common import cell, lower_is_better
+
+
+class Column(NamedTuple):
+    """A model in the table of measures. look: the class of its cells. number, run: of a run among several, and the
+    class of that number. recovered: by metric, what stands below the value."""
+
+    name: str
+    measures: Mapping[str, Any]
+    look: str = ""
+    number: int | None = None
+    run: str = ""
+    recovered: Mapping[str, str] = {}
+
+    @property
+    def label(self) -> str:
+        """What names it in each of its cells, on a narrow screen."""
+        return self.name if self.number is None else f"{self.number} {self.name}"
+
+    @property
+    def attributes(self) -> Markup:
+        return Markup(' class="{}"').format(self.look) if self.look else Markup()
 
 
 def render(template: str, **values: Any) -> str:

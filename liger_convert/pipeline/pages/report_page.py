@@ -1,4 +1,4 @@
-"""report.html: what a run found as one page that needs nothing beside itself."""
+"""report.html: what a run found as one self-contained page."""
 
 from __future__ import annotations
 
@@ -11,8 +11,16 @@ from rich.filesize import decimal
 from liger_convert.config.names import MAIN, SOFTMAX
 from liger_convert.pipeline.pages import curves
 from liger_convert.pipeline.pages.charts import Axis, Series, draw, number
-from liger_convert.pipeline.pages.common import TITLES, cell, describe_layers, metric_names, recovery, stage_checks
-from liger_convert.pipeline.pages.rendering import render
+from liger_convert.pipeline.pages.common import (
+    TITLES,
+    cell,
+    describe_layers,
+    describe_sources,
+    metric_names,
+    recovery,
+    stage_checks,
+)
+from liger_convert.pipeline.pages.rendering import Column, render
 
 CONTEXT = "32768"  # tokens of the cache that stands at the head of the page
 
@@ -24,6 +32,10 @@ def page(report: Mapping[str, Any]) -> str:
         "report.html",
         report=report,
         titles=TITLES,
+        columns=[
+            Column(TITLES.get(name, name), measured, "own" if name == "linearized" else "")
+            for name, measured in models.items()
+        ],
         metrics=metric_names(models),
         converted=describe_layers(report),
         verdict=_verdict(report["verdict"]),
@@ -36,6 +48,7 @@ def page(report: Mapping[str, Any]) -> str:
         losses=[(stage["name"], chart) for stage in report["training"] if (chart := _losses(stage))],
         last_losses={stage["name"]: _first_and_last(stage) for stage in report["training"]},
         checks=stage_checks(report),
+        read=describe_sources,
         cell=cell,
         size=decimal,
         nats=_nats,
