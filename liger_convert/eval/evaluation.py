@@ -54,7 +54,7 @@ def evaluate_model(
     model.eval()
     documents = {"held_out": held_out or [], "other": other or []}
     options: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype, "report": report}
-    # by the first metric of a measure of ours, or the name of a task
+    # by the first metric of a measure of ours, or the id of a task
     found: dict[str, dict[str, Measurement]] = (read_checked(keep) if keep is not None else None) or {}
 
     def done(name: str, measured: dict[str, Measurement]) -> None:
@@ -74,11 +74,11 @@ def evaluate_model(
             done(copying.metrics[0], copy_loss(model, tokenizer, documents["held_out"], copying, **options))
     if suite.agreement is not None and base_rows is not None and suite.agreement.metrics[0] not in found:
         done(suite.agreement.metrics[0], agreement(model, base_rows, dtype=dtype, report=report))
-    if tasks := [task for task in suite.tasks if task.name not in found]:
+    if tasks := [part for task in suite.tasks for part in task.each if part.id not in found]:
         from liger_convert.eval.harness import run_tasks  # lm-eval takes seconds to import
 
-        for name, measured in run_tasks(model, tokenizer, tasks, data_dir=data_dir, limit=limit, **options):
-            done(name, measured)
+        for task_id, measured in run_tasks(model, tokenizer, tasks, data_dir=data_dir, limit=limit, **options):
+            done(task_id, measured)
     return {metric: measurement for measured in found.values() for metric, measurement in measured.items()}
 
 

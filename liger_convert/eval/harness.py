@@ -15,14 +15,16 @@ from typing import Any
 import lm_eval
 import numpy as np
 import torch
+from huggingface_hub import constants
 from lm_eval.api.model import LM, CacheHook
 from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from liger_convert.eval import ruler
 from liger_convert.eval.measures import Measurement, measurement, target_losses
 from liger_convert.eval.suites import Task, local_files
-from liger_convert.eval.task_files import CONTAINS, WHERE, answers_problem, first_rows, local_rows, task_managers
+from liger_convert.eval.task_files import OWN_PROBLEMS, WHERE, first_rows, local_rows, task_managers
 from liger_convert.io.files import scratch_folder
 from liger_convert.utils.device import autocast
 from liger_convert.utils.errors import BadInput, LinearizeError, first_line
@@ -30,6 +32,7 @@ from liger_convert.utils.progress import Report
 
 _sound: set[tuple[Any, ...]] = set()  # what `check_rows` found nothing wrong with
 REHEARSED = 32  # rows of a task that show whether it runs; all rows of a large one take minutes
+WRITTEN = 1  # the same of RULER's tasks, which write their rows
 BOOTSTRAP = 1000  # resamples for the standard error of a metric that has no formula for it
 
 
@@ -44,28 +47,36 @@ def run_tasks(
     dtype: torch.dtype,
     report: Report,
 ) -> Iterator[tuple[str, dict[str, Measurement]]]:
-    """Of each task its name and what it measures on `model`, as {"task/metric": measurement}; n = documents.
+    """Of each task its id and what it measures on `model`, as {"task/metric": measurement}; n = documents.
 
     With `data_dir` they read the local files there (`suites.LOCAL_FILES`) and nothing else; without, their data sets
     from the hub. A task with an `include_path` reads what its own YAML says. `limit` replaces the limits of the tasks.
     Raises BadInput for a task or metric that there is not, and for data that cannot be had or does not fit the task.
     """
     harness = _Harness(model, tokenizer, batch_size, dtype, report)
-    for task, _, results in _evaluated(harness, tasks, data_dir, limit, BOOTSTRAP):
-        yield task.name, _flatten(task, results)
+    for task, _, results in _evaluated(harness, tokenizer, tasks, data_dir, limit, BOOTSTRAP):
+        yield task.id, _flatten(task, results)
 
 
 def rehearse_tasks(
-    tasks: Sequence[Task], *, data_dir: Path | None, limit: int | None, positions: int | None, report: Report
+    tasks: Sequence[Task],
+    tokenizer: Any,
+    *,
+    data_dir: Path | None,
+    limit: int | None,
+    positions: int | None,
+    report: Report,
 ) -> None:
     """What `run_tasks` does but asking a model, whose answers are made up, on the first REHEARSED rows of each task: so
     what is wrong with a task, its data or its metrics is told before a training and not after it. Labels of the
     hub are looked at in all rows. positions: the tokens that the model will take. Raises BadInput."""
+    tasks = [part for task in tasks for part in task.each]
     for done, task in enumerate(tasks, 1):
         rows = limit or task.limit
         try:
-            few = REHEARSED if rows is None else min(rows, REHEARSED)
-            ((_, loaded, results),) = _evaluated(_Nobody(), [task], data_dir, few, 0)
+            most = WRITTEN if task.of_ruler else REHEARSED
+            few = most if rows is None else min(rows, most)
+            ((_, loaded, results),) = _evaluated(_Nobody(), tokenizer, [task], data_dir, few, 0)
         except LinearizeError:
             raise
         except Exception as error:  # whatever rows that do not fit make lm-eval raise
@@ -91,7 +102,7 @@ def _check_labels(task: Task, part: Any, rows: int | None) -> None:
 
 
 def _evaluated(
-    lm: Any, tasks: Sequence[Task], data_dir: Path | None, limit: int | None, bootstrap: int
+    lm: Any, tokenizer: Any, tasks: Sequence[Task], data_dir: Path | None, limit: int | None, bootstrap: int
 ) -> Iterator[tuple[Task, Any, dict[str, Any]]]:
     """Of each task itself, lm-eval's own, and its results on `lm`."""
     with scratch_folder() as folder:
@@ -99,12 +110,12 @@ def _evaluated(
             managers = task_managers(tasks, data_dir, folder)
         for task in tasks:
             with _quiet():
+                rows = limit or task.limit
+                ruler.asked.set((tokenizer, rows or ruler.ROWS))
                 loaded = _load(managers[task.include_path], task, data_dir)
                 # not simple_evaluate: that also asks git, pip and the hub about this machine, for every task anew
-                results = lm_eval.evaluate(
-                    lm, loaded, limit=limit or task.limit, bootstrap_iters=bootstrap, log_samples=False
-                )
-            yield task, loaded, results["results"][task.name]
+                results = lm_eval.evaluate(lm, loaded, limit=rows, bootstrap_iters=bootstrap, log_samples=False)
+            yield task, loaded, results["results"][task.id]
 
 
 def check_rows(tasks: Sequence[Task], data_dir: Path | None, limit: int | None) -> None:
@@ -141,8 +152,9 @@ def _check_docs(task: Task, part: Any, rows: int | None) -> None:
                 target = part.doc_to_target(doc)
                 chooses = part.OUTPUT_TYPE == "multiple_choice" and not part.multiple_input
                 problem = _label_problem(target, part.doc_to_choice(doc)) if chooses else None
-                if problem is None and task.name in CONTAINS and task.include_path is None:
-                    problem = answers_problem(doc)
+                own = OWN_PROBLEMS.get(task.name) if task.include_path is None else None
+                if problem is None and own is not None:
+                    problem = own(doc)
             except Exception as error:  # whatever a prompt makes of a field that is missing or of another type
                 problem = f"{type(error).__name__}: {first_line(error)}"
             if problem is not None:
@@ -160,7 +172,7 @@ def _label_problem(target: Any, choices: Sequence[str]) -> str | None:
 
 def _load(manager: TaskManager, task: Task, data_dir: Path | None) -> Any:
     """lm-eval's loaded task, with the shots and the seeds that its own command line would set. Raises BadInput."""
-    if task.name not in manager.task_index:
+    if task.id not in manager.task_index:
         there = "lm-eval knows" if task.include_path is None else f"{task.include_path} has"
         raise BadInput(f"task {task.name}: {there} no such task")
     if task.name in manager.all_tags:
@@ -169,8 +181,11 @@ def _load(manager: TaskManager, task: Task, data_dir: Path | None) -> Any:
         )
     random.seed(DEFAULT_RANDOM_SEED)  # some tasks shuffle their choices
     np.random.seed(DEFAULT_OTHER_SEED)
+    # the modules of both fetch nltk's data when they are imported; where there is the hub, ifeval may
+    offline = task.of_ruler or (task.name == "ifeval" and (data_dir is not None or constants.HF_HUB_OFFLINE))
     try:
-        loaded = manager.load(task.name)
+        with ruler.nothing_fetched() if offline else contextlib.nullcontext():
+            loaded = manager.load(task.id)
     except BadInput:
         raise
     except ImportError as error:  # of what the task's own Python files import

@@ -57,12 +57,12 @@ def narrow(
     if tasks and tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         notes += _left_out([task.name for task in tasks], NO_ENDS)
         tasks = []
-    long = [task for task in tasks if _is_long(task, context, tokenizer, data_dir)]
+    long = [part for task in tasks for part in task.each if _is_long(part, context, tokenizer, data_dir)]
     notes += _left_out(
-        [task.name for task in long],
+        [f"{part.name}/{part.metrics[0]}" if part.of_ruler else part.name for part in long],
         f"with their answers they are longer than the {context} tokens that the base takes",
     )
-    tasks = [task for task in tasks if task not in long]
+    tasks = [shorter for task in tasks if (shorter := _without(task, long)) is not None]
     update = {"text": text, "positions": positions, "copying": copying, "agreement": agreement, "tasks": tasks}
     return suite.model_copy(update=update), notes
 
@@ -105,8 +105,16 @@ def _agreement(
     return measure
 
 
+def _without(task: Task, parts: Sequence[Task]) -> Task | None:
+    """`task` with what is measured of it but for `parts`."""
+    metrics = [metric for part in task.each if part not in parts for metric in part.metrics]
+    return task.model_copy(update={"metrics": metrics}) if metrics else None
+
+
 def _is_long(task: Task, context: int, tokenizer: Any, data_dir: Path | None) -> bool:
     """Whether a needle is longer than the base's context: it would be cut off before it is asked for."""
+    if task.of_ruler:
+        return int(task.metrics[0]) > context
     if task.name not in NEEDLES or task.include_path is not None or data_dir is None:
         return False
     files = [path for suffix in SUFFIXES if (path := data_dir / f"{task.name}{suffix}").is_file()]

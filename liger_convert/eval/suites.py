@@ -8,14 +8,16 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from liger_convert.config import recipe_errors, resources, yaml_file
 from liger_convert.config.fields import Count, Length, Strict, between, refuse
+from liger_convert.eval import ruler
 from liger_convert.utils.errors import BadInput
 
 Draws = Annotated[int, between(1, 10**6)]
 MOST_TOKENS = 10**9  # of one measure: they are in memory all at once
+MOST_LENGTH = 10**7  # of a text of RULER's
 FIRST_END = 256  # of the positions whose loss is shown; each bucket behind the first is as long as all before it
 
 
@@ -127,16 +129,44 @@ class AgreementMeasure(Strict):
         return ["agreement/greedy_match", "agreement/common_prefix", "agreement/chat_match"]
 
 
+# the metrics of RULER's tasks are numbers, and YAML need not quote them
+Metric = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
+
+
 class Task(Strict):
-    """A task of lm-eval, or one of ours; `metrics` of it become `<name>/<metric>`. limit: documents at most.
-    include_path: a folder with the task's YAML, which says itself where its rows are."""
+    """A task of lm-eval, or one of ours; `metrics` of it become `<name>/<metric>`. limit: documents at most, of RULER's
+    tasks for each length. include_path: a folder with the task's YAML, which says itself where its rows are."""
 
     name: str
     shots: Annotated[int, between(0, 1000)] = 0
-    metrics: Annotated[list[str], Field(min_length=1)]
+    metrics: Annotated[list[Metric], Field(min_length=1)]
     limit: Count | None = None
     needs_data: bool = False  # left out when no local data is given
     include_path: str | None = None
+
+    @property
+    def of_ruler(self) -> bool:
+        return self.name in ruler.NAMES and self.include_path is None
+
+    @property
+    def id(self) -> str:
+        """What the harness knows it as."""
+        return f"{self.name}_{'_'.join(self.metrics)}" if self.of_ruler else self.name
+
+    @property
+    def each(self) -> list[Task]:
+        """What is measured at once: of RULER's tasks one length."""
+        return [self.model_copy(update={"metrics": [m]}) for m in self.metrics] if self.of_ruler else [self]
+
+    @model_validator(mode="after")
+    def _lengths_are_numbers(self) -> Task:
+        for metric in self.metrics if self.of_ruler else []:
+            if not (metric.isdecimal() and ruler.LEAST <= int(metric) <= MOST_LENGTH):
+                bounds = f"from {ruler.LEAST} to {MOST_LENGTH:,}"
+                refuse("metrics", f"those of {self.name} are the lengths of its texts in tokens, {bounds}")
+        if self.of_ruler and self.shots:
+            refuse("shots", f"{self.name} has none; its texts hold their own examples")
+        return self
 
 
 class Suite(Strict):
@@ -224,7 +254,8 @@ def load(name: str) -> Suite:
 ANSWER_TOKENS = 48  # that one of our own tasks leaves for an answer
 NEEDLES = {f"niah_{kind}_{tokens}": tokens for tokens in (1024, 2048, 4096, 8192) for kind in ("s1", "s2", "s3")}
 # Task -> split -> stem of its local file, in lm-eval's own row schema. `test` is what is scored, whatever split of the
-# hub's data set that is; `fewshot` is where shots are drawn from, and may be missing where there are none.
+# hub's data set that is; `fewshot` is where shots are drawn from, and may be missing where there are none. Of RULER's
+# tasks the rows are made of these files, or of none.
 LOCAL_FILES: dict[str, dict[str, str]] = {
     "piqa": {"test": "piqa"},
     "arc_easy": {"test": "arc_easy"},
@@ -245,6 +276,7 @@ LOCAL_FILES: dict[str, dict[str, str]] = {
     "squad_ctx": {"test": "squad_1k"},
     "drop_ctx": {"test": "drop_1k"},
     **{name: {"test": name} for name in NEEDLES},
+    **{name: {stem: stem for stem in stems} for name, stems in ruler.FILES.items()},
 }
 SUFFIXES = (".jsonl", ".jsonl.xz", ".jsonl.gz")
 
@@ -264,8 +296,10 @@ def local_files(task: Task, data_dir: Path) -> dict[str, Path]:
         there = [path for suffix in SUFFIXES if (path := data_dir / f"{stem}{suffix}").is_file()]
         if there:
             found[split] = there[0]
-        elif split == "test" or task.shots:
-            raise BadInput(f"{data_dir}: has no {stem}.jsonl (or .jsonl.xz, .jsonl.gz), which task {task.name} reads")
+        elif split != "fewshot" or task.shots:
+            form = f"; each row has {ruler.FORMS[stem]}" if task.of_ruler else ""
+            which = f"which task {task.name} reads{form}"
+            raise BadInput(f"{data_dir}: has no {stem}.jsonl (or .jsonl.xz, .jsonl.gz), {which}")
     return found
 
 
@@ -281,7 +315,11 @@ def check_data(suite: Suite, data_dir: Path | None, limit: int | None) -> None:
     """Raises BadInput unless every task of `suite` finds its local files and their rows, up to the `limit`, fit it:
     once, before long work, as it takes as long as reading them."""
     check_files(suite, data_dir)
-    local = [task for task in suite.tasks if task.include_path is not None or data_dir is not None]
+    if data_dir is not None:
+        for task in suite.tasks:
+            for stem, file in local_files(task, data_dir).items() if task.of_ruler else ():
+                ruler.read(stem, file)
+    local = [task for task in suite.tasks if task.include_path or (data_dir is not None and not task.of_ruler)]
     if local:
         from liger_convert.eval.harness import check_rows  # lm-eval takes seconds to import
 

@@ -16,7 +16,8 @@ import yaml
 from lm_eval.tasks import TaskManager
 
 from liger_convert.data.row_files import file_rows
-from liger_convert.eval.suites import ANSWER_TOKENS, NEEDLES, Task, local_files
+from liger_convert.eval import ruler
+from liger_convert.eval.suites import ANSWER_TOKENS, LOCAL_FILES, NEEDLES, Task, local_files
 from liger_convert.io.inputs import require_file
 from liger_convert.utils.errors import BadInput, first_line
 
@@ -50,6 +51,8 @@ CONTAINS = {
     "fda": ("{{text.strip()}}", "\n"),
     **dict.fromkeys(NEEDLES, ("{{input}}", "\n\n")),
 }
+# what lm-eval scores with data of nltk's, of the instructions of ifeval
+SCORED_BY_NLTK = {"length_constraints:number_sentences", "change_case:capital_word_frequency"}
 WHERE = "_where"  # the column that says which file and line a row is from
 first_rows: ContextVar[int | None] = ContextVar("how many rows of a test split are read, where not all", default=None)
 
@@ -76,18 +79,22 @@ def _included(include_path: Path) -> TaskManager:
 
 
 def _manager(tasks: Sequence[Task], data_dir: Path | None, folder: Path) -> TaskManager:
-    names = [task.name for task in tasks]
+    for task in tasks:
+        if data_dir is None and ((task.name in CONTAINS and task.name not in STOCK_YAML) or ruler.FILES.get(task.name)):
+            which = " and ".join(f"{stem}.jsonl" for stem in LOCAL_FILES[task.name].values())
+            raise BadInput(f"task {task.name}: reads {which}; give the folder that holds it with --data")
+        files = {} if data_dir is None else local_files(task, data_dir)
+        if task.of_ruler:
+            ruler.write_task(task.name, task.id, task.metrics[0], files, STOCK, folder)
+        elif data_dir is not None:
+            _write_local_task(task.name, files, folder)
     if data_dir is not None:
-        for task in tasks:
-            _write_local_task(task.name, local_files(task, data_dir), folder)
         return TaskManager(include_path=folder, include_defaults=False)
-    for name in names:
-        if name in CONTAINS and name not in STOCK_YAML:
-            raise BadInput(f"task {name}: reads a local file; give the folder that holds it with --data")
-    if all(name in STOCK_YAML for name in names):
-        paths: list[str | Path] = [(STOCK / STOCK_YAML[name]).parent for name in names]
-        return TaskManager(include_path=sorted(set(paths)), include_defaults=False)
-    return TaskManager()
+    others = {task.name for task in tasks if not task.of_ruler}
+    if others <= STOCK_YAML.keys():
+        paths = {(STOCK / STOCK_YAML[name]).parent for name in others}
+        return TaskManager(include_path=[folder, *sorted(paths)], include_defaults=False)
+    return TaskManager(include_path=folder)
 
 
 def _write_local_task(name: str, files: dict[str, Path], folder: Path) -> None:
@@ -170,8 +177,27 @@ def answers_problem(doc: dict[str, Any]) -> str | None:
     return "`answers` should be a list of texts"
 
 
+def instructions_problem(doc: dict[str, Any]) -> str | None:
+    """Why an instruction of a row of ifeval cannot be scored."""
+    import nltk
+
+    asked = sorted(SCORED_BY_NLTK.intersection(doc["instruction_id_list"]))
+    if not asked:
+        return None
+    try:
+        nltk.data.find("tokenizers/punkt_tab")
+    except LookupError:
+        what = f"{asked[0]} is scored with nltk's data punkt_tab, which is not here"
+        return f"{what}; run `python -m nltk.downloader punkt_tab`, or name its folder's parent by NLTK_DATA"
+    return None
+
+
 def contains(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
     """Whether an answer stands in the continuation, in any case: how the recall tasks of Based are scored."""
     said = results[0].lower()
     answers = doc["answers"] if "answers" in doc else [doc["value"].strip()]
     return {"contains": float(any(answer.strip() and answer.lower() in said for answer in answers))}
+
+
+# what says whether a row of a task can be scored, beside lm-eval
+OWN_PROBLEMS = {"ifeval": instructions_problem} | dict.fromkeys(CONTAINS, answers_problem)

@@ -183,7 +183,9 @@ def check_generation(
     return warnings
 
 
-def check_tasks(suite: Suite, config: Any, data_dir: Path | None, limit: int | None, report: Report) -> None:
+def check_tasks(
+    suite: Suite, config: Any, tokenizer: Any, data_dir: Path | None, limit: int | None, report: Report
+) -> None:
     """Runs the suite's tasks without a model: reads their data, writes their prompts, scores answers.
 
     Raises BadInput for data that cannot be had or does not fit, a metric or shots that there are not, hidden labels,
@@ -193,7 +195,7 @@ def check_tasks(suite: Suite, config: Any, data_dir: Path | None, limit: int | N
         from liger_convert.eval.harness import rehearse_tasks  # lm-eval takes seconds to import
 
         positions = context_length(config)
-        rehearse_tasks(tasks, data_dir=data_dir, limit=limit, positions=positions, report=report)
+        rehearse_tasks(tasks, tokenizer, data_dir=data_dir, limit=limit, positions=positions, report=report)
 
 
 def _check_rates(stage: Stage, where: str, trained: int) -> list[str]:
@@ -318,5 +320,5 @@ def check(
     check_disk(plan, out, keep_steps=keep_steps)
     warnings += check_generation(base_dir, config, tokenizer, plan.linearization, prompts)
     warnings += check_documents(recipe, plan, documents)
-    check_tasks(suite, config, data_dir, recipe.eval.limit, report)
+    check_tasks(suite, config, tokenizer, data_dir, recipe.eval.limit, report)
     return warnings

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,3 +20,19 @@ def sound_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def world(tmp_path: Path, sound_base: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.chdir(tmp_path)
     return World(tmp_path, sound_base)
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+    """Fails a test in which anything looks for another machine, also where that is caught and given up."""
+    sought: list[object] = []
+
+    def seek(*args: object, **_: object) -> None:
+        sought.append(args)
+        raise OSError("there is no network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", seek)
+    monkeypatch.setattr(socket, "create_connection", seek)
+    monkeypatch.setattr(socket.socket, "connect", seek)
+    yield sought
+    assert not sought

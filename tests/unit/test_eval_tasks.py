@@ -44,6 +44,16 @@ STOCK_ROWS: dict[str, tuple[dict[str, Any], str]] = {
         {"question_stem": "The sun is", "choices": {"text": ["hot", "a cat"], "label": ["A", "B"]}, "answerKey": "A"},
         "The sun is",
     ),
+    "arc_challenge": (
+        {"question": "The sun is", "choices": {"text": ["hot", "a cat"], "label": ["A", "B"]}, "answerKey": "A"},
+        "Question: The sun is\nAnswer:",
+    ),
+    "winogrande": ({"sentence": "Ann is old, _ sat.", "option1": "Bob", "option2": "Ann or Bob", "answer": "1"}, "Bob"),
+    "ifeval": (
+        {"key": 1, "prompt": "Say bob.", "instruction_id_list": ["keywords:existence"]}
+        | {"kwargs": [{"keywords": ["bob"]}]},
+        "Say bob.",
+    ),
     "gsm8k": ({"question": "1 + 1?", "answer": "It is 2.\n#### 2"}, "Question: 1 + 1?\nAnswer:"),
     "drop": (
         {"query_id": "1", "passage": "Bob sat.", "question": "Who?", "answer": SPAN}
@@ -55,9 +65,11 @@ STOCK_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "fda": ({"text": " Bob sat. Name:", "value": "Bob "}, "Bob sat. Name:"),
     "niah_s3_8192": ({"input": "The number is", "answers": ["Bob"]}, "The number is"),
 }
-METRIC = {"gsm8k": "exact_match", "drop": "em", "boolq": "acc", "sciq": "acc", "openbookqa": "acc"}
+METRIC = {"gsm8k": "exact_match", "drop": "em", "ifeval": "prompt_level_strict_acc"}
+METRIC |= dict.fromkeys(("boolq", "sciq", "openbookqa", "arc_challenge", "winogrande"), "acc")
 
 
+@pytest.mark.usefixtures("no_network")
 @pytest.mark.parametrize("name", STOCK_ROWS)
 def test_a_task_with_local_rows_asks_and_scores_as_lm_eval_does(
     model: Any, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
@@ -101,9 +113,17 @@ def test_a_task_with_local_rows_asks_and_scores_as_lm_eval_does(
         ("swde", {"value": " "}, "`value` should be a text"),
         ("drop_ctx", {"answers": "Bob"}, "`answers` should be a list of texts"),
         ("gsm8k", {"question": None}, ""),
+        (
+            "ifeval",
+            {"instruction_id_list": ["length_constraints:number_sentences"]},
+            "length_constraints:number_sentences is scored with nltk's data punkt_tab, which is not here; run",
+        ),
     ],
 )
-def test_a_row_that_does_not_fit_its_task_is_named(tmp_path: Path, name: str, change: dict, says: str) -> None:
+def test_a_row_that_does_not_fit_its_task_is_named(
+    tmp_path: Path, name: str, change: dict, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nltk.data.path", [])
     row, stem = STOCK_ROWS[name][0], suites.LOCAL_FILES[name]["test"]
     if name == "gsm8k":
         row, change = {"query": row["question"], "answer": row["answer"]}, {}

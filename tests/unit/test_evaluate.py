@@ -278,7 +278,9 @@ def test_unusable_task_data_is_one_sentence(model: Any, rows: Path, change: Any,
 
 
 def test_a_task_of_ours_without_data_says_what_to_give(model: Any) -> None:
-    with pytest.raises(BadInput, match="task squad_ctx: reads a local file; give the folder that holds it with --data"):
+    with pytest.raises(
+        BadInput, match=r"task squad_ctx: reads squad_1k.jsonl; give the folder that holds it with --data"
+    ):
         run(model, None, [{"name": "squad_ctx", "metrics": ["contains"]}])
 
 
@@ -309,6 +311,6 @@ def test_a_name_that_is_no_task_is_one_sentence(
     from liger_convert.eval import task_files
 
     small = task_files.TaskManager(include_path=task_files.STOCK / "arc", include_defaults=False)
-    monkeypatch.setattr(task_files, "TaskManager", lambda: small)  # all of them take 8 seconds to index
+    monkeypatch.setattr(task_files, "TaskManager", lambda **_: small)  # all of them take 8 seconds to index
     with pytest.raises(BadInput, match=says):
         run(model, None, [{"name": name, "metrics": ["acc"]}])

@@ -153,6 +153,13 @@ def test_a_report_of_a_run_that_chose_its_layers_shows_the_choice() -> None:
     assert "## Why these layers" not in page(build(results(), manifest()))
 
 
+def test_a_choice_by_kl_is_shown_with_its_divergences() -> None:
+    selection = {"softmax_layers": [3], "base": {"kl": 0.0}, "linear": {"kl": 0.9}, "layers": []}
+    selection["path"] = [{"layer": 3, "kl": 0.25}]
+    text = page(build(results(), manifest(**{"select-layers": {"selection": selection, "outputs": {}}})))
+    assert "| softmax layers | KL |\n|---|---:|\n| none | 0.900 |\n| + 3 | 0.250 |\n" in text
+
+
 @pytest.mark.parametrize(
     ("value", "stderr", "text"),
     [

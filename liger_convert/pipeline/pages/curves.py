@@ -38,6 +38,12 @@ KINDS = (
         "share found",
     ),
     Kind(
+        re.compile(r"(?P<name>niah_\w+|ruler\w*)/(?P<length>[1-9]\d{0,11})"),
+        "RULER, {name}",
+        "tokens of the text",
+        "share found",
+    ),
+    Kind(
         re.compile(r"(?P<name>\w+?)_nll_at_(?P<length>[1-9]\d{0,11})"),
         "Loss by position, {name}",
         "position in the text",
