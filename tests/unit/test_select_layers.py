@@ -163,12 +163,6 @@ def test_by_kl_the_base_is_at_zero_and_each_layer_that_is_restored_brings_the_mo
     assert "softmax alone: kl" in console.export_text()
 
 
-def test_how_to_select_is_refused_where_nothing_is_selected() -> None:
-    fields: dict[str, Any] = {"version": 1, "name": "tiny", "base": "b", "layers": {"softmax": [0], "select": "kl"}}
-    with pytest.raises(BadInput, match=r"layers\.select: says how softmax_auto chooses"):
-        build(fields | {"mixer": {"type": "gla"}}, "recipe")
-
-
 def test_layers_with_a_window_of_the_bases_own_are_not_chosen_from(tmp_path: Path) -> None:
     kinds = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
     folder = save_tiny_base("gemma2", tmp_path, tokenizer=False, num_hidden_layers=4, layer_types=kinds)
