@@ -24,7 +24,7 @@ from liger_convert.mixers import resolve_spec
 from liger_convert.model.loading import linearize_base
 from liger_convert.pipeline import gate_selection, layer_selection, single_steps
 from liger_convert.pipeline.gate_selection import GateSelection, largest
-from liger_convert.pipeline.layer_selection import Losses, Switch
+from liger_convert.pipeline.layer_selection import CopyLosses, Switch
 from liger_convert.pipeline.plan import make_plan
 from liger_convert.utils.errors import BadInput, LinearizeError
 
@@ -184,8 +184,8 @@ def test_ties_go_to_the_lower_layer() -> None:
 
 
 def test_a_selection_shows_every_gate_and_every_choice() -> None:
-    path = [(5, Losses(2.0, 3.0)), (0, Losses(1.0, 2.5))]
-    found = GateSelection(Losses(0.5, 2.0), Losses(4.0, 3.5), {}, {}, path, {0: 0.6, 2: 0.125, 5: 0.9})
+    path = [(5, CopyLosses(2.0, 3.0)), (0, CopyLosses(1.0, 2.5))]
+    found = GateSelection(CopyLosses(0.5, 2.0), CopyLosses(4.0, 3.5), {}, {}, path, {0: 0.6, 2: 0.125, 5: 0.9})
     assert found.softmax_layers == [0, 5]
     told = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert list(told) == ["softmax_layers", "base", "linear", "layers", "path", "select"]
