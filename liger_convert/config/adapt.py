@@ -16,13 +16,13 @@ class Adapt(Strict):
     hidden_size: Count
     """Hidden size of the base that the learning rates were tuned on."""
     adapters: bool = True
-    """On a wider base train low-rank adapters in the place of the base's own weights. Without, all weights are trained
-    where they fit the GPU, at rates that fall in proportion to the hidden size."""
+    """Train low-rank adapters in the place of the base's own weights. Without, all weights are trained where they fit
+    the GPU, on a wider base at rates that fall in proportion to the hidden size."""
     lora_rank: Rank = 32
     """Rank of the adapters; alpha is the same."""
-    lora_rate: Rate = 2e-4
-    """Learning rate of the adapters."""
+    lora_rate: Rate = 5e-4
+    """Learning rate of the adapters at `hidden_size`; on a wider base it falls with the square root of the width."""
     align_lora_rate: Rate = 5e-4
-    """Learning rate of the adapters in alignment."""
+    """Learning rate of the adapters in alignment, on every base."""
     gpu_memory: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Fraction of the GPU's memory that a stage may take."""

@@ -4,17 +4,19 @@ Rules, each applied where it is needed, each said in one sentence for the plan a
 
 - Rows are no longer than the context that the base was made for: what a teacher says beyond it is noise. They are
   halved until they fit, and a step gets more of them, so that it has as many tokens as before.
-- On a base wider than the one that the rates were tuned on, adapters take the place of the base's own weights: at
-  equal tokens they lose less of what the training text does not show (eval/LOG.md, TinyLlama-1.1B). The mixers' rates
-  stay, because their matrices are those of single heads.
-- Where all weights are trained on such a base, their rates fall as 1 / hidden size, as Adam's rates of matrices want to
-  (maximal update parametrisation, arXiv 2203.03466, table 8).
+- Adapters take the place of the base's own weights: at equal tokens they lose less of what the training text does not
+  show (eval/LOG.md, TinyLlama-1.1B), and as much of the rest (SmolLM2-135M). Their rate falls with the square root of
+  the width, which is between the rates that were measured on these two. The mixers' rates stay, because their matrices
+  are those of single heads.
+- Without `adapters` the rates of the base's own weights fall as 1 / hidden size on a base wider than the one that they
+  were tuned on, as Adam's rates of matrices want to (maximal update parametrisation, arXiv 2203.03466, table 8).
 - A stage fits the GPU: micro-batches are split, then activations are computed again in the backward pass, and where
   that is not enough adapters take the place of the base's own weights.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -44,15 +46,14 @@ def adapt(recipe: Recipe, base_config: Any, planner: Planner) -> tuple[Recipe, t
     context, room = context_length(base_config), _room(recipe.adapt, planner.device)
     stages: list[AnyStage] = []
     sentences: list[str] = []
-    tuned = recipe.adapt.hidden_size
-    wider = base_config.hidden_size > tuned
+    tuned, hidden = recipe.adapt.hidden_size, base_config.hidden_size
     for i, written in enumerate(recipe.stages):
         stage, said = _fit_rows(written, context)
-        if wider and recipe.adapt.adapters and _trains_own(stage):
-            stage = _with_adapters(stage, recipe.adapt)
-            said = [*said, f"{_adapters(stage)}, because the rates are those of a hidden size of {tuned:,}"]
-        stage, fitted = _fit_memory(stage, recipe.adapt, room, lambda stage: planner.plan(stage).memory_bytes)
-        stage, scaled = _scale_rates(stage, tuned, base_config.hidden_size)
+        if recipe.adapt.adapters and _trains_own(stage):
+            stage = _with_adapters(stage, recipe.adapt, hidden)
+            said = [*said, f"{_adapters(stage)}, as adapt.adapters says"]
+        stage, fitted = _fit_memory(stage, recipe.adapt, hidden, room, lambda stage: planner.plan(stage).memory_bytes)
+        stage, scaled = _scale_rates(stage, tuned, hidden)
         stages.append(stage)
         sentences += [f"stages[{i}].{sentence}" for sentence in (*said, *fitted, *scaled)]
     return recipe.with_stages(stages), tuple(sentences)
@@ -90,14 +91,14 @@ def _scale_rates(stage: AnyStage, tuned: int, hidden: int) -> tuple[AnyStage, li
 
 
 def _fit_memory(
-    stage: AnyStage, options: Adapt, room: int | None, peak: Callable[[Stage], int]
+    stage: AnyStage, options: Adapt, hidden: int, room: int | None, peak: Callable[[Stage], int]
 ) -> tuple[AnyStage, list[str]]:
     if room is None or peak(stage) <= room:
         return stage, []
     full = next((made for made in _smaller(stage) if peak(made) <= room), None)
     if full is not None:
         return full, [_said(stage, full, room)]
-    adapters = _with_adapters(stage, options)
+    adapters = _with_adapters(stage, options, hidden)
     *others, smallest = [adapters, *_smaller(adapters)]
     fitting = next((made for made in others if peak(made) <= room), smallest)
     return fitting, [_said(stage, fitting, room)]
@@ -117,7 +118,7 @@ def _trains_own(stage: Stage) -> bool:
     return any(name in stage.learning_rates.trained() for name in OWN)
 
 
-def _with_adapters(stage: AnyStage, options: Adapt) -> AnyStage:
+def _with_adapters(stage: AnyStage, options: Adapt, hidden: int) -> AnyStage:
     if not _trains_own(stage):
         return stage
     aligns = isinstance(stage, AlignStage)
@@ -127,13 +128,15 @@ def _with_adapters(stage: AnyStage, options: Adapt) -> AnyStage:
         "targets": "attention" if aligns else "all",
     }
     kept = {name: rate for name, rate in stage.learning_rates.trained().items() if name not in OWN}
-    rate = options.align_lora_rate if aligns else options.lora_rate
+    narrower = min(1.0, options.hidden_size / hidden)
+    rate = options.align_lora_rate if aligns else float(f"{options.lora_rate * math.sqrt(narrower):.3g}")
     return changed(stage, lora=lora, learning_rates=kept | {"lora": rate})
 
 
 def _adapters(stage: Stage) -> str:
     assert stage.lora is not None
-    return f"lora: rank {stage.lora.rank} on {stage.lora.targets}, in place of the base's own weights"
+    rate = f"{stage.learning_rates.lora:g}"
+    return f"lora: rank {stage.lora.rank} on {stage.lora.targets} at {rate}, in place of the base's own weights"
 
 
 def _said(before: AnyStage, after: AnyStage, room: int) -> str:

@@ -46,15 +46,18 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, room: int | None) -> None:
     monkeypatch.setattr(adapt, "_room", lambda options, device: room)
 
 
+ALL_WEIGHTS = ["adapt.adapters=false"]
+
+
 def test_on_the_base_that_it_was_written_for_nothing_changes() -> None:
-    written = load(DEFAULT)
+    written = load(DEFAULT, ALL_WEIGHTS)
     plan = make_plan(written, config("smollm2-135m", max_position_embeddings=8192))
     assert plan.adapted == ()
     assert list(plan.recipe_stages) == written.stages
 
 
 def test_rows_are_no_longer_than_the_context_and_a_step_has_as_many_tokens() -> None:
-    plan = make_plan(load(DEFAULT), config("smollm2-135m", max_position_embeddings=3000))
+    plan = make_plan(load(DEFAULT, ALL_WEIGHTS), config("smollm2-135m", max_position_embeddings=3000))
     assert [stage.seq_len for stage in plan.recipe_stages] == [2048, 1024, 2048]
     assert [stage.step_tokens for stage in plan.recipe_stages] == [stage.step_tokens for stage in load(DEFAULT).stages]
     assert "stages[0].seq_len: 2,048 in place of 4,096" in plan.adapted[0]
@@ -107,9 +110,15 @@ def test_a_stage_gets_smaller_until_it_fits(monkeypatch, room, rows, accumulatio
 
 
 @pytest.mark.parametrize(
-    ("shape", "adapters", "room"), [("llama-3.2-1b", True, None), ("llama-3-8b", False, 72), ("llama-3-8b", True, 72)]
+    ("shape", "adapters", "room", "rate"),
+    [
+        ("smollm2-135m", True, None, 5e-4),
+        ("llama-3.2-1b", True, None, 2.65e-4),
+        ("llama-3-8b", False, 72, 1.88e-4),
+        ("llama-3-8b", True, 72, 1.88e-4),
+    ],
 )
-def test_adapters_train_wider_bases_and_what_does_not_fit(monkeypatch, shape, adapters, room) -> None:
+def test_adapters_train_every_base_and_what_does_not_fit(monkeypatch, shape, adapters, room, rate) -> None:
     on_a_gpu(monkeypatch, room and room * GB)
     plan = make_plan(load(DEFAULT, [f"adapt.adapters={str(adapters).lower()}"]), config(shape))
     if room:
@@ -117,16 +126,17 @@ def test_adapters_train_wider_bases_and_what_does_not_fit(monkeypatch, shape, ad
     align, distill, _ = plan.recipe_stages
     assert distill.lora is not None
     assert distill.lora.targets == "all"
-    assert distill.learning_rates.trained() == {"mixer": 2e-3, "lora": 2e-4}
-    assert any("stages[1].lora: rank 32 on all, in place of the base's own weights" in said for said in plan.adapted)
+    assert distill.learning_rates.trained() == {"mixer": 2e-3, "lora": rate}
+    said = f"stages[1].lora: rank 32 on all at {rate:g}, in place of the base's own weights"
+    assert any(said in sentence for sentence in plan.adapted)
     if adapters:
         assert align.lora is not None
         assert align.lora.targets == "attention"
         assert align.learning_rates.trained() == {"mixer": 6e-3, "lora": 5e-4}
 
 
-def test_a_base_that_is_no_wider_keeps_all_weights() -> None:
-    plan = make_plan(load(DEFAULT), config("smollm2-135m", max_position_embeddings=8192))
+def test_without_adapters_a_base_that_is_no_wider_trains_all_weights() -> None:
+    plan = make_plan(load(DEFAULT, ALL_WEIGHTS), config("smollm2-135m", max_position_embeddings=8192))
     assert all(stage.lora is None for stage in plan.recipe_stages)
 
 

@@ -226,10 +226,13 @@ def test_shipped_recipes_load_and_name_their_own_command(path):
     assert f"linearize run recipes/{path.name} --out runs/" in path.read_text()
 
 
-def test_the_default_recipe_is_the_hybrid_for_any_depth():
-    default, hybrid = (recipe.load(RECIPES / f"{name}.yaml").dump() for name in ("default", "smollm2-135m-hybrid"))
-    assert {name for name in hybrid if default[name] != hybrid[name]} == {"name", "layers", "adapt", "eval"}
-    assert int(default["layers"]["softmax_auto"] * 30) == len(hybrid["layers"]["softmax"])
+def test_the_default_recipe_is_that_of_the_other_hybrids():
+    default = recipe.load(RECIPES / "default.yaml").dump()
+    for name in ("llama-3.2-1b", "llama-3-8b", "mistral-7b", "qwen3-1.7b", "qwen3-8b"):
+        hybrid = recipe.load(RECIPES / f"{name}-hybrid.yaml").dump()
+        assert {field for field in hybrid if default[field] != hybrid[field]} == {"name", "base"}
+        linear = recipe.load(RECIPES / f"{name}-gla.yaml").dump()
+        assert {field for field in linear if hybrid[field] != linear[field]} == {"name", "layers"}
 
 
 @pytest.mark.parametrize(
