@@ -155,7 +155,7 @@ def train(shape: str, stage: Stage, a: argparse.Namespace) -> dict[str, Any]:
         objective = AlignObjective(base, model.config)
     elif isinstance(stage, DistillStage):
         objective = DistillObjective(base, stage)
-    dataset = rows_of(stage, documents(stage, model.config.vocab_size), 0)
+    dataset = rows_of(stage, {"text": documents(stage, model.config.vocab_size)}, 0)
     told = {}
     if isinstance(objective, AlignObjective):
         rows = [dataset.whole(i % len(dataset)) for i in range(-(-CALIBRATION_TOKENS // stage.seq_len))]
@@ -193,7 +193,10 @@ def converted(shape: str, plan: Plan, device: torch.device) -> int:
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder, "base")
         random_model(shape, None, device, torch.bfloat16).save_pretrained(base)
-        (base / "tokenizer.json").touch()  # which is copied and not read
+        # a conversion also reads and copies the tokenizer, whatever is in it
+        symbols = {"<s>": 0, "</s>": 1}
+        made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(vocab=symbols, merges=[])), eos_token="</s>")
+        made.save_pretrained(base)
         return in_a_process(_convert, base, Path(folder, "converted"), plan.linearization)
 
 

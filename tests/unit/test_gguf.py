@@ -19,7 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from liger_convert.io import gguf_fields
 from liger_convert.io.checkpoint import base_config, load_tokenizer, resolve_base
 from liger_convert.io.gguf_parts import parts_of
-from liger_convert.pipeline.steps import _parts
+from liger_convert.pipeline.recorded_inputs import parts_by_field
 from liger_convert.utils.errors import BadInput
 
 UNREADABLE = {"Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64", "Q1_0"}
@@ -55,8 +55,8 @@ def test_a_model_in_parts_is_the_model_in_one_file(model: Any, named: int, tmp_p
 def test_all_parts_are_inputs_of_a_run(model: Any, tmp_path: Path) -> None:
     write_gguf(tmp_path / "whole.gguf", model, parts=3)
     parts = sorted(tmp_path.iterdir())
-    assert list(_parts("base", parts[1]).values()) == parts == parts_of(parts[0])
-    assert _parts("base", tmp_path) == {"base": tmp_path}
+    assert list(parts_by_field("base", parts[1]).values()) == parts == parts_of(parts[0])
+    assert parts_by_field("base", tmp_path) == {"base": tmp_path}
 
 
 @pytest.mark.parametrize(
