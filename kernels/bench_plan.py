@@ -32,6 +32,9 @@ import torch
 from bench import machine
 from rich.console import Console
 from rich.table import Table
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from liger_convert.benchmark.shapes import SHAPES, random_model
