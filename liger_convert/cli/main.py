@@ -13,12 +13,12 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from liger_convert import __version__
 from liger_convert.cli import measure_commands, reference_commands, run_commands, step_commands
 from liger_convert.io.files import disk_errors
 from liger_convert.utils import interrupts, processes
@@ -67,7 +67,7 @@ for group, commands in GROUPS.items():
 
 def _version(asked: bool) -> None:
     if asked:
-        print(f"liger-convert {version('liger-convert')}")
+        print(f"liger-convert {__version__}")
         raise typer.Exit
 
 

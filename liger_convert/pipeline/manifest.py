@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from liger_convert import __version__
 from liger_convert.config.recipe import Recipe
 from liger_convert.io.checksums import files_in
 from liger_convert.io.files import atomic_write, read_json
@@ -20,7 +21,7 @@ from liger_convert.utils.errors import BadInput
 FILE = "manifest.json"
 FORMAT = 3  # that is written; a run of an older one can be verified, but not resumed
 READABLE = (2, 3)
-PACKAGES = ("liger-convert", "torch", "transformers", "peft", "accelerate", "datasets", "lm-eval")
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "lm-eval")
 
 
 @dataclass
@@ -75,7 +76,8 @@ def machine(device: Any, threads: int, processes: int = 1) -> dict[str, Any]:
         "processes": processes,
         "kernels": in_use(),
         "platform": platform.platform(),
-        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES},
+        "versions": {"python": platform.python_version(), "liger-convert": __version__}
+        | {name: metadata.version(name) for name in PACKAGES},
     }
 
 
