@@ -167,7 +167,7 @@ def _text(source: Any, row: Row, tokenizer: Any, template: str) -> _Text | None:
         messages = _alpaca(row, headed=template is ALPACA_TEMPLATE)
     else:
         messages = _messages(row, getattr(source, "field", None))
-    if not messages[-1]["content"].strip():
+    if not messages or not messages[-1]["content"].strip():
         return None
     try:
         text, spans = _render(messages, tokenizer, template)
@@ -209,7 +209,7 @@ def _alpaca(row: Row, *, headed: bool) -> list[dict[str, str]]:
 
 def _messages(row: Row, field: str | None) -> list[dict[str, str]]:
     """The conversation of a row: messages with role and content, ShareGPT's with from and value, or a prompt and its
-    completion, each a text or messages."""
+    completion, each a text or messages. Empty where nobody asks and is answered."""
     if field is None and not any(column in row.value for column in CHATS) and row.value.keys() >= PAIR:
         name = "prompt, completion"
         asked, answered = (
@@ -226,10 +226,18 @@ def _messages(row: Row, field: str | None) -> list[dict[str, str]]:
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise BadInput(f"{row.where}: message {number} of {name!r} should have a role and a content, both strings")
+    return _from_question_to_response(messages)
+
+
+def _from_question_to_response(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The part of a conversation that begins with what is asked and ends with a response; empty where there is none.
+
+    Dumps of conversations were often cut at a size, and then begin with a response or end without one."""
     roles = [message["role"] for message in messages]
-    if not messages or roles[-1] != "assistant" or roles[0] == "assistant":
-        raise BadInput(f"{row.where}: {name!r} should begin with what is asked and end with an assistant message")
-    return messages
+    end = len(roles) - roles[::-1].index("assistant") if "assistant" in roles else 0
+    head = messages[:1] if roles[:1] == ["system"] else []
+    asked = next((i for i in range(len(head), end) if roles[i] != "assistant"), end)
+    return [*head, *messages[asked:end]] if asked < end else []
 
 
 def _from_sharegpt(message: Any) -> Any:

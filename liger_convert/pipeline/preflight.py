@@ -71,7 +71,8 @@ def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite) -> list[
 
 
 def check_documents(recipe: Recipe, plan: Plan, documents: Callable[[str], Documents]) -> list[str]:
-    """Warnings about documents that never leave the window, and about sources that are read over and over.
+    """Warnings about rows that are left out, documents that never leave the window, and sources that are read over and
+    over.
     Raises BadInput where no document of a stage leaves the window."""
     warnings = []
 
@@ -84,6 +85,13 @@ def check_documents(recipe: Recipe, plan: Plan, documents: Callable[[str], Docum
         sizes = [len(document.ids) for document in documents(name).train]
         return sizes, sum(sizes)
 
+    for name in sorted({name for stage in plan.recipe_stages for name in stage.sources} - recipe.teachers.keys()):
+        read = documents(name)
+        if read.skipped:
+            rows = len(read.train) + len(read.held_out) + read.skipped
+            warnings.append(
+                f"data.{name}: {read.skipped:,} of {rows:,} rows say nothing, or nobody asks and is answered"
+            )
     for i, stage in enumerate(plan.recipe_stages):
         sources = {name: found(name) for name in stage.sources}
         for name, (_, tokens) in sources.items():

@@ -154,6 +154,25 @@ def test_rows_with_nothing_in_them_are_counted_and_left_out(tmp_path: Path) -> N
     assert (len(documents.train), documents.skipped) == (1, 2)
 
 
+@pytest.mark.parametrize(
+    ("roles", "kept"),
+    [("ua", "ua"), ("sua", "sua"), ("aua", "ua"), ("uau", "ua"), ("saauauu", "sua"), ("a", ""), ("u", ""), ("sa", "")],
+)
+def test_a_conversation_is_cut_to_what_begins_with_a_question_and_ends_with_a_response(
+    roles: str, kept: str, tmp_path: Path
+) -> None:
+    names = {"s": "system", "u": "user", "a": "assistant"}
+    said = [{"role": names[role], "content": f"{role}{place}."} for place, role in enumerate(roles)]
+    whole = [{"role": "user", "content": "u."}, {"role": "assistant", "content": "a."}]
+    write(tmp_path / "a.jsonl", [{"messages": said}, {"messages": whole}])
+    documents = load(tmp_path / "a.jsonl", "messages")
+    assert documents.skipped == (not kept)
+    if kept:
+        text = " ".join(bpe().decode(document.ids) for document in documents.train)
+        places = [f"{role}{place}." for place, role in enumerate(roles) if f"{role}{place}." in text]
+        assert "".join(part[0] for part in places) == kept
+
+
 BAD_ROWS: list[tuple[str, str, bytes, str]] = [
     ("a.jsonl", "text", b'{"text": "x"}\n{"text": \n', r"a\.jsonl line 2: is not JSON"),
     ("a.jsonl", "text", b'{"text": "x"}\n{"txt": "x"}\n', r"a\.jsonl line 2: has no field 'text' \(it has 'txt'\)"),
@@ -196,8 +215,13 @@ BAD_ROWS: list[tuple[str, str, bytes, str]] = [
     ),
     ("a.jsonl", "messages", b'{"messages": "hello"}\n', r"line 1: field 'messages' should be a list of messages"),
     ("a.jsonl", "messages", b'{"messages": [{"role": "user"}]}\n', r"line 1: message 1 of 'messages' should have"),
-    ("a.jsonl", "messages", b'{"messages": []}\n', r"line 1: 'messages' should begin with what is asked"),
-    ("a.jsonl", "messages", b'{"messages": [{"role": "user", "content": "x"}]}\n', r"line 1: .* end with an assistant"),
+    ("a.jsonl", "messages", b'{"messages": []}\n', r"a\.jsonl has no row with any text"),
+    (
+        "a.jsonl",
+        "messages",
+        b'{"messages": [{"role": "user", "content": "x"}]}\n',
+        r"a\.jsonl has no row with any text",
+    ),
 ]
 
 

@@ -208,6 +208,13 @@ def test_documents_that_never_leave_the_window_are_refused(home: Path, capsys: A
     assert warned(words(short, "stages[0].data=short", "stages[0].concat_documents=true"), capsys) == []
 
 
+def test_rows_that_are_left_out_are_told(home: Path, capsys: Any) -> None:
+    rows = [json.loads(line) for line in (home / "text.jsonl").read_text().splitlines()]
+    lines(home / "text.jsonl", [*rows, {"text": " "}, {"text": ""}])
+    (warning,) = warned(words(), capsys)
+    assert "data.text: 2 of 32 rows say nothing, or nobody asks and is answered" in warning
+
+
 def test_text_that_is_read_over_and_over_is_told(home: Path, capsys: Any) -> None:
     (warning,) = warned(words("stages[0].tokens=65536"), capsys)
     said = r"stages\[0\]\.data: text has 1,\d{3} tokens, so the stage reads it \d+\.\d times; give it more text or the"
