@@ -175,7 +175,15 @@ class Mixer(nn.Module, ABC):
         segment_ids_BT: Tensor | None,
         exclusive: bool,
     ) -> tuple[MemoryOutput, dict[str, Tensor]]:
-        """Runs the recurrence over the tokens and reads it with the queries; returns the read and the new states."""
+        """Runs the recurrence over the tokens and reads it with the queries; returns the read and the new states.
+
+        Of `qkv` it uses queries, keys and values: in a mixture of memories these are of some tokens, of others for each
+        head, and there are no positions and inputs.
+        """
+
+    def map_once(self, qkv: QKV, entries: tuple[Tensor, ...]) -> tuple[QKV, tuple[Tensor, ...]]:
+        """The same, with what every `scan` of them would make again, for those who scan them several times."""
+        return qkv, entries
 
     def step_config(self) -> StepConfig | None:
         """What the fused step of one token is to compute for this mixer; None where it cannot."""

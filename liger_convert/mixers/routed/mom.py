@@ -27,6 +27,7 @@ from liger_convert.mixers.base import QKV, HeadDims, MemoryOutput, Method, Mixer
 from liger_convert.mixers.calibration import Calibration
 from liger_convert.mixers.options import make_spec, resolve_spec
 from liger_convert.mixers.registry import MIXERS, register_mixer
+from liger_convert.mixers.routed.rows import Rows, make_rows, take
 from liger_convert.utils.errors import BadInput
 
 
@@ -164,30 +165,68 @@ class MoM(Mixer):
         segment_ids_BT: Tensor | None,
         exclusive: bool,
     ) -> tuple[MemoryOutput, dict[str, Tensor]]:
-        *entries_, chosen_BTGS = entries
-        memories: list[MemoryOutput] = []
-        after: list[dict[str, Tensor]] = []
-        for m, chosen in enumerate(chosen_BTGS.bool().unbind(-1)):
-            routed = tuple(entry.masked_fill(~chosen[..., None], 0) for entry in entries_)
-            before = {name: state[:, m] for name, state in states.items()}
-            memory, state = self.inner.scan(qkv, routed, before, segment_ids_BT, exclusive)
-            memories.append(memory)
-            after.append(state)
-        new_states = {name: torch.stack([state[name] for state in after], 1) for name in after[0]}
-        return self._read(qkv, memories), new_states
-
-    def _read(self, qkv: QKV, memories: list[MemoryOutput]) -> MemoryOutput:
-        """All reads as one, weighted by the query's own choice."""
+        *of_all, written_BTGS = entries
+        qkv, tokens = self.inner.map_once(qkv, tuple(of_all))
+        before = [{name: state[:, m] for name, state in states.items()} for m in range(written_BTGS.shape[-1])]
+        found = []
+        if self.spec.shared:
+            found.append(self.inner.scan(qkv, tokens, before.pop(0), segment_ids_BT, exclusive))
         logits_BTGN, chosen_BTGN = self.route(qkv.x_BTC)
-        log_g = logits_BTGN.masked_fill(~chosen_BTGN, -torch.inf).log_softmax(-1)
-        log_g = F.pad(log_g, (int(self.spec.shared), 0))  # the shared memory counts in full
+        writes_BTGN = written_BTGS[..., int(self.spec.shared) :].bool()
+        memories: list[MemoryOutput] = [memory for memory, _ in found]
+        after: list[dict[str, Tensor]] = [state for _, state in found]
+        if may_read_values(writes_BTGN):
+            rows, place_BTGN = make_rows(writes_BTGN, chosen_BTGN, segment_ids_BT)
+            routed = [
+                self.inner.scan(_of_row(qkv, row), row.entries(tokens), state, row.segment_ids_BL, exclusive)
+                for row, state in zip(rows, before, strict=True)
+            ]
+            index_BTGK = chosen_BTGN.byte().argsort(dim=-1, descending=True, stable=True)[..., : self.spec.active]
+            reads = [memory for memory, _ in routed]
+            memories += [_at(reads, place_BTG) for place_BTG in place_BTGN.gather(-1, index_BTGK).unbind(-1)]
+            log_g = logits_BTGN.gather(-1, index_BTGK).log_softmax(-1)
+        else:
+            routed = [
+                self.inner.scan(qkv, tuple(x.masked_fill(~write, 0) for x in tokens), state, segment_ids_BT, exclusive)
+                for write, state in zip(writes_BTGN[..., None, :].unbind(-1), before, strict=True)
+            ]
+            memories += [memory for memory, _ in routed]
+            log_g = logits_BTGN.masked_fill(~chosen_BTGN, -torch.inf).log_softmax(-1)
+        after += [state for _, state in routed]
+        new_states = {name: torch.stack([state[name] for state in after], 1) for name in after[0]}
+        return self._read(qkv, memories, log_g), new_states
+
+    def _read(self, qkv: QKV, memories: list[MemoryOutput], log_g: Tensor) -> MemoryOutput:
+        """All reads as one, weighted by the query's own choice; the shared memory's, which comes first, in full."""
+        log_g = F.pad(log_g, (int(self.spec.shared), 0))
         log_g = log_g.repeat_interleave(self.dims.heads // self.dims.kv_heads, 2)
-        o_BTHVS = torch.stack([memory.o_BTHV.float() for memory in memories], -1)
         normalizers = [memory.log_normalizer_BTH for memory in memories if memory.log_normalizer_BTH is not None]
         log_normalizer_BTH = None
         if normalizers:
             log_g = torch.stack(normalizers, -1) + log_g
             log_normalizer_BTH = log_g.logsumexp(-1)
             log_g = log_g.log_softmax(-1)
-        o_BTHV = (o_BTHVS * log_g.exp()[..., None, :]).sum(-1)
+        weights = log_g.exp()[..., None, :].unbind(-1)
+        o_BTHV = sum(weight * memory.o_BTHV.float() for weight, memory in zip(weights, memories, strict=True))
+        assert isinstance(o_BTHV, Tensor)
         return MemoryOutput(o_BTHV.to(qkv.v_BSGD.dtype), log_normalizer_BTH)
+
+
+def may_read_values(x_BTGN: Tensor) -> bool:
+    """Whether rows are made, whose lengths are read. On a GPU they are not, as a step may be one captured graph, nor
+    while a layer is compiled, which would be done again for every length."""
+    return x_BTGN.shape[1] > 1 and not x_BTGN.is_cuda and not torch.compiler.is_compiling()
+
+
+def _of_row(qkv: QKV, row: Rows) -> QKV:
+    """Queries, keys and values of the tokens of a row; their positions and inputs, which no head has of its own, are
+    left out."""
+    new = qkv._replace(v_BSGD=qkv.v_BSGD[:, -qkv.q_BTHD.shape[1] :])
+    heads = [take(x, row.token_BLG) for x in new[:5]]
+    return QKV(*heads, position_BS=qkv.position_BS[:, :0], x_BTC=qkv.x_BTC[:, :0])
+
+
+def _at(memories: list[MemoryOutput], place_BTG: Tensor) -> MemoryOutput:
+    """What tokens read of memories whose rows are one behind the other."""
+    parts = [None if x[0] is None else take(torch.cat(x, 1), place_BTG) for x in zip(*memories)]
+    return MemoryOutput(*parts)
