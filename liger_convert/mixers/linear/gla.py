@@ -63,13 +63,15 @@ class GLA(GatedMixer):
         return super().key_features(inputs) if self.codebook is None else inputs[-1]
 
     def map_once(self, qkv: QKV, entries: tuple[Tensor, ...]) -> tuple[QKV, tuple[Tensor, ...]]:
-        """With the codebook's features, unless kernels make them where they are read."""
+        """The codebook's features and nothing else, unless kernels make them where they are read."""
         q_BTHD, (k_BTGD, *others) = self.query_features(qkv), entries
         in_kernels = kernel_for("codebook_gla") is not None and q_BTHD.shape[1] > 1
         if self.codebook is None or self.features == self.dims.dim or in_kernels:
             return qkv, entries
         q_BTHF, k_BTGF = self.codebook(lambda codes: (codes.queries(q_BTHD), codes.keys(k_BTGD)))
-        qkv = qkv._replace(q_rot_BTHD=q_BTHF) if self.spec.rope else qkv._replace(q_BTHD=q_BTHF)
+        none = q_BTHF[:, :0], k_BTGF[:, :0]
+        read = (*none, q_BTHF, none[1]) if self.spec.rope else (q_BTHF, none[1], *none)
+        qkv = QKV(*read, qkv.v_BSGD[:, :0], qkv.position_BS, qkv.x_BTC)  # of the values only the dtype is asked
         return qkv, (k_BTGF, *others)
 
     def attend(

@@ -27,7 +27,7 @@ from liger_convert.mixers.base import QKV, HeadDims, MemoryOutput, Method, Mixer
 from liger_convert.mixers.calibration import Calibration
 from liger_convert.mixers.options import make_spec, resolve_spec
 from liger_convert.mixers.registry import MIXERS, register_mixer
-from liger_convert.mixers.routed.rows import Rows, make_rows, take
+from liger_convert.mixers.routed.rows import make_rows
 from liger_convert.utils.errors import BadInput
 
 
@@ -166,30 +166,28 @@ class MoM(Mixer):
         exclusive: bool,
     ) -> tuple[MemoryOutput, dict[str, Tensor]]:
         *of_all, written_BTGS = entries
-        qkv, tokens = self.inner.map_once(qkv, tuple(of_all))
-        before = [{name: state[:, m] for name, state in states.items()} for m in range(written_BTGS.shape[-1])]
-        found = []
-        if self.spec.shared:
-            found.append(self.inner.scan(qkv, tokens, before.pop(0), segment_ids_BT, exclusive))
         logits_BTGN, chosen_BTGN = self.route(qkv.x_BTC)
+        before = [{name: state[:, m] for name, state in states.items()} for m in range(written_BTGS.shape[-1])]
+        qkv, of_token = self.inner.map_once(qkv, tuple(of_all))
+        memories: list[MemoryOutput] = []
+        after: list[dict[str, Tensor]] = []
+        if self.spec.shared:
+            memory, state = self.inner.scan(qkv, of_token, before.pop(0), segment_ids_BT, exclusive)
+            memories.append(memory)
+            after.append(state)
         writes_BTGN = written_BTGS[..., int(self.spec.shared) :].bool()
-        memories: list[MemoryOutput] = [memory for memory, _ in found]
-        after: list[dict[str, Tensor]] = [state for _, state in found]
         if may_read_values(writes_BTGN):
-            rows, place_BTGN = make_rows(writes_BTGN, chosen_BTGN, segment_ids_BT)
-            routed = [
-                self.inner.scan(_of_row(qkv, row), row.entries(tokens), state, row.segment_ids_BL, exclusive)
-                for row, state in zip(rows, before, strict=True)
-            ]
+            rows = make_rows(writes_BTGN, chosen_BTGN, segment_ids_BT)
+            each = zip(rows.queries(qkv), rows.entries(of_token), before, rows.segment_ids(), strict=True)
+            routed = [self.inner.scan(*of_memory, exclusive) for of_memory in each]
             index_BTGK = chosen_BTGN.byte().argsort(dim=-1, descending=True, stable=True)[..., : self.spec.active]
-            reads = [memory for memory, _ in routed]
-            memories += [_at(reads, place_BTG) for place_BTG in place_BTGN.gather(-1, index_BTGK).unbind(-1)]
+            memories += rows.reads([memory for memory, _ in routed], index_BTGK)
             log_g = logits_BTGN.gather(-1, index_BTGK).log_softmax(-1)
         else:
-            routed = [
-                self.inner.scan(qkv, tuple(x.masked_fill(~write, 0) for x in tokens), state, segment_ids_BT, exclusive)
-                for write, state in zip(writes_BTGN[..., None, :].unbind(-1), before, strict=True)
-            ]
+            routed = []
+            for state, writes_BTG1 in zip(before, writes_BTGN[..., None, :].unbind(-1), strict=True):
+                own = tuple(entry.masked_fill(~writes_BTG1, 0) for entry in of_token)
+                routed.append(self.inner.scan(qkv, own, state, segment_ids_BT, exclusive))
             memories += [memory for memory, _ in routed]
             log_g = logits_BTGN.masked_fill(~chosen_BTGN, -torch.inf).log_softmax(-1)
         after += [state for _, state in routed]
@@ -216,17 +214,3 @@ def may_read_values(x_BTGN: Tensor) -> bool:
     """Whether rows are made, whose lengths are read. On a GPU they are not, as a step may be one captured graph, nor
     while a layer is compiled, which would be done again for every length."""
     return x_BTGN.shape[1] > 1 and not x_BTGN.is_cuda and not torch.compiler.is_compiling()
-
-
-def _of_row(qkv: QKV, row: Rows) -> QKV:
-    """Queries, keys and values of the tokens of a row; their positions and inputs, which no head has of its own, are
-    left out."""
-    new = qkv._replace(v_BSGD=qkv.v_BSGD[:, -qkv.q_BTHD.shape[1] :])
-    heads = [take(x, row.token_BLG) for x in new[:5]]
-    return QKV(*heads, position_BS=qkv.position_BS[:, :0], x_BTC=qkv.x_BTC[:, :0])
-
-
-def _at(memories: list[MemoryOutput], place_BTG: Tensor) -> MemoryOutput:
-    """What tokens read of memories whose rows are one behind the other."""
-    parts = [None if x[0] is None else take(torch.cat(x, 1), place_BTG) for x in zip(*memories)]
-    return MemoryOutput(*parts)

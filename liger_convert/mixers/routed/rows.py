@@ -4,37 +4,65 @@ What a token neither writes nor reads it leaves as it is, so that memory's row l
 themselves: a slot of a row holds another token for each of them. A scan has one segment id for all heads of a slot, so
 a document of a packed row begins at one slot for all heads, behind the longest of the document before it.
 
-Shapes: B batch, T tokens, H query heads, G key-value heads, N memories, D documents, L slots of a row.
+Shapes: B batch, T tokens, H query heads, G key-value heads, N memories, D documents, L slots of all memories' rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_convert.mixers.base import QKV, MemoryOutput
+
 
 class Rows(NamedTuple):
-    """One memory's rows: which token is in each slot (any in an empty one), whether it is written to the memory, and
-    its document (None where a row is one)."""
+    """The rows of all memories, one behind the other.
 
+    lengths: of each memory's row. token_BLG: the token in each slot, any in an empty one. written_BLG: whether it is
+    written to the memory. segment_ids_BL: its document; None where a row is one. slot_BTGN: where a token is in the row
+    of each memory that it reads or is written to, counted from the first row's start.
+    """
+
+    lengths: list[int]
     token_BLG: Tensor
     written_BLG: Tensor
     segment_ids_BL: Tensor | None
+    slot_BTGN: Tensor
 
-    def entries(self, entries: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Those of the slots, each [B,L,G,*]; zeros where nothing is written."""
-        empty_BLG1 = ~self.written_BLG[..., None]
-        return tuple(take(x_BTGX, self.token_BLG).masked_fill_(empty_BLG1, 0) for x_BTGX in entries)
+    def queries(self, qkv: QKV) -> list[QKV]:
+        """For each memory the queries, keys and values of its tokens. Their positions and inputs, which no head has of
+        its own, are left out, and so is what is empty already."""
+        qkv = qkv._replace(v_BSGD=qkv.v_BSGD[:, -self.slot_BTGN.shape[1] :])
+        parts = [self._split(x if x.shape[1] == 0 else take(x, self.token_BLG)) for x in qkv[:5]]
+        return [QKV(*part, qkv.position_BS[:, :0], qkv.x_BTC[:, :0]) for part in zip(*parts, strict=True)]
+
+    def entries(self, entries: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+        """For each memory the entries of its tokens; zeros where they are not written."""
+        left_out = ~self.written_BLG[..., None]
+        parts = [self._split(take(x_BTGX, self.token_BLG).masked_fill_(left_out, 0)) for x_BTGX in entries]
+        return list(zip(*parts, strict=True))
+
+    def segment_ids(self) -> Sequence[Tensor | None]:
+        return [None] * len(self.lengths) if self.segment_ids_BL is None else self._split(self.segment_ids_BL)
+
+    def reads(self, memories: list[MemoryOutput], index_BTGK: Tensor) -> list[MemoryOutput]:
+        """What each token reads of the first of its K memories, of the second, and so on."""
+        joined = [None if x[0] is None else torch.cat(x, 1) for x in zip(*memories, strict=True)]
+        slots = self.slot_BTGN.gather(-1, index_BTGK).unbind(-1)
+        return [MemoryOutput(*(None if x is None else take(x, slot_BTG) for x in joined)) for slot_BTG in slots]
+
+    def _split(self, x_BLX: Tensor) -> Sequence[Tensor]:
+        return x_BLX.split(self.lengths, 1) if x_BLX.shape[1] else [x_BLX] * len(self.lengths)
 
 
-def make_rows(writes_BTGN: Tensor, reads_BTGN: Tensor, segment_ids_BT: Tensor | None) -> tuple[list[Rows], Tensor]:
-    """The rows of each memory, and [B,T,G,N] where a token is in all of them, one behind the other.
+def make_rows(writes_BTGN: Tensor, reads_BTGN: Tensor, segment_ids_BT: Tensor | None) -> Rows:
+    """Rows of the tokens that are true in `writes_BTGN` or `reads_BTGN`, in their order.
 
-    The rows hold the tokens that are true in `writes_BTGN` or in `reads_BTGN`, in their order. How long they are is
-    read from the device. `segment_ids_BT`, from 0 on, may be None.
+    Their lengths are read from the device. `segment_ids_BT` count documents from 0 on; None where a row is one.
     """
     B, T, G, N = writes_BTGN.shape
     device, here_BTGN = writes_BTGN.device, writes_BTGN | reads_BTGN
@@ -47,24 +75,33 @@ def make_rows(writes_BTGN: Tensor, reads_BTGN: Tensor, segment_ids_BT: Tensor | 
     # where a document begins in its row, less how many tokens of the documents before it are there
     shift_BDGN = F.pad(end_BDN, (0, 0, 1, -1))[:, :, None] - F.pad(count_BDGN.cumsum(1), (0, 0, 0, 0, 1, -1))
     slot_BTGN = here_BTGN.cumsum(1) - 1 + shift_BDGN.gather(1, document_BTGN)
-    token_BTG = torch.arange(T, device=device)[:, None].expand(B, T, G)
-    rows, starts, start = [], [], 0
-    for n, length in enumerate(end_BDN[:, -1].amax(0).clamp_min(1).tolist()):
-        slot_BTG = slot_BTGN[..., n].where(here_BTGN[..., n], length)  # one slot more, for all that have none
-        token_BLG = token_BTG.new_full((B, length + 1, G), -1).scatter_(1, slot_BTG, token_BTG)[:, :length]
-        filled_BLG, token_BLG = token_BLG >= 0, token_BLG.clamp_min(0)
-        segment_ids_BL = None
-        if segment_ids_BT is not None:
-            slot_BL = torch.arange(length, device=device).expand(B, length).contiguous()
-            segment_ids_BL = torch.searchsorted(end_BDN[..., n].contiguous(), slot_BL, right=True)
-        rows.append(Rows(token_BLG, filled_BLG & writes_BTGN[..., n].gather(1, token_BLG), segment_ids_BL))
-        starts.append(start)
-        start += length
-    return rows, slot_BTGN + torch.tensor(starts, device=device)
+
+    # a row has at least one slot, as ops take no rows of none
+    lengths = end_BDN[:, -1].amax(0).clamp_min(1).tolist()
+    L, start_N = sum(lengths), torch.tensor([0, *lengths[:-1]], device=device).cumsum(0)
+    slot_BTGN = slot_BTGN + start_N
+    token_BTGN = torch.arange(T, device=device)[:, None, None].expand_as(slot_BTGN)
+    # one slot more, for all that have none
+    owner_BLG = token_BTGN.new_full((B, L + 1, G), -1)
+    place_BTGN = slot_BTGN.where(here_BTGN, L)
+    by_memory = [x.permute(0, 3, 1, 2).flatten(1, 2) for x in (place_BTGN, token_BTGN)]
+    owner_BLG = owner_BLG.scatter_(1, *by_memory)[:, :L]
+    token_BLG, memory_L = (
+        owner_BLG.clamp_min(0),
+        torch.arange(N, device=device).repeat_interleave(torch.tensor(lengths, device=device), output_size=L),
+    )
+    written_BLG = writes_BTGN.permute(0, 3, 1, 2).flatten(1, 2).gather(1, memory_L[:, None] * T + token_BLG)
+    segment_ids_BL = None
+    if segment_ids_BT is not None:
+        ends = (end_BDN + start_N).unbind(-1)
+        slots = torch.arange(L, device=device).expand(B, L).split(lengths, 1)
+        found = [torch.searchsorted(end.contiguous(), x.contiguous(), right=True) for end, x in zip(ends, slots)]
+        segment_ids_BL = torch.cat(found, 1)
+    return Rows(lengths, token_BLG, written_BLG & (owner_BLG >= 0), segment_ids_BL, slot_BTGN)
 
 
 def take(x_BTNX: Tensor, index_BLG: Tensor) -> Tensor:
-    """[B,L,N,...]: the tokens `index_BLG` of x [B,T,N,...], whose N heads are G of them or G groups."""
+    """[B,L,N,...]: the tokens `index_BLG` of x [B,T,N,...], whose N heads are in G groups."""
     B, T, N = x_BTNX.shape[:3]
     index_BLN = index_BLG.repeat_interleave(N // index_BLG.shape[2], 2)
     flat_BLN = (torch.arange(B, device=x_BTNX.device)[:, None, None] * T + index_BLN) * N
