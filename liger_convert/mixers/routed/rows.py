@@ -36,9 +36,11 @@ class Rows(NamedTuple):
     def queries(self, qkv: QKV) -> list[QKV]:
         """For each memory the queries, keys and values of its tokens. Their positions and inputs, which no head has of
         its own, are left out, and so is what is empty already."""
-        qkv = qkv._replace(v_BSGD=qkv.v_BSGD[:, -self.slot_BTGN.shape[1] :])
-        parts = [self._split(x if x.shape[1] == 0 else take(x, self.token_BLG)) for x in qkv[:5]]
-        return [QKV(*part, qkv.position_BS[:, :0], qkv.x_BTC[:, :0]) for part in zip(*parts, strict=True)]
+        values = qkv.v_BSGD[:, -self.slot_BTGN.shape[1] :]
+        of_tokens = qkv.q_BTHD, qkv.k_BTGD, qkv.q_rot_BTHD, qkv.k_rot_BTGD, values
+        parts = [self._split(x if x.shape[1] == 0 else take(x, self.token_BLG)) for x in of_tokens]
+        left_out = {"position_BS": qkv.position_BS[:, :0], "x_BTC": qkv.x_BTC[:, :0]}
+        return [QKV(*part, **left_out) for part in zip(*parts, strict=True)]
 
     def entries(self, entries: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
         """For each memory the entries of its tokens; zeros where they are not written."""
@@ -52,8 +54,12 @@ class Rows(NamedTuple):
     def reads(self, memories: list[MemoryOutput], index_BTGK: Tensor) -> list[MemoryOutput]:
         """What each token reads of the first of its K memories, of the second, and so on."""
         joined = [None if x[0] is None else torch.cat(x, 1) for x in zip(*memories, strict=True)]
-        slots = self.slot_BTGN.gather(-1, index_BTGK).unbind(-1)
-        return [MemoryOutput(*(None if x is None else take(x, slot_BTG) for x in joined)) for slot_BTG in slots]
+        found = []
+        for slot_BTG in self.slot_BTGN.gather(-1, index_BTGK).unbind(-1):
+            read_BTHV, *normalizers = (None if x is None else take(x, slot_BTG) for x in joined)
+            assert read_BTHV is not None
+            found.append(MemoryOutput(read_BTHV, *normalizers))
+        return found
 
     def _split(self, x_BLX: Tensor) -> Sequence[Tensor]:
         return x_BLX.split(self.lengths, 1) if x_BLX.shape[1] else [x_BLX] * len(self.lengths)
@@ -100,6 +106,27 @@ def make_rows(writes_BTGN: Tensor, reads_BTGN: Tensor, segment_ids_BT: Tensor | 
     return Rows(lengths, token_BLG, written_BLG & (owner_BLG >= 0), segment_ids_BL, slot_BTGN)
 
 
+def make_joined_row(writes_BT1N: Tensor, reads_BT1N: Tensor, segment_ids_BT: Tensor | None, most: int) -> Rows:
+    """One row for all memories, each a segment of its own, where all heads have chosen alike.
+
+    A token is in the rows of no more than `most` memories: so the row is long enough, and no value is read.
+    """
+    B, T, _, N = writes_BT1N.shape
+    device, L = writes_BT1N.device, T * most
+    here_BX, writes_BX = (x.transpose(1, 3).flatten(1) for x in (writes_BT1N | reads_BT1N, writes_BT1N))  # X = N T
+    slot_BX = here_BX.cumsum(1) - 1
+    owner_BL = slot_BX.new_full((B, L + 1), -1)  # one slot more, for all that have none
+    owner_BL = owner_BL.scatter_(1, slot_BX.where(here_BX, L), torch.arange(N * T, device=device).expand(B, -1))[:, :L]
+    filled_BL, owner_BL = owner_BL >= 0, owner_BL.clamp_min(0)
+    token_BL = owner_BL % T
+    segment_ids_BL = owner_BL // T
+    if segment_ids_BT is not None:
+        segment_ids_BL = segment_ids_BL * T + segment_ids_BT.gather(1, token_BL)
+    written_BL1 = (filled_BL & writes_BX.gather(1, owner_BL))[..., None]
+    slot_BT1N = slot_BX.unflatten(1, (N, T)).transpose(1, 2)[:, :, None]
+    return Rows([L], token_BL[..., None], written_BL1, segment_ids_BL, slot_BT1N)
+
+
 def take(x_BTNX: Tensor, index_BLG: Tensor) -> Tensor:
     """[B,L,N,...]: the tokens `index_BLG` of x [B,T,N,...], whose N heads are in G groups."""
     B, T, N = x_BTNX.shape[:3]
@@ -107,4 +134,5 @@ def take(x_BTNX: Tensor, index_BLG: Tensor) -> Tensor:
     flat_BLN = (torch.arange(B, device=x_BTNX.device)[:, None, None] * T + index_BLN) * N
     flat_BLN = flat_BLN + torch.arange(N, device=x_BTNX.device)
     # whole vectors, where gather would take single numbers
-    return x_BTNX.flatten(0, 2).index_select(0, flat_BLN.flatten()).unflatten(0, flat_BLN.shape)
+    x_BLNX: Tensor = x_BTNX.flatten(0, 2).index_select(0, flat_BLN.flatten()).unflatten(0, flat_BLN.shape)
+    return x_BLNX
