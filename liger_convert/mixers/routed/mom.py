@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from gated_kernels.common.tracing import reads_no_values
 from torch import Tensor, nn
 from transformers import initialization as init
 
@@ -39,6 +40,7 @@ from liger_convert.utils.errors import BadInput
 class MoMSpec(MixerSpec):
     """memories: N. active: k. shared: whether one more memory holds every token. balance: weight of each layer's own
     loss N sum_m (share of tokens that chose m) (mean probability of m), which is least when all are chosen alike.
+    The authors' code weighs k times such a loss of all layers by 1e-2: for k = 2 and 20 layers, 1e-3 a layer.
     router: whether each key-value `head` chooses for itself or, as published, all heads of a `layer` alike.
     inner: the mixer that each memory is, `type` and its options.
     """
@@ -256,4 +258,4 @@ class MoM(Mixer):
 def may_read_values(x_BTGN: Tensor) -> bool:
     """Whether rows are made, whose lengths are read. On a GPU they are not, as a step may be one captured graph, nor
     while a layer is compiled, which would be done again for every length."""
-    return x_BTGN.shape[1] > 1 and not x_BTGN.is_cuda and not torch.compiler.is_compiling()
+    return x_BTGN.shape[1] > 1 and not x_BTGN.is_cuda and not reads_no_values(x_BTGN)
