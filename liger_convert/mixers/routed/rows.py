@@ -44,8 +44,7 @@ class Rows(NamedTuple):
 
     def entries(self, entries: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
         """For each memory the entries of its tokens; zeros where they are not written."""
-        left_out = ~self.written_BLG[..., None]
-        parts = [self._split(take(x_BTGX, self.token_BLG).masked_fill_(left_out, 0)) for x_BTGX in entries]
+        parts = [self._split(take(x_BTGX, self.token_BLG, ~self.written_BLG)) for x_BTGX in entries]
         return list(zip(*parts, strict=True))
 
     def segment_ids(self) -> Sequence[Tensor | None]:
@@ -127,12 +126,18 @@ def make_joined_row(writes_BT1N: Tensor, reads_BT1N: Tensor, segment_ids_BT: Ten
     return Rows([L], token_BL[..., None], written_BL1, segment_ids_BL, slot_BT1N)
 
 
-def take(x_BTNX: Tensor, index_BLG: Tensor) -> Tensor:
-    """[B,L,N,...]: the tokens `index_BLG` of x [B,T,N,...], whose N heads are in G groups."""
+def take(x_BTNX: Tensor, index_BLG: Tensor, left_out_BLG: Tensor | None = None) -> Tensor:
+    """[B,L,N,...]: the tokens `index_BLG` of x [B,T,N,...], whose N heads are in G groups; zeros for those left out."""
     B, T, N = x_BTNX.shape[:3]
-    index_BLN = index_BLG.repeat_interleave(N // index_BLG.shape[2], 2)
+    index_BLN = _per_head(index_BLG, N)
     flat_BLN = (torch.arange(B, device=x_BTNX.device)[:, None, None] * T + index_BLN) * N
     flat_BLN = flat_BLN + torch.arange(N, device=x_BTNX.device)
     # whole vectors, where gather would take single numbers
-    x_BLNX: Tensor = x_BTNX.flatten(0, 2).index_select(0, flat_BLN.flatten()).unflatten(0, flat_BLN.shape)
-    return x_BLNX
+    found = x_BTNX.flatten(0, 2).index_select(0, flat_BLN.flatten())
+    if left_out_BLG is not None:
+        found = found.masked_fill_(_per_head(left_out_BLG, N).flatten()[:, None], 0)
+    return found.view(*flat_BLN.shape, *found.shape[1:])
+
+
+def _per_head(x_BLG: Tensor, heads: int) -> Tensor:
+    return x_BLG.repeat_interleave(heads // x_BLG.shape[2], 2)
