@@ -175,7 +175,21 @@ class Mixer(nn.Module, ABC):
         segment_ids_BT: Tensor | None,
         exclusive: bool,
     ) -> tuple[MemoryOutput, dict[str, Tensor]]:
-        """Runs the recurrence over the tokens and reads it with the queries; returns the read and the new states."""
+        """Runs the recurrence over the tokens and reads it with the queries; returns the read and the new states.
+
+        Of `qkv` it uses queries, keys and values: in a mixture of memories these are of some tokens, of others for each
+        head, and there are no positions and inputs.
+        """
+
+    def scan_reads(
+        self, qkv: QKV, entries: tuple[Tensor, ...], segment_ids_BT: Tensor | None, exclusive: bool
+    ) -> MemoryOutput:
+        """The read of a `scan` that starts from no states, where none is kept."""
+        return self.scan(qkv, entries, {}, segment_ids_BT, exclusive)[0]
+
+    def map_once(self, qkv: QKV, entries: tuple[Tensor, ...]) -> tuple[QKV, tuple[Tensor, ...]]:
+        """The same, with what every `scan` of them would make again, for those who scan them several times."""
+        return qkv, entries
 
     def step_config(self) -> StepConfig | None:
         """What the fused step of one token is to compute for this mixer; None where it cannot."""
@@ -249,8 +263,10 @@ class Mixer(nn.Module, ABC):
         if write_mask_BT is not None:
             left_out_BT11 = ~write_mask_BT[:, :, None, None]
             entries = tuple(entry.masked_fill(left_out_BT11, 0) for entry in entries)
-        memory, states = self.scan(qkv, entries, states, metadata.segment_ids_BT, exclusive=evicted)
-        if past is not None:
+        if past is None:
+            memory = self.scan_reads(qkv, entries, metadata.segment_ids_BT, exclusive=evicted)
+        else:
+            memory, states = self.scan(qkv, entries, states, metadata.segment_ids_BT, exclusive=evicted)
             past.write_states({**states, **after})
         if self.read_norm is not None:
             memory = MemoryOutput(self.read_norm(memory.o_BTHV), memory.log_normalizer_BTH)

@@ -66,6 +66,7 @@ VARIANTS = [
     {"type": "window", "window": 0, "sinks": 0},
     {"type": "forgetting", "window": 7, "sinks": 2},
     {"type": "mom", "forget": True},
+    {"type": "mom", "router": "layer", "memories": 5},
     {"type": "gsa", "scope": "all", "combine": "learned", "slots": 4},
     {"type": "gsa", "slots": 1, "gate_bias": -300.0},
     {"type": "abc", "window": 1, "sinks": 0, "slots": 3},

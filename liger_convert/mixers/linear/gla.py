@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gated_kernels.codebook_gla.chunk import chunk_codebook_gla
+from gated_kernels.common.registry import kernel_for
 from gated_kernels.fused_step.chunk import Codes, Gate, MemoryWeight, StepConfig
 from torch import Tensor
 
@@ -61,10 +62,22 @@ class GLA(GatedMixer):
     def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
         return super().key_features(inputs) if self.codebook is None else inputs[-1]
 
+    def map_once(self, qkv: QKV, entries: tuple[Tensor, ...]) -> tuple[QKV, tuple[Tensor, ...]]:
+        """The codebook's features and nothing else, unless kernels make them where they are read."""
+        q_BTHD, (k_BTGD, *others) = self.query_features(qkv), entries
+        in_kernels = kernel_for("codebook_gla") is not None and q_BTHD.shape[1] > 1
+        if self.codebook is None or self.features == self.dims.dim or in_kernels:
+            return qkv, entries
+        q_BTHF, k_BTGF = self.codebook(lambda codes: (codes.queries(q_BTHD), codes.keys(k_BTGD)))
+        none = q_BTHF[:, :0], k_BTGF[:, :0]
+        read = (*none, q_BTHF, none[1]) if self.spec.rope else (q_BTHF, none[1], *none)
+        qkv = QKV(*read, qkv.v_BSGD[:, :0], qkv.position_BS, qkv.x_BTC)  # of the values only the dtype is asked
+        return qkv, (k_BTGF, *others)
+
     def attend(
         self, q_BTHF: Tensor, entries: tuple[Tensor, ...], **options: Any
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        if self.codebook is None:
+        if self.codebook is None or q_BTHF.shape[-1] != self.dims.dim:  # or its features are made already
             return super().attend(q_BTHF, entries, **options)
         q_BTHD, (k_BTGD, v_BTGV, log_a, *written) = q_BTHF, entries
         if multiplies_in_bf16(v_BTGV):

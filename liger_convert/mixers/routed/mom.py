@@ -1,12 +1,16 @@
 """Mixture of memories (2502.13685): N memories of another mixer, of which a token writes and reads k, and a shared one.
 
-r_t = x_t W,   g_t = softmax over the k largest of r_t                                     (one W per key-value head)
+r_t = x_t W,   g_t = softmax over the k largest of r_t                        (one W per key-value head, or per layer)
 S_m(t) = what the inner mixer makes of S_m(t-1) if token t chose m, else S_m(t-1), bit for bit
 o_t = (e^{c_s} o_s + sum_m g_tm e^{c_m} o_m) / (e^{c_s} + sum_m g_tm e^{c_m})      (log normalizers c of the reads o)
 
 Memories without a normalizer are summed, o_s + sum_m g_tm o_m. All share one mixer's features and gates, where the
-paper has projections of their own. A token's choice depends on no other token; ties go to the first memory. Every
-memory runs over all tokens, with zeros for those that chose others: S times the inner mixer's work.
+paper has projections of their own. A token's choice depends on no other token; ties go to the first memory.
+
+A memory is run over the tokens that write it or read it (see rows.py): k of N, and with `scope: evicted`, where a token
+is written long after it has read, up to 2 k. All memories run over all tokens, with zeros for those that chose others,
+where the lengths of such rows may not be read, unless one router chooses for all heads and no state is kept: then all
+rows together are of a length that is known.
 
 Shapes: B batch, T tokens, C hidden size, H query heads, G key-value heads, N memories, S = N + the shared one.
 """
@@ -16,10 +20,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from gated_kernels.common.tracing import reads_no_values
 from torch import Tensor, nn
 from transformers import initialization as init
 
@@ -27,6 +32,7 @@ from liger_convert.mixers.base import QKV, HeadDims, MemoryOutput, Method, Mixer
 from liger_convert.mixers.calibration import Calibration
 from liger_convert.mixers.options import make_spec, resolve_spec
 from liger_convert.mixers.registry import MIXERS, register_mixer
+from liger_convert.mixers.routed.rows import Rows, make_joined_row, make_rows
 from liger_convert.utils.errors import BadInput
 
 
@@ -34,6 +40,8 @@ from liger_convert.utils.errors import BadInput
 class MoMSpec(MixerSpec):
     """memories: N. active: k. shared: whether one more memory holds every token. balance: weight of each layer's own
     loss N sum_m (share of tokens that chose m) (mean probability of m), which is least when all are chosen alike.
+    The authors' code weighs k times such a loss of all layers by 1e-2: for k = 2 and 20 layers, 1e-3 a layer.
+    router: whether each key-value `head` chooses for itself or, as published, all heads of a `layer` alike.
     inner: the mixer that each memory is, `type` and its options.
     """
 
@@ -41,6 +49,7 @@ class MoMSpec(MixerSpec):
     active: int = 2
     shared: bool = True
     balance: float = 1e-3
+    router: Literal["head", "layer"] = "head"
     inner: dict[str, Any] = field(default_factory=lambda: {"type": "gla"})
 
     def __post_init__(self) -> None:
@@ -101,7 +110,8 @@ class MoM(Mixer):
         super().__init__(spec, dims)
         inner, options = spec.inner_mixer()
         self.inner = inner(options, dims)
-        self.router_GNC = nn.Parameter(torch.empty(dims.kv_heads, spec.memories, dims.hidden))
+        self.routers = dims.kv_heads if spec.router == "head" else 1
+        self.router_GNC = nn.Parameter(torch.empty(self.routers, spec.memories, dims.hidden))
 
     def forward(self, method: Method, *inputs: Any, bound: Callable[..., Tensor] | None = None) -> Tensor:
         o_BTHV: Tensor = self.inner(method, *inputs, bound=getattr(self, method) if bound is None else bound)
@@ -134,6 +144,7 @@ class MoM(Mixer):
         """Logits [B,T,G,N] in float32, and whether each memory is among a token's k (ties: the first ones)."""
         with torch.autocast(x_BTC.device.type, enabled=False):  # rounded logits would tie
             logits_BTGN = torch.einsum("btc,gnc->btgn", x_BTC.float(), self.router_GNC.float())
+        logits_BTGN = logits_BTGN.expand(-1, -1, self.dims.kv_heads, -1)
         chosen = logits_BTGN.argsort(dim=-1, descending=True, stable=True)[..., : self.spec.active]
         return logits_BTGN, torch.zeros_like(logits_BTGN, dtype=torch.bool).scatter(-1, chosen, True)
 
@@ -164,30 +175,87 @@ class MoM(Mixer):
         segment_ids_BT: Tensor | None,
         exclusive: bool,
     ) -> tuple[MemoryOutput, dict[str, Tensor]]:
-        *entries_, chosen_BTGS = entries
+        return self._scan(qkv, entries, states, segment_ids_BT, exclusive, keeps_states=True)
+
+    def scan_reads(
+        self, qkv: QKV, entries: tuple[Tensor, ...], segment_ids_BT: Tensor | None, exclusive: bool
+    ) -> MemoryOutput:
+        return self._scan(qkv, entries, {}, segment_ids_BT, exclusive, keeps_states=False)[0]
+
+    def _rows(
+        self,
+        writes_BTGN: Tensor,
+        reads_BTGN: Tensor,
+        segment_ids_BT: Tensor | None,
+        exclusive: bool,
+        keeps_states: bool,
+    ) -> Rows | None:
+        """The rows over which the memories are run; None: each over all tokens."""
+        of_router = writes_BTGN[:, :, : self.routers], reads_BTGN[:, :, : self.routers]
+        if may_read_values(writes_BTGN):
+            return make_rows(*of_router, segment_ids_BT)
+        most = self.spec.active * (2 if exclusive else 1)
+        if self.routers > 1 or keeps_states or most >= self.spec.memories:
+            return None
+        return make_joined_row(*of_router, segment_ids_BT, most)
+
+    def _scan(
+        self,
+        qkv: QKV,
+        entries: tuple[Tensor, ...],
+        states: dict[str, Tensor],
+        segment_ids_BT: Tensor | None,
+        exclusive: bool,
+        keeps_states: bool,
+    ) -> tuple[MemoryOutput, dict[str, Tensor]]:
+        *of_all, written_BTGS = entries
+        logits_BTGN, chosen_BTGN = self.route(qkv.x_BTC)
+        before = [{name: state[:, m] for name, state in states.items()} for m in range(written_BTGS.shape[-1])]
+        qkv, of_token = self.inner.map_once(qkv, tuple(of_all))
         memories: list[MemoryOutput] = []
         after: list[dict[str, Tensor]] = []
-        for m, chosen in enumerate(chosen_BTGS.bool().unbind(-1)):
-            routed = tuple(entry.masked_fill(~chosen[..., None], 0) for entry in entries_)
-            before = {name: state[:, m] for name, state in states.items()}
-            memory, state = self.inner.scan(qkv, routed, before, segment_ids_BT, exclusive)
+        if self.spec.shared:
+            memory, state = self.inner.scan(qkv, of_token, before.pop(0), segment_ids_BT, exclusive)
             memories.append(memory)
             after.append(state)
-        new_states = {name: torch.stack([state[name] for state in after], 1) for name in after[0]}
-        return self._read(qkv, memories), new_states
+        writes_BTGN = written_BTGS[..., int(self.spec.shared) :].bool()
+        rows = self._rows(writes_BTGN, chosen_BTGN, segment_ids_BT, exclusive, keeps_states)
+        if rows is not None:
+            first = before if states else [{} for _ in rows.lengths]
+            each = zip(rows.queries(qkv), rows.entries(of_token), first, rows.segment_ids(), strict=True)
+            routed = [self.inner.scan(*of_memory, exclusive) for of_memory in each]
+            index_BTGK = chosen_BTGN.byte().argsort(dim=-1, descending=True, stable=True)[..., : self.spec.active]
+            memories += rows.reads([memory for memory, _ in routed], index_BTGK[:, :, : self.routers])
+            log_g = logits_BTGN.gather(-1, index_BTGK).log_softmax(-1)
+        else:
+            routed = []
+            for state, writes_BTG1 in zip(before, writes_BTGN[..., None, :].unbind(-1), strict=True):
+                own = tuple(entry.masked_fill(~writes_BTG1, 0) for entry in of_token)
+                routed.append(self.inner.scan(qkv, own, state, segment_ids_BT, exclusive))
+            memories += [memory for memory, _ in routed]
+            log_g = logits_BTGN.masked_fill(~chosen_BTGN, -torch.inf).log_softmax(-1)
+        after += [state for _, state in routed]
+        names = after[0] if keeps_states else ()
+        new_states = {name: torch.stack([state[name] for state in after], 1) for name in names}
+        return self._read(qkv, memories, log_g), new_states
 
-    def _read(self, qkv: QKV, memories: list[MemoryOutput]) -> MemoryOutput:
-        """All reads as one, weighted by the query's own choice."""
-        logits_BTGN, chosen_BTGN = self.route(qkv.x_BTC)
-        log_g = logits_BTGN.masked_fill(~chosen_BTGN, -torch.inf).log_softmax(-1)
-        log_g = F.pad(log_g, (int(self.spec.shared), 0))  # the shared memory counts in full
+    def _read(self, qkv: QKV, memories: list[MemoryOutput], log_g: Tensor) -> MemoryOutput:
+        """All reads as one, weighted by the query's own choice; the shared memory's, which comes first, in full."""
+        log_g = F.pad(log_g, (int(self.spec.shared), 0))
         log_g = log_g.repeat_interleave(self.dims.heads // self.dims.kv_heads, 2)
-        o_BTHVS = torch.stack([memory.o_BTHV.float() for memory in memories], -1)
         normalizers = [memory.log_normalizer_BTH for memory in memories if memory.log_normalizer_BTH is not None]
         log_normalizer_BTH = None
         if normalizers:
             log_g = torch.stack(normalizers, -1) + log_g
             log_normalizer_BTH = log_g.logsumexp(-1)
             log_g = log_g.log_softmax(-1)
-        o_BTHV = (o_BTHVS * log_g.exp()[..., None, :]).sum(-1)
+        weights = log_g.exp()[..., None, :].unbind(-1)
+        o_BTHV = sum(weight * memory.o_BTHV.float() for weight, memory in zip(weights, memories, strict=True))
+        assert isinstance(o_BTHV, Tensor)
         return MemoryOutput(o_BTHV.to(qkv.v_BSGD.dtype), log_normalizer_BTH)
+
+
+def may_read_values(x_BTGN: Tensor) -> bool:
+    """Whether rows are made, whose lengths are read. On a GPU they are not, as a step may be one captured graph, nor
+    while a layer is compiled, which would be done again for every length."""
+    return x_BTGN.shape[1] > 1 and not x_BTGN.is_cuda and not reads_no_values(x_BTGN)
