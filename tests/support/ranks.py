@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 tests/support/ranks.py JOBS.json
 
 A job has the `name` of a stage of `stages.py`, the folder `out`, and may have `fields` (of `make_stage`), `resume`,
-`plain` (descent without Adam, which would hide the scale of a gradient), `same_rows` (a mistake: all processes train on
+`shard`, `plain` (descent without Adam, which would hide the scale of a gradient), `same_rows` (a mistake: all processes train on
 the rows of the first) and `dies`, [rank, step]: where SIGKILL ends that process.
 """
 
@@ -57,7 +57,7 @@ def do(job: dict[str, Any]) -> dict[str, Any]:
 
     trainer = SameRows if job.get("same_rows") else Plain if job.get("plain") else StageTrainer
     module.StageTrainer = trainer  # type: ignore[misc]
-    return train(stage_of(job), Path(job["out"]), resume=job.get("resume", False), progress=progress)
+    return train(stage_of(job), Path(job["out"]), resume=job.get("resume", False), shard=job.get("shard", False), progress=progress)
 
 
 if __name__ == "__main__":
