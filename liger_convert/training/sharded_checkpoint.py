@@ -8,6 +8,7 @@ Names: `weights.P`, `average.P`, and `optimizer.P.S` for each state S of paramet
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,4 +87,6 @@ def _weights(trained: Mapping[str, nn.Parameter], average: Mapping[str, Tensor] 
 
 
 def _load(checkpoint: Path, tensors: dict[str, Any]) -> None:
-    dcp.load(tensors, checkpoint_id=checkpoint / FOLDER, no_dist=processes.count() == 1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be with one process
+        dcp.load(tensors, checkpoint_id=checkpoint / FOLDER, no_dist=processes.count() == 1)

@@ -25,7 +25,7 @@ from accelerate.utils import broadcast_object_list
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, broadcast, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
@@ -53,7 +53,7 @@ def shard_student(model: Any, mesh: DeviceMesh, dtype: torch.dtype, *, aligns: b
 
     What is frozen is held in the compute dtype, but for the mixers; what is trained in float32.
     """
-    whole = model.get_base_model() if isinstance(model, PeftModel) else model
+    whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad and f".{MIXER_MODULE}." not in name and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
@@ -105,14 +105,22 @@ def mixers_of(model: Any) -> dict[str, Tensor]:
     return {name: p.detach().cpu() for name, p in model.named_parameters() if f".{MIXER_MODULE}." in name}
 
 
+def give_up(model: nn.Module) -> None:
+    """Has each process hold its slices only, after a forward pass with no backward pass behind it; nothing for a model
+    that is not sharded."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 @torch.no_grad()
-def gather_trained(model: nn.Module, into: nn.Module) -> None:
+def gather_trained(model: Any, into: nn.Module) -> None:
     """Copies what is trained of the sharded `model`, one whole tensor at a time, into a plain one of the same names in
     the first process. All call it."""
     plain = dict(into.named_parameters())
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            full = parameter.full_tensor()
             if processes.is_first():
                 plain[name].copy_(full)
 
@@ -152,7 +160,7 @@ def _take_dtypes(model: nn.Module) -> None:
 
 def _place(modules: Sequence[nn.Module], mesh: DeviceMesh) -> None:
     """Brings what is not sharded yet to the device, with the values of the first process; tied weights stay tied."""
-    device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
+    device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     placed: dict[nn.Parameter, nn.Parameter] = {}
     for module in (inner for outer in modules for inner in outer.modules()):
         for name, parameter in module._parameters.items():

@@ -34,6 +34,7 @@ from liger_convert.training.memory_estimate import CALIBRATION_TOKENS, ERROR_ROW
 from liger_convert.training.merge import ADAPTER, MODEL, last_model, load_chain
 from liger_convert.training.sharding import (
     gather_trained,
+    give_up,
     mesh_of,
     mixers_of,
     shard_base,
@@ -84,8 +85,9 @@ def run_stage(
 
     Leaves `out/result/adapter` (LoRA) or `out/result/model` (full), complete or not at all, and `out/stats.json`, which
     it returns: steps, tokens, seconds, how often the text was gone through (`epochs`, of a mix the most; `sources`, of
-    each source of a mix), whether the weights were `sharded`, how the forward and backward pass ran (`fwd_bwd`), the loss curve as [step, mean loss since
-    the last point], and for alignment the relative error of each layer on the first batch before and after.
+    each source of a mix), whether the weights were `sharded`, how the forward and backward pass ran (`fwd_bwd`), the
+    loss curve as [step, mean loss since the last point], and for alignment the relative error of each layer on the
+    first batch before and after.
     With an `ema_length` the result is the average of the weights, and the errors after are those of the average.
     With `resume` it continues from the last checkpoint in `out`, and ends with the weights of a stage that was never
     stopped.
@@ -121,10 +123,9 @@ def run_stage(
     # without a rate the mixers are not among what a LoRA stage saves, so they must stay as they are
     if isinstance(stage, AlignStage) and stage.calibrate and stage.learning_rates.mixer is not None:
         assert isinstance(objective, AlignObjective)
-        if mesh is not None:
-            shard_to_calibrate(model, mesh)
+        model = model.to(device) if mesh is None else shard_to_calibrate(model, mesh)
         with autocast(device, dtype):
-            objective.calibrate(model.to(device) if mesh is None else model, first_rows(-(-CALIBRATION_TOKENS // stage.seq_len)))
+            objective.calibrate(model, first_rows(-(-CALIBRATION_TOKENS // stage.seq_len)))
         if mesh is not None:  # adapters are made before anything is sharded
             fitted = mixers_of(model)
             model = load_start(model_dir, results, mesh)
@@ -154,7 +155,9 @@ def run_stage(
         assert isinstance(objective, AlignObjective)
         # eager: two batches are not worth another compilation
         with autocast(device, dtype), torch.compiler.set_stance("force_eager"):
-            return objective.layer_errors(model.eval(), first_rows(ERROR_ROWS))
+            errors = objective.layer_errors(model.eval(), first_rows(ERROR_ROWS))
+        give_up(model)
+        return errors
 
     if not resume and trainer.is_world_process_zero():
         folder.remove(checkpoints)  # of another attempt

@@ -248,6 +248,7 @@ class StageTrainer(Trainer):
         averages = None if self.average is None else self.average.averages
         sharded_checkpoint.save(Path(output_dir), self._trained(), self.optimizer, averages)
         if self.args.should_save:
+            assert self.lr_scheduler is not None
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -278,6 +279,8 @@ class StageTrainer(Trainer):
         if checkpoint is None or not (self.sharded or sharded_checkpoint.is_sharded(Path(checkpoint))):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
+        assert self.optimizer is not None
+        assert self.lr_scheduler is not None
         folder = Path(checkpoint)
         if sharded_checkpoint.is_sharded(folder):
             sharded_checkpoint.load_optimizer(folder, self._trained(), self.optimizer)

@@ -100,7 +100,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     jobs = json.loads(Path(sys.argv[1]).read_text())
     for job in jobs:  # while there is no group, in which transformers saves in one process only
-        folders(**job.get("options", {}).get("changes", {}))
+        options = job.get("options", {})
+        folders(options.get("family", "llama"), **options.get("changes", {}))
     for job in jobs:
         found = do(job)
         if os.environ.get("RANK", "0") == "0":
