@@ -4,12 +4,15 @@
 
 A job has the `name` of a stage of `stages.py`, the folder `out`, and may have `fields` (of `make_stage`), `options` (of
 `train`), `plain` (descent without Adam, which would hide the scale of a gradient), `same_rows` (a mistake: all
-processes train on the rows of the first), `dies`, [rank, step]: where SIGKILL ends that process, and `keeps`, a step at
+processes train on the rows of the first), `compiled` (the layers, without a compiler
+behind), `dies`, [rank, step]: where SIGKILL ends that process, and `keeps`, a step at
 which what is in `out` is copied to `out`-kept.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import shutil
@@ -17,6 +20,7 @@ import signal
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from stages import folders, make_stage, train
@@ -90,9 +94,15 @@ def do(job: dict[str, Any]) -> dict[str, Any]:
         return made[0]
 
     computed: set[str] = set()
-    module.StageTrainer = make  # type: ignore[assignment,misc]
-    options = job.get("options", {})
-    stats = train(stage_of(job), Path(job["out"]), resume=job.get("resume", False), progress=progress, **options)
+    changed: dict[Any, dict[str, Any]] = {module: {"StageTrainer": make}}
+    if job.get("compiled"):
+        changed[module]["gains_by_compiling"] = lambda device: True
+        changed[torch] = {"compile": functools.partial(torch.compile, backend="aot_eager")}
+    with contextlib.ExitStack() as stack:
+        for where, values in changed.items():
+            stack.enter_context(mock.patch.multiple(where, **values))
+        options = job.get("options", {})
+        stats = train(stage_of(job), Path(job["out"]), resume=job.get("resume", False), progress=progress, **options)
     return stats | ({"held": held(made[0]), "mixers_computed_in": sorted(computed)} if made else {})
 
 

@@ -245,7 +245,7 @@ def test_several_processes_share_rows_and_nothing_else():
 
 
 def test_processes_that_share_the_weights_hold_a_slice_of_each():
-    """All that is of weights falls by their number but for what is whole at a time, which more of them do not add to."""
+    """All that is of weights falls by their number, but for what is whole at a time, which stays."""
     rates = {"mixer": 1e-3, "attention": 1e-4, "body": 1e-5, "embeddings": 1e-5}
     stage = {"kind": "distill", "data": "text", "tokens": 2e5, "batch_size": 8, "learning_rates": rates}
     made = {number: plan(stages=[stage | {"batch_size": number}], processes=number) for number in (1, 2, 4, 8)}

@@ -32,6 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "recomputed": {"name": "distill", "fields": EVERY | {"gradient_checkpointing": True}},
     "recomputed-align": {"name": "align", "fields": EVERY | {"gradient_checkpointing": True}},
     "split": {"name": "distill", "fields": EVERY | {"accumulation": 1, "batch": 4}},
+    **{f"compiled-{name}": {"name": name, "compiled": True} for name in ("align", "distill-lora")},
     "adam": {"name": "distill", "fields": ADAM, "plain": False},
 }
 # in bfloat16, of a base whose weights are
@@ -70,7 +71,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def trained(name: str) -> Any:
         if name not in found:
-            case = (CASES | HALVES)[name]
+            case = (CASES | HALVES)[name] | {"compiled": False}
             stats = do(job(folder / name, case, shard=False))
             apart = case | {"fields": case.get("fields", EVERY) | {"batch": 1, "accumulation": 4}}
             do(job(folder / f"{name}-apart", apart, shard=False))
@@ -113,8 +114,8 @@ def test_processes_that_share_the_weights_learn_what_one_does(one: Any, two: Any
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_process_holds_half_of_the_weights(one: Any, two: Any, name: str) -> None:
-    """But for what does not divide, such as 101 rows. The head of a base that aligns, which runs nowhere, is not held by
-    the GPU of any process; here it lies in the memory that the first process read it into."""
+    """But for what does not divide, such as 101 rows. The head of a base that aligns runs nowhere, so no GPU holds it;
+    here it lies in the memory that the first process has read it into."""
     whole, ours = one(name)[0]["held"], two[1][name]["held"]
     assert 0.5 <= ours["model"] / whole["model"] < 0.51
     if "base" in whole and "align" not in name:
