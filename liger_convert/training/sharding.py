@@ -117,6 +117,7 @@ def give_up(model: nn.Module) -> None:
 def gather_trained(model: Any, into: nn.Module) -> None:
     """Copies what is trained of the sharded `model`, one whole tensor at a time, into a plain one of the same names in
     the first process. All call it."""
+    processes.barrier()  # the first may have read for longer than a collective waits
     plain = dict(into.named_parameters())
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -153,6 +154,7 @@ def _unit(
 
 def _take_dtypes(model: nn.Module) -> None:
     """Gives parameters without storage the dtypes that the first process has loaded."""
+    processes.barrier()  # it may read for longer than a collective waits
     (dtypes,) = broadcast_object_list([{name: p.dtype for name, p in model.named_parameters()}])
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(dtypes[name])
