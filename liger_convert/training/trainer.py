@@ -269,11 +269,12 @@ class StageTrainer(Trainer):
         if sharded_checkpoint.is_sharded(folder):
             sharded_checkpoint.load_weights(folder, trained, averages)
             return
-        for name, tensors in ((TRAINED_FILE, trained), (AVERAGE_FILE, averages or {})):
-            if tensors:
-                with safe_open(folder / name, "pt") as file:
-                    for tensor in tensors:
-                        copy_whole(tensors[tensor].data, file.get_tensor(tensor))
+        with safe_open(folder / TRAINED_FILE, "pt") as file:
+            for name, parameter in trained.items():
+                copy_whole(parameter.data, file.get_tensor(name))
+        if self.average is not None:
+            with safe_open(folder / AVERAGE_FILE, "pt") as file:
+                self.average.load(file.get_tensor)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not (self.sharded or sharded_checkpoint.is_sharded(Path(checkpoint))):

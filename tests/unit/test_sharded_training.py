@@ -161,7 +161,8 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in KINDS:
         checkpoint = folder / f"{name}-kept/checkpoints/checkpoint-4"
         assert sharded_checkpoint.is_sharded(checkpoint)
-        assert {"shards/.metadata", "shards/__0_0.distcp", "shards/__1_0.distcp"} <= checksums.read_sums(checkpoint).keys()
+        hashed = checksums.read_sums(checkpoint)
+        assert {"shards/.metadata", "shards/__0_0.distcp", "shards/__1_0.distcp"} <= hashed.keys()
         shutil.copytree(folder / f"{name}-kept", folder / f"{name}-on")
     shutil.copytree(folder / "finetune-kept", folder / "finetune-to-copies")
     jobs = [one_job(f"{name}-on", name, resume=True) for name in KINDS]
