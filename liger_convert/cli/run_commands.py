@@ -94,7 +94,7 @@ def plan(
     config = base_config(loaded.base, **loaded.base_options.model_dump(exclude={"allow_pickle"}))
     made = make_plan(loaded, config, processes=gpus or 1)
     warnings = check_recipe(loaded, made, config, suites.load(loaded.eval.suite))
-    warnings += too_large(made, gpu_memory() if loaded.device != "cpu" else None)
+    warnings += too_large(made, gpu_memory() if loaded.device != "cpu" else None, loaded.sharding)
     show(made.render(), made.to_dict() | {"warnings": warnings}, as_json)
     for warning in warnings:
         stderr.print(f"warning: {warning}", markup=False, soft_wrap=True)

@@ -88,6 +88,9 @@ class Recipe(Strict):
     """Where the run computes: `auto` (a GPU where there is one), `cpu` or `cuda`."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of matrix products; `auto` is bfloat16 where that is fast."""
+    sharding: Literal["auto", "none", "full"] = "auto"
+    """Whether several GPUs share the weights of a stage, each holding a slice of them: `full`, `none`, where each holds
+    all, or `auto`, `full` for the stages of which all weights do not fit one GPU."""
     seed: Seed = 0
     """Seed of all that is drawn at random."""
     data: dict[Name, AnySource] = Field(default_factory=dict)

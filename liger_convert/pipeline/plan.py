@@ -32,6 +32,7 @@ from liger_convert.training.memory_estimate import (
     count,
     inference_bytes,
     measuring_bytes,
+    sharded_bytes,
     training_bytes,
 )
 from liger_convert.training.sharing import share
@@ -44,7 +45,8 @@ CONTEXTS = (4096, 32768, 131072)
 class StagePlan:
     """One training stage: tokens it really sees (whole optimizer steps), the fraction of them that is of each source,
     parameters it trains, bytes at its peak, and what those of its training are spent on
-    (`memory_estimate.training_bytes`)."""
+    (`memory_estimate.training_bytes`). sharded_bytes: the bytes at the peak of each one of several processes that share
+    the weights; None of one process."""
 
     kind: str
     tokens: int
@@ -52,6 +54,13 @@ class StagePlan:
     trained: int
     memory_bytes: int
     memory: dict[str, int]
+    sharded_bytes: int | None = None
+
+    def is_sharded(self, sharding: str, room: int | None) -> bool:
+        """Whether a recipe with this `sharding` shards the stage, on GPUs with `room` bytes (None: no GPU)."""
+        if self.sharded_bytes is None or sharding == "none":
+            return False
+        return sharding == "full" or (room is not None and self.memory_bytes > room)
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,8 @@ class Plan:
     it has one. token_bytes: one token's key and value in one layer's cache.
     teacher_tokens: of each source that the base writes itself, how many it writes.
     memory_bytes: estimated peaks beyond the interpreter, of `convert`, of `inference` at 4K tokens and of each stage;
-    `memory_for` names the device and the dtype of the training.
+    `memory_for` names the device and the dtype of the training. sharded_bytes: peaks of the stages where several
+    processes share the weights; empty for one process.
     writes: what each step of a run writes, see `disk_estimate.py`.
     undecided: how many layers stay softmax that a run has yet to choose; the last ones stand for them in
     `linearization`, and all sizes are right unless the base's layers differ in their own windows.
@@ -86,6 +96,7 @@ class Plan:
     teacher_tokens: dict[str, int]
     memory_bytes: dict[str, int]
     memory_for: str
+    sharded_bytes: dict[str, int]
     writes: tuple[disk_estimate.Written, ...]
     undecided: int = 0
     adapted: tuple[str, ...] = ()
@@ -143,6 +154,7 @@ class Plan:
             "adapted": list(self.adapted),
             "teacher_tokens": self.teacher_tokens,
             "memory_bytes": self.memory_bytes,
+            "sharded_bytes": self.sharded_bytes,
             "memory_for": self.memory_for,
             "disk_bytes": self.disk_bytes,
             "disk_peak": self.disk_peak,
@@ -188,11 +200,11 @@ class Plan:
             for stage in self.stages:
                 training.add_row(stage.kind, f"{stage.tokens:,}", _shares(stage.sources), f"{stage.trained:,}")
             tables.append(training)
-        memory = Table(
-            "step", "peak", title=f"memory, estimated, beyond the interpreter, training on {self.memory_for}"
-        )
+        title = f"memory, estimated, beyond the interpreter, training on {self.memory_for}"
+        memory = Table("step", "peak", *(["weights sharded"] if self.sharded_bytes else []), title=title)
         for step, size in self.memory_bytes.items():
-            memory.add_row(step, decimal(size))
+            shared = [decimal(self.sharded_bytes[step])] if step in self.sharded_bytes else []
+            memory.add_row(step, decimal(size), *shared)
         room = Table("step", "writes", title="disk, estimated")
         for step, size in self.disk_bytes.items():
             room.add_row(step, decimal(size))
@@ -225,10 +237,15 @@ class StagePlanner:
         batch_size, grad_accumulation = share(stage, processes)
         own = stage.model_copy(update={"batch_size": batch_size, "grad_accumulation": grad_accumulation})
         parts = training_bytes(own, self.config, self.sizes, trained, self.device, self.compute)
+        sharded = None
         if processes > 1:
+            shared = sharded_bytes(parts, own, self.config, self.sizes, trained, self.compute, processes)
+            measuring = measuring_bytes(stage, self.config, self.sizes, self.compute, processes)
+            sharded = max(sum(shared.values()), measuring)
             parts["buckets"] = 4 * trained  # DDP's copy of the gradients, which it exchanges
         peak = max(sum(parts.values()), measuring_bytes(stage, self.config, self.sizes, self.compute))
-        return StagePlan(stage.kind, stage.steps * stage.step_tokens, stage.sources, trained, peak, parts)
+        tokens = stage.steps * stage.step_tokens
+        return StagePlan(stage.kind, tokens, stage.sources, trained, peak, parts, sharded)
 
 
 def make_plan(recipe: Recipe, base_config: Any, processes: int = 1) -> Plan:
@@ -277,6 +294,11 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int = 1) -> Plan:
         stages=tuple(stages),
         teacher_tokens={name: source.written_tokens for name, source in recipe.teachers.items()},
         memory_bytes={},
+        sharded_bytes={
+            name: stage.sharded_bytes
+            for name, stage in zip(recipe.stage_names, stages, strict=True)
+            if stage.sharded_bytes is not None
+        },
         writes=tuple(
             disk_estimate.written(recipe, weights, [s.trained for s in stages], _dtype_name(base_config), dtype)
         ),
@@ -294,14 +316,19 @@ def _machine(device: torch.device, processes: int) -> str:
     return device.type if processes == 1 else f"each of {processes} processes on {device.type}"
 
 
-def too_large(made: Plan, room: int | None) -> list[str]:
-    """A sentence for each stage that takes more than `room`, the bytes of a GPU's memory; None where there is none."""
-    return [
-        f"stages[{i}] takes {decimal(stage.memory_bytes)} of a GPU that has {decimal(room)}: more GPUs share its rows, "
-        "but each holds all weights; set gradient_checkpointing: true, or train adapters (lora)"
-        for i, stage in enumerate(made.stages)
-        if room is not None and stage.memory_bytes > room
-    ]
+def too_large(made: Plan, room: int | None, sharding: str = "none") -> list[str]:
+    """A sentence for each stage that takes more than `room`, the bytes of a GPU's memory (None: there is none), as it
+    is trained with this `sharding`."""
+    sentences = []
+    for i, stage in enumerate(made.stages):
+        sharded = stage.is_sharded(sharding, room)
+        size = stage.sharded_bytes if sharded else stage.memory_bytes
+        if room is not None and size is not None and size > room:
+            why = "though all share its weights" if sharded else "as it holds all weights"
+            how = "start it on more GPUs" if sharding != "none" else "set sharding: auto and start it on several GPUs"
+            how += ", set gradient_checkpointing: true, or train adapters (lora)"
+            sentences.append(f"stages[{i}] takes {decimal(size)} of a GPU that has {decimal(room)}, {why}; {how}")
+    return sentences
 
 
 def _sliding(windows: Sequence[int | None]) -> list[int]:

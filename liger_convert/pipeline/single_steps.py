@@ -85,12 +85,13 @@ def train_stage(
     base_dir: Path,
     device: torch.device,
     resume: bool,
+    shard: bool = False,
 ) -> dict[str, Any]:
     """A training step: stage `index` (from 0) of `recipe` on `documents`, those of each of its sources, into `folder`.
     Returns its statistics.
 
     model_dir, results: the linearized model, and what earlier stages made of it. resume: go on from the last checkpoint
-    in `folder`. Raises BadInput, LinearizeError.
+    in `folder`. shard: the processes share the weights. Raises BadInput, LinearizeError.
     """
     stage, dataset = recipe.stages[index], stage_rows(recipe, index, documents)
     with show_progress(recipe.stage_names[index]) as report:
@@ -105,5 +106,6 @@ def train_stage(
             precision=recipe.precision,
             seed=recipe.stage_seed(index),
             resume=resume,
+            shard=shard,
             progress=report,
         )

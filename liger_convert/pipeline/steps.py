@@ -26,7 +26,7 @@ from liger_convert.pipeline.recorded_inputs import InputFiles, data_inputs, part
 from liger_convert.pipeline.stage_check import Measures, StageCheck
 from liger_convert.training import merge
 from liger_convert.utils import processes
-from liger_convert.utils.device import pick_device
+from liger_convert.utils.device import gpu_memory, pick_device
 from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import console, show_progress
 
@@ -254,6 +254,7 @@ class RunSteps:
         def train(factor: float, out: Path) -> dict[str, Any]:
             where = str(out.relative_to(self.out))
             task: dict[str, Any] = {"index": index, "before": list(before), "factor": factor, "out": where}
+            task["shard"] = self._is_sharded(index)
             processes.announce(task)
             return self.train_stage(**task)
 
@@ -276,9 +277,18 @@ class RunSteps:
             facts = train(1.0, folder)
         return facts | {"seed": self.recipe.stage_seed(index)}
 
-    def train_stage(self, index: int, before: Sequence[str], factor: float, out: str) -> dict[str, Any]:
+    def _is_sharded(self, index: int) -> bool:
+        """Whether the processes of this run share the weights of stage `index`. The first one says so for all."""
+        if processes.count() == 1:
+            return False
+        recipe = self._adapted.model_copy(update={"adapt": None})  # its stages are fitted already
+        config = checkpoint.load_config(self._base_folder, recipe.base_options.trust_remote_code)
+        room = gpu_memory() if self.device.type == "cuda" else None
+        return make_plan(recipe, config, processes.count()).stages[index].is_sharded(recipe.sharding, room)
+
+    def train_stage(self, index: int, before: Sequence[str], factor: float, out: str, shard: bool) -> dict[str, Any]:
         """Trains stage `index` (from 0), at this many times its rates, behind the stages `before`, in the folder `out`
-        of the run. All processes of a run call it together."""
+        of the run. All processes of a run call it together. shard: they share the weights."""
         return single_steps.train_stage(
             self._adapted.with_stage(index, stage_check.with_rates(self._adapted.stages[index], factor)),
             index,
@@ -289,6 +299,7 @@ class RunSteps:
             base_dir=self._base_folder,
             device=self.device,
             resume=True,
+            shard=shard,
         )
 
     @property

@@ -16,12 +16,14 @@ Sources: averages of this kind help beside a falling rate, too, in long runs bes
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
+
+from liger_convert.training.sharding import copy_whole
 
 
 class WeightAverage(TrainerCallback):
@@ -44,10 +46,10 @@ class WeightAverage(TrainerCallback):
         with torch.no_grad():
             torch._foreach_lerp_(list(self.averages.values()), list(self.parameters.values()), share)
 
-    def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Goes on from the averages of a checkpoint, by the names of their parameters."""
+    def load(self, read: Callable[[str], Tensor]) -> None:
+        """Goes on from the averages of a checkpoint. read: the whole average of the parameter with a name."""
         for name, average in self.averages.items():
-            average.copy_(saved[name])
+            copy_whole(average, read(name))
 
     @torch.no_grad()
     def apply(self) -> None:

@@ -92,9 +92,34 @@ def training_bytes(
     }
 
 
-def measuring_bytes(stage: Stage, config: Any, sizes: Sizes, dtype: torch.dtype) -> int:
+def sharded_bytes(
+    parts: dict[str, int], stage: Stage, config: Any, sizes: Sizes, trained: int, dtype: torch.dtype, processes: int
+) -> dict[str, int]:
+    """`parts`, the `training_bytes` of one of so many processes, where they share the weights, see `sharding.py`.
+
+    weights, base, optimizer, average, gradients   a slice of what they were; what is frozen in the compute dtype
+    copies       none: weights are gathered in the compute dtype
+    units        what is whole at a time: of the decoder layers the one that runs and the next, with the gradient of
+                 one; both ends of the model, and of the base; and the mixers
+    """
+    e, aligns = dtype.itemsize, isinstance(stage, AlignStage)
+    own = trained - (sizes.new if "mixer" in stage.learning_rates.trained() else 0)
+    adapters = own if stage.lora is not None else 0
+    weights = 4 * (own + sizes.new) + e * (sizes.base + adapters - own)
+    layer = (sizes.base - sizes.embeddings) // config.num_hidden_layers
+    ends = 1 if aligns else 2 if parts["base"] else 1
+    gradient = 0 if stage.lora is not None else (e + 4) * layer
+    slices = {"weights": weights, "base": parts["base"], "optimizer": 8 * trained, "average": parts["average"]}
+    return (
+        {name: size // processes for name, size in (slices | {"gradients": 4 * trained}).items()}
+        | {"units": e * (2 * layer + ends * sizes.embeddings) + gradient + 4 * sizes.new}
+        | {name: parts[name] for name in ("activations", "passing", "logits")}
+    )
+
+
+def measuring_bytes(stage: Stage, config: Any, sizes: Sizes, dtype: torch.dtype, processes: int = 1) -> int:
     """The peak of what alignment does before its first step, 0 of other stages: the fit of the mixers and the errors of
-    the layers keep what the base's layers saw and gave, on rows of their own."""
+    the layers keep what the base's layers saw and gave, on rows of their own. processes: that share the weights."""
     if not isinstance(stage, AlignStage):
         return 0
     dims, layers = head_dims(config), config.linearization["layers"]
@@ -104,7 +129,11 @@ def measuring_bytes(stage: Stage, config: Any, sizes: Sizes, dtype: torch.dtype)
     linear = [name for name in layers if name != SOFTMAX]
     targets = 2 * dtype.itemsize * dims.hidden * len(linear)
     one = 4 * (8 * dims.hidden + 3 * _width(config)) + max(_in_torch(config, name) for name in linear)
-    return 4 * (sizes.base + sizes.new) + dtype.itemsize * sizes.base + tokens * (targets + one)
+    weights = 4 * (sizes.base + sizes.new) + dtype.itemsize * sizes.base
+    if processes > 1:  # two layers and the embeddings are whole at a time
+        layer = (sizes.base - sizes.embeddings) // config.num_hidden_layers
+        weights = weights // processes + 4 * (2 * layer + sizes.embeddings + sizes.new)
+    return weights + tokens * (targets + one)
 
 
 def inference_bytes(config: Any, sizes: Sizes, itemsize: int, cache: int) -> int:

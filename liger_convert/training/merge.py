@@ -33,6 +33,19 @@ def load_chain(model_dir: Path, results: Sequence[Path] = ()) -> Any:
     Raises BadInput for a folder that is not a result, for an adapter that does not fit the model tensor by tensor, and
     as `load_linearized` does. Nothing is loaded before all of them are looked at.
     """
+    model_dir, adapters = last_model(model_dir, results)
+    check_folder(model_dir, linearized=True)
+    for adapter in adapters:
+        check_adapter(adapter, load_config(model_dir))
+    model = load_linearized(model_dir, dtype=torch.float32)
+    for adapter in adapters:
+        model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    return model
+
+
+def last_model(model_dir: Path, results: Sequence[Path]) -> tuple[Path, list[Path]]:
+    """The folder of the last whole model among `model_dir` and the `results` behind it, and the adapters since. Raises
+    BadInput for a folder that is not a result."""
     adapters: list[Path] = []
     for result in results:
         if (result / MODEL).is_dir():
@@ -41,13 +54,7 @@ def load_chain(model_dir: Path, results: Sequence[Path] = ()) -> Any:
             adapters.append(result / ADAPTER)
         else:
             raise BadInput(f"{result}: is no result of a training stage (it holds neither {MODEL}/ nor {ADAPTER}/)")
-    check_folder(model_dir, linearized=True)
-    for adapter in adapters:
-        check_adapter(adapter, load_config(model_dir))
-    model = load_linearized(model_dir, dtype=torch.float32)
-    for adapter in adapters:
-        model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
-    return model
+    return model_dir, adapters
 
 
 def check_adapter(folder: Path, config: Any) -> None:

@@ -13,23 +13,35 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch.distributed import DeviceMesh
 from transformers import set_seed
 
 from liger_convert.config.stages import AlignStage, DistillStage, Lora, Stage
 from liger_convert.data.documents import Document
 from liger_convert.data.mixed_rows import MixedDataset, mix
 from liger_convert.data.packed_rows import PackedDataset, collate, pack
+from liger_convert.io.checkpoint import load_config
 from liger_convert.io.files import atomic_dir, atomic_write
 from liger_convert.io.run_folder import RunFolder
 from liger_convert.model import MIXER_MODULE, linear_layers
 from liger_convert.model.families import family_of
-from liger_convert.model.loading import load_base
+from liger_convert.model.loading import load_base, load_pretrained
 from liger_convert.training.align import AlignObjective
 from liger_convert.training.checkpoints import last_good
 from liger_convert.training.distill import DistillObjective
 from liger_convert.training.finetune import FinetuneObjective
 from liger_convert.training.memory_estimate import CALIBRATION_TOKENS, ERROR_ROWS
-from liger_convert.training.merge import ADAPTER, MODEL, load_chain
+from liger_convert.training.merge import ADAPTER, MODEL, last_model, load_chain
+from liger_convert.training.sharding import (
+    gather_trained,
+    give_up,
+    mesh_of,
+    mixers_of,
+    shard_base,
+    shard_student,
+    shard_to_calibrate,
+    without_weights,
+)
 from liger_convert.training.trainer import Objective, StageTrainer, freeze
 from liger_convert.utils import interrupts, processes
 from liger_convert.utils.device import autocast, compute_dtype
@@ -66,19 +78,22 @@ def run_stage(
     precision: str = "auto",
     seed: int = 0,
     resume: bool = False,
+    shard: bool = False,
     progress: Report | None = None,
 ) -> dict[str, Any]:
     """Trains the linearized model `model_dir` with the `results` of earlier stages folded in, on `dataset`.
 
     Leaves `out/result/adapter` (LoRA) or `out/result/model` (full), complete or not at all, and `out/stats.json`, which
     it returns: steps, tokens, seconds, how often the text was gone through (`epochs`, of a mix the most; `sources`, of
-    each source of a mix), how the forward and backward pass ran (`fwd_bwd`), the loss curve as [step, mean loss since
-    the last point], and for alignment the relative error of each layer on the first batch before and after.
+    each source of a mix), whether the weights were `sharded`, how the forward and backward pass ran (`fwd_bwd`), the
+    loss curve as [step, mean loss since the last point], and for alignment the relative error of each layer on the
+    first batch before and after.
     With an `ema_length` the result is the average of the weights, and the errors after are those of the average.
     With `resume` it continues from the last checkpoint in `out`, and ends with the weights of a stage that was never
     stopped.
     Under `torchrun` every process calls it, and the first one writes. They share the rows of each step, see `share`,
-    so that the same steps are trained on the same rows, also where a stage goes on with more or fewer processes.
+    so that the same steps are trained on the same rows, also where a stage goes on with more or fewer processes. With
+    `shard` they share the weights as well, see `sharding.py`; the result is the same files.
     Raises BadInput when `out` already has a result (without `resume`), LinearizeError when the training diverges.
     """
     folder = RunFolder(out)
@@ -97,8 +112,9 @@ def run_stage(
 
     set_seed(seed)
     dtype = compute_dtype(device, precision)
-    model = load_chain(model_dir, results)
-    objective = make_objective(stage, model.config, base_dir, device, dtype)
+    mesh = mesh_of(device) if shard and count > 1 else None
+    model = load_start(model_dir, results, mesh)
+    objective = make_objective(stage, model.config, base_dir, device, dtype, mesh)
 
     def first_rows(count: int) -> dict[str, torch.Tensor]:
         batch = collate([dataset.whole(i) for i in range(min(count, len(dataset)))])
@@ -107,13 +123,18 @@ def run_stage(
     # without a rate the mixers are not among what a LoRA stage saves, so they must stay as they are
     if isinstance(stage, AlignStage) and stage.calibrate and stage.learning_rates.mixer is not None:
         assert isinstance(objective, AlignObjective)
+        model = model.to(device) if mesh is None else shard_to_calibrate(model, mesh)
         with autocast(device, dtype):
-            objective.calibrate(model.to(device), first_rows(-(-CALIBRATION_TOKENS // stage.seq_len)))
-    if stage.lora is None:
-        freeze(model, stage.learning_rates.trained())
-    else:
-        model = add_lora(model, stage.lora, train_mixer=stage.learning_rates.mixer is not None)
+            objective.calibrate(model, first_rows(-(-CALIBRATION_TOKENS // stage.seq_len)))
+        if mesh is not None:  # adapters are made before anything is sharded
+            fitted = mixers_of(model)
+            model = load_start(model_dir, results, mesh)
+            if processes.is_first():
+                model.load_state_dict(fitted, strict=False)
+    model = prepare(model, stage)
     aligning = isinstance(stage, AlignStage)
+    if mesh is not None:
+        shard_student(model, mesh, dtype, aligns=aligning)
     if stage.compile and gains_by_compiling(device):
         compile_layers(model, objective, aligning)
     trainer = StageTrainer(
@@ -127,13 +148,16 @@ def run_stage(
         seed=seed,
         progress=progress,
         processes=count,
+        sharded=mesh is not None,
     )
 
     def layer_errors() -> list[float]:
         assert isinstance(objective, AlignObjective)
         # eager: two batches are not worth another compilation
         with autocast(device, dtype), torch.compiler.set_stance("force_eager"):
-            return objective.layer_errors(model.eval(), first_rows(ERROR_ROWS))
+            errors = objective.layer_errors(model.eval(), first_rows(ERROR_ROWS))
+        give_up(model)
+        return errors
 
     if not resume and trainer.is_world_process_zero():
         folder.remove(checkpoints)  # of another attempt
@@ -158,11 +182,15 @@ def run_stage(
         **({"sources": _read(dataset)} if isinstance(dataset, MixedDataset) else {}),
         "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "seconds": round(seconds, 1),
+        "sharded": mesh is not None,
         "fwd_bwd": "captured" if trainer.eager is None else f"eager: {trainer.eager}",
         "loss": curve(losses),
     }
     if aligning:
         stats["align_error"] = {"before": before, "after": layer_errors()}
+    if mesh is not None:
+        trained, model = model, prepare(load_start(model_dir, results, mesh), stage)
+        gather_trained(trained, model)
     if trainer.is_world_process_zero():
         model.config.use_cache = True  # Trainer switches it off
         atomic_write(stats_file, json.dumps(stats, indent=1))
@@ -192,12 +220,38 @@ def _agreed(checkpoint: Path | None) -> Path | None:
     return agreed
 
 
-def make_objective(stage: Stage, config: Any, base_dir: Path, device: torch.device, dtype: torch.dtype) -> Objective:
-    """The stage's loss; the base is loaded only where it teaches."""
+def load_start(model_dir: Path, results: Sequence[Path], mesh: DeviceMesh | None) -> Any:
+    """The model that a stage begins with, see `load_chain`; where it is to be sharded, the others than the first
+    process get it without weights."""
+    if mesh is None or processes.is_first():
+        return load_chain(model_dir, results)
+    return without_weights(load_config(last_model(model_dir, results)[0]))
+
+
+def prepare(model: Any, stage: Stage) -> Any:
+    """`model` with the stage's adapters, and with no more trainable than the stage trains."""
+    if stage.lora is not None:
+        return add_lora(model, stage.lora, train_mixer=stage.learning_rates.mixer is not None)
+    freeze(model, stage.learning_rates.trained())
+    return model
+
+
+def make_objective(
+    stage: Stage, config: Any, base_dir: Path, device: torch.device, dtype: torch.dtype, mesh: DeviceMesh | None
+) -> Objective:
+    """The stage's loss; the base is loaded only where it teaches, and sharded where there is a `mesh`."""
+
+    def teacher() -> Any:
+        if mesh is None:
+            return load_base(base_dir, device, dtype)
+        first = processes.is_first()
+        base = load_pretrained(base_dir, dtype=dtype) if first else without_weights(load_config(base_dir))
+        return shard_base(base.requires_grad_(False).eval(), mesh, aligns=isinstance(stage, AlignStage))
+
     if isinstance(stage, AlignStage):
-        return AlignObjective(load_base(base_dir, device, dtype), config)
+        return AlignObjective(teacher(), config)
     if isinstance(stage, DistillStage):
-        return DistillObjective(load_base(base_dir, device, dtype) if stage.kl_weight else None, stage)
+        return DistillObjective(teacher() if stage.kl_weight else None, stage)
     return FinetuneObjective()
 
 
@@ -249,7 +303,8 @@ def add_lora(model: Any, lora: Lora, *, train_mixer: bool) -> Any:
         layers_to_transform=linear_layers(model.config) if attention else None,
         modules_to_save=[MIXER_MODULE] if train_mixer else None,
     )
-    return get_peft_model(model, config)
+    # what has no weights yet gets adapters without weights
+    return get_peft_model(model, config, low_cpu_mem_usage=any(p.is_meta for p in model.parameters()))
 
 
 def lora_projections(lora: Lora, config: Any, linears: Iterable[str]) -> list[str]:

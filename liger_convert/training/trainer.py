@@ -11,18 +11,21 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import logging
 
 from liger_convert.config.stages import Stage
 from liger_convert.data.mixed_rows import MixedDataset
 from liger_convert.data.packed_rows import PackedDataset, collate
 from liger_convert.model import parameter_group, take_auxiliary_loss
-from liger_convert.training import checkpoints
+from liger_convert.training import checkpoints, sharded_checkpoint
 from liger_convert.training.average import WeightAverage
 from liger_convert.training.capture import CapturedFwdBwd, why_not_captured
+from liger_convert.training.sharding import copy_whole
 from liger_convert.training.sharing import share
 from liger_convert.utils import interrupts
 from liger_convert.utils.device import autocast
@@ -71,7 +74,9 @@ def optimizer_groups(model: nn.Module, rates: dict[str, float], weight_decay: fl
 class StageTrainer(Trainer):
     """Trains `model` in place. Raises LinearizeError as soon as the loss or the gradient is not finite.
 
-    The rows of an optimizer step are the same, and so is its loss, however many `processes` share them.
+    The rows of an optimizer step are the same, and so is its loss, however many `processes` share them. sharded: the
+    weights are, too, see `sharding.py`, and are where they belong; else `model` is brought to `device`, and copied by
+    DDP. A checkpoint of either kind continues both.
     """
 
     _finishing: Future[None] | None
@@ -89,6 +94,7 @@ class StageTrainer(Trainer):
         seed: int,
         progress: Report | None = None,
         processes: int = 1,
+        sharded: bool = False,
     ):
         batch_size, grad_accumulation = share(stage, processes)
         steps = len(dataset) // (stage.batch_size * stage.grad_accumulation)
@@ -128,7 +134,11 @@ class StageTrainer(Trainer):
             disable_tqdm=True,
         )
         args._n_gpu = min(args.n_gpu, 1)  # several GPUs are for torchrun: DataParallel would split the packed rows
-        model.to(args.device)
+        self.sharded = sharded
+        if sharded:
+            model._is_accelerate_prepared = True  # type: ignore[assignment]  # else it would be wrapped in DDP
+        else:
+            model.to(args.device)
         optimizer = torch.optim.AdamW(optimizer_groups(model, rates, stage.weight_decay), fused=True)
         watch = _Watch(stage.step_tokens, progress, device, processes)
         self.average = WeightAverage(_trained(model), stage.ema_length * steps) if stage.ema_length else None
@@ -223,7 +233,7 @@ class StageTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """What is trained, under its own names: the rest is where the stage began, and a mixture of experts is saved
         by transformers under names that Trainer cannot load back."""
-        if self.args.should_save:
+        if self.args.should_save and not self.sharded:
             assert output_dir is not None
             Path(output_dir).mkdir(parents=True, exist_ok=True)
             trained = {name: parameter.detach().contiguous() for name, parameter in self._trained().items()}
@@ -231,17 +241,56 @@ class StageTrainer(Trainer):
             if self.average is not None:
                 save_file(self.average.averages, Path(output_dir) / AVERAGE_FILE)
 
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.sharded:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        averages = None if self.average is None else self.average.averages
+        sharded_checkpoint.save(Path(output_dir), self._trained(), self.optimizer, averages)
+        if self.args.should_save:
+            assert self.lr_scheduler is not None
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder, trained = Path(resume_from_checkpoint), self._trained()
-        saved = load_file(folder / TRAINED_FILE)
-        if saved.keys() != trained.keys():
+        averages = None if self.average is None else self.average.averages
+        if sharded_checkpoint.is_sharded(folder):
+            stored = sharded_checkpoint.names(folder)
+            names = {name.removeprefix("weights.") for name in stored if name.startswith("weights.")}
+            has_average = any(name.startswith("average.") for name in stored)
+        else:
+            with safe_open(folder / TRAINED_FILE, "pt") as file:
+                names = set(file.keys())
+            has_average = (folder / AVERAGE_FILE).exists()
+        if names != trained.keys():
             raise LinearizeError(f"{resume_from_checkpoint}: is of a stage that trained other parameters; remove it")
-        for name, parameter in trained.items():
-            parameter.data.copy_(saved[name])
+        if averages is not None and not has_average:
+            raise LinearizeError(f"{resume_from_checkpoint}: is of a stage without ema_length; remove it")
+        if sharded_checkpoint.is_sharded(folder):
+            sharded_checkpoint.load_weights(folder, trained, averages)
+            return
+        with safe_open(folder / TRAINED_FILE, "pt") as file:
+            for name, parameter in trained.items():
+                copy_whole(parameter.data, file.get_tensor(name))
         if self.average is not None:
-            if not (folder / AVERAGE_FILE).exists():
-                raise LinearizeError(f"{resume_from_checkpoint}: is of a stage without ema_length; remove it")
-            self.average.load(load_file(folder / AVERAGE_FILE))
+            with safe_open(folder / AVERAGE_FILE, "pt") as file:
+                self.average.load(file.get_tensor)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not (self.sharded or sharded_checkpoint.is_sharded(Path(checkpoint))):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        assert self.optimizer is not None
+        assert self.lr_scheduler is not None
+        folder = Path(checkpoint)
+        if sharded_checkpoint.is_sharded(folder):
+            sharded_checkpoint.load_optimizer(folder, self._trained(), self.optimizer)
+        else:
+            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            sharded_checkpoint.load_whole_optimizer(folder / OPTIMIZER_NAME, parameters, self.optimizer)
+        self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+        for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
 
     def _trained(self) -> dict[str, nn.Parameter]:
         assert self.model is not None

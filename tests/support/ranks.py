@@ -2,22 +2,29 @@
 
     torchrun --nproc-per-node 2 tests/support/ranks.py JOBS.json
 
-A job has the `name` of a stage of `stages.py`, the folder `out`, and may have `fields` (of `make_stage`), `resume`,
-`plain` (descent without Adam, which would hide the scale of a gradient), `same_rows` (a mistake: all processes train on
-the rows of the first) and `dies`, [rank, step]: where SIGKILL ends that process.
+A job has the `name` of a stage of `stages.py`, the folder `out`, and may have `fields` (of `make_stage`), `options` (of
+`train`), `plain` (descent without Adam, which would hide the scale of a gradient), `same_rows` (a mistake: all
+processes train on the rows of the first), `compiled` (the layers, without a compiler
+behind), `dies`, [rank, step]: where SIGKILL ends that process, and `keeps`, a step at
+which what is in `out` is copied to `out`-kept.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-from stages import make_stage, train
+from stages import folders, make_stage, train
+from torch.distributed.tensor import DTensor
 
 from liger_convert.config.stages import LearningRates, Lora
 from liger_convert.training import stage as module
@@ -39,12 +46,27 @@ class SameRows(Plain):
         return loader
 
 
+def held(trainer: StageTrainer) -> dict[str, Any]:
+    """The bytes of parameters that this process holds of the model and its teacher, and their dtypes."""
+    bodies = {"model": trainer.models[0], "base": (trainer.models[1:] or [None])[0]}
+    found: dict[str, Any] = {}
+    for name, body in bodies.items():
+        if body is not None:
+            own = [p.to_local() if isinstance(p, DTensor) else p for p in body.parameters()]
+            found[name] = sum(p.nbytes for p in own if not p.is_meta)
+    kinds: dict[str, set[str]] = {}
+    for name, p in trainer.models[0].named_parameters():
+        part = "mixer" if ".mixer." in name else "trained" if p.requires_grad else "frozen"
+        kinds.setdefault(part, set()).add(str(p.dtype).removeprefix("torch."))
+    return found | {"dtypes": {part: sorted(names) for part, names in kinds.items()}}
+
+
 def stage_of(job: dict[str, Any]) -> Any:
     fields = dict(job.get("fields", {}))
     name = job["name"]
-    if name == "distill-lora":  # without dropout, whose numbers are other ones in each process
-        name, lora = "distill", {"lora": Lora(rank=4), "learning_rates": LearningRates(mixer=1e-2, lora=2e-2)}
-        fields |= lora
+    if name.endswith("-lora"):  # without dropout, whose numbers are other ones in each process
+        name = name.removesuffix("-lora")
+        fields |= {"lora": Lora(rank=4), "learning_rates": LearningRates(mixer=1e-2, lora=2e-2)}
     return make_stage(name, **fields)
 
 
@@ -54,15 +76,43 @@ def do(job: dict[str, Any]) -> dict[str, Any]:
     def progress(done: float, total: float | None, note: str = "") -> None:
         if dies == [rank, done]:
             os.kill(os.getpid(), signal.SIGKILL)
+        if job.get("keeps") == done and not rank:
+            made[0].finish_checkpoint()
+            shutil.copytree(job["out"], f"{job['out']}-kept")
 
-    trainer = SameRows if job.get("same_rows") else Plain if job.get("plain") else StageTrainer
-    module.StageTrainer = trainer  # type: ignore[misc]
-    return train(stage_of(job), Path(job["out"]), resume=job.get("resume", False), progress=progress)
+    kind = SameRows if job.get("same_rows") else Plain if job.get("plain") else StageTrainer
+    made: list[StageTrainer] = []
+
+    def make(*args: Any, **kwargs: Any) -> StageTrainer:
+        made.append(kind(*args, **kwargs))
+        modules = made[0].models[0].named_modules()
+        mixers = [module for name, module in modules if name.endswith(".self_attn.mixer")]
+        for mixer in mixers:
+            mixer.register_forward_pre_hook(
+                lambda module, _args: computed.update(str(p.dtype).removeprefix("torch.") for p in module.parameters())
+            )
+        return made[0]
+
+    computed: set[str] = set()
+    changed: dict[Any, dict[str, Any]] = {module: {"StageTrainer": make}}
+    if job.get("compiled"):
+        changed[module]["gains_by_compiling"] = lambda device: True
+        changed[torch] = {"compile": functools.partial(torch.compile, backend="aot_eager")}
+    with contextlib.ExitStack() as stack:
+        for where, values in changed.items():
+            stack.enter_context(mock.patch.multiple(where, **values))
+        options = job.get("options", {})
+        stats = train(stage_of(job), Path(job["out"]), resume=job.get("resume", False), progress=progress, **options)
+    return stats | ({"held": held(made[0]), "mixers_computed_in": sorted(computed)} if made else {})
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for job in json.loads(Path(sys.argv[1]).read_text()):
+    jobs = json.loads(Path(sys.argv[1]).read_text())
+    for job in jobs:  # while there is no group, in which transformers saves in one process only
+        options = job.get("options", {})
+        folders(options.get("family", "llama"), **options.get("changes", {}))
+    for job in jobs:
         found = do(job)
         if os.environ.get("RANK", "0") == "0":
             print(json.dumps(found), flush=True)

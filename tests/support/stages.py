@@ -42,11 +42,15 @@ def make_stage(name: str, *, steps: int = 8, batch: int = 2, accumulation: int =
     return kind(data="text", tokens=steps * SEQ_LEN * batch * accumulation, **shape, **fields)
 
 
+def folders(family: str = "llama", **changes: Any) -> tuple[Path, Path]:
+    """A tiny base and its linearized model, with a softmax layer between two linear ones. changes: of its config."""
+    return _folders(family, tuple(sorted(changes.items())))
+
+
 @functools.cache
-def folders(family: str = "llama") -> tuple[Path, Path]:
-    """A tiny base and its linearized model, with a softmax layer between two linear ones."""
+def _folders(family: str, changes: tuple[tuple[str, Any], ...]) -> tuple[Path, Path]:
     folder = Path(tempfile.mkdtemp(prefix="liger-test-"))
-    base = save_tiny_base(family, folder / "base", tokenizer=False)
+    base = save_tiny_base(family, folder / "base", tokenizer=False, **dict(changes))
     spec = resolve_spec({"type": "gla", "window": 6, "sinks": 2}, "mixer")
     linearization = {"format": 2, "mixers": {"main": spec}, "layers": ["main", "softmax", "main"]}
     linearize_base(base, linearization).save_pretrained(folder / "linearized")
@@ -70,12 +74,13 @@ def train(
     out: Path,
     *,
     family: str = "llama",
+    changes: Any = None,
     model: Path | None = None,
     precision: str = "float32",
     results: Any = (),
     **options: Any,
 ) -> dict[str, Any]:
-    base, linearized = folders(family)
+    base, linearized = folders(family, **(changes or {}))
     masked = isinstance(stage, FinetuneStage) and not stage.concat_documents
     cut = {
         "mixed_seq_lens": [(other.seq_len, other.fraction) for other in stage.mixed_seq_lens],

@@ -244,6 +244,40 @@ def test_several_processes_share_rows_and_nothing_else():
         plan(stages=[stage], processes=3)
 
 
+def test_processes_that_share_the_weights_hold_a_slice_of_each():
+    """All that is of weights falls by their number, but for what is whole at a time, which stays."""
+    rates = {"mixer": 1e-3, "attention": 1e-4, "body": 1e-5, "embeddings": 1e-5}
+    stage = {"kind": "distill", "data": "text", "tokens": 2e5, "batch_size": 8, "learning_rates": rates}
+    made = {number: plan(stages=[stage | {"batch_size": number}], processes=number) for number in (1, 2, 4, 8)}
+    one = made[1].stages[0]
+    assert one.sharded_bytes is None
+    assert not one.is_sharded("full", 1)
+    shared = {number: made[number].stages[0].sharded_bytes or 0 for number in (2, 4, 8)}
+    assert shared[2] - shared[4] == pytest.approx(2 * (shared[4] - shared[8]), rel=1e-6)
+    sliced = sum(one.memory[name] for name in ("weights", "base", "optimizer")) + 4 * one.trained
+    assert shared[4] - shared[8] == pytest.approx(sliced / 8, rel=1e-6)
+    two = made[2].stages[0]
+    assert shared[2] < two.memory_bytes
+    room = two.memory_bytes
+    assert [two.is_sharded(how, room) for how in ("none", "auto", "full")] == [False, False, True]
+    assert [two.is_sharded(how, room - 1) for how in ("none", "auto", "full")] == [False, True, True]
+    assert not two.is_sharded("auto", None)
+    assert made[2].to_dict()["sharded_bytes"] == {"1-distill": shared[2]}
+    assert made[1].to_dict()["sharded_bytes"] == {}
+
+
+def test_a_stage_that_fits_with_its_weights_shared_is_not_named():
+    rates = {"mixer": 1e-3, "attention": 1e-4, "body": 1e-5, "embeddings": 1e-5}
+    stage = {"kind": "distill", "data": "text", "tokens": 2e5, "batch_size": 8, "learning_rates": rates}
+    made = plan(stages=[stage], processes=8)
+    room = made.stages[0].memory_bytes - 1
+    assert too_large(made, room, "auto") == []
+    (said,) = too_large(made, room, "none")
+    assert "as it holds all weights; set sharding: auto and start it on several GPUs" in said
+    (said,) = too_large(made, 1, "auto")
+    assert "though all share its weights; start it on more GPUs" in said
+
+
 def test_stages_that_do_not_fit_a_gpu_are_named():
     stage = {"kind": "distill", "data": "text", "tokens": 2e5, "learning_rates": {"mixer": 1e-2}}
     made = plan(stages=[stage, stage | {"batch_size": 64}])

@@ -18,55 +18,20 @@ from typing import Any
 
 import pytest
 import torch
+from launching import SECONDS, distance, environment, learned, spread, told, torchrun
 from ranks import do
 from runs import write_home
 from safetensors.torch import load_file
-from stages import folders, make_stage, result_bytes
+from stages import make_stage, result_bytes
 from torch import Tensor
 
 from liger_convert.io import checksums
-from liger_convert.training.merge import load_chain
 from liger_convert.training.sharing import share
 from liger_convert.utils import processes
 from liger_convert.utils.errors import BadInput
 
-SUPPORT = Path(__file__).parents[1] / "support"
-ROOT = SUPPORT.parents[1]
-SECONDS = 60  # that a launch may take once its processes have begun; a hung one fails its test
 KINDS = ["align", "distill", "finetune", "distill-lora"]
 EVERY = {"steps": 4, "batch": 2, "accumulation": 2, "warmup_ratio": 0.0, "schedule": "constant"}
-
-
-def environment(**changes: str) -> dict[str, str]:
-    path = os.pathsep.join(map(str, [ROOT, ROOT / "kernels", SUPPORT]))
-    without = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
-    kept = {name: value for name, value in os.environ.items() if name not in without}
-    return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | changes
-
-
-def torchrun(processes: int, *words: str | Path) -> list[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return [*launcher, *map(str, words)]
-
-
-def spread(processes: int, folder: Path, jobs: list[dict[str, Any]]) -> subprocess.CompletedProcess[str]:
-    """Does `jobs` of `ranks.py` in so many processes."""
-    file = folder / f"jobs-{len(list(folder.glob('jobs-*')))}.json"
-    file.write_text(json.dumps(jobs))
-    command = torchrun(processes, SUPPORT / "ranks.py", file)
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=2 * SECONDS)
-
-
-def learned(out: Path | str) -> dict[str, Tensor]:
-    """By how much a stage changed each weight."""
-    before, after = (load_chain(folders()[1], results).state_dict() for results in ([], [Path(out) / "result"]))
-    return {name: after[name] - value for name, value in before.items() if value.is_floating_point()}
-
-
-def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """Between two changes, as a fraction of the second."""
-    size = sum(float(value.double().square().sum()) for value in theirs.values())
-    return (sum(float((ours[name] - theirs[name]).double().square().sum()) for name in theirs) / size) ** 0.5
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +60,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Any:
     jobs = [{"name": name, "out": f"{folder}/{name}", "plain": True, "fields": EVERY} for name in KINDS]
     jobs += [{"name": name, "out": f"{folder}/{name}-split", "plain": True, "fields": split} for name in KINDS]
     jobs += [{"name": name, "out": f"{folder}/{name}-same", "same_rows": True, "fields": EVERY} for name in KINDS]
-    ended = spread(2, folder, jobs)
-    assert ended.returncode == 0, ended.stderr
-    lines = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
-    return folder, dict(zip((Path(job["out"]).name for job in jobs), lines, strict=True))
+    return folder, told(2, folder, jobs)
 
 
 @pytest.mark.slow
@@ -308,6 +270,24 @@ def test_every_launcher_trains_the_same_run(home: Path) -> None:
     alone = json.loads((home / "alone/manifest.json").read_text())
     for step in ("1-align", "2-distill"):
         assert record["steps"][step]["tokens"] == alone["steps"][step]["tokens"]
+
+
+@pytest.mark.slow
+def test_a_run_that_shares_its_weights_exports_what_one_process_does(home: Path) -> None:
+    """A stage of adapters behind one of weights."""
+    shared = ["--set", "sharding=full", "--set", "stages[1].learning_rates={mixer: 1e-3, lora: 1e-3}"]
+    shared += ["--set", "stages[1].lora.rank=4"]
+    assert call(home, [*COMMAND, *RUN, "whole", *shared]).returncode == 0
+    found = call(home, [*COMMAND, *RUN, "shared", "--gpus", "2", *shared])
+    assert found.returncode == 0, found.stderr
+    record = json.loads((home / "shared/manifest.json").read_text())
+    assert [record["steps"][step]["sharded"] for step in ("1-align", "2-distill")] == [True, True]
+    base = load_file(home / "base/model.safetensors")
+    moved = {
+        out: {name: value - base[name] for name, value in exported(home / out).items() if name in base}
+        for out in ("whole", "shared")
+    }
+    assert 0 < distance(moved["shared"], moved["whole"]) < 1e-3
 
 
 @pytest.mark.slow

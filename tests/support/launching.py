@@ -1,0 +1,60 @@
+"""Launches of several processes, and what they have learned."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from stages import folders
+from torch import Tensor
+
+from liger_convert.training.merge import load_chain
+
+SUPPORT = Path(__file__).parent
+ROOT = SUPPORT.parents[1]
+SECONDS = 60  # that a launch may take once its processes have begun; a hung one fails its test
+
+
+def environment(**changes: str) -> dict[str, str]:
+    path = os.pathsep.join(map(str, [ROOT, ROOT / "kernels", SUPPORT]))
+    without = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    kept = {name: value for name, value in os.environ.items() if name not in without}
+    return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | changes
+
+
+def torchrun(processes: int, *words: str | Path) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return [*launcher, *map(str, words)]
+
+
+def spread(processes: int, folder: Path, jobs: list[dict[str, Any]]) -> subprocess.CompletedProcess[str]:
+    """Does `jobs` of `ranks.py` in so many processes."""
+    file = folder / f"jobs-{len(list(folder.glob('jobs-*')))}.json"
+    file.write_text(json.dumps(jobs))
+    command = torchrun(processes, SUPPORT / "ranks.py", file)
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=2 * SECONDS)
+
+
+def told(processes: int, folder: Path, jobs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Does `jobs`, of which none fails: what the first process said of each, by the name of its folder."""
+    ended = spread(processes, folder, jobs)
+    assert ended.returncode == 0, ended.stderr
+    lines = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+    return dict(zip((Path(job["out"]).name for job in jobs), lines, strict=True))
+
+
+def learned(out: Path | str, **changes: Any) -> dict[str, Tensor]:
+    """By how much a stage changed each weight. changes: of the base's config."""
+    model = folders(**changes)[1]
+    before, after = (load_chain(model, results).state_dict() for results in ([], [Path(out) / "result"]))
+    return {name: after[name] - value for name, value in before.items() if value.is_floating_point()}
+
+
+def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """Between two changes, as a fraction of the second."""
+    size = sum(float(value.double().square().sum()) for value in theirs.values())
+    return (sum(float((ours[name] - theirs[name]).double().square().sum()) for name in theirs) / size) ** 0.5
