@@ -219,7 +219,7 @@ def exported(run: Path) -> dict[str, Tensor]:
 def test_bad_input_ends_all_processes_with_one_sentence(home: Path) -> None:
     found = call(home, [LINEARIZE, *RUN, "bad", "--gpus", "2", "--set", "data.late.path=nowhere"])
     assert found.returncode == 2
-    assert found.stderr.splitlines() == ["error: data.late.path: nowhere: there is no such file"]
+    assert found.stderr.splitlines() == ["error: data.late.path: nowhere: there is no such file or folder"]
     assert not (home / "bad").exists()
 
 
