@@ -51,9 +51,9 @@ from liger_convert.utils.progress import Report
 ROWS = 8  # of an optimizer step
 MICRO_ROWS = 2  # of them that are worked on at once
 RATE = 0.1  # Adam's, falling to 0: in a hundred steps a gate can come within 1% of 0 or 1
-# Weight of the square of what the sum of the gates is off its target by, as a fraction of the target. The loss beside
-# it is 1 with all layers linear, so each softmax layer saves about 1 / target of it, and the sum may settle up to half
-# its target above. A stiffer penalty would have it nearer, and drown what gates differ in; only their order counts.
+# Weight of the penalty: the squared relative error of the gates' sum, whose target is the number of softmax layers. The
+# KL loss is 1 with all layers linear, so each softmax layer lowers it by about 1 / target, and the sum may end at up to
+# 1.5 times its target. A larger weight would bring it closer, but hide how gates differ; only their order counts.
 PENALTY = 1.0
 
 
@@ -90,9 +90,9 @@ def select_by_gates(
     """Chooses the layers that `plan` leaves undecided, for the base in the folder `base_dir`, by gates trained on
     `layers.select_tokens` tokens of `documents`.
 
-    Beside the weights of the base and of the linearized model, a step holds what the backward pass of MICRO_ROWS rows
-    needs. The same seed gives the same gates. Raises BadInput as `make_switch` does, LinearizeError where a loss is not
-    finite.
+    A step's memory is the weights of the base and of the linearized model, and what the backward pass of MICRO_ROWS
+    rows needs. The same seed gives the same gates. Raises BadInput as `make_switch` does, LinearizeError where a loss
+    is not finite.
     """
     assert isinstance(recipe.layers, LayerChoice)
     count, length = plan.undecided, span(plan)

@@ -59,8 +59,8 @@ class Losses:
 
     @property
     def score(self) -> float:
-        """Their plain sum. A window costs several nats of recall and a few tenths of text, so recall decides, and text
-        where layers recall alike; a ratio of the two would depend on near-zero denominators."""
+        """Their plain sum. Of `CopyLosses`, a window costs several nats of recall and a few tenths of text, so recall
+        decides, and text where layers recall alike; a ratio of the two would depend on near-zero denominators."""
         return float(sum(asdict(self).values()))
 
 
