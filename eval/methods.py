@@ -4,7 +4,7 @@
     python eval/methods.py --check     says whether it is out of date, and exits with 1 then
 
 A report is a folder of eval/reports with a report.json and its manifest.json. Reports whose bases were measured to be
-the same share a table: they are of the same base on the same text.
+the same, over as many rows, share a table: they are of the same base on the same text.
 """
 
 from __future__ import annotations
@@ -23,12 +23,19 @@ from liger_convert.config.renamed import current
 from liger_convert.io.files import read_json
 from liger_convert.mixers import MIXERS
 from liger_convert.pipeline.pages.common import cell, metric_names
-from liger_convert.pipeline.pages.compare import CONTEXT, compare
+from liger_convert.pipeline.pages.compare import CONTEXT, alike
 from liger_convert.pipeline.pages.read import read_report
 
 PAGE = Path(__file__).parent / "reports" / "methods.md"
 MADE = "<!-- Made by eval/methods.py from the reports beside it; change what it reads, not this page. -->"
-PEERS = ("lolcats", "lizard", "gated-deltanet")  # in the names of recipes
+KINDS = {  # by what stands in the name of a recipe, the first that does
+    "liger-paper": "Liger's layer",
+    "liger-": "Liger as published",
+    "lolcats": "other method",
+    "lizard": "other method",
+    "gated-deltanet": "other method",
+}
+OURS = "ours"
 HIDDEN = "_byte_ppl"  # the same text, counted again
 
 
@@ -42,9 +49,7 @@ class Method:
 
     @property
     def kind(self) -> str:
-        if any(spec["type"].startswith("liger") for spec in self._specs.values()):
-            return "published (Liger)"
-        return "published (others)" if any(peer in self.folder.name for peer in PEERS) else "ours"
+        return next((kind for part, kind in KINDS.items() if part in self.folder.name), OURS)
 
     @property
     def form(self) -> str:
@@ -90,8 +95,6 @@ def methods(reports: Path) -> list[Method]:
 
 def page(found: Sequence[Method]) -> str:
     """The page as Markdown."""
-    compared = compare([method.folder for method in found])
-    names = dict(zip(compared["runs"], found, strict=True))
     lines = [
         "# All methods side by side",
         "",
@@ -103,22 +106,38 @@ def page(found: Sequence[Method]) -> str:
         f"model above it with its memory switched off. Cache: of one sequence of {CONTEXT:,} tokens. An empty cell was",
         "not measured.",
     ]
-    for title in compared["bases"]:
-        members = [names[name] for name, run in compared["runs"].items() if run["base"] == title]
-        lines += ["", *_table(title, members)]
+    groups: list[list[Method]] = []
+    for method in found:
+        group = next((group for group in groups if _same_base(group[0].report, method.report)), None)
+        if group is None:
+            groups.append([method])
+        else:
+            group.append(method)
+    for group in groups:
+        lines += ["", *_table(group)]
     return "\n".join(lines) + "\n"
 
 
-def _table(title: str, members: Sequence[Method]) -> list[str]:
-    order = {"ours": 0, "published (Liger)": 1, "published (others)": 2}
-    members = sorted(members, key=lambda method: (order[method.kind], method.folder.name))
+def _same_base(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two reports measured their bases alike by all that both measured, and by anything at all."""
+    first, second = (report["models"]["base"] for report in (one, other))
+    shared = [metric for metric in first if metric in second]
+    pairs = [(first[metric], second[metric]) for metric in shared]
+    return bool(shared) and all(a["n"] == b["n"] and alike(a["value"], b["value"]) for a, b in pairs)
+
+
+def _table(members: Sequence[Method]) -> list[str]:
+    order = [OURS, *dict.fromkeys(KINDS.values())]
+    members = sorted(members, key=lambda method: (order.index(method.kind), method.folder.name))
     columns = {method.folder.name: method.report["models"]["linearized"] for method in members}
     metrics = [name for name in metric_names(columns) if not name.endswith(HIDDEN)]
     first, devices = members[0].report, {method.report["reproduce"]["device"] for method in members}
+    windows = next((value["n"] for name, value in first["models"]["base"].items() if name.endswith("_ppl")), None)
+    of_text = "" if windows is None else f", {windows} windows of text"
     rows = [
-        f"## {title}",
+        f"## {first['base'].rstrip('/').rpartition('/')[2]}{of_text}",
         "",
-        f"Trained on {', '.join(sorted(devices))}. The base's row, and what the layers became:",
+        f"Trained on {' and '.join(sorted(devices))}:",
         "",
         "| method | kind | layers | training | seed | cache |",
         "| --- | --- | --- | --- | ---: | ---: |",
