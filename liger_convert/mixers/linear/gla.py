@@ -32,7 +32,7 @@ from liger_convert.mixers.registry import register_mixer
 @dataclass(frozen=True)
 class GLASpec(GatedSpec):
     """gate_bias: added to the gate's logits, learned from there; 6 keeps a memory for thousands of tokens at the start.
-    gate_normalizer: tau.
+    gate_normalizer: tau. gate: over a codebook `pooled` keys give each code a gate of its own.
     """
 
     combine: Combine = "shared"
