@@ -83,33 +83,38 @@ def make_table(args: argparse.Namespace) -> int:
     """Does every run that is not done yet, and writes the table. Returns the exit code. Raises BadInput."""
     recipes = written_recipes(args)
     pool = Jobs(args.jobs)
-    failed: dict[str, str] = {}
-    with ThreadPoolExecutor(args.jobs) as threads:
-        for stop in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(stop, pool.stop)
-
-        def one(name: str) -> None:
-            reason = pool.run(["run", str(recipes[name]), *_run_options(args.out / name)], args.out / f"{name}.log")
-            print(f"{name}: {reason or 'done'}", flush=True)
-            with pool.lock:
-                if reason:
-                    failed[name] = reason
-                write_table(args, list(recipes), failed)
-
-        list(threads.map(one, [name for name in recipes if not (args.out / name / "report.json").is_file()]))
-    if args.bench and not pool.stopped:
-        for name in recipes:
-            if (args.out / name / "report.json").is_file() and not pool.stopped:
-                reason = bench(pool, str(args.out / name / "export"), args.out / f"{name}.bench", args)
-                failed |= {name: reason} if reason else {}
-        if not pool.stopped:
-            reason = bench(pool, args.base, args.out / "base.bench", args)
-            failed |= {"base": reason} if reason else {}
+    before = {number: signal.signal(number, pool.stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        failed = run_all(pool, recipes, args)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     write_table(args, list(recipes), failed)
     if pool.stopped:
         print("stopped; the same command goes on", file=sys.stderr)
         return 130
     return 1 if failed else 0
+
+
+def run_all(pool: Jobs, recipes: dict[str, Path], args: argparse.Namespace) -> dict[str, str]:
+    """Does what is not done yet of the runs, and then of the timings. Returns why an entry failed, by its name."""
+    failed: dict[str, str] = {}
+
+    def one(name: str) -> None:
+        reason = pool.run(["run", str(recipes[name]), *_run_options(args.out / name)], args.out / f"{name}.log")
+        print(f"{name}: {reason or 'done'}", flush=True)
+        with pool.lock:
+            if reason:
+                failed[name] = reason
+            write_table(args, list(recipes), failed)
+
+    with ThreadPoolExecutor(args.jobs) as threads:
+        list(threads.map(one, [name for name in recipes if not (args.out / name / "report.json").is_file()]))
+    models = {name: args.out / name / "export" for name in recipes if (args.out / name / "report.json").is_file()}
+    for name, model in {**models, "base": args.base}.items() if args.bench and models else ():
+        if not pool.stopped and (reason := bench(pool, str(model), args.out / f"{name}.bench", args)):
+            failed[f"{name}, timed"] = reason
+    return failed
 
 
 # --- recipes
