@@ -259,6 +259,7 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int = 1) -> Plan:
     specs = {MAIN: resolve_spec(recipe.mixer.to_dict(), "mixer")}
     for name, spec in recipe.mixers.items():
         specs[name] = resolve_spec(spec.to_dict(), f"mixers.{name}")
+    specs, fitted = adapt.fit_windows(recipe, base_config, specs)
     windows = own_windows(base_config)
     layers = recipe.layer_names(base_config.num_hidden_layers, _sliding(windows))
     used = {name: spec for name, spec in specs.items() if name in layers}
@@ -304,7 +305,7 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int = 1) -> Plan:
         ),
         memory_for=_machine(device, processes) + f" in {str(compute).removeprefix('torch.')}",
         undecided=0 if recipe.softmax_auto is None else layers.count(SOFTMAX) - len(_sliding(windows)),
-        adapted=adapted,
+        adapted=(*fitted, *adapted),
         recipe_stages=tuple(recipe.stages),
     )
     convert = COPY_BYTES + 4 * weights.new // len(linear)  # new tensors are float32 and made layer by layer
