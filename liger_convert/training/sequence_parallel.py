@@ -5,19 +5,19 @@ It passes on the keys and values of the last tokens (the halo), the sinks of the
 recurrent states. Gradients come back the same way. Every mixer scans from given states, so all work as they are, packed
 documents that cross processes included; positions and documents are known to all, as each process has the whole row's.
 
-States are passed on and not gathered. One process's scan of a layer waits for the one before it, but while it scans,
-the other is in the next part of its model. So a process lags behind the first by its number times one layer's scan, not
-by that of all layers; the softmax layers, and layers that are recomputed in the backward pass, wait for each other and
-pay this each time. To gather pairs of a decay and a state (LASP-2) costs every layer a second pass over its keys,
-codebook included, and needs the transition of each recurrence, which for the delta rule is a matrix.
+States are passed on and not gathered. A process scans a layer when the one before it has, which is in the next part of
+the model by then. So each lags behind its neighbour by one layer's scan, not by that of all layers. Softmax layers wait
+for all processes, as do layers that are recomputed in the backward pass: these pay the lag each time. To gather a decay
+and a state of each process (LASP-2) would cost every layer a second pass over its keys, codebook included, and need the
+transition of each recurrence, which for the delta rule is a matrix.
 
-Softmax layers, and the base, gather the keys and values of all shards and let their own queries see those up to
-theirs. An exchange of heads for tokens (Ulysses) would balance the work, of which the last process has the most, but
-asks for key-value heads that divide among processes, and moves queries and outputs too: with 4 queries for each key it
-sends as much as the gathering does among 6 processes.
+Softmax layers, and the base, gather the keys and values of all shards, and their queries see those up to their own. To
+exchange heads for tokens (Ulysses) would balance the work, of which the last process has the most. But it asks for
+key-value heads that divide among the processes, and moves queries and outputs, too: with R queries for each key it
+moves less only among more than R + 1 processes.
 
-All processes of a group build the same graph, also where a first one receives zeros and a last one sends nothing. So
-their backward passes send and receive in one order.
+All processes of a group build the same graph: the first one receives zeros, and the last one's gradients from beyond
+are zeros. So their backward passes send and receive in one order.
 
 Sources: LASP (2404.02882), LASP-2 (2502.07563), DeepSpeed-Ulysses (2309.14509).
 
