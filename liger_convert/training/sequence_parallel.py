@@ -206,7 +206,7 @@ class Before:
         if segments is not None:
             last_BM = last_BM + segments[:, -1:] * count
         index = last_BM[:, :, None, None].expand(-1, -1, *tokens_BMGD.shape[2:])
-        return _Send.apply(tokens_BMGD, tokens_BMGD.gather(1, index), self.group)  # type: ignore[no-untyped-call]
+        return _Send.apply(tokens_BMGD, tokens_BMGD.gather(1, index), self.group)
 
     def read_states(self, mixer: Mixer) -> dict[str, Tensor]:
         """The states of the document that goes on, zeros where one begins: float32, by name."""
@@ -225,7 +225,7 @@ class Before:
         if not names:
             return read
         flat = torch.cat([states[name].flatten(1) for name in names], 1)
-        return _Send.apply(read, flat, self.group)  # type: ignore[no-untyped-call]
+        return _Send.apply(read, flat, self.group)
 
     def total(self, x: Tensor) -> Tensor:
         """The sum over all shards of the row, without gradients."""
@@ -233,7 +233,7 @@ class Before:
 
     def _receive(self, like: Tensor) -> Tensor:
         anchor = like.new_zeros((), requires_grad=torch.is_grad_enabled())
-        return _Receive.apply(anchor, like, self.group)  # type: ignore[no-untyped-call]
+        return _Receive.apply(anchor, like, self.group)
 
 
 class _Halo(torch.autograd.Function):

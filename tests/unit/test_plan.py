@@ -249,8 +249,9 @@ def test_processes_that_share_rows_take_a_part_of_their_tokens():
     rates = {"mixer": 1e-2, "body": 1e-5}
     stage = {"kind": "distill", "data": "text", "tokens": 2e5, "batch_size": 8, "learning_rates": rates}
     rows = stage | {"seq_len": 512}
-    cut, config = plan(stages=[rows], processes=4, sequence_parallel=2), tiny_config("llama")
-    half = plan(stages=[rows | {"seq_len": 256, "compile": False}], processes=2).stages[0].memory
+    exact, config = {"precision": "float32"}, tiny_config("llama")
+    cut = plan(stages=[rows], processes=4, sequence_parallel=2, **exact)
+    half = plan(stages=[rows | {"seq_len": 256, "compile": False}], processes=2, **exact).stages[0].memory
     gathered = 2 * 4 * config.num_key_value_heads * config.head_dim * 4 * 512
     assert cut.stages[0].memory == half | {"activations": half["activations"] + gathered}
     assert cut.memory_for == "each of 4 processes, 2 to a row, on cpu in float32"
