@@ -99,6 +99,8 @@ class Mixer(nn.Module, ABC):
     recurrence: ClassVar[str]
     Spec: ClassVar[type[MixerSpec]]
     initial_log_share: ClassVar[float] = -4.0
+    # whether a `scan` of a row's shards, each from the states of the one before, is that of the row
+    passes_states: ClassVar[bool] = True
     # what a forward pass in training adds to the loss, already weighted, until `take_auxiliary_loss` takes it
     auxiliary_loss: Tensor | None = None
 
@@ -248,7 +250,7 @@ class Mixer(nn.Module, ABC):
         else:
             v_BTGV = qkv.v_BSGD[:, -tokens:]
             write_mask_BT = metadata.valid_BT
-        states, after = {} if past is None else past.states, {}
+        states, after = {} if past is None else past.read_states(self), {}
         if self.short_conv is not None:
             packed, real_BT = metadata.segment_ids_BT is not None, metadata.valid_BT
             read = written = Row(real_BT, metadata.position_BT if packed else None)
@@ -267,7 +269,8 @@ class Mixer(nn.Module, ABC):
             memory = self.scan_reads(qkv, entries, metadata.segment_ids_BT, exclusive=evicted)
         else:
             memory, states = self.scan(qkv, entries, states, metadata.segment_ids_BT, exclusive=evicted)
-            past.write_states({**states, **after})
+            read_BTHV = past.write_states({**states, **after}, memory.read_BTHV, self)
+            memory = memory._replace(read_BTHV=read_BTHV)
         if self.read_norm is not None:
             memory = MemoryOutput(self.read_norm(memory.o_BTHV), memory.log_normalizer_BTH)
         if self.read_gate is not None:

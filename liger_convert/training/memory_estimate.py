@@ -117,6 +117,15 @@ def sharded_bytes(
     )
 
 
+def gathered_bytes(stage: Stage, config: Any, dtype: torch.dtype, shards: int) -> int:
+    """What a process keeps of other shards, where so many share each row: the keys and values of the softmax layers, of
+    a model that recomputes its layers, or of a base, one at a time. stage: that of one shard's tokens."""
+    dims, softmax = head_dims(config), config.linearization["layers"].count(SOFTMAX)
+    at_once = 1 if stage.gradient_checkpointing or isinstance(stage, AlignStage) else max(1, softmax)
+    row = 2 * dtype.itemsize * dims.kv_heads * dims.dim * stage.batch_size * stage.seq_len
+    return at_once * row * shards if shards > 1 else 0
+
+
 def measuring_bytes(stage: Stage, config: Any, sizes: Sizes, dtype: torch.dtype, processes: int = 1) -> int:
     """The peak of what alignment does before its first step, 0 of other stages: the fit of the mixers and the errors of
     the layers keep what the base's layers saw and gave, on rows of their own. processes: that share the weights."""
