@@ -38,6 +38,7 @@ from accelerate import PartialState
 from gated_kernels.swa.chunk import chunk_swa
 from torch import Tensor
 from torch.distributed import DeviceMesh, init_device_mesh
+from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
 from liger_convert.config.stages import Stage
@@ -319,6 +320,12 @@ def _attention(
     kv_BSGX = kv_NBTGX.transpose(0, 1).flatten(1, 2)[:, :end]
     k_BSGD, v_BSGD = kv_BSGX.split([k_BGTD.shape[-1], v_BGTD.shape[-1]], -1)
     segments = group.shard.row.segment_ids_BT
+    if segments is None and window is None and softcap is None:
+        # the fused kernels for the longest rows, which no torch op with scores of its own could hold
+        bias = causal_lower_right(q_BHTD.shape[2], end)
+        k_BGSD, v_BGSD = k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2)
+        o_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BGSD, v_BGSD, attn_mask=bias, scale=scaling, enable_gqa=True)
+        return o_BHTD.transpose(1, 2), None
     o_BTHD, _ = chunk_swa(
         q_BHTD.transpose(1, 2),
         k_BSGD,
