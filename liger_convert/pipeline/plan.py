@@ -18,7 +18,7 @@ from rich.text import Text
 
 from liger_convert.config.names import MAIN, SOFTMAX
 from liger_convert.config.recipe import Recipe
-from liger_convert.config.stages import Stage
+from liger_convert.config.stages import AlignStage, Stage
 from liger_convert.mixers import MIXERS, make_spec, resolve_spec
 from liger_convert.model import head_dims, linearized_config, new_state, parameter_group
 from liger_convert.model.bases import check_base, meta_model
@@ -31,6 +31,7 @@ from liger_convert.training.memory_estimate import (
     Sizes,
     count,
     inference_bytes,
+    layerwise_bytes,
     measuring_bytes,
     sharded_bytes,
     training_bytes,
@@ -235,8 +236,10 @@ class StagePlanner:
         """Raises BadInput where so many processes cannot share the stage's rows."""
         trained = _trained(stage, self.config, self.shapes)
         batch_size, grad_accumulation = share(stage, processes)
+        layerwise = isinstance(stage, AlignStage) and stage.layerwise
         own = stage.model_copy(update={"batch_size": batch_size, "grad_accumulation": grad_accumulation})
-        parts = training_bytes(own, self.config, self.sizes, trained, self.device, self.compute)
+        estimate = layerwise_bytes if layerwise else training_bytes
+        parts = estimate(own, self.config, self.sizes, trained, self.device, self.compute)
         sharded = None
         if processes > 1:
             shared = sharded_bytes(parts, own, self.config, self.sizes, trained, self.compute, processes)
@@ -273,7 +276,7 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int = 1) -> Plan:
     device = pick_device("cpu" if recipe.device == "cpu" else "auto")  # the plan of a GPU's run may be made anywhere
     compute = compute_dtype(device, recipe.precision)
     planner = StagePlanner(config, reused, new, device, compute)
-    recipe, adapted = adapt.adapt(recipe, base_config, planner)
+    recipe, adapted = adapt.adapt(recipe, base_config, planner, processes)
     weights = planner.sizes
     stages = [planner.plan(stage, processes) for stage in recipe.stages]
     peaks = {name: stage.memory_bytes for name, stage in zip(recipe.stage_names, stages, strict=True)}
@@ -300,7 +303,16 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int = 1) -> Plan:
             if stage.sharded_bytes is not None
         },
         writes=tuple(
-            disk_estimate.written(recipe, weights, [s.trained for s in stages], _dtype_name(base_config), dtype)
+            disk_estimate.written(
+                recipe,
+                weights,
+                [stage.trained for stage in stages],
+                _dtype_name(base_config),
+                dtype,
+                hidden_size=base_config.hidden_size,
+                linear=len(linear),
+                compute=compute,
+            )
         ),
         memory_for=_machine(device, processes) + f" in {str(compute).removeprefix('torch.')}",
         undecided=0 if recipe.softmax_auto is None else layers.count(SOFTMAX) - len(_sliding(windows)),
@@ -324,10 +336,20 @@ def too_large(made: Plan, room: int | None, sharding: str = "none") -> list[str]
         sharded = stage.is_sharded(sharding, room)
         size = stage.sharded_bytes if sharded else stage.memory_bytes
         if room is not None and size is not None and size > room:
-            why = "though all share its weights" if sharded else "as it holds all weights"
-            how = "start it on more GPUs" if sharding != "none" else "set sharding: auto and start it on several GPUs"
-            how += ", set gradient_checkpointing: true, or train adapters (lora)"
-            sentences.append(f"stages[{i}] takes {decimal(size)} of a GPU that has {decimal(room)}, {why}; {how}")
+            aligns = made.recipe_stages[i] if isinstance(made.recipe_stages[i], AlignStage) else None
+            others = "set gradient_checkpointing: true, or train adapters (lora)"
+            if aligns is not None and aligns.layerwise:
+                why, how = "though it holds one layer", "lower batch_size"
+            elif sharded:
+                why, how = "though all share its weights", "start it on more GPUs"
+            else:
+                why, how = "as it holds all weights", "start it on more GPUs"
+                if sharding == "none":
+                    how = "set sharding: auto and start it on several GPUs"
+                how += "" if aligns is None else ", set layerwise: true"
+            sentences.append(
+                f"stages[{i}] takes {decimal(size)} of a GPU that has {decimal(room)}, {why}; {how}, {others}"
+            )
     return sentences
 
 

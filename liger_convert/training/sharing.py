@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from liger_convert.config.stages import Stage
+from liger_convert.config.stages import AlignStage, Stage
 from liger_convert.utils.errors import BadInput
 
 
@@ -12,8 +12,10 @@ def share(stage: Stage, processes: int) -> tuple[int, int]:
     """Rows of a micro-batch and micro-batches of a step of each one of so many processes.
 
     Whole micro-batches are shared first, as a step of fewer ones is as good as it was; then the rows of one. Raises
-    BadInput where they do not divide.
+    BadInput where they do not divide, and for a stage that trains layer by layer.
     """
+    if processes > 1 and isinstance(stage, AlignStage) and stage.layerwise:
+        raise BadInput(f"align: layerwise trains on one GPU, not on {processes}; leave it out and set sharding: full")
     if not _divides(stage, processes):
         rows = f"{stage.kind}: batch_size {stage.batch_size} × grad_accumulation {stage.grad_accumulation}"
         fewer = next(number for number in range(processes - 1, 0, -1) if _divides(stage, number))
