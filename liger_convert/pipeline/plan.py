@@ -336,7 +336,8 @@ def too_large(made: Plan, room: int | None, sharding: str = "none") -> list[str]
         sharded = stage.is_sharded(sharding, room)
         size = stage.sharded_bytes if sharded else stage.memory_bytes
         if room is not None and size is not None and size > room:
-            aligns = made.recipe_stages[i] if isinstance(made.recipe_stages[i], AlignStage) else None
+            written = made.recipe_stages[i]
+            aligns = written if isinstance(written, AlignStage) else None
             others = "set gradient_checkpointing: true, or train adapters (lora)"
             if aligns is not None and aligns.layerwise:
                 why, how = "though it holds one layer", "lower batch_size"

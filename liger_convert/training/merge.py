@@ -144,7 +144,7 @@ class _Adapter:
         saved = get_peft_model_state_dict(model, model.state_dict(keep_vars=True), save_embedding_layers=False)
         self._key = {id(parameter): key for key, parameter in saved.items()}
         self._model = model  # keeps the parameters, and with them their ids
-        self._tuned: dict[str, BaseTunerLayer] = {}
+        self._tuned: dict[str, Any] = {}
         self._replaced: dict[str, str] = {}
         for path, module in model.base_model.model.named_modules():
             if isinstance(module, BaseTunerLayer):

@@ -127,11 +127,8 @@ def attention_only(config: Any, number: int) -> Any:
 def load_tensors(model: Any, tensors: dict[str, Tensor], device: torch.device) -> None:
     """Gives parameters of `model` the values of `tensors`, by the names that they are stored under, in their own
     dtypes. transformers' own loading does so, which fuses what is stored apart, such as experts."""
-    options = LoadStateDictConfig(
-        device_map={"": str(device)},
-        dtype=model.dtype,
-        weight_mapping=get_model_conversion_mapping(model),
-    )
+    mapping: Any = get_model_conversion_mapping(model)
+    options = LoadStateDictConfig(device_map={"": str(device)}, dtype=model.dtype, weight_mapping=mapping)
     found, _ = convert_and_load_state_dict_in_model(model, tensors, options)
     if found.unexpected_keys or found.mismatched_keys or found.conversion_errors:
         raise RuntimeError(f"transformers has no place for {sorted(found.unexpected_keys) or found.conversion_errors}")

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from runs import weights as run_weights
+from runs import write_home
 from stages import CPU, folders, make_stage, result_bytes, train
 
+from liger_convert.cli import main
 from liger_convert.config.stages import AlignStage, LearningRates, Lora, MixedSeqLen
 from liger_convert.model import linear_layers
+from liger_convert.pipeline import single_steps
 from liger_convert.training import layerwise
 from liger_convert.training.hidden_states import HiddenStates, sums_of
 from liger_convert.training.merge import load_chain
@@ -115,10 +121,11 @@ def test_hidden_states_that_changed_on_the_disk_are_refused(tmp_path: Path) -> N
     path = tmp_path / "layerwise/hidden-2"
     data, sums = path.read_bytes(), sums_of(path).read_bytes()
     size = len(data) // 12
-    for damaged in (data[size : 2 * size] + data[:size] + data[2 * size :], data[:-size], b"\0" * size + data[size:]):
+    rest, ten, eleven = data[: 10 * size], data[10 * size : 11 * size], data[11 * size :]
+    for damaged in (rest + eleven + ten, rest + ten, rest + ten + b"\0" * size):
         path.write_bytes(damaged)
-        if len(damaged) == len(data):  # with their sums, too
-            sums_of(path).write_bytes(sums[8:16] + sums[:8] + sums[16:])
+        if damaged.endswith(ten) and len(damaged) == len(data):  # their sums change places, too
+            sums_of(path).write_bytes(sums[:80] + sums[88:] + sums[80:88])
         with pytest.raises(
             LinearizeError, match=r"hidden-2: row \d+ is not what was written there; remove .*layerwise"
         ):
@@ -190,3 +197,31 @@ def test_hidden_states_are_read_as_they_were_written(tmp_path: Path) -> None:
         assert states.read(6, 1).device == CPU
         with pytest.raises(ValueError, match=r"should be torch\.bfloat16"):
             states.write(0, x_NTC.float())
+
+
+def test_a_run_that_was_stopped_within_a_layer_ends_with_the_same_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = {"mixer": 1e-2, "attention": 1e-3}
+    write_home(tmp_path, [{"kind": "align", "layerwise": True, "learning_rates": rates, "save_every": 2}])
+    monkeypatch.chdir(tmp_path)
+    assert main.main(["run", "recipe.yaml", "--out", "whole"]) == 0
+    real = single_steps.show_progress
+
+    @contextmanager
+    def progress(name: str) -> Iterator[Any]:
+        with real(name) as report:
+
+            def watched(done: float, total: float | None, note: str = "") -> None:
+                if name == "1-align" and total is not None and done >= 15:
+                    raise KeyboardInterrupt
+                report(done, total, note)
+
+            yield watched
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(single_steps, "show_progress", progress)
+        assert main.main(["run", "recipe.yaml", "--out", "stopped"]) == 130
+    assert (tmp_path / "stopped/steps/1-align/layerwise/hidden-2").exists()
+    assert main.main(["run", "recipe.yaml", "--out", "stopped", "--resume"]) == 0
+    assert run_weights(tmp_path / "stopped") == run_weights(tmp_path / "whole")
