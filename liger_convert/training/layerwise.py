@@ -189,6 +189,7 @@ class LayerwiseStage:
             state.done = number + 1
             save()
             self.folder.remove(self.work / "checkpoints")
+        self._remove_other_states(self.linear[-1] + 1)  # before the result takes its room
         return {
             "seconds": round(state.seconds, 1),
             "trained_parameters": state.trained,

@@ -192,7 +192,7 @@ def _is_added(path: str) -> bool:
     return ".modules_to_save." not in path and ".default" in path
 
 
-def merge_results(model_dir: Path, results: Sequence[Path], out: Path) -> None:
+def merge_results(model_dir: Path, results: Sequence[Path], out: Path, progress: Report | None = None) -> None:
     """Writes the linearized model `model_dir` with the `results` of its stages folded in to the new folder `out`: a
     checkpoint like `model_dir`, in float32, with its tokenizer.
 
@@ -201,7 +201,7 @@ def merge_results(model_dir: Path, results: Sequence[Path], out: Path) -> None:
     """
     with atomic_dir(out) as folder:
         if all(_is_of_matrices(adapter) for adapter in last_model(model_dir, results)[1]):
-            Chain(model_dir, results).write(folder)
+            Chain(model_dir, results).write(folder, progress=progress)
         else:
             model = load_chain(model_dir, results)
             model.config.use_cache = True  # a trained model's config may have it off

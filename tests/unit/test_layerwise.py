@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -171,6 +172,24 @@ def test_no_more_than_a_layer_of_the_base_and_an_attention_is_held(
         assert any(".mlp." in name for name in names[1])
 
 
+def test_the_gradients_of_all_layers_together_are_no_larger_than_the_norm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norms: list[float] = []
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def watched(parameters: Any, max_norm: float, *args: Any, **options: Any) -> Any:
+        parameters = list(parameters)
+        total = clip(parameters, max_norm, *args, **options)
+        norms.append(float(torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm()))
+        return total
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", watched)
+    train(stage(max_grad_norm=1e-3), tmp_path)
+    together = [math.hypot(first, last) for first, last in zip(norms[:6], norms[6:], strict=True)]
+    assert together == pytest.approx([1e-3] * 6, rel=1e-3)  # both are clipped
+
+
 def test_a_disk_without_room_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +218,7 @@ def test_hidden_states_are_read_as_they_were_written(tmp_path: Path) -> None:
             states.write(0, x_NTC.float())
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_within_a_layer_ends_with_the_same_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
