@@ -25,6 +25,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import functools
+import gc
 import json
 import math
 import shutil
@@ -186,6 +187,7 @@ class LayerwiseStage:
             self._remove_other_states(number)
             with contextlib.ExitStack() as stack:
                 self._layer(number, state, stack)
+            gc.collect()  # a trainer refers to itself, and would stay with its layer's weights and moments
             state.done = number + 1
             save()
             self.folder.remove(self.work / "checkpoints")

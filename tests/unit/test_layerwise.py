@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -170,6 +171,21 @@ def test_no_more_than_a_layer_of_the_base_and_an_attention_is_held(
         assert all(name.startswith(f"model.layers.{number}.self_attn.") for name in names[0])
         assert all(name.startswith(f"model.layers.{number}.") for name in names[1])
         assert any(".mlp." in name for name in names[1])
+
+
+def test_a_layer_that_is_done_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Any]] = []
+    real = layerwise.LayerwiseStage._student
+
+    def student(self: Any, *args: Any) -> Any:
+        assert all(other() is None for other in made)
+        new = real(self, *args)
+        made.append(weakref.ref(new.get_parameter(f"model.layers.{2 * len(made)}.self_attn.q_proj.weight")))
+        return new
+
+    monkeypatch.setattr(layerwise.LayerwiseStage, "_student", student)
+    train(stage(), tmp_path)
+    assert len(made) == 2
 
 
 def test_the_gradients_of_all_layers_together_are_no_larger_than_the_norm(
