@@ -48,7 +48,8 @@ from liger_convert.training.align import AlignObjective
 from liger_convert.training.distill import DistillObjective
 from liger_convert.training.finetune import FinetuneObjective
 from liger_convert.training.memory_estimate import CALIBRATION_TOKENS
-from liger_convert.training.stage import add_lora, compile_layers, gains_by_compiling, rows_of
+from liger_convert.training.stage import rows_of
+from liger_convert.training.student import add_lora, compile_layers, gains_by_compiling
 from liger_convert.training.trainer import Objective, StageTrainer, freeze
 from liger_convert.utils.device import autocast, compute_dtype, pick_device
 from liger_convert.utils.progress import quiet_libraries

@@ -43,7 +43,7 @@ from liger_convert.training.align import AlignObjective
 from liger_convert.training.capture import CapturedFwdBwd, FwdBwd, why_not_captured
 from liger_convert.training.distill import DistillObjective
 from liger_convert.training.finetune import FinetuneObjective
-from liger_convert.training.stage import add_lora, compile_layers, gains_by_compiling
+from liger_convert.training.student import add_lora, compile_layers, gains_by_compiling
 from liger_convert.training.trainer import Objective, freeze, optimizer_groups
 from liger_convert.utils.device import autocast, compute_dtype, pick_device
 

@@ -205,6 +205,10 @@ class AlignStage(Stage):
     """`align`: each layer learns the base's attention output."""
     calibrate: bool = True
     """First fit each mixer that is trained in closed form on one batch, see `training.calibrate`."""
+    layerwise: bool = False
+    """Train the layers one after the other, on one GPU, with one layer of the base in memory at a time: any model fits.
+    The hidden states of the stage's rows go through the disk, twice `tokens` × the hidden size in numbers. The result
+    is the same, see [Several GPUs](several-gpus.md#layer-by-layer)."""
 
     @model_validator(mode="after")
     def _reachable(self) -> AlignStage:
@@ -213,6 +217,8 @@ class AlignStage(Stage):
                 refuse(
                     f"learning_rates.{name}", "alignment gives it no gradient: each layer is fed the base's activations"
                 )
+        if self.layerwise and self.lora is not None and self.lora.targets != "attention":
+            refuse("lora.targets", "layer by layer only the attention of linearized layers is there, so set attention")
         return self
 
 

@@ -206,6 +206,13 @@ def _load(
     return model
 
 
+def read_finite(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    """One tensor in its own dtype. Raises BadInput where it holds NaN or infinity, or its file has shrunk."""
+    tensor = checkpoint.read(name)
+    refuse_not_finite(checkpoint, [(name, tensor)])
+    return tensor
+
+
 def refuse_not_finite(checkpoint: Checkpoint, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raises BadInput for a tensor that holds NaN or infinity.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,16 +71,23 @@ def target_dtype(name: str, stored: torch.dtype, dtype: str) -> torch.dtype:
     return stored if dtype == "auto" or f".{MIXER_MODULE}." in name else getattr(torch, dtype)
 
 
-def copied_shards(checkpoint: Checkpoint, dtype: str = "auto", dropped: Container[str] = ()) -> list[Shard]:
-    """A file for each of the checkpoint's, without the `dropped` tensors, cast to `dtype`."""
-    shards = []
+def copied_shards(
+    checkpoint: Checkpoint,
+    dtype: str = "auto",
+    dropped: Container[str] = (),
+    replaced: Mapping[str, Callable[[], Tensor]] | None = None,
+) -> list[Shard]:
+    """A file for each of the checkpoint's, without the `dropped` tensors, cast to `dtype`. replaced: what makes a
+    tensor, by name, when its turn comes, in the place of the one that is stored."""
+    shards, replaced = [], replaced or {}
     for file, infos in checkpoint.files.items():
         kept = [(info, target_dtype(info.name, info.dtype, dtype)) for info in infos if info.name not in dropped]
         # wide numbers first, as the library does, so that every tensor stands aligned; else in the order of the bytes
         kept.sort(key=lambda pair: (-pair[1].itemsize, pair[0].offset))
         entries = [Entry(info.name, target, info.shape) for info, target in kept]
-        same = len(kept) == len(infos) and all(info.dtype == target for info, target in kept)
-        shards.append(Shard(entries, _checked_data(kept), file if same else None))
+        copied = all(info.dtype == target and info.name not in replaced for info, target in kept)
+        same = copied and len(kept) == len(infos)
+        shards.append(Shard(entries, _checked_data(kept, replaced), file if same else None))
     return shards
 
 
@@ -119,11 +126,19 @@ def safetensors_header(entries: list[Entry]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _checked_data(tensors: list[tuple[TensorInfo, torch.dtype]]) -> Iterator[Tensor]:
+def _checked_data(
+    tensors: list[tuple[TensorInfo, torch.dtype]], replaced: Mapping[str, Callable[[], Tensor]]
+) -> Iterator[Tensor]:
     """The tensors of one file in pieces, checked and cast to their dtypes; a piece is valid until the next."""
     buffer = torch.empty(CHUNK, dtype=torch.uint8)
     with open(tensors[0][0].file, "rb") as file:
         for info, target in tensors:
+            if info.name in replaced:
+                piece = replaced[info.name]().detach().to(target).contiguous().view(-1)
+                if piece.numel() and not all_finite(piece):
+                    raise BadInput(f"{info.name}: holds NaN or infinity once what was trained is folded in")
+                yield piece
+                continue
             for start in range(0, info.nbytes, CHUNK):
                 raw = buffer[: min(CHUNK, info.nbytes - start)]
                 file.seek(info.offset + start)

@@ -11,8 +11,9 @@ Rules, each applied where it is needed, each said in one sentence for the plan a
   are those of single heads.
 - Without `adapters` the rates of the base's own weights fall as 1 / hidden size on a base wider than the one that they
   were tuned on, as Adam's rates of matrices want to (maximal update parametrisation, arXiv 2203.03466, table 8).
-- A stage fits the GPU: micro-batches are split, then activations are computed again in the backward pass, and where
-  that is not enough adapters take the place of the base's own weights.
+- A stage fits the GPU: micro-batches are split, then activations are computed again in the backward pass. Where that is
+  not enough, an alignment in one process is trained layer by layer, and else adapters take the place of the base's own
+  weights.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from liger_convert.config.names import MAIN
 from liger_convert.config.recipe import Recipe
 from liger_convert.config.stages import AlignStage, AnyStage, Stage
 from liger_convert.model.bases import context_length
+from liger_convert.utils import processes
 
 WINDOWS = 8  # of the longest that there may be, the base's context holds so many
 OWN = ("attention", "body", "embeddings")  # the groups of the base's own weights
@@ -42,8 +44,9 @@ class Planner(Protocol):
     def plan(self, stage: Stage) -> Any: ...
 
 
-def adapt(recipe: Recipe, base_config: Any, planner: Planner) -> tuple[Recipe, tuple[str, ...]]:
-    """`recipe` with its stages fitted to the base, and a sentence for each change; as it is without `adapt`."""
+def adapt(recipe: Recipe, base_config: Any, planner: Planner, number: int = 1) -> tuple[Recipe, tuple[str, ...]]:
+    """`recipe` with its stages fitted to the base, and a sentence for each change; as it is without `adapt`. number: of
+    processes, of which only one by itself can train layer by layer."""
     if recipe.adapt is None:
         return recipe, ()
     context, room = context_length(base_config), _room(recipe.adapt, planner.device)
@@ -55,7 +58,10 @@ def adapt(recipe: Recipe, base_config: Any, planner: Planner) -> tuple[Recipe, t
         if recipe.adapt.adapters and _trains_own(stage):
             stage = _with_adapters(stage, recipe.adapt, hidden)
             said = [*said, f"{_adapters(stage)}, as adapt.adapters says"]
-        stage, fitted = _fit_memory(stage, recipe.adapt, hidden, room, lambda stage: planner.plan(stage).memory_bytes)
+        alone = max(number, processes.count()) == 1
+        stage, fitted = _fit_memory(
+            stage, recipe.adapt, hidden, room, lambda stage: planner.plan(stage).memory_bytes, alone
+        )
         stage, scaled = _scale_rates(stage, tuned, hidden)
         stages.append(stage)
         sentences += [f"stages[{i}].{sentence}" for sentence in (*said, *fitted, *scaled)]
@@ -110,13 +116,18 @@ def _scale_rates(stage: AnyStage, tuned: int, hidden: int) -> tuple[AnyStage, li
 
 
 def _fit_memory(
-    stage: AnyStage, options: Adapt, hidden: int, room: int | None, peak: Callable[[Stage], int]
+    stage: AnyStage, options: Adapt, hidden: int, room: int | None, peak: Callable[[Stage], int], alone: bool
 ) -> tuple[AnyStage, list[str]]:
     if room is None or peak(stage) <= room:
         return stage, []
     full = next((made for made in _smaller(stage) if peak(made) <= room), None)
     if full is not None:
         return full, [_said(stage, full, room)]
+    if alone and isinstance(stage, AlignStage) and (stage.lora is None or stage.lora.targets == "attention"):
+        one = changed(stage, layerwise=True)
+        fitting = next((made for made in (one, *_smaller(one)) if peak(made) <= room), None)
+        if fitting is not None:
+            return fitting, [_said(stage, fitting, room)]
     adapters = _with_adapters(stage, options, hidden)
     *others, smallest = [adapters, *_smaller(adapters)]
     fitting = next((made for made in others if peak(made) <= room), smallest)
@@ -163,8 +174,8 @@ def _said(before: AnyStage, after: AnyStage, room: int) -> str:
     fields = []
     if after.lora is not None and before.lora is None:
         fields.append(_adapters(after))
-    for name in ("batch_size", "grad_accumulation", "gradient_checkpointing"):
-        old, new = getattr(before, name), getattr(after, name)
+    for name in ("layerwise", "batch_size", "grad_accumulation", "gradient_checkpointing"):
+        old, new = getattr(before, name, None), getattr(after, name, None)
         if old != new:
             fields.append(f"{name}: {str(new).lower()} in place of {str(old).lower()}")
     return f"{', '.join(fields)}, to fit {decimal(room)} of GPU memory"

@@ -18,50 +18,23 @@ from rich.text import Text
 
 from liger_convert.config.names import MAIN, SOFTMAX
 from liger_convert.config.recipe import Recipe
-from liger_convert.config.stages import Stage
+from liger_convert.config.stages import AlignStage, Stage
 from liger_convert.mixers import MIXERS, make_spec, resolve_spec
-from liger_convert.model import head_dims, linearized_config, new_state, parameter_group
+from liger_convert.model import head_dims, linearized_config, new_state
 from liger_convert.model.bases import check_base, meta_model
 from liger_convert.model.configuration import FORMAT
 from liger_convert.model.families import own_windows
 from liger_convert.pipeline import adapt
-from liger_convert.training import disk_estimate, lora_projections, sequence_parallel
+from liger_convert.pipeline.stage_plan import StagePlan, StagePlanner
+from liger_convert.training import disk_estimate
 from liger_convert.training.memory_estimate import (
     COPY_BYTES,
-    Sizes,
     count,
-    gathered_bytes,
     inference_bytes,
-    measuring_bytes,
-    sharded_bytes,
-    training_bytes,
 )
-from liger_convert.training.sharing import share
 from liger_convert.utils.device import compute_dtype, pick_device
 
 CONTEXTS = (4096, 32768, 131072)
-
-
-@dataclass(frozen=True)
-class StagePlan:
-    """One training stage: tokens it really sees (whole optimizer steps), the fraction of them that is of each source,
-    parameters it trains, bytes at its peak, and what those of its training are spent on
-    (`memory_estimate.training_bytes`). sharded_bytes: the bytes at the peak of each one of several processes that share
-    the weights; None of one process."""
-
-    kind: str
-    tokens: int
-    sources: dict[str, float]
-    trained: int
-    memory_bytes: int
-    memory: dict[str, int]
-    sharded_bytes: int | None = None
-
-    def is_sharded(self, sharding: str, room: int | None) -> bool:
-        """Whether a recipe with this `sharding` shards the stage, on GPUs with `room` bytes (None: no GPU)."""
-        if self.sharded_bytes is None or sharding == "none":
-            return False
-        return sharding == "full" or (room is not None and self.memory_bytes > room)
 
 
 @dataclass(frozen=True)
@@ -214,46 +187,6 @@ class Plan:
         return Group(*tables, memory, room, *fitted)
 
 
-class StagePlanner:
-    """Plans single training stages of one linearized model on one device, or for each of several `processes`, of which
-    so many as `shards` says share each row.
-
-    config: that of the linearized model. reused, new: shapes by name, of the base's parameters and of the new ones.
-    """
-
-    def __init__(
-        self,
-        config: Any,
-        reused: dict[str, tuple[int, ...]],
-        new: dict[str, tuple[int, ...]],
-        device: torch.device,
-        compute: torch.dtype,
-    ):
-        self.config, self.shapes, self.device, self.compute = config, reused | new, device, compute
-        embeddings = {name: shape for name, shape in reused.items() if parameter_group(name, config) == "embeddings"}
-        self.sizes = Sizes(count(reused), count(embeddings), count(new))
-
-    def plan(self, stage: Stage, processes: int = 1, shards: int = 1) -> StagePlan:
-        """Raises BadInput where so many processes cannot share the stage's rows."""
-        trained = _trained(stage, self.config, self.shapes)
-        batch_size, grad_accumulation = share(stage, processes, shards)
-        sequence_parallel.check(stage, self.config, shards)
-        own = stage.model_copy(update={"batch_size": batch_size, "grad_accumulation": grad_accumulation})
-        if shards > 1:
-            own = own.model_copy(update={"seq_len": stage.seq_len // shards, "compile": False})
-        parts = training_bytes(own, self.config, self.sizes, trained, self.device, self.compute)
-        parts["activations"] += gathered_bytes(own, self.config, self.compute, shards)
-        sharded = None
-        if processes > 1:
-            shared = sharded_bytes(parts, own, self.config, self.sizes, trained, self.compute, processes)
-            measuring = measuring_bytes(own, self.config, self.sizes, self.compute, processes)
-            sharded = max(sum(shared.values()), measuring)
-            parts["buckets"] = 4 * trained  # DDP's copy of the gradients, which it exchanges
-        peak = max(sum(parts.values()), measuring_bytes(own, self.config, self.sizes, self.compute))
-        tokens = stage.steps * stage.step_tokens
-        return StagePlan(stage.kind, tokens, stage.sources, trained, peak, parts, sharded)
-
-
 def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None) -> Plan:
     """The plan of `recipe` for the base with this config. The memory of its stages is that of each one of so many
     processes (None: as few as the recipe takes); what `adapt` changes is what it changes for one, so that all train
@@ -283,7 +216,7 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None) ->
     device = pick_device("cpu" if recipe.device == "cpu" else "auto")  # the plan of a GPU's run may be made anywhere
     compute = compute_dtype(device, recipe.precision)
     planner = StagePlanner(config, reused, new, device, compute)
-    recipe, adapted = adapt.adapt(recipe, base_config, planner)
+    recipe, adapted = adapt.adapt(recipe, base_config, planner, processes)
     weights = planner.sizes
     stages = [planner.plan(stage, processes, shards) for stage in recipe.stages]
     peaks = {name: stage.memory_bytes for name, stage in zip(recipe.stage_names, stages, strict=True)}
@@ -310,7 +243,16 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None) ->
             if stage.sharded_bytes is not None
         },
         writes=tuple(
-            disk_estimate.written(recipe, weights, [s.trained for s in stages], _dtype_name(base_config), dtype)
+            disk_estimate.written(
+                recipe,
+                weights,
+                [stage.trained for stage in stages],
+                _dtype_name(base_config),
+                dtype,
+                hidden_size=base_config.hidden_size,
+                linear=len(linear),
+                compute=compute,
+            )
         ),
         memory_for=_machine(device, processes, shards) + f" in {str(compute).removeprefix('torch.')}",
         undecided=0 if recipe.softmax_auto is None else layers.count(SOFTMAX) - len(_sliding(windows)),
@@ -337,10 +279,21 @@ def too_large(made: Plan, room: int | None, sharding: str = "none") -> list[str]
         sharded = stage.is_sharded(sharding, room)
         size = stage.sharded_bytes if sharded else stage.memory_bytes
         if room is not None and size is not None and size > room:
-            why = "though all share its weights" if sharded else "as it holds all weights"
-            how = "start it on more GPUs" if sharding != "none" else "set sharding: auto and start it on several GPUs"
-            how += ", set gradient_checkpointing: true, or train adapters (lora)"
-            sentences.append(f"stages[{i}] takes {decimal(size)} of a GPU that has {decimal(room)}, {why}; {how}")
+            written = made.recipe_stages[i]
+            aligns = written if isinstance(written, AlignStage) else None
+            others = "set gradient_checkpointing: true, or train adapters (lora)"
+            if aligns is not None and aligns.layerwise:
+                why, how = "though it holds one layer", "lower batch_size"
+            elif sharded:
+                why, how = "though all share its weights", "start it on more GPUs"
+            else:
+                why, how = "as it holds all weights", "start it on more GPUs"
+                if sharding == "none":
+                    how = "set sharding: auto and start it on several GPUs"
+                how += "" if aligns is None else ", set layerwise: true"
+            sentences.append(
+                f"stages[{i}] takes {decimal(size)} of a GPU that has {decimal(room)}, {why}; {how}, {others}"
+            )
     return sentences
 
 
@@ -363,18 +316,6 @@ def _state_bytes(spec: dict[str, Any], config: Any, itemsize: int) -> int:
     # 8 bytes each: where a sink stands; the count of tokens seen
     sinks = options.sinks * (dims.kv_heads * 2 * dims.dim * itemsize + 8) + 8
     return ring + sinks + 4 * sum(math.prod(shape) for shape in cls.cached_states(options, dims).values())
-
-
-def _trained(stage: Stage, config: Any, shapes: dict[str, tuple[int, ...]]) -> int:
-    """Parameters that a stage changes: groups with a rate, and the LoRA factors of its targets."""
-    groups = stage.learning_rates.trained()
-    trained = sum(math.prod(shape) for name, shape in shapes.items() if parameter_group(name, config) in groups)
-    if stage.lora is not None:
-        linears = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
-        targets = lora_projections(stage.lora, config, linears)
-        adapted = [shape for name, shape in shapes.items() if name.endswith(tuple(f".{t}.weight" for t in targets))]
-        trained += stage.lora.rank * sum(sum(shape) for shape in adapted)
-    return trained
 
 
 def _shares(sources: Mapping[str, float]) -> str:

@@ -346,7 +346,8 @@ class RunSteps:
     def _merge(self, stages: Sequence[str], folder: Path) -> dict[str, Any]:
         if self._checks and self.recipe.when_worse != "warn":
             stage_check.require_better(self._checked(stages))
-        merge.merge_results(self.folder.step("convert") / "model", self._results(stages), folder / "model")
+        with show_progress("merge") as report:
+            merge.merge_results(self.folder.step("convert") / "model", self._results(stages), folder / "model", report)
         return {}
 
     def _export(self, folder: Path) -> dict[str, Any]:

@@ -13,7 +13,9 @@ F codes, X predictors of a weight, O offsets.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -25,7 +27,7 @@ from torch import Tensor
 from liger_convert.mixers.base import QKV, MemoryOutput, Mixer
 from liger_convert.mixers.feature_maps import Codebook
 from liger_convert.mixers.window_attention import window_attention
-from liger_convert.model import LinearizedAttention, collect_align_targets, linear_layers
+from liger_convert.model import AlignTargets, LinearizedAttention, collect_align_targets, linear_layers
 from liger_convert.model.sequence import SequenceMetadata
 
 INV_TEMPERATURES = (10.0, 20.0, 40.0)
@@ -47,11 +49,17 @@ def calibrate(model: Any, base: Any, input_ids: Tensor, position_ids: Tensor) ->
     give it, so that it makes up for their errors instead of adding its own to them. Long rows are read in two lengths:
     a memory must also serve a text that has just left its window, and few queries meet one where all rows are long.
     """
-    layers = linear_layers(model.config)
-    windows = [model.model.layers[i].self_attn.spec.window for i in layers]
-    position_ids = _in_two_lengths(position_ids, max(windows, default=0))
+    position_ids = in_two_lengths(position_ids, model)
     batch = {"input_ids": input_ids, "position_ids": position_ids}
-    targets = collect_align_targets(base, batch, layers)
+    targets = collect_align_targets(base, batch, linear_layers(model.config))
+    exact = torch.autocast(input_ids.device.type, enabled=False)  # a fit needs more digits than training
+    with exact, calibrating(model, targets, input_ids, position_ids):
+        model.model(**batch, use_cache=False)
+
+
+@contextlib.contextmanager
+def calibrating(model: Any, targets: AlignTargets, input_ids: Tensor, position_ids: Tensor) -> Iterator[None]:
+    """In the block, a forward pass of `model` over this batch fits each layer of `targets` when its turn comes."""
     metadata = SequenceMetadata.build(input_ids, position_ids, None)
 
     def fit_first(base_x_BTC: Tensor, embeddings: Any) -> Any:
@@ -66,15 +74,17 @@ def calibrate(model: Any, base: Any, input_ids: Tensor, position_ids: Tensor) ->
         for i, x_BTC, embeddings in zip(targets.layers, targets.hidden, targets.position_embeddings)
     ]
     try:
-        with torch.autocast(input_ids.device.type, enabled=False):  # a fit needs more digits than training
-            model.model(**batch, use_cache=False)
+        yield
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def _in_two_lengths(position_ids_BT: Tensor, window: int) -> Tensor:
-    """The positions, restarting every SHORT windows in the latter half of the tokens if rows are longer than LONG."""
+def in_two_lengths(position_ids_BT: Tensor, model: Any) -> Tensor:
+    """The positions, restarting every SHORT windows of `model` in the latter half of the tokens if rows are longer than
+    LONG."""
+    windows = [model.model.layers[i].self_attn.spec.window for i in linear_layers(model.config)]
+    window = max(windows, default=0)
     tokens = position_ids_BT.shape[1]
     if tokens <= LONG * window or not window:
         return position_ids_BT

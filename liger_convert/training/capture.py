@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from liger_convert.config.stages import Stage
+from liger_convert.config.stages import AlignStage, Stage
 from liger_convert.model.cuda_graphs import capture
 
 # A batch -> its loss, detached; adds the gradients to `.grad`.
@@ -35,6 +35,8 @@ def why_not_captured(stage: Stage, models: Iterable[Any], device: torch.device, 
         return "there is no Nvidia GPU"
     if not stage.compile:
         return "compile: false asks for it"
+    if isinstance(stage, AlignStage) and stage.layerwise:
+        return "hidden states are read from the disk and written to it (layerwise: true)"
     if not stage.concat_documents:
         return "where documents begin in a row decides what is run (concat_documents: true makes each row one text)"
     if processes > 1:

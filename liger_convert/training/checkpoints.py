@@ -23,7 +23,7 @@ def finish(folder: Path) -> None:
     checksums.write_sums(written)
     fsync_tree(written)
     for damaged in newest_first(folder):
-        if _step(damaged) >= _step(written):
+        if step_of(damaged) >= step_of(written):
             shutil.rmtree(damaged)
     written.rename(folder / written.name)
     fsync(folder)
@@ -39,10 +39,11 @@ def clear_unfinished(folder: Path) -> None:
 
 def newest_first(folder: Path) -> list[Path]:
     """The checkpoints in `folder`."""
-    return sorted(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=_step, reverse=True)
+    return sorted(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=step_of, reverse=True)
 
 
-def _step(checkpoint: Path) -> int:
+def step_of(checkpoint: Path) -> int:
+    """The optimizer steps behind a checkpoint."""
     return int(checkpoint.name.rpartition("-")[2])
 
 

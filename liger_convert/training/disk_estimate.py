@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from liger_convert.config.recipe import Recipe
-from liger_convert.config.stages import Stage
+from liger_convert.config.stages import AlignStage, Stage
 from liger_convert.training.memory_estimate import Sizes
 
 KEPT = 2  # checkpoints of a stage; while one more is written, they are all there
@@ -28,8 +28,20 @@ class Written:
     until: str | None
 
 
-def written(recipe: Recipe, sizes: Sizes, trained: list[int], base_dtype: str, export_dtype: str) -> list[Written]:
-    """What each step of a run writes that writes anything to speak of, in their order. trained: of each stage."""
+def written(
+    recipe: Recipe,
+    sizes: Sizes,
+    trained: list[int],
+    base_dtype: str,
+    export_dtype: str,
+    *,
+    hidden_size: int,
+    linear: int,
+    compute: torch.dtype,
+) -> list[Written]:
+    """What each step of a run writes that writes anything to speak of, in their order. trained: of each stage.
+    hidden_size, linear, compute: of the base, how many layers become linear, and the dtype that is computed in, for
+    what a stage writes that trains layer by layer."""
     full, numbers = 4 * (sizes.base + sizes.new), getattr(torch, base_dtype).itemsize * sizes.base
     exported = getattr(torch, export_dtype).itemsize * sizes.base + 4 * sizes.new
     steps = []
@@ -43,11 +55,20 @@ def written(recipe: Recipe, sizes: Sizes, trained: list[int], base_dtype: str, e
         result = full if stage.lora is None else 4 * count
         # what is trained, Adam's two moments, and an average
         saved, one = saves(stage), (16 if stage.ema_length else 12) * count
-        most = max(min(saved, KEPT + 1) * one, min(saved, KEPT) * one + result)
+        if isinstance(stage, AlignStage) and stage.layerwise:  # a layer's checkpoints, and what of all is done
+            hidden = hidden_bytes(stage.tokens // stage.seq_len, stage.seq_len, hidden_size, compute)
+            most = 4 * count + max(hidden + min(saved, KEPT + 1) * one // linear, result)
+        else:
+            most = max(min(saved, KEPT + 1) * one, min(saved, KEPT) * one + result)
         steps.append(Written(name, most, result, MERGE))
     steps.append(Written(MERGE, full, full, EXPORT))
     steps.append(Written(EXPORT, exported, exported, None))
     return steps
+
+
+def hidden_bytes(rows: int, seq_len: int, hidden_size: int, dtype: torch.dtype) -> int:
+    """The hidden states of these rows, before a layer and behind it, as training layer by layer keeps them."""
+    return 2 * rows * seq_len * hidden_size * dtype.itemsize
 
 
 def saves(stage: Stage) -> int:

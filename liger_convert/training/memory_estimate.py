@@ -7,6 +7,7 @@ F feature size, N tokens of a micro batch, P parameters, T trained ones, e bytes
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +93,36 @@ def training_bytes(
     }
 
 
+def layerwise_bytes(
+    stage: Stage, config: Any, sizes: Sizes, trained: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, int]:
+    """The peak of training layer by layer: that of a model of one layer, the one that takes most, of which only the
+    attention is there, and beside it
+
+    base         e for each weight of one layer
+    hidden       e 4 N C: what the layer was given and made, and what of it waits for the disk
+    """
+    linear = [name for name in config.linearization["layers"] if name != SOFTMAX]
+    dims, new = head_dims(config), sizes.new // len(linear)
+    layer = (sizes.base - sizes.embeddings) // config.num_hidden_layers
+    made = []
+    for name in set(linear):
+        parts = training_bytes(
+            stage, _of_one(config, name), Sizes(layer, 0, new), trained // len(linear), device, dtype
+        )
+        parts["weights"] = 4 * (dims.hidden * 2 * (dims.heads + dims.kv_heads) * dims.dim + new)
+        parts["hidden"] = 4 * dtype.itemsize * stage.batch_size * stage.seq_len * dims.hidden
+        made.append(parts)
+    return max(made, key=lambda parts: sum(parts.values()))
+
+
+def _of_one(config: Any, name: str) -> Any:
+    """The config of a model of one layer with the mixer `name`."""
+    one = copy.copy(config)
+    one.num_hidden_layers, one.linearization = 1, config.linearization | {"layers": [name]}
+    return one
+
+
 def sharded_bytes(
     parts: dict[str, int], stage: Stage, config: Any, sizes: Sizes, trained: int, dtype: torch.dtype, processes: int
 ) -> dict[str, int]:
@@ -139,7 +170,11 @@ def measuring_bytes(stage: Stage, config: Any, sizes: Sizes, dtype: torch.dtype,
     targets = 2 * dtype.itemsize * dims.hidden * len(linear)
     one = 4 * (8 * dims.hidden + 3 * _width(config)) + max(_in_torch(config, name) for name in linear)
     weights = 4 * (sizes.base + sizes.new) + dtype.itemsize * sizes.base
-    if processes > 1:  # two layers and the embeddings are whole at a time
+    if stage.layerwise:  # one layer of either, or the embeddings, and the hidden states before it
+        layer = (sizes.base - sizes.embeddings) // config.num_hidden_layers
+        weights = max((4 + dtype.itemsize) * layer + 4 * sizes.new // len(linear), 4 * sizes.embeddings)
+        targets = 2 * dtype.itemsize * dims.hidden + 2 * (4 + dtype.itemsize) * dims.hidden
+    elif processes > 1:  # two layers and the embeddings are whole at a time
         layer = (sizes.base - sizes.embeddings) // config.num_hidden_layers
         weights = weights // processes + 4 * (2 * layer + sizes.embeddings + sizes.new)
     return weights + tokens * (targets + one)

@@ -39,10 +39,11 @@ def mesh_of(device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (processes.count(),))
 
 
-def without_weights(config: Any) -> Any:
-    """The causal language model of `config` in the mode of evaluation; its parameters have no storage."""
+def without_weights(config: Any, dtype: torch.dtype | None = None) -> Any:
+    """The causal language model of `config` in the mode of evaluation; its parameters, of `dtype` where that is given,
+    have no storage."""
     with init_empty_weights(include_buffers=False):  # buffers follow from the config
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, **({} if dtype is None else {"dtype": dtype}))
     model.tie_weights()  # which the line above undid
     return model.eval()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from liger_convert.config.stages import Stage
+from liger_convert.config.stages import AlignStage, Stage
 from liger_convert.utils.errors import BadInput
 
 
@@ -13,8 +13,10 @@ def share(stage: Stage, processes: int, shards: int = 1) -> tuple[int, int]:
     each other have the same rows.
 
     Whole micro-batches are shared first, as a step of fewer ones is as good as it was; then the rows of one. Raises
-    BadInput where they do not divide.
+    BadInput where they do not divide, and for a stage that trains layer by layer.
     """
+    if processes > 1 and isinstance(stage, AlignStage) and stage.layerwise:
+        raise BadInput(f"align: layerwise trains on one GPU, not on {processes}; leave it out and set sharding: full")
     if processes % shards:
         why = f"{shards} processes share a row, but {processes} cannot be put in groups of {shards}"
         raise BadInput(f"sequence_parallel: {why}; start a multiple of {shards}")

@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from torch.distributed import DeviceMesh
 from transformers import set_seed
 
-from liger_convert.config.stages import AlignStage, DistillStage, Lora, Stage
+from liger_convert.config.stages import AlignStage, DistillStage, Stage
 from liger_convert.data.documents import Document
 from liger_convert.data.mixed_rows import MixedDataset, mix
 from liger_convert.data.packed_rows import PackedDataset, collate, pack
 from liger_convert.io.checkpoint import load_config
 from liger_convert.io.files import atomic_dir, atomic_write
 from liger_convert.io.run_folder import RunFolder
-from liger_convert.model import MIXER_MODULE, linear_layers
-from liger_convert.model.families import family_of
 from liger_convert.model.loading import load_base, load_pretrained
 from liger_convert.training.align import AlignObjective
 from liger_convert.training.checkpoints import last_good
 from liger_convert.training.distill import DistillObjective
 from liger_convert.training.finetune import FinetuneObjective
+from liger_convert.training.layerwise import FOLDER, LayerwiseStage
 from liger_convert.training.memory_estimate import CALIBRATION_TOKENS, ERROR_ROWS
 from liger_convert.training.merge import ADAPTER, MODEL, last_model, load_chain
 from liger_convert.training.sequence_parallel import check, group_of
@@ -44,13 +42,12 @@ from liger_convert.training.sharding import (
     without_weights,
 )
 from liger_convert.training.sharing import share
-from liger_convert.training.trainer import Objective, StageTrainer, freeze
+from liger_convert.training.student import compile_layers, curve, gains_by_compiling, prepare
+from liger_convert.training.trainer import Objective, StageTrainer
 from liger_convert.utils import interrupts, processes
 from liger_convert.utils.device import autocast, compute_dtype
 from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import Report
-
-CURVE_POINTS = 50
 
 
 def rows_of(stage: Stage, documents: Mapping[str, Sequence[Document]], seed: int) -> PackedDataset | MixedDataset:
@@ -103,6 +100,7 @@ def run_stage(
     folder = RunFolder(out)
     result, checkpoints, stats_file = (folder.path(name) for name in ("result", "checkpoints", "stats.json"))
     if result.exists() and resume:
+        folder.remove(folder.path(FOLDER))  # of a process that was killed when it had just written the result
         return json.loads(stats_file.read_text())
     if result.exists():
         raise BadInput(f"{result}: already exists; name a new folder or remove this one")
@@ -114,8 +112,30 @@ def run_stage(
     if device.type == "cuda" and "LOCAL_RANK" in os.environ:  # under torchrun each process has its own GPU
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 
-    set_seed(seed)
     dtype = compute_dtype(device, precision)
+    if isinstance(stage, AlignStage) and stage.layerwise:
+        share(stage, count)
+        layers = LayerwiseStage(
+            stage,
+            model_dir=model_dir,
+            results=results,
+            base_dir=base_dir,
+            dataset=dataset,
+            out=out,
+            device=device,
+            dtype=dtype,
+            seed=seed,
+            progress=progress,
+        )
+        facts = layers.run(resume)
+        losses = facts.pop("losses")
+        stats = _facts(stage, dataset, len(losses)) | {"sharded": False, **facts, "loss": curve(losses)}
+        atomic_write(stats_file, json.dumps(stats, indent=1))
+        layers.save(result)
+        layers.clear()
+        return stats
+
+    set_seed(seed)
     mesh = mesh_of(device) if shard and count > 1 else None
     share(stage, count, sequence_parallel)  # raises before anything is read
     model = load_start(model_dir, results, mesh)
@@ -191,12 +211,7 @@ def run_stage(
     if trainer.average is not None:
         trainer.average.apply()
     losses = [(int(entry["step"]), entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
-    stats: dict[str, Any] = {
-        "kind": stage.kind,
-        "steps": trainer.state.global_step,
-        "tokens": trainer.state.global_step * stage.step_tokens,
-        "epochs": round(dataset.epochs, 3),
-        **({"sources": _read(dataset)} if isinstance(dataset, MixedDataset) else {}),
+    stats = _facts(stage, dataset, trainer.state.global_step) | {
         "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "seconds": round(seconds, 1),
         "sharded": mesh is not None,
@@ -219,6 +234,17 @@ def run_stage(
         folder.remove(checkpoints)
     processes.barrier()  # the result may be read at once
     return stats
+
+
+def _facts(stage: Stage, dataset: PackedDataset | MixedDataset, steps: int) -> dict[str, Any]:
+    """What statistics say of a stage that took so many steps, and of its text."""
+    return {
+        "kind": stage.kind,
+        "steps": steps,
+        "tokens": steps * stage.step_tokens,
+        "epochs": round(dataset.epochs, 3),
+        **({"sources": _read(dataset)} if isinstance(dataset, MixedDataset) else {}),
+    }
 
 
 def _read(dataset: MixedDataset) -> dict[str, dict[str, float]]:
@@ -245,14 +271,6 @@ def load_start(model_dir: Path, results: Sequence[Path], mesh: DeviceMesh | None
     return without_weights(load_config(last_model(model_dir, results)[0]))
 
 
-def prepare(model: Any, stage: Stage) -> Any:
-    """`model` with the stage's adapters, and with no more trainable than the stage trains."""
-    if stage.lora is not None:
-        return add_lora(model, stage.lora, train_mixer=stage.learning_rates.mixer is not None)
-    freeze(model, stage.learning_rates.trained())
-    return model
-
-
 def make_objective(
     stage: Stage, config: Any, base_dir: Path, device: torch.device, dtype: torch.dtype, mesh: DeviceMesh | None
 ) -> Objective:
@@ -270,73 +288,3 @@ def make_objective(
     if isinstance(stage, DistillStage):
         return DistillObjective(teacher() if stage.kl_weight else None, stage)
     return FinetuneObjective()
-
-
-def gains_by_compiling(device: torch.device) -> bool:
-    """On a CPU launches cost little of a step, and the ops branch on values, which breaks graphs."""
-    return device.type == "cuda"
-
-
-def compile_layers(model: Any, objective: Objective, aligning: bool) -> None:
-    """Compiles the layers in place, under the same names: one graph for each kind of layer and each length of rows, as
-    kernels for any length are slower.
-
-    In alignment only the attention of the linearized layers runs. Of the base's layers each part is compiled by itself,
-    because hooks watch what goes into its attention and what comes out, and hooks stay outside of graphs.
-    """
-    torch._dynamo.config.recompile_limit = 64  # kinds of layers, times lengths of the last batch
-    whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    backbone = whole.model
-    if aligning:
-        for i in linear_layers(model.config):
-            backbone.layers[i].self_attn.compile(dynamic=False)
-        # two kernels instead of a dozen, each of which writes a float32 tensor of the layer's size
-        whole.relative_error = torch.compile(whole.relative_error, dynamic=False)
-        assert isinstance(objective, AlignObjective)
-        for layer in objective.base.model.layers:
-            for part in layer.children():
-                part.forward = torch.compile(part.forward, dynamic=False)
-        return
-    teacher = getattr(objective, "base", None)
-    for layer in [*backbone.layers, *([] if teacher is None else teacher.model.layers)]:
-        layer.compile(dynamic=False)
-
-
-def add_lora(model: Any, lora: Lora, *, train_mixer: bool) -> Any:
-    """`model` with adapters, and with its mixers trained in full as well. Raises BadInput for unknown targets."""
-    attention = lora.targets == "attention"
-    linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    targets = lora_projections(lora, model.config, linears)
-    names = {name.rpartition(".")[2] for name in linears}
-    for target in targets:
-        if target not in names:
-            raise BadInput(f"lora.targets: no projection is called {target!r}; there are {', '.join(sorted(names))}")
-    config = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # an int by its hint, a float in use
-        lora_dropout=lora.dropout,
-        target_modules=list(targets),
-        layers_to_transform=linear_layers(model.config) if attention else None,
-        modules_to_save=[MIXER_MODULE] if train_mixer else None,
-    )
-    # what has no weights yet gets adapters without weights
-    return get_peft_model(model, config, low_cpu_mem_usage=any(p.is_meta for p in model.parameters()))
-
-
-def lora_projections(lora: Lora, config: Any, linears: Iterable[str]) -> list[str]:
-    """The last parts of the names of the projections that get an adapter. linears: the full names of all linear maps
-    of the model; what is in a mixer is new, and trains as it is; a router keeps its choices."""
-    if lora.targets == "attention":
-        return list(family_of(config).projections)
-    if lora.targets == "all":
-        body = (name for name in linears if re.search(r"\.layers\.\d+\.(self_attn|mlp)\.", name))
-        return sorted({name.rpartition(".")[2] for name in body if f".{MIXER_MODULE}." not in name} - {"gate"})
-    return lora.targets
-
-
-def curve(losses: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """At most CURVE_POINTS points (step, mean loss since the last point)."""
-    size = -(-len(losses) // CURVE_POINTS) or 1
-    chunks = [losses[i : i + size] for i in range(0, len(losses), size)]
-    return [(chunk[-1][0], round(sum(loss for _, loss in chunk) / len(chunk), 5)) for chunk in chunks]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -78,6 +79,7 @@ class StageTrainer(Trainer):
     The rows of an optimizer step are the same, and so is its loss, however many `processes` share them. sharded: the
     weights are, too, see `sharding.py`, and are where they belong; else `model` is brought to `device`, and copied by
     DDP. A checkpoint of either kind continues both. sequence: the processes with which this one shares each row.
+    before_saving: called before each checkpoint is written.
     """
 
     _finishing: Future[None] | None
@@ -97,6 +99,7 @@ class StageTrainer(Trainer):
         processes: int = 1,
         sharded: bool = False,
         sequence: Group | None = None,
+        before_saving: Callable[[], None] | None = None,
     ):
         self.sequence, self.shards = sequence, 1 if sequence is None else sequence.size
         batch_size, grad_accumulation = share(stage, processes, self.shards)
@@ -137,7 +140,7 @@ class StageTrainer(Trainer):
             disable_tqdm=True,
         )
         args._n_gpu = min(args.n_gpu, 1)  # several GPUs are for torchrun: DataParallel would split the packed rows
-        self.sharded = sharded
+        self.sharded, self.before_saving = sharded, before_saving
         if sharded:
             model._is_accelerate_prepared = True  # type: ignore[assignment]  # else it would be wrapped in DDP
         else:
@@ -226,6 +229,8 @@ class StageTrainer(Trainer):
         """Trainer's own, in a folder next to the finished ones. It is hashed, and takes its place among them, while the
         training goes on."""
         self.finish_checkpoint()
+        if self.before_saving is not None:
+            self.before_saving()
         folder = Path(str(self.args.output_dir))
         if self.is_world_process_zero():
             checkpoints.clear_unfinished(folder)

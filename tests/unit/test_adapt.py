@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING
 from liger_convert.benchmark.shapes import SHAPES
 from liger_convert.cli import main
 from liger_convert.config.recipe import Recipe, build, load
+from liger_convert.config.stages import AlignStage
 from liger_convert.model.bases import context_length
 from liger_convert.pipeline import adapt
 from liger_convert.pipeline.plan import make_plan
@@ -153,6 +154,25 @@ def test_adapters_train_every_base_and_what_does_not_fit(monkeypatch, shape, ada
         assert align.lora is not None
         assert align.lora.targets == "attention"
         assert align.learning_rates.trained() == {"mixer": 6e-3, "lora": 5e-4}
+
+
+def test_an_alignment_that_does_not_fit_is_trained_layer_by_layer(monkeypatch) -> None:
+    """Before it gets adapters, and in one process only."""
+    align = {"kind": "align", "learning_rates": {"mixer": 1e-3, "attention": 3e-4}}
+    on_a_gpu(monkeypatch, 40 * GB)
+    made, several = (make_plan(recipe(**align), config("llama-3-8b"), processes) for processes in (1, 2))
+    (stage,), (other,) = made.recipe_stages, several.recipe_stages
+    assert isinstance(stage, AlignStage)
+    assert stage.layerwise
+    assert stage.lora is None
+    assert made.stages[0].memory_bytes <= 40 * GB
+    assert any("layerwise: true in place of false" in sentence for sentence in made.adapted)
+    assert isinstance(other, AlignStage)
+    assert not other.layerwise
+    on_a_gpu(monkeypatch, 150 * GB)
+    (stage,) = make_plan(recipe(**align), config("llama-3-8b")).recipe_stages
+    assert isinstance(stage, AlignStage)
+    assert not stage.layerwise
 
 
 def test_without_adapters_a_base_that_is_no_wider_trains_all_weights() -> None:

@@ -183,7 +183,7 @@ def test_a_layer_is_fitted_to_what_the_attention_of_the_base_gives(
         return o_BTHV, lse_BTH
 
     monkeypatch.setattr(module, "chunk_swa", record)
-    monkeypatch.setattr(module, "_in_two_lengths", lambda positions, window: positions)
+    monkeypatch.setattr(module, "in_two_lengths", lambda positions, model: positions)
     calibrate(model, base, TOKENS, POSITIONS)
     assert len(found) == 3
     for ours, theirs in zip(found, told.outputs):

@@ -24,7 +24,7 @@ from liger_convert.config.stages import Lora
 from liger_convert.io.checkpoint import ADAPTER_CONFIG, ADAPTER_PICKLE, ADAPTER_WEIGHTS, INDEX, WEIGHTS
 from liger_convert.mixers import resolve_spec
 from liger_convert.model.loading import check_folder, linearize_base, load_linearized, load_pretrained
-from liger_convert.training.stage import add_lora
+from liger_convert.training.student import add_lora
 from liger_convert.utils.errors import BadInput
 
 STAGE = {"data": "text", "tokens": 128, "seq_len": 32, "batch_size": 2}

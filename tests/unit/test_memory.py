@@ -19,7 +19,7 @@ from liger_convert.config.stages import Lora
 from liger_convert.model import CLASSES, linearized_config
 from liger_convert.pipeline import plan as plans
 from liger_convert.pipeline.plan import Plan, StagePlan
-from liger_convert.training.stage import add_lora
+from liger_convert.training.student import add_lora
 
 STAGES: dict[str, dict[str, Any]] = {
     "align": {"kind": "align", "learning_rates": {"mixer": 1e-4, "attention": 1e-4}},

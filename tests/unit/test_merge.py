@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
-from safetensors.torch import load_file
+from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import save_tiny_base
 from transformers import AutoTokenizer
 
 from liger_convert.config.stages import FinetuneStage, LearningRates, Lora
 from liger_convert.data.documents import Document
 from liger_convert.data.packed_rows import pack
+from liger_convert.io.checkpoint import Checkpoint
 from liger_convert.mixers import resolve_spec
 from liger_convert.model.loading import linearize_base, load_linearized
-from liger_convert.training import run_stage
+from liger_convert.training import merge, run_stage
 from liger_convert.training.merge import load_chain, merge_results
 from liger_convert.utils.errors import BadInput
 
@@ -82,9 +82,9 @@ def test_merged_weights_give_the_logits_of_the_trained_adapter(family: str, tmp_
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_merged_folder_is_a_plain_linearized_checkpoint(family: str, tmp_path: Path) -> None:
     merge_results(linearized(family), [lora(family)], tmp_path / "merged")
-    plain, merged = (load_file(folder / "model.safetensors") for folder in (linearized(family), tmp_path / "merged"))
-    assert {name: tuple(t.shape) for name, t in merged.items()} == {name: tuple(t.shape) for name, t in plain.items()}
-    assert {tensor.dtype for tensor in merged.values()} == {torch.float32}
+    plain, merged = (Checkpoint.open(folder).tensors for folder in (linearized(family), tmp_path / "merged"))
+    assert {name: info.shape for name, info in merged.items()} == {name: info.shape for name, info in plain.items()}
+    assert {info.dtype for info in merged.values()} == {torch.float32}
     config = load_linearized(tmp_path / "merged").config
     assert config.use_cache
     assert config.linearization["layers"] == ["main", "softmax", "main"]
@@ -114,3 +114,63 @@ def test_what_is_no_result_is_refused_and_nothing_is_written(tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
     with pytest.raises(BadInput, match="empty: already exists"):
         merge_results(linearized("llama"), [], tmp_path / "empty")
+
+
+def same_bits(merged: Path, want: Any) -> None:
+    """Whether the folder `merged` holds the weights of the model `want`."""
+    got = load_linearized(merged, dtype=torch.float32).state_dict()
+    assert {name for name, tensor in want.state_dict().items() if not got[name].equal(tensor)} == set()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensor_by_tensor_it_is_what_the_whole_model_becomes(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = [lora(family, 2), lora(family, 3)]
+    want = load_chain(linearized(family), results)
+    monkeypatch.setattr(merge, "load_linearized", None)  # no model is held
+    merge_results(linearized(family), results, tmp_path / "merged")
+    same_bits(tmp_path / "merged", want)
+    with pytest.raises(AssertionError):  # in another order they are not the same
+        same_bits(tmp_path / "merged", load_linearized(linearized(family), dtype=torch.float32))
+
+
+def adapter(folder: Path, model: Any, **options: Any) -> Path:
+    """An adapter as peft saves it, whose weights are random."""
+    made = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, **options))
+    for number, (name, parameter) in enumerate(made.named_parameters()):
+        if parameter.requires_grad:
+            torch.manual_seed(number)
+            parameter.data = torch.randn_like(parameter).abs() if "magnitude" in name else torch.randn_like(parameter)
+    made.save_pretrained(folder / "adapter", save_embedding_layers=False)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["q_proj", "down_proj"], "use_dora": True},
+        {"target_modules": ["k_proj", "o_proj"], "use_rslora": True, "rank_pattern": {"k_proj": 8}},
+        {"target_modules": ["v_proj"], "bias": "all"},
+        {"target_modules": ["v_proj"], "lora_bias": True},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "mixer"]},
+    ],
+    ids=["dora", "rslora", "bias", "lora_bias", "modules_to_save"],
+)
+def test_adapters_that_others_trained_are_folded_as_peft_folds_them(options: dict[str, Any], tmp_path: Path) -> None:
+    result = adapter(tmp_path / "result", load_linearized(linearized("qwen2"), dtype=torch.float32), **options)
+    want = load_chain(linearized("qwen2"), [result])
+    merge_results(linearized("qwen2"), [result], tmp_path / "merged")
+    same_bits(tmp_path / "merged", want)
+    assert not want.model.layers[0].self_attn.v_proj.weight.isnan().any()
+
+
+def test_an_adapter_of_an_end_that_is_tied_is_refused(tmp_path: Path) -> None:
+    """It would change the other end as well."""
+    base = save_tiny_base("llama", tmp_path / "base", tie_word_embeddings=True)
+    spec = resolve_spec({"type": "gla", "window": 6, "sinks": 2}, "mixer")
+    tied = linearize_base(base, {"format": 2, "mixers": {"main": spec}, "layers": ["main", "main", "main"]})
+    tied.save_pretrained(tmp_path / "linearized")
+    result = adapter(tmp_path / "result", tied, target_modules=["lm_head"])
+    with pytest.raises(BadInput, match=r"changes lm_head.weight, which .*linearized does not store under this name"):
+        merge_results(tmp_path / "linearized", [result], tmp_path / "merged")

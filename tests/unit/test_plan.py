@@ -296,6 +296,29 @@ def test_a_stage_that_fits_with_its_weights_shared_is_not_named():
     assert "though all share its weights; start it on more GPUs" in said
 
 
+def test_layer_by_layer_takes_the_memory_of_a_layer_and_the_disk_of_hidden_states():
+    """At any depth, but for the ends of the model."""
+    rates = {"mixer": 1e-3, "attention": 1e-4}
+    stage = {"kind": "align", "data": "text", "tokens": 2e5, "learning_rates": rates, "calibrate": False}
+
+    def made(depth: int, **fields: Any) -> Plan:
+        return make_plan(recipe(stages=[stage | fields]), tiny_config("llama", num_hidden_layers=depth))
+
+    few, many = (made(depth, layerwise=True) for depth in (10, 40))
+    assert few.stages[0].memory_bytes == pytest.approx(many.stages[0].memory_bytes, rel=1e-5)  # the last norm
+    assert 4 * few.stages[0].trained == many.stages[0].trained
+    assert made(40).stages[0].memory_bytes > 2 * made(10).stages[0].memory_bytes
+    tokens, itemsize = many.stages[0].tokens, torch.float32.itemsize if "float32" in many.memory_for else 2
+    assert many.disk_bytes["1-align"] > 2 * tokens * 32 * itemsize
+    assert made(40, tokens=4e5, layerwise=True).disk_bytes["1-align"] > many.disk_bytes["1-align"]
+    with pytest.raises(BadInput, match="layerwise trains on one GPU, not on 2; leave it out and set sharding: full"):
+        plan(stages=[stage | {"layerwise": True}], processes=2)
+    (said,) = too_large(made(40), 1)
+    assert "as it holds all weights; set sharding: auto and start it on several GPUs, set layerwise: true" in said
+    (said,) = too_large(many, 1)
+    assert "though it holds one layer; lower batch_size" in said
+
+
 def test_stages_that_do_not_fit_a_gpu_are_named():
     stage = {"kind": "distill", "data": "text", "tokens": 2e5, "learning_rates": {"mixer": 1e-2}}
     made = plan(stages=[stage, stage | {"batch_size": 64}])

@@ -283,7 +283,7 @@ def test_verify_takes_an_unfinished_run(interrupted, capsys):
     assert found["problems"] == []
 
 
-@pytest.mark.parametrize("name", ["export/config.json", "export/model-00001-of-00001.safetensors", "report.md"])
+@pytest.mark.parametrize("name", ["export/config.json", "export/model-00001-of-00002.safetensors", "report.md"])
 @pytest.mark.parametrize("harm", [flip_bit, Path.unlink])
 def test_verify_names_every_file_that_is_not_what_it_was(finished, tmp_path, capsys, name, harm):
     copy = Path(shutil.copytree(finished, tmp_path / "run"))

@@ -22,7 +22,7 @@ from liger_convert.model import parameter_group
 from liger_convert.model.loading import linearize_base, load_base
 from liger_convert.training import finetune, losses
 from liger_convert.training.merge import load_chain
-from liger_convert.training.stage import add_lora
+from liger_convert.training.student import add_lora
 from liger_convert.training.trainer import StageTrainer, freeze, optimizer_groups
 from liger_convert.utils.errors import BadInput, LinearizeError
 

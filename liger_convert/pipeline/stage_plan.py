@@ -1,0 +1,99 @@
+"""What one training stage of a run trains, and what memory it takes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from liger_convert.config.stages import AlignStage, Stage
+from liger_convert.model import parameter_group
+from liger_convert.training import lora_projections, sequence_parallel
+from liger_convert.training.memory_estimate import (
+    Sizes,
+    count,
+    gathered_bytes,
+    layerwise_bytes,
+    measuring_bytes,
+    sharded_bytes,
+    training_bytes,
+)
+from liger_convert.training.sharing import share
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One training stage: tokens it really sees (whole optimizer steps), the fraction of them that is of each source,
+    parameters it trains, bytes at its peak, and what those of its training are spent on
+    (`memory_estimate.training_bytes`). sharded_bytes: the bytes at the peak of each one of several processes that share
+    the weights; None of one process."""
+
+    kind: str
+    tokens: int
+    sources: dict[str, float]
+    trained: int
+    memory_bytes: int
+    memory: dict[str, int]
+    sharded_bytes: int | None = None
+
+    def is_sharded(self, sharding: str, room: int | None) -> bool:
+        """Whether a recipe with this `sharding` shards the stage, on GPUs with `room` bytes (None: no GPU)."""
+        if self.sharded_bytes is None or sharding == "none":
+            return False
+        return sharding == "full" or (room is not None and self.memory_bytes > room)
+
+
+class StagePlanner:
+    """Plans single training stages of one linearized model on one device, or for each of several `processes`, of which
+    so many as `shards` says share each row.
+
+    config: that of the linearized model. reused, new: shapes by name, of the base's parameters and of the new ones.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        reused: dict[str, tuple[int, ...]],
+        new: dict[str, tuple[int, ...]],
+        device: torch.device,
+        compute: torch.dtype,
+    ):
+        self.config, self.shapes, self.device, self.compute = config, reused | new, device, compute
+        embeddings = {name: shape for name, shape in reused.items() if parameter_group(name, config) == "embeddings"}
+        self.sizes = Sizes(count(reused), count(embeddings), count(new))
+
+    def plan(self, stage: Stage, processes: int = 1, shards: int = 1) -> StagePlan:
+        """Raises BadInput where so many processes cannot share the stage's rows."""
+        trained = _trained(stage, self.config, self.shapes)
+        batch_size, grad_accumulation = share(stage, processes, shards)
+        sequence_parallel.check(stage, self.config, shards)
+        layerwise = isinstance(stage, AlignStage) and stage.layerwise
+        own = stage.model_copy(update={"batch_size": batch_size, "grad_accumulation": grad_accumulation})
+        if shards > 1:
+            own = own.model_copy(update={"seq_len": stage.seq_len // shards, "compile": False})
+        estimate = layerwise_bytes if layerwise else training_bytes
+        parts = estimate(own, self.config, self.sizes, trained, self.device, self.compute)
+        parts["activations"] += gathered_bytes(own, self.config, self.compute, shards)
+        sharded = None
+        if processes > 1:
+            shared = sharded_bytes(parts, own, self.config, self.sizes, trained, self.compute, processes)
+            measuring = measuring_bytes(own, self.config, self.sizes, self.compute, processes)
+            sharded = max(sum(shared.values()), measuring)
+            parts["buckets"] = 4 * trained  # DDP's copy of the gradients, which it exchanges
+        peak = max(sum(parts.values()), measuring_bytes(own, self.config, self.sizes, self.compute))
+        tokens = stage.steps * stage.step_tokens
+        return StagePlan(stage.kind, tokens, stage.sources, trained, peak, parts, sharded)
+
+
+def _trained(stage: Stage, config: Any, shapes: dict[str, tuple[int, ...]]) -> int:
+    """Parameters that a stage changes: groups with a rate, and the LoRA factors of its targets."""
+    groups = stage.learning_rates.trained()
+    trained = sum(math.prod(shape) for name, shape in shapes.items() if parameter_group(name, config) in groups)
+    if stage.lora is not None:
+        linears = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
+        targets = lora_projections(stage.lora, config, linears)
+        adapted = [shape for name, shape in shapes.items() if name.endswith(tuple(f".{t}.weight" for t in targets))]
+        trained += stage.lora.rank * sum(sum(shape) for shape in adapted)
+    return trained

@@ -1,0 +1,419 @@
+"""Alignment layer by layer: the layers of a model of any size are trained one after the other, with one layer of the
+base and the attention of one layer of the model in memory.
+
+The layers of an alignment do not depend on each other, since each is fed the base's own activations. So here the rows
+of the stage go through the base a layer at a time. On their way a linear layer is trained on what its attention sees
+and gives, in the steps and on the rows of the stage. Their hidden states before the next layer go to the disk
+(`hidden_states.py`), and those before this one are removed once it is done.
+
+The weights are those of an alignment of the whole model, bit for bit on a CPU in float32, with two exceptions.
+Gradients are clipped layer by layer, to `max_grad_norm` / √(linear layers): so that of all layers together is never
+above `max_grad_norm`, and one layer's outlier does not shorten the steps of the others. And what is dropped by chance,
+with `lora.dropout` or by the family itself, is other numbers.
+
+The folder `layerwise` of a stage holds, until the stage is done:
+
+    state.json       how many layers are done, and what the statistics need of them
+    fitted/          the calibrated mixers of each linear layer
+    trained/         what was trained of each linear layer that is done
+    hidden-N, few-N  the hidden states before layer N, of all rows and of those that errors are reported on
+    checkpoints/     of the layer that is being trained
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import gc
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from rich.filesize import decimal
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import set_seed
+
+from liger_convert.config.stages import AlignStage
+from liger_convert.data.mixed_rows import MixedDataset
+from liger_convert.data.packed_rows import PackedDataset, collate
+from liger_convert.io.checkpoint import ADAPTER_WEIGHTS, load_config
+from liger_convert.io.files import atomic_dir, atomic_write, fsync
+from liger_convert.io.run_folder import RunFolder
+from liger_convert.model import MIXER_MODULE, AlignTargets, linear_layers
+from liger_convert.model.loading import check_folder, read_finite
+from liger_convert.model.shards import Entry, Shard
+from liger_convert.training.calibrate import calibrating, in_two_lengths
+from liger_convert.training.checkpoints import last_good, step_of
+from liger_convert.training.disk_estimate import hidden_bytes
+from liger_convert.training.hidden_states import HiddenStates, sums_of
+from liger_convert.training.memory_estimate import CALIBRATION_TOKENS, ERROR_ROWS
+from liger_convert.training.merge import ADAPTER, MODEL, Chain
+from liger_convert.training.one_layer import LayerObjective, OneLayer, attention_only, load_tensors
+from liger_convert.training.student import compile_attention, compile_parts, gains_by_compiling, prepare
+from liger_convert.training.trainer import StageTrainer
+from liger_convert.utils import interrupts
+from liger_convert.utils.device import autocast
+from liger_convert.utils.errors import BadInput, LinearizeError
+from liger_convert.utils.progress import Report
+
+FOLDER = "layerwise"
+STATE = "state.json"
+
+
+@dataclass
+class _State:
+    """How far a stage is. of: the stage and its rows, which a stage that goes on must have, too. done: layers. fitted,
+    embedded: whether the mixers are calibrated, and the rows on the disk. before, after: the errors of the linear
+    layers that are done. losses: by step, the sum over them. random: the state of the random numbers behind the last
+    adapters that were made."""
+
+    of: dict[str, Any]
+    done: int = 0
+    fitted: bool = False
+    embedded: bool = False
+    before: list[float] = field(default_factory=list)
+    after: list[float] = field(default_factory=list)
+    losses: dict[str, float] = field(default_factory=dict)
+    trained: int = 0
+    seconds: float = 0.0
+    fwd_bwd: str = ""
+    random: str = ""
+
+
+class LayerwiseStage:
+    """One run of the stage `stage` in the folder `out`; the arguments are those of `run_stage`."""
+
+    def __init__(
+        self,
+        stage: AlignStage,
+        *,
+        model_dir: Path,
+        results: Sequence[Path],
+        base_dir: Path,
+        dataset: PackedDataset | MixedDataset,
+        out: Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        seed: int,
+        progress: Report | None,
+    ):
+        self.stage, self.dataset, self.device, self.dtype, self.seed = stage, dataset, device, dtype, seed
+        self.folder, self.progress = RunFolder(out), progress
+        self.work = self.folder.path(FOLDER)
+        self.chain = Chain(model_dir, results)
+        base_config, checkpoint = load_config(base_dir), check_folder(base_dir)
+        read = functools.partial(read_finite, checkpoint)
+        self.base = OneLayer(base_config, checkpoint.tensors, read, device, dtype)
+        self.config, self.linear = self.chain.config, linear_layers(self.chain.config)
+        step_rows = stage.batch_size * stage.grad_accumulation
+        self.steps = len(dataset) // step_rows
+        self.rows = self.steps * step_rows
+        if not self.steps:
+            raise BadInput(
+                f"{len(dataset)} rows of {dataset.seq_len} tokens are less than one optimizer step of this stage"
+            )
+        self.few = min(ERROR_ROWS, len(dataset))
+        shape = [self.rows, dataset.seq_len, base_config.hidden_size, str(dtype)]
+        self.of = {"stage": stage.model_dump(mode="json"), "shape": shape, "seed": seed, "linear": self.linear}
+
+    def run(self, resume: bool) -> dict[str, Any]:
+        """Trains all layers; returns statistics. What was trained is in the folder until `save` and `clear` are called.
+        Raises BadInput where the disk has no room, LinearizeError where the training diverges."""
+        if not resume:
+            self.clear()
+        for name in ("fitted", "trained"):
+            (self.work / name).mkdir(parents=True, exist_ok=True)
+        state = self._load_state()
+        self._require_room(state)
+        started = time.monotonic() - state.seconds
+
+        def save() -> None:
+            state.seconds = time.monotonic() - started
+            atomic_write(self.work / STATE, json.dumps(asdict(state)))
+
+        # without a rate the mixers are not among what a LoRA stage saves, so they must stay as they are
+        if self.stage.calibrate and self.stage.learning_rates.mixer is not None and not state.fitted:
+            self._calibrate()
+            state.fitted = True
+            save()
+        if not state.embedded:
+            self._embed()
+            state.embedded = True
+            save()
+        for number in range(state.done, self.linear[-1] + 1):
+            self._remove_other_states(number)
+            with contextlib.ExitStack() as stack:
+                self._layer(number, state, stack)
+            gc.collect()  # a trainer refers to itself, and would stay with its layer's weights and moments
+            state.done = number + 1
+            save()
+            self.folder.remove(self.work / "checkpoints")
+        self._remove_other_states(self.linear[-1] + 1)  # before the result takes its room
+        return {
+            "seconds": round(state.seconds, 1),
+            "trained_parameters": state.trained,
+            "fwd_bwd": state.fwd_bwd,
+            "losses": [(int(step), loss) for step, loss in state.losses.items()],
+            "align_error": {"before": state.before, "after": state.after},
+        }
+
+    def save(self, result: Path) -> None:
+        """Writes the stage's result: adapters, or the whole model, a tensor at a time."""
+        with atomic_dir(result) as new:
+            if self.stage.lora is None:
+                (new / MODEL).mkdir()
+                self.chain.write(new / MODEL, {name: read for _, name, read in self._trained()})
+                return
+            (new / ADAPTER).mkdir()
+            student = prepare(attention_only(self.config, self.linear[0]), self.stage)
+            adapter = student.peft_config["default"]
+            adapter.layers_to_transform, adapter.inference_mode = self.linear, True
+            adapter.base_model_name_or_path = str(self.chain.checkpoint.folder)
+            adapter.save_pretrained(new / ADAPTER)
+            entries, reads = [], []
+            for path, name, read in self._trained():
+                with safe_open(path, "pt") as file:
+                    entries.append(Entry(name, torch.float32, tuple(file.get_slice(name).get_shape())))
+                reads.append(read)
+            shard = Shard(entries, (read().contiguous().view(-1) for read in reads), None)
+            with ThreadPoolExecutor(1) as pool:
+                for _ in shard.write(new / ADAPTER / ADAPTER_WEIGHTS, pool):
+                    pass
+
+    def clear(self) -> None:
+        """Removes all that this stage has written but its result."""
+        self.folder.remove(self.work)
+
+    # --- the parts of a run
+
+    def _layer(self, number: int, state: _State, stack: contextlib.ExitStack) -> None:
+        """Takes all rows through layer `number` of the base, and trains that of the model if it is linear."""
+        is_last = number == self.linear[-1]
+        before, few = self._states(number, stack), self._few_states(number, stack)
+        after = None if is_last else self._states(number + 1, stack)
+        stack.enter_context(self.base.layer(number))
+        positions_BT = collate([self.dataset.whole(i) for i in range(self.few)])["position_ids"].to(self.device)
+
+        def few_targets() -> tuple[AlignTargets, Tensor]:
+            with autocast(self.device, self.dtype):
+                return self.base.targets(few.read(0, self.few).to(self.device), positions_BT, number)
+
+        if not is_last:
+            following = self._few_states(number + 1, stack)
+            following.write(0, few_targets()[1])
+            following.flush()
+        if number not in self.linear:
+            assert after is not None
+            with autocast(self.device, self.dtype):
+                for row, batch in self._batches():
+                    x_NTC = before.read(row, self.stage.batch_size).to(self.device)
+                    after.write(row, self.base.run(x_NTC.view(*batch["input_ids"].shape, -1), batch["position_ids"]))
+                    self._report(number, row // self.stage.batch_size // self.stage.grad_accumulation, "softmax")
+            after.flush()
+            return
+        student = self._student(number, state)
+
+        def error() -> float:
+            with torch.no_grad(), autocast(self.device, self.dtype), torch.compiler.set_stance("force_eager"):
+                return float(student.eval()(align=few_targets()[0], position_ids=positions_BT).loss)
+
+        checkpoints = self.work / "checkpoints"
+        last = last_good(checkpoints)
+        start = 0 if last is None else step_of(last) * self.stage.batch_size * self.stage.grad_accumulation
+        objective = LayerObjective(self.base, number, len(self.linear), before, after, start)
+        if self.stage.compile and gains_by_compiling(self.device):
+            compile_attention(student)
+            compile_parts(self.base.backbone.layers[number])
+        trainer = StageTrainer(
+            student,
+            self.stage.model_copy(update={"max_grad_norm": self.stage.max_grad_norm / math.sqrt(len(self.linear))}),
+            objective,
+            self.dataset,
+            out=checkpoints,
+            device=self.device,
+            dtype=self.dtype,
+            seed=self.seed,
+            progress=functools.partial(self._report_step, number),
+            before_saving=objective.flush,
+        )
+        error_before = error()
+        with interrupts.deferred():
+            try:
+                trainer.train(resume_from_checkpoint=None if last is None else str(last))
+            finally:
+                trainer.finish_checkpoint()
+        objective.flush()
+        if trainer.average is not None:
+            trainer.average.apply()
+        for entry in trainer.state.log_history:
+            if "loss" in entry:
+                step = str(entry["step"])
+                state.losses[step] = state.losses.get(step, 0.0) + entry["loss"]
+        state.before.append(error_before)
+        state.after.append(error())
+        state.trained += sum(p.numel() for p in student.parameters() if p.requires_grad)
+        state.fwd_bwd = "captured" if trainer.eager is None else f"eager: {trainer.eager}"
+        _write_tensors(self._layer_file("trained", number), _trained_tensors(student))
+
+    def _student(self, number: int, state: _State) -> Any:
+        """The attention of layer `number` as the stage begins with it, with the stage's adapters. These draw the random
+        numbers that follow those of the adapters of the layers before, as in the whole model."""
+        student = attention_only(self.config, number)
+        prefix = f"model.layers.{number}.self_attn."
+        names = [name for name in self.chain.checkpoint.tensors if name.startswith(prefix)]
+        fitted = self._read_fitted(number)
+        tensors = {name: fitted[name] if name in fitted else self.chain.read(name) for name in names}
+        load_tensors(student, tensors, torch.device("cpu"))
+        set_seed(self.seed)
+        if state.random:
+            torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state.random)), dtype=torch.uint8))
+        student = prepare(student, self.stage)
+        if self.stage.lora is not None:
+            state.random = base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
+        return student.to(self.device)
+
+    def _embed(self) -> None:
+        """Writes what the first layer is given."""
+        with contextlib.ExitStack() as stack:
+            states, few = self._states(0, stack), self._few_states(0, stack)
+            stack.enter_context(self.base.embeddings())
+            stack.enter_context(autocast(self.device, self.dtype))
+            few.write(0, self.base.embed(collate([self.dataset.whole(i) for i in range(self.few)])["input_ids"]))
+            few.flush()
+            for row, batch in self._batches():
+                states.write(row, self.base.embed(batch["input_ids"]))
+            states.flush()
+
+    def _calibrate(self) -> None:
+        """Fits the mixers layer by layer, each behind those fitted before it, as `calibrate` does in a whole model.
+        The rows of a fit are few, so their hidden states stay in memory."""
+        count = -(-CALIBRATION_TOKENS // self.stage.seq_len)
+        batch = collate([self.dataset.whole(i) for i in range(min(count, len(self.dataset)))])
+        batch = {name: x.to(self.device) for name, x in batch.items()}
+        names = self.chain.checkpoint.tensors
+        model = OneLayer(self.config, names, self.chain.read, self.device, torch.float32)
+        positions_BT = in_two_lengths(batch["position_ids"], model.model)
+        with autocast(self.device, self.dtype):
+            with self.base.embeddings():
+                base_x_BTC = self.base.embed(batch["input_ids"])
+            with model.embeddings(), torch.autocast(self.device.type, enabled=False):
+                x_BTC = model.embed(batch["input_ids"])
+            for number in range(self.linear[-1] + 1):
+                with self.base.layer(number):
+                    targets, base_x_BTC = self.base.targets(base_x_BTC, positions_BT, number)
+                with model.layer(number) as layer, torch.autocast(self.device.type, enabled=False):
+                    if number not in self.linear:
+                        x_BTC = model.run(x_BTC, positions_BT)
+                        continue
+                    with calibrating(model.model, targets, batch["input_ids"], positions_BT):
+                        x_BTC = model.run(x_BTC, positions_BT)
+                    prefix = f"model.layers.{number}.self_attn.{MIXER_MODULE}."
+                    fitted = getattr(layer.self_attn, MIXER_MODULE).state_dict()
+                    _write_tensors(self._layer_file("fitted", number), {prefix + name: x for name, x in fitted.items()})
+                if self.progress is not None:
+                    self.progress(0, None, f"calibrated layer {number}")
+
+    # --- files
+
+    def _load_state(self) -> _State:
+        path = self.work / STATE
+        if not path.exists():
+            return _State(self.of)
+        state = _State(**json.loads(path.read_text(encoding="utf-8")))
+        if state.of != self.of:
+            raise LinearizeError(f"{path}: is of another stage, or of other rows; remove {self.work}")
+        return state
+
+    def _require_room(self, state: _State) -> None:
+        """Raises BadInput where the disk has no room for what is yet to be written of the hidden states."""
+        needed = hidden_bytes(self.rows + self.few, self.dataset.seq_len, self.config.hidden_size, self.dtype)
+        written = sum(path.stat().st_size for path in self.work.glob("*-*") if path.is_file())
+        free = shutil.disk_usage(self.work).free
+        if needed - written > free:
+            raise BadInput(
+                f"{self.work}: the hidden states of this stage need {decimal(needed - written)} of disk, and "
+                f"{decimal(free)} are free; free some space, lower tokens, or name a folder on another disk"
+            )
+
+    def _states(self, number: int, stack: contextlib.ExitStack) -> HiddenStates:
+        return stack.enter_context(self._open(f"hidden-{number}", self.rows))
+
+    def _few_states(self, number: int, stack: contextlib.ExitStack) -> HiddenStates:
+        return stack.enter_context(self._open(f"few-{number}", self.few))
+
+    def _open(self, name: str, rows: int) -> HiddenStates:
+        path, pinned = self.work / name, self.device.type == "cuda"
+        return HiddenStates(path, rows, self.dataset.seq_len, self.config.hidden_size, self.dtype, pinned)
+
+    def _remove_other_states(self, number: int) -> None:
+        """Removes the hidden states before the layers before `number`."""
+        for kind in ("hidden", "few"):
+            for path in self.work.glob(f"{kind}-*[0-9]"):
+                if int(path.name.rpartition("-")[2]) < number:
+                    self.folder.remove(path, sums_of(path))
+
+    def _layer_file(self, kind: str, number: int) -> Path:
+        return self.work / kind / f"{number:05}.safetensors"
+
+    def _read_fitted(self, number: int) -> dict[str, Tensor]:
+        path = self._layer_file("fitted", number)
+        if not path.exists():
+            return {}
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+    def _trained(self) -> Iterator[tuple[Path, str, Callable[[], Tensor]]]:
+        """What was trained: file, name, and what reads it, of every tensor of every linear layer."""
+        for number in self.linear:
+            path = self._layer_file("trained", number)
+            with safe_open(path, "pt") as file:
+                names = list(file.keys())
+            for name in names:
+                yield path, name, functools.partial(_read_tensor, path, name)
+
+    # --- rows and progress
+
+    def _batches(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """The micro-batches of the stage on the device, each with its first row."""
+        for row in range(0, self.rows, self.stage.batch_size):
+            batch = collate([self.dataset[i] for i in range(row, row + self.stage.batch_size)])
+            yield row, {name: x.to(self.device) for name, x in batch.items()}
+
+    def _report(self, number: int, step: float, note: str) -> None:
+        if self.progress is not None:
+            layers = self.linear[-1] + 1
+            self.progress(number * self.steps + step, layers * self.steps, f"layer {number}, {note}")
+
+    def _report_step(self, number: int, done: float, total: float | None, note: str = "") -> None:
+        self._report(number, done, note)
+
+
+def _trained_tensors(student: Any) -> dict[str, Tensor]:
+    """What a stage saves of a layer, by the names in its result."""
+    if isinstance(student, PeftModel):
+        return get_peft_model_state_dict(student, save_embedding_layers=False)
+    return {name: p for name, p in student.named_parameters() if p.requires_grad}
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    partial = path.with_suffix(".partial")
+    save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, partial)
+    fsync(partial)
+    partial.replace(path)
+
+
+def _read_tensor(path: Path, name: str) -> Tensor:
+    with safe_open(path, "pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+        return tensor

@@ -1,0 +1,171 @@
+"""Models of which one layer at a time is in memory, for training layer by layer.
+
+A `OneLayer` runs all of the family's own forward pass, which makes masks and rotary embeddings, while every layer but
+one hands on what it is given. So its layer gets what it gets in the whole model, in every family.
+
+Shapes: B batch, T tokens, C hidden size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
+
+from liger_convert.mixers import SOFTMAX
+from liger_convert.model import AlignTargets, collect_align_targets, linear_layers
+from liger_convert.training.align import AlignObjective
+from liger_convert.training.hidden_states import HiddenStates
+from liger_convert.training.sharding import without_weights
+
+Read = Callable[[str], Tensor]
+
+
+class OneLayer:
+    """The backbone of a base or linearized model on `device`, whose embeddings or one layer are loaded at a time.
+
+    names, read: the tensors of its checkpoint, by the names that they are stored under. model: the model itself, in
+    `dtype` and without weights; what is not loaded hands on what it is given.
+    """
+
+    def __init__(self, config: Any, names: Iterable[str], read: Read, device: torch.device, dtype: torch.dtype):
+        self.names, self.read, self.device = list(names), read, device
+        self.model = without_weights(config, dtype).requires_grad_(False)
+        self.backbone = self.model.model
+        for module in self.backbone.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(device)
+        for module in (*self.backbone.layers, self.backbone.norm):
+            module.forward = _hand_on
+        self._given: Tensor | None = None
+        self._output: Tensor | None = None
+
+    @contextlib.contextmanager
+    def embeddings(self) -> Iterator[None]:
+        """In the block the embeddings are loaded, for `embed`."""
+        with self._loaded(self.backbone.embed_tokens, "model.embed_tokens."):
+            yield
+
+    @torch.no_grad()
+    def embed(self, input_ids_BT: Tensor) -> Tensor:
+        """[B,T,C]: what the first layer is given."""
+        x_BTC: Tensor = self.backbone(input_ids=input_ids_BT.to(self.device), use_cache=False).last_hidden_state
+        return x_BTC
+
+    @contextlib.contextmanager
+    def layer(self, number: int) -> Iterator[Any]:
+        """In the block this decoder layer is loaded, and the passes below go through it."""
+        layer = self.backbone.layers[number]
+        with self._loaded(layer, f"model.layers.{number}."):
+            del layer.forward
+            hooks = [
+                layer.register_forward_pre_hook(lambda _layer, args: (self._given, *args[1:])),
+                layer.register_forward_hook(self._keep),
+            ]
+            try:
+                yield layer
+            finally:
+                for hook in hooks:
+                    hook.remove()
+                layer.forward = _hand_on
+
+    @torch.no_grad()
+    def run(self, x_BTC: Tensor, position_ids_BT: Tensor) -> Tensor:
+        """[B,T,C]: what the loaded layer makes of its inputs."""
+        self._given = x_BTC
+        self.backbone(inputs_embeds=x_BTC, position_ids=position_ids_BT, use_cache=False)
+        return self._taken()
+
+    def targets(self, x_BTC: Tensor, position_ids_BT: Tensor, number: int) -> tuple[AlignTargets, Tensor]:
+        """What the attention of the loaded layer, `number`, sees and gives, and what the layer makes of its inputs."""
+        self._given = x_BTC
+        targets = collect_align_targets(self.model, {"inputs_embeds": x_BTC, "position_ids": position_ids_BT}, [number])
+        return targets, self._taken()
+
+    def _keep(self, _layer: nn.Module, _args: tuple[Any, ...], output: Tensor) -> None:
+        self._output = output
+
+    def _taken(self) -> Tensor:
+        output, self._given, self._output = self._output, None, None
+        assert output is not None
+        return output
+
+    @contextlib.contextmanager
+    def _loaded(self, module: nn.Module, prefix: str) -> Iterator[None]:
+        load_tensors(self.model, {name: self.read(name) for name in self.names if name.startswith(prefix)}, self.device)
+        module.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for part in module.modules():
+                for name, parameter in part._parameters.items():
+                    if parameter is not None:
+                        part._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"), False)
+
+
+class LayerObjective(AlignObjective):
+    """The loss of one layer, on rows that come one after the other from `row` on: as much of it as it is of the mean
+    over all `layers` linear layers. Hands the rows on to `after`, unless no layer follows."""
+
+    def __init__(
+        self, base: OneLayer, number: int, layers: int, before: HiddenStates, after: HiddenStates | None, row: int
+    ):
+        self.one, self.number, self.count = base, number, layers
+        self.before, self.after, self.row = before, after, row
+
+    def __call__(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = super().__call__(model, batch) / self.count
+        return loss
+
+    def _targets(self, batch: dict[str, Tensor]) -> AlignTargets:
+        ids_BT = batch["input_ids"]
+        rows = ids_BT.numel() // self.before.shape[0]
+        x_NTC = self.before.read(self.row, rows).to(self.one.device, non_blocking=True)
+        x_BTC = x_NTC.view(*ids_BT.shape, -1)  # rows may be in pieces
+        targets, output_BTC = self.one.targets(x_BTC, batch["position_ids"], self.number)
+        if self.after is not None:
+            self.after.write(self.row, output_BTC)
+        self.row += rows
+        return targets
+
+    def flush(self) -> None:
+        """Waits until the rows that were handed on are on the disk."""
+        if self.after is not None:
+            self.after.flush()
+
+
+def attention_only(config: Any, number: int) -> Any:
+    """The linearized causal language model of `config` with nothing but the attention of layer `number` in it, in
+    float32 and without storage, under the names that it has in the whole model. It can be aligned, and nothing else."""
+    own = copy.deepcopy(config)
+    layers = config.linearization["layers"]
+    only = [name if i == number else SOFTMAX for i, name in enumerate(layers)]
+    own.linearization = config.linearization | {"layers": only}
+    model = without_weights(own, torch.float32)
+    backbone, kept = model.model, nn.Module()
+    kept.self_attn = backbone.layers[number].self_attn
+    backbone.layers = nn.ModuleList(kept if i == number else nn.Identity() for i in range(len(layers)))
+    backbone.embed_tokens, backbone.norm, model.lm_head = nn.Identity(), nn.Identity(), nn.Identity()
+    assert linear_layers(own) == [number]
+    return model
+
+
+def load_tensors(model: Any, tensors: dict[str, Tensor], device: torch.device) -> None:
+    """Gives parameters of `model` the values of `tensors`, by the names that they are stored under, in their own
+    dtypes. transformers' own loading does so, which fuses what is stored apart, such as experts."""
+    mapping: Any = get_model_conversion_mapping(model)
+    options = LoadStateDictConfig(device_map={"": str(device)}, dtype=model.dtype, weight_mapping=mapping)
+    found, _ = convert_and_load_state_dict_in_model(model, tensors, options)
+    if found.unexpected_keys or found.mismatched_keys or found.conversion_errors:
+        raise RuntimeError(f"transformers has no place for {sorted(found.unexpected_keys) or found.conversion_errors}")
+
+
+def _hand_on(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return hidden_states

@@ -1,0 +1,109 @@
+"""The model that a stage trains: its adapters, what of it is trainable, and its compiled layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from liger_convert.config.stages import Lora, Stage
+from liger_convert.model import MIXER_MODULE, linear_layers
+from liger_convert.model.families import family_of
+from liger_convert.training.align import AlignObjective
+from liger_convert.training.trainer import Objective, freeze
+from liger_convert.utils.errors import BadInput
+
+CURVE_POINTS = 50
+
+
+def prepare(model: Any, stage: Stage) -> Any:
+    """`model` with the stage's adapters, and with no more trainable than the stage trains."""
+    if stage.lora is not None:
+        return add_lora(model, stage.lora, train_mixer=stage.learning_rates.mixer is not None)
+    freeze(model, stage.learning_rates.trained())
+    return model
+
+
+def gains_by_compiling(device: torch.device) -> bool:
+    """On a CPU launches cost little of a step, and the ops branch on values, which breaks graphs."""
+    return device.type == "cuda"
+
+
+def compile_layers(model: Any, objective: Objective, aligning: bool) -> None:
+    """Compiles the layers in place, under the same names: one graph for each kind of layer and each length of rows, as
+    kernels for any length are slower.
+
+    In alignment only the attention of the linearized layers runs.
+    """
+    torch._dynamo.config.recompile_limit = 64  # kinds of layers, times lengths of the last batch
+    whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    backbone = whole.model
+    if aligning:
+        compile_attention(model)
+        assert isinstance(objective, AlignObjective)
+        for layer in objective.base.model.layers:
+            compile_parts(layer)
+        return
+    teacher = getattr(objective, "base", None)
+    for layer in [*backbone.layers, *([] if teacher is None else teacher.model.layers)]:
+        layer.compile(dynamic=False)
+
+
+def compile_attention(model: Any) -> None:
+    """Compiles what an alignment runs of `model`, in place."""
+    torch._dynamo.config.recompile_limit = 64
+    whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    for i in linear_layers(model.config):
+        whole.model.layers[i].self_attn.compile(dynamic=False)
+    # two kernels instead of a dozen, each of which writes a float32 tensor of the layer's size
+    whole.relative_error = torch.compile(whole.relative_error, dynamic=False)
+
+
+def compile_parts(layer: torch.nn.Module) -> None:
+    """Compiles each part of a base's layer by itself, in place, because hooks watch what goes into its attention and
+    what comes out, and hooks stay outside of graphs."""
+    for part in layer.children():
+        part.forward = torch.compile(part.forward, dynamic=False)
+
+
+def add_lora(model: Any, lora: Lora, *, train_mixer: bool) -> Any:
+    """`model` with adapters, and with its mixers trained in full as well. Raises BadInput for unknown targets."""
+    attention = lora.targets == "attention"
+    linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    targets = lora_projections(lora, model.config, linears)
+    names = {name.rpartition(".")[2] for name in linears}
+    for target in targets:
+        if target not in names:
+            raise BadInput(f"lora.targets: no projection is called {target!r}; there are {', '.join(sorted(names))}")
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # an int by its hint, a float in use
+        lora_dropout=lora.dropout,
+        target_modules=list(targets),
+        layers_to_transform=linear_layers(model.config) if attention else None,
+        modules_to_save=[MIXER_MODULE] if train_mixer else None,
+    )
+    # what has no weights yet gets adapters without weights
+    return get_peft_model(model, config, low_cpu_mem_usage=any(p.is_meta for p in model.parameters()))
+
+
+def lora_projections(lora: Lora, config: Any, linears: Iterable[str]) -> list[str]:
+    """The last parts of the names of the projections that get an adapter. linears: the full names of all linear maps
+    of the model; what is in a mixer is new, and trains as it is; a router keeps its choices."""
+    if lora.targets == "attention":
+        return list(family_of(config).projections)
+    if lora.targets == "all":
+        body = (name for name in linears if re.search(r"\.layers\.\d+\.(self_attn|mlp)\.", name))
+        return sorted({name.rpartition(".")[2] for name in body if f".{MIXER_MODULE}." not in name} - {"gate"})
+    return lora.targets
+
+
+def curve(losses: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """At most CURVE_POINTS points (step, mean loss since the last point)."""
+    size = -(-len(losses) // CURVE_POINTS) or 1
+    chunks = [losses[i : i + size] for i in range(0, len(losses), size)]
+    return [(chunk[-1][0], round(sum(loss for _, loss in chunk) / len(chunk), 5)) for chunk in chunks]
