@@ -68,6 +68,7 @@ VARIANTS = [
     {"type": "window", "forget": True, "window": 7},
     {"type": "window", "window": 0, "sinks": 0},
     {"type": "forgetting", "window": 7, "sinks": 2},
+    {"type": "forgetting", "rope": False, "gate": "learned", "kv_shift": True, "window": 0, "sinks": 0},
     {"type": "mom", "forget": True},
     {"type": "mom", "router": "layer", "memories": 5},
     {"type": "gsa", "scope": "all", "combine": "learned", "slots": 4},

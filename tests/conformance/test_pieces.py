@@ -62,14 +62,19 @@ PIECES: list[dict[str, Any]] = [
     {"type": "gated-deltanet", "output_gate": True, **CONV},
     {"type": "kda", "output_gate": True, "output_norm": "rms", "scope": "all"},
     {"type": "mamba", "output_gate": True, "output_norm": "rms"},
+    {"type": "rwkv6", "token_shift": True},
+    {"type": "rwkv6", "token_shift": True, "scope": "all", "window": 1, "sinks": 0, **CONV},
+    {"type": "forgetting", "kv_shift": True, "output_gate": True},
+    {"type": "forgetting", "kv_shift": True, "qk_norm": True, "output_norm": "rms"},
+    {"type": "forgetting", "gate": "fixed", "shortest": 2, "longest": 9, "output_gate": True},
     {"type": "ttt", "inner_norm": True, "mini_batch": 3, **CONV},
     {"type": "ttt", "model": "mlp", "inner_norm": True, "mini_batch": 4, "scope": "all"},
     {"type": "ttt", "model": "mlp", "window": 1, "sinks": 0, "output_gate": True},
     {"type": "titans", "mini_batch": 3, "scope": "all"},
     {"type": "titans", "model": "mlp", "mini_batch": 4, **CONV},
 ]
-CHANGES = {"output_norm", "model", "inner_norm", "mini_batch"}  # what is no identity, whatever it starts with
-OPTIONS = CHANGES | {"short_conv", "skip", "bonus", "output_gate"}
+CHANGES = {"output_norm", "qk_norm", "model", "inner_norm", "mini_batch"}  # what is no identity, whatever it starts with
+OPTIONS = CHANGES | {"short_conv", "skip", "bonus", "output_gate", "token_shift", "kv_shift"}
 every_piece = pytest.mark.parametrize("options", PIECES, ids=str)
 
 

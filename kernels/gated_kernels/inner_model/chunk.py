@@ -78,7 +78,7 @@ def chunk_inner_model(
     norm = None if norm_G2V is None else norm_G2V.to(dtype)
     model = Model(layers, norm, scale)
     with torch.autocast(v_BTGV.device.type, enabled=False):
-        inputs = q_BTHF.unflatten(2, (G, -1)), k_BTGF, v_BTGV, eta_BTG1, log_a, log_m, written_BTG1
+        inputs = Inputs(q_BTHF.unflatten(2, (G, -1)), k_BTGF, v_BTGV, eta_BTG1, written_BTG1, log_a, log_m)
         o, last = checkpoint(
             _chunked,
             inputs,
@@ -91,6 +91,18 @@ def chunk_inner_model(
             preserve_rng_state=False,
         )
     return o.flatten(2, 3).to(v_BTGV.dtype), last
+
+
+class Inputs(NamedTuple):
+    """Of all tokens [B,T,G,*], or of a chunk's [B,G,C,*]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    eta: Tensor
+    written: Tensor
+    log_a: Tensor | None = None
+    log_m: Tensor | None = None
 
 
 class Model(NamedTuple):
@@ -125,22 +137,20 @@ class Shares(NamedTuple):
 
 
 def _chunked(
-    inputs: tuple[Tensor | None, ...],
+    inputs: Inputs,
     model: Model,
     state: Tensor,
     mini_batch: int,
     segment_ids_BT: Tensor | None,
     exclusive: bool,
 ) -> tuple[Tensor, Tensor]:
-    q_BTGRF, *_, written_BTG1 = inputs
-    assert q_BTGRF is not None and written_BTG1 is not None
-    T = q_BTGRF.shape[1]
+    T = inputs.k.shape[1]
     C = min(mini_batch, T)
     chunks = [None if x is None else split(x, C, state.dtype).unbind(2) for x in inputs]
     same = None if segment_ids_BT is None else same_segment(segment_ids_BT, C)
     outputs = []
     for n in range(-(-T // C)):
-        of_chunk = tuple(None if x is None else x[n] for x in chunks)
+        of_chunk = Inputs(*(None if x is None else x[n] for x in chunks))
         of_segments = None if same is None else tuple(mask[:, :, n] for mask in same)
         o, state = _one_chunk(of_chunk, model, state, mini_batch, of_segments, exclusive)
         outputs.append(o)
@@ -148,15 +158,14 @@ def _chunked(
 
 
 def _one_chunk(
-    inputs: tuple[Tensor | None, ...],
+    inputs: Inputs,
     model: Model,
     state: Tensor,
     mini_batch: int,
     same: tuple[Tensor, ...] | None,
     exclusive: bool,
 ) -> tuple[Tensor, Tensor]:
-    q, k, v, eta, log_a, log_m, written = inputs
-    assert q is not None and k is not None and v is not None and eta is not None and written is not None
+    q, k, v, eta, written, log_a, log_m = inputs
     C, R, P, ones = k.shape[2], q.shape[3], state.shape[-1] - 2, torch.ones_like(eta)
     rows = [model.unpacked(row) for row in state[..., :P].unbind(2)]
     added, anchor = rows[:2]
@@ -202,9 +211,10 @@ def _one_chunk(
         follows = nnf.pad(pairs.diagonal(-1, -2, -1), (1, 0))[..., None]
         read = Shares(*(torch.where(follows > 0, nnf.pad(x[..., :-1, :], (0, 0, 1, 0)), y) for x, y in zip(after, own)))
     read = Shares(*(x.repeat_interleave(R, 2) for x in read))
-    x = q_rows = q.flatten(2, 3)
+    q_rows = q.flatten(2, 3)
+    x = y = model.scale * q_rows
     for i, (start, (keys, errors)) in enumerate(zip(model.layers, writes)):
-        x = _with_one(nnf.gelu(y, approximate="tanh") if i else model.scale * x)
+        x = _with_one(nnf.gelu(y, approximate="tanh") if i else x)
         y = read.log_p.exp() * (x @ start) + read.added * (x @ added[i]) + ((x @ keys.mT) * read.writes) @ errors
         if momentum is not None:
             y = y + read.momentum * (x @ momentum[i])
@@ -234,7 +244,8 @@ def _gradients(
 ) -> list[tuple[Tensor, Tensor]]:
     """Of each layer its inputs [B,G,C,X] and the loss's gradient by its outputs [B,G,C,Y], both of the keys, by the
     weights p W_0 + share * added."""
-    x, inputs, slopes = model.scale * k, [], []
+    inputs, slopes = [], []
+    x = y = model.scale * k
     for i, (start, more) in enumerate(zip(model.layers, added)):
         if i:
             x, slope = _gelu(y)

@@ -1,4 +1,4 @@
-"""Titans: a memory that learns at test time, with momentum and forgetting (2501.00663, eq. 12 to 14), by default a matrix.
+"""Titans: a memory that learns with momentum and forgetting (2501.00663, eq. 12 to 14), by default a matrix.
 
 Z_t = eta_t Z_{t-1} - theta_t u_t^T (u_t M_{t-1} - v_t),   M_t = (1 - alpha_t) M_{t-1} + Z_t,   o_t = q_t M_t
 theta_t = sigmoid(pool(k_t) + c),   eta_t = sigmoid(pool(k_t) + d),   1 - alpha_t = exp(-softplus(pool(k_t) + e))

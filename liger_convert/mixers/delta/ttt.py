@@ -1,4 +1,4 @@
-"""TTT: the memory is a model, trained at every token (2407.04620, eq. 1 to 5), by default a linear one a token at a time.
+"""TTT: the memory is a model, trained at every token (2407.04620, eq. 1 to 5), by default a linear one.
 
 W_t = W_{t-1} - eta_t u_t^T (u_t W_{t-1} - v_t),   eta_t = eta sigmoid(pool(k_t) + c),   o_t = q_t W_t
 
