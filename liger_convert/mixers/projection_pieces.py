@@ -35,7 +35,10 @@ STATES = ("shift_x", "shift_q", "shift_k", "shift_v")
 
 def shift_shapes(shift: Shift, dims: HeadDims) -> dict[str, tuple[int, ...]]:
     """Names and shapes, without the batch, of the float32 states that a shift keeps: the last token."""
-    of_kv = {"shift_k": (1, dims.kv_heads, dims.dim), "shift_v": (1, dims.kv_heads, dims.dim)}
+    of_kv: dict[str, tuple[int, ...]] = {
+        "shift_k": (1, dims.kv_heads, dims.dim),
+        "shift_v": (1, dims.kv_heads, dims.dim),
+    }
     match shift:
         case "key_value":
             return of_kv
@@ -94,12 +97,10 @@ class KeyValueShift(nn.Module):
         states: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
         """q as it is, k and v shifted, and the new states."""
-        after, shifted = {}, []
-        for name, of_token, weight_GC in (("shift_k", k_BTGD, self.key_GC), ("shift_v", v_BTGD, self.value_GC)):
-            alpha_BTG1 = _project(x_BTC, weight_GC).tanh()[..., None]
-            moved, after[name] = _shifted(of_token, alpha_BTG1, row, states.get(name))
-            shifted.append(moved)
-        return q_BTHD, *shifted, after
+        of_key, of_value = (_project(x_BTC, weight).tanh()[..., None] for weight in (self.key_GC, self.value_GC))
+        k_BTGD, after_k = _shifted(k_BTGD, of_key, row, states.get("shift_k"))
+        v_BTGD, after_v = _shifted(v_BTGD, of_value, row, states.get("shift_v"))
+        return q_BTHD, k_BTGD, v_BTGD, {"shift_k": after_k, "shift_v": after_v}
 
 
 class TokenShift(nn.Module):

@@ -73,7 +73,13 @@ PIECES: list[dict[str, Any]] = [
     {"type": "titans", "mini_batch": 3, "scope": "all"},
     {"type": "titans", "model": "mlp", "mini_batch": 4, **CONV},
 ]
-CHANGES = {"output_norm", "qk_norm", "model", "inner_norm", "mini_batch"}  # what is no identity, whatever it starts with
+CHANGES = {
+    "output_norm",
+    "qk_norm",
+    "model",
+    "inner_norm",
+    "mini_batch",
+}  # what is no identity, whatever it starts with
 OPTIONS = CHANGES | {"short_conv", "skip", "bonus", "output_gate", "token_shift", "kv_shift"}
 every_piece = pytest.mark.parametrize("options", PIECES, ids=str)
 

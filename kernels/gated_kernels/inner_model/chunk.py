@@ -19,7 +19,7 @@ a chunk are [B, G, C, ...].
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as nnf
@@ -150,9 +150,9 @@ def _chunked(
     same = None if segment_ids_BT is None else same_segment(segment_ids_BT, C)
     outputs = []
     for n in range(-(-T // C)):
-        of_chunk = Inputs(*(None if x is None else x[n] for x in chunks))
+        of_chunk: Any = [None if x is None else x[n] for x in chunks]
         of_segments = None if same is None else tuple(mask[:, :, n] for mask in same)
-        o, state = _one_chunk(of_chunk, model, state, mini_batch, of_segments, exclusive)
+        o, state = _one_chunk(Inputs(*of_chunk), model, state, mini_batch, of_segments, exclusive)
         outputs.append(o)
     return torch.stack(outputs, 2).movedim(1, 3).flatten(1, 2)[:, :T], state
 

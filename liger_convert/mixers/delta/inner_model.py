@@ -113,12 +113,14 @@ class InnerModel(nn.Module):
         """What unit queries read of it, [B,T,H,V] in float32, and the new state. `entries` are unit keys, values,
         rates, where there are gates their logs (of decay and momentum), and whether a token is written."""
         k_BTGD, v_BTGV, eta_BTG1, *log_gates, written_BTG1 = entries
+        log_a, log_m = log_gates or (None, None)
         return chunk_inner_model(
             q_BTHD,
             k_BTGD,
             v_BTGV,
             eta_BTG1,
-            *(log_gates or (None, None)),
+            log_a,
+            log_m,
             written_BTG1,
             first_GFW=self.first_GXY,
             second_GWV=self.second_GXY,
