@@ -38,8 +38,8 @@ class RWKV7(DeltaMixer):
     summary = "delta rule with a decay and a strength per channel"
     gate_rule = "exp(-e^-0.5 sigmoid(k + d))"
     left_out = (
-        "the low-rank projections, the bonus for the current token, the mixing of values across layers; off by default: "
-        "the token shift (`short_conv: 2`, of projections), `output_norm`, `output_gate`"
+        "the low-rank projections, the bonus for the current token, the mixing of values across layers; off by "
+        "default: the token shift (`short_conv: 2`, of projections), `output_norm`, `output_gate`"
     )
     Spec = RWKV7Spec
     spec: RWKV7Spec

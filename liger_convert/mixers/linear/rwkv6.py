@@ -46,8 +46,8 @@ class RWKV6(GatedMixer):
     summary = "a decay per channel, and a bonus for the current token"
     gate_rule = "exp(-exp(pool(k) + b))"
     left_out = (
-        "the decay's low-rank projection, SiLU in the output's gate; off by default: `token_shift` (of projections, not "
-        "of inputs), `output_gate`, with `scope: evicted` also `bonus`"
+        "the decay's low-rank projection, SiLU in the output's gate; off by default: `token_shift` (of projections, "
+        "not of inputs), `output_gate`, with `scope: evicted` also `bonus`"
     )
     Spec = RWKV6Spec
     spec: RWKV6Spec
