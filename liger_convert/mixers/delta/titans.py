@@ -8,10 +8,11 @@ come from pooled keys instead of new projections. Two states of the head's size 
 
 `model: mlp` is its deep memory, of two layers, and `mini_batch` its chunks, whose gradients are taken at the memory of
 their start (section 3.2); both from a learned M_0, as in inner_model.py. What persistent tokens write into a memory is
-the same for every text, so M_0 stands for it; those that attention sees are left out. Of the three ways to put memory
-and attention together, memory as a gate is the nearest to what a mixer does here: two branches over the same tokens,
-whose outputs a learned mix adds where the paper multiplies them behind norms. In the other two, attention takes in what
-memory gives, or memory what attention gives, for which a checkpoint has no projections.
+the same for every text, so M_0 stands for it; those that attention sees are left out, as the window's sinks stand for
+them. Of the three ways to put memory and attention together, memory as a gate is the nearest to what a mixer does here:
+two branches over the same tokens, whose outputs a learned mix adds where the paper multiplies them behind norms. In the
+other two, attention takes in what memory gives, or memory what attention gives, for which a checkpoint has no
+projections.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, V value size.
 """
