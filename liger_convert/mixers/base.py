@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -91,13 +91,15 @@ class Mixer(nn.Module, ABC):
 
     Other modules call a mixer and do not use its parts, so that adapters and sharding that wrap it stay in effect.
     `left_out` says which pieces of the paper's layer it lacks, and behind "off by default:" which are options;
-    "nothing" where it has them all, empty where there is no paper.
+    "nothing" where it has them all, empty where there is no paper. `slow_parameters`: by name, those whose learning
+    rate is that part of the mixers'.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     gate_rule: ClassVar[str]
     left_out: ClassVar[str] = ""
+    slow_parameters: ClassVar[Mapping[str, float]] = {}
     recurrence: ClassVar[str]
     Spec: ClassVar[type[MixerSpec]]
     initial_log_share: ClassVar[float] = -4.0

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,8 @@ class GateLoopSpec(GatedSpec):
 class GateLoop(GatedMixer):
     summary = "linear attention with a complex gate per channel: the token chooses its size and its angle"
     gate_rule = "sigmoid(pool(k) + b) e^(i k P)"
+    # a memory turns by the sum of a thousand tokens' angles: at the others' rate, a first step scrambles it
+    slow_parameters: ClassVar[dict[str, float]] = {"phase_GDC": 1e-3}
     left_out = "the gate's projections of the layer's input; off by default: `output_gate`"
     Spec = GateLoopSpec
     spec: GateLoopSpec
