@@ -39,7 +39,7 @@ VARIANTS = [
     {"type": "titans", "scope": "all", "sinks": 0, "momentum_bias": 3.0},
     {"type": "ttt", "inner_norm": True, "rope": True, "beta": "constant"},
     {"type": "titans", "model": "mlp", "mini_batch": 16, "rope": True},
-    {"type": "mom", "memories": 3, "inner": {"type": "ttt", "model": "mlp", "mini_batch": 3}},
+    {"type": "mom", "memories": 3, "combine": "learned", "inner": {"type": "ttt", "model": "mlp", "mini_batch": 3}},
     {"type": "linear-attention", "feature_map": "softmax"},
     {"type": "linear-attention", "normalize": False, "combine": "learned", "feature_map": "identity"},
     {"type": "rebased", "feature_map": "products", "rope": True},

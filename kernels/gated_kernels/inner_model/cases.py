@@ -42,12 +42,13 @@ CASES = {
     "linear": Case(50, 7),
     "linear, norm": Case(50, 7, norm=True),
     "hidden": Case(50, 7, 6),
-    "hidden, norm": Case(50, 7, 6, True),
+    "hidden, norm, float64": Case(50, 7, 6, True, dtype=torch.float64),
     "a token a mini-batch": Case(20, 1, 6, decay=True, momentum=True),
     "decay and momentum": Case(50, 7, 6, decay=True, momentum=True),
     "momentum": Case(40, 7, momentum=True),
-    "exclusive": Case(40, 7, 6, True, decay=True, exclusive=True),
-    "segments": Case(60, 7, 6, True, segments=True),
+    "exclusive, float64": Case(40, 7, 6, True, decay=True, exclusive=True, dtype=torch.float64),
+    "segments, float64": Case(60, 7, 6, True, segments=True, dtype=torch.float64),
+    "segments": Case(60, 7, 6, segments=True),
     "segments, exclusive, all pieces, float64": Case(
         60, 5, 6, True, True, True, segments=True, exclusive=True, dtype=torch.float64
     ),

@@ -218,7 +218,9 @@ def _one_chunk(
         y = read.log_p.exp() * (x @ start) + read.added * (x @ added[i]) + ((x @ keys.mT) * read.writes) @ errors
         if momentum is not None:
             y = y + read.momentum * (x @ momentum[i])
-    o = y if model.norm is None else q_rows + _normed(y)[0] * model.norm[:, :1] + model.norm[:, 1:]
+    o = y
+    if model.norm is not None:
+        o = q_rows + nnf.layer_norm(y, y.shape[-1:], eps=EPS) * model.norm[:, :1] + model.norm[:, 1:]
 
     end = after.of_token(torch.zeros_like(eta).index_fill(2, torch.tensor([C - 1], device=eta.device), 1.0))
     filled = fills * last
