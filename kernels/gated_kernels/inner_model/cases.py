@@ -28,7 +28,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     B: int = 2
     G: int = 2
-    R: int = 2
+    R: int = 3
     F: int = 5
 
 
@@ -71,7 +71,7 @@ def inputs(case: Case) -> dict[str, Any]:
         "q_BTHF": nnf.normalize(normal(B, T, G * case.R, F), dim=-1),
         "k_BTGF": nnf.normalize(normal(B, T, G, F), dim=-1),
         "v_BTGV": normal(B, T, G, F),
-        "eta_BTG1": torch.rand(B, T, G, 1, generator=random, dtype=torch.float64) * written / (5 + 2 * case.hidden),
+        "eta_BTG1": torch.rand(B, T, G, 1, generator=random, dtype=torch.float64) * written / (10 + 4 * case.hidden),
         "log_a": nnf.logsigmoid(normal(B, T, G, 1) + 3) * written if case.decay else None,
         "log_m": nnf.logsigmoid(normal(B, T, G, 1)) * written if case.momentum else None,
         "written_BTG1": written,
