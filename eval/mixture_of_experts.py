@@ -22,7 +22,7 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, DynamicCache, MixtralConfig, PreTrainedTokenizerFast
 
-from liger_convert.cli import main as linearize
+from liger_convert.cli.main import main as linearize
 from liger_convert.config.sources import PydocSource
 from liger_convert.data.documents import load_source
 from liger_convert.data.packed_rows import collate, pack
