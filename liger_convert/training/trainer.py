@@ -61,8 +61,12 @@ def optimizer_groups(model: nn.Module, rates: dict[str, float], weight_decay: fl
     Only matrices decay: no biases, no norms, and nothing of a mixer, since zero is no neutral value of its gates and
     feature maps. What a mixer says is slow learns at a part of its rate.
     """
-    specs = model.config.linearization["mixers"].values()
-    mixers = {mixer for spec in specs for mixer in (spec["type"], *make_spec(spec).inner_types())}
+    config: Any = model.config
+    mixers = {
+        mixer
+        for spec in config.linearization["mixers"].values()
+        for mixer in (spec["type"], *make_spec(spec).inner_types())
+    }
     slow = {name: part for mixer in mixers for name, part in MIXERS[mixer].slow_parameters.items()}
     groups: dict[tuple[str, bool, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
