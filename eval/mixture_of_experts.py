@@ -46,7 +46,7 @@ SHAPE = {
 }
 VOCABULARY, ROW, ROWS, RATE = 2048, 256, 4, 3e-3
 WINDOW = {"window": 32, "sinks": 4}
-PATTERN = ["gla", "gla", "gla", "softmax"]
+MIXER, PATTERN = "gla", ["main", "main", "main", "softmax"]  # of the recipe
 REPETITIONS, DECODED = 3, 32  # of a timing, of which the fastest counts, and tokens that are decoded in one
 SUITE = {
     "description": "text, and copying from beyond the window",
@@ -119,7 +119,7 @@ def convert(home: Path, tokens: int) -> dict[str, Any]:
         "version": 1,
         "name": "mixture-of-experts",
         "base": str(home / "base"),
-        "mixers": {name: {"type": name, **WINDOW} for name in dict.fromkeys(PATTERN) if name != "softmax"},
+        "mixer": {"type": MIXER, **WINDOW},
         "layers": {"repeat": PATTERN},
         "device": "cpu",
         "data": {"text": {"source": "pydoc", "held_out": 0.1}},
@@ -183,13 +183,14 @@ def fastest(run: Any) -> float:
 
 def page(trained: str, report: dict[str, Any], speeds: dict[str | None, tuple[float, float]], args: Any) -> str:
     """The tables as Markdown."""
+    layers = ", ".join(PATTERN).replace("main", MIXER)
     experts = f"{SHAPE['num_local_experts']} experts, {SHAPE['num_experts_per_tok']} of them for a token"
     lines = [
         "# A base with a mixture of experts",
         "",
         f"A random Mixtral of {SHAPE['num_hidden_layers']} layers ({experts}, hidden size {SHAPE['hidden_size']}) was",
         f"trained on Python's documentation for {trained}. It was",
-        f"converted with the layers {', '.join(PATTERN)}, a window of {WINDOW['window']}, {WINDOW['sinks']} sinks,",
+        f"converted with the layers {layers}, a window of {WINDOW['window']}, {WINDOW['sinks']} sinks,",
         f"{args.tokens // 4:,} tokens of alignment and {args.tokens:,} of distillation.",
         "",
         f"    python eval/mixture_of_experts.py --minutes {args.minutes:g} --tokens {args.tokens} --out {args.out}",
