@@ -25,6 +25,8 @@ from torch import Tensor
 from liger_convert.mixers.control.window import Window, WindowSpec
 from liger_convert.mixers.registry import register_mixer
 
+FARTHEST = 100_000_000  # tokens
+
 
 @dataclass(frozen=True)
 class ForgettingSpec(WindowSpec):
@@ -72,8 +74,9 @@ class ForgettingSpec(WindowSpec):
     def problem(self) -> str | None:
         if not self.forget:
             return "forget: is what this mixer is; use window for one that does not"
-        if (self.shortest, self.longest) != (0, 0) and not 1 <= self.shortest <= self.longest:
-            return f"shortest: {self.shortest} to longest: {self.longest} is no range of tokens; from 1 on, or both 0"
+        if (self.shortest, self.longest) != (0, 0) and not 1 <= self.shortest <= self.longest <= FARTHEST:
+            range_of = f"{self.shortest} to longest: {self.longest}"
+            return f"shortest: {range_of} is no range of tokens from 1 to {FARTHEST:,}; leave both at 0 for none"
         return super().problem()
 
 
