@@ -191,7 +191,7 @@ def page(trained: str, report: dict[str, Any], speeds: dict[str | None, tuple[fl
         f"A random Mixtral of {SHAPE['num_hidden_layers']} layers ({experts}, hidden size {SHAPE['hidden_size']}) was",
         f"trained on Python's documentation for {trained}. It was",
         f"converted with the layers {layers}, a window of {WINDOW['window']}, {WINDOW['sinks']} sinks,",
-        f"{args.tokens // 4:,} tokens of alignment and {args.tokens:,} of distillation.",
+        f"on {args.tokens // 4:,} tokens of alignment and {args.tokens:,} of distillation.",
         "",
         f"    python eval/mixture_of_experts.py --minutes {args.minutes:g} --tokens {args.tokens} --out {args.out}",
         "",
