@@ -66,10 +66,12 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python docs/generate.py --check
+	$(BIN)/python eval/methods.py --check
 	$(MKDOCS)
 
 docs: install
 	$(BIN)/python docs/generate.py
+	$(BIN)/python eval/methods.py
 	$(MKDOCS)
 
 reports: $(REPORTS:%=report-%)

@@ -5,7 +5,8 @@
 Each layer becomes linear and learns from the base's own activations, on Python's documentation, of whose rows half say
 a stretch twice. The error is the mean over layers of the relative squared error of the attention outputs, on rows that
 were not trained on. Mixers that have something to calibrate are calibrated first, at no training tokens. All
-see the same batches in the same order. `window` is the control: what no memory at all reaches.
+see the same batches in the same order. `window` is the control: what no memory at all reaches. A mixer may come with
+options: --mixers gla gla:gate=constant
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mixer_table import mixer_of
 
 from liger_convert.config.sources import PydocSource
 from liger_convert.data.documents import load_source
@@ -70,7 +72,7 @@ def measure(folder: Path, args: argparse.Namespace) -> list[tuple[str, float, fl
     for name in args.mixers:
         linearization = {
             "format": 2,
-            "mixers": {"main": resolve_spec({"type": name})},
+            "mixers": {"main": resolve_spec(mixer_of(name))},
             "layers": ["main"] * len(layers),
         }
         model = linearize_base(folder, linearization, dtype=torch.float32)
@@ -121,7 +123,8 @@ def page(rows: list[tuple[str, float, float, float]], args: argparse.Namespace) 
     ]
     for name, start, calibrated, after in rows:
         fitted = _cell(calibrated) if calibrated != start else "–"
-        lines.append(f"| `{name}` | {MIXERS[name].recurrence} | {_cell(start)} | {fitted} | {_cell(after)} |")
+        recurrence = MIXERS[mixer_of(name)["type"]].recurrence
+        lines.append(f"| `{name}` | {recurrence} | {_cell(start)} | {fitted} | {_cell(after)} |")
     return "\n".join(lines) + "\n"
 
 

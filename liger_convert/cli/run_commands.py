@@ -92,7 +92,7 @@ def plan(
     from liger_convert.utils.device import gpu_memory
 
     config = base_config(loaded.base, **loaded.base_options.model_dump(exclude={"allow_pickle"}))
-    made = make_plan(loaded, config, processes=gpus or 1)
+    made = make_plan(loaded, config, processes=gpus)
     warnings = check_recipe(loaded, made, config, suites.load(loaded.eval.suite))
     warnings += too_large(made, gpu_memory() if loaded.device != "cpu" else None, loaded.sharding)
     show(made.render(), made.to_dict() | {"warnings": warnings}, as_json)

@@ -1,4 +1,4 @@
-"""The section `adapt` of a recipe: its stages are fitted to the base and to the GPU instead of taken as they are."""
+"""The section `adapt` of a recipe: windows and stages are fitted to the base and to the GPU, not taken as they are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from liger_convert.config.stages import Rank
 
 
 class Adapt(Strict):
-    """Fits the stages to a base and a GPU that the recipe was not written for, see `pipeline.adapt`."""
+    """Fits windows and stages to a base and a GPU that the recipe was not written for, see `pipeline.adapt`."""
 
     hidden_size: Count
     """Hidden size of the base that the learning rates were tuned on."""

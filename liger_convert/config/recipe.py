@@ -91,6 +91,9 @@ class Recipe(Strict):
     sharding: Literal["auto", "none", "full"] = "auto"
     """Whether several GPUs share the weights of a stage, each holding a slice of them: `full`, `none`, where each holds
     all, or `auto`, `full` for the stages of which all weights do not fit one GPU."""
+    sequence_parallel: Processes = 1
+    """How many GPUs share each row, for rows longer than one holds: each takes a part of its tokens. The number of GPUs
+    must be a multiple."""
     seed: Seed = 0
     """Seed of all that is drawn at random."""
     data: dict[Name, AnySource] = Field(default_factory=dict)

@@ -103,6 +103,8 @@ class Mixer(nn.Module, ABC):
     recurrence: ClassVar[str]
     Spec: ClassVar[type[MixerSpec]]
     initial_log_share: ClassVar[float] = -4.0
+    # whether a `scan` of a row's shards, each from the states of the one before, is that of the row
+    passes_states: ClassVar[bool] = True
     # what a forward pass in training adds to the loss, already weighted, until `take_auxiliary_loss` takes it
     auxiliary_loss: Tensor | None = None
 
@@ -228,10 +230,10 @@ class Mixer(nn.Module, ABC):
         """The new tokens' projections before rotary as the layer is to take them; updates the states of `past`."""
         if self.shift is not None:
             row = Row(metadata.valid_BT, None if metadata.segment_ids_BT is None else metadata.position_BT)
-            states = {} if past is None else past.states
+            states = {} if past is None else past.read_states(self)
             q_BTHD, k_BTGD, v_BTGD, after = self.shift(q_BTHD, k_BTGD, v_BTGD, x_BTC, row, states)
             if past is not None:
-                past.write_states(after)
+                q_BTHD = past.write_states(after, q_BTHD, self)
         if self.qk_norm is not None:
             q_BTHD, k_BTGD = self.qk_norm(q_BTHD, k_BTGD)
         return q_BTHD, k_BTGD, v_BTGD
@@ -286,7 +288,8 @@ class Mixer(nn.Module, ABC):
         else:
             v_BTGV = qkv.v_BSGD[:, -tokens:]
             write_mask_BT = metadata.valid_BT
-        states = {} if past is None else {n: s for n, s in past.states.items() if n not in SHIFT_STATES}
+        states = {} if past is None else past.read_states(self)
+        states = {name: state for name, state in states.items() if name not in SHIFT_STATES}
         after: dict[str, Tensor] = {}
         if self.short_conv is not None:
             packed, real_BT = metadata.segment_ids_BT is not None, metadata.valid_BT
@@ -306,7 +309,8 @@ class Mixer(nn.Module, ABC):
             memory = self.scan_reads(qkv, entries, metadata.segment_ids_BT, exclusive=evicted)
         else:
             memory, states = self.scan(qkv, entries, states, metadata.segment_ids_BT, exclusive=evicted)
-            past.write_states({**states, **after})
+            read_BTHV = past.write_states({**states, **after}, memory.read_BTHV, self)
+            memory = memory._replace(read_BTHV=read_BTHV)
         if self.read_norm is not None:
             memory = MemoryOutput(self.read_norm(memory.o_BTHV), memory.log_normalizer_BTH)
         if self.read_gate is not None:

@@ -129,6 +129,13 @@ class Codebook(nn.Module):
         k_BTGD = k_BTGD if multiplies_in_bf16(k_BTGD) else k_BTGD.float()
         return chunk_codebook(k_BTGD, self.k_turn_GDE, self.k_shift_GE, self.k_log_tau_G, self.codes_GFE)
 
+    def pooled_keys(self, k_BTGD: Tensor) -> Tensor:
+        """A mean of the key's channels for each code, [B,T,G,F] in float32: a channel counts as the square of what it
+        has in the code's direction P c, of length 1."""
+        with torch.autocast(k_BTGD.device.type, enabled=False):
+            directions_GDF = self.k_turn_GDE.float() @ self.codes_GFE.float().mT
+            return per_head(k_BTGD.float(), nnf.normalize(directions_GDF, dim=1).square())
+
 
 def code_size(dim: int) -> int:
     """E: half a head; what queries and keys have in common beyond the window needs no more directions."""

@@ -41,6 +41,7 @@ BUILT_IN = {
         "decaying-fast-weights": "linear.decaying_fast_weights",
         "deltanet": "delta.deltanet",
         "gated-deltanet": "delta.gated_deltanet",
+        "gated-deltanet-2": "delta.gated_deltanet2",
         "kda": "delta.kda",
         "rwkv7": "delta.rwkv7",
         "ttt": "delta.ttt",

@@ -101,7 +101,7 @@ class LinearizedAttention(nn.Module):
         if metadata is None:
             raise ValueError("a linearized layer is run by its model, which passes it the batch's metadata")
         angles = position_embeddings[0], position_embeddings[1]
-        past = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        past = metadata.past if past_key_values is None else past_key_values.layers[self.layer_idx]
         if past is not None and past.static and past.fused:
             step_inputs = self.prepare_step(hidden_states, angles, metadata, past)
             o_BTHD = self.mixer("decode_step", step_inputs, past)
@@ -181,8 +181,6 @@ def _sink_tokens(past: LinearizedCacheLayer | None, name: str, sinks: Sinks | No
         return past.sinks[name]
     index = sinks.index_BM[:, :, None, None].expand(-1, -1, *new_BTGD.shape[2:])
     found = sinks.found_BM[:, :, None, None]
-    old = None if past is None else past.sinks.get(name)
+    old = None if past is None else past.read_sinks(name, new_BTGD, sinks)
     tokens_BMGD = torch.where(found, new_BTGD.gather(1, index), new_BTGD.new_zeros(()) if old is None else old)
-    if past is not None:
-        past.write_sinks(name, tokens_BMGD)
-    return tokens_BMGD
+    return tokens_BMGD if past is None else past.write_sinks(name, tokens_BMGD)

@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from liger_convert.mixers import SOFTMAX
-from liger_convert.model.sequence import Positions, SequenceMetadata, WindowMetadata
+from liger_convert.mixers.base import Mixer
+from liger_convert.model.sequence import Positions, SequenceMetadata, Sinks, WindowMetadata
 
 
 class LinearizedCacheLayer(CacheLayerMixin):
@@ -72,14 +73,24 @@ class LinearizedCacheLayer(CacheLayerMixin):
         self.ring[name] = last if view else last.clone()
         return stream
 
-    def write_sinks(self, name: str, tensor: Tensor) -> None:
-        """Keeps the sinks' keys or values."""
-        self._write(self.sinks, name, tensor)
+    def read_sinks(self, name: str, new: Tensor, sinks: Sinks) -> Tensor | None:
+        """The keys or values of the sinks so far; None before the first token."""
+        return self.sinks.get(name)
 
-    def write_states(self, states: dict[str, Tensor]) -> None:
-        """Keeps the states after a forward."""
+    def write_sinks(self, name: str, tensor: Tensor) -> Tensor:
+        """Keeps the sinks' keys or values, and returns them."""
+        self._write(self.sinks, name, tensor)
+        return tensor
+
+    def read_states(self, mixer: Mixer) -> dict[str, Tensor]:
+        """The states so far, by name; none before the first token."""
+        return self.states
+
+    def write_states(self, states: dict[str, Tensor], read: Tensor, mixer: Mixer) -> Tensor:
+        """Keeps the states after a forward, and returns what was read with them."""
         for name, state in states.items():
             self._write(self.states, name, state)
+        return read
 
     def write_positions(self, positions: Positions) -> None:
         """Keeps where the tokens stand after a forward."""

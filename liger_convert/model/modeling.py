@@ -202,7 +202,7 @@ class LinearizedForCausalLM(LinearizedInit):
         of labels and evaluate without a loss.
         """
         if align is not None:
-            return self._align(align, position_ids, attention_mask)
+            return self._align(align, position_ids, attention_mask, kwargs.get("metadata"))
         inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
         inputs["attention_mask"] = attention_mask
         of_all_tokens = any(kwargs.get(name, getattr(self.config, name, False)) for name in OF_ALL_TOKENS)
@@ -234,9 +234,16 @@ class LinearizedForCausalLM(LinearizedInit):
             self.model(**part(start, end), past_key_values=cache, use_cache=True)
         return part(tokens - chunk, tokens)
 
-    def _align(self, targets: AlignTargets, position_ids: Tensor | None, attention_mask: Tensor | None) -> AlignOutput:
+    def _align(
+        self,
+        targets: AlignTargets,
+        position_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        metadata: SequenceMetadata | None,
+    ) -> AlignOutput:
         backbone = self.model
-        metadata = SequenceMetadata.build(targets.hidden[0], position_ids, attention_mask)
+        if metadata is None:
+            metadata = SequenceMetadata.build(targets.hidden[0], position_ids, attention_mask)
         prepare_metadata(backbone, metadata)
         losses = []
         for i, x_BTC, y_BTC, embeddings in zip(
@@ -245,7 +252,7 @@ class LinearizedForCausalLM(LinearizedInit):
 
             def layer_loss(x: Tensor, y: Tensor, embeddings: Any = embeddings, i: int = i) -> Tensor:
                 o, _ = backbone.layers[i].self_attn(x, position_embeddings=embeddings, metadata=metadata)
-                return self.relative_error(o, y, metadata.valid_BT)
+                return self.relative_error(o, y, metadata.valid_BT, metadata.past)
 
             if backbone.gradient_checkpointing and self.training:
                 loss = torch.utils.checkpoint.checkpoint(layer_loss, x_BTC, y_BTC, use_reentrant=False)
@@ -256,14 +263,16 @@ class LinearizedForCausalLM(LinearizedInit):
         return AlignOutput(loss=losses_L.mean(), layer_losses_L=losses_L.detach())
 
     @staticmethod
-    def relative_error(o_BTC: Tensor, y_BTC: Tensor, valid_BT: Tensor | None) -> Tensor:
-        """The squared error of a layer's output over its target's square, without what is padding."""
+    def relative_error(o_BTC: Tensor, y_BTC: Tensor, valid_BT: Tensor | None, past: Any = None) -> Tensor:
+        """The squared error of a layer's output over its target's square, without what is padding; of a shard, the part
+        that it adds to the error of its row. past: what stands before a shard."""
         error_BT = (o_BTC.float() - y_BTC.float()).square().sum(-1)
         size_BT = y_BTC.float().square().sum(-1)
         if valid_BT is not None:
             error_BT, size_BT = error_BT * valid_BT, size_BT * valid_BT
         # row by row, so that a batch taken in parts has the mean of the parts' losses
-        return (error_BT.sum(1) / size_BT.sum(1).clamp_min(torch.finfo(torch.float32).tiny)).mean()
+        size_B = size_BT.sum(1) if past is None else past.total(size_BT.sum(1))
+        return (error_BT.sum(1) / size_B.clamp_min(torch.finfo(torch.float32).tiny)).mean()
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any

@@ -8,7 +8,7 @@ Shapes: B batch, T new tokens, P tokens of the ring, S = P + T, N sinks, M = sin
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +69,12 @@ class WindowMetadata(NamedTuple):
 class SequenceMetadata:
     """tokens: T. position_BT: how many real tokens of its document stand before a token, -1 on padding. valid_BT: False
     on padding, None when there is none. segment_ids_BT: the index of a token's document in a packed row, None when a
-    row is one document. static: no value may be looked at, and no shape may depend on one."""
+    row is one document. static: no value may be looked at, and no shape may depend on one.
+
+    past: what stands before a shard of a row, in the place of a layer's cache, where rows are shared by processes.
+    """
+
+    past: Any = None
 
     def __init__(
         self,

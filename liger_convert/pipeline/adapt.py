@@ -1,9 +1,10 @@
-"""Fits a recipe's stages to a base and a machine that it was not written for.
+"""Fits a recipe's windows and stages to a base and a machine that it was not written for.
 
 Rules, each applied where it is needed, each said in one sentence for the plan and the report:
 
 - Rows are no longer than the context that the base was made for: what a teacher says beyond it is noise. They are
   halved until they fit, and a step gets more of them, so that it has as many tokens as before.
+- A window is an eighth of that context at most: in one as long as the texts nothing would be left for the memory.
 - Adapters take the place of the base's own weights: at equal tokens they lose less of what the training text does not
   show (eval/LOG.md, TinyLlama-1.1B), and as much of the rest (SmolLM2-135M). Their rate falls with the square root of
   the width, which is between the rates that were measured on these two. The mixers' rates stay, because their matrices
@@ -24,10 +25,12 @@ import torch
 from rich.filesize import decimal
 
 from liger_convert.config.adapt import Adapt
+from liger_convert.config.names import MAIN
 from liger_convert.config.recipe import Recipe
 from liger_convert.config.stages import AlignStage, AnyStage, Stage
 from liger_convert.model.bases import context_length
 
+WINDOWS = 8  # of the longest that there may be, the base's context holds so many
 OWN = ("attention", "body", "embeddings")  # the groups of the base's own weights
 
 
@@ -57,6 +60,22 @@ def adapt(recipe: Recipe, base_config: Any, planner: Planner) -> tuple[Recipe, t
         stages.append(stage)
         sentences += [f"stages[{i}].{sentence}" for sentence in (*said, *fitted, *scaled)]
     return recipe.with_stages(stages), tuple(sentences)
+
+
+def fit_windows(recipe: Recipe, base_config: Any, specs: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The resolved mixers `specs` of `recipe` with windows that fit the base's context, and a sentence for each change;
+    as they are without `adapt`."""
+    context = context_length(base_config)
+    if recipe.adapt is None or context is None:
+        return specs, ()
+    most = 1 << max(0, (context // WINDOWS).bit_length() - 1)  # a power of two
+    long = {name: spec for name, spec in specs.items() if spec["window"] > most}
+    why = f"because the base was made for {context:,} tokens"
+    sentences = [
+        f"{'mixer' if name == MAIN else f'mixers.{name}'}.window: {most} in place of {spec['window']}, {why}"
+        for name, spec in long.items()
+    ]
+    return specs | {name: spec | {"window": most} for name, spec in long.items()}, tuple(sentences)
 
 
 def changed(stage: AnyStage, **fields: Any) -> AnyStage:

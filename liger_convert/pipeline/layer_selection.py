@@ -51,6 +51,7 @@ LENGTH = 128  # tokens of x at least, and two windows of it: what the second hal
 KL_LENGTH = 1024  # at most, and the base's context
 KL_TOKENS = {"cuda": 16384, "cpu": 2048}
 KL_COPIES = 0.3  # fraction of the rows with a copy, as in the recipes' first distillation
+KL_ROWS = {"cuda": 4, "cpu": 1}  # at a time: one alone is bound by the launches of its kernels
 
 
 @dataclass(frozen=True)
@@ -231,27 +232,29 @@ def _divergence(switch: Switch, documents: Sequence[Document], dtype: torch.dtyp
     length = min(KL_LENGTH, context_length(model.config) or KL_LENGTH)
     tokens = max(KL_TOKENS.get(device.type, KL_TOKENS["cuda"]), length)
     data = pack(documents, length, tokens, seed, concat_documents=True, copy_fraction=KL_COPIES)
-    rows = [{name: x_BT.to(device) for name, x_BT in collate([data[i]]).items()} for i in range(len(data))]
+    size = KL_ROWS.get(device.type, KL_ROWS["cuda"])
+    parts = [[data[i] for i in range(start, min(start + size, len(data)))] for start in range(0, len(data), size)]
+    batches = [{name: x_BT.to(device) for name, x_BT in collate(part).items()} for part in parts]
 
-    def logits(row: dict[str, Tensor]) -> Tensor:
-        logits_TV: Tensor = model(row["input_ids"], use_cache=False).logits[0]
-        return logits_TV
+    def logits(batch: dict[str, Tensor]) -> Tensor:
+        logits_BTV: Tensor = model(batch["input_ids"], use_cache=False).logits
+        return logits_BTV.flatten(0, 1)
 
     def measure(softmax: Collection[int]) -> Divergence:
         switch.set_softmax(softmax)
         with torch.inference_mode(), autocast(device, dtype):
-            sums = [_kl(logits(row), base_TV, next_tokens(row["labels"])) for row, base_TV in zip(rows, base_NTV)]
-        return Divergence(_finite(torch.stack(sums).double() / (length - 1)))
+            sums = [_kl(logits(batch), of_base, next_tokens(batch["labels"])) for batch, of_base in zip(batches, base)]
+        return Divergence(_finite(torch.stack(sums).double().sum() / (len(data) * (length - 1))))
 
     switch.set_softmax(switch.choices)
     with torch.inference_mode(), autocast(device, dtype):
-        base_NTV = [logits(row).to(dtype) for row in rows]
+        base = [logits(batch).to(dtype) for batch in batches]
     return measure
 
 
-def _kl(logits_TV: Tensor, base_TV: Tensor, next_T: Tensor) -> Tensor:
-    """KL(base || model), summed over the tokens of a row."""
-    parts = zip(*(x.split(measures.LOGIT_ROWS) for x in (logits_TV, base_TV, next_T)))
+def _kl(logits_NV: Tensor, base_NV: Tensor, next_N: Tensor) -> Tensor:
+    """KL(base || model), summed over the tokens."""
+    parts = zip(*(x.split(measures.LOGIT_ROWS) for x in (logits_NV, base_NV, next_N)))
     sums = [kl_divergence(logits_RV, base_RV, next_R, 1.0) for logits_RV, base_RV, next_R in parts]
     return torch.stack(sums).sum()
 

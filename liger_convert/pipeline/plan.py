@@ -25,11 +25,12 @@ from liger_convert.model.bases import check_base, meta_model
 from liger_convert.model.configuration import FORMAT
 from liger_convert.model.families import own_windows
 from liger_convert.pipeline import adapt
-from liger_convert.training import disk_estimate, lora_projections
+from liger_convert.training import disk_estimate, lora_projections, sequence_parallel
 from liger_convert.training.memory_estimate import (
     COPY_BYTES,
     Sizes,
     count,
+    gathered_bytes,
     inference_bytes,
     measuring_bytes,
     sharded_bytes,
@@ -214,7 +215,8 @@ class Plan:
 
 
 class StagePlanner:
-    """Plans single training stages of one linearized model on one device, or for each of several `processes`.
+    """Plans single training stages of one linearized model on one device, or for each of several `processes`, of which
+    so many as `shards` says share each row.
 
     config: that of the linearized model. reused, new: shapes by name, of the base's parameters and of the new ones.
     """
@@ -231,34 +233,42 @@ class StagePlanner:
         embeddings = {name: shape for name, shape in reused.items() if parameter_group(name, config) == "embeddings"}
         self.sizes = Sizes(count(reused), count(embeddings), count(new))
 
-    def plan(self, stage: Stage, processes: int = 1) -> StagePlan:
+    def plan(self, stage: Stage, processes: int = 1, shards: int = 1) -> StagePlan:
         """Raises BadInput where so many processes cannot share the stage's rows."""
         trained = _trained(stage, self.config, self.shapes)
-        batch_size, grad_accumulation = share(stage, processes)
+        batch_size, grad_accumulation = share(stage, processes, shards)
+        sequence_parallel.check(stage, self.config, shards)
         own = stage.model_copy(update={"batch_size": batch_size, "grad_accumulation": grad_accumulation})
+        if shards > 1:
+            own = own.model_copy(update={"seq_len": stage.seq_len // shards, "compile": False})
         parts = training_bytes(own, self.config, self.sizes, trained, self.device, self.compute)
+        parts["activations"] += gathered_bytes(own, self.config, self.compute, shards)
         sharded = None
         if processes > 1:
             shared = sharded_bytes(parts, own, self.config, self.sizes, trained, self.compute, processes)
-            measuring = measuring_bytes(stage, self.config, self.sizes, self.compute, processes)
+            measuring = measuring_bytes(own, self.config, self.sizes, self.compute, processes)
             sharded = max(sum(shared.values()), measuring)
             parts["buckets"] = 4 * trained  # DDP's copy of the gradients, which it exchanges
-        peak = max(sum(parts.values()), measuring_bytes(stage, self.config, self.sizes, self.compute))
+        peak = max(sum(parts.values()), measuring_bytes(own, self.config, self.sizes, self.compute))
         tokens = stage.steps * stage.step_tokens
         return StagePlan(stage.kind, tokens, stage.sources, trained, peak, parts, sharded)
 
 
-def make_plan(recipe: Recipe, base_config: Any, processes: int = 1) -> Plan:
+def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None) -> Plan:
     """The plan of `recipe` for the base with this config. The memory of its stages is that of each one of so many
-    processes; what `adapt` changes is what it changes for one, so that all train alike.
+    processes (None: as few as the recipe takes); what `adapt` changes is what it changes for one, so that all train
+    alike.
 
     Raises BadInput for a base that cannot be linearized, unknown mixers or options, layers that do not fit it, and rows
     of a stage that so many processes cannot share.
     """
+    shards = recipe.sequence_parallel
+    processes = shards if processes is None else processes
     check_base(base_config)
     specs = {MAIN: resolve_spec(recipe.mixer.to_dict(), "mixer")}
     for name, spec in recipe.mixers.items():
         specs[name] = resolve_spec(spec.to_dict(), f"mixers.{name}")
+    specs, fitted = adapt.fit_windows(recipe, base_config, specs)
     windows = own_windows(base_config)
     layers = recipe.layer_names(base_config.num_hidden_layers, _sliding(windows))
     used = {name: spec for name, spec in specs.items() if name in layers}
@@ -275,7 +285,7 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int = 1) -> Plan:
     planner = StagePlanner(config, reused, new, device, compute)
     recipe, adapted = adapt.adapt(recipe, base_config, planner)
     weights = planner.sizes
-    stages = [planner.plan(stage, processes) for stage in recipe.stages]
+    stages = [planner.plan(stage, processes, shards) for stage in recipe.stages]
     peaks = {name: stage.memory_bytes for name, stage in zip(recipe.stage_names, stages, strict=True)}
     linear = [name for name in layers if name != SOFTMAX]
     made = Plan(
@@ -302,9 +312,9 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int = 1) -> Plan:
         writes=tuple(
             disk_estimate.written(recipe, weights, [s.trained for s in stages], _dtype_name(base_config), dtype)
         ),
-        memory_for=_machine(device, processes) + f" in {str(compute).removeprefix('torch.')}",
+        memory_for=_machine(device, processes, shards) + f" in {str(compute).removeprefix('torch.')}",
         undecided=0 if recipe.softmax_auto is None else layers.count(SOFTMAX) - len(_sliding(windows)),
-        adapted=adapted,
+        adapted=(*fitted, *adapted),
         recipe_stages=tuple(recipe.stages),
     )
     convert = COPY_BYTES + 4 * weights.new // len(linear)  # new tensors are float32 and made layer by layer
@@ -312,8 +322,11 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int = 1) -> Plan:
     return replace(made, memory_bytes={"convert": convert, "inference": inference, **peaks})
 
 
-def _machine(device: torch.device, processes: int) -> str:
-    return device.type if processes == 1 else f"each of {processes} processes on {device.type}"
+def _machine(device: torch.device, processes: int, shards: int) -> str:
+    if processes == 1:
+        return device.type
+    shared = f", {shards} to a row," if shards > 1 else ""
+    return f"each of {processes} processes{shared} on {device.type}"
 
 
 def too_large(made: Plan, room: int | None, sharding: str = "none") -> list[str]:

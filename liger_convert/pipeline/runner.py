@@ -200,7 +200,7 @@ def _train_along(recipe: Recipe, out: Path, keep_steps: bool) -> None:
 def _work(recipe: Recipe, out: Path, *, text: str, overrides: Sequence[str], resume: bool, keep_steps: bool) -> None:
     _check_place(recipe, out)
     for stage in recipe.stages:
-        share(stage, processes.count())
+        share(stage, processes.count(), recipe.sequence_parallel)
     if resume:
         _require_resumable(Manifest.read(out), out)
     else:

@@ -107,5 +107,6 @@ def train_stage(
             seed=recipe.stage_seed(index),
             resume=resume,
             shard=shard,
+            sequence_parallel=recipe.sequence_parallel,
             progress=report,
         )

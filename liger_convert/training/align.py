@@ -20,17 +20,21 @@ class AlignObjective:
         self.base, self.layers = base, linear_layers(config)
 
     def __call__(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
-        return model(align=self._targets(batch), position_ids=batch.get("position_ids")).loss
+        return self._run(model, batch).loss
 
     @torch.no_grad()
     def layer_errors(self, model: Any, batch: dict[str, Tensor]) -> list[float]:
         """The relative error of each linearized layer on one batch."""
-        return model(align=self._targets(batch), position_ids=batch.get("position_ids")).layer_losses_L.tolist()
+        return self._run(model, batch).layer_losses_L.tolist()
 
     def calibrate(self, model: Any, batch: dict[str, Tensor]) -> None:
         """Fits what the mixers can take from the base in closed form, in place, before any step."""
         calibrate(model, self.base, batch["input_ids"], batch["position_ids"])
 
-    def _targets(self, batch: dict[str, Tensor]) -> AlignTargets:
+    def _run(self, model: Any, batch: dict[str, Any]) -> Any:
+        given = {name: batch.get(name) for name in ("position_ids", "metadata")}
+        return model(align=self._targets(batch), **given)
+
+    def _targets(self, batch: dict[str, Any]) -> AlignTargets:
         inputs = {name: x for name, x in batch.items() if name in ("input_ids", "position_ids")}
         return collect_align_targets(self.base, inputs, self.layers)

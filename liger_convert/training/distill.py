@@ -21,8 +21,8 @@ class DistillObjective:
 
     def __call__(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
         inputs = {name: batch.get(name) for name in ("input_ids", "position_ids")}
-        next_N = next_tokens(batch["labels"])
-        logits_NV = model(**inputs, use_cache=False).logits.flatten(0, 1)
+        next_N = next_tokens(batch["labels"], batch["input_ids"].shape[1])
+        logits_NV = model(**inputs, metadata=batch.get("metadata"), use_cache=False).logits.flatten(0, 1)
         teacher_NV = None
         if self.base is not None:
             with torch.no_grad():

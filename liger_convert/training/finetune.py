@@ -13,7 +13,7 @@ class FinetuneObjective:
     summed = True
 
     def __call__(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
-        next_N = next_tokens(batch["labels"])
-        inputs = {name: batch.get(name) for name in ("input_ids", "position_ids")}
+        next_N = next_tokens(batch["labels"], batch["input_ids"].shape[1])
+        inputs = {name: batch.get(name) for name in ("input_ids", "position_ids", "metadata")}
         logits_BTV = model(**inputs, use_cache=False).logits
         return summed(logits_BTV.flatten(0, 1), lambda piece_NV, chunk: cross_entropy(piece_NV, next_N[chunk]))

@@ -19,9 +19,10 @@ from liger_convert.training.memory_estimate import CHUNK_LOGITS
 ChunkLoss = Callable[[Tensor, slice], Tensor]
 
 
-def next_tokens(labels_BT: Tensor) -> Tensor:
-    """[N]: what each position should predict: the label of the next one, none at the end of a row."""
-    return F.pad(labels_BT[:, 1:], (0, 1), value=IGNORED).flatten()
+def next_tokens(labels_BT: Tensor, tokens: int | None = None) -> Tensor:
+    """[N]: what each position should predict: the label of the next one, none at the end of a row. tokens: how many
+    positions there are, where the labels of a shard end with the next one's first."""
+    return F.pad(labels_BT[:, 1:], (0, 1), value=IGNORED)[:, :tokens].flatten()
 
 
 def summed(logits_NV: Tensor, chunk_loss: ChunkLoss) -> Tensor:

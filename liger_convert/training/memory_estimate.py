@@ -117,6 +117,15 @@ def sharded_bytes(
     )
 
 
+def gathered_bytes(stage: Stage, config: Any, dtype: torch.dtype, shards: int) -> int:
+    """What a process keeps of other shards, where so many share each row: the keys and values of the softmax layers, of
+    a model that recomputes its layers, or of a base, one at a time. stage: that of one shard's tokens."""
+    dims, softmax = head_dims(config), config.linearization["layers"].count(SOFTMAX)
+    at_once = 1 if stage.gradient_checkpointing or isinstance(stage, AlignStage) else max(1, softmax)
+    row = 2 * dtype.itemsize * dims.kv_heads * dims.dim * stage.batch_size * stage.seq_len
+    return at_once * row * shards if shards > 1 else 0
+
+
 def measuring_bytes(stage: Stage, config: Any, sizes: Sizes, dtype: torch.dtype, processes: int = 1) -> int:
     """The peak of what alignment does before its first step, 0 of other stages: the fit of the mixers and the errors of
     the layers keep what the base's layers saw and gave, on rows of their own. processes: that share the weights."""
@@ -158,14 +167,15 @@ def _kept(stage: Stage, config: Any, name: str, e: int, device: torch.device, co
     inputs   e C, C and I: what trained products were given
     MLP      e 2 I, uncompiled e 3 I
     heads    queries before and after rotary, keys likewise, values, and the outputs of the window and of the memory
-    mixer    in torch its maps, gates and outputs in float32; the kernels of a codebook keep nothing more; of a short
-             convolution or a shift, in float32, what each tap multiplies, and of a norm or gate behind the read, the
-             read twice
+    mixer    in torch its maps, gates and outputs in float32; the kernels of a codebook keep nothing more but a gate
+             per code and its logit; of a short convolution or a shift, in float32, what each tap multiplies, and of a
+             norm or gate behind the read, the read twice
     """
     dims, groups = head_dims(config), stage.learning_rates.trained()
     q, k = e * dims.heads * dims.dim, e * dims.kv_heads * dims.dim
     heads = 4 * q + 3 * k + 8 * dims.heads if name != SOFTMAX else 2 * q + 2 * k
-    heads += 0 if name == SOFTMAX or _fused(config, name, device) else _in_torch(config, name)
+    if name != SOFTMAX:
+        heads += _of_gates(config, name) if _fused(config, name, device) else _in_torch(config, name)
     heads += 0 if name == SOFTMAX else _of_pieces(config, name)
     if isinstance(stage, AlignStage):
         return heads + 4 * e * dims.hidden if name != SOFTMAX else 0
@@ -204,6 +214,12 @@ def _in_torch(config: Any, name: str) -> int:
     dims, shapes = head_dims(config), _states(config, name)
     features = max((shape[-2] for state, shape in shapes.items() if state != "z"), default=0)
     return 4 * (3 * (dims.heads + dims.kv_heads) * features + 3 * dims.heads * dims.dim) if features else 0
+
+
+def _of_gates(config: Any, name: str) -> int:
+    """What one token keeps of gates beside kernels that make everything else: of one value a head, next to nothing."""
+    dims, spec = head_dims(config), config.linearization["mixers"][name]
+    return 8 * dims.kv_heads * spec["codes"] if spec["gate"] == "pooled" else 0
 
 
 def _of_pieces(config: Any, name: str) -> int:

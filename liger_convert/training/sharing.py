@@ -8,18 +8,24 @@ from liger_convert.config.stages import Stage
 from liger_convert.utils.errors import BadInput
 
 
-def share(stage: Stage, processes: int) -> tuple[int, int]:
-    """Rows of a micro-batch and micro-batches of a step of each one of so many processes.
+def share(stage: Stage, processes: int, shards: int = 1) -> tuple[int, int]:
+    """Rows of a micro-batch and micro-batches of a step of each one of so many processes, of which `shards` that follow
+    each other have the same rows.
 
     Whole micro-batches are shared first, as a step of fewer ones is as good as it was; then the rows of one. Raises
     BadInput where they do not divide.
     """
+    if processes % shards:
+        why = f"{shards} processes share a row, but {processes} cannot be put in groups of {shards}"
+        raise BadInput(f"sequence_parallel: {why}; start a multiple of {shards}")
+    processes //= shards
     if not _divides(stage, processes):
         rows = f"{stage.kind}: batch_size {stage.batch_size} × grad_accumulation {stage.grad_accumulation}"
         fewer = next(number for number in range(processes - 1, 0, -1) if _divides(stage, number))
         other = -(-stage.grad_accumulation // processes) * processes
-        how = f"start {fewer}, or set grad_accumulation: {other}, which trains on a larger batch"
-        raise BadInput(f"{rows} does not divide among {processes} processes; {how}")
+        how = f"start {fewer * shards}, or set grad_accumulation: {other}, which trains on a larger batch"
+        groups = "processes" if shards == 1 else f"groups of {shards} processes"
+        raise BadInput(f"{rows} does not divide among {processes} {groups}; {how}")
     common = math.gcd(processes, stage.grad_accumulation)
     return stage.batch_size * common // processes, stage.grad_accumulation // common
 

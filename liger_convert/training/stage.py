@@ -32,6 +32,7 @@ from liger_convert.training.distill import DistillObjective
 from liger_convert.training.finetune import FinetuneObjective
 from liger_convert.training.memory_estimate import CALIBRATION_TOKENS, ERROR_ROWS
 from liger_convert.training.merge import ADAPTER, MODEL, last_model, load_chain
+from liger_convert.training.sequence_parallel import check, group_of
 from liger_convert.training.sharding import (
     gather_trained,
     give_up,
@@ -42,6 +43,7 @@ from liger_convert.training.sharding import (
     shard_to_calibrate,
     without_weights,
 )
+from liger_convert.training.sharing import share
 from liger_convert.training.trainer import Objective, StageTrainer, freeze
 from liger_convert.utils import interrupts, processes
 from liger_convert.utils.device import autocast, compute_dtype
@@ -79,6 +81,7 @@ def run_stage(
     seed: int = 0,
     resume: bool = False,
     shard: bool = False,
+    sequence_parallel: int = 1,
     progress: Report | None = None,
 ) -> dict[str, Any]:
     """Trains the linearized model `model_dir` with the `results` of earlier stages folded in, on `dataset`.
@@ -93,7 +96,8 @@ def run_stage(
     stopped.
     Under `torchrun` every process calls it, and the first one writes. They share the rows of each step, see `share`,
     so that the same steps are trained on the same rows, also where a stage goes on with more or fewer processes. With
-    `shard` they share the weights as well, see `sharding.py`; the result is the same files.
+    `shard` they share the weights as well, see `sharding.py`; the result is the same files. So many processes as
+    `sequence_parallel` says share each row, see `sequence_parallel.py`, where `check` says what this asks for.
     Raises BadInput when `out` already has a result (without `resume`), LinearizeError when the training diverges.
     """
     folder = RunFolder(out)
@@ -113,7 +117,10 @@ def run_stage(
     set_seed(seed)
     dtype = compute_dtype(device, precision)
     mesh = mesh_of(device) if shard and count > 1 else None
+    share(stage, count, sequence_parallel)  # raises before anything is read
     model = load_start(model_dir, results, mesh)
+    check(stage, model.config, sequence_parallel)
+    sequence = group_of(device, sequence_parallel) if sequence_parallel > 1 else None
     objective = make_objective(stage, model.config, base_dir, device, dtype, mesh)
 
     def first_rows(count: int) -> dict[str, torch.Tensor]:
@@ -125,7 +132,11 @@ def run_stage(
         assert isinstance(objective, AlignObjective)
         model = model.to(device) if mesh is None else shard_to_calibrate(model, mesh)
         with autocast(device, dtype):
-            objective.calibrate(model, first_rows(-(-CALIBRATION_TOKENS // stage.seq_len)))
+            rows = first_rows(-(-CALIBRATION_TOKENS // stage.seq_len))
+            if sequence is not None:  # each process fits all of it, on no more than it has room for
+                most = max(CALIBRATION_TOKENS, stage.seq_len // sequence.size)
+                rows = {name: x[:, :most] for name, x in rows.items()}
+            objective.calibrate(model, rows)
         if mesh is not None:  # adapters are made before anything is sharded
             fitted = mixers_of(model)
             model = load_start(model_dir, results, mesh)
@@ -133,9 +144,13 @@ def run_stage(
                 model.load_state_dict(fitted, strict=False)
     model = prepare(model, stage)
     aligning = isinstance(stage, AlignStage)
+    if sequence is not None:
+        for body in (model, getattr(objective, "base", None)):
+            if body is not None:
+                sequence.install(body.get_base_model() if isinstance(body, PeftModel) else body)
     if mesh is not None:
         shard_student(model, mesh, dtype, aligns=aligning)
-    if stage.compile and gains_by_compiling(device):
+    if stage.compile and sequence is None and gains_by_compiling(device):
         compile_layers(model, objective, aligning)
     trainer = StageTrainer(
         model,
@@ -149,15 +164,17 @@ def run_stage(
         progress=progress,
         processes=count,
         sharded=mesh is not None,
+        sequence=sequence,
     )
 
     def layer_errors() -> list[float]:
         assert isinstance(objective, AlignObjective)
+        rows = first_rows(ERROR_ROWS)
         # eager: two batches are not worth another compilation
         with autocast(device, dtype), torch.compiler.set_stance("force_eager"):
-            errors = objective.layer_errors(model.eval(), first_rows(ERROR_ROWS))
+            errors = objective.layer_errors(model.eval(), rows if sequence is None else sequence.cut(rows))
         give_up(model)
-        return errors
+        return errors if sequence is None else sequence.total(torch.tensor(errors, device=device)).tolist()
 
     if not resume and trainer.is_world_process_zero():
         folder.remove(checkpoints)  # of another attempt

@@ -26,6 +26,7 @@ from liger_convert.model import parameter_group, take_auxiliary_loss
 from liger_convert.training import checkpoints, sharded_checkpoint
 from liger_convert.training.average import WeightAverage
 from liger_convert.training.capture import CapturedFwdBwd, why_not_captured
+from liger_convert.training.sequence_parallel import Group
 from liger_convert.training.sharding import copy_whole
 from liger_convert.training.sharing import share
 from liger_convert.utils import interrupts
@@ -85,7 +86,7 @@ class StageTrainer(Trainer):
 
     The rows of an optimizer step are the same, and so is its loss, however many `processes` share them. sharded: the
     weights are, too, see `sharding.py`, and are where they belong; else `model` is brought to `device`, and copied by
-    DDP. A checkpoint of either kind continues both.
+    DDP. A checkpoint of either kind continues both. sequence: the processes with which this one shares each row.
     """
 
     _finishing: Future[None] | None
@@ -104,8 +105,10 @@ class StageTrainer(Trainer):
         progress: Report | None = None,
         processes: int = 1,
         sharded: bool = False,
+        sequence: Group | None = None,
     ):
-        batch_size, grad_accumulation = share(stage, processes)
+        self.sequence, self.shards = sequence, 1 if sequence is None else sequence.size
+        batch_size, grad_accumulation = share(stage, processes, self.shards)
         steps = len(dataset) // (stage.batch_size * stage.grad_accumulation)
         if not steps:
             raise BadInput(
@@ -190,6 +193,15 @@ class StageTrainer(Trainer):
                 return self.fwd_bwd(batch)
         return super().training_step(model, inputs, num_items_in_batch)
 
+    def get_train_dataloader(self) -> Any:
+        """As Trainer's, but processes that share rows get the same ones."""
+        loader = super().get_train_dataloader()
+        if self.shards > 1:
+            sampler: Any = loader.batch_sampler  # accelerate's, which deals batches to processes
+            sampler.num_processes //= self.shards
+            sampler.process_index //= self.shards
+        return loader
+
     def _eager_fwd_bwd(self, batch: dict[str, Tensor]) -> Tensor:
         assert self.model is not None
         return super().training_step(self.model, batch, batch["counted"])
@@ -207,7 +219,10 @@ class StageTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        loss = self.objective(model, inputs)
+        if self.sequence is not None:
+            inputs = self.sequence.cut(inputs)
+        # shards add up where DDP averages, and each process of a group has counted the tokens of its rows
+        loss = self.objective(model, inputs) * self.shards
         auxiliary = take_auxiliary_loss(model) / self.current_gradient_accumulation_steps
         if self.objective.summed:
             # over the tokens of all micro-batches and processes, where DDP averages over processes

@@ -4,9 +4,9 @@
 
 A job has the `name` of a stage of `stages.py`, the folder `out`, and may have `fields` (of `make_stage`), `options` (of
 `train`), `plain` (descent without Adam, which would hide the scale of a gradient), `same_rows` (a mistake: all
-processes train on the rows of the first), `compiled` (the layers, without a compiler
-behind), `dies`, [rank, step]: where SIGKILL ends that process, and `keeps`, a step at
-which what is in `out` is copied to `out`-kept.
+processes train on the rows of the first), `deaf` (a mistake: shards of rows get nothing from their neighbours),
+`compiled` (the layers, without a compiler behind), `dies`, [rank, step]: where SIGKILL ends that process, and `keeps`,
+a step at which what is in `out` is copied to `out`-kept.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from liger_convert.config.stages import LearningRates, Lora
 from liger_convert.training import stage as module
+from liger_convert.training.sequence_parallel import Group
 from liger_convert.training.trainer import StageTrainer
 
 
@@ -95,6 +96,9 @@ def do(job: dict[str, Any]) -> dict[str, Any]:
 
     computed: set[str] = set()
     changed: dict[Any, dict[str, Any]] = {module: {"StageTrainer": make}}
+    if job.get("deaf"):
+        nothing = {"send": lambda *_: None, "receive": lambda _group, like, _source: torch.zeros_like(like)}
+        changed[Group] = nothing
     if job.get("compiled"):
         changed[module]["gains_by_compiling"] = lambda device: True
         changed[torch] = {"compile": functools.partial(torch.compile, backend="aot_eager")}

@@ -56,6 +56,26 @@ def test_on_the_base_that_it_was_written_for_nothing_changes() -> None:
     assert list(plan.recipe_stages) == written.stages
 
 
+@pytest.mark.parametrize(("context", "window"), [(8192, 256), (2048, 256), (2047, 128), (256, 32), (7, 1)])
+def test_a_window_is_an_eighth_of_the_context_at_most(context: int, window: int) -> None:
+    base, written = config("smollm2-135m", max_position_embeddings=context), load(DEFAULT)
+    plan = make_plan(written, base)
+    assert plan.linearization["mixers"]["main"]["window"] == window
+    said = f"mixer.window: {window} in place of 256, because the base was made for {context:,} tokens"
+    assert (said in plan.adapted) == (window != 256)
+    taken_as_it_is = make_plan(written.model_copy(update={"adapt": None}), base)
+    assert taken_as_it_is.linearization["mixers"]["main"]["window"] == 256
+
+
+def test_windows_of_further_mixers_fit_as_well_and_a_window_of_all_tokens_stays() -> None:
+    written = load(DEFAULT, ["mixers.far={type: gla, window: 512}", "mixers.all={type: gla, window: 0}"])
+    written = written.model_copy(update={"layers": "all"})
+    specs = {name: {"window": size} for name, size in (("main", 16), ("far", 512), ("all", 0))}
+    fitted, said = adapt.fit_windows(written, config("smollm2-135m", max_position_embeddings=1024), specs)
+    assert {name: spec["window"] for name, spec in fitted.items()} == {"main": 16, "far": 128, "all": 0}
+    assert said == ("mixers.far.window: 128 in place of 512, because the base was made for 1,024 tokens",)
+
+
 def test_rows_are_no_longer_than_the_context_and_a_step_has_as_many_tokens() -> None:
     plan = make_plan(load(DEFAULT, ALL_WEIGHTS), config("smollm2-135m", max_position_embeddings=3000))
     assert [stage.seq_len for stage in plan.recipe_stages] == [2048, 1024, 2048]

@@ -127,7 +127,7 @@ def completed(*words: str) -> list[str]:
 def test_a_shell_completes_commands_recipes_mixers_and_shapes():
     assert completed("sel") == ["select-layers"]
     assert completed("run", "smollm2-135m-q") == ["smollm2-135m-quick"]
-    assert completed("convert", "base", "out", "--mixer", "gated-d") == ["gated-deltanet"]
+    assert completed("convert", "base", "out", "--mixer", "gated-d") == ["gated-deltanet", "gated-deltanet-2"]
     assert completed("bench", "mis") == ["mistral-7b"]
     assert completed("eval", "model", "--suite", "rec") == ["recall"]
 

@@ -50,6 +50,15 @@ def kda(p: dict[str, Tensor], k_TD: Tensor, v_TD: Tensor) -> Iterator[Tensor]:
         yield S
 
 
+def gated_deltanet2(p: dict[str, Tensor], k_TD: Tensor, v_TD: Tensor) -> Iterator[Tensor]:
+    S, eye = torch.zeros_like(k_TD.T @ v_TD), torch.eye(D, dtype=torch.float64)
+    for k, v in zip(k_TD, v_TD):
+        u, erase, write = unit(k), (k + p["beta_bias_GX"]).sigmoid(), (v + p["write_bias_GV"]).sigmoid()
+        alpha = 1 / (1 + (k + p["gate_bias_GD"]).exp())
+        S = (eye - u.outer(erase * u)) @ alpha.diag() @ S + u.outer(write * v)
+        yield S
+
+
 def rwkv7(p: dict[str, Tensor], k_TD: Tensor, v_TD: Tensor) -> Iterator[Tensor]:
     S = torch.zeros_like(k_TD.T @ v_TD)
     for k, v in zip(k_TD, v_TD):
@@ -86,6 +95,7 @@ def titans(p: dict[str, Tensor], k_TD: Tensor, v_TD: Tensor) -> Iterator[Tensor]
     [
         ("deltanet", {}, deltanet),
         ("gated-deltanet", {"gate_bias": -2.0}, gated_deltanet),
+        ("gated-deltanet-2", {"gate_bias": -2.0}, gated_deltanet2),
         ("kda", {"gate_bias": -2.0}, kda),
         ("rwkv7", {"gate_bias": 0.0}, rwkv7),
         ("ttt", {"learning_rate": 1.5}, ttt),
@@ -112,3 +122,22 @@ def test_a_mixer_is_the_recurrence_of_its_paper(name: str, options: dict[str, An
         # T tokens of some ten roundings each, were they all to add up
         tolerance = 10 * T * torch.finfo(torch.float32).eps
         assert (memory.o_BTHV[0, :, h] - expected).norm() <= tolerance * expected.norm()
+
+
+def reads_of(spec: dict[str, Any], x: QKV) -> Tensor:
+    mixer = build_mixer(resolve_spec(spec), HeadDims(32, H, G, D))
+    mixer.reset_parameters()
+    entries = mixer.write(mixer.deferred_inputs(x), x.v_BSGD)
+    return mixer.scan(x, entries, {}, None, exclusive=False)[0].o_BTHV
+
+
+@torch.no_grad()
+def test_gated_deltanet_2_with_one_gate_for_both_is_kda() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, T, H, D), torch.randn(1, T, G, D), torch.randn(1, T, G, D)
+    x = QKV(q, k, q, k, v, torch.zeros(1, T), torch.zeros(1, T, 32))
+    same = {"beta": "constant", "beta_bias": 0.3, "gate_bias": -2.0}
+    kda_o = reads_of({"type": "kda", **same}, x)
+    torch.testing.assert_close(reads_of({"type": "gated-deltanet-2", "write_bias": 0.3, **same}, x), kda_o)
+    other = reads_of({"type": "gated-deltanet-2", "write_bias": 0.5, **same}, x)
+    assert (other - kda_o).norm() > 1e-2 * kda_o.norm()

@@ -229,6 +229,31 @@ def test_a_learned_gate_starts_as_the_pooled_one_and_all_of_it_is_trained(name: 
 
 
 @torch.no_grad()
+def test_a_pooled_gate_of_a_code_is_the_mean_of_the_channels_that_the_code_reads() -> None:
+    mixer, qkv = started({"gate": "pooled", "codes": 5}), random_qkv(T)
+    book = mixer.codebook
+    book.k_turn_GDE.normal_()
+    mixer.gate_bias_GF.normal_()
+    log_a_BTGF = mixer.log_gate(mixer.deferred_inputs(qkv))
+    for g in range(DIMS.kv_heads):
+        for f, code in enumerate(book.codes_GFE[g].double()):
+            direction = book.k_turn_GDE[g].double() @ code
+            weight = direction**2 / (direction @ direction)
+            logit = qkv.k_BTGD[0, :, g].double() @ weight + mixer.gate_bias_GF[g, f].double()
+            expected = (1 + (-logit).exp()).log() / -16
+            torch.testing.assert_close(log_a_BTGF[0, :, g, f].double(), expected, rtol=1e-4, atol=1e-7)
+
+
+@torch.no_grad()
+def test_codes_that_read_all_channels_alike_share_the_gate_of_their_head() -> None:
+    mixer, head, qkv = started({"gate": "pooled"}), started({"gate": "head"}), random_qkv(T)
+    inputs = mixer.deferred_inputs(qkv)
+    assert (mixer.log_gate(inputs) - head.log_gate(inputs)).abs().max() > 1e-4
+    mixer.codebook.k_turn_GDE.fill_(1.0)
+    torch.testing.assert_close(mixer.log_gate(inputs), head.log_gate(inputs).expand(-1, -1, -1, 256))
+
+
+@torch.no_grad()
 def moved(spec: dict[str, Any]) -> Mixer:
     mixer = started({"scope": "all", "sinks": 0, **spec})
     generator = torch.Generator().manual_seed(1)
@@ -347,7 +372,8 @@ def test_an_unnormalised_memory_refuses_the_shared_denominator(name: str) -> Non
         ({"type": "gateloop", "feature_map": "products", "phase": False}, "gate"),
         ({"type": "gateloop", "feature_map": "codebook", "codes": 7, "gate": "head"}, "phase"),
         ({"type": "gateloop", "feature_map": "softmax", "normalize": True}, "normalize"),
-        ({"gate": "pooled"}, "gate"),
+        ({"gate": "learned"}, "gate"),
+        ({"type": "hgrn2", "feature_map": "codebook"}, "gate"),
         ({"type": "lightning", "slope": -1.0}, "slope"),
         ({"type": "gated-retention", "gate_normalizer": 0.0}, "gate_normalizer"),
         ({"type": "gated-retention", "gate": "pooled"}, "gate"),

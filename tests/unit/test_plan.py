@@ -33,7 +33,7 @@ def recipe(**fields: Any) -> Recipe:
     return build(required | {"data": {"text": {"source": "pydoc"}}} | fields, "recipe")
 
 
-def plan(family: str = "llama", processes: int = 1, **fields: Any) -> Plan:
+def plan(family: str = "llama", processes: int | None = 1, **fields: Any) -> Plan:
     return make_plan(recipe(**fields), tiny_config(family), processes)
 
 
@@ -242,6 +242,24 @@ def test_several_processes_share_rows_and_nothing_else():
     assert in_parts.memory["activations"] == one.memory["activations"]
     with pytest.raises(BadInput, match="does not divide among 3 processes; start 2"):
         plan(stages=[stage], processes=3)
+
+
+def test_processes_that_share_rows_take_a_part_of_their_tokens():
+    """And the keys and values of the whole row, of one layer of the base at a time."""
+    rates = {"mixer": 1e-2, "body": 1e-5}
+    stage = {"kind": "distill", "data": "text", "tokens": 2e5, "batch_size": 8, "learning_rates": rates}
+    rows = stage | {"seq_len": 512}
+    exact, config = {"precision": "float32"}, tiny_config("llama")
+    cut = plan(stages=[rows], processes=4, sequence_parallel=2, **exact)
+    half = plan(stages=[rows | {"seq_len": 256, "compile": False}], processes=2, **exact).stages[0].memory
+    gathered = 2 * 4 * config.num_key_value_heads * config.head_dim * 4 * 512
+    assert cut.stages[0].memory == half | {"activations": half["activations"] + gathered}
+    assert cut.memory_for == "each of 4 processes, 2 to a row, on cpu in float32"
+    assert plan(stages=[rows], processes=None, sequence_parallel=2).memory_for.startswith("each of 2 processes")
+    with pytest.raises(BadInput, match="2 processes share a row, but 1 cannot be put in groups of 2"):
+        plan(stages=[rows], processes=1, sequence_parallel=2)
+    with pytest.raises(BadInput, match="rows of 512 tokens, so a shard is shorter than the window of 8"):
+        plan(stages=[rows], processes=128, sequence_parallel=128)
 
 
 def test_processes_that_share_the_weights_hold_a_slice_of_each():

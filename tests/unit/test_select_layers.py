@@ -163,6 +163,18 @@ def test_by_kl_the_base_is_at_zero_and_each_layer_that_is_restored_brings_the_mo
     assert "softmax alone: kl" in console.export_text()
 
 
+def test_rows_that_are_measured_together_give_the_divergence_of_rows_measured_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alone = selected(1, select="kl")
+    monkeypatch.setitem(layer_selection.KL_ROWS, "cpu", 3)  # the last batch is not full
+    together = selected(1, select="kl")
+    assert alone.linear.score > 0.01
+    for name in ("swapped", "restored"):
+        for layer, losses in getattr(alone, name).items():
+            assert getattr(together, name)[layer].score == pytest.approx(losses.score, rel=1e-4)
+
+
 def test_layers_with_a_window_of_the_bases_own_are_not_chosen_from(tmp_path: Path) -> None:
     kinds = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
     folder = save_tiny_base("gemma2", tmp_path, tokenizer=False, num_hidden_layers=4, layer_types=kinds)

@@ -139,11 +139,18 @@ class GatedSpec(LinearSpec):
     gate: GateName = "pooled"
     gate_bias: float = 7.0
 
+    @property
+    def pools_to_codes(self) -> bool:
+        """Whether a `pooled` gate has a value for each code of a codebook."""
+        return False
+
     def problem(self) -> str | None:
-        if self.gate in ("pooled", "learned") and self.feature_map in ("products", "codebook"):
-            return (
-                f"gate: {self.gate} keys have no channel for each feature of {self.feature_map}; use head or constant"
-            )
+        has_channels = self.feature_map not in ("products", "codebook")
+        if self.feature_map == "codebook" and self.gate == "pooled":
+            has_channels = self.pools_to_codes
+        if self.gate in ("pooled", "learned") and not has_channels:
+            which = "have no channel for each feature of"
+            return f"gate: {self.gate} keys {which} {self.feature_map}; use another gate, or feature_map: hedgehog"
         return super().problem()
 
 

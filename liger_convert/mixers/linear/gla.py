@@ -3,6 +3,10 @@
 S_t = diag(a_t) S_{t-1} + phi(k_t)^T [v_t, 1],   a_t = sigmoid(pool(k_t) + b)^(1/tau),   [n_t, m_t] = phi(q_t) S
 o_t = (sum_window e^{s_tj} v_j + w_t n_t / m_t) / (sum_window e^{s_tj} + w_t)    (combine: shared, see base.py for w_t)
 
+A codebook has a channel of the state for each code f. Its `pooled` gate reads the key's channels d by the weight that
+they have in the code: pool(k)_f = sum_d w_fd k_d, w_fd = (P c_f)_d^2 / |P c_f|^2. Equal weights would be the mean over
+all channels, which is the gate `head`.
+
 The recurrence and pooled gate are GLA's and Liger's (2312.06635; 2503.01496, table 1), the map a codebook (see
 feature_maps.py) or Hedgehog's (2402.04347); the one denominator over window and memory is LoLCATs' (2410.10254, eq. 6).
 """
@@ -28,7 +32,7 @@ from liger_convert.mixers.registry import register_mixer
 @dataclass(frozen=True)
 class GLASpec(GatedSpec):
     """gate_bias: added to the gate's logits, learned from there; 6 keeps a memory for thousands of tokens at the start.
-    gate_normalizer: tau.
+    gate_normalizer: tau. gate: over a codebook `pooled` keys give each code a gate of its own.
     """
 
     combine: Combine = "shared"
@@ -38,7 +42,13 @@ class GLASpec(GatedSpec):
     gate_bias: float = 6.0
     gate_normalizer: float = 16.0
 
+    @property
+    def pools_to_codes(self) -> bool:
+        return True
+
     def problem(self) -> str | None:
+        if self.gate == "learned" and self.feature_map == "codebook":
+            return "gate: learned starts as channels of keys, and codes are none; use pooled, head or constant"
         if self.gate_normalizer <= 0:
             return f"gate_normalizer: {self.gate_normalizer} must be above 0"
         return super().problem()
@@ -115,6 +125,12 @@ class GLA(GatedMixer):
                     codes, Gate(spec.gate, self.get_parameter("gate_bias_GF"), spec.gate_normalizer), weight
                 )
         return None
+
+    def gate_logits(self, inputs: tuple[Tensor, ...], name: str = "gate") -> Tensor:
+        if self.codebook is None or self.spec.gate != "pooled":
+            return super().gate_logits(inputs, name)
+        pooled_BTGF: Tensor = self.codebook(lambda codes: codes.pooled_keys(inputs[0]))
+        return pooled_BTGF + self.get_parameter(f"{name}_bias_GF").float()
 
     def decay(self, logits: Tensor) -> Tensor:
         return log_sigmoid_gate(logits, self.spec.gate_normalizer)

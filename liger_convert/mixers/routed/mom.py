@@ -105,6 +105,7 @@ class MoM(Mixer):
     gate_rule = "the inner mixer's"
     left_out = "projections of keys and values for each memory, and the output norm and gate"
     recurrence = "routed"
+    passes_states = False  # its balance is a mean over whole rows
     Spec = MoMSpec
     spec: MoMSpec
 

@@ -120,10 +120,11 @@ def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     """A metric by which the bases of two reports are not the same; None where they are."""
     bases = [report["models"]["base"] for report in (one, other)]
     shared = [metric for metric in bases[0] if metric in bases[1]]
-    return next((metric for metric in shared if not _alike(*(base[metric]["value"] for base in bases))), None)
+    return next((metric for metric in shared if not alike(*(base[metric]["value"] for base in bases))), None)
 
 
-def _alike(one: float | None, other: float | None) -> bool:
+def alike(one: float | None, other: float | None) -> bool:
+    """Whether two values of one base are the same, but for the machines that they were measured on."""
     if one is None or other is None:
         return one is other
     return math.isclose(one, other, rel_tol=SAME_BASE, abs_tol=SAME_BASE)

@@ -1,0 +1,62 @@
+"""Gated DeltaNet-2: the delta rule with a gate for what it erases and another for what it writes (2605.22791).
+
+S_t = (I - u_t^T (b_t u_t)) diag(a_t) S_{t-1} + u_t^T (w_t v_t),   o_t = q_t S_t
+b_t = sigmoid(k_t + c_b),   w_t = sigmoid(v_t + c_w),   a_t = exp(-softplus(k_t + c_a))
+
+with u and q as in `deltanet`; b has a value per key channel and w one per value channel. Where all of both are one
+number it is `kda`. The paper projects the layer's input for each gate; here the pretrained keys stand for two of them
+and the values, whose channels w is of, for the third. Nothing bounds the state where b differs between channels: the
+eigenvalues of I - u^T (b u) are 0 to 1, but it is not symmetric.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from liger_convert.mixers.base import HeadDims
+from liger_convert.mixers.delta.base import pooled, unit
+from liger_convert.mixers.delta.kda import KDA, KDASpec
+from liger_convert.mixers.registry import register_mixer
+
+
+@dataclass(frozen=True)
+class GatedDeltaNet2Spec(KDASpec):
+    """beta: b by a learned bias alone (`constant`) or added to the keys (`pooled`), and w likewise of values.
+
+    beta_bias: c_b, and write_bias: c_w, both learned from there. gate_bias: c_a, as in `kda`.
+    """
+
+    write_bias: float = 0.0
+
+
+@register_mixer("gated-deltanet-2")
+class GatedDeltaNet2(KDA):
+    summary = "delta rule with a decay and a gate to erase per key channel, and one to write per value channel"
+    gate_rule = "exp(-softplus(k + c))"
+    left_out = (
+        "SiLU of queries, keys and values, the gates' projections, the learned scale of the decay; off by default: "
+        "`short_conv`, `output_norm`, `output_gate`"
+    )
+    Spec = GatedDeltaNet2Spec
+    spec: GatedDeltaNet2Spec
+    beta_per_channel = True
+
+    def __init__(self, spec: GatedDeltaNet2Spec, dims: HeadDims):
+        super().__init__(spec, dims)
+        self.write_bias_GV = nn.Parameter(torch.empty(dims.kv_heads, dims.dim))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        init.constant_(self.write_bias_GV, self.spec.write_bias)
+
+    def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
+        u_BTGD, v_BTGV = unit(inputs[-1]), v_BTGV.float()
+        if self.spec.beta == "constant":
+            written_BTGV = self.write_bias_GV.float().sigmoid() * v_BTGV
+        else:
+            written_BTGV = pooled(v_BTGV, self.write_bias_GV).sigmoid() * v_BTGV
+        return u_BTGD, written_BTGV, self.beta(inputs) * u_BTGD, self.log_gate(inputs)

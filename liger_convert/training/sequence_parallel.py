@@ -1,0 +1,346 @@
+"""Sequence parallelism: the rows of a batch are cut in contiguous shards, one for each process of a group.
+
+A shard is to a linearized layer what new tokens behind a cache are: the previous process has what stands before them.
+It passes on the keys and values of the last tokens (the halo), the sinks of the document that goes on, and the
+recurrent states. Gradients come back the same way. Every mixer scans from given states, so all work as they are, packed
+documents that cross processes included; positions and documents are known to all, as each process has the whole row's.
+
+States are passed on and not gathered. A process scans a layer when the one before it has, which is in the next part of
+the model by then. So each lags behind its neighbour by one layer's scan, not by that of all layers. Softmax layers wait
+for all processes, as do layers that are recomputed in the backward pass: these pay the lag each time. To gather a decay
+and a state of each process (LASP-2) would cost every layer a second pass over its keys, codebook included, and need the
+transition of each recurrence, which for the delta rule is a matrix.
+
+Softmax layers, and the base, gather the keys and values of all shards, and their queries see those up to their own. To
+exchange heads for tokens (Ulysses) would balance the work, of which the last process has the most. But it asks for
+key-value heads that divide among the processes, and moves queries and outputs, too: with R queries for each key it
+moves less only among more than R + 1 processes.
+
+All processes of a group build the same graph: the first one receives zeros, and the last one's gradients from beyond
+are zeros. So their backward passes send and receive in one order.
+
+Sources: LASP (2404.02882), LASP-2 (2502.07563), DeepSpeed-Ulysses (2309.14509).
+
+Shapes: B batch, T tokens of a shard, P tokens of the halo, S = P + T, M sinks of all documents of a shard, H query
+heads, G key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from accelerate import PartialState
+from gated_kernels.swa.chunk import chunk_swa
+from torch import Tensor
+from torch.distributed import DeviceMesh, init_device_mesh
+from torch.nn.attention.bias import causal_lower_right
+from transformers import AttentionInterface
+
+from liger_convert.config.stages import Stage
+from liger_convert.data.packed_rows import IGNORED
+from liger_convert.mixers import MIXERS, SOFTMAX, make_spec
+from liger_convert.mixers.base import Mixer
+from liger_convert.model import LinearizedAttention
+from liger_convert.model.families import own_windows
+from liger_convert.model.sequence import Positions, SequenceMetadata, Sinks, WindowMetadata
+from liger_convert.utils import processes
+from liger_convert.utils.errors import BadInput
+
+ATTENTION = "of_sequence_shards"  # what transformers calls the attention of the softmax layers
+IN_FLIGHT = 8  # tensors that a process has sent and may still hold
+
+
+def check(stage: Stage, config: Any, shards: int) -> None:
+    """Raises BadInput where the stage's rows cannot be cut in so many shards. config: of the linearized model."""
+    if shards == 1:
+        return
+    used = set(config.linearization["layers"]) - {SOFTMAX}
+    specs = [config.linearization["mixers"][name] for name in sorted(used)]
+    for spec in specs:
+        if not MIXERS[spec["type"]].passes_states:
+            raise BadInput(
+                f"sequence_parallel: mixer {spec['type']} cannot pass its memory from one process to the next; use 1"
+            )
+        if make_spec(spec).shift != "none":
+            raise BadInput(
+                f"sequence_parallel: mixer {spec['type']} shifts tokens before its window, and the last of them is not "
+                "passed from one process to the next; use 1, or leave kv_shift and token_shift out"
+            )
+        if not spec["window"]:
+            raise BadInput(f"sequence_parallel: mixer {spec['type']} has a window of all tokens; use 1, or a window")
+    longest = max((make_spec(spec).window for spec in specs), default=1)
+    for length in (stage.seq_len, *(other.seq_len for other in stage.mixed_seq_lens)):
+        rows = f"sequence_parallel: {stage.kind} has rows of {length} tokens"
+        if length % shards:
+            raise BadInput(f"{rows}, which cannot be cut in {shards} equal shards; use a multiple of {shards}")
+        if length // shards < longest:
+            raise BadInput(
+                f"{rows}, so a shard is shorter than the window of {longest}; use {longest * shards} or more"
+            )
+    if getattr(config, "attention_dropout", 0):
+        raise BadInput(
+            "sequence_parallel: config.json has an attention_dropout, which shards do not apply; set it to 0"
+        )
+
+
+def group_of(device: torch.device, shards: int) -> Group:
+    """This process's group, of so many that follow each other: on one machine where there is room. All call it."""
+    PartialState(cpu=device.type == "cpu")  # makes them processes of one run where they are none yet
+    names = ("rows", "sequence")
+    return Group(init_device_mesh(device.type, (processes.count() // shards, shards), mesh_dim_names=names)["sequence"])
+
+
+class Group:
+    """The processes that share the rows of a batch, in the order of their shards. mesh: one dimension of theirs."""
+
+    def __init__(self, mesh: DeviceMesh):
+        self.group, self.rank, self.size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+        self.shard: Shard | None = None  # of the last batch
+        self._sent: deque[tuple[Any, Tensor]] = deque()
+
+    def cut(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """This process's tokens of whole rows. `metadata` is the model's; `labels` have one more, the next shard's
+        first."""
+        ids_BT = batch["input_ids"]
+        row = SequenceMetadata.build(ids_BT, batch.get("position_ids"), None)
+        self.shard = Shard(row, self)
+        own = slice(self.shard.start, self.shard.start + self.shard.tokens)
+        cut = {"input_ids": ids_BT[:, own], "position_ids": row.position_BT[:, own], "metadata": self.shard}
+        if "labels" in batch:
+            cut["labels"] = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, own.start : own.stop + 1]
+        return cut
+
+    def install(self, model: Any) -> None:
+        """Has the softmax layers of `model`, a base or a linearized model, see the other shards' keys and values."""
+        windows = own_windows(model.config)
+        for layer, window in zip(model.model.layers, windows, strict=True):
+            if not isinstance(layer.self_attn, LinearizedAttention):
+                layer.self_attn.of_group = self, window
+        model.set_attn_implementation(ATTENTION)
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum over the group, without gradients."""
+        x = x.detach().clone()
+        dist.all_reduce(x, group=self.group)
+        return x
+
+    def send(self, x: Tensor, to: int) -> None:
+        """To the process that is `to` places to the right, if there is one."""
+        if 0 <= self.rank + to < self.size:
+            x = x.contiguous()
+            self._sent.append((dist.isend(x, group=self.group, group_dst=self.rank + to), x))
+            while len(self._sent) > IN_FLIGHT:
+                self._sent.popleft()[0].wait()
+
+    def receive(self, like: Tensor, source: int) -> Tensor:
+        """What the process `source` places to the right has sent, of the shape and dtype of `like`; zeros where there
+        is none."""
+        if not 0 <= self.rank + source < self.size:
+            return torch.zeros_like(like)
+        found = torch.empty_like(like, memory_format=torch.contiguous_format)
+        dist.recv(found, group=self.group, group_src=self.rank + source)
+        return found
+
+
+class Shard(SequenceMetadata):
+    """The metadata of this process's tokens of a row, whose documents are counted from that of its first token on."""
+
+    def __init__(self, row: SequenceMetadata, group: Group):
+        tokens = row.tokens // group.size
+        self.start, self.row = group.rank * tokens, row
+        super().__init__(tokens, self._of_row(row.position_BT, self.start, tokens), None, self._segments(tokens))
+        self.documents = 1 if self.segment_ids_BT is None else int(self.segment_ids_BT.max()) + 1
+        self.past = Before(self, group)
+
+    def _for_window(self, cache_window: int, sinks: int, before: Positions | None) -> WindowMetadata:
+        missing = max(0, cache_window - self.start)
+        halo = self._of_row(self.row.position_BT, self.start - cache_window + missing, cache_window - missing)
+        first_B = self.position_BT[:, 0]
+        before = Positions(
+            F.pad(halo, (missing, 0), value=-1),
+            first_B,
+            (first_B[:, None] - torch.arange(sinks, device=halo.device)).clamp_min(0) if sinks else None,
+            self._segments(0, cache_window, missing),
+            padded=missing > 0,
+        )
+        return super()._for_window(cache_window, sinks, before)
+
+    def _segments(self, tokens: int, back: int = 0, missing: int = 0) -> Tensor | None:
+        """The documents of `tokens` tokens and of `back` before them, of which the first are `missing`."""
+        of_row = self.row.segment_ids_BT
+        if of_row is None:
+            return None
+        found = self._of_row(of_row, self.start - back + missing, back - missing + tokens)
+        return F.pad(found - of_row[:, self.start : self.start + 1], (missing, 0), value=-1)
+
+    @staticmethod
+    def _of_row(x_BT: Tensor, start: int, tokens: int) -> Tensor:
+        return x_BT[:, start : start + tokens]
+
+
+class Before:
+    """What stands before a shard, in the place of a layer's cache: the previous process has it. What a layer writes
+    here goes to the next process."""
+
+    static = fused = False
+    positions = None  # the shard knows them
+
+    def __init__(self, shard: Shard, group: Group):
+        self.shard, self.group = shard, group
+
+    def extend(self, name: str, new: Tensor, window: WindowMetadata) -> Tensor:
+        """[B,S,...]: the halo, then `new` [B,T,...]."""
+        return torch.cat((_Halo.apply(new, window.cache_window, self.group), new), 1) if window.cache_window else new
+
+    def read_sinks(self, name: str, new_BTGD: Tensor, sinks: Sinks) -> Tensor:
+        """[B,M,G,D]: the keys or values of the sinks of the document that goes on, then zeros for others'."""
+        assert sinks.index_BM is not None
+        all_sinks = sinks.index_BM.shape[1]
+        count = all_sinks // self.shard.documents
+        received = self._receive(new_BTGD.new_empty(len(new_BTGD), count, *new_BTGD.shape[2:]))
+        return F.pad(received, (0, 0, 0, 0, 0, all_sinks - count))
+
+    def write_sinks(self, name: str, tokens_BMGD: Tensor) -> Tensor:
+        """Passes on those of the last document; returns all, to go on with."""
+        count, segments = tokens_BMGD.shape[1] // self.shard.documents, self.shard.segment_ids_BT
+        last_BM = torch.arange(count, device=tokens_BMGD.device).expand(len(tokens_BMGD), -1)
+        if segments is not None:
+            last_BM = last_BM + segments[:, -1:] * count
+        index = last_BM[:, :, None, None].expand(-1, -1, *tokens_BMGD.shape[2:])
+        return _Send.apply(tokens_BMGD, tokens_BMGD.gather(1, index), self.group)
+
+    def read_states(self, mixer: Mixer) -> dict[str, Tensor]:
+        """The states of the document that goes on, zeros where one begins: float32, by name."""
+        shapes, position_BT = mixer.cached_states(mixer.spec, mixer.dims), self.shard.position_BT
+        sizes = [torch.Size(shape).numel() for shape in shapes.values()]
+        if not sizes:
+            return {}
+        flat = self._receive(position_BT.new_empty(len(position_BT), sum(sizes), dtype=torch.float32))
+        flat = flat * (position_BT[:, :1] > 0)
+        pieces = flat.split(sizes, 1)
+        return {name: piece.unflatten(1, shape) for (name, shape), piece in zip(shapes.items(), pieces)}
+
+    def write_states(self, states: dict[str, Tensor], read: Tensor, mixer: Mixer) -> Tensor:
+        """Passes on the states; returns what was read with them, to go on with."""
+        names = mixer.cached_states(mixer.spec, mixer.dims)
+        if not names:
+            return read
+        flat = torch.cat([states[name].flatten(1) for name in names], 1)
+        return _Send.apply(read, flat, self.group)
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum over all shards of the row, without gradients."""
+        return self.group.total(x)
+
+    def _receive(self, like: Tensor) -> Tensor:
+        anchor = like.new_zeros((), requires_grad=torch.is_grad_enabled())
+        return _Receive.apply(anchor, like, self.group)
+
+
+class _Halo(torch.autograd.Function):
+    """[B,P,...]: the last P tokens of the previous process."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int, group: Group) -> Tensor:
+        ctx.shape, ctx.size, ctx.group = x.shape, size, group
+        last = x[:, x.shape[1] - size :]
+        group.send(last, 1)
+        return group.receive(last, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.group.send(grads[0], -1)
+        grad = grads[0].new_zeros(ctx.shape)
+        grad[:, grad.shape[1] - ctx.size :] = ctx.group.receive(grads[0], 1)
+        return grad, None, None
+
+
+class _Receive(torch.autograd.Function):
+    """What the previous process sends. anchor: what makes it a part of the graph, in every process alike."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, like: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return group.receive(like, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.group.send(grads[0], -1)
+        return grads[0].new_zeros(()), None, None
+
+
+class _Send(torch.autograd.Function):
+    """`carrier`, when `x` is on its way to the next process: with its gradient that of `x` is waited for."""
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, x: Tensor, group: Group) -> Tensor:
+        ctx.group, ctx.like = group, x.new_empty(()).expand(x.shape)
+        group.send(x, 1)
+        return carrier.view_as(carrier)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], ctx.group.receive(ctx.like, 1), None
+
+
+class _Gather(torch.autograd.Function):
+    """[N,...]: the tensor of each process; each gets the sum of all gradients of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        x = x.contiguous()
+        found = [torch.empty_like(x) for _ in range(group.size)]
+        dist.all_gather(found, x, group=group.group)
+        return torch.stack(found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        each = list(grads[0].contiguous().unbind())
+        own = torch.empty_like(each[0])
+        dist.reduce_scatter(own, each, group=ctx.group.group)
+        return own, None
+
+
+def _attention(
+    module: Any,
+    q_BHTD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention of a softmax layer, over all shards. It goes by documents and the base's own window, and
+    is given no mask."""
+    group, window = module.of_group
+    end = (group.rank + 1) * q_BHTD.shape[2]
+    kv_NBTGX = _Gather.apply(torch.cat((k_BGTD, v_BGTD), -1).transpose(1, 2), group)
+    kv_BSGX = kv_NBTGX.transpose(0, 1).flatten(1, 2)[:, :end]
+    k_BSGD, v_BSGD = kv_BSGX.split([k_BGTD.shape[-1], v_BGTD.shape[-1]], -1)
+    segments = group.shard.row.segment_ids_BT
+    if segments is None and window is None and softcap is None:
+        # the fused kernels for the longest rows, which no torch op with scores of its own could hold
+        bias = causal_lower_right(q_BHTD.shape[2], end)
+        k_BGSD, v_BGSD = k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2)
+        o_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BGSD, v_BGSD, attn_mask=bias, scale=scaling, enable_gqa=True)
+        return o_BHTD.transpose(1, 2), None
+    o_BTHD, _ = chunk_swa(
+        q_BHTD.transpose(1, 2),
+        k_BSGD,
+        v_BSGD,
+        window_size=window or end,
+        scale=scaling,
+        segment_ids_BS=None if segments is None else segments[:, :end],
+        softcap=softcap,
+    )
+    return o_BTHD, None
+
+
+AttentionInterface.register(ATTENTION, _attention)

@@ -1,0 +1,195 @@
+"""Processes that share each row, a shard of its tokens each, compute and learn what one process does with whole rows.
+
+Each launch imports torch in every process, so several cases share one.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launching import SECONDS, SUPPORT, distance, environment, learned, told, torchrun
+from ranks import do
+from stages import make_stage
+from tiny import tiny_config
+
+from liger_convert.mixers import MIXERS, resolve_spec
+from liger_convert.model import linearized_config
+from liger_convert.training.sequence_parallel import check
+from liger_convert.training.sharing import share
+from liger_convert.utils.errors import BadInput
+
+QUICK = ["gla", "liger-paper", "gated-deltanet", "rwkv7", "hgrn2"]
+PASSING = [name for name, mixer in MIXERS.items() if mixer.passes_states and name != "forgetting"]
+MORE: dict[str, dict[str, Any]] = {
+    "gla, all layers": {"mixer": {"type": "gla"}, "layers": ["main"] * 3},
+    "gla, all tokens": {"mixer": {"type": "gla", "scope": "all"}},
+    "gla, no sinks": {"mixer": {"type": "gla", "sinks": 0}},
+    "gla, window of 1": {"mixer": {"type": "gla", "window": 1}},
+    "gla, forget": {"mixer": {"type": "gla", "forget": True}},
+    "gla, gates by channel": {"mixer": {"type": "gla", "feature_map": "hedgehog", "gate": "pooled"}},
+    "gla, rope, output gate": {"mixer": {"type": "gla", "rope": True, "output_gate": True}},
+    "convolved gla": {"mixer": {"type": "gla", "short_conv": 4}},
+    "convolved deltanet": {"mixer": {"type": "deltanet", "short_conv": 4, "output_norm": "rms"}},
+    "convolved mamba, all tokens": {"mixer": {"type": "mamba", "short_conv": 3, "scope": "all"}},
+    **{
+        family: {"mixer": {"type": "gla"}, "family": family}
+        for family in ("gemma2", "gemma3_text", "ministral3", "phi3", "smollm3", "stablelm", "qwen3_moe")
+    },
+}
+
+
+def compared(processes: int, folder: Path, cases: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """What `shards.py` says of each case."""
+    file = folder / "cases.json"
+    file.write_text(json.dumps(cases))
+    command = torchrun(processes, SUPPORT / "shards.py", file)
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=4 * SECONDS)
+    assert ended.returncode == 0, ended.stderr
+    return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+
+
+# whose memories have no parameters, or that have no memory
+WITHOUT_PARAMETERS = ("liger-paper", "liger-hgrn2", "liger-gsa", "window")
+
+
+def assert_equal(found: dict[str, float], *, has_parameters: bool = True) -> None:
+    """To take sums in another order costs as much as to move each weight to the next float32: less than twice that was
+    found of all cases here. The control runs each shard by itself."""
+    assert 0 < found["rounding_of_logits"] < 1e-4
+    assert found["logits"] < 5 * found["rounding_of_logits"]
+    assert found["gradients"] < 5 * found["rounding_of_gradients"]
+    assert found["loss"] < 1e-5
+    assert found["alone"] > 1000 * found["rounding_of_logits"]
+    assert (found["size_of_mixers"] > 1e-4) == has_parameters
+
+
+def test_shards_of_packed_rows_give_logits_and_gradients_of_whole_rows(tmp_path: Path) -> None:
+    """In a model of linear and softmax layers."""
+    found = compared(2, tmp_path, [{"mixer": {"type": name}} for name in QUICK])
+    for name, each in zip(QUICK, found, strict=True):
+        assert_equal(each, has_parameters=name not in WITHOUT_PARAMETERS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 3, 4])
+def test_every_mixer_family_and_option_passes_its_memory_on(tmp_path: Path, processes: int) -> None:
+    cases = {name: {"mixer": {"type": name}} for name in PASSING} | MORE
+    found = compared(processes, tmp_path, list(cases.values()))
+    for name, each in zip(cases, found, strict=True):
+        try:
+            assert_equal(each, has_parameters=name not in WITHOUT_PARAMETERS)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {each}") from error
+
+
+# --- stages
+
+EVERY = {"steps": 4, "batch": 2, "accumulation": 2, "warmup_ratio": 0.0, "schedule": "constant"}
+STAGES: dict[str, dict[str, Any]] = {
+    **{name: {"name": name} for name in ("align", "distill", "finetune", "distill-lora")},
+    "recomputed": {"name": "distill", "fields": EVERY | {"gradient_checkpointing": True}},
+    "recomputed-align": {"name": "align", "fields": EVERY | {"gradient_checkpointing": True}},
+    "concat": {"name": "distill", "fields": EVERY | {"concat_documents": True}},
+}
+
+
+def job(out: Path, case: dict[str, Any], **options: Any) -> dict[str, Any]:
+    return {"plain": True, "fields": EVERY} | case | {"out": str(out), "options": options}
+
+
+def assert_learned_alike(folder: Path, name: str, ours: dict[str, Any], tmp_path: Path) -> None:
+    """Shards round as much as rows that are taken one by one do, up to 3 times that in the cases here. The control gets
+    nothing from its neighbours."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    case = {"fields": EVERY} | STAGES[name]
+    stats = do(job(tmp_path / "whole", case))
+    do(job(tmp_path / "apart", case | {"fields": case["fields"] | {"batch": 1, "accumulation": 4}}))
+    torch.set_num_threads(threads)
+    whole = learned(tmp_path / "whole")
+    rounding = distance(learned(tmp_path / "apart"), whole)
+    assert 0 < rounding < 1e-4
+    assert distance(learned(folder / name), whole) < 10 * rounding
+    if (deaf := folder / f"{name}-deaf").exists():
+        assert distance(learned(deaf), whole) > 1000 * rounding
+    same = ("steps", "tokens", "epochs", "trained_parameters")
+    assert [ours[key] for key in same] == [stats[key] for key in same]
+    assert [loss for _, loss in ours["loss"]] == pytest.approx([loss for _, loss in stats["loss"]], rel=1e-4)
+    if "align_error" in stats:
+        for when, errors in stats["align_error"].items():
+            assert ours["align_error"][when] == pytest.approx(errors, rel=1e-4)
+
+
+def test_a_stage_whose_rows_are_shared_learns_what_one_process_does(tmp_path: Path) -> None:
+    case = STAGES["distill"]
+    jobs = [job(tmp_path / "distill", case, sequence_parallel=2)]
+    jobs.append(job(tmp_path / "distill-deaf", case | {"deaf": True}, sequence_parallel=2))
+    several = told(2, tmp_path, jobs)
+    assert (tmp_path / "distill-deaf").exists()
+    assert_learned_alike(tmp_path, "distill", several["distill"], tmp_path)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Each stage in two processes, and in four that share rows in pairs and weights together."""
+    found = {}
+    for processes, shard in ((2, False), (4, True)):
+        folder = tmp_path_factory.mktemp("shared")
+        jobs = [job(folder / name, case, sequence_parallel=2, shard=shard) for name, case in STAGES.items()]
+        found[processes] = folder, told(processes, folder, jobs)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("processes", [2, 4])
+def test_every_stage_learns_from_shared_rows_what_one_process_does(
+    shared: Any, tmp_path: Path, name: str, processes: int
+) -> None:
+    folder, several = shared[processes]
+    assert several[name]["sharded"] == (processes == 4)
+    assert_learned_alike(folder, name, several[name], tmp_path)
+
+
+# --- what is refused
+
+
+def config(mixer: dict[str, Any], **changes: Any) -> Any:
+    spec = resolve_spec(mixer, "mixer")
+    linearization = {"format": 2, "mixers": {"main": spec}, "layers": ["main", "softmax", "main"]}
+    return linearized_config(tiny_config("llama", **changes), linearization)
+
+
+GLA = {"type": "gla", "window": 16}
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
+    "mom": ({"type": "mom"}, {}, 2, "mixer mom cannot pass its memory from one process to the next; use 1"),
+    "shift": ({"type": "rwkv6", "token_shift": True}, {}, 2, "mixer rwkv6 shifts tokens before its window"),
+    "window": ({"type": "forgetting"}, {}, 2, "mixer forgetting has a window of all tokens"),
+    "odd": (GLA, {}, 5, "finetune has rows of 32 tokens, which cannot be cut in 5 equal shards"),
+    "short": (GLA, {}, 4, "finetune has rows of 32 tokens, so a shard is shorter than the window of 16; use 64"),
+    "dropout": (GLA, {"attention_dropout": 0.1}, 2, "attention_dropout"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_cut_is_refused_in_a_sentence(name: str) -> None:
+    mixer, changes, shards, said = REFUSED[name]
+    stage = make_stage("finetune")
+    check(stage, config(mixer, **changes), 1)
+    with pytest.raises(BadInput, match=rf"^sequence_parallel: .*{said}"):
+        check(stage, config(mixer, **changes), shards)
+    check(stage, config(GLA), 2)
+
+
+def test_processes_are_put_in_whole_groups_that_share_the_rows_of_a_step() -> None:
+    stage = make_stage("finetune", batch=4, accumulation=2)
+    assert share(stage, 4, 2) == share(stage, 2) == (4, 1)
+    with pytest.raises(BadInput, match="3 processes share a row, but 4 cannot be put in groups of 3; start a multiple"):
+        share(stage, 4, 3)
+    with pytest.raises(BadInput, match="does not divide among 3 groups of 2 processes; start 4"):
+        share(stage, 6, 2)
