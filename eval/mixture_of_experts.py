@@ -199,6 +199,7 @@ def page(trained: str, report: dict[str, Any], speeds: dict[str | None, tuple[fl
         "",
         "Tokens a second on this CPU with every layer of one mixer, at its defaults: training (forward and backward)",
         f"on {ROWS} rows of {ROW}, and decoding one row behind {ROW} tokens, of {REPETITIONS} the fastest.",
+        "Other work on the machine slows single rows, so compare only large differences.",
         "",
         "| mixer | training | decoding |",
         "|---|---:|---:|",

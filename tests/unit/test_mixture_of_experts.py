@@ -18,5 +18,12 @@ def test_a_base_with_experts_is_made_converted_and_timed(tmp_path: Path, monkeyp
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *options])
     runpy.run_path(str(SCRIPT), run_name="__main__")
     written = out.read_text()
-    for row in ("| base |", "| window only untrained |", "| linearized |", "| `base` |", "| `gla` |", "| `forgetting` |"):
+    for row in (
+        "| base |",
+        "| window only untrained |",
+        "| linearized |",
+        "| `base` |",
+        "| `gla` |",
+        "| `forgetting` |",
+    ):
         assert written.count(row) == 1, row
