@@ -102,6 +102,24 @@ def momentum_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
     return delta_rule_inputs(a, T, B) | {"log_m": log_m, "c_BTG1": torch.ones_like(log_m)}
 
 
+def inner_model_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
+    unit, G, D = torch.nn.functional.normalize, a.kv_heads, a.head_size
+    hidden = 4 * D  # TTT-MLP with its norm and mini-batches of 16
+    return {
+        "q_BTHF": unit(torch.randn(B, T, a.heads, D), dim=-1),
+        "k_BTGF": unit(torch.randn(B, T, G, D), dim=-1),
+        "v_BTGV": torch.randn(B, T, G, D),
+        "eta_BTG1": torch.rand(B, T, G, 1) / (16 * hidden),
+        "log_a": None,
+        "log_m": None,
+        "written_BTG1": torch.ones(B, T, G, 1, dtype=torch.bool),
+        "first_GFW": torch.randn(G, D + 1, hidden) / D**0.5,
+        "second_GWV": torch.randn(G, hidden + 1, D) / hidden**0.5,
+        "norm_G2V": torch.ones(G, 2, D),
+        "scale": D**0.5,
+    }
+
+
 def elementwise_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
     F, G, V = a.feature_size // 4, a.kv_heads, a.head_size  # Mamba's 16 states a channel
     return {
@@ -169,6 +187,7 @@ INPUTS: dict[str, Callable[[argparse.Namespace, int, int], Inputs]] = {
     "delta_rule": delta_rule_inputs,
     "gla": gla_inputs,
     "simple_gla": simple_gla_inputs,
+    "inner_model": inner_model_inputs,
     "momentum": momentum_inputs,
     "elementwise": elementwise_inputs,
     "slots": slots_inputs,
@@ -183,6 +202,7 @@ PEERS: dict[str, dict[str, Op]] = {
     },
     "gla": {"fla chunk_gla": fla_chunk_gla},
     "simple_gla": {},
+    "inner_model": {},
     "momentum": {},
     "elementwise": {},
     "slots": {},

@@ -20,6 +20,7 @@ from gated_kernels.common.registry import kernel_for, set_kernel
 from gated_kernels.delta_rule.chunk import chunk_delta_rule
 from gated_kernels.elementwise.chunk import chunk_elementwise
 from gated_kernels.gla.chunk import chunk_gla
+from gated_kernels.inner_model.chunk import chunk_inner_model
 from gated_kernels.momentum.chunk import chunk_momentum
 from gated_kernels.simple_gla.chunk import chunk_simple_gla
 from gated_kernels.slots.chunk import chunk_slots
@@ -32,6 +33,7 @@ OPS: dict[str, Callable[..., Tensor | tuple[Tensor | None, ...]]] = {
     "delta_rule": chunk_delta_rule,  # S_t = D_t S_{t-1} - e_t^T (r_t D_t S_{t-1}) + k_t^T v_t, o_t = q_t S_t
     "elementwise": chunk_elementwise,  # S_t = exp(dt_t log A) * S_{t-1} + k_t^T v_t, o_t = q_t S_t
     "gla": chunk_gla,  # S_t = diag(a_t) S_{t-1} + k_t^T v_t, o_t = q_t S_t
+    "inner_model": chunk_inner_model,  # a model W trained on every token: W_t = a_t W_{t-1} + Z_t, o_t = f(q_t; W_t)
     "momentum": chunk_momentum,  # Z_t = m_t Z_{t-1} + k_t^T (v_t - r_t M_{t-1}), M_t = a_t M_{t-1} + c_t Z_t
     "simple_gla": chunk_simple_gla,  # gla with one gate per head: S_t = a_t S_{t-1} + k_t^T v_t, o_t = q_t S_t
     "slots": chunk_slots,  # softmax attention over a fixed number of slots, running means of keys and values
@@ -100,6 +102,7 @@ __all__ = [
     "chunk_delta_rule",
     "chunk_elementwise",
     "chunk_gla",
+    "chunk_inner_model",
     "chunk_momentum",
     "chunk_simple_gla",
     "chunk_slots",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -24,6 +24,8 @@ from liger_convert.mixers.calibration import Calibration
 from liger_convert.mixers.fused_step import step_cache
 from liger_convert.mixers.memory_logit import MemoryLogit
 from liger_convert.mixers.precision import multiplies_in_bf16
+from liger_convert.mixers.projection_pieces import STATES as SHIFT_STATES
+from liger_convert.mixers.projection_pieces import QueryKeyNorm, make_shift, shift_shapes
 from liger_convert.mixers.read_pieces import ReadGate, ReadNorm
 from liger_convert.mixers.short_convolution import STATES as CONVOLUTION_STATES
 from liger_convert.mixers.short_convolution import Row, ShortConvolutions, state_shapes
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from liger_convert.model.sequence import SequenceMetadata, WindowMetadata
 
 Branches = Literal["both", "window", "memory"]
-Method = Literal["prefill", "decode_step"]
+Method = Literal["prepare", "prefill", "decode_step"]
 
 FADED = 0.02  # a new forget gate leaves the oldest token of its window e^-0.02 of its weight
 FAR = 4096  # … and where the window is unbounded, the token this far back
@@ -89,13 +91,15 @@ class Mixer(nn.Module, ABC):
 
     Other modules call a mixer and do not use its parts, so that adapters and sharding that wrap it stay in effect.
     `left_out` says which pieces of the paper's layer it lacks, and behind "off by default:" which are options;
-    "nothing" where it has them all, empty where there is no paper.
+    "nothing" where it has them all, empty where there is no paper. `slow_parameters`: by name, those whose learning
+    rate is that part of the mixers'.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     gate_rule: ClassVar[str]
     left_out: ClassVar[str] = ""
+    slow_parameters: ClassVar[Mapping[str, float]] = {}
     recurrence: ClassVar[str]
     Spec: ClassVar[type[MixerSpec]]
     initial_log_share: ClassVar[float] = -4.0
@@ -113,9 +117,12 @@ class Mixer(nn.Module, ABC):
             self.share_power_H = nn.Parameter(torch.empty(dims.heads))
             self.share_query_HD = nn.Parameter(torch.empty(dims.heads, dims.dim))
             self.log_share_H = nn.Parameter(torch.empty(dims.heads))
-        if spec.forget:
+        if spec.forget and spec.forget_gate == "input":
             self.forget_GC = nn.Parameter(torch.empty(dims.kv_heads, dims.hidden))
+        if spec.forget and spec.forget_gate != "fixed":
             self.forget_bias_G = nn.Parameter(torch.empty(dims.kv_heads))
+        self.shift = make_shift(spec.shift, dims)
+        self.qk_norm = QueryKeyNorm(dims) if spec.normalizes_qk else None
         self.short_conv = ShortConvolutions(spec.conv_taps, dims) if spec.conv_taps else None
         has_norm, has_gate = spec.read_pieces
         self.read_norm = ReadNorm(dims) if has_norm else None
@@ -130,13 +137,17 @@ class Mixer(nn.Module, ABC):
             init.ones_(self.share_power_H)
             init.zeros_(self.share_query_HD)
             init.constant_(self.log_share_H, self.initial_log_share)
-        if self.spec.forget:
+        if self.spec.forget and self.spec.forget_gate == "input":
             init.zeros_(self.forget_GC)
-            # log sigmoid(b) is nearly -e^-b
-            init.constant_(self.forget_bias_G, math.log((self.spec.window or FAR) / FADED))
-        for piece in (self.short_conv, self.read_norm, self.read_gate):
+        if self.spec.forget and self.spec.forget_gate != "fixed":
+            init.copy_(self.forget_bias_G, self.first_forget_bias(self.forget_bias_G.device))
+        for piece in (self.shift, self.qk_norm, self.short_conv, self.read_norm, self.read_gate):
             if piece is not None:
                 piece.reset_parameters()
+
+    def first_forget_bias(self, device: torch.device) -> Tensor:
+        """[G]: where the logits of the window's gates start; there log sigmoid(b) is nearly -e^-b."""
+        return torch.full((self.dims.kv_heads,), math.log((self.spec.window or FAR) / FADED), device=device)
 
     def calibration(self) -> Calibration:
         """What `training.calibrate` fits of this mixer where `spec.is_calibrated`."""
@@ -149,8 +160,9 @@ class Mixer(nn.Module, ABC):
 
     @classmethod
     def cached_states(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, tuple[int, ...]]:
-        """As `state_shape`, with the tokens that a short convolution keeps."""
-        return {**cls.state_shape(spec, dims), **state_shapes(spec.conv_taps, dims)}
+        """As `state_shape`, with the tokens that a short convolution and a shift keep."""
+        kept = state_shapes(spec.conv_taps, dims) | shift_shapes(spec.shift, dims)
+        return {**cls.state_shape(spec, dims), **kept}
 
     @classmethod
     @abstractmethod
@@ -197,13 +209,34 @@ class Mixer(nn.Module, ABC):
         """What the fused step of one token is to compute for this mixer; None where it cannot."""
         return None
 
-    def forward(self, method: Method, *inputs: Any, bound: Callable[..., Tensor] | None = None) -> Tensor:
-        """The layer's output [B,T,H,V] by `prefill` or `decode_step`, which takes `inputs`: the one way into both.
+    def forward(self, method: Method, *inputs: Any, bound: Callable[..., Any] | None = None) -> Any:
+        """What `prepare` gives, or the layer's output [B,T,H,V] by `prefill` or `decode_step`, which take `inputs`: the
+        one way into all of them.
 
         `bound` is that method of another mixer, which is made of this one: where weights are offloaded, they are there
         only while the module that owns them is called.
         """
         return (getattr(self, method) if bound is None else bound)(*inputs)
+
+    def prepare(
+        self,
+        q_BTHD: Tensor,
+        k_BTGD: Tensor,
+        v_BTGD: Tensor,
+        x_BTC: Tensor,
+        metadata: SequenceMetadata,
+        past: LinearizedCacheLayer | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The new tokens' projections before rotary as the layer is to take them; updates the states of `past`."""
+        if self.shift is not None:
+            row = Row(metadata.valid_BT, None if metadata.segment_ids_BT is None else metadata.position_BT)
+            states = {} if past is None else past.read_states(self)
+            q_BTHD, k_BTGD, v_BTGD, after = self.shift(q_BTHD, k_BTGD, v_BTGD, x_BTC, row, states)
+            if past is not None:
+                q_BTHD = past.write_states(after, q_BTHD, self)
+        if self.qk_norm is not None:
+            q_BTHD, k_BTGD = self.qk_norm(q_BTHD, k_BTGD)
+        return q_BTHD, k_BTGD, v_BTGD
 
     def prefill(
         self,
@@ -230,9 +263,14 @@ class Mixer(nn.Module, ABC):
         """The log forget gates of the ring's and the new tokens, float32 [B,S,G]; None where nothing is forgotten."""
         if not self.spec.forget:
             return None
-        with torch.autocast(qkv.x_BTC.device.type, enabled=False):
-            logits_BTG = qkv.x_BTC.float() @ self.forget_GC.float().mT
-        log_f_BTG = F.logsigmoid(logits_BTG + self.forget_bias_G.float())
+        if self.spec.forget_gate == "fixed":
+            bias_G = self.first_forget_bias(qkv.x_BTC.device)
+        else:
+            bias_G = self.forget_bias_G.float()
+        if self.spec.forget_gate == "input":
+            with torch.autocast(qkv.x_BTC.device.type, enabled=False):
+                bias_G = qkv.x_BTC.float() @ self.forget_GC.float().mT + bias_G
+        log_f_BTG = F.logsigmoid(bias_G).expand(*qkv.x_BTC.shape[:2], -1)
         if metadata.valid_BT is not None:
             log_f_BTG = torch.where(metadata.valid_BT[..., None], log_f_BTG, 0)
         return extend(past, "log_f", log_f_BTG, window_metadata(self.spec, metadata, past))
@@ -250,7 +288,9 @@ class Mixer(nn.Module, ABC):
         else:
             v_BTGV = qkv.v_BSGD[:, -tokens:]
             write_mask_BT = metadata.valid_BT
-        states, after = {} if past is None else past.read_states(self), {}
+        states = {} if past is None else past.read_states(self)
+        states = {name: state for name, state in states.items() if name not in SHIFT_STATES}
+        after: dict[str, Tensor] = {}
         if self.short_conv is not None:
             packed, real_BT = metadata.segment_ids_BT is not None, metadata.valid_BT
             read = written = Row(real_BT, metadata.position_BT if packed else None)

@@ -59,29 +59,12 @@ class ShortConvolution(nn.Module):
 
         `before_BPND` is the state so far; None at the start, before which stand zeros.
         """
-        past, T = self.weight_NDK.shape[-1] - 1, x_BTND.shape[1]
-        if row.real_BT is not None:
-            x_BTND = x_BTND.masked_fill(~row.real_BT[:, :, None, None], 0)
-        if before_BPND is None:
-            x_BSND = F.pad(x_BTND, (0, 0, 0, 0, past, 0))
-        else:
-            x_BSND = torch.cat((before_BPND.to(x_BTND.dtype), x_BTND), 1)
-        # before a single token stands what was kept; among several, padding may stand in between
-        index = None if row.real_BT is None or T == 1 else _predecessors(row.real_BT, past)
-        y_BTND = self.weight_NDK[..., past].float() * x_BTND.float()
-        for back in range(1, past + 1):
-            x = x_BSND[:, past - back :][:, :T] if index is None else _take(x_BSND, index[0][back])
-            if row.position_BT is not None:
-                x = x.masked_fill(row.position_BT[:, :, None, None] < back, 0)
+        past = self.weight_NDK.shape[-1] - 1
+        (own_BTND, *earlier), after_BPND = recent_tokens(x_BTND, before_BPND, row, past)
+        y_BTND = self.weight_NDK[..., past].float() * own_BTND.float()
+        for back, x in enumerate(earlier, 1):
             y_BTND = y_BTND + self.weight_NDK[..., past - back].float() * x.float()
-        if index is not None:
-            after_BPND = _take(x_BSND, index[1])
-        elif row.real_BT is not None:
-            after_BPND = torch.where(row.real_BT[:, :, None, None], x_BSND[:, 1:], x_BSND[:, :-1])
-        else:
-            after_BPND = x_BSND[:, T:]
-        # a copy, because a view would keep the whole prompt alive
-        return y_BTND.to(x_BTND.dtype), after_BPND.to(torch.float32, copy=True)
+        return y_BTND.to(x_BTND.dtype), after_BPND
 
 
 class ShortConvolutions(nn.Module):
@@ -112,6 +95,34 @@ class ShortConvolutions(nn.Module):
         k_BTGD, conv_k = self.k(k_BTGD, states.get("conv_k"), written)
         v_BTGD, conv_v = self.v(v_BTGD, states.get("conv_v"), written)
         return q_BTHD, k_BTGD, v_BTGD, {"conv_q": conv_q, "conv_k": conv_k, "conv_v": conv_v}
+
+
+def recent_tokens(x_BTND: Tensor, before_BPND: Tensor | None, row: Row, past: int) -> tuple[list[Tensor], Tensor]:
+    """Each token itself and the 1 to `past` before it, [B,T,N,D] each and zeros where there is none, and the float32
+    state: the last of them. `before_BPND` is the state so far; None at the start."""
+    T = x_BTND.shape[1]
+    if row.real_BT is not None:
+        x_BTND = x_BTND.masked_fill(~row.real_BT[:, :, None, None], 0)
+    if before_BPND is None:
+        x_BSND = F.pad(x_BTND, (0, 0, 0, 0, past, 0))
+    else:
+        x_BSND = torch.cat((before_BPND.to(x_BTND.dtype), x_BTND), 1)
+    # before a single token stands what was kept; among several, padding may stand in between
+    index = None if row.real_BT is None or T == 1 else _predecessors(row.real_BT, past)
+    found = [x_BTND]
+    for back in range(1, past + 1):
+        x = x_BSND[:, past - back :][:, :T] if index is None else _take(x_BSND, index[0][back])
+        if row.position_BT is not None:
+            x = x.masked_fill(row.position_BT[:, :, None, None] < back, 0)
+        found.append(x)
+    if index is not None:
+        after_BPND = _take(x_BSND, index[1])
+    elif row.real_BT is not None:
+        after_BPND = torch.where(row.real_BT[:, :, None, None], x_BSND[:, 1:], x_BSND[:, :-1])
+    else:
+        after_BPND = x_BSND[:, T:]
+    # a copy, because a view would keep the whole prompt alive
+    return found, after_BPND.to(torch.float32, copy=True)
 
 
 def _predecessors(real_BT: Tensor, past: int) -> tuple[list[Tensor], Tensor]:

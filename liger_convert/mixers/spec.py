@@ -52,6 +52,26 @@ class MixerSpec:
         """Whether the memory's read has a norm behind it, and whether it has a gate."""
         return False, False
 
+    @property
+    def shift(self) -> Literal["none", "key_value", "token"]:
+        """What a token's queries, keys and values take of the token before it, before rotary."""
+        return "none"
+
+    @property
+    def normalizes_qk(self) -> bool:
+        """Whether queries and keys have a norm of the mixer's before rotary."""
+        return False
+
+    @property
+    def rotates(self) -> bool:
+        """Whether the window's queries and keys are rotated, if the base's are."""
+        return True
+
+    @property
+    def forget_gate(self) -> Literal["input", "learned", "fixed"]:
+        """With `forget`, what the window's gates depend on: the layer's input, nothing, or not even training."""
+        return "input"
+
     def inner_types(self) -> tuple[str, ...]:
         """The names of other mixers that this one is made of."""
         return ()

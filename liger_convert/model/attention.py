@@ -46,25 +46,33 @@ class LinearizedAttention(nn.Module):
         self.output_dropout: float = attention.residual_dropout if self.family.output_dropout else 0.0
         self.clip: float | None = getattr(config, "clip_qkv", None)
         self.config = config
-        self.rotates: bool = getattr(attention, "use_rope", True)
         self.rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
         resolved = config.linearization["mixers"][config.linearization["layers"][layer_idx]]
         self.spec = make_spec(resolved)
+        self.rotates: bool = getattr(attention, "use_rope", True) and self.spec.rotates
         self.add_module(MIXER_MODULE, build_mixer(resolved, self.dims))
         self.branches: Branches = "both"
 
-    def qkv(self, x_BTC: Tensor, metadata: SequenceMetadata) -> tuple[Tensor, ...]:
+    def qkv(
+        self, x_BTC: Tensor, metadata: SequenceMetadata, past: LinearizedCacheLayer | None = None
+    ) -> tuple[Tensor, ...]:
         """[B,T,H,D], [B,T,G,D] and [B,T,G,D], before rotary."""
         q, k, v = project_qkv(self, self.family, self.dims.dim, self.dims.kv_heads, x_BTC)
+        if self.spec.shift != "none" or self.spec.normalizes_qk:
+            q, k, v = self.mixer("prepare", q, k, v, x_BTC, metadata, past)
         if self.family.position_scale:
             q = q * position_scale(self.config, metadata.position_BT).to(q.dtype)
         return q, k, v
 
     def project(
-        self, x_BTC: Tensor, position_embeddings: tuple[Tensor, Tensor], metadata: SequenceMetadata
+        self,
+        x_BTC: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        metadata: SequenceMetadata,
+        past: LinearizedCacheLayer | None = None,
     ) -> tuple[Tensor, ...]:
         """q, k before and after rotary and v: [B,T,H,D], [B,T,G,D], the same rotated, [B,T,G,D]."""
-        q, k, v = self.qkv(x_BTC, metadata)
+        q, k, v = self.qkv(x_BTC, metadata, past)
         if not self.rotates:
             q_rot, k_rot = q, k
         elif self.family.rotary == "split_halves":
@@ -145,7 +153,7 @@ class LinearizedAttention(nn.Module):
         past: LinearizedCacheLayer | None,
     ) -> tuple[QKV, WindowInputs]:
         """The projections of the new tokens, and what the window attends over; updates the rings of `past`."""
-        q_BTHD, k_BTGD, q_rot_BTHD, k_rot_BTGD, v_BTGD = self.project(x_BTC, position_embeddings, metadata)
+        q_BTHD, k_BTGD, q_rot_BTHD, k_rot_BTGD, v_BTGD = self.project(x_BTC, position_embeddings, metadata, past)
         window = self.window_metadata(metadata, past)
         k_rot_BSGD = extend(past, "k", k_rot_BTGD, window)
         v_BSGD = extend(past, "v", v_BTGD, window)

@@ -203,8 +203,8 @@ def _kept(stage: Stage, config: Any, name: str, e: int, device: torch.device, co
     MLP      e 2 I, uncompiled e 3 I
     heads    queries before and after rotary, keys likewise, values, and the outputs of the window and of the memory
     mixer    in torch its maps, gates and outputs in float32; the kernels of a codebook keep nothing more but a gate
-             per code and its logit; of a short convolution, in float32, what each tap multiplies, and of a norm or
-             gate behind the read, the read twice
+             per code and its logit; of a short convolution or a shift, in float32, what each tap multiplies, and of a
+             norm or gate behind the read, the read twice
     """
     dims, groups = head_dims(config), stage.learning_rates.trained()
     q, k = e * dims.heads * dims.dim, e * dims.kv_heads * dims.dim
@@ -260,8 +260,8 @@ def _of_gates(config: Any, name: str) -> int:
 def _of_pieces(config: Any, name: str) -> int:
     """What one token keeps of a mixer's optional pieces."""
     dims, spec = head_dims(config), make_spec(config.linearization["mixers"][name])
-    convolved = spec.conv_taps * (dims.heads + 2 * dims.kv_heads)
-    return 4 * (convolved + 2 * sum(spec.read_pieces) * dims.heads) * dims.dim
+    taps = spec.conv_taps + 2 * (spec.shift != "none")
+    return 4 * (taps * (dims.heads + 2 * dims.kv_heads) + 2 * sum(spec.read_pieces) * dims.heads) * dims.dim
 
 
 def count(shapes: dict[str, tuple[int, ...]]) -> int:

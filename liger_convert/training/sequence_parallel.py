@@ -66,6 +66,11 @@ def check(stage: Stage, config: Any, shards: int) -> None:
             raise BadInput(
                 f"sequence_parallel: mixer {spec['type']} cannot pass its memory from one process to the next; use 1"
             )
+        if make_spec(spec).shift != "none":
+            raise BadInput(
+                f"sequence_parallel: mixer {spec['type']} shifts tokens before its window, and the last of them is not "
+                "passed from one process to the next; use 1, or leave kv_shift and token_shift out"
+            )
         if not spec["window"]:
             raise BadInput(f"sequence_parallel: mixer {spec['type']} has a window of all tokens; use 1, or a window")
     longest = max((make_spec(spec).window for spec in specs), default=1)

@@ -22,6 +22,7 @@ from transformers.utils import logging
 from liger_convert.config.stages import Stage
 from liger_convert.data.mixed_rows import MixedDataset
 from liger_convert.data.packed_rows import PackedDataset, collate
+from liger_convert.mixers import MIXERS, make_spec
 from liger_convert.model import parameter_group, take_auxiliary_loss
 from liger_convert.training import checkpoints, sharded_checkpoint
 from liger_convert.training.average import WeightAverage
@@ -60,16 +61,24 @@ def optimizer_groups(model: nn.Module, rates: dict[str, float], weight_decay: fl
     """The trainable parameters, grouped by learning rate and weight decay.
 
     Only matrices decay: no biases, no norms, and nothing of a mixer, since zero is no neutral value of its gates and
-    feature maps.
+    feature maps. What a mixer says is slow learns at a part of its rate.
     """
-    groups: dict[tuple[str, bool], list[nn.Parameter]] = {}
+    config: Any = model.config
+    mixers = {
+        mixer
+        for spec in config.linearization["mixers"].values()
+        for mixer in (spec["type"], *make_spec(spec).inner_types())
+    }
+    slow = {name: part for mixer in mixers for name, part in MIXERS[mixer].slow_parameters.items()}
+    groups: dict[tuple[str, bool, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             group = "lora" if ".lora_" in name else parameter_group(name, model.config)
-            groups.setdefault((group, parameter.dim() >= 2 and group != "mixer"), []).append(parameter)
+            part = slow.get(name.rpartition(".")[2], 1.0) if group == "mixer" else 1.0
+            groups.setdefault((group, parameter.dim() >= 2 and group != "mixer", part), []).append(parameter)
     return [
-        {"params": parameters, "lr": rates[group], "weight_decay": weight_decay * decays}
-        for (group, decays), parameters in groups.items()
+        {"params": parameters, "lr": rates[group] * part, "weight_decay": weight_decay * decays}
+        for (group, decays, part), parameters in groups.items()
     ]
 
 

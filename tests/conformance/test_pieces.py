@@ -62,8 +62,25 @@ PIECES: list[dict[str, Any]] = [
     {"type": "gated-deltanet", "output_gate": True, **CONV},
     {"type": "kda", "output_gate": True, "output_norm": "rms", "scope": "all"},
     {"type": "mamba", "output_gate": True, "output_norm": "rms"},
+    {"type": "rwkv6", "token_shift": True},
+    {"type": "rwkv6", "token_shift": True, "scope": "all", "window": 1, "sinks": 0, **CONV},
+    {"type": "forgetting", "kv_shift": True, "output_gate": True},
+    {"type": "forgetting", "kv_shift": True, "qk_norm": True, "output_norm": "rms"},
+    {"type": "forgetting", "gate": "fixed", "shortest": 2, "longest": 9, "output_gate": True},
+    {"type": "ttt", "inner_norm": True, "mini_batch": 3, **CONV},
+    {"type": "ttt", "model": "mlp", "inner_norm": True, "mini_batch": 4, "scope": "all"},
+    {"type": "ttt", "model": "mlp", "window": 1, "sinks": 0, "output_gate": True},
+    {"type": "titans", "mini_batch": 3, "scope": "all"},
+    {"type": "titans", "model": "mlp", "mini_batch": 4, **CONV},
 ]
-OPTIONS = {"short_conv", "skip", "bonus", "output_gate", "output_norm"}
+CHANGES = {
+    "output_norm",
+    "qk_norm",
+    "model",
+    "inner_norm",
+    "mini_batch",
+}  # what is no identity, whatever it starts with
+OPTIONS = CHANGES | {"short_conv", "skip", "bonus", "output_gate", "token_shift", "kv_shift"}
 every_piece = pytest.mark.parametrize("options", PIECES, ids=str)
 
 
@@ -91,7 +108,7 @@ def test_a_converted_model_is_unchanged_before_it_is_trained(options: dict[str, 
         logits(linearize_base(base_folder("llama"), linearization(**spec_of(spec)), dtype=torch.float32).eval(), TOKENS)
         for spec in (options, without(options))
     ]
-    assert torch.equal(*found) == ("output_norm" not in options), "a norm is no identity, and all else is one"
+    assert torch.equal(*found) == CHANGES.isdisjoint(options), "an identity, or none"
     off_start = logits(model_of(options), TOKENS), logits(build("llama", **spec_of(without(options))), TOKENS)
     assert (off_start[0] - off_start[1]).abs().max() > 1e-3 * off_start[1].abs().max(), "the piece does nothing"
 

@@ -32,6 +32,10 @@ STAGES: dict[str, dict[str, Any]] = {
         "lora": Lora(rank=4, dropout=0.1),
     },
 }
+MIXERS: dict[str, dict[str, Any]] = {
+    "gla": {"type": "gla"},
+    "shifted": {"type": "forgetting", "kv_shift": True, "qk_norm": True, "output_gate": True},
+}
 every_stage = pytest.mark.parametrize("name", STAGES)
 
 
@@ -43,15 +47,16 @@ def make_stage(name: str, *, steps: int = 8, batch: int = 2, accumulation: int =
 
 
 def folders(family: str = "llama", **changes: Any) -> tuple[Path, Path]:
-    """A tiny base and its linearized model, with a softmax layer between two linear ones. changes: of its config."""
+    """A tiny base and its linearized model, with a softmax layer between two linear ones. changes: of its config, and
+    `mixer`, one of MIXERS."""
     return _folders(family, tuple(sorted(changes.items())))
 
 
 @functools.cache
 def _folders(family: str, changes: tuple[tuple[str, Any], ...]) -> tuple[Path, Path]:
-    folder = Path(tempfile.mkdtemp(prefix="liger-test-"))
-    base = save_tiny_base(family, folder / "base", tokenizer=False, **dict(changes))
-    spec = resolve_spec({"type": "gla", "window": 6, "sinks": 2}, "mixer")
+    folder, of_config = Path(tempfile.mkdtemp(prefix="liger-test-")), dict(changes)
+    spec = resolve_spec({"window": 6, "sinks": 2, **MIXERS[of_config.pop("mixer", "gla")]}, "mixer")
+    base = save_tiny_base(family, folder / "base", tokenizer=False, **of_config)
     linearization = {"format": 2, "mixers": {"main": spec}, "layers": ["main", "softmax", "main"]}
     linearize_base(base, linearization).save_pretrained(folder / "linearized")
     return base, folder / "linearized"

@@ -15,6 +15,7 @@ from liger_convert.mixers import resolve_spec
 from liger_convert.mixers.base import FADED, FAR
 from liger_convert.model.loading import linearize_base
 from liger_convert.model.sequence import SequenceMetadata
+from liger_convert.utils.errors import BadInput
 
 B, T, C = 2, 40, 32
 
@@ -54,6 +55,101 @@ def test_weights_fade_by_every_gate_since(base: Path, window: int) -> None:
     expected_BTC = attention.o_proj(o_BTHD.flatten(2).float())
     # the logits' sums are of size T, so each is exact to T roundings, and a weight with it
     assert (got_BTC - expected_BTC).norm() <= 4 * T * torch.finfo(torch.float32).eps * expected_BTC.norm()
+
+
+PRO: list[dict[str, Any]] = [
+    {"gate": "learned"},
+    {"gate": "fixed", "shortest": 2, "longest": 16},
+    {"kv_shift": True},
+    {"qk_norm": True},
+    {"rope": False},
+    {"output_norm": "rms"},
+    {"output_gate": True},
+    {
+        "gate": "learned",
+        "kv_shift": True,
+        "qk_norm": True,
+        "rope": False,
+        "output_norm": "rms",
+        "output_gate": True,
+        "window": 9,
+    },
+]
+
+
+def published(attention: Any, x_BTC: torch.Tensor, angles: Any, options: dict[str, Any]) -> torch.Tensor:
+    """The layer's output [B,T,C] in float64, one query after another."""
+    p = {name: parameter.double() for name, parameter in attention.named_parameters()}
+    x = x_BTC.double()
+    q, k, v = ((x @ p[f"{name}_proj.weight"].T).unflatten(-1, (-1, 8)) for name in "qkv")
+    if options.get("kv_shift"):
+        earlier = [torch.cat((torch.zeros_like(y[:, :1]), y[:, :-1]), 1) for y in (k, v)]
+        shares = [(x @ p[f"mixer.shift.{name}_GC"].T).tanh()[..., None] for name in ("key", "value")]
+        k, v = ((1 - share) * y + share * before for y, before, share in zip((k, v), earlier, shares))
+    if options.get("qk_norm"):
+        sizes = p["mixer.qk_norm.q_size_HD"], p["mixer.qk_norm.k_size_GD"]
+        q, k = (size * y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() for y, size in zip((q, k), sizes))
+    if options.get("rope", True):
+        cos, sin = (angle.double()[:, :, None] for angle in angles)
+        q, k = (y * cos + torch.cat((-y[..., 4:], y[..., :4]), -1) * sin for y in (q, k))
+    gate = options.get("gate", "input")
+    if gate == "fixed":
+        log_f_BTG = -1 / torch.tensor([2.0, 16.0], dtype=torch.float64).expand(B, T, 2)
+    else:
+        logits = x @ p["mixer.forget_GC"].T if gate == "input" else torch.zeros(B, T, 2)
+        log_f_BTG = (logits + p["mixer.forget_bias_G"]).sigmoid().log()
+    o = torch.zeros(B, T, 4, 8, dtype=torch.float64)
+    for b, t, h in torch.cartesian_prod(torch.arange(B), torch.arange(T), torch.arange(4)).tolist():
+        seen = range(max(0, t - (options.get("window") or T) + 1), t + 1)
+        logits = [q[b, t, h] @ k[b, s, h // 2] * 8**-0.5 + log_f_BTG[b, s + 1 : t + 1, h // 2].sum() for s in seen]
+        o[b, t, h] = torch.stack(logits).softmax(0) @ v[b, list(seen), h // 2]
+    if options.get("output_norm") == "rms":
+        o = p["mixer.read_norm.size_HV"] * o / (o.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    if options.get("output_gate"):
+        o = o * 2 * (x @ p["mixer.read_gate.weight_EC"].T).sigmoid().view(o.shape)
+    return o.flatten(2) @ p["o_proj.weight"].T
+
+
+def layer_error(base: Path, options: dict[str, Any], told: dict[str, Any]) -> float:
+    """Of a layer with `options`, beside the loop with those that it is told."""
+    model = build(base, type="forgetting", **options)
+    torch.manual_seed(0)
+    x_BTC, attention = torch.randn(B, T, C), model.model.layers[1].self_attn
+    for parameter in attention.mixer.parameters():
+        parameter += 0.3 * torch.randn_like(parameter)
+    if "forget_bias_G" in dict(attention.mixer.named_parameters()):
+        attention.mixer.forget_bias_G.fill_(1.0)
+    positions = torch.arange(T)[None]
+    angles = model.model.rotary_emb(x_BTC, positions)
+    got_BTC, _ = attention(x_BTC, angles, metadata=SequenceMetadata.build(x_BTC, positions, None))
+    expected_BTC = published(attention, x_BTC, angles, told)
+    return float((got_BTC - expected_BTC).norm() / expected_BTC.norm())
+
+
+@pytest.mark.parametrize("options", PRO, ids=str)
+@torch.no_grad()
+def test_a_piece_of_the_pro_block_is_the_papers(base: Path, options: dict[str, Any]) -> None:
+    assert layer_error(base, options, options) <= 4 * T * torch.finfo(torch.float32).eps
+    if set(options) & {"gate"}:
+        return  # without it, the loop asks for weights that are not there
+    for name in options:
+        assert layer_error(base, options, {key: x for key, x in options.items() if key != name}) > 1e-3, name
+
+
+@pytest.mark.parametrize("options", [{"kv_shift": True}, {"output_gate": True}, {"gate": "learned"}], ids=str)
+@torch.no_grad()
+def test_pieces_start_as_the_identity(base: Path, options: dict[str, Any]) -> None:
+    tokens = torch.randint(3, 101, (B, T), generator=torch.Generator().manual_seed(0))
+    found = [build(base, type="forgetting", **spec)(tokens).logits for spec in ({}, options)]
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    "range_of", [{"shortest": 4, "longest": 2}, {"longest": 8}, {"shortest": 1, "longest": 10**9}], ids=str
+)
+def test_a_range_of_gates_goes_upwards(range_of: dict[str, int]) -> None:
+    with pytest.raises(BadInput, match="is no range of tokens"):
+        resolve_spec({"type": "forgetting", **range_of})
 
 
 @pytest.mark.parametrize(("window", "fade"), [(T, FADED), (4 * T, FADED / 4), (0, FADED * T / FAR)])

@@ -199,10 +199,13 @@ def test_every_mixer_of_a_paper_says_what_of_its_layer_it_has_not() -> None:
         ("deltanet", "`short_conv`"),
         ("gated-deltanet", "`output_norm`, `output_gate`"),
         ("rwkv7", "token shift"),
-        ("titans", "persistent memory"),
-        ("ttt", "mini-batches"),
+        ("rwkv6", "`token_shift`"),
+        ("titans", "persistent tokens"),
+        ("titans", "memory as context"),
+        ("titans", "`model: mlp`"),
+        ("ttt", "`inner_norm` (with the residual), `mini_batch: 16`"),
         ("s4", "skip"),
-        ("forgetting", "norm of queries and keys"),
+        ("forgetting", "`kv_shift`, `qk_norm`"),
     ],
 )
 def test_a_piece_that_is_left_out_is_told(name: str, piece: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -168,6 +168,7 @@ def config(mixer: dict[str, Any], **changes: Any) -> Any:
 GLA = {"type": "gla", "window": 16}
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
     "mom": ({"type": "mom"}, {}, 2, "mixer mom cannot pass its memory from one process to the next; use 1"),
+    "shift": ({"type": "rwkv6", "token_shift": True}, {}, 2, "mixer rwkv6 shifts tokens before its window"),
     "window": ({"type": "forgetting"}, {}, 2, "mixer forgetting has a window of all tokens"),
     "odd": (GLA, {}, 5, "finetune has rows of 32 tokens, which cannot be cut in 5 equal shards"),
     "short": (GLA, {}, 4, "finetune has rows of 32 tokens, so a shard is shorter than the window of 16; use 64"),

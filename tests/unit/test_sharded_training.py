@@ -26,6 +26,13 @@ ADAM = EVERY | {"ema_length": 0.2, "weight_decay": 0.1, "max_grad_norm": 0.1}
 TIED = {"tie_word_embeddings": True}
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"name": name} for name in ("align", "align-lora", "distill", "finetune", "distill-lora")},
+    # its mixer is called twice in a layer
+    "shifted": {"name": "distill", "options": {"changes": {"mixer": "shifted"}}},
+    "shifted-recomputed": {
+        "name": "distill",
+        "fields": EVERY | {"gradient_checkpointing": True},
+        "options": {"changes": {"mixer": "shifted"}},
+    },
     "tied": {"name": "distill", "options": {"changes": TIED}},
     "tied-align": {"name": "align", "options": {"changes": TIED}},
     "tied-lora": {"name": "distill-lora", "options": {"changes": TIED}},

@@ -232,6 +232,7 @@ def test_what_it_cannot_stand_beside_is_refused() -> None:
         ({"type": "retnet", "short_conv": 4}, "short_conv"),
         ({"type": "s4", "short_conv": 4}, "short_conv"),
         ({"type": "mom", "inner": {"type": "deltanet", "short_conv": 4}, "combine": "learned"}, "inner.short_conv"),
+        ({"type": "mom", "inner": {"type": "rwkv6", "token_shift": True}, "combine": "learned"}, "inner.token_shift"),
     ):
         with pytest.raises(BadInput, match=rf"^mixer\.{field}: "):
             resolve_spec(spec)

@@ -13,11 +13,13 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from stages import CPU, SEQ_LEN, STAGES, documents, every_stage, folders, make_stage, result_bytes, train
+from tiny_models import build
 from torch import Tensor
 
 from liger_convert.config.stages import LearningRates, Lora, Stage
 from liger_convert.data.packed_rows import IGNORED, collate, pack
 from liger_convert.mixers import resolve_spec
+from liger_convert.mixers.linear.gateloop import GateLoop
 from liger_convert.model import parameter_group
 from liger_convert.model.loading import linearize_base, load_base
 from liger_convert.training import finetune, losses
@@ -133,6 +135,15 @@ def test_rates_and_decay_by_group() -> None:
     lora = add_lora(load_chain(folders()[1]), Lora(), train_mixer=False)
     (adapters,) = optimizer_groups(lora, {"lora": 2e-4}, weight_decay=0.1)
     assert (adapters["lr"], adapters["weight_decay"], len(adapters["params"])) == (2e-4, 0.1, 2 * 2 * 4)
+
+
+def test_what_a_mixer_says_is_slow_learns_at_a_part_of_its_rate() -> None:
+    model = build("llama", type="gateloop")
+    freeze(model, {"mixer": 1e-2})
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    rate = {names[p]: g["lr"] for g in optimizer_groups(model, {"mixer": 1e-2}, 0.0) for p in g["params"]}
+    assert {name.rpartition(".")[2] for name, r in rate.items() if r != 1e-2} == {"phase_GDC"}
+    assert {r for r in rate.values() if r != 1e-2} == {1e-2 * GateLoop.slow_parameters["phase_GDC"]}
 
 
 def test_unknown_lora_targets_are_refused(tmp_path: Path) -> None:

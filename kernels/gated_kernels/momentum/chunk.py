@@ -82,7 +82,7 @@ def _chunked(
     C = min(CHUNK, 1 << (T - 1).bit_length())
     q, k, v, r, log_a, log_m, c = (split(x, C, state.dtype) for x in inputs)
     R, F = q.shape[4:]
-    decay_a, decay_m = _products(log_a), _products(log_m)
+    decay_a, decay_m = products(log_a), products(log_m)
     prefix_a, prefix_m = decay_a[..., :1] * log_a[..., :1, :].exp(), decay_m[..., :1] * log_m[..., :1, :].exp()
     # the weights in M_t of the states before the chunk [.., C, 2] and of the chunk's writes [.., C, C], then in M_{t-1}
     old, new = torch.cat([prefix_a, decay_a @ (c * prefix_m)], -1), decay_a @ (c * decay_m)
@@ -117,7 +117,7 @@ def _chunked(
     return o.unflatten(3, (C, R)).movedim(1, 3).flatten(1, 2)[:, :T], last
 
 
-def _products(log_gate: Tensor) -> Tensor:
+def products(log_gate: Tensor) -> Tensor:
     """[.., C, 1] -> [.., t, s]: the product of the gates after s up to t, each by itself; 0 where s is after t."""
     lower = log_gate.new_ones(log_gate.shape[-2], log_gate.shape[-2]).tril()
     return (lower @ (log_gate * lower.tril(-1))).exp() * lower

@@ -5,27 +5,78 @@ o_t = sum_s p_ts v_s,   p_t = softmax_s(q_t k_s scale + sum_{s < l <= t} log f_l
 For a layer that should stay softmax: it starts as the base's attention over all tokens, but for a gate of nearly 1
 (a token 4,096 back keeps e^-0.02 of its weight), one per key-value head. Its cache grows as the base's does, unless
 `window` bounds it. Every mixer can have the gate on its own window (`forget`).
+
+The gates of its ablation: `gate: learned`, where W is 0 and stays so, and `gate: fixed`, where b is not learned either.
+Its Pro block: `kv_shift`, `qk_norm` (projection_pieces.py), `output_norm` and `output_gate` (read_pieces.py). The paper
+drops rotary; `rope: false` does. The norms and dropping it change the attention that a conversion starts with.
+
+Shapes: G key-value heads.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
 
 from liger_convert.mixers.control.window import Window, WindowSpec
 from liger_convert.mixers.registry import register_mixer
 
+FARTHEST = 100_000_000  # tokens
+
 
 @dataclass(frozen=True)
 class ForgettingSpec(WindowSpec):
-    """window: 0 for all tokens. Without sinks, which would never fade."""
+    """window: 0 for all tokens. Without sinks, which would never fade.
+
+    gate: f is of each token (`input`), of each head (`learned`), or `fixed` where it starts. shortest, longest: heads
+    start with gates of e^(-1/n), n tokens being spread from the one to the other as a geometric series; 0 and 0: they
+    hardly forget. kv_shift: keys and values take a learned part of the token before, at first none. qk_norm: queries
+    and keys are brought to one size per channel. rope: false leaves queries and keys as they are before rotary.
+    output_norm and output_gate: behind the attention of each head.
+    """
 
     window: int = 0
     sinks: int = 0
     forget: bool = True
+    gate: Literal["input", "learned", "fixed"] = "input"
+    shortest: int = 0
+    longest: int = 0
+    kv_shift: bool = False
+    qk_norm: bool = False
+    rope: bool = True
+    output_norm: Literal["none", "rms"] = "none"
+    output_gate: bool = False
+
+    @property
+    def shift(self) -> Literal["none", "key_value", "token"]:
+        return "key_value" if self.kv_shift else "none"
+
+    @property
+    def normalizes_qk(self) -> bool:
+        return self.qk_norm
+
+    @property
+    def rotates(self) -> bool:
+        return self.rope
+
+    @property
+    def forget_gate(self) -> Literal["input", "learned", "fixed"]:
+        return self.gate
+
+    @property
+    def read_pieces(self) -> tuple[bool, bool]:
+        return self.output_norm == "rms", self.output_gate
 
     def problem(self) -> str | None:
         if not self.forget:
             return "forget: is what this mixer is; use window for one that does not"
+        if (self.shortest, self.longest) != (0, 0) and not 1 <= self.shortest <= self.longest <= FARTHEST:
+            range_of = f"{self.shortest} to longest: {self.longest}"
+            return f"shortest: {range_of} is no range of tokens from 1 to {FARTHEST:,}; leave both at 0 for none"
         return super().problem()
 
 
@@ -34,7 +85,15 @@ class Forgetting(Window):
     summary = "softmax attention over all tokens, or a long window, fading by a learned gate; no memory"
     gate_rule = "sigmoid(x W + b)"
     left_out = (
-        "of its Pro layer the norm of queries and keys, the shift of keys and values, the output norm and gate; "
-        "the base's rotary stays, which the paper drops"
+        "a gate for every query head (groups share one), the sigmoid of the shift; off by default: `kv_shift`, "
+        "`qk_norm`, `output_norm`, `output_gate`, `rope: false`"
     )
     Spec = ForgettingSpec
+    spec: ForgettingSpec
+
+    def first_forget_bias(self, device: torch.device) -> Tensor:
+        if not self.spec.longest:
+            return super().first_forget_bias(device)
+        ends = math.log(self.spec.shortest), math.log(self.spec.longest)
+        rate_G = torch.linspace(*ends, self.dims.kv_heads, device=device).neg().exp()
+        return -torch.expm1(rate_G).log()  # sigmoid(b) = e^-rate

@@ -6,11 +6,17 @@ A window of 0 has no end: it is the base's own softmax attention, and its cache 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from liger_convert.mixers.base import QKV, Branches, Combine, HeadDims, MemoryOutput, Mixer, MixerSpec, Scope
 from liger_convert.mixers.registry import register_mixer
+from liger_convert.mixers.window_attention import WindowInputs, window_attention
+
+if TYPE_CHECKING:
+    from liger_convert.model.cache import LinearizedCacheLayer
+    from liger_convert.model.sequence import SequenceMetadata
 
 
 @dataclass(frozen=True)
@@ -59,8 +65,20 @@ class Window(Mixer):
     ) -> tuple[MemoryOutput, dict[str, Tensor]]:
         return MemoryOutput(qkv.q_BTHD.new_zeros(()), None), {}
 
-    def contribution(self, q_BTHD: Tensor, memory: MemoryOutput) -> None:
-        return None
+    def prefill(
+        self,
+        qkv: QKV,
+        window_inputs: WindowInputs,
+        metadata: SequenceMetadata,
+        past: LinearizedCacheLayer | None,
+        branches: Branches,
+    ) -> Tensor:
+        o_BTHV, _ = window_attention(window_inputs, self.log_forget(qkv, metadata, past), None)
+        if self.read_norm is not None:
+            o_BTHV = self.read_norm(o_BTHV)
+        if self.read_gate is not None:
+            o_BTHV = self.read_gate(o_BTHV, qkv.x_BTC)
+        return self.ablate(o_BTHV, o_BTHV, branches)
 
     def ablate(self, window_o_BTHV: Tensor, memory_BTHV: Tensor, branches: Branches) -> Tensor:
         return window_o_BTHV.new_zeros(window_o_BTHV.shape) if branches == "memory" else window_o_BTHV

@@ -6,7 +6,8 @@ w_t = exp(-e^-0.5 sigmoid(k_t + d))
 
 Against the paper: decay and strength come from the key itself instead of low-rank projections of a shifted input;
 queries and keys have length 1 instead of a group norm after the read; the bonus for the current token, which the
-window sees anyway, and the mixing of values across layers are left out.
+window sees anyway, and the mixing of values across layers are left out. Its token shift, a fixed share of the token
+before for each channel, is a convolution of two taps, `short_conv: 2`, but for being behind the projections.
 
 Shapes: B batch, T tokens, G key-value heads, D head size, V value size.
 """
@@ -37,8 +38,8 @@ class RWKV7(DeltaMixer):
     summary = "delta rule with a decay and a strength per channel"
     gate_rule = "exp(-e^-0.5 sigmoid(k + d))"
     left_out = (
-        "token shift, the low-rank projections, the bonus for the current token, the mixing of values across layers; "
-        "off by default: `output_norm`, `output_gate`"
+        "the low-rank projections, the bonus for the current token, the mixing of values across layers; off by "
+        "default: the token shift (`short_conv: 2`, of projections), `output_norm`, `output_gate`"
     )
     Spec = RWKV7Spec
     spec: RWKV7Spec

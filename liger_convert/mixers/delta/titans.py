@@ -1,11 +1,18 @@
-"""Titans with a matrix as its memory: the delta rule with momentum and forgetting (2501.00663, eq. 12 to 14).
+"""Titans: a memory that learns with momentum and forgetting (2501.00663, eq. 12 to 14), by default a matrix.
 
 Z_t = eta_t Z_{t-1} - theta_t u_t^T (u_t M_{t-1} - v_t),   M_t = (1 - alpha_t) M_{t-1} + Z_t,   o_t = q_t M_t
 theta_t = sigmoid(pool(k_t) + c),   eta_t = sigmoid(pool(k_t) + d),   1 - alpha_t = exp(-softplus(pool(k_t) + e))
 
-with u = k / |k| and q of length 1. Momentum Z carries an update on for some tokens. Against
-the paper: the memory is linear, so the step is the gradient of |u M - v|^2 / 2 exactly, the three rates come from
-pooled keys instead of new projections, and there are no persistent tokens. Two states of the head's size squared.
+with u = k / |k| and q of length 1. Momentum Z carries an update on for some tokens. Against the paper, the three rates
+come from pooled keys instead of new projections. Two states of the head's size squared.
+
+`model: mlp` is its deep memory, of two layers, and `mini_batch` its chunks, whose gradients are taken at the memory of
+their start (section 3.2); both from a learned M_0, as in inner_model.py. What persistent tokens write into a memory is
+the same for every text, so M_0 stands for it; those that attention sees are left out, as the window's sinks stand for
+them. Of the three ways to put memory and attention together, memory as a gate is the nearest to what a mixer does here:
+two branches over the same tokens, whose outputs a learned mix adds where the paper multiplies them behind norms. In the
+other two, attention takes in what memory gives, or memory what attention gives, for which a checkpoint has no
+projections.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, V value size.
 """
@@ -21,12 +28,13 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from liger_convert.mixers.base import QKV, HeadDims, MemoryOutput, MixerSpec
-from liger_convert.mixers.delta.base import DeltaMixer, DeltaSpec, pooled
+from liger_convert.mixers.delta.base import DeltaMixer, pooled, unit
+from liger_convert.mixers.delta.inner_model import InnerModel, InnerModelSpec, state_shape
 from liger_convert.mixers.registry import register_mixer
 
 
 @dataclass(frozen=True)
-class TitansSpec(DeltaSpec):
+class TitansSpec(InnerModelSpec):
     """momentum_bias: d; 0 halves a step at every token. gate_bias: e; -7 keeps a memory for about a thousand tokens.
 
     Both are learned from there.
@@ -41,8 +49,9 @@ class Titans(DeltaMixer):
     summary = "delta rule with momentum and forgetting"
     gate_rule = "exp(-softplus(pool(k) + e))"
     left_out = (
-        "memories of several layers, mini-batches of tokens, persistent memory, the rates' projections, SiLU of "
-        "queries, keys and values; off by default: `short_conv`, `output_norm`, `output_gate`"
+        "persistent tokens in attention, memory as context, as gate (a learned mix stands for it) and as layer, the "
+        "rates' projections, SiLU of queries, keys and values; off by default: `model: mlp`, `mini_batch: 16`, "
+        "`short_conv`, `output_norm`, `output_gate`"
     )
     recurrence = "momentum"
     Spec = TitansSpec
@@ -50,6 +59,7 @@ class Titans(DeltaMixer):
 
     def __init__(self, spec: TitansSpec, dims: HeadDims):
         super().__init__(spec, dims)
+        self.model = None if spec.is_recurrent else InnerModel(spec, dims)
         self.momentum_bias_G1 = nn.Parameter(torch.empty(dims.kv_heads, 1))
         self.gate_bias_G1 = nn.Parameter(torch.empty(dims.kv_heads, 1))
 
@@ -57,16 +67,25 @@ class Titans(DeltaMixer):
         super().reset_parameters()
         init.constant_(self.momentum_bias_G1, self.spec.momentum_bias)
         init.constant_(self.gate_bias_G1, self.spec.gate_bias)
+        if self.model is not None:
+            self.model.reset_parameters()
 
     @classmethod
     def state_shape(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, tuple[int, ...]]:
-        return {"state": (dims.kv_heads, 2 * dims.dim, dims.dim)}
+        assert isinstance(spec, TitansSpec)
+        if spec.is_recurrent:
+            return {"state": (dims.kv_heads, 2 * dims.dim, dims.dim)}
+        return {"state": state_shape(spec, dims, rows=3)}
 
     def log_gate(self, inputs: tuple[Tensor, ...]) -> Tensor:
         return -F.softplus(pooled(inputs[0], self.gate_bias_G1))
 
     def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
         log_eta = F.logsigmoid(pooled(inputs[0], self.momentum_bias_G1))
+        if self.model is not None:
+            theta_BTG1 = self.beta(inputs) * self.spec.step_scale(self.dims)
+            gates = self.log_gate(inputs), log_eta
+            return unit(inputs[-1]), v_BTGV.float(), theta_BTG1, *gates, torch.ones_like(log_eta, dtype=torch.bool)
         # the last entry lets the momentum act: of a token that is not written, it too must be 0
         return *super().write(inputs, v_BTGV), log_eta, torch.ones_like(log_eta)
 
@@ -78,11 +97,14 @@ class Titans(DeltaMixer):
         segment_ids_BT: Tensor | None,
         exclusive: bool,
     ) -> tuple[MemoryOutput, dict[str, Tensor]]:
-        o_BTHV, state = chunk_momentum(
-            self.query(qkv),
-            *entries,
-            initial_state=states.get("state"),
-            segment_ids_BT=segment_ids_BT,
-            exclusive=exclusive,
-        )
+        if self.model is not None:
+            o_BTHV, state = self.model(self.query(qkv), entries, states.get("state"), segment_ids_BT, exclusive)
+        else:
+            o_BTHV, state = chunk_momentum(
+                self.query(qkv),
+                *entries,
+                initial_state=states.get("state"),
+                segment_ids_BT=segment_ids_BT,
+                exclusive=exclusive,
+            )
         return MemoryOutput(o_BTHV.to(qkv.v_BSGD.dtype), None), {"state": state}

@@ -1,11 +1,14 @@
-"""TTT-Linear one token at a time: the memory is a linear model W, trained at every token (2407.04620, eq. 1 to 5).
+"""TTT: the memory is a model, trained at every token (2407.04620, eq. 1 to 5), by default a linear one.
 
 W_t = W_{t-1} - eta_t u_t^T (u_t W_{t-1} - v_t),   eta_t = eta sigmoid(pool(k_t) + c),   o_t = q_t W_t
 
 That is one gradient step on |u W - v|^2 / 2 per token: the delta rule with a learned step size and a learned W_0, from
-which every document starts (it starts at 0). Written as S = W - W_0, whose target is v - u W_0. Against the paper:
-u and q have length 1, gradients are taken at every token and not once in 16, and the inner model has neither residual
-nor layer norm, so that the step stays linear.
+which every document starts (it starts at 0). Written as S = W - W_0, whose target is v - u W_0. u and q have length 1.
+
+What the paper trains is `inner_norm: true` and `mini_batch: 16`, for TTT-MLP with `model: mlp`, as in inner_model.py:
+f(x) = x + norm(y(x)), gradients through the norm, taken at the weights with which the mini-batch began. Against the
+paper's code, a rate is divided by the tokens of a mini-batch, not by the place of the token that reads, and the weights
+and keys start at a size of their own.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, D head size, V value size.
 """
@@ -18,16 +21,28 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from liger_convert.mixers.base import QKV, HeadDims, MemoryOutput
-from liger_convert.mixers.delta.base import DeltaMixer, DeltaSpec, unit
+from liger_convert.mixers.base import QKV, HeadDims, MemoryOutput, MixerSpec
+from liger_convert.mixers.delta.base import DeltaMixer, unit
+from liger_convert.mixers.delta.inner_model import InnerModel, InnerModelSpec, state_shape
 from liger_convert.mixers.registry import register_mixer
 
 
 @dataclass(frozen=True)
-class TTTSpec(DeltaSpec):
-    """learning_rate: eta; from 2 on, steps can overshoot for ever."""
+class TTTSpec(InnerModelSpec):
+    """learning_rate: eta; from 2 on, steps can overshoot for ever. inner_norm: the model is its input plus a layer norm
+    of what its layers make of it, as published.
+    """
 
     learning_rate: float = 1.0
+    inner_norm: bool = False
+
+    @property
+    def is_recurrent(self) -> bool:
+        return super().is_recurrent and not self.inner_norm
+
+    @property
+    def has_norm(self) -> bool:
+        return self.inner_norm
 
     def problem(self) -> str | None:
         if not 0 < self.learning_rate < 2:
@@ -37,26 +52,42 @@ class TTTSpec(DeltaSpec):
 
 @register_mixer("ttt")
 class TTT(DeltaMixer):
-    summary = "a linear model trained by a gradient step per token, from a learned start"
+    summary = "a linear model, or one with a hidden layer, trained by gradient steps from a learned start"
     left_out = (
-        "the inner model's residual and norm, mini-batches of 16 tokens, the learning rate's projection; off by "
-        "default: `short_conv`, `output_norm`, `output_gate`"
+        "the learning rate's projection and its division by the token's place, the rotary within a mini-batch; off by "
+        "default: `inner_norm` (with the residual), `mini_batch: 16`, `model: mlp`, `short_conv`, `output_norm`, "
+        "`output_gate`"
     )
     Spec = TTTSpec
     spec: TTTSpec
 
     def __init__(self, spec: TTTSpec, dims: HeadDims):
         super().__init__(spec, dims)
-        self.start_GDV = nn.Parameter(torch.empty(dims.kv_heads, dims.dim, dims.dim))
+        self.model: InnerModel | None = None
+        if spec.is_recurrent:
+            self.start_GDV = nn.Parameter(torch.empty(dims.kv_heads, dims.dim, dims.dim))
+        else:
+            self.model = InnerModel(spec, dims)
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        init.zeros_(self.start_GDV)
+        if self.model is None:
+            init.zeros_(self.start_GDV)
+        else:
+            self.model.reset_parameters()
+
+    @classmethod
+    def state_shape(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, tuple[int, ...]]:
+        assert isinstance(spec, TTTSpec)
+        return super().state_shape(spec, dims) if spec.is_recurrent else {"state": state_shape(spec, dims, rows=2)}
 
     def beta(self, inputs: tuple[Tensor, ...]) -> Tensor:
         return self.spec.learning_rate * super().beta(inputs)
 
     def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
+        if self.model is not None:
+            eta_BTG1 = self.beta(inputs) * self.spec.step_scale(self.dims)
+            return unit(inputs[-1]), v_BTGV.float(), eta_BTG1, torch.ones_like(eta_BTG1, dtype=torch.bool)
         predicted_BTGV = torch.einsum("btgd,gdv->btgv", unit(inputs[-1]), self.start_GDV.float())
         return super().write(inputs, v_BTGV.float() - predicted_BTGV)
 
@@ -68,6 +99,9 @@ class TTT(DeltaMixer):
         segment_ids_BT: Tensor | None,
         exclusive: bool,
     ) -> tuple[MemoryOutput, dict[str, Tensor]]:
+        if self.model is not None:
+            o_BTHV, state = self.model(self.query(qkv), entries, states.get("state"), segment_ids_BT, exclusive)
+            return MemoryOutput(o_BTHV.to(qkv.v_BSGD.dtype), None), {"state": state}
         memory, states = super().scan(qkv, entries, states, segment_ids_BT, exclusive)
         q_BTGRD = self.query(qkv).unflatten(2, (self.dims.kv_heads, -1))
         start_BTHV = torch.einsum("btgrd,gdv->btgrv", q_BTGRD, self.start_GDV.float()).flatten(2, 3)

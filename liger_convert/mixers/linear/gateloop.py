@@ -6,7 +6,9 @@ a_t = sigmoid(pool(k_t) + b),   theta_t = k_t P
 Channels 2c and 2c + 1 of q and k are the real and the imaginary part of channel c. With angles summed up to each token,
 Theta_t, that is the real recurrence over rotated keys, read by rotated queries: Re(q_t conj(k_s) e^(i (Theta_t -
 Theta_s))) is the product of q_t rotated by Theta_t and k_s rotated by Theta_s. The state is rotated back and is S
-itself (its conjugate), so that no angle is carried on. P starts at 0, where every gate is real. `rope: true` adds the
+itself (its conjugate), so that no angle is carried on. P starts at 0, where every gate is real, and learns a thousand
+times slower than the rest: a memory turns by the sum of all its tokens' angles, so that at the others' rate a step
+scrambles it (alignment then ends above that of a window without a memory, see eval/LOG.md). `rope: true` adds the
 base's constant angles. `phase: false` leaves the gates real, and each real channel its own.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, F feature size, C = F / 2, V value size.
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +49,7 @@ class GateLoopSpec(GatedSpec):
 class GateLoop(GatedMixer):
     summary = "linear attention with a complex gate per channel: the token chooses its size and its angle"
     gate_rule = "sigmoid(pool(k) + b) e^(i k P)"
+    slow_parameters: ClassVar[dict[str, float]] = {"phase_GDC": 1e-3}
     left_out = "the gate's projections of the layer's input; off by default: `output_gate`"
     Spec = GateLoopSpec
     spec: GateLoopSpec

@@ -26,13 +26,19 @@ FASTEST = 5.0  # of the logits: a token then keeps e^-148, while exp of pretrain
 @dataclass(frozen=True)
 class RWKV6Spec(GatedSpec):
     """bonus: the read adds the query's own token with a weight u per channel, learned from 0 on; with `scope: all`,
-    where it is the only way to read that token, it always does, from 1 on. A bias of -7 starts with a memory of about a
-    thousand tokens.
+    where it is the only way to read that token, it always does, from 1 on. token_shift: the layer's queries, keys and
+    values, the window's too, take a learned part of the token before, at first none. A bias of -7 starts with a memory
+    of about a thousand tokens.
     """
 
     bonus: bool = False
+    token_shift: bool = False
     gate: Literal["pooled", "head", "learned", "constant"] = "pooled"
     gate_bias: float = -7.0
+
+    @property
+    def shift(self) -> Literal["none", "key_value", "token"]:
+        return "token" if self.token_shift else "none"
 
 
 @register_mixer("rwkv6")
@@ -40,8 +46,8 @@ class RWKV6(GatedMixer):
     summary = "a decay per channel, and a bonus for the current token"
     gate_rule = "exp(-exp(pool(k) + b))"
     left_out = (
-        "token shift, the decay's low-rank projection; off by default: `output_gate`, with `scope: evicted` also "
-        "`bonus`"
+        "the decay's low-rank projection, SiLU in the output's gate; off by default: `token_shift` (of projections, "
+        "not of inputs), `output_gate`, with `scope: evicted` also `bonus`"
     )
     Spec = RWKV6Spec
     spec: RWKV6Spec

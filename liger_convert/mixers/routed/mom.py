@@ -92,6 +92,8 @@ class MoMSpec(MixerSpec):
         inner_spec = self.inner_mixer()[1]
         if inner_spec.conv_taps:
             return "inner.short_conv: is before all memories, and a mixture has none; use 0"
+        if inner_spec.shift != "none":
+            return "inner.token_shift: is before all memories, and a mixture has none; leave it out"
         if any(inner_spec.read_pieces):
             return "inner.output_gate: is, as output_norm, behind all memories, and a mixture has none; leave both out"
         return None

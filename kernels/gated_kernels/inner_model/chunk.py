@@ -1,0 +1,298 @@
+"""A memory that is a small model, a mini-batch at a time.
+
+Between two tokens the model's weights are W_t = p_t W_0 + D_t: W_0 is learned, p_t the product of the document's gates
+so far, and D_t what was added. A step of a layer is an outer product, x_s^T e_s, of its input and the gradient by its
+output. So weights are never made for a token: what a layer makes of an input x at token t is
+
+    p_t x W_0 + x (what is left of D and Z from before the chunk) - sum_{s<=t} w(t, s) eta_s (x . x_s) e_s
+
+as in `gated_kernels.momentum.chunk`, from which w and what is left are taken. A chunk has no more tokens than a
+mini-batch, so at most one mini-batch of the document before it ends there; documents that begin there take their
+gradients at W_0. Hence two passes over the keys: by the weights at which the first mini-batch began, and, for the
+tokens behind its end, by those that it ended with.
+
+Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, W hidden size, N
+chunks, C chunk length, X and Y a layer's inputs, with a 1 behind them, and outputs, P weights of the model. Tensors of
+a chunk are [B, G, C, ...].
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from gated_kernels.delta_rule.chunk import same_segment, split
+from gated_kernels.momentum.chunk import products
+
+EPS = 1e-6
+
+
+def chunk_inner_model(
+    q_BTHF: Tensor,
+    k_BTGF: Tensor,
+    v_BTGV: Tensor,
+    eta_BTG1: Tensor,
+    log_a: Tensor | None,
+    log_m: Tensor | None,
+    written_BTG1: Tensor,
+    *,
+    first_GFW: Tensor,
+    second_GWV: Tensor | None = None,
+    norm_G2V: Tensor | None = None,
+    scale: float = 1.0,
+    mini_batch: int = 16,
+    initial_state: Tensor | None = None,
+    segment_ids_BT: Tensor | None = None,
+    exclusive: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Z_t = m_t Z_{t-1} - eta_t grad(W'; k_t, v_t), W_t = a_t W_{t-1} + Z_t, read by o_t = f(q_t; W_t).
+
+    grad is that of |f(k) - v|^2 / 2, taken at W', the weights when the token's mini-batch began. f(x) is y, or with
+    `norm_G2V`, a size and a shift of each channel, x + norm(y), a layer norm. y is [scale x, 1] `first_GFW`, or with
+    `second_GWV`, [gelu([scale x, 1] first), 1] second; both are W_0, from which every document starts, with the bias as
+    last row: [G, F + 1, W or V] and [G, W + 1, V].
+
+    Query head h uses kv head h // R. eta_BTG1 >= 0 and the gates, log_a <= 0 and log_m <= 0, are [B, T, G, 1]; None: no
+    decay, no momentum. Tokens where `written_BTG1` is False leave the state untouched and count to no mini-batch, if
+    their eta and gates are 0, too. With `exclusive`, o_t = f(q_t; W_{t-1}). `segment_ids_BT` are integers; the
+    recurrence restarts where they change, and the given state belongs to the first of them. Computes in fp32 (fp64 for
+    fp64 values), under autocast too. Returns o_BTHV in v's dtype and the last state [B, G, 2 or 3, P + 2]: in rows what
+    was added to W, the same when the mini-batch began, and Z where there is momentum; the last columns hold log p of
+    both, and how many tokens the mini-batch has. Nothing here bounds the states: steps can overshoot. Raises ValueError
+    when H is no multiple of G.
+    """
+    B, _, H, _ = q_BTHF.shape
+    G = v_BTGV.shape[2]
+    if H % G:
+        raise ValueError(f"{H} query heads are no multiple of {G} key-value heads")
+    dtype = torch.promote_types(v_BTGV.dtype, torch.float32)
+    layers = [x.to(dtype) for x in (first_GFW, second_GWV) if x is not None]
+    if initial_state is None:
+        size = 2 if log_m is None else 3, sum(x[0].numel() for x in layers) + 2
+        initial_state = v_BTGV.new_zeros(B, G, *size, dtype=dtype)
+    norm = None if norm_G2V is None else norm_G2V.to(dtype)
+    model = Model(layers, norm, scale)
+    with torch.autocast(v_BTGV.device.type, enabled=False):
+        inputs = Inputs(q_BTHF.unflatten(2, (G, -1)), k_BTGF, v_BTGV, eta_BTG1, written_BTG1, log_a, log_m)
+        o, last = checkpoint(
+            _chunked,
+            inputs,
+            model,
+            initial_state.to(dtype),
+            mini_batch,
+            segment_ids_BT,
+            exclusive,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+    return o.flatten(2, 3).to(v_BTGV.dtype), last
+
+
+class Inputs(NamedTuple):
+    """Of all tokens [B,T,G,*], or of a chunk's [B,G,C,*]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    eta: Tensor
+    written: Tensor
+    log_a: Tensor | None = None
+    log_m: Tensor | None = None
+
+
+class Model(NamedTuple):
+    """The model that is trained: W_0 of its layers [G,X,Y], the norm behind them, and the scale of its inputs."""
+
+    layers: list[Tensor]
+    norm: Tensor | None
+    scale: float
+
+    def unpacked(self, row_BGP: Tensor) -> list[Tensor]:
+        """Of each layer, its part [B,G,X,Y] of a row of the state."""
+        parts = row_BGP.split([x[0].numel() for x in self.layers], -1)
+        return [part.unflatten(-1, x.shape[1:]) for part, x in zip(parts, self.layers)]
+
+    def packed(self, weights: list[Tensor], log_p: Tensor, count: Tensor) -> Tensor:
+        """A row [B,G,1,P+2] of the state."""
+        return torch.cat([*(x.flatten(2)[:, :, None] for x in weights), log_p, count], -1)
+
+
+class Shares(NamedTuple):
+    """By which weights a token reads: log p, the shares of what was added before the chunk and of its momentum, each
+    [B,G,C,1], and those of the chunk's writes [B,G,C,C], their eta and sign included."""
+
+    log_p: Tensor
+    added: Tensor
+    momentum: Tensor
+    writes: Tensor
+
+    def of_token(self, chosen_BGC1: Tensor) -> Shares:
+        """Those of the one token that is chosen, [B,G,1,*]; all 0 where none is."""
+        return Shares(*((chosen_BGC1 * x).sum(2, keepdim=True) for x in self))
+
+
+def _chunked(
+    inputs: Inputs,
+    model: Model,
+    state: Tensor,
+    mini_batch: int,
+    segment_ids_BT: Tensor | None,
+    exclusive: bool,
+) -> tuple[Tensor, Tensor]:
+    T = inputs.k.shape[1]
+    C = min(mini_batch, T)
+    chunks = [None if x is None else split(x, C, state.dtype).unbind(2) for x in inputs]
+    same = None if segment_ids_BT is None else same_segment(segment_ids_BT, C)
+    outputs = []
+    for n in range(-(-T // C)):
+        of_chunk: Any = [None if x is None else x[n] for x in chunks]
+        of_segments = None if same is None else tuple(mask[:, :, n] for mask in same)
+        o, state = _one_chunk(Inputs(*of_chunk), model, state, mini_batch, of_segments, exclusive)
+        outputs.append(o)
+    return torch.stack(outputs, 2).movedim(1, 3).flatten(1, 2)[:, :T], state
+
+
+def _one_chunk(
+    inputs: Inputs,
+    model: Model,
+    state: Tensor,
+    mini_batch: int,
+    same: tuple[Tensor, ...] | None,
+    exclusive: bool,
+) -> tuple[Tensor, Tensor]:
+    q, k, v, eta, written, log_a, log_m = inputs
+    C, R, P, ones = k.shape[2], q.shape[3], state.shape[-1] - 2, torch.ones_like(eta)
+    rows = [model.unpacked(row) for row in state[..., :P].unbind(2)]
+    added, anchor = rows[:2]
+    momentum = None if log_m is None else rows[2]
+    log_p, anchor_log_p, count = state[:, :, :1, P:-1], state[:, :, 1:2, P:-1], state[:, :, :1, -1:].detach()
+    pairs, before, last = torch.tril(ones @ ones.mT), ones, ones
+    if same is not None:
+        pairs, before, last = pairs * same[0], before * same[1], last * same[2]
+
+    log_a = torch.zeros_like(eta) if log_a is None else log_a
+    decay_a = products(log_a)
+    prefix_a = decay_a[..., :1] * log_a[..., :1, :].exp()
+    if log_m is None:
+        decay_m, prefix_m = torch.eye(C, dtype=k.dtype, device=k.device).expand_as(pairs), torch.zeros_like(eta)
+    else:
+        decay_m = products(log_m)
+        prefix_m = decay_m[..., :1] * log_m[..., :1, :].exp()
+    after = Shares(
+        pairs @ log_a + before * log_p,
+        before * prefix_a,
+        before * (decay_a @ (written * prefix_m)),
+        -pairs * (decay_a @ (written * decay_m)) * eta.mT,
+    )
+    # how many tokens its mini-batch has before a token, and at which a mini-batch is full
+    place = pairs @ written - written + before * count
+    fills = (place == mini_batch - 1) * written
+
+    writes = _gradients(model, k, v, (before * anchor_log_p).exp(), before, anchor)
+    # of the document before the chunk, what its tokens behind the end of a mini-batch take their gradients at
+    ended = after.of_token(fills * before)
+    next_anchor = _summed(ended, added, momentum, writes)
+    behind = _gradients(model, k, v, ended.log_p.exp(), ones, next_anchor)
+    is_behind = place >= mini_batch
+    writes = [
+        (torch.where(is_behind, x_2, x_1), torch.where(is_behind, e_2, e_1))
+        for (x_1, e_1), (x_2, e_2) in zip(writes, behind)
+    ]
+
+    read = after
+    if exclusive:
+        own = (before * log_p, before, torch.zeros_like(before), torch.zeros_like(after.writes))
+        # of the token before, where that is of the same document
+        follows = nnf.pad(pairs.diagonal(-1, -2, -1), (1, 0))[..., None]
+        read = Shares(*(torch.where(follows > 0, nnf.pad(x[..., :-1, :], (0, 0, 1, 0)), y) for x, y in zip(after, own)))
+    read = Shares(*(x.repeat_interleave(R, 2) for x in read))
+    q_rows = q.flatten(2, 3)
+    x = y = model.scale * q_rows
+    for i, (start, (keys, errors)) in enumerate(zip(model.layers, writes)):
+        x = _with_one(nnf.gelu(y, approximate="tanh") if i else x)
+        y = read.log_p.exp() * (x @ start) + read.added * (x @ added[i]) + ((x @ keys.mT) * read.writes) @ errors
+        if momentum is not None:
+            y = y + read.momentum * (x @ momentum[i])
+    o = y
+    if model.norm is not None:
+        o = q_rows + nnf.layer_norm(y, y.shape[-1:], eps=EPS) * model.norm[:, :1] + model.norm[:, 1:]
+
+    end = after.of_token(torch.zeros_like(eta).index_fill(2, torch.tensor([C - 1], device=eta.device), 1.0))
+    filled = fills * last
+    has_filled = filled.sum(2, keepdim=True)
+    at_fill, keeps = after.of_token(filled), before[:, :, -1:] * (1 - has_filled)
+    new_anchor = [x + keeps * y for x, y in zip(_summed(at_fill, added, momentum, writes), anchor)]
+    count = before[:, :, -1:] * count + (last * written).sum(2, keepdim=True) - mini_batch * has_filled
+    none = torch.zeros_like(count)
+    state_rows = [
+        model.packed(_summed(end, added, momentum, writes), end.log_p, count),
+        model.packed(new_anchor, at_fill.log_p + keeps * anchor_log_p, none),
+    ]
+    if momentum is not None:
+        steps = end._replace(
+            added=none, momentum=(before * prefix_m)[:, :, -1:], writes=(-pairs * decay_m * eta.mT)[:, :, -1:]
+        )
+        state_rows.append(model.packed(_summed(steps, added, momentum, writes), none, none))
+    return o.unflatten(2, (C, R)), torch.cat(state_rows, 2)
+
+
+def _gradients(
+    model: Model, k: Tensor, v: Tensor, p: Tensor, share: Tensor, added: list[Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """Of each layer its inputs [B,G,C,X] and the loss's gradient by its outputs [B,G,C,Y], both of the keys, by the
+    weights p W_0 + share * added."""
+    inputs, slopes = [], []
+    x = y = model.scale * k
+    for i, (start, more) in enumerate(zip(model.layers, added)):
+        if i:
+            x, slope = _gelu(y)
+            slopes.append(slope)
+        inputs.append(_with_one(x))
+        y = p * (inputs[-1] @ start) + share * (inputs[-1] @ more)
+    if model.norm is None:
+        error = y - v
+    else:
+        size, shift = model.norm[:, :1], model.norm[:, 1:]
+        normed, deviation = _normed(y)
+        error = size * (k + normed * size + shift - v)
+        error = (error - error.mean(-1, keepdim=True) - normed * (error * normed).mean(-1, keepdim=True)) / deviation
+    errors = [error]
+    for i in range(len(slopes), 0, -1):
+        back = p * (errors[0] @ model.layers[i].mT) + share * (errors[0] @ added[i].mT)
+        errors.insert(0, back[..., :-1] * slopes[i - 1])
+    return list(zip(inputs, errors))
+
+
+def _summed(
+    shares: Shares, added: list[Tensor], momentum: list[Tensor] | None, writes: list[tuple[Tensor, Tensor]]
+) -> list[Tensor]:
+    """What one token's weights [B,G,X,Y] are beside p W_0."""
+    found = []
+    for i, (keys, errors) in enumerate(writes):
+        x = shares.added * added[i] + (keys * shares.writes.mT).mT @ errors
+        found.append(x if momentum is None else x + shares.momentum * momentum[i])
+    return found
+
+
+def _with_one(x: Tensor) -> Tensor:
+    return nnf.pad(x, (0, 1), value=1.0)
+
+
+def _normed(y: Tensor) -> tuple[Tensor, Tensor]:
+    """y with mean 0 and variance 1, and its standard deviation."""
+    y = y - y.mean(-1, keepdim=True)
+    deviation = (y.square().mean(-1, keepdim=True) + EPS).sqrt()
+    return y / deviation, deviation
+
+
+def _gelu(y: Tensor) -> tuple[Tensor, Tensor]:
+    """gelu(y), by the tangent, and its derivative."""
+    c = math.sqrt(2 / math.pi)
+    tanh = torch.tanh(c * (y + 0.044715 * y**3))
+    slope = (1 + tanh) / 2 + y * (1 - tanh * tanh) * (c / 2) * (1 + 3 * 0.044715 * y * y)
+    return nnf.gelu(y, approximate="tanh"), slope
