@@ -19,9 +19,9 @@ from liger_convert.serving.attention import ServedAttention
 from liger_convert.serving.settings import base_layer_types, layouts, page_words
 
 if TYPE_CHECKING:
-    Backend = TransformersForCausalLM
+    Backend = Any
 else:
-    Backend = object
+    Backend = object  # each served class brings its own
 
 
 class _NoSoftmax:

@@ -58,8 +58,8 @@ class PageLayout:
             PageField("states", name, shape, torch.float32)
             for name, shape in type(module).cached_states(spec, dims).items()
         ]
-        head = (dims.kv_heads, dims.dim)
-        ring = {"k": (head, dtype), "v": (head, dtype)}
+        head = dims.kv_heads, dims.dim
+        ring: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"k": (head, dtype), "v": (head, dtype)}
         if spec.forget:
             ring["log_f"] = ((dims.kv_heads,), torch.float32)
         ring |= {f"deferred{i}": (tuple(x.shape[2:]), x.dtype) for i, x in enumerate(deferred)}
