@@ -54,7 +54,7 @@ def test_late_arrivals(case: Case, llm: Any) -> None:
 
 
 def test_parallel_answers_of_one_prompt(case: Case, llm: Any) -> None:
-    for output in run(llm, TEXTS[:6], sampling(n=3, temperature=1.0, seed=7), name="sampled"):
+    for output in run(llm, TEXTS[:6], sampling(n=3, temperature=1.0), name="sampled"):
         found = answers(output)
         assert len({tuple(answer.tokens) for answer in found}) > 1
         for answer in found:
@@ -94,24 +94,21 @@ def test_prefix_hits(case: Case) -> None:
             outputs = run(llm, texts, name=f"round{round_}-")
             for text, output in zip(texts, outputs):
                 assert_same(answers(output)[0], case.reference.generate(text), case.reference.tolerance(text))
-        assert all(output.num_cached_tokens == block for output in outputs)
+        assert [output.num_cached_tokens for output in outputs] == [block] * len(texts)
 
 
 def test_preempted_requests_start_again(case: Case) -> None:
-    """Fewer blocks than the requests need: some are thrown out and read anew."""
-    texts = prompts([100, 90, 110, 95], seed=5)
-    with engine(case.export, max_num_batched_tokens=256, num_gpu_blocks_override=scarce(case)) as llm:
-        outputs = run(llm, texts, sampling(60), name="scarce")
+    """Fewer blocks than the requests come to need: some are thrown out and read anew."""
+    options = {"max_num_batched_tokens": 512, "max_model_len": 512, "num_gpu_blocks_override": 8}
+    grows = "softmax" in case.reference.model.config.linearization["layers"]
+    with engine(case.export, **options) as llm:
+        block = llm.llm_engine.vllm_config.cache_config.block_size if grows else 100
+        texts = prompts([block - 8, block - 20, block - 3, block - 9], seed=5)
+        outputs = run(llm, texts, sampling(40), name="scarce")
         preempted = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]
     for text, output in zip(texts, outputs):
-        assert_same(answers(output)[0], case.reference.generate(text, 60), case.reference.tolerance(text))
-    if "softmax" in case.reference.model.config.linearization["layers"]:  # else a request never grows
-        assert sum(preempted) > 0
-
-
-def scarce(case: Case) -> int:
-    """Blocks for fewer than four requests of 128 tokens and more."""
-    return 8 if "softmax" in case.reference.model.config.linearization["layers"] else 4
+        assert_same(answers(output)[0], case.reference.generate(text, 40), case.reference.tolerance(text))
+    assert sum(preempted) > 0 or not grows  # a request of linear layers alone never needs more
 
 
 def _zero(group: str, name: str | None) -> Callable[[Rows, Any], None]:

@@ -44,7 +44,7 @@ def random_rows(count: int, length: int, seed: int) -> Tensor:
 
 def train(folder: Path, layers: list[str], steps: int = 400, **spec: Any) -> tuple[Path, float]:
     """A trained export, and the share of the reminders that it gets right on rows that it has not seen."""
-    export = make_export(folder, "llama", layers, {"initializer_range": 0.05}, **spec)
+    export = make_export(folder, "llama", layers, {"initializer_range": 0.05, "hidden_size": 64}, **spec)
     model = load_linearized(export, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)

@@ -18,7 +18,7 @@ from tiny_models import linearization
 from liger_convert.model.loading import linearize_base, load_linearized
 
 # heads of 32 channels, the smallest that vLLM's attention on a CPU takes
-SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "max_position_embeddings": 512}
+SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 96, "head_dim": 32, "max_position_embeddings": 512}
 LENGTHS = [1, 2, 5, 15, 16, 19, 33, 64, 97, 150]
 NEW = 16
 WINDOW, SINKS = 12, 3
@@ -43,7 +43,7 @@ def make_export(
 ) -> Path:
     """A tiny linearized model whose memory has weight: its new parameters are moved off their start, and its share of
     the denominator is raised. `changes` are of the base's config, `spec` the mixer's options."""
-    base = save_tiny_base(family, folder / "base", tokenizer=False, **SIZES, **(changes or {}))
+    base = save_tiny_base(family, folder / "base", tokenizer=False, **{**SIZES, **(changes or {})})
     bounded = {"window": WINDOW, "sinks": SINKS, **spec}
     model = linearize_base(base, linearization(layers, **bounded), dtype=torch.float32)
     generator = torch.Generator().manual_seed(1)
