@@ -54,14 +54,16 @@ def test_late_arrivals(case: Case, llm: Any) -> None:
 
 
 def test_parallel_answers_of_one_prompt(case: Case, llm: Any) -> None:
-    for output in run(llm, TEXTS[:6], sampling(n=3, temperature=8.0), name="sampled"):
+    different = 0
+    for output in run(llm, TEXTS[:6], sampling(n=3, temperature=2.0), name="sampled"):
         found = answers(output)
-        assert len({tuple(answer.tokens) for answer in found}) > 1
+        different += len({tuple(answer.tokens) for answer in found}) - 1
         for answer in found:
             scores = case.reference.score(output.prompt_token_ids, answer.tokens)
             at_tokens = scores.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
             tolerance = case.reference.tolerance(output.prompt_token_ids + answer.tokens)
             assert (at_tokens - torch.tensor(answer.logprobs)).abs().max() <= tolerance
+    assert different > 0
 
 
 def test_aborted_requests_leave_no_trace(case: Case, llm: Any) -> None:
