@@ -49,16 +49,16 @@ def measure(folder: Path, prompts: int, length: int, new: int, dtype: str) -> di
         max_num_batched_tokens=2048, enable_prefix_caching=False, kv_cache_memory_bytes=2 << 30,
     )  # fmt: skip
     core, found = llm.llm_engine, {"read": 0.0, "write": 0.0, "read cpu": 0.0, "write cpu": 0.0}
-    for name in ("warm", "timed"):
+    for name, count, most in (("warm", 1, 2), ("timed", prompts, new)):
         found, writing = dict.fromkeys(found, 0.0), 0
-        tokens = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
-        for i in range(prompts):
+        tokens = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False)
+        for i in range(count):
             prompt = [3 + (7 * i + 5 * t) % 9973 for t in range(length)]
             core.add_request(f"{name}{i}", {"prompt_token_ids": prompt}, tokens)
         begun: set[str] = set()
         while core.has_unfinished_requests():
             clock, cpu = time.perf_counter(), time.process_time()
-            kind = "write" if len(begun) == prompts else "read"
+            kind = "write" if len(begun) == count else "read"
             begun |= {output.request_id for output in core.step()}
             found[kind] += time.perf_counter() - clock
             found[kind + " cpu"] += time.process_time() - cpu
