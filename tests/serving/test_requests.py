@@ -57,6 +57,7 @@ def test_parallel_answers_of_one_prompt(case: Case, llm: Any) -> None:
     different = 0
     for output in run(llm, TEXTS[:6], sampling(n=3, temperature=2.0), name="sampled"):
         found = answers(output)
+        assert len(found) == 3
         different += len({tuple(answer.tokens) for answer in found}) - 1
         for answer in found:
             scores = case.reference.score(output.prompt_token_ids, answer.tokens)

@@ -106,9 +106,12 @@ def engine(export: Path, **options: Any) -> Iterator[Any]:
 
 
 def sampling(new: int = NEW, **options: Any) -> Any:
+    """Greedy, unless `options` say otherwise. A request is answered once, with all its answers."""
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(**{"temperature": 0, "max_tokens": new, "ignore_eos": True, "logprobs": 0, **options})
+    greedy = {"temperature": 0, "max_tokens": new, "ignore_eos": True, "logprobs": 0}
+    return SamplingParams(**{**greedy, "output_kind": RequestOutputKind.FINAL_ONLY, **options})
 
 
 def answers(output: Any) -> list[Answer]:
