@@ -1,6 +1,7 @@
 # make demo: the whole pipeline on a small real model.  make test: the tests, for every promise of every family and
 # mixer, by pairs.  make test-all: the whole product of them, and what takes minutes.  make check: style and types.
 # make transformers-tests: fetches transformers' own tests, which some of ours run; `make test` does so by itself.
+# make test-serve: the tests of serving by vLLM, in an environment of their own, .venv-serve; `make test` skips them.
 # make reports: the runs whose reports are committed.
 # make docs: the pages that are made from the code, and the site in site/. make check looks whether both are in order.
 # Each installs what it needs into .venv first.
@@ -23,7 +24,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 # two test processes on one thread each are faster than one on two
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: install transformers-tests demo test test-all check docs reports $(REPORTS:%=report-%) clean
+.PHONY: install transformers-tests demo test test-all test-serve check docs reports $(REPORTS:%=report-%) clean
 
 install: $(VENV)/.installed
 
@@ -61,6 +62,9 @@ test: install transformers-tests
 test-all: install transformers-tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m ""
 
+test-serve:
+	bash .ci/serve
+
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -84,4 +88,4 @@ $(REPORTS:%=report-%): report-%: install
 	cp runs/$*/report.md runs/$*/report.json runs/$*/manifest.json eval/reports/$*/
 
 clean:
-	rm -rf $(VENV) runs build site *.egg-info
+	rm -rf $(VENV) .venv-serve runs build site *.egg-info

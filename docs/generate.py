@@ -256,7 +256,7 @@ def missing_fields() -> list[str]:
 # --- cli.md ----------------------------------------------------------------------------------------------------------
 
 # Examples that the tests do not run, and why (tests/unit/test_docs.py knows the reasons).
-NOT_RUN = {"bench": "gpu"}
+NOT_RUN = {"bench": "gpu", "serve": "install"}
 
 
 def _command_line() -> Any:

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from liger_convert import __version__
-from liger_convert.cli import measure_commands, reference_commands, run_commands, step_commands
+from liger_convert.cli import measure_commands, reference_commands, run_commands, serve_commands, step_commands
 from liger_convert.io.files import disk_errors
 from liger_convert.utils import interrupts, processes
 from liger_convert.utils.errors import BadInput, LinearizeError, first_line, is_panic
@@ -54,6 +54,7 @@ GROUPS: dict[str, dict[str, Callable[..., None]]] = {
         "generate": measure_commands.generate,
         "bench": measure_commands.bench,
     },
+    "Serve a model": {"serve": serve_commands.serve},
     "Check files and look things up": {
         "verify": reference_commands.verify,
         "mixers": reference_commands.mixers,

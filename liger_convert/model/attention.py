@@ -153,7 +153,18 @@ class LinearizedAttention(nn.Module):
         past: LinearizedCacheLayer | None,
     ) -> tuple[QKV, WindowInputs]:
         """The projections of the new tokens, and what the window attends over; updates the rings of `past`."""
-        q_BTHD, k_BTGD, q_rot_BTHD, k_rot_BTGD, v_BTGD = self.project(x_BTC, position_embeddings, metadata, past)
+        projected = self.project(x_BTC, position_embeddings, metadata, past)
+        return self.extend_window(projected, x_BTC, metadata, past)
+
+    def extend_window(
+        self,
+        projected: tuple[Tensor, ...],
+        x_BTC: Tensor,
+        metadata: SequenceMetadata,
+        past: LinearizedCacheLayer | None,
+    ) -> tuple[QKV, WindowInputs]:
+        """As `prepare_inputs`, from what `project` has made of the new tokens."""
+        q_BTHD, k_BTGD, q_rot_BTHD, k_rot_BTGD, v_BTGD = projected
         window = self.window_metadata(metadata, past)
         k_rot_BSGD = extend(past, "k", k_rot_BTGD, window)
         v_BSGD = extend(past, "v", v_BTGD, window)

@@ -7,7 +7,20 @@ from pathlib import Path
 import liger_convert
 
 PACKAGE = Path(liger_convert.__file__).parent
-ROOMS = ["utils", "io", "config", "mixers", "model", "data", "training", "eval", "pipeline", "benchmark", "cli"]
+ROOMS = [
+    "utils",
+    "io",
+    "config",
+    "mixers",
+    "model",
+    "serving",
+    "data",
+    "training",
+    "eval",
+    "pipeline",
+    "benchmark",
+    "cli",
+]
 
 
 def imported(source: str) -> Iterator[str]:

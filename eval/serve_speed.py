@@ -1,0 +1,98 @@
+"""Times vLLM on a model of random weights beside its base: the same prompts, the same engine, one process each.
+
+python eval/serve_speed.py --shape smollm2-135m --prompts 8 --length 512 --new 64 --dtype float32
+
+Prints output tokens a second of the batch, by the clock and by CPU time, for the base, for every layer linear and for a
+quarter softmax. It needs an environment with vLLM (docs/serving.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+KINDS = {"base": None, "linear": ["main"], "a quarter softmax": ["main", "main", "main", "softmax"]}
+
+
+def save(shape: str, layers: list[str] | None, mixer: str, folder: Path) -> None:
+    """A model of that shape; `layers` repeat."""
+    import torch
+
+    from liger_convert.benchmark.shapes import random_model
+    from liger_convert.mixers import resolve_spec
+    from liger_convert.model.loading import linearize_base
+
+    base = random_model(shape, None, torch.device("cpu"), torch.bfloat16)
+    base.config.max_position_embeddings = 1 << 14
+    base.save_pretrained(folder / "base")
+    if layers is None:
+        return
+    depth = base.config.num_hidden_layers
+    plan = {"format": 2, "mixers": {"main": resolve_spec({"type": mixer})}, "layers": (layers * depth)[:depth]}
+    linearize_base(folder / "base", plan, dtype=torch.bfloat16).save_pretrained(folder / "linear")
+
+
+def measure(folder: Path, prompts: int, length: int, new: int, dtype: str) -> dict[str, float]:
+    """Seconds of reading the prompts, and of writing `new` tokens behind each, by the clock and by CPU time."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        str(folder), dtype=dtype, skip_tokenizer_init=True, max_model_len=length + new, max_num_seqs=prompts,
+        max_num_batched_tokens=2048, enable_prefix_caching=False, kv_cache_memory_bytes=2 << 30,
+    )  # fmt: skip
+    core, found = llm.llm_engine, {"read": 0.0, "write": 0.0, "read cpu": 0.0, "write cpu": 0.0}
+    for name, count, most in (("warm", 1, 2), ("timed", prompts, new)):
+        found, writing = dict.fromkeys(found, 0.0), 0
+        tokens = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False)
+        for i in range(count):
+            prompt = [3 + (7 * i + 5 * t) % 9973 for t in range(length)]
+            core.add_request(f"{name}{i}", {"prompt_token_ids": prompt}, tokens)
+        begun: set[str] = set()
+        while core.has_unfinished_requests():
+            clock, cpu = time.perf_counter(), time.process_time()
+            kind = "write" if len(begun) == count else "read"
+            begun |= {output.request_id for output in core.step()}
+            found[kind] += time.perf_counter() - clock
+            found[kind + " cpu"] += time.process_time() - cpu
+            writing += kind == "write"
+    return found | {"steps": writing}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="smollm2-135m")
+    parser.add_argument("--mixer", default="gla")
+    for name, default in {"prompts": 8, "length": 512, "new": 64}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    how = options.prompts, options.length, options.new, options.dtype
+    if options.folder is not None:
+        print("FOUND" + json.dumps(measure(options.folder, *how)))
+        return
+    for name, layers in KINDS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            save(options.shape, layers, options.mixer, Path(folder))
+            part = Path(folder) / ("base" if layers is None else "linear")
+            words = [sys.executable, *sys.argv, "--folder", str(part)]
+            said = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
+        found: dict[str, Any] = json.loads(said.rpartition("FOUND")[2].splitlines()[0])
+        read, written = options.prompts * options.length, options.prompts * found["steps"]
+        print(
+            f"{name}: read {read / found['read']:,.0f} tokens a second ({read / found['read cpu']:,.0f} of CPU time), "
+            f"wrote {written / found['write']:,.1f} ({written / found['write cpu']:,.1f} of CPU time)",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

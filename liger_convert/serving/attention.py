@@ -1,0 +1,104 @@
+"""A linearized layer in vLLM: the project's own layer and mixer, whose cache lies in the pages that vLLM allots.
+
+Shapes: N tokens of a batch of requests, C hidden size, H query heads, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backends.linear_attn import LinearAttentionBackend, LinearAttentionMetadataBuilder
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
+
+from liger_convert.model.attention import LinearizedAttention
+from liger_convert.model.sequence import SequenceMetadata
+from liger_convert.serving.layer import attend_batch
+from liger_convert.serving.page import PageLayout
+from liger_convert.serving.rows import Views, make_rows
+
+
+class RowsBuilder(LinearAttentionMetadataBuilder):
+    """Makes the rows of every batch, once for the layers whose pages have equal numbers."""
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        batch = common_attn_metadata
+        pages_R = mamba_get_block_table_tensor(
+            batch.block_table_tensor,
+            batch.seq_lens,
+            self.kv_cache_spec,
+            self.vllm_config.cache_config.mamba_cache_mode,
+        )[:, 0]
+        seen = batch.compute_num_computed_tokens()[: batch.num_reqs].tolist()
+        return make_rows(batch.query_start_loc_cpu[: batch.num_reqs + 1].tolist(), seen, pages_R.long())
+
+
+class RowsBackend(LinearAttentionBackend):
+    """What vLLM asks for how a batch is described to these layers."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "LINEARIZED"
+
+    @staticmethod
+    def get_builder_cls() -> type[RowsBuilder]:
+        return RowsBuilder
+
+
+class ServedAttention(LinearizedAttention, MambaBase):
+    """A `LinearizedAttention` that has become this class in place by `serve`."""
+
+    mamba_type = MambaAttentionBackendEnum.LINEAR
+    kv_cache: tuple[Tensor, ...] = ()
+    prefix: str
+    layout: PageLayout
+    page_words: int
+    views: Views
+
+    @classmethod
+    def serve(cls, attention: LinearizedAttention, prefix: str, layout: PageLayout, page_words: int) -> None:
+        """Turns `attention` into a served layer that vLLM knows as `prefix`; its pages have `page_words` float32."""
+        attention.__class__ = cls
+        assert isinstance(attention, cls)
+        attention.prefix, attention.layout, attention.page_words, attention.views = prefix, layout, page_words, []
+        get_current_vllm_config().compilation_config.static_forward_context[prefix] = attention
+
+    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        return ((self.page_words,),)
+
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        return (torch.float32,)
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return RowsBackend
+
+    def bind_kv_cache(self, kv_cache: Tensor) -> None:
+        super().bind_kv_cache(kv_cache)
+        self.views = self.layout.views(self.kv_cache[0])
+
+    def prepare_metadata(self, metadata: SequenceMetadata) -> None:
+        """Nothing is shared by all tokens of a batch of requests."""
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Any, ...],
+        attention_mask: Tensor | None = None,
+        metadata: SequenceMetadata | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """hidden_states [1,N,C] -> ([1,N,C], None): the new tokens of all requests behind each other."""
+        if metadata is None:
+            metadata = position_embeddings[2]  # see `hand_on_metadata`
+        angles = position_embeddings[0], position_embeddings[1]
+        projected = tuple(heads[0] for heads in self.project(hidden_states, angles, metadata))
+        batches = get_forward_context().attn_metadata
+        batch = [] if batches is None else batches[self.prefix]  # None: a run that measures memory
+        o_NHD = attend_batch(self, self.layout, self.views, batch, hidden_states[0], projected)
+        return getattr(self, self.family.projections[-1])(o_NHD.flatten(1)[None]), None

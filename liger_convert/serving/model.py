@@ -1,0 +1,108 @@
+"""Linearized models in vLLM: its Transformers backend, which runs every family's own modules with vLLM's layers put in
+their place, and the served layers."""
+
+from __future__ import annotations
+
+import copy
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
+from vllm.model_executor.models.transformers import TransformersForCausalLM, TransformersMoEForCausalLM
+
+from liger_convert.model.attention import MIXER_MODULE
+from liger_convert.model.configuration import linear_layers
+from liger_convert.model.sequence import SequenceMetadata
+from liger_convert.serving.attention import ServedAttention
+from liger_convert.serving.settings import base_layer_types, layouts, page_words
+
+if TYPE_CHECKING:
+    Backend = Any
+else:
+    Backend = object  # each served class brings its own
+
+
+class _NoSoftmax:
+    """Stands for a linearized layer where the backend looks for the layers that call softmax attention."""
+
+    def scale(self, module: Any) -> float:
+        return 1.0
+
+    def sinks(self, module: Any) -> None:
+        return None
+
+
+class Served(Backend):
+    """What a linearized model adds to the backend's. All state of a layer is one tensor, its page."""
+
+    has_inner_state = True
+    is_hybrid = True
+    supports_mamba_prefix_caching = True
+    supports_lora = False
+    supports_pp = False
+
+    def __init__(self, *, vllm_config: Any, prefix: str = ""):
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        # Granite divides its logits, outside of the backbone that the backend runs
+        self.logits_processor.scale /= getattr(self.config, "logits_scaling", 1.0)
+
+    @cached_property
+    def _from_config_kwargs(self) -> dict[str, Any]:
+        config = copy.deepcopy(self.config)
+        if (of_base := base_layer_types(config)) is not None:
+            config.layer_types = of_base
+        return {**super()._from_config_kwargs, "config": config}
+
+    def _decorate_for_torch_compile(self) -> None:
+        """Nothing is compiled: a layer looks at how long the requests are."""
+
+    def recursive_replace(self) -> None:
+        layers = {i: self.model.layers[i].self_attn for i in linear_layers(self.config)}
+        mixers = {i: layer._modules.pop(MIXER_MODULE) for i, layer in layers.items()}  # which stay as they are
+        super().recursive_replace()
+        of_layers = layouts(self.config, self.model_config.dtype)
+        for i, layer in layers.items():
+            layer.add_module(MIXER_MODULE, mixers[i])
+            prefix = f"model.layers.{i}.self_attn"
+            ServedAttention.serve(layer, prefix, of_layers[i], page_words(of_layers))
+            self.attention_fusers[i] = prefix, _NoSoftmax()
+
+    def _get_attn_cls(self) -> Any:
+        """Makes vLLM's attention for the softmax layers, and none for the linearized ones."""
+        softmax, served = super()._get_attn_cls(), {f"model.layers.{i}.self_attn" for i in linear_layers(self.config)}
+
+        def make(**kwargs: Any) -> Any:
+            return None if kwargs["prefix"].removesuffix(".attn") in served else softmax(**kwargs)
+
+        return make
+
+    def forward(self, input_ids: Tensor | None, positions: Tensor, *args: Any, **kwargs: Any) -> Any:
+        metadata = SequenceMetadata(positions.shape[-1], positions[None])
+        return super().forward(input_ids, positions, *args, metadata=metadata, **kwargs)
+
+    @classmethod
+    def get_mamba_state_shape_from_config(cls, vllm_config: Any) -> tuple[tuple[int, ...], ...]:
+        model = vllm_config.model_config
+        return ((page_words(layouts(model.hf_config, model.dtype)),),)
+
+    @classmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: Any) -> tuple[torch.dtype, ...]:
+        return (torch.float32,)
+
+    @classmethod
+    def get_mamba_state_copy_func(cls) -> tuple[Any, ...]:
+        return (get_temporal_copy_spec,)
+
+    @classmethod
+    def get_mamba_state_copy_funcs(cls, mamba_types: set[Any]) -> dict[Any, tuple[Any, ...]]:
+        return dict.fromkeys(mamba_types, cls.get_mamba_state_copy_func())
+
+
+class ServedForCausalLM(Served, TransformersForCausalLM):
+    """Of families without experts."""
+
+
+class ServedMoEForCausalLM(Served, TransformersMoEForCausalLM):
+    """Of families with experts."""

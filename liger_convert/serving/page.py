@@ -1,0 +1,102 @@
+"""What a linearized layer keeps of one request, laid out in one page of memory of fixed size.
+
+A page is a row of float32 words. In it lie, one behind the other: the recurrent states, the ring of the window's last
+tokens, and the sinks. The ring is circular: the token at position p stands in slot p modulo P. Where tokens stand in
+the text follows from how many there were, so a page holds no positions.
+
+Shapes: N pages, P tokens of the ring, M sinks, G key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_convert.mixers import build_mixer, make_spec
+from liger_convert.mixers.base import QKV, HeadDims
+from liger_convert.utils.errors import BadInput
+
+WORD = 4  # bytes
+Group = Literal["states", "ring", "sinks"]
+
+
+class PageField(NamedTuple):
+    """One tensor of a page: the group and name by which the layer's cache knows it, and its shape for one request."""
+
+    group: Group
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def words(self) -> int:
+        return math.ceil(math.prod(self.shape) * self.dtype.itemsize / WORD)
+
+
+class PageLayout:
+    """Where each tensor of one layer's cache lies in a page.
+
+    mixer: the layer's resolved spec, as `config.linearization` has it. dims: the layer's sizes. dtype: that of its
+    keys and values. Raises BadInput for a mixer whose cache grows with the text, or that shifts tokens.
+    """
+
+    def __init__(self, mixer: dict[str, Any], dims: HeadDims, dtype: torch.dtype):
+        spec = make_spec(mixer)
+        if not spec.window:
+            raise BadInput(
+                f"mixer {mixer['type']!r}: its window has no end, so what it keeps of a request grows, and a page does "
+                "not; give it a window, or serve a model without it"
+            )
+        if spec.shift != "none":
+            raise BadInput(
+                f"mixer {mixer['type']!r}: takes a part of the token before (kv_shift or token_shift), which a server "
+                "that projects all requests at once does not know; serve a model without it"
+            )
+        self.cache_window, self.sinks = spec.cache_window, spec.sinks
+        with torch.device("cpu"), torch.no_grad():  # a server builds models under devices of its own
+            module = build_mixer(mixer, dims).float()
+            deferred = module.deferred_inputs(_one_token(dims, dtype)) if spec.scope == "evicted" else ()
+        self.fields = [
+            PageField("states", name, shape, torch.float32)
+            for name, shape in type(module).cached_states(spec, dims).items()
+        ]
+        head = dims.kv_heads, dims.dim
+        ring: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"k": (head, dtype), "v": (head, dtype)}
+        if spec.forget:
+            ring["log_f"] = ((dims.kv_heads,), torch.float32)
+        ring |= {f"deferred{i}": (tuple(x.shape[2:]), x.dtype) for i, x in enumerate(deferred)}
+        if spec.cache_window:
+            self.fields += [
+                PageField("ring", name, (spec.cache_window, *shape), kind) for name, (shape, kind) in ring.items()
+            ]
+        if spec.sinks:
+            self.fields += [PageField("sinks", name, (spec.sinks, *head), dtype) for name in ("k", "v")]
+        self.words = sum(field.words for field in self.fields)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a page."""
+        return self.words * WORD
+
+    def views(self, pages: Tensor) -> list[tuple[PageField, Tensor]]:
+        """The tensors of many pages, [N,*shape] each: views of `pages`, float32 [N, at least `words`]."""
+        found, start = [], 0
+        for field in self.fields:
+            words = pages[:, start : start + field.words]
+            values = words.view(field.dtype)[:, : math.prod(field.shape)]
+            found.append((field, values.unflatten(1, field.shape)))
+            start += field.words
+        return found
+
+
+def _one_token(dims: HeadDims, dtype: torch.dtype) -> QKV:
+    """The projections of some token: what matters are shapes and dtypes."""
+
+    def token(*shape: int) -> Tensor:
+        return torch.zeros(1, 1, *shape, dtype=dtype)
+
+    q, k = token(dims.heads, dims.dim), token(dims.kv_heads, dims.dim)
+    return QKV(q, k, q, k, k, torch.zeros(1, 1, dtype=torch.long), token(dims.hidden))

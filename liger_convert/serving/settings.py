@@ -1,0 +1,60 @@
+"""What vLLM is told of a linearized model, and what is refused: the pages of its layers, and settings that it needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from liger_convert.config.names import SOFTMAX
+from liger_convert.model.attention import head_dims
+from liger_convert.model.configuration import linear_layers
+from liger_convert.serving.page import PageLayout
+from liger_convert.utils.errors import BadInput
+
+LINEAR = "linear_attention"  # a layer type of transformers, by which vLLM tells that a model has state
+
+
+def layouts(config: Any, dtype: torch.dtype) -> dict[int, PageLayout]:
+    """The page of every linearized layer of a linearized model's config, by the layer's index; keys and values have
+    `dtype`. Raises BadInput for a mixer that is not served."""
+    names, mixers = config.linearization["layers"], config.linearization["mixers"]
+    made = {
+        name: PageLayout(mixers[name], head_dims(config), dtype) for name in dict.fromkeys(names) if name != SOFTMAX
+    }
+    return {i: made[names[i]] for i in linear_layers(config)}
+
+
+def page_words(of_layers: dict[int, PageLayout]) -> int:
+    """The float32 words of a page: enough for any layer, so that all pages are of one pool."""
+    return max((layout.words for layout in of_layers.values()), default=0)
+
+
+def base_layer_types(config: Any) -> list[str] | None:
+    """`layer_types` as transformers needs it, of a config that `mark_layers` has marked."""
+    kept: list[str] | None = getattr(config, "base_layer_types", None)
+    return kept
+
+
+def mark_layers(config: Any) -> None:
+    """Writes into `layer_types`, where a config has it, which layers are linear. vLLM takes a model for one without
+    state where all are `full_attention`."""
+    if getattr(config, "layer_types", None) is None or base_layer_types(config) is not None:
+        return
+    config.base_layer_types = list(config.layer_types)
+    linear = set(linear_layers(config))
+    config.layer_types = [LINEAR if i in linear else kind for i, kind in enumerate(config.layer_types)]
+
+
+def check_settings(vllm_config: Any) -> None:
+    """Raises BadInput for what is not supported together with linearized layers."""
+    parallel = vllm_config.parallel_config
+    if vllm_config.speculative_config is not None:
+        raise BadInput(
+            "speculative_config: a linearized model's state cannot be rolled back when a guess is wrong; leave it out"
+        )
+    if vllm_config.lora_config is not None:
+        raise BadInput("enable_lora: is not supported for a linearized model; merge the adapter into it first")
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if getattr(parallel, name) > 1:
+            raise BadInput(f"{name}: a linearized model is served by one process of weights as yet; use 1")

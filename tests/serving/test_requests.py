@@ -1,0 +1,174 @@
+"""What vLLM answers is what `generate` answers, however requests meet in a batch; and a fault in their state shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from served import NEW, Reference, answers, assert_same, engine, make_export, prompts, run, sampling
+
+from liger_convert.serving.rows import Rows
+
+LAYERS = {"linear": ["main"] * 3, "hybrid": ["main", "softmax", "main"]}
+TEXTS = prompts()
+
+
+class Case:
+    """An export, and the answers and tolerances of the project's own code for TEXTS."""
+
+    def __init__(self, folder: Path, layers: str, mixer: str):
+        self.export = make_export(folder, "llama", LAYERS[layers], type=mixer)
+        self.reference = Reference(self.export)
+        self.wanted = [self.reference.generate(text) for text in TEXTS]
+        self.tolerance = [self.reference.tolerance(text) for text in TEXTS]
+
+    def check(self, outputs: list[Any]) -> None:
+        assert len(outputs) == len(TEXTS)
+        for output, wanted, tolerance in zip(outputs, self.wanted, self.tolerance):
+            for answer in answers(output):
+                assert_same(answer, wanted, tolerance)
+
+
+@pytest.fixture(scope="module", params=["linear-gla", "hybrid-gla", "hybrid-liger-paper"])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    layers, _, mixer = request.param.partition("-")
+    return Case(tmp_path_factory.mktemp("case"), layers, mixer)
+
+
+@pytest.fixture(scope="module")
+def llm(case: Case) -> Iterator[Any]:
+    with engine(case.export) as llm:
+        yield llm
+
+
+def test_all_at_once_in_pieces(case: Case, llm: Any) -> None:
+    case.check(run(llm, TEXTS))
+
+
+def test_late_arrivals(case: Case, llm: Any) -> None:
+    case.check(run(llm, TEXTS, every=3, name="late"))
+    case.check(run(llm, TEXTS[::-1], every=2, name="reverse")[::-1])
+
+
+def test_parallel_answers_of_one_prompt(case: Case, llm: Any) -> None:
+    different = 0
+    for output in run(llm, TEXTS[:6], sampling(n=3, temperature=2.0), name="sampled"):
+        found = answers(output)
+        assert len(found) == 3
+        different += len({tuple(answer.tokens) for answer in found}) - 1
+        for answer in found:
+            scores = case.reference.score(output.prompt_token_ids, answer.tokens)
+            at_tokens = scores.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
+            tolerance = case.reference.tolerance(output.prompt_token_ids + answer.tokens)
+            assert (at_tokens - torch.tensor(answer.logprobs)).abs().max() <= tolerance
+    assert different > 0
+
+
+def test_aborted_requests_leave_no_trace(case: Case, llm: Any) -> None:
+    def abort(step: int, core: Any) -> None:
+        if step in (2, 5):
+            core.abort_request([f"abort{step}"])
+
+    outputs = run(llm, TEXTS, between=abort, name="abort")
+    assert sum(output is None for output in outputs) > 0
+    case.check(run(llm, TEXTS, name="after"))
+
+
+def test_prompt_logprobs(case: Case, llm: Any) -> None:
+    """The log-probabilities of a prompt's own tokens, which are read in pieces."""
+    text = TEXTS[8]
+    (output,) = run(llm, [text], sampling(prompt_logprobs=0), name="prompt")
+    found = torch.tensor([at[token].logprob for at, token in zip(output.prompt_logprobs[1:], text[1:])])
+    scores = case.reference.score(text[:1], text[1:])
+    wanted = scores.gather(1, torch.tensor(text[1:])[:, None])[:, 0]
+    assert (found - wanted).abs().max() <= case.tolerance[8]
+
+
+def test_prefix_hits(case: Case) -> None:
+    """Prompts that begin alike, in two rounds: the second finds the state of the first."""
+    with engine(case.export, enable_prefix_caching=True, max_model_len=512, max_num_batched_tokens=512) as llm:
+        block = llm.llm_engine.vllm_config.cache_config.block_size
+        shared = prompts([block], seed=3)[0]
+        texts = [shared + tail for tail in prompts([5, 33, 1], seed=4)]
+        for round_ in range(2):
+            outputs = run(llm, texts, name=f"round{round_}-")
+            for text, output in zip(texts, outputs):
+                assert_same(answers(output)[0], case.reference.generate(text), case.reference.tolerance(text))
+        cached = [output.num_cached_tokens for output in outputs]
+        assert all(block <= n < len(text) for n, text in zip(cached, texts)), cached
+
+
+def test_preempted_requests_start_again(case: Case) -> None:
+    """Fewer blocks than the requests come to need: some are thrown out and read anew."""
+    options = {"max_num_batched_tokens": 512, "max_model_len": 512, "num_gpu_blocks_override": 8}
+    grows = "softmax" in case.reference.model.config.linearization["layers"]
+    with engine(case.export, **options) as llm:
+        block = llm.llm_engine.vllm_config.cache_config.block_size if grows else 100
+        texts = prompts([block - 8, block - 20, block - 3, block - 9], seed=5)
+        outputs = run(llm, texts, sampling(40), name="scarce")
+        preempted = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]
+    for text, output in zip(texts, outputs):
+        assert_same(answers(output)[0], case.reference.generate(text, 40), case.reference.tolerance(text))
+    assert sum(preempted) > 0 or not grows  # a request of linear layers alone never needs more
+
+
+def _zero(group: str, name: str | None) -> Callable[[Rows, Any], None]:
+    def fault(self: Rows, past: Any) -> None:
+        tensors = getattr(past, group)
+        for key in tensors if name is None else [key for key in tensors if key == name]:
+            tensors[key] = torch.zeros_like(tensors[key])
+
+    return fault
+
+
+def _swap(self: Rows, past: Any) -> None:
+    for group in (past.states, past.ring, past.sinks):
+        for key in group:
+            group[key] = group[key].roll(1, 0)
+
+
+FAULTS: dict[str, Callable[[Rows, Any], None]] = {
+    "state lost": _zero("states", None),
+    "deferred tokens lost": _zero("ring", "deferred0"),
+    "keys of the ring lost": _zero("ring", "k"),
+    "values of the ring lost": _zero("ring", "v"),
+    "sinks lost": _zero("sinks", None),
+    "requests swapped": _swap,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_shows(fault: str, case: Case, llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Rows.load
+
+    def faulty(self: Rows, *args: Any) -> Any:
+        past = load(self, *args)
+        FAULTS[fault](self, past)
+        return past
+
+    monkeypatch.setattr(Rows, "load", faulty)
+    with pytest.raises(AssertionError):
+        case.check(run(llm, TEXTS, name=fault.replace(" ", "-")))
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+def test_bfloat16(layers: str, tmp_path: Path) -> None:
+    """The project's own code in bfloat16 is as far from float32 as this format makes it; vLLM is to be no farther from
+    the project's, but for as much again."""
+    export = make_export(tmp_path, "llama", LAYERS[layers], type="gla")
+    exact, rounded = Reference(export), Reference(export, torch.bfloat16)
+    with engine(export, dtype="bfloat16") as llm:
+        outputs = run(llm, TEXTS)
+    errors, faults = [], []
+    for text, output in zip(TEXTS, outputs):
+        (answer,) = answers(output)
+        at = torch.tensor(answer.tokens)[:, None]
+        of_bf16, of_fp32 = (model.score(text, answer.tokens).gather(1, at)[:, 0] for model in (rounded, exact))
+        errors.append((of_bf16 - of_fp32).abs())
+        faults.append((torch.tensor(answer.logprobs) - of_bf16).abs())
+    assert torch.cat(faults).max() <= 2 * torch.cat(errors).max()
+    assert torch.cat(faults).mean() <= 2 * torch.cat(errors).mean()
+    assert NEW * len(TEXTS) == len(torch.cat(faults))

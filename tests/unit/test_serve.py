@@ -1,0 +1,115 @@
+"""`linearize serve` says what a server will be, or refuses; the plugin needs little of the package."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import save_tiny_base
+from tiny_models import build, logits
+
+from liger_convert.cli.main import main
+from liger_convert.io.checkpoint import load_config
+from liger_convert.serving import launch
+from liger_convert.serving.settings import base_layer_types, mark_layers
+
+OPTIONS = launch.ServerOptions("127.0.0.1", 8000, None, 64, "auto", None)
+HYBRID = ["main", "softmax", "main"]
+NEEDS = """
+import sys
+import liger_convert.serving.layer, liger_convert.serving.launch, liger_convert.serving.settings
+import liger_convert.cli.main
+assert not {"peft", "datasets", "lm_eval"} & sys.modules.keys()
+"""
+
+
+def save(folder: Path, layers: list[str] = HYBRID, **spec: object) -> Path:
+    build("llama", layers, **spec).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = launch.importlib.util.find_spec
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None if name == "vllm" else find(name))
+
+
+def test_it_says_what_a_request_takes(tmp_path: Path) -> None:
+    said = launch.describe(save(tmp_path / "export", type="gla"), OPTIONS)
+    assert said.startswith("export: 2 of 3 layers linear, in bfloat16, at http://127.0.0.1:8000/v1.")
+    assert "up to 64 run at a time" in said
+
+
+@pytest.mark.parametrize("mixer", ["gla", "gated-deltanet", "window"])
+@pytest.mark.parametrize("layers", [HYBRID, ["main"] * 3])
+def test_a_request_takes_what_the_cache_of_one_row_holds(mixer: str, layers: list[str]) -> None:
+    model = build("llama", layers, type=mixer, window=5)
+    tokens = torch.arange(3, 60)[None]
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    logits(model, tokens, past_key_values=cache, use_cache=True)
+    held = sum(
+        tensor.nbytes
+        for name, layer in zip(layers, cache.layers)
+        for tensor in (
+            (layer.keys, layer.values)
+            if name == "softmax"
+            else [x for group in (layer.ring, layer.sinks, layer.states) for x in group.values()]
+        )
+    )
+    assert launch.request_memory(model.config, torch.float32).of(tokens.shape[1]) == held
+
+
+def test_without_vllm_it_says_how_to_install_it(
+    tmp_path: Path, no_vllm: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(save(tmp_path / "export", type="gla"))]) == 2
+    assert "vllm is not installed here" in capsys.readouterr().err
+
+
+def test_a_base_is_left_to_vllm_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(save_tiny_base("llama", tmp_path / "base"))]) == 2
+    assert "which vLLM serves by itself" in capsys.readouterr().err
+
+
+def test_a_mixer_without_a_page_is_refused_before_vllm_is_looked_for(
+    tmp_path: Path, no_vllm: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(save(tmp_path / "export", type="forgetting"))]) == 2
+    assert "mixer 'forgetting': its window has no end" in capsys.readouterr().err
+
+
+def test_a_dtype_that_there_is_not_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(save(tmp_path / "export", type="gla")), "--dtype", "int3"]) == 2
+    assert "--dtype: 'int3' is not served" in capsys.readouterr().err
+
+
+def test_the_server_is_started_with_these_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(launch, "check_installed", lambda: None)
+    monkeypatch.setattr(launch, "start", lambda command: started.append(command))
+    export = save(tmp_path / "export", type="gla")
+    assert main(["serve", str(export), "--port", "9", "--max-len", "99", "--name", "x", "--vllm=--api-key=K"]) == 0
+    words = started[0]
+    assert words[1:5] == ["-m", launch.SERVER, "--model", str(export)]
+    for option, value in {"--port": "9", "--max-model-len": "99", "--served-model-name": "x"}.items():
+        assert words[words.index(option) + 1] == value
+    assert words[-1] == "--api-key=K"
+
+
+def test_layers_are_marked_for_vllm_and_restored_for_transformers(tmp_path: Path) -> None:
+    build("qwen2", HYBRID, type="gla").save_pretrained(tmp_path)
+    config = load_config(tmp_path)
+    before = list(config.layer_types)
+    mark_layers(config)
+    mark_layers(config)
+    assert config.layer_types == ["linear_attention", before[1], "linear_attention"]
+    assert base_layer_types(config) == before
+
+
+def test_what_is_served_needs_no_package_for_training_or_tasks() -> None:
+    subprocess.run([sys.executable, "-c", NEEDS], check=True)

@@ -1,0 +1,159 @@
+"""A linearized layer over pages gives what it gives over its own cache, for every mixer; no server is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import SINKS, TOKENS, WINDOW, assert_same_logits, build, logits
+from torch import Tensor
+
+from liger_convert.mixers import MIXERS, resolve_spec
+from liger_convert.model.attention import LinearizedAttention, head_dims
+from liger_convert.model.sequence import SequenceMetadata
+from liger_convert.serving import rows as rows_module
+from liger_convert.serving.layer import attend_batch
+from liger_convert.serving.page import PageLayout
+from liger_convert.serving.rows import Rows, make_rows
+from liger_convert.serving.settings import layouts, page_words
+from liger_convert.utils.errors import BadInput
+
+PAGES = 7
+# for each step of a server: the requests that take part, and how many tokens of each are read
+STEPS = [{0: 11, 1: 1, 2: 3}, {0: 1, 1: 3, 2: 3}, {3: 11, 0: 1, 2: 1}, {0: 1, 1: 1, 2: 1, 3: 1}, {1: 9, 3: 1, 0: 1}]
+REQUESTS = [TOKENS[0], TOKENS[1], TOKENS[0].flip(0), TOKENS[1].flip(0)]
+PAGE_OF = {0: 4, 1: 2, 2: 6, 3: 1}
+
+
+class PagedAttention(LinearizedAttention):
+    """A layer that keeps its cache in pages, and takes the tokens of all requests as one row."""
+
+    layout: PageLayout
+    pages: Tensor
+    batch: list[Rows]
+
+    def prepare_metadata(self, metadata: SequenceMetadata) -> None:
+        pass
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any, metadata: Any = None, **_: Any) -> Any:
+        projected = tuple(heads[0] for heads in self.project(hidden_states, position_embeddings, metadata))
+        views = self.layout.views(self.pages)
+        o_NHD = attend_batch(self, self.layout, views, self.batch, hidden_states[0], projected)
+        return self.o_proj(o_NHD.flatten(1)[None]), None
+
+
+def paged(model: Any) -> list[PagedAttention]:
+    """Turns the layers of a model into paged ones. Pages begin as another request's garbage, which is not finite."""
+    of_layers = layouts(model.config, torch.float32)
+    found = []
+    for i, layout in of_layers.items():
+        layer = model.model.layers[i].self_attn
+        layer.__class__ = PagedAttention
+        layer.layout, layer.pages = layout, torch.full((PAGES, page_words(of_layers) + 3), torch.nan)
+        found.append(layer)
+    return found
+
+
+def serve(model: Any, layers: list[PagedAttention]) -> dict[int, Tensor]:
+    """The logits of every request's tokens as a server reads them by STEPS."""
+    seen, parts = dict.fromkeys(PAGE_OF, 0), {r: [] for r in PAGE_OF}
+    for step in STEPS:
+        starts = [0, *torch.tensor(list(step.values())).cumsum(0).tolist()]
+        batch = make_rows(starts, [seen[r] for r in step], torch.tensor([PAGE_OF[r] for r in step]))
+        for layer in layers:
+            layer.batch = batch
+        tokens = torch.cat([REQUESTS[r][seen[r] : seen[r] + n] for r, n in step.items()])
+        positions = torch.cat([torch.arange(seen[r], seen[r] + n) for r, n in step.items()])
+        metadata = SequenceMetadata(len(tokens), positions[None])
+        found = logits(model, tokens[None], position_ids=positions[None], metadata=metadata)[0]
+        for (r, n), part in zip(step.items(), found.split(list(step.values()))):
+            parts[r].append(part)
+            seen[r] += n
+    return {r: torch.cat(part) for r, part in parts.items()}
+
+
+def assert_pages_equal_one_pass(**spec: Any) -> None:
+    model = build("llama", ["main", "main", "main"], **spec)
+    wanted = {r: logits(model, tokens[None])[0] for r, tokens in enumerate(REQUESTS)}
+    for r, found in serve(model, paged(model)).items():
+        assert_same_logits(found, wanted[r][: len(found)])
+
+
+BOUNDED = {"window": WINDOW, "sinks": SINKS}
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_pages_equal_one_pass(mixer: str) -> None:
+    assert_pages_equal_one_pass(type=mixer, **(BOUNDED if mixer != "forgetting" else {"window": WINDOW}))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scope": "all", **BOUNDED},
+        {"forget": True, **BOUNDED},
+        {"short_conv": 4, **BOUNDED},
+        {"window": 1, "sinks": 0},
+        {"window": 1, "sinks": 2},
+        {"window": 4, "sinks": 0},
+        {"window": 3, "sinks": 8},
+    ],
+)
+def test_pages_equal_one_pass_with_options(options: dict[str, Any]) -> None:
+    assert_pages_equal_one_pass(type="gla", **options)
+
+
+@pytest.mark.parametrize("lost", ["states", "ring", "sinks", "deferred0"])
+def test_a_part_of_the_page_that_is_lost_is_seen(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Rows.load
+
+    def lossy(self: Rows, *args: Any) -> Any:
+        past = load(self, *args)
+        group = past.ring if lost == "deferred0" else getattr(past, lost)
+        for name in group if lost != "deferred0" else [n for n in group if n == lost]:
+            group[name] = torch.zeros_like(group[name])
+        return past
+
+    monkeypatch.setattr(rows_module.Rows, "load", lossy)
+    with pytest.raises(AssertionError):
+        assert_pages_equal_one_pass(type="gla", **BOUNDED)
+
+
+def test_two_requests_on_one_page_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PAGE_OF, 1, PAGE_OF[0])
+    with pytest.raises(AssertionError):
+        assert_pages_equal_one_pass(type="gla", **BOUNDED)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_page_holds_the_cache_in_its_own_dtypes(mixer: str, dtype: torch.dtype) -> None:
+    model = build("llama", ["main", "main", "main"], type=mixer, window=WINDOW)
+    for name, parameter in model.named_parameters():
+        if ".mixer." not in name:
+            parameter.data = parameter.data.to(dtype)
+    with torch.no_grad():
+        cache = model(TOKENS, use_cache=True).past_key_values.layers[0]
+    layout = layouts(model.config, dtype)[0]
+    fields = {(field.group, field.name): (field.shape, field.dtype) for field in layout.fields}
+    kept = {
+        (group, name): (tuple(tensor.shape[1:]), tensor.dtype)
+        for group in ("states", "ring", "sinks")
+        for name, tensor in getattr(cache, group).items()
+    }
+    assert fields == kept
+
+
+@pytest.mark.parametrize("mixer", [{"type": "rwkv6", "token_shift": True}, {"type": "forgetting", "kv_shift": True}])
+def test_a_mixer_that_shifts_tokens_before_its_window_is_refused_by_name(mixer: dict[str, Any]) -> None:
+    config = build("llama", ["main", "softmax", "main"], type="gla").config
+    spec = resolve_spec(mixer | {"window": 8})
+    with pytest.raises(BadInput, match=rf"'{mixer['type']}': takes a part of the token before"):
+        PageLayout(spec, head_dims(config), torch.float32)
+
+
+def test_a_mixer_whose_cache_grows_is_refused_by_name() -> None:
+    model = build("llama", ["main", "softmax", "main"], type="forgetting")
+    with pytest.raises(BadInput, match=r"'forgetting'.*its window has no end"):
+        PageLayout(resolve_spec({"type": "forgetting"}), head_dims(model.config), torch.float32)
