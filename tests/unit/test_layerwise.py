@@ -104,8 +104,17 @@ def stopped(made: Any, out: Path, at: float) -> None:
         train(made, out, progress=progress)
 
 
-@pytest.mark.parametrize("changes", [{}, LORA], ids=["full", "lora"])
-@pytest.mark.parametrize("at", [3, 8, 17], ids=["first layer", "softmax layer", "last layer"])
+@pytest.mark.parametrize(
+    ("at", "changes"),
+    [
+        pytest.param(3, LORA, id="first layer, lora"),
+        pytest.param(17, {}, id="last layer"),
+        pytest.param(3, {}, id="first layer", marks=pytest.mark.slow),
+        pytest.param(8, {}, id="softmax layer", marks=pytest.mark.slow),
+        pytest.param(8, LORA, id="softmax layer, lora", marks=pytest.mark.slow),
+        pytest.param(17, LORA, id="last layer, lora", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_stage_goes_on_to_the_same_bits(at: int, changes: dict[str, Any], tmp_path: Path) -> None:
     made = stage(save_every=2, **changes)
     want = train(made, tmp_path / "at once")

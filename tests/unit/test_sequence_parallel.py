@@ -125,6 +125,7 @@ def assert_learned_alike(folder: Path, name: str, ours: dict[str, Any], tmp_path
             assert ours["align_error"][when] == pytest.approx(errors, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_stage_whose_rows_are_shared_learns_what_one_process_does(tmp_path: Path) -> None:
     case = STAGES["distill"]
     jobs = [job(tmp_path / "distill", case, sequence_parallel=2)]
