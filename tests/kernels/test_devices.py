@@ -7,6 +7,7 @@ import logging
 import gated_kernels
 import pytest
 import torch
+from gated_kernels.common import chips
 
 from liger_convert.utils.device import compute_dtype
 
@@ -20,7 +21,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=0: capabilities[device])
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda device: capabilities[getattr(device, "index", device)]
+        )
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=0: f"GPU {device}")
         monkeypatch.setattr(gated_kernels, "find_spec", lambda name: name)
         monkeypatch.setattr(gated_kernels, "has_fla", lambda: False)
@@ -79,3 +82,16 @@ def test_a_gpu_that_would_emulate_bf16_computes_in_float32(gpus, monkeypatch, ca
         torch.cuda, "get_device_properties", lambda device=0: type("Properties", (), {"major": capability[0]})
     )
     assert compute_dtype(torch.device("cuda")) == dtype
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"), [((8, 9), True), ((9, 0), False), ((10, 0), False), ((12, 0), True)]
+)
+def test_tiles_go_by_how_a_chip_multiplies(gpus, capability: tuple[int, int], expected: bool) -> None:
+    gpus(capability)
+    chips.multiplies_in_registers.cache_clear()
+    try:
+        assert chips.multiplies_in_registers(torch.device("cuda", 0)) == expected
+        assert not chips.multiplies_in_registers(torch.device("cpu"))
+    finally:
+        chips.multiplies_in_registers.cache_clear()
