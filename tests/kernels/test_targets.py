@@ -1,7 +1,8 @@
 """Every op's kernels fit every chip that they are launched on: its shared memory, its registers. This takes no GPU.
 
 Run as a script, `test_targets.py 86 "swa 64" ...` compiles the kernels of these cases for sm_86 and prints each one's
-name, shared memory in bytes, registers of a thread, and bytes that a thread has to put elsewhere.
+name, shared memory in bytes, registers of a thread, bytes that a thread has to put elsewhere, and columns of tensor
+memory.
 
 Shapes: B batch, T tokens, S keys, M sinks, H query heads, G key-value heads, D head size, E size of a code, F features.
 """
@@ -31,7 +32,9 @@ from gated_kernels.swa import triton as swa  # noqa: E402
 BF16, FP32, INT = torch.bfloat16, torch.float32, torch.int64
 CODES = 256  # of a head, gla's features
 HEADS = {64: (9, 3), 128: (32, 8)}  # H and G of SmolLM2-135M and of Llama-3-8B
+# KB that a block may have, from the table of compute capabilities in the CUDA programming guide.
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+TENSOR_MEMORY = 512  # columns, where there is some: on sm_100
 
 # Bytes that a thread may put elsewhere than in registers, by op and kernel: on chips that multiply in registers (see
 # common/chips.py), and on the others. All else spills nothing. These are what Triton 3.9 makes of the tiles, and an
@@ -39,7 +42,8 @@ SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 # spilled stays in the nearest cache: it costs time, and the result is the same. The largest are a gate per feature
 # backwards, which holds several fp32 tiles at once, and windows in fp32.
 SPILLS = {
-    ("codebook", "codes_kernel"): (560, 48),
+    ("codebook", "codes_kernel"): (560, 376),
+    ("codebook", "forward_kernel"): (0, 88),
     ("codebook", "projections_kernel"): (96, 0),
     ("codebook", "rows_kernel"): (16, 0),
     ("codebook_gla", "read_kernel"): (16, 0),
@@ -47,10 +51,10 @@ SPILLS = {
     ("gla", "dstates_kernel"): (72, 0),
     ("gla", "dv_kernel"): (536, 480),
     ("gla", "outputs_kernel"): (336, 360),
-    ("gla", "states_kernel"): (96, 0),
+    ("gla", "states_kernel"): (96, 24),
     ("simple_gla", "dqk_kernel"): (456, 0),
     ("simple_gla", "dscores_kernel"): (0, 24),
-    ("simple_gla", "dstates_kernel"): (16, 0),
+    ("simple_gla", "dstates_kernel"): (16, 16),
     ("simple_gla", "dv_kernel"): (64, 0),
     ("simple_gla", "outputs_kernel"): (104, 0),
     ("swa", "backward_k_kernel"): (1368, 1352),
@@ -189,10 +193,12 @@ def misfits(capability: int, cases: Sequence[str], cache: Path) -> list[str]:
         if name == "case":
             case = " ".join(words)
             continue
-        shared, stack = int(words[0]), int(words[2])
+        shared, _, stack, tensor = map(int, words)
         allowed = SPILLS.get((case.split()[0], name), (0, 0))[capability in (90, 100)]
         if shared > SHARED[capability] * 1024:
             found.append(f"{name} of {case} takes {shared} bytes of shared memory")
+        if tensor > TENSOR_MEMORY:
+            found.append(f"{name} of {case} takes {tensor} columns of tensor memory")
         if stack > allowed:
             found.append(f"{name} of {case} spills {stack} bytes, allowed {allowed}")
     return found
@@ -217,7 +223,8 @@ def test_all_kernels_fit_every_chip(capability: int, tmp_path: Path) -> None:
 
 def compile_all(capability: int, cases: list[str]) -> None:
     def tell(name: str, compiled: Any) -> None:
-        print(name, compiled.metadata.shared, *resources(compiled.asm["cubin"]), flush=True)
+        told = *resources(compiled.asm["cubin"]), compiled.metadata.tmem_size
+        print(name, compiled.metadata.shared, *told, flush=True)
 
     compile_instead_of_launching(tell, capability)
     for case in cases:

@@ -124,5 +124,6 @@ def compile_instead_of_launching(tell: Callable[[str, Any], None], capability: i
         tell(self.__name__, compiled_for_capability(capability, ASTSource(self, signature, fixed, aligned), options))
 
     chips.multiplies_in_registers = lambda device: capability not in (90, 100)  # type: ignore[assignment]
+    chips.has_tensor_memory = lambda device: capability == 100  # type: ignore[assignment]
     triton.runtime.jit.JITFunction.run = launch
     torch.cuda.device_of = nullcontext  # type: ignore[assignment,misc]

@@ -15,3 +15,9 @@ def multiplies_in_registers(device: torch.device) -> bool:
     there may not on the other chips, which then take more warps or fewer rows.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in (9, 10)
+
+
+@functools.cache
+def has_tensor_memory(device: torch.device) -> bool:
+    """Whether the sums of a product stand in a memory of their own: on sm_100."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10

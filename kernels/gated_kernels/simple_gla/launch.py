@@ -85,6 +85,7 @@ def constants(
     exclusive: bool,
     dtype: torch.dtype,
     in_registers: bool = False,
+    tensor_memory: bool = False,
 ) -> dict[str, Any]:
     """What a kernel is compiled for and with; fixed by the sizes, the dtype and the chip, never searched for."""
     computed_in, precision = PRODUCTS[dtype]
@@ -101,6 +102,8 @@ def constants(
         stages = 1  # more would not fit into the 99 KB of an Ampere's shared memory
     if in_registers and computed_in == BF16 and V > 64 and kernel in ("outputs", "dv", "dqk"):
         warps = WARPS_IN_REGISTERS
+    if tensor_memory and kernel == "dstates":
+        stages = 1  # Triton 3.9 fails to compile its loop in several stages for sm_100
     found = {
         "G": G,
         "R": R,
@@ -134,7 +137,8 @@ class Call:
     ):
         self.B, self.T, H, G, F, V = sizes
         new = functools.partial(torch.empty, device=device)
-        compiled_for = G, H // G, F, V, normalized, exclusive, dtype, chips.multiplies_in_registers(device)
+        chip = chips.multiplies_in_registers(device), chips.has_tensor_memory(device)
+        compiled_for = G, H // G, F, V, normalized, exclusive, dtype, *chip
         self.constants = {name: constants(name, *compiled_for) for name in KERNELS}
         self.blocks = {
             name: (triton.cdiv(F, c.get("BF", F)), triton.cdiv(V, c["BV"])) for name, c in self.constants.items()
