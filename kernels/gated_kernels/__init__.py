@@ -5,6 +5,7 @@ A folder has `naive.py`, a plain loop that defines the op; `chunk.py`, the op it
 Functions are named after both: `naive_gla`, `chunk_gla`, `triton_gla`.
 """
 
+import logging
 import os
 from collections.abc import Callable
 from importlib import import_module
@@ -49,6 +50,7 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
     "fla": {"delta_rule": ("gated_kernels.delta_rule.fla", "fla_delta_rule")},
 }
 PATHS = ("torch", "triton", "triton+fla")
+OLDEST = (8, 0)  # compute capability: the kernels take bf16 products, and tiles that no older chip's memory holds
 
 
 def use(path: str) -> None:
@@ -56,9 +58,9 @@ def use(path: str) -> None:
 
     "torch" runs the torch ops, "triton" our own kernels where an op has some, and "triton+fla" also those of
     flash-linear-attention for the ops that have none of ours. The default is the last of these that the machine can
-    run: it takes Triton and an Nvidia GPU, and fla-core 0.6. The environment variable GATED_KERNELS overrides it when
-    this package is imported. Tensors on a CPU always go to torch. So does what the kernels do not support, with one
-    warning that says why.
+    run: it takes Triton and Nvidia GPUs from sm_80 on, and fla-core 0.6. On other GPUs the ops run in torch, and the
+    log says so once. The environment variable GATED_KERNELS overrides it when this package is imported. Tensors on a
+    CPU always go to torch. So does what the kernels do not support, with one warning that says why.
 
     Raises ValueError for any other path, and ImportError when a package that it needs is not installed.
     """
@@ -86,8 +88,28 @@ def has_fla() -> bool:
         return False
 
 
+def unsuited() -> str | None:
+    """Why the kernels do not run on the GPUs of this machine, in a sentence; None where they do or there is none."""
+    if not torch.cuda.is_available():
+        return None
+    if not torch.version.cuda:
+        return "the GPU is not one of Nvidia's, for which the Triton kernels are written, so all ops run in torch"
+    oldest = min(range(torch.cuda.device_count()), key=torch.cuda.get_device_capability)
+    major, minor = torch.cuda.get_device_capability(oldest)
+    if (major, minor) < OLDEST:
+        return (
+            f"{torch.cuda.get_device_name(oldest)} has compute capability {major}.{minor}, the Triton kernels take "
+            f"{OLDEST[0]}.{OLDEST[1]} or more, so all ops run in torch"
+        )
+    return None
+
+
 def _default() -> str:
-    if not (torch.version.cuda and torch.cuda.is_available() and find_spec("triton")):
+    if not (torch.cuda.is_available() and find_spec("triton")):
+        return "torch"
+    if why := unsuited():
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # of the processes of a run one says it
+            logging.getLogger(__name__).warning(why)
         return "torch"
     return "triton+fla" if has_fla() else "triton"
 
@@ -109,5 +131,6 @@ __all__ = [
     "chunk_swa",
     "has_fla",
     "in_use",
+    "unsuited",
     "use",
 ]

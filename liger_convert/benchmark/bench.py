@@ -24,6 +24,7 @@ import torch
 from gated_kernels import in_use
 from torch import Tensor, nn
 
+from liger_convert.benchmark.limits import least_ms, limits_of, work_of
 from liger_convert.benchmark.sides import (
     Side,
     cache_bytes,
@@ -228,7 +229,8 @@ def bench_models(
     report: Report,
     keep: Callable[[dict[str, Any]], object] = lambda results: None,
 ) -> dict[str, Any]:
-    """What bench.json holds: of the model that `load` makes, and then of the base, with each one's ratio to the model.
+    """What bench.json holds: of the model that `load` makes, and then of the base, with each one's ratio to the model,
+    and the least time that each could take on this device.
 
     The models are in memory one after the other. `keep` is given what there is after every row. Raises LinearizeError
     when the model's check is red, BadInput for a model whose cache cannot be filled; a base that fails its own check,
@@ -238,6 +240,7 @@ def bench_models(
     rows: list[dict[str, Any]] = []
     missing: dict[str, str] = {}
     compiled = options.compiled and options.device.type == "cuda"
+    limits = limits_of(options.device, options.dtype)  # before a model fills the memory
     total = len(options.lengths) * (1 if load_base is None else 2 + compiled)
     results = {
         "format": FORMAT_VERSION,
@@ -252,15 +255,19 @@ def bench_models(
         "decode_steps": options.steps,
         "prompts": "read" if options.prefill else "filled",
         "memory": "peak_bytes" if options.device.type == "cuda" else "cache_bytes",
+        "limits": limits._asdict(),
         "check": {},
         "rows": rows,
         "missing": missing,
     }
 
     def add(side: Side) -> None:
+        work = work_of(side.model)
         for tokens in options.lengths:
             report(len(rows), total, f"{side.name}, {tokens} tokens")
             row = measure(side, tokens, options)
+            least = {"prefill": least_ms(work, limits, options.batch_size, tokens)} if options.prefill else {}
+            row["limit_ms"] = least | {"decode": least_ms(work, limits, options.batch_size)}
             if side.name in (BASE, STATIC):
                 row["ratio"] = _ratio(row, next(ours for ours in rows if ours["tokens"] == tokens))
             rows.append(row)

@@ -23,7 +23,8 @@ def render(results: Mapping[str, Any]) -> Group:
     peak = results["memory"] == "peak_bytes"
     sizes = ["cache_bytes", *(["peak_bytes"] if peak else [])]
     table = Table("tokens", "model", title=Text(_title(results)))
-    for header in ("first token", "tokens/s", "a step", "tokens/s", *(size.partition("_")[0] for size in sizes)):
+    times = ("first token", "limit", "tokens/s", "a step", "limit", "tokens/s")
+    for header in (*times, *(size.partition("_")[0] for size in sizes)):
         table.add_column(header, justify="right")
     for row in sorted(results["rows"], key=lambda row: row["tokens"]):
         cells = [row.get("error", "")]
@@ -32,16 +33,19 @@ def render(results: Mapping[str, Any]) -> Group:
             for kind in ("prefill", "decode"):
                 time_ms = row[f"{kind}_ms"]
                 cells.append(_cell(row, f"{kind}_ms", f"{time_ms['median']:.4g} ms") if time_ms else "")
+                cells.append(f"{row['limit_ms'][kind]:.3g} ms" if time_ms else "")
                 cells.append(f"{row[f'{kind}_tokens_per_s']:,.0f}" if time_ms else "")
             cells += [_cell(row, size, decimal(row[size])) for size in sizes]
         table.add_row(f"{row['tokens']:,}", row["model"], *cells)
-    checked = results["check"]
+    checked, limits = results["check"], results["limits"]
     filled = "Prompts were not read: all but their first tokens are noise in the cache."
     told = [
         f"Checked: decoding equals prefill to {checked['error']:.1e} of the largest logit (allowed "
         f"{checked['allowed']:.1e}). x: a peer's figure over the model's.",
         "Memory: the tensors of the cache, exactly"
         + ("; the peak counts the weights, too." if peak else ", as a peak is only known of a GPU."),
+        f"Limit: what reading the weights takes at {limits['bandwidth'] / 1e9:.4g} GB/s ({limits['bandwidth_by']}), "
+        f"or their products at {limits['peak'] / 1e12:.3g} TFLOPS ({limits['peak_by']}), whichever is longer.",
         *([filled] if results["prompts"] == "filled" else []),
         *(f"Missing: {name}: {why}." for name, why in results["missing"].items()),
     ]

@@ -25,9 +25,10 @@ def pick_device(name: str = "auto") -> torch.device:
 
 
 def has_fast_bf16(device: torch.device) -> bool:
-    """Whether bf16 products are faster than fp32 ones: every recent GPU, and the CPUs with instructions for them."""
+    """Whether bf16 products are faster than fp32 ones: GPUs and CPUs with instructions for them. Older GPUs emulate
+    them."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported()
+        return torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 

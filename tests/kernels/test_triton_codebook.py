@@ -21,7 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 import gated_kernels  # noqa: E402
-from compiled import compile_instead_of_launching, spilled, told_by  # noqa: E402
+from compiled import compile_instead_of_launching, resources, told_by  # noqa: E402
 from gated_kernels.check import Inputs, error, faults, run  # noqa: E402
 from gated_kernels.codebook import triton as kernels  # noqa: E402
 from gated_kernels.codebook.cases import CASES, Case, inputs  # noqa: E402
@@ -283,7 +283,7 @@ def compile_all() -> None:
     """Calls the ops with tensors that hold nothing; what would be launched is compiled."""
 
     def tell(name: str, compiled: Any) -> None:
-        print(name, compiled.metadata.shared, *spilled(compiled.asm["cubin"]))
+        print(name, compiled.metadata.shared, resources(compiled.asm["cubin"])[1])
 
     compile_instead_of_launching(tell)
     for N, G, D, F in (*COMPILED, HEADS_OF_256):

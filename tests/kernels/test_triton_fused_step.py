@@ -20,7 +20,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 import gated_kernels  # noqa: E402
-from compiled import compile_instead_of_launching, spilled, told_by  # noqa: E402
+from compiled import compile_instead_of_launching, resources, told_by  # noqa: E402
 from gated_kernels.check import error  # noqa: E402
 from gated_kernels.common.registry import kernel_for, set_kernel  # noqa: E402
 from gated_kernels.fused_step import triton as kernels  # noqa: E402
@@ -230,7 +230,7 @@ def compile_all(cases: list[str]) -> None:
     """
 
     def tell(name: str, compiled: Any) -> None:
-        print(name, compiled.metadata.shared, *spilled(compiled.asm["cubin"]))
+        print(name, compiled.metadata.shared, resources(compiled.asm["cubin"])[1])
 
     compile_instead_of_launching(tell)
     for case in cases or COMPILED:

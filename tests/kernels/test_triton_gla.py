@@ -21,7 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 import gated_kernels  # noqa: E402
-from compiled import compiled_for_hopper, spilled, told_by  # noqa: E402
+from compiled import compiled_for_capability, resources, told_by  # noqa: E402
 from gated_kernels.check import Inputs, error, faults, run  # noqa: E402
 from gated_kernels.common import gated_inputs, parts  # noqa: E402
 from gated_kernels.common.tiles import PRODUCTS  # noqa: E402
@@ -199,6 +199,17 @@ def test_kernels_err_at_most_twice_as_much_as_the_reference_and_the_roundings_of
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "(simple_)?gla runs in torch")  # nothing is left to it
         assert not faults(gated_kernels.chunk_gla, reference, inputs_of(case), products)
+
+
+def test_the_tiles_of_chips_that_multiply_in_registers_are_right_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bf16.chips, "multiplies_in_registers", lambda device: True)
+    case = Case(70, B=1, G=1, R=2, F=128, V=128, gate="patches", segments=True, q_lse=True, dtype=BF16)
+    for scalar in (False, True):
+        x = {
+            name: v.to(DEVICE) if isinstance(v, Tensor) else v
+            for name, v in inputs(case._replace(per_head=scalar)).items()
+        }
+        assert not faults(gated_kernels.chunk_gla, reference, x, ROUNDING)
 
 
 @pytest.mark.parametrize("results", ["output", "normalizer", "state"])
@@ -432,8 +443,9 @@ def shared_by(kernel: Any, constants: dict[str, Any], dtype: torch.dtype, spills
     signature = {x: "constexpr" if x in given else types.get(x, pointers[dtype]) for x in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, x in enumerate(kernel.arg_names) if signature[x][0] == "*"}
     source = triton.compiler.ASTSource(kernel, signature, given, aligned)
-    compiled = compiled_for_hopper(source, {x: constants[x] for x in ("num_warps", "num_stages") if x in constants})
-    print(compiled.metadata.shared, *(spilled(compiled.asm["cubin"]) if spills else ()))
+    options = {x: constants[x] for x in ("num_warps", "num_stages") if x in constants}
+    compiled = compiled_for_capability(90, source, options)
+    print(compiled.metadata.shared, *(resources(compiled.asm["cubin"])[1:] if spills else ()))
 
 
 if __name__ == "__main__":

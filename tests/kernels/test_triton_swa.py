@@ -100,6 +100,14 @@ def test_the_kernels_err_at_most_twice_as_much_as_the_reference_in_its_dtype(cas
     assert not faults(window, reference, inputs_of((SHARED | OWN)[case]))
 
 
+def test_the_blocks_of_chips_that_multiply_in_registers_are_right_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = OWN["head size 128"]
+    monkeypatch.setattr(kernels.chips, "multiplies_in_registers", lambda device: True)
+    blocks, _, sizes = kernels._plan(*(inputs_of(case)[name] for name in ("q_BTHD", "k_BSGD", "v_BSGV")), None, 7)
+    assert (blocks, sizes["D"]) == (kernels.BLOCKS_IN_REGISTERS[2, 128], 128)
+    assert not faults(window, reference, inputs_of(case))
+
+
 def test_cutting_a_sequence_changes_nothing_but_the_last_bits() -> None:
     x = inputs_of(Case(40, P=3, W=9, M=2, R=2, D=5, V=3, segments=True))
     whole, pieces = run(window, x), run(lambda **x: in_pieces(window, x), x)

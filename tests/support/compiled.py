@@ -1,4 +1,4 @@
-"""Triton kernels through the compiler for Hopper: a test module run as a script compiles instead of launching."""
+"""Triton kernels through the compiler: a test module run as a script compiles instead of launching."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from gated_kernels.common import chips
 from torch import Tensor
 
 NAMES = {
@@ -24,6 +25,7 @@ NAMES = {
     torch.int64: "*i64",
     torch.bool: "*i1",
     torch.float16: "*fp16",
+    torch.int32: "*i32",
 }
 
 
@@ -40,14 +42,15 @@ def told_by(script: str, cache: Path, *words: str) -> list[list[str]]:
     return [line.split() for line in done.stdout.splitlines()]
 
 
-def spilled(cubin: bytes) -> list[str]:
-    """The bytes that a thread has to put elsewhere than in registers, for each kernel."""
+def resources(cubin: bytes) -> tuple[int, int]:
+    """The registers of a thread, and the bytes that it has to put elsewhere, of a compiled kernel."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         told = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    return re.findall(r"STACK:(\d+)", told.stdout)
+    (found,) = re.findall(r"REG:(\d+) STACK:(\d+)", told.stdout)
+    return int(found[0]), int(found[1])
 
 
 def overwritten(ttgir: str, stages: int) -> list[str]:
@@ -85,26 +88,28 @@ def overwritten(ttgir: str, stages: int) -> list[str]:
     return wrong
 
 
-def compiled_for_hopper(source: Any, options: dict[str, Any]) -> Any:
-    """A kernel for sm_90. None may load a tile over one that is in use, whatever it is compiled for."""
+def compiled_for_capability(capability: int, source: Any, options: dict[str, Any]) -> Any:
+    """A kernel for the chips of that capability, 90 for sm_90. None may load a tile over one that is in use, whatever
+    it is compiled for."""
     from triton.backends.compiler import GPUTarget
 
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     found = overwritten(compiled.asm["ttgir"], compiled.metadata.num_stages)
     assert not found, f"{compiled.name} loads over {found}: {options}, {source.constants}"
     return compiled
 
 
-def compile_instead_of_launching(tell: Callable[[str, Any], None]) -> None:
-    """From now on what would be launched, on tensors that may hold nothing, is compiled for sm_90; `tell` gets the
-    kernel's name and what became of it."""
+def compile_instead_of_launching(tell: Callable[[str, Any], None], capability: int = 90) -> None:
+    """From now on what would be launched, on tensors that may hold nothing, is compiled for that capability;
+    `tell` gets the kernel's name and what became of it."""
     from triton.compiler import ASTSource
 
     def launch(self: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
         names = ("num_warps", "num_stages", "launch_pdl")
         options = {name: constants.pop(name) for name in names if name in constants}
         if "OVERLAP" in constants:  # as on the chip that it is compiled for
-            constants["OVERLAP"] = True
+            constants["OVERLAP"] = capability >= 90
+            options["launch_pdl"] = capability >= 90
         values = dict(zip(self.arg_names, args)) | constants
         signature, fixed, aligned = {}, {}, {}
         for i, (name, value) in enumerate(values.items()):
@@ -116,7 +121,9 @@ def compile_instead_of_launching(tell: Callable[[str, Any], None]) -> None:
                 signature[name] = "fp32" if isinstance(value, float) else "i32"
                 if isinstance(value, int) and value % 16 == 0:
                     aligned[i,] = [["tt.divisibility", 16]]
-        tell(self.__name__, compiled_for_hopper(ASTSource(self, signature, fixed, aligned), options))
+        tell(self.__name__, compiled_for_capability(capability, ASTSource(self, signature, fixed, aligned), options))
 
+    chips.multiplies_in_registers = lambda device: capability not in (90, 100)  # type: ignore[assignment]
+    chips.has_tensor_memory = lambda device: capability == 100  # type: ignore[assignment]
     triton.runtime.jit.JITFunction.run = launch
     torch.cuda.device_of = nullcontext  # type: ignore[assignment,misc]

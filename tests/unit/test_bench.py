@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from tiny import save_tiny_base, tiny_config
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from liger_convert.benchmark import bench, page, shapes, sides
+from liger_convert.benchmark import bench, limits, page, shapes, sides
 from liger_convert.cli import main
 from liger_convert.mixers.base import Mixer
 
@@ -28,6 +29,8 @@ def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 101}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
     monkeypatch.setitem(shapes.SHAPES, "tiny", shape | sizes | heads)
+    monkeypatch.setattr(limits, "COPIED", 1 << 20)
+    monkeypatch.setattr(limits, "SIDE", 64)
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -64,6 +67,10 @@ def test_a_shape_is_measured_beside_its_base_and_all_of_it_is_written(capsys, tm
             assert times["n"] == 3
             assert row[f"{kind}_tokens_per_s"] == pytest.approx(2 * tokens * 1000 / times["median"])
         assert ("ratio" in row) == (row["model"] == "base")
+    assert {by for name, by in found["limits"].items() if name.endswith("_by")} == {
+        "a copy in this run",
+        "a matrix product in this run",
+    }
     ours, base = found["rows"][1], found["rows"][3]
     assert base["ratio"]["decode_ms"] == base["decode_ms"]["median"] / ours["decode_ms"]["median"]
     assert base["cache_bytes"] == 2 * 2 * 2 * 2 * 8 * 4 * (150 + 1 + 3)  # rows, layers, k and v, heads, size, bytes
@@ -138,6 +145,8 @@ def test_the_table_names_every_row_and_the_peers_that_are_missing(capsys) -> Non
     assert all(word in said for word in ("24", "150", "linearized", "base", "decoding equals prefill"))
     assert "Missing: base, compiled: transformers compiles a static cache for a GPU" in said
     assert "a peak is only known of a GPU" in said
+    assert said.count("limit") == 2
+    assert re.search(r"Limit: what reading the weights takes at [\d.]+ GB/s \(a copy in this run\), or their", said)
 
 
 def test_models_are_measured_with_the_baseline_that_was_given_or_none(capsys, tmp_path: Path) -> None:
@@ -292,3 +301,52 @@ def test_the_static_cache_of_the_base_gives_what_its_dynamic_one_does(monkeypatc
     caches = sides.static_caches(model)
     assert caches(40)() is caches(40)(), "what is compiled for a cache is compiled once"
     assert caches(41)() is not caches(40)()
+
+
+def test_the_limit_is_the_weights_read_once_and_each_products_done_once() -> None:
+    config = tiny_config("llama", tie_word_embeddings=False)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    embedding, head = model.get_input_embeddings().weight.numel(), model.lm_head.weight.numel()
+    everything = sum(p.numel() for p in model.parameters())
+    norms = sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    work = limits.work_of(model)
+    assert work == (2 * (everything - embedding), everything - embedding - head - norms, head)
+    device = limits.Limits(bandwidth=1e9, peak=1e12, bandwidth_by="", peak_by="")
+    assert limits.least_ms(work, device, batch=1) == pytest.approx(work.weight_bytes / 1e6), "a step reads"
+    products = 2 * 4 * (10**6 * work.weights + head)
+    assert limits.least_ms(work, device, batch=4, tokens=10**6) == pytest.approx(products / 1e9), "a prompt multiplies"
+
+
+def test_a_tied_embedding_is_read_as_the_head_and_of_experts_those_that_are_taken() -> None:
+    tied = shapes.random_model("tiny", None, CPU, torch.float32)
+    assert limits.work_of(tied).weight_bytes == 4 * sum(p.numel() for p in tied.parameters())
+    model = AutoModelForCausalLM.from_config(tiny_config("mixtral"), dtype=torch.float32)
+    config, total = model.config, limits.work_of(model)
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    config.num_experts_per_tok, taken = config.num_local_experts, config.num_experts_per_tok
+    idle = experts * (1 - taken / config.num_local_experts)
+    assert idle > 0
+    assert limits.work_of(model).weights - total.weights == pytest.approx(idle)
+    assert limits.work_of(model).weight_bytes - total.weight_bytes == pytest.approx(4 * idle)
+
+
+@pytest.mark.parametrize(("dtype", "measured"), [(torch.bfloat16, 0), (torch.float32, 1)])
+def test_a_known_gpu_has_the_figures_of_its_data_sheet_and_what_is_not_known_is_measured(
+    monkeypatch, dtype: torch.dtype, measured: int
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(limits, "_least_seconds", lambda *work: asked.append(work) or 1.0)
+    monkeypatch.setattr(limits, "GPU_SIDE", 8)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch, "ones", lambda *shape, **options: None)
+    found = limits.limits_of(torch.device("cuda"), dtype)
+    assert (found.bandwidth, found.bandwidth_by, len(asked)) == (4.8e12, "data sheet", measured)
+    assert found.peak == (2 * 8**3 if measured else 989e12)
+    here = limits.limits_of(CPU, dtype)
+    assert (here.bandwidth, here.peak, len(asked)) == (2.0 * limits.COPIED, 2.0 * 64**3, measured + 2)
+
+
+def test_what_a_copy_and_a_product_measure_is_a_rate_of_this_machine() -> None:
+    found = limits.limits_of(CPU, torch.float32)
+    assert 1e7 < found.bandwidth < 1e14
+    assert 1e6 < found.peak < 1e14

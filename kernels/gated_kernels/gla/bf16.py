@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gated_kernels.common import parts
+from gated_kernels.common import chips, parts
 from gated_kernels.gla.intra_chunk import dqk_kernel, dv_kernel, outputs_kernel
 from gated_kernels.gla.state_scan import carry_kernel, dstates_kernel, states_kernel, sums_kernel
 
@@ -44,6 +44,8 @@ BLOCKS = {
     "dqk": (64, 128, 4, 1),
 }
 STRONG_BLOCKS = {"outputs": (64, 64, 8, 1), "dv": (64, 64, 8, 1), "dqk": (64, 64, 8, 1)}
+# For chips that multiply in registers, see common/chips.py: what spills least by the compiler, not measured.
+BLOCKS_IN_REGISTERS = BLOCKS | {"outputs": (64, 64, 8, 1), "dqk": (64, 64, 4, 1)}
 LOOPED = 64  # BF of outputs and dv where they loop over features, BV of dqk where it loops over values
 KERNELS = {
     "sums": sums_kernel,
@@ -56,9 +58,11 @@ KERNELS = {
 
 
 @functools.cache
-def constants(kernel: str, G: int, R: int, F: int, V: int, exclusive: bool, strong: bool = False) -> dict[str, Any]:
-    """What a kernel is compiled for and with; fixed by the sizes, never searched for."""
-    BF, BV, warps, stages = (STRONG_BLOCKS if strong else BLOCKS)[kernel]
+def constants(
+    kernel: str, G: int, R: int, F: int, V: int, exclusive: bool, strong: bool = False, in_registers: bool = False
+) -> dict[str, Any]:
+    """What a kernel is compiled for and with; fixed by the sizes and the kind of chip, never searched for."""
+    BF, BV, warps, stages = (STRONG_BLOCKS if strong else BLOCKS_IN_REGISTERS if in_registers else BLOCKS)[kernel]
     BF, BV = min(BF, max(64, triton.next_power_of_2(F))), min(BV, max(64, triton.next_power_of_2(V)))
     if kernel in ("outputs", "dv") and F > BF:
         BF = min(BF, LOOPED)
@@ -126,7 +130,7 @@ class _Call:
     def by_chunk(self, name: str, *inputs: Tensor | None) -> None:
         """Launches a kernel for the strong chunks and for the others, which leaves out the strong."""
         for strong in (False, True):
-            compiled_for = constants(name, *self.sizes, strong)
+            compiled_for = constants(name, *self.sizes, strong, chips.multiplies_in_registers(self.states.device))
             if name == "dqk":
                 grid: tuple[int, ...] = (self.chunks * triton.cdiv(self.F, compiled_for["BF"]),)
             else:

@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gated_kernels.common import parts
+from gated_kernels.common import chips, parts
 from gated_kernels.common.gated_inputs import Sizes, promoted, sizes_of
 from gated_kernels.common.tiles import PRODUCTS
 from gated_kernels.simple_gla.intra_chunk import (
@@ -62,6 +62,7 @@ NARROWEST = {BF16: 64, FP32: 16}  # tile: on Hopper Triton 3.6 reads one of 16 o
 # BF and num_stages in bf16 where they loop over features.
 LOOPED = {"outputs": (64, 2), "dv": (64, 3)}
 LOOPED_BV = 64  # of dqk where it loops over values
+WARPS_IN_REGISTERS = 8  # of outputs, dv and dqk in bf16 at more than 64 values, on the chips of common/chips.py
 
 KERNELS = {
     "states": states_kernel,
@@ -75,9 +76,18 @@ KERNELS = {
 
 @functools.cache
 def constants(
-    kernel: str, G: int, R: int, F: int, V: int, normalizer: bool, exclusive: bool, dtype: torch.dtype
+    kernel: str,
+    G: int,
+    R: int,
+    F: int,
+    V: int,
+    normalizer: bool,
+    exclusive: bool,
+    dtype: torch.dtype,
+    in_registers: bool = False,
+    tensor_memory: bool = False,
 ) -> dict[str, Any]:
-    """What a kernel is compiled for and with; fixed by the sizes and the dtype, never searched for."""
+    """What a kernel is compiled for and with; fixed by the sizes, the dtype and the chip, never searched for."""
     computed_in, precision = PRODUCTS[dtype]
     BF, BV, warps, stages = BLOCKS[kernel][computed_in]
     BF = min(BF, max(NARROWEST[computed_in], triton.next_power_of_2(F)))
@@ -90,6 +100,10 @@ def constants(
         BF, stages = 128, 2  # as many numbers
     elif kernel == "outputs" and BV > 64:
         stages = 1  # more would not fit into the 99 KB of an Ampere's shared memory
+    if in_registers and computed_in == BF16 and V > 64 and kernel in ("outputs", "dv", "dqk"):
+        warps = WARPS_IN_REGISTERS
+    if tensor_memory and kernel == "dstates":
+        stages = 1  # Triton 3.9 fails to compile its loop in several stages for sm_100
     found = {
         "G": G,
         "R": R,
@@ -123,7 +137,8 @@ class Call:
     ):
         self.B, self.T, H, G, F, V = sizes
         new = functools.partial(torch.empty, device=device)
-        compiled_for = G, H // G, F, V, normalized, exclusive, dtype
+        chip = chips.multiplies_in_registers(device), chips.has_tensor_memory(device)
+        compiled_for = G, H // G, F, V, normalized, exclusive, dtype, *chip
         self.constants = {name: constants(name, *compiled_for) for name in KERNELS}
         self.blocks = {
             name: (triton.cdiv(F, c.get("BF", F)), triton.cdiv(V, c["BV"])) for name, c in self.constants.items()

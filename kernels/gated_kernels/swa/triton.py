@@ -23,6 +23,7 @@ import torch
 import triton
 from torch import Tensor
 
+from gated_kernels.common import chips
 from gated_kernels.common.interpreter import INTERPRETED
 from gated_kernels.swa.kernels import backward_k_kernel, backward_q_kernel, forward_kernel
 
@@ -57,6 +58,10 @@ BLOCKS = {
     (4, 128): Blocks(*3 * [Block(32, 16, 8)]),
     (4, 256): Blocks(*3 * [Block(16, 16, 8)]),
     (4, 512): Blocks(*3 * [Block(16, 16, 8)]),
+}
+# The same for chips that multiply in registers, see common/chips.py, where it differs: by the compiler, not measured.
+BLOCKS_IN_REGISTERS = BLOCKS | {
+    (2, 128): Blocks(Block(32, 16, 4, 6, 32), Block(32, 32, 8, 4), Block(64, 64, 8)),
 }
 
 
@@ -166,7 +171,7 @@ def _plan(
     """The blocks, the kernels' numbers T, S, M, window, and their constants."""
     (T, H, D), (S, G), V = q.shape[1:], k.shape[1:3], v.shape[3]
     C, E = (max(triton.next_power_of_2(size), 16) for size in (D, V))
-    blocks = BLOCKS[_size(q, v)]
+    blocks = (BLOCKS_IN_REGISTERS if chips.multiplies_in_registers(q.device) else BLOCKS)[_size(q, v)]
     sizes = {"G": G, "R": H // G, "D": D, "V": V, "C": C, "E": E}
     return blocks, (T, S, 0 if sink_k is None else sink_k.shape[1], window_size), sizes
 

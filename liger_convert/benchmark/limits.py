@@ -1,0 +1,116 @@
+"""The least time that a device can take: the bytes of the weights over its bandwidth, products over its peak.
+
+Products are those with weights. What attention and a memory multiply comes on top, as does reading a cache, so no time
+can be below the limit where bandwidth and peak are those of a data sheet. Where they are measured, it can by the noise
+of that measurement.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+COPIED = 1 << 28  # bytes: more than the caches of a chip hold
+SIDE, GPU_SIDE = 1024, 8192  # of the matrices that are multiplied
+REPEATS = 5  # of which the fastest counts
+
+# GB/s, and TFLOPS of dense bf16 and fp16 products that are summed in fp32, by the name that torch has for a GPU. From
+# NVIDIA's data sheets (of A100 40GB and 80GB, L40S, H100, H200; those with sparsity are halved), the Ada white paper
+# (RTX 4090) and the page of HGX B200, an eighth of its figures. Other forms of these chips have other figures.
+KNOWN = {
+    "NVIDIA A100-SXM4-40GB": (1555, 312),
+    "NVIDIA A100-SXM4-80GB": (2039, 312),
+    "NVIDIA A100-PCIE-40GB": (1555, 312),
+    "NVIDIA A100 80GB PCIe": (1935, 312),
+    "NVIDIA L40S": (864, 362),
+    "NVIDIA GeForce RTX 4090": (1008, 165),
+    "NVIDIA H100 80GB HBM3": (3350, 989),
+    "NVIDIA H200": (4800, 989),
+    "NVIDIA B200": (8000, 2250),
+}
+
+
+class Limits(NamedTuple):
+    """Of a device and a dtype: bytes a second, floating-point operations a second, and where they come from."""
+
+    bandwidth: float
+    peak: float
+    bandwidth_by: str
+    peak_by: str
+
+
+class Work(NamedTuple):
+    """Of a model: the bytes of the weights that a pass reads, the weights that multiply every token, and those of the
+    head, which multiply the last one only."""
+
+    weight_bytes: float
+    weights: float
+    head: int
+
+
+def limits_of(device: torch.device, dtype: torch.dtype) -> Limits:
+    """What the data sheet says where KNOWN has the device and the dtype; else what a copy, which counts as reading and
+    writing, and a matrix product in `dtype` measure."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    known, narrow = KNOWN.get(name), dtype in (torch.bfloat16, torch.float16)
+    bandwidth = 1e9 * known[0] if known else _copied(device)
+    peak = 1e12 * known[1] if known and narrow else _multiplied(device, dtype)
+    by = "data sheet" if known else "a copy in this run"
+    return Limits(bandwidth, peak, by, by if known and narrow else "a matrix product in this run")
+
+
+def work_of(model: Any) -> Work:
+    """Every weight once, but for the rows of an embedding that is not the head as well; of the experts of a layer those
+    that one token takes."""
+    config = model.config.get_text_config()
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    taken = config.num_experts_per_tok / experts if experts else 1.0
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    size = weights = 0.0
+    for name, parameter in model.named_parameters():
+        if parameter is embedding and embedding is not head:
+            continue
+        of_experts = ".experts." in name
+        size += parameter.numel() * parameter.element_size() * (taken if of_experts else 1.0)
+        weights += parameter.numel() * taken if of_experts else 0.0
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module.weight is not head and ".experts." not in name:
+            weights += module.weight.numel()
+    return Work(size, weights, head.numel())
+
+
+def least_ms(work: Work, limits: Limits, batch: int, tokens: int = 1) -> float:
+    """The least milliseconds of a pass over so many tokens in each row; the default is a step."""
+    products = 2.0 * batch * (work.weights * tokens + work.head)
+    return 1e3 * max(work.weight_bytes / limits.bandwidth, products / limits.peak)
+
+
+def _copied(device: torch.device) -> float:
+    source = torch.zeros(COPIED, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / _least_seconds(device, lambda: target.copy_(source))
+
+
+def _multiplied(device: torch.device, dtype: torch.dtype) -> float:
+    side = GPU_SIDE if device.type == "cuda" else SIDE
+    a = torch.ones(side, side, dtype=dtype, device=device)
+    return 2 * side**3 / _least_seconds(device, lambda: a @ a)
+
+
+def _least_seconds(device: torch.device, work: Callable[[], object]) -> float:
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    work()  # loads the library, touches the memory
+    found = []
+    for _ in range(REPEATS):
+        started = now()
+        work()
+        found.append(now() - started)
+    return min(found)

@@ -1,0 +1,236 @@
+"""Every op's kernels fit every chip that they are launched on: its shared memory, its registers. This takes no GPU.
+
+Run as a script, `test_targets.py 86 "swa 64" ...` compiles the kernels of these cases for sm_86 and prints each one's
+name, shared memory in bytes, registers of a thread, bytes that a thread has to put elsewhere, and columns of tensor
+memory.
+
+Shapes: B batch, T tokens, S keys, M sinks, H query heads, G key-value heads, D head size, E size of a code, F features.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+import triton.language as tl  # noqa: E402
+from compiled import compile_instead_of_launching, resources, told_by  # noqa: E402
+from gated_kernels.codebook import triton as codebook  # noqa: E402
+from gated_kernels.codebook_gla import read  # noqa: E402
+from gated_kernels.fused_step import triton as fused_step  # noqa: E402
+from gated_kernels.fused_step.cases import Case, changed, inputs  # noqa: E402
+from gated_kernels.gla import bf16, fp32  # noqa: E402
+from gated_kernels.simple_gla import launch  # noqa: E402
+from gated_kernels.swa import triton as swa  # noqa: E402
+
+BF16, FP32, INT = torch.bfloat16, torch.float32, torch.int64
+CODES = 256  # of a head, gla's features
+HEADS = {64: (9, 3), 128: (32, 8)}  # H and G of SmolLM2-135M and of Llama-3-8B
+# KB that a block may have, from the table of compute capabilities in the CUDA programming guide.
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+TENSOR_MEMORY = 512  # columns, where there is some: on sm_100
+
+# Bytes that a thread may put elsewhere than in registers, by op and kernel: on chips that multiply in registers (see
+# common/chips.py), and on the others. All else spills nothing. These are what Triton 3.9 makes of the tiles, and an
+# eighth more. The tiles were chosen by time on an H200, by Triton 3.6, which spills next to nothing there. What is
+# spilled stays in the nearest cache: it costs time, and the result is the same. The largest are a gate per feature
+# backwards, which holds several fp32 tiles at once, and windows in fp32.
+SPILLS = {
+    ("codebook", "codes_kernel"): (560, 376),
+    ("codebook", "forward_kernel"): (0, 88),
+    ("codebook", "projections_kernel"): (96, 0),
+    ("codebook", "rows_kernel"): (16, 0),
+    ("codebook_gla", "read_kernel"): (16, 0),
+    ("gla", "dqk_kernel"): (1944, 1104),
+    ("gla", "dstates_kernel"): (72, 0),
+    ("gla", "dv_kernel"): (536, 480),
+    ("gla", "outputs_kernel"): (336, 360),
+    ("gla", "states_kernel"): (96, 24),
+    ("simple_gla", "dqk_kernel"): (456, 0),
+    ("simple_gla", "dscores_kernel"): (0, 24),
+    ("simple_gla", "dstates_kernel"): (16, 16),
+    ("simple_gla", "dv_kernel"): (64, 0),
+    ("simple_gla", "outputs_kernel"): (104, 0),
+    ("swa", "backward_k_kernel"): (1368, 1352),
+    ("swa", "backward_q_kernel"): (472, 544),
+    ("swa", "forward_kernel"): (1312, 1360),
+}
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def swa_case(D: int, dtype: torch.dtype, forget: bool = False) -> None:
+    """The window alone, with sinks and a memory, and with all else; `forget` adds two fp32 channels to queries."""
+    (H, G), B, T, S, M = HEADS[D], 1, 70, 133, 4
+    C, of_q = (D + 2, FP32) if forget else (D, dtype)
+    q, k, v = empty(B, T, H, C, dtype=of_q), empty(B, S, G, C, dtype=of_q), empty(B, S, G, D, dtype=dtype)
+    masks = empty(B, S, dtype=torch.bool), empty(B, S, dtype=INT)
+    sinks = empty(B, M, G, C, dtype=of_q), empty(B, M, G, D, dtype=dtype), empty(B, T, M, dtype=torch.bool)
+    memory, share = empty(B, T, H, D, dtype=dtype), empty(B, T, H, dtype=FP32)
+    for given, beside in (
+        ((None,) * 5, (None,) * 4),
+        ((None, None, *sinks), (memory, None, None, share[0, 0])),
+        ((*masks, *sinks), (memory, share, share, None)),
+    ):
+        o, lse = swa.forward(q, k, v, *given, *beside, 64, 0.1)
+        swa.backward(q, k, v, *given, *beside, 64, 0.1, lse, o, lse)
+
+
+def codebook_case(D: int) -> None:
+    (H, G), E, F = HEADS[D], D // 2, CODES
+    given = empty(2, 1024, H, D), empty(H, D, E), empty(H, E), empty(H), empty(G, F, E)
+    phi = codebook.forward._init_fn(*given)
+    codebook.backward._init_fn(*given, phi)
+    codebook.gradients(*given, phi, (empty(H, 2048, dtype=FP32), empty(H, 2048, dtype=FP32)))
+
+
+def recurrence(D: int, F: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """q, k, v, write_mask, segments"""
+    (H, G), B, T = HEADS[D], 1, 4096
+    q, k, v = (empty(B, T, n, size, dtype=dtype) for n, size in ((H, F), (G, F), (G, D)))
+    return q, k, v, empty(B, T, G, dtype=torch.bool), empty(B, T, dtype=INT)
+
+
+def codebook_gla_case(D: int) -> None:
+    (H, G), E, F = HEADS[D], D // 2, CODES
+    _, phi_k, v, mask, segment = recurrence(D, F, BF16)
+    of_q = empty(1, 4096, H, D), empty(H, D, E), empty(H, E), empty(H), empty(G, F, E)
+    log_a, state = empty(1, 4096, G, 1, dtype=FP32), empty(1, G, F, D + 1, dtype=FP32)
+    read.forward(of_q, phi_k, v, log_a, mask, state, segment, True)
+    read.forward(of_q, phi_k, v, None, None, state[..., :D], None, False)
+
+
+def gla_case(D: int, dtype: torch.dtype) -> None:
+    """Exclusive, and of queries with a log-sum-exp in segments."""
+    q, k, v, _, segment = recurrence(D, D, dtype)
+    (B, T, H, _), G = q.shape, k.shape[2]
+    log_a, state = empty(B, T, G, D, dtype=FP32), empty(B, G, D, D, dtype=FP32)
+    q_lse = empty(B, T, H, dtype=FP32)
+    for lse, segments, exclusive in ((None, None, True), (q_lse, segment, False)):
+        given = k, v, log_a, state, segments, exclusive
+        kernels, queries = (bf16, (q, lse)) if dtype == BF16 else (fp32, (q,))
+        kernels.forward(*queries, *given)
+        kernels.backward(*queries, *given, q, state)
+
+
+def simple_gla_case(D: int, F: int, dtype: torch.dtype) -> None:
+    """With a gate, segments and a normalizer; and with none of them."""
+    q, k, v, mask, segment = recurrence(D, F, dtype)
+    G = k.shape[2]
+    log_a, state = empty(1, 4096, G, 1, dtype=FP32), empty(1, G, F, D + 1, dtype=FP32)
+    for given in ((log_a, mask, state, segment, True), (None, None, state[..., :D], None, False)):
+        o, normalizer, last = launch.forward(q, k, v, *given)
+        launch.backward(q, k, v, *given, o, normalizer, last)
+    if F > D:  # as the codebook's features are, whose gradients take their places
+        given = log_a, mask, state, segment, True
+        launch.backward_in_place(q, k, v, *given, o, empty(*q.shape[:3], dtype=FP32), state)
+
+
+def fused_step_case(case: Case) -> None:
+    fused_step.triton_fused_step(*changed(inputs(case), lambda t: t.to("meta")))
+
+
+def cases_of(D: int) -> dict[str, Callable[[], None]]:
+    """All kernels at heads of D channels, by op."""
+    H, G = HEADS[D]
+    step = Case(D=D, G=G, R=H // G, B=16, dtype=BF16)
+    found: dict[str, Callable[[], None]] = {
+        f"swa {D}": lambda: swa_case(D, BF16),
+        f"swa {D} fp32": lambda: swa_case(D, FP32),
+        f"swa {D} forgetting": lambda: swa_case(D, BF16, forget=True),
+        f"codebook {D}": lambda: codebook_case(D),
+        f"codebook_gla {D}": lambda: codebook_gla_case(D),
+        f"gla {D}": lambda: gla_case(D, BF16),
+        f"gla {D} fp32": lambda: gla_case(D, FP32),
+        f"simple_gla {D}": lambda: simple_gla_case(D, D, BF16),
+        f"simple_gla {D} of codes": lambda: simple_gla_case(D, CODES, BF16),
+        f"simple_gla {D} fp32": lambda: simple_gla_case(D, D, FP32),
+        f"fused_step {D}": lambda: fused_step_case(step._replace(F=128)),
+        f"fused_step {D}, more codes": lambda: fused_step_case(step._replace(F=CODES)),
+        f"fused_step {D} fp32": lambda: fused_step_case(step._replace(F=128, dtype=FP32)),
+        f"fused_step {D} liger-paper": lambda: fused_step_case(step._replace(kind="liger-paper", M=0)),
+    }
+    return found
+
+
+CASES = cases_of(64) | cases_of(128)
+
+
+@triton.jit
+def products_kernel(x, o, N, C: tl.constexpr):
+    i = tl.arange(0, C)
+    at = i[:, None] * C + i[None, :]
+    total = tl.zeros((C, C), tl.float32)
+    for n in range(N):
+        a = tl.load(x + n * C * C + at)
+        total = tl.dot(a, tl.load(x + (N + n) * C * C + at), total)
+    tl.store(o + at, total)
+
+
+def products(C: int, stages: int, warps: int = 4) -> None:
+    products_kernel[(1,)](empty(14, C, C), empty(C, C, dtype=FP32), 7, C=C, num_warps=warps, num_stages=stages)
+
+
+CONTROLS: dict[str, Callable[[], None]] = {
+    "more stages than the memory holds": lambda: products(64, 8),
+    "more numbers than the warps hold": lambda: products(128, 1, warps=2),
+    "one that fits": lambda: products(64, 1),
+}
+
+
+def misfits(capability: int, cases: Sequence[str], cache: Path) -> list[str]:
+    """What does not fit the chips of that capability, a sentence each."""
+    found, case = [], ""
+    for name, *words in told_by(__file__, cache, str(capability), *cases):
+        if name == "case":
+            case = " ".join(words)
+            continue
+        shared, _, stack, tensor = map(int, words)
+        allowed = SPILLS.get((case.split()[0], name), (0, 0))[capability in (90, 100)]
+        if shared > SHARED[capability] * 1024:
+            found.append(f"{name} of {case} takes {shared} bytes of shared memory")
+        if tensor > TENSOR_MEMORY:
+            found.append(f"{name} of {case} takes {tensor} columns of tensor memory")
+        if stack > allowed:
+            found.append(f"{name} of {case} spills {stack} bytes, allowed {allowed}")
+    return found
+
+
+def test_a_kernel_that_cannot_fit_is_found(tmp_path: Path) -> None:
+    large, spills = misfits(86, list(CONTROLS), tmp_path)
+    assert large.startswith("products_kernel of more stages than the memory holds takes")
+    assert spills.startswith("products_kernel of more numbers than the warps hold spills")
+
+
+@pytest.mark.parametrize("capability", [86, 120])
+def test_the_step_of_one_token_fits_the_smallest_chips(capability: int, tmp_path: Path) -> None:
+    assert misfits(capability, ["fused_step 64"], tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED)
+def test_all_kernels_fit_every_chip(capability: int, tmp_path: Path) -> None:
+    assert misfits(capability, list(CASES), tmp_path) == []
+
+
+def compile_all(capability: int, cases: list[str]) -> None:
+    def tell(name: str, compiled: Any) -> None:
+        told = *resources(compiled.asm["cubin"]), compiled.metadata.tmem_size
+        print(name, compiled.metadata.shared, *told, flush=True)
+
+    compile_instead_of_launching(tell, capability)
+    for case in cases:
+        print("case", case, flush=True)
+        (CASES | CONTROLS)[case]()
+
+
+if __name__ == "__main__":
+    compile_all(int(sys.argv[1]), sys.argv[2:])
