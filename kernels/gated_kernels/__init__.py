@@ -105,16 +105,26 @@ def unsuited() -> str | None:
 
 
 def _default() -> str:
-    if not (torch.cuda.is_available() and find_spec("triton")):
-        return "torch"
-    if why := unsuited():
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # of the processes of a run one says it
-            logging.getLogger(__name__).warning(why)
+    if not (torch.cuda.is_available() and torch.version.cuda and find_spec("triton")):
         return "torch"
     return "triton+fla" if has_fla() else "triton"
 
 
-use(os.environ.get("GATED_KERNELS") or _default())
+def _leave_unsuited() -> None:
+    """Has the ops run in torch where the GPUs are not such as the kernels take, and says why."""
+    if why := unsuited():
+        use("torch")
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # of the processes of a run one says it
+            logging.getLogger(__name__).warning(why)
+
+
+if path := os.environ.get("GATED_KERNELS"):
+    use(path)
+else:
+    use(_default())
+    # asked for its capability, a GPU is initialised, which an import must not do: processes that fork later could not
+    # use it. So torch asks, when it initialises the GPU itself
+    torch.cuda._lazy_call(_leave_unsuited)
 
 __all__ = [
     "KERNELS",
