@@ -54,7 +54,7 @@ Inputs = tuple[Heads, Tensor]
 class Core(LinearizedAttention):
     """A linearized layer without its projections: its input is q, k and v, or all three side by side."""
 
-    def qkv(self, x: Any, metadata: Any) -> tuple[Tensor, ...]:
+    def qkv(self, x: Any, metadata: Any, past: Any = None) -> tuple[Tensor, ...]:
         H, G = self.dims.heads, self.dims.kv_heads
         return x if isinstance(x, tuple) else x.unflatten(-1, (-1, self.dims.dim)).split((H, G, G), 2)
 

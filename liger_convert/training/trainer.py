@@ -22,7 +22,7 @@ from transformers.utils import logging
 from liger_convert.config.stages import Stage
 from liger_convert.data.mixed_rows import MixedDataset
 from liger_convert.data.packed_rows import PackedDataset, collate
-from liger_convert.mixers import MIXERS, make_spec
+from liger_convert.mixers.base import Mixer
 from liger_convert.model import parameter_group, take_auxiliary_loss
 from liger_convert.training import checkpoints, sharded_checkpoint
 from liger_convert.training.average import WeightAverage
@@ -63,13 +63,8 @@ def optimizer_groups(model: nn.Module, rates: dict[str, float], weight_decay: fl
     Only matrices decay: no biases, no norms, and nothing of a mixer, since zero is no neutral value of its gates and
     feature maps. What a mixer says is slow learns at a part of its rate.
     """
-    config: Any = model.config
-    mixers = {
-        mixer
-        for spec in config.linearization["mixers"].values()
-        for mixer in (spec["type"], *make_spec(spec).inner_types())
-    }
-    slow = {name: part for mixer in mixers for name, part in MIXERS[mixer].slow_parameters.items()}
+    mixers = [module for module in model.modules() if isinstance(module, Mixer)]
+    slow = {name: part for mixer in mixers for name, part in mixer.slow_parameters.items()}
     groups: dict[tuple[str, bool, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
