@@ -211,11 +211,8 @@ def test_other_layers_take_their_steps_as_before(spec: dict[str, Any], use: Call
     assert [layer.fused for layer in cache.layers] == [False] * 3
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [["256 channels", "liger-paper"], pytest.param([], marks=pytest.mark.slow)],
-    ids=["the largest and the other kind", "every size"],
-)
+@pytest.mark.slow  # test_targets compiles some sizes in seconds
+@pytest.mark.parametrize("cases", [["256 channels", "liger-paper"], []], ids=["the largest and the other kind", "all"])
 def test_the_step_compiles_for_hopper_without_spilling(cases: list[str], tmp_path: Path) -> None:
     lines = told_by(__file__, tmp_path, *cases)
     assert [line[0] for line in lines] == ["read_kernel", "write_kernel"] * len(cases or COMPILED)

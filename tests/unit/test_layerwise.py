@@ -45,14 +45,18 @@ def weights(out: Path, family: str = "llama") -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        ("llama", {}),
+        pytest.param("llama", {}, marks=pytest.mark.slow),
         ("llama", {"mixed_seq_lens": [MixedSeqLen(seq_len=16, fraction=0.5)], "accumulation": 2, "ema_length": 0.3}),
-        ("llama", {"learning_rates": LearningRates(mixer=1e-2), "gradient_checkpointing": True}),
+        pytest.param(
+            "llama",
+            {"learning_rates": LearningRates(mixer=1e-2), "gradient_checkpointing": True},
+            marks=pytest.mark.slow,
+        ),
         ("llama", LORA),
-        ("gemma3_text", {}),
-        ("granite", {"calibrate": False}),
-        ("stablelm", {}),
-        ("olmoe", LORA),
+        pytest.param("gemma3_text", {}, marks=pytest.mark.slow),
+        pytest.param("granite", {"calibrate": False}, marks=pytest.mark.slow),
+        pytest.param("stablelm", {}, marks=pytest.mark.slow),
+        pytest.param("olmoe", LORA, marks=pytest.mark.slow),
     ],
     ids=["full", "lengths", "mixers", "lora", "gemma3_text", "granite", "stablelm", "olmoe"],
 )
@@ -107,7 +111,7 @@ def stopped(made: Any, out: Path, at: float) -> None:
 @pytest.mark.parametrize(
     ("at", "changes"),
     [
-        pytest.param(3, LORA, id="first layer, lora"),
+        pytest.param(3, LORA, id="first layer, lora", marks=pytest.mark.slow),
         pytest.param(17, {}, id="last layer"),
         pytest.param(3, {}, id="first layer", marks=pytest.mark.slow),
         pytest.param(8, {}, id="softmax layer", marks=pytest.mark.slow),

@@ -23,7 +23,7 @@ from liger_convert.training.sequence_parallel import check
 from liger_convert.training.sharing import share
 from liger_convert.utils.errors import BadInput
 
-QUICK = ["gla", "liger-paper", "gated-deltanet", "rwkv7", "hgrn2"]
+QUICK = ["gla", "liger-paper", "gated-deltanet"]
 PASSING = [name for name, mixer in MIXERS.items() if mixer.passes_states and name != "forgetting"]
 MORE: dict[str, dict[str, Any]] = {
     "gla, all layers": {"mixer": {"type": "gla"}, "layers": ["main"] * 3},

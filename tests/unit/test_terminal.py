@@ -185,7 +185,11 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.parametrize(
     "number",
-    [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM, signal.SIGKILL],
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        signal.SIGTERM,
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+    ],
 )
 def test_the_processes_of_an_evaluation_end_with_their_parent(home, number):
     (home / "long.yaml").write_text(SUITE.replace("draws: 2", "draws: 1000000"))
@@ -225,7 +229,7 @@ with interrupts.handled("last words"):
     assert time.monotonic() - asked < 5
 
 
-@pytest.mark.parametrize(("code", "ends"), [(143, True), (1, False)])
+@pytest.mark.parametrize(("code", "ends"), [(143, True), pytest.param(1, False, marks=pytest.mark.slow)])
 def test_after_a_signal_a_thread_that_was_left_behind_does_not_keep_the_process(code, ends):
     script = f"""
 import threading, time
