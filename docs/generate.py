@@ -402,7 +402,7 @@ def mixers_page() -> str:
         "  layer, takes its gradients once in so many tokens, and (`ttt`) has a residual and a layer norm, as",
         "  published.",
         "",
-        "[eval/reports/mixers.md](../eval/reports/mixers.md) has how close each comes to the base's attention.",
+        "[eval/reports/mixers.md](../eval/reports/mixers.md) has how close most of them come to the base's attention.",
         "",
         "## What is left out",
         "",

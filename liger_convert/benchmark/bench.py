@@ -13,7 +13,6 @@ import gc
 import re
 import statistics
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -24,7 +23,7 @@ import torch
 from gated_kernels import in_use
 from torch import Tensor, nn
 
-from liger_convert.benchmark.limits import least_ms, limits_of, work_of
+from liger_convert.benchmark.limits import least_ms, limits_of, timed, work_of
 from liger_convert.benchmark.sides import (
     Side,
     cache_bytes,
@@ -176,12 +175,12 @@ def measure(side: Side, tokens: int, options: Options) -> dict[str, Any]:
             if repeat == 1 and device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
             ids_BT, cache = _random_tokens(side.model, told, options), empty()
-            seconds, token_B1 = _timed(device, prefill, side.model, cache, ids_BT)
+            seconds, token_B1 = timed(device, prefill, side.model, cache, ids_BT)
             read.append(1e3 * seconds)
             if told < tokens:
                 fill(cache, tokens - told)
             token_B1, _ = side.decode(side.model, cache, token_B1, 1)  # a capture is no step
-            seconds, _ = _timed(device, side.decode, side.model, cache, token_B1, options.steps)
+            seconds, _ = timed(device, side.decode, side.model, cache, token_B1, options.steps)
             wrote.append(1e3 * seconds / options.steps)
     except RuntimeError as error:
         if not out_of_memory(error):
@@ -201,19 +200,6 @@ def measure(side: Side, tokens: int, options: Options) -> dict[str, Any]:
 def quartiles(values: list[float]) -> dict[str, float]:
     q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
     return {"median": median, "q1": q1, "q3": q3, "n": len(values)}
-
-
-def _timed(device: torch.device, work: Callable[..., Any], *inputs: Any) -> tuple[float, Any]:
-    """Seconds until the device has done `work`, and what it gave."""
-
-    def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    started = now()
-    result = work(*inputs)
-    return now() - started, result
 
 
 def _random_tokens(model: Any, tokens: int, options: Options) -> Tensor:

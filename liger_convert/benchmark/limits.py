@@ -89,6 +89,19 @@ def least_ms(work: Work, limits: Limits, batch: int, tokens: int = 1) -> float:
     return 1e3 * max(work.weight_bytes / limits.bandwidth, products / limits.peak)
 
 
+def timed(device: torch.device, work: Callable[..., Any], *inputs: Any) -> tuple[float, Any]:
+    """Seconds until the device has done `work`, and what it gave."""
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    started = now()
+    result = work(*inputs)
+    return now() - started, result
+
+
 def _copied(device: torch.device) -> float:
     source = torch.zeros(COPIED, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -102,15 +115,5 @@ def _multiplied(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _least_seconds(device: torch.device, work: Callable[[], object]) -> float:
-    def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
     work()  # loads the library, touches the memory
-    found = []
-    for _ in range(REPEATS):
-        started = now()
-        work()
-        found.append(now() - started)
-    return min(found)
+    return min(timed(device, work)[0] for _ in range(REPEATS))

@@ -326,8 +326,8 @@ class Mixer(nn.Module, ABC):
         # an empty memory has no weight, whatever the query is
         return logit_BTH.masked_fill(memory.log_normalizer_BTH <= EMPTY, -1e4)
 
-    def contribution(self, q_BTHD: Tensor, memory: MemoryOutput) -> MemoryContribution | None:
-        """What the memory adds to the window's output; None where there is no memory."""
+    def contribution(self, q_BTHD: Tensor, memory: MemoryOutput) -> MemoryContribution:
+        """What the memory adds to the window's output."""
         read = memory.read_BTHV, memory.normalizer_BTH
         if self.spec.combine == "shared":
             return MemoryContribution(*read, self.memory_logit(q_BTHD, memory), None)

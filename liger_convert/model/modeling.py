@@ -245,14 +245,19 @@ class LinearizedForCausalLM(LinearizedInit):
         if metadata is None:
             metadata = SequenceMetadata.build(targets.hidden[0], position_ids, attention_mask)
         prepare_metadata(backbone, metadata)
+        sizes_LB: Any = [None] * len(targets.layers)
+        if metadata.past is not None:  # of all layers at once: with a sum of each, every process waits for the last one
+            sizes_LB = metadata.past.total(torch.stack([row_sizes(y, metadata.valid_BT) for y in targets.outputs]))
         losses = []
-        for i, x_BTC, y_BTC, embeddings in zip(
-            targets.layers, targets.hidden, targets.outputs, targets.position_embeddings, strict=True
+        for i, x_BTC, y_BTC, embeddings, size_B in zip(
+            targets.layers, targets.hidden, targets.outputs, targets.position_embeddings, sizes_LB, strict=True
         ):
 
-            def layer_loss(x: Tensor, y: Tensor, embeddings: Any = embeddings, i: int = i) -> Tensor:
+            def layer_loss(
+                x: Tensor, y: Tensor, embeddings: Any = embeddings, i: int = i, size_B: Tensor | None = size_B
+            ) -> Tensor:
                 o, _ = backbone.layers[i].self_attn(x, position_embeddings=embeddings, metadata=metadata)
-                return self.relative_error(o, y, metadata.valid_BT, metadata.past)
+                return self.relative_error(o, y, metadata.valid_BT, size_B)
 
             if backbone.gradient_checkpointing and self.training:
                 loss = torch.utils.checkpoint.checkpoint(layer_loss, x_BTC, y_BTC, use_reentrant=False)
@@ -263,16 +268,14 @@ class LinearizedForCausalLM(LinearizedInit):
         return AlignOutput(loss=losses_L.mean(), layer_losses_L=losses_L.detach())
 
     @staticmethod
-    def relative_error(o_BTC: Tensor, y_BTC: Tensor, valid_BT: Tensor | None, past: Any = None) -> Tensor:
+    def relative_error(o_BTC: Tensor, y_BTC: Tensor, valid_BT: Tensor | None, size_B: Tensor | None = None) -> Tensor:
         """The squared error of a layer's output over its target's square, without what is padding; of a shard, the part
-        that it adds to the error of its row. past: what stands before a shard."""
-        error_BT = (o_BTC.float() - y_BTC.float()).square().sum(-1)
-        size_BT = y_BTC.float().square().sum(-1)
-        if valid_BT is not None:
-            error_BT, size_BT = error_BT * valid_BT, size_BT * valid_BT
+        that it adds to the error of its row. size_B: the target's square, of the whole row."""
+        error_B = row_sizes(o_BTC.float() - y_BTC.float(), valid_BT)
+        if size_B is None:
+            size_B = row_sizes(y_BTC, valid_BT)
         # row by row, so that a batch taken in parts has the mean of the parts' losses
-        size_B = size_BT.sum(1) if past is None else past.total(size_BT.sum(1))
-        return (error_BT.sum(1) / size_B.clamp_min(torch.finfo(torch.float32).tiny)).mean()
+        return (error_B / size_B.clamp_min(torch.finfo(torch.float32).tiny)).mean()
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -303,6 +306,12 @@ class LinearizedForCausalLM(LinearizedInit):
     def get_compiled_call(self, compile_config: Any) -> Any:
         """A Decoder, which compiles nothing; `generate(disable_compile=True)` goes without it."""
         return Decoder(self)
+
+
+def row_sizes(x_BTC: Tensor, valid_BT: Tensor | None) -> Tensor:
+    """[B]: the sum of squares of each row, in float32, without what is padding."""
+    size_BT = x_BTC.float().square().sum(-1)
+    return (size_BT if valid_BT is None else size_BT * valid_BT).sum(1)
 
 
 def prepare_metadata(backbone: Any, metadata: SequenceMetadata) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from rich.filesize import decimal
@@ -30,21 +30,14 @@ from liger_convert.config.names import MAIN
 from liger_convert.config.recipe import Recipe
 from liger_convert.config.stages import AlignStage, AnyStage, Stage
 from liger_convert.model.bases import context_length
+from liger_convert.pipeline.stage_plan import StagePlanner
 from liger_convert.utils import processes
 
 WINDOWS = 8  # of the longest that there may be, the base's context holds so many
 OWN = ("attention", "body", "embeddings")  # the groups of the base's own weights
 
 
-class Planner(Protocol):
-    """What plans one stage: `plan.StagePlanner`."""
-
-    device: torch.device
-
-    def plan(self, stage: Stage) -> Any: ...
-
-
-def adapt(recipe: Recipe, base_config: Any, planner: Planner, number: int = 1) -> tuple[Recipe, tuple[str, ...]]:
+def adapt(recipe: Recipe, base_config: Any, planner: StagePlanner, number: int) -> tuple[Recipe, tuple[str, ...]]:
     """`recipe` with its stages fitted to the base, and a sentence for each change; as it is without `adapt`. number: of
     processes, of which only one by itself can train layer by layer."""
     if recipe.adapt is None:
@@ -53,12 +46,12 @@ def adapt(recipe: Recipe, base_config: Any, planner: Planner, number: int = 1) -
     stages: list[AnyStage] = []
     sentences: list[str] = []
     tuned, hidden = recipe.adapt.hidden_size, base_config.hidden_size
+    alone = max(number, processes.count()) == 1
     for i, written in enumerate(recipe.stages):
         stage, said = _fit_rows(written, context)
         if recipe.adapt.adapters and _trains_own(stage):
             stage = _with_adapters(stage, recipe.adapt, hidden)
             said = [*said, f"{_adapters(stage)}, as adapt.adapters says"]
-        alone = max(number, processes.count()) == 1
         stage, fitted = _fit_memory(
             stage, recipe.adapt, hidden, room, lambda stage: planner.plan(stage).memory_bytes, alone
         )

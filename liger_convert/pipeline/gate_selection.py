@@ -85,7 +85,7 @@ def select_by_gates(
     tokenizer: Any,
     documents: Sequence[Document],
     device: torch.device,
-    report: Report = lambda done, total, note="": None,
+    report: Report,
 ) -> GateSelection:
     """Chooses the layers that `plan` leaves undecided, for the base in the folder `base_dir`, by gates trained on
     `layers.select_tokens` tokens of `documents`.

@@ -156,7 +156,7 @@ def select_layers(
     tokenizer: Any,
     documents: Sequence[Document],
     device: torch.device,
-    report: Report = lambda done, total, note="": None,
+    report: Report,
 ) -> LayerSelection:
     """Chooses the layers that `plan` leaves undecided, for the base in the folder `base_dir`, on text of `documents`.
 

@@ -271,7 +271,7 @@ def _machine(device: torch.device, processes: int, shards: int) -> str:
     return f"each of {processes} processes{shared} on {device.type}"
 
 
-def too_large(made: Plan, room: int | None, sharding: str = "none") -> list[str]:
+def too_large(made: Plan, room: int | None, sharding: str) -> list[str]:
     """A sentence for each stage that takes more than `room`, the bytes of a GPU's memory (None: there is none), as it
     is trained with this `sharding`."""
     sentences = []

@@ -61,8 +61,9 @@ class InputFiles:
     def record(self, inputs: Mapping[str, Path]) -> None:
         """Takes the files and folders of `inputs`, by field, as they are now."""
         for name, file in input_files(inputs).items():
-            self._stamps[name] = _stamp(file)
-            self.recorded[name] = sha256_file(file)
+            if self._stamps.get(name) != (stamp := _stamp(file)):
+                self.recorded[name] = sha256_file(file)
+                self._stamps[name] = stamp
 
     def changes(self, inputs: Mapping[str, Path]) -> list[Change]:
         """The recorded files that are not what they were. `inputs`: where each field's file or folder is now."""

@@ -122,8 +122,19 @@ class RunSteps:
     def _planned(self) -> Plan:
         step = self.manifest.steps.get("select-layers")
         if step is None:
-            return self._make_plan(self.recipe)
+            return self._undecided
         return self._make_plan(self.recipe.with_softmax(step["selection"]["softmax_layers"]))
+
+    @functools.cached_property
+    def _undecided(self) -> Plan:
+        """The plan of the recipe as it is: which layers stay softmax need not be chosen yet."""
+        return self._make_plan(self.recipe)
+
+    @functools.cached_property
+    def _shared(self) -> Plan:
+        """The plan of the stages as the processes of this run train them."""
+        recipe = self._adapted.model_copy(update={"adapt": None})  # its stages are fitted already
+        return self._make_plan(recipe, processes.count())
 
     @functools.cached_property
     def _adapted(self) -> Recipe:
@@ -132,8 +143,9 @@ class RunSteps:
         recorded = self.manifest.steps.get("plan", {}).get("stages")
         return self.recipe.with_stages(self._planned.recipe_stages if recorded is None else recorded)
 
-    def _make_plan(self, recipe: Recipe) -> Plan:
-        return make_plan(recipe, checkpoint.load_config(self._base_folder, recipe.base_options.trust_remote_code))
+    def _make_plan(self, recipe: Recipe, number: int | None = None) -> Plan:
+        config = checkpoint.load_config(self._base_folder, recipe.base_options.trust_remote_code)
+        return make_plan(recipe, config, number)
 
     def _written(self, *sources: str | None) -> tuple[str, ...]:
         """The steps that those of the sources come from which the base writes."""
@@ -176,7 +188,7 @@ class RunSteps:
         return {"commit": path.name} if given is None and path.parent.name == "snapshots" else {}
 
     def _select_layers(self, folder: Path) -> dict[str, Any]:
-        plan = self._make_plan(self.recipe)
+        plan = self._undecided
         self.read_data()
         documents = self.documents(self.recipe.given_texts[0]).train
         selection = single_steps.choose_layers(
@@ -209,7 +221,7 @@ class RunSteps:
         with show_progress("preflight") as report:
             warnings = preflight.check(
                 self.recipe,
-                make_plan(self.recipe, config),
+                self._undecided,
                 base_dir=self._base_folder,
                 config=config,
                 tokenizer=self._tokenizer,
@@ -281,10 +293,8 @@ class RunSteps:
         """Whether the processes of this run share the weights of stage `index`. The first one says so for all."""
         if processes.count() == 1:
             return False
-        recipe = self._adapted.model_copy(update={"adapt": None})  # its stages are fitted already
-        config = checkpoint.load_config(self._base_folder, recipe.base_options.trust_remote_code)
         room = gpu_memory() if self.device.type == "cuda" else None
-        return make_plan(recipe, config, processes.count()).stages[index].is_sharded(recipe.sharding, room)
+        return self._shared.stages[index].is_sharded(self.recipe.sharding, room)
 
     def train_stage(self, index: int, before: Sequence[str], factor: float, out: str, shard: bool) -> dict[str, Any]:
         """Trains stage `index` (from 0), at this many times its rates, behind the stages `before`, in the folder `out`

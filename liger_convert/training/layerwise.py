@@ -40,7 +40,7 @@ import torch
 from peft import PeftModel, get_peft_model_state_dict
 from rich.filesize import decimal
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import set_seed
 
@@ -60,6 +60,7 @@ from liger_convert.training.hidden_states import HiddenStates, sums_of
 from liger_convert.training.memory_estimate import CALIBRATION_TOKENS, ERROR_ROWS
 from liger_convert.training.merge import ADAPTER, MODEL, Chain
 from liger_convert.training.one_layer import LayerObjective, OneLayer, attention_only, load_tensors
+from liger_convert.training.sharing import steps_of
 from liger_convert.training.student import compile_attention, compile_parts, gains_by_compiling, prepare
 from liger_convert.training.trainer import StageTrainer
 from liger_convert.utils import interrupts
@@ -116,13 +117,8 @@ class LayerwiseStage:
         read = functools.partial(read_finite, checkpoint)
         self.base = OneLayer(base_config, checkpoint.tensors, read, device, dtype)
         self.config, self.linear = self.chain.config, linear_layers(self.chain.config)
-        step_rows = stage.batch_size * stage.grad_accumulation
-        self.steps = len(dataset) // step_rows
-        self.rows = self.steps * step_rows
-        if not self.steps:
-            raise BadInput(
-                f"{len(dataset)} rows of {dataset.seq_len} tokens are less than one optimizer step of this stage"
-            )
+        self.steps = steps_of(stage, dataset)
+        self.rows = self.steps * stage.batch_size * stage.grad_accumulation
         self.few = min(ERROR_ROWS, len(dataset))
         shape = [self.rows, dataset.seq_len, base_config.hidden_size, str(dtype)]
         self.of = {"stage": stage.model_dump(mode="json"), "shape": shape, "seed": seed, "linear": self.linear}
@@ -368,10 +364,7 @@ class LayerwiseStage:
 
     def _read_fitted(self, number: int) -> dict[str, Tensor]:
         path = self._layer_file("fitted", number)
-        if not path.exists():
-            return {}
-        with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return load_file(path) if path.exists() else {}
 
     def _trained(self) -> Iterator[tuple[Path, str, Callable[[], Tensor]]]:
         """What was trained: file, name, and what reads it, of every tensor of every linear layer."""

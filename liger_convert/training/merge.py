@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel, PeftType, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
@@ -149,7 +150,8 @@ class _Adapter:
         for path, module in model.base_model.model.named_modules():
             if isinstance(module, BaseTunerLayer):
                 for name, parameter in module.get_base_layer().named_parameters():
-                    if id(parameter) not in self._key:
+                    is_kept = name == "bias" and isinstance(module, LoraLayer) and not any(module.lora_bias.values())
+                    if not is_kept and id(parameter) not in self._key:
                         self._tuned[f"{_own(path)}.{name}"] = module
         for path, parameter in model.base_model.model.named_parameters():
             if id(parameter) in self._key and not _is_added(path):

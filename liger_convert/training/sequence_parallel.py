@@ -295,15 +295,15 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
         x = x.contiguous()
-        found = [torch.empty_like(x) for _ in range(group.size)]
-        dist.all_gather(found, x, group=group.group)
-        return torch.stack(found)
+        found = x.new_empty(group.size, *x.shape)
+        dist.all_gather_into_tensor(found.flatten(0, 1), x, group=group.group)
+        return found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        each = list(grads[0].contiguous().unbind())
-        own = torch.empty_like(each[0])
-        dist.reduce_scatter(own, each, group=ctx.group.group)
+        grad = grads[0].contiguous()
+        own = torch.empty_like(grad[0])
+        dist.reduce_scatter_tensor(own, grad.flatten(0, 1), group=ctx.group.group)
         return own, None
 
 
@@ -322,7 +322,7 @@ def _attention(
     group, window = module.of_group
     end = (group.rank + 1) * q_BHTD.shape[2]
     kv_NBTGX = _Gather.apply(torch.cat((k_BGTD, v_BGTD), -1).transpose(1, 2), group)
-    kv_BSGX = kv_NBTGX.transpose(0, 1).flatten(1, 2)[:, :end]
+    kv_BSGX = kv_NBTGX[: group.rank + 1].transpose(0, 1).flatten(1, 2)
     k_BSGD, v_BSGD = kv_BSGX.split([k_BGTD.shape[-1], v_BGTD.shape[-1]], -1)
     segments = group.shard.row.segment_ids_BT
     if segments is None and window is None and softcap is None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 from liger_convert.config.stages import AlignStage, Stage
+from liger_convert.data.mixed_rows import MixedDataset
+from liger_convert.data.packed_rows import PackedDataset
 from liger_convert.utils.errors import BadInput
 
 
@@ -30,6 +32,16 @@ def share(stage: Stage, processes: int, shards: int = 1) -> tuple[int, int]:
         raise BadInput(f"{rows} does not divide among {processes} {groups}; {how}")
     common = math.gcd(processes, stage.grad_accumulation)
     return stage.batch_size * common // processes, stage.grad_accumulation // common
+
+
+def steps_of(stage: Stage, dataset: PackedDataset | MixedDataset) -> int:
+    """The optimizer steps that the rows of a stage give. Raises BadInput where they are less than one."""
+    steps = len(dataset) // (stage.batch_size * stage.grad_accumulation)
+    if not steps:
+        raise BadInput(
+            f"{len(dataset)} rows of {dataset.seq_len} tokens are less than one optimizer step of this stage"
+        )
+    return steps
 
 
 def _divides(stage: Stage, processes: int) -> bool:

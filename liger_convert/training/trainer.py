@@ -29,10 +29,10 @@ from liger_convert.training.average import WeightAverage
 from liger_convert.training.capture import CapturedFwdBwd, why_not_captured
 from liger_convert.training.sequence_parallel import Group
 from liger_convert.training.sharding import copy_whole
-from liger_convert.training.sharing import share
+from liger_convert.training.sharing import share, steps_of
 from liger_convert.utils import interrupts
 from liger_convert.utils.device import autocast
-from liger_convert.utils.errors import BadInput, LinearizeError
+from liger_convert.utils.errors import LinearizeError
 from liger_convert.utils.processes import barrier
 from liger_convert.utils.progress import Report
 
@@ -107,11 +107,7 @@ class StageTrainer(Trainer):
     ):
         self.sequence, self.shards = sequence, 1 if sequence is None else sequence.size
         batch_size, grad_accumulation = share(stage, processes, self.shards)
-        steps = len(dataset) // (stage.batch_size * stage.grad_accumulation)
-        if not steps:
-            raise BadInput(
-                f"{len(dataset)} rows of {dataset.seq_len} tokens are less than one optimizer step of this stage"
-            )
+        steps = steps_of(stage, dataset)
         rates = stage.learning_rates.trained()
         checkpointing: dict[str, Any] = {}
         if stage.gradient_checkpointing:

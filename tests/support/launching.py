@@ -31,20 +31,26 @@ def torchrun(processes: int, *words: str | Path) -> list[str]:
     return [*launcher, *map(str, words)]
 
 
-def spread(processes: int, folder: Path, jobs: list[dict[str, Any]]) -> subprocess.CompletedProcess[str]:
-    """Does `jobs` of `ranks.py` in so many processes."""
+def spread(
+    processes: int, folder: Path, jobs: list[dict[str, Any]], script: str = "ranks.py", seconds: int = 2 * SECONDS
+) -> subprocess.CompletedProcess[str]:
+    """Does `jobs` of a script of this folder in so many processes."""
     file = folder / f"jobs-{len(list(folder.glob('jobs-*')))}.json"
     file.write_text(json.dumps(jobs))
-    command = torchrun(processes, SUPPORT / "ranks.py", file)
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=2 * SECONDS)
+    command = torchrun(processes, SUPPORT / script, file)
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=seconds)
+
+
+def said(ended: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    """What the first process said of each job, of which none has failed."""
+    assert ended.returncode == 0, ended.stderr
+    return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
 
 
 def told(processes: int, folder: Path, jobs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Does `jobs`, of which none fails: what the first process said of each, by the name of its folder."""
-    ended = spread(processes, folder, jobs)
-    assert ended.returncode == 0, ended.stderr
-    lines = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
-    return dict(zip((Path(job["out"]).name for job in jobs), lines, strict=True))
+    found = said(spread(processes, folder, jobs))
+    return dict(zip((Path(job["out"]).name for job in jobs), found, strict=True))
 
 
 def learned(out: Path | str, **changes: Any) -> dict[str, Tensor]:

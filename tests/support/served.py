@@ -13,7 +13,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that a contro
 
 import torch
 from tiny import save_tiny_base, tiny_tokenizer
-from tiny_models import linearization
+from tiny_models import linearization, moved_off_start
 
 from liger_convert.model.loading import linearize_base, load_linearized
 
@@ -38,21 +38,11 @@ def prompts(lengths: list[int] = LENGTHS, seed: int = 0) -> list[list[int]]:
     return [[rng.randrange(3, 101) for _ in range(n)] for n in lengths]
 
 
-def make_export(
-    folder: Path, family: str, layers: list[str], changes: dict[str, Any] | None = None, **spec: Any
-) -> Path:
-    """A tiny linearized model whose memory has weight: its new parameters are moved off their start, and its share of
-    the denominator is raised. `changes` are of the base's config, `spec` the mixer's options."""
-    base = save_tiny_base(family, folder / "base", tokenizer=False, **{**SIZES, **(changes or {})})
+def make_export(folder: Path, family: str, layers: list[str], **spec: Any) -> Path:
+    """A tiny linearized model whose memory has weight. `spec` are the mixer's options."""
+    base = save_tiny_base(family, folder / "base", tokenizer=False, **SIZES)
     bounded = {"window": WINDOW, "sinks": SINKS, **spec}
-    model = linearize_base(base, linearization(layers, **bounded), dtype=torch.float32)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".mixer." in name:
-                parameter += torch.randn(parameter.shape, generator=generator) * 0.5
-            if name.endswith("log_share_H"):
-                parameter += 4
+    model = moved_off_start(linearize_base(base, linearization(layers, **bounded), dtype=torch.float32))
     model.save_pretrained(folder / "export")
     tiny_tokenizer().save_pretrained(folder / "export")
     return folder / "export"

@@ -36,7 +36,12 @@ def base_folder(family: str) -> Path:
 def build(family: str, layers: list[str] = LAYERS, **spec: Any) -> Any:
     """A linearized tiny model in eval mode, its new parameters moved off their start so that the memory matters."""
     plan = linearization(layers, **spec)
-    model = linearize_base(base_folder(family), plan, dtype=torch.float32, attn_implementation="eager").eval()
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    return moved_off_start(linearize_base(base_folder(family), plan, **options).eval())
+
+
+def moved_off_start(model: Any) -> Any:
+    """`model` with noise on its new parameters, and the memory's share of the denominator raised."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -313,18 +313,18 @@ def test_layer_by_layer_takes_the_memory_of_a_layer_and_the_disk_of_hidden_state
     assert made(40, tokens=4e5, layerwise=True).disk_bytes["1-align"] > many.disk_bytes["1-align"]
     with pytest.raises(BadInput, match="layerwise trains on one GPU, not on 2; leave it out and set sharding: full"):
         plan(stages=[stage | {"layerwise": True}], processes=2)
-    (said,) = too_large(made(40), 1)
+    (said,) = too_large(made(40), 1, "none")
     assert "as it holds all weights; set sharding: auto and start it on several GPUs, set layerwise: true" in said
-    (said,) = too_large(many, 1)
+    (said,) = too_large(many, 1, "none")
     assert "though it holds one layer; lower batch_size" in said
 
 
 def test_stages_that_do_not_fit_a_gpu_are_named():
     stage = {"kind": "distill", "data": "text", "tokens": 2e5, "learning_rates": {"mixer": 1e-2}}
     made = plan(stages=[stage, stage | {"batch_size": 64}])
-    (said,) = too_large(made, made.stages[1].memory_bytes - 1)
+    (said,) = too_large(made, made.stages[1].memory_bytes - 1, "none")
     assert said.startswith("stages[1] takes ")
-    assert too_large(made, None) == []
+    assert too_large(made, None, "none") == []
 
 
 def test_the_export_dtype_sets_the_bytes_of_weights_and_cache():

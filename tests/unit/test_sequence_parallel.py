@@ -5,14 +5,13 @@ Each launch imports torch in every process, so several cases share one.
 
 from __future__ import annotations
 
-import json
-import subprocess
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launching import SECONDS, SUPPORT, distance, environment, learned, told, torchrun
+from launching import SECONDS, distance, learned, said, spread, told
 from ranks import do
 from stages import make_stage
 from tiny import tiny_config
@@ -45,12 +44,7 @@ MORE: dict[str, dict[str, Any]] = {
 
 def compared(processes: int, folder: Path, cases: list[dict[str, Any]]) -> list[dict[str, float]]:
     """What `shards.py` says of each case."""
-    file = folder / "cases.json"
-    file.write_text(json.dumps(cases))
-    command = torchrun(processes, SUPPORT / "shards.py", file)
-    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=4 * SECONDS)
-    assert ended.returncode == 0, ended.stderr
-    return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+    return said(spread(processes, folder, cases, "shards.py", 4 * SECONDS))
 
 
 # whose memories have no parameters, or that have no memory
@@ -102,37 +96,39 @@ def job(out: Path, case: dict[str, Any], **options: Any) -> dict[str, Any]:
     return {"plain": True, "fields": EVERY} | case | {"out": str(out), "options": options}
 
 
-def assert_learned_alike(folder: Path, name: str, ours: dict[str, Any], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A stage in one process: its statistics, what it learned, and how far rounding alone leads from there."""
+    folder = tmp_path_factory.mktemp("one")
+
+    @functools.cache
+    def trained(name: str) -> Any:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        case = {"fields": EVERY} | STAGES[name]
+        stats = do(job(folder / name, case))
+        do(job(folder / f"{name}-apart", case | {"fields": case["fields"] | {"batch": 1, "accumulation": 4}}))
+        torch.set_num_threads(threads)
+        whole = learned(folder / name)
+        return stats, whole, distance(learned(folder / f"{name}-apart"), whole)
+
+    return trained
+
+
+def assert_learned_alike(folder: Path, name: str, ours: dict[str, Any], one: Any) -> None:
     """Shards round as much as rows that are taken one by one do, up to 3 times that in the cases here. The control gets
     nothing from its neighbours."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    case = {"fields": EVERY} | STAGES[name]
-    stats = do(job(tmp_path / "whole", case))
-    do(job(tmp_path / "apart", case | {"fields": case["fields"] | {"batch": 1, "accumulation": 4}}))
-    torch.set_num_threads(threads)
-    whole = learned(tmp_path / "whole")
-    rounding = distance(learned(tmp_path / "apart"), whole)
+    stats, whole, rounding = one(name)
     assert 0 < rounding < 1e-4
     assert distance(learned(folder / name), whole) < 10 * rounding
-    if (deaf := folder / f"{name}-deaf").exists():
-        assert distance(learned(deaf), whole) > 1000 * rounding
+    if name == "distill" and not ours["sharded"]:
+        assert distance(learned(folder / "distill-deaf"), whole) > 1000 * rounding
     same = ("steps", "tokens", "epochs", "trained_parameters")
     assert [ours[key] for key in same] == [stats[key] for key in same]
     assert [loss for _, loss in ours["loss"]] == pytest.approx([loss for _, loss in stats["loss"]], rel=1e-4)
     if "align_error" in stats:
         for when, errors in stats["align_error"].items():
             assert ours["align_error"][when] == pytest.approx(errors, rel=1e-4)
-
-
-@pytest.mark.slow
-def test_a_stage_whose_rows_are_shared_learns_what_one_process_does(tmp_path: Path) -> None:
-    case = STAGES["distill"]
-    jobs = [job(tmp_path / "distill", case, sequence_parallel=2)]
-    jobs.append(job(tmp_path / "distill-deaf", case | {"deaf": True}, sequence_parallel=2))
-    several = told(2, tmp_path, jobs)
-    assert (tmp_path / "distill-deaf").exists()
-    assert_learned_alike(tmp_path, "distill", several["distill"], tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +138,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Any:
     for processes, shard in ((2, False), (4, True)):
         folder = tmp_path_factory.mktemp("shared")
         jobs = [job(folder / name, case, sequence_parallel=2, shard=shard) for name, case in STAGES.items()]
+        if not shard:
+            jobs.append(job(folder / "distill-deaf", STAGES["distill"] | {"deaf": True}, sequence_parallel=2))
         found[processes] = folder, told(processes, folder, jobs)
     return found
 
@@ -150,11 +148,11 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("name", STAGES)
 @pytest.mark.parametrize("processes", [2, 4])
 def test_every_stage_learns_from_shared_rows_what_one_process_does(
-    shared: Any, tmp_path: Path, name: str, processes: int
+    shared: Any, one: Any, name: str, processes: int
 ) -> None:
     folder, several = shared[processes]
     assert several[name]["sharded"] == (processes == 4)
-    assert_learned_alike(folder, name, several[name], tmp_path)
+    assert_learned_alike(folder, name, several[name], one)
 
 
 # --- what is refused

@@ -79,17 +79,11 @@ def chunk_inner_model(
     model = Model(layers, norm, scale)
     with torch.autocast(v_BTGV.device.type, enabled=False):
         inputs = Inputs(q_BTHF.unflatten(2, (G, -1)), k_BTGF, v_BTGV, eta_BTG1, written_BTG1, log_a, log_m)
-        o, last = checkpoint(
-            _chunked,
-            inputs,
-            model,
-            initial_state.to(dtype),
-            mini_batch,
-            segment_ids_BT,
-            exclusive,
-            use_reentrant=False,
-            preserve_rng_state=False,
-        )
+        arguments = inputs, model, initial_state.to(dtype), mini_batch, segment_ids_BT, exclusive
+        if k_BTGF.shape[1] == 1:
+            o, last = _chunked(*arguments)
+        else:
+            o, last = checkpoint(_chunked, *arguments, use_reentrant=False, preserve_rng_state=False)
     return o.flatten(2, 3).to(v_BTGV.dtype), last
 
 
@@ -194,15 +188,16 @@ def _one_chunk(
     fills = (place == mini_batch - 1) * written
 
     writes = _gradients(model, k, v, (before * anchor_log_p).exp(), before, anchor)
-    # of the document before the chunk, what its tokens behind the end of a mini-batch take their gradients at
-    ended = after.of_token(fills * before)
-    next_anchor = _summed(ended, added, momentum, writes)
-    behind = _gradients(model, k, v, ended.log_p.exp(), ones, next_anchor)
-    is_behind = place >= mini_batch
-    writes = [
-        (torch.where(is_behind, x_2, x_1), torch.where(is_behind, e_2, e_1))
-        for (x_1, e_1), (x_2, e_2) in zip(writes, behind)
-    ]
+    if C > 1:  # a single token never stands behind the end of a mini-batch
+        # of the document before the chunk, what its tokens behind the end of a mini-batch take their gradients at
+        ended = after.of_token(fills * before)
+        next_anchor = _summed(ended, added, momentum, writes)
+        behind = _gradients(model, k, v, ended.log_p.exp(), ones, next_anchor)
+        is_behind = place >= mini_batch
+        writes = [
+            (torch.where(is_behind, x_2, x_1), torch.where(is_behind, e_2, e_1))
+            for (x_1, e_1), (x_2, e_2) in zip(writes, behind)
+        ]
 
     read = after
     if exclusive:
@@ -222,7 +217,7 @@ def _one_chunk(
     if model.norm is not None:
         o = q_rows + nnf.layer_norm(y, y.shape[-1:], eps=EPS) * model.norm[:, :1] + model.norm[:, 1:]
 
-    end = after.of_token(torch.zeros_like(eta).index_fill(2, torch.tensor([C - 1], device=eta.device), 1.0))
+    end = Shares(*(x[:, :, -1:] for x in after))
     filled = fills * last
     has_filled = filled.sum(2, keepdim=True)
     at_fill, keeps = after.of_token(filled), before[:, :, -1:] * (1 - has_filled)

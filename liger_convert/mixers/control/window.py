@@ -78,7 +78,4 @@ class Window(Mixer):
             o_BTHV = self.read_norm(o_BTHV)
         if self.read_gate is not None:
             o_BTHV = self.read_gate(o_BTHV, qkv.x_BTC)
-        return self.ablate(o_BTHV, o_BTHV, branches)
-
-    def ablate(self, window_o_BTHV: Tensor, memory_BTHV: Tensor, branches: Branches) -> Tensor:
-        return window_o_BTHV.new_zeros(window_o_BTHV.shape) if branches == "memory" else window_o_BTHV
+        return o_BTHV.new_zeros(o_BTHV.shape) if branches == "memory" else o_BTHV

@@ -80,9 +80,14 @@ class DeltaMixer(Mixer):
 
     def beta(self, inputs: tuple[Tensor, ...]) -> Tensor:
         """b in (0, 1), [B,T,G,1] or [B,T,G,D]."""
+        return self.strength(inputs[0], self.beta_bias_GX)
+
+    def strength(self, x_BTGD: Tensor, bias_GX: Tensor) -> Tensor:
+        """In (0, 1), [B,T,G,1] or [B,T,G,D], as the spec's `beta` says: of the bias and of what x pools to, or of the
+        bias alone."""
         if self.spec.beta == "constant":
-            return self.beta_bias_GX.float().sigmoid().expand(*inputs[0].shape[:2], *self.beta_bias_GX.shape)
-        return pooled(inputs[0], self.beta_bias_GX).sigmoid()
+            return bias_GX.float().sigmoid().expand(*x_BTGD.shape[:2], *bias_GX.shape)
+        return pooled(x_BTGD, bias_GX).sigmoid()
 
     def log_gate(self, inputs: tuple[Tensor, ...]) -> Tensor:
         """log a <= 0, [B,T,G,1] or [B,T,G,D]."""

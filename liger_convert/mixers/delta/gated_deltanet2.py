@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from liger_convert.mixers.base import HeadDims
-from liger_convert.mixers.delta.base import pooled, unit
+from liger_convert.mixers.delta.base import unit
 from liger_convert.mixers.delta.kda import KDA, KDASpec
 from liger_convert.mixers.registry import register_mixer
 
@@ -55,8 +55,5 @@ class GatedDeltaNet2(KDA):
 
     def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
         u_BTGD, v_BTGV = unit(inputs[-1]), v_BTGV.float()
-        if self.spec.beta == "constant":
-            written_BTGV = self.write_bias_GV.float().sigmoid() * v_BTGV
-        else:
-            written_BTGV = pooled(v_BTGV, self.write_bias_GV).sigmoid() * v_BTGV
+        written_BTGV = self.strength(v_BTGV, self.write_bias_GV) * v_BTGV
         return u_BTGD, written_BTGV, self.beta(inputs) * u_BTGD, self.log_gate(inputs)
