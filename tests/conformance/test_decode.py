@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import save_tiny_base
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, TextStreamer
 
 from liger_convert.mixers import MIXERS, resolve_spec
@@ -19,6 +20,7 @@ from liger_convert.model.cuda_graphs import capture
 from liger_convert.model.decoding import Decoder
 from liger_convert.model.loading import linearize_base
 
+aten: Any = torch.ops.aten
 TOKENS = torch.randint(3, 101, (2, 40), generator=torch.Generator().manual_seed(0))
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 PLAIN = {"disable_compile": True}
@@ -169,6 +171,51 @@ def test_fixed_steps_under_autocast_are_the_plain_loop_whose_keys_and_values_dif
         fixed = model.generate(TOKENS[:, :9], **GREEDY)
         assert model.decoding == "fixed steps"
         assert torch.equal(fixed, model.generate(TOKENS[:, :9], **GREEDY, **PLAIN))
+
+
+class NothingOfTheHost(TorchDispatchMode):
+    """Raises where a CUDA graph could not be captured: a tensor made of Python's numbers, or a value that is asked."""
+
+    ASKED: tuple[Any, ...] = (aten.lift_fresh.default, aten._local_scalar_dense.default, aten.nonzero.default)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.ASKED:
+            raise AssertionError(f"a captured step cannot call {func}")
+        return func(*args, **(kwargs or {}))
+
+
+def step_as_captured(monkeypatch: pytest.MonkeyPatch, **spec: Any) -> None:
+    """Generates with steps in place that may not do what a capture forbids."""
+    plain, steps = Decoder._step, []
+
+    def watched(self: Decoder, *given: Any) -> torch.Tensor:
+        with NothingOfTheHost():
+            steps.append(given)
+            return plain(self, *given)
+
+    monkeypatch.setattr(modeling, "Decoder", functools.partial(Decoder, in_place=True))
+    monkeypatch.setattr(Decoder, "_step", watched)
+    build("llama", None, **spec).generate(TOKENS[:, :7], **GREEDY | {"max_new_tokens": 3})
+    assert len(steps) == 2
+
+
+QUICK = ("gla", "gated-deltanet", "lightning", "mom")
+
+
+@pytest.mark.parametrize("mixer", [pytest.param(m, marks=[] if m in QUICK else pytest.mark.slow) for m in MIXERS])
+def test_a_step_of_every_mixer_asks_nothing_of_the_host(mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step_as_captured(monkeypatch, type=mixer)
+
+
+def test_a_step_that_asks_for_a_value_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = MIXERS["retnet"].log_gate
+
+    def asking(self: Any, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return gate(self, inputs) + torch.tensor(0.0)
+
+    monkeypatch.setattr(MIXERS["retnet"], "log_gate", asking)
+    with pytest.raises(AssertionError, match="lift_fresh"):
+        step_as_captured(monkeypatch, type="retnet")
 
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")

@@ -144,7 +144,7 @@ def normalised_linear_attn() -> tuple[Results, Results]:
 def retention_of_the_retnet_mixer() -> tuple[Results, Results]:
     x = Inputs()
     got = theirs("retention/naive", "naive_retention")(*heads_first(x.q, x.k, x.v)).transpose(1, 2)
-    log_a = -torch.tensor(RetNet.rates(H), dtype=torch.float64)[:, None].expand(B, T, H, 1)
+    log_a = -RetNet.rates(H)[:, None].expand(B, T, H, 1)
     return (got,), chunk_gla(x.d.q * F**-0.5, x.d.k, x.d.v, log_a)[:1]
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from liger_convert.mixers.base import HeadDims
 from liger_convert.mixers.linear.base import LinearMixer, LinearSpec
 from liger_convert.mixers.registry import register_mixer
 
@@ -40,15 +39,11 @@ class Lightning(LinearMixer):
     Spec = LightningSpec
     spec: LightningSpec
 
-    def __init__(self, spec: LightningSpec, dims: HeadDims):
-        super().__init__(spec, dims)
-        self.log_a_G = [-spec.slope * rate for rate in self.rates(dims.kv_heads)]
-
     @staticmethod
-    def rates(heads: int) -> list[float]:
-        """-log a of each head."""
-        return [2 ** (-8 * g / heads) for g in range(1, heads + 1)]
+    def rates(heads: int, device: torch.device | None = None) -> Tensor:
+        """-log a of each head, float64 [G]; made on the device, as a CUDA graph takes nothing from the host."""
+        return torch.exp2(torch.arange(1, heads + 1, dtype=torch.float64, device=device) * (-8 / heads))
 
     def log_gate(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        log_a_G1 = torch.tensor(self.log_a_G, device=inputs[0].device)[:, None]
-        return log_a_G1.expand(*inputs[0].shape[:2], *log_a_G1.shape)
+        log_a_G = -self.spec.slope * self.rates(self.dims.kv_heads, inputs[0].device)
+        return log_a_G.float()[:, None].expand(*inputs[0].shape[:2], -1, -1)

@@ -8,8 +8,10 @@ is `output_gate`, whose sigmoid can start at 1.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from liger_convert.mixers.linear.lightning import Lightning, LightningSpec
 from liger_convert.mixers.registry import register_mixer
@@ -30,5 +32,5 @@ class RetNet(Lightning):
     Spec = RetNetSpec
 
     @staticmethod
-    def rates(heads: int) -> list[float]:
-        return [-math.log1p(-(2.0 ** (-5 - g))) for g in range(heads)]
+    def rates(heads: int, device: torch.device | None = None) -> Tensor:
+        return -torch.log1p(-torch.exp2(-5.0 - torch.arange(heads, dtype=torch.float64, device=device)))
