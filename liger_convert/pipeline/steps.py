@@ -209,7 +209,7 @@ class RunSteps:
         with show_progress("preflight") as report:
             warnings = preflight.check(
                 self.recipe,
-                make_plan(self.recipe, config),
+                make_plan(self.recipe, config, processes.count()),
                 base_dir=self._base_folder,
                 config=config,
                 tokenizer=self._tokenizer,
