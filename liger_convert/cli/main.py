@@ -157,6 +157,8 @@ def _bug(error: BaseException, debug: bool) -> int:
         return _fail("another process of this run was killed", code)
     if debug:
         raise error
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which need not be imported here
+        return _fail(f"{first_line(error)}; `linearize plan` says what each step takes, and what takes less", 1)
     with tempfile.NamedTemporaryFile("w", prefix="linearize-", suffix=".log", delete=False) as log:
         traceback.print_exception(error, file=log)
     what = f"unexpected {type(error).__name__}: {first_line(error)}"

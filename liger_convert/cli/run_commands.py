@@ -87,14 +87,12 @@ def plan(
 
     from liger_convert.eval import suites
     from liger_convert.io.checkpoint import base_config
-    from liger_convert.pipeline.plan import make_plan, too_large
+    from liger_convert.pipeline.plan import make_plan
     from liger_convert.pipeline.preflight import check_recipe
-    from liger_convert.utils.device import gpu_memory
 
     config = base_config(loaded.base, **loaded.base_options.model_dump(exclude={"allow_pickle"}))
     made = make_plan(loaded, config, processes=gpus)
     warnings = check_recipe(loaded, made, config, suites.load(loaded.eval.suite))
-    warnings += too_large(made, gpu_memory() if loaded.device != "cpu" else None, loaded.sharding)
     show(made.render(), made.to_dict() | {"warnings": warnings}, as_json)
     for warning in warnings:
         stderr.print(f"warning: {warning}", markup=False, soft_wrap=True)

@@ -28,6 +28,7 @@ from liger_convert.mixers import resolve_spec
 from liger_convert.mixers.base import Branches
 from liger_convert.model import set_branches
 from liger_convert.model.loading import linearize_base
+from liger_convert.model.placing import place
 from liger_convert.utils import workers
 from liger_convert.utils.errors import LinearizeError
 from liger_convert.utils.progress import Report, quiet_libraries
@@ -243,4 +244,4 @@ def _load(name: str, model_dir: Path, base_dir: Path | None, device: torch.devic
         return load_model(base_dir, device, precision)
     linearization = window_control(load_config(model_dir).linearization)
     dtype = weight_dtype(device, precision)
-    return linearize_base(base_dir, linearization, dtype=dtype).to(device).eval()
+    return place(linearize_base(base_dir, linearization, dtype=dtype), device)

@@ -13,6 +13,7 @@ from liger_convert.io.inputs import is_text
 from liger_convert.io.templates import render
 from liger_convert.io.tokenizer import check_ids
 from liger_convert.model.loading import load_pretrained
+from liger_convert.model.placing import place
 from liger_convert.utils.device import compute_dtype
 from liger_convert.utils.errors import BadInput, refusing
 
@@ -20,12 +21,12 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3  # as in a recipe
 
 
 def load_model(folder: Path, device: torch.device, precision: str = "auto", *, trust_remote_code: bool = False) -> Any:
-    """The model in `folder`, a base or a linearized one, to measure it or generate with it on `device`.
+    """The model in `folder`, a base or a linearized one, to measure it or generate with it on `device`, see `place`.
 
     Raises BadInput as `loading.load_pretrained` does.
     """
     dtype = weight_dtype(device, precision)
-    return load_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code).to(device).eval()
+    return place(load_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code), device)
 
 
 def weight_dtype(device: torch.device, precision: str) -> Any:

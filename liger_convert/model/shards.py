@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,11 @@ class Entry:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> list[Entry]:
+        """Those of tensors by name."""
+        return [cls(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
 
     @property
     def nbytes(self) -> int:
@@ -112,6 +117,15 @@ def write_shards(shards: list[Shard], folder: Path, progress: Report | None = No
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     return total
+
+
+def write_file(path: Path, entries: list[Entry], tensors: Iterable[Tensor]) -> None:
+    """Writes one file of `tensors`, which may be made when their turn comes and be on any device: no more than one
+    comes to the host's memory."""
+    data = (tensor.detach().cpu().contiguous().view(-1) for tensor in tensors)
+    with ThreadPoolExecutor(1) as pool:
+        for _ in Shard(entries, data, None).write(path, pool):
+            pass
 
 
 def safetensors_header(entries: list[Entry]) -> bytes:

@@ -55,7 +55,7 @@ def convert_checkpoint(
     config.architectures = [linearized_classes(base_config.model_type)[2].__name__]
     config.dtype = _main_dtype(copied) if dtype == "auto" else getattr(torch, dtype)
     with torch.device("meta"):
-        new = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in new_state(config).items()]
+        new = Entry.of(new_state(config))
     shards = [*copied_shards(checkpoint, dtype, dropped), Shard(new, _new_data(config, seed), None)]
     with atomic_dir(out) as folder:
         total = write_shards(shards, folder, progress)
@@ -77,8 +77,7 @@ def replace_mixers(model_dir: Path, out: Path, model: Any) -> None:
     when the disk is full.
     """
     mixers = {name: t.cpu().contiguous() for name, t in model.state_dict().items() if f".{MIXER_MODULE}." in name}
-    entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in mixers.items()]
-    new = Shard(entries, (tensor.view(-1) for tensor in mixers.values()), None)
+    new = Shard(Entry.of(mixers), (tensor.view(-1) for tensor in mixers.values()), None)
     with atomic_dir(out) as folder:
         for path in model_dir.iterdir():
             if path.is_file() and path.name != INDEX and path.suffix != ".safetensors":

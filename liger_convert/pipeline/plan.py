@@ -297,6 +297,23 @@ def too_large(made: Plan, room: int | None, sharding: str) -> list[str]:
     return sentences
 
 
+def measured_in_parts(made: Plan, room: int | None) -> list[str]:
+    """A sentence for each thing that a run measures with whole models which take more than `room`, the bytes of a GPU's
+    memory (None: there is none)."""
+    size, sentences = made.memory_bytes["inference"], []
+    if room is not None and size > room:
+        sentences.append(
+            f"the model takes {decimal(size)} to run, of a GPU that has {decimal(room)}: while checks and eval measure "
+            "it, layers wait in the host's memory and come to the GPU in every pass, which takes longer"
+        )
+    if room is not None and made.undecided and 2 * size > room:
+        sentences.append(
+            f"choosing layers holds the base and the model, {decimal(2 * size)}, of a GPU that has {decimal(room)}; "
+            "name the softmax layers in `layers`, or choose them by linearize select-layers --set device=cpu"
+        )
+    return sentences
+
+
 def _sliding(windows: Sequence[int | None]) -> list[int]:
     """The layers with a window; none where every layer has one, as there the windows are what is to be linearized."""
     return [] if None not in windows else [i for i, window in enumerate(windows) if window is not None]

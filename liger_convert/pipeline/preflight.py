@@ -27,8 +27,9 @@ from liger_convert.mixers import MIXERS, SOFTMAX
 from liger_convert.mixers.control.window import Window
 from liger_convert.model import linearized_classes, linearized_config
 from liger_convert.model.bases import context_length
-from liger_convert.pipeline.plan import Plan
+from liger_convert.pipeline.plan import Plan, measured_in_parts, too_large
 from liger_convert.training import disk_estimate
+from liger_convert.utils.device import gpu_memory
 from liger_convert.utils.errors import BadInput, first_line
 from liger_convert.utils.progress import Report
 
@@ -67,7 +68,8 @@ def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite) -> list[
         if positions is not None and length > positions:
             said = f"{metric} reads {length} tokens, more than the {positions} that the base takes"
             warnings.append(f"suite {suite.name}: {said}")
-    return warnings
+    room = gpu_memory() if recipe.device != "cpu" else None
+    return warnings + too_large(plan, room, recipe.sharding) + measured_in_parts(plan, room)
 
 
 def check_documents(recipe: Recipe, plan: Plan, documents: Callable[[str], Documents]) -> list[str]:

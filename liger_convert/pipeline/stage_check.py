@@ -24,6 +24,7 @@ from liger_convert.eval.verdict import relation
 from liger_convert.io.checksums import read_checked, write_checked
 from liger_convert.model.bases import context_length
 from liger_convert.model.loading import linearize_base, load_pretrained
+from liger_convert.model.placing import place
 from liger_convert.pipeline.adapt import changed
 from liger_convert.training.merge import load_chain
 from liger_convert.utils.device import compute_dtype
@@ -77,7 +78,7 @@ class StageCheck:
 
     def trained(self, model_dir: Path, results: Sequence[Path]) -> dict[str, Measurement]:
         """What is measured of the linearized model `model_dir` with the `results` of its stages folded in."""
-        return self._measure(load_chain(model_dir, results))
+        return self._measure(load_chain(model_dir, results, weight_dtype(self.device, self.precision)))
 
     def _measure(self, model: Any) -> dict[str, Measurement]:
         with show_progress("check") as report:
@@ -97,7 +98,7 @@ def measure(
         "dtype": compute_dtype(device, precision),
         "report": report,
     }
-    model = model.to(device).eval()
+    model = place(model, device)
     perplexity = text_perplexity(model, tokenizer, documents, text, **options)[text.metrics[0]]
     return {TEXT: perplexity, COPY: copy_loss(model, tokenizer, documents, copying, **options)[copying.metrics[0]]}
 

@@ -31,7 +31,6 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,7 @@ from liger_convert.io.files import atomic_dir, atomic_write, fsync
 from liger_convert.io.run_folder import RunFolder
 from liger_convert.model import MIXER_MODULE, AlignTargets, linear_layers
 from liger_convert.model.loading import check_folder, read_finite
-from liger_convert.model.shards import Entry, Shard
+from liger_convert.model.shards import Entry, write_file
 from liger_convert.training.calibrate import calibrating, in_two_lengths
 from liger_convert.training.checkpoints import last_good, step_of
 from liger_convert.training.disk_estimate import hidden_bytes
@@ -182,10 +181,7 @@ class LayerwiseStage:
                 with safe_open(path, "pt") as file:
                     entries.append(Entry(name, torch.float32, tuple(file.get_slice(name).get_shape())))
                 reads.append(read)
-            shard = Shard(entries, (read().contiguous().view(-1) for read in reads), None)
-            with ThreadPoolExecutor(1) as pool:
-                for _ in shard.write(new / ADAPTER / ADAPTER_WEIGHTS, pool):
-                    pass
+            write_file(new / ADAPTER / ADAPTER_WEIGHTS, entries, (read() for read in reads))
 
     def clear(self) -> None:
         """Removes all that this stage has written but its result."""

@@ -31,9 +31,9 @@ from liger_convert.utils.progress import Report
 ADAPTER, MODEL = "adapter", "model"  # what a stage's result folder holds: one of the two
 
 
-def load_chain(model_dir: Path, results: Sequence[Path] = ()) -> Any:
-    """The linearized model `model_dir` with the `results` of its stages folded in, in order, in float32: full results
-    take the model's place, adapters are merged into it.
+def load_chain(model_dir: Path, results: Sequence[Path] = (), dtype: Any = torch.float32) -> Any:
+    """The linearized model `model_dir` with the `results` of its stages folded in, in order, in `dtype` (`auto`: as it
+    is stored): full results take the model's place, adapters are merged into it.
 
     Raises BadInput for a folder that is not a result, for an adapter that does not fit the model tensor by tensor, and
     as `load_linearized` does. Nothing is loaded before all of them are looked at.
@@ -42,7 +42,7 @@ def load_chain(model_dir: Path, results: Sequence[Path] = ()) -> Any:
     check_folder(model_dir, linearized=True)
     for adapter in adapters:
         check_adapter(adapter, load_config(model_dir))
-    model = load_linearized(model_dir, dtype=torch.float32)
+    model = load_linearized(model_dir, dtype=dtype)
     for adapter in adapters:
         model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
     return model

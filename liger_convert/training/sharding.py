@@ -117,13 +117,16 @@ def give_up(model: nn.Module) -> None:
 @torch.no_grad()
 def gather_trained(model: Any, into: nn.Module) -> None:
     """Copies what is trained of the sharded `model`, one whole tensor at a time, into a plain one of the same names in
-    the first process. All call it."""
+    the first process, where it gets storage if it has none. All call it."""
     processes.barrier()  # the first may have read for longer than a collective waits
     plain = dict(into.named_parameters())
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             full = parameter.full_tensor()
-            if processes.is_first():
+            if processes.is_first() and plain[name].is_meta:
+                path, _, own = name.rpartition(".")
+                into.get_submodule(path)._parameters[own] = nn.Parameter(full.cpu())
+            elif processes.is_first():
                 plain[name].copy_(full)
 
 

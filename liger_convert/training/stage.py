@@ -49,6 +49,8 @@ from liger_convert.utils.device import autocast, compute_dtype
 from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import Report
 
+RESULT_SHARD = "1GB"  # of a full result's files: transformers holds what it writes into one
+
 
 def rows_of(stage: Stage, documents: Mapping[str, Sequence[Document]], seed: int) -> PackedDataset | MixedDataset:
     """The rows that a stage trains on, in their order. documents: of each of its sources, by name. Raises BadInput when
@@ -221,14 +223,16 @@ def run_stage(
     if aligning:
         stats["align_error"] = {"before": before, "after": layer_errors()}
     if mesh is not None:
-        trained, model = model, prepare(load_start(model_dir, results, mesh), stage)
+        # an adapter is saved without the weights of the model around it
+        whole = without_weights(model.config) if stage.lora is not None else load_start(model_dir, results, mesh)
+        trained, model = model, prepare(whole, stage)
         gather_trained(trained, model)
     if trainer.is_world_process_zero():
         model.config.use_cache = True  # Trainer switches it off
         atomic_write(stats_file, json.dumps(stats, indent=1))
         with atomic_dir(result) as new:
             if stage.lora is None:
-                model.save_pretrained(new / MODEL)
+                model.save_pretrained(new / MODEL, max_shard_size=RESULT_SHARD)
             else:
                 model.save_pretrained(new / ADAPTER, save_embedding_layers=False)
         folder.remove(checkpoints)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
@@ -24,6 +23,7 @@ from liger_convert.data.mixed_rows import MixedDataset
 from liger_convert.data.packed_rows import PackedDataset, collate
 from liger_convert.mixers.base import Mixer
 from liger_convert.model import parameter_group, take_auxiliary_loss
+from liger_convert.model.shards import Entry, write_file
 from liger_convert.training import checkpoints, sharded_checkpoint
 from liger_convert.training.average import WeightAverage
 from liger_convert.training.capture import CapturedFwdBwd, why_not_captured
@@ -256,10 +256,11 @@ class StageTrainer(Trainer):
         if self.args.should_save and not self.sharded:
             assert output_dir is not None
             Path(output_dir).mkdir(parents=True, exist_ok=True)
-            trained = {name: parameter.detach().contiguous() for name, parameter in self._trained().items()}
-            save_file(trained, Path(output_dir) / TRAINED_FILE)
+            files: dict[str, Mapping[str, Tensor]] = {TRAINED_FILE: self._trained()}
             if self.average is not None:
-                save_file(self.average.averages, Path(output_dir) / AVERAGE_FILE)
+                files[AVERAGE_FILE] = self.average.averages
+            for name, tensors in files.items():  # a tensor at a time, as those of a GPU may be more than the host holds
+                write_file(Path(output_dir) / name, Entry.of(tensors), tensors.values())
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.sharded:

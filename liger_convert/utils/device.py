@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 
 import torch
 
@@ -45,6 +46,15 @@ def compute_dtype(device: torch.device, precision: str = "auto") -> torch.dtype:
 def gpu_memory() -> int | None:
     """The bytes of the first GPU, None where there is none."""
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+
+
+def free_memory(device: torch.device) -> int | None:
+    """The bytes of a GPU that nobody holds, None of a CPU."""
+    if device.type != "cuda":
+        return None
+    gc.collect()  # a model that was trained, or is spread over devices, refers to itself
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def out_of_memory(error: Exception) -> bool:

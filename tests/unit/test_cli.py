@@ -333,6 +333,16 @@ def test_mixers_say_the_state_of_a_layer_of_the_shape_asked_for(capsys):
     assert "no multiple of 2 key-value heads" in capsys.readouterr().err
 
 
+def test_a_gpu_without_room_is_no_bug(monkeypatch, capsys):
+    def full(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr("liger_convert.cli.reference_commands.show", full)
+    assert main.main(["families"]) == 1
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("error: CUDA out of memory. Tried to allocate 2.00 GiB.; `linearize plan` says what")
+
+
 def test_an_unexpected_error_leaves_its_traceback_in_a_file_or_shows_it(monkeypatch, capsys):
     def surprise(*args: object) -> None:
         raise RuntimeError("surprise")

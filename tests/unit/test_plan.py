@@ -20,7 +20,7 @@ from liger_convert.eval import suites
 from liger_convert.mixers import MIXERS
 from liger_convert.model import CLASSES, LinearizedCacheLayer, linearized_config, new_state
 from liger_convert.model.families import FAMILIES, family_of
-from liger_convert.pipeline.plan import Plan, make_plan, too_large
+from liger_convert.pipeline.plan import Plan, make_plan, measured_in_parts, too_large
 from liger_convert.utils.errors import BadInput
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -325,6 +325,18 @@ def test_stages_that_do_not_fit_a_gpu_are_named():
     (said,) = too_large(made, made.stages[1].memory_bytes - 1, "none")
     assert said.startswith("stages[1] takes ")
     assert too_large(made, None, "none") == []
+
+
+def test_what_is_measured_in_parts_is_said_beforehand():
+    """So is what holds two models at once, and then cannot be done on this GPU."""
+    made, open_made = plan(), plan(layers={"softmax_auto": 1})
+    size = made.memory_bytes["inference"]
+    assert measured_in_parts(made, None) == measured_in_parts(made, size) == []
+    (said,) = measured_in_parts(made, size - 1)
+    assert "layers wait in the host's memory and come to the GPU in every pass" in said
+    (said,) = measured_in_parts(open_made, open_made.memory_bytes["inference"])
+    assert said.startswith("choosing layers holds the base and the model")
+    assert "name the softmax layers in `layers`" in said
 
 
 def test_the_export_dtype_sets_the_bytes_of_weights_and_cache():

@@ -1,0 +1,104 @@
+"""A model that a GPU has no room for gives what it gives in one piece, while layers wait in the host's memory."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_tokenizer
+from tiny_models import GREEDY, PADDED, PADDED_MASK, TOKENS, base_folder, build, linearization, logits
+
+from liger_convert.data.documents import Document
+from liger_convert.eval.ablation import BRANCHES
+from liger_convert.model import placing, set_branches
+from liger_convert.model.loading import linearize_base, load_pretrained
+from liger_convert.model.placing import SHARE, place
+from liger_convert.pipeline import stage_check
+from liger_convert.utils.errors import BadInput
+
+DEVICE = torch.device("cpu")
+
+
+def size(model: Any) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def waiting(model: Any) -> set[str]:
+    """The layers whose weights are not on the device."""
+    names = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    return {name.split(".")[2] for name in names if name.startswith("model.layers.")}
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Places a model as on a GPU of which weights may take so many parts of the model's size."""
+
+    def placed(model: Any, part: float) -> Any:
+        monkeypatch.setattr(placing, "free_memory", lambda device: int(part * size(model) / SHARE))
+        return place(model, DEVICE)
+
+    return placed
+
+
+def model_of(family: str, mixer: str) -> Any:
+    return build(family, ["main", "softmax", "main"], type=mixer, window=5)
+
+
+@pytest.mark.parametrize(
+    ("family", "mixer"), [("llama", "gla"), ("llama", "mom"), ("gemma2", "gla"), ("mixtral", "gated-deltanet")]
+)
+def test_layers_that_wait_change_nothing(family: str, mixer: str, small: Any, capsys: Any) -> None:
+    """gemma2 has one tensor for both of its ends."""
+    whole, options = model_of(family, mixer), GREEDY | {"attention_mask": PADDED_MASK, "max_new_tokens": 8}
+    expected, text = logits(whole, TOKENS), whole.generate(PADDED, **options)
+    model = small(model_of(family, mixer), 0.8)
+    assert waiting(model)
+    assert waiting(model) < {"0", "1", "2"}
+    assert not model.get_input_embeddings().weight.is_meta
+    assert not model.get_output_embeddings().weight.is_meta
+    assert re.search(r"note: .* of the model's .* wait in the host's memory", capsys.readouterr().err)
+    assert torch.equal(logits(model, TOKENS), expected)
+    assert torch.equal(model.generate(PADDED, **options), text)
+    set_branches(model, BRANCHES["memory_ablated"])
+    assert not torch.equal(logits(model, TOKENS), expected)
+
+
+def test_a_model_that_fits_is_in_one_piece(small: Any, capsys: Any) -> None:
+    model = small(model_of("llama", "gla"), 1.1)  # and its buffers
+    assert not waiting(model)
+    assert not hasattr(model, "hf_device_map")
+    assert "note" not in capsys.readouterr().err
+
+
+def test_a_gpu_without_room_for_a_layer_is_refused(small: Any) -> None:
+    with pytest.raises(BadInput, match=r"device: the GPU has .* does not hold the ends of the model and a layer"):
+        small(model_of("llama", "gla"), 0.2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_check_measures_the_same(dtype: torch.dtype, small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a base and of a linearized model, and in bfloat16 without a copy of each weight that came."""
+    tokenizer, generator = tiny_tokenizer(), torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 101, (600,), generator=generator).int().numpy()
+    documents = [Document(ids, ids > 0, len(ids))]
+    monkeypatch.setitem(stage_check.SIZES, "cpu", stage_check.Size(2, 48, 2, 20, 2))
+    precision = str(dtype).removeprefix("torch.")
+
+    def measured(model: Any) -> Any:
+        return stage_check.measure(model, tokenizer, documents, DEVICE, precision, lambda *_: None)
+
+    def load(kind: str) -> Any:
+        if kind == "base":
+            return load_pretrained(base_folder("llama"), dtype=dtype)
+        return linearize_base(base_folder("llama"), linearization(type="gla", window=5), dtype=dtype)
+
+    for kind in ("base", "linearized"):
+        expected, model = measured(load(kind)), load(kind)
+        part = int(0.8 * size(model) / SHARE)
+        with monkeypatch.context() as patch:
+            patch.setattr(placing, "free_memory", lambda device, part=part: part)
+            assert measured(model) == expected
+        assert waiting(model)
+        assert not any(parameter.requires_grad for parameter in model.parameters())
