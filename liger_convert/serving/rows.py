@@ -108,17 +108,16 @@ class Rows:
         """Where the tokens of rings of this size, at least 1, stand in their pages."""
         if cache_window not in self._rings:
             seen_R1, device = self.seen_R[:, None], self.seen_R.device
-            slot_RP = (seen_R1 + torch.arange(cache_window, device=device)) % cache_window
             index_T = torch.arange(self.tokens, device=device)
+            slot_RP = (seen_R1 + torch.arange(cache_window, device=device)) % cache_window
             slot_RT = (seen_R1 + index_T) % cache_window
-            row_RT = torch.arange(len(slot_RT), device=device)[:, None].expand_as(slot_RT)
-            token_K = None
-            if self.tokens > cache_window or self.valid_RT is not None:
-                kept_RT = (index_T < self.length_R[:, None]) & (index_T >= self.length_R[:, None] - cache_window)
-                token_K = kept_RT.flatten().nonzero()[:, 0]
-                self._rings[cache_window] = Ring(slot_RP, slot_RT.flatten()[token_K], row_RT.flatten()[token_K], token_K)
-            else:
-                self._rings[cache_window] = Ring(slot_RP, slot_RT.flatten(), row_RT.flatten(), None)
+            kept_RT = index_T >= self.length_R[:, None] - cache_window
+            if self.valid_RT is not None:
+                kept_RT = kept_RT & self.valid_RT
+            are_all = self.valid_RT is None and self.tokens <= cache_window
+            row_K, index_K = kept_RT.nonzero().unbind(1)
+            token_K = None if are_all else row_K * self.tokens + index_K
+            self._rings[cache_window] = Ring(slot_RP, slot_RT[row_K, index_K], row_K, token_K)
         return self._rings[cache_window]
 
     def load(self, layout: PageLayout, views: Views) -> PagedCache:
@@ -134,24 +133,25 @@ class Rows:
                     tensor = _zeros_unless(past.positions.position_BP >= 0, tensor)
                 past.ring[field.name] = tensor
             elif field.group == "sinks":
-                tensor = kept[self.pages_R]
+                tensor = kept.index_select(0, self.pages_R)
                 if not past.positions.has_all_sinks:
                     assert past.positions.since_BM is not None
                     tensor = _zeros_unless(past.positions.since_BM > 0, tensor)
                 past.sinks[field.name] = tensor
             else:
-                past.states[field.name] = kept[self.pages_R]
+                past.states[field.name] = kept.index_select(0, self.pages_R)
         return past
 
     def store(self, layout: PageLayout, views: Views, past: PagedCache) -> None:
         """Writes what a layer left in `past` to the rows' pages: of the ring only the new tokens."""
         keeps_sinks = not self.is_new and self.least_seen >= layout.sinks
+        if layout.cache_window:
+            ring = self.ring(layout.cache_window)
+            written = self.pages_R[ring.row_K], ring.slot_K
         for field, kept in views:
             if field.group == "ring":
-                ring = self.ring(layout.cache_window)
                 new = past.new[field.name].flatten(0, 1)
-                new = new if ring.token_K is None else new[ring.token_K]
-                kept[self.pages_R[ring.row_K], ring.slot_K] = new.to(field.dtype)
+                kept[written] = (new if ring.token_K is None else new[ring.token_K]).to(field.dtype)
             elif field.group == "states" or not keeps_sinks:
                 kept[self.pages_R] = getattr(past, field.group)[field.name].to(field.dtype)
 
@@ -185,9 +185,7 @@ def make_rows(starts: Sequence[int], seen: Sequence[int], pages: Tensor) -> list
     decoding = [r for r, before in enumerate(seen) if lengths[r] == 1 and before]
     groups = [decoding] if decoding else []
     for is_new in (False, True):
-        reading = [
-            r for r, before in enumerate(seen) if (before == 0) == is_new and lengths[r] > (0 if is_new else 1)
-        ]
+        reading = [r for r, before in enumerate(seen) if (before == 0) == is_new and lengths[r] > (0 if is_new else 1)]
         longest = 0
         for r in sorted(reading, key=lambda r: -lengths[r]):
             if not longest or longest - lengths[r] > PADDING:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from served import NEW, Reference, answers, assert_same, engine, make_export, prompts, run, sampling
 
-from liger_convert.serving.rows import Rows
+from liger_convert.serving import attention
+from liger_convert.serving.rows import Rows, make_rows
 
 LAYERS = {"linear": ["main"] * 3, "hybrid": ["main", "softmax", "main"]}
 TEXTS = prompts()
@@ -51,6 +52,22 @@ def test_all_at_once_in_pieces(case: Case, llm: Any) -> None:
 def test_late_arrivals(case: Case, llm: Any) -> None:
     case.check(run(llm, TEXTS, every=3, name="late"))
     case.check(run(llm, TEXTS[::-1], every=2, name="reverse")[::-1])
+
+
+def test_prompts_of_unequal_length_in_a_step_with_requests_that_decode(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[list[Rows]] = []
+
+    def watched(*args: Any) -> list[Rows]:
+        steps.append(make_rows(*args))
+        return steps[-1]
+
+    monkeypatch.setattr(attention, "make_rows", watched)
+    with engine(case.export, max_num_seqs=10, max_num_batched_tokens=512) as llm:
+        case.check(run(llm, TEXTS, every=4, together=5))
+    lengths = [[sorted(rows.length_R.tolist()) for rows in step] for step in steps]
+    assert [[1, 1, 1, 1, 1], [19, 33, 64], [97, 150]] in map(sorted, lengths), lengths
 
 
 def test_parallel_answers_of_one_prompt(case: Case, llm: Any) -> None:
