@@ -131,14 +131,15 @@ def run(
     between: Callable[[int, Any], None] | None = None,
     name: str = "r",
 ) -> list[Any]:
-    """vLLM's outputs for `texts` in their order. every: steps between two arrivals, of `together` requests each; 0: all come at
-    once. `between` is called after each step with its number and the engine; what it aborts has no output (None)."""
+    """vLLM's outputs for `texts` in their order. every: steps between two arrivals, of `together` requests each; 0: all
+    come at once. `between` is called after each step with its number and the engine; what it aborts has no output
+    (None)."""
     core, done, waiting, step = llm.llm_engine, {}, list(enumerate(texts)), 0
     while waiting or core.has_unfinished_requests():
-        for _ in range(0 if every and step % every else together if every else len(texts)):
-            if waiting:
-                i, text = waiting.pop(0)
-                core.add_request(f"{name}{i}", {"prompt_token_ids": text}, params or sampling())
+        arriving = len(waiting) if not every else 0 if step % every else together
+        for i, text in waiting[:arriving]:
+            core.add_request(f"{name}{i}", {"prompt_token_ids": text}, params or sampling())
+        del waiting[:arriving]
         for output in core.step():
             if output.finished:
                 done[int(output.request_id.removeprefix(name))] = output
