@@ -127,11 +127,11 @@ def test_a_part_of_the_page_that_is_lost_is_seen(lost: str, monkeypatch: pytest.
 
 
 def test_a_step_is_one_call_for_all_that_decode_and_for_prompts_of_nearly_equal_length() -> None:
-    lengths, seen = [1, 400, 1, 390, 7, 1, 0, 60], [9, 0, 70, 0, 5, 0, 3, 0]
+    lengths, seen = [1, 400, 1, 390, 7, 1, 0, 12], [9, 0, 70, 0, 5, 0, 3, 0]
     starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     pages = torch.arange(8) + 20
     found = [(rows.is_new, rows.tokens, (rows.pages_R - 20).tolist()) for rows in make_rows(starts, seen, pages)]
-    assert found == [(False, 1, [0, 2]), (False, 7, [4]), (True, 400, [1, 3]), (True, 60, [7, 5])]
+    assert found == [(False, 1, [0, 2]), (False, 7, [4]), (True, 400, [1, 3]), (True, 12, [7, 5])]
 
 
 def test_layers_of_other_pages_share_what_is_worked_out() -> None:
