@@ -2,8 +2,9 @@
 
 python eval/serve_speed.py --shape smollm2-135m --prompts 8 --length 512 --new 64 --dtype float32
 
-Prints output tokens a second of the batch, by the clock and by CPU time, for the base, for every layer linear and for a
-quarter softmax. It needs an environment with vLLM (docs/serving.md).
+Prints tokens a second of the batch, read and written, by the clock and by CPU time, for the base, for every layer
+linear and for a quarter softmax. With --shortest the prompts' lengths run evenly from there to --length. It needs an
+environment with vLLM (docs/serving.md).
 """
 
 from __future__ import annotations
@@ -40,25 +41,31 @@ def save(shape: str, layers: list[str] | None, mixer: str, folder: Path) -> None
     linearize_base(folder / "base", plan, dtype=torch.bfloat16).save_pretrained(folder / "linear")
 
 
-def measure(folder: Path, prompts: int, length: int, new: int, dtype: str) -> dict[str, float]:
+def prompt_lengths(prompts: int, shortest: int, longest: int) -> list[int]:
+    """Evenly spread, in no order."""
+    between = [shortest + (longest - shortest) * i // max(1, prompts - 1) for i in range(prompts)]
+    return between[::2] + between[1::2][::-1] if shortest < longest else [longest] * prompts
+
+
+def measure(folder: Path, lengths: list[int], new: int, dtype: str) -> dict[str, float]:
     """Seconds of reading the prompts, and of writing `new` tokens behind each, by the clock and by CPU time."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        str(folder), dtype=dtype, skip_tokenizer_init=True, max_model_len=length + new, max_num_seqs=prompts,
+        str(folder), dtype=dtype, skip_tokenizer_init=True, max_model_len=max(lengths) + new, max_num_seqs=len(lengths),
         max_num_batched_tokens=2048, enable_prefix_caching=False, kv_cache_memory_bytes=2 << 30,
     )  # fmt: skip
     core, found = llm.llm_engine, {"read": 0.0, "write": 0.0, "read cpu": 0.0, "write cpu": 0.0}
-    for name, count, most in (("warm", 1, 2), ("timed", prompts, new)):
+    for name, read, most in (("warm", lengths[:1], 2), ("timed", lengths, new)):
         found, writing = dict.fromkeys(found, 0.0), 0
         tokens = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False)
-        for i in range(count):
+        for i, length in enumerate(read):
             prompt = [3 + (7 * i + 5 * t) % 9973 for t in range(length)]
             core.add_request(f"{name}{i}", {"prompt_token_ids": prompt}, tokens)
         begun: set[str] = set()
         while core.has_unfinished_requests():
             clock, cpu = time.perf_counter(), time.process_time()
-            kind = "write" if len(begun) == count else "read"
+            kind = "write" if len(begun) == len(read) else "read"
             begun |= {output.request_id for output in core.step()}
             found[kind] += time.perf_counter() - clock
             found[kind + " cpu"] += time.process_time() - cpu
@@ -72,21 +79,25 @@ def main() -> None:
     parser.add_argument("--mixer", default="gla")
     for name, default in {"prompts": 8, "length": 512, "new": 64}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--shortest", type=int, help="of the prompts; --length unless given")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--only", choices=KINDS, help="one of the three")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    how = options.prompts, options.length, options.new, options.dtype
+    lengths = prompt_lengths(options.prompts, options.shortest or options.length, options.length)
     if options.folder is not None:
-        print("FOUND" + json.dumps(measure(options.folder, *how)))
+        print("FOUND" + json.dumps(measure(options.folder, lengths, options.new, options.dtype)))
         return
     for name, layers in KINDS.items():
+        if options.only not in (None, name):
+            continue
         with tempfile.TemporaryDirectory() as folder:
             save(options.shape, layers, options.mixer, Path(folder))
             part = Path(folder) / ("base" if layers is None else "linear")
             words = [sys.executable, *sys.argv, "--folder", str(part)]
             said = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
         found: dict[str, Any] = json.loads(said.rpartition("FOUND")[2].splitlines()[0])
-        read, written = options.prompts * options.length, options.prompts * found["steps"]
+        read, written = sum(lengths), options.prompts * found["steps"]
         print(
             f"{name}: read {read / found['read']:,.0f} tokens a second ({read / found['read cpu']:,.0f} of CPU time), "
             f"wrote {written / found['write']:,.1f} ({written / found['write cpu']:,.1f} of CPU time)",

@@ -5,7 +5,7 @@ Shapes: N tokens of a batch of requests, C hidden size, H query heads, D head si
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,25 +21,39 @@ from liger_convert.model.attention import LinearizedAttention
 from liger_convert.model.sequence import SequenceMetadata
 from liger_convert.serving.layer import attend_batch
 from liger_convert.serving.page import PageLayout
-from liger_convert.serving.rows import Views, make_rows
+from liger_convert.serving.rows import Rows, Views, make_rows
 
 
-class RowsBuilder(LinearAttentionMetadataBuilder):
-    """Makes the rows of every batch, once for the layers whose pages have equal numbers."""
+class Step(NamedTuple):
+    """The requests of a step, and how many tokens each has at its end, int [number of requests]."""
+
+    rows: list[Rows]
+    seq_lens: Tensor
+
+
+class StepBuilder(LinearAttentionMetadataBuilder):
+    """Makes the rows of a step once. Layers whose pages have other numbers take the same rows on their own pages."""
+
+    supports_update_block_table = True
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         batch = common_attn_metadata
-        pages_R = mamba_get_block_table_tensor(
-            batch.block_table_tensor,
-            batch.seq_lens,
-            self.kv_cache_spec,
-            self.vllm_config.cache_config.mamba_cache_mode,
-        )[:, 0]
         seen = batch.compute_num_computed_tokens()[: batch.num_reqs].tolist()
-        return make_rows(batch.query_start_loc_cpu[: batch.num_reqs + 1].tolist(), seen, pages_R.long())
+        starts = batch.query_start_loc_cpu[: batch.num_reqs + 1].tolist()
+        pages = self._pages(batch.block_table_tensor, batch.seq_lens)
+        return Step(make_rows(starts, seen, pages), batch.seq_lens)
+
+    def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
+        pages = self._pages(blk_table, metadata.seq_lens)
+        return metadata._replace(rows=[rows.on_pages(pages) for rows in metadata.rows])
+
+    def _pages(self, block_table: Tensor, seq_lens: Tensor) -> Tensor:
+        """int64: the page of every request."""
+        mode = self.vllm_config.cache_config.mamba_cache_mode
+        return mamba_get_block_table_tensor(block_table, seq_lens, self.kv_cache_spec, mode)[:, 0].long()
 
 
-class RowsBackend(LinearAttentionBackend):
+class StepBackend(LinearAttentionBackend):
     """What vLLM asks for how a batch is described to these layers."""
 
     @staticmethod
@@ -47,8 +61,8 @@ class RowsBackend(LinearAttentionBackend):
         return "LINEARIZED"
 
     @staticmethod
-    def get_builder_cls() -> type[RowsBuilder]:
-        return RowsBuilder
+    def get_builder_cls() -> type[StepBuilder]:
+        return StepBuilder
 
 
 class ServedAttention(LinearizedAttention, MambaBase):
@@ -76,7 +90,7 @@ class ServedAttention(LinearizedAttention, MambaBase):
         return (torch.float32,)
 
     def get_attn_backend(self) -> type[AttentionBackend]:
-        return RowsBackend
+        return StepBackend
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         super().bind_kv_cache(kv_cache)
@@ -98,7 +112,7 @@ class ServedAttention(LinearizedAttention, MambaBase):
             metadata = position_embeddings[2]  # see `hand_on_metadata`
         angles = position_embeddings[0], position_embeddings[1]
         projected = tuple(heads[0] for heads in self.project(hidden_states, angles, metadata))
-        batches = get_forward_context().attn_metadata
-        batch = [] if batches is None else batches[self.prefix]  # None: a run that measures memory
-        o_NHD = attend_batch(self, self.layout, self.views, batch, hidden_states[0], projected)
+        steps = get_forward_context().attn_metadata
+        rows = [] if steps is None else steps[self.prefix].rows  # None: a run that measures memory
+        o_NHD = attend_batch(self, self.layout, self.views, rows, hidden_states[0], projected)
         return getattr(self, self.family.projections[-1])(o_NHD.flatten(1)[None]), None

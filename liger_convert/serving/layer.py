@@ -31,7 +31,7 @@ def attend_batch(
     o_NHD = torch.zeros_like(projected[0])
     for rows in batch:
         past, x_RTC = rows.load(layout, views), rows.take(x_NC)
-        metadata = rows.metadata(layout, x_RTC)
+        metadata = rows.metadata(layout)
         qkv, window_inputs = layer.extend_window(tuple(map(rows.take, projected)), x_RTC, metadata, past)
         o_RTHD: Tensor = layer.mixer("prefill", qkv, window_inputs, metadata, past, layer.branches)
         rows.store(layout, views, past)

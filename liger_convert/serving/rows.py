@@ -1,41 +1,74 @@
-"""The requests of a batch as rows that a linearized layer takes at once, and their caches, read from pages and written.
+"""The requests of a step as rows that a linearized layer takes at once, and their caches, read from pages and written.
 
-An engine lays the new tokens of all requests behind each other. Requests with equally many new tokens become the rows
-of one call: all that decode, and prompts, or pieces of prompts, of equal length.
+An engine lays the new tokens of all requests behind each other. All requests that decode are the rows of one call. So
+are prompts, or pieces of prompts, of nearly equal length: shorter ones are padded behind their end. What is the same
+for all layers of a step is worked out once.
 
-Shapes: N tokens of the batch, R rows, T new tokens of each, P tokens of the ring, M sinks.
+Shapes: N tokens of the step, R rows, T new tokens of the longest, P tokens of the ring, M sinks, K tokens to write.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_convert.model.cache import LinearizedCacheLayer
-from liger_convert.model.sequence import Positions, SequenceMetadata
+from liger_convert.model.sequence import Positions, SequenceMetadata, WindowMetadata
 from liger_convert.serving.page import PageField, PageLayout
 
 Views = list[tuple[PageField, Tensor]]
+# Tokens by which a row is padded at most. On a CPU a call of its own costs less than 32 more; elsewhere not measured.
+PADDING_CPU, PADDING = 16, 64
+
+
+class Ring(NamedTuple):
+    """Where the tokens of rings of one size stand in their pages.
+
+    slot_RP: the slots of the tokens before the new ones, oldest first. slot_K: the slots that new tokens take. row_K:
+    their rows. token_K: where they stand in [R T]; None: all new tokens are written.
+    """
+
+    slot_RP: Tensor
+    slot_K: Tensor
+    row_K: Tensor
+    token_K: Tensor | None
 
 
 class Rows:
-    """Requests with `tokens` new tokens each, before which either all or none of them have some.
+    """Requests that a layer takes in one call, before whose new tokens either all or none of them have some.
 
-    starts: where each one's new tokens begin in the batch. seen: how many tokens each has before them. pages_R: int64,
-    the page of each one.
+    starts: where each one's new tokens begin in the step. lengths: how many they are. seen: how many tokens each has
+    before them. requests: which of the step's requests they are. pages: int64, the page of every request of the step.
     """
 
-    def __init__(self, starts: list[int], tokens: int, seen: list[int], pages_R: Tensor):
-        device = pages_R.device
-        self.tokens, self.pages_R, self.seen_R = tokens, pages_R, torch.tensor(seen, device=device)
-        self.is_new, self.least_seen = not any(seen), min(seen)
-        adjacent = all(b - a == tokens for a, b in pairwise(starts))
-        self._span = slice(starts[0], starts[0] + tokens * len(starts)) if adjacent else None
-        self._index_RT = torch.tensor(starts, device=device)[:, None] + torch.arange(tokens, device=device)
+    def __init__(self, starts: list[int], lengths: list[int], seen: list[int], requests: list[int], pages: Tensor):
+        device = pages.device
+        self.tokens, self.is_new, self.least_seen = max(lengths), not any(seen), min(seen)
+        start_R, self.length_R, self.seen_R, self._requests_R = torch.tensor(
+            [starts, lengths, seen, requests], device=device
+        )
+        self.pages_R = pages[self._requests_R]
+        index_T = torch.arange(self.tokens, device=device)
+        is_padded = min(lengths) < self.tokens
+        self.valid_RT = index_T < self.length_R[:, None] if is_padded else None
+        adjacent = not is_padded and all(b - a == self.tokens for a, b in pairwise(starts))
+        self._span = slice(starts[0], starts[0] + self.tokens * len(starts)) if adjacent else None
+        # padding takes some token of its row: what stands there must be finite
+        self._index_RT = start_R[:, None] + torch.minimum(index_T, self.length_R[:, None] - 1)
+        self._rings: dict[int, Ring] = {}
         self._positions: dict[tuple[int, int], Positions] = {}
         self._metadata: dict[bool, SequenceMetadata] = {}
+
+    def on_pages(self, pages: Tensor) -> Rows:
+        """The same rows for layers whose pages have other numbers. What both work out is shared."""
+        rows = copy.copy(self)
+        rows.pages_R = pages[self._requests_R]
+        return rows
 
     def take(self, x: Tensor) -> Tensor:
         """[R,T,...]: the rows' share of x [N,...]."""
@@ -43,14 +76,21 @@ class Rows:
 
     def put(self, into: Tensor, x: Tensor) -> None:
         """Writes x [R,T,...] to where its tokens stand in `into` [N,...]."""
-        into[self._index_RT] = x.to(into.dtype)
+        if self._span is not None:
+            into[self._span] = x.flatten(0, 1)
+        elif self.valid_RT is None:
+            into[self._index_RT] = x.to(into.dtype)
+        else:
+            into[self._index_RT[self.valid_RT]] = x[self.valid_RT].to(into.dtype)
 
-    def metadata(self, layout: PageLayout, x_RTC: Tensor) -> SequenceMetadata:
+    def metadata(self, layout: PageLayout) -> SequenceMetadata:
         """What the rows' tokens are to a layer; equal layers share it."""
         static = self.least_seen >= layout.sinks  # no sink is among the new tokens
         if static not in self._metadata:
-            before = None if self.is_new else self.positions(layout)
-            self._metadata[static] = SequenceMetadata.build(x_RTC, None, None, before, static)
+            position_RT = self.seen_R[:, None] + torch.arange(self.tokens, device=self.seen_R.device)
+            if self.valid_RT is not None:
+                position_RT = position_RT.masked_fill(~self.valid_RT, -1)
+            self._metadata[static] = _EndPadded(self.tokens, position_RT, self.valid_RT, static=static)
         return self._metadata[static]
 
     def positions(self, layout: PageLayout) -> Positions:
@@ -65,56 +105,98 @@ class Rows:
             self._positions[key] = Positions(position_RP, self.seen_R, since_RM, None, padded, has_all_sinks)
         return self._positions[key]
 
-    def load(self, layout: PageLayout, views: Views) -> LinearizedCacheLayer:
+    def ring(self, cache_window: int) -> Ring:
+        """Where the tokens of rings of this size, at least 1, stand in their pages."""
+        if cache_window not in self._rings:
+            seen_R1, device = self.seen_R[:, None], self.seen_R.device
+            index_T = torch.arange(self.tokens, device=device)
+            slot_RP = (seen_R1 + torch.arange(cache_window, device=device)) % cache_window
+            slot_RT = (seen_R1 + index_T) % cache_window
+            kept_RT = index_T >= self.length_R[:, None] - cache_window
+            if self.valid_RT is not None:
+                kept_RT = kept_RT & self.valid_RT
+            are_all = self.valid_RT is None and self.tokens <= cache_window
+            row_K, index_K = kept_RT.nonzero().unbind(1)
+            token_K = None if are_all else row_K * self.tokens + index_K
+            self._rings[cache_window] = Ring(slot_RP, slot_RT[row_K, index_K], row_K, token_K)
+        return self._rings[cache_window]
+
+    def load(self, layout: PageLayout, views: Views) -> PagedCache:
         """The cache of the rows. Of a new request's page nothing is read: it holds what another has left."""
-        past = LinearizedCacheLayer()
-        past.static = True  # no shape here depends on a value
+        past = PagedCache()
         if self.is_new:
             return past
         past.positions = self.positions(layout)
-        slot_RP = (self.seen_R[:, None] + torch.arange(layout.cache_window, device=self.seen_R.device)) % max(
-            1, layout.cache_window
-        )
         for field, kept in views:
             if field.group == "ring":
-                tensor = kept[self.pages_R[:, None], slot_RP]
+                tensor = kept[self.pages_R[:, None], self.ring(layout.cache_window).slot_RP]
                 if past.positions.padded:  # what is masked must be finite
                     tensor = _zeros_unless(past.positions.position_BP >= 0, tensor)
                 past.ring[field.name] = tensor
             elif field.group == "sinks":
-                tensor = kept[self.pages_R]
+                tensor = kept.index_select(0, self.pages_R)
                 if not past.positions.has_all_sinks:
                     assert past.positions.since_BM is not None
                     tensor = _zeros_unless(past.positions.since_BM > 0, tensor)
                 past.sinks[field.name] = tensor
             else:
-                past.states[field.name] = kept[self.pages_R]
+                past.states[field.name] = kept.index_select(0, self.pages_R)
         return past
 
-    def store(self, layout: PageLayout, views: Views, past: LinearizedCacheLayer) -> None:
+    def store(self, layout: PageLayout, views: Views, past: PagedCache) -> None:
         """Writes what a layer left in `past` to the rows' pages: of the ring only the new tokens."""
-        new = min(self.tokens, layout.cache_window)
-        end_R1 = self.seen_R[:, None] + self.tokens
-        slot_RT = (end_R1 + torch.arange(-new, 0, device=self.seen_R.device)) % max(1, layout.cache_window)
         keeps_sinks = not self.is_new and self.least_seen >= layout.sinks
+        if layout.cache_window:
+            ring = self.ring(layout.cache_window)
+            written = self.pages_R[ring.row_K], ring.slot_K
         for field, kept in views:
             if field.group == "ring":
-                ring = past.ring[field.name]
-                kept[self.pages_R[:, None], slot_RT] = ring[:, ring.shape[1] - new :].to(field.dtype)
+                new = past.new[field.name].flatten(0, 1)
+                kept[written] = (new if ring.token_K is None else new[ring.token_K]).to(field.dtype)
             elif field.group == "states" or not keeps_sinks:
                 kept[self.pages_R] = getattr(past, field.group)[field.name].to(field.dtype)
 
 
-def make_rows(starts: list[int], seen: list[int], pages_R: Tensor) -> list[Rows]:
-    """The rows of a batch. starts: where each request's new tokens begin, and where the last one's end. seen: how many
-    tokens each request has before them. A request without a new token is left out."""
-    found: dict[tuple[int, bool], list[int]] = {}
-    for r, before in enumerate(seen):
-        if tokens := starts[r + 1] - starts[r]:
-            found.setdefault((tokens, before > 0), []).append(r)
+class PagedCache(LinearizedCacheLayer):
+    """A cache whose rings lie in pages: it keeps the new tokens [R,T,...] of each, by name, which are written there."""
+
+    static = True  # no shape here depends on a value
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.new: dict[str, Tensor] = {}
+
+    def extend(self, name: str, new: Tensor, window: WindowMetadata) -> Tensor:
+        self.new[name], old = new, self.ring.get(name)
+        return new if old is None else torch.cat((old, new), 1)
+
+
+class _EndPadded(SequenceMetadata):
+    """Of rows whose padding stands behind their tokens: there nothing leaves the window."""
+
+    def position_on_eviction(self, window: WindowMetadata) -> Tensor:
+        position_RT = super().position_on_eviction(window)
+        return position_RT if self.valid_BT is None else position_RT.masked_fill(~self.valid_BT, -1)
+
+
+def make_rows(starts: Sequence[int], seen: Sequence[int], pages: Tensor) -> list[Rows]:
+    """The rows of a step. starts: where each request's new tokens begin, and where the last one's end. seen: how many
+    tokens each request has before them. pages: int64, the page of each. A request without a new token is left out."""
+    lengths = [after - start for start, after in pairwise(starts)]
+    decoding = [r for r, before in enumerate(seen) if lengths[r] == 1 and before]
+    groups = [decoding] if decoding else []
+    padding = PADDING_CPU if pages.device.type == "cpu" else PADDING
+    for is_new in (False, True):
+        reading = [r for r, before in enumerate(seen) if (before == 0) == is_new and lengths[r] > (0 if is_new else 1)]
+        longest = 0
+        for r in sorted(reading, key=lambda r: -lengths[r]):
+            if not longest or longest - lengths[r] > padding:
+                groups.append([])
+                longest = lengths[r]
+            groups[-1].append(r)
     return [
-        Rows([starts[r] for r in rows], tokens, [seen[r] for r in rows], pages_R[rows])
-        for (tokens, _), rows in found.items()
+        Rows([starts[r] for r in rows], [lengths[r] for r in rows], [seen[r] for r in rows], rows, pages)
+        for rows in groups
     ]
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from served import NEW, Reference, answers, assert_same, engine, make_export, prompts, run, sampling
 
-from liger_convert.serving.rows import Rows
+from liger_convert.serving import attention
+from liger_convert.serving.rows import Rows, make_rows
 
 LAYERS = {"linear": ["main"] * 3, "hybrid": ["main", "softmax", "main"]}
 TEXTS = prompts()
@@ -87,34 +88,6 @@ def test_prompt_logprobs(case: Case, llm: Any) -> None:
     assert (found - wanted).abs().max() <= case.tolerance[8]
 
 
-def test_prefix_hits(case: Case) -> None:
-    """Prompts that begin alike, in two rounds: the second finds the state of the first."""
-    with engine(case.export, enable_prefix_caching=True, max_model_len=512, max_num_batched_tokens=512) as llm:
-        block = llm.llm_engine.vllm_config.cache_config.block_size
-        shared = prompts([block], seed=3)[0]
-        texts = [shared + tail for tail in prompts([5, 33, 1], seed=4)]
-        for round_ in range(2):
-            outputs = run(llm, texts, name=f"round{round_}-")
-            for text, output in zip(texts, outputs):
-                assert_same(answers(output)[0], case.reference.generate(text), case.reference.tolerance(text))
-        cached = [output.num_cached_tokens for output in outputs]
-        assert all(block <= n < len(text) for n, text in zip(cached, texts)), cached
-
-
-def test_preempted_requests_start_again(case: Case) -> None:
-    """Fewer blocks than the requests come to need: some are thrown out and read anew."""
-    options = {"max_num_batched_tokens": 512, "max_model_len": 512, "num_gpu_blocks_override": 8}
-    grows = "softmax" in case.reference.model.config.linearization["layers"]
-    with engine(case.export, **options) as llm:
-        block = llm.llm_engine.vllm_config.cache_config.block_size if grows else 100
-        texts = prompts([block - 8, block - 20, block - 3, block - 9], seed=5)
-        outputs = run(llm, texts, sampling(40), name="scarce")
-        preempted = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]
-    for text, output in zip(texts, outputs):
-        assert_same(answers(output)[0], case.reference.generate(text, 40), case.reference.tolerance(text))
-    assert sum(preempted) > 0 or not grows  # a request of linear layers alone never needs more
-
-
 def _zero(group: str, name: str | None) -> Callable[[Rows, Any], None]:
     def fault(self: Rows, past: Any) -> None:
         tensors = getattr(past, group)
@@ -150,8 +123,56 @@ def test_a_fault_shows(fault: str, case: Case, llm: Any, monkeypatch: pytest.Mon
         return past
 
     monkeypatch.setattr(Rows, "load", faulty)
+    outputs = run(llm, TEXTS, name=fault.replace(" ", "-"))
     with pytest.raises(AssertionError):
-        case.check(run(llm, TEXTS, name=fault.replace(" ", "-")))
+        case.check(outputs)
+
+
+# An engine that ends takes what others in its process share with it: these come after all tests of `llm`.
+
+
+def test_prompts_of_unequal_length_in_a_step_with_requests_that_decode(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[list[Rows]] = []
+
+    def watched(*args: Any) -> list[Rows]:
+        steps.append(make_rows(*args))
+        return steps[-1]
+
+    monkeypatch.setattr(attention, "make_rows", watched)
+    with engine(case.export, max_num_seqs=10, max_num_batched_tokens=512) as llm:
+        case.check(run(llm, TEXTS, every=4, together=5))
+    lengths = [[sorted(rows.length_R.tolist()) for rows in step] for step in steps]
+    assert [[1, 1, 1, 1, 1], [19, 33], [64], [97], [150]] in map(sorted, lengths), lengths
+
+
+def test_prefix_hits(case: Case) -> None:
+    """Prompts that begin alike, in two rounds: the second finds the state of the first."""
+    with engine(case.export, enable_prefix_caching=True, max_model_len=512, max_num_batched_tokens=512) as llm:
+        block = llm.llm_engine.vllm_config.cache_config.block_size
+        shared = prompts([block], seed=3)[0]
+        texts = [shared + tail for tail in prompts([5, 33, 1], seed=4)]
+        for round_ in range(2):
+            outputs = run(llm, texts, name=f"round{round_}-")
+            for text, output in zip(texts, outputs):
+                assert_same(answers(output)[0], case.reference.generate(text), case.reference.tolerance(text))
+        cached = [output.num_cached_tokens for output in outputs]
+        assert all(block <= n < len(text) for n, text in zip(cached, texts)), cached
+
+
+def test_preempted_requests_start_again(case: Case) -> None:
+    """Fewer blocks than the requests come to need: some are thrown out and read anew."""
+    options = {"max_num_batched_tokens": 512, "max_model_len": 512, "num_gpu_blocks_override": 8}
+    grows = "softmax" in case.reference.model.config.linearization["layers"]
+    with engine(case.export, **options) as llm:
+        block = llm.llm_engine.vllm_config.cache_config.block_size if grows else 100
+        texts = prompts([block - 8, block - 20, block - 3, block - 9], seed=5)
+        outputs = run(llm, texts, sampling(40), name="scarce")
+        preempted = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]
+    for text, output in zip(texts, outputs):
+        assert_same(answers(output)[0], case.reference.generate(text, 40), case.reference.tolerance(text))
+    assert sum(preempted) > 0 or not grows  # a request of linear layers alone never needs more
 
 
 @pytest.mark.parametrize("layers", LAYERS)

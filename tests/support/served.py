@@ -117,18 +117,19 @@ def run(
     texts: list[list[int]],
     params: Any = None,
     every: int = 0,
+    together: int = 1,
     between: Callable[[int, Any], None] | None = None,
     name: str = "r",
 ) -> list[Any]:
-    """vLLM's outputs for `texts` in their order. every: steps between two arrivals; 0: all come at once. `between` is
-    called after each step with its number and the engine; what it aborts has no output (None)."""
+    """vLLM's outputs for `texts` in their order. every: steps between two arrivals, of `together` requests each; 0: all
+    come at once. `between` is called after each step with its number and the engine; what it aborts has no output
+    (None)."""
     core, done, waiting, step = llm.llm_engine, {}, list(enumerate(texts)), 0
     while waiting or core.has_unfinished_requests():
-        while waiting and (not every or step % every == 0):
-            i, text = waiting.pop(0)
+        arriving = len(waiting) if not every else 0 if step % every else together
+        for i, text in waiting[:arriving]:
             core.add_request(f"{name}{i}", {"prompt_token_ids": text}, params or sampling())
-            if every:
-                break
+        del waiting[:arriving]
         for output in core.step():
             if output.finished:
                 done[int(output.request_id.removeprefix(name))] = output

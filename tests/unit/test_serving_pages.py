@@ -21,7 +21,13 @@ from liger_convert.utils.errors import BadInput
 
 PAGES = 7
 # for each step of a server: the requests that take part, and how many tokens of each are read
-STEPS = [{0: 11, 1: 1, 2: 3}, {0: 1, 1: 3, 2: 3}, {3: 11, 0: 1, 2: 1}, {0: 1, 1: 1, 2: 1, 3: 1}, {1: 9, 3: 1, 0: 1}]
+STEPS = [
+    {0: 11, 1: 1, 2: 3},
+    {0: 1, 1: 8, 2: 3},
+    {3: 11, 0: 1, 2: 1},
+    {0: 1, 1: 1, 2: 1, 3: 1},
+    {1: 9, 3: 1, 2: 2, 0: 1},
+]
 REQUESTS = [TOKENS[0], TOKENS[1], TOKENS[0].flip(0), TOKENS[1].flip(0)]
 PAGE_OF = {0: 4, 1: 2, 2: 6, 3: 1}
 
@@ -116,6 +122,42 @@ def test_a_part_of_the_page_that_is_lost_is_seen(lost: str, monkeypatch: pytest.
         return past
 
     monkeypatch.setattr(rows_module.Rows, "load", lossy)
+    with pytest.raises(AssertionError):
+        assert_pages_equal_one_pass(type="gla", **BOUNDED)
+
+
+def test_a_step_is_one_call_for_all_that_decode_and_for_prompts_of_nearly_equal_length() -> None:
+    lengths, seen = [1, 400, 1, 390, 7, 1, 0, 12], [9, 0, 70, 0, 5, 0, 3, 0]
+    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    pages = torch.arange(8) + 20
+    found = [(rows.is_new, rows.tokens, (rows.pages_R - 20).tolist()) for rows in make_rows(starts, seen, pages)]
+    assert found == [(False, 1, [0, 2]), (False, 7, [4]), (True, 400, [1, 3]), (True, 12, [7, 5])]
+
+
+def test_layers_of_other_pages_share_what_is_worked_out() -> None:
+    (rows,) = make_rows([0, 1, 2], [20, 30], torch.tensor([4, 6]))
+    other = rows.on_pages(torch.tensor([5, 1]))
+    layout = layouts(build("llama", ["main", "main", "main"], type="gla", **BOUNDED).config, torch.float32)[0]
+    assert other.pages_R.tolist() == [5, 1]
+    assert rows.pages_R.tolist() == [4, 6]
+    assert other.metadata(layout) is rows.metadata(layout)
+    assert other.ring(layout.cache_window) is rows.ring(layout.cache_window)
+
+
+def test_padding_that_counts_as_tokens_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows_module._EndPadded, "position_on_eviction", SequenceMetadata.position_on_eviction)
+    with pytest.raises(AssertionError):
+        assert_pages_equal_one_pass(type="gla", **BOUNDED)
+
+
+def test_a_ring_that_ends_with_padding_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    init = Rows.__init__
+
+    def unpadded(self: Rows, *args: Any) -> None:
+        init(self, *args)
+        self.length_R = torch.full_like(self.length_R, self.tokens)
+
+    monkeypatch.setattr(Rows, "__init__", unpadded)
     with pytest.raises(AssertionError):
         assert_pages_equal_one_pass(type="gla", **BOUNDED)
 

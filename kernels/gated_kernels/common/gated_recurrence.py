@@ -89,8 +89,11 @@ def _step(
     q_BTHF: Tensor, k_BTGF: Tensor, v_BTGV: Tensor, log_a: Tensor | None, state: Tensor, exclusive: bool
 ) -> tuple[Tensor, Tensor]:
     q, k, v = (x[:, 0].to(state.dtype) for x in (q_BTHF, k_BTGF, v_BTGV))
-    last = state if log_a is None else state * log_a[:, 0, :, :, None].to(state.dtype).exp()
-    last = torch.addcmul(last, k[..., None], v[..., None, :])
+    k, v_row = k[..., None], v[..., None, :]
+    if log_a is None:
+        last = torch.addcmul(state, k, v_row)
+    else:  # in place: a state is large enough that another one costs as much as the sum
+        last = (state * log_a[:, 0, :, :, None].to(state.dtype).exp()).addcmul_(k, v_row)
     o = q.unflatten(1, (v.shape[1], -1)) @ (state if exclusive else last)
     return o.flatten(1, 2)[:, None].to(v_BTGV.dtype), last
 
