@@ -88,22 +88,25 @@ def test_prompt_logprobs(case: Case, llm: Any) -> None:
     assert (found - wanted).abs().max() <= case.tolerance[8]
 
 
-def _zero(group: str, name: str | None) -> Callable[[Rows, Any], None]:
-    def fault(self: Rows, past: Any) -> None:
+def _zero(group: str, name: str | None) -> Callable[[Any], bool]:
+    def fault(past: Any) -> bool:
         tensors = getattr(past, group)
-        for key in tensors if name is None else [key for key in tensors if key == name]:
+        lost = [key for key in tensors if name in (None, key)]
+        for key in lost:
             tensors[key] = torch.zeros_like(tensors[key])
+        return bool(lost)
 
     return fault
 
 
-def _swap(self: Rows, past: Any) -> None:
+def _swap(past: Any) -> bool:
     for group in (past.states, past.ring, past.sinks):
         for key in group:
             group[key] = group[key].roll(1, 0)
+    return True
 
 
-FAULTS: dict[str, Callable[[Rows, Any], None]] = {
+FAULTS: dict[str, Callable[[Any], bool]] = {  # each says whether there was something to break
     "state lost": _zero("states", None),
     "deferred tokens lost": _zero("ring", "deferred0"),
     "keys of the ring lost": _zero("ring", "k"),
@@ -116,14 +119,17 @@ FAULTS: dict[str, Callable[[Rows, Any], None]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_shows(fault: str, case: Case, llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     load = Rows.load
+    broke: list[bool] = []
 
     def faulty(self: Rows, *args: Any) -> Any:
         past = load(self, *args)
-        FAULTS[fault](self, past)
+        broke.append(FAULTS[fault](past))
         return past
 
     monkeypatch.setattr(Rows, "load", faulty)
     outputs = run(llm, TEXTS, name=fault.replace(" ", "-"))
+    if not any(broke):
+        pytest.skip("a layer of this mixer keeps no such tensors")
     with pytest.raises(AssertionError):
         case.check(outputs)
 
