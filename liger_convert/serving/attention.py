@@ -38,10 +38,11 @@ class StepBuilder(LinearAttentionMetadataBuilder):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         batch = common_attn_metadata
-        seen = batch.compute_num_computed_tokens()[: batch.num_reqs].tolist()
-        starts = batch.query_start_loc_cpu[: batch.num_reqs + 1].tolist()
+        starts = batch.query_start_loc_cpu[: batch.num_reqs + 1]
+        # the bound is exact without speculation, which is refused; to ask the device would wait for the step before
+        seen = batch.seq_lens_cpu_upper_bound[: batch.num_reqs] - starts.diff()
         pages = self._pages(batch.block_table_tensor, batch.seq_lens)
-        return Step(make_rows(starts, seen, pages), batch.seq_lens)
+        return Step(make_rows(starts.tolist(), seen.tolist(), pages), batch.seq_lens)
 
     def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
         pages = self._pages(blk_table, metadata.seq_lens)

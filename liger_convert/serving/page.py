@@ -76,11 +76,6 @@ class PageLayout:
             self.fields += [PageField("sinks", name, (spec.sinks, *head), dtype) for name in ("k", "v")]
         self.words = sum(field.words for field in self.fields)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a page."""
-        return self.words * WORD
-
     def views(self, pages: Tensor) -> list[tuple[PageField, Tensor]]:
         """The tensors of many pages, [N,*shape] each: views of `pages`, float32 [N, at least `words`]."""
         found, start = [], 0
