@@ -214,7 +214,7 @@ def test_a_kernel_that_cannot_fit_is_found(tmp_path: Path) -> None:
     assert silent == "none at all launches nothing"
 
 
-@pytest.mark.parametrize("capability", [86, 120])
+@pytest.mark.parametrize("capability", [86, pytest.param(120, marks=pytest.mark.slow)])
 def test_the_step_of_one_token_fits_the_smallest_chips(capability: int, tmp_path: Path) -> None:
     assert misfits(capability, ["fused_step 64"], tmp_path) == []
 

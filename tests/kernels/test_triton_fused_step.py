@@ -127,7 +127,7 @@ def build(family: str, softmax: int | None, **spec: Any) -> Any:
         (1, "llama", 1, {"gate": "constant", "codes": 17}),
         pytest.param(9, "llama", None, {"codes": 16}, marks=pytest.mark.slow),
         pytest.param(6, "phi3", 0, {"gate": "none", "sinks": 0, "codes": 5}, marks=pytest.mark.slow),
-        (2, "smollm3", 0, {"type": "liger-paper"}),
+        pytest.param(2, "smollm3", 0, {"type": "liger-paper"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

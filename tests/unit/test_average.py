@@ -129,7 +129,7 @@ def killed(stage: Any, out: Path) -> None:
         train(stage, out, progress=stop)
 
 
-@pytest.mark.parametrize("name", ["align", "finetune", "lora"])
+@pytest.mark.parametrize("name", ["align", *(pytest.param(n, marks=pytest.mark.slow) for n in ("finetune", "lora"))])
 def test_a_stage_that_was_killed_ends_with_the_same_average(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,7 +46,11 @@ def weights(out: Path, family: str = "llama") -> dict[str, torch.Tensor]:
     ("family", "changes"),
     [
         pytest.param("llama", {}, marks=pytest.mark.slow),
-        ("llama", {"mixed_seq_lens": [MixedSeqLen(seq_len=16, fraction=0.5)], "accumulation": 2, "ema_length": 0.3}),
+        pytest.param(
+            "llama",
+            {"mixed_seq_lens": [MixedSeqLen(seq_len=16, fraction=0.5)], "accumulation": 2, "ema_length": 0.3},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "llama",
             {"learning_rates": LearningRates(mixer=1e-2), "gradient_checkpointing": True},
