@@ -288,7 +288,7 @@ def test_a_quantised_base_is_not_converted(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_quantised_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="'int4' is unknown .*; use int8 or fp8"):
+    with pytest.raises(BadInput, match=r"'int4' is unknown .*; use int8 or fp8"):
         export_model(model_dir(), tmp_path / "out", quantize="int4")
     with pytest.raises(BadInput, match="has experts"):
         export_model(folder("hybrid", "olmoe"), tmp_path / "out", quantize="int8")
