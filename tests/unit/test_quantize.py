@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -155,6 +157,31 @@ def test_transformers_loads_it_as_the_quantised_model(scheme: str, tmp_path: Pat
     with torch.no_grad():
         hidden = backbone(TOKENS, use_cache=False).last_hidden_state
         assert torch.equal(hidden, ours.get_decoder()(TOKENS, use_cache=False).last_hidden_state)
+
+
+STRANGER = """
+import sys
+sys.modules["liger_convert"] = sys.modules["gated_kernels"] = None
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
+assert type(model).__module__.startswith("transformers_modules"), type(model)
+with torch.no_grad():
+    torch.save(model(torch.load("tokens.pt"), use_cache=False).logits, "logits.pt")
+"""
+
+
+def test_an_export_gives_the_same_logits_where_our_packages_cannot_be_imported(tmp_path: Path) -> None:
+    torch.save(TOKENS, tmp_path / "tokens.pt")
+    (tmp_path / "stranger.py").write_text(STRANGER)
+    command = [sys.executable, "stranger.py", str(quantized("int8"))]
+    threads = str(torch.get_num_threads())  # the order of sums, and so the last bit, depends on them
+    environment = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "PATH": "", "OMP_NUM_THREADS": threads}
+    environment["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    found = torch.load(tmp_path / "logits.pt")
+    assert torch.equal(found, logits(load_linearized(quantized("int8")).eval(), TOKENS))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
