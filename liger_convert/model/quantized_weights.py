@@ -8,6 +8,7 @@ Their modules go on quantising what comes in, a token at a time, as they do in a
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -43,8 +44,8 @@ def widen(model: nn.Module) -> None:
     modules = [module for module in model.modules() if getattr(module, "quantization_status", None) == "compressed"]
     if not modules:
         return
-    from compressed_tensors.compressors.base import decompress_module
-
+    # by a call: transformers asks for every package that a statement of an export's code imports, used or not
+    decompress_module = importlib.import_module("compressed_tensors.compressors.base").decompress_module
     if any(weight.is_meta for module in modules for weight in module.parameters(recurse=False)):
         raise ValueError("quantised weights have to fit into memory: leave out device_map, or give it more room")
     for module in modules:
