@@ -33,6 +33,7 @@ from liger_convert.mixers.linear.gla import GLA
 from liger_convert.model import linear_layers
 from liger_convert.model.families import PREFIX
 from liger_convert.model.loading import check_folder, load_base, load_linearized, load_pretrained
+from liger_convert.model.quantization import refuse_quantized
 from liger_convert.pipeline import single_steps
 from liger_convert.pipeline.convert import convert_checkpoint, replace_mixers
 from liger_convert.pipeline.layer_selection import LayerSelection
@@ -128,7 +129,9 @@ def calibrate_model(
     """
     refuse_existing(out)
     require_linearized(model)
-    linearization = checkpoint.load_config(model).linearization
+    config = checkpoint.load_config(model)
+    refuse_quantized(config, model, "calibrate")
+    linearization = config.linearization
     used = [linearization["mixers"][name] for name in set(linearization["layers"]) - {SOFTMAX}]
     reach = [spec["window"] + spec["sinks"] for spec in used if spec["combine"] == "shared"]
     if not reach:
@@ -202,6 +205,7 @@ def train_stage(recipe: Recipe, number: int, model: Path, out: Path, *, resume: 
     if not 1 <= number <= len(recipe.stages):
         raise BadInput(f"--stage {number}: {recipe.name} has {len(recipe.stages)} stages, counted from 1")
     require_linearized(model)
+    refuse_quantized(checkpoint.load_config(model), model, "train")
     check_folder(model)
     if not resume:
         refuse_existing(out)

@@ -7,12 +7,22 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from liger_convert.cli.commands import PYDOC, is_linearized, local_model, require_linearized, text_source
+from liger_convert.cli.commands import (
+    PYDOC,
+    is_linearized,
+    local_model,
+    refuse_existing,
+    require_linearized,
+    text_source,
+)
 from liger_convert.data.documents import Document, load_source
 from liger_convert.eval import ablation, evaluation, generation, suites
 from liger_convert.eval.narrow import context_of, narrow
+from liger_convert.eval.quantization_loss import quantization_loss, windows_of_text
 from liger_convert.io import checkpoint
 from liger_convert.model.loading import check_folder
+from liger_convert.model.quantization import check_quantizable
+from liger_convert.pipeline.export import export_model
 from liger_convert.utils.device import pick_device
 from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import show_progress
@@ -117,6 +127,29 @@ def diagnose_model(model: Path, base: str | None, inputs: EvalInputs, *, process
             precision=inputs.precision,
             report=report,
         )
+
+
+def export_quantized(
+    model: Path, out: Path, scheme: str, *, text: str | None, device: str, **options: Any
+) -> dict[str, Any]:
+    """`export_model` with weights of 8 bits, and on the held-out `text` what they cost; None measures nothing.
+
+    scheme: a name in `quantization.SCHEMES`. Raises BadInput, before anything is written where that is possible.
+    """
+    refuse_existing(out)
+    require_linearized(model)
+    config = checkpoint.load_config(model)
+    check_quantizable(config, model, scheme)
+    where, measure = pick_device(device), None
+    with show_progress("export") as report:
+        if text is not None:
+            tokenizer = checkpoint.load_tokenizer(model)
+            ids_NT = windows_of_text(tokenizer, _held_out(text, tokenizer), config)
+
+            def measure(folder: Path) -> dict[str, Any]:
+                return {**quantization_loss(model, folder, ids_NT, where, report)}
+
+        return export_model(model, out, quantize=scheme, measure=measure, progress=report, **options)
 
 
 def _require_same_vocabulary(baseline: str, one: Any, other: Any) -> None:

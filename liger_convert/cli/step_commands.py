@@ -178,18 +178,47 @@ def export(
     model: Model,
     out: Annotated[Path, typer.Argument(help="New folder for the export.", show_default=False)],
     dtype: Dtype = "auto",
+    quantize: Annotated[
+        str | None,
+        typer.Option(help="int8 or fp8: the linear maps of the layers in 8 bits.", show_default="no"),
+    ] = None,
+    text: Annotated[
+        str,
+        typer.Option(help="Held-out text on which --quantize measures what it costs: a data file, pydoc or none."),
+    ] = "pydoc",
     name: Annotated[
         str | None, typer.Option(help="Its name in the model card, such as its hub id; otherwise that of OUT.")
     ] = None,
     base: Annotated[
         str | None, typer.Option(help="The base it was made from, whose hub id and licence the model card then names.")
     ] = None,
+    device: Device = "auto",
+    as_json: Json = False,
 ) -> None:
     """Write a model so that anyone loads it: AutoModelForCausalLM.from_pretrained(OUT, trust_remote_code=True).
 
-    Example: linearize export merged out --dtype bfloat16
-    """
-    from liger_convert.pipeline.export import export_model
+    With --quantize the weights are those of the package compressed-tensors, which vLLM and transformers read. Both
+    models are then loaded, one after the other, to say how far apart they are; --text none leaves that out.
 
-    with show_progress("export") as report:
-        export_model(model, out, dtype=dtype, name=name, base=base, progress=report)
+    Example: linearize export merged out --dtype bfloat16
+
+    Example: linearize export runs/quick/export runs/quick/int8 --quantize int8 --dtype bfloat16
+    """
+    if quantize is None:
+        from liger_convert.pipeline.export import export_model
+
+        with show_progress("export") as report:
+            written = export_model(model, out, dtype=dtype, name=name, base=base, progress=report)
+        if as_json:
+            show("", written, as_json)
+        return
+    from liger_convert.cli.measuring import export_quantized
+    from liger_convert.pipeline.quantization_report import rows
+
+    written = export_quantized(
+        model, out, quantize, text=None if text == "none" else text, device=device, dtype=dtype, name=name, base=base
+    )
+    table = Table("", Column("", justify="right"), show_header=False)
+    for label, figure in rows(written):
+        table.add_row(label, figure)
+    show(table, written, as_json)

@@ -57,13 +57,13 @@ def text_perplexity(
 
     Raises BadInput when the documents do not fill two windows.
     """
-    ids_NT, first = _windows(tokenizer, documents, measure), measure.score_from
+    ids_NT, first = text_windows(tokenizer, documents, measure), measure.score_from
     losses_NT = window_losses(model, ids_NT, batch_size, dtype, lambda done: report(done, len(ids_NT), measure.name))
     losses_N = losses_NT[:, first - 1 :].sum(1, dtype=torch.float64).numpy()
     bytes_N = np.array([_bytes(tokenizer, row) - _bytes(tokenizer, row[:first]) for row in ids_NT.tolist()])
     tokens_N = np.full(len(ids_NT), ids_NT.shape[1] - first)
     return {
-        name: _perplexity(losses_N, size_N) for name, size_N in zip(measure.metrics, (tokens_N, bytes_N), strict=True)
+        name: perplexity(losses_N, size_N) for name, size_N in zip(measure.metrics, (tokens_N, bytes_N), strict=True)
     }
 
 
@@ -83,11 +83,11 @@ def position_losses(
     every position; one that sees only a window does not. The standard error is over the windows' means; n = windows.
     Raises BadInput when the documents do not fill two windows.
     """
-    ids_NT = _windows(tokenizer, documents, measure)[:, : measure.ends[-1]]
+    ids_NT = text_windows(tokenizer, documents, measure)[:, : measure.ends[-1]]
     losses_NT = window_losses(model, ids_NT, batch_size, dtype, lambda done: report(done, len(ids_NT), measure.name))
     begins = [1, *measure.ends]  # the first token has nothing before it
     return {
-        metric: _mean(losses_NT[:, begin - 1 : end - 1].mean(1, dtype=torch.float64))
+        metric: mean_of_windows(losses_NT[:, begin - 1 : end - 1].mean(1, dtype=torch.float64))
         for metric, begin, end in zip(measure.metrics, begins, measure.ends)
     }
 
@@ -109,7 +109,7 @@ def copy_loss(
     """
     ids_NT, (name,) = repetitions(tokenizer, documents, measure), measure.metrics
     losses_NT = window_losses(model, ids_NT, batch_size, dtype, lambda done: report(done, len(ids_NT), name))
-    return {name: _mean(losses_NT[:, -(measure.length - 1) :].mean(1, dtype=torch.float64))}
+    return {name: mean_of_windows(losses_NT[:, -(measure.length - 1) :].mean(1, dtype=torch.float64))}
 
 
 def repetitions(tokenizer: Any, documents: Sequence[Document], measure: CopyMeasure) -> Tensor:
@@ -178,13 +178,13 @@ def likeliest(model: Any, ids_BT: Tensor, row_N: Tensor, column_N: Tensor) -> Te
 
 def _in_parts(model: Any, output: Any, hidden_NC: Tensor, targets_N: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """(logits float32 [R,V], targets [R]), LOGIT_ROWS at a time: those of all are by far the largest tensor."""
-    with _head(model, output) as logits:
+    with language_head(model, output) as logits:
         for x_RC, targets_R in zip(hidden_NC.split(LOGIT_ROWS), targets_N.split(LOGIT_ROWS)):
             yield logits(x_RC).float(), targets_R
 
 
 @contextlib.contextmanager
-def _head(model: Any, output: Any) -> Iterator[Callable[[Tensor], Tensor]]:
+def language_head(model: Any, output: Any) -> Iterator[Callable[[Tensor], Tensor]]:
     """From hidden states [R,C] to logits [R,V]: the model's own forward, its backbone (which gave `output`) bypassed.
 
     The `lm_head` by itself would not do, because families scale or cap what comes out of it.
@@ -233,7 +233,7 @@ def _stream(documents: Sequence[Document], prefix: np.ndarray) -> np.ndarray:
     return np.concatenate([np.empty(0, np.int64), *parts])
 
 
-def _windows(tokenizer: Any, documents: Sequence[Document], measure: TextMeasure | PositionMeasure) -> Tensor:
+def text_windows(tokenizer: Any, documents: Sequence[Document], measure: TextMeasure | PositionMeasure) -> Tensor:
     """The first windows of the documents, int64 [N,T], T = `measure.window`. Raises BadInput for fewer than two."""
     prefix = text_prefix(tokenizer)
     stream, size = _stream(documents, prefix), measure.window - len(prefix)
@@ -251,7 +251,7 @@ def _bytes(tokenizer: Any, ids: list[int]) -> int:
     return len(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False).encode())
 
 
-def _mean(values_N: Tensor) -> Measurement:
+def mean_of_windows(values_N: Tensor) -> Measurement:
     """Their mean and its standard error."""
     stderr = values_N.std().item() / math.sqrt(len(values_N))
     return measurement(values_N.mean().item(), stderr, len(values_N))
@@ -265,7 +265,7 @@ def ratio(sums_N: np.ndarray, sizes_N: np.ndarray) -> tuple[float, float]:
     return mean, math.sqrt(np.square(residuals_N).sum() / (n * (n - 1)))
 
 
-def _perplexity(losses_N: np.ndarray, sizes_N: np.ndarray) -> Measurement:
+def perplexity(losses_N: np.ndarray, sizes_N: np.ndarray) -> Measurement:
     """exp(sum of losses / sum of sizes), with the standard error of that ratio carried through exp."""
     mean, stderr = ratio(losses_N, sizes_N)
     with np.errstate(over="ignore"):

@@ -140,6 +140,8 @@ def why_not_captured(model: Any) -> str | None:
     """Why the step of a model on a GPU cannot be a CUDA graph, or None."""
     if model.training:
         return "the model is in training mode"
+    if getattr(model, "is_quantized", False):
+        return "its weights were quantised, and inputs are quantised by code that makes tensors on the host"
     if len(devices := {str(parameter.device) for parameter in model.parameters()}) > 1:
         return f"the model is spread over {', '.join(sorted(devices))}"
     return None

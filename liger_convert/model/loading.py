@@ -8,7 +8,9 @@ tell whether the files are whole, and transformers tells the rest.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,10 +21,19 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from liger_convert.io.checkpoint import ADAPTER_CONFIG, Checkpoint, load_config
+from liger_convert.io.checkpoint import ADAPTER_CONFIG, DTYPES, Checkpoint, load_config
 from liger_convert.model import linearized_classes, linearized_config, new_state
 from liger_convert.model.bases import meta_model
 from liger_convert.model.families import FAMILIES, PREFIX, family_of
+from liger_convert.model.quantization import (
+    SCALE,
+    SCHEMES,
+    check_installed,
+    is_quantized,
+    linear_weights,
+    scheme_of,
+)
+from liger_convert.model.quantized_weights import widen
 from liger_convert.model.shards import CHUNK, INFINITIES, all_finite
 from liger_convert.utils.device import out_of_memory
 from liger_convert.utils.errors import BadInput, first_line
@@ -95,8 +106,22 @@ def check_tensors(checkpoint: Checkpoint, config: Any) -> list[str]:
     expected = max(implied.stored, implied.modules, key=lambda names: len(names.keys() & found.keys()))
     dropped = [name for name in found if name not in expected and IGNORABLE.search(name)]
     optional = implied.tied if config.tie_word_embeddings else ()
-    compare(checkpoint, expected, config.model_type, "config.json", ignored=dropped, optional=optional)
+    quantized = implied.linear if scheme_of(config) is not None else ()
+    scales = {name + SCALE: (expected[name][0], 1) for name in quantized}
+    compare(checkpoint, {**expected, **scales}, config.model_type, "config.json", ignored=dropped, optional=optional)
+    if quantized:
+        _check_dtypes(checkpoint, dict.fromkeys(quantized, SCHEMES[str(scheme_of(config))].dtype))
     return dropped
+
+
+def _check_dtypes(checkpoint: Checkpoint, quantized: Mapping[str, torch.dtype]) -> None:
+    """Raises BadInput unless the tensors in `quantized` have these dtypes, and all others a floating one."""
+    for info in checkpoint.tensors.values():
+        wanted = quantized.get(info.name)
+        if info.dtype != wanted if wanted is not None else info.dtype not in DTYPES.values():
+            implied = "a floating dtype" if wanted is None else str(wanted).removeprefix("torch.")
+            found = str(info.dtype).removeprefix("torch.")
+            raise BadInput(f"{info.file}: tensor {info.name} is {found}, but config.json implies {implied}")
 
 
 @dataclass(frozen=True)
@@ -110,11 +135,13 @@ class _ConfigKey:
 
 @dataclass(frozen=True)
 class _ImpliedTensors:
-    """Shapes by name, as a checkpoint stores them and as the modules hold them, and the names that are tied."""
+    """Shapes by name, as a checkpoint stores them and as the modules hold them; the names that are tied; and
+    those of the weights that are quantised where any are."""
 
     stored: Mapping[str, tuple[int, ...]]
     modules: Mapping[str, tuple[int, ...]]
     tied: Collection[str]
+    linear: Collection[str]
 
 
 @functools.lru_cache(maxsize=32)
@@ -124,7 +151,7 @@ def _implied_tensors(key: _ConfigKey) -> _ImpliedTensors:
     modules = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     # transformers fuses the experts of a layer while loading and saves them apart again; a checkpoint may be either
     stored = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, model.state_dict()).items()}
-    return _ImpliedTensors(stored, modules, tuple(model._tied_weights_keys or ()))
+    return _ImpliedTensors(stored, modules, tuple(model._tied_weights_keys or ()), linear_weights(model))
 
 
 def compare(
@@ -174,17 +201,18 @@ def _checked(folder: Path | str, trust_remote_code: bool = False, linearized: bo
             f"{folder}: holds a {config.model_type} base, no linearized model; `linearize convert` makes one"
         )
     known = _is_known(config)
-    checkpoint = open_checkpoint(folder, config, any_dtype=not known)
+    checkpoint = open_checkpoint(folder, config, any_dtype=not known or is_quantized(config))
     if known:
         check_tensors(checkpoint, config)
     return checkpoint, config
 
 
 def _is_known(config: Any) -> bool:
-    """Whether the config alone tells which tensors there are: of our families, unquantised and run by no other code."""
+    """Whether the config alone tells which tensors there are: of our families, run by no other code, and unquantised or
+    quantised by us."""
     foreign = type(config).__module__.partition(".")[0] == "transformers_modules"
-    quantised = getattr(config, "quantization_config", None) is not None
-    return config.model_type.removeprefix(PREFIX) in FAMILIES and not foreign and not quantised
+    ours = config.model_type.startswith(PREFIX) and scheme_of(config) is not None
+    return config.model_type.removeprefix(PREFIX) in FAMILIES and not foreign and (ours or not is_quantized(config))
 
 
 def _load(
@@ -192,14 +220,20 @@ def _load(
 ) -> Any:
     """What `loader`, a `from_pretrained`, makes of the checkpoint, which has to hold all but the `new` tensors."""
     folder = checkpoint.folder
+    if is_quantized(config) and _is_known(config):
+        check_installed(f"{folder}: is quantised, and to read it")
     # shapes that differ are told instead of raised, and no pickle is read
     told = {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
+    # compressed-tensors shows a bar, whatever it is told
+    quiet = contextlib.redirect_stderr(io.StringIO()) if is_quantized(config) else contextlib.nullcontext()
     try:
-        model, found = loader(folder, config=config, **told, **options)
+        with quiet:
+            model, found = loader(folder, config=config, **told, **options)
     except (RuntimeError, ValueError, OSError, ImportError) as error:  # ImportError: what reads a quantised one
         if _is_known(config) or out_of_memory(error):
             raise
         raise BadInput(f"{folder}: transformers cannot load it: {first_line(error)}") from error
+    widen(model)  # a base's, too: measures call its backbone by itself
     unknown, missing = sorted(found["unexpected_keys"]), sorted(found["missing_keys"] - set(new))
     _refuse(checkpoint, config.model_type, "config.json", unknown, missing, sorted(found["mismatched_keys"]))
     refuse_not_finite(checkpoint, ((name, x) for name, x in model.named_parameters() if name not in new))

@@ -6,7 +6,7 @@ Shapes: B batch, T tokens, C hidden size, L linearized layers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from liger_convert.model.decoding import Decoder, why_plain
 from liger_convert.model.families import family_of
 from liger_convert.model.heads import head_classes
 from liger_convert.model.packing import document_positions
+from liger_convert.model.quantized_weights import QuantizedWeights
 from liger_convert.model.sequence import PACKED_CACHE, SequenceMetadata
 
 logger = logging.get_logger(__name__)
@@ -58,13 +59,8 @@ class AlignOutput(CausalLMOutputWithPast):
 Inputs = dict[str, Tensor | None]
 OF_ALL_TOKENS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
-if TYPE_CHECKING:
-    Family = Any
-else:
-    Family = object  # each generated class brings its own
 
-
-class LinearizedInit(Family):
+class LinearizedInit(QuantizedWeights):
     """Sets a mixer's parameters whenever transformers creates them: they are uninitialised memory otherwise."""
 
     @torch.no_grad()

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_convert.io.checkpoint import DTYPES, INDEX, Checkpoint, TensorInfo
+from liger_convert.io.checkpoint import DTYPES, INDEX, OTHER_DTYPES, Checkpoint, TensorInfo
 from liger_convert.io.files import fsync
 from liger_convert.model import MIXER_MODULE
 from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import Report
 
 CHUNK = 1 << 20  # bytes read, checked, cast and written at a time: they stay in a core's cache from one to the next
-CODES = {dtype: code for code, dtype in DTYPES.items()}
+CODES = {dtype: code for code, dtype in (DTYPES | OTHER_DTYPES).items()}
 # the bits of +infinity
 INFINITIES = {
     torch.float64: 0x7FF0_0000_0000_0000,
@@ -144,29 +144,44 @@ def _checked_data(
     tensors: list[tuple[TensorInfo, torch.dtype]], replaced: Mapping[str, Callable[[], Tensor]]
 ) -> Iterator[Tensor]:
     """The tensors of one file in pieces, checked and cast to their dtypes; a piece is valid until the next."""
-    buffer = torch.empty(CHUNK, dtype=torch.uint8)
-    with open(tensors[0][0].file, "rb") as file:
-        for info, target in tensors:
-            if info.name in replaced:
-                piece = replaced[info.name]().detach().to(target).contiguous().view(-1)
-                if piece.numel() and not all_finite(piece):
-                    raise BadInput(f"{info.name}: holds NaN or infinity once what was trained is folded in")
-                yield piece
-                continue
-            for start in range(0, info.nbytes, CHUNK):
-                raw = buffer[: min(CHUNK, info.nbytes - start)]
-                file.seek(info.offset + start)
-                if file.readinto(raw.numpy().data) != len(raw):
-                    raise BadInput(f"{info.file}: ends inside tensor {info.name}; download the file again")
-                piece = raw.view(info.dtype)
-                if not all_finite(piece):
-                    raise BadInput(f"{info.file}: tensor {info.name} holds NaN or infinity; the checkpoint is damaged")
-                if target != info.dtype:
-                    piece = piece.to(target)
-                    if not all_finite(piece):
-                        wanted = str(target).removeprefix("torch.")
-                        raise BadInput(f"{info.file}: tensor {info.name} is too large for {wanted}; use bfloat16")
-                yield piece
+    for info, target in tensors:
+        if info.name not in replaced:
+            yield from cast_pieces(info, target)
+            continue
+        piece = replaced[info.name]().detach().to(target).contiguous().view(-1)
+        if piece.numel() and not all_finite(piece):
+            raise BadInput(f"{info.name}: holds NaN or infinity once what was trained is folded in")
+        yield piece
+
+
+def cast_pieces(info: TensorInfo, target: torch.dtype) -> Iterator[Tensor]:
+    """The numbers of one tensor as `target` in pieces, valid until the next. Raises BadInput as `checked_pieces` does,
+    and for numbers that `target` does not hold."""
+    for piece in checked_pieces(info):
+        if target != info.dtype:
+            piece = piece.to(target)
+            if not all_finite(piece):
+                wanted = str(target).removeprefix("torch.")
+                raise BadInput(f"{info.file}: tensor {info.name} is too large for {wanted}; use bfloat16")
+        yield piece
+
+
+def checked_pieces(info: TensorInfo, size: int = CHUNK) -> Iterator[Tensor]:
+    """The numbers of one tensor, `size` bytes at a time; a piece is valid until the next.
+
+    Raises BadInput where it holds NaN or infinity, or its file has shrunk.
+    """
+    buffer = torch.empty(min(size, info.nbytes), dtype=torch.uint8)
+    with open(info.file, "rb") as file:
+        for start in range(0, info.nbytes, size):
+            raw = buffer[: min(size, info.nbytes - start)]
+            file.seek(info.offset + start)
+            if file.readinto(raw.numpy().data) != len(raw):
+                raise BadInput(f"{info.file}: ends inside tensor {info.name}; download the file again")
+            piece = raw.view(info.dtype)
+            if not all_finite(piece):
+                raise BadInput(f"{info.file}: tensor {info.name} holds NaN or infinity; the checkpoint is damaged")
+            yield piece
 
 
 def all_finite(piece: Tensor) -> bool:

@@ -15,6 +15,7 @@ from liger_convert.config import yaml_file
 from liger_convert.io.checkpoint import LICENCES
 from liger_convert.io.files import atomic_write
 from liger_convert.model import linear_layers
+from liger_convert.pipeline.quantization_report import rows
 from liger_convert.utils.errors import BadInput
 
 CARD = "README.md"
@@ -42,6 +43,25 @@ model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)  # or
 tokenizer = AutoTokenizer.from_pretrained(path)
 ```
 
+{% if scheme %}
+## Quantised weights
+
+The {{ weights }} weights of attention's and the feed-forward's linear maps are {{ scheme }}, in the format of
+compressed-tensors (`pip install compressed-tensors`): one scale a row, rounded to the nearest, nothing calibrated. What
+goes into these maps is quantised as the model runs, a token at a time. Embeddings, head, norms and memories are not
+quantised.
+
+{% if loss %}
+Measured on {{ loss.kl.n }} windows of held-out text, in float32.
+
+{% endif %}
+| | |
+|---|---:|
+{% for label, figure in figures %}
+| {{ label }} | {{ figure }} |
+{% endfor %}
+
+{% endif %}
 {{ licence_heading }}
 The weights are derived from those of the base, whose licence applies to them
 {%- if licence %}: {{ licence }}{% endif %}
@@ -56,13 +76,21 @@ The Python files in this folder are part of liger-convert, under the Apache Lice
 
 
 def write_card(
-    folder: Path, config: Any, name: str, load_from: str, *, hub_base: str | None, base_dir: Path | None
+    folder: Path,
+    config: Any,
+    name: str,
+    load_from: str,
+    *,
+    hub_base: str | None,
+    base_dir: Path | None,
+    written: dict[str, Any],
 ) -> None:
     """Writes the card of the export in `folder`, whose other files are there already.
 
     config: the linearized config. name: what the export is called. load_from: its hub id or folder. hub_base: the
     base's hub id, None for a base that is a folder or file. base_dir: the base's folder, whose own card names its
-    licence; None where it is not at hand. A licence that nobody names is left out of the front matter.
+    licence; None where it is not at hand. written: what `export_model` returns. A licence that nobody names is left out
+    of the front matter.
     """
     files = sorted({path.name for pattern in LICENCES for path in folder.glob(pattern)})
     licence = base_licence(base_dir, files)
@@ -70,7 +98,7 @@ def write_card(
     front = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["linear-attention", "liger-convert"],
+        tags=["linear-attention", "liger-convert", *(["compressed-tensors"] if "scheme" in written else [])],
         base_model=hub_base,
         **licence,
     )
@@ -86,6 +114,7 @@ def write_card(
         licence_heading=LICENCE,
         licence=None if said == "other" else ", ".join([said] if isinstance(said, str) else said or []),
         files=files,
+        **({"figures": rows(written), **written} if "scheme" in written else {"scheme": None}),
     )
     (folder / CARD).write_text(f"---\n{front.to_yaml()}\n---\n\n{body}", encoding="utf-8")
 

@@ -5,6 +5,7 @@ The code is this package's own, see `shipped_code`; with the package installed, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,16 @@ from liger_convert.io.checkpoint import copy_companions, load_config, locate_bas
 from liger_convert.io.checksums import write_sums
 from liger_convert.io.files import atomic_dir
 from liger_convert.model import HEAD_CLASSES, linearized_classes
+from liger_convert.model.bases import meta_model
 from liger_convert.model.families import PREFIX
 from liger_convert.model.loading import check_folder
+from liger_convert.model.quantization import (
+    check_quantizable,
+    linear_weights,
+    quantization_config,
+    quantized_shards,
+    refuse_quantized,
+)
 from liger_convert.model.shards import copied_shards, write_shards
 from liger_convert.pipeline.card import HUB_ID, cached_folder, write_card
 from liger_convert.pipeline.shipped_code import ENTRY_FILE, code_files, used_mixers
@@ -31,14 +40,21 @@ def export_model(
     name: str | None = None,
     base: str | None = None,
     base_dir: Path | None = None,
+    quantize: str | None = None,
+    measure: Callable[[Path], dict[str, Any]] | None = None,
     progress: Report | None = None,
 ) -> dict[str, Any]:
     """Writes the linearized checkpoint `model_dir` and the code that runs it to the new folder `out`.
 
     name: what the model card calls it; a hub id (org/name) is also where the card loads it from, else that is the name
     of `out`. base: what it was made from, as recipes name it. base_dir: that base's folder, if it is not `base` itself.
-    Raises BadInput when `model_dir` is no linearized checkpoint or is damaged, `out` exists, or a mixer comes from a
-    package whose code cannot be carried along.
+    quantize: a name in `quantization.SCHEMES`, for weights of 8 bits. measure: tells from the new folder what they
+    cost (`quantization_loss`); the model card then says it.
+
+    Returns {"bytes", "dtype"}, and for quantised weights also "scheme", their number as "weights", "unquantized_bytes"
+    and as "loss" what was measured, or None. Raises BadInput when `model_dir` is no linearized checkpoint, is damaged
+    or quantised, `out` exists, or a mixer comes from a package whose code cannot be carried along; and with
+    `quantize` for a family with experts, and where compressed-tensors is not installed.
     """
     model_dir = Path(model_dir)
     config = load_config(model_dir)
@@ -46,7 +62,11 @@ def export_model(
         raise BadInput(
             f"{model_dir}: holds a {config.model_type} model; export takes what `linearize convert` or `train` made"
         )
+    refuse_quantized(config, model_dir, "export")
+    if quantize is not None:
+        check_quantizable(config, model_dir, quantize)
     checkpoint = check_folder(model_dir)
+    weights = [] if quantize is None else linear_weights(meta_model(config))
     code = code_files(used_mixers(config.linearization))
     model_type = config.model_type.removeprefix(PREFIX)
     classes = dict(zip(("AutoConfig", "AutoModel", "AutoModelForCausalLM"), linearized_classes(model_type)))
@@ -54,7 +74,11 @@ def export_model(
     if base is not None and base_dir is None:
         base_dir = locate_base(base) or cached_folder(base)
     with atomic_dir(out) as folder:
-        total = write_shards(copied_shards(checkpoint, dtype), folder, progress)
+        shards = plain = copied_shards(checkpoint, dtype)
+        if quantize is not None:
+            shards = quantized_shards(checkpoint, weights, quantize, dtype)
+            config.quantization_config = quantization_config(quantize)
+        total = write_shards(shards, folder, progress)
         if dtype != "auto":
             config.dtype = getattr(torch, dtype)
         config.use_cache = True  # training leaves it off
@@ -66,8 +90,13 @@ def export_model(
         copy_companions(model_dir, folder)
         for file, text in code.items():
             (folder / file).write_text(text, encoding="utf-8")
+        written: dict[str, Any] = {"bytes": total, "dtype": str(config.dtype).removeprefix("torch.")}
+        if quantize is not None:
+            unquantized = sum(entry.nbytes for shard in plain for entry in shard.entries)
+            loss = None if measure is None else measure(folder)
+            written |= {"scheme": quantize, "unquantized_bytes": unquantized, "weights": len(weights), "loss": loss}
         place = Path(out).resolve().name
         title, load_from = name or place, name if name and HUB_ID.fullmatch(name) else place
-        write_card(folder, config, title, load_from, hub_base=hub_base, base_dir=base_dir)
+        write_card(folder, config, title, load_from, hub_base=hub_base, base_dir=base_dir, written=written)
         write_sums(folder)
-    return {"bytes": total, "dtype": str(config.dtype).removeprefix("torch.")}
+    return written

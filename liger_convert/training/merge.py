@@ -24,6 +24,7 @@ from liger_convert.io.checkpoint import (
 from liger_convert.io.files import atomic_dir, read_json
 from liger_convert.model.bases import meta_model
 from liger_convert.model.loading import check_folder, compare, load_linearized, read_finite, refuse_not_finite
+from liger_convert.model.quantization import refuse_quantized
 from liger_convert.model.shards import copied_shards, write_shards
 from liger_convert.utils.errors import BadInput, first_line
 from liger_convert.utils.progress import Report
@@ -50,7 +51,8 @@ def load_chain(model_dir: Path, results: Sequence[Path] = (), dtype: Any = torch
 
 def last_model(model_dir: Path, results: Sequence[Path]) -> tuple[Path, list[Path]]:
     """The folder of the last whole model among `model_dir` and the `results` behind it, and the adapters since. Raises
-    BadInput for a folder that is not a result."""
+    BadInput for a folder that is not a result, and for a model whose weights are quantised."""
+    refuse_quantized(load_config(model_dir), model_dir, "merge")
     adapters: list[Path] = []
     for result in results:
         if (result / MODEL).is_dir():

@@ -128,7 +128,7 @@ BASES = [
         "quantised, for generate",
         "base: transformers cannot load it: ",
         after(
-            lambda w: w.config(quantization_config={"quant_method": "compressed-tensors"}),
+            lambda w: w.config(quantization_config={"quant_method": "gptq", "bits": 4}),
             lambda w: ["generate", str(w.base), "--prompt", "hi"],
         ),
     ),

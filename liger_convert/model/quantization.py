@@ -1,0 +1,204 @@
+"""Weights of 8 bits in the format of compressed-tensors, which transformers and vLLM read.
+
+Quantised are the linear maps of the layers: projections of attention and feed-forward. Every row of a weight (an output
+channel) has one scale, the smallest that holds its largest number; numbers are rounded to the nearest. Nothing is
+calibrated. Whoever runs the model quantises what goes into such a map as well, a token at a time: that is the only form
+in which vLLM has both int8 and fp8 on a CPU and on GPUs. Embeddings, the language model's head, norms and all of a
+mixer stay as they are.
+Shapes: N rows and K columns of a weight, R rows of it that are worked on at a time.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_convert.io.checkpoint import Checkpoint, TensorInfo
+from liger_convert.model import MIXER_MODULE
+from liger_convert.model.families import family_of
+from liger_convert.model.shards import CHUNK, Entry, Shard, cast_pieces, checked_pieces, target_dtype
+from liger_convert.utils.errors import BadInput, did_you_mean
+
+METHOD = "compressed-tensors"
+INSTALL = "pip install 'liger-convert[quantize]'"
+SCALE = "_scale"  # behind a weight's name, the name of its scales
+GROUP = "group_0"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """One way to quantise. preset: what compressed-tensors calls it. format: how it calls the way it is stored.
+    dtype: of a stored weight."""
+
+    preset: str
+    format: str
+    dtype: torch.dtype
+
+
+SCHEMES = {
+    "int8": Scheme("W8A8", "int-quantized", torch.int8),
+    "fp8": Scheme("FP8_DYNAMIC", "float-quantized", torch.float8_e4m3fn),
+}
+
+
+def check_installed(what: str) -> None:
+    """Raises BadInput where there is no compressed-tensors. what: the beginning of the sentence, what it is for."""
+    if importlib.util.find_spec("compressed_tensors") is None:
+        raise BadInput(f"{what} the package {METHOD} is needed, which is not installed here; {INSTALL}")
+
+
+def is_quantized(config: Any) -> bool:
+    """Whether a config says that its weights are quantised, in whatever way."""
+    return getattr(config, "quantization_config", None) is not None
+
+
+def refuse_quantized(config: Any, folder: Any, command: str) -> None:
+    """Raises BadInput for a quantised model, whose weights `command` cannot change."""
+    if is_quantized(config):
+        what = f"is quantised, and {command} needs weights that are not"
+        raise BadInput(f"{folder}: {what}; give the model that it was made from")
+
+
+def scheme_of(config: Any) -> str | None:
+    """The name in SCHEMES of how the weights of a linearized model are quantised; None where they are not, or in
+    another way than `linearize export` does it."""
+    stated = getattr(config, "quantization_config", None)
+    if stated is not None and not isinstance(stated, dict):
+        stated = stated.to_dict()
+    if not stated or stated.get("quant_method") != METHOD or stated.get("quantization_status") != "compressed":
+        return None
+    weights = ((stated.get("config_groups") or {}).get(GROUP) or {}).get("weights") or {}
+    if weights.get("num_bits") != 8 or weights.get("strategy") != "channel" or stated.get("ignore") != ignored():
+        return None
+    return next((name for name, scheme in SCHEMES.items() if scheme.format == stated.get("format")), None)
+
+
+def quantization_config(name: str) -> dict[str, Any]:
+    """What config.json says of weights that are quantised by the scheme called `name`. Needs compressed-tensors."""
+    from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
+
+    scheme = SCHEMES[name]
+    described = QuantizationConfig(
+        config_groups={GROUP: _preset(name)},
+        format=scheme.format,
+        quantization_status=QuantizationStatus.COMPRESSED,
+        ignore=ignored(),
+    )
+    # versions of the package write other fields than they read; what is None says nothing
+    return _without_none(described.model_dump(mode="json"))
+
+
+def ignored() -> list[str]:
+    """What is not quantised, as compressed-tensors names it: modules, and patterns behind `re:`."""
+    return ["lm_head", "model.embed_tokens", r"re:.*norm$", rf"re:.*\.{MIXER_MODULE}(\..*)?$"]
+
+
+def check_quantizable(config: Any, folder: Any, name: str) -> None:
+    """Raises BadInput unless the linearized model of `config` in `folder` can be quantised here by the scheme called
+    `name`: for one that is quantised already, for families with experts, and where compressed-tensors is missing."""
+    if name not in SCHEMES:
+        raise BadInput(f"--quantize: {name!r} is unknown{did_you_mean(name, SCHEMES)}; use {' or '.join(SCHEMES)}")
+    refuse_quantized(config, folder, "export")
+    if family_of(config).moe:
+        what = "has experts, whose int8 weights transformers cannot read and vLLM runs on few processors"
+        raise BadInput(f"--quantize: {config.model_type} {what}; leave it out")
+    check_installed(f"--quantize {name}: for it")
+
+
+def linear_weights(model: nn.Module) -> list[str]:
+    """The weights of the linear maps of `model`, without its head and those of mixers."""
+    linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head")
+    return [f"{name}.weight" for name in linear if f".{MIXER_MODULE}." not in name]
+
+
+def quantized_shards(checkpoint: Checkpoint, weights: list[str], name: str, dtype: str = "auto") -> list[Shard]:
+    """A file for each of the checkpoint's, its `weights` quantised by the scheme called `name` and followed by their
+    scales; all else is cast to `dtype`, which is the scales' as well.
+
+    Some rows of a weight are held at a time. Each weight is read twice, once for its scales. Needs compressed-tensors.
+    """
+    chosen, shards = set(weights), []
+    for infos in checkpoint.files.values():
+        parts: list[tuple[Entry, Callable[[], Iterator[Tensor]]]] = []
+        for info in infos:
+            target = target_dtype(info.name, info.dtype, dtype)
+            if info.name in chosen:
+                weight = _Weight(info, name, target)
+                scales = Entry(info.name + SCALE, target, (info.shape[0], 1))
+                parts.append((scales, weight.scales))
+                parts.append((Entry(info.name, SCHEMES[name].dtype, info.shape), weight.rows))
+            else:
+                parts.append((Entry(info.name, target, info.shape), _Copied(info, target)))
+        # wide numbers first, so that every tensor stands aligned; scales before the rows that they are of
+        parts.sort(key=lambda part: -part[0].dtype.itemsize)
+        data = chain.from_iterable(make() for _, make in parts)
+        shards.append(Shard([entry for entry, _ in parts], data, None))
+    return shards
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """A tensor that is not quantised, in pieces."""
+
+    info: TensorInfo
+    target: torch.dtype
+
+    def __call__(self) -> Iterator[Tensor]:
+        return cast_pieces(self.info, self.target)
+
+
+@dataclass
+class _Weight:
+    """A weight that is quantised: first its scales, then its rows."""
+
+    info: TensorInfo
+    scheme: str
+    scale_dtype: torch.dtype
+    scale_N1: Tensor = field(default_factory=lambda: torch.empty(0, 1))
+
+    def scales(self) -> Iterator[Tensor]:
+        from compressed_tensors.quantization.utils import calculate_qparams
+
+        args = _preset(self.scheme).weights
+        made = []
+        for weight_RK in self._read():
+            ends = weight_RK.amin(1, keepdim=True), weight_RK.amax(1, keepdim=True)
+            made.append(calculate_qparams(*ends, args)[0])
+        # as bfloat16, the narrowest that models are loaded in, so that a cast of the scales changes nothing
+        scale_N1 = torch.cat(made).bfloat16().to(self.scale_dtype)
+        self.scale_N1 = scale_N1.clamp_min(torch.finfo(self.scale_dtype).smallest_normal)
+        yield self.scale_N1.view(-1)
+
+    def rows(self) -> Iterator[Tensor]:
+        from compressed_tensors.quantization.lifecycle.forward import quantize
+
+        args, dtype, start = _preset(self.scheme).weights, SCHEMES[self.scheme].dtype, 0
+        for weight_RK in self._read():
+            scale_R1 = self.scale_N1[start : start + len(weight_RK)].float()
+            start += len(weight_RK)
+            yield quantize(weight_RK, scale_R1, None, args, dtype).contiguous().view(-1)
+
+    def _read(self) -> Iterator[Tensor]:
+        """The weight in float32, some rows at a time."""
+        columns = self.info.shape[1]
+        row = columns * self.info.dtype.itemsize
+        for piece in checked_pieces(self.info, max(1, CHUNK // row) * row):
+            yield piece.float().view(-1, columns)
+
+
+def _preset(name: str) -> Any:
+    from compressed_tensors.quantization import preset_name_to_scheme
+
+    return preset_name_to_scheme(SCHEMES[name].preset, ["Linear"])
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return value
