@@ -67,7 +67,9 @@ class Shard:
         with open(path, "wb") as file:
             file.write(safetensors_header(self.entries))
             for piece in self.data:
-                yield file.write(piece.view(torch.uint8).numpy().data)
+                nbytes = file.write(piece.view(torch.uint8).numpy().data)
+                del piece  # before the next one is made
+                yield nbytes
 
 
 def target_dtype(name: str, stored: torch.dtype, dtype: str) -> torch.dtype:
@@ -152,6 +154,7 @@ def _checked_data(
         if piece.numel() and not all_finite(piece):
             raise BadInput(f"{info.name}: holds NaN or infinity once what was trained is folded in")
         yield piece
+        del piece  # before the next one is made
 
 
 def cast_pieces(info: TensorInfo, target: torch.dtype) -> Iterator[Tensor]:

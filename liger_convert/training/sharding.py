@@ -116,18 +116,15 @@ def give_up(model: nn.Module) -> None:
 
 @torch.no_grad()
 def gather_trained(model: Any, into: nn.Module) -> None:
-    """Copies what is trained of the sharded `model`, one whole tensor at a time, into a plain one of the same names in
-    the first process, where it gets storage if it has none. All call it."""
+    """Copies what is trained of the sharded `model`, one whole tensor at a time, to a plain one of the same names that
+    has no storage: in the first process. All call it."""
     processes.barrier()  # the first may have read for longer than a collective waits
-    plain = dict(into.named_parameters())
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             full = parameter.full_tensor()
-            if processes.is_first() and plain[name].is_meta:
+            if processes.is_first():
                 path, _, own = name.rpartition(".")
                 into.get_submodule(path)._parameters[own] = nn.Parameter(full.cpu())
-            elif processes.is_first():
-                plain[name].copy_(full)
 
 
 @torch.no_grad()

@@ -27,9 +27,10 @@ from liger_convert.training.align import AlignObjective
 from liger_convert.training.checkpoints import last_good
 from liger_convert.training.distill import DistillObjective
 from liger_convert.training.finetune import FinetuneObjective
+from liger_convert.training.full_result import help_to_write, write_model
 from liger_convert.training.layerwise import FOLDER, LayerwiseStage
 from liger_convert.training.memory_estimate import CALIBRATION_TOKENS, ERROR_ROWS
-from liger_convert.training.merge import ADAPTER, MODEL, last_model, load_chain
+from liger_convert.training.merge import ADAPTER, MODEL, Chain, last_model, load_chain
 from liger_convert.training.sequence_parallel import check, group_of
 from liger_convert.training.sharding import (
     gather_trained,
@@ -48,8 +49,6 @@ from liger_convert.utils import interrupts, processes
 from liger_convert.utils.device import autocast, compute_dtype
 from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import Report
-
-RESULT_SHARD = "1GB"  # of a full result's files: transformers holds what it writes into one
 
 
 def rows_of(stage: Stage, documents: Mapping[str, Sequence[Document]], seed: int) -> PackedDataset | MixedDataset:
@@ -140,6 +139,8 @@ def run_stage(
     set_seed(seed)
     mesh = mesh_of(device) if shard and count > 1 else None
     share(stage, count, sequence_parallel)  # raises before anything is read
+    # a full result has what is not trained from here; an adapter that cannot be read so is told of before the training
+    start = Chain(model_dir, results) if mesh is not None and stage.lora is None and processes.is_first() else None
     model = load_start(model_dir, results, mesh)
     check(stage, model.config, sequence_parallel)
     sequence = group_of(device, sequence_parallel) if sequence_parallel > 1 else None
@@ -222,20 +223,21 @@ def run_stage(
     }
     if aligning:
         stats["align_error"] = {"before": before, "after": layer_errors()}
-    if mesh is not None:
+    if mesh is not None and stage.lora is not None:
         # an adapter is saved without the weights of the model around it
-        whole = without_weights(model.config) if stage.lora is not None else load_start(model_dir, results, mesh)
-        trained, model = model, prepare(whole, stage)
+        trained, model = model, prepare(without_weights(model.config), stage)
         gather_trained(trained, model)
     if trainer.is_world_process_zero():
-        model.config.use_cache = True  # Trainer switches it off
         atomic_write(stats_file, json.dumps(stats, indent=1))
         with atomic_dir(result) as new:
             if stage.lora is None:
-                model.save_pretrained(new / MODEL, max_shard_size=RESULT_SHARD)
+                write_model(model, new / MODEL, start)
             else:
+                model.config.use_cache = True  # Trainer switches it off
                 model.save_pretrained(new / ADAPTER, save_embedding_layers=False)
         folder.remove(checkpoints)
+    elif mesh is not None and stage.lora is None:
+        help_to_write(model)
     processes.barrier()  # the result may be read at once
     return stats
 

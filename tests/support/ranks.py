@@ -5,8 +5,9 @@
 A job has the `name` of a stage of `stages.py`, the folder `out`, and may have `fields` (of `make_stage`), `options` (of
 `train`), `plain` (descent without Adam, which would hide the scale of a gradient), `same_rows` (a mistake: all
 processes train on the rows of the first), `deaf` (a mistake: shards of rows get nothing from their neighbours),
-`compiled` (the layers, without a compiler behind), `dies`, [rank, step]: where SIGKILL ends that process, and `keeps`,
-a step at which what is in `out` is copied to `out`-kept.
+`compiled` (the layers, without a compiler behind), `dies`, [rank, step]: where SIGKILL ends that process, `keeps`, a
+step at which what is in `out` is copied to `out`-kept, and `hoards` (a mistake: keeps all that is gathered for the
+result). What is said of a full result has `writing`: by how many bytes memory grew while it was written.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+from peaks import TOLD, forget_peak, peak
 from stages import folders, make_stage, train
 from torch.distributed.tensor import DTensor
 
 from liger_convert.config.stages import LearningRates, Lora
+from liger_convert.training import full_result
 from liger_convert.training import stage as module
 from liger_convert.training.sequence_parallel import Group
 from liger_convert.training.trainer import StageTrainer
@@ -94,8 +97,22 @@ def do(job: dict[str, Any]) -> dict[str, Any]:
             )
         return made[0]
 
+    def write(*args: Any, **kwargs: Any) -> None:
+        held_before = forget_peak()
+        full_result.write_model(*args, **kwargs)
+        grew.append(peak() - held_before)
+
+    def hoard(parameter: torch.Tensor) -> torch.Tensor:
+        hoarded.append(gather(parameter))
+        return hoarded[-1]
+
     computed: set[str] = set()
-    changed: dict[Any, dict[str, Any]] = {module: {"StageTrainer": make}}
+    grew: list[int] = []
+    hoarded: list[torch.Tensor] = []
+    gather = full_result._whole
+    changed: dict[Any, dict[str, Any]] = {module: {"StageTrainer": make} | ({"write_model": write} if TOLD else {})}
+    if job.get("hoards"):
+        changed[full_result] = {"_whole": hoard}
     if job.get("deaf"):
         nothing = {"send": lambda *_: None, "receive": lambda _group, like, _source: torch.zeros_like(like)}
         changed[Group] = nothing
@@ -107,6 +124,7 @@ def do(job: dict[str, Any]) -> dict[str, Any]:
             stack.enter_context(mock.patch.multiple(where, **values))
         options = job.get("options", {})
         stats = train(stage_of(job), Path(job["out"]), resume=job.get("resume", False), progress=progress, **options)
+    stats |= {"writing": grew[-1]} if grew else {}
     return stats | ({"held": held(made[0]), "mixers_computed_in": sorted(computed)} if made else {})
 
 

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from launching import distance, learned, told
+from peaks import TOLD
 from ranks import do
-from stages import folders, result_bytes
+from safetensors.torch import load_file
+from stages import files_of, folders, result_bytes
 
 from liger_convert.io import checksums
-from liger_convert.io.checkpoint import load_config
+from liger_convert.io.checkpoint import WEIGHTS, load_config
 from liger_convert.training import sharded_checkpoint
 from liger_convert.training.merge import load_chain
 from liger_convert.training.sharding import without_weights
@@ -147,6 +149,26 @@ def test_in_bfloat16_mixers_stay_float32_and_what_is_frozen_does_not(one: Any, t
             assert away < 1e-4
         losses = [[loss for _, loss in told["loss"]] for told in (several[name], stats)]
         assert losses[0] == pytest.approx(losses[1], rel=2**-8 if name == "half" else 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TOLD, reason="only Linux tells such a peak")
+def test_a_full_result_is_written_without_the_whole_model(tmp_path: Path) -> None:
+    """Of 131 MB. What is not trained comes from the model that the stage began with, in all its digits. The control
+    keeps all that is gathered."""
+    large = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 9, "vocab_size": 4000}
+    options = {"shard": True, "precision": "bfloat16", "changes": large}
+    jobs = [{"name": name, "out": f"{tmp_path}/{name}", "fields": {"steps": 1}} for name in ("align", "finetune")]
+    jobs.append(jobs[-1] | {"out": f"{tmp_path}/control", "hoards": True})
+    found = told(2, tmp_path, [each | {"options": options} for each in jobs])
+    assert all(each["sharded"] for each in found.values())
+    assert found["control"]["writing"] > 100e6
+    assert max(found[name]["writing"] for name in ("align", "finetune")) < 60e6
+    ours, start = load_file(*files_of(tmp_path / "align")), load_file(folders(**large)[1] / WEIGHTS)
+    assert ours.keys() == start.keys()
+    same = {name for name, x in ours.items() if torch.equal(x, start[name])}
+    assert {"model.embed_tokens.weight", "model.layers.1.self_attn.q_proj.weight"} <= same
+    assert "model.layers.0.self_attn.q_proj.weight" not in same
 
 
 # --- stopping and going on

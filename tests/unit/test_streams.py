@@ -11,73 +11,36 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import get_peft_model_state_dict
-from safetensors.torch import load_file, save_file
-from tiny import tiny_config, tiny_tokenizer
+from launching import environment
+from peaks import TOLD
+from safetensors.torch import load_file
+from sparse import adapter, sparse_base
+from tiny import tiny_config
 
-from liger_convert.config.stages import Lora
-from liger_convert.io.checkpoint import ADAPTER_WEIGHTS, INDEX, load_config
 from liger_convert.mixers import resolve_spec
-from liger_convert.model.bases import meta_model
-from liger_convert.model.shards import Entry, safetensors_header, write_file
+from liger_convert.model.shards import Entry, write_file
 from liger_convert.pipeline.convert import convert_checkpoint
-from liger_convert.training.merge import ADAPTER
-from liger_convert.training.sharding import without_weights
-from liger_convert.training.student import add_lora
 
-LAYERS, SHARDS = 12, 3
+LAYERS = 12
 
 
-def sparse_base(folder: Path) -> Path:
-    """A base of zeros in several shards, which take no room on the disk: 100 MB in bfloat16."""
-    config = tiny_config(
-        "llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=LAYERS, head_dim=128, dtype=torch.bfloat16
-    )
-    config.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    named = list(meta_model(config).state_dict().items())
-    weight_map = {}
-    for number in range(SHARDS):
-        entries = [Entry(name, torch.bfloat16, tuple(tensor.shape)) for name, tensor in named[number::SHARDS]]
-        file, header = f"model-{number}.safetensors", safetensors_header(entries)
-        (folder / file).write_bytes(header)
-        with open(folder / file, "r+b") as shard:
-            shard.truncate(len(header) + sum(entry.nbytes for entry in entries))
-        weight_map |= {entry.name: file for entry in entries}
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    return folder
-
-
-def adapter(model: Path, result: Path) -> Path:
-    """What a LoRA stage leaves."""
-    made = add_lora(without_weights(load_config(model)), Lora(rank=4, targets="all"), train_mixer=True)
-    made.peft_config["default"].save_pretrained(result / ADAPTER)
-    state = get_peft_model_state_dict(made, save_embedding_layers=False)
-    random = {name: torch.full(tensor.shape, 1e-3) for name, tensor in state.items()}
-    save_file(random, result / ADAPTER / ADAPTER_WEIGHTS)
-    return result
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells such a peak")
+@pytest.mark.skipif(not TOLD, reason="only Linux tells such a peak")
 def test_no_step_from_file_to_file_holds_a_model(tmp_path: Path) -> None:
     """Of 200 MB in float32. The control merges as an adapter does that only a whole model takes."""
-    base = sparse_base(tmp_path / "base")
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": LAYERS, "head_dim": 128}
+    base = sparse_base(tmp_path / "base", tiny_config("llama", dtype=torch.bfloat16, **sizes), shard=30_000_000)
     linearization = {"format": 2, "mixers": {"main": resolve_spec({"type": "gla"})}, "layers": ["main"] * LAYERS}
     convert_checkpoint(base, tmp_path / "model", linearization)
     adapter(tmp_path / "model", tmp_path / "result")
     script = """
         import json, sys
         from pathlib import Path
+        from peaks import forget_peak, peak
         from liger_convert.pipeline import convert, export, verify
         from liger_convert.training import merge
 
-        def peak():  # of this process alone: that of getrusage begins with what its parent had
-            status = Path("/proc/self/status").read_text().splitlines()
-            return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-
         def told(name, work):
-            Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
-            before = peak()
+            before = forget_peak()
             work()
             found[name] = peak() - before
 
@@ -94,7 +57,7 @@ def test_no_step_from_file_to_file_holds_a_model(tmp_path: Path) -> None:
         print(json.dumps(found))
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path), json.dumps(linearization)]
-    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    found = json.loads(subprocess.run(command, env=environment(), check=True, capture_output=True, text=True).stdout)
     assert found.pop("control") > 180e6
     assert {name: peak for name, peak in found.items() if peak > 80e6} == {}
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from stages import CPU, SEQ_LEN, STAGES, documents, every_stage, folders, make_stage, result_bytes, train
+from stages import CPU, SEQ_LEN, STAGES, documents, every_stage, files_of, folders, make_stage, result_bytes, train
 from tiny_models import build
 from torch import Tensor
 
@@ -165,8 +165,8 @@ def test_precision_is_that_of_the_products_and_weights_stay_float32(
     monkeypatch.setattr(finetune, "summed", spy)
     train(make_stage("finetune", steps=2), tmp_path, precision=precision)
     assert set(seen) == {dtype}
-    saved = load_file(tmp_path / "result" / "model" / "model.safetensors")
-    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+    (saved,) = files_of(tmp_path)
+    assert {tensor.dtype for tensor in load_file(saved).values()} == {torch.float32}
 
 
 @pytest.mark.parametrize("name", ["align", "finetune"])
