@@ -221,7 +221,7 @@ class RunSteps:
         with show_progress("preflight") as report:
             warnings = preflight.check(
                 self.recipe,
-                self._make_plan(self.recipe, processes.count()),
+                self._undecided if processes.count() == 1 else self._make_plan(self.recipe, processes.count()),
                 base_dir=self._base_folder,
                 config=config,
                 tokenizer=self._tokenizer,
