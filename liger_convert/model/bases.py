@@ -40,6 +40,12 @@ def context_length(config: Any) -> int | None:
     return max(positions, int(original * factor))
 
 
+def attention_option(config: Any) -> dict[str, str]:
+    """What `from_pretrained` and `from_config` have to be given for a base that bounds its attention's logits, such as
+    Gemma 2. By itself transformers 5.19 takes sdpa, which leaves the bound out and says nothing; 5.23 takes eager."""
+    return {} if getattr(config, "attn_logit_softcapping", None) is None else {"attn_implementation": "eager"}
+
+
 def meta_model(config: Any) -> Any:
     """The base's model without storage. Raises BadInput when the config contradicts itself, or names an unknown
     rotary."""
@@ -50,6 +56,6 @@ def meta_model(config: Any) -> Any:
             raise BadInput(f"config.json: rope_type {kind!r} is unknown to transformers; there are {known}")
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
+            return AutoModelForCausalLM.from_config(config, **attention_option(config))
     except Exception as error:  # whatever the family's code makes of sizes that do not fit
         raise BadInput(f"config.json: no {config.model_type} can be built from it: {first_line(error)}") from error

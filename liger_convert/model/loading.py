@@ -23,7 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from liger_convert.io.checkpoint import ADAPTER_CONFIG, DTYPES, Checkpoint, load_config
 from liger_convert.model import linearized_classes, linearized_config, new_state
-from liger_convert.model.bases import meta_model
+from liger_convert.model.bases import attention_option, meta_model
 from liger_convert.model.families import FAMILIES, PREFIX, family_of
 from liger_convert.model.quantization import (
     SCALE,
@@ -228,7 +228,7 @@ def _load(
     quiet = contextlib.redirect_stderr(io.StringIO()) if is_quantized(config) else contextlib.nullcontext()
     try:
         with quiet:
-            model, found = loader(folder, config=config, **told, **options)
+            model, found = loader(folder, config=config, **told, **{**attention_option(config), **options})
     except (RuntimeError, ValueError, OSError, ImportError) as error:  # ImportError: what reads a quantised one
         if _is_known(config) or out_of_memory(error):
             raise

@@ -27,7 +27,7 @@ from liger_convert.model.attention import MIXER_MODULE, LinearizedAttention, han
 from liger_convert.model.cache import adopt_cache, advance
 from liger_convert.model.configuration import CONFIGS, FORMAT, linear_layers
 from liger_convert.model.decoding import Decoder, why_plain
-from liger_convert.model.families import family_of
+from liger_convert.model.families import FAMILIES, family_of
 from liger_convert.model.heads import head_classes
 from liger_convert.model.packing import document_positions
 from liger_convert.model.quantized_weights import QuantizedWeights
@@ -338,6 +338,8 @@ def _classes(model_type: str) -> tuple[type, type, type]:
         # gates near 1 and memory logits need more than bfloat16's 8 bits, and are small
         "_keep_in_fp32_modules_strict": [MIXER_MODULE],
     }
+    if FAMILIES[model_type].softcap:
+        common["_supports_sdpa"] = False  # it leaves the bound out
     backbone = type(f"Linearized{base_backbone.__name__}", (LinearizedModel, base_backbone), common)
     lm = type(f"Linearized{base_lm.__name__}", (LinearizedForCausalLM, base_lm), {**common, "_backbone": backbone})
     conversion = get_checkpoint_conversion_mapping(model_type)

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from liger_convert.model import MIXER_MODULE, linear_layers
+from liger_convert.model.bases import attention_option
 from liger_convert.utils import processes
 
 
@@ -43,7 +44,8 @@ def without_weights(config: Any, dtype: torch.dtype | None = None) -> Any:
     """The causal language model of `config` in the mode of evaluation; its parameters, of `dtype` where that is given,
     have no storage."""
     with init_empty_weights(include_buffers=False):  # buffers follow from the config
-        model = AutoModelForCausalLM.from_config(config, **({} if dtype is None else {"dtype": dtype}))
+        options = attention_option(config) | ({} if dtype is None else {"dtype": dtype})
+        model = AutoModelForCausalLM.from_config(config, **options)
     model.tie_weights()  # which the line above undid
     return model.eval()
 

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 from tiny import tiny_config
-from transformers import AutoModelForCausalLM
+from tiny_models import base_folder, linearization
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from liger_convert.mixers import resolve_spec
 from liger_convert.model import linearized_classes, linearized_config
 from liger_convert.model.bases import check_base
 from liger_convert.model.families import FAMILIES, Family
+from liger_convert.model.loading import linearize_base, load_pretrained
+from liger_convert.training.sharding import without_weights
 from liger_convert.utils.errors import BadInput
 
 
@@ -121,3 +124,23 @@ def test_a_base_whose_tokens_see_those_after_them_is_refused(model_type: str) ->
     check_base(tiny_config(model_type))
     with pytest.raises(BadInput, match=r"^config.json: use_bidirectional_attention is set"):
         check_base(tiny_config(model_type, use_bidirectional_attention=True))
+
+
+@pytest.mark.parametrize("name", [*FAMILIES])
+def test_a_bound_on_logits_counts_in_every_model_that_is_loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a base, and of layers that stay softmax. The control has no bound. Here transformers takes sdpa by itself,
+    as 5.19 does, which leaves the bound out; 5.23 refuses it."""
+    bounded, dtype = FAMILIES[name].softcap, torch.float32
+    folder, plan = base_folder(name), linearization(["softmax", "main", "softmax"], type="gla")
+    monkeypatch.setattr(MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[name]], "_supports_sdpa", True)
+    of_base = load_pretrained(folder, dtype=dtype)
+    for model in (of_base, linearize_base(folder, plan, dtype=dtype), without_weights(of_base.config)):
+        assert model.config._attn_implementation == ("eager" if bounded else "sdpa")
+    tokens = torch.arange(3, 27)[None]
+    found = of_base(tokens).logits
+    if bounded:
+        for layer in of_base.model.layers:
+            layer.self_attn.attn_logit_softcapping = None
+        assert not torch.allclose(found, of_base(tokens).logits, atol=1e-2)
+        with pytest.raises(ValueError, match="scaled_dot_product_attention"):
+            linearize_base(folder, plan, dtype=dtype, attn_implementation="sdpa")
