@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import unittest.mock
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -137,6 +138,35 @@ def run(
             between(step, core)
         step += 1
     return [done.get(i) for i in range(len(texts))]
+
+
+def lose(group: str, name: str | None = None) -> Callable[[Any], bool]:
+    """A fault: zeroes the tensors of a group of a layer's cache, or the one called `name`. Says whether there was one."""
+
+    def fault(past: Any) -> bool:
+        tensors = getattr(past, group)
+        lost = [key for key in tensors if name in (None, key)]
+        for key in lost:
+            tensors[key] = torch.zeros_like(tensors[key])
+        return bool(lost)
+
+    return fault
+
+
+@contextlib.contextmanager
+def broken(fault: Callable[[Any], bool]) -> Iterator[list[bool]]:
+    """Applies `fault` to all that an engine of this process reads from its pages; yields what it returned."""
+    from liger_convert.serving.rows import Rows
+
+    load, broke = Rows.load, []
+
+    def faulty(self: Rows, *args: Any) -> Any:
+        past = load(self, *args)
+        broke.append(fault(past))
+        return past
+
+    with unittest.mock.patch.object(Rows, "load", faulty):
+        yield broke
 
 
 def assert_same(found: Answer, wanted: Answer, tolerance: float) -> None:
