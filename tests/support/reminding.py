@@ -24,7 +24,7 @@ from liger_convert.model.loading import linearize_base
 FIRST, NUMBERS, REMINDERS, EVERY = 3, 64, range(80, 90), 12
 PLACE, COPIES = 4, 8
 WINDOW, SINKS, DEPTH = 4, 3, 3
-STEPS, ROWS, TOKENS, RATE = 100, 12, 96, 4e-3
+STEPS, AFTER, ROWS, TOKENS, RATE = 100, 25, 12, 96, 4e-3
 LAYERS = {"linear": ["main"] * DEPTH, "hybrid": ["main", "softmax", "main"]}
 
 assert DEPTH * (WINDOW - 1) < EVERY
@@ -64,16 +64,18 @@ def random_rows(count: int, length: int, seed: int) -> list[list[int]]:
 def trained_export(layers: str, mixer: str) -> Path:
     """The folder of a trained model, in float32. The same every time on one machine.
 
-    A softmax layer would take the memory's place while it learns, so a hybrid has the weights of the linear model, and
-    its softmax layer those that the base's projections have there.
+    A softmax layer that learns takes the memory's place. So a hybrid begins with the weights of the linear model, and
+    its softmax layer's stay as they are.
     """
     folder = Path(tempfile.mkdtemp(prefix=f"trained-{layers}-{mixer}-"))
     model = _build(folder / "base", layers, mixer)
     if layers == "linear":
-        _train(model)
+        _train(model, STEPS)
     else:
         linear = torch.load(trained_export("linear", mixer) / "weights.pt")
         assert not model.load_state_dict(linear, strict=False).missing_keys
+        model.model.layers[LAYERS[layers].index("softmax")].self_attn.requires_grad_(False)
+        _train(model, AFTER)
     torch.save(model.state_dict(), folder / "weights.pt")
     model.eval().save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
@@ -86,11 +88,11 @@ def _build(base: Path, layers: str, mixer: str) -> Any:
     return moved_off_start(linearize_base(base, plan, dtype=torch.float32))
 
 
-def _train(model: Any) -> None:
+def _train(model: Any, steps: int) -> None:
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=STEPS)
-    for step in range(STEPS):
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps)
+    for step in range(steps):
         rows = torch.tensor(random_rows(ROWS, TOKENS, seed=step))
         logits = model(rows, use_cache=False).logits[:, :-1]
         losses = cross_entropy(logits.transpose(1, 2), rows[:, 1:], reduction="none")
