@@ -6,13 +6,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served import Reference, answers, assert_same, engine, make_export, prompts, run
+from served import (
+    Reference,
+    answers,
+    assert_same,
+    broken,
+    engine,
+    lose,
+    make_export,
+    prompt_logprobs,
+    prompts,
+    run,
+    sampling,
+)
 
 from liger_convert.mixers import MIXERS
 from liger_convert.model.families import FAMILIES
 from liger_convert.utils.errors import BadInput
 
-TEXTS = prompts([1, 19, 64, 150])
+TEXTS = prompts([2, 19, 64, 150])
 HYBRID = ["main", "softmax", "main"]
 QUICK = {"mixers": {"gated-deltanet", "gsa", "mom"}, "families": {"gemma3_text", "olmoe", "stablelm"}}
 
@@ -21,17 +33,33 @@ def some(names: Any, quick: set[str]) -> list[Any]:
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-def assert_served(export: Path) -> None:
+def assert_served(export: Path, has_state: bool = True) -> None:
+    """vLLM's answers, and what it makes of the prompts, are those of the project's own code; not where it loses the
+    states."""
     reference = Reference(export)
+    tolerances = [reference.tolerance(text) for text in TEXTS]
+    wanted = [reference.score_prompt(text) for text in TEXTS]
+
+    def assert_same_prompts(outputs: list[Any]) -> None:
+        for output, scores, tolerance in zip(outputs, wanted, tolerances):
+            assert (prompt_logprobs(output) - scores).abs().max() <= tolerance
+
     with engine(export) as llm:
-        outputs = run(llm, TEXTS, every=2)
-    for text, output in zip(TEXTS, outputs):
-        assert_same(answers(output)[0], reference.generate(text), reference.tolerance(text))
+        served = run(llm, TEXTS, sampling(prompt_logprobs=0), every=2)
+        with broken(lose("states")) as broke:
+            lost = run(llm, TEXTS, sampling(prompt_logprobs=0), every=2, name="lost")
+    for text, output, tolerance in zip(TEXTS, served, tolerances):
+        assert_same(answers(output)[0], reference.generate(text), tolerance)
+    assert_same_prompts(served)
+    assert any(broke) == has_state
+    if has_state:
+        with pytest.raises(AssertionError):
+            assert_same_prompts(lost)
 
 
 @pytest.mark.parametrize("mixer", some([name for name in MIXERS if name != "forgetting"], QUICK["mixers"]))
 def test_mixer(mixer: str, tmp_path: Path) -> None:
-    assert_served(make_export(tmp_path, "llama", ["main"] * 3, type=mixer))
+    assert_served(make_export(tmp_path, "llama", ["main"] * 3, type=mixer), has_state=mixer != "window")
 
 
 @pytest.mark.parametrize("family", some(FAMILIES, QUICK["families"]))
