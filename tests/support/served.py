@@ -148,7 +148,7 @@ def run(
 
 
 def lose(group: str, name: str | None = None) -> Callable[[Any], bool]:
-    """A fault: zeroes the tensors of a group of a layer's cache, or the one called `name`. Says whether there was one."""
+    """A fault: zeroes the tensors of a group of a layer's cache, or the one called `name`. Says whether it had any."""
 
     def fault(past: Any) -> bool:
         tensors = getattr(past, group)
@@ -184,7 +184,7 @@ def prompt_logprobs(output: Any) -> torch.Tensor:
 
 
 def assert_same(found: Answer, wanted: Answer, tolerance: float) -> None:
-    """Equal tokens and log-probabilities, up to where `wanted` has two best within the tolerance and `found` the other."""
+    """Equal tokens and log-probabilities, up to where `found` has the other of two best within the tolerance."""
     pairs = enumerate(zip(found.tokens, wanted.tokens, strict=True))
     same = next((i for i, (a, b) in pairs if a != b and wanted.leads[i] <= tolerance), len(wanted.tokens))
     assert found.tokens[:same] == wanted.tokens[:same]
