@@ -83,8 +83,8 @@ def resume(capsys: pytest.CaptureFixture, *words: str) -> tuple[int, str]:
 
 
 DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "a flipped bit in a finished stage": ("1-align/result/model/model.safetensors", flip_bit),
-    "a finished stage without its weights": ("1-align/result/model/model.safetensors", Path.unlink),
+    "a flipped bit in a finished stage": ("1-align/result/model/model-00001-of-00001.safetensors", flip_bit),
+    "a finished stage without its weights": ("1-align/result/model/model-00001-of-00001.safetensors", Path.unlink),
     "an empty config in a finished stage": ("1-align/result/model/config.json", lambda path: path.write_text("")),
     "a flipped bit in the converted model": ("convert/model/model-00001-of-00002.safetensors", flip_bit),
     "a converted model without its tokenizer": ("convert/model/tokenizer.json", Path.unlink),
