@@ -5,7 +5,7 @@
 Its weights are zeros, which are holes in its files and in what is made of it. All else is as for any checkpoint: each
 byte is read, checked, cast, folded and hashed; of writing there is little to do. Prints a line for each step: seconds,
 bytes of the weights, and by how much the memory of the process grew at most. The shapes are those of a Llama of 70B,
-with 80 layers unless LAYERS says less. The last line is of a control that merges in memory, of few layers only.
+with 80 layers unless LAYERS says less.
 """
 
 from __future__ import annotations
