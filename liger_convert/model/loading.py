@@ -106,11 +106,12 @@ def check_tensors(checkpoint: Checkpoint, config: Any) -> list[str]:
     expected = max(implied.stored, implied.modules, key=lambda names: len(names.keys() & found.keys()))
     dropped = [name for name in found if name not in expected and IGNORABLE.search(name)]
     optional = implied.tied if config.tie_word_embeddings else ()
-    quantized = implied.linear if scheme_of(config) is not None else ()
+    scheme = scheme_of(config)
+    quantized = implied.linear if scheme is not None else ()
     scales = {name + SCALE: (expected[name][0], 1) for name in quantized}
     compare(checkpoint, {**expected, **scales}, config.model_type, "config.json", ignored=dropped, optional=optional)
-    if quantized:
-        _check_dtypes(checkpoint, dict.fromkeys(quantized, SCHEMES[str(scheme_of(config))].dtype))
+    if scheme is not None:
+        _check_dtypes(checkpoint, dict.fromkeys(quantized, SCHEMES[scheme].dtype))
     return dropped
 
 
