@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from gated_kernels.common.tracing import is_exporting
 from gated_kernels.swa.chunk import chunk_swa
 from torch import Tensor
 
@@ -87,8 +88,16 @@ def with_forgetting(
     float32, where a sum c of 1,000 is exact to 1e-4. To a sink, [k, 0, 0], they add nothing.
     """
     T, R = q_BTHD.shape[1], q_BTHD.shape[2] // k_BSGD.shape[2]
-    c_BSG1 = log_f_BSG.cumsum(1)[..., None]
+    sums = log_f_BSG.cumsum(1) if is_exporting() else running_sums(log_f_BSG)
+    c_BSG1 = sums[..., None]
     c_BTH1 = c_BSG1[:, -T:].repeat_interleave(R, 2)
     q = torch.cat((q_BTHD.to(log_f_BSG.dtype), c_BTH1, torch.ones_like(c_BTH1)), -1)
     k = torch.cat((k_BSGD.to(log_f_BSG.dtype), torch.ones_like(c_BSG1), -c_BSG1), -1)
     return q, k, None if sink_k_BMGD is None else F.pad(sink_k_BMGD.to(log_f_BSG.dtype), (0, 2))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def running_sums(x_BSG: Tensor) -> Tensor:
+    """The sums over the tokens up to each one, outside of compiled graphs: torch 2.11 cannot compile sums over more
+    than 128 tokens of what a bias was added to (pytorch/pytorch#180221)."""
+    return x_BSG.cumsum(1)

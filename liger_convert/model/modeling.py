@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from gated_kernels.common.tracing import is_exporting
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
@@ -112,7 +113,7 @@ class LinearizedModel(LinearizedInit):
             use_cache = self.config.use_cache and (metadata is None or metadata.segment_ids_BT is None)
         if self.training and self.gradient_checkpointing:
             use_cache = False
-        if torch.compiler.is_exporting() and (use_cache or past_key_values is not None):
+        if is_exporting() and (use_cache or past_key_values is not None):
             raise ValueError("torch.export takes a linearized model without its cache: pass use_cache=False")
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from gated_kernels.common.tracing import reads_no_values
+from gated_kernels.common.tracing import is_exporting, reads_no_values
 from torch import Tensor
 from transformers.masking_utils import find_packed_sequence_indices
 
@@ -110,7 +110,7 @@ class SequenceMetadata:
             valid_BT = attention_mask[:, -tokens:].to(device=device, dtype=torch.bool)
             if valid_BT.shape[1] != tokens:
                 raise ValueError(f"attention_mask covers {attention_mask.shape[1]} tokens, but {tokens} are new")
-            if not static and not reads_no_values(valid_BT):
+            if not static and not reads_no_values():
                 check_mask(attention_mask, position_ids, tokens, None if before is None else before.seen_B)
                 valid_BT = None if bool(valid_BT.all()) else valid_BT
         elif tokens > 1 and position_ids is not None:
@@ -234,7 +234,7 @@ def _documents(position_ids: Tensor) -> Tensor | None:
     segment_ids_BT = find_packed_sequence_indices(position_ids)
     if segment_ids_BT is None or not torch.compiler.is_compiling():
         return segment_ids_BT
-    if torch.compiler.is_exporting():
+    if is_exporting():
         raise ValueError(
             "torch.export cannot look whether position_ids restart, as packed documents have them: leave position_ids "
             "out, or pass the attention_mask, with which a row is one document"

@@ -258,3 +258,23 @@ def test_a_capture_changes_nothing_and_each_replay_is_one_step() -> None:
     step = capture(lambda x: state.add_(x).clone(), (torch.ones(1, device="cuda"),), lambda: [state])  # type: ignore
     assert state.item() == 0
     assert [step(torch.full((1,), float(i), device="cuda")).item() for i in (1, 2, 3)] == [1, 3, 6]  # type: ignore
+
+
+@needs_cuda
+@pytest.mark.parametrize("waits", [lambda x: x.item(), lambda _: torch.cuda.synchronize()], ids=["found", "hidden"])
+def test_a_capture_that_fails_leaves_nothing_behind(waits: Any) -> None:
+    def step(x: Any) -> Any:
+        y = torch.nn.functional.dropout(x)  # whose random numbers a capture takes over
+        if torch.cuda.is_current_stream_capturing() or waits.__code__.co_varnames == ("x",):
+            waits(y.sum())
+        return y
+
+    stream, x = torch.cuda.current_stream(), torch.ones(64, device="cuda")
+    with pytest.raises(RuntimeError):
+        capture(step, (x,), list)
+    assert torch.cuda.current_stream() == stream
+    assert torch.cuda.get_sync_debug_mode() == 0
+    assert 0 < torch.nn.functional.dropout(x).count_nonzero() < 64
+    assert 0 < torch.compile(torch.nn.functional.dropout)(x).count_nonzero() < 64
+    replay = capture(torch.nn.functional.dropout, (x,), list)
+    assert not torch.equal(replay(x).clone(), replay(x))

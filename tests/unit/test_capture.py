@@ -10,13 +10,19 @@ import numpy as np
 import pytest
 import torch
 from gated_kernels.common import gated_recurrence
+from gated_kernels.common.tracing import is_exporting
 from safetensors.torch import load_file
 from stages import CPU, SEQ_LEN, every_stage, files_of, folders, make_stage, train
+from tiny import save_tiny_base
 from torch import Tensor
+from torch._inductor.compile_fx import compile_fx
 from transformers import masking_utils
 
 from liger_convert.config.stages import Lora
-from liger_convert.model.loading import load_base
+from liger_convert.mixers import resolve_spec
+from liger_convert.mixers.window_attention import with_forgetting
+from liger_convert.model.loading import linearize_base, load_base
+from liger_convert.model.sequence import SequenceMetadata
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")
 
@@ -36,7 +42,7 @@ def test_compiled_layers_train_as_they_are_and_alignment_compiles_what_it_runs(
 
     monkeypatch.setattr(torch, "compile", compile_without_a_backend)
     # on a CPU a compiled op halves its chunks to the end, an eager one as far as it must; here both do the former
-    monkeypatch.setattr(gated_recurrence, "reads_no_values", lambda x: True)
+    monkeypatch.setattr(gated_recurrence, "reads_no_values", lambda: True)
     lora = {"lora": Lora(rank=4)} if name == "lora" else {}
     curves = []
     for on in (False, True):
@@ -184,3 +190,53 @@ def test_what_keeps_a_stage_from_being_captured_is_said() -> None:
     eager = load_base(folders()[0], CPU, torch.float32)
     eager.set_attn_implementation("eager")
     assert "'eager'" in str(why(base=eager))
+
+
+def test_only_an_export_is_taken_for_one() -> None:
+    class Asks(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1 if is_exporting() else x - 1
+
+    zero = torch.zeros(1)
+    assert Asks()(zero) == torch.compile(Asks(), backend="eager")(zero) == -1
+    assert all(torch.export.export(Asks(), (zero,), strict=strict).module()(zero) == 1 for strict in (True, False))
+
+
+def test_no_sum_of_forget_gates_is_compiled() -> None:
+    """torch 2.11 crashes on a scan over what a bias was added to, as these gates are."""
+    found: list[str] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        found.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    q, k, gates = torch.randn(1, 200, 4, 8), torch.randn(1, 200, 2, 8), torch.rand(1, 200, 2).log()
+    expected = with_forgetting(q, k, None, gates)
+    for got, wanted in zip(torch.compile(with_forgetting, backend=backend)(q, k, None, gates), expected):
+        assert got is wanted or torch.equal(got, wanted)
+    assert "cat" in " ".join(found)
+    assert "cumsum" not in " ".join(found)
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", ["gla", "forgetting", "gsa", "abc"])
+def test_a_layer_compiled_for_a_gpu_is_what_it_was_in_graphs_that_do_not_grow_with_the_row(
+    name: str, tmp_path: Path
+) -> None:
+    base = save_tiny_base("llama", tmp_path, tokenizer=False)
+    plan = {"format": 2, "mixers": {"main": resolve_spec({"type": name, "window": 8})}, "layers": ["main"] * 3}
+    model = linearize_base(base, plan, dtype=torch.bfloat16).to("cuda")
+    attention, sizes = model.model.layers[1].self_attn, []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        sizes.append(len(graph.graph.nodes))
+        return compile_fx(graph, inputs)
+
+    x_BTC = torch.randn(2, 512, 32, device="cuda", dtype=torch.bfloat16)
+    positions = torch.arange(512, device="cuda")[None]
+    metadata = SequenceMetadata.build(x_BTC, positions, None)
+    given = (x_BTC, model.model.rotary_emb(x_BTC, positions))
+    expected = attention(*given, metadata=metadata)[0]
+    attention.compile(backend=backend, dynamic=False)
+    torch.testing.assert_close(attention(*given, metadata=metadata)[0], expected, rtol=2e-2, atol=2e-2)
+    assert 0 < max(sizes) < 512

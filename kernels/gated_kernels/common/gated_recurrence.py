@@ -114,7 +114,7 @@ def _decay(gate: Tensor, segment: Tensor | None) -> _Decay:
     while totals[-1].shape[3] > 1:
         pairs = totals[-1].unflatten(3, (-1, 2))
         totals.append(pairs[..., 0, :] * pairs[..., 1, :])
-    base = 1 if reads_no_values(gate) else _mild_length(totals)
+    base = 1 if reads_no_values() else _mild_length(totals)
     prefix, suffix, middle, levels = totals[0].clone(), torch.ones_like(gate), torch.ones_like(gate), []
     for level, total in enumerate(totals[:-1]):
         half = 1 << level

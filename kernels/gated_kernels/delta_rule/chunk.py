@@ -181,7 +181,7 @@ def _decay(gate: Tensor) -> _Decay:
     while totals[-1].shape[3] > 1:
         first, second = _halves(totals[-1], 1)
         totals.append((first * second).squeeze(4))
-    base = 1 if reads_no_values(gate) else _mild_length(totals)
+    base = 1 if reads_no_values() else _mild_length(totals)
     prefix, suffix, middle, levels = totals[0], torch.ones_like(gate), torch.ones_like(gate), []
     for level, total in enumerate(totals[:-1]):
         half = 1 << level

@@ -19,7 +19,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from gated_kernels.common.derivatives import differentiable_gradients
-from gated_kernels.common.tracing import reads_no_values
+from gated_kernels.common.tracing import is_exporting
 from gated_kernels.gla.chunk import chunk_gla
 
 
@@ -62,7 +62,8 @@ def chunk_slots(
             # one more query per key-value head reads the column of normalizers
             k, asked = nnf.pad(k, (0, 1), value=1), nnf.pad(asked, (0, 1, 0, 1))
             asked = asked + nnf.pad(asked.new_ones(1, 1), (D, 0, H // G, 0))
-        transposed = _by_token if reads_no_values(w) else _Transposed.apply
+        in_one_graph = is_exporting() or (torch.compiler.is_compiling() and not w.is_cuda)
+        transposed = _by_token if in_one_graph else _in_chunks
         read, keys = transposed(asked.flatten(2, 3), k, w, log_a, keys, segment_ids_BT, exclusive)
         weights, lse = _normalized(read.unflatten(2, (G, -1))) if normalize else (read.softmax(-1), read.logsumexp(-1))
         o, _, values = chunk_gla(
@@ -118,6 +119,14 @@ class _Transposed(torch.autograd.Function):
             o, last, (_, *leaves) = _run(dread, k, w, log_a, state, segment_ids_BT, ctx.exclusive)
             dk, dw, dstate, *dlog_a = torch.autograd.grad((o, last), leaves, (q, dlast))
         return o.detach(), dk, dw, dlog_a[0] if dlog_a else None, dstate, None, None
+
+
+@torch.compiler.disable
+def _in_chunks(*given: Any) -> tuple[Tensor, Tensor]:
+    """`_Transposed`, outside of compiled graphs: it takes gradients, and token by token one of long rows takes minutes
+    to compile."""
+    read_and_last: tuple[Tensor, Tensor] = _Transposed.apply(*given)
+    return read_and_last
 
 
 def _by_token(
