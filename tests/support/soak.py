@@ -32,13 +32,14 @@ OPTIONS = ("--max-len", str(MAX_LEN), "--max-requests", str(REQUESTS), f"--vllm=
 
 class Soaked(NamedTuple):
     """What a soak found. counts: of each kind of request. memory: bytes at so many seconds. in_use: the share of blocks
-    in use, at the most and at the end. preempted, aborted: how many requests were."""
+    in use, at the most and at the end. preempted: how many requests were thrown out. spared: tokens that were asked for
+    and not written, as the client had hung up."""
 
     counts: dict[str, int]
     memory: dict[int, int]
     in_use: tuple[float, float]
     preempted: int
-    aborted: int
+    spared: int
 
 
 class Client(threading.Thread):
@@ -48,6 +49,7 @@ class Client(threading.Thread):
         super().__init__(daemon=True)
         self.server, self.known, self.end, self.rng = server, known, end, random.Random(seed)
         self.counts: collections.Counter[str] = collections.Counter()
+        self.tokens = 0  # that were asked for
         self.wrong: list[str] = []
 
     def run(self) -> None:
@@ -73,15 +75,18 @@ class Client(threading.Thread):
     def ask_known(self) -> None:
         prompt, wanted = self.known[self.rng.choice(KNOWN)]
         found = self.complete(prompt, temperature=0).choices[0].text
+        self.tokens += NEW
         assert found == wanted, f"{len(prompt)} tokens: {found!r} for {wanted!r}"
 
     def ask_several(self) -> None:
         prompt, room = self.some_prompt()
         assert len(self.complete(prompt, n=3, max_tokens=room).choices) == 3
+        self.tokens += 3 * room
 
     def hang_up(self) -> None:
         prompt, room = self.some_prompt()
         stream = self.complete(prompt, max_tokens=room, stream=True)
+        self.tokens += room
         for _ in zip(range(self.rng.randrange(4)), stream):
             pass
         stream.close()
@@ -90,6 +95,7 @@ class Client(threading.Thread):
         asked = [{"role": "user", "content": "Hello " * self.rng.randrange(1, 20)}]
         said = self.server.client.chat.completions.create(model=NAME, messages=asked, max_tokens=8)
         assert said.usage.completion_tokens > 0
+        self.tokens += said.usage.completion_tokens
 
     def ask_in_vain(self) -> None:
         prompt, _ = self.some_prompt()
@@ -139,7 +145,7 @@ def soak(server: Running, export: Path, seconds: int) -> Soaked:
         memory,
         (most, server.metric("vllm:kv_cache_usage_perc")),
         int(server.metric("vllm:num_preemptions_total")),
-        int(server.metric("vllm:request_success_total", finished_reason="abort")),
+        sum(client.tokens for client in clients) - int(server.metric("vllm:generation_tokens_total")),
     )
 
 
@@ -150,7 +156,7 @@ def main() -> None:
     export = trained_export("hybrid", "gla")
     with tempfile.TemporaryDirectory() as folder, running_server(export, Path(folder), *OPTIONS) as server:
         found = soak(server, export, seconds)
-    print(found.counts, f"{found.preempted} thrown out, {found.aborted} aborted")
+    print(found.counts, f"{found.preempted} thrown out, {found.spared} tokens not written for those who hung up")
     print(f"blocks in use: {found.in_use[0]:.3f} at the most, {found.in_use[1]:.3f} at the end")
     print("memory, MB:", {at: round(bytes_ / 1e6, 1) for at, bytes_ in found.memory.items()})
 
