@@ -1,4 +1,4 @@
-"""Heads split over two processes, which exchange by gloo and shared memory: what vLLM answers is what `generate` does."""
+"""Heads split over two processes, which exchange by gloo and shared memory: vLLM answers as `generate` does."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from served import broken, lose
 
 
 class Breakable:
-    """Becomes part of vLLM's worker, as its `worker_extension_cls`. Nothing here may have a name that the worker has."""
+    """Becomes part of vLLM's worker, as its `worker_extension_cls`. No name here may be one that the worker has."""
 
     rank: int
     model_runner: Any
