@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 from vllm.model_executor.models.transformers import TransformersForCausalLM, TransformersMoEForCausalLM
+from vllm.model_executor.models.transformers.utils import init_on_device_without_buffers
 
+from liger_convert.mixers import build_mixer
 from liger_convert.model.attention import MIXER_MODULE
 from liger_convert.model.configuration import linear_layers
 from liger_convert.model.sequence import SequenceMetadata
 from liger_convert.serving.attention import ServedAttention
 from liger_convert.serving.settings import base_layer_types, layouts, page_words
+from liger_convert.serving.split import share_of_heads, share_of_parameter
 
 if TYPE_CHECKING:
     Backend = Any
@@ -45,6 +48,8 @@ class Served(Backend):
 
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
+        if self.tp_group.world_size > 1:
+            self._load_shares()
         # Granite divides its logits, outside of the backbone that the backend runs
         self.logits_processor.scale /= getattr(self.config, "logits_scaling", 1.0)
 
@@ -62,12 +67,31 @@ class Served(Backend):
         layers = {i: self.model.layers[i].self_attn for i in linear_layers(self.config)}
         mixers = {i: layer._modules.pop(MIXER_MODULE) for i, layer in layers.items()}  # which stay as they are
         super().recursive_replace()
-        of_layers = layouts(self.config, self.model_config.dtype)
+        processes = self.tp_group.world_size
+        of_layers = layouts(self.config, self.model_config.dtype, processes)
         for i, layer in layers.items():
-            layer.add_module(MIXER_MODULE, mixers[i])
+            layer.add_module(MIXER_MODULE, mixers[i] if processes == 1 else self._share_of_mixer(layer))
             prefix = f"model.layers.{i}.self_attn"
             ServedAttention.serve(layer, prefix, of_layers[i], page_words(of_layers))
             self.attention_fusers[i] = prefix, _NoSoftmax()
+
+    def _share_of_mixer(self, layer: Any) -> Any:
+        """The mixer of this process, with no memory for its parameters yet, which has its share of the heads."""
+        layer.dims = share_of_heads(layer.dims, self.tp_group.world_size)
+        config = self.config.linearization
+        with init_on_device_without_buffers("meta"):
+            return build_mixer(config["mixers"][config["layers"][layer.layer_idx]], layer.dims)
+
+    def _load_shares(self) -> None:
+        """Has vLLM load this process's part of the mixers' parameters."""
+        process = self.tp_group.rank_in_group
+
+        def load(parameter: Tensor, saved: Tensor) -> None:
+            parameter.data.copy_(share_of_parameter(saved, parameter, process))
+
+        for i in linear_layers(self.config):
+            for parameter in self.model.layers[i].self_attn.mixer.parameters():
+                parameter.weight_loader = load
 
     def _get_attn_cls(self) -> Any:
         """Makes vLLM's attention for the softmax layers, and none for the linearized ones."""
@@ -84,8 +108,8 @@ class Served(Backend):
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: Any) -> tuple[tuple[int, ...], ...]:
-        model = vllm_config.model_config
-        return ((page_words(layouts(model.hf_config, model.dtype)),),)
+        model, processes = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
+        return ((page_words(layouts(model.hf_config, model.dtype, processes)),),)
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: Any) -> tuple[torch.dtype, ...]:

@@ -10,18 +10,18 @@ from liger_convert.config.names import SOFTMAX
 from liger_convert.model.attention import head_dims
 from liger_convert.model.configuration import linear_layers
 from liger_convert.serving.page import PageLayout
+from liger_convert.serving.split import check_split, share_of_heads
 from liger_convert.utils.errors import BadInput
 
 LINEAR = "linear_attention"  # a layer type of transformers, by which vLLM tells that a model has state
 
 
-def layouts(config: Any, dtype: torch.dtype) -> dict[int, PageLayout]:
-    """The page of every linearized layer of a linearized model's config, by the layer's index; keys and values have
-    `dtype`. Raises BadInput for a mixer that is not served."""
+def layouts(config: Any, dtype: torch.dtype, processes: int = 1) -> dict[int, PageLayout]:
+    """The page of every linearized layer of a linearized model's config, by the layer's index, in one of the processes
+    over which its heads are split; keys and values have `dtype`. Raises BadInput for a mixer that is not served."""
     names, mixers = config.linearization["layers"], config.linearization["mixers"]
-    made = {
-        name: PageLayout(mixers[name], head_dims(config), dtype) for name in dict.fromkeys(names) if name != SOFTMAX
-    }
+    dims = share_of_heads(head_dims(config), processes)
+    made = {name: PageLayout(mixers[name], dims, dtype) for name in dict.fromkeys(names) if name != SOFTMAX}
     return {i: made[names[i]] for i in linear_layers(config)}
 
 
@@ -55,6 +55,6 @@ def check_settings(vllm_config: Any) -> None:
         )
     if vllm_config.lora_config is not None:
         raise BadInput("enable_lora: is not supported for a linearized model; merge the adapter into it first")
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if getattr(parallel, name) > 1:
-            raise BadInput(f"{name}: a linearized model is served by one process of weights as yet; use 1")
+    if parallel.pipeline_parallel_size > 1:
+        raise BadInput("pipeline_parallel_size: layers of a linearized model are not spread over processes; use 1")
+    check_split(vllm_config.model_config.hf_config, parallel.tensor_parallel_size)

@@ -76,7 +76,7 @@ def test_a_window_without_an_end_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
         {"enable_lora": True},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
     ],

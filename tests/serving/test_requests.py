@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -199,25 +200,41 @@ def test_preempted_requests_start_again(case: Case) -> None:
 @pytest.mark.parametrize("layers", LAYERS)
 def test_bfloat16(layers: str) -> None:
     """The project's own code in bfloat16 is as far from float32 as this format makes it; vLLM is to be no farther from
-    the project's, but for as much again. Without its state it is."""
+    the project's, but for as much again. Without its state it is.
+
+    This holds for the mean and the 95th percentile of log-probabilities as they are. The largest difference is that of
+    a token which is not sure: its logits are rounded to steps of 1/32 or 1/16 at the end, which way is chance, and what
+    is rounded does not cancel in a log-probability. So the largest is bounded by that of all logits, E. Where those of
+    vLLM and of the project are each no farther than E from float32, they are within 2 E of each other. Then a
+    probability p changes by no more than where its own logit is moved by 2 E one way and all others the other way,
+    which multiplies its odds by e^(4 E) and moves log p by log(1 + (1 - p) (e^(4 E) - 1)).
+    """
     export = trained_export(layers, "gla")
     exact, rounded = Reference(export), Reference(export, torch.bfloat16)
 
-    def distances(outputs: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of log-probabilities, at every token: of the project's in bfloat16 from float32, and vLLM's from these."""
-        errors, faults = [], []
+    def distances(outputs: list[Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of log-probabilities, at every token: of the project's in bfloat16 from float32, vLLM's from these, and how
+        far these may be at the most."""
+        errors, faults, doubts, of_logits = [], [], [], 0.0
         for text, output in zip(TEXTS, outputs):
             (answer,) = answers(output)
             at = torch.tensor(answer.tokens)[:, None]
-            of_bf16, of_fp32 = (model.score(text, answer.tokens).gather(1, at)[:, 0] for model in (rounded, exact))
+            logits = [model.logits(text, answer.tokens) for model in (rounded, exact)]
+            of_bf16, of_fp32 = (x.log_softmax(-1).gather(1, at)[:, 0] for x in logits)
             errors.append((of_bf16 - of_fp32).abs())
             faults.append((torch.tensor(answer.logprobs) - of_bf16).abs())
-        return torch.cat(errors), torch.cat(faults)
+            doubts.append(-of_bf16.expm1())
+            of_logits = max(of_logits, float((logits[0] - logits[1]).abs().max()))
+        bounds = (torch.cat(doubts) * math.expm1(4 * of_logits)).log1p()
+        return torch.cat(errors), torch.cat(faults), bounds
 
     with engine(export, dtype="bfloat16") as llm:
-        errors, faults = distances(run(llm, TEXTS))
+        errors, faults, bounds = distances(run(llm, TEXTS))
         with broken(lose("states")):
-            _, lost = distances(run(llm, TEXTS, name="lost"))
+            _, lost, bounds_lost = distances(run(llm, TEXTS, name="lost"))
     assert NEW * len(TEXTS) == len(faults)
-    for middle in (torch.mean, lambda x: x.quantile(0.95)):  # the largest is one token's, and as it falls
+    print(f"largest {faults.max():.4f}, nearest to its bound {(faults / bounds).max():.2f}, lost {lost.max():.2f}")
+    for middle in (torch.mean, lambda x: x.quantile(0.95)):
         assert middle(faults) <= 2 * middle(errors) < middle(lost)
+    assert (faults <= bounds).all()
+    assert not (lost <= bounds_lost).all()

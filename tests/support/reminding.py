@@ -7,7 +7,9 @@ lie between two reminders, and no sink holds one, so only the memory knows which
 
 from __future__ import annotations
 
+import atexit
 import functools
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -62,12 +64,14 @@ def random_rows(count: int, length: int, seed: int) -> list[list[int]]:
 
 @functools.cache
 def trained_export(layers: str, mixer: str) -> Path:
-    """The folder of a trained model, in float32. The same every time on one machine.
+    """The folder of a trained model, in float32, which is there until this process ends. The same every time on one
+    machine.
 
     A softmax layer that learns takes the memory's place. So a hybrid begins with the weights of the linear model, and
     its softmax layer's stay as they are.
     """
     folder = Path(tempfile.mkdtemp(prefix=f"trained-{layers}-{mixer}-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     model = _build(folder / "base", layers, mixer)
     if layers == "linear":
         _train(model, STEPS)

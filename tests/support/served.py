@@ -69,10 +69,14 @@ class Reference:
         return Answer(tokens, [float(score[token]) for score, token in zip(scores, tokens)], leads)
 
     @torch.no_grad()
+    def logits(self, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+        """[T,V], in float32: those of all tokens at each of `tokens`, in one forward pass."""
+        found: torch.Tensor = self.model(torch.tensor([prompt + tokens]), use_cache=False).logits[0]
+        return found[len(prompt) - 1 : -1].float()
+
     def score(self, prompt: list[int], tokens: list[int]) -> torch.Tensor:
         """[T,V]: the log-probabilities of all tokens at each of `tokens`, in one forward pass."""
-        logits = self.model(torch.tensor([prompt + tokens]), use_cache=False).logits[0]
-        return logits[len(prompt) - 1 : -1].float().log_softmax(-1)
+        return self.logits(prompt, tokens).log_softmax(-1)
 
     def score_prompt(self, prompt: list[int]) -> torch.Tensor:
         """The log-probabilities of a prompt's own tokens, but for the first."""

@@ -1,0 +1,51 @@
+"""A layer's heads over several processes (tensor parallelism): each has its share of the query and key-value heads,
+with their part of the projections, of the mixer's parameters and of every page. The output map's parts are summed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import Tensor
+
+from liger_convert.config.names import SOFTMAX
+from liger_convert.mixers.base import HeadDims
+from liger_convert.mixers.registry import BUILT_IN
+from liger_convert.model.attention import head_dims
+from liger_convert.model.families import PREFIX, family_of
+from liger_convert.utils.errors import BadInput
+
+# The others' decays follow from a head's place among all; and of other packages' mixers nothing is known
+SPLIT_BY_HEADS = BUILT_IN.keys() - {"lightning", "retnet"}
+
+
+def share_of_heads(dims: HeadDims, processes: int) -> HeadDims:
+    """The sizes of a layer in one of so many processes."""
+    return dataclasses.replace(dims, heads=dims.heads // processes, kv_heads=dims.kv_heads // processes)
+
+
+def check_split(config: Any, processes: int) -> None:
+    """Raises BadInput for a linearized model whose heads cannot be split over so many processes."""
+    if processes == 1:
+        return
+    family, where, plan = family_of(config), f"tensor_parallel_size: {processes}", config.base_model_tp_plan or {}
+    styles = [plan.get(f"layers.*.self_attn.{name}") for name in family.projections]
+    if styles != ["colwise"] * 3 + ["rowwise"]:
+        kind = config.model_type.removeprefix(PREFIX)
+        raise BadInput(f"{where} splits layers by heads, which the projections of {kind} models do not allow; use 1")
+    if head_dims(config).kv_heads % processes:
+        heads = head_dims(config).kv_heads
+        raise BadInput(f"{where} does not divide the {heads} key-value heads of this model; use a divisor of {heads}")
+    mixers = config.linearization["mixers"]
+    for name in dict.fromkeys(config.linearization["layers"]):
+        if name != SOFTMAX and mixers[name]["type"] not in SPLIT_BY_HEADS:
+            raise BadInput(f"{where}: mixer {mixers[name]['type']!r} cannot be split by heads; use 1")
+
+
+def share_of_parameter(saved: Tensor, like: Tensor, process: int) -> Tensor:
+    """The part of a mixer's parameter, as it was saved, that a process has, whose own is like `like`: narrower where a
+    dimension counts heads, or what follows from them."""
+    for axis, size in enumerate(like.shape):
+        if size < saved.shape[axis]:
+            saved = saved.narrow(axis, process * size, size)
+    return saved
