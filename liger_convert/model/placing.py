@@ -22,14 +22,15 @@ def place(model: Any, device: torch.device, share: float = SHARE, taken: int = 0
     """`model`, which is in the host's memory, on `device`, to be run but not trained.
 
     share: the part of what the GPU has free that the weights may take. taken: bytes of it that something else will
-    take. Where the weights take more, the last layers stay where they are, and the weights of a module come to the GPU
+    take; where that is more than all of it, no waiting would help, and the model is put there whole. Where the weights
+    take more than the rest, the last layers stay where they are, and the weights of a module come to the GPU
     for as long as it runs; accelerate does that. A note says so. Such a model gives what it would give. The ends of the
     model are on the GPU, as measures call its head many times a pass, and so are its mixers, which are small and are
     fitted in place. Raises BadInput for a GPU that has no room for these and a layer.
     """
     free = free_memory(device)
     size = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
-    if free is None or size + taken <= share * free:
+    if free is None or size + taken <= share * free or taken > share * free:
         return model.to(device).eval()
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     names = {module: name for name, module in model.named_modules()}

@@ -161,7 +161,8 @@ def select_layers(
 ) -> LayerSelection:
     """Chooses the layers that `plan` leaves undecided, for the base in the folder `base_dir`, on text of `documents`.
 
-    The base and the linearized model are in memory together, as in alignment; see `make_switch`. Raises BadInput as `make_switch` does.
+    The base and the linearized model are in memory together, as in alignment; see `make_switch`, also for what it
+    raises.
     """
     count, length = plan.undecided, span(plan)
     switch = make_switch(recipe, plan, base_dir, documents, device)
