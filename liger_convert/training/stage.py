@@ -164,6 +164,7 @@ def run_stage(
             objective.calibrate(model, rows)
         if mesh is not None:  # adapters are made before anything is sharded
             fitted = mixers_of(model)
+            del model  # else both would be there at once
             model = load_start(model_dir, results, mesh)
             if processes.is_first():
                 model.load_state_dict(fitted, strict=False)
