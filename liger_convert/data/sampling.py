@@ -19,6 +19,7 @@ from transformers.utils import logging
 from liger_convert.model.cache import StaticSoftmaxLayer
 from liger_convert.model.cuda_graphs import WARM_UP, capture
 from liger_convert.model.decoding import ROOM, static_steps
+from liger_convert.model.placing import waits
 from liger_convert.utils.device import out_of_memory
 
 logger = logging.get_logger(__name__)
@@ -109,7 +110,7 @@ class Sampler:
 
     def _capture(self, given: tuple[Tensor, ...]) -> Callable[..., Tensor] | None:
         """The step as a CUDA graph; None where there is none to be had."""
-        if self.model.device.type != "cuda":
+        if self.model.device.type != "cuda" or waits(self.model):
             return None
         try:
             return capture(self._step, given, lambda: [t for layer in self.cache.layers for t in layer.tensors()])

@@ -21,7 +21,8 @@ from liger_convert.data.sampling import Sampler
 from liger_convert.io.checksums import read_checked, write_checked
 from liger_convert.io.files import disk_errors
 from liger_convert.io.tokenizer import check_ids
-from liger_convert.model.loading import load_base
+from liger_convert.model.loading import load_pretrained
+from liger_convert.model.placing import place
 from liger_convert.utils.device import compute_dtype, out_of_memory
 from liger_convert.utils.errors import BadInput, refusing
 from liger_convert.utils.progress import Report, console
@@ -85,15 +86,16 @@ def write(
     Each has exactly `source.document_tokens` tokens, its prompt included. The token that ends a text ends no document:
     what follows is what the base writes after it, as in the stream that it was pretrained on. Nothing in the base's
     own generation config has a say in the sampling.
-    Every document has its own random numbers, so a call that was killed goes on after its last whole batch and ends
-    with the same bytes, and a batch that a GPU has no room for is halved. Until the end `path`.partial holds what there
-    is, and `path`.state its sha256. Raises LinearizeError when the disk is full.
+    Layers of a base that the GPU has no room for wait in the host's memory, see `place`. Every document has its own
+    random numbers, so a call that was killed goes on after its last whole batch and ends with the same bytes, and a
+    batch that a GPU has no room for is halved. Until the end `path`.partial holds what there is, and `path`.state its
+    sha256. Raises LinearizeError when the disk is full.
     """
     state = path.with_name(f"{path.name}.state")
     if path.exists():
         state.unlink(missing_ok=True)
         return
-    model = load_base(base_dir, device, compute_dtype(device, precision))
+    model = place(load_pretrained(base_dir, dtype=compute_dtype(device, precision)), device).requires_grad_(False)
     batches = _Batches(model, source, prompts, seed)
     size, partial = source.document_tokens, path.with_name(f"{path.name}.partial")
     with disk_errors(path):

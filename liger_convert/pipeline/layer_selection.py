@@ -30,12 +30,13 @@ from liger_convert.data.documents import Document
 from liger_convert.data.packed_rows import collate, pack
 from liger_convert.eval import measures
 from liger_convert.eval.ablation import window_control
-from liger_convert.eval.generation import load_model, weight_dtype
+from liger_convert.eval.generation import weight_dtype
 from liger_convert.eval.suites import CopyMeasure
 from liger_convert.mixers import SOFTMAX
 from liger_convert.model import linear_layers
 from liger_convert.model.bases import context_length
-from liger_convert.model.loading import linearize_base
+from liger_convert.model.loading import linearize_base, load_pretrained
+from liger_convert.model.placing import place_both
 from liger_convert.pipeline.plan import Plan
 from liger_convert.training.calibrate import calibrate
 from liger_convert.training.losses import kl_divergence, next_tokens
@@ -160,7 +161,8 @@ def select_layers(
 ) -> LayerSelection:
     """Chooses the layers that `plan` leaves undecided, for the base in the folder `base_dir`, on text of `documents`.
 
-    The base and the linearized model are in memory together, as in alignment. Raises BadInput as `make_switch` does.
+    The base and the linearized model are in memory together, as in alignment; see `make_switch`, also for what it
+    raises.
     """
     count, length = plan.undecided, span(plan)
     switch = make_switch(recipe, plan, base_dir, documents, device)
@@ -196,16 +198,23 @@ def copy_losses(model: Any, ids_NT: Tensor, length: int, batch_size: int, dtype:
 
 
 def make_switch(
-    recipe: Recipe, plan: Plan, base_dir: Path, documents: Sequence[Document], device: torch.device
+    recipe: Recipe,
+    plan: Plan,
+    base_dir: Path,
+    documents: Sequence[Document],
+    device: torch.device,
+    *,
+    trains: bool = False,
 ) -> Switch:
     """Both attentions of every layer that `plan` leaves undecided: that of the base in `base_dir`, and the mixer,
-    calibrated to it on text of `documents`. Raises BadInput when these do not hold two texts to measure on."""
+    calibrated to it on text of `documents`. Where a GPU has no room for both models, layers wait in the host's memory,
+    see `place`, unless something `trains` through them: a backward pass needs all weights at once. Raises BadInput when
+    the documents do not hold two texts to measure on."""
     mixer, length = plan.linearization["mixers"][MAIN], span(plan)
     if (tokens := sum(len(document.ids) for document in documents)) < 2 * length:
         what = f"{tokens} tokens to train on do not hold two spans of {length}, on which layers are measured"
         raise BadInput(f"data.{recipe.given_texts[0]}: {what}")
     dtype = compute_dtype(device, recipe.precision)
-    base = load_model(base_dir, device, recipe.precision)
     linearization = plan.linearization | {
         "layers": [SOFTMAX if i in plan.sliding else MAIN for i in range(len(plan.layers))]
     }
@@ -213,7 +222,9 @@ def make_switch(
     if mixer["combine"] != "shared":
         linearization = window_control(linearization)
     weights = weight_dtype(device, recipe.precision)
-    model = linearize_base(base_dir, linearization, recipe.seed, dtype=weights).to(device).eval()
+    base = load_pretrained(base_dir, dtype=weights)
+    model = linearize_base(base_dir, linearization, recipe.seed, dtype=weights)
+    base, model = (base.to(device), model.to(device).eval()) if trains else place_both(base, model, device)
     rows = pack(documents, 2 * length, max(CALIBRATION_TOKENS, 2 * length), recipe.seed)
     batch = collate([rows[i] for i in range(len(rows))])
     with autocast(device, dtype):

@@ -281,6 +281,13 @@ def too_large(made: Plan, room: int | None, sharding: str) -> list[str]:
         if room is not None and size is not None and size > room:
             written = made.recipe_stages[i]
             aligns = written if isinstance(written, AlignStage) else None
+            if not sharded and stage.waiting_bytes is not None and stage.waiting_bytes <= room:
+                sentences.append(
+                    f"stages[{i}] takes {decimal(size)} of a GPU that has {decimal(room)}: layers of its teacher wait "
+                    "in the host's memory and come to the GPU in every pass, which takes longer; on more GPUs, "
+                    "sharding: full has room for all"
+                )
+                continue
             others = "set gradient_checkpointing: true, or train adapters (lora)"
             if aligns is not None and aligns.layerwise:
                 why, how = "though it holds one layer", "lower batch_size"
@@ -297,9 +304,9 @@ def too_large(made: Plan, room: int | None, sharding: str) -> list[str]:
     return sentences
 
 
-def measured_in_parts(made: Plan, room: int | None) -> list[str]:
+def measured_in_parts(made: Plan, room: int | None, selected_by: str) -> list[str]:
     """A sentence for each thing that a run measures with whole models which take more than `room`, the bytes of a GPU's
-    memory (None: there is none)."""
+    memory (None: there is none). selected_by: how layers are chosen that are undecided."""
     size, sentences = made.memory_bytes["inference"], []
     if room is not None and size > room:
         sentences.append(
@@ -307,10 +314,11 @@ def measured_in_parts(made: Plan, room: int | None) -> list[str]:
             "it, layers wait in the host's memory and come to the GPU in every pass, which takes longer"
         )
     if room is not None and made.undecided and 2 * size > room:
-        sentences.append(
-            f"choosing layers holds the base and the model, {decimal(2 * size)}, of a GPU that has {decimal(room)}; "
-            "name the softmax layers in `layers`, or choose them by linearize select-layers --set device=cpu"
-        )
+        what = f"choosing layers holds the base and the model, {decimal(2 * size)}, of a GPU that has {decimal(room)}"
+        how = "layers of both wait in the host's memory and come to the GPU in every pass, which takes longer"
+        if selected_by == "gates":
+            how = "a backward pass needs all of them; set select: kl or copy, or name the softmax layers in `layers`"
+        sentences.append(f"{what}: {how}")
     return sentences
 
 

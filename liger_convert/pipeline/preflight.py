@@ -69,7 +69,7 @@ def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite) -> list[
             said = f"{metric} reads {length} tokens, more than the {positions} that the base takes"
             warnings.append(f"suite {suite.name}: {said}")
     room = gpu_memory() if recipe.device != "cpu" else None
-    return warnings + too_large(plan, room, recipe.sharding) + measured_in_parts(plan, room)
+    return warnings + too_large(plan, room, recipe.sharding) + measured_in_parts(plan, room, recipe.selected_by)
 
 
 def check_documents(recipe: Recipe, plan: Plan, documents: Callable[[str], Documents]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 
 from liger_convert.config.stages import AlignStage, Stage
 from liger_convert.model import parameter_group
-from liger_convert.training import lora_projections, sequence_parallel
+from liger_convert.training import sequence_parallel
 from liger_convert.training.memory_estimate import (
     Sizes,
     count,
@@ -19,8 +18,10 @@ from liger_convert.training.memory_estimate import (
     measuring_bytes,
     sharded_bytes,
     training_bytes,
+    waiting_bytes,
 )
 from liger_convert.training.sharing import share
+from liger_convert.training.student import count_trained
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class StagePlan:
     """One training stage: tokens it really sees (whole optimizer steps), the fraction of them that is of each source,
     parameters it trains, bytes at its peak, and what those of its training are spent on
     (`memory_estimate.training_bytes`). sharded_bytes: the bytes at the peak of each one of several processes that share
-    the weights; None of one process."""
+    the weights; None of one process. waiting_bytes: those at the peak where the layers of its teacher wait in the
+    host's memory."""
 
     kind: str
     tokens: int
@@ -37,6 +39,7 @@ class StagePlan:
     memory_bytes: int
     memory: dict[str, int]
     sharded_bytes: int | None = None
+    waiting_bytes: int | None = None
 
     def is_sharded(self, sharding: str, room: int | None) -> bool:
         """Whether a recipe with this `sharding` shards the stage, on GPUs with `room` bytes (None: no GPU)."""
@@ -66,7 +69,7 @@ class StagePlanner:
 
     def plan(self, stage: Stage, processes: int = 1, shards: int = 1) -> StagePlan:
         """Raises BadInput where so many processes cannot share the stage's rows."""
-        trained = _trained(stage, self.config, self.shapes)
+        trained = count_trained(stage, self.config, self.shapes)
         batch_size, grad_accumulation = share(stage, processes, shards)
         sequence_parallel.check(stage, self.config, shards)
         layerwise = isinstance(stage, AlignStage) and stage.layerwise
@@ -83,17 +86,8 @@ class StagePlanner:
             sharded = max(sum(shared.values()), measuring)
             parts["buckets"] = 4 * trained  # DDP's copy of the gradients, which it exchanges
         peak = max(sum(parts.values()), measuring_bytes(own, self.config, self.sizes, self.compute))
+        waiting = None
+        if parts["base"] and not layerwise:
+            waiting = peak - waiting_bytes(self.config, self.sizes, self.compute)
         tokens = stage.steps * stage.step_tokens
-        return StagePlan(stage.kind, tokens, stage.sources, trained, peak, parts, sharded)
-
-
-def _trained(stage: Stage, config: Any, shapes: dict[str, tuple[int, ...]]) -> int:
-    """Parameters that a stage changes: groups with a rate, and the LoRA factors of its targets."""
-    groups = stage.learning_rates.trained()
-    trained = sum(math.prod(shape) for name, shape in shapes.items() if parameter_group(name, config) in groups)
-    if stage.lora is not None:
-        linears = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
-        targets = lora_projections(stage.lora, config, linears)
-        adapted = [shape for name, shape in shapes.items() if name.endswith(tuple(f".{t}.weight" for t in targets))]
-        trained += stage.lora.rank * sum(sum(shape) for shape in adapted)
-    return trained
+        return StagePlan(stage.kind, tokens, stage.sources, trained, peak, parts, sharded, waiting)

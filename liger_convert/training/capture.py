@@ -19,6 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from liger_convert.config.stages import AlignStage, Stage
 from liger_convert.model.cuda_graphs import capture
+from liger_convert.model.placing import waits
 
 # A batch -> its loss, detached; adds the gradients to `.grad`.
 FwdBwd = Callable[[dict[str, Tensor]], Tensor]
@@ -44,6 +45,8 @@ def why_not_captured(stage: Stage, models: Iterable[Any], device: torch.device, 
     if stage.gradient_checkpointing:
         return "gradient checkpointing asks for the state of the random numbers"
     for model in models:
+        if waits(model):
+            return "layers of the teacher wait in the host's memory"
         if (attention := model.config._attn_implementation) != "sdpa":
             return f"the attention is {attention!r}, not 'sdpa'"
         if (reach := getattr(model.config, "sliding_window", None)) is not None and reach < stage.seq_len:

@@ -180,6 +180,12 @@ def measuring_bytes(stage: Stage, config: Any, sizes: Sizes, dtype: torch.dtype,
     return weights + tokens * (targets + one)
 
 
+def waiting_bytes(config: Any, sizes: Sizes, dtype: torch.dtype) -> int:
+    """What of a teacher can wait in the host's memory: all layers but the one that runs."""
+    depth = config.num_hidden_layers
+    return dtype.itemsize * (sizes.base - sizes.embeddings) * (depth - 1) // depth
+
+
 def inference_bytes(config: Any, sizes: Sizes, itemsize: int, cache: int) -> int:
     """The peak of reading a long prompt: weights, cache, and what one layer takes for a piece of the prompt."""
     dims = head_dims(config)

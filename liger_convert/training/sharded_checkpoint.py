@@ -64,8 +64,9 @@ def load_optimizer(checkpoint: Path, trained: Mapping[str, nn.Parameter], optimi
 
 
 def load_whole_optimizer(file: Path, parameters: Sequence[nn.Parameter], optimizer: Any) -> None:
-    """Reads an optimizer's states of whole tensors, of which each process takes its slices. parameters: in the order in
-    which the optimizer that wrote them had them."""
+    """Reads an optimizer's states of whole tensors, of which each process takes its slices, or all. parameters: in the
+    order in which the optimizer that wrote them had them. They come from the mapped file: beside the states themselves
+    no memory is held that could not be given back."""
     saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     for number, parameter in enumerate(parameters):
         for state, whole in saved["state"].get(number, {}).items():

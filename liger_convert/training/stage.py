@@ -22,7 +22,8 @@ from liger_convert.data.packed_rows import PackedDataset, collate, pack
 from liger_convert.io.checkpoint import load_config
 from liger_convert.io.files import atomic_dir, atomic_write
 from liger_convert.io.run_folder import RunFolder
-from liger_convert.model.loading import load_base, load_pretrained
+from liger_convert.model.loading import load_pretrained
+from liger_convert.model.placing import place
 from liger_convert.training.align import AlignObjective
 from liger_convert.training.checkpoints import last_good
 from liger_convert.training.distill import DistillObjective
@@ -43,7 +44,7 @@ from liger_convert.training.sharding import (
     without_weights,
 )
 from liger_convert.training.sharing import share
-from liger_convert.training.student import compile_layers, curve, gains_by_compiling, prepare
+from liger_convert.training.student import bytes_beside_teacher, compile_layers, curve, gains_by_compiling, prepare
 from liger_convert.training.trainer import Objective, StageTrainer
 from liger_convert.utils import interrupts, processes
 from liger_convert.utils.device import autocast, compute_dtype
@@ -144,7 +145,8 @@ def run_stage(
     model = load_start(model_dir, results, mesh)
     check(stage, model.config, sequence_parallel)
     sequence = group_of(device, sequence_parallel) if sequence_parallel > 1 else None
-    objective = make_objective(stage, model.config, base_dir, device, dtype, mesh)
+    taken = bytes_beside_teacher(stage, model, device, dtype, count, sequence_parallel)
+    objective = make_objective(stage, model.config, base_dir, device, dtype, mesh, taken)
 
     def first_rows(count: int) -> dict[str, torch.Tensor]:
         batch = collate([dataset.whole(i) for i in range(min(count, len(dataset)))])
@@ -162,6 +164,7 @@ def run_stage(
             objective.calibrate(model, rows)
         if mesh is not None:  # adapters are made before anything is sharded
             fitted = mixers_of(model)
+            del model  # else both would be there at once
             model = load_start(model_dir, results, mesh)
             if processes.is_first():
                 model.load_state_dict(fitted, strict=False)
@@ -278,13 +281,21 @@ def load_start(model_dir: Path, results: Sequence[Path], mesh: DeviceMesh | None
 
 
 def make_objective(
-    stage: Stage, config: Any, base_dir: Path, device: torch.device, dtype: torch.dtype, mesh: DeviceMesh | None
+    stage: Stage,
+    config: Any,
+    base_dir: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    mesh: DeviceMesh | None,
+    taken: int,
 ) -> Objective:
-    """The stage's loss; the base is loaded only where it teaches, and sharded where there is a `mesh`."""
+    """The stage's loss; the base is loaded only where it teaches, and sharded where there is a `mesh`. Without one, its
+    last layers wait in the host's memory where a GPU has no room for them beside the `taken` bytes of the training."""
 
     def teacher() -> Any:
         if mesh is None:
-            return load_base(base_dir, device, dtype)
+            base = load_pretrained(base_dir, dtype=dtype).requires_grad_(False)
+            return place(base, device, share=1.0, taken=taken)  # what is taken has been estimated, and not guessed
         first = processes.is_first()
         base = load_pretrained(base_dir, dtype=dtype) if first else without_weights(load_config(base_dir))
         return shard_base(base.requires_grad_(False).eval(), mesh, aligns=isinstance(stage, AlignStage))

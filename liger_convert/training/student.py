@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -10,9 +11,12 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from liger_convert.config.stages import Lora, Stage
-from liger_convert.model import MIXER_MODULE, linear_layers
+from liger_convert.model import MIXER_MODULE, linear_layers, parameter_group
 from liger_convert.model.families import family_of
+from liger_convert.model.placing import waits
 from liger_convert.training.align import AlignObjective
+from liger_convert.training.memory_estimate import Sizes, count, measuring_bytes, training_bytes
+from liger_convert.training.sharing import share
 from liger_convert.training.trainer import Objective, freeze
 from liger_convert.utils.errors import BadInput
 
@@ -36,7 +40,8 @@ def compile_layers(model: Any, objective: Objective, aligning: bool) -> None:
     """Compiles the layers in place, under the same names: one graph for each kind of layer and each length of rows, as
     kernels for any length are slower.
 
-    In alignment only the attention of the linearized layers runs.
+    In alignment only the attention of the linearized layers runs. A teacher whose layers wait in the host's memory
+    stays as it is: its weights come by code that no graph holds.
     """
     torch._dynamo.config.recompile_limit = 64  # kinds of layers, times lengths of the last batch
     whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -44,11 +49,12 @@ def compile_layers(model: Any, objective: Objective, aligning: bool) -> None:
     if aligning:
         compile_attention(model)
         assert isinstance(objective, AlignObjective)
-        for layer in objective.base.model.layers:
+        for layer in [] if waits(objective.base) else objective.base.model.layers:
             compile_parts(layer)
         return
     teacher = getattr(objective, "base", None)
-    for layer in [*backbone.layers, *([] if teacher is None else teacher.model.layers)]:
+    of_teacher = [] if teacher is None or waits(teacher) else teacher.model.layers
+    for layer in [*backbone.layers, *of_teacher]:
         layer.compile(dynamic=False)
 
 
@@ -100,6 +106,35 @@ def lora_projections(lora: Lora, config: Any, linears: Iterable[str]) -> list[st
         body = (name for name in linears if re.search(r"\.layers\.\d+\.(self_attn|mlp)\.", name))
         return sorted({name.rpartition(".")[2] for name in body if f".{MIXER_MODULE}." not in name} - {"gate"})
     return lora.targets
+
+
+def count_trained(stage: Stage, config: Any, shapes: dict[str, tuple[int, ...]]) -> int:
+    """Parameters that a stage changes, of a model of these shapes: groups with a rate, and its adapters."""
+    groups = stage.learning_rates.trained()
+    trained = sum(math.prod(shape) for name, shape in shapes.items() if parameter_group(name, config) in groups)
+    if stage.lora is not None:
+        linears = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
+        targets = lora_projections(stage.lora, config, linears)
+        adapted = [shape for name, shape in shapes.items() if name.endswith(tuple(f".{t}.weight" for t in targets))]
+        trained += stage.lora.rank * sum(sum(shape) for shape in adapted)
+    return trained
+
+
+def bytes_beside_teacher(
+    stage: Stage, model: Any, device: torch.device, dtype: torch.dtype, processes: int, shards: int
+) -> int:
+    """What the training of `model` takes of each one of so many processes, of which `shards` share each row, without
+    the base that teaches it: an estimate."""
+    batch_size, grad_accumulation = share(stage, processes, shards)
+    shape = {"batch_size": batch_size, "grad_accumulation": grad_accumulation, "seq_len": stage.seq_len // shards}
+    own, shapes = stage.model_copy(update=shape), {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+    def numbers(group: str) -> int:
+        return count({name: size for name, size in shapes.items() if parameter_group(name, model.config) == group})
+
+    sizes = Sizes(count(shapes) - numbers("mixer"), numbers("embeddings"), numbers("mixer"))
+    parts = training_bytes(own, model.config, sizes, count_trained(own, model.config, shapes), device, dtype)
+    return max(sum(parts.values()), measuring_bytes(own, model.config, sizes, dtype)) - parts["base"]
 
 
 def curve(losses: list[tuple[int, float]]) -> list[tuple[int, float]]:

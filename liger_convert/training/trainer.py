@@ -39,6 +39,9 @@ from liger_convert.utils.progress import Report
 logger = logging.get_logger(__name__)
 
 TRAINED_FILE, AVERAGE_FILE = "trained.safetensors", "average.safetensors"
+READ_WHOLE = {
+    "cpu"
+}  # where what is read of an optimizer becomes its state; a GPU's would be in the host's memory first
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 
 
@@ -298,7 +301,8 @@ class StageTrainer(Trainer):
                 self.average.load(file.get_tensor)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not (self.sharded or sharded_checkpoint.is_sharded(Path(checkpoint))):
+        is_whole = checkpoint is None or not (self.sharded or sharded_checkpoint.is_sharded(Path(checkpoint)))
+        if checkpoint is None or (is_whole and self.args.device.type in READ_WHOLE):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         assert self.optimizer is not None

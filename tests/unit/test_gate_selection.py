@@ -162,8 +162,8 @@ def test_nothing_but_the_gates_is_trained(monkeypatch: pytest.MonkeyPatch) -> No
     switches: list[Switch] = []
     real = gate_selection.make_switch
 
-    def kept(*args: Any) -> Switch:
-        switches.append(real(*args))
+    def kept(*args: Any, **options: Any) -> Switch:
+        switches.append(real(*args, **options))
         before.update({name: p.clone() for name, p in switches[0].model.named_parameters()})
         return switches[0]
 

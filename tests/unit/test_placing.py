@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from stages import folders, make_stage, result_bytes, train
 from tiny import tiny_tokenizer
 from tiny_models import GREEDY, PADDED, PADDED_MASK, TOKENS, base_folder, build, linearization, logits
 
+from liger_convert.config.stages import LearningRates, Lora
 from liger_convert.data.documents import Document
 from liger_convert.eval.ablation import BRANCHES
 from liger_convert.model import placing, set_branches
 from liger_convert.model.loading import linearize_base, load_pretrained
 from liger_convert.model.placing import SHARE, place
 from liger_convert.pipeline import stage_check
+from liger_convert.training import stage as stage_module
 from liger_convert.utils.errors import BadInput
 
 DEVICE = torch.device("cpu")
@@ -75,6 +79,58 @@ def test_a_model_that_fits_is_in_one_piece(small: Any, capsys: Any) -> None:
 def test_a_gpu_without_room_for_a_layer_is_refused(small: Any) -> None:
     with pytest.raises(BadInput, match=r"device: the GPU has .* does not hold the ends of the model and a layer"):
         small(model_of("llama", "gla"), 0.2)
+
+
+LEARNED: dict[str, dict[str, Any]] = {
+    "align": {"calibrate": True},
+    "distill": {},
+    "distill-concat": {"concat_documents": True},
+    "distill-lora": {"lora": Lora(rank=4), "learning_rates": LearningRates(mixer=1e-2, lora=2e-2)},
+}
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_stage_learns_the_same_of_a_teacher_whose_layers_wait(
+    name: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """On a GPU that has no room for the teacher beside what is trained; the control has another teacher."""
+    stage = make_stage(name.partition("-")[0], steps=2, **LEARNED[name])
+    whole = train(stage, tmp_path / "whole", precision=precision)
+    assert "wait" not in capsys.readouterr().err
+    teacher = load_pretrained(folders()[0], dtype=getattr(torch, precision))
+    taken: list[int] = []
+
+    def place_in_part(model: Any, device: torch.device, **options: Any) -> Any:
+        taken.append(options["taken"])
+        monkeypatch.setattr(placing, "free_memory", lambda device: options["taken"] + int(0.8 * size(teacher)))
+        return place(model, device, **options)
+
+    monkeypatch.setattr(stage_module, "place", place_in_part)
+    parts = train(stage, tmp_path / "parts", precision=precision)
+    assert "of the model's" in capsys.readouterr().err
+    assert taken[0] > size(teacher)  # float32 weights and gradients, for one
+    assert result_bytes(tmp_path / "parts") == result_bytes(tmp_path / "whole")
+    assert parts["loss"] == whole["loss"]
+
+    def other(model: Any, device: torch.device, **options: Any) -> Any:
+        with torch.no_grad():
+            model.model.layers[-1].self_attn.o_proj.weight.mul_(1.5)
+        return place_in_part(model, device, **options)
+
+    monkeypatch.setattr(stage_module, "place", other)
+    assert train(stage, tmp_path / "other", precision=precision)["loss"] != whole["loss"]
+
+
+def test_a_teacher_does_not_wait_where_the_training_alone_has_no_room(small: Any, capsys: Any) -> None:
+    whole = place(model_of("llama", "gla"), DEVICE, share=1.0, taken=1 << 60)
+    assert not waiting(whole)
+    model, free = model_of("llama", "gla"), 1 << 24
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placing, "free_memory", lambda device: free)
+        assert not waiting(place(model, DEVICE, share=1.0, taken=free + 1))
+        with pytest.raises(BadInput, match=r"does not hold the ends of the model and a layer beside the 16\.8 MB of"):
+            place(model, DEVICE, share=1.0, taken=free)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -291,6 +291,9 @@ def test_a_stage_that_fits_with_its_weights_shared_is_not_named():
     room = made.stages[0].memory_bytes - 1
     assert too_large(made, room, "auto") == []
     (said,) = too_large(made, room, "none")
+    assert "layers of its teacher wait in the host's memory" in said
+    assert made.stages[0].waiting_bytes < made.stages[0].memory_bytes
+    (said,) = too_large(made, made.stages[0].waiting_bytes - 1, "none")
     assert "as it holds all weights; set sharding: auto and start it on several GPUs" in said
     (said,) = too_large(made, 1, "auto")
     assert "though all share its weights; start it on more GPUs" in said
@@ -328,15 +331,17 @@ def test_stages_that_do_not_fit_a_gpu_are_named():
 
 
 def test_what_is_measured_in_parts_is_said_beforehand():
-    """So is what holds two models at once, and then cannot be done on this GPU."""
+    """So is what holds two models at once, which gates cannot do on this GPU."""
     made, open_made = plan(), plan(layers={"softmax_auto": 1})
     size = made.memory_bytes["inference"]
-    assert measured_in_parts(made, None) == measured_in_parts(made, size) == []
-    (said,) = measured_in_parts(made, size - 1)
+    assert measured_in_parts(made, None, "copy") == measured_in_parts(made, size, "copy") == []
+    (said,) = measured_in_parts(made, size - 1, "copy")
     assert "layers wait in the host's memory and come to the GPU in every pass" in said
-    (said,) = measured_in_parts(open_made, open_made.memory_bytes["inference"])
-    assert said.startswith("choosing layers holds the base and the model")
-    assert "name the softmax layers in `layers`" in said
+    room = open_made.memory_bytes["inference"]
+    for how, what in {"copy": "wait in the host's", "kl": "wait in the host's", "gates": "set select: kl"}.items():
+        (said,) = measured_in_parts(open_made, room, how)
+        assert said.startswith("choosing layers holds the base and the model")
+        assert what in said
 
 
 def test_the_export_dtype_sets_the_bytes_of_weights_and_cache():

@@ -25,7 +25,9 @@ from liger_convert.eval.measures import copy_loss
 from liger_convert.eval.suites import CopyMeasure
 from liger_convert.io.checkpoint import load_config
 from liger_convert.mixers import resolve_spec
+from liger_convert.model import placing
 from liger_convert.model.loading import linearize_base
+from liger_convert.model.placing import place_both
 from liger_convert.pipeline import layer_selection
 from liger_convert.pipeline.layer_selection import CopyLosses, LayerSelection, Switch, evaluations, search
 from liger_convert.pipeline.plan import make_plan
@@ -136,6 +138,57 @@ def test_every_layer_is_measured_both_ways_and_the_cost_is_foreseen(keep: int) -
 
 
 # --- the selection
+
+
+def cramped(monkeypatch: pytest.MonkeyPatch, part: float) -> list[set[str]]:
+    """Models are placed as on a GPU with room for so many parts of both; gives the parameters of each that wait."""
+    found: list[set[str]] = []
+
+    def placed(first: Any, second: Any, device: torch.device) -> Any:
+        size = sum(p.nbytes for model in (first, second) for p in model.parameters())
+        seen: list[int] = []
+
+        def free_memory(device: torch.device) -> int:
+            """What the first model leaves, when the second one's turn comes."""
+            seen.append(sum(p.nbytes for p in first.parameters() if not p.is_meta) if seen else 0)
+            return int(part * size / placing.SHARE) - seen[-1]
+
+        monkeypatch.setattr(placing, "free_memory", free_memory)
+        models = place_both(first, second, device)
+        found.extend({name for name, p in model.named_parameters() if p.is_meta} for model in models)
+        return models
+
+    monkeypatch.setattr(layer_selection, "place_both", placed)
+    return found
+
+
+@pytest.mark.parametrize(("select", "mixer"), [("copy", "gla"), ("kl", "gla"), ("kl", "gated-deltanet")])
+def test_a_selection_of_models_that_a_gpu_cannot_hold_is_the_same(
+    select: str, mixer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers of both models wait, but no mixer, which is calibrated in place."""
+    expected = selected(2, select=select, mixer=mixer)
+    waiting = cramped(monkeypatch, 0.8)
+    assert selected(2, select=select, mixer=mixer) == expected
+    base, model = waiting
+    assert any(".self_attn." in name for name in base)
+    assert any(".self_attn." in name for name in model)
+    assert any(".mlp." in name for name in model)
+    assert not any(".mixer." in name for name in model)
+
+
+def test_a_mixer_that_waited_would_not_be_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above."""
+    cramped(monkeypatch, 0.8)
+    monkeypatch.setattr(placing, "_apart", lambda name, module, device: {name: placing.HOST})
+    with pytest.raises(RuntimeError, match="device meta"):
+        selected(2, select="kl")
+
+
+def test_models_that_a_gpu_holds_are_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = cramped(monkeypatch, 1.2)
+    selected()
+    assert waiting == [set(), set()]
 
 
 def test_a_selection_is_made_of_the_losses_it_names_and_comes_out_the_same_twice() -> None:

@@ -15,6 +15,7 @@ from liger_convert.config.sources import TeacherSource
 from liger_convert.data import teacher
 from liger_convert.data.documents import Document, load_source
 from liger_convert.data.sampling import Sampler
+from liger_convert.model import placing
 from liger_convert.model.loading import load_base
 from liger_convert.utils.errors import BadInput
 
@@ -94,6 +95,23 @@ def test_a_cache_of_fixed_size_writes_the_likeliest_tokens(base: Path, fixed: bo
     for batch in (prompts, prompts[::-1], prompts[:1]):
         made_BT = sampler(batch, [(0, i) for i in range(len(batch))])
         assert made_BT.tolist() == [continued(base, prompt, 24) for prompt in batch]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
+def test_a_base_that_a_gpu_cannot_hold_writes_the_same(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Of which layers wait in the host's memory; gemma2 has one tensor for both of its ends."""
+    folder = save_tiny_base(family, tmp_path / family)
+    made = [write(folder, tmp_path / "whole", source(tokens=99))]
+    assert "wait" not in capsys.readouterr().err
+    size = sum(parameter.nbytes for parameter in load_base(folder, CPU, torch.float32).parameters())
+    monkeypatch.setattr(placing, "free_memory", lambda device: int(0.8 * size / placing.SHARE))
+    made.append(write(folder, tmp_path / "parts", source(tokens=99)))
+    assert "of the model's" in capsys.readouterr().err
+    made.append(write(folder, tmp_path / "other", source(tokens=99), seed=1))
+    assert (made[0] == made[1]).all()
+    assert (made[0] != made[2]).any()
 
 
 @pytest.mark.parametrize("family", ["gemma2", "mistral", "qwen3", "olmoe"])

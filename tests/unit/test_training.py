@@ -22,7 +22,7 @@ from liger_convert.mixers import resolve_spec
 from liger_convert.mixers.linear.gateloop import GateLoop
 from liger_convert.model import parameter_group
 from liger_convert.model.loading import linearize_base, load_base
-from liger_convert.training import finetune, losses
+from liger_convert.training import finetune, losses, sharded_checkpoint, trainer
 from liger_convert.training.merge import load_chain
 from liger_convert.training.student import add_lora
 from liger_convert.training.trainer import StageTrainer, freeze, optimizer_groups
@@ -115,7 +115,7 @@ def test_the_base_is_loaded_only_where_it_teaches(tmp_path: Path, monkeypatch: p
     def refuse(*args: Any) -> None:
         raise AssertionError("this stage has no teacher")
 
-    monkeypatch.setattr("liger_convert.training.stage.load_base", refuse)
+    monkeypatch.setattr("liger_convert.training.stage.load_pretrained", refuse)
     train(make_stage("finetune", steps=1), tmp_path / "finetune")
     train(make_stage("distill", steps=1, kl_weight=0.0), tmp_path / "distill")
 
@@ -241,6 +241,28 @@ def test_a_stage_that_was_killed_ends_with_the_same_bytes(name: str, family: str
     assert resumed["loss"] == whole["loss"]
     assert result_bytes(tmp_path / "whole") == result_bytes(tmp_path / "killed")
     assert not (tmp_path / "killed" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("name", ["finetune", "lora"])
+def test_an_optimizer_that_another_device_has_resumes_the_same(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, to which its states go one by one. The control has none of them."""
+    stage = make_stage(name, save_every=2)
+    train(stage, tmp_path / "whole")
+
+    def killed(done: float, total: float | None, note: str) -> None:
+        if done == 5:
+            raise Killed
+
+    monkeypatch.setattr(trainer, "READ_WHOLE", {})
+    for folder in ("resumed", "control"):
+        with pytest.raises(Killed):
+            train(stage, tmp_path / folder, progress=killed)
+        train(stage, tmp_path / folder, resume=True)
+        monkeypatch.setattr(sharded_checkpoint, "load_whole_optimizer", lambda *_: None)
+    assert result_bytes(tmp_path / "resumed") == result_bytes(tmp_path / "whole")
+    assert result_bytes(tmp_path / "control") != result_bytes(tmp_path / "whole")
 
 
 def test_a_finished_stage_is_not_trained_again(tmp_path: Path) -> None:
