@@ -39,10 +39,12 @@ from liger_convert.benchmark.bench import in_float32, quartiles
 from liger_convert.benchmark.shapes import SHAPES, random_model
 from liger_convert.config.stages import AlignStage, DistillStage, FinetuneStage, LearningRates, Lora, Stage
 from liger_convert.model import take_auxiliary_loss
+from liger_convert.model.output_head import OutputHead
 from liger_convert.training.align import AlignObjective
 from liger_convert.training.capture import CapturedFwdBwd, FwdBwd, why_not_captured
 from liger_convert.training.distill import DistillObjective
 from liger_convert.training.finetune import FinetuneObjective
+from liger_convert.training.losses import cross_entropy, next_tokens, summed
 from liger_convert.training.student import add_lora, compile_layers, gains_by_compiling
 from liger_convert.training.trainer import Objective, freeze, optimizer_groups
 from liger_convert.utils.device import autocast, compute_dtype, pick_device
@@ -74,6 +76,18 @@ def make_stage(name: str, tokens: int, length: int, accumulation: int, joined: b
     return STAGES[name]["kind"](data="random", concat_documents=joined, **sizes, **options)
 
 
+class BaseObjective:
+    """`FinetuneObjective` for the base itself, whose own forward pass makes the logits of all tokens."""
+
+    summed = True
+
+    def __call__(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
+        whole, next_N = model.get_base_model(), next_tokens(batch["labels"])
+        hidden_NC = whole.model(batch["input_ids"], use_cache=False).last_hidden_state.flatten(0, 1)
+        head = OutputHead.of(whole)
+        return summed(hidden_NC, lambda piece_NV, chunk: cross_entropy(piece_NV, next_N[chunk]), head)
+
+
 @dataclass
 class Training:
     """A model in one stage, with its adapters, if any, and its teacher, if it has one."""
@@ -93,7 +107,7 @@ class Training:
         base = None
         if name in ("align", "distill"):
             base = random_model(a.shape, None, device, dtype).requires_grad_(False)
-        objective: Objective = FinetuneObjective()
+        objective: Objective = BaseObjective() if name == BASE else FinetuneObjective()
         if isinstance(stage, AlignStage):
             objective = AlignObjective(base, model.config)
         elif isinstance(stage, DistillStage):

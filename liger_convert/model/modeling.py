@@ -30,6 +30,7 @@ from liger_convert.model.configuration import CONFIGS, FORMAT, linear_layers
 from liger_convert.model.decoding import Decoder, why_plain
 from liger_convert.model.families import FAMILIES, family_of
 from liger_convert.model.heads import head_classes
+from liger_convert.model.output_head import HeadLoss, OutputHead
 from liger_convert.model.packing import document_positions
 from liger_convert.model.quantized_weights import QuantizedWeights
 from liger_convert.model.sequence import PACKED_CACHE, SequenceMetadata
@@ -189,9 +190,12 @@ class LinearizedForCausalLM(LinearizedInit):
         labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
         align: AlignTargets | None = None,
+        head_loss: HeadLoss | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As the family's; with `align` the alignment loss of each linearized layer on the base's own activations.
+        """As the family's; with `align` the alignment loss of each linearized layer on the base's own activations; with
+        `head_loss` only the loss that it makes of all hidden states and the head, or where these cannot be told apart,
+        of the logits. It is called in here, where wrappers have gathered the head's weights.
 
         `position_ids`, `logits_to_keep` and `labels` must stand in the signature, where generation and `Trainer` look
         for them: without the first the rows of a padded batch would start at other positions than alone, without the
@@ -202,6 +206,13 @@ class LinearizedForCausalLM(LinearizedInit):
             return self._align(align, position_ids, attention_mask, kwargs.get("metadata"))
         inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
         inputs["attention_mask"] = attention_mask
+        if head_loss is not None:
+            head = OutputHead.of(self)
+            if head is None:
+                states_BTX = super().forward(**inputs, **kwargs).logits
+            else:
+                states_BTX = self.model(**inputs, **kwargs).last_hidden_state
+            return CausalLMOutputWithPast(loss=head_loss(states_BTX.flatten(0, 1), head))
         of_all_tokens = any(kwargs.get(name, getattr(self.config, name, False)) for name in OF_ALL_TOKENS)
         if past_key_values is not None and not of_all_tokens and not torch.is_grad_enabled():
             inputs = self._read_ahead(inputs, past_key_values, logits_to_keep)

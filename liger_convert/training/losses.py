@@ -1,6 +1,6 @@
 """Sums over tokens of losses on logits, in float32, without a float32 tensor of all tokens and the whole vocabulary.
 
-Shapes: B batch, T tokens, N = B * T, V vocabulary.
+Shapes: B batch, T tokens, N = B * T, C hidden size, V vocabulary, X either of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_convert.data.packed_rows import IGNORED
-from liger_convert.training.memory_estimate import CHUNK_LOGITS
+from liger_convert.model.output_head import OutputHead
+from liger_convert.training.memory_estimate import CHUNK_LOGITS, HEAD_LOGITS
 
 ChunkLoss = Callable[[Tensor, slice], Tensor]
 
@@ -25,27 +26,23 @@ def next_tokens(labels_BT: Tensor, tokens: int | None = None) -> Tensor:
     return F.pad(labels_BT[:, 1:], (0, 1), value=IGNORED)[:, :tokens].flatten()
 
 
-def summed(logits_NV: Tensor, chunk_loss: ChunkLoss) -> Tensor:
+def summed(states_NX: Tensor, chunk_loss: ChunkLoss, head: OutputHead | None = None) -> Tensor:
     """The sum of `chunk_loss(logits[i:j], slice(i, j))` over chunks of tokens: a float32 scalar to differentiate.
 
-    The gradient, in the dtype of `logits`, is computed chunk by chunk along with the loss, while the chunk is at hand.
+    states: logits [N,V]; or with a `head` the hidden states [N,C] that it makes them of, so that there are never the
+    logits of all tokens. The gradients are computed chunk by chunk along with the loss, while the chunk is at hand: of
+    what is given in its dtype, of the head's weights added up in float32. There is no second derivative.
     """
-    return _Summed.apply(logits_NV, chunk_loss)
+    if head is None:
+        return _OfLogits.apply(states_NX, chunk_loss)
+    return _OfHidden.apply(states_NX, head.weight_VC, head.bias_V, head.bounded, chunk_loss)
 
 
-class _Summed(torch.autograd.Function):
+class _OfLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, chunk_loss: ChunkLoss) -> Tensor:
         grad_NV = torch.empty_like(logits_NV)
-        total = logits_NV.new_zeros((), dtype=torch.float32)
-        size = max(1, CHUNK_LOGITS[logits_NV.device.type] // logits_NV.shape[1])
-        for start in range(0, len(logits_NV), size):
-            chunk = slice(start, start + size)
-            with torch.enable_grad():
-                piece_NV = logits_NV[chunk].detach().requires_grad_()
-                loss = chunk_loss(piece_NV, chunk)
-            (grad_NV[chunk],) = torch.autograd.grad(loss, piece_NV)
-            total += loss.detach()
+        total = _differentiated(logits_NV, chunk_loss, grad_NV)
         ctx.save_for_backward(grad_NV)
         return total
 
@@ -53,6 +50,72 @@ class _Summed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad_NV,) = ctx.saved_tensors
         return _fused(_scaled, grad_NV)(grad_NV, grads[0]), None
+
+
+class _OfHidden(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NC: Tensor,
+        weight_VC: Tensor,
+        bias_V: Tensor | None,
+        bounded: Callable[[Tensor], Tensor],
+        chunk_loss: ChunkLoss,
+    ) -> Tensor:
+        device, (vocabulary, _) = hidden_NC.device.type, weight_VC.shape
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VC.dtype
+        used_VC, used_V = weight_VC.to(dtype), None if bias_V is None else bias_V.to(dtype)
+        grad_NC = torch.empty_like(hidden_NC) if ctx.needs_input_grad[0] else None
+        grad_VC = torch.zeros_like(weight_VC, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_V = weight_VC.new_zeros(vocabulary, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        total = hidden_NC.new_zeros((), dtype=torch.float32)
+        size = max(1, HEAD_LOGITS[device] // vocabulary)
+
+        def loss(piece_NV: Tensor, chunk: slice) -> Tensor:
+            return chunk_loss(bounded(piece_NV), chunk)
+
+        for start in range(0, len(hidden_NC), size):
+            chunk = slice(start, start + size)
+            chunk_NC = hidden_NC[chunk].to(dtype)
+            product_NV = F.linear(chunk_NC, used_VC, used_V)
+            d_NV = torch.empty_like(product_NV)
+            total += _differentiated(product_NV, loss, d_NV, start)
+            if grad_NC is not None:
+                grad_NC[chunk] = d_NV @ used_VC
+            if grad_VC is not None:
+                grad_VC += d_NV.T @ chunk_NC
+            if grad_V is not None:
+                grad_V += d_NV.sum(0, dtype=torch.float32)
+        ctx.save_for_backward(grad_NC, grad_VC, grad_V)
+        ctx.dtypes = weight_VC.dtype, None if bias_V is None else bias_V.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_NC, grad_VC, grad_V = (None if x is None else x * grads[0] for x in ctx.saved_tensors)
+        of_weight, of_bias = ctx.dtypes
+        return (
+            grad_NC,
+            None if grad_VC is None else grad_VC.to(of_weight),
+            None if grad_V is None else grad_V.to(of_bias),
+            None,
+            None,
+        )
+
+
+def _differentiated(logits_NV: Tensor, chunk_loss: ChunkLoss, grad_NV: Tensor, first: int = 0) -> Tensor:
+    """The sum of the losses of chunks of `logits`, the first of which are those of token `first`; writes its gradient
+    to `grad`."""
+    total = logits_NV.new_zeros((), dtype=torch.float32)
+    size = max(1, CHUNK_LOGITS[logits_NV.device.type] // logits_NV.shape[1])
+    for start in range(0, len(logits_NV), size):
+        end = min(start + size, len(logits_NV))
+        with torch.enable_grad():
+            piece_NV = logits_NV[start:end].detach().requires_grad_()
+            loss = chunk_loss(piece_NV, slice(first + start, first + end))
+        (grad_NV[start:end],) = torch.autograd.grad(loss, piece_NV)
+        total += loss.detach()
+    return total
 
 
 def _scaled(grad_NV: Tensor, scale: Tensor) -> Tensor:

@@ -23,6 +23,8 @@ COPY_BYTES = 32 << 20  # what convert takes for its buffers, whatever the checkp
 # (five times the speed of one pass over all of them), many enough to fill a GPU for longer than it takes to launch the
 # next.
 CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**28}
+# Logits that are made of hidden states at a time: enough for a product to be worth its pass over the head's weights.
+HEAD_LOGITS = {"cpu": 2**25, "cuda": 2**28}
 ERROR_ROWS = 4  # on which a stage's errors are reported: whatever the batch size, so that splitting one changes nothing
 CALIBRATION_TOKENS = 8192  # some thirty for each of 256 codes
 PREFILL = 2048  # tokens of a long prompt that a linearized model reads at a time
@@ -56,7 +58,9 @@ def training_bytes(
     activations  what N tokens keep for the backward pass, see `_kept`. With checkpointing 4 C a layer and one layer
                  in full; in alignment the attention alone, and e 2 C of targets
     passing      what one layer's backward pass takes for itself, see `_passing`
-    logits       e N V for ours, for their gradient, and for the base's; a chunk of the loss; none in alignment
+    logits       of a chunk of tokens, ours, their gradient, the base's, and what the loss makes of them; of all tokens
+                 the base's hidden states and the gradient of ours, e N C each; in float32 the gradient of the head's
+                 weights, twice, where they are trained; none in alignment
     """
     compiled = stage.compile and device.type == "cuda"
     e, dims, depth = dtype.itemsize, head_dims(config), config.num_hidden_layers
@@ -72,7 +76,10 @@ def training_bytes(
         head = config.vocab_size * dims.hidden
         matrices = sizes.base - sizes.embeddings
         chunk = min(tokens * config.vocab_size, CHUNK_LOGITS[device.type])
-        logits = e * tokens * config.vocab_size * (3 if teaches else 2) + (e if compiled else 16) * chunk
+        made = min(tokens * config.vocab_size, HEAD_LOGITS[device.type])
+        states = tokens * dims.hidden * (2 if teaches else 1)
+        logits = e * (made * (3 if teaches else 2) + states) + (e if compiled else 16) * chunk
+        logits += 8 * head if "embeddings" in stage.learning_rates.trained() else 0
     activations, copies = sum(layers), matrices + head
     if stage.gradient_checkpointing:
         targets = (2 if aligns else 0) * e * dims.hidden

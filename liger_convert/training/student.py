@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch._inductor.config
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from liger_convert.config.stages import Lora, Stage
@@ -21,6 +22,8 @@ from liger_convert.training.trainer import Objective, freeze
 from liger_convert.utils.errors import BadInput
 
 CURVE_POINTS = 50
+# Graphs with these are not kept for other processes unless it is said that they may be: their arguments say all.
+CACHEABLE = {f"torch.amp.autocast_mode.{name}": "1" for name in ("_enter_autocast", "_exit_autocast")}
 
 
 def prepare(model: Any, stage: Stage) -> Any:
@@ -44,6 +47,7 @@ def compile_layers(model: Any, objective: Objective, aligning: bool) -> None:
     stays as it is: its weights come by code that no graph holds.
     """
     torch._dynamo.config.recompile_limit = 64  # kinds of layers, times lengths of the last batch
+    torch._inductor.config.unsafe_marked_cacheable_functions = CACHEABLE
     whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     backbone = whole.model
     if aligning:

@@ -158,11 +158,11 @@ def test_precision_is_that_of_the_products_and_weights_stay_float32(
 ) -> None:
     seen = []
 
-    def spy(logits_NV: Tensor, chunk_loss: Any) -> Tensor:
+    def spy(logits_NV: Tensor, next_N: Tensor) -> Tensor:
         seen.append(logits_NV.dtype)
-        return losses.summed(logits_NV, chunk_loss)
+        return losses.cross_entropy(logits_NV, next_N)
 
-    monkeypatch.setattr(finetune, "summed", spy)
+    monkeypatch.setattr(finetune, "cross_entropy", spy)
     train(make_stage("finetune", steps=2), tmp_path, precision=precision)
     assert set(seen) == {dtype}
     (saved,) = files_of(tmp_path)
