@@ -31,12 +31,14 @@ def capture(
     try:
         with torch.autocast("cuda", dtype, enabled=casting, cache_enabled=False):
             side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(WARM_UP - 1):
-                    step(*slots)
-                with _without_waiting():
-                    step(*slots)
-            torch.cuda.current_stream().wait_stream(side)
+            try:
+                with torch.cuda.stream(side):
+                    for _ in range(WARM_UP - 1):
+                        step(*slots)
+                    with _without_waiting():
+                        step(*slots)
+            finally:  # a step that failed may have queued work, which reads the slots and writes the tensors
+                torch.cuda.current_stream().wait_stream(side)
             with _undone_if_it_fails(), torch.cuda.graph(graph, pool=pool):
                 result = step(*slots)
     finally:

@@ -24,8 +24,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
+from gated_kernels.common.recomputed import recomputed
 from gated_kernels.common.registry import kernel_for
 from gated_kernels.common.tracing import reads_no_values
 
@@ -80,7 +80,7 @@ def chunk_delta_rule(
             found = kernel(q, k_BTGF, v_BTGV, r_BTGF, log_a, **options)
         if found is None:
             inputs = q, k_BTGF, v_BTGV, r_BTGF, log_a, e_BTGF, state, segment_ids_BT
-            found = checkpoint(_chunked, *inputs, use_reentrant=False, preserve_rng_state=False)
+            found = recomputed(_chunked, *inputs, on_gpu=v_BTGV.is_cuda)
         o_BTHV, last = found
         if exclusive:
             first = (q_BTHF[:, 0].to(dtype).unflatten(1, (G, -1)) @ state).flatten(1, 2)

@@ -7,10 +7,10 @@ before the decay.
 
 Its products are of the inputs' dtype, fp32 as one of TF32: only bf16 goes to it, fp32 is the torch op's. To it the
 gradient of a gate is a difference of two sums, of which rounding leaves nothing where gates are nearly closed: these
-are the torch op's, too. Chunks are its default of 16 tokens: its way through 64, for gates of a known bound, loses
-digits. Its kernels for one gate per head, of the gated delta rule and Comba, are left alone: backwards they refuse
-Triton 3.4 to 3.7.0 on a Hopper chip, which compiles them wrong. The package, which needs a GPU, is imported by the
-first call that it takes.
+are the torch op's, too, but in a CUDA graph, where nothing can be looked at. Chunks are its default of 16 tokens: its
+way through 64, for gates of a known bound, loses digits. Its kernels for one gate per head, of the gated delta rule and
+Comba, are left alone: backwards they refuse Triton 3.4 to 3.7.0 on a Hopper chip, which compiles them wrong. The
+package, which needs a GPU, is imported by the first call that it takes.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, N segments of all
 rows.
@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from gated_kernels.common.tracing import reads_no_values
 
 # What e^-50 lets through is nothing in bf16, and sums of gates over a chunk are then right to 1e-3.
 CLOSED = -50.0
@@ -97,7 +99,9 @@ def _problem(dtypes: set[torch.dtype], F: int, V: int, log_a: Tensor | None) -> 
         return " beside ".join(sorted(map(str, other)))
     if not 16 <= F <= 256 or V < 16:
         return f"{F} features and {V} values a head"
-    if log_a is not None and log_a.requires_grad and torch.is_grad_enabled() and log_a.mean() < STRONG:
+    # in a CUDA graph nobody can look: the kernel then keeps even gates that are nearly closed
+    looks = torch.is_grad_enabled() and not reads_no_values()
+    if looks and log_a is not None and log_a.requires_grad and log_a.mean() < STRONG:
         return f"the gradient of gates whose logs are below {STRONG:.0f} in the mean"
     return None
 

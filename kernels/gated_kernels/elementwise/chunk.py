@@ -13,7 +13,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+
+from gated_kernels.common.recomputed import recomputed
 
 CHUNK = 32
 
@@ -49,7 +50,7 @@ def chunk_elementwise(
             segment_ids_BT,
             exclusive,
         )
-        o_BTHV, last = checkpoint(_run, *inputs, use_reentrant=False, preserve_rng_state=False)
+        o_BTHV, last = recomputed(_run, *inputs, on_gpu=v_BTGV.is_cuda)
     return o_BTHV.to(v_BTGV.dtype), last
 
 

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
+from gated_kernels.common.recomputed import recomputed
 from gated_kernels.delta_rule.chunk import same_segment, split
 from gated_kernels.momentum.chunk import products
 
@@ -83,7 +83,7 @@ def chunk_inner_model(
         if k_BTGF.shape[1] == 1:
             o, last = _chunked(*arguments)
         else:
-            o, last = checkpoint(_chunked, *arguments, use_reentrant=False, preserve_rng_state=False)
+            o, last = recomputed(_chunked, *arguments, on_gpu=v_BTGV.is_cuda)
     return o.flatten(2, 3).to(v_BTGV.dtype), last
 
 

@@ -19,8 +19,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
+from gated_kernels.common.recomputed import recomputed
 from gated_kernels.delta_rule.chunk import same_segment, split
 
 CHUNK = 16  # momentum overshoots where one key comes again and again: a longer system is solved less exactly
@@ -60,9 +60,7 @@ def chunk_momentum(
         if q_BTHF.shape[1] == 1:
             o, last = _step(inputs, state, exclusive)
         else:
-            o, last = checkpoint(
-                _chunked, inputs, state, segment_ids_BT, exclusive, use_reentrant=False, preserve_rng_state=False
-            )
+            o, last = recomputed(_chunked, inputs, state, segment_ids_BT, exclusive, on_gpu=v_BTGV.is_cuda)
         return o.flatten(2, 3).to(v_BTGV.dtype), last
 
 
@@ -86,7 +84,8 @@ def _chunked(
     prefix_a, prefix_m = decay_a[..., :1] * log_a[..., :1, :].exp(), decay_m[..., :1] * log_m[..., :1, :].exp()
     # the weights in M_t of the states before the chunk [.., C, 2] and of the chunk's writes [.., C, C], then in M_{t-1}
     old, new = torch.cat([prefix_a, decay_a @ (c * prefix_m)], -1), decay_a @ (c * decay_m)
-    first = old.new_tensor([[1.0, 0.0]]).expand_as(old[..., :1, :])
+    # made on the device: a copy from the host would make it wait
+    first = (1 - torch.arange(2, dtype=old.dtype, device=old.device)).expand_as(old[..., :1, :])
     old_before, new_before = torch.cat([first, old[..., :-1, :]], -2), nnf.pad(new[..., :-1, :], (0, 0, 1, 0))
     if segment_ids_BT is not None:
         same = same_segment(segment_ids_BT, C)

@@ -1,0 +1,18 @@
+"""A loop over chunks whose backward pass makes everything again, so that only its inputs are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch.utils.checkpoint import checkpoint
+
+from gated_kernels.common.tracing import outside_of_graphs
+
+Result = TypeVar("Result")
+
+
+def recomputed(chunked: Callable[..., Result], *inputs: Any, on_gpu: bool) -> Result:
+    """`chunked(*inputs)`, which draws no random numbers; on a GPU outside of compiled graphs."""
+    options = {"use_reentrant": False, "preserve_rng_state": False}
+    return outside_of_graphs(checkpoint, chunked, *inputs, on_gpu=on_gpu, **options)
