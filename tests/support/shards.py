@@ -6,25 +6,32 @@ A case has a `mixer` (its options), and may have `layers`, a `family` and its `c
 over whole rows by itself, then over its shard. What the first one prints is of all processes: by how much the shards'
 logits, loss and gradients differ from those of whole rows, how much rounding alone does, and a shard's logits without
 its neighbours. Each is a fraction of the largest value.
+
+A case with `bfloat16` runs in it, see `compare_in_bfloat16`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from tiny import tiny_config
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from liger_convert.mixers import resolve_spec
-from liger_convert.model import linearized_classes, linearized_config
+from liger_convert.model import collect_align_targets, linear_layers, linearized_classes, linearized_config
 from liger_convert.training.sequence_parallel import Group, group_of
+from liger_convert.utils.device import autocast
 
 SHARD = 24  # tokens
 CPU = torch.device("cpu")
@@ -118,11 +125,82 @@ def compare(case: dict[str, Any], group: Group) -> dict[str, float]:
     }
 
 
+def align(model: Any, base: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
+    """What the base's attention gives, [L,B,T,C], the error of each layer and the gradient of their mean."""
+    model.zero_grad()
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
+    targets = collect_align_targets(base, inputs, linear_layers(model.config))
+    found = model(align=targets, position_ids=batch["position_ids"], metadata=batch.get("metadata"))
+    found.loss.backward()
+    grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return {
+        "targets": torch.stack(targets.outputs),
+        "errors": found.layer_losses_L,
+        "align_gradients": torch.cat(grads),
+    }
+
+
+def compare_in_bfloat16(case: dict[str, Any], group: Group, of_one: Group) -> dict[str, dict[str, float]]:
+    """How far from float64 is bfloat16 of whole rows (`whole`), of shards (`shards`), and of shards that get nothing
+    from their neighbours (`alone`); how far shards are from whole rows that take the same ops (`cut`). Of what a model
+    and its alignment give: root mean squares, as a fraction of that of the float64 values."""
+    generator = torch.Generator().manual_seed(1)
+    model, batch = make_model(case, generator), rows(group.size, generator)
+    torch.manual_seed(1)
+    base_config = tiny_config(case.get("family", "llama"), **case.get("changes", {}))
+    base = AutoModelForCausalLM.from_config(base_config).requires_grad_(False).eval()
+    count = (batch["labels"][:, 1:] != -100).sum()
+    own = slice(group.rank * SHARD, (group.rank + 1) * SHARD)
+
+    def found(batch: dict[str, Any], dtype: torch.dtype, by: Group | None = None) -> dict[str, Tensor]:
+        student = copy.deepcopy(model).to(torch.float64 if dtype == torch.float64 else torch.float32)
+        teacher = copy.deepcopy(base).to(dtype)
+        if by is not None:
+            for body in (student, teacher):
+                by.install(body)
+            batch = by.cut(batch)
+        with autocast(CPU, dtype) if dtype == torch.bfloat16 else contextlib.nullcontext():
+            aligned = align(student, teacher, batch)
+            logits, _, grads = run(student, batch, count)
+        gradients = torch.cat([x.flatten() for x in grads.values()])
+        values = {"logits": logits, "gradients": gradients, **aligned}
+        values = {name: x.double() for name, x in values.items()}
+        if by is None:
+            return values
+        return {name: x if name in OF_TOKENS else by.total(x) for name, x in values.items()}
+
+    def own_tokens(values: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: x[..., own, :] if name in OF_TOKENS else x for name, x in values.items()}
+
+    def away(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
+        def squares(x: Tensor) -> Tensor:
+            return group.total(x.square().sum())
+
+        return {name: float((squares(ours[name] - x) / squares(x)).sqrt()) for name, x in theirs.items()}
+
+    exact, whole = (own_tokens(found(batch, dtype)) for dtype in (torch.float64, torch.bfloat16))
+    same_ops = own_tokens(found(batch, torch.bfloat16, of_one))
+    shards = found(batch, torch.bfloat16, group)
+    with (
+        mock.patch.object(Group, "send", return_value=None),
+        mock.patch.object(Group, "receive", lambda _group, like, _source: torch.zeros_like(like)),
+    ):
+        alone = found(batch, torch.bfloat16, group)
+    return {
+        "whole": away(whole, exact),
+        "shards": away(shards, exact),
+        "alone": away(alone, exact),
+        "cut": away(shards, same_ops),
+    }
+
+
+OF_TOKENS = ("logits", "targets")  # the rest is of all tokens
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    group = group_of(CPU, int(os.environ["WORLD_SIZE"]))
+    group, of_one = (group_of(CPU, size) for size in (int(os.environ["WORLD_SIZE"]), 1))
     for case in json.loads(Path(sys.argv[1]).read_text()):
-        found = compare(case, group)
+        found = compare_in_bfloat16(case, group, of_one) if case.get("bfloat16") else compare(case, group)
         if group.rank == 0:
             print(json.dumps(found), flush=True)
     dist.destroy_process_group()
