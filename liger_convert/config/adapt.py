@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from liger_convert.config.fields import Count, Rate, Strict
-from liger_convert.config.stages import Rank
+from liger_convert.config.stages import Alpha, Rank, Variant
 
 
 class Adapt(Strict):
@@ -18,8 +18,12 @@ class Adapt(Strict):
     adapters: bool = True
     """Train low-rank adapters in the place of the base's own weights. Without, all weights are trained where they fit
     the GPU, on a wider base at rates that fall in proportion to the hidden size."""
+    lora_variant: Variant = "lora"
+    """Variant of the adapters, see [Lora](#lora)."""
     lora_rank: Rank = 32
-    """Rank of the adapters; alpha is the same."""
+    """Rank of the adapters."""
+    lora_alpha: Alpha | None = None
+    """Alpha of the adapters; without, the rank, so that `rslora` scales by its root."""
     lora_rate: Rate = 5e-4
     """Learning rate of the adapters at `hidden_size`; on a wider base it falls with the square root of the width."""
     align_lora_rate: Rate = 5e-4

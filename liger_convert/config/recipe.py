@@ -21,7 +21,7 @@ from liger_convert.config.fields import Count, Name, Processes, Rows, Seed, Stri
 from liger_convert.config.layers import LayerChoice, Layers, resolve_layers
 from liger_convert.config.names import MAIN, SOFTMAX
 from liger_convert.config.sources import AnySource, PydocSource, TeacherSource
-from liger_convert.config.stages import AnyStage
+from liger_convert.config.stages import DECAYS_BASE, AnyStage
 from liger_convert.config.written_mixer import WrittenMixer
 from liger_convert.utils.errors import BadInput
 
@@ -131,6 +131,8 @@ class Recipe(Strict):
                     refuse(f"stages[{i}].{stage.where(name)}", why)
                 if stage.responses_only and not self.data[name].has_responses:
                     refuse(f"stages[{i}].loss_on", f"source {name!r} is text without responses, so set it to all")
+            if self.adapt is not None and self.adapt.lora_variant == "pissa" and stage.weight_decay:
+                refuse(f"stages[{i}].weight_decay", DECAYS_BASE)
         self._check_prompts()
         text = self.eval.text
         if text is not None:

@@ -42,27 +42,45 @@ class LearningRates(Strict):
 
 
 Rank = Annotated[int, BeforeValidator(whole), between(1, 1 << 16)]  # no projection has a larger rank
+Alpha = Annotated[float, between(1e-6, 1e6)]
 
 
 def _lora_targets(value: object) -> object:
     names = isinstance(value, list) and value and all(isinstance(v, str) for v in value)
-    if value not in ("attention", "all") and not names:
-        refuse("", "should be attention, all, or a list of projection names such as [q_proj, v_proj]")
+    if value not in ("attention", "linearized", "all") and not names:
+        refuse("", "should be attention, linearized, all, or a list of projection names such as [q_proj, v_proj]")
     return value
+
+
+DECAYS_BASE = "would shrink the base itself, which pissa's adapters start from, so set it to 0"
+Variant = Literal["lora", "rslora", "dora", "pissa"]
 
 
 class Lora(Strict):
     """Low-rank adapters, which train in the place of the base's own weights and are merged into them afterwards."""
 
+    variant: Variant = "lora"
+    """`lora`; `rslora`, which scales by alpha / √rank, so that adapters of high rank learn as fast (2312.03732);
+    `dora`, which also trains the size of each row of a projection (2402.09353), and cannot share weights among
+    processes in bfloat16; or `pissa`, which starts from the base's largest singular vectors and values (2404.02948), so
+    that a part of the base is in its adapters, and neither dropout nor weight decay is taken."""
     rank: Rank = 8
-    """Rank of each adapter."""
-    alpha: Annotated[float, between(1e-6, 1e6)] = 16.0
+    """Rank of each adapter. The saved one of `pissa` has twice as much: it is the change of the base."""
+    alpha: Alpha = 16.0
     """What an adapter adds is scaled by alpha / rank."""
     dropout: Fraction = 0.0
     """Fraction of an adapter's inputs that is dropped in training."""
-    targets: Annotated[Literal["attention", "all"] | list[str], BeforeValidator(_lora_targets)] = "attention"
-    """`attention`, the attention projections of the linearized layers; `all`, the projections of attention and MLP in
-    all layers; or a list of projections in all layers."""
+    targets: Annotated[Literal["attention", "linearized", "all"] | list[str], BeforeValidator(_lora_targets)] = (
+        "attention"
+    )
+    """`attention`, the attention projections of the linearized layers; `linearized`, the projections of attention and
+    MLP in these layers; `all`, the same in all layers; or a list of projections in all layers."""
+
+    @model_validator(mode="after")
+    def _keeps_the_base(self) -> Lora:
+        if self.variant == "pissa" and self.dropout:
+            refuse("dropout", "would drop parts of the base itself, which pissa's adapters start from, so set it to 0")
+        return self
 
 
 def _mix(value: object) -> object:
@@ -184,6 +202,8 @@ class Stage(Strict):
                     f"learning_rates.{own[0]}",
                     "with `lora:` the base's own weights stay frozen, so drop one of the two",
                 )
+        if self.lora is not None and self.lora.variant == "pissa" and self.weight_decay:
+            refuse("weight_decay", DECAYS_BASE)
         for i, other in enumerate(self.mixed_seq_lens):
             if other.seq_len == self.seq_len or self.seq_len % other.seq_len:
                 refuse(

@@ -146,8 +146,9 @@ def _with_adapters(stage: AnyStage, options: Adapt, hidden: int) -> AnyStage:
         return stage
     aligns = isinstance(stage, AlignStage)
     lora = {
+        "variant": options.lora_variant,
         "rank": options.lora_rank,
-        "alpha": float(options.lora_rank),
+        "alpha": float(options.lora_rank) if options.lora_alpha is None else options.lora_alpha,
         "targets": "attention" if aligns else "all",
     }
     kept = {name: rate for name, rate in stage.learning_rates.trained().items() if name not in OWN}
@@ -158,8 +159,10 @@ def _with_adapters(stage: AnyStage, options: Adapt, hidden: int) -> AnyStage:
 
 def _adapters(stage: Stage) -> str:
     assert stage.lora is not None
-    rate = f"{stage.learning_rates.lora:g}"
-    return f"lora: rank {stage.lora.rank} on {stage.lora.targets} at {rate}, in place of the base's own weights"
+    rate, lora = f"{stage.learning_rates.lora:g}", stage.lora
+    kind = "" if lora.variant == "lora" else f"{lora.variant}, "
+    alpha = "" if lora.alpha == lora.rank else f" and alpha {lora.alpha:g}"
+    return f"lora: {kind}rank {lora.rank}{alpha} on {lora.targets} at {rate}, in place of the base's own weights"
 
 
 def _said(before: AnyStage, after: AnyStage, room: int) -> str:

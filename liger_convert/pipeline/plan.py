@@ -247,6 +247,7 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None) ->
                 recipe,
                 weights,
                 [stage.trained for stage in stages],
+                [stage.started for stage in stages],
                 _dtype_name(base_config),
                 dtype,
                 hidden_size=base_config.hidden_size,

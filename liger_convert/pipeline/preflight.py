@@ -29,7 +29,9 @@ from liger_convert.model import linearized_classes, linearized_config
 from liger_convert.model.bases import context_length
 from liger_convert.pipeline.plan import Plan, measured_in_parts, too_large
 from liger_convert.training import disk_estimate
-from liger_convert.utils.device import gpu_memory
+from liger_convert.training.sharding import why_not_sharded
+from liger_convert.training.student import refusal
+from liger_convert.utils.device import compute_dtype, gpu_memory, pick_device
 from liger_convert.utils.errors import BadInput, first_line
 from liger_convert.utils.progress import Report
 
@@ -48,15 +50,18 @@ def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite) -> list[
     """Warnings that follow from the recipe and the base's config. Raises BadInput."""
     warnings = []
     positions = context_length(config)
-    linears = {name.split(".")[-2] for name, shape in plan.reused_parameters.items() if len(shape) == 2}
+    shapes = {n.removesuffix(".weight"): shape for n, shape in plan.reused_parameters.items() if len(shape) == 2}
+    linearized = linearized_config(config, plan.linearization)
+    room = gpu_memory() if recipe.device != "cpu" else None
+    compute = compute_dtype(pick_device("cpu" if recipe.device == "cpu" else "auto"), recipe.precision)
     for i, stage in enumerate(plan.recipe_stages):
         where = f"stages[{i}]"
         warnings += _check_rates(stage, where, plan.stages[i].trained)
-        if stage.lora is not None and isinstance(stage.lora.targets, list):
-            for target in stage.lora.targets:
-                if target not in linears:
-                    known = ", ".join(sorted(linears - {"embed_tokens"}))
-                    raise BadInput(f"{where}.lora.targets: no projection is called {target!r}; there are {known}")
+        if stage.lora is not None and (why := refusal(stage.lora, linearized, shapes)):
+            raise BadInput(f"{where}.lora.{why}")
+        is_sharded = plan.stages[i].is_sharded(recipe.sharding, room)
+        if is_sharded and (why := why_not_sharded(stage, compute)):
+            raise BadInput(f"{where}.{why}")
         warnings += _check_reach(stage, f"{where}.seq_len: rows of {stage.seq_len} tokens", stage.seq_len, plan)
         if positions is not None and stage.seq_len > positions:
             warnings.append(f"{where}.seq_len: {stage.seq_len} is more than the {positions} tokens that the base takes")
@@ -68,7 +73,6 @@ def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite) -> list[
         if positions is not None and length > positions:
             said = f"{metric} reads {length} tokens, more than the {positions} that the base takes"
             warnings.append(f"suite {suite.name}: {said}")
-    room = gpu_memory() if recipe.device != "cpu" else None
     return warnings + too_large(plan, room, recipe.sharding) + measured_in_parts(plan, room, recipe.selected_by)
 
 

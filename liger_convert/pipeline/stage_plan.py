@@ -21,7 +21,7 @@ from liger_convert.training.memory_estimate import (
     waiting_bytes,
 )
 from liger_convert.training.sharing import share
-from liger_convert.training.student import count_trained
+from liger_convert.training.student import count_adapters, count_trained
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class StagePlan:
     """One training stage: tokens it really sees (whole optimizer steps), the fraction of them that is of each source,
     parameters it trains, bytes at its peak, and what those of its training are spent on
     (`memory_estimate.training_bytes`). sharded_bytes: the bytes at the peak of each one of several processes that share
-    the weights; None of one process. waiting_bytes: those at the peak where the layers of its teacher wait in the
+    the weights; None of one process. started: the numbers that adapters of `pissa` start from, which lie beside the
+    checkpoints and are in the result. waiting_bytes: those at the peak where the layers of its teacher wait in the
     host's memory."""
 
     kind: str
@@ -38,6 +39,7 @@ class StagePlan:
     trained: int
     memory_bytes: int
     memory: dict[str, int]
+    started: int = 0
     sharded_bytes: int | None = None
     waiting_bytes: int | None = None
 
@@ -77,7 +79,8 @@ class StagePlanner:
         if shards > 1:
             own = own.model_copy(update={"seq_len": stage.seq_len // shards, "compile": False})
         estimate = layerwise_bytes if layerwise else training_bytes
-        parts = estimate(own, self.config, self.sizes, trained, self.device, self.compute)
+        adapters, magnitudes = count_adapters(stage, self.config, self.shapes)
+        parts = estimate(own, self.config, self.sizes, trained, self.device, self.compute, magnitudes)
         parts["activations"] += gathered_bytes(own, self.config, self.compute, shards)
         sharded = None
         if processes > 1:
@@ -90,4 +93,5 @@ class StagePlanner:
         if parts["base"] and not layerwise:
             waiting = peak - waiting_bytes(self.config, self.sizes, self.compute)
         tokens = stage.steps * stage.step_tokens
-        return StagePlan(stage.kind, tokens, stage.sources, trained, peak, parts, sharded, waiting)
+        started = adapters if stage.lora is not None and stage.lora.variant == "pissa" else 0
+        return StagePlan(stage.kind, tokens, stage.sources, trained, peak, parts, started, sharded, waiting)

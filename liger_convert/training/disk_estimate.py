@@ -32,6 +32,7 @@ def written(
     recipe: Recipe,
     sizes: Sizes,
     trained: list[int],
+    started: list[int],
     base_dtype: str,
     export_dtype: str,
     *,
@@ -39,9 +40,9 @@ def written(
     linear: int,
     compute: torch.dtype,
 ) -> list[Written]:
-    """What each step of a run writes that writes anything to speak of, in their order. trained: of each stage.
-    hidden_size, linear, compute: of the base, how many layers become linear, and the dtype that is computed in, for
-    what a stage writes that trains layer by layer."""
+    """What each step of a run writes that writes anything to speak of, in their order. trained, started: of each stage,
+    as a `StagePlan` has them. hidden_size, linear, compute: of the base, how many layers become linear, and the dtype
+    that is computed in, for what a stage writes that trains layer by layer."""
     full, numbers = 4 * (sizes.base + sizes.new), getattr(torch, base_dtype).itemsize * sizes.base
     exported = getattr(torch, export_dtype).itemsize * sizes.base + 4 * sizes.new
     steps = []
@@ -51,15 +52,15 @@ def written(
     for name, source in recipe.teachers.items():
         size = 4 * source.written_tokens
         steps.append(Written(f"data-{name}", size, size, _last_reader(recipe, name)))
-    for name, stage, count in zip(recipe.stage_names, recipe.stages, trained, strict=True):
-        result = full if stage.lora is None else 4 * count
+    for name, stage, count, start in zip(recipe.stage_names, recipe.stages, trained, started, strict=True):
+        result = full if stage.lora is None else 4 * (count + start)
         # what is trained, Adam's two moments, and an average
         saved, one = saves(stage), (16 if stage.ema_length else 12) * count
         if isinstance(stage, AlignStage) and stage.layerwise:  # a layer's checkpoints, and what of all is done
             hidden = hidden_bytes(stage.tokens // stage.seq_len, stage.seq_len, hidden_size, compute)
-            most = 4 * count + max(hidden + min(saved, KEPT + 1) * one // linear, result)
+            most = 4 * (count + start) + max(hidden + min(saved, KEPT + 1) * one // linear, result)
         else:
-            most = max(min(saved, KEPT + 1) * one, min(saved, KEPT) * one + result)
+            most = 4 * start + max(min(saved, KEPT + 1) * one, min(saved, KEPT) * one + result)
         steps.append(Written(name, most, result, MERGE))
     steps.append(Written(MERGE, full, full, EXPORT))
     steps.append(Written(EXPORT, exported, exported, None))

@@ -52,6 +52,7 @@ from liger_convert.io.run_folder import RunFolder
 from liger_convert.model import MIXER_MODULE, AlignTargets, linear_layers
 from liger_convert.model.loading import check_folder, read_finite
 from liger_convert.model.shards import Entry, write_file
+from liger_convert.training import pissa
 from liger_convert.training.calibrate import calibrating, in_two_lengths
 from liger_convert.training.checkpoints import last_good, step_of
 from liger_convert.training.disk_estimate import hidden_bytes
@@ -173,6 +174,8 @@ class LayerwiseStage:
             (new / ADAPTER).mkdir()
             student = prepare(attention_only(self.config, self.linear[0]), self.stage)
             adapter = student.peft_config["default"]
+            if self.stage.lora.variant == "pissa":
+                pissa.double_rank(adapter)
             adapter.layers_to_transform, adapter.inference_mode = self.linear, True
             adapter.base_model_name_or_path = str(self.chain.checkpoint.folder)
             adapter.save_pretrained(new / ADAPTER)
@@ -214,14 +217,20 @@ class LayerwiseStage:
                     self._report(number, row // self.stage.batch_size // self.stage.grad_accumulation, "softmax")
             after.flush()
             return
+        checkpoints = self.work / "checkpoints"
+        last = last_good(checkpoints)
+        starts = self.stage.lora is not None and self.stage.lora.variant == "pissa"
+        if last is not None and starts and not pissa.is_kept(checkpoints):
+            self.folder.remove(checkpoints)
+            last = None
         student = self._student(number, state)
+        if starts:
+            pissa.start(student, checkpoints, resumes=last is not None)
 
         def error() -> float:
             with torch.no_grad(), autocast(self.device, self.dtype), torch.compiler.set_stance("force_eager"):
                 return float(student.eval()(align=few_targets()[0], position_ids=positions_BT).loss)
 
-        checkpoints = self.work / "checkpoints"
-        last = last_good(checkpoints)
         start = 0 if last is None else step_of(last) * self.stage.batch_size * self.stage.grad_accumulation
         objective = LayerObjective(self.base, number, len(self.linear), before, after, start)
         if self.stage.compile and gains_by_compiling(self.device):
@@ -256,6 +265,8 @@ class LayerwiseStage:
         state.after.append(error())
         state.trained += sum(p.numel() for p in student.parameters() if p.requires_grad)
         state.fwd_bwd = "captured" if trainer.eager is None else f"eager: {trainer.eager}"
+        if starts:
+            pissa.become_changes(student, checkpoints)
         _write_tensors(self._layer_file("trained", number), _trained_tensors(student))
 
     def _student(self, number: int, state: _State) -> Any:

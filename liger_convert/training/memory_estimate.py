@@ -16,7 +16,7 @@ import torch
 
 from liger_convert.config.stages import AlignStage, DistillStage, Stage
 from liger_convert.mixers import MIXERS, SOFTMAX, make_spec
-from liger_convert.model import head_dims
+from liger_convert.model import head_dims, linear_layers
 
 COPY_BYTES = 32 << 20  # what convert takes for its buffers, whatever the checkpoint
 # Logits that a loss works on at a time, by device: few enough that a chunk's float32 temporaries stay in a CPU's cache
@@ -41,9 +41,15 @@ class Sizes:
 
 
 def training_bytes(
-    stage: Stage, config: Any, sizes: Sizes, trained: int, device: torch.device, dtype: torch.dtype
+    stage: Stage,
+    config: Any,
+    sizes: Sizes,
+    trained: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    magnitudes: int = 0,
 ) -> dict[str, int]:
-    """The peak of a stage on `device` in the compute dtype, by what it is spent on.
+    """The peak of a stage on `device` in the compute dtype, by what it is spent on. magnitudes: how many `dora` trains.
 
     weights      4 P
     base         e P_base, where it teaches
@@ -56,7 +62,8 @@ def training_bytes(
                  layer and the head; and where the layers are not compiled, the trained ones, which autocast keeps until
                  the forward pass ends
     activations  what N tokens keep for the backward pass, see `_kept`. With checkpointing 4 C a layer and one layer
-                 in full; in alignment the attention alone, and e 2 C of targets
+                 in full; in alignment the attention alone, and e 2 C of targets. Of each projection with magnitudes
+                 both parts of its output, e each
     passing      what one layer's backward pass takes for itself, see `_passing`
     logits       of a chunk of tokens, ours, their gradient, the base's, and what the loss makes of them; of all tokens
                  the base's hidden states and the gradient of ours, e N C each; in float32 the gradient of the head's
@@ -67,6 +74,7 @@ def training_bytes(
     tokens, aligns = stage.batch_size * stage.seq_len, isinstance(stage, AlignStage)
     teaches = aligns or (isinstance(stage, DistillStage) and stage.kl_weight > 0)
     layers = [_kept(stage, config, name, e, device, compiled) for name in config.linearization["layers"]]
+    halves = 2 * e * magnitudes
     passing = max(_passing(config, name, e, device, aligns) for name in set(config.linearization["layers"]))
     if aligns:
         projections = sum(name != SOFTMAX for name in config.linearization["layers"])
@@ -80,10 +88,10 @@ def training_bytes(
         states = tokens * dims.hidden * (2 if teaches else 1)
         logits = e * (made * (3 if teaches else 2) + states) + (e if compiled else 16) * chunk
         logits += 8 * head if "embeddings" in stage.learning_rates.trained() else 0
-    activations, copies = sum(layers), matrices + head
+    activations, copies = sum(layers) + halves, matrices + head
     if stage.gradient_checkpointing:
         targets = (2 if aligns else 0) * e * dims.hidden
-        activations = max(layers) + depth * (targets or 4 * dims.hidden)
+        activations = max(layers) + halves // max(1, len(linear_layers(config))) + depth * (targets or 4 * dims.hidden)
         copies = matrices // depth + head + (0 if compiled else trained)
     captured = compiled and stage.concat_documents and not stage.gradient_checkpointing
     held = captured or stage.grad_accumulation > 1
@@ -101,7 +109,13 @@ def training_bytes(
 
 
 def layerwise_bytes(
-    stage: Stage, config: Any, sizes: Sizes, trained: int, device: torch.device, dtype: torch.dtype
+    stage: Stage,
+    config: Any,
+    sizes: Sizes,
+    trained: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    magnitudes: int = 0,
 ) -> dict[str, int]:
     """The peak of training layer by layer: that of a model of one layer, the one that takes most, of which only the
     attention is there, and beside it
@@ -115,7 +129,13 @@ def layerwise_bytes(
     made = []
     for name in set(linear):
         parts = training_bytes(
-            stage, _of_one(config, name), Sizes(layer, 0, new), trained // len(linear), device, dtype
+            stage,
+            _of_one(config, name),
+            Sizes(layer, 0, new),
+            trained // len(linear),
+            device,
+            dtype,
+            magnitudes // len(linear),
         )
         parts["weights"] = 4 * (dims.hidden * 2 * (dims.heads + dims.kv_heads) * dims.dim + new)
         parts["hidden"] = 4 * dtype.itemsize * stage.batch_size * stage.seq_len * dims.hidden

@@ -24,6 +24,7 @@ from liger_convert.io.files import atomic_dir, atomic_write
 from liger_convert.io.run_folder import RunFolder
 from liger_convert.model.loading import load_pretrained
 from liger_convert.model.placing import place
+from liger_convert.training import pissa
 from liger_convert.training.align import AlignObjective
 from liger_convert.training.checkpoints import last_good
 from liger_convert.training.distill import DistillObjective
@@ -41,6 +42,7 @@ from liger_convert.training.sharding import (
     shard_base,
     shard_student,
     shard_to_calibrate,
+    why_not_sharded,
     without_weights,
 )
 from liger_convert.training.sharing import share
@@ -138,6 +140,8 @@ def run_stage(
         return stats
 
     set_seed(seed)
+    if shard and count > 1 and (why := why_not_sharded(stage, dtype)):
+        raise BadInput(why)
     mesh = mesh_of(device) if shard and count > 1 else None
     share(stage, count, sequence_parallel)  # raises before anything is read
     # a full result has what is not trained from here; an adapter that cannot be read so is told of before the training
@@ -168,7 +172,16 @@ def run_stage(
             model = load_start(model_dir, results, mesh)
             if processes.is_first():
                 model.load_state_dict(fitted, strict=False)
+    if not resume and processes.is_first():
+        folder.remove(checkpoints)  # of another attempt
+    last = last_good(checkpoints) if resume and processes.is_first() else None
     model = prepare(model, stage)
+    starts = stage.lora is not None and stage.lora.variant == "pissa"
+    if starts:
+        if last is not None and not pissa.is_kept(checkpoints):
+            folder.remove(checkpoints)
+            last = None
+        pissa.start(model, checkpoints, resumes=last is not None)
     aligning = isinstance(stage, AlignStage)
     if sequence is not None:
         for body in (model, getattr(objective, "base", None)):
@@ -202,12 +215,10 @@ def run_stage(
         give_up(model)
         return errors if sequence is None else sequence.total(torch.tensor(errors, device=device)).tolist()
 
-    if not resume and trainer.is_world_process_zero():
-        folder.remove(checkpoints)  # of another attempt
     before = layer_errors() if aligning else []
     started = time.monotonic()
     processes.barrier()  # some read the data for the first time, and a collective would not wait so long
-    last = _agreed(last_good(checkpoints) if resume and processes.is_first() else None)
+    last = _agreed(last)
     with interrupts.deferred():
         try:
             trainer.train(resume_from_checkpoint=None if last is None else str(last))
@@ -236,6 +247,8 @@ def run_stage(
             if stage.lora is None:
                 write_model(model, new / MODEL, start)
             else:
+                if starts:
+                    pissa.become_changes(model, checkpoints)
                 model.config.use_cache = True  # Trainer switches it off
                 model.save_pretrained(new / ADAPTER, save_embedding_layers=False)
         folder.remove(checkpoints)

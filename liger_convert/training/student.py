@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,8 +22,11 @@ from liger_convert.training.trainer import Objective, freeze
 from liger_convert.utils.errors import BadInput
 
 CURVE_POINTS = 50
+OF_LINEAR = ("attention", "linearized")  # targets in the linearized layers alone
 # Graphs with these are not kept for other processes unless it is said that they may be: their arguments say all.
 CACHEABLE = {f"torch.amp.autocast_mode.{name}": "1" for name in ("_enter_autocast", "_exit_autocast")}
+
+Shapes = Mapping[str, tuple[int, ...]]  # by name
 
 
 def prepare(model: Any, stage: Stage) -> Any:
@@ -81,20 +84,20 @@ def compile_parts(layer: torch.nn.Module) -> None:
 
 def add_lora(model: Any, lora: Lora, *, train_mixer: bool) -> Any:
     """`model` with adapters, and with its mixers trained in full as well. Raises BadInput for unknown targets."""
-    attention = lora.targets == "attention"
-    linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     targets = lora_projections(lora, model.config, linears)
-    names = {name.rpartition(".")[2] for name in linears}
-    for target in targets:
-        if target not in names:
-            raise BadInput(f"lora.targets: no projection is called {target!r}; there are {', '.join(sorted(names))}")
+    shapes = {name: tuple(module.weight.shape) for name, module in linears.items()}
+    if why := refusal(lora, model.config, shapes):
+        raise BadInput(f"lora.{why}")
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # an int by its hint, a float in use
         lora_dropout=lora.dropout,
+        use_rslora=lora.variant == "rslora",
+        use_dora=lora.variant == "dora",  # pissa's are plain ones until they get where they start from
         target_modules=list(targets),
-        layers_to_transform=linear_layers(model.config) if attention else None,
+        layers_to_transform=linear_layers(model.config) if lora.targets in OF_LINEAR else None,
         modules_to_save=[MIXER_MODULE] if train_mixer else None,
     )
     # what has no weights yet gets adapters without weights
@@ -106,22 +109,60 @@ def lora_projections(lora: Lora, config: Any, linears: Iterable[str]) -> list[st
     of the model; what is in a mixer is new, and trains as it is; a router keeps its choices."""
     if lora.targets == "attention":
         return list(family_of(config).projections)
-    if lora.targets == "all":
+    if lora.targets in ("linearized", "all"):
         body = (name for name in linears if re.search(r"\.layers\.\d+\.(self_attn|mlp)\.", name))
         return sorted({name.rpartition(".")[2] for name in body if f".{MIXER_MODULE}." not in name} - {"gate"})
+    assert isinstance(lora.targets, list)
     return lora.targets
 
 
-def count_trained(stage: Stage, config: Any, shapes: dict[str, tuple[int, ...]]) -> int:
+def adapted(lora: Lora, config: Any, shapes: Shapes, *, train_mixer: bool) -> Shapes:
+    """Those of the linear maps of these shapes that get an adapter, as peft chooses them."""
+    targets, layers = set(lora_projections(lora, config, shapes)), linear_layers(config)
+    return {
+        name: shape
+        for name, shape in shapes.items()
+        if name.rpartition(".")[2] in targets
+        and not (train_mixer and f".{MIXER_MODULE}." in name)
+        and (lora.targets not in OF_LINEAR or any(f".layers.{i}." in name for i in layers))
+    }
+
+
+def refusal(lora: Lora, config: Any, shapes: Shapes) -> str | None:
+    """Why a model with linear maps of these shapes cannot have such adapters, beginning with the field; or None."""
+    names = {name.rpartition(".")[2] for name in shapes}
+    for target in lora_projections(lora, config, shapes):
+        if target not in names:
+            known = ", ".join(sorted(names - {"embed_tokens"}))
+            return f"targets: no projection is called {target!r}; there are {known}"
+    if lora.variant != "pissa":
+        return None
+    found = adapted(lora, config, shapes, train_mixer=False)
+    if getattr(config, "tie_word_embeddings", False) and any(name.endswith("lm_head") for name in found):
+        return "targets: pissa changes the base, and lm_head is the embeddings, too; use lora, or other projections"
+    least = min(found, key=lambda name: min(found[name]))
+    if lora.rank > (most := min(found[least])):
+        return f"rank: pissa takes {lora.rank} singular vectors of each projection, and {least} has {most}; use {most}"
+    return None
+
+
+def count_adapters(stage: Stage, config: Any, shapes: Shapes) -> tuple[int, int]:
+    """The parameters of a stage's adapters, for a model of these shapes, and how many of them are magnitudes, of which
+    `dora` has one for each number that a projection gives."""
+    if stage.lora is None:
+        return 0, 0
+    linears = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2}
+    train_mixer = stage.learning_rates.mixer is not None
+    found = adapted(stage.lora, config, linears, train_mixer=train_mixer).values()
+    magnitudes = sum(out for out, _ in found) if stage.lora.variant == "dora" else 0
+    return stage.lora.rank * sum(sum(shape) for shape in found) + magnitudes, magnitudes
+
+
+def count_trained(stage: Stage, config: Any, shapes: Shapes) -> int:
     """Parameters that a stage changes, of a model of these shapes: groups with a rate, and its adapters."""
     groups = stage.learning_rates.trained()
     trained = sum(math.prod(shape) for name, shape in shapes.items() if parameter_group(name, config) in groups)
-    if stage.lora is not None:
-        linears = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
-        targets = lora_projections(stage.lora, config, linears)
-        adapted = [shape for name, shape in shapes.items() if name.endswith(tuple(f".{t}.weight" for t in targets))]
-        trained += stage.lora.rank * sum(sum(shape) for shape in adapted)
-    return trained
+    return trained + count_adapters(stage, config, shapes)[0]
 
 
 def bytes_beside_teacher(
@@ -137,7 +178,8 @@ def bytes_beside_teacher(
         return count({name: size for name, size in shapes.items() if parameter_group(name, model.config) == group})
 
     sizes = Sizes(count(shapes) - numbers("mixer"), numbers("embeddings"), numbers("mixer"))
-    parts = training_bytes(own, model.config, sizes, count_trained(own, model.config, shapes), device, dtype)
+    trained, (_, magnitudes) = count_trained(own, model.config, shapes), count_adapters(own, model.config, shapes)
+    parts = training_bytes(own, model.config, sizes, trained, device, dtype, magnitudes)
     return max(sum(parts.values()), measuring_bytes(own, model.config, sizes, dtype)) - parts["base"]
 
 

@@ -3,11 +3,12 @@
     torchrun --nproc-per-node 2 tests/support/ranks.py JOBS.json
 
 A job has the `name` of a stage of `stages.py`, the folder `out`, and may have `fields` (of `make_stage`), `options` (of
-`train`), `plain` (descent without Adam, which would hide the scale of a gradient), `same_rows` (a mistake: all
-processes train on the rows of the first), `deaf` (a mistake: shards of rows get nothing from their neighbours),
-`compiled` (the layers, without a compiler behind), `dies`, [rank, step]: where SIGKILL ends that process, `keeps`, a
-step at which what is in `out` is copied to `out`-kept, and `hoards` (a mistake: keeps all that is gathered for the
-result). What is said of a full result has `writing`: by how many bytes memory grew while it was written.
+`train`), `variant` (of the adapters of a name that ends with -lora), `plain` (descent without Adam, which would hide
+the scale of a gradient), `same_rows` (a mistake: all processes train on the rows of the first), `deaf` (a mistake:
+shards of rows get nothing from their neighbours), `compiled` (the layers, without a compiler behind), `dies`, [rank,
+step]: where SIGKILL ends that process, `keeps`, a step at which what is in `out` is copied to `out`-kept, and `hoards`
+(a mistake: keeps all that is gathered for the result). What is said of a full result has `writing`: by how many bytes
+memory grew while it was written.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def stage_of(job: dict[str, Any]) -> Any:
     name = job["name"]
     if name.endswith("-lora"):  # without dropout, whose numbers are other ones in each process
         name = name.removesuffix("-lora")
-        fields |= {"lora": Lora(rank=4), "learning_rates": LearningRates(mixer=1e-2, lora=2e-2)}
+        lora = Lora(rank=4, variant=job.get("variant", "lora"))
+        fields |= {"lora": lora, "learning_rates": LearningRates(mixer=1e-2, lora=2e-2)}
     return make_stage(name, **fields)
 
 

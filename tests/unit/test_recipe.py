@@ -175,7 +175,7 @@ def test_a_yaml_mistake_is_named_with_its_line():
         ("mixers.other={type: gla, join: learned}", "mixers.other.join: is called combine now"),
         ("mixer={type: mom, inner: {type: gla, join: fixed}}", "mixer.inner.join: is called combine now"),
         ("mixers.main={type: gla}", "mixers.main: this name is taken"),
-        ("stages[1].lora.targets=body", "stages[1].lora.targets: should be attention, all, or a list"),
+        ("stages[1].lora.targets=body", "stages[1].lora.targets: should be attention, linearized, all, or a list"),
     ],
 )
 def test_fields_that_contradict_each_other_are_refused(override, says):
