@@ -157,6 +157,15 @@ def test_adapters_train_every_base_and_what_does_not_fit(monkeypatch, shape, ada
         assert align.learning_rates.trained() == {"mixer": 6e-3, "lora": 5e-4}
 
 
+def test_adapters_are_of_the_variant_and_alpha_that_are_asked_for() -> None:
+    asked = ["adapt.lora_variant=rslora", "adapt.lora_rank=128", "adapt.lora_alpha=16"]
+    plan = make_plan(load(DEFAULT, asked), config("smollm2-135m"))
+    for stage in plan.recipe_stages:
+        assert stage.lora is not None
+        assert (stage.lora.variant, stage.lora.rank, stage.lora.alpha) == ("rslora", 128, 16)
+    assert any("lora: rslora, rank 128 and alpha 16 on all at 0.0005" in sentence for sentence in plan.adapted)
+
+
 def test_an_alignment_that_does_not_fit_is_trained_layer_by_layer(monkeypatch) -> None:
     """Before it gets adapters, and in one process only."""
     align = {"kind": "align", "learning_rates": {"mixer": 1e-3, "attention": 3e-4}}

@@ -57,12 +57,14 @@ def weights(out: Path, family: str = "llama") -> dict[str, torch.Tensor]:
             marks=pytest.mark.slow,
         ),
         ("llama", LORA),
+        pytest.param("llama", LORA | {"lora": Lora(rank=4, variant="dora")}, marks=pytest.mark.slow),
+        ("llama", LORA | {"lora": Lora(rank=4, variant="pissa")}),
         pytest.param("gemma3_text", {}, marks=pytest.mark.slow),
         pytest.param("granite", {"calibrate": False}, marks=pytest.mark.slow),
         pytest.param("stablelm", {}, marks=pytest.mark.slow),
         pytest.param("olmoe", LORA, marks=pytest.mark.slow),
     ],
-    ids=["full", "lengths", "mixers", "lora", "gemma3_text", "granite", "stablelm", "olmoe"],
+    ids=["full", "lengths", "mixers", "lora", "dora", "pissa", "gemma3_text", "granite", "stablelm", "olmoe"],
 )
 def test_it_gives_the_weights_of_an_alignment_of_the_whole_model(
     family: str, changes: dict[str, Any], tmp_path: Path
@@ -121,6 +123,10 @@ def stopped(made: Any, out: Path, at: float) -> None:
         pytest.param(8, {}, id="softmax layer", marks=pytest.mark.slow),
         pytest.param(8, LORA, id="softmax layer, lora", marks=pytest.mark.slow),
         pytest.param(17, LORA, id="last layer, lora", marks=pytest.mark.slow),
+        pytest.param(17, LORA | {"lora": Lora(rank=4, variant="dora")}, id="last layer, dora", marks=pytest.mark.slow),
+        pytest.param(
+            17, LORA | {"lora": Lora(rank=4, variant="pissa")}, id="last layer, pissa", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_killed_stage_goes_on_to_the_same_bits(at: int, changes: dict[str, Any], tmp_path: Path) -> None:

@@ -213,6 +213,26 @@ def test_a_stage_with_lora_trains_what_peft_adds(family, targets):
     assert made.stages[0].trained == adapted.get_nb_trainable_parameters()[0]
 
 
+def test_variants_of_adapters_take_what_they_keep():
+    """Magnitudes of dora, one for each number that a projection gives, and both parts of its output for each token; on
+    the disk what pissa starts from, beside the checkpoints and in the result."""
+    stage = {"kind": "distill", "data": "text", "tokens": 2e5, "learning_rates": {"lora": 1e-4}, "batch_size": 2}
+    made = {
+        variant: plan(stages=[stage | {"lora": {"variant": variant, "targets": "linearized"}}], layers="LN")
+        for variant in ("lora", "rslora", "dora", "pissa")
+    }
+    lora, rslora, dora, pissa = (made[variant].stages[0] for variant in made)
+    assert lora == rslora
+    outputs = made["lora"].layers.count("main") * (32 + 16 + 16 + 32 + 48 + 48 + 32)
+    assert dora.trained == lora.trained + outputs
+    itemsize = torch.float32.itemsize if "float32" in made["lora"].memory_for else 2
+    assert dora.memory["activations"] == lora.memory["activations"] + 2 * 512 * 2 * itemsize * outputs
+    assert (pissa.memory, pissa.trained, pissa.started) == (lora.memory, lora.trained, lora.trained)
+    disk = {variant: plan.disk_bytes["1-distill"] for variant, plan in made.items()}
+    assert disk["pissa"] == disk["lora"] + 2 * 4 * lora.trained
+    assert disk["dora"] > disk["lora"]
+
+
 def test_a_stage_counts_the_tokens_of_whole_steps_and_the_groups_with_a_rate():
     shape = {"data": "text", "seq_len": 64, "batch_size": 2, "grad_accumulation": 4}
     align = {"kind": "align", "tokens": 1300, "learning_rates": {"mixer": 1e-2}} | shape

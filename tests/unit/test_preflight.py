@@ -188,6 +188,7 @@ def test_every_family_has_a_tiny_model_that_generates(family: str) -> None:
         (ONE_STEP, "stages[0].warmup_ratio: the only step"),
         ("stages[0].seq_len=10", "rows of 10 tokens never leave the window and its sinks (10 tokens)"),
         ("mixer.window=64", "use more than 66"),
+        ("stages[0].lora={variant: pissa, rank: 17}", "stages[0].lora.rank: pissa takes 17 singular vectors of each"),
         ("stages[0].lora={targets: [q_prj]}", "no projection is called 'q_prj'; there are "),
     ],
 )

@@ -175,11 +175,27 @@ def test_a_yaml_mistake_is_named_with_its_line():
         ("mixers.other={type: gla, join: learned}", "mixers.other.join: is called combine now"),
         ("mixer={type: mom, inner: {type: gla, join: fixed}}", "mixer.inner.join: is called combine now"),
         ("mixers.main={type: gla}", "mixers.main: this name is taken"),
+        ("stages[1].lora.variant=dorra", "stages[1].lora.variant: 'dorra' is not a choice"),
+        (
+            "stages[1].lora={variant: pissa, dropout: 0.1}",
+            "stages[1].lora.dropout: would drop parts of the base itself, which pissa's adapters start from",
+        ),
         ("stages[1].lora.targets=body", "stages[1].lora.targets: should be attention, linearized, all, or a list"),
     ],
 )
 def test_fields_that_contradict_each_other_are_refused(override, says):
     assert says in refusal(override)
+
+
+@pytest.mark.parametrize("asks", ["stages[0].lora.variant=pissa", "adapt.lora_variant=pissa"])
+def test_weight_decay_is_refused_where_adapters_hold_a_part_of_the_base(asks):
+    decays = ["stages[0].weight_decay=0.1", "stages[0].learning_rates={mixer: 1e-3, attention: 1e-3}"]
+    section = "adapt={hidden_size: 64}"
+    if asks.startswith("stages"):
+        decays[1], section = "stages[0].learning_rates={mixer: 1e-3, lora: 1e-3}", "stages[0].lora={}"
+    assert refusal(section, asks, *decays).endswith(
+        "stages[0].weight_decay: would shrink the base itself, which pissa's adapters start from, so set it to 0"
+    )
 
 
 @pytest.mark.parametrize(

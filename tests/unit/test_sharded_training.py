@@ -37,6 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "tied": {"name": "distill", "options": {"changes": TIED}},
     "tied-align": {"name": "align", "options": {"changes": TIED}},
+    **{name: {"name": "distill-lora", "variant": name} for name in ("dora", "pissa")},
     "tied-lora": {"name": "distill-lora", "options": {"changes": TIED}},
     "recomputed": {"name": "distill", "fields": EVERY | {"gradient_checkpointing": True}},
     "recomputed-align": {"name": "align", "fields": EVERY | {"gradient_checkpointing": True}},
@@ -52,7 +53,8 @@ HALVES: dict[str, dict[str, Any]] = {
     "half": {"name": "distill", "options": HALF},
 }
 CONTROLS = {f"{name}-same": {"name": name, "same_rows": True} for name in ("align", "distill", "distill-lora")}
-KINDS = ["align", "lora", "finetune"]
+KINDS = ["align", "lora", "finetune", "pissa-lora"]
+OF_KIND: dict[str, Any] = {"pissa-lora": {"name": "distill-lora", "variant": "pissa"}}
 RESUMED = {"steps": 8, "batch": 2, "accumulation": 2, "save_every": 2, "ema_length": 0.2}
 
 
@@ -185,7 +187,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     do(one_job("one", shard=False, keeps=6))
     shutil.copytree(folder / "one-kept", folder / "one-to-two")
-    jobs = [one_job(name, name, keeps=6) for name in KINDS]
+    jobs = [one_job(name, keeps=6, **OF_KIND.get(name, {"name": name})) for name in KINDS]
     told(2, folder, [*jobs, one_job("one-to-two", resume=True)])
     for name in KINDS:
         checkpoint = folder / f"{name}-kept/checkpoints/checkpoint-4"
@@ -194,7 +196,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert {"shards/.metadata", "shards/__0_0.distcp", "shards/__1_0.distcp"} <= hashed.keys()
         shutil.copytree(folder / f"{name}-kept", folder / f"{name}-on")
     shutil.copytree(folder / "finetune-kept", folder / "finetune-to-copies")
-    jobs = [one_job(f"{name}-on", name, resume=True) for name in KINDS]
+    jobs = [one_job(f"{name}-on", resume=True, **OF_KIND.get(name, {"name": name})) for name in KINDS]
     told(2, folder, [*jobs, one_job("finetune-to-copies", shard=False, resume=True)])
     return folder
 
