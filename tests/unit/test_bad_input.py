@@ -11,6 +11,7 @@ from worlds import World, after, case, edited, files, remove, wrote
 from liger_convert.cli import main
 
 Q = "model.layers.1.self_attn.q_proj.weight"
+RATES = "stages[0].learning_rates={mixer: 1e-3, lora: 1e-3}"
 convert = World.convert
 RECIPES = [
     case("misspelt key", "mixr: unknown key; did you mean 'mixer'?", lambda w: w.run("mixr={}")),
@@ -23,6 +24,17 @@ RECIPES = [
     case("unknown source kind", "did you mean 'file'?", lambda w: w.run("data.text.source=fil")),
     case("unknown source name", "stages[0].data: 'books'", lambda w: w.run("stages[0].data=books")),
     case("nothing to train", "every group is frozen", lambda w: w.run("stages[0].learning_rates={}")),
+    case("unknown variant of adapters", "lora.variant", lambda w: w.run("stages[0].lora={variant: dorra}", RATES)),
+    case(
+        "adapters of more vectors than there are",
+        "stages[0].lora.rank: pissa takes 99 singular vectors",
+        lambda w: w.run("stages[0].lora={variant: pissa, rank: 99}", RATES),
+    ),
+    case(
+        "a base that is dropped in part",
+        "stages[0].lora.dropout: would drop parts of the base",
+        lambda w: w.plan("stages[0].lora={variant: pissa, dropout: 0.5}", RATES),
+    ),
     case("less than one step", "stages[0].tokens", lambda w: w.run("stages[0].tokens=3")),
     case("bad precision", "use one of auto, float32", lambda w: w.run("precision=half")),
     case("unknown device", "'tpu' is not a device", lambda w: w.run("device=tpu")),
