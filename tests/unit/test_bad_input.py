@@ -28,7 +28,7 @@ RECIPES = [
     case(
         "adapters of more vectors than there are",
         "stages[0].lora.rank: pissa takes 99 singular vectors",
-        lambda w: w.run("stages[0].lora={variant: pissa, rank: 99}", RATES),
+        lambda w: w.plan("stages[0].lora={variant: pissa, rank: 99}", RATES),
     ),
     case(
         "a base that is dropped in part",
