@@ -37,7 +37,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "tied": {"name": "distill", "options": {"changes": TIED}},
     "tied-align": {"name": "align", "options": {"changes": TIED}},
-    **{name: {"name": "distill-lora", "variant": name} for name in ("dora", "pissa")},
     "tied-lora": {"name": "distill-lora", "options": {"changes": TIED}},
     "recomputed": {"name": "distill", "fields": EVERY | {"gradient_checkpointing": True}},
     "recomputed-align": {"name": "align", "fields": EVERY | {"gradient_checkpointing": True}},
@@ -47,6 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 # in bfloat16, of a base whose weights are
 HALF = {"precision": "bfloat16", "changes": {"dtype": "bfloat16"}}
+VARIANTS: dict[str, dict[str, Any]] = {v: {"name": "distill-lora", "variant": v} for v in ("dora", "pissa")}
 HALVES: dict[str, dict[str, Any]] = {
     "half-lora": {"name": "distill-lora", "options": HALF},
     "half-align": {"name": "align", "options": HALF},
@@ -82,7 +82,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def trained(name: str) -> Any:
         if name not in found:
-            case = (CASES | HALVES)[name] | {"compiled": False}
+            case = (CASES | HALVES | VARIANTS)[name] | {"compiled": False}
             stats = do(job(folder / name, case, shard=False))
             apart = case | {"fields": case.get("fields", EVERY) | {"batch": 1, "accumulation": 4}}
             do(job(folder / f"{name}-apart", apart, shard=False))
@@ -120,6 +120,15 @@ def test_processes_that_share_the_weights_learn_what_one_does(one: Any, two: Any
         assert ours["align_error"]["after"] == pytest.approx(stats["align_error"]["after"], rel=1e-4)
     if f"{name}-same" in CONTROLS:
         assert distance(learned(folder / f"{name}-same"), alone) > 1000 * rounding
+
+
+@pytest.mark.slow
+def test_variants_of_adapters_learn_what_they_do_in_one_process(one: Any, tmp_path: Path) -> None:
+    told(2, tmp_path, [job(tmp_path / name, case, shard=True) for name, case in VARIANTS.items()])
+    for name in VARIANTS:
+        _, alone, rounding = one(name)
+        assert 0 < rounding < 1e-4
+        assert distance(learned(tmp_path / name), alone) < 10 * rounding
 
 
 @pytest.mark.slow
