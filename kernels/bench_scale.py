@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -56,7 +57,7 @@ class Task:
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)
     begun: float = 0.0
     told: int = 0  # rows
-    failed: float = 0.0  # when a process did
+    failed: tuple[float, int] | None = None  # when the first process did, and which
 
     @property
     def gpus(self) -> int:
@@ -150,19 +151,21 @@ class Bench:
         if all(code == 0 for code in codes):
             return True
         bad = [rank for rank, code in enumerate(codes) if code]
-        if not bad and now - task.begun <= self.a.timeout:
+        if task.failed is None and bad:
+            task.failed = now, bad[0]
+        if task.failed is None and now - task.begun <= self.a.timeout:
             return False
-        task.failed = task.failed or now
-        if bad and None in codes and now - task.failed < GRACE:
+        if task.failed is not None and None in codes and now - task.failed[0] < GRACE:
             return False
         self.kill(task)
-        rank = bad[0] if bad else codes.index(None)
+        rank = codes.index(None) if task.failed is None else task.failed[1]
         lines = self.log(task, rank).read_text(errors="replace").splitlines()[-TAIL:]
-        why = f"process {rank} failed: {lines[-1] if lines else f'exit code {codes[rank]}'}"
-        if not bad:
-            why = f"not done after {self.a.timeout:g} seconds, see where process {rank} was"
+        if task.failed is None:
+            why = f"not done after {self.a.timeout:g} seconds; see where process {rank} was"
         elif any("missing" in row for row in self.read(task, last=True)):
             return True  # a row says what did not fit
+        else:
+            why = f"process {rank} failed: {reason(lines) or f'exit code {codes[rank]}'}"
         self.failures.append({"task": task.title, "why": why, "tail": lines})
         print(f"{task.title}: {why}", file=sys.stderr, flush=True)
         self.write()
@@ -221,6 +224,12 @@ class Bench:
             told |= {"seconds": round(time.monotonic() - self.started, 1), "rows": self.rows}
             told |= {"findings": findings(self.rows), "failures": self.failures}
             self.a.json.write_text(json.dumps(told, indent=1) + "\n")
+
+
+def reason(lines: list[str]) -> str:
+    """Of what a process wrote before it failed: its error, behind which libraries may have said more."""
+    errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)]
+    return (errors or lines or [""])[-1]
 
 
 def joined(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -56,10 +56,9 @@ RATES = {"mixer": 1e-5, "attention": 1e-5, "body": 1e-5}
 STAGES = PARTS | {"finetune": {"kind": "finetune", "loss_on": "all", "learning_rates": RATES}}
 KINDS: dict[str, type[Stage]] = {"distill": DistillStage, "finetune": FinetuneStage}
 
-LAYERS = (1, 4)  # how many follow each other where layers are timed by themselves
 SHAPES["few-layers"] = SHAPES["smollm2-135m"] | {"num_hidden_layers": 4}
 SHAPES["attention-8b"] = SHAPES["llama-3-8b"] | {"num_hidden_layers": 4, "intermediate_size": 64, "vocab_size": 256}
-SHAPES["tiny"] = SHAPES["smollm2-135m"] | {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48}
+SHAPES["tiny"] = SHAPES["smollm2-135m"] | {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
 SHAPES["tiny"] |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 101, "initializer_range": 0.1}
 
 # Of each part: the shape, and the rows and tokens that a GPU takes a step. What one GPU of 80 GB has room for.
@@ -70,9 +69,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "sequence": {"shape": "smollm2-135m", "rows": 1, "length": 32768},
     "equality": {"shape": "few-layers", "rows": 4, "length": 1024},
 }
-LENGTHS = {"checked": 2048, "timed": (32768, 131072), "shape": "attention-8b"}  # of layers by themselves
+# Layers by themselves: how many follow each other, and their rows.
+STACKS: dict[str, Any] = {"shape": "attention-8b", "layers": (1, 4), "checked": 2048, "timed": (32768, 131072)}
 ON_CPU = {"shape": "tiny", "rows": 2, "length": 160}
-LENGTHS_ON_CPU = {"checked": 160, "timed": (320,), "shape": "tiny"}
+STACKS_ON_CPU = {"shape": "tiny", "layers": (1, 2), "checked": 160, "timed": (320,)}
 
 
 @dataclass(frozen=True)
@@ -284,11 +284,11 @@ def fsdp_full(worker: Worker) -> None:
 
 def sequence(worker: Worker) -> None:
     """Layers by themselves, then whole models: a row of all GPUs' tokens beside a row of each GPU's own."""
-    sizes = LENGTHS_ON_CPU if worker.task["cpu"] else LENGTHS
+    sizes = STACKS_ON_CPU if worker.task["cpu"] else STACKS
     stack = Stack(worker, sizes["shape"])
     stack.check(sizes["checked"])
     for length in sizes["timed"]:
-        for count in LAYERS:
+        for count in sizes["layers"]:
             about = {"tokens_a_row": length, "layers": count, "rows": 1}
             try:
                 alone = stack.measure(length, count, None)
