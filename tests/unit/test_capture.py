@@ -25,6 +25,8 @@ from liger_convert.mixers.window_attention import with_forgetting
 from liger_convert.model.cuda_graphs import capture
 from liger_convert.model.loading import linearize_base, load_base
 from liger_convert.model.sequence import SequenceMetadata
+from liger_convert.training.finetune import FinetuneObjective
+from liger_convert.training.student import compile_layers
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")
 
@@ -60,6 +62,31 @@ def test_compiled_layers_train_as_they_are_and_alignment_compiles_what_it_runs(
     before = len(compiled)
     train(make_stage(name, steps=1, compile=False, **lora), tmp_path / "off")
     assert len(compiled) == before
+
+
+def test_a_layer_is_compiled_whole_where_processes_share_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it is cut where a bucket of gradients is full, here after each weight."""
+    graphs: list[Any] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, dynamic: real(call, backend=keep, dynamic=dynamic))
+    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)
+    monkeypatch.setattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 1)
+    base = load_base(folders()[0], CPU, torch.float32).train().requires_grad_()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        shared = torch.nn.parallel.DistributedDataParallel(base, bucket_cap_mb=1e-5)
+        compile_layers(base, FinetuneObjective(), False)
+        ids = torch.arange(3, 3 + SEQ_LEN)[None]
+        shared(input_ids=ids, use_cache=False).logits.sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+        torch.compiler.reset()
+    assert len(graphs) == 1, "one for all layers"
 
 
 def replayed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
