@@ -179,7 +179,8 @@ class Bench:
         if left:
             time.sleep(5 * POLL)
         for process in left:
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
     def log(self, task: Task, rank: int) -> Path:
@@ -201,7 +202,7 @@ class Bench:
         """Keeps what `task` has told since, checked."""
         rows = self.read(task, last)
         for row in rows[task.told :]:
-            self.rows.append(self.checked(row))
+            self.rows.append(self.checked(row) | {"at_s": round(time.monotonic() - self.started, 1)})
             shown = {name: value for name, value in self.rows[-1].items() if name not in ("machine", "losses")}
             print(json.dumps(shown), flush=True)
         if len(rows) > task.told:

@@ -21,7 +21,9 @@ PIECE = 1 << 26  # numbers, of which a piece is a copy
 def begin_alike(model: nn.Module) -> None:
     """Gives all processes the parameters and buffers of the first, as DDP does. All call it."""
     for tensor in (*model.parameters(), *model.buffers()):
-        broadcast(tensor.data, 0)
+        sent = tensor.data.contiguous()
+        broadcast(sent, 0)
+        tensor.data.copy_(sent)
 
 
 @torch.no_grad()
