@@ -136,7 +136,7 @@ class Training:
         """Those of micro-batches like `batch`, captured where StageTrainer captures them."""
         plain = partial(self.backward, parts=parts)
         models = [model for model in (self.model, self.base) if model is not None]
-        if why_not_captured(self.stage, models, self.device, 1) is not None:
+        if why_not_captured(self.stage, models, self.device, False) is not None:
             return plain
         passes = CapturedFwdBwd(plain, self.trained, models)
         passes.capture(batch)

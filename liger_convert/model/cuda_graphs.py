@@ -39,7 +39,7 @@ def capture(
                         step(*slots)
             finally:  # a step that failed may have queued work, which reads the slots and writes the tensors
                 torch.cuda.current_stream().wait_stream(side)
-            with _undone_if_it_fails(), torch.cuda.graph(graph, pool=pool):
+            with _undone_if_it_fails(), torch.cuda.graph(graph, pool=pool, capture_error_mode=_error_mode()):
                 result = step(*slots)
     finally:
         for tensor, old in zip(tensors(), before, strict=True):
@@ -53,6 +53,12 @@ def capture(
         return result
 
     return replay
+
+
+def _error_mode() -> str:
+    """Where processes work together, a thread of NCCL looks at the GPU now and then, which would end a capture."""
+    together = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return "thread_local" if together else "global"
 
 
 @contextlib.contextmanager
@@ -76,7 +82,10 @@ def _undone_if_it_fails() -> Iterator[None]:
         yield
     except BaseException:
         torch.cuda.set_stream(stream)
-        with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        with (
+            contextlib.suppress(RuntimeError),
+            torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode=_error_mode()),
+        ):
             torch.zeros((), device="cuda")  # a graph of nothing would be warned of
         torch.cuda.set_stream(stream)
         raise

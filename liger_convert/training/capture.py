@@ -30,8 +30,9 @@ MASKLESS = "sdpa_of_one_document"
 AttentionInterface.register(MASKLESS, sdpa_attention_forward)
 
 
-def why_not_captured(stage: Stage, models: Iterable[Any], device: torch.device, processes: int) -> str | None:
-    """Why the passes of a stage, run through `models`, cannot be one CUDA graph, or None."""
+def why_not_captured(stage: Stage, models: Iterable[Any], device: torch.device, exchanges: bool) -> str | None:
+    """Why the passes of a stage, run through `models`, cannot be one CUDA graph, or None. exchanges: whether processes
+    send each other something within them."""
     if device.type != "cuda":
         return "there is no Nvidia GPU"
     if not stage.compile:
@@ -40,8 +41,8 @@ def why_not_captured(stage: Stage, models: Iterable[Any], device: torch.device, 
         return "hidden states are read from the disk and written to it (layerwise: true)"
     if not stage.concat_documents:
         return "where documents begin in a row decides what is run (concat_documents: true makes each row one text)"
-    if processes > 1:
-        return "gradients are exchanged between processes"
+    if exchanges:
+        return "processes share the weights or the rows, and exchange them in every layer"
     if stage.gradient_checkpointing:
         return "gradient checkpointing asks for the state of the random numbers"
     for model in models:

@@ -320,6 +320,11 @@ def _attention(
     """transformers' attention of a softmax layer, over all shards. It goes by documents and the base's own window, and
     is given no mask."""
     group, window = module.of_group
+    if torch.is_autocast_enabled(q_BHTD.device.type):
+        # which turned queries and keys to float32: it sees no attention with a bias like the one below, and no fused
+        # kernel takes float32
+        dtype = torch.get_autocast_dtype(q_BHTD.device.type)
+        q_BHTD, k_BGTD, v_BGTD = q_BHTD.to(dtype), k_BGTD.to(dtype), v_BGTD.to(dtype)
     end = (group.rank + 1) * q_BHTD.shape[2]
     kv_NBTGX = _Gather.apply(torch.cat((k_BGTD, v_BGTD), -1).transpose(1, 2), group)
     kv_BSGX = kv_NBTGX[: group.rank + 1].transpose(0, 1).flatten(1, 2)

@@ -50,6 +50,7 @@ def compile_layers(model: Any, objective: Objective, aligning: bool) -> None:
     stays as it is: its weights come by code that no graph holds.
     """
     torch._dynamo.config.recompile_limit = 64  # kinds of layers, times lengths of the last batch
+    torch._dynamo.config.optimize_ddp = False  # which cuts graphs to send gradients sooner: a layer's are few enough
     torch._inductor.config.unsafe_marked_cacheable_functions = CACHEABLE
     whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     backbone = whole.model

@@ -26,6 +26,7 @@ from liger_convert.model import parameter_group, take_auxiliary_loss
 from liger_convert.model.shards import Entry, write_file
 from liger_convert.training import checkpoints, sharded_checkpoint
 from liger_convert.training.average import WeightAverage
+from liger_convert.training.averaging import average_gradients, begin_alike
 from liger_convert.training.capture import CapturedFwdBwd, why_not_captured
 from liger_convert.training.sequence_parallel import Group
 from liger_convert.training.sharding import copy_whole
@@ -85,7 +86,8 @@ class StageTrainer(Trainer):
 
     The rows of an optimizer step are the same, and so is its loss, however many `processes` share them. sharded: the
     weights are, too, see `sharding.py`, and are where they belong; else `model` is brought to `device`, and copied by
-    DDP. A checkpoint of either kind continues both. sequence: the processes with which this one shares each row.
+    DDP, or where passes are captured, kept alike by `averaging.py`. A checkpoint of either kind continues both.
+    sequence: the processes with which this one shares each row.
     before_saving: called before each checkpoint is written.
     """
 
@@ -162,9 +164,13 @@ class StageTrainer(Trainer):
         self.remove_callback(PrinterCallback)
         self.objective: Objective = objective
         self.models = [m for m in (model, getattr(objective, "base", None)) if m is not None]
-        self.eager = why_not_captured(
-            stage, self.models, device, processes
-        )  # why not captured as a CUDA graph; None if it is
+        exchanges = sharded or sequence is not None
+        # why the passes are not captured as a CUDA graph; None if they are
+        self.eager = why_not_captured(stage, self.models, device, exchanges)
+        self.averages = processes if self.eager is None and processes > 1 else 0  # of the gradients of so many
+        if self.averages:
+            model._is_accelerate_prepared = True  # type: ignore[assignment]  # as above
+            begin_alike(model)
         self.fwd_bwd = CapturedFwdBwd(self._eager_fwd_bwd, list(self._trained().values()), self.models)
         self.dtype = dtype
         self._finisher, self._finishing = ThreadPoolExecutor(1), None
@@ -178,6 +184,12 @@ class StageTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
         """Forward and backward pass of a micro-batch, as one CUDA graph where they can be captured."""
+        loss = self._pass(model, inputs, num_items_in_batch)
+        if self.averages and self.accelerator.sync_gradients:
+            average_gradients(list(self._trained().values()), self.averages)
+        return loss
+
+    def _pass(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Tensor | int | None) -> Tensor:
         if self.eager is None:
             batch = {name: x for name, x in self._prepare_inputs(inputs).items() if name != "position_ids"}
             batch["counted"] = torch.as_tensor(num_items_in_batch, device=self.args.device)

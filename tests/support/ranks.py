@@ -5,10 +5,10 @@
 A job has the `name` of a stage of `stages.py`, the folder `out`, and may have `fields` (of `make_stage`), `options` (of
 `train`), `variant` (of the adapters of a name that ends with -lora), `plain` (descent without Adam, which would hide
 the scale of a gradient), `same_rows` (a mistake: all processes train on the rows of the first), `deaf` (a mistake:
-shards of rows get nothing from their neighbours), `compiled` (the layers, without a compiler behind), `dies`, [rank,
-step]: where SIGKILL ends that process, `keeps`, a step at which what is in `out` is copied to `out`-kept, and `hoards`
-(a mistake: keeps all that is gathered for the result). What is said of a full result has `writing`: by how many bytes
-memory grew while it was written.
+shards of rows get nothing from their neighbours), `compiled` (the layers, without a compiler behind), `replayed` (the
+passes, as a CUDA graph's would be), `dies`, [rank, step]: where SIGKILL ends that process, `keeps`, a step at which what
+is in `out` is copied to `out`-kept, and `hoards` (a mistake: keeps all that is gathered for the result). What is said of
+a full result has `writing`: by how many bytes memory grew while it was written.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from peaks import TOLD, forget_peak, peak
+from replays import replayed_on_a_cpu
 from stages import folders, make_stage, train
 from torch.distributed.tensor import DTensor
 
@@ -122,6 +124,8 @@ def do(job: dict[str, Any]) -> dict[str, Any]:
         changed[module]["gains_by_compiling"] = lambda device: True
         changed[torch] = {"compile": functools.partial(torch.compile, backend="aot_eager")}
     with contextlib.ExitStack() as stack:
+        if job.get("replayed"):
+            replayed_on_a_cpu(stack.enter_context(pytest.MonkeyPatch.context()))
         for where, values in changed.items():
             stack.enter_context(mock.patch.multiple(where, **values))
         options = job.get("options", {})

@@ -7,7 +7,7 @@ over whole rows by itself, then over its shard. What the first one prints is of 
 logits, loss and gradients differ from those of whole rows, how much rounding alone does, and a shard's logits without
 its neighbours. Each is a fraction of the largest value.
 
-A case with `bfloat16` runs in it, see `compare_in_bfloat16`.
+A case with `bfloat16` runs in it, see `compare_in_bfloat16`; of one with `fused`, see `given_to_fused_attention`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tiny import tiny_config
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias
 from transformers import AutoModelForCausalLM
 
 from liger_convert.mixers import resolve_spec
@@ -194,13 +195,34 @@ def compare_in_bfloat16(case: dict[str, Any], group: Group, of_one: Group) -> di
     }
 
 
+def given_to_fused_attention(case: dict[str, Any], group: Group) -> list[str]:
+    """The dtypes in which softmax layers give a row of one document to torch's fused kernels, under autocast."""
+    generator, found = torch.Generator().manual_seed(1), set[str]()
+    model, batch = make_model(case, generator), rows(group.size, generator)
+    real = CausalBias._dispatch
+
+    def dispatch(*inputs: Any, **options: Any) -> Tensor:
+        found.update(str(x.dtype).removeprefix("torch.") for x in inputs[:3])
+        return real(*inputs, **options)
+
+    group.install(model)
+    batch = group.cut({name: x[-1:] for name, x in batch.items()})
+    with mock.patch.object(CausalBias, "_dispatch", staticmethod(dispatch)), autocast(CPU, torch.bfloat16):
+        run(model, batch, torch.tensor(1))
+    return sorted(found)
+
+
 OF_TOKENS = ("logits", "targets")  # the rest is of all tokens
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     group, of_one = (group_of(CPU, size) for size in (int(os.environ["WORLD_SIZE"]), 1))
     for case in json.loads(Path(sys.argv[1]).read_text()):
-        found = compare_in_bfloat16(case, group, of_one) if case.get("bfloat16") else compare(case, group)
+        found: dict[str, Any]
+        if case.get("fused"):
+            found = {"dtypes": given_to_fused_attention(case, group)}
+        else:
+            found = compare_in_bfloat16(case, group, of_one) if case.get("bfloat16") else compare(case, group)
         if group.rank == 0:
             print(json.dumps(found), flush=True)
     dist.destroy_process_group()

@@ -12,12 +12,12 @@ import pytest
 import torch
 from gated_kernels.common import gated_recurrence
 from gated_kernels.common.tracing import is_exporting, outside_of_graphs, reads_no_values
+from replays import replayed_on_a_cpu
 from safetensors.torch import load_file
 from stages import CPU, SEQ_LEN, every_stage, files_of, folders, make_stage, train
 from tiny import save_tiny_base
 from torch import Tensor
 from torch._inductor.compile_fx import compile_fx
-from transformers import masking_utils
 
 from liger_convert.config.stages import Lora
 from liger_convert.mixers import resolve_spec
@@ -25,6 +25,8 @@ from liger_convert.mixers.window_attention import with_forgetting
 from liger_convert.model.cuda_graphs import capture
 from liger_convert.model.loading import linearize_base, load_base
 from liger_convert.model.sequence import SequenceMetadata
+from liger_convert.training.finetune import FinetuneObjective
+from liger_convert.training.student import compile_layers
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")
 
@@ -62,42 +64,29 @@ def test_compiled_layers_train_as_they_are_and_alignment_compiles_what_it_runs(
     assert len(compiled) == before
 
 
-def replayed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Has every stage take the path of a CUDA graph: its slots, warm-up and replays, on a CPU; what would be
-    captured may look at no position. Returns the words for what happens, as it does."""
-    from liger_convert.model import sequence
-    from liger_convert.training import capture, trainer
+@torch._dynamo.config.patch(optimize_ddp=True)
+def test_a_layer_is_compiled_whole_where_processes_share_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it is cut where a bucket of gradients is full, here after each weight."""
+    graphs: list[Any] = []
 
-    done: list[str] = []
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
 
-    def looked(*_: Any) -> Any:
-        raise RuntimeError("a value of the batch was looked at")
-
-    def stand_in(step: Any, given: tuple[Tensor, ...], tensors: Any, pool: Any) -> Any:
-        slots = [x.clone() for x in given]
-        assert not tensors()
-        assert pool == "shared"
-        with monkeypatch.context() as patches:
-            for module in (masking_utils, sequence):
-                patches.setattr(module, "find_packed_sequence_indices", looked)
-            for _ in range(2):
-                step(*slots)
-        done.append("captured")
-
-        def replay(*inputs: Tensor) -> Tensor:
-            for slot, x in zip(slots, inputs, strict=True):
-                slot.copy_(x)
-            done.append("replayed")
-            return step(*slots)
-
-        return replay
-
-    monkeypatch.setattr(capture, "capture", stand_in)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "shared")
-    monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
-    monkeypatch.setattr(torch.cuda, "set_rng_state", torch.set_rng_state)
-    monkeypatch.setattr(trainer, "why_not_captured", lambda *_: None)
-    return done
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, dynamic: real(call, backend=keep, dynamic=dynamic))
+    monkeypatch.setattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 1)
+    base = load_base(folders()[0], CPU, torch.float32).train().requires_grad_()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        shared = torch.nn.parallel.DistributedDataParallel(base, bucket_cap_mb=1e-5)
+        compile_layers(base, FinetuneObjective(), False)
+        ids = torch.arange(3, 3 + SEQ_LEN)[None]
+        shared(input_ids=ids, use_cache=False).logits.sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+        torch.compiler.reset()
+    assert len(graphs) == 1, "one for all layers"
 
 
 @pytest.mark.parametrize(
@@ -176,17 +165,17 @@ def test_passes_that_cannot_be_captured_are_run_as_they_are(tmp_path: Path, monk
 def test_what_keeps_a_stage_from_being_captured_is_said() -> None:
     from liger_convert.training.capture import why_not_captured
 
-    def why(processes: int = 1, device: str = "cuda", base: Any = None, **changes: Any) -> str | None:
+    def why(exchanges: bool = False, device: str = "cuda", base: Any = None, **changes: Any) -> str | None:
         stage = make_stage("distill", **({"concat_documents": True} | changes))
         return why_not_captured(
-            stage, [base or load_base(folders()[0], CPU, torch.float32)], torch.device(device), processes
+            stage, [base or load_base(folders()[0], CPU, torch.float32)], torch.device(device), exchanges
         )
 
     assert why() is None
     assert "no Nvidia GPU" in str(why(device="cpu"))
     assert "documents begin" in str(why(concat_documents=False))
     assert "compile: false" in str(why(compile=False))
-    assert "between processes" in str(why(processes=2))
+    assert "processes share" in str(why(exchanges=True))
     assert "checkpointing" in str(why(gradient_checkpointing=True))
     assert "window of 24 tokens" in str(why(base=load_base(folders("mistral")[0], CPU, torch.float32)))
     eager = load_base(folders()[0], CPU, torch.float32)

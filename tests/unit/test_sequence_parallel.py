@@ -88,20 +88,26 @@ def assert_equal_in_bfloat16(name: str, found: dict[str, dict[str, float]], larg
 def quick(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     cases: list[dict[str, Any]] = [{"mixer": {"type": name}} for name in QUICK]
     cases += [{"mixer": {"type": name}, "bfloat16": True} for name in QUICK[::2]]
+    cases.append({"mixer": {"type": "gla"}, "fused": True})
     return compared(2, tmp_path_factory.mktemp("quick"), cases)
 
 
 def test_shards_of_packed_rows_give_logits_and_gradients_of_whole_rows(quick: list[Any]) -> None:
     """In a model of linear and softmax layers."""
-    for name, each in zip(QUICK, quick[: len(QUICK)], strict=True):
+    for name, each in zip(QUICK, quick):
         assert_equal(each, has_parameters=name not in WITHOUT_PARAMETERS)
 
 
 def test_in_bfloat16_shards_are_no_further_from_float64_than_whole_rows(quick: list[Any]) -> None:
-    found = quick[len(QUICK) :]
+    found = quick[len(QUICK) : -1]
     largest = max(each["whole"]["errors"] for each in found)
     for name, each in zip(QUICK[::2], found, strict=True):
         assert_equal_in_bfloat16(name, each, largest)
+
+
+def test_softmax_layers_of_shards_are_for_the_fused_kernels(quick: list[Any]) -> None:
+    """On a GPU these take no float32, and without them a layer holds a score for each pair of tokens."""
+    assert quick[-1] == {"dtypes": ["bfloat16"]}
 
 
 @pytest.mark.slow

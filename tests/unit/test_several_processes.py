@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -26,6 +27,8 @@ from stages import make_stage, result_bytes
 from torch import Tensor
 
 from liger_convert.io import checksums
+from liger_convert.training import averaging
+from liger_convert.training.averaging import average_gradients
 from liger_convert.training.sharing import share
 from liger_convert.utils import processes
 from liger_convert.utils.errors import BadInput
@@ -78,6 +81,44 @@ def test_two_processes_learn_what_one_does(one: dict[str, Any], two: Any, name: 
         }
         assert [loss for _, loss in told["loss"]] == pytest.approx([loss for _, loss in stats["loss"]], rel=1e-4)
     assert distance(learned(folder / f"{name}-same"), alone) > 1000 * rounding
+
+
+def test_replayed_passes_of_two_processes_learn_what_one_does(tmp_path: Path) -> None:
+    """A replay calls no hooks, so gradients are averaged behind it. The control trains on equal rows."""
+    one_text = EVERY | {"concat_documents": True}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    names = ["align", "distill", "distill-lora"]
+    for name in names:
+        do({"name": name, "out": tmp_path / f"{name}-one", "plain": True, "fields": one_text})
+    torch.set_num_threads(threads)
+    jobs = [{"name": name, "out": str(tmp_path / name), "fields": one_text, "plain": True} for name in names]
+    same = [jobs[1] | {"out": str(tmp_path / "distill-same"), "same_rows": True}]
+    several = told(2, tmp_path, [job | {"replayed": True} for job in jobs + same])
+    for name in names:
+        assert several[name]["fwd_bwd"] == "captured"
+        assert distance(learned(tmp_path / name), learned(tmp_path / f"{name}-one")) < 1e-4
+    assert distance(learned(tmp_path / "distill-same"), learned(tmp_path / "distill-one")) > 0.01
+
+
+def mean_of_two(rank: int, size: int, store: str) -> list[list[float] | None]:
+    """The gradients that a process of two has in the end; of the second weight only the second has one before."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(4)]
+    weights[3].data = weights[3].data.double()
+    weights[0].grad = torch.tensor([1.0, 2.0]) * (rank + 1)
+    weights[1].grad = torch.tensor([4.0, 0.0]) if rank else None
+    weights[3].grad = torch.tensor([0.5, 0.0]).double()
+    average_gradients(weights, size)
+    torch.distributed.destroy_process_group()
+    return [None if p.grad is None else p.grad.tolist() for p in weights]
+
+
+def test_a_gradient_that_one_process_lacks_counts_as_zeros(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(averaging, "PIECE", 3)  # a piece for each
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        found = pool.starmap(mean_of_two, [(rank, 2, f"{tmp_path}/store") for rank in range(2)], 1)
+    assert found == [[[1.5, 3.0], [2.0, 0.0], None, [0.5, 0.0]]] * 2
 
 
 # --- stopping and going on

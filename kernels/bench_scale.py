@@ -1,0 +1,343 @@
+"""Checks and times trainings on 2 GPUs of one machine beside one: `python kernels/bench_scale.py --json scale.json`.
+
+The parts, on models of random weights with every layer linear and on random tokens:
+
+- equality: losses and weights after a few steps of every way of sharing, beside one GPU's in float32. Allowed is twice
+  the error of one GPU in bfloat16; trainings with a mistake must have more.
+- ddp: SmolLM2-135M distilled, all weights, by GPUs that share the rows.
+- fsdp-lora: Llama-3-8B distilled by adapters, by GPUs that share the weights as well. One GPU holds all of them.
+- fsdp-full: Llama-3-8B distilled, all weights but the embeddings, which one GPU has no room for.
+- sequence: rows that GPUs share, of layers by themselves and of SmolLM2-135M, beside a row for each GPU.
+
+Each part is measured by processes of its own, which have --timeout seconds: a part that fails or hangs costs no other
+part its numbers. A GPU has the same rows alone and with others. A training whose loss at the first step is not that of
+the others of its part, or whose processes end with different weights, has no time. The file that --json names is
+complete after every row, and tells how a part failed. The exit code is 1 where something is wrong; what misses a target
+or does not fit is told only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+PARTS = ["equality", "ddp", "fsdp-lora", "fsdp-full", "sequence"]
+ALONE = {"fsdp-lora": 0, "ddp": 1, "equality": 1}  # what one GPU takes as well, and which: in this order
+GPUS = 2
+SCRIPT = Path(__file__).with_name("scale_parts.py")
+POLL = 0.1  # seconds
+GRACE = 5.0  # seconds in which the others end once a process has failed
+AHEAD = 2  # tasks whose processes import what they need before it is their turn
+CLOSE = 0.05  # of two losses of random weights on random tokens
+TAIL = 30  # lines of what a process wrote that failed
+
+
+@dataclass
+class Task:
+    """What so many processes do of a part, each on a GPU of its own."""
+
+    part: str
+    places: list[int]  # of its GPUs
+    running: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    begun: float = 0.0
+    told: int = 0  # rows
+    failed: tuple[float, int] | None = None  # when the first process did, and which
+
+    @property
+    def gpus(self) -> int:
+        return len(self.places)
+
+    @property
+    def name(self) -> str:
+        return f"{self.part}-{self.gpus}"
+
+    @property
+    def title(self) -> str:
+        return f"{self.part} by {self.gpus} GPU{'s' * (self.gpus > 1)}"
+
+
+class Bench:
+    """The tasks of all parts, on GPUs that are never more than taken."""
+
+    def __init__(self, a: argparse.Namespace, folder: Path):
+        self.a, self.folder = a, folder
+        self.rows: list[dict[str, Any]] = []
+        self.failures: list[dict[str, Any]] = []
+        self.started = time.monotonic()
+        alone = [Task(part, [place]) for part, place in ALONE.items() if part in a.parts]
+        self.queue = alone + [Task(part, list(range(GPUS))) for part in PARTS if part in a.parts]
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        self.devices = seen.split(",") if seen else [str(i) for i in range(GPUS)]
+
+    def run(self) -> None:
+        free, working = set(range(GPUS)), list[Task]()
+        try:
+            while self.queue or working:
+                while self.queue and free.issuperset(self.queue[0].places):
+                    task = self.queue.pop(0)
+                    if not task.running:
+                        self.start(task)
+                    free.difference_update(task.places)
+                    self.begin(task)
+                    working.append(task)
+                for task in self.queue[:AHEAD]:
+                    if not task.running:
+                        self.start(task)
+                time.sleep(POLL)
+                for task in list(working):
+                    self.collect(task)
+                    if self.ended(task):
+                        self.collect(task, last=True)
+                        working.remove(task)
+                        free.update(task.places)
+        finally:
+            for task in [*working, *self.queue]:
+                self.kill(task)
+
+    def start(self, task: Task) -> None:
+        """Starts the processes of `task`, which import and wait."""
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        facts = {"part": task.part, "name": task.name, "folder": str(self.folder), "cpu": self.a.cpu}
+        facts |= {"compile": not self.a.no_compile, "steps": self.a.steps}
+        file = self.folder / f"{task.name}.json"
+        file.write_text(json.dumps(facts))
+        for rank in range(task.gpus):
+            place = {"WORLD_SIZE": str(task.gpus), "LOCAL_WORLD_SIZE": str(task.gpus)}
+            place |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+            environment |= {"HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1"} | (place if task.gpus > 1 else {})
+            environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // GPUS)))
+            environment.setdefault("NCCL_NVLS_ENABLE", "0")
+            if not self.a.cpu:
+                environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices[place] for place in task.places)
+            with self.log(task, rank).open("wb") as log:
+                command = [sys.executable, str(SCRIPT), str(file)]
+                process = subprocess.Popen(
+                    command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+                )
+            task.running.append(process)
+
+    def begin(self, task: Task) -> None:
+        """Lets the processes of `task` work."""
+        task.begun = time.monotonic()
+        for process in task.running:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it has failed already, and its log says why
+                process.stdin.write(b"\n")
+                process.stdin.close()
+
+    def ended(self, task: Task) -> bool:
+        """Whether no process of `task` is left. Ends those that another one's failure has left behind, or that have had
+        their time, and notes why."""
+        codes, now = [process.poll() for process in task.running], time.monotonic()
+        if all(code == 0 for code in codes):
+            return True
+        bad = [rank for rank, code in enumerate(codes) if code]
+        if task.failed is None and bad:
+            task.failed = now, bad[0]
+        if task.failed is None and now - task.begun <= self.a.timeout:
+            return False
+        if task.failed is not None and None in codes and now - task.failed[0] < GRACE:
+            return False
+        self.kill(task)
+        rank = codes.index(None) if task.failed is None else task.failed[1]
+        lines = self.log(task, rank).read_text(errors="replace").splitlines()[-TAIL:]
+        if task.failed is None:
+            why = f"not done after {self.a.timeout:g} seconds; see where process {rank} was"
+        elif any("missing" in row for row in self.read(task, last=True)):
+            return True  # a row says what did not fit
+        else:
+            why = f"process {rank} failed: {reason(lines) or f'exit code {codes[rank]}'}"
+        self.failures.append({"task": task.title, "why": why, "tail": lines})
+        print(f"{task.title}: {why}", file=sys.stderr, flush=True)
+        self.write()
+        return True
+
+    def kill(self, task: Task) -> None:
+        """Ends the processes of `task`; those that hang say first where."""
+        left = [process for process in task.running if process.poll() is None]
+        for process in left:
+            process.send_signal(signal.SIGUSR1)
+        if left:
+            time.sleep(5 * POLL)
+        for process in left:
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def log(self, task: Task, rank: int) -> Path:
+        return self.folder / f"{task.name}-{rank}.log"
+
+    def read(self, task: Task, last: bool) -> list[dict[str, Any]]:
+        """The rows of `task`: those that all its processes have told; at its end those that one of them has."""
+        told = []
+        for rank in range(task.gpus):
+            file = self.folder / f"{task.name}-{rank}.jsonl"
+            lines = file.read_text().split("\n")[:-1] if file.exists() else []
+            told.append([json.loads(line) for line in lines])
+        rows = [joined(list(row)) for row in zip(*told)]
+        if last:
+            rows += [row for own in told for row in own[len(rows) :] if "missing" in row][:1]
+        return [{"part": task.part} | row for row in rows]
+
+    def collect(self, task: Task, last: bool = False) -> None:
+        """Keeps what `task` has told since, checked."""
+        rows = self.read(task, last)
+        for row in rows[task.told :]:
+            self.rows.append(self.checked(row) | {"at_s": round(time.monotonic() - self.started, 1)})
+            shown = {name: value for name, value in self.rows[-1].items() if name not in ("machine", "losses")}
+            print(json.dumps(shown), flush=True)
+        if len(rows) > task.told:
+            task.told = len(rows)
+            self.write()
+
+    def checked(self, row: dict[str, Any]) -> dict[str, Any]:
+        """`row`, without times where its first loss is not that of the same stage before it."""
+        same = [other for other in self.rows if (other["part"], other.get("stage")) == (row["part"], row.get("stage"))]
+        if row.get("losses") and same and same[0].get("losses"):
+            first, other = row["losses"][0], same[0]["losses"][0]
+            if not abs(first - other) <= CLOSE * abs(other):
+                row["wrong"] = f"its first loss is {first:.4f}, and {other:.4f} in {same[0]['case']!r}: it is not timed"
+                row = {name: value for name, value in row.items() if name not in ("step_ms", "tokens_per_s")}
+        return row
+
+    def write(self) -> None:
+        if self.a.json:
+            told = {"options": {name: value for name, value in vars(self.a).items() if name != "json"}}
+            told |= {"seconds": round(time.monotonic() - self.started, 1), "rows": self.rows}
+            told |= {"findings": findings(self.rows), "failures": self.failures}
+            self.a.json.write_text(json.dumps(told, indent=1) + "\n")
+
+
+def reason(lines: list[str]) -> str:
+    """Of what a process wrote before it failed: its error, behind which libraries may have said more."""
+    errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)]
+    return (errors or lines or [""])[-1]
+
+
+def joined(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the processes of a task have told of the same case: the first one's, at the pace of the slowest, with the
+    largest peaks, and with what is wrong in any of them."""
+    row = rows[0]
+    if all("step_ms" in other for other in rows):
+        slow = max(rows, key=lambda other: other["step_ms"]["median"])
+        row |= {"step_ms": slow["step_ms"], "tokens_per_s": slow["tokens_per_s"]}
+    for name in ("peak_bytes", "reserved_bytes"):
+        if name in row:
+            row[name] = max(other[name] for other in rows)
+    for other in rows:
+        row |= {name: other[name] for name in ("wrong", "missing") if name in other}
+    return row
+
+
+def findings(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the rows come to, each with its target."""
+    speeds = {(row["part"], row["case"], row["gpus"]): row["tokens_per_s"] for row in rows if "tokens_per_s" in row}
+    peaks = {(row["part"], row["case"], row["gpus"]): row["peak_bytes"] for row in rows if "peak_bytes" in row}
+    found: list[dict[str, Any]] = []
+
+    def compare(what: str, ours: tuple[Any, ...], theirs: tuple[Any, ...], target: float, share: float = 1) -> None:
+        if ours in speeds and theirs in speeds:
+            value = speeds[ours] / speeds[theirs] * share
+            found.append({"what": what, "value": value, "target": target, "met": value >= target})
+
+    for case in ("rows shared", "rows shared, not captured"):
+        compare(f"ddp: 2 GPUs beside one, {case}", ("ddp", "rows shared", 2), ("ddp", case, 1), 1.8)
+    one, two = (("fsdp-lora", "LoRA", gpus) for gpus in (1, 2))
+    compare("fsdp-lora: a GPU of 2 beside one", two, one, 0.92, 1 / GPUS)
+    if two in speeds:
+        value = speeds[two] / GPUS
+        found.append({"what": "fsdp-lora: tokens/s of a GPU", "value": value, "target": 7000, "met": value >= 7000})
+    for stage in ("finetune", "distill"):
+        shared, own = (("sequence", f"{stage}, a row {how}", 2) for how in ("shared", "each"))
+        eager = (*own[:1], f"{own[1]}, not compiled", 2)
+        compare(f"sequence: {stage}, a row shared beside a row each", shared, own, 0.9)
+        compare(f"sequence: {stage}, a row shared beside a row each, not compiled", shared, eager, 0.9)
+        if shared in peaks and eager in peaks:
+            value = peaks[shared] / peaks[eager]
+            what = f"sequence: {stage}, peak of a row shared beside that of a row of half its length"
+            found.append({"what": what, "value": value, "target": None, "met": None})
+    layers = [row for row in rows if "layers" in row and "tokens_per_s" in row]
+    for row in layers:
+        peers = [other for other in layers if other["gpus"] == 1 and other["layers"] == row["layers"]]
+        for peer in peers:
+            if row["gpus"] > 1 and peer["tokens_a_row"] == row["tokens_a_row"]:
+                target = 0.92 if row["tokens_a_row"] > 100_000 else 0.8
+                what = f"sequence: {row['layers']} layers of {row['tokens_a_row']:,} tokens, part of twice the speed"
+                value = row["tokens_per_s"] / peer["tokens_per_s"] / GPUS
+                found.append({"what": what, "value": value, "target": target, "met": value >= target})
+    return found
+
+
+def show(bench: Bench) -> None:
+    console = Console(width=150, highlight=False)
+    times = Table("part", "case", "GPUs", "rows", "step", "tokens/s", "of a GPU", "peak", "first step", "passes")
+    equal = Table("equality: case", "GPUs", "losses err by", "allowed", "weights err by", "allowed", "")
+    for row in bench.rows:
+        if "errors" in row:
+            of = row["errors"], row.get("allowed", {})
+            pairs = [f"{x[name]:.1e}" if x else "" for name in ("losses", "weights") for x in of]
+            said = {True: "noticed", False: "equal", None: ""}[row.get("mistake")]
+            equal.add_row(row["case"], str(row["gpus"]), *pairs, row.get("wrong", said))
+        elif "step_ms" in row:
+            rows = f"{row['rows']} x {row['tokens_a_row']:,}" + (f", {row['layers']} layers" if "layers" in row else "")
+            cells = [rows, f"{row['step_ms']['median']:.1f} ms", f"{row['tokens_per_s']:,.0f}"]
+            cells += [f"{row['tokens_per_s'] / row['gpus']:,.0f}"]
+            cells += [f"{row['peak_bytes'] / 1e9:.1f} GB" if "peak_bytes" in row else ""]
+            cells += [f"{row['first_step_s']:.1f} s" if "first_step_s" in row else "", row["fwd_bwd"].partition(":")[0]]
+            times.add_row(row["part"], row["case"], str(row["gpus"]), *cells)
+    marks = Table("what", "measured", "target", "")
+    for finding in findings(bench.rows):
+        target = "" if finding["target"] is None else f"{finding['target']:,}"
+        met = {True: "met", False: "missed", None: ""}[finding["met"]]
+        value = finding["value"]
+        marks.add_row(finding["what"], f"{value:,.0f}" if value > 100 else f"{value:.3f}", target, met)
+    for table in (equal, times, marks):
+        if table.row_count:
+            console.print(table)
+    for row in bench.rows:
+        if why := row.get("wrong") or row.get("missing"):
+            console.print(f"{row['part']}, {row['case']}, {row['gpus']} GPUs: {why}", markup=False)
+    for failure in bench.failures:
+        console.print(f"{failure['task']}: {failure['why']}", markup=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"({' '.join(PARTS)})")
+    parser.add_argument("--steps", type=int, default=6, help="optimizer steps that are measured (6)")
+    parser.add_argument("--timeout", type=float, default=120, help="seconds that the processes of a part have (120)")
+    parser.add_argument("--no-compile", action="store_true", help="compile and capture nothing")
+    parser.add_argument("--cpu", action="store_true", help="2 processes on the CPU, tiny shapes: tests the script")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    a = parser.parse_args()
+    if not a.cpu and torch.cuda.device_count() < GPUS:
+        parser.error(f"needs {GPUS} GPUs, and sees {torch.cuda.device_count()}; --cpu runs tiny shapes without one")
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(a, Path(folder))
+        bench.run()
+        bench.write()
+    show(bench)
+    sys.exit(bool(bench.failures) or any("wrong" in row for row in bench.rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,435 @@
+"""What one process of `bench_scale.py` does: trains models of random weights on random tokens, alone or with others.
+
+    RANK=0 WORLD_SIZE=1 … python kernels/scale_parts.py TASK.json
+
+`bench_scale.py` starts it, says in TASK.json which part it takes and where its rows belong, and lets it begin by a line
+on its standard input, as imports take longer than much of what is measured. Stages, sharing and trainer are the
+toolkit's own.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import gc
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from bench import machine
+from bench_plan import PARTS, documents
+from gated_kernels import in_use, use
+from gated_kernels.check import error
+from scale_layers import DTYPE, Stack
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from liger_convert.benchmark.bench import quartiles
+from liger_convert.benchmark.shapes import SHAPES, random_model
+from liger_convert.config.stages import DistillStage, FinetuneStage, Stage
+from liger_convert.model import MIXER_MODULE
+from liger_convert.training.distill import DistillObjective
+from liger_convert.training.finetune import FinetuneObjective
+from liger_convert.training.sequence_parallel import Group, group_of
+from liger_convert.training.sharding import mesh_of, shard_base, shard_student
+from liger_convert.training.stage import rows_of
+from liger_convert.training.student import compile_layers, prepare
+from liger_convert.training.trainer import Objective, StageTrainer
+from liger_convert.utils import processes
+from liger_convert.utils.progress import quiet_libraries
+
+WARM = 3  # steps that are not counted: they compile, capture, and make the optimizer's state
+LEARNED = 3  # steps after which losses and weights are compared
+RATES = {"mixer": 1e-5, "attention": 1e-5, "body": 1e-5}
+STAGES = PARTS | {"finetune": {"kind": "finetune", "loss_on": "all", "learning_rates": RATES}}
+KINDS: dict[str, type[Stage]] = {"distill": DistillStage, "finetune": FinetuneStage}
+
+SHAPES["few-layers"] = SHAPES["smollm2-135m"] | {"num_hidden_layers": 4}
+SHAPES["attention-8b"] = SHAPES["llama-3-8b"] | {"num_hidden_layers": 4, "intermediate_size": 64, "vocab_size": 256}
+SHAPES["tiny"] = SHAPES["smollm2-135m"] | {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
+SHAPES["tiny"] |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 101, "initializer_range": 0.1}
+
+# Of each part: the shape, and the rows and tokens that a GPU takes a step. What one GPU of 80 GB has room for.
+SIZES: dict[str, dict[str, Any]] = {
+    "ddp": {"shape": "smollm2-135m", "rows": 16, "length": 2048},
+    "fsdp-lora": {"shape": "llama-3-8b", "rows": 4, "length": 2048},
+    "fsdp-full": {"shape": "llama-3-8b", "rows": 2, "length": 2048},
+    "sequence": {"shape": "smollm2-135m", "rows": 1, "length": 32768},
+    "equality": {"shape": "few-layers", "rows": 4, "length": 1024},
+}
+# Layers by themselves: how many follow each other, and their rows.
+STACKS: dict[str, Any] = {"shape": "attention-8b", "layers": (1, 4), "checked": 2048, "timed": (32768, 131072)}
+ON_CPU = {"shape": "tiny", "rows": 2, "length": 160}
+STACKS_ON_CPU = {"shape": "tiny", "layers": (1, 2), "checked": 160, "timed": (320,)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training. sharing: `rows` (also of one process), `weights` (FSDP2) or `sequence`. rows, length: of a process,
+    where processes share a row of a share of it."""
+
+    stage: str
+    shape: str
+    rows: int
+    length: int
+    sharing: str = "rows"
+    checkpointed: bool = False
+    compiled: bool = True
+    steps: int = WARM
+
+
+class Worker:
+    """This process, of `count` that take a part together."""
+
+    def __init__(self, task: dict[str, Any]):
+        self.task, self.count, self.rank = task, processes.count(), processes.rank()
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        self.device = torch.device("cpu") if task["cpu"] else torch.device("cuda", local)
+        if self.cuda:
+            torch.cuda.set_device(self.device)
+        self.folder = Path(task["folder"])
+        self.rows_file = self.folder / f"{task['name']}-{self.rank}.jsonl"
+        self.sizes = ON_CPU if task["cpu"] else SIZES[task["part"]]
+        self.compiles = task["compile"] and self.cuda
+
+    @property
+    def cuda(self) -> bool:
+        return not self.task["cpu"]
+
+    def case(self, stage: str, **options: Any) -> Case:
+        return Case(stage, **self.sizes | {"steps": WARM + self.task["steps"], "compiled": self.compiles} | options)
+
+    def tell(self, case: str, found: dict[str, Any]) -> None:
+        """Adds a row, complete at once."""
+        about = machine(self.device.type) | {"kernels": in_use()}
+        with self.rows_file.open("a") as file:
+            file.write(json.dumps({"case": case, "gpus": self.count, "machine": about} | found) + "\n")
+
+    def attempt(self, case: str, work: Callable[[], dict[str, Any]], **about: Any) -> None:
+        """A row of what `work` finds. What a GPU has no room for says so; then the others wait for this one in vain, so
+        that a process of several ends."""
+        try:
+            self.tell(case, about | work())
+        except torch.OutOfMemoryError as problem:
+            held, asked = torch.cuda.max_memory_allocated() / 1e9, ". ".join(str(problem).split(". ")[:2])
+            self.tell(case, about | {"missing": f"does not fit ({asked}; {held:.1f} GB at the peak before)"})
+            if self.count > 1:
+                os._exit(1)
+        self.free()
+
+    def wait(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def free(self) -> None:
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
+
+
+@dataclass
+class Built:
+    case: Case
+    stage: Stage
+    model: Any
+    objective: Objective
+    group: Group | None
+
+
+def stage_of(case: Case, count: int) -> Stage:
+    """As a recipe would have it. Rows are those of all processes, and one text each."""
+    fields = {**STAGES[case.stage]}
+    shards = count if case.sharing == "sequence" else 1
+    length, rows = case.length * shards, case.rows * count // shards
+    fields |= {"data": "random", "seq_len": length, "batch_size": rows, "tokens": case.steps * rows * length}
+    fields |= {"concat_documents": True, "gradient_checkpointing": case.checkpointed, "compile": case.compiled}
+    return KINDS[fields["kind"]].model_validate(fields | {"warmup_ratio": 0.0, "schedule": "constant"})
+
+
+def build(worker: Worker, case: Case, dtype: torch.dtype = DTYPE) -> Built:
+    """As `run_stage` sets a stage up, with weights made where they are used: all are numbers of bfloat16, as those of
+    pretrained models are."""
+    stage, device = stage_of(case, worker.count), worker.device
+    mesh = mesh_of(device) if case.sharing == "weights" else None
+    group = group_of(device, worker.count) if case.sharing == "sequence" else None
+    base: Any = None
+    objective: Objective = FinetuneObjective()
+    if isinstance(stage, DistillStage):
+        base = random_model(case.shape, None, device, DTYPE).requires_grad_(False)
+        ids = base.get_input_embeddings().weight  # other tokens' embeddings: a teacher that is not the student
+        ids.data = ids.data.roll(1, 0)
+        base = base.to(dtype)
+        if mesh is not None:
+            base = shard_base(base, mesh, aligns=False)
+        objective = DistillObjective(base, stage)
+    model = random_model(case.shape, "gla", device, torch.float32)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if f".{MIXER_MODULE}." not in name:
+                p.copy_(p.to(DTYPE))
+    torch.manual_seed(0)  # adapters
+    model = prepare(model, stage)
+    if group is not None:
+        for body in (model, base):
+            if body is not None:
+                group.install(body)
+    if mesh is not None:
+        model = shard_student(model, mesh, dtype, aligns=False)
+    if case.compiled and group is None:
+        compile_layers(model, objective, False)
+    worker.free()
+    return Built(case, stage, model.train(), objective, group)
+
+
+def trainer_of(
+    worker: Worker,
+    built: Built,
+    folder: str,
+    progress: Any = None,
+    kind: type[StageTrainer] = StageTrainer,
+    dtype: torch.dtype = DTYPE,
+) -> StageTrainer:
+    return kind(
+        built.model,
+        built.stage,
+        built.objective,
+        rows_of(built.stage, {"random": documents(built.stage, built.model.config.vocab_size)}, 0),
+        out=Path(folder),
+        device=worker.device,
+        dtype=dtype,
+        seed=0,
+        progress=progress,
+        processes=worker.count,
+        sharded=built.case.sharing == "weights",
+        sequence=built.group,
+    )
+
+
+def timed(worker: Worker, built: Built, eager: str | None = None) -> dict[str, Any]:
+    """Times of optimizer steps after the first ones. eager: why they are not to be captured."""
+    marks: list[float] = []
+
+    def mark(done: float, total: float | None, note: str = "") -> None:
+        worker.wait()
+        marks.append(time.perf_counter())
+        if done == WARM and worker.cuda:
+            torch.cuda.reset_peak_memory_stats()
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_of(worker, built, folder, mark)
+        trainer.eager = trainer.eager or eager
+        started = time.perf_counter()
+        trainer.train()
+    if worker.count > 1 and built.case.sharing != "weights":
+        same_weights(worker, built.model)
+    steps = [1e3 * (after - before) for before, after in zip(marks[WARM - 1 :], marks[WARM:])]
+    step_ms = quartiles(steps)
+    captured = trainer.eager is None
+    found = {
+        "stage": built.case.stage,
+        "rows": built.stage.batch_size,
+        "tokens_a_row": built.stage.seq_len,
+        "first_step_s": marks[0] - started,
+        "step_ms": step_ms,
+        "tokens_per_s": 1e3 * built.stage.step_tokens / step_ms["median"],
+        "fwd_bwd": "captured" if captured else f"eager: {trainer.eager}",
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+    }
+    if worker.cuda:
+        peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        # what a graph writes to stays set aside, and is not counted as allocated between its replays
+        found |= {"peak_bytes": peaks[captured], "reserved_bytes": peaks[1]}
+    return found
+
+
+def same_weights(worker: Worker, model: Any) -> None:
+    """Raises ValueError where processes that share rows have come to have different weights. A step of Adam by other
+    gradients changes a sum by far more than rounding."""
+    sums = torch.stack([p.detach().double().sum() for p in model.parameters() if p.requires_grad])
+    first = sums.clone()
+    torch.distributed.broadcast(first, 0)
+    if not torch.allclose(sums, first, rtol=1e-6, atol=1e-6):
+        raise ValueError(f"process {worker.rank} has other weights than the first one after the same steps")
+
+
+def ddp(worker: Worker) -> None:
+    """All weights, one captured step where the toolkit captures it."""
+    built = build(worker, worker.case("distill"))
+    worker.attempt("rows shared", lambda: timed(worker, built))
+    if worker.compiles:
+        worker.attempt("rows shared, not captured", lambda: timed(worker, built, "kernel by kernel"))
+
+
+def fsdp_lora(worker: Worker) -> None:
+    sharing = "weights" if worker.count > 1 else "rows"
+    case = worker.case("distill-lora", sharing=sharing, checkpointed=True)
+    worker.attempt("LoRA", lambda: timed(worker, build(worker, case)))
+
+
+def fsdp_full(worker: Worker) -> None:
+    case = worker.case("distill", sharing="weights", checkpointed=True)
+    worker.attempt("all weights", lambda: timed(worker, build(worker, case)))
+
+
+def sequence(worker: Worker) -> None:
+    """Layers by themselves, then whole models: a row of all GPUs' tokens beside a row of each GPU's own."""
+    sizes = STACKS_ON_CPU if worker.task["cpu"] else STACKS
+    stack = Stack(sizes["shape"], worker.device, group_of(worker.device, worker.count))
+    stack.check(sizes["checked"])
+    measured = {"warm": WARM, "steps": worker.task["steps"]}
+    for length in sizes["timed"]:
+        for count in sizes["layers"]:
+            about = {"tokens_a_row": length, "layers": count, "rows": 1}
+            try:
+                alone = stack.measure(length, count, None, **measured)
+            except torch.OutOfMemoryError:  # in all processes, none of which waits for another here
+                alone = {"missing": "does not fit: out of memory"}
+            worker.free()
+            worker.tell("layers, by one GPU", about | {"gpus": 1} | alone)
+            shared = functools.partial(stack.measure, length, count, stack.group, **measured)
+            worker.attempt("layers, a row shared", shared, **about)
+    del stack
+    worker.free()
+    for stage in ("finetune", "distill"):
+        cases = {"shared": {"sharing": "sequence", "compiled": False}, "each, not compiled": {"compiled": False}}
+        if worker.compiles:
+            cases["each"] = {}
+        for name, options in cases.items():
+            case = worker.case(stage, **options)
+            worker.attempt(f"{stage}, a row {name}", lambda case=case: timed(worker, build(worker, case)))
+        torch.compiler.reset()
+
+
+class Plain(StageTrainer):
+    """By plain descent: Adam makes a whole step of a gradient that is nothing but rounding."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.optimizer = torch.optim.SGD(self._trained().values(), lr=1e-2)
+
+
+class SameRows(Plain):
+    """A mistake: all processes train on the rows of the first."""
+
+    def get_train_dataloader(self) -> Any:
+        loader: Any = super().get_train_dataloader()
+        loader.batch_sampler.process_index = 0
+        return loader
+
+
+# A mistake: shards of rows get nothing from their neighbours.
+DEAF = {"send": lambda *_: None, "receive": lambda _group, like, _source: torch.zeros_like(like)}
+
+
+def learned(
+    worker: Worker, case: Case, kind: type[StageTrainer] = Plain, dtype: torch.dtype = DTYPE
+) -> dict[str, Tensor]:
+    """The loss of each step, and by how much all steps have changed the weights, as vectors."""
+    built = build(worker, case, dtype)
+    before = weights(built.model)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_of(worker, built, folder, None, kind, dtype)
+        trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {"losses": torch.tensor(losses), "weights": weights(built.model) - before}
+
+
+def weights(model: Any) -> Tensor:
+    """What is trained of a model, gathered where it is sharded, in one vector in the host's memory."""
+    trained = [p.detach() for p in model.parameters() if p.requires_grad]
+    return torch.cat([(p.full_tensor() if isinstance(p, DTensor) else p).flatten().float().cpu() for p in trained])
+
+
+def equality(worker: Worker) -> None:
+    """By one process in float32 and in bfloat16, which it keeps; by several in bfloat16, which are compared."""
+    steps = {"steps": LEARNED}
+    rows = worker.sizes["rows"]
+    kept = {stage: worker.folder / f"equality-{stage}.pt" for stage in ("distill", "distill-lora")}
+    if worker.count == 1:
+        for stage, file in kept.items():
+            case, path = worker.case(stage, compiled=False, **steps), in_use()
+            plain = learned(worker, case)
+            use("torch")
+            try:
+                exact = learned(worker, case, dtype=torch.float32)
+            finally:
+                use(path)
+            torch.save({"plain": plain, "exact": exact}, file)
+            worker.tell(f"{stage}: bfloat16", {"stage": stage, "errors": errors(plain, exact)})
+        return
+    by_rows = {"rows": rows // worker.count}
+    shards = {"sharing": "sequence", "length": worker.sizes["length"] // worker.count}
+    cases: list[tuple[str, str, type[StageTrainer], dict[str, Any]]] = [
+        ("rows shared", "distill", Plain, by_rows),
+        ("weights shared", "distill", Plain, by_rows | {"sharing": "weights"}),
+        ("weights shared", "distill-lora", Plain, by_rows | {"sharing": "weights"}),
+        ("a row shared", "distill", Plain, shards),
+        ("mistake: the same rows", "distill", SameRows, by_rows),
+        ("mistake: the same rows, weights shared", "distill", SameRows, by_rows | {"sharing": "weights"}),
+        ("mistake: no neighbours", "distill", Plain, shards),
+    ]
+    if worker.compiles:
+        compiled = {"compiled": True}
+        cases.insert(4, ("rows shared, compiled", "distill", Plain, by_rows | compiled))
+        cases.insert(5, ("weights shared, compiled", "distill", Plain, by_rows | compiled | {"sharing": "weights"}))
+    for name, stage, kind, options in cases:
+        case = worker.case(stage, **{"compiled": False} | steps | options)
+        deaf = mock.patch.multiple(Group, **DEAF) if "neighbours" in name else nullcontext()
+        with deaf:
+            ours = learned(worker, case, kind)
+        one = torch.load(kept[stage])
+        found = errors(ours, one["exact"])
+        plain = errors(one["plain"], one["exact"])
+        # two roundings of one computation err alike; a quarter of a rounding, should the plain one be right by luck
+        allowed = {name: 2 * err + torch.finfo(DTYPE).eps / 4 for name, err in plain.items()}
+        holds = all(found[name] <= allowed[name] for name in found)
+        row = {"stage": stage, "errors": found, "allowed": allowed, "mistake": "mistake" in name}
+        if holds == row["mistake"]:
+            row["wrong"] = "a mistake that is not noticed" if holds else "errs by more than is allowed"
+        worker.tell(f"{stage}: {name}", row)
+        worker.free()
+
+
+def errors(ours: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
+    return {name: error(ours[name], x) for name, x in exact.items()}
+
+
+TASKS: dict[str, Callable[[Worker], None]] = {
+    "ddp": ddp,
+    "fsdp-lora": fsdp_lora,
+    "fsdp-full": fsdp_full,
+    "sequence": sequence,
+    "equality": equality,
+}
+
+
+def main() -> None:
+    faulthandler.register(signal.SIGUSR1)
+    quiet_libraries()
+    task = json.loads(Path(sys.argv[1]).read_text())
+    sys.stdin.readline()
+    worker = Worker(task)
+    torch.manual_seed(0)
+    try:
+        TASKS[task["part"]](worker)
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # without the end of the group, which would wait for the others
+    if worker.count > 1:
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

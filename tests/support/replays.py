@@ -1,0 +1,48 @@
+"""Stages that take the path of a CUDA graph on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import masking_utils
+
+
+def replayed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Has every stage take the path of a CUDA graph: its slots, warm-up and replays, on a CPU; what would be
+    captured may look at no position. Returns the words for what happens, as it does."""
+    from liger_convert.model import sequence
+    from liger_convert.training import capture, trainer
+
+    done: list[str] = []
+
+    def looked(*_: Any) -> Any:
+        raise RuntimeError("a value of the batch was looked at")
+
+    def stand_in(step: Any, given: tuple[Tensor, ...], tensors: Any, pool: Any) -> Any:
+        slots = [x.clone() for x in given]
+        assert not tensors()
+        assert pool == "shared"
+        with monkeypatch.context() as patches:
+            for module in (masking_utils, sequence):
+                patches.setattr(module, "find_packed_sequence_indices", looked)
+            for _ in range(2):
+                step(*slots)
+        done.append("captured")
+
+        def replay(*inputs: Tensor) -> Tensor:
+            for slot, x in zip(slots, inputs, strict=True):
+                slot.copy_(x)
+            done.append("replayed")
+            return step(*slots)
+
+        return replay
+
+    monkeypatch.setattr(capture, "capture", stand_in)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "shared")
+    monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", torch.set_rng_state)
+    monkeypatch.setattr(trainer, "why_not_captured", lambda *_: None)
+    return done
