@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -13,11 +13,15 @@ from liger_convert.config.stages import Alpha, Rank, Variant
 class Adapt(Strict):
     """Fits windows and stages to a base and a GPU that the recipe was not written for, see `pipeline.adapt`."""
 
+    section = "adapt"
+
     hidden_size: Count
     """Hidden size of the base that the learning rates were tuned on."""
-    adapters: bool = True
-    """Train low-rank adapters in the place of the base's own weights. Without, all weights are trained where they fit
-    the GPU, on a wider base at rates that fall in proportion to the hidden size."""
+    trained: Literal["auto", "mixers", "adapters", "weights"] = "auto"
+    """What is trained where stages have rates for the base's own weights. `mixers`: nothing of the base, so that on
+    texts no longer than the window the model is still the base. `adapters`: low-rank adapters in the place of its
+    weights. `weights`: its weights, where they fit the GPU, on a wider base at rates that fall in proportion to the
+    hidden size. `auto`: `mixers` where a fifth or more of the layers stay softmax, else `adapters`."""
     lora_variant: Variant = "lora"
     """Variant of the adapters, see [Lora](#lora)."""
     lora_rank: Rank = 32

@@ -5,12 +5,15 @@ Rules, each applied where it is needed, each said in one sentence for the plan a
 - Rows are no longer than the context that the base was made for: what a teacher says beyond it is noise. They are
   halved until they fit, and a step gets more of them, so that it has as many tokens as before.
 - A window is an eighth of that context at most: in one as long as the texts nothing would be left for the memory.
-- Adapters take the place of the base's own weights: at equal tokens they lose less of what the training text does not
-  show (eval/LOG.md, TinyLlama-1.1B), and as much of the rest (SmolLM2-135M). Their rate falls with the square root of
-  the width, which is between the rates that were measured on these two. The mixers' rates stay, because their matrices
-  are those of single heads.
-- Without `adapters` the rates of the base's own weights fall as 1 / hidden size on a base wider than the one that they
-  were tuned on, as Adam's rates of matrices want to (maximal update parametrisation, arXiv 2203.03466, table 8).
+- Where a fifth of the layers or more stay softmax, the mixers alone are trained. On texts no longer than the window the
+  model then is the base, whatever the training text was, where adapters cost a tenth of the answers from a passage at
+  any rate (eval/LOG.md, SmolLM2-135M).
+- With fewer softmax layers adapters take the place of the base's own weights: at equal tokens they lose less of what
+  the training text does not show (eval/LOG.md, TinyLlama-1.1B), and as much of the rest (SmolLM2-135M). Their rate
+  falls with the square root of the width, which is between the rates that were measured on these two. The mixers'
+  rates stay, because their matrices are those of single heads.
+- Where all weights are trained, the rates of the base's own fall as 1 / hidden size on a base wider than the one that
+  they were tuned on, as Adam's rates of matrices want to (maximal update parametrisation, arXiv 2203.03466, table 8).
 - A stage fits the GPU: micro-batches are split, then activations are computed again in the backward pass. Where that is
   not enough, an alignment in one process is trained layer by layer, and else adapters take the place of the base's own
   weights.
@@ -34,12 +37,16 @@ from liger_convert.pipeline.stage_plan import StagePlanner
 from liger_convert.utils import processes
 
 WINDOWS = 8  # of the longest that there may be, the base's context holds so many
+ENOUGH_SOFTMAX = 0.2  # of the layers: with as many the mixers alone make up for the others
 OWN = ("attention", "body", "embeddings")  # the groups of the base's own weights
 
 
-def adapt(recipe: Recipe, base_config: Any, planner: StagePlanner, number: int) -> tuple[Recipe, tuple[str, ...]]:
+def adapt(
+    recipe: Recipe, base_config: Any, planner: StagePlanner, number: int, softmax: float
+) -> tuple[Recipe, tuple[str, ...]]:
     """`recipe` with its stages fitted to the base, and a sentence for each change; as it is without `adapt`. number: of
-    processes, of which only one by itself can train layer by layer."""
+    processes, of which only one by itself can train layer by layer. softmax: which fraction of the layers whose cache
+    grows stays softmax."""
     if recipe.adapt is None:
         return recipe, ()
     context, room = context_length(base_config), _room(recipe.adapt, planner.device)
@@ -47,11 +54,14 @@ def adapt(recipe: Recipe, base_config: Any, planner: StagePlanner, number: int) 
     sentences: list[str] = []
     tuned, hidden = recipe.adapt.hidden_size, base_config.hidden_size
     alone = max(number, processes.count()) == 1
+    trained, why = _trained(recipe.adapt, softmax)
     for i, written in enumerate(recipe.stages):
         stage, said = _fit_rows(written, context)
-        if recipe.adapt.adapters and _trains_own(stage):
+        if trained == "mixers" and _trains_own(stage) and stage.learning_rates.mixer is not None:
+            stage, said = _mixers_alone(stage), [*said, f"learning_rates: of the mixers alone, {why}"]
+        elif trained != "weights" and _trains_own(stage):
             stage = _with_adapters(stage, recipe.adapt, hidden)
-            said = [*said, f"{_adapters(stage)}, as adapt.adapters says"]
+            said = [*said, f"{_adapters(stage)}, {why}"]
         stage, fitted = _fit_memory(
             stage, recipe.adapt, hidden, room, lambda stage: planner.plan(stage).memory_bytes, alone
         )
@@ -139,6 +149,19 @@ def _smaller(stage: AnyStage) -> list[AnyStage]:
 def _trains_own(stage: Stage) -> bool:
     """Whether the stage trains weights of the base, and not adapters."""
     return any(name in stage.learning_rates.trained() for name in OWN)
+
+
+def _trained(options: Adapt, softmax: float) -> tuple[str, str]:
+    """What `adapt.trained` stands for where so many of the layers stay softmax, and why."""
+    if options.trained != "auto":
+        return options.trained, "as adapt.trained says"
+    which = "a fifth or more" if softmax >= ENOUGH_SOFTMAX else "less than a fifth"
+    return "mixers" if softmax >= ENOUGH_SOFTMAX else "adapters", f"because {which} of the layers stay softmax"
+
+
+def _mixers_alone(stage: AnyStage) -> AnyStage:
+    rates = stage.learning_rates.trained()
+    return changed(stage, learning_rates={name: rate for name, rate in rates.items() if name not in OWN})
 
 
 def _with_adapters(stage: AnyStage, options: Adapt, hidden: int) -> AnyStage:

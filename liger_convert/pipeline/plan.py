@@ -203,7 +203,8 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None) ->
         specs[name] = resolve_spec(spec.to_dict(), f"mixers.{name}")
     specs, fitted = adapt.fit_windows(recipe, base_config, specs)
     windows = own_windows(base_config)
-    layers = recipe.layer_names(base_config.num_hidden_layers, _sliding(windows))
+    sliding = _sliding(windows)
+    layers = recipe.layer_names(base_config.num_hidden_layers, sliding)
     used = {name: spec for name, spec in specs.items() if name in layers}
     linearization = {"format": FORMAT, "mixers": used, "layers": layers}
     config = linearized_config(base_config, linearization)
@@ -216,7 +217,8 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None) ->
     device = pick_device("cpu" if recipe.device == "cpu" else "auto")  # the plan of a GPU's run may be made anywhere
     compute = compute_dtype(device, recipe.precision)
     planner = StagePlanner(config, reused, new, device, compute)
-    recipe, adapted = adapt.adapt(recipe, base_config, planner, processes)
+    growing = [name for i, name in enumerate(layers) if i not in sliding]
+    recipe, adapted = adapt.adapt(recipe, base_config, planner, processes, growing.count(SOFTMAX) / len(growing))
     weights = planner.sizes
     stages = [planner.plan(stage, processes, shards) for stage in recipe.stages]
     peaks = {name: stage.memory_bytes for name, stage in zip(recipe.stage_names, stages, strict=True)}
@@ -256,7 +258,7 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None) ->
             )
         ),
         memory_for=_machine(device, processes, shards) + f" in {str(compute).removeprefix('torch.')}",
-        undecided=0 if recipe.softmax_auto is None else layers.count(SOFTMAX) - len(_sliding(windows)),
+        undecided=0 if recipe.softmax_auto is None else layers.count(SOFTMAX) - len(sliding),
         adapted=(*fitted, *adapted),
         recipe_stages=tuple(recipe.stages),
     )

@@ -6,9 +6,9 @@ A job has the `name` of a stage of `stages.py`, the folder `out`, and may have `
 `train`), `variant` (of the adapters of a name that ends with -lora), `plain` (descent without Adam, which would hide
 the scale of a gradient), `same_rows` (a mistake: all processes train on the rows of the first), `deaf` (a mistake:
 shards of rows get nothing from their neighbours), `compiled` (the layers, without a compiler behind), `replayed` (the
-passes, as a CUDA graph's would be), `dies`, [rank, step]: where SIGKILL ends that process, `keeps`, a step at which what
-is in `out` is copied to `out`-kept, and `hoards` (a mistake: keeps all that is gathered for the result). What is said of
-a full result has `writing`: by how many bytes memory grew while it was written.
+passes, as a CUDA graph's would be), `dies`, [rank, step]: where SIGKILL ends that process, `keeps`, a step at which
+what is in `out` is copied to `out`-kept, and `hoards` (a mistake: keeps all that is gathered for the result). What is
+said of a full result has `writing`: by how many bytes memory grew while it was written.
 """
 
 from __future__ import annotations

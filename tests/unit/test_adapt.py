@@ -36,7 +36,7 @@ def recipe(**stage: Any) -> Recipe:
         "name": "tiny",
         "base": "anywhere",
         "mixer": {"type": "gla"},
-        "adapt": {"hidden_size": 576, "adapters": False},
+        "adapt": {"hidden_size": 576, "trained": "weights"},
         "data": {"text": {"source": "pydoc"}},
         "stages": [common | {"kind": "distill", "learning_rates": rates} | stage],
     }
@@ -47,7 +47,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, room: int | None) -> None:
     monkeypatch.setattr(adapt, "_room", lambda options, device: room)
 
 
-ALL_WEIGHTS = ["adapt.adapters=false"]
+ALL_WEIGHTS = ["adapt.trained=weights"]
 
 
 def test_on_the_base_that_it_was_written_for_nothing_changes() -> None:
@@ -132,17 +132,17 @@ def test_a_stage_gets_smaller_until_it_fits(monkeypatch, room, rows, accumulatio
 
 
 @pytest.mark.parametrize(
-    ("shape", "adapters", "room", "rate"),
+    ("shape", "trained", "room", "rate"),
     [
-        ("smollm2-135m", True, None, 5e-4),
-        ("llama-3.2-1b", True, None, 2.65e-4),
-        ("llama-3-8b", False, 72, 1.88e-4),
-        ("llama-3-8b", True, 72, 1.88e-4),
+        ("smollm2-135m", "adapters", None, 5e-4),
+        ("llama-3.2-1b", "adapters", None, 2.65e-4),
+        ("llama-3-8b", "weights", 72, 1.88e-4),
+        ("llama-3-8b", "adapters", 72, 1.88e-4),
     ],
 )
-def test_adapters_train_every_base_and_what_does_not_fit(monkeypatch, shape, adapters, room, rate) -> None:
+def test_adapters_train_every_base_and_what_does_not_fit(monkeypatch, shape, trained, room, rate) -> None:
     on_a_gpu(monkeypatch, room and room * GB)
-    plan = make_plan(load(DEFAULT, [f"adapt.adapters={str(adapters).lower()}"]), config(shape))
+    plan = make_plan(load(DEFAULT, [f"adapt.trained={trained}"]), config(shape))
     if room:
         assert all(stage.memory_bytes <= room * GB for stage in plan.stages)
     align, distill, _ = plan.recipe_stages
@@ -151,14 +151,34 @@ def test_adapters_train_every_base_and_what_does_not_fit(monkeypatch, shape, ada
     assert distill.learning_rates.trained() == {"mixer": 2e-3, "lora": rate}
     said = f"stages[1].lora: rank 32 on all at {rate:g}, in place of the base's own weights"
     assert any(said in sentence for sentence in plan.adapted)
-    if adapters:
+    if trained == "adapters":
         assert align.lora is not None
         assert align.lora.targets == "attention"
         assert align.learning_rates.trained() == {"mixer": 6e-3, "lora": 5e-4}
 
 
+@pytest.mark.parametrize(
+    ("layers", "alone"),
+    [("{softmax_auto: 0.25}", True), ("{softmax_auto: 6}", True), ("{softmax_auto: 5}", False), ("all", False)],
+)
+def test_the_mixers_alone_are_trained_where_enough_layers_stay_softmax(layers: str, alone: bool) -> None:
+    plan = make_plan(load(DEFAULT, [f"layers={layers}"]), config("smollm2-135m", max_position_embeddings=8192))
+    own = {"mixer"} if alone else {"mixer", "lora"}
+    assert [set(stage.learning_rates.trained()) for stage in plan.recipe_stages] == [own] * 3
+    why = "because a fifth or more of" if alone else "because less than a fifth of"
+    assert all(f"{why} the layers stay softmax" in sentence for sentence in plan.adapted)
+    assert len(plan.adapted) == 3
+
+
+def test_layers_with_a_window_of_the_bases_own_count_for_neither() -> None:
+    """Gemma 3 has 5 of them for each of its other layers: one of 4 of these others that stays is a quarter."""
+    base = CONFIG_MAPPING["gemma3_text"](num_hidden_layers=24, hidden_size=64, max_position_embeddings=8192)
+    plan = make_plan(load(DEFAULT, ["layers={softmax_auto: 1}"]), base)
+    assert all(set(stage.learning_rates.trained()) == {"mixer"} for stage in plan.recipe_stages)
+
+
 def test_adapters_are_of_the_variant_and_alpha_that_are_asked_for() -> None:
-    asked = ["adapt.lora_variant=rslora", "adapt.lora_rank=128", "adapt.lora_alpha=16"]
+    asked = ["adapt.trained=adapters", "adapt.lora_variant=rslora", "adapt.lora_rank=128", "adapt.lora_alpha=16"]
     plan = make_plan(load(DEFAULT, asked), config("smollm2-135m"))
     for stage in plan.recipe_stages:
         assert stage.lora is not None
