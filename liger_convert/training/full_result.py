@@ -26,8 +26,8 @@ SHARD = 10**9  # bytes of a file at most, unless one tensor has more
 def write_model(model: Any, folder: Path, start: Chain | None = None) -> None:
     """Writes the weights and config of `model` to `folder`.
 
-    start: where processes share the weights, the model that the stage began with. What is not trained is read there, as
-    the processes may hold it in fewer digits. The others call `help_to_write` then.
+    start: the model that the stage began with, where what is not trained is held in fewer digits than it is stored in:
+    it is read there. Other processes, with which this one shares the weights, call `help_to_write` then.
     """
     plain = meta_model(model.config)
     folder.mkdir()

@@ -17,6 +17,7 @@ import torch
 from liger_convert.config.stages import AlignStage, DistillStage, Stage
 from liger_convert.mixers import MIXERS, SOFTMAX, make_spec
 from liger_convert.model import head_dims, linear_layers
+from liger_convert.training.frozen import is_narrowed
 
 COPY_BYTES = 32 << 20  # what convert takes for its buffers, whatever the checkpoint
 # Logits that a loss works on at a time, by device: few enough that a chunk's float32 temporaries stay in a CPU's cache
@@ -51,16 +52,16 @@ def training_bytes(
 ) -> dict[str, int]:
     """The peak of a stage on `device` in the compute dtype, by what it is spent on. magnitudes: how many `dora` trains.
 
-    weights      4 P
+    weights      4 P, of what is frozen in the layers e; see `frozen.py`
     base         e P_base, where it teaches
     optimizer    8 T: Adam's two moments
     average      4 T, with `ema_length`
     gradients    4 T, where they stand beside the activations: with several micro batches a step, and in a captured
                  graph. Else they come as the activations go, and what is counted is by how much they are more
     copies       under autocast, what the backward pass needs of the weights in the compute dtype: e for every weight of
-                 a matrix product through which a gradient flows, whether it is trained or not. With checkpointing one
-                 layer and the head; and where the layers are not compiled, the trained ones, which autocast keeps until
-                 the forward pass ends
+                 a matrix product through which a gradient flows, unless it is held in that dtype. With checkpointing
+                 one layer and the head; and where the layers are not compiled, the trained ones, which autocast keeps
+                 until the forward pass ends
     activations  what N tokens keep for the backward pass, see `_kept`. With checkpointing 4 C a layer and one layer
                  in full; in alignment the attention alone, and e 2 C of targets. Of each projection with magnitudes
                  both parts of its output, e each
@@ -88,6 +89,9 @@ def training_bytes(
         states = tokens * dims.hidden * (2 if teaches else 1)
         logits = e * (made * (3 if teaches else 2) + states) + (e if compiled else 16) * chunk
         logits += 8 * head if "embeddings" in stage.learning_rates.trained() else 0
+    narrowed = _narrowed(stage, sizes, trained) if is_narrowed(stage, dtype) else 0
+    if narrowed:
+        matrices = min(matrices, sizes.base - sizes.embeddings - narrowed)
     activations, copies = sum(layers) + halves, matrices + head
     if stage.gradient_checkpointing:
         targets = (2 if aligns else 0) * e * dims.hidden
@@ -96,7 +100,7 @@ def training_bytes(
     captured = compiled and stage.concat_documents and not stage.gradient_checkpointing
     held = captured or stage.grad_accumulation > 1
     return {
-        "weights": 4 * (sizes.base + sizes.new),
+        "weights": 4 * (sizes.base + sizes.new) - (4 - e) * narrowed,
         "base": e * sizes.base if teaches else 0,
         "optimizer": 8 * trained,
         "average": 4 * trained if stage.ema_length else 0,
@@ -106,6 +110,14 @@ def training_bytes(
         "passing": tokens * passing,
         "logits": logits,
     }
+
+
+def _narrowed(stage: Stage, sizes: Sizes, trained: int) -> int:
+    """How many parameters of the layers are frozen."""
+    rates = stage.learning_rates.trained()
+    own = 0 if stage.lora is not None else trained - (sizes.new if "mixer" in rates else 0)
+    own -= sizes.embeddings if "embeddings" in rates else 0
+    return sizes.base - sizes.embeddings - own
 
 
 def layerwise_bytes(

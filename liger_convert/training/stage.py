@@ -29,6 +29,7 @@ from liger_convert.training.align import AlignObjective
 from liger_convert.training.checkpoints import last_good
 from liger_convert.training.distill import DistillObjective
 from liger_convert.training.finetune import FinetuneObjective
+from liger_convert.training.frozen import is_narrowed, narrow_frozen
 from liger_convert.training.full_result import help_to_write, write_model
 from liger_convert.training.layerwise import FOLDER, LayerwiseStage
 from liger_convert.training.memory_estimate import CALIBRATION_TOKENS, ERROR_ROWS
@@ -145,7 +146,8 @@ def run_stage(
     mesh = mesh_of(device) if shard and count > 1 else None
     share(stage, count, sequence_parallel)  # raises before anything is read
     # a full result has what is not trained from here; an adapter that cannot be read so is told of before the training
-    start = Chain(model_dir, results) if mesh is not None and stage.lora is None and processes.is_first() else None
+    fewer_digits = mesh is not None or is_narrowed(stage, dtype)
+    start = Chain(model_dir, results) if fewer_digits and stage.lora is None and processes.is_first() else None
     model = load_start(model_dir, results, mesh)
     check(stage, model.config, sequence_parallel)
     sequence = group_of(device, sequence_parallel) if sequence_parallel > 1 else None
@@ -189,6 +191,8 @@ def run_stage(
                 sequence.install(body.get_base_model() if isinstance(body, PeftModel) else body)
     if mesh is not None:
         shard_student(model, mesh, dtype, aligns=aligning)
+    else:
+        narrow_frozen(model, stage, dtype)
     if stage.compile and sequence is None and gains_by_compiling(device):
         compile_layers(model, objective, aligning)
     trainer = StageTrainer(
