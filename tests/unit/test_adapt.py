@@ -114,9 +114,9 @@ def test_rates_of_the_bases_own_weights_fall_with_its_width_and_never_rise(hidde
         (50 * GB, 4, 2, False, False),
         (40 * GB, 2, 4, False, False),
         (26 * GB, 8, 1, True, False),
-        (16 * GB, 1, 8, False, True),
-        (14 * GB, 8, 1, True, True),
-        (12 * GB, 4, 2, True, True),
+        (16 * GB, 2, 4, False, True),
+        (12 * GB, 1, 8, False, True),
+        (10 * GB, 4, 2, True, True),
     ],
 )
 def test_a_stage_gets_smaller_until_it_fits(monkeypatch, room, rows, accumulation, checkpointing, adapters) -> None:

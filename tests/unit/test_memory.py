@@ -15,10 +15,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from liger_convert.benchmark.shapes import SHAPES
 from liger_convert.config.recipe import build
-from liger_convert.config.stages import Lora
+from liger_convert.config.stages import FinetuneStage, Lora
 from liger_convert.model import CLASSES, linearized_config
 from liger_convert.pipeline import plan as plans
 from liger_convert.pipeline.plan import Plan, StagePlan
+from liger_convert.training.frozen import narrow_frozen
 from liger_convert.training.student import add_lora
 
 STAGES: dict[str, dict[str, Any]] = {
@@ -66,10 +67,11 @@ def test_a_stage_takes_about_the_memory_that_was_measured(
 
 @pytest.mark.parametrize(
     ("model", "tokens", "stage", "rows", "measured"),
-    [  # GB, from kernels/results/plan-gpu.md
+    [  # GB, from kernels/results/plan-gpu.md; the last was measured when each of 6.98e9 frozen weights took four bytes,
+        # of which two are left
         ("smollm2-135m", 8192, "distill", {}, 10.57),
         ("llama-3.2-1b", 8192, "distill", {"gradient_checkpointing": True}, 20.37),
-        ("llama-3-8b", 2048, "distill", {"gradient_checkpointing": True} | OF_LORA, 53.99),
+        ("llama-3-8b", 2048, "distill", {"gradient_checkpointing": True} | OF_LORA, 53.99 - 2 * 6.98),
     ],
 )
 def test_a_stage_that_is_not_captured_has_no_gradients_beside_its_activations(
@@ -83,27 +85,53 @@ def test_a_stage_that_is_not_captured_has_no_gradients_beside_its_activations(
 def test_checkpointing_leaves_the_copies_of_one_layer_and_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {"tokens": 2048, "seq_len": 2048, "batch_size": 1}
     config = shape("llama-3-8b")
-    plain = planned(config, STAGES["finetune"] | rows, monkeypatch).memory
-    checkpointed = planned(config, STAGES["finetune"] | rows | {"gradient_checkpointing": True}, monkeypatch).memory
+    plain = planned(config, STAGES["distill"] | rows, monkeypatch).memory
+    checkpointed = planned(config, STAGES["distill"] | rows | {"gradient_checkpointing": True}, monkeypatch).memory
     head = config.vocab_size * config.hidden_size
     assert plain["copies"] == pytest.approx(2 * (8.03e9 - head), rel=0.01)
     assert checkpointed["copies"] == pytest.approx(plain["copies"] / 32 + 2 * head, rel=0.07)
     assert checkpointed["activations"] < plain["activations"] / 6
 
 
+def test_what_is_frozen_takes_two_bytes_and_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By mixers alone, and by adapters that do not read the weights beside them; of all weights none is frozen."""
+    rows, config = {"tokens": 2048, "seq_len": 2048, "batch_size": 1}, shape("llama-3-8b")
+    ends = 2 * config.vocab_size * config.hidden_size
+    alone, lora, dora, whole = (
+        planned(config, STAGES["distill"] | rows | fields, monkeypatch).memory
+        for fields in (
+            {"learning_rates": {"mixer": 1e-4}},
+            OF_LORA,
+            OF_LORA | {"lora": {"variant": "dora"}},
+            {"learning_rates": {"mixer": 1e-4, "attention": 1e-4, "body": 1e-4}},
+        )
+    )
+    assert alone["weights"] == lora["weights"]
+    assert dora["weights"] == whole["weights"]
+    assert whole["weights"] - alone["weights"] == 2 * (8_030_261_248 - ends)
+    assert (alone["copies"], lora["copies"]) == (ends, ends)  # of the head, in two bytes
+    assert whole["copies"] == dora["copies"] == 2 * (8_030_261_248 - ends // 2)
+
+
+@pytest.mark.parametrize("variant", ["lora", "pissa"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_autocast_keeps_a_copy_of_every_matrix_that_a_gradient_goes_through(
-    checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+def test_autocast_keeps_a_copy_of_every_matrix_in_float32_that_a_gradient_goes_through(
+    checkpointing: bool, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Beside adapters of `lora` that is the head alone."""
     config = tiny_config("llama", tie_word_embeddings=False)
     rows = {"tokens": 26, "seq_len": 26, "batch_size": 1, "compile": False}
-    stage = STAGES["finetune"] | rows | {"gradient_checkpointing": checkpointing}
-    expected = planned(config, stage, monkeypatch, "cpu").memory["copies"]
+    lora = {"targets": ["q_proj", "k_proj", "v_proj"], "variant": variant}
+    fields = STAGES["finetune"] | rows | {"gradient_checkpointing": checkpointing, "lora": lora}
+    planned_stage = planned(config, fields, monkeypatch, "cpu")
+    expected = planned_stage.memory["copies"]
     spec = plans.resolve_spec({"type": "gla"})
     linearized = linearized_config(config, {"format": 2, "mixers": {"main": spec}, "layers": ["main"] * 3})
     model = add_lora(CLASSES["llama"][2](linearized), Lora(targets=["q_proj", "k_proj", "v_proj"]), train_mixer=False)
+    narrow_frozen(model, FinetuneStage.model_validate(fields | {"data": "t"}), torch.bfloat16)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     matrices = {tuple(p.shape) for name, p in model.named_parameters() if "lora" not in name and p.dim() == 2}
     kept: dict[int, torch.Tensor] = {}
 
@@ -114,9 +142,11 @@ def test_autocast_keeps_a_copy_of_every_matrix_that_a_gradient_goes_through(
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), torch.autocast("cpu", torch.bfloat16):
         model.train()(torch.randint(3, 101, (1, 26)), use_cache=False)
-    found = sum(x.nbytes for x in kept.values())
-    if checkpointing:
-        head = 2 * config.vocab_size * config.hidden_size
+    found = sum(x.nbytes for place, x in kept.items() if place not in own)
+    head = 2 * config.vocab_size * config.hidden_size
+    if variant == "lora":
+        assert found == head == expected - 2 * checkpointing * planned_stage.trained
+    elif checkpointing:
         assert found == head  # of the layers nothing: one at a time is run again
         assert found < expected
     else:

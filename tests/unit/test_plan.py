@@ -227,7 +227,10 @@ def test_variants_of_adapters_take_what_they_keep():
     assert dora.trained == lora.trained + outputs
     itemsize = torch.float32.itemsize if "float32" in made["lora"].memory_for else 2
     assert dora.memory["activations"] == lora.memory["activations"] + 2 * 512 * 2 * itemsize * outputs
-    assert (pissa.memory, pissa.trained, pissa.started) == (lora.memory, lora.trained, lora.trained)
+    assert (pissa.trained, pissa.started) == (lora.trained, lora.trained)
+    # pissa reads the weights beside it, which are then held in float32 and copied
+    assert {part for part in lora.memory if pissa.memory[part] != lora.memory[part]} <= {"weights", "copies"}
+    assert pissa.memory["weights"] >= lora.memory["weights"]
     disk = {variant: plan.disk_bytes["1-distill"] for variant, plan in made.items()}
     assert disk["pissa"] == disk["lora"] + 4 * lora.trained  # at the peak, of three checkpoints; the result comes later
     assert disk["dora"] > disk["lora"]
