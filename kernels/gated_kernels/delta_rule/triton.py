@@ -1,0 +1,142 @@
+"""The delta rule with one gate per head, or none, in Triton kernels: the op around `launch.py`.
+
+Shapes: B batch, T tokens, H query heads, G key-value heads, F feature size, V value size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gated_kernels.common.gated_inputs import promoted, sizes_of, unfit, warn_once
+from gated_kernels.common.interpreter import INTERPRETED
+from gated_kernels.common.tiles import PRODUCTS, contiguous
+from gated_kernels.delta_rule import launch
+
+
+@torch.library.custom_op("gated_kernels::delta_rule", mutates_args=())
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    r: Tensor,
+    log_a: Tensor | None,
+    state: Tensor,
+    segment: Tensor | None,
+    exclusive: bool,
+) -> tuple[Tensor, Tensor]:
+    """The outputs and the last state."""
+    q, k, v, r, log_a, state, segment = contiguous(q, k, v, r, log_a, state, segment)
+    with torch.cuda.device_of(v):
+        return launch.forward(q, k, v, r, log_a, state, segment, exclusive)
+
+
+@forward.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, r: Tensor, log_a: Tensor | None, state: Tensor, *_: Any
+) -> tuple[Tensor, Tensor]:
+    return v.new_empty(*q.shape[:3], v.shape[-1]), state.new_empty(state.shape)
+
+
+@torch.library.custom_op("gated_kernels::delta_rule_backward", mutates_args=())
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    r: Tensor,
+    log_a: Tensor | None,
+    state: Tensor,
+    segment: Tensor | None,
+    exclusive: bool,
+    do: Tensor,
+    dlast: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v, r, log_a (empty where there is none) and the state."""
+    q, k, v, r, log_a, state, segment = contiguous(q, k, v, r, log_a, state, segment)
+    do, dlast = contiguous(do, dlast)
+    with torch.cuda.device_of(v):
+        dq, dk, dv, dr, dlog_a, dstate = launch.backward(q, k, v, r, log_a, state, segment, exclusive, do, dlast)
+    return dq, dk, dv, dr, v.new_empty(0) if dlog_a is None else dlog_a, dstate
+
+
+@backward.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, r: Tensor, log_a: Tensor | None, state: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv, dr, dstate = (x.new_empty(x.shape) for x in (q, k, v, r, state))
+    return dq, dk, dv, dr, v.new_empty(0) if log_a is None else log_a.new_empty(log_a.shape), dstate
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.exclusive = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx: Any, do: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
+    log_a = ctx.saved_tensors[4]
+    dq, dk, dv, dr, dlog_a, dstate = backward(*ctx.saved_tensors, ctx.exclusive, do, dlast)
+    return dq, dk, dv, dr, None if log_a is None else dlog_a, dstate, None, None
+
+
+forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def triton_delta_rule(
+    q_BTHF: Tensor,
+    k_BTGF: Tensor,
+    v_BTGV: Tensor,
+    r_BTGF: Tensor,
+    log_a: Tensor | None,
+    *,
+    e_BTGF: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    segment_ids_BT: Tensor | None = None,
+    exclusive: bool = False,
+) -> tuple[Tensor, Tensor] | None:
+    """As `gated_kernels.chunk_delta_rule`.
+
+    None on a CPU, and with a warning once for what the kernels do not support.
+    """
+    if not (v_BTGV.is_cuda or INTERPRETED.value):
+        return None
+    if why := _unsupported(q_BTHF, k_BTGF, v_BTGV, r_BTGF, log_a, e_BTGF, initial_state, segment_ids_BT):
+        if not torch.compiler.is_compiling():
+            warn_once("delta_rule", why)
+        return None
+    B, _, G, V = v_BTGV.shape
+    if initial_state is None:
+        initial_state = v_BTGV.new_zeros(B, G, k_BTGF.shape[-1], V, dtype=torch.float32)
+    return forward(q_BTHF, k_BTGF, v_BTGV, r_BTGF, log_a, initial_state.float(), segment_ids_BT, exclusive)
+
+
+def _unsupported(
+    q_BTHF: Tensor,
+    k_BTGF: Tensor,
+    v_BTGV: Tensor,
+    r_BTGF: Tensor,
+    log_a: Tensor | None,
+    e_BTGF: Tensor | None,
+    initial_state: Tensor | None,
+    segment_ids_BT: Tensor | None,
+) -> str | None:
+    """What the kernels do not support of this, or None."""
+    if (dtype := promoted(q_BTHF, k_BTGF, v_BTGV, r_BTGF)) not in PRODUCTS:
+        return f"inputs in {str(dtype).removeprefix('torch.')}"
+    if e_BTGF is not None:
+        return "keys to erase that are not those to write"
+    B, T, _, G, F, V = sizes_of(q_BTHF, v_BTGV)
+    if max(F, V) > launch.LARGEST:
+        return f"{F} features and {V} values a head"
+    if log_a is not None and log_a.shape[-1] != 1:
+        return "a gate per feature"
+    return unfit(
+        q_BTHF.device,
+        (k_BTGF, (B, T, G, F)),
+        (v_BTGV, (B, T, G, V)),
+        (r_BTGF, (B, T, G, F)),
+        (log_a, (B, T, G, 1)),
+        (initial_state, (B, G, F, V)),
+        (segment_ids_BT, (B, T)),
+    )
