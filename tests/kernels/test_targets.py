@@ -23,6 +23,7 @@ import triton.language as tl  # noqa: E402
 from compiled import compile_instead_of_launching, resources, told_by  # noqa: E402
 from gated_kernels.codebook import triton as codebook  # noqa: E402
 from gated_kernels.codebook_gla import read  # noqa: E402
+from gated_kernels.delta_rule import launch as delta_rule  # noqa: E402
 from gated_kernels.fused_step import triton as fused_step  # noqa: E402
 from gated_kernels.fused_step.cases import Case, changed, inputs  # noqa: E402
 from gated_kernels.gla import bf16, fp32  # noqa: E402
@@ -135,6 +136,16 @@ def simple_gla_case(D: int, F: int, dtype: torch.dtype) -> None:
         launch.backward_in_place(q, k, v, *given, o, empty(*q.shape[:3], dtype=FP32), state)
 
 
+def delta_rule_case(D: int, dtype: torch.dtype) -> None:
+    """Exclusive with a gate in segments, and with neither."""
+    q, k, v, _, segment = recurrence(D, D, dtype)
+    G = k.shape[2]
+    log_a, state = empty(1, 4096, G, 1, dtype=FP32), empty(1, G, D, D, dtype=FP32)
+    for given in ((log_a, state, segment, True), (None, state, None, False)):
+        delta_rule.forward(q, k, v, k, *given)
+        delta_rule.backward(q, k, v, k, *given, q, state)
+
+
 def fused_step_case(case: Case) -> None:
     fused_step.triton_fused_step(*changed(inputs(case), lambda t: t.to("meta")))
 
@@ -149,6 +160,8 @@ def cases_of(D: int) -> dict[str, Callable[[], None]]:
         f"swa {D} forgetting": lambda: swa_case(D, BF16, forget=True),
         f"codebook {D}": lambda: codebook_case(D),
         f"codebook_gla {D}": lambda: codebook_gla_case(D),
+        f"delta_rule {D}": lambda: delta_rule_case(D, BF16),
+        f"delta_rule {D} fp32": lambda: delta_rule_case(D, FP32),
         f"gla {D}": lambda: gla_case(D, BF16),
         f"gla {D} fp32": lambda: gla_case(D, FP32),
         f"simple_gla {D}": lambda: simple_gla_case(D, D, BF16),

@@ -21,7 +21,7 @@ def inverse_of_one_and(below, C: tl.constexpr, LEVELS: tl.constexpr):
     row = tl.arange(0, C)[:, None]
     column = tl.arange(0, C)[None, :]
     inverse = tl.where(row == column, 1.0, 0.0) - tl.where(row >> 1 == column >> 1, below, 0.0)
-    for level in tl.static_range(1, LEVELS):
+    for level in tl.range(1, LEVELS, disable_licm=True):
         left = (row >> (level + 1) == column >> (level + 1)) & (row >> level != column >> level)
         between = dot(tl.where(left, below, 0.0), inverse, None, tl.float32, "tf32x3")
         inverse -= dot(inverse, between, None, tl.float32, "tf32x3")

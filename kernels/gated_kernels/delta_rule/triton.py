@@ -1,5 +1,8 @@
 """The delta rule with one gate per head, or none, in Triton kernels: the op around `launch.py`.
 
+The kernels know one key to erase and write along. A token that erases along another, e, is two tokens to them: the
+first erases along e and writes a value of 0, the second writes along k and looks up nothing.
+
 Shapes: B batch, T tokens, H query heads, G key-value heads, F feature size, V value size.
 """
 
@@ -103,12 +106,28 @@ def triton_delta_rule(
         return None
     if why := _unsupported(q_BTHF, k_BTGF, v_BTGV, r_BTGF, log_a, e_BTGF, initial_state, segment_ids_BT):
         if not torch.compiler.is_compiling():
-            warn_once("delta_rule", why)
+            warn_once("delta_rule", why, "in torch, or by fla-core where that takes it")
         return None
     B, _, G, V = v_BTGV.shape
     if initial_state is None:
         initial_state = v_BTGV.new_zeros(B, G, k_BTGF.shape[-1], V, dtype=torch.float32)
-    return forward(q_BTHF, k_BTGF, v_BTGV, r_BTGF, log_a, initial_state.float(), segment_ids_BT, exclusive)
+    q, k, v, r, segment = q_BTHF, k_BTGF, v_BTGV, r_BTGF, segment_ids_BT
+    if e_BTGF is not None:
+        k, v, r = _turns(e_BTGF, k), _turns(None, v), _turns(r, None)
+        q = _turns(q, None) if exclusive else _turns(None, q)
+        log_a = None if log_a is None else _turns(log_a, None)
+        segment = None if segment is None else segment.repeat_interleave(2, 1)
+    o, last = forward(q, k, v, r, log_a, initial_state.float(), segment, exclusive)
+    if e_BTGF is not None:
+        o = o[:, ::2] if exclusive else o[:, 1::2]
+    return o, last
+
+
+def _turns(first: Tensor | None, second: Tensor | None) -> Tensor:
+    """[B, 2 T, ...]: a token of the first, one of the second, and so on; zeros of one that is not given."""
+    first = torch.zeros_like(second) if first is None else first
+    second = torch.zeros_like(first) if second is None else second
+    return torch.cat((first[:, :, None], second[:, :, None]), 2).flatten(1, 2)
 
 
 def _unsupported(
@@ -122,10 +141,8 @@ def _unsupported(
     segment_ids_BT: Tensor | None,
 ) -> str | None:
     """What the kernels do not support of this, or None."""
-    if (dtype := promoted(q_BTHF, k_BTGF, v_BTGV, r_BTGF)) not in PRODUCTS:
+    if (dtype := promoted(q_BTHF, k_BTGF, v_BTGV, r_BTGF, *(() if e_BTGF is None else (e_BTGF,)))) not in PRODUCTS:
         return f"inputs in {str(dtype).removeprefix('torch.')}"
-    if e_BTGF is not None:
-        return "keys to erase that are not those to write"
     B, T, _, G, F, V = sizes_of(q_BTHF, v_BTGV)
     if max(F, V) > launch.LARGEST:
         return f"{F} features and {V} values a head"
@@ -136,6 +153,7 @@ def _unsupported(
         (k_BTGF, (B, T, G, F)),
         (v_BTGV, (B, T, G, V)),
         (r_BTGF, (B, T, G, F)),
+        (e_BTGF, (B, T, G, F)),
         (log_a, (B, T, G, 1)),
         (initial_state, (B, G, F, V)),
         (segment_ids_BT, (B, T)),
