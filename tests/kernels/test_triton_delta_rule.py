@@ -26,7 +26,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROUNDING = torch.finfo(BF16).eps / 8  # `faults` allows four of these: half a unit of bf16's last digit
 SMALL: dict[str, Any] = {"G": 1, "R": 2, "F": 16, "V": 17}
 SHARED = {
-    name: cases.CASES[name]._replace(sizes=cases.CASES[name].sizes._replace(T=70, **SMALL))
+    name: cases.CASES[name]._replace(sizes=cases.CASES[name].sizes._replace(T=40, B=1, **SMALL))
     for name in (
         "no decay",
         "no decay, exclusive, segments",
@@ -105,6 +105,155 @@ def test_kernels_err_at_most_twice_as_much_as_the_reference_in_its_dtype(case: C
     assert not faults(gated_kernels.chunk_delta_rule, reference, inputs_of(case), rounding_of(case))
 
 
-def in_bf16_chunks(**x: Any) -> tuple[Tensor, Tensor]:
-    """The plain computation in chunks with all products in bf16, which tokens of one key make inexact."""
-    return x["v_BTGV"], x["initial_state"]
+@pytest.mark.parametrize("result", ["output", "state"])
+def test_a_gradient_may_come_by_one_result_alone(result: str) -> None:
+    inputs = inputs_of(OWN["a token more than a chunk"])
+    alone = ("output", "state").index(result)
+    assert not faults(lambda **x: gated_kernels.chunk_delta_rule(**x)[alone], lambda **x: reference(**x)[alone], inputs)
+
+
+@pytest.mark.parametrize("case", ["per head, -200 and 0", "erases elsewhere, no decay, exclusive, segments"])
+def test_cutting_a_sequence_changes_nothing(case: str) -> None:
+    inputs = inputs_of(SHARED[case])
+    rounding = rounding_of(SHARED[case])
+    assert not faults(lambda **x: in_pieces(gated_kernels.chunk_delta_rule, x), reference, inputs, rounding)
+
+
+@pytest.mark.parametrize("case", ["a token more than a chunk", "fp16", "a chunk of 64, exclusive, bf16"])
+def test_results_do_not_depend_on_how_the_inputs_lie_in_memory_nor_on_autocast(case: str) -> None:
+    inputs = inputs_of(OWN[case])
+    strided = {name: x.mT.contiguous().mT if isinstance(x, Tensor) else x for name, x in inputs.items()}
+
+    def autocast(**x: Any) -> tuple[Tensor, ...]:
+        with torch.autocast(DEVICE, dtype=BF16):
+            return gated_kernels.chunk_delta_rule(**x)
+
+    first, second = run(gated_kernels.chunk_delta_rule, inputs), run(autocast, strided)
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+@pytest.mark.parametrize("case", ["a token more than a chunk", "a chunk of 64, exclusive, bf16"])
+def test_a_gate_of_minus_infinity_forgets_everything_before_it(case: str) -> None:
+    inputs = inputs_of(OWN[case])
+    inputs["log_a"][:, 20] = -torch.inf
+    after = {name: x[:, 20:] if "_BT" in name or name == "log_a" else x for name, x in inputs.items() if x is not None}
+    after |= {"initial_state": torch.zeros_like(inputs["initial_state"]), "exclusive": True}
+    (o, last), (o_after, last_after) = (gated_kernels.chunk_delta_rule(**x) for x in (inputs, after))
+    allowed = 1e-6 if o.dtype == FP32 else 0.02  # the chunks begin elsewhere
+    assert error(o[:, 21:], o_after[:, 1:]) <= allowed
+    assert error(last, last_after) <= allowed
+    assert all(x.isfinite().all() for x in run(gated_kernels.chunk_delta_rule, inputs).values())
+
+
+@pytest.mark.parametrize("case", ["a token more than a chunk", "a chunk of 64, exclusive, bf16"])
+@pytest.mark.parametrize("erases_elsewhere", [False, True])
+def test_tokens_of_zeros_leave_a_state_exactly_as_it_was(case: str, erases_elsewhere: bool) -> None:
+    inputs = inputs_of(OWN[case]._replace(erases_elsewhere=erases_elsewhere))
+    zeros = [name for name in ("k_BTGF", "e_BTGF", "log_a") if inputs[name] is not None]
+    idle = inputs | {name: torch.zeros_like(inputs[name]) for name in zeros}
+    assert torch.equal(gated_kernels.chunk_delta_rule(**idle)[1], inputs["initial_state"].float())
+
+
+@pytest.mark.parametrize("case", ["two tokens, no state", "two tokens, bf16"])
+def test_torch_compile_sees_through_the_op(case: str) -> None:
+    inputs = inputs_of(OWN[case])
+    compiled = torch.compile(gated_kernels.chunk_delta_rule, backend="aot_eager", fullgraph=True)
+    eager, traced = run(gated_kernels.chunk_delta_rule, inputs), run(compiled, inputs)
+    assert [name for name in eager if not torch.equal(eager[name], traced[name])] == []
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_custom_ops_keep_to_what_torch_asks_of_them(gated: bool) -> None:
+    torch.use_deterministic_algorithms(False)  # its checks compare uninitialised memory
+    x = inputs_of(OWN["two tokens, no state"])
+    q, k, v, r, log_a = (x[name].requires_grad_() for name in ("q_BTHF", "k_BTGF", "v_BTGV", "r_BTGF", "log_a"))
+    state = q.new_zeros(2, 1, 16, 17, requires_grad=True)
+    given = (q, k, v, r, log_a if gated else None, state, None, True)
+    torch.library.opcheck(kernels.forward, given)
+    o, last = kernels.forward(*given)
+    torch.library.opcheck(
+        kernels.backward, tuple(x.detach() if isinstance(x, Tensor) else x for x in (*given, o, last))
+    )
+
+
+def test_only_the_inputs_are_kept_for_the_backward_pass() -> None:
+    inputs = inputs_of(OWN["a chunk of 32"])
+    kept: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x
+
+    leaves = {name: x.requires_grad_() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        gated_kernels.chunk_delta_rule(**leaves)
+    given = {x.data_ptr() for x in inputs.values() if isinstance(x, Tensor)}
+    assert {x.data_ptr() for x in kept} <= given
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "why"),
+    [
+        ("two tokens, no state", {"dtype": torch.float64}, "inputs in float64"),
+        ("two tokens, no state", {"F": 130}, "130 features and 17 values a head"),
+        ("two tokens, no state", {"per_head": False}, "a gate per feature"),
+    ],
+)
+def test_what_the_kernels_do_not_take_is_left_to_others_with_one_warning(case: str, changes: dict, why: str) -> None:
+    inputs = inputs_of(Case(OWN[case].sizes._replace(**changes)))
+    with pytest.warns(UserWarning, match=f"do not take {why}") as caught:
+        assert [kernels.triton_delta_rule(**inputs) for _ in range(2)] == [None, None]
+    assert len(caught) == 1
+
+
+def test_fla_core_is_asked_for_what_the_kernels_leave() -> None:
+    asked: list[str] = []
+
+    def another(*args: Any, **options: Any) -> str:
+        asked.append("another")
+        return "found"
+
+    set_kernel("delta_rule", kernels.triton_delta_rule, another)
+    inputs = inputs_of(OWN["two tokens, no state"])
+    assert isinstance(gated_kernels.chunk_delta_rule(**inputs)[0], Tensor)
+    assert asked == []
+    with pytest.warns(UserWarning, match="or by fla-core"):
+        assert gated_kernels.chunk_delta_rule(**inputs | {"v_BTGV": inputs["v_BTGV"].double()}) == "found"
+    assert asked == ["another"]
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in gated_kernels.PATHS if path != "triton+fla" or gated_kernels.has_fla()]
+)
+def test_the_path_says_which_kernels_run(path: str) -> None:
+    before = gated_kernels.in_use()
+    gated_kernels.use(path)
+    try:
+        assert gated_kernels.in_use() == path
+        modules = [kernel.__module__.rpartition(".")[2] for kernel in kernels_for("delta_rule")]
+        assert modules == {"torch": [], "triton": ["triton"], "triton+fla": ["triton", "fla"]}[path]
+    finally:
+        gated_kernels.use(before)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="compiled kernels do not see what is changed in Python")
+@pytest.mark.parametrize("broken", ["levels", "mask", "later chunks"])
+def test_what_is_wrong_is_found(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    constants, launched = launch.constants, launch._Call.run
+
+    def changed(kernel: str, *sizes: Any) -> dict[str, Any]:
+        found = dict(constants(kernel, *sizes))
+        if broken == "levels" and kernel == "solve":
+            found["LEVELS"] -= 1  # the halves of a chunk do not see each other
+        elif broken == "mask" and kernel == "dscores":
+            found["EXCLUSIVE"] = 1 - found["EXCLUSIVE"]
+        return found
+
+    def run_without(self: Any, name: str, *tensors: Any) -> None:
+        if broken == "later chunks" and name == "dstates":
+            tensors[1].zero_()
+        launched(self, name, *tensors)
+
+    monkeypatch.setattr(launch, "constants", changed)
+    monkeypatch.setattr(launch._Call, "run", run_without)
+    assert faults(gated_kernels.chunk_delta_rule, reference, inputs_of(OWN["a token more than a chunk"]))

@@ -125,8 +125,8 @@ def triton_delta_rule(
 
 def _turns(first: Tensor | None, second: Tensor | None) -> Tensor:
     """[B, 2 T, ...]: a token of the first, one of the second, and so on; zeros of one that is not given."""
-    first = torch.zeros_like(second) if first is None else first
-    second = torch.zeros_like(first) if second is None else second
+    given = [x for x in (first, second) if x is not None]
+    first, second = (torch.zeros_like(given[0]) if x is None else x for x in (first, second))
     return torch.cat((first[:, :, None], second[:, :, None]), 2).flatten(1, 2)
 
 
