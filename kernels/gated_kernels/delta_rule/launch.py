@@ -43,7 +43,8 @@ from gated_kernels.simple_gla.state_scan import sums_kernel
 BF16, FP32 = torch.bfloat16, torch.float32
 CHUNK, NARROWEST = simple_gla.CHUNK, simple_gla.NARROWEST
 LARGEST = 128  # features or values: a kernel holds all features of a state
-# By the dtype of the products: for each kernel BF and BV at most, num_warps and num_stages.
+# By the dtype of the products: for each kernel BF and BV at most, num_warps and num_stages; what spills least by the
+# compiler, not measured.
 BLOCKS = {
     "solve": {BF16: (128, 64, 4, 1), FP32: (128, 32, 4, 1)},
     "states": {BF16: (128, 64, 4, 2), FP32: (128, 16, 4, 1)},
@@ -52,6 +53,7 @@ BLOCKS = {
     "dscores": {BF16: (128, 64, 4, 1), FP32: (128, 32, 4, 1)},
     "dqkr": {BF16: (64, 64, 4, 1), FP32: (16, 32, 4, 1)},
 }
+WARPS_IN_REGISTERS = 8  # in bf16 on the chips of common/chips.py that multiply in registers, where more spill
 KERNELS = {
     "solve": solve_kernel,
     "states": states_kernel,
@@ -69,6 +71,8 @@ def constants(
     """What a kernel is compiled for and with; fixed by the sizes, the dtype and the chip, never searched for."""
     computed_in, precision = PRODUCTS[dtype]
     BF, BV, warps, stages = BLOCKS[kernel][computed_in]
+    if in_registers and computed_in == BF16 and kernel != "dscores":
+        warps = WARPS_IN_REGISTERS
     C = CHUNK[computed_in]
     found = {
         "G": G,

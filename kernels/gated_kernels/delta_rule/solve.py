@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from gated_kernels.common.interpreter import rounded
-from gated_kernels.common.tiles import dot, load, store
+from gated_kernels.common.tiles import dot, load, load_again, store
 from gated_kernels.simple_gla.intra_chunk import decays_between
 from gated_kernels.simple_gla.state_scan import decay_from_start, decay_to_end
 
@@ -53,9 +53,11 @@ def solve_kernel(
     found = rounded(inverse_of_one_and(below, C, LEVELS), D)
     if sent is not None:
         store(inverse + chunk * C * C, found, i, C, C, i, C)
+        keys = load_again(k + (row * G + g) * F, i, rows, G * F, f, F)
         if write is not None:
             keys = keys * decay_to_end(write, at, i, C)[:, None]
         store(sent + (row * G + g) * F, dot(tl.trans(found), keys, None, D, PRECISION), i, rows, G * F, f, F)
+    looks = load_again(r + (row * G + g) * F, i, rows, G * F, f, F)
     if write is not None:
         looks = looks * decay_from_start(write, at, i)[:, None]
     store(held + (row * G + g) * F, dot(found, looks, None, D, PRECISION), i, rows, G * F, f, F)

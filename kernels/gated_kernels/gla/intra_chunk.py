@@ -9,16 +9,9 @@ import triton
 import triton.language as tl
 
 from gated_kernels.common.interpreter import rounded
-from gated_kernels.common.tiles import dot, load, store, store_vector
+from gated_kernels.common.tiles import dot, load, load_again, store, store_vector
 from gated_kernels.gla.fp32_kernels import is_after_start, is_before_end, is_pair, is_to_middle
 from gated_kernels.gla.state_scan import queries_of, starts, stops, sum_at, sums_at
-
-
-@triton.jit
-def _load_again(x, i, rows, step, column, columns):
-    """As `load`; what was loaded before is not kept in registers until now."""
-    mask = (i < rows)[:, None] & (column < columns)[None, :]
-    return tl.load(x + i[:, None] * step + column[None, :], mask=mask, other=0.0, volatile=True)
 
 
 @triton.jit
@@ -332,10 +325,10 @@ def dqk_kernel(
             # A token meets itself without a decay: kept out of the gates' gradients, where it would only cancel.
             dself = tl.sum(tl.where(row_ == column, dscores.to(tl.float32), 0.0), 1)[:, None]
             dkeys += dself * queries
-            dqueries += dself * _load_again(k, i, rows, G * F, f, F)
+            dqueries += dself * load_again(k, i, rows, G * F, f, F)
             for level in tl.range(LEVELS, disable_licm=True):
                 decay = _level_decay(sums, chunk, i, f, level, F, EXCLUSIVE, C)
-                keys = _load_again(k, i, rows, G * F, f, F)
+                keys = load_again(k, i, rows, G * F, f, F)
                 pair = tl.where(is_pair(row_, column, level), dscores, 0.0)
                 part = dot(pair, keys * decay, None, D, PRECISION) * decay
                 dqueries += part
@@ -353,7 +346,7 @@ def dqk_kernel(
             if q_lse is None:
                 reads += dqueries * left.to(tl.float32)
                 at = sums + chunk * (C + 1) * F
-                dqueries *= tl.exp2(_load_again(at, i + 1 - EXCLUSIVE, C + 1, F, f, F))
+                dqueries *= tl.exp2(load_again(at, i + 1 - EXCLUSIVE, C + 1, F, f, F))
             else:  # the gradient of a logarithm: the decay makes no difference
                 dqueries *= left.to(tl.float32)
                 reads += dqueries
@@ -367,9 +360,9 @@ def dqk_kernel(
     through = tl.zeros((BF,), tl.float32)
     for v0 in range(0, V, 64):
         y = v0 + tl.arange(0, 64)
-        state = _load_again(states, f, F, V, y, V)
+        state = load_again(states, f, F, V, y, V)
         dafter = load(dstates, f, F, V, y, V)
-        values_y = _load_again(v, i, rows, G * V, y, V)
+        values_y = load_again(v, i, rows, G * V, y, V)
         late = dot(values_y, tl.trans(dafter), late, D, PRECISION)
         through += tl.sum(state.to(tl.float32) * dafter.to(tl.float32), 1)
     end = sum_at(sums, chunk, C, f, F, C)
@@ -380,10 +373,10 @@ def dqk_kernel(
     if STRONG:
         late *= _write_to_end(sums, chunk, i, f, F, C)
         dkeys += late
-        late *= _load_again(k, i, rows, G * F, f, F)
+        late *= load_again(k, i, rows, G * F, f, F)
         dgates = dot(is_before_end(column, row_).to(tl.float32), late, dgates, D, PRECISION)
     else:
-        right = rounded(_load_again(k, i, rows, G * F, f, F) * _write(sums, chunk, i, f, F, C), D)
+        right = rounded(load_again(k, i, rows, G * F, f, F) * _write(sums, chunk, i, f, F, C), D)
         late *= tl.exp2(end)[None, :]
         through += tl.sum(late * right.to(tl.float32), 0)
         dkeys += late
