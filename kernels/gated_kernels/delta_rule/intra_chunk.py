@@ -10,7 +10,7 @@ from gated_kernels.simple_gla.intra_chunk import decays_between
 from gated_kernels.simple_gla.state_scan import decay_from_start, decay_of_chunk, decay_to_end
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def dread_kernel(
     q, k, inverse, read, write, do, dv, dread, T,
     G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr,
@@ -44,9 +44,9 @@ def dread_kernel(
     store(dv + (row * G + g) * V, dot(tl.trans(solved), dwritten, None, D, PRECISION), i, rows, G * V, x, V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def dscores_kernel(
-    q, k, r, written, read, write, do, dv, dscores, dpairs, B, T,
+    q, k, r, written, read, write, do, dv, dscores, dpairs, T,
     G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr,
     D: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -92,13 +92,14 @@ def dscores_kernel(
         around = dot((t < s).to(tl.float32), pairs, None, tl.float32, finer)  # [u, t], of all s before u
         first = s + tl.where(h < R, EXCLUSIVE, 0)
         dgates = tl.sum(tl.where(t >= first, around, 0.0), 1)
-        tl.store(dpairs + (h * B * N * G + chunk) * C + i, dgates)
+        chunks = tl.num_programs(0) // (R + 1)
+        tl.store(dpairs + (h * chunks + chunk) * C + i, dgates)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def dqkr_kernel(
     q, k, r, written, dscores, read, write, do, dv, states, dstates, dq, dk, dr, dreads, dlooks, dwrites, dtotal,
-    B, T,
+    T,
     G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
     BF: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -134,10 +135,11 @@ def dqkr_kernel(
         dlooked *= decay_from_start(write, at, i)[:, None]
         start = decay_from_start(read, at, i)
     if dreads is not None:
-        part = (block * B * N * G + chunk) * C
+        chunks = tl.num_programs(0) // blocks
+        part = (block * chunks + chunk) * C
         tl.store(dwrites + part + i, tl.sum(dkeys * keys.to(tl.float32), 1))
         tl.store(dlooks + part + i, tl.sum(dlooked * looks.to(tl.float32), 1))
-        tl.store(dtotal + block * B * N * G + chunk, tl.sum(through) * decay_of_chunk(write, at, C))
+        tl.store(dtotal + block * chunks + chunk, tl.sum(through) * decay_of_chunk(write, at, C))
         of_reads = tl.zeros((C,), tl.float32)
     of_scores = load(dscores + (chunk * (R + 1) + R) * C * C, i, C, C, i, C)
     dkeys = dot(of_scores, looks, dkeys, D, PRECISION)
@@ -165,9 +167,9 @@ def dqkr_kernel(
         tl.store(dreads + part + i, of_reads)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def dgates_kernel(
-    dreads, dlooks, dwrites, dtotal, dpairs, dlog_a, B, T, G: tl.constexpr, R: tl.constexpr, EXCLUSIVE: tl.constexpr,
+    dreads, dlooks, dwrites, dtotal, dpairs, dlog_a, T, G: tl.constexpr, R: tl.constexpr, EXCLUSIVE: tl.constexpr,
     C: tl.constexpr, OF_F: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a chunk's gates, from the parts of all blocks of features and of all heads' pairs."""
@@ -177,11 +179,12 @@ def dgates_kernel(
     i = tl.arange(0, C)
     u = i[:, None]
     token = i[None, :]
+    chunks = tl.num_programs(0)
     dgates = tl.zeros((C,), tl.float32)
     for h in range(R + 1):
-        dgates += tl.load(dpairs + (h * B * N * G + chunk) * C + i)
+        dgates += tl.load(dpairs + (h * chunks + chunk) * C + i)
     for block in range(OF_F):
-        part = block * B * N * G + chunk
+        part = block * chunks + chunk
         of_reads = tl.where(token >= u + EXCLUSIVE, tl.load(dreads + part * C + token), 0.0)
         of_looks = tl.where(token >= u, tl.load(dlooks + part * C + token), 0.0)
         of_writes = tl.where(token < u, tl.load(dwrites + part * C + token), 0.0)

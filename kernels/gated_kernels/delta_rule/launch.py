@@ -115,13 +115,13 @@ class _Call:
         backwards: bool,
     ):
         dtype = promoted(q, k, v, r)
-        self.B, self.T, H, self.G, F, V = sizes_of(q, v)
+        B, self.T, H, self.G, F, V = sizes_of(q, v)
         self.of_chip = chips.multiplies_in_registers(v.device)
         self.compiled_for = self.G, H // self.G, F, V, exclusive, dtype, self.of_chip
         products = PRODUCTS[dtype][0]
         self.C = CHUNK[products]
-        self.heads, self.N = self.B * self.G, triton.cdiv(self.T, self.C)
-        self.chunks = self.heads * self.N
+        self.heads = B * self.G
+        self.chunks = self.heads * triton.cdiv(self.T, self.C)
         new = functools.partial(torch.empty, device=v.device)
         self.read = self.write = None
         if log_a is not None or segment is not None:
@@ -153,8 +153,7 @@ class _Call:
             grid = (self.chunks * (compiled_for["R"] + 1),)
         elif name == "dqkr":
             grid = (self.chunks * of_F,)
-        sizes = (self.B, self.T) if "B" in KERNELS[name].arg_names else (self.T,)
-        KERNELS[name][grid](*tensors, *sizes, **compiled_for)
+        KERNELS[name][grid](*tensors, self.T, **compiled_for)
 
     def of_simple_gla(self, name: str) -> dict[str, Any]:
         """What a kernel of simple_gla is compiled for."""
@@ -221,7 +220,7 @@ def backward(
     if log_a is not None:
         dlog_a = torch.empty_like(log_a)
         dgates_kernel[(call.chunks,)](
-            dreads, dlooks, dwrites, dtotal, dpairs, dlog_a, call.B, call.T, G=call.G, R=R, EXCLUSIVE=int(exclusive),
+            dreads, dlooks, dwrites, dtotal, dpairs, dlog_a, call.T, G=call.G, R=R, EXCLUSIVE=int(exclusive),
             C=C, OF_F=of_F, num_warps=1,
         )  # fmt: skip
     return Gradients(dq, dk, dv.to(v.dtype), dr, dlog_a, dstate)

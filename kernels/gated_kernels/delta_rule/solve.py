@@ -28,7 +28,7 @@ def inverse_of_one_and(below, C: tl.constexpr, LEVELS: tl.constexpr):
     return inverse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def solve_kernel(
     k, v, r, write, inverse, held, fresh, sent, T,
     G: tl.constexpr, F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BF: tl.constexpr,

@@ -9,7 +9,7 @@ from gated_kernels.common.tiles import dot, load, store
 from gated_kernels.simple_gla.state_scan import decay_from_start, decay_of_chunk, decay_to_end
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def states_kernel(
     k, held, written, write, state, states, last, T,
     G: tl.constexpr, F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BF: tl.constexpr,
@@ -45,7 +45,7 @@ def states_kernel(
     store(last + head * F * V, now, f, F, V, x, V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def dstates_kernel(
     r, sent, dv, dread, write, dlast, dstates, dstate, T,
     G: tl.constexpr, F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BF: tl.constexpr,
