@@ -23,6 +23,7 @@ import triton.language as tl  # noqa: E402
 from compiled import compile_instead_of_launching, resources, told_by  # noqa: E402
 from gated_kernels.codebook import triton as codebook  # noqa: E402
 from gated_kernels.codebook_gla import read  # noqa: E402
+from gated_kernels.delta_rule import by_feature_launch as by_feature  # noqa: E402
 from gated_kernels.delta_rule import launch as delta_rule  # noqa: E402
 from gated_kernels.fused_step import triton as fused_step  # noqa: E402
 from gated_kernels.fused_step.cases import Case, changed, inputs  # noqa: E402
@@ -137,13 +138,16 @@ def simple_gla_case(D: int, F: int, dtype: torch.dtype) -> None:
 
 
 def delta_rule_case(D: int, dtype: torch.dtype) -> None:
-    """Exclusive with a gate in segments, and with neither."""
+    """Exclusive with a gate per head in segments, with neither, and in bf16 both with a gate per feature."""
     q, k, v, _, segment = recurrence(D, D, dtype)
     G = k.shape[2]
-    log_a, state = empty(1, 4096, G, 1, dtype=FP32), empty(1, G, D, D, dtype=FP32)
-    for given in ((log_a, state, segment, True), (None, state, None, False)):
-        delta_rule.forward(q, k, v, k, *given)
-        delta_rule.backward(q, k, v, k, *given, q, state)
+    log_a, state = empty(1, 4096, G, D, dtype=FP32), empty(1, G, D, D, dtype=FP32)
+    cases = [(delta_rule, (log_a[..., :1], state, segment, True)), (delta_rule, (None, state, None, False))]
+    if dtype == BF16:
+        cases += [(by_feature, (log_a, state, segment, True)), (by_feature, (log_a, state, None, False))]
+    for passes, given in cases:
+        passes.forward(q, k, v, k, *given)
+        passes.backward(q, k, v, k, *given, q, state)
 
 
 def fused_step_case(case: Case) -> None:

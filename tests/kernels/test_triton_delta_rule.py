@@ -55,6 +55,16 @@ OWN = {
     "steady -60, exclusive, bf16": Case(gla.Case(70, per_head=True, gate="-60", exclusive=True, dtype=BF16, **SMALL)),
     "heads of 128, bf16": Case(gla.Case(130, G=1, R=4, F=128, V=128, per_head=True, dtype=BF16, B=1)),
     "heads of 96 and 80, no decay, bf16": Case(gla.Case(97, R=1, F=96, V=80, gate="none", dtype=BF16, B=1)),
+    "a gate per feature, bf16": Case(gla.Case(70, dtype=BF16, B=1, **SMALL)),
+    "a gate per feature, -200 and 0, segments, bf16": Case(
+        gla.Case(70, gate="mixed", segments=True, dtype=BF16, B=1, **SMALL)
+    ),
+    "a gate per feature, some strong, exclusive, bf16": Case(
+        gla.Case(130, gate="patches", exclusive=True, segments=True, dtype=BF16, B=1, **SMALL)
+    ),
+    "a gate per feature, steady -20, bf16": Case(gla.Case(65, gate="-20", dtype=BF16, B=1, **SMALL)),
+    "a gate per feature, erases elsewhere, bf16": Case(gla.Case(40, segments=True, dtype=BF16, B=1, **SMALL), True),
+    "a gate per feature, heads of 80 and 128, bf16": Case(gla.Case(70, G=1, F=80, V=128, dtype=BF16, B=1)),
     "erases elsewhere, bf16": Case(gla.Case(40, per_head=True, segments=True, dtype=BF16, **SMALL), True),
 }
 LONG = {
@@ -63,6 +73,7 @@ LONG = {
     "300 tokens, heads of 128": Case(gla.Case(300, G=1, R=4, F=128, V=128, per_head=True, exclusive=True)),
     "300 tokens, one head, fp16": Case(gla.Case(300, G=1, R=1, F=128, V=64, per_head=True, dtype=FP16)),
     "500 tokens, no decay, bf16": Case(gla.Case(500, G=1, R=3, F=64, V=128, gate="none", dtype=BF16, B=1)),
+    "300 tokens, a gate per feature, bf16": Case(gla.Case(300, F=128, V=128, gate="strong", dtype=BF16, B=1)),
     "300 tokens, erases elsewhere, bf16": Case(gla.Case(300, F=64, V=64, per_head=True, dtype=BF16), True),
 }
 
@@ -132,20 +143,25 @@ def test_results_do_not_depend_on_how_the_inputs_lie_in_memory_nor_on_autocast(c
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
-@pytest.mark.parametrize("case", ["a token more than a chunk", "a chunk of 64, exclusive, bf16"])
+@pytest.mark.parametrize(
+    "case", ["a token more than a chunk", "a chunk of 64, exclusive, bf16", "a gate per feature, bf16"]
+)
 def test_a_gate_of_minus_infinity_forgets_everything_before_it(case: str) -> None:
     inputs = inputs_of(OWN[case])
     inputs["log_a"][:, 20] = -torch.inf
     after = {name: x[:, 20:] if "_BT" in name or name == "log_a" else x for name, x in inputs.items() if x is not None}
-    after |= {"initial_state": torch.zeros_like(inputs["initial_state"]), "exclusive": True}
+    after |= {"initial_state": torch.zeros_like(inputs["initial_state"]), "exclusive": inputs["exclusive"]}
+    first = 20 + inputs["exclusive"]  # the token of the gate reads what was before it
     (o, last), (o_after, last_after) = (gated_kernels.chunk_delta_rule(**x) for x in (inputs, after))
     allowed = 1e-6 if o.dtype == FP32 else 0.02  # the chunks begin elsewhere
-    assert error(o[:, 21:], o_after[:, 1:]) <= allowed
+    assert error(o[:, first:], o_after[:, first - 20 :]) <= allowed
     assert error(last, last_after) <= allowed
     assert all(x.isfinite().all() for x in run(gated_kernels.chunk_delta_rule, inputs).values())
 
 
-@pytest.mark.parametrize("case", ["a token more than a chunk", "a chunk of 64, exclusive, bf16"])
+@pytest.mark.parametrize(
+    "case", ["a token more than a chunk", "a chunk of 64, exclusive, bf16", "a gate per feature, bf16"]
+)
 @pytest.mark.parametrize("erases_elsewhere", [False, True])
 def test_tokens_of_zeros_leave_a_state_exactly_as_it_was(case: str, erases_elsewhere: bool) -> None:
     inputs = inputs_of(OWN[case]._replace(erases_elsewhere=erases_elsewhere))
@@ -154,7 +170,7 @@ def test_tokens_of_zeros_leave_a_state_exactly_as_it_was(case: str, erases_elsew
     assert torch.equal(gated_kernels.chunk_delta_rule(**idle)[1], inputs["initial_state"].float())
 
 
-@pytest.mark.parametrize("case", ["two tokens, no state", "two tokens, bf16"])
+@pytest.mark.parametrize("case", ["two tokens, no state", "a gate per feature, bf16"])
 def test_torch_compile_sees_through_the_op(case: str) -> None:
     inputs = inputs_of(OWN[case])
     compiled = torch.compile(gated_kernels.chunk_delta_rule, backend="aot_eager", fullgraph=True)
@@ -162,13 +178,15 @@ def test_torch_compile_sees_through_the_op(case: str) -> None:
     assert [name for name in eager if not torch.equal(eager[name], traced[name])] == []
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_the_custom_ops_keep_to_what_torch_asks_of_them(gated: bool) -> None:
+@pytest.mark.parametrize("gated", ["no", "per head", pytest.param("per feature", marks=pytest.mark.slow)])
+def test_the_custom_ops_keep_to_what_torch_asks_of_them(gated: str) -> None:
     torch.use_deterministic_algorithms(False)  # its checks compare uninitialised memory
-    x = inputs_of(OWN["two tokens, no state"])
+    sizes = OWN["two tokens, no state"].sizes
+    per_feature = sizes._replace(per_head=False, dtype=BF16)
+    x = inputs_of(Case(per_feature if gated == "per feature" else sizes))
     q, k, v, r, log_a = (x[name].requires_grad_() for name in ("q_BTHF", "k_BTGF", "v_BTGV", "r_BTGF", "log_a"))
-    state = q.new_zeros(2, 1, 16, 17, requires_grad=True)
-    given = (q, k, v, r, log_a if gated else None, state, None, True)
+    state = q.new_zeros(2, 1, 16, 17, requires_grad=True, dtype=FP32)
+    given = (q, k, v, r, None if gated == "no" else log_a, state, None, True)
     torch.library.opcheck(kernels.forward, given)
     o, last = kernels.forward(*given)
     torch.library.opcheck(
@@ -196,7 +214,7 @@ def test_only_the_inputs_are_kept_for_the_backward_pass() -> None:
     [
         ("two tokens, no state", {"dtype": torch.float64}, "inputs in float64"),
         ("two tokens, no state", {"F": 130}, "130 features and 17 values a head"),
-        ("two tokens, no state", {"per_head": False}, "a gate per feature"),
+        ("two tokens, no state", {"per_head": False}, "a gate per feature in float32"),
     ],
 )
 def test_what_the_kernels_do_not_take_is_left_to_others_with_one_warning(case: str, changes: dict, why: str) -> None:

@@ -138,7 +138,7 @@ class _Call:
         self.states = new(self.chunks, F, V, dtype=products)
         self.last = torch.empty_like(state)
         self.run("solve", k, v, r, self.write, self.inverse, self.held, self.written, self.sent)
-        self.run("states", k, self.held, self.written, self.write, state, self.states, self.last)
+        self.run("states", k, self.held, self.written, self.write, None, state, self.states, self.last)
 
     def run(self, name: str, *tensors: Tensor | None) -> None:
         compiled_for = constants(name, *self.compiled_for)
@@ -209,7 +209,7 @@ def backward(
     dv, dread, dstates = (torch.empty_like(x) for x in (call.written, call.states, call.states))
     dstate = torch.empty_like(state)
     call.run("dread", q, k, call.inverse, call.read, call.write, do, dv, dread)
-    call.run("dstates", r, call.sent, dv, dread, call.write, dlast, dstates, dstate)
+    call.run("dstates", r, call.sent, dv, dread, call.write, None, dlast, dstates, dstate)
     dscores = call.states.new_empty(call.chunks, R + 1, C, C)
     call.run("dscores", q, k, r, call.written, call.read, call.write, do, dv, dscores, dpairs)
     dq, dk, dr = (torch.empty_like(x) for x in (q, k, r))

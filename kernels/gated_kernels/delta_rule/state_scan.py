@@ -5,19 +5,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gated_kernels.common.tiles import dot, load, store
+from gated_kernels.common.tiles import dot, load, load_vector, store
 from gated_kernels.simple_gla.state_scan import decay_from_start, decay_of_chunk, decay_to_end
 
 
 @triton.jit(do_not_specialize=["T"])
 def states_kernel(
-    k, held, written, write, state, states, last, T,
+    k, held, written, write, total, state, states, last, T,
     G: tl.constexpr, F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BF: tl.constexpr,
     BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state before every chunk and the last one; a program per BV columns of a head's state.
 
     What the tokens write is less what the state holds under their keys; it takes the place of what was solved for.
+    With a gate per feature keys are decayed already, and `total` has the decays of the chunks.
     """
     N = tl.cdiv(T, C)
     columns: tl.constexpr = (V + BV - 1) // BV
@@ -41,13 +42,15 @@ def states_kernel(
         if write is not None:
             values *= decay_to_end(write, chunk * 2 * C, i, C)[:, None]
             now *= decay_of_chunk(write, chunk * 2 * C, C)
+        elif total is not None:
+            now *= load_vector(total + chunk * F, f, F, 1)[:, None]
         now = dot(tl.trans(keys.to(D)), values, now, D, PRECISION)
     store(last + head * F * V, now, f, F, V, x, V)
 
 
 @triton.jit(do_not_specialize=["T"])
 def dstates_kernel(
-    r, sent, dv, dread, write, dlast, dstates, dstate, T,
+    r, sent, dv, dread, write, total, dlast, dstates, dstate, T,
     G: tl.constexpr, F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BF: tl.constexpr,
     BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -79,5 +82,7 @@ def dstates_kernel(
         if write is not None:
             dvalues *= decay_from_start(write, chunk * 2 * C, i)[:, None]
             dnow *= decay_of_chunk(write, chunk * 2 * C, C)
+        elif total is not None:
+            dnow *= load_vector(total + chunk * F, f, F, 1)[:, None]
         dnow = dot(tl.trans(looks.to(D)), -dvalues, dnow + of_outputs, D, PRECISION)
     store(dstate + head * F * V, dnow, f, F, V, x, V)

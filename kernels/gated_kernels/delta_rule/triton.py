@@ -1,4 +1,4 @@
-"""The delta rule with one gate per head, or none, in Triton kernels: the op around `launch.py`.
+"""The delta rule in Triton kernels: the op around `launch.py` (one gate per head, or none) and `by_feature_launch.py`.
 
 The kernels know one key to erase and write along. A token that erases along another, e, is two tokens to them: the
 first erases along e and writes a value of 0, the second writes along k and looks up nothing.
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gated_kernels.common.gated_inputs import promoted, sizes_of, unfit, warn_once
+from gated_kernels.common.gated_inputs import is_per_head, promoted, sizes_of, unfit, warn_once
 from gated_kernels.common.interpreter import INTERPRETED
 from gated_kernels.common.tiles import PRODUCTS, contiguous
-from gated_kernels.delta_rule import launch
+from gated_kernels.delta_rule import by_feature_launch, launch
 
 
 @torch.library.custom_op("gated_kernels::delta_rule", mutates_args=())
@@ -33,6 +33,8 @@ def forward(
     """The outputs and the last state."""
     q, k, v, r, log_a, state, segment = contiguous(q, k, v, r, log_a, state, segment)
     with torch.cuda.device_of(v):
+        if log_a is not None and not is_per_head(log_a):
+            return by_feature_launch.forward(q, k, v, r, log_a, state, segment, exclusive)
         return launch.forward(q, k, v, r, log_a, state, segment, exclusive)
 
 
@@ -59,8 +61,9 @@ def backward(
     """The gradients of q, k, v, r, log_a (empty where there is none) and the state."""
     q, k, v, r, log_a, state, segment = contiguous(q, k, v, r, log_a, state, segment)
     do, dlast = contiguous(do, dlast)
+    passed = by_feature_launch if log_a is not None and not is_per_head(log_a) else launch
     with torch.cuda.device_of(v):
-        dq, dk, dv, dr, dlog_a, dstate = launch.backward(q, k, v, r, log_a, state, segment, exclusive, do, dlast)
+        dq, dk, dv, dr, dlog_a, dstate = passed.backward(q, k, v, r, log_a, state, segment, exclusive, do, dlast)
     return dq, dk, dv, dr, v.new_empty(0) if dlog_a is None else dlog_a, dstate
 
 
@@ -146,15 +149,15 @@ def _unsupported(
     B, T, _, G, F, V = sizes_of(q_BTHF, v_BTGV)
     if max(F, V) > launch.LARGEST:
         return f"{F} features and {V} values a head"
-    if log_a is not None and log_a.shape[-1] != 1:
-        return "a gate per feature"
+    if not is_per_head(log_a) and dtype != torch.bfloat16:
+        return f"a gate per feature in {str(dtype).removeprefix('torch.')}"
     return unfit(
         q_BTHF.device,
         (k_BTGF, (B, T, G, F)),
         (v_BTGV, (B, T, G, V)),
         (r_BTGF, (B, T, G, F)),
         (e_BTGF, (B, T, G, F)),
-        (log_a, (B, T, G, 1)),
+        (log_a, (B, T, G, 1 if is_per_head(log_a) else F)),
         (initial_state, (B, G, F, V)),
         (segment_ids_BT, (B, T)),
     )

@@ -27,7 +27,7 @@ def _sum_from(x, C: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _readable(bounds, chunk, i, EXCLUSIVE: tl.constexpr, TRANSPOSED: tl.constexpr, C: tl.constexpr):
+def is_readable(bounds, chunk, i, EXCLUSIVE: tl.constexpr, TRANSPOSED: tl.constexpr, C: tl.constexpr):
     """[t, s], or [s, t], whether t reads what s writes."""
     row = i[:, None]
     column = i[None, :]
@@ -43,19 +43,19 @@ def _readable(bounds, chunk, i, EXCLUSIVE: tl.constexpr, TRANSPOSED: tl.constexp
 
 
 @triton.jit
-def _read(sums, chunk, i, f, F: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr):
+def decay_to_read(sums, chunk, i, f, F: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr):
     """[C, BF] the decay from the middle to what a token reads, which is a growth before the middle."""
     return tl.exp2(sums_at(sums, chunk, i + 1 - EXCLUSIVE, f, F, C))
 
 
 @triton.jit
-def _write(sums, chunk, i, f, F: tl.constexpr, C: tl.constexpr):
+def decay_to_middle(sums, chunk, i, f, F: tl.constexpr, C: tl.constexpr):
     """[C, BF] the decay of what a token writes to the middle."""
     return tl.exp2(-sums_at(sums, chunk, i + 1, f, F, C))
 
 
 @triton.jit
-def _write_to_end(sums, chunk, i, f, F: tl.constexpr, C: tl.constexpr):
+def decay_to_end(sums, chunk, i, f, F: tl.constexpr, C: tl.constexpr):
     """[C, BF] the decay of what a token writes to the state after the chunk."""
     return tl.exp2(sum_at(sums, chunk, C, f, F, C)[None, :] - sums_at(sums, chunk, i + 1, f, F, C))
 
@@ -79,7 +79,7 @@ def _level_decay(sums, chunk, i, f, level, F: tl.constexpr, EXCLUSIVE: tl.conste
 
 
 @triton.jit
-def _level_scores(
+def scores_by_level(
     queries, k, sums, chunk, i, f, rows, G: tl.constexpr, F: tl.constexpr, EXCLUSIVE: tl.constexpr,
     TRANSPOSED: tl.constexpr, C: tl.constexpr, D: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -129,14 +129,14 @@ def outputs_kernel(
     v += (row * G + g) * V
     o += (row * G * R + g * R + h0) * V
     states += chunk * F * V
-    readable = _readable(bounds, chunk, i, EXCLUSIVE, False, C)
+    readable = is_readable(bounds, chunk, i, EXCLUSIVE, False, C)
     values = load(v, i, rows, G * V, x, V)
     if TWO:
         values_2 = load(v, i, rows, G * V, BV + x, V)
     if F <= BF:
         if not STRONG:
-            right = rounded(load(k, i, rows, G * F, f, F) * _write(sums, chunk, i, f, F, C), D)
-        read = _read(sums, chunk, i, f, F, EXCLUSIVE, C)
+            right = rounded(load(k, i, rows, G * F, f, F) * decay_to_middle(sums, chunk, i, f, F, C), D)
+        read = decay_to_read(sums, chunk, i, f, F, EXCLUSIVE, C)
         before = _before(states, sums, chunk, f, x, F, V, C, D)
         if TWO:
             before_2 = _before(states, sums, chunk, f, BV + x, F, V, C, D)
@@ -147,16 +147,18 @@ def outputs_kernel(
             outputs_2 = tl.zeros((C, BV), tl.float32)
         for f0 in range(0, F, BF):
             if F > BF:
-                read = _read(sums, chunk, i, f0 + f, F, EXCLUSIVE, C)
+                read = decay_to_read(sums, chunk, i, f0 + f, F, EXCLUSIVE, C)
             queries = queries_of(q, q_lse, r, i, rows, G * R, f0 + f, F, BF)
             left = rounded(queries * read, D)
             if STRONG:
-                scores += _level_scores(
+                scores += scores_by_level(
                     queries, k, sums, chunk, i, f0 + f, rows, G, F, EXCLUSIVE, False, C, D, LEVELS, PRECISION
                 )  # fmt: skip
             else:
                 if F > BF:
-                    right = rounded(load(k, i, rows, G * F, f0 + f, F) * _write(sums, chunk, i, f0 + f, F, C), D)
+                    right = rounded(
+                        load(k, i, rows, G * F, f0 + f, F) * decay_to_middle(sums, chunk, i, f0 + f, F, C), D
+                    )
                 scores = dot(left, tl.trans(right), scores, D, PRECISION)
             if F > BF:
                 before = _before(states, sums, chunk, f0 + f, x, F, V, C, D)
@@ -204,25 +206,25 @@ def dv_kernel(
     do += (row * G * R + g * R) * V
     dv += (row * G + g) * V
     dstates += chunk * F * V
-    readable = _readable(bounds, chunk, i, EXCLUSIVE, True, C)
+    readable = is_readable(bounds, chunk, i, EXCLUSIVE, True, C)
     dvalues = tl.zeros((C, BV), tl.float32)
     for f0 in range(0, F, 64):
         few = f0 + tl.arange(0, 64)
-        late = load(k, i, rows, G * F, few, F) * _write_to_end(sums, chunk, i, few, F, C)
+        late = load(k, i, rows, G * F, few, F) * decay_to_end(sums, chunk, i, few, F, C)
         dafter = load(dstates, few, F, V, x, V)
         dvalues = dot(late, dafter, dvalues, D, PRECISION)
     if bounds is not None:
         dvalues = tl.where((stops(bounds, chunk, i, C) == C)[:, None], dvalues, 0.0)
     if F <= BF:
         if not STRONG:
-            right = rounded(load(k, i, rows, G * F, f, F) * _write(sums, chunk, i, f, F, C), D)
-        read = _read(sums, chunk, i, f, F, EXCLUSIVE, C)
+            right = rounded(load(k, i, rows, G * F, f, F) * decay_to_middle(sums, chunk, i, f, F, C), D)
+        read = decay_to_read(sums, chunk, i, f, F, EXCLUSIVE, C)
     for r in tl.range(R, disable_licm=True):
         scores = tl.zeros((C, C), tl.float32)
         if STRONG:
             for f0 in range(0, F, BF):
                 queries = queries_of(q, q_lse, r, i, rows, G * R, f0 + f, F, BF)
-                scores += _level_scores(
+                scores += scores_by_level(
                     queries, k, sums, chunk, i, f0 + f, rows, G, F, EXCLUSIVE, True, C, D, LEVELS, PRECISION
                 )  # fmt: skip
         elif F <= BF:
@@ -230,9 +232,9 @@ def dv_kernel(
             scores = dot(right, tl.trans(rounded(queries * read, D)), scores, D, PRECISION)
         else:
             for f0 in range(0, F, BF):
-                right = rounded(load(k, i, rows, G * F, f0 + f, F) * _write(sums, chunk, i, f0 + f, F, C), D)
+                right = rounded(load(k, i, rows, G * F, f0 + f, F) * decay_to_middle(sums, chunk, i, f0 + f, F, C), D)
                 queries = queries_of(q, q_lse, r, i, rows, G * R, f0 + f, F, BF)
-                left = rounded(queries * _read(sums, chunk, i, f0 + f, F, EXCLUSIVE, C), D)
+                left = rounded(queries * decay_to_read(sums, chunk, i, f0 + f, F, EXCLUSIVE, C), D)
                 scores = dot(right, tl.trans(left), scores, D, PRECISION)
         douts = load(do + r * V, i, rows, G * R * V, x, V)
         dvalues = dot(tl.where(readable, scores, 0.0), douts, dvalues, D, PRECISION)
@@ -281,7 +283,7 @@ def dqk_kernel(
     states += chunk * F * V
     dstates += chunk * F * V
     if not STRONG:
-        right = rounded(load(k, i, rows, G * F, f, F) * _write(sums, chunk, i, f, F, C), D)
+        right = rounded(load(k, i, rows, G * F, f, F) * decay_to_middle(sums, chunk, i, f, F, C), D)
     if V <= BV:
         x = tl.arange(0, BV)
         values = load(v, i, rows, G * V, x, V)
@@ -294,7 +296,7 @@ def dqk_kernel(
     for r in tl.range(R, disable_licm=True):
         if not STRONG:
             queries = queries_of(q, q_lse, r, i, rows, G * R, f, F, BF)
-            left = rounded(queries * _read(sums, chunk, i, f, F, EXCLUSIVE, C), D)
+            left = rounded(queries * decay_to_read(sums, chunk, i, f, F, EXCLUSIVE, C), D)
         if V <= BV:
             douts = load(do + r * V, i, rows, G * R * V, x, V)
             dscores = dot(douts, tl.trans(values), None, D, PRECISION)
@@ -315,10 +317,10 @@ def dqk_kernel(
         if bounds is not None:
             dqueries = tl.where((starts(bounds, chunk, i, C) < 0)[:, None], dqueries, 0.0)
         # [s, t] is made anew, as turning an accumulator over costs more.
-        dscores = rounded(tl.where(_readable(bounds, chunk, i, EXCLUSIVE, False, C), dscores, 0.0), D)
-        dscores_t = rounded(tl.where(_readable(bounds, chunk, i, EXCLUSIVE, True, C), dscores_t, 0.0), D)
+        dscores = rounded(tl.where(is_readable(bounds, chunk, i, EXCLUSIVE, False, C), dscores, 0.0), D)
+        dscores_t = rounded(tl.where(is_readable(bounds, chunk, i, EXCLUSIVE, True, C), dscores_t, 0.0), D)
         if STRONG:
-            dqueries *= _read(sums, chunk, i, f, F, EXCLUSIVE, C)
+            dqueries *= decay_to_read(sums, chunk, i, f, F, EXCLUSIVE, C)
             queries = queries_of(q, q_lse, r, i, rows, G * R, f, F, BF)
             after = is_after_start(column, row_, EXCLUSIVE).to(tl.float32)
             dgates = dot(after, dqueries * queries, dgates, D, PRECISION)
@@ -371,18 +373,18 @@ def dqk_kernel(
         late = tl.where((stops(bounds, chunk, i, C) == C)[:, None], late, 0.0)
         through = tl.where(starts(bounds, chunk, C - 1, C) < 0, through, 0.0)
     if STRONG:
-        late *= _write_to_end(sums, chunk, i, f, F, C)
+        late *= decay_to_end(sums, chunk, i, f, F, C)
         dkeys += late
         late *= load_again(k, i, rows, G * F, f, F)
         dgates = dot(is_before_end(column, row_).to(tl.float32), late, dgates, D, PRECISION)
     else:
-        right = rounded(load_again(k, i, rows, G * F, f, F) * _write(sums, chunk, i, f, F, C), D)
+        right = rounded(load_again(k, i, rows, G * F, f, F) * decay_to_middle(sums, chunk, i, f, F, C), D)
         late *= tl.exp2(end)[None, :]
         through += tl.sum(late * right.to(tl.float32), 0)
         dkeys += late
         dgates = _sum_from(reads - dkeys * right.to(tl.float32), C, D, PRECISION)
         if EXCLUSIVE:
             dgates -= reads
-        dkeys *= _write(sums, chunk, i, f, F, C)
+        dkeys *= decay_to_middle(sums, chunk, i, f, F, C)
     store(dk, dkeys, i, rows, G * F, f, F)
     store(dlog_a, dgates + through[None, :], i, rows, G * F, f, F)
