@@ -5,7 +5,7 @@ seconds, with compiling and tuning, are told, and ours is held to float64 (in bf
 reads and another key to erase). Then one after the other times its calls, while the others stand still. fla-core tunes
 its kernels at a first call, which can take minutes: it tries so many configurations of each, evenly spread, as
 `--configurations` says. Who is not ready after `--patience` seconds is left out. A line of JSON for every figure; exit
-code 1 if ours is wrong.
+code 1 if ours is wrong, which is then not timed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ HERE = Path(__file__)
 SHAPES = ((16, 2048), (1, 32768))  # batch and tokens
 HEADS, KV_HEADS = 32, 8
 CHECKED = 160  # tokens
-CONTENDERS = ("ours 128", "ours 64", "ours, other cases", "fla dplr 128", "fla gated 128", "fla dplr 64")
+OURS = ("ours 128", "ours 64", "ours, a gate per feature 128", "ours, other cases")
+CONTENDERS = (*OURS, "fla dplr 128", "fla gated 128", "fla dplr 64", "fla dplr, a gate per feature 128")
 
 
 def tell(**figures: Any) -> None:
@@ -54,7 +55,7 @@ def contender(name: str, a: argparse.Namespace) -> None:
     check = import_module("gated_kernels.check")
     naive = import_module("gated_kernels.delta_rule.naive").naive_delta_rule
     import_module("gated_kernels").use("torch")
-    if name == "ours, other cases":
+    if name == OURS[-1]:
         tell(contender=name, wrong=wrong_cases(bench, check, naive))
         return
     size = int(name.split()[-1])
@@ -64,7 +65,11 @@ def contender(name: str, a: argparse.Namespace) -> None:
         op = bench.fla_adapted if "dplr" in name else bench.fla_chunk_gated_delta_rule
 
     def inputs(T: int, B: int) -> Any:
-        return bench.placed(bench.delta_rule_inputs(sizes, T, B), torch.device("cuda"), torch.bfloat16)
+        with torch.device("cuda"):
+            made = bench.delta_rule_inputs(sizes, T, B)
+            if "per feature" in name:
+                made["log_a"] = torch.nn.functional.logsigmoid(torch.randn(B, T, KV_HEADS, size)) / 16
+        return bench.placed(made, torch.device("cuda"), torch.bfloat16)
 
     torch.manual_seed(0)
     first = inputs(CHECKED, 1)
@@ -80,7 +85,10 @@ def contender(name: str, a: argparse.Namespace) -> None:
             continue
         tell(contender=name, step=label, first_call_s=round(time.perf_counter() - started, 1))
     if name.startswith("ours"):
-        tell(contender=name, wrong=check.faults(op, naive, first, torch.finfo(torch.bfloat16).eps / 8))
+        wrong = check.faults(op, naive, first, torch.finfo(torch.bfloat16).eps / 8)
+        tell(contender=name, wrong=wrong)
+        if wrong:
+            return
         for label, step in steps.items():  # a row of documents of other lengths compiles nothing more
             started = time.perf_counter()
             step(op, inputs(CHECKED + 77, 2))
@@ -89,7 +97,8 @@ def contender(name: str, a: argparse.Namespace) -> None:
     if not steps:
         return
     tell(contender=name, ready=True)
-    sys.stdin.readline()
+    if not sys.stdin.readline():  # the parent has ended
+        return
     for B, T in SHAPES:
         batches = [inputs(T, B) for _ in range(2)]
         for label, step in steps.items():
@@ -120,6 +129,11 @@ def wrong_cases(bench: Any, check: Any, naive: Any) -> dict[str, list[str]]:
         "-60 a token, bf16": (cases.Case(sizes._replace(gate="-60", dtype=half)), 2**-10),
         "no decay, heads of 96 and 128, bf16": (
             cases.Case(sizes._replace(gate="none", F=96, V=128, dtype=half)),
+            2**-10,
+        ),
+        "a gate per feature, bf16": (cases.Case(sizes._replace(per_head=False, gate="patches", dtype=half)), 2**-10),
+        "a gate per feature, erases elsewhere, bf16": (
+            cases.Case(sizes._replace(per_head=False, gate="strong", exclusive=False, dtype=half), True),
             2**-10,
         ),
         "fp16": (cases.Case(small._replace(dtype=torch.float16)), 2**-10),
@@ -168,26 +182,29 @@ def main() -> None:
     a = parser.parse_args()
     if a.contender:
         return contender(a.contender, a)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and none of the processes stays
     begun, right = time.monotonic(), True
     names = [name for name in CONTENDERS if not (a.no_fla and name.startswith("fla"))]
     with tempfile.TemporaryDirectory() as cache:
         running = {name: start(name, a, cache) for name in names}
-        ready = []
-        for name, process in running.items():
-            left = a.patience + begun - time.monotonic()
-            alarm = threading.Timer(max(left, 1), process.kill)
-            alarm.start()
-            got_there, fine = until(process, ready=name != "ours, other cases")
-            alarm.cancel()
-            if not got_there:
-                tell(contender=name, left_out=True)
-            right = right and (fine or name.startswith("fla"))
-            ready += [name] * (got_there and process.poll() is None)
-            if name == "ours, other cases":
-                turn(ready, running)
-        turn([name for name in ready if name.startswith("fla")], running)
-        for process in running.values():
-            process.kill()
+        try:
+            ready = []
+            for name, process in running.items():
+                left = a.patience + begun - time.monotonic()
+                alarm = threading.Timer(max(left, 1), process.kill)
+                alarm.start()
+                got_there, fine = until(process, ready=name != OURS[-1])
+                alarm.cancel()
+                if not got_there:
+                    tell(contender=name, left_out=True)
+                right = right and (fine or name.startswith("fla"))
+                ready += [name] * (got_there and process.poll() is None)
+                if name == OURS[-1]:
+                    turn(ready, running)
+            turn([name for name in ready if name.startswith("fla")], running)
+        finally:
+            for process in running.values():
+                process.kill()
     tell(seconds=round(time.monotonic() - begun), right=right)
     sys.exit(0 if right else 1)
 
