@@ -1,4 +1,5 @@
-"""The delta recurrence by a kernel of flash-linear-attention, where fla-core 0.6 is installed.
+"""The delta recurrence by a kernel of flash-linear-attention, where fla-core 0.6 is installed: for what our kernels
+leave, heads of more than 128.
 
 Its chunked recurrence of diagonal-plus-low-rank transitions, RWKV-7's, is ours but for where it looks up: in the state
 before the decay.
