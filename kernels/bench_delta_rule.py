@@ -114,6 +114,30 @@ def contender(name: str, a: argparse.Namespace) -> None:
             )
         del batches
         torch.cuda.empty_cache()
+    if name == OURS[0]:
+        time_steps(bench, inputs(1, 64), a.seconds)
+
+
+def time_steps(bench: Any, x: Any, seconds: float) -> None:
+    """One token, as decoding takes it, by our kernel and by the torch op, each replayed in a CUDA graph."""
+    import torch
+
+    registry = import_module("gated_kernels.common.registry")
+    module = import_module("gated_kernels.delta_rule.triton")
+    op = import_module("gated_kernels").chunk_delta_rule
+    x["initial_state"] = torch.randn(
+        *x["k_BTGF"].shape[::2], *x["k_BTGF"].shape[3:], x["v_BTGV"].shape[3], device="cuda"
+    )
+    for by, kernel in (("kernel", module.triton_delta_rule_step), ("torch", None)):
+        registry.set_kernel("delta_rule_step", kernel)
+        with torch.no_grad():
+            op(**x)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                op(**x)
+        spent = bench.milliseconds(lambda _, graph: graph.replay(), op, [graph], "cuda", seconds)
+        tell(step_of_one_token=by, batch=64, ms=round(spent, 4))
+    registry.set_kernel("delta_rule_step")
 
 
 def wrong_cases(bench: Any, check: Any, naive: Any) -> dict[str, list[str]]:
@@ -147,6 +171,13 @@ def wrong_cases(bench: Any, check: Any, naive: Any) -> dict[str, list[str]]:
                 found[name] = problems
         except Exception as problem:
             found[name] = [f"{type(problem).__name__}: {' '.join(str(problem).split())[:200]}"]
+    x = cases.inputs(cases.Case(sizes._replace(T=1, segments=False, dtype=half)))
+    x = {n: v.cuda() if isinstance(v, torch.Tensor) else v for n, v in x.items() if n != "segment_ids_BT"}
+    exact = naive(**{n: v.double() if isinstance(v, torch.Tensor) else v for n, v in x.items()})
+    with torch.no_grad():
+        for got, right in zip(import_module("gated_kernels.delta_rule.triton").triton_delta_rule_step(**x), exact):
+            if not check.error(got, right) <= 2**-8:
+                found["step of one token"] = [f"errs by {check.error(got, right):.1e}"]
     return found
 
 

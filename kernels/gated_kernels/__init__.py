@@ -47,7 +47,8 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
     "triton": {
         op: (f"gated_kernels.{op}.triton", f"triton_{op}")
         for op in ("codebook", "codebook_gla", "delta_rule", "fused_step", "gla", "simple_gla", "swa")
-    },
+    }
+    | {"delta_rule_step": ("gated_kernels.delta_rule.triton", "triton_delta_rule_step")},
     "fla": {"delta_rule": ("gated_kernels.delta_rule.fla", "fla_delta_rule")},
 }
 PATHS = ("torch", "triton", "triton+fla")

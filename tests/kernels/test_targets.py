@@ -25,6 +25,7 @@ from gated_kernels.codebook import triton as codebook  # noqa: E402
 from gated_kernels.codebook_gla import read  # noqa: E402
 from gated_kernels.delta_rule import by_feature_launch as by_feature  # noqa: E402
 from gated_kernels.delta_rule import launch as delta_rule  # noqa: E402
+from gated_kernels.delta_rule import step as delta_rule_step  # noqa: E402
 from gated_kernels.fused_step import triton as fused_step  # noqa: E402
 from gated_kernels.fused_step.cases import Case, changed, inputs  # noqa: E402
 from gated_kernels.gla import bf16, fp32  # noqa: E402
@@ -148,6 +149,9 @@ def delta_rule_case(D: int, dtype: torch.dtype) -> None:
     for passes, given in cases:
         passes.forward(q, k, v, k, *given)
         passes.backward(q, k, v, k, *given, q, state)
+    one = [x[:, :1] for x in (q, k, v, k)]
+    delta_rule_step.step(*one, log_a[:, :1], k[:, :1], state, False)
+    delta_rule_step.step(*one, log_a[:, :1, :, :1], None, state, True)
 
 
 def fused_step_case(case: Case) -> None:

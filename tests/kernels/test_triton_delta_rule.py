@@ -194,6 +194,39 @@ def test_the_custom_ops_keep_to_what_torch_asks_of_them(gated: str) -> None:
     )
 
 
+STEPS = {
+    "per head": gla.Case(1, per_head=True, **SMALL),
+    "no decay, exclusive, bf16": gla.Case(1, gate="none", exclusive=True, dtype=BF16),
+    "a gate per feature, -200 and 0, bf16": gla.Case(1, gate="mixed", F=80, V=65, dtype=BF16),
+    "fp16": gla.Case(1, per_head=True, F=128, V=128, dtype=FP16),
+}
+
+
+@pytest.mark.parametrize("erases_elsewhere", [False, True])
+@pytest.mark.parametrize("case", STEPS)
+def test_a_step_of_one_token_errs_as_little_as_the_reference(case: str, erases_elsewhere: bool) -> None:
+    inputs = inputs_of(Case(STEPS[case], erases_elsewhere=erases_elsewhere))
+    set_kernel("delta_rule_step", kernels.triton_delta_rule_step)
+    try:
+        with torch.no_grad():
+            o, last = gated_kernels.chunk_delta_rule(**inputs)
+        assert gated_kernels.chunk_delta_rule(**inputs | {"q_BTHF": inputs["q_BTHF"].requires_grad_()})[0].requires_grad
+    finally:
+        set_kernel("delta_rule_step")
+    inputs["q_BTHF"].requires_grad_(False)
+    doubled = {name: x.double() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    for got, plain, exact in zip((o, last), reference(**inputs), reference(**doubled)):
+        assert got.dtype == plain.dtype
+        assert error(got, exact) <= 2 * error(plain, exact) + 4 * torch.finfo(FP32).eps
+
+
+def test_a_step_of_zeros_leaves_the_state_exactly_as_it_was() -> None:
+    inputs = inputs_of(Case(STEPS["per head"]))
+    idle = inputs | {name: torch.zeros_like(inputs[name]) for name in ("k_BTGF", "log_a")}
+    del idle["segment_ids_BT"]
+    assert torch.equal(kernels.triton_delta_rule_step(**idle)[1], inputs["initial_state"])
+
+
 def test_only_the_inputs_are_kept_for_the_backward_pass() -> None:
     inputs = inputs_of(OWN["a chunk of 32"])
     kept: list[Tensor] = []

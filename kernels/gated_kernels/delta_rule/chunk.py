@@ -67,7 +67,11 @@ def chunk_delta_rule(
     state = v_BTGV.new_zeros(B, G, F, V, dtype=dtype) if initial_state is None else initial_state.to(dtype)
     with torch.autocast(v_BTGV.device.type, enabled=False):
         if T == 1:
-            return _step(q_BTHF, k_BTGF, v_BTGV, r_BTGF, log_a, e_BTGF, state, exclusive)
+            step, found = kernel_for("delta_rule_step"), None
+            if step is not None:
+                options = {"e_BTGF": e_BTGF, "initial_state": state, "exclusive": exclusive}
+                found = step(q_BTHF, k_BTGF, v_BTGV, r_BTGF, log_a, **options)
+            return found or _step(q_BTHF, k_BTGF, v_BTGV, r_BTGF, log_a, e_BTGF, state, exclusive)
         kernel = kernel_for("delta_rule")
         if kernel is not None:
             options = {"initial_state": state, "segment_ids_BT": segment_ids_BT, "exclusive": exclusive}

@@ -17,6 +17,7 @@ from gated_kernels.common.gated_inputs import is_per_head, promoted, sizes_of, u
 from gated_kernels.common.interpreter import INTERPRETED
 from gated_kernels.common.tiles import PRODUCTS, contiguous
 from gated_kernels.delta_rule import by_feature_launch, launch
+from gated_kernels.delta_rule import step as of_one_token
 
 
 @torch.library.custom_op("gated_kernels::delta_rule", mutates_args=())
@@ -89,6 +90,61 @@ def _differentiate(ctx: Any, do: Tensor, dlast: Tensor) -> tuple[Tensor | None, 
 forward.register_autograd(_differentiate, setup_context=_save)
 
 
+@torch.library.custom_op("gated_kernels::delta_rule_step", mutates_args=())
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    r: Tensor,
+    log_a: Tensor | None,
+    e: Tensor | None,
+    state: Tensor,
+    exclusive: bool,
+) -> tuple[Tensor, Tensor]:
+    """The outputs and the state after one token."""
+    q, k, v, r, log_a, e, state = contiguous(q, k, v, r, log_a, e, state)
+    with torch.cuda.device_of(v):
+        return of_one_token.step(q, k, v, r, log_a, e, state, exclusive)
+
+
+@step.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    r: Tensor,
+    log_a: Tensor | None,
+    e: Tensor | None,
+    state: Tensor,
+    exclusive: bool,
+) -> tuple[Tensor, Tensor]:
+    return v.new_empty(*q.shape[:3], v.shape[-1]), state.new_empty(state.shape)
+
+
+def triton_delta_rule_step(
+    q_BTHF: Tensor,
+    k_BTGF: Tensor,
+    v_BTGV: Tensor,
+    r_BTGF: Tensor,
+    log_a: Tensor | None,
+    *,
+    e_BTGF: Tensor | None,
+    initial_state: Tensor,
+    exclusive: bool,
+) -> tuple[Tensor, Tensor] | None:
+    """As `gated_kernels.chunk_delta_rule` of one token. None on a CPU, for what the kernel does not support, and where
+    gradients are wanted."""
+    if not (v_BTGV.is_cuda or INTERPRETED.value):
+        return None
+    given = [q_BTHF, k_BTGF, v_BTGV, r_BTGF, initial_state, *(x for x in (log_a, e_BTGF) if x is not None)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        return None
+    options = e_BTGF, initial_state, None
+    if _unfit(q_BTHF, k_BTGF, v_BTGV, r_BTGF, log_a, *options) or q_BTHF.shape[-1] > of_one_token.LARGEST:
+        return None
+    return step(q_BTHF, k_BTGF, v_BTGV, r_BTGF, log_a, e_BTGF, initial_state, exclusive)
+
+
 def triton_delta_rule(
     q_BTHF: Tensor,
     k_BTGF: Tensor,
@@ -143,14 +199,33 @@ def _unsupported(
     initial_state: Tensor | None,
     segment_ids_BT: Tensor | None,
 ) -> str | None:
-    """What the kernels do not support of this, or None."""
-    if (dtype := promoted(q_BTHF, k_BTGF, v_BTGV, r_BTGF, *(() if e_BTGF is None else (e_BTGF,)))) not in PRODUCTS:
-        return f"inputs in {str(dtype).removeprefix('torch.')}"
-    B, T, _, G, F, V = sizes_of(q_BTHF, v_BTGV)
+    """What the kernels of chunks do not support of this, or None."""
+    given = q_BTHF, k_BTGF, v_BTGV, r_BTGF, log_a, e_BTGF, initial_state, segment_ids_BT
+    if why := _unfit(*given):
+        return why
+    F, V = k_BTGF.shape[-1], v_BTGV.shape[-1]
     if max(F, V) > launch.LARGEST:
         return f"{F} features and {V} values a head"
+    dtype = _dtype(q_BTHF, k_BTGF, v_BTGV, r_BTGF, e_BTGF)
     if not is_per_head(log_a) and dtype != torch.bfloat16:
         return f"a gate per feature in {str(dtype).removeprefix('torch.')}"
+    return None
+
+
+def _unfit(
+    q_BTHF: Tensor,
+    k_BTGF: Tensor,
+    v_BTGV: Tensor,
+    r_BTGF: Tensor,
+    log_a: Tensor | None,
+    e_BTGF: Tensor | None,
+    initial_state: Tensor | None,
+    segment_ids_BT: Tensor | None,
+) -> str | None:
+    """What no kernel supports of this, or None."""
+    if (dtype := _dtype(q_BTHF, k_BTGF, v_BTGV, r_BTGF, e_BTGF)) not in PRODUCTS:
+        return f"inputs in {str(dtype).removeprefix('torch.')}"
+    B, T, _, G, F, V = sizes_of(q_BTHF, v_BTGV)
     return unfit(
         q_BTHF.device,
         (k_BTGF, (B, T, G, F)),
@@ -161,3 +236,7 @@ def _unsupported(
         (initial_state, (B, G, F, V)),
         (segment_ids_BT, (B, T)),
     )
+
+
+def _dtype(*tensors: Tensor | None) -> torch.dtype:
+    return promoted(*(x for x in tensors if x is not None))
