@@ -50,6 +50,13 @@ SPILLS = {
     ("codebook", "projections_kernel"): (168, 0),
     ("codebook", "rows_kernel"): (16, 0),
     ("codebook_gla", "read_kernel"): (16, 0),
+    ("delta_rule", "dqk_kernel"): (8432, 808),  # of sm_80, gla's; 3424 on the others
+    ("delta_rule", "dqkr_kernel"): (224, 0),
+    ("delta_rule", "dread_kernel"): (5680, 984),  # of sm_80; 1104 on the others
+    ("delta_rule", "dscores_kernel"): (16, 16),
+    ("delta_rule", "dstates_kernel"): (88, 136),
+    ("delta_rule", "outputs_kernel"): (272, 216),
+    ("delta_rule", "solve_kernel"): (1120, 48),
     ("fused_step", "read_kernel"): (24, 0),  # of sm_120
     ("gla", "dqk_kernel"): (7160, 1104),  # of sm_80, where 8 warps do not help; 1944 on the others
     ("gla", "dstates_kernel"): (72, 0),
