@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
 from statistics import fmean
@@ -37,7 +37,7 @@ from bench import machine
 from bench_layer import Core
 from gated_kernels import KERNELS, OPS, has_fla, use
 from gated_kernels.check import Inputs, Op, errors, run
-from gated_kernels.common.registry import kernel_for, set_kernel
+from gated_kernels.common.registry import kernels_for, set_kernel
 from gated_kernels.fused_step import cases as steps
 from gated_kernels.fused_step.chunk import fused_step
 from rich.console import Console
@@ -129,6 +129,7 @@ def by(path: str) -> Iterator[set[str]]:
     taken: set[str] = set()
 
     def watched(op: str, kernel: Any) -> Any:
+        @wraps(kernel)
         def call(*args: Any, **options: Any) -> Any:
             found = kernel(*args, **options)
             if found is not None:
@@ -137,9 +138,8 @@ def by(path: str) -> Iterator[set[str]]:
 
         return call
 
-    for op in (op for kernels in KERNELS.values() for op in kernels):
-        if (kernel := kernel_for(op)) is not None:
-            set_kernel(op, watched(op, kernel))
+    for op in {op for kernels in KERNELS.values() for op in kernels}:
+        set_kernel(op, *(watched(op, kernel) for kernel in kernels_for(op)))
     try:
         yield taken
     finally:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gated_kernels.codebook.chunk import chunk_codebook
 from gated_kernels.codebook_gla.chunk import chunk_codebook_gla
-from gated_kernels.common.registry import kernel_for, set_kernel
+from gated_kernels.common.registry import kernel_for, kernels_for, set_kernel
 from gated_kernels.delta_rule.chunk import chunk_delta_rule
 from gated_kernels.elementwise.chunk import chunk_elementwise
 from gated_kernels.gla.chunk import chunk_gla
@@ -41,12 +41,14 @@ OPS: dict[str, Callable[..., Tensor | tuple[Tensor | None, ...]]] = {
     "swa": chunk_swa,  # softmax attention over the last keys and the sinks
 }
 
-# The kernels of each path: op -> module and function. `fused_step` has no torch op; see fused_step/chunk.py.
+# The kernels of each library: op -> module and function. Where both have some, ours are asked first. `fused_step` has
+# no torch op; see fused_step/chunk.py.
 KERNELS: dict[str, dict[str, tuple[str, str]]] = {
     "triton": {
         op: (f"gated_kernels.{op}.triton", f"triton_{op}")
-        for op in ("codebook", "codebook_gla", "fused_step", "gla", "simple_gla", "swa")
-    },
+        for op in ("codebook", "codebook_gla", "delta_rule", "fused_step", "gla", "simple_gla", "swa")
+    }
+    | {"delta_rule_step": ("gated_kernels.delta_rule.triton", "triton_delta_rule_step")},
     "fla": {"delta_rule": ("gated_kernels.delta_rule.fla", "fla_delta_rule")},
 }
 PATHS = ("torch", "triton", "triton+fla")
@@ -57,7 +59,7 @@ def use(path: str) -> None:
     """Chooses how the ops run in the whole process.
 
     "torch" runs the torch ops, "triton" our own kernels where an op has some, and "triton+fla" also those of
-    flash-linear-attention for the ops that have none of ours. The default is the last of these that the machine can
+    flash-linear-attention for what ours leave of the delta rule. The default is the last of these that the machine can
     run: it takes Triton and Nvidia GPUs from sm_80 on, and fla-core 0.6. On other GPUs the ops run in torch, and the
     log says so once. The environment variable GATED_KERNELS overrides it when this package is imported. Tensors on a
     CPU always go to torch. So does what the kernels do not support, with one warning that says why.
@@ -68,15 +70,15 @@ def use(path: str) -> None:
         raise ValueError(f"the ops run by 'torch', by 'triton' or by 'triton+fla', not by {path!r}")
     if path == "triton+fla" and not has_fla():
         raise ImportError("the path 'triton+fla' needs fla-core 0.6: pip install 'liger-convert[fla]'")
-    for library, kernels in KERNELS.items():
-        chosen = library in path.split("+")
-        for op, (module, function) in kernels.items():
-            set_kernel(op, getattr(import_module(module), function) if chosen else None)
+    for op in dict.fromkeys(op for kernels in KERNELS.values() for op in kernels):
+        chosen = [kernels[op] for library, kernels in KERNELS.items() if library in path.split("+") and op in kernels]
+        set_kernel(op, *(getattr(import_module(module), function) for module, function in chosen))
 
 
 def in_use() -> str:
     """The path that `use` chose last."""
-    chosen = [library for library, kernels in KERNELS.items() if any(map(kernel_for, kernels))]
+    modules = {kernel.__module__ for kernels in KERNELS.values() for op in kernels for kernel in kernels_for(op)}
+    chosen = [library for library, kernels in KERNELS.items() if modules & {module for module, _ in kernels.values()}]
     return "+".join(chosen) or "torch"
 
 
@@ -141,6 +143,7 @@ __all__ = [
     "chunk_swa",
     "has_fla",
     "in_use",
+    "kernel_for",
     "unsuited",
     "use",
 ]

@@ -23,6 +23,9 @@ import triton.language as tl  # noqa: E402
 from compiled import compile_instead_of_launching, resources, told_by  # noqa: E402
 from gated_kernels.codebook import triton as codebook  # noqa: E402
 from gated_kernels.codebook_gla import read  # noqa: E402
+from gated_kernels.delta_rule import by_feature_launch as by_feature  # noqa: E402
+from gated_kernels.delta_rule import launch as delta_rule  # noqa: E402
+from gated_kernels.delta_rule import step as delta_rule_step  # noqa: E402
 from gated_kernels.fused_step import triton as fused_step  # noqa: E402
 from gated_kernels.fused_step.cases import Case, changed, inputs  # noqa: E402
 from gated_kernels.gla import bf16, fp32  # noqa: E402
@@ -47,6 +50,13 @@ SPILLS = {
     ("codebook", "projections_kernel"): (168, 0),
     ("codebook", "rows_kernel"): (16, 0),
     ("codebook_gla", "read_kernel"): (16, 0),
+    ("delta_rule", "dqk_kernel"): (8432, 808),  # of sm_80, gla's; 3424 on the others
+    ("delta_rule", "dqkr_kernel"): (224, 0),
+    ("delta_rule", "dread_kernel"): (5680, 984),  # of sm_80; 1104 on the others
+    ("delta_rule", "dscores_kernel"): (16, 16),
+    ("delta_rule", "dstates_kernel"): (88, 136),
+    ("delta_rule", "outputs_kernel"): (272, 216),
+    ("delta_rule", "solve_kernel"): (1120, 48),
     ("fused_step", "read_kernel"): (24, 0),  # of sm_120
     ("gla", "dqk_kernel"): (7160, 1104),  # of sm_80, where 8 warps do not help; 1944 on the others
     ("gla", "dstates_kernel"): (72, 0),
@@ -135,6 +145,22 @@ def simple_gla_case(D: int, F: int, dtype: torch.dtype) -> None:
         launch.backward_in_place(q, k, v, *given, o, empty(*q.shape[:3], dtype=FP32), state)
 
 
+def delta_rule_case(D: int, dtype: torch.dtype) -> None:
+    """Exclusive with a gate per head in segments, with neither, and in bf16 both with a gate per feature."""
+    q, k, v, _, segment = recurrence(D, D, dtype)
+    G = k.shape[2]
+    log_a, state = empty(1, 4096, G, D, dtype=FP32), empty(1, G, D, D, dtype=FP32)
+    cases = [(delta_rule, (log_a[..., :1], state, segment, True)), (delta_rule, (None, state, None, False))]
+    if dtype == BF16:
+        cases += [(by_feature, (log_a, state, segment, True)), (by_feature, (log_a, state, None, False))]
+    for passes, given in cases:
+        passes.forward(q, k, v, k, *given)
+        passes.backward(q, k, v, k, *given, q, state)
+    one = [x[:, :1] for x in (q, k, v, k)]
+    delta_rule_step.step(*one, log_a[:, :1], k[:, :1], state, False)
+    delta_rule_step.step(*one, log_a[:, :1, :, :1], None, state, True)
+
+
 def fused_step_case(case: Case) -> None:
     fused_step.triton_fused_step(*changed(inputs(case), lambda t: t.to("meta")))
 
@@ -149,6 +175,8 @@ def cases_of(D: int) -> dict[str, Callable[[], None]]:
         f"swa {D} forgetting": lambda: swa_case(D, BF16, forget=True),
         f"codebook {D}": lambda: codebook_case(D),
         f"codebook_gla {D}": lambda: codebook_gla_case(D),
+        f"delta_rule {D}": lambda: delta_rule_case(D, BF16),
+        f"delta_rule {D} fp32": lambda: delta_rule_case(D, FP32),
         f"gla {D}": lambda: gla_case(D, BF16),
         f"gla {D} fp32": lambda: gla_case(D, FP32),
         f"simple_gla {D}": lambda: simple_gla_case(D, D, BF16),

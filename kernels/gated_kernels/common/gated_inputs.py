@@ -1,4 +1,4 @@
-"""What the Triton paths of gla, simple_gla and codebook_gla do alike with their arguments.
+"""What the Triton paths of gla, simple_gla, codebook_gla and delta_rule do alike with their arguments.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, F feature size, V value size.
 """
@@ -108,5 +108,5 @@ def features_of(q: Tensor, q_lse: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @functools.cache
-def warn_once(op: str, why: str) -> None:
-    warnings.warn(f"{op} runs in torch, its Triton kernels do not take {why}", stacklevel=4)
+def warn_once(op: str, why: str, instead: str = "in torch") -> None:
+    warnings.warn(f"{op} runs {instead}, its Triton kernels do not take {why}", stacklevel=4)

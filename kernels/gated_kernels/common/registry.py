@@ -8,18 +8,35 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-_KERNELS: dict[str, Callable[..., Any]] = {}
+_KERNELS: dict[str, tuple[Callable[..., Any], ...]] = {}
 
 
 def kernel_for(op: str) -> Callable[..., Any] | None:
     """The kernels chosen for an op, or None. They take the op's arguments, and return None for what they leave to
-    torch."""
-    return _KERNELS.get(op)
+    torch. Of several the first that takes a call runs."""
+    kernels = _KERNELS.get(op, ())
+    if len(kernels) < 2:
+        return kernels[0] if kernels else None
+
+    def first_that_takes_it(*args: Any, **options: Any) -> Any:
+        for kernel in kernels:
+            found = kernel(*args, **options)
+            if found is not None:
+                return found
+        return None
+
+    return first_that_takes_it
 
 
-def set_kernel(op: str, kernel: Callable[..., Any] | None) -> None:
-    """Has an op run by `kernel` from now on; None: in torch."""
-    if kernel is None:
-        _KERNELS.pop(op, None)
+def kernels_for(op: str) -> tuple[Callable[..., Any], ...]:
+    """All kernels chosen for an op, in the order in which they are asked."""
+    return _KERNELS.get(op, ())
+
+
+def set_kernel(op: str, *kernels: Callable[..., Any] | None) -> None:
+    """Has an op run by `kernels` from now on; None: in torch."""
+    chosen = tuple(kernel for kernel in kernels if kernel is not None)
+    if chosen:
+        _KERNELS[op] = chosen
     else:
-        _KERNELS[op] = kernel
+        _KERNELS.pop(op, None)

@@ -32,6 +32,13 @@ def load(x, i, rows, step, column, columns):
 
 
 @triton.jit
+def load_again(x, i, rows, step, column, columns):
+    """As `load`; what was loaded before is not kept in registers until now."""
+    mask = (i < rows)[:, None] & (column < columns)[None, :]
+    return tl.load(x + i[:, None] * step + column[None, :], mask=mask, other=0.0, volatile=True)
+
+
+@triton.jit
 def store(x, value, i, rows, step, column, columns):
     mask = (i < rows)[:, None] & (column < columns)[None, :]
     tl.store(x + i[:, None] * step + column[None, :], rounded(value, x.dtype.element_ty), mask=mask)

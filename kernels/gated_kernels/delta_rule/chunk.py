@@ -67,25 +67,37 @@ def chunk_delta_rule(
     state = v_BTGV.new_zeros(B, G, F, V, dtype=dtype) if initial_state is None else initial_state.to(dtype)
     with torch.autocast(v_BTGV.device.type, enabled=False):
         if T == 1:
-            return _step(q_BTHF, k_BTGF, v_BTGV, r_BTGF, log_a, e_BTGF, state, exclusive)
-        q = q_BTHF
-        if exclusive:  # what q_t reads before token t, it would read after token t - 1
-            q = nnf.pad(q_BTHF[:, 1:], (0, 0, 0, 0, 0, 1))
-            if segment_ids_BT is not None:
-                q = q * nnf.pad(segment_ids_BT[:, 1:] == segment_ids_BT[:, :-1], (0, 1))[..., None, None]
-        found = None
+            step, found = kernel_for("delta_rule_step"), None
+            if step is not None:
+                options = {"e_BTGF": e_BTGF, "initial_state": state, "exclusive": exclusive}
+                found = step(q_BTHF, k_BTGF, v_BTGV, r_BTGF, log_a, **options)
+            return found or _step(q_BTHF, k_BTGF, v_BTGV, r_BTGF, log_a, e_BTGF, state, exclusive)
         kernel = kernel_for("delta_rule")
         if kernel is not None:
-            options = {"e_BTGF": e_BTGF, "initial_state": state, "segment_ids_BT": segment_ids_BT}
-            found = kernel(q, k_BTGF, v_BTGV, r_BTGF, log_a, **options)
-        if found is None:
-            inputs = q, k_BTGF, v_BTGV, r_BTGF, log_a, e_BTGF, state, segment_ids_BT
-            found = recomputed(_chunked, *inputs, on_gpu=v_BTGV.is_cuda)
-        o_BTHV, last = found
-        if exclusive:
-            first = (q_BTHF[:, 0].to(dtype).unflatten(1, (G, -1)) @ state).flatten(1, 2)
-            o_BTHV = torch.cat([first[:, None], o_BTHV[:, :-1]], 1)
+            options = {"initial_state": state, "segment_ids_BT": segment_ids_BT, "exclusive": exclusive}
+            found = kernel(q_BTHF, k_BTGF, v_BTGV, r_BTGF, log_a, e_BTGF=e_BTGF, **options)
+            if found is not None:
+                return found
+        q = reads_one_earlier(q_BTHF, segment_ids_BT) if exclusive else q_BTHF
+        inputs = q, k_BTGF, v_BTGV, r_BTGF, log_a, e_BTGF, state, segment_ids_BT
+        o_BTHV, last = recomputed(_chunked, *inputs, on_gpu=v_BTGV.is_cuda)
+        o_BTHV = read_one_later(o_BTHV, q_BTHF, state) if exclusive else o_BTHV
         return o_BTHV.to(v_BTGV.dtype), last
+
+
+def reads_one_earlier(q_BTHF: Tensor, segment_ids_BT: Tensor | None) -> Tensor:
+    """The queries of an exclusive read for an op that has none: what q_t reads before token t, it would read after
+    token t - 1."""
+    q = nnf.pad(q_BTHF[:, 1:], (0, 0, 0, 0, 0, 1))
+    if segment_ids_BT is not None:
+        q = q * nnf.pad(segment_ids_BT[:, 1:] == segment_ids_BT[:, :-1], (0, 1))[..., None, None]
+    return q
+
+
+def read_one_later(o_BTHV: Tensor, q_BTHF: Tensor, state: Tensor) -> Tensor:
+    """The outputs of an exclusive read, from those of `reads_one_earlier`; the first token reads the given state."""
+    first = (q_BTHF[:, 0].to(state.dtype).unflatten(1, (state.shape[1], -1)) @ state).flatten(1, 2)
+    return torch.cat([first[:, None], o_BTHV[:, :-1]], 1)
 
 
 def _step(

@@ -1,4 +1,5 @@
-"""The delta recurrence by a kernel of flash-linear-attention, where fla-core 0.6 is installed.
+"""The delta recurrence by a kernel of flash-linear-attention, where fla-core 0.6 is installed: for what our kernels
+leave, heads of more than 128.
 
 Its chunked recurrence of diagonal-plus-low-rank transitions, RWKV-7's, is ours but for where it looks up: in the state
 before the decay.
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from gated_kernels.common.tracing import reads_no_values
+from gated_kernels.delta_rule.chunk import read_one_later, reads_one_earlier
 
 # What e^-50 lets through is nothing in bf16, and sums of gates over a chunk are then right to 1e-3.
 CLOSED = -50.0
@@ -44,6 +46,7 @@ def fla_delta_rule(
     e_BTGF: Tensor | None,
     initial_state: Tensor,
     segment_ids_BT: Tensor | None,
+    exclusive: bool = False,
 ) -> tuple[Tensor, Tensor] | None:
     """As `gated_kernels.chunk_delta_rule`; None on a CPU, and with a warning once for what the kernel cannot do."""
     if not v_BTGV.is_cuda:
@@ -52,7 +55,10 @@ def fla_delta_rule(
     if problem := _problem({x.dtype for x in given}, k_BTGF.shape[-1], v_BTGV.shape[-1], log_a):
         _warn_once(problem)
         return None
-    return by_kernel(q_BTHF, k_BTGF, v_BTGV, r_BTGF, log_a, e_BTGF, initial_state, segment_ids_BT)
+    q = reads_one_earlier(q_BTHF, segment_ids_BT) if exclusive else q_BTHF
+    o_BTHV, last = by_kernel(q, k_BTGF, v_BTGV, r_BTGF, log_a, e_BTGF, initial_state, segment_ids_BT)
+    o_BTHV = read_one_later(o_BTHV, q_BTHF, initial_state) if exclusive else o_BTHV
+    return o_BTHV.to(v_BTGV.dtype), last
 
 
 def by_kernel(

@@ -9,16 +9,9 @@ import triton
 import triton.language as tl
 
 from gated_kernels.common.interpreter import rounded
-from gated_kernels.common.tiles import dot, load, store, store_vector
+from gated_kernels.common.tiles import dot, load, load_again, store, store_vector
 from gated_kernels.gla.fp32_kernels import is_after_start, is_before_end, is_pair, is_to_middle
 from gated_kernels.gla.state_scan import queries_of, starts, stops, sum_at, sums_at
-
-
-@triton.jit
-def _load_again(x, i, rows, step, column, columns):
-    """As `load`; what was loaded before is not kept in registers until now."""
-    mask = (i < rows)[:, None] & (column < columns)[None, :]
-    return tl.load(x + i[:, None] * step + column[None, :], mask=mask, other=0.0, volatile=True)
 
 
 @triton.jit
@@ -34,7 +27,7 @@ def _sum_from(x, C: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _readable(bounds, chunk, i, EXCLUSIVE: tl.constexpr, TRANSPOSED: tl.constexpr, C: tl.constexpr):
+def is_readable(bounds, chunk, i, EXCLUSIVE: tl.constexpr, TRANSPOSED: tl.constexpr, C: tl.constexpr):
     """[t, s], or [s, t], whether t reads what s writes."""
     row = i[:, None]
     column = i[None, :]
@@ -50,19 +43,19 @@ def _readable(bounds, chunk, i, EXCLUSIVE: tl.constexpr, TRANSPOSED: tl.constexp
 
 
 @triton.jit
-def _read(sums, chunk, i, f, F: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr):
+def decay_to_read(sums, chunk, i, f, F: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr):
     """[C, BF] the decay from the middle to what a token reads, which is a growth before the middle."""
     return tl.exp2(sums_at(sums, chunk, i + 1 - EXCLUSIVE, f, F, C))
 
 
 @triton.jit
-def _write(sums, chunk, i, f, F: tl.constexpr, C: tl.constexpr):
+def decay_to_middle(sums, chunk, i, f, F: tl.constexpr, C: tl.constexpr):
     """[C, BF] the decay of what a token writes to the middle."""
     return tl.exp2(-sums_at(sums, chunk, i + 1, f, F, C))
 
 
 @triton.jit
-def _write_to_end(sums, chunk, i, f, F: tl.constexpr, C: tl.constexpr):
+def decay_to_end(sums, chunk, i, f, F: tl.constexpr, C: tl.constexpr):
     """[C, BF] the decay of what a token writes to the state after the chunk."""
     return tl.exp2(sum_at(sums, chunk, C, f, F, C)[None, :] - sums_at(sums, chunk, i + 1, f, F, C))
 
@@ -86,7 +79,7 @@ def _level_decay(sums, chunk, i, f, level, F: tl.constexpr, EXCLUSIVE: tl.conste
 
 
 @triton.jit
-def _level_scores(
+def scores_by_level(
     queries, k, sums, chunk, i, f, rows, G: tl.constexpr, F: tl.constexpr, EXCLUSIVE: tl.constexpr,
     TRANSPOSED: tl.constexpr, C: tl.constexpr, D: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -136,14 +129,14 @@ def outputs_kernel(
     v += (row * G + g) * V
     o += (row * G * R + g * R + h0) * V
     states += chunk * F * V
-    readable = _readable(bounds, chunk, i, EXCLUSIVE, False, C)
+    readable = is_readable(bounds, chunk, i, EXCLUSIVE, False, C)
     values = load(v, i, rows, G * V, x, V)
     if TWO:
         values_2 = load(v, i, rows, G * V, BV + x, V)
     if F <= BF:
         if not STRONG:
-            right = rounded(load(k, i, rows, G * F, f, F) * _write(sums, chunk, i, f, F, C), D)
-        read = _read(sums, chunk, i, f, F, EXCLUSIVE, C)
+            right = rounded(load(k, i, rows, G * F, f, F) * decay_to_middle(sums, chunk, i, f, F, C), D)
+        read = decay_to_read(sums, chunk, i, f, F, EXCLUSIVE, C)
         before = _before(states, sums, chunk, f, x, F, V, C, D)
         if TWO:
             before_2 = _before(states, sums, chunk, f, BV + x, F, V, C, D)
@@ -154,16 +147,18 @@ def outputs_kernel(
             outputs_2 = tl.zeros((C, BV), tl.float32)
         for f0 in range(0, F, BF):
             if F > BF:
-                read = _read(sums, chunk, i, f0 + f, F, EXCLUSIVE, C)
+                read = decay_to_read(sums, chunk, i, f0 + f, F, EXCLUSIVE, C)
             queries = queries_of(q, q_lse, r, i, rows, G * R, f0 + f, F, BF)
             left = rounded(queries * read, D)
             if STRONG:
-                scores += _level_scores(
+                scores += scores_by_level(
                     queries, k, sums, chunk, i, f0 + f, rows, G, F, EXCLUSIVE, False, C, D, LEVELS, PRECISION
                 )  # fmt: skip
             else:
                 if F > BF:
-                    right = rounded(load(k, i, rows, G * F, f0 + f, F) * _write(sums, chunk, i, f0 + f, F, C), D)
+                    right = rounded(
+                        load(k, i, rows, G * F, f0 + f, F) * decay_to_middle(sums, chunk, i, f0 + f, F, C), D
+                    )
                 scores = dot(left, tl.trans(right), scores, D, PRECISION)
             if F > BF:
                 before = _before(states, sums, chunk, f0 + f, x, F, V, C, D)
@@ -211,25 +206,25 @@ def dv_kernel(
     do += (row * G * R + g * R) * V
     dv += (row * G + g) * V
     dstates += chunk * F * V
-    readable = _readable(bounds, chunk, i, EXCLUSIVE, True, C)
+    readable = is_readable(bounds, chunk, i, EXCLUSIVE, True, C)
     dvalues = tl.zeros((C, BV), tl.float32)
     for f0 in range(0, F, 64):
         few = f0 + tl.arange(0, 64)
-        late = load(k, i, rows, G * F, few, F) * _write_to_end(sums, chunk, i, few, F, C)
+        late = load(k, i, rows, G * F, few, F) * decay_to_end(sums, chunk, i, few, F, C)
         dafter = load(dstates, few, F, V, x, V)
         dvalues = dot(late, dafter, dvalues, D, PRECISION)
     if bounds is not None:
         dvalues = tl.where((stops(bounds, chunk, i, C) == C)[:, None], dvalues, 0.0)
     if F <= BF:
         if not STRONG:
-            right = rounded(load(k, i, rows, G * F, f, F) * _write(sums, chunk, i, f, F, C), D)
-        read = _read(sums, chunk, i, f, F, EXCLUSIVE, C)
+            right = rounded(load(k, i, rows, G * F, f, F) * decay_to_middle(sums, chunk, i, f, F, C), D)
+        read = decay_to_read(sums, chunk, i, f, F, EXCLUSIVE, C)
     for r in tl.range(R, disable_licm=True):
         scores = tl.zeros((C, C), tl.float32)
         if STRONG:
             for f0 in range(0, F, BF):
                 queries = queries_of(q, q_lse, r, i, rows, G * R, f0 + f, F, BF)
-                scores += _level_scores(
+                scores += scores_by_level(
                     queries, k, sums, chunk, i, f0 + f, rows, G, F, EXCLUSIVE, True, C, D, LEVELS, PRECISION
                 )  # fmt: skip
         elif F <= BF:
@@ -237,9 +232,9 @@ def dv_kernel(
             scores = dot(right, tl.trans(rounded(queries * read, D)), scores, D, PRECISION)
         else:
             for f0 in range(0, F, BF):
-                right = rounded(load(k, i, rows, G * F, f0 + f, F) * _write(sums, chunk, i, f0 + f, F, C), D)
+                right = rounded(load(k, i, rows, G * F, f0 + f, F) * decay_to_middle(sums, chunk, i, f0 + f, F, C), D)
                 queries = queries_of(q, q_lse, r, i, rows, G * R, f0 + f, F, BF)
-                left = rounded(queries * _read(sums, chunk, i, f0 + f, F, EXCLUSIVE, C), D)
+                left = rounded(queries * decay_to_read(sums, chunk, i, f0 + f, F, EXCLUSIVE, C), D)
                 scores = dot(right, tl.trans(left), scores, D, PRECISION)
         douts = load(do + r * V, i, rows, G * R * V, x, V)
         dvalues = dot(tl.where(readable, scores, 0.0), douts, dvalues, D, PRECISION)
@@ -288,7 +283,7 @@ def dqk_kernel(
     states += chunk * F * V
     dstates += chunk * F * V
     if not STRONG:
-        right = rounded(load(k, i, rows, G * F, f, F) * _write(sums, chunk, i, f, F, C), D)
+        right = rounded(load(k, i, rows, G * F, f, F) * decay_to_middle(sums, chunk, i, f, F, C), D)
     if V <= BV:
         x = tl.arange(0, BV)
         values = load(v, i, rows, G * V, x, V)
@@ -301,7 +296,7 @@ def dqk_kernel(
     for r in tl.range(R, disable_licm=True):
         if not STRONG:
             queries = queries_of(q, q_lse, r, i, rows, G * R, f, F, BF)
-            left = rounded(queries * _read(sums, chunk, i, f, F, EXCLUSIVE, C), D)
+            left = rounded(queries * decay_to_read(sums, chunk, i, f, F, EXCLUSIVE, C), D)
         if V <= BV:
             douts = load(do + r * V, i, rows, G * R * V, x, V)
             dscores = dot(douts, tl.trans(values), None, D, PRECISION)
@@ -322,20 +317,20 @@ def dqk_kernel(
         if bounds is not None:
             dqueries = tl.where((starts(bounds, chunk, i, C) < 0)[:, None], dqueries, 0.0)
         # [s, t] is made anew, as turning an accumulator over costs more.
-        dscores = rounded(tl.where(_readable(bounds, chunk, i, EXCLUSIVE, False, C), dscores, 0.0), D)
-        dscores_t = rounded(tl.where(_readable(bounds, chunk, i, EXCLUSIVE, True, C), dscores_t, 0.0), D)
+        dscores = rounded(tl.where(is_readable(bounds, chunk, i, EXCLUSIVE, False, C), dscores, 0.0), D)
+        dscores_t = rounded(tl.where(is_readable(bounds, chunk, i, EXCLUSIVE, True, C), dscores_t, 0.0), D)
         if STRONG:
-            dqueries *= _read(sums, chunk, i, f, F, EXCLUSIVE, C)
+            dqueries *= decay_to_read(sums, chunk, i, f, F, EXCLUSIVE, C)
             queries = queries_of(q, q_lse, r, i, rows, G * R, f, F, BF)
             after = is_after_start(column, row_, EXCLUSIVE).to(tl.float32)
             dgates = dot(after, dqueries * queries, dgates, D, PRECISION)
             # A token meets itself without a decay: kept out of the gates' gradients, where it would only cancel.
             dself = tl.sum(tl.where(row_ == column, dscores.to(tl.float32), 0.0), 1)[:, None]
             dkeys += dself * queries
-            dqueries += dself * _load_again(k, i, rows, G * F, f, F)
+            dqueries += dself * load_again(k, i, rows, G * F, f, F)
             for level in tl.range(LEVELS, disable_licm=True):
                 decay = _level_decay(sums, chunk, i, f, level, F, EXCLUSIVE, C)
-                keys = _load_again(k, i, rows, G * F, f, F)
+                keys = load_again(k, i, rows, G * F, f, F)
                 pair = tl.where(is_pair(row_, column, level), dscores, 0.0)
                 part = dot(pair, keys * decay, None, D, PRECISION) * decay
                 dqueries += part
@@ -353,7 +348,7 @@ def dqk_kernel(
             if q_lse is None:
                 reads += dqueries * left.to(tl.float32)
                 at = sums + chunk * (C + 1) * F
-                dqueries *= tl.exp2(_load_again(at, i + 1 - EXCLUSIVE, C + 1, F, f, F))
+                dqueries *= tl.exp2(load_again(at, i + 1 - EXCLUSIVE, C + 1, F, f, F))
             else:  # the gradient of a logarithm: the decay makes no difference
                 dqueries *= left.to(tl.float32)
                 reads += dqueries
@@ -367,9 +362,9 @@ def dqk_kernel(
     through = tl.zeros((BF,), tl.float32)
     for v0 in range(0, V, 64):
         y = v0 + tl.arange(0, 64)
-        state = _load_again(states, f, F, V, y, V)
+        state = load_again(states, f, F, V, y, V)
         dafter = load(dstates, f, F, V, y, V)
-        values_y = _load_again(v, i, rows, G * V, y, V)
+        values_y = load_again(v, i, rows, G * V, y, V)
         late = dot(values_y, tl.trans(dafter), late, D, PRECISION)
         through += tl.sum(state.to(tl.float32) * dafter.to(tl.float32), 1)
     end = sum_at(sums, chunk, C, f, F, C)
@@ -378,18 +373,18 @@ def dqk_kernel(
         late = tl.where((stops(bounds, chunk, i, C) == C)[:, None], late, 0.0)
         through = tl.where(starts(bounds, chunk, C - 1, C) < 0, through, 0.0)
     if STRONG:
-        late *= _write_to_end(sums, chunk, i, f, F, C)
+        late *= decay_to_end(sums, chunk, i, f, F, C)
         dkeys += late
-        late *= _load_again(k, i, rows, G * F, f, F)
+        late *= load_again(k, i, rows, G * F, f, F)
         dgates = dot(is_before_end(column, row_).to(tl.float32), late, dgates, D, PRECISION)
     else:
-        right = rounded(_load_again(k, i, rows, G * F, f, F) * _write(sums, chunk, i, f, F, C), D)
+        right = rounded(load_again(k, i, rows, G * F, f, F) * decay_to_middle(sums, chunk, i, f, F, C), D)
         late *= tl.exp2(end)[None, :]
         through += tl.sum(late * right.to(tl.float32), 0)
         dkeys += late
         dgates = _sum_from(reads - dkeys * right.to(tl.float32), C, D, PRECISION)
         if EXCLUSIVE:
             dgates -= reads
-        dkeys *= _write(sums, chunk, i, f, F, C)
+        dkeys *= decay_to_middle(sums, chunk, i, f, F, C)
     store(dk, dkeys, i, rows, G * F, f, F)
     store(dlog_a, dgates + through[None, :], i, rows, G * F, f, F)
