@@ -43,7 +43,6 @@ OWN = {
     "a chunk of 32": Case(gla.Case(32, per_head=True, **SMALL)),
     "a token more than a chunk": Case(gla.Case(33, per_head=True, exclusive=True, **SMALL)),
     "three heads and groups, 5 features": Case(gla.Case(40, F=5, V=3, per_head=True, gate="mixed", segments=True)),
-    "heads of 80 and 65": Case(gla.Case(40, G=1, R=1, F=80, V=65, per_head=True)),
     "fp16": Case(gla.Case(70, gate="mixed", per_head=True, exclusive=True, dtype=FP16, **SMALL)),
     "bf16 values": Case(gla.Case(40, per_head=True, v_dtype=BF16, **SMALL)),
     "two tokens, bf16": Case(gla.Case(2, gate="none", dtype=BF16, **SMALL)),
@@ -51,10 +50,8 @@ OWN = {
     "segments, three chunks, bf16": Case(
         gla.Case(130, per_head=True, gate="mixed", segments=True, exclusive=True, dtype=BF16, **SMALL)
     ),
-    "steady -20, bf16": Case(gla.Case(70, per_head=True, gate="-20", dtype=BF16, **SMALL)),
     "steady -60, exclusive, bf16": Case(gla.Case(70, per_head=True, gate="-60", exclusive=True, dtype=BF16, **SMALL)),
     "heads of 128, bf16": Case(gla.Case(130, G=1, R=4, F=128, V=128, per_head=True, dtype=BF16, B=1)),
-    "heads of 96 and 80, no decay, bf16": Case(gla.Case(97, R=1, F=96, V=80, gate="none", dtype=BF16, B=1)),
     "a gate per feature, bf16": Case(gla.Case(70, dtype=BF16, B=1, **SMALL)),
     "a gate per feature, -200 and 0, segments, bf16": Case(
         gla.Case(70, gate="mixed", segments=True, dtype=BF16, B=1, **SMALL)
@@ -62,12 +59,15 @@ OWN = {
     "a gate per feature, some strong, exclusive, bf16": Case(
         gla.Case(130, gate="patches", exclusive=True, segments=True, dtype=BF16, B=1, **SMALL)
     ),
-    "a gate per feature, steady -20, bf16": Case(gla.Case(65, gate="-20", dtype=BF16, B=1, **SMALL)),
     "a gate per feature, erases elsewhere, bf16": Case(gla.Case(40, segments=True, dtype=BF16, B=1, **SMALL), True),
-    "a gate per feature, heads of 80 and 128, bf16": Case(gla.Case(70, G=1, F=80, V=128, dtype=BF16, B=1)),
     "erases elsewhere, bf16": Case(gla.Case(40, per_head=True, segments=True, dtype=BF16, **SMALL), True),
 }
 LONG = {
+    "heads of 80 and 65": Case(gla.Case(40, G=1, R=1, F=80, V=65, per_head=True)),
+    "heads of 96 and 80, no decay, bf16": Case(gla.Case(97, R=1, F=96, V=80, gate="none", dtype=BF16, B=1)),
+    "a gate per feature, heads of 80 and 128, bf16": Case(gla.Case(70, G=1, F=80, V=128, dtype=BF16, B=1)),
+    "a gate per feature, steady -20, bf16": Case(gla.Case(65, gate="-20", dtype=BF16, B=1, **SMALL)),
+    "steady -20, bf16": Case(gla.Case(70, per_head=True, gate="-20", dtype=BF16, **SMALL)),
     "300 tokens": Case(gla.Case(300, F=64, V=65, per_head=True)),
     "300 tokens, bf16": Case(gla.Case(300, F=64, V=64, per_head=True, gate="strong", segments=True, dtype=BF16)),
     "300 tokens, heads of 128": Case(gla.Case(300, G=1, R=4, F=128, V=128, per_head=True, exclusive=True)),
