@@ -21,7 +21,8 @@ class Adapt(Strict):
     """What is trained where stages have rates for the base's own weights. `mixers`: nothing of the base, so that on
     texts no longer than the window the model is still the base. `adapters`: low-rank adapters in the place of its
     weights. `weights`: its weights, where they fit the GPU, on a wider base at rates that fall in proportion to the
-    hidden size. `auto`: `mixers` where a fifth or more of the layers stay softmax, else `adapters`."""
+    hidden size. `auto`: `mixers` where a fifth or more of the layers stay softmax and the hidden size is 1,024 at most,
+    else `adapters`."""
     lora_variant: Variant = "lora"
     """Variant of the adapters, see [Lora](#lora)."""
     lora_rank: Rank = 32

@@ -5,13 +5,13 @@ Rules, each applied where it is needed, each said in one sentence for the plan a
 - Rows are no longer than the context that the base was made for: what a teacher says beyond it is noise. They are
   halved until they fit, and a step gets more of them, so that it has as many tokens as before.
 - A window is an eighth of that context at most: in one as long as the texts nothing would be left for the memory.
-- Where a fifth of the layers or more stay softmax, the mixers alone are trained. On texts no longer than the window the
-  model then is the base, whatever the training text was, where adapters cost a tenth of the answers from a passage at
-  any rate (eval/LOG.md, SmolLM2-135M).
-- With fewer softmax layers adapters take the place of the base's own weights: at equal tokens they lose less of what
-  the training text does not show (eval/LOG.md, TinyLlama-1.1B), and as much of the rest (SmolLM2-135M). Their rate
-  falls with the square root of the width, which is between the rates that were measured on these two. The mixers'
-  rates stay, because their matrices are those of single heads.
+- Adapters take the place of the base's own weights: at equal tokens they lose less of what the training text does not
+  show (eval/LOG.md, TinyLlama-1.1B), and as much of the rest (SmolLM2-135M). Their rate falls with the square root of
+  the width, which is between the rates that were measured on these two. The mixers' rates stay, because their matrices
+  are those of single heads.
+- Of a narrow base of which a fifth of the layers or more stay softmax, the mixers alone are trained. On texts no longer
+  than the window the model then is the base, whatever the training text was. Adapters cost SmolLM2-135M a tenth of its
+  answers from a passage, at any rate; TinyLlama-1.1B they cost none, and without them its text is 1 % worse.
 - Where all weights are trained, the rates of the base's own fall as 1 / hidden size on a base wider than the one that
   they were tuned on, as Adam's rates of matrices want to (maximal update parametrisation, arXiv 2203.03466, table 8).
 - A stage fits the GPU: micro-batches are split, then activations are computed again in the backward pass. Where that is
@@ -38,6 +38,7 @@ from liger_convert.utils import processes
 
 WINDOWS = 8  # of the longest that there may be, the base's context holds so many
 ENOUGH_SOFTMAX = 0.2  # of the layers: with as many the mixers alone make up for the others
+NARROW = 1024  # hidden size: between the base that adapters cost answers, 576, and the one that they do not, 2,048
 OWN = ("attention", "body", "embeddings")  # the groups of the base's own weights
 
 
@@ -54,7 +55,7 @@ def adapt(
     sentences: list[str] = []
     tuned, hidden = recipe.adapt.hidden_size, base_config.hidden_size
     alone = max(number, processes.count()) == 1
-    trained, why = _trained(recipe.adapt, softmax)
+    trained, why = _trained(recipe.adapt, softmax, hidden)
     for i, written in enumerate(recipe.stages):
         stage, said = _fit_rows(written, context)
         if trained == "mixers" and _trains_own(stage) and stage.learning_rates.mixer is not None:
@@ -151,12 +152,15 @@ def _trains_own(stage: Stage) -> bool:
     return any(name in stage.learning_rates.trained() for name in OWN)
 
 
-def _trained(options: Adapt, softmax: float) -> tuple[str, str]:
-    """What `adapt.trained` stands for where so many of the layers stay softmax, and why."""
+def _trained(options: Adapt, softmax: float, hidden: int) -> tuple[str, str]:
+    """What `adapt.trained` stands for on a base this wide, where so many of the layers stay softmax, and why."""
     if options.trained != "auto":
         return options.trained, "as adapt.trained says"
-    which = "a fifth or more" if softmax >= ENOUGH_SOFTMAX else "less than a fifth"
-    return "mixers" if softmax >= ENOUGH_SOFTMAX else "adapters", f"because {which} of the layers stay softmax"
+    if softmax < ENOUGH_SOFTMAX:
+        return "adapters", "because less than a fifth of the layers stay softmax"
+    if hidden > NARROW:
+        return "adapters", f"because the base is wide ({hidden:,})"
+    return "mixers", f"because the base is narrow ({hidden:,}) and a fifth or more of its layers stay softmax"
 
 
 def _mixers_alone(stage: AnyStage) -> AnyStage:

@@ -158,16 +158,23 @@ def test_adapters_train_every_base_and_what_does_not_fit(monkeypatch, shape, tra
 
 
 @pytest.mark.parametrize(
-    ("layers", "alone"),
-    [("{softmax_auto: 0.25}", True), ("{softmax_auto: 6}", True), ("{softmax_auto: 5}", False), ("all", False)],
+    ("shape", "layers", "alone", "why"),
+    [
+        ("smollm2-135m", "{softmax_auto: 0.25}", True, "the base is narrow (576) and a fifth or more of its layers"),
+        ("smollm2-135m", "{softmax_auto: 6}", True, "the base is narrow (576) and a fifth or more of its layers"),
+        ("smollm2-360m", "{softmax_auto: 0.25}", True, "the base is narrow (960) and a fifth or more of its layers"),
+        ("smollm2-135m", "{softmax_auto: 5}", False, "less than a fifth of the layers stay softmax"),
+        ("smollm2-135m", "all", False, "less than a fifth of the layers stay softmax"),
+        ("llama-3.2-1b", "{softmax_auto: 0.25}", False, "the base is wide (2,048)"),
+    ],
 )
-def test_the_mixers_alone_are_trained_where_enough_layers_stay_softmax(layers: str, alone: bool) -> None:
-    plan = make_plan(load(DEFAULT, [f"layers={layers}"]), config("smollm2-135m", max_position_embeddings=8192))
+def test_the_mixers_alone_are_trained_on_a_narrow_base_with_enough_softmax_layers(
+    shape: str, layers: str, alone: bool, why: str
+) -> None:
+    plan = make_plan(load(DEFAULT, [f"layers={layers}"]), config(shape, max_position_embeddings=8192))
     own = {"mixer"} if alone else {"mixer", "lora"}
     assert [set(stage.learning_rates.trained()) for stage in plan.recipe_stages] == [own] * 3
-    why = "because a fifth or more of" if alone else "because less than a fifth of"
-    assert all(f"{why} the layers stay softmax" in sentence for sentence in plan.adapted)
-    assert len(plan.adapted) == 3
+    assert [f"because {why}" in sentence for sentence in plan.adapted] == [True] * 3
 
 
 def test_layers_with_a_window_of_the_bases_own_count_for_neither() -> None:
