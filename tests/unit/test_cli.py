@@ -326,7 +326,7 @@ def test_mixers_say_the_state_of_a_layer_of_the_shape_asked_for(capsys):
     assert listed["lightning"]["state"] == {"state": [3, 64, 64]}
     assert listed["lightning"]["state_bytes"] == 4 * 3 * 64 * 64
     assert listed["lightning"]["fast_paths"] == ["chunk", "triton"]
-    assert listed["deltanet"]["fast_paths"] == ["chunk", "fla"]
+    assert listed["deltanet"]["fast_paths"] == ["chunk", "fla", "triton"]
     assert (listed["window"]["state_bytes"], listed["window"]["fast_paths"]) == (0, [])
     assert "49.2 kB" in output(capsys, *words)
     assert main.main(["mixers", "--heads", "9", "--kv-heads", "2"]) == 2

@@ -187,13 +187,15 @@ def test_an_export_gives_the_same_logits_where_our_packages_cannot_be_imported(t
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_decoding_equals_prefill(scheme: str) -> None:
     """A token's own numbers decide how it is quantised, so that the two differ only where a number falls on the other
-    side of a half."""
+    side of a half, and behind that in its row. When that happens depends on the machine's last bits."""
     model = load_linearized(quantized(scheme)).eval()
     said = model.generate(PROMPT, **GREEDY, return_dict_in_generate=True, output_logits=True)
     scores = torch.stack(said.logits, 1)
     at_once = logits(model, said.sequences)[:, PROMPT.shape[1] - 1 : -1]
     exact = logits(load_linearized(model_dir()).eval(), said.sequences)[:, PROMPT.shape[1] - 1 : -1]
-    assert (scores - at_once).abs().mean() < 0.1 * (at_once - exact).abs().mean()
+    apart, rounding = (scores - at_once).abs(), (at_once - exact).abs().mean()
+    assert apart.quantile(0.25) < 1e-4 * rounding
+    assert apart.mean() < 0.5 * rounding
 
 
 def test_it_is_verified_and_a_flipped_bit_is_found(tmp_path: Path) -> None:
