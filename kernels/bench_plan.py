@@ -49,8 +49,8 @@ from liger_convert.training.distill import DistillObjective
 from liger_convert.training.finetune import FinetuneObjective
 from liger_convert.training.memory_estimate import CALIBRATION_TOKENS
 from liger_convert.training.stage import rows_of
-from liger_convert.training.student import add_lora, compile_layers, gains_by_compiling
-from liger_convert.training.trainer import Objective, StageTrainer, freeze
+from liger_convert.training.student import compile_layers, gains_by_compiling, prepare
+from liger_convert.training.trainer import Objective, StageTrainer
 from liger_convert.utils.device import autocast, compute_dtype, pick_device
 from liger_convert.utils.progress import quiet_libraries
 
@@ -167,10 +167,7 @@ def train(shape: str, stage: Stage, a: argparse.Namespace) -> dict[str, Any]:
             objective.calibrate(model, {name: x.to(device) for name, x in collate(rows).items()})
         if device.type == "cuda":
             told["fit"] = torch.cuda.max_memory_allocated()
-    if stage.lora is None:
-        freeze(model, stage.learning_rates.trained())
-    else:
-        model = add_lora(model, stage.lora, train_mixer=stage.learning_rates.mixer is not None)
+    model = prepare(model, stage)
     if stage.compile and gains_by_compiling(device):
         compile_layers(model, objective, isinstance(stage, AlignStage))
     with tempfile.TemporaryDirectory() as folder:

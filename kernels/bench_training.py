@@ -44,9 +44,10 @@ from liger_convert.training.align import AlignObjective
 from liger_convert.training.capture import CapturedFwdBwd, FwdBwd, why_not_captured
 from liger_convert.training.distill import DistillObjective
 from liger_convert.training.finetune import FinetuneObjective
+from liger_convert.training.frozen import narrow_frozen
 from liger_convert.training.losses import cross_entropy, next_tokens, summed
-from liger_convert.training.student import add_lora, compile_layers, gains_by_compiling
-from liger_convert.training.trainer import Objective, freeze, optimizer_groups
+from liger_convert.training.student import compile_layers, gains_by_compiling, prepare
+from liger_convert.training.trainer import Objective, optimizer_groups
 from liger_convert.utils.device import autocast, compute_dtype, pick_device
 
 CHECKED = (3, 208)  # rows and tokens, no two sizes of a graph's inputs alike: what are, dynamo takes for one
@@ -115,10 +116,7 @@ class Training:
             ids.data = ids.data.roll(1, 0)  # would be so small that the check saw nothing but rounding
             objective = DistillObjective(base, stage)
         rates = stage.learning_rates.trained()
-        if stage.lora is None:
-            freeze(model, rates)
-        else:
-            model = add_lora(model, stage.lora, train_mixer=stage.learning_rates.mixer is not None).to(device)
+        model = prepare(model, stage).to(device)
         if gains_by_compiling(device):
             compile_layers(model, objective, isinstance(stage, AlignStage))
         optimizer = torch.optim.AdamW(optimizer_groups(model, rates, stage.weight_decay), fused=True)
@@ -178,6 +176,7 @@ class Training:
                     exact = found(partial(self.backward, dtype=torch.float32))
         finally:
             use(path)
+        narrow_frozen(self.model, self.stage, self.dtype)  # as StageTrainer has it, and float32 has not
         told = {}
         for what, ours, theirs, right in zip(("loss", "gradient"), found(self.passes(batch)), plain, exact):
             err, allowed = error(ours, right), 2 * error(theirs, right) + 4 * torch.finfo(self.dtype).eps

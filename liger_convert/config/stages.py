@@ -183,6 +183,11 @@ class Stage(Strict):
         """Whether the loss leaves out what is not a response."""
         return False
 
+    @property
+    def uses_pissa(self) -> bool:
+        """Whether its adapters start as a part of the base."""
+        return self.lora is not None and self.lora.variant == "pissa"
+
     @model_validator(mode="after")
     def _consistent(self) -> Stage:
         trained = self.learning_rates.trained()
@@ -202,7 +207,7 @@ class Stage(Strict):
                     f"learning_rates.{own[0]}",
                     "with `lora:` the base's own weights stay frozen, so drop one of the two",
                 )
-        if self.lora is not None and self.lora.variant == "pissa" and self.weight_decay:
+        if self.uses_pissa and self.weight_decay:
             refuse("weight_decay", DECAYS_BASE)
         for i, other in enumerate(self.mixed_seq_lens):
             if other.seq_len == self.seq_len or self.seq_len % other.seq_len:

@@ -187,6 +187,12 @@ class Plan:
         return Group(*tables, memory, room, *fitted)
 
 
+def computes_in(recipe: Recipe) -> tuple[torch.device, torch.dtype]:
+    """Where this machine would run `recipe`, and in which dtype. The plan of a GPU's run may be made anywhere."""
+    device = pick_device("cpu" if recipe.device == "cpu" else "auto")
+    return device, compute_dtype(device, recipe.precision)
+
+
 def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None) -> Plan:
     """The plan of `recipe` for the base with this config. The memory of its stages is that of each one of so many
     processes (None: as few as the recipe takes); what `adapt` changes is what it changes for one, so that all train
@@ -214,8 +220,7 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None) ->
     dtype = recipe.export.dtype if recipe.export.dtype != "auto" else _dtype_name(base_config)
     itemsize = getattr(torch, dtype).itemsize
     dims = head_dims(base_config)
-    device = pick_device("cpu" if recipe.device == "cpu" else "auto")  # the plan of a GPU's run may be made anywhere
-    compute = compute_dtype(device, recipe.precision)
+    device, compute = computes_in(recipe)
     planner = StagePlanner(config, reused, new, device, compute)
     growing = [name for i, name in enumerate(layers) if i not in sliding]
     recipe, adapted = adapt.adapt(recipe, base_config, planner, processes, growing.count(SOFTMAX) / len(growing))

@@ -27,11 +27,11 @@ from liger_convert.mixers import MIXERS, SOFTMAX
 from liger_convert.mixers.control.window import Window
 from liger_convert.model import linearized_classes, linearized_config
 from liger_convert.model.bases import context_length
-from liger_convert.pipeline.plan import Plan, measured_in_parts, too_large
+from liger_convert.pipeline.plan import Plan, computes_in, measured_in_parts, too_large
 from liger_convert.training import disk_estimate
 from liger_convert.training.sharding import why_not_sharded
 from liger_convert.training.student import refusal
-from liger_convert.utils.device import compute_dtype, gpu_memory, pick_device
+from liger_convert.utils.device import gpu_memory
 from liger_convert.utils.errors import BadInput, first_line
 from liger_convert.utils.progress import Report
 
@@ -53,7 +53,7 @@ def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite) -> list[
     shapes = {n.removesuffix(".weight"): shape for n, shape in plan.reused_parameters.items() if len(shape) == 2}
     linearized = linearized_config(config, plan.linearization)
     room = gpu_memory() if recipe.device != "cpu" else None
-    compute = compute_dtype(pick_device("cpu" if recipe.device == "cpu" else "auto"), recipe.precision)
+    _, compute = computes_in(recipe)
     for i, stage in enumerate(plan.recipe_stages):
         where = f"stages[{i}]"
         warnings += _check_rates(stage, where, plan.stages[i].trained)

@@ -93,5 +93,5 @@ class StagePlanner:
         if parts["base"] and not layerwise:
             waiting = peak - waiting_bytes(self.config, self.sizes, self.compute)
         tokens = stage.steps * stage.step_tokens
-        started = adapters if stage.lora is not None and stage.lora.variant == "pissa" else 0
+        started = adapters if stage.uses_pissa else 0
         return StagePlan(stage.kind, tokens, stage.sources, trained, peak, parts, started, sharded, waiting)

@@ -174,7 +174,7 @@ class LayerwiseStage:
             (new / ADAPTER).mkdir()
             student = prepare(attention_only(self.config, self.linear[0]), self.stage)
             adapter = student.peft_config["default"]
-            if self.stage.lora.variant == "pissa":
+            if self.stage.uses_pissa:
                 pissa.double_rank(adapter)
             adapter.layers_to_transform, adapter.inference_mode = self.linear, True
             adapter.base_model_name_or_path = str(self.chain.checkpoint.folder)
@@ -219,12 +219,11 @@ class LayerwiseStage:
             return
         checkpoints = self.work / "checkpoints"
         last = last_good(checkpoints)
-        starts = self.stage.lora is not None and self.stage.lora.variant == "pissa"
-        if last is not None and starts and not pissa.is_kept(checkpoints):
+        if last is not None and self.stage.uses_pissa and not pissa.is_kept(checkpoints):
             self.folder.remove(checkpoints)
             last = None
         student = self._student(number, state)
-        if starts:
+        if self.stage.uses_pissa:
             pissa.start(student, checkpoints, resumes=last is not None)
 
         def error() -> float:
@@ -265,7 +264,7 @@ class LayerwiseStage:
         state.after.append(error())
         state.trained += sum(p.numel() for p in student.parameters() if p.requires_grad)
         state.fwd_bwd = "captured" if trainer.eager is None else f"eager: {trainer.eager}"
-        if starts:
+        if self.stage.uses_pissa:
             pissa.become_changes(student, checkpoints)
         _write_tensors(self._layer_file("trained", number), _trained_tensors(student))
 

@@ -114,10 +114,14 @@ def training_bytes(
 
 def _narrowed(stage: Stage, sizes: Sizes, trained: int) -> int:
     """How many parameters of the layers are frozen."""
-    rates = stage.learning_rates.trained()
-    own = 0 if stage.lora is not None else trained - (sizes.new if "mixer" in rates else 0)
-    own -= sizes.embeddings if "embeddings" in rates else 0
+    own = 0 if stage.lora is not None else _beside_mixers(stage, sizes, trained)
+    own -= sizes.embeddings if "embeddings" in stage.learning_rates.trained() else 0
     return sizes.base - sizes.embeddings - own
+
+
+def _beside_mixers(stage: Stage, sizes: Sizes, trained: int) -> int:
+    """How many of the trained parameters are not the mixers'."""
+    return trained - (sizes.new if "mixer" in stage.learning_rates.trained() else 0)
 
 
 def layerwise_bytes(
@@ -173,7 +177,7 @@ def sharded_bytes(
                  one; both ends of the model, and of the base; and the mixers
     """
     e, aligns = dtype.itemsize, isinstance(stage, AlignStage)
-    own = trained - (sizes.new if "mixer" in stage.learning_rates.trained() else 0)
+    own = _beside_mixers(stage, sizes, trained)
     adapters = own if stage.lora is not None else 0
     weights = 4 * (own + sizes.new) + e * (sizes.base + adapters - own)
     layer = (sizes.base - sizes.embeddings) // config.num_hidden_layers

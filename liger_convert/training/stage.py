@@ -29,7 +29,7 @@ from liger_convert.training.align import AlignObjective
 from liger_convert.training.checkpoints import last_good
 from liger_convert.training.distill import DistillObjective
 from liger_convert.training.finetune import FinetuneObjective
-from liger_convert.training.frozen import is_narrowed, narrow_frozen
+from liger_convert.training.frozen import is_narrowed
 from liger_convert.training.full_result import help_to_write, write_model
 from liger_convert.training.layerwise import FOLDER, LayerwiseStage
 from liger_convert.training.memory_estimate import CALIBRATION_TOKENS, ERROR_ROWS
@@ -178,8 +178,7 @@ def run_stage(
         folder.remove(checkpoints)  # of another attempt
     last = last_good(checkpoints) if resume and processes.is_first() else None
     model = prepare(model, stage)
-    starts = stage.lora is not None and stage.lora.variant == "pissa"
-    if starts:
+    if stage.uses_pissa:
         if last is not None and not pissa.is_kept(checkpoints):
             folder.remove(checkpoints)
             last = None
@@ -191,8 +190,6 @@ def run_stage(
                 sequence.install(body.get_base_model() if isinstance(body, PeftModel) else body)
     if mesh is not None:
         shard_student(model, mesh, dtype, aligns=aligning)
-    else:
-        narrow_frozen(model, stage, dtype)
     if stage.compile and sequence is None and gains_by_compiling(device):
         compile_layers(model, objective, aligning)
     trainer = StageTrainer(
@@ -251,7 +248,7 @@ def run_stage(
             if stage.lora is None:
                 write_model(model, new / MODEL, start)
             else:
-                if starts:
+                if stage.uses_pissa:
                     pissa.become_changes(model, checkpoints)
                 model.config.use_cache = True  # Trainer switches it off
                 model.save_pretrained(new / ADAPTER, save_embedding_layers=False)

@@ -28,6 +28,7 @@ from liger_convert.training import checkpoints, sharded_checkpoint
 from liger_convert.training.average import WeightAverage
 from liger_convert.training.averaging import average_gradients, begin_alike
 from liger_convert.training.capture import CapturedFwdBwd, why_not_captured
+from liger_convert.training.frozen import narrow_frozen
 from liger_convert.training.sequence_parallel import Group
 from liger_convert.training.sharding import copy_whole
 from liger_convert.training.sharing import share, steps_of
@@ -85,9 +86,9 @@ class StageTrainer(Trainer):
     """Trains `model` in place. Raises LinearizeError as soon as the loss or the gradient is not finite.
 
     The rows of an optimizer step are the same, and so is its loss, however many `processes` share them. sharded: the
-    weights are, too, see `sharding.py`, and are where they belong; else `model` is brought to `device`, and copied by
-    DDP, or where passes are captured, kept alike by `averaging.py`. A checkpoint of either kind continues both.
-    sequence: the processes with which this one shares each row.
+    weights are, too, see `sharding.py`, and are where they belong; else `model` is brought to `device`, what is frozen
+    of it as `frozen.py` has it, and copied by DDP, or where passes are captured, kept alike by `averaging.py`. A
+    checkpoint of either kind continues both. sequence: the processes with which this one shares each row.
     before_saving: called before each checkpoint is written.
     """
 
@@ -149,6 +150,7 @@ class StageTrainer(Trainer):
         if sharded:
             model._is_accelerate_prepared = True  # type: ignore[assignment]  # else it would be wrapped in DDP
         else:
+            narrow_frozen(model, stage, dtype)
             model.to(args.device)
         optimizer = torch.optim.AdamW(optimizer_groups(model, rates, stage.weight_decay), fused=True)
         watch = _Watch(stage.step_tokens, progress, device, processes)

@@ -14,8 +14,7 @@ from tiny_models import TOKENS, build
 from liger_convert.config.stages import LearningRates, Lora
 from liger_convert.model.families import FAMILIES
 from liger_convert.model.loading import load_linearized, load_pretrained
-from liger_convert.training import merge
-from liger_convert.training import stage as stage_file
+from liger_convert.training import merge, trainer
 from liger_convert.training.frozen import narrow_frozen
 from liger_convert.training.student import prepare
 
@@ -58,7 +57,7 @@ def test_a_stage_leaves_the_same_files(
 ) -> None:
     stage = make_stage(name, steps=3, **fields)
     stats = train(stage, tmp_path / "narrow", precision="bfloat16")
-    monkeypatch.setattr(stage_file, "narrow_frozen", lambda *given: None)
+    monkeypatch.setattr(trainer, "narrow_frozen", lambda *given: None)
     wide = train(stage, tmp_path / "wide", precision="bfloat16")
     assert stats["loss"] == wide["loss"]
     assert result_bytes(tmp_path / "narrow") == result_bytes(tmp_path / "wide")

@@ -9,23 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 _KERNELS: dict[str, tuple[Callable[..., Any], ...]] = {}
+_ASKED: dict[str, Callable[..., Any]] = {}  # one for each op, which asks those above in their order
 
 
 def kernel_for(op: str) -> Callable[..., Any] | None:
     """The kernels chosen for an op, or None. They take the op's arguments, and return None for what they leave to
     torch. Of several the first that takes a call runs."""
-    kernels = _KERNELS.get(op, ())
-    if len(kernels) < 2:
-        return kernels[0] if kernels else None
-
-    def first_that_takes_it(*args: Any, **options: Any) -> Any:
-        for kernel in kernels:
-            found = kernel(*args, **options)
-            if found is not None:
-                return found
-        return None
-
-    return first_that_takes_it
+    return _ASKED.get(op)
 
 
 def kernels_for(op: str) -> tuple[Callable[..., Any], ...]:
@@ -37,6 +27,20 @@ def set_kernel(op: str, *kernels: Callable[..., Any] | None) -> None:
     """Has an op run by `kernels` from now on; None: in torch."""
     chosen = tuple(kernel for kernel in kernels if kernel is not None)
     if chosen:
-        _KERNELS[op] = chosen
+        _KERNELS[op], _ASKED[op] = chosen, chosen[0] if len(chosen) == 1 else _first_of(chosen)
     else:
         _KERNELS.pop(op, None)
+        _ASKED.pop(op, None)
+
+
+def _first_of(kernels: tuple[Callable[..., Any], ...]) -> Callable[..., Any]:
+    """Gives what the first of them gives that takes a call, or None."""
+
+    def first_that_takes_it(*args: Any, **options: Any) -> Any:
+        for kernel in kernels:
+            found = kernel(*args, **options)
+            if found is not None:
+                return found
+        return None
+
+    return first_that_takes_it
