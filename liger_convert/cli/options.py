@@ -25,15 +25,15 @@ def recipe_file(path: Path | None) -> Path | None:
 RecipeFile = Annotated[
     Path | None,
     typer.Argument(
-        help="A recipe, or the name of one that comes with the package, such as smollm2-135m-quick.",
+        help="A recipe file, or the name of a shipped recipe, such as smollm2-135m-quick.",
         callback=recipe_file,
         autocompletion=completion.recipes,
-        show_default="the recipe default, where only --base is given",
+        show_default="the recipe default, if only --base is given",
     ),
 ]
 Base = Annotated[
     str | None,
-    typer.Option(help="Folder, hub id or .gguf file in place of the recipe's base.", show_default=False),
+    typer.Option(help="Folder, hub id or .gguf file to use instead of the recipe's base.", show_default=False),
 ]
 Source = Annotated[str, typer.Argument(help="Model folder, hub id or .gguf file.", show_default=False)]
 Model = Annotated[Path, typer.Argument(help="Folder of a linearized model.", show_default=False)]
@@ -44,25 +44,27 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a tabl
 Suite = Annotated[
     str,
     typer.Option(
-        help="quick, honest, paper, recall, needle, or a file like those in eval/suites.",
+        help="A suite by name (quick, honest, paper, recall, needle, …), or a file like those in eval/suites.",
         autocompletion=completion.suites,
     ),
 ]
-TextFile = Annotated[str, typer.Option(help="Held-out text: a data file, or pydoc, Python's documentation.")]
+TextFile = Annotated[str, typer.Option(help="Held-out text: a data file, or pydoc for Python's documentation.")]
 OtherText = Annotated[
     str | None,
-    typer.Option(help="Text of another kind: a file, or pydoc.", show_default="pydoc, unless that is --text"),
+    typer.Option(help="Text of another kind: a data file, or pydoc.", show_default="pydoc, unless --text is pydoc"),
 ]
 IncludePath = Annotated[
     Path | None,
-    typer.Option(help="Folder with YAML files of lm-eval tasks, whose Python functions are run.", show_default=False),
+    typer.Option(
+        help="Folder of lm-eval task YAML files; Python functions that they name are run.", show_default=False
+    ),
 ]
 DataDir = Annotated[
-    Path | None, typer.Option(help="Folder of JSONL files for the tasks; without it they come from the hub.")
+    Path | None, typer.Option(help="Folder of JSONL files for the tasks; by default they come from the hub.")
 ]
-Limit = Annotated[int | None, typer.Option(help="Rows of each task.", show_default="all", min=1, max=10**9)]
+Limit = Annotated[int | None, typer.Option(help="Rows per task.", show_default="all", min=1, max=10**9)]
 BatchSize = Annotated[int, typer.Option(help="Rows at a time.", min=1, max=10**5)]
-Precision = Annotated[str, typer.Option(help="auto (bfloat16 where it is fast), float32 or bfloat16.")]
-Device = Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu, cuda or cuda:1.")]
+Precision = Annotated[str, typer.Option(help="auto (bfloat16 if it is fast), float32 or bfloat16.")]
+Device = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda or cuda:1.")]
 TrustCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
-Dtype = Annotated[str, typer.Option(help="Of the weights written: auto (as they are), float32, bfloat16 or float16.")]
+Dtype = Annotated[str, typer.Option(help="Dtype of the weights: auto (unchanged), float32, bfloat16 or float16.")]

@@ -20,7 +20,7 @@ def verify(
     folder: Annotated[Path, typer.Argument(help="OUT of a run, or an export.", show_default=False)],
     as_json: Json = False,
 ) -> None:
-    """Check the files of a run or an export against the sha256 that were recorded when they were written.
+    """Check the files of a run or an export against the sha256 hashes recorded when they were written.
 
     Example: linearize verify runs/quick
     """
@@ -40,12 +40,12 @@ def verify(
 
 def mixers(
     heads: Annotated[int, typer.Option(help="Query heads of a layer.", min=1, max=1 << 14)] = 32,
-    kv_heads: Annotated[int, typer.Option(help="Its key-value heads.", min=1, max=1 << 14)] = 8,
-    head_size: Annotated[int, typer.Option(help="The size of a head.", min=1, max=1 << 14)] = 128,
+    kv_heads: Annotated[int, typer.Option(help="Key-value heads of a layer.", min=1, max=1 << 14)] = 8,
+    head_size: Annotated[int, typer.Option(help="Size of a head.", min=1, max=1 << 14)] = 128,
     as_json: Json = False,
 ) -> None:
-    """List what can replace attention: gate, recurrence and its fast paths, state of one layer, what of the paper's
-    layer is left out, options.
+    """List the mixers that can replace attention: gate, recurrence and its fast paths, state of one layer, what is
+    left out of the paper's layer, and options.
 
     Example: linearize mixers --heads 9 --kv-heads 3 --head-size 64
     """

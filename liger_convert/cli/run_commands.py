@@ -25,14 +25,14 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
     keep_steps: Annotated[bool, typer.Option("--keep-steps", help="Keep the models between the steps.")] = False,
     gpus: Annotated[
-        int | None, typer.Option(help="Train on so many GPUs of this machine.", show_default="1", min=1, max=1024)
+        int | None, typer.Option(help="Number of GPUs of this machine to train on.", show_default="1", min=1, max=1024)
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Do all that a recipe asks for: convert, train, merge, export, evaluate, report.
+    """Run a whole recipe: convert, train, merge, export, evaluate, report.
 
-    Leaves export/ (a Hugging Face model folder), report.html, report.md, report.json and manifest.json in OUT.
-    With --gpus, or under torchrun or accelerate launch, the stages are trained by several processes.
+    Writes export/ (a Hugging Face model folder), report.html, report.md, report.json and manifest.json to OUT.
+    With --gpus, or under torchrun or accelerate launch, several processes train the stages.
 
     Example: linearize run recipes/smollm2-135m-quick.yaml --out runs/quick --set seed=1
 
@@ -72,11 +72,12 @@ def plan(
     base: Base = None,
     set_: Overrides = None,
     gpus: Annotated[
-        int | None, typer.Option(help="Say what each of so many GPUs takes.", show_default="1", min=1, max=1024)
+        int | None,
+        typer.Option(help="Show the memory that each of this many GPUs needs.", show_default="1", min=1, max=1024),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what a recipe would do to each layer, what it costs and what it saves. Reads no weights.
+    """Show what a recipe does to each layer, what it costs and what it saves. Reads no weights.
 
     Example: linearize plan recipes/smollm2-135m-quick.yaml --set layers=LLLN
     """

@@ -37,8 +37,8 @@ def select_layers(
 ) -> None:
     """Choose by measurement which layers stay softmax: those that help recall and quality most.
 
-    Takes minutes and trains no weight. A recipe with layers: {softmax_auto: N} does the same as a step of its run, and
-    its layers.select says how.
+    Takes minutes and trains no weights. A run of a recipe with layers: {softmax_auto: N} includes this step. The
+    recipe's layers.select sets the method.
 
     Example: linearize select-layers recipes/smollm2-135m-quick.yaml --softmax-layers 4
     """
@@ -68,18 +68,24 @@ def convert(
     mixer: Annotated[
         str, typer.Option(help="What replaces attention; see `linearize mixers`.", autocompletion=completion.mixers)
     ] = "gla",
-    window: Annotated[int | None, typer.Option(help="Tokens a query sees exactly.", show_default="mixer's")] = None,
-    sinks: Annotated[int | None, typer.Option(help="First tokens that stay visible.", show_default="mixer's")] = None,
-    layers: Annotated[str, typer.Option(help="As in a recipe: all, or LLLN (every 4th stays softmax), …")] = "all",
+    window: Annotated[
+        int | None, typer.Option(help="How many of the last tokens a query attends to exactly.", show_default="mixer's")
+    ] = None,
+    sinks: Annotated[
+        int | None, typer.Option(help="How many of the first tokens stay visible.", show_default="mixer's")
+    ] = None,
+    layers: Annotated[str, typer.Option(help="As in a recipe: all, LLLN (every 4th stays softmax), …")] = "all",
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="OPTION=VALUE", help="A further option of the mixer; repeatable."),
+        typer.Option("--set", metavar="OPTION=VALUE", help="Set another option of the mixer; repeatable."),
     ] = None,
     dtype: Dtype = "auto",
-    seed: Annotated[int, typer.Option(help="Of the new parameters.", min=0, max=MAX_SEED)] = 0,
-    revision: Annotated[str | None, typer.Option(help="Of a hub id.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the new parameters.", min=0, max=MAX_SEED)] = 0,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     trust_remote_code: TrustCode = False,
-    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Read weights that can run code.")] = False,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Read pickle files, which can run code.")
+    ] = False,
 ) -> None:
     """Convert a base without training it.
 
@@ -110,16 +116,16 @@ def calibrate(
     base: Annotated[
         str, typer.Option(help="The base it was made from: folder, hub id or .gguf file.", show_default=False)
     ],
-    text: Annotated[str, typer.Option(help="What to fit on: a data file, or pydoc, as in eval.", show_default=False)],
-    tokens: Annotated[int, typer.Option(help="How much of the text is read.", min=1, max=10**9)] = 8192,
-    seq_len: Annotated[int, typer.Option(help="Tokens of a row.", min=2, max=10**8)] = 1024,
-    seed: Annotated[int, typer.Option(help="Of the order of the documents.", min=0, max=MAX_SEED)] = 0,
+    text: Annotated[str, typer.Option(help="Text to fit on: a data file, or pydoc, as in eval.", show_default=False)],
+    tokens: Annotated[int, typer.Option(help="Tokens of the text to read.", min=1, max=10**9)] = 8192,
+    seq_len: Annotated[int, typer.Option(help="Tokens per row.", min=2, max=10**8)] = 1024,
+    seed: Annotated[int, typer.Option(help="Seed of the order of the documents.", min=0, max=MAX_SEED)] = 0,
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
     """Fit the mixers of a linearized model to its base in closed form, without training.
 
-    Prints how far each layer's attention output is from the base's on that text, before and after.
+    Prints the distance of each layer's attention output from the base's on that text, before and after.
 
     Example: linearize calibrate converted calibrated --base HuggingFaceTB/SmolLM2-135M-Instruct --text pydoc
     """
@@ -133,9 +139,9 @@ def calibrate(
 
 
 def train(
-    stage: Annotated[int, typer.Option(help="Which stage of the recipe, counted from 1.", show_default=False)],
+    stage: Annotated[int, typer.Option(help="Number of the stage in the recipe, counted from 1.", show_default=False)],
     model: Annotated[Path, typer.Option(help="Folder of the linearized model to train.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="New folder for what is learned; see merge.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="New folder for what the stage learns; see merge.", show_default=False)],
     recipe: RecipeFile = None,
     base: Base = None,
     set_: Overrides = None,
@@ -180,25 +186,25 @@ def export(
     dtype: Dtype = "auto",
     quantize: Annotated[
         str | None,
-        typer.Option(help="int8 or fp8: the linear maps of the layers in 8 bits.", show_default="no"),
+        typer.Option(help="int8 or fp8: store the linear projections of the layers in 8 bits.", show_default="no"),
     ] = None,
     text: Annotated[
         str,
-        typer.Option(help="Held-out text on which --quantize measures what it costs: a data file, pydoc or none."),
+        typer.Option(help="Held-out text to measure the loss of --quantize on: a data file, pydoc or none."),
     ] = "pydoc",
     name: Annotated[
-        str | None, typer.Option(help="Its name in the model card, such as its hub id; otherwise that of OUT.")
+        str | None, typer.Option(help="Name for the model card, such as its hub id; by default that of OUT.")
     ] = None,
     base: Annotated[
-        str | None, typer.Option(help="The base it was made from, whose hub id and licence the model card then names.")
+        str | None, typer.Option(help="The base it was made from; the model card then names its hub id and licence.")
     ] = None,
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
-    """Write a model so that anyone loads it: AutoModelForCausalLM.from_pretrained(OUT, trust_remote_code=True).
+    """Write a model that anyone can load: AutoModelForCausalLM.from_pretrained(OUT, trust_remote_code=True).
 
-    With --quantize the weights are those of the package compressed-tensors, which vLLM and transformers read. Both
-    models are then loaded, one after the other, to say how far apart they are; --text none leaves that out.
+    With --quantize the weights have the format of compressed-tensors, which vLLM and transformers read. The command
+    then also loads both models, one after the other, and reports how far apart they are; --text none skips that.
 
     Example: linearize export merged out --dtype bfloat16
 

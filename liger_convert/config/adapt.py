@@ -11,27 +11,27 @@ from liger_convert.config.stages import Alpha, Rank, Variant
 
 
 class Adapt(Strict):
-    """Fits windows and stages to a base and a GPU that the recipe was not written for, see `pipeline.adapt`."""
+    """Adapts windows and stages to a base and a GPU that the recipe was not written for, see `pipeline.adapt`."""
 
     section = "adapt"
 
     hidden_size: Count
     """Hidden size of the base that the learning rates were tuned on."""
     trained: Literal["auto", "mixers", "adapters", "weights"] = "auto"
-    """What is trained where stages have rates for the base's own weights. `mixers`: nothing of the base, so that on
-    texts no longer than the window the model is still the base. `adapters`: low-rank adapters in the place of its
-    weights. `weights`: its weights, where they fit the GPU, on a wider base at rates that fall in proportion to the
-    hidden size. `auto`: `mixers` where a fifth or more of the layers stay softmax and the hidden size is 1,024 at most,
-    else `adapters`."""
+    """What to train in stages that have rates for the base's own weights. `mixers`: nothing of the base, so that on
+    texts no longer than the window the model is still the base. `adapters`: low-rank adapters instead of its weights.
+    `weights`: its weights, if they fit the GPU; on a wider base their rates fall in proportion to the hidden size.
+    `auto`: `mixers` if at least a fifth of the layers stay softmax and the hidden size is at most 1,024, else
+    `adapters`."""
     lora_variant: Variant = "lora"
     """Variant of the adapters, see [Lora](#lora)."""
     lora_rank: Rank = 32
     """Rank of the adapters."""
     lora_alpha: Alpha | None = None
-    """Alpha of the adapters; without, the rank, so that `rslora` scales by its root."""
+    """Alpha of the adapters; by default the rank, so that `rslora` scales by its root."""
     lora_rate: Rate = 5e-4
     """Learning rate of the adapters at `hidden_size`; on a wider base it falls with the square root of the width."""
     align_lora_rate: Rate = 5e-4
     """Learning rate of the adapters in alignment, on every base."""
     gpu_memory: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Fraction of the GPU's memory that a stage may take."""
+    """Fraction of the GPU's memory that a stage may use."""

@@ -26,19 +26,19 @@ class LayerChoice(Strict):
     """One choice of layers: exactly one of the first five fields."""
 
     softmax_every: Annotated[int, between(2, 10**4)] | None = None
-    """The last of every so many layers stays softmax."""
+    """The last layer of every group of this many stays softmax."""
     linear: Annotated[list[Index], Field(min_length=1)] | None = None
     """Numbers of the layers that become linear, counted from 0; the others stay softmax."""
     softmax: list[Index] | None = None
     """Numbers of the layers that stay softmax, counted from 0; the others become linear."""
     softmax_auto: Annotated[int | float | None, BeforeValidator(_count_or_fraction)] = None
-    """How many layers stay softmax, or below 1 which fraction of them; the run measures which."""
+    """How many layers stay softmax, or below 1, what fraction of them; the run measures which ones."""
     repeat: Annotated[list[str], Field(min_length=1)] | None = None
-    """Names of mixers, or softmax, repeated over the layers."""
+    """Names of mixers, or `softmax`, repeated over the layers."""
 
     select: Literal["copy", "kl", "gates"] = "copy"
     """How `softmax_auto` chooses. `copy` measures the loss on a repeated text. `kl` measures the divergence from the
-    base on rows such as a distillation reads. `gates` trains one gate for each layer, all at once."""
+    base on rows like those of a distillation. `gates` trains one gate per layer, all at once."""
     select_tokens: Tokens = 500_000
     """Tokens that `select: gates` trains on."""
 

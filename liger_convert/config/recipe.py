@@ -27,21 +27,21 @@ from liger_convert.utils.errors import BadInput
 
 
 class BaseOptions(Strict):
-    """How the base is fetched. Remote code and pickle files run other people's code and stay off unless asked for."""
+    """How the base is fetched. Remote code and pickle files run other people's code, so they are off by default."""
 
     revision: str | None = None
-    """Branch, tag or commit of a hub id; without it, the hub's default branch."""
+    """Branch, tag or commit of a hub id; by default the hub's default branch."""
     trust_remote_code: bool = False
     """Run Python code that comes with the base."""
     allow_pickle: bool = False
-    """Read weights in pickle files, which can run code when they are read."""
+    """Read weights from pickle files, which can run code when they are read."""
 
 
 class Export(Strict):
     """How the finished model is written."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of the exported weights; `auto` keeps that of the base."""
+    """Dtype of the exported weights; `auto` keeps the base's."""
 
 
 class Eval(Strict):
@@ -50,17 +50,18 @@ class Eval(Strict):
     suite: str = "quick"
     """Name of a suite that comes with the package, or a file like those in eval/suites."""
     data: str | None = None
-    """Folder of local files for the tasks; without it they come from the hub."""
+    """Folder of local files for the tasks; by default they come from the hub."""
     limit: Count | None = None
-    """Rows of each task, in place of the suite's own limits."""
+    """Rows per task, instead of the suite's own limits."""
     text: str | None = None
-    """Source under `data:` whose held-out part is measured on."""
+    """Source under `data:` whose held-out part to measure on."""
     other_text: str | None = None
-    """Source under `data:` of another kind than is trained on, all of it measured on; else `pydoc`, if that is."""
+    """Source under `data:` with text of another kind than is trained on; all of it is used to measure. By default
+    `pydoc`, unless the run reads that."""
     batch_size: Rows = 4
-    """Rows that are measured at a time."""
+    """Rows measured at a time."""
     processes: Processes = 1
-    """Models that are measured at once, on as many GPUs as there are."""
+    """Models measured at once, on as many GPUs as there are."""
 
 
 class Recipe(Strict):
@@ -75,37 +76,37 @@ class Recipe(Strict):
     base_options: BaseOptions = BaseOptions()
     """How the base is fetched."""
     mixer: WrittenMixer
-    """What replaces the attention of the layers called `main`."""
+    """What replaces attention in the layers called `main`."""
     mixers: dict[Name, WrittenMixer] = Field(default_factory=dict)
-    """Further mixers by name, for use in `layers`."""
+    """More mixers by name, for use in `layers`."""
     layers: Layers = "all"
-    """Which layers become linear: `all`, a pattern such as LLLN, a list of names, or a mapping with one choice. Where
-    some of the base's layers are sliding windows of its own, those stay as they are unless they are named, and
-    patterns, counts and fractions are of the other layers."""
+    """Which layers become linear: `all`, a pattern such as LLLN, a list of names, or a mapping with one choice. If some
+    of the base's layers already use sliding windows, those stay unchanged unless they are named, and patterns, counts
+    and fractions refer to the other layers."""
     export: Export = Export()
     """How the finished model is written."""
     device: str = "auto"
-    """Where the run computes: `auto` (a GPU where there is one), `cpu` or `cuda`."""
+    """Where to compute: `auto` (a GPU if there is one), `cpu` or `cuda`."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of matrix products; `auto` is bfloat16 where that is fast."""
+    """Dtype of matrix products; `auto` is bfloat16 if that is fast."""
     sharding: Literal["auto", "none", "full"] = "auto"
-    """Whether several GPUs share the weights of a stage, each holding a slice of them: `full`, `none`, where each holds
-    all, or `auto`, `full` for the stages of which all weights do not fit one GPU."""
+    """Whether several GPUs share the weights of a stage, each holding a slice of them. `full`: they do. `none`: each
+    GPU holds all weights. `auto`: `full` for stages whose weights do not all fit one GPU."""
     sequence_parallel: Processes = 1
-    """How many GPUs share each row, for rows longer than one holds: each takes a part of its tokens. The number of GPUs
-    must be a multiple."""
+    """How many GPUs share each row, for rows longer than one GPU can hold; each takes a part of the tokens. The number
+    of GPUs must be a multiple of it."""
     seed: Seed = 0
-    """Seed of all that is drawn at random."""
+    """Seed of everything random."""
     data: dict[Name, AnySource] = Field(default_factory=dict)
     """Sources of text by name."""
     stages: list[AnyStage] = Field(default_factory=list)
     """Training stages, in order."""
     when_worse: Literal["go_back", "stop", "warn", "ignore"] = "go_back"
-    """What follows a stage that leaves the model worse on text of another kind or at repeating a text. `go_back` trains
-    it again at lower rates, and leaves it out if that does not help; a model that ends worse than the untrained window
-    is not exported. `stop` ends the run, `warn` only says so, `ignore` does not measure."""
+    """What to do if a stage makes the model worse on text of another kind or at repeating a text. `go_back` trains the
+    stage again at lower rates, and leaves it out if that does not help; a model that ends up worse than the untrained
+    window is not exported. `stop` ends the run, `warn` only says so, `ignore` does not measure."""
     adapt: Adapt | None = None
-    """Fit the stages to the base and the GPU; without it they are taken as they are."""
+    """Adapt the stages to the base and the GPU; without it they are used unchanged."""
     eval: Eval = Eval()
     """How the finished model is measured."""
 

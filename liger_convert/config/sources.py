@@ -11,12 +11,12 @@ from liger_convert.config.fields import Count, Fraction, Length, Rows, Strict, T
 
 
 class DataSource(Strict):
-    """Documents to train on, and documents kept from training to measure the perplexity on."""
+    """Documents to train on, and documents held out of training to measure the perplexity on."""
 
     source: str
     """Where the documents come from: pydoc, file, hub or teacher."""
     held_out: Fraction = 0.0
-    """Fraction of the documents that is not trained on; `eval.text` measures on it."""
+    """Fraction of the documents that is held out of training; `eval.text` measures on it."""
 
     @property
     def has_held_out(self) -> bool:
@@ -34,7 +34,8 @@ class DataSource(Strict):
 
 
 class PydocSource(DataSource):
-    """The documentation every Python carries, as texts or as questions and answers: no file, no network."""
+    """The documentation that ships with every Python, as texts or as questions and answers: needs no file and no
+    network."""
 
     source: Literal["pydoc"] = "pydoc"
     """`pydoc`: the documentation of the Python that runs."""
@@ -53,9 +54,9 @@ class RowSource(DataSource):
     """What a row holds: a text, Alpaca's instruction, input and output, or a chat (messages, ShareGPT's conversations,
     or a prompt and its completion)."""
     field: str | None = None
-    """Column to read; without it, `text`, or `messages` or `conversations` of a chat."""
+    """Column to read; by default `text`, or `messages` or `conversations` for a chat."""
     validation: str | None = None
-    """Held-out documents of their own, in place of `held_out`: another file, or another split of a data set."""
+    """Separate held-out documents, instead of `held_out`: another file, or another split of a data set."""
 
     @property
     def has_held_out(self) -> bool:
@@ -75,12 +76,13 @@ class RowSource(DataSource):
 
 
 class FileSource(RowSource):
-    """A .txt, .jsonl, .json or .csv file, plain or packed (.gz, .xz, .zst), a .parquet file, or a folder of them."""
+    """A .txt, .jsonl, .json or .csv file, plain or compressed (.gz, .xz, .zst), a .parquet file, or a folder of
+    them."""
 
     source: Literal["file"] = "file"
     """`file`: a file or a folder on this machine."""
     path: str
-    """The file or folder; a relative path starts at the working directory."""
+    """The file or folder; a relative path is relative to the working directory."""
 
     @property
     def places(self) -> set[tuple[str | None, ...]]:
@@ -95,7 +97,7 @@ class HubSource(RowSource):
     id: str
     """Id of the data set, such as yahma/alpaca-cleaned."""
     name: str | None = None
-    """Configuration of the data set, where it has several."""
+    """Configuration of the data set, if it has several."""
     split: str = "train"
     """Split to train on."""
     revision: str | None = None
@@ -113,22 +115,22 @@ class TeacherSource(DataSource):
     source: Literal["teacher"] = "teacher"
     """`teacher`: text sampled from the base."""
     tokens: Tokens
-    """How many tokens are written; what does not fill a last document is left out."""
+    """How many tokens to write; tokens that would not fill a last document are left out."""
     document_tokens: Length = 512
-    """Tokens of each document, the prompt among them."""
+    """Tokens of each document, including the prompt."""
     temperature: Temperature = 1.0
     """Temperature of the sampling."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sample among the likeliest tokens that together have this probability."""
+    """Sample among the most likely tokens that together have this probability."""
     batch_size: Rows = 64
-    """Documents that are written at a time; half as many, once a GPU has no room for so many."""
+    """Documents written at a time; halved if a GPU runs out of memory."""
     prompt: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
-    """Texts that documents begin with, in turn; without it, the token that begins a text."""
+    """Texts that documents begin with, in turn; by default the token that begins a text."""
     prompts: str | None = None
-    """Name of another source under `data:`. Documents begin as documents of its training part do, which the base
-    continues; shorter ones are left out. Of a chat, the base gives the first response."""
+    """Name of another source under `data:`. The base continues the beginnings of documents from its training part;
+    documents that are too short are left out. For a chat, the base gives the first response."""
     prompt_tokens: Count = 64
-    """With `prompts`, how many tokens of each document the base continues, at most."""
+    """With `prompts`, at most how many tokens of each document the base continues."""
 
     @property
     def documents(self) -> int:

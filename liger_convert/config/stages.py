@@ -27,7 +27,7 @@ class LearningRates(Strict):
     """Peak learning rate of each parameter group; a group without one is frozen."""
 
     mixer: Rate | None = None
-    """The new parameters: gates, feature maps, codes, and how memory and window are combined."""
+    """The new parameters: gates, feature maps, codes, and how the memory and the window are combined."""
     attention: Rate | None = None
     """The attention projections of the base."""
     body: Rate | None = None
@@ -57,24 +57,25 @@ Variant = Literal["lora", "rslora", "dora", "pissa"]
 
 
 class Lora(Strict):
-    """Low-rank adapters, which train in the place of the base's own weights and are merged into them afterwards."""
+    """Low-rank adapters, which are trained instead of the base's own weights and merged into them afterwards."""
 
     variant: Variant = "lora"
     """`lora`; `rslora`, which scales by alpha / √rank, so that adapters of high rank learn as fast (2312.03732);
-    `dora`, which also trains the size of each row of a projection (2402.09353), and cannot share weights among
-    processes in bfloat16; or `pissa`, which starts from the base's largest singular vectors and values (2404.02948), so
-    that a part of the base is in its adapters, and neither dropout nor weight decay is taken."""
+    `dora`, which also trains the norm of each row of a projection (2402.09353), and cannot share weights among
+    processes in bfloat16; or `pissa`, which starts from the base's largest singular vectors and values (2404.02948).
+    With `pissa` part of the base is in the adapters, so dropout and weight decay are refused."""
     rank: Rank = 8
-    """Rank of each adapter. The saved one of `pissa` has twice as much: it is the change of the base."""
+    """Rank of each adapter. With `pissa`, the saved adapter has twice this rank, because it holds the change of the
+    base."""
     alpha: Alpha = 16.0
-    """What an adapter adds is scaled by alpha / rank."""
+    """The output of an adapter is scaled by alpha / rank."""
     dropout: Fraction = 0.0
     """Fraction of an adapter's inputs that is dropped in training."""
     targets: Annotated[Literal["attention", "linearized", "all"] | list[str], BeforeValidator(_lora_targets)] = (
         "attention"
     )
-    """`attention`, the attention projections of the linearized layers; `linearized`, the projections of attention and
-    MLP in these layers; `all`, the same in all layers; or a list of projections in all layers."""
+    """`attention`: the attention projections of the linearized layers. `linearized`: the projections of attention and
+    MLP in these layers. `all`: the same in all layers. Or a list of projections, in all layers."""
 
     @model_validator(mode="after")
     def _keeps_the_base(self) -> Lora:
@@ -101,63 +102,63 @@ Mix = Annotated[str | dict[str, float], BeforeValidator(_mix)]
 
 
 class MixedSeqLen(Strict):
-    """A second row length of a stage, and how many of its micro-batches have it."""
+    """A second row length of a stage, and the fraction of its micro-batches that use it."""
 
     section = "mixed_seq_lens"
 
     seq_len: Length
-    """Tokens of these rows; divides the stage's own `seq_len`."""
+    """Tokens per row; must divide the stage's own `seq_len`."""
     fraction: Annotated[float, Field(gt=0, lt=1)]
     """Fraction of the micro-batches whose rows are cut to this length."""
 
 
 class Stage(Strict):
-    """What the three kinds of stages share."""
+    """The fields that all three kinds of stages share."""
 
     section = "stages"
 
     kind: str
-    """What is learned: align, distill or finetune."""
+    """What to learn: align, distill or finetune."""
     data: Mix
-    """Name of the source under `data:` that is trained on; or several, each with its fraction of the tokens, such as
-    `{text: 0.7, chat: 0.2, own: 0.1}`, which add up to 1. Every row is of one source."""
+    """Name of the source under `data:` to train on, or several sources, each with its fraction of the tokens, such as
+    `{text: 0.7, chat: 0.2, own: 0.1}`. The fractions add up to 1. Each row comes from one source."""
     tokens: Tokens
-    """Tokens to train on, rounded down to whole optimizer steps; a text is used again once it has all been read."""
+    """Tokens to train on, rounded down to whole optimizer steps; a source that runs out is read again."""
     seq_len: Length = 512
-    """Tokens of a row."""
+    """Tokens per row."""
     batch_size: Rows = 4
-    """Rows of a micro-batch."""
+    """Rows per micro-batch."""
     grad_accumulation: Rows = 1
-    """Micro-batches of an optimizer step."""
+    """Micro-batches per optimizer step."""
     learning_rates: LearningRates
     """Peak learning rate of each parameter group; a group without one is frozen."""
     lora: Lora | None = None
-    """Low-rank adapters in the place of the base's own weights."""
+    """Train low-rank adapters instead of the base's own weights."""
     warmup_ratio: Fraction = 0.05
     """Fraction of the steps in which the learning rates rise from 0."""
     schedule: Literal["cosine", "constant", "linear"] = "cosine"
     """How the learning rates fall after the warm-up."""
     weight_decay: Annotated[float, between(0, 100)] = 0.0
-    """AdamW's weight decay, of the base's matrices and of adapters only."""
+    """AdamW's weight decay; applies only to the base's matrices and to adapters."""
     max_grad_norm: Annotated[float, between(1e-9, 1e12)] = 1.0
-    """Larger gradients are scaled down to this norm; a very large number turns that off."""
+    """Gradients with a larger norm are scaled down to this one; a very large number turns this off."""
     ema_length: Fraction = 0.0
-    """Above 0 the result is not the last weights but their exponential moving average, which reaches back this fraction
-    of the steps on average; training itself stays the same."""
+    """Above 0, the result is not the last weights but their exponential moving average, which on average reaches back
+    this fraction of the steps. Training itself does not change."""
     save_every: Count = 50
-    """Optimizer steps between two checkpoints."""
+    """Optimizer steps between checkpoints."""
     gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass: less memory, slower."""
+    """Recompute activations in the backward pass, which needs less memory but is slower."""
     compile: bool = True
-    """On a GPU, compile the layers, which takes the first step a minute. With `concat_documents`, the forward and
+    """On a GPU, compile the layers, which adds a minute to the first step. With `concat_documents`, the forward and
     backward pass of a step are also captured as one CUDA graph."""
     copy_fraction: Fraction = 0.0
-    """Fraction of the rows in which a stretch of text is repeated later in the row, so that a memory of what has left
-    the window pays."""
+    """Fraction of the rows that repeat a span of text later in the row, so that remembering what has left the window
+    pays off."""
     concat_documents: bool = False
-    """Treat a row as one text, whatever documents it is made of; otherwise each document starts anew."""
+    """Treat a row as one text even if it has several documents; otherwise each document starts afresh."""
     mixed_seq_lens: list[MixedSeqLen] = Field(default_factory=list)
-    """Shorter rows among those of `seq_len`: a model trained only on long rows gets worse on short ones."""
+    """Shorter rows mixed in with those of `seq_len`: a model trained only on long rows gets worse on short ones."""
 
     @property
     def sources(self) -> dict[str, float]:
@@ -224,16 +225,16 @@ class Stage(Strict):
 
 
 class AlignStage(Stage):
-    """Each layer learns to give the attention output of the base on the base's own activations."""
+    """Each layer learns to reproduce the base's attention output, given the base's own activations."""
 
     kind: Literal["align"] = "align"
     """`align`: each layer learns the base's attention output."""
     calibrate: bool = True
-    """First fit each mixer that is trained in closed form on one batch, see `training.calibrate`."""
+    """First fit each trained mixer in closed form on one batch, see `training.calibrate`."""
     layerwise: bool = False
-    """Train the layers one after the other, on one GPU, with one layer of the base in memory at a time: any model fits.
-    The hidden states of the stage's rows go through the disk, twice `tokens` × the hidden size in numbers. The result
-    is the same, see [Several GPUs](several-gpus.md#layer-by-layer)."""
+    """Train the layers one after the other on one GPU, with one layer of the base in memory at a time, so that any
+    model fits. The hidden states of the stage's rows are stored on disk; they take twice `tokens` × the hidden size in
+    values. The result is the same, see [Several GPUs](several-gpus.md#layer-by-layer)."""
 
     @model_validator(mode="after")
     def _reachable(self) -> AlignStage:
@@ -248,7 +249,7 @@ class AlignStage(Stage):
 
 
 class DistillStage(Stage):
-    """The model learns the base's next-token distribution: KL to its logits, and optionally cross-entropy."""
+    """The model learns the base's next-token distribution, by KL divergence and optionally cross-entropy."""
 
     kind: Literal["distill"] = "distill"
     """`distill`: the model learns the base's next-token distribution."""
@@ -267,7 +268,7 @@ class DistillStage(Stage):
 
 
 class FinetuneStage(Stage):
-    """Cross-entropy on the data itself, on the responses only or on every token."""
+    """Cross-entropy on the data itself, either on the responses only or on every token."""
 
     kind: Literal["finetune"] = "finetune"
     """`finetune`: the model learns the data itself."""

@@ -14,7 +14,8 @@ OPTION_SIZE = 1 << 16
 
 
 class WrittenMixer(Strict):
-    """Type and options as they were written, within bounds; `mixers.resolve_spec` checks them and adds the defaults."""
+    """The type and options as written, checked for bounds; `mixers.resolve_spec` validates them and adds the
+    defaults."""
 
     model_config = ConfigDict(extra="allow")
     section = "mixer"
@@ -22,9 +23,9 @@ class WrittenMixer(Strict):
     type: str
     """Name of the mixer, see `linearize mixers`."""
     window: Annotated[int, BeforeValidator(whole), between(0, 10**8)] | None = None
-    """Last tokens that a query attends to exactly; 0 for all."""
+    """How many of the last tokens a query attends to exactly; 0 for all."""
     sinks: Annotated[int, between(0, OPTION_SIZE)] | None = None
-    """First tokens of a text that every query attends to exactly."""
+    """How many of the first tokens of a text every query attends to exactly."""
 
     @model_validator(mode="after")
     def _bounded(self) -> WrittenMixer:
