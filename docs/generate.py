@@ -202,10 +202,10 @@ def recipes_page() -> str:
         "",
         MADE,
         "",
-        "A recipe is one YAML file. It says what is converted, how it is trained and how it is measured.",
-        "The recipes that come with the package are in `recipes/`; each begins with the command that runs it.",
+        "A recipe is a YAML file that says what to convert, how to train it and how to measure it.",
+        "The shipped recipes are in `recipes/`; each begins with the command that runs it.",
         "`--set FIELD=VALUE` changes one field from the command line, for example `--set stages[0].tokens=4e6`.",
-        "A field that is unknown, misspelt or out of bounds is refused in one sentence that names it.",
+        "A field that is unknown, misspelt or out of bounds is refused with a message that names it.",
         "",
         "The smallest recipe names a base and a mixer:",
         "",
@@ -222,13 +222,13 @@ def recipes_page() -> str:
         general = " ".join(filter(None, (_tag(model), _plain(_docs_of(model)[0]))))
         lines += ["", f"## {model.__name__}", *(["", textwrap.fill(general, 118)] if general else [])]
         if places:
-            lines += ["", f"Stands at {' and '.join(f'`{place}`' for place in places)}."]
+            lines += ["", f"Used at {' and '.join(f'`{place}`' for place in places)}."]
         if parents := _parents(model):
             links = " and ".join(f"[{parent.__name__}](#{parent.__name__.lower()})" for parent in parents)
             lines += ["", f"It has the fields of {links}" + (", and:" if own_fields(model) else ".")]
         if not own_fields(model):
             continue
-        lines += ["", "| field | value | default | what it is |", "| --- | --- | --- | --- |"]
+        lines += ["", "| field | value | default | description |", "| --- | --- | --- | --- |"]
         for name, field in own_fields(model).items():
             annotation = field.annotation
             value = ", ".join(filter(None, (_type_words(annotation), _bounds(field))))
@@ -303,18 +303,18 @@ def cli_page() -> str:
         "",
         MADE,
         "",
-        "`linearize COMMAND --help` says the same in a terminal.",
+        "`linearize COMMAND --help` shows the same in a terminal.",
         "",
         "- A base or a model is a folder, a hub id, a `.gguf` file, or `package:MODULE/FILE`.",
         "- Commands that print a table print JSON with `--json`.",
         "- Exit codes: 0 done, 1 failed, 2 bad input, 130 and 143 stopped by Ctrl-C or SIGTERM.",
-        "- An error is one sentence. It says what is wrong and where.",
-        "- Ctrl-C and SIGTERM save the training step that was reached, where that takes less than 6 seconds.",
-        "  A command ends within 10 seconds. A closed terminal does not end it.",
+        "- An error message is one sentence that says what is wrong and where.",
+        "- Ctrl-C and SIGTERM save the training step reached so far if that takes less than 6 seconds.",
+        "  The command ends within 10 seconds. Closing the terminal does not end it.",
     ]
     for name, command in group.commands.items():
         said, examples = _help(command)
-        lines += ["", f"## linearize {name}", "", said, "", "| argument or option | default | what it is |"]
+        lines += ["", f"## linearize {name}", "", said, "", "| argument or option | default | description |"]
         lines += ["| --- | --- | --- |", *_option_rows(command)]
         reason = NOT_RUN.get(name)
         for example in examples:
@@ -346,11 +346,11 @@ def mixers_page() -> str:
         "",
         MADE,
         "",
-        "A mixer replaces softmax attention: a memory, combined with a window that keeps sinks.",
-        "`mixer: {type: NAME}` in a recipe chooses one. A recipe may use several, see [Recipes](recipes.md).",
-        "`linearize mixers` prints this list for the heads of your model.",
+        "A mixer replaces softmax attention with a memory, combined with a window that keeps sinks.",
+        "Choose one with `mixer: {type: NAME}` in a recipe. A recipe may use several, see [Recipes](recipes.md).",
+        "`linearize mixers` prints this list for the heads of your own model.",
         "",
-        "The state is that of one layer of SmolLM2-135M (9 query heads, 3 key-value heads of size 64), float32.",
+        "State sizes are for one layer of SmolLM2-135M (9 query heads, 3 key-value heads of size 64) in float32.",
         "",
         "| mixer | what it is | recurrence | gate | combined with the window by | state, KB |",
         "| --- | --- | --- | --- | --- | ---: |",
@@ -363,65 +363,66 @@ def mixers_page() -> str:
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     lines += [
         "",
-        "The recurrences, each one op with a plain reference:",
+        "The recurrences (each is one op with a plain reference):",
         "",
         "- **gla**: S ← diag(a) S + kᵀv",
         "- **delta_rule**: S ← (I − b kᵀk) a S + b kᵀv",
         "- **momentum**: the delta rule with a running mean of its steps",
-        "- **inner_model**: a small model W that gradients train, with a norm, a hidden layer, momentum or decay",
+        "- **inner_model**: a small model W trained by gradients, with a norm, a hidden layer, momentum or decay",
         "- **slots**: softmax over a fixed number of slots",
         "- **elementwise**: A ⊙ S + kᵀv",
         "- **routed**: several memories of another mixer",
         "",
-        "`ttt` and `titans` take `inner_model` where the delta rule is not all they are (`model: mlp`, `mini_batch`,",
+        "`ttt` and `titans` use `inner_model` when they are more than the delta rule (`model: mlp`, `mini_batch`,",
         "`inner_norm`).",
         "",
-        "Most run in any scope (all tokens, or those that left the window), with rotary or without, and over any",
-        "feature map. `forget: true` gives any window a gate by which it learns to forget.",
+        "Most mixers run in any scope (all tokens, or those that left the window), with or without rotary, and with",
+        "any feature map. `forget: true` gives any window a gate that learns to forget.",
         "",
-        "Pieces of the papers' layers that a conversion can do without are off by default. These start as the",
-        "identity, so that a conversion is the same with them before training:",
+        "Pieces of the papers' layers that a conversion can do without are off by default. The following start as the",
+        "identity, so they do not change a conversion before training:",
         "",
-        "- `short_conv: 4`: a causal convolution of that many tokens for each channel of the memory's queries, keys",
-        "  and values. The papers' SiLU behind it is left out, which no start makes the identity.",
-        "- `output_gate: true`: the memory's read times 2 sigmoid(W x) of the layer's input x.",
+        "- `short_conv: 4`: a causal convolution over that many tokens for each channel of the memory's queries, keys",
+        "  and values. The papers follow it with SiLU, which is left out because no initialization makes it the",
+        "  identity.",
+        "- `output_gate: true`: multiplies the memory's read by 2 sigmoid(W x), where x is the layer's input.",
         "- `skip: true`: adds d ⊙ v of the token itself to the read.",
-        "- `bonus: true`: adds the token itself to the read of `rwkv6`, with a weight per key channel. With",
-        "  `scope: all` that is always so.",
-        "- `token_shift: true`: queries, keys and values of `rwkv6`, the window's too, take a part of the token",
-        "  before, a number per channel that a low-rank map makes of the layer's input.",
-        "- `kv_shift: true`: keys and values of `forgetting` likewise, a number per head.",
+        "- `bonus: true`: adds the token itself to the read of `rwkv6`, with one weight per key channel. With",
+        "  `scope: all` this is always on.",
+        "- `token_shift: true`: mixes part of the previous token into the queries, keys and values of `rwkv6`,",
+        "  including those of the window. A low-rank map of the layer's input gives the part, one number per channel.",
+        "- `kv_shift: true`: does the same for the keys and values of `forgetting`, with one number per head.",
         "",
-        "These change what a conversion starts with:",
+        "The following change what a conversion starts with:",
         "",
-        "- `output_norm: rms`: each head's read at one learned size per channel.",
-        "- `qk_norm: true` and `rope: false`: `forgetting` brings queries and keys to one size, or leaves out rotary.",
-        "- `gate: learned` and `gate: fixed`: the gates of `forgetting` are of each head, not of each token. `learned`",
-        "  starts as the default does; `shortest` and `longest` give heads different gates.",
-        "- `model: mlp`, `mini_batch: 16`, `inner_norm: true`: what `ttt` and `titans` train is a model with a hidden",
-        "  layer, takes its gradients once in so many tokens, and (`ttt`) has a residual and a layer norm, as",
+        "- `output_norm: rms`: normalizes each head's read, with a learned scale per channel.",
+        "- `qk_norm: true` and `rope: false`: `forgetting` normalizes queries and keys, or leaves out rotary.",
+        "- `gate: learned` and `gate: fixed`: the gates of `forgetting` belong to each head, not to each token.",
+        "  `learned` starts like the default; `shortest` and `longest` give heads different gates.",
+        "- `model: mlp`, `mini_batch: 16`, `inner_norm: true`: the model trained inside `ttt` and `titans` has a",
+        "  hidden layer, takes one gradient per this many tokens, and (`ttt` only) has a residual and a layer norm, as",
         "  published.",
         "",
-        "[eval/reports/mixers.md](../eval/reports/mixers.md) has how close most of them come to the base's attention.",
+        "[eval/reports/mixers.md](../eval/reports/mixers.md) shows how close most come to the base's attention.",
         "",
         "## What is left out",
         "",
-        "A checkpoint has no weights for some pieces of a paper's layer. What is named as off by default is an option",
+        "A checkpoint has no weights for some pieces of a paper's layer. Pieces listed as off by default are options",
         "of the mixer.",
         "",
-        "| mixer | what it lacks of its paper's layer |",
+        "| mixer | what it lacks from its paper's layer |",
         "| --- | --- |",
         *(f"| `{name}` | {about['left_out']} |" for name, about in mixers.items() if about["left_out"]),
         "",
         "## Options and defaults",
         "",
-        "[Add a mixer](extending/mixer.md) says where they are written down. The options that every mixer has:",
+        "[Add a mixer](extending/mixer.md) explains where they are defined. Every mixer has these options:",
         "",
     ]
     common = ("window", "sinks", "scope", "combine", "forget")
     first = next(iter(mixers.values()))["options"]
     lines += [f"- `{option}`: `{_yaml(first[option])}` by default" for option in common if option in first]
-    lines += ["", "| mixer | options of its own | other defaults of the common ones |", "| --- | --- | --- |"]
+    lines += ["", "| mixer | its own options | different defaults of the common options |", "| --- | --- | --- |"]
     for name, about in mixers.items():
         own = _options(about["options"], lambda option, _: option not in common)
         other = _options(about["options"], lambda option, value: option in common and value != first.get(option))

@@ -82,7 +82,7 @@ class ForgettingSpec(WindowSpec):
 
 @register_mixer("forgetting")
 class Forgetting(Window):
-    summary = "softmax attention over all tokens, or a long window, fading by a learned gate; no memory"
+    summary = "softmax attention over all tokens, or a long window, with a learned gate for fading; no memory"
     gate_rule = "sigmoid(x W + b)"
     left_out = (
         "a gate for every query head (groups share one), the sigmoid of the shift; off by default: `kv_shift`, "

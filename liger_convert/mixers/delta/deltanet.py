@@ -15,7 +15,7 @@ from liger_convert.mixers.registry import register_mixer
 
 @register_mixer("deltanet")
 class DeltaNet(DeltaMixer):
-    summary = "delta rule: a key's old value makes way for its new one"
+    summary = "delta rule: a key's new value replaces its old one"
     left_out = (
         "SiLU of queries, keys and values, the strength's projection; off by default: `short_conv`, `output_norm`"
     )

@@ -35,7 +35,7 @@ class GatedDeltaNet2Spec(KDASpec):
 
 @register_mixer("gated-deltanet-2")
 class GatedDeltaNet2(KDA):
-    summary = "delta rule with a decay and a gate to erase per key channel, and one to write per value channel"
+    summary = "delta rule with a decay and an erase gate per key channel, and a write gate per value channel"
     gate_rule = "exp(-softplus(k + c))"
     left_out = (
         "SiLU of queries, keys and values, the gates' projections, the learned scale of the decay; off by default: "

@@ -49,7 +49,7 @@ class Titans(DeltaMixer):
     summary = "delta rule with momentum and forgetting"
     gate_rule = "exp(-softplus(pool(k) + e))"
     left_out = (
-        "persistent tokens in attention, memory as context, as gate (a learned mix stands for it) and as layer, the "
+        "persistent tokens in attention, memory as context, as gate (replaced by a learned mix) and as layer, the "
         "rates' projections, SiLU of queries, keys and values; off by default: `model: mlp`, `mini_batch: 16`, "
         "`short_conv`, `output_norm`, `output_gate`"
     )

@@ -54,8 +54,8 @@ class TTTSpec(InnerModelSpec):
 class TTT(DeltaMixer):
     summary = "a linear model, or one with a hidden layer, trained by gradient steps from a learned start"
     left_out = (
-        "the learning rate's projection and its division by the token's place, the rotary within a mini-batch; off by "
-        "default: `inner_norm` (with the residual), `mini_batch: 16`, `model: mlp`, `short_conv`, `output_norm`, "
+        "the learning rate's projection and its division by the token's position, the rotary within a mini-batch; off "
+        "by default: `inner_norm` (with the residual), `mini_batch: 16`, `model: mlp`, `short_conv`, `output_norm`, "
         "`output_gate`"
     )
     Spec = TTTSpec

@@ -40,7 +40,7 @@ class DecayingFastWeightsSpec(GatedSpec):
 
 @register_mixer("decaying-fast-weights")
 class DecayingFastWeights(GatedMixer):
-    summary = "a decay of keys' and one of values' channels"
+    summary = "one decay for the channels of keys and one for those of values"
     gate_rule = "sigmoid(pool(k) + b), of rows and of columns"
     left_out = "the projections of both decays, and a decay for every value channel (groups share one)"
     Spec = DecayingFastWeightsSpec

@@ -32,7 +32,7 @@ class GatedRFASpec(GatedSpec):
 
 @register_mixer("gated-rfa")
 class GatedRFA(GatedMixer):
-    summary = "normalised random features with a scalar gate that forgets what it writes"
+    summary = "normalized random features; a scalar gate forgets as much as it writes"
     gate_rule = "sigmoid(pool(k) + b), scalar"
     left_out = "the gate's projection of the layer's input, and the sines and cosines of the Gaussian kernel"
     Spec = GatedRFASpec

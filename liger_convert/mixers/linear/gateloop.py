@@ -47,7 +47,7 @@ class GateLoopSpec(GatedSpec):
 
 @register_mixer("gateloop")
 class GateLoop(GatedMixer):
-    summary = "linear attention with a complex gate per channel: the token chooses its size and its angle"
+    summary = "linear attention with a complex gate per channel; the token sets its magnitude and angle"
     gate_rule = "sigmoid(pool(k) + b) e^(i k P)"
     slow_parameters: ClassVar[dict[str, float]] = {"phase_GDC": 1e-3}
     left_out = "the gate's projections of the layer's input; off by default: `output_gate`"

@@ -56,7 +56,7 @@ class GLASpec(GatedSpec):
 
 @register_mixer("gla")
 class GLA(GatedMixer):
-    summary = "normalised gated linear attention over a codebook, one denominator with the window"
+    summary = "normalized gated linear attention over a codebook, one denominator with the window"
     gate_rule = "sigmoid(pool(k) + b)^(1/tau)"
     left_out = "GLA's projection of the gate and its output norm; off by default: `output_gate`"
     Spec = GLASpec

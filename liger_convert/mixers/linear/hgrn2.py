@@ -40,7 +40,7 @@ class HGRN2Spec(GatedSpec):
 
 @register_mixer("hgrn2")
 class HGRN2(GatedMixer):
-    summary = "a running mean per channel: what is forgotten is what is taken in"
+    summary = "a running mean per channel: it forgets as much as it takes in"
     gate_rule = "gamma + (1 - gamma) sigmoid(pool(k) + b)"
     left_out = "lower bounds that are learned and rise from layer to layer, the gate's projection, swish of queries"
     Spec = HGRN2Spec

@@ -46,7 +46,7 @@ class LigerPaperSpec(MixerSpec):
 
 @register_mixer("liger-paper")
 class LigerPaper(DiagonalMixer):
-    summary = "the published Liger-GLA: unnormalised memory of all tokens, half and half with the window"
+    summary = "the published Liger-GLA: unnormalized memory of all tokens, half and half with the window"
     gate_rule = "sigmoid(k)^(1/16)"
     left_out = "nothing of Liger's; of GLA's layer all but the recurrence"
     Spec = LigerPaperSpec

@@ -46,7 +46,7 @@ class MLSTMSpec(GatedSpec):
 
 @register_mixer("mlstm")
 class MLSTM(GatedMixer):
-    summary = "a forget and an exponential input gate per head, divided by max(|m|, 1)"
+    summary = "a forget gate and an exponential input gate per head, divided by max(|m|, 1)"
     gate_rule = "sigmoid(pool(k) + b), scalar"
     left_out = (
         "the gates' projections of the layer's input, the skip of its block; the input gate has a bound; off by "

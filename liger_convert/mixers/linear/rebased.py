@@ -27,7 +27,7 @@ class RebasedSpec(LinearSpec):
 
 @register_mixer("rebased")
 class Rebased(LinearMixer):
-    summary = "linear attention with a learned parabola for a feature map"
+    summary = "linear attention with a learned parabola as feature map"
     left_out = (
         "the projection of queries and keys to 16 channels; off by default: `short_conv`, `feature_map: products`"
     )

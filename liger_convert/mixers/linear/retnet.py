@@ -28,7 +28,7 @@ class RetNetSpec(LightningSpec):
 class RetNet(Lightning):
     summary = "retention: rotated linear attention with a constant decay per head"
     gate_rule = "1 - 2^(-5 - g), constant"
-    left_out = "xPos, for which the base's rotary stands; off by default: `output_gate`"
+    left_out = "xPos (the base's rotary is used instead); off by default: `output_gate`"
     Spec = RetNetSpec
 
     @staticmethod

@@ -101,7 +101,7 @@ class MoMSpec(MixerSpec):
 
 @register_mixer("mom")
 class MoM(Mixer):
-    summary = "mixture of memories: a router sends each token to some of many memories of another mixer"
+    summary = "mixture of memories: a router sends each token to some of several memories of another mixer"
     gate_rule = "the inner mixer's"
     left_out = "projections of keys and values for each memory, and the output norm and gate"
     recurrence = "routed"

@@ -29,7 +29,7 @@ class ABCSpec(SlotSpec):
 class ABC(SlotMixer):
     summary = "bounded-memory control: softmax over slots that never forget, each a learned choice of tokens"
     gate_rule = "none"
-    left_out = "the control's projection of the layer's input, for which the keys stand"
+    left_out = "the control's projection of the layer's input (the keys are used instead)"
     Spec = ABCSpec
     spec: ABCSpec
 

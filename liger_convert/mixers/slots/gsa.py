@@ -42,7 +42,7 @@ class GSA(SlotMixer):
     gate_rule = "sigmoid(pool(k) + b)^(1/tau)"
     left_out = (
         "the gate's projection of the layer's input, swish of queries, keys, values and the output, the output "
-        "norm; the normalizer is added"
+        "norm; a normalizer is added"
     )
     Spec = GSASpec
     spec: GSASpec

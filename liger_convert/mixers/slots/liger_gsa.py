@@ -41,7 +41,7 @@ class LigerGSASpec(SlotSpec):
 
 @register_mixer("liger-gsa")
 class LigerGSA(SlotMixer):
-    summary = "the published Liger-GSA: softmax over slots as they are, half and half with the window"
+    summary = "the published Liger-GSA: softmax over unnormalized slots, half and half with the window"
     gate_rule = "sigmoid(pool(k))^(1/16)"
     left_out = "nothing of Liger's; of GSA's layer all but the recurrence"
     Spec = LigerGSASpec

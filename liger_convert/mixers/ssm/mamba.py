@@ -32,7 +32,7 @@ class MambaSpec(ElementwiseSpec, ReadSpec):
 
 @register_mixer("mamba")
 class Mamba(ElementwiseMixer):
-    summary = "selective state space: each value channel forgets at several rates, scaled by every token"
+    summary = "selective state space: each value channel forgets at several rates, scaled by each token"
     gate_rule = "exp(-softplus(pool(k) + b) e^rate)"
     left_out = "the step's low-rank projection; off by default: `short_conv`, `skip`, `output_gate`"
     Spec = MambaSpec

@@ -31,7 +31,7 @@ class Mamba2Spec(GatedSpec):
 
 @register_mixer("mamba2")
 class Mamba2(GatedMixer):
-    summary = "state space duality: a step size per head that forgets and writes"
+    summary = "state space duality: one step size per head sets both forgetting and writing"
     gate_rule = "exp(-A softplus(pool(k) + b)), scalar"
     left_out = "the skip D v, the step's projection of the layer's input; off by default: `short_conv`, `output_gate`"
     Spec = Mamba2Spec

@@ -30,7 +30,7 @@ class S4Spec(ElementwiseSpec):
 
 @register_mixer("s4")
 class S4(ElementwiseMixer):
-    summary = "diagonal state space: running means of each value channel at fixed rates, blind to content"
+    summary = "diagonal state space: running means of each value channel at fixed rates, independent of content"
     gate_rule = "exp(-e^rate), learned"
     left_out = "complex rates, the GELU and the linear layer that mix the output's channels; off by default: `skip`"
     Spec = S4Spec
