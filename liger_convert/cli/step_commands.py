@@ -196,7 +196,7 @@ def export(
         str | None, typer.Option(help="Name for the model card, such as its hub id; by default that of OUT.")
     ] = None,
     base: Annotated[
-        str | None, typer.Option(help="The base it was made from; the model card then names its hub id and licence.")
+        str | None, typer.Option(help="The base it was made from; the model card then names its hub id and license.")
     ] = None,
     device: Device = "auto",
     as_json: Json = False,
