@@ -315,6 +315,7 @@ def timed(worker: Worker, built: Built, eager: str | None = None) -> dict[str, A
         "step_ms": step_ms,
         "tokens_per_s": 1e3 * built.stage.step_tokens / step_ms["median"],
         "fwd_bwd": "captured" if captured else f"eager: {trainer.eager}",
+        "flat": trainer.flat,  # whether gradients were averaged where they stood
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
     }
     if isinstance(trainer, Clocked):
