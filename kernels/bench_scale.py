@@ -9,11 +9,12 @@ The parts, on models of random weights with every layer linear and on random tok
 - fsdp-full: Llama-3-8B distilled, all weights but the embeddings, which one GPU has no room for.
 - sequence: rows that GPUs share, of layers by themselves and of SmolLM2-135M, beside a row for each GPU.
 
-Each part is measured by processes of its own, which have --timeout seconds: a part that fails or hangs costs no other
-part its numbers. A GPU has the same rows alone and with others. A training whose loss at the first step is not that of
-the others of its part, or whose processes end with different weights, has no time. The file that --json names is
-complete after every row, and tells how a part failed. The exit code is 1 where something is wrong; what misses a target
-or does not fit is told only.
+Each part is measured by processes of its own, which have so many seconds as TIMEOUTS or --timeout say: a part that
+fails or hangs costs no other part its numbers, and has a row that says why. A GPU has the same rows alone and with
+others. A training whose loss at the first step is not that of the others of its part, or whose processes end with
+different weights, has no time. With --profile a table says where the time of a step of ddp goes, in the first process.
+The file that --json names is complete after every row. The exit code is 1 where something is wrong; what misses a
+target or does not fit is told only.
 """
 
 from __future__ import annotations
@@ -40,11 +41,14 @@ from rich.table import Table
 PARTS = ["equality", "ddp", "fsdp-lora", "fsdp-full", "sequence"]
 ALONE = {"fsdp-lora": 0, "ddp": 1, "equality": 1}  # what one GPU takes as well, and which: in this order
 GPUS = 2
+# Seconds. Layers compile for a minute, and those that share their weights may take longer.
+TIMEOUTS = {"equality": 240, "ddp": 240, "fsdp-lora": 300, "fsdp-full": 300, "sequence": 300}
 SCRIPT = Path(__file__).with_name("scale_parts.py")
 POLL = 0.1  # seconds
 GRACE = 5.0  # seconds in which the others end once a process has failed
 AHEAD = 2  # tasks whose processes import what they need before it is their turn
 CLOSE = 0.05  # of two losses of random weights on random tokens
+TIMES = "step_ms", "tokens_per_s", "profile", "sending_ms"  # what a row of wrong results has not
 TAIL = 30  # lines of what a process wrote that failed
 
 
@@ -58,6 +62,7 @@ class Task:
     begun: float = 0.0
     told: int = 0  # rows
     failed: tuple[float, int] | None = None  # when the first process did, and which
+    why: str = ""  # as it failed
 
     @property
     def gpus(self) -> int:
@@ -116,7 +121,7 @@ class Bench:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
         facts = {"part": task.part, "name": task.name, "folder": str(self.folder), "cpu": self.a.cpu}
-        facts |= {"compile": not self.a.no_compile, "steps": self.a.steps}
+        facts |= {"compile": not self.a.no_compile, "steps": self.a.steps, "profile": self.a.profile}
         file = self.folder / f"{task.name}.json"
         file.write_text(json.dumps(facts))
         for rank in range(task.gpus):
@@ -153,22 +158,22 @@ class Bench:
         bad = [rank for rank, code in enumerate(codes) if code]
         if task.failed is None and bad:
             task.failed = now, bad[0]
-        if task.failed is None and now - task.begun <= self.a.timeout:
+        limit = self.a.timeout or TIMEOUTS[task.part]
+        if task.failed is None and now - task.begun <= limit:
             return False
         if task.failed is not None and None in codes and now - task.failed[0] < GRACE:
             return False
         self.kill(task)
         rank = codes.index(None) if task.failed is None else task.failed[1]
-        lines = self.log(task, rank).read_text(errors="replace").splitlines()[-TAIL:]
+        lines = self.log(task, rank).read_text(errors="replace").splitlines()
         if task.failed is None:
-            why = f"not done after {self.a.timeout:g} seconds; see where process {rank} was"
+            why = f"not done after {limit:g} seconds; process {rank} {where(lines)}"
         elif any("missing" in row for row in self.read(task, last=True)):
             return True  # a row says what did not fit
         else:
             why = f"process {rank} failed: {reason(lines) or f'exit code {codes[rank]}'}"
-        self.failures.append({"task": task.title, "why": why, "tail": lines})
-        print(f"{task.title}: {why}", file=sys.stderr, flush=True)
-        self.write()
+        task.why = why
+        self.failures.append({"task": task.title, "why": why, "tail": lines[-TAIL:]})
         return True
 
     def kill(self, task: Task) -> None:
@@ -196,6 +201,7 @@ class Bench:
         rows = [joined(list(row)) for row in zip(*told)]
         if last:
             rows += [row for own in told for row in own[len(rows) :] if "missing" in row][:1]
+            rows += [{"case": "the rest", "gpus": task.gpus, "failed": task.why}] if task.why else []
         return [{"part": task.part} | row for row in rows]
 
     def collect(self, task: Task, last: bool = False) -> None:
@@ -216,7 +222,7 @@ class Bench:
             first, other = row["losses"][0], same[0]["losses"][0]
             if not abs(first - other) <= CLOSE * abs(other):
                 row["wrong"] = f"its first loss is {first:.4f}, and {other:.4f} in {same[0]['case']!r}: it is not timed"
-                row = {name: value for name, value in row.items() if name not in ("step_ms", "tokens_per_s")}
+                row = {name: value for name, value in row.items() if name not in TIMES}
         return row
 
     def write(self) -> None:
@@ -231,6 +237,15 @@ def reason(lines: list[str]) -> str:
     """Of what a process wrote before it failed: its error, behind which libraries may have said more."""
     errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)]
     return (errors or lines or [""])[-1]
+
+
+def where(lines: list[str]) -> str:
+    """Where a process was that wrote `lines`, and at last its place in the code."""
+    places = [at for at, line in enumerate(lines) if re.match(r"(Current t|T)hread 0x", line)]
+    current = [at for at in places if lines[at].startswith("Current")]
+    said = lines[places[0] - 1] if places and places[0] else ""
+    place = lines[current[-1] + 1].strip() if current and current[-1] + 1 < len(lines) else "a place it did not tell"
+    return f"was at {place}" + (f", and said last: {said}" if said else "")
 
 
 def joined(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -310,21 +325,46 @@ def show(bench: Bench) -> None:
         met = {True: "met", False: "missed", None: ""}[finding["met"]]
         value = finding["value"]
         marks.add_row(finding["what"], f"{value:,.0f}" if value > 100 else f"{value:.3f}", target, met)
-    for table in (equal, times, marks):
+    profiles = [profile_of(rows) for rows in cases(bench.rows).values()]
+    for table in (equal, times, *profiles, marks):
         if table.row_count:
             console.print(table)
     for row in bench.rows:
-        if why := row.get("wrong") or row.get("missing"):
+        if why := row.get("wrong") or row.get("missing") or row.get("failed"):
             console.print(f"{row['part']}, {row['case']}, {row['gpus']} GPUs: {why}", markup=False)
-    for failure in bench.failures:
-        console.print(f"{failure['task']}: {failure['why']}", markup=False)
+
+
+def cases(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The rows with a profile, of so many GPUs each, by their case."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if "profile" in row:
+            found.setdefault(row["case"], []).append(row)
+    return found
+
+
+def profile_of(rows: list[dict[str, Any]]) -> Table:
+    """Where the time of a step goes, of the rows of a case. The clock of a GPU also runs where the GPU waits."""
+    clocks = [(row, clock) for row in rows for clock in ("gpu", "host") if row["profile"][clock]]
+    heads = [f"{row['gpus']} GPU{'s' * (row['gpus'] > 1)}, {clock}" for row, clock in clocks]
+    table = Table(f"ms of a step, {rows[0]['case']}", *heads)
+    columns = [row["profile"][clock] for row, clock in clocks]
+    parts = dict.fromkeys(part for column in reversed(columns) for part in column)
+    for part in parts:
+        table.add_row(part, *(f"{column[part]:.2f}" if part in column else "" for column in columns))
+    table.add_row("together", *(f"{sum(column.values()):.2f}" for column in columns))
+    sent = [row.get("sending_ms") for row, _ in clocks]
+    table.add_row("sending as much, by itself", *("" if ms is None else f"{ms:.2f}" for ms in sent))
+    return table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"({' '.join(PARTS)})")
     parser.add_argument("--steps", type=int, default=6, help="optimizer steps that are measured (6)")
-    parser.add_argument("--timeout", type=float, default=120, help="seconds that the processes of a part have (120)")
+    limits = ", ".join(f"{part} {seconds}" for part, seconds in TIMEOUTS.items())
+    parser.add_argument("--timeout", type=float, help=f"seconds that the processes of each part have ({limits})")
+    parser.add_argument("--profile", action="store_true", help="say where the time of a step of ddp goes")
     parser.add_argument("--no-compile", action="store_true", help="compile and capture nothing")
     parser.add_argument("--cpu", action="store_true", help="2 processes on the CPU, tiny shapes: tests the script")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")

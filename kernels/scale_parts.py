@@ -12,13 +12,16 @@ from __future__ import annotations
 import faulthandler
 import functools
 import gc
+import itertools
 import json
 import os
 import signal
+import statistics
 import sys
 import tempfile
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -39,6 +42,7 @@ from liger_convert.benchmark.bench import quartiles
 from liger_convert.benchmark.shapes import SHAPES, random_model
 from liger_convert.config.stages import DistillStage, FinetuneStage, Stage
 from liger_convert.model import MIXER_MODULE
+from liger_convert.training import trainer as trainer_module
 from liger_convert.training.distill import DistillObjective
 from liger_convert.training.finetune import FinetuneObjective
 from liger_convert.training.sequence_parallel import Group, group_of
@@ -50,6 +54,7 @@ from liger_convert.utils import processes
 from liger_convert.utils.progress import quiet_libraries
 
 WARM = 3  # steps that are not counted: they compile, capture, and make the optimizer's state
+STEP_ENDS = "loss, flags"  # the part of a step that ends it
 LEARNED = 3  # steps after which losses and weights are compared
 RATES = {"mixer": 1e-5, "attention": 1e-5, "body": 1e-5}
 STAGES = PARTS | {"finetune": {"kind": "finetune", "loss_on": "all", "learning_rates": RATES}}
@@ -197,7 +202,7 @@ def trainer_of(
     built: Built,
     folder: str,
     progress: Any = None,
-    kind: type[StageTrainer] = StageTrainer,
+    kind: Callable[..., StageTrainer] = StageTrainer,
     dtype: torch.dtype = DTYPE,
 ) -> StageTrainer:
     return kind(
@@ -216,19 +221,85 @@ def trainer_of(
     )
 
 
+class Clocked(StageTrainer):
+    """Notes when each part of a step ends: on the host, and by events on the GPU. What lies between two notes belongs
+    to the later one, so that the parts add up to the step by either clock."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.notes: list[tuple[str, float, Any]] = []
+        self.optimizer.register_step_post_hook(lambda *_: self.note("clipping, optimizer"))
+
+    def note(self, part: str) -> None:
+        event = None
+        if self.args.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+        self.notes.append((part, time.perf_counter(), event))
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().get_batch_samples(*args, **kwargs)
+        self.note("rows ready")
+        return found
+
+    def _pass(self, *args: Any) -> Tensor:
+        loss = super()._pass(*args)
+        self.note("forward, backward")
+        return loss
+
+    def _average(self) -> None:
+        super()._average()
+        self.note("averaging")
+
+    def profile(self) -> dict[str, dict[str, float]]:
+        """Median milliseconds of each part of the steps that count, by clock. A step ends with what is noted as
+        `STEP_ENDS`."""
+        ends = [at for at, (part, *_) in enumerate(self.notes) if part == STEP_ENDS][WARM - 1 :]
+        steps: dict[str, list[dict[str, float]]] = {"host": [], "gpu": []}
+        for begin, end in itertools.pairwise(ends):
+            host, gpu = defaultdict[str, float](float), defaultdict[str, float](float)
+            for (_, begun, before), (part, ended, after) in itertools.pairwise(self.notes[begin : end + 1]):
+                host[part] += 1e3 * (ended - begun)
+                if after is not None:
+                    gpu[part] += before.elapsed_time(after)
+            steps["host"].append(host)
+            steps["gpu"].append(gpu)
+        return {
+            clock: {part: statistics.median(step[part] for step in of) for part in of[0]} for clock, of in steps.items()
+        }
+
+
+def sending(worker: Worker, parameters: list[Any]) -> float:
+    """Median milliseconds of an all-reduce of as many numbers as are trained, by itself."""
+    sent, times = torch.zeros(sum(p.numel() for p in parameters), device=worker.device), []
+    for _ in range(2 * WARM):
+        worker.wait()
+        begun = time.perf_counter()
+        torch.distributed.all_reduce(sent)
+        worker.wait()
+        times.append(1e3 * (time.perf_counter() - begun))
+    return statistics.median(times[WARM:])
+
+
 def timed(worker: Worker, built: Built, eager: str | None = None) -> dict[str, Any]:
-    """Times of optimizer steps after the first ones. eager: why they are not to be captured."""
+    """Times of optimizer steps after the first ones. eager: why they are not to be captured, which is known before: so
+    that processes share rows as they do then."""
     marks: list[float] = []
 
     def mark(done: float, total: float | None, note: str = "") -> None:
         worker.wait()
         marks.append(time.perf_counter())
+        if isinstance(trainer, Clocked):
+            trainer.note(STEP_ENDS)
         if done == WARM and worker.cuda:
             torch.cuda.reset_peak_memory_stats()
 
+    kind = Clocked if worker.task["profile"] and worker.task["part"] == "ddp" else StageTrainer
+    known = mock.patch.object(trainer_module, "why_not_captured", return_value=eager) if eager else nullcontext()
+    built.model._is_accelerate_prepared = built.case.sharing == "weights"  # a trainer before this one may have done so
     with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_of(worker, built, folder, mark)
-        trainer.eager = trainer.eager or eager
+        with known:
+            trainer = trainer_of(worker, built, folder, mark, kind)
         started = time.perf_counter()
         trainer.train()
     if worker.count > 1 and built.case.sharing != "weights":
@@ -244,8 +315,13 @@ def timed(worker: Worker, built: Built, eager: str | None = None) -> dict[str, A
         "step_ms": step_ms,
         "tokens_per_s": 1e3 * built.stage.step_tokens / step_ms["median"],
         "fwd_bwd": "captured" if captured else f"eager: {trainer.eager}",
+        "flat": trainer.flat,  # whether gradients were averaged where they stood
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
     }
+    if isinstance(trainer, Clocked):
+        found["profile"] = trainer.profile()
+        if worker.count > 1:
+            found["sending_ms"] = sending(worker, trainer.fwd_bwd.parameters)
     if worker.cuda:
         peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         # what a graph writes to stays set aside, and is not counted as allocated between its replays

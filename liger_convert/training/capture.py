@@ -9,6 +9,7 @@ gradients.
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from liger_convert.config.stages import AlignStage, Stage
 from liger_convert.model.cuda_graphs import capture
 from liger_convert.model.placing import waits
+from liger_convert.training.averaging import flat_like
 
 # A batch -> its loss, detached; adds the gradients to `.grad`.
 FwdBwd = Callable[[dict[str, Tensor]], Tensor]
@@ -58,11 +60,15 @@ def why_not_captured(stage: Stage, models: Iterable[Any], device: torch.device, 
 class CapturedFwdBwd:
     """`fwd_bwd` as one CUDA graph for each of the shapes of their batches, whose rows are one document each.
 
-    Gradients add up in `.grad` as they do without, until it is None again.
+    Gradients add up in `.grad` as they do without, until it is None again. flat: they are parts of `flats`, of which
+    `layout` tells whose gradients they are: where it is the same number, `flats` mean the same. It is 0 where there is
+    none yet, or where there are gradients beside them.
     """
 
-    def __init__(self, fwd_bwd: FwdBwd, parameters: list[nn.Parameter], models: list[Any]):
-        self.fwd_bwd, self.parameters, self.models = fwd_bwd, parameters, models
+    def __init__(self, fwd_bwd: FwdBwd, parameters: list[nn.Parameter], models: list[Any], flat: bool = False):
+        self.fwd_bwd, self.parameters, self.models, self.flat = fwd_bwd, parameters, models, flat
+        self.flats: list[Tensor] = []
+        self.layout = 0
         self.pool: Any = None
         self.replays: dict[tuple[torch.Size, ...], Callable[..., Tensor]] = {}
         self.grads: dict[nn.Parameter, Tensor] = {}  # what the graphs write to, of the parameters that get a gradient
@@ -70,7 +76,7 @@ class CapturedFwdBwd:
     def capture(self, batch: dict[str, Tensor]) -> None:
         """Makes the graph for batches like this one, if there is none; leaves parameters, gradients and random numbers
         as they were. Raises RuntimeError where something cannot be captured, as when a value is looked at."""
-        if _shapes(batch) in self.replays:
+        if self.knows(batch):
             return
         names, random = list(batch), torch.cuda.get_rng_state()
         self.pool = self.pool or torch.cuda.graph_pool_handle()
@@ -84,12 +90,29 @@ class CapturedFwdBwd:
                 p.grad = self.grads.get(p)
             with _maskless(self.models):
                 run(*batch.values())  # finds out which parameters get a gradient at all, and compiles
-                self.grads = {p: p.grad for p in self.parameters if p.grad is not None}
+                self._keep_gradients()
                 self.replays[_shapes(batch)] = capture(run, tuple(batch.values()), list, self.pool)
         finally:
             for p, kept in zip(self.parameters, before, strict=True):
                 p.grad = None if kept is None else kept[0].copy_(kept[1])
             torch.cuda.set_rng_state(random)
+
+    def _keep_gradients(self) -> None:
+        """Has all graphs from now on write to the gradients that there are, or to parts of `flats` in their place."""
+        found = {p: p.grad for p in self.parameters if p.grad is not None}
+        if self.flat and not self.grads:
+            parts, self.flats = flat_like(list(found.values()))
+            found = dict(zip(found, parts, strict=True))
+            for p, part in found.items():
+                p.grad = part
+            self.layout = 1 + zlib.crc32(bytes(p in found for p in self.parameters))
+        elif len(found) > len(self.grads):
+            self.layout = 0
+        self.grads = found
+
+    def knows(self, batch: dict[str, Tensor]) -> bool:
+        """Whether there is a graph for batches like this one."""
+        return _shapes(batch) in self.replays
 
     def __call__(self, batch: dict[str, Tensor]) -> Tensor:
         """The loss of a batch, detached, by the graph for its shapes."""

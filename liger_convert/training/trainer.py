@@ -26,7 +26,7 @@ from liger_convert.model import parameter_group, take_auxiliary_loss
 from liger_convert.model.shards import Entry, write_file
 from liger_convert.training import checkpoints, sharded_checkpoint
 from liger_convert.training.average import WeightAverage
-from liger_convert.training.averaging import average_gradients, begin_alike
+from liger_convert.training.averaging import are_alike, average_flats, average_gradients, begin_alike
 from liger_convert.training.capture import CapturedFwdBwd, why_not_captured
 from liger_convert.training.frozen import narrow_frozen
 from liger_convert.training.sequence_parallel import Group
@@ -173,11 +173,21 @@ class StageTrainer(Trainer):
         if self.averages:
             model._is_accelerate_prepared = True  # type: ignore[assignment]  # as above
             begin_alike(model)
-        self.fwd_bwd = CapturedFwdBwd(self._eager_fwd_bwd, list(self._trained().values()), self.models)
+        self.flat = False  # whether what processes average at the end of this step is the flat tensors of their graphs
+        trained = list(self._trained().values())
+        self.fwd_bwd = CapturedFwdBwd(self._eager_fwd_bwd, trained, self.models, flat=bool(self.averages))
         self.dtype = dtype
         self._finisher, self._finishing = ThreadPoolExecutor(1), None
         self.model_accepts_loss_kwargs = True  # so that Trainer counts the labelled tokens of a step
         self.loss_is_scaled_for_ga = True  # by compute_loss; transformers before 5.20 goes by the line above
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's own. Processes that average gradients agree here how, while the GPU has nothing to do."""
+        batches, counted = super().get_batch_samples(*args, **kwargs)
+        if self.averages:
+            replays = self.eager is None and all(self.fwd_bwd.knows(self._given(x, counted)) for x in batches)
+            self.flat = are_alike(self.fwd_bwd.layout if replays else 0, self.args.device)
+        return batches, counted
 
     def training_step(
         self,
@@ -188,13 +198,23 @@ class StageTrainer(Trainer):
         """Forward and backward pass of a micro-batch, as one CUDA graph where they can be captured."""
         loss = self._pass(model, inputs, num_items_in_batch)
         if self.averages and self.accelerator.sync_gradients:
-            average_gradients(list(self._trained().values()), self.averages)
+            self._average()
         return loss
+
+    def _average(self) -> None:
+        if self.flat:
+            average_flats(self.fwd_bwd.flats, self.averages)
+        else:
+            average_gradients(self.fwd_bwd.parameters, self.averages)
+
+    def _given(self, inputs: dict[str, Tensor], num_items_in_batch: Tensor | int | None) -> dict[str, Tensor]:
+        """What a graph is given of a micro-batch."""
+        batch = {name: x for name, x in self._prepare_inputs(inputs).items() if name != "position_ids"}
+        return batch | {"counted": torch.as_tensor(num_items_in_batch, device=self.args.device)}
 
     def _pass(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Tensor | int | None) -> Tensor:
         if self.eager is None:
-            batch = {name: x for name, x in self._prepare_inputs(inputs).items() if name != "position_ids"}
-            batch["counted"] = torch.as_tensor(num_items_in_batch, device=self.args.device)
+            batch = self._given(inputs, num_items_in_batch)
             try:
                 self.fwd_bwd.capture(batch)
             except RuntimeError as error:
@@ -367,7 +387,7 @@ class _Watch(TrainerCallback):
         """Whether a signal asked any of the processes to stop: all must save the same step."""
         self.stopping = interrupts.received() is not None
         if self.processes > 1:
-            asked = torch.tensor(int(self.stopping), device=self.device)
+            asked = torch.full((), int(self.stopping), device=self.device)  # filled by the GPU: nothing to wait for
             torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX)
             self.stopping = bool(asked)
         return self.stopping

@@ -4,11 +4,13 @@
 
 A job has the `name` of a stage of `stages.py`, the folder `out`, and may have `fields` (of `make_stage`), `options` (of
 `train`), `variant` (of the adapters of a name that ends with -lora), `plain` (descent without Adam, which would hide
-the scale of a gradient), `same_rows` (a mistake: all processes train on the rows of the first), `deaf` (a mistake:
-shards of rows get nothing from their neighbours), `compiled` (the layers, without a compiler behind), `replayed` (the
-passes, as a CUDA graph's would be), `dies`, [rank, step]: where SIGKILL ends that process, `keeps`, a step at which
-what is in `out` is copied to `out`-kept, and `hoards` (a mistake: keeps all that is gathered for the result). What is
-said of a full result has `writing`: by how many bytes memory grew while it was written.
+the scale of a gradient), `same_rows` (a mistake: all processes train on the rows of the first), `apart` (a mistake:
+flat gradients stay each process's own), `deaf` (a mistake: shards of rows get nothing from their neighbours),
+`compiled` (the layers, without a compiler behind), `replayed` (the passes, as a CUDA graph's would be), `dies`, [rank,
+step]: where SIGKILL ends that process, `keeps`, a step at which what is in `out` is copied to `out`-kept, and `hoards`
+(a mistake: keeps all that is gathered for the result). What is said of a full result has `writing`: by how many bytes
+memory grew while it was written. `flat` says whether gradients of the last step were averaged where they stood, in flat
+tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from stages import folders, make_stage, train
 from torch.distributed.tensor import DTensor
 
 from liger_convert.config.stages import LearningRates, Lora
-from liger_convert.training import full_result
+from liger_convert.training import full_result, trainer
 from liger_convert.training import stage as module
 from liger_convert.training.sequence_parallel import Group
 from liger_convert.training.trainer import StageTrainer
@@ -53,16 +55,16 @@ class SameRows(Plain):
         return loader
 
 
-def held(trainer: StageTrainer) -> dict[str, Any]:
+def held(made: StageTrainer) -> dict[str, Any]:
     """The bytes of parameters that this process holds of the model and its teacher, and their dtypes."""
-    bodies = {"model": trainer.models[0], "base": (trainer.models[1:] or [None])[0]}
+    bodies = {"model": made.models[0], "base": (made.models[1:] or [None])[0]}
     found: dict[str, Any] = {}
     for name, body in bodies.items():
         if body is not None:
             own = [p.to_local() if isinstance(p, DTensor) else p for p in body.parameters()]
             found[name] = sum(p.nbytes for p in own if not p.is_meta)
     kinds: dict[str, set[str]] = {}
-    for name, p in trainer.models[0].named_parameters():
+    for name, p in made.models[0].named_parameters():
         part = "mixer" if ".mixer." in name else "trained" if p.requires_grad else "frozen"
         kinds.setdefault(part, set()).add(str(p.dtype).removeprefix("torch."))
     return found | {"dtypes": {part: sorted(names) for part, names in kinds.items()}}
@@ -123,6 +125,8 @@ def do(job: dict[str, Any]) -> dict[str, Any]:
     if job.get("compiled"):
         changed[module]["gains_by_compiling"] = lambda device: True
         changed[torch] = {"compile": functools.partial(torch.compile, backend="aot_eager")}
+    if job.get("apart"):
+        changed[trainer] = {"average_flats": lambda *_: None}
     with contextlib.ExitStack() as stack:
         if job.get("replayed"):
             replayed_on_a_cpu(stack.enter_context(pytest.MonkeyPatch.context()))
@@ -131,7 +135,9 @@ def do(job: dict[str, Any]) -> dict[str, Any]:
         options = job.get("options", {})
         stats = train(stage_of(job), Path(job["out"]), resume=job.get("resume", False), progress=progress, **options)
     stats |= {"writing": grew[-1]} if grew else {}
-    return stats | ({"held": held(made[0]), "mixers_computed_in": sorted(computed)} if made else {})
+    if not made:
+        return stats
+    return stats | {"held": held(made[0]), "mixers_computed_in": sorted(computed), "flat": made[0].flat}
 
 
 if __name__ == "__main__":

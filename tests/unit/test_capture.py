@@ -119,7 +119,11 @@ def test_replayed_passes_train_the_same_weights(
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
-def test_graphs_of_two_shapes_add_to_the_same_gradients(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("flat", [False, True])
+def test_graphs_of_two_shapes_add_to_the_same_gradients(
+    flat: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """flat: the gradients are parts of one tensor."""
     from liger_convert.training.capture import CapturedFwdBwd
 
     if device == "cpu":
@@ -132,7 +136,7 @@ def test_graphs_of_two_shapes_add_to_the_same_gradients(device: str, monkeypatch
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
-    graphs = CapturedFwdBwd(passes, [weight], [])
+    graphs = CapturedFwdBwd(passes, [weight], [], flat=flat)
     for rows in ((8, 32, 8), (32,), (32, 8), (8, 8, 32)):  # micro-batches of a step
         batches = [{"x": torch.randn(n, 64, device=device)} for n in rows]
         expected = [passes(batch).item() for batch in batches]
@@ -143,7 +147,33 @@ def test_graphs_of_two_shapes_add_to_the_same_gradients(device: str, monkeypatch
             found.append(graphs(batch).item())
         np.testing.assert_allclose(found, expected, rtol=1e-5)
         torch.testing.assert_close(weight.grad, expected_grad, rtol=1e-4, atol=1e-4)
+        assert [whole.data_ptr() == weight.grad.data_ptr() for whole in graphs.flats] == [True] * flat
+        assert bool(graphs.layout) == flat
         weight.grad = None
+
+
+def test_gradients_beside_the_flat_ones_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of graphs for rows of another length; whose the flat ones are is told apart."""
+    from liger_convert.training.capture import CapturedFwdBwd
+
+    replayed_on_a_cpu(monkeypatch)
+    weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+
+    def passes(batch: dict[str, Tensor]) -> Tensor:
+        used = weights[: 1 + (len(batch["x"]) > 3)] if len(batch["x"]) != 2 else weights[1:]
+        loss = sum(weight.sum() for weight in used) * batch["x"].sum()
+        loss.backward()
+        return loss.detach()
+
+    layouts = {}
+    for rows in ((3,), (1, 3), (2,), (4,), (3, 4)):
+        graphs = CapturedFwdBwd(passes, weights, [], flat=True)
+        for number in rows:
+            graphs.capture({"x": torch.ones(number)})
+        layouts[rows] = graphs.layout
+    assert layouts[3,] == layouts[1, 3] != 0
+    assert len({layouts[3,], layouts[2,], layouts[4,], 0}) == 4
+    assert layouts[3, 4] == 0
 
 
 def test_passes_that_cannot_be_captured_are_run_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,12 +23,12 @@ from launching import SECONDS, distance, environment, learned, spread, told, tor
 from ranks import do
 from runs import write_home
 from safetensors.torch import load_file
-from stages import make_stage, result_bytes
+from stages import SEQ_LEN, make_stage, result_bytes
 from torch import Tensor
 
 from liger_convert.io import checksums
 from liger_convert.training import averaging
-from liger_convert.training.averaging import average_gradients
+from liger_convert.training.averaging import are_alike, average_flats, average_gradients, flat_like
 from liger_convert.training.sharing import share
 from liger_convert.utils import processes
 from liger_convert.utils.errors import BadInput
@@ -84,21 +84,29 @@ def test_two_processes_learn_what_one_does(one: dict[str, Any], two: Any, name: 
 
 
 def test_replayed_passes_of_two_processes_learn_what_one_does(tmp_path: Path) -> None:
-    """A replay calls no hooks, so gradients are averaged behind it. The control trains on equal rows."""
+    """A replay calls no hooks, so gradients are averaged behind it; in `mixed`, processes have rows of other lengths in
+    a step, and make their graphs in other steps. The controls train on equal rows, and average nothing that stands in
+    flat tensors."""
     one_text = EVERY | {"concat_documents": True}
+    mixed = one_text | {"mixed_seq_lens": [{"seq_len": SEQ_LEN // 4, "fraction": 0.5}]}
+    fields = {"align": one_text, "distill": one_text, "distill-lora": one_text, "mixed": mixed}
+    jobs = {}
+    for out, options in fields.items():
+        name = "distill" if out == "mixed" else out
+        jobs[out] = {"name": name, "out": str(tmp_path / out), "fields": options, "plain": True}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    names = ["align", "distill", "distill-lora"]
-    for name in names:
-        do({"name": name, "out": tmp_path / f"{name}-one", "plain": True, "fields": one_text})
+    for out, job in jobs.items():
+        do(job | {"out": tmp_path / f"{out}-one"})
     torch.set_num_threads(threads)
-    jobs = [{"name": name, "out": str(tmp_path / name), "fields": one_text, "plain": True} for name in names]
-    same = [jobs[1] | {"out": str(tmp_path / "distill-same"), "same_rows": True}]
-    several = told(2, tmp_path, [job | {"replayed": True} for job in jobs + same])
-    for name in names:
+    wrong = [jobs["distill"] | {"out": str(tmp_path / f"distill-{how}"), how: True} for how in ("same_rows", "apart")]
+    several = told(2, tmp_path, [job | {"replayed": True} for job in [*jobs.values(), *wrong]])
+    for name in jobs:
         assert several[name]["fwd_bwd"] == "captured"
+        assert several[name]["flat"]
         assert distance(learned(tmp_path / name), learned(tmp_path / f"{name}-one")) < 1e-4
-    assert distance(learned(tmp_path / "distill-same"), learned(tmp_path / "distill-one")) > 0.01
+    for job in wrong:
+        assert distance(learned(job["out"]), learned(tmp_path / "distill-one")) > 0.01
 
 
 def mean_of_two(rank: int, size: int, store: str) -> list[list[float] | None]:
@@ -119,6 +127,56 @@ def test_a_gradient_that_one_process_lacks_counts_as_zeros(tmp_path: Path, monke
     with multiprocessing.get_context("fork").Pool(2) as pool:
         found = pool.starmap(mean_of_two, [(rank, 2, f"{tmp_path}/store") for rank in range(2)], 1)
     assert found == [[[1.5, 3.0], [2.0, 0.0], None, [0.5, 0.0]]] * 2
+
+
+def flats_of_two(rank: int, size: int, store: str) -> tuple[list[bool], list[list[float]]]:
+    """Whether numbers are alike that are equal, 0, or different; and gradients whose flat tensors were averaged."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    alike = [are_alike(number, torch.device("cpu")) for number in (7, 0, 7 + rank, rank)]
+    parts, flats = flat_like([torch.empty(3), torch.empty(2, dtype=torch.float64), torch.empty(1)])
+    for number, part in enumerate(parts):
+        part.fill_(number + rank)
+    average_flats(flats, size)
+    torch.distributed.destroy_process_group()
+    return alike, [part.tolist() for part in parts]
+
+
+def test_flat_gradients_are_averaged_where_all_processes_have_the_same(tmp_path: Path) -> None:
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        found = pool.starmap(flats_of_two, [(rank, 2, f"{tmp_path}/store") for rank in range(2)], 1)
+    assert found == [([True, False, False, False], [[0.5] * 3, [1.5] * 2, [2.5]])] * 2
+
+
+def test_flat_gradients_are_averaged_without_a_look_at_a_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that looks waits for the passes, and all it launches behind them comes late. The control must look."""
+
+    def looked(*_: Any) -> Any:
+        raise RuntimeError("a value was looked at")
+
+    weight = torch.nn.Parameter(torch.zeros(2))
+    (weight.grad,), flats = flat_like([torch.ones(2)])
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with monkeypatch.context() as patches:
+            for name in ("tolist", "item", "__bool__", "__int__", "__float__", "cpu", "numpy"):
+                patches.setattr(torch.Tensor, name, looked)
+            average_flats(flats, 1)
+            with pytest.raises(RuntimeError, match="looked at"):
+                average_gradients([weight], 1)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_parts_of_a_flat_tensor_are_what_autograd_would_make() -> None:
+    """Strides and places in memory go into the order of sums, and into what a fused optimizer takes."""
+    made = [torch.empty(5), torch.empty(3, 4).t(), torch.empty(200, dtype=torch.bfloat16), torch.empty(2, 2)]
+    parts, flats = flat_like(made)
+    for number, (part, tensor) in enumerate(zip(parts, made, strict=True)):
+        assert (part.shape, part.stride(), part.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
+        assert part.storage_offset() * part.itemsize % averaging.ALIGNED == 0
+        part.fill_(number + 1)
+    assert [part.unique().tolist() for part in parts] == [[1], [2], [3], [4]], "none lies in another"
+    assert [flat.sum() for flat in flats] == [5 * 1 + 12 * 2 + 4 * 4, 200 * 3]
 
 
 # --- stopping and going on
