@@ -18,7 +18,7 @@ from liger_convert.data.documents import Document
 from liger_convert.eval.agreement import Row
 from liger_convert.eval.evaluation import evaluate_model, let_base_write
 from liger_convert.eval.generation import continuations, load_model, weight_dtype
-from liger_convert.eval.measures import Measurement
+from liger_convert.eval.measures import Measurement, text_prefix
 from liger_convert.eval.narrow import context_of, narrow
 from liger_convert.eval.suites import Suite
 from liger_convert.eval.verdict import verdict
@@ -26,6 +26,7 @@ from liger_convert.io.checkpoint import load_config, load_tokenizer
 from liger_convert.io.checksums import read_checked, write_checked
 from liger_convert.mixers import resolve_spec
 from liger_convert.mixers.base import Branches
+from liger_convert.mixers.reach import reaches
 from liger_convert.model import set_branches
 from liger_convert.model.loading import linearize_base
 from liger_convert.model.placing import place
@@ -73,10 +74,11 @@ def diagnose(
     options: dict[str, Any] = {"held_out": held_out, "other": other, "batch_size": batch_size}
     options |= {"data_dir": data_dir, "limit": limit}
     job = _Job(model_dir, base_dir, suite, device, precision, prompts, options, keep)
-    _, notes = narrow(
+    config, tokenizer = load_config(model_dir), load_tokenizer(model_dir)
+    measured, notes = narrow(
         suite,
-        context=context_of(load_config(model_dir)),
-        tokenizer=load_tokenizer(model_dir),
+        context=context_of(config),
+        tokenizer=tokenizer,
         data_dir=data_dir,
         has_other=other is not None,
         has_base=base_dir is not None,
@@ -96,12 +98,15 @@ def diagnose(
             write_checked(kept[name], column)
             _begun(keep, name).unlink(missing_ok=True)  # a suite may measure nothing here
     models = {name: found[name][0] for name in names}
+    reach = min(reaches(config.linearization), default=0)
+    lengths = measured.lengths(len(text_prefix(tokenizer)))
+    short = {metric for metric, length in lengths.items() if length - 1 <= reach}  # nothing is scored behind the last
     said = {name: found[name][1] for name in names if found[name][1]}
     texts = [{"prompt": prompt} | {name: said[name][i] for name in said} for i, prompt in enumerate(prompts)]
     return {
         "suite": suite.model_dump(mode="json"),
         "models": models,
-        "verdict": verdict(models),
+        "verdict": verdict(models, short, reach),
         "continuations": texts,
         **({"notes": notes} if notes else {}),
     }

@@ -23,8 +23,7 @@ from liger_convert.eval.generation import continuations, encode
 from liger_convert.eval.suites import Suite
 from liger_convert.io import templates
 from liger_convert.io.files import scratch_folder
-from liger_convert.mixers import MIXERS, SOFTMAX
-from liger_convert.mixers.control.window import Window
+from liger_convert.mixers.reach import reaches as mixer_reaches
 from liger_convert.model import linearized_classes, linearized_config
 from liger_convert.model.bases import context_length
 from liger_convert.pipeline.plan import Plan, computes_in, measured_in_parts, too_large
@@ -65,7 +64,7 @@ def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite) -> list[
         warnings += _check_reach(stage, f"{where}.seq_len: rows of {stage.seq_len} tokens", stage.seq_len, plan)
         if positions is not None and stage.seq_len > positions:
             warnings.append(f"{where}.seq_len: {stage.seq_len} is more than the {positions} tokens that the base takes")
-    lengths = {text.metrics[0]: text.window for text in suite.text}
+    lengths = {text.metrics[0]: text.window for text in suite.text if text.score_from > 1}  # others are cut
     lengths |= {
         one.metrics[0]: 2 * one.length for copying in suite.copying if not copying.lengths for one in copying.each
     }
@@ -113,7 +112,7 @@ def check_documents(recipe: Recipe, plan: Plan, documents: Callable[[str], Docum
         said = f"stages[{i}].data: documents of {names}, of at most {longest} tokens,"
         if longest < stage.seq_len:  # else the rows have been told
             warnings += _check_reach(stage, said, longest, plan)
-        reaches = _reaches(plan)
+        reaches = mixer_reaches(plan.linearization)
         beyond = (
             sum(stage.sources[name] * _beyond(sizes, min(reaches)) for name, sizes in cut.items()) if reaches else 1
         )
@@ -237,16 +236,9 @@ def _check_rates(stage: Stage, where: str, trained: int) -> list[str]:
     return warnings
 
 
-def _reaches(plan: Plan) -> list[int]:
-    """Of each mixer in use whose memory holds what has left its window: the tokens that never do."""
-    used = [plan.linearization["mixers"][name] for name in set(plan.layers) - {SOFTMAX}]
-    own = [spec for spec in used if not issubclass(MIXERS[spec["type"]], Window)]
-    return [spec["window"] + spec["sinks"] if spec["window"] and spec["scope"] == "evicted" else 0 for spec in own]
-
-
 def _check_reach(stage: Stage, said: str, length: int, plan: Plan) -> list[str]:
     """Of a stage that teaches mixers on texts of `length`. Raises BadInput when no memory is ever read."""
-    reaches = _reaches(plan)
+    reaches = mixer_reaches(plan.linearization)
     if "mixer" not in stage.learning_rates.trained() or not reaches or length > max(reaches):
         return []
     if length <= min(reaches):

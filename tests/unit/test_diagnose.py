@@ -135,6 +135,18 @@ def test_a_model_that_is_its_window_is_told_that_its_memory_is_unused(base: Path
     assert "NO BETTER than the untrained base" in found["verdict"]["sentences"][1]
 
 
+@pytest.mark.parametrize(("window", "known"), [(28, True), (29, False)])
+def test_a_memory_that_no_text_is_long_enough_for_is_not_called_unused(
+    base: Path, tmp_path: Path, window: int, known: bool
+) -> None:
+    """The longest text has 32 tokens, and behind its last one nothing is scored."""
+    found = diagnose(linearized(base, tmp_path, window=window), base, SUITE, device=CPU, **OPTIONS)
+    values = [found["models"][name]["text_ppl"]["value"] for name in ("linearized", "memory_ablated")]
+    assert (values[0] != values[1]) is known
+    assert (found["verdict"]["memory_used"] is not None) is known
+    assert ("IS NOT KNOWN" in found["verdict"]["sentences"][0]) is not known
+
+
 def test_the_control_keeps_windows_sinks_and_layers_and_nothing_else() -> None:
     mixers = {"main": resolve_spec({"window": 64, "sinks": 4}), "paper": resolve_spec({"type": "liger-paper"})}
     control = window_control({"format": 2, "mixers": mixers, "layers": ["main", "softmax", "paper"]})

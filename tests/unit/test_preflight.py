@@ -234,11 +234,11 @@ def test_text_that_is_read_over_and_over_is_told(home: Path, capsys: Any) -> Non
         (["stages[0].warmup_ratio=0.99"], "takes all 4 steps"),
         (["stages[0].max_grad_norm=1e-9"], "Adam's epsilon"),
         (["mixers.wide={type: gla, window: 40}", "layers=[main, wide, main]"], "the longest window and its sinks"),
-        (["eval.suite=long.yaml", "data.text.held_out=0.5"], "text_ppl reads 260 tokens, more than the 256"),
+        (["eval.suite=long.yaml", "data.text.held_out=0.5"], "copy_nll_130 reads 260 tokens, more than the 256"),
     ],
 )
 def test_a_recipe_that_is_unlikely_to_do_well_is_told(home: Path, capsys: Any, overrides: list[str], says: str) -> None:
-    (home / "long.yaml").write_text("description: long\ntext: [{window: 260, windows: 2}]\n")
+    (home / "long.yaml").write_text("description: long\ncopying: [{length: 130, draws: 2}]\n")
     found = warned(words(*overrides), capsys)
     assert len(found) == bool(says)
     assert all(says in warning for warning in found)
