@@ -94,9 +94,8 @@ def check_documents(recipe: Recipe, plan: Plan, documents: Callable[[str], Docum
         read = documents(name)
         if read.skipped:
             rows = len(read.train) + len(read.held_out) + read.skipped
-            warnings.append(
-                f"data.{name}: {read.skipped:,} of {rows:,} rows say nothing, or nobody asks and is answered"
-            )
+            why = ", or nobody asks and is answered" if recipe.data[name].has_responses else ""
+            warnings.append(f"data.{name}: {read.skipped:,} of {rows:,} rows say nothing{why}")
     for i, stage in enumerate(plan.recipe_stages):
         sources = {name: found(name) for name in stage.sources}
         for name, (_, tokens) in sources.items():

@@ -77,6 +77,8 @@ RECIPES = [
     case("too many layers kept", "layers.softmax_auto: 3 is too many", lambda w: w.run("layers={softmax_auto: 3}")),
     case("half a layer kept", "between 0 and 1, not 1.5", lambda w: w.run("layers={softmax_auto: 1.5}")),
     case("neither a recipe nor a base", "RECIPE: is missing", lambda w: ["run"]),
+    case("a base as a recipe", "give a base by --base base", lambda w: ["run", "base"]),
+    case("a hub id as a recipe", "give a base by --base Qwen/Qwen3-1.7B", lambda w: ["plan", "Qwen/Qwen3-1.7B"]),
     case("no layer kept", "layers.softmax_auto: should be a whole number", lambda w: w.run("layers={softmax_auto: 0}")),
     case(
         "layers chosen on no text",
@@ -216,8 +218,8 @@ DATA = [
     ),
     case(
         "too little text of the base held out",
-        "data.text: 1022 tokens are held out, suite quick needs 2048",
-        lambda w: w.run("data.text={source: teacher, tokens: 1e4, held_out: 0.1}"),
+        "data.text: 511 tokens are held out, suite quick needs 512",
+        lambda w: w.run("data.text={source: teacher, tokens: 4e3, held_out: 0.1}"),
     ),
     case("chat rows without chat", "line 1: has no field 'instruction'", lambda w: w.run("data.text.format=alpaca")),
 ]

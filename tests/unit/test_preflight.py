@@ -213,7 +213,7 @@ def test_rows_that_are_left_out_are_told(home: Path, capsys: Any) -> None:
     rows = [json.loads(line) for line in (home / "text.jsonl").read_text().splitlines()]
     lines(home / "text.jsonl", [*rows, {"text": " "}, {"text": ""}])
     (warning,) = warned(words(), capsys)
-    assert "data.text: 2 of 32 rows say nothing, or nobody asks and is answered" in warning
+    assert warning.endswith("data.text: 2 of 32 rows say nothing")
 
 
 def test_text_that_is_read_over_and_over_is_told(home: Path, capsys: Any) -> None:
