@@ -66,6 +66,7 @@ def diagnose(
     `linearized` is the model in `model_dir`. `memory_ablated` and `window_ablated` are the same with that branch
     switched off. `base` is the model it was made from, and `window_only_untrained` that base with only the
     model's window and sinks in the layers that the model has linearized; without `base_dir` these two are left out.
+    The verdict is not about what reads more tokens than the base takes, where that fails and a mere window fails less.
     `prompts` are continued by the base and by the linearized model. For a suite that measures agreement the base writes
     once what all models are asked about. One model is in memory at a time, or one in each of several `processes`, which
     take turns on the GPUs that there are. Each measure is written to the folder `keep` at once, and read from there by
@@ -75,9 +76,10 @@ def diagnose(
     options |= {"data_dir": data_dir, "limit": limit}
     job = _Job(model_dir, base_dir, suite, device, precision, prompts, options, keep)
     config, tokenizer = load_config(model_dir), load_tokenizer(model_dir)
+    context = context_of(config)
     measured, notes = narrow(
         suite,
-        context=context_of(config),
+        context=context,
         tokenizer=tokenizer,
         data_dir=data_dir,
         has_other=other is not None,
@@ -100,13 +102,15 @@ def diagnose(
     models = {name: found[name][0] for name in names}
     reach = min(reaches(config.linearization), default=0)
     lengths = measured.lengths(len(text_prefix(tokenizer)))
+    beyond = {metric for metric, length in lengths.items() if length > context}
+    within = {name: {m: value for m, value in models[name].items() if m not in beyond} for name in names}
     short = {metric for metric, length in lengths.items() if length - 1 <= reach}  # nothing is scored behind the last
     said = {name: found[name][1] for name in names if found[name][1]}
     texts = [{"prompt": prompt} | {name: said[name][i] for name in said} for i, prompt in enumerate(prompts)]
     return {
         "suite": suite.model_dump(mode="json"),
         "models": models,
-        "verdict": verdict(models, short, reach),
+        "verdict": verdict(within, short, reach),
         "continuations": texts,
         **({"notes": notes} if notes else {}),
     }

@@ -40,7 +40,7 @@ def verdict(models: Models, short: Collection[str] = (), reach: int = 0) -> dict
     """
     metrics = _compared(models[WHOLE])
     if not metrics:
-        sentences = ["The suite measures neither text nor repetitions: no verdict."]
+        sentences = ["Neither text nor repetitions that the base takes were measured: no verdict."]
         return {"memory_used": None, "worse_than_untrained": None, "compared": {}, "sentences": sentences}
     pairs = {
         "memory_ablated": (MEMORY_ABLATED, WHOLE),

@@ -70,7 +70,7 @@ def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite) -> list[
     }
     for metric, length in lengths.items():
         if positions is not None and length > positions:
-            said = f"{metric} reads {length} tokens, more than the {positions} that the base takes"
+            said = f"{metric} reads {length} tokens, more than the {positions} that the base takes: no verdict is on it"
             warnings.append(f"suite {suite.name}: {said}")
     return warnings + too_large(plan, room, recipe.sharding) + measured_in_parts(plan, room, recipe.selected_by)
 
