@@ -348,6 +348,7 @@ COMMANDS = [
     case("eval of nothing", "no such file or folder", lambda w: ["eval", "/nowhere/at/all"]),
     case("eval by unknown suite", "did you mean quick?", lambda w: ["eval", str(w.base), "--suite", "quik"]),
     case("diagnose a base", "not a linearized model", lambda w: ["diagnose", str(w.base)]),
+    case("diagnose a folder around a model", "/base?)", lambda w: ["diagnose", str(w.folder)]),
     case(
         "diagnose without the rows", "piqa.jsonl", lambda w: ["diagnose", str(w.linearized()), "--data", str(w.folder)]
     ),
