@@ -141,7 +141,7 @@ def calibrate_model(
     where = pick_device(device)
     dtype = compute_dtype(where)
     with local_model(base) as folder, show_progress("calibrate") as report:
-        _require_base(base, folder, model)
+        require_base(base, folder, model)
         check_folder(model)
         check_folder(folder)
         documents = load_source(text_source(text), checkpoint.load_tokenizer(model)).train
@@ -174,7 +174,7 @@ def calibrate_model(
     }
 
 
-def _require_base(base: str, folder: Path, model: Path) -> None:
+def require_base(base: str, folder: Path, model: Path) -> None:
     """Raises BadInput unless `base`, in `folder`, is of the family and the sizes of the linearized model `model`."""
     found, made = checkpoint.load_config(folder), checkpoint.load_config(model)
     wanted = {"model_type": made.model_type.removeprefix(PREFIX)} | {name: getattr(made, name, None) for name in SIZES}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +13,7 @@ from liger_convert.cli.commands import (
     is_linearized,
     local_model,
     refuse_existing,
+    require_base,
     require_linearized,
     text_source,
 )
@@ -114,6 +116,8 @@ def diagnose_model(model: Path, base: str | None, inputs: EvalInputs, *, process
     with local_model(base or str(model)) as folder, show_progress("diagnose") as report:
         check_folder(model)
         check_folder(folder)
+        if base is not None:
+            require_base(base, folder, model)
         return ablation.diagnose(
             model,
             folder if base is not None else None,
@@ -154,7 +158,8 @@ def export_quantized(
 
 def _require_same_vocabulary(baseline: str, one: Any, other: Any) -> None:
     """Raises BadInput for a baseline whose tokens are not the model's: what it writes cannot be asked of the model."""
-    if one.get_vocab() != other.get_vocab():
+    # beyond its tokenizer's tokens a model has embeddings that it may write
+    if one.get_vocab() != other.get_vocab() or getattr(one, "embeddings", 0) > getattr(other, "embeddings", math.inf):
         what = "has another vocabulary than the model, so agreement with it cannot be measured"
         raise BadInput(f"--baseline {baseline}: {what}; choose a suite without agreement")
 

@@ -9,13 +9,19 @@ from typing import Annotated
 import typer
 
 from liger_convert.cli import completion
+from liger_convert.utils.errors import BadInput
 
 MAX_SEED = 2**31 - 1  # as in a recipe
 
 
 def recipe_file(path: Path | None) -> Path | None:
-    """The file that RECIPE means: a path, or the name of a shipped recipe. Raises BadInput."""
-    if path is None or path.suffix or os.path.exists(path):
+    """The file that RECIPE means: a path, or the name of a shipped recipe. Raises BadInput, also for what is a base."""
+    if path is None:
+        return path
+    is_there, is_yaml = os.path.exists(path), path.suffix in (".yaml", ".yml")
+    if os.path.isdir(path) or not (is_there or is_yaml or path.name == str(path)):
+        raise BadInput(f"RECIPE: {path}: is not a recipe (a YAML file); to convert a base, use --base {path}")
+    if path.suffix or is_there:
         return path
     from liger_convert.config.resources import recipe_path
 

@@ -68,6 +68,10 @@ class LayerChoice(Strict):
         if self.softmax_every is not None:
             chosen = [SOFTMAX if (i + 1) % self.softmax_every == 0 else MAIN for i in range(full)]
         elif self.softmax_auto is not None:
+            if full == 1:
+                only = "only one layer" + " without a window of its own" * bool(sliding)
+                why = f"keeps one layer at least, and the base has {only}"
+                raise BadInput(f"layers.softmax_auto: {why}; use layers: all")
             if self.softmax_auto >= full:
                 which = f"{full} layers without a window of their own" if sliding else f"{full} layers"
                 few = f"of the base's {which} keep fewer"
@@ -123,7 +127,8 @@ def resolve_layers(
         _check_names(layers, names, "layers")
         resolved = list(layers)
     if all(name == SOFTMAX for name in resolved):
-        raise BadInput(f"layers: leaves all {depth} layers softmax, so there is nothing to linearize")
+        which = "the only layer" if depth == 1 else f"all {depth} layers"
+        raise BadInput(f"layers: leaves {which} softmax, so there is nothing to linearize")
     return resolved
 
 

@@ -76,7 +76,9 @@ def _wrong_key(loc: tuple[int | str, ...], models: list[type[BaseModel]], top: t
     # rather a field nearby, and rather of all kinds than of one
     elsewhere.sort(key=lambda path: (not path.startswith(str(loc[0])), " of " in path))
     if elsewhere:
-        return f"this key belongs to {elsewhere[0]}, not here"
+        _, other, kind = elsewhere[0].partition(" of source ")
+        whole = f"; write a source of another kind as a whole: {loc[0]}.{loc[1]}={{source: {kind}, …}}" if other else ""
+        return f"this key belongs to {elsewhere[0]}, not here{whole}"
     names = [name for model in models for name in model.model_fields]
     near = nearest(key, names)
     return "unknown key; " + (f"did you mean {near!r}?" if near else f"the keys here are {', '.join(names)}")

@@ -24,6 +24,11 @@ def recipe_path(name: str) -> Path:
     return _find("recipes", name)
 
 
+def is_shipped(name: str, text: str) -> bool:
+    """Whether a recipe with this `text` is the shipped one called `name`, so that the name is enough to run it."""
+    return name in names("recipes") and yaml_file.read(recipe_path(name)) == text
+
+
 def chosen_recipe(recipe: Path | None, base: str | None, overrides: Sequence[str]) -> tuple[Path, list[str]]:
     """The recipe with `base` in place of its own, and with `overrides`, which come last. For a base without a recipe,
     the recipe `default`, named after the base. Raises BadInput when there is neither."""

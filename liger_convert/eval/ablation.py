@@ -18,7 +18,7 @@ from liger_convert.data.documents import Document
 from liger_convert.eval.agreement import Row
 from liger_convert.eval.evaluation import evaluate_model, let_base_write
 from liger_convert.eval.generation import continuations, load_model, weight_dtype
-from liger_convert.eval.measures import Measurement
+from liger_convert.eval.measures import Measurement, text_prefix
 from liger_convert.eval.narrow import context_of, narrow
 from liger_convert.eval.suites import Suite
 from liger_convert.eval.verdict import verdict
@@ -26,6 +26,7 @@ from liger_convert.io.checkpoint import load_config, load_tokenizer
 from liger_convert.io.checksums import read_checked, write_checked
 from liger_convert.mixers import resolve_spec
 from liger_convert.mixers.base import Branches
+from liger_convert.mixers.reach import reaches
 from liger_convert.model import set_branches
 from liger_convert.model.loading import linearize_base
 from liger_convert.model.placing import place
@@ -65,6 +66,7 @@ def diagnose(
     `linearized` is the model in `model_dir`. `memory_ablated` and `window_ablated` are the same with that branch
     switched off. `base` is the model it was made from, and `window_only_untrained` that base with only the
     model's window and sinks in the layers that the model has linearized; without `base_dir` these two are left out.
+    The verdict is not about what reads more tokens than the base takes, where that fails and a mere window fails less.
     `prompts` are continued by the base and by the linearized model. For a suite that measures agreement the base writes
     once what all models are asked about. One model is in memory at a time, or one in each of several `processes`, which
     take turns on the GPUs that there are. Each measure is written to the folder `keep` at once, and read from there by
@@ -73,10 +75,12 @@ def diagnose(
     options: dict[str, Any] = {"held_out": held_out, "other": other, "batch_size": batch_size}
     options |= {"data_dir": data_dir, "limit": limit}
     job = _Job(model_dir, base_dir, suite, device, precision, prompts, options, keep)
-    _, notes = narrow(
+    config, tokenizer = load_config(model_dir), load_tokenizer(model_dir)
+    context = context_of(config)
+    measured, notes = narrow(
         suite,
-        context=context_of(load_config(model_dir)),
-        tokenizer=load_tokenizer(model_dir),
+        context=context,
+        tokenizer=tokenizer,
         data_dir=data_dir,
         has_other=other is not None,
         has_base=base_dir is not None,
@@ -96,12 +100,17 @@ def diagnose(
             write_checked(kept[name], column)
             _begun(keep, name).unlink(missing_ok=True)  # a suite may measure nothing here
     models = {name: found[name][0] for name in names}
+    reach = min(reaches(config.linearization), default=0)
+    lengths = measured.lengths(len(text_prefix(tokenizer)))
+    beyond = {metric for metric, length in lengths.items() if length > context}
+    within = {name: {m: value for m, value in models[name].items() if m not in beyond} for name in names}
+    short = {metric for metric, length in lengths.items() if length - 1 <= reach}  # nothing is scored behind the last
     said = {name: found[name][1] for name in names if found[name][1]}
     texts = [{"prompt": prompt} | {name: said[name][i] for name in said} for i, prompt in enumerate(prompts)]
     return {
         "suite": suite.model_dump(mode="json"),
         "models": models,
-        "verdict": verdict(models),
+        "verdict": verdict(within, short, reach),
         "continuations": texts,
         **({"notes": notes} if notes else {}),
     }

@@ -18,6 +18,7 @@ from liger_convert.eval.suites import (
     PositionMeasure,
     Suite,
     Task,
+    TextMeasure,
 )
 from liger_convert.model.bases import context_length
 
@@ -36,10 +37,11 @@ def narrow(
 ) -> tuple[Suite, list[str]]:
     """The suite without what cannot be measured on a model of so much `context`, and a note for everything left out.
 
-    Left out are lengths of a recall curve that do not fit into the context twice, positions behind it, needles and
-    prompts longer than it; text of another kind, and agreement with a base, where there are none; tasks that need
-    local rows, without them; and all tasks where no token begins or ends a text. The rest stays as it is, so what is
-    narrow already does not change.
+    Text is read in windows of the context at most, unless a measure asks for what is far: beyond it a base fails, and a
+    mere window fails less. Left out are lengths of a recall curve that do not fit into the context twice, positions
+    behind it, needles and prompts longer than it; text of another kind, and agreement with a base, where there are
+    none; tasks that need local rows, without them; and all tasks where no token begins or ends a text. The rest stays
+    as it is, so what is narrow already does not change.
     """
     notes: list[str] = []
     text, positions = suite.text, suite.positions
@@ -48,6 +50,7 @@ def narrow(
         positions = [measure for measure in positions if measure.source != "other"]
         gone = [metric for measure in suite.of_text if measure.source == "other" for metric in measure.metrics]
         notes += _left_out(gone, NO_OTHER)
+    text = [_text(measure, context, notes) for measure in text]
     positions = [kept for measure in positions if (kept := _positions(measure, context, notes)).ends]
     begin = len(text_prefix(tokenizer))
     copying = [fits for measure in suite.copying if (fits := _copying(measure, begin, context, notes)) is not None]
@@ -69,6 +72,13 @@ def narrow(
 
 def _left_out(names: Sequence[str], why: str) -> list[str]:
     return [f"{', '.join(names)}: left out, as {why}"] if names else []
+
+
+def _text(measure: TextMeasure, context: int, notes: list[str]) -> TextMeasure:
+    if measure.window <= context or measure.score_from > 1:
+        return measure
+    notes.append(f"{', '.join(measure.metrics)}: in windows of the {context} tokens that the base takes")
+    return measure.model_copy(update={"window": context})
 
 
 def _positions(measure: PositionMeasure, context: int, notes: list[str]) -> PositionMeasure:

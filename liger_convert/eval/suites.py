@@ -195,6 +195,12 @@ class Suite(Strict):
     def of_text(self) -> list[SourceMeasure]:
         return [*self.text, *self.positions]
 
+    def lengths(self, begin: int = 0) -> dict[str, int]:
+        """The tokens of each text that is measured whole, by metric. begin: how many the tokenizer puts before it."""
+        texts = {metric: text.window for text in self.text for metric in text.metrics}
+        copies = [one for copying in self.copying for one in copying.each]
+        return texts | {one.metrics[0]: begin + 2 * one.length for one in copies}
+
     def text_tokens(self, source: Source = "held_out") -> int:
         """Tokens of `source` for the two windows or spans without which there is an error; 0 when it reads none."""
         spans = [measure.window for measure in self.of_text if measure.source == source]

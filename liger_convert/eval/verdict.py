@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from liger_convert.eval.suites import NAMES
@@ -26,12 +26,13 @@ TEXT_GAIN = 0.01
 MEMORY_ABLATED, WHOLE, UNTRAINED, BASE = "memory_ablated", "linearized", "window_only_untrained", "base"
 
 
-def verdict(models: Models) -> dict[str, Any]:
+def verdict(models: Models, short: Collection[str] = (), reach: int = 0) -> dict[str, Any]:
     """{"memory_used", "worse_than_untrained", "compared", "sentences"}: what the measures say about the memory.
 
     compared: of each metric of text, and of the longest repetition, whether the model with its memory ablated is
     "worse", "better" or "no different" than the whole model, and the whole than the untrained window and than the base.
-    memory_used: whether the model with its memory ablated is worse in any. worse_than_untrained: whether the whole
+    memory_used: whether the model with its memory ablated is worse in any; None where all of them are `short`, of texts
+    of no more than the `reach` tokens that a layer sees without its memory. worse_than_untrained: whether the whole
     model is worse than the untrained window in any, which the first sentence then says; of text of two kinds the one
     counts on which it does worse. Both are None when what they need was not measured. All values are better when lower.
     The standard errors are shown and decide nothing: all models read the same text, so most of what they stand for
@@ -39,7 +40,7 @@ def verdict(models: Models) -> dict[str, Any]:
     """
     metrics = _compared(models[WHOLE])
     if not metrics:
-        sentences = ["The suite measures neither text nor repetitions: no verdict."]
+        sentences = ["Neither text nor repetitions that the base takes were measured: no verdict."]
         return {"memory_used": None, "worse_than_untrained": None, "compared": {}, "sentences": sentences}
     pairs = {
         "memory_ablated": (MEMORY_ABLATED, WHOLE),
@@ -57,7 +58,8 @@ def verdict(models: Models) -> dict[str, Any]:
     }
     listed = {name: _listed(models, *pairs[name], found) for name, found in told.items()}
     ablated = set(compared["memory_ablated"].values())
-    sentences = [f"{_memory(ablated)} {listed['memory_ablated']}."]
+    was_read = not set(metrics) <= set(short)
+    sentences = [f"{_memory(ablated)} {listed['memory_ablated']}." if was_read else _never_read(reach)]
     against: set[Relation] = set()
     if "against_untrained" in compared:
         against = set(told["against_untrained"].values())
@@ -68,7 +70,7 @@ def verdict(models: Models) -> dict[str, Any]:
     if "against_base" in compared:
         sentences.append(f"Against the base the model is {listed['against_base']}.")
     return {
-        "memory_used": "worse" in ablated,
+        "memory_used": "worse" in ablated if was_read else None,
         "worse_than_untrained": "worse" in against if against else None,
         "compared": compared,
         "sentences": sentences,
@@ -112,6 +114,13 @@ def _memory(ablated: set[Relation]) -> str:
     return "THE MEMORY IS UNUSED and carries nothing measurable: with its memory ablated the model is"
 
 
+def _never_read(reach: int) -> str:
+    return (
+        f"WHETHER THE MEMORY IS USED IS NOT KNOWN: no text that was measured leaves the window and its sinks "
+        f"({reach:,} tokens), so no memory was read."
+    )
+
+
 def _untrained(against: set[Relation]) -> str:
     if {"worse", "better"} <= against:
         return "THE MODEL IS WORSE IN PART than"
@@ -139,9 +148,14 @@ def _numbers(models: Models, name: str, reference: str, metric: str) -> str:
         stderr = models[model][metric]["stderr"]
         if math.isinf(value):
             return "not finite"
-        return f"{value:.{digits}g}" + (f" ± {stderr:.2g}" if stderr is not None else "")
+        return _rounded(value, digits) + (f" ± {_rounded(stderr, 2)}" if stderr is not None else "")
 
     return " against ".join(shown(model, value) for model, value in zip((name, reference), values))
+
+
+def _rounded(value: float, digits: int) -> str:
+    """`160` and not `1.6e+02`, but for numbers of a million and more."""
+    return f"{float(f'{value:.{digits}g}'):.{max(digits, 6)}g}"
 
 
 def _compared(metrics: Iterable[str]) -> list[str]:

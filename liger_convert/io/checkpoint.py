@@ -136,11 +136,15 @@ def _require_config(path: Path) -> None:
         hint = f"; it holds an adapter of {adapted}: merge the two (peft's merge_and_unload) and give what comes out"
     elif (path / "original").is_dir():
         hint = "; its folder original/ is of another format, so download config.json, *.safetensors and the tokenizer"
-    elif len(inner := [config.parent for config in path.glob("*/config.json")]) == 1:
-        hint = f" (did you mean {inner[0]}?)"
     else:
-        hint = ""
+        hint = _inner_hint(path)
     raise BadInput(f"base: {path}: is neither a .gguf file nor a model folder with its config.json{hint}")
+
+
+def _inner_hint(folder: Path) -> str:
+    """Names the one model folder inside of `folder`, as a run has one, if there is one."""
+    inner = [config.parent for config in folder.glob("*/config.json")]
+    return f" (did you mean {inner[0]}?)" if len(inner) == 1 else ""
 
 
 def _package_file(source: str) -> Path:
@@ -345,6 +349,8 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     path = Path(folder) / "config.json"
+    if not path.exists() and (hint := _inner_hint(Path(folder))):
+        raise BadInput(f"{path}: there is no such file{hint}")
     model_type = (raw := read_json(path)).get("model_type")
     if not isinstance(model_type, str):
         raise BadInput(f"{path}: names no model_type, so nobody can tell which family this is")

@@ -74,7 +74,10 @@ def temporary_folder(parent: Path, prefix: str, mode: int = 0o777) -> Iterator[P
 
 def _locked_folder(path: Path, mode: int) -> tuple[Path, int] | None:
     """A new folder and the descriptor that holds its lock; None when it was removed before it could be locked."""
-    path.mkdir(mode)
+    try:
+        path.mkdir(mode)
+    except FileNotFoundError as error:  # its parent is there, but holds no folders of others, as /proc
+        raise LinearizeError(f"{path.parent}: no folder can be made there") from error
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:

@@ -23,8 +23,7 @@ from liger_convert.eval.generation import continuations, encode
 from liger_convert.eval.suites import Suite
 from liger_convert.io import templates
 from liger_convert.io.files import scratch_folder
-from liger_convert.mixers import MIXERS, SOFTMAX
-from liger_convert.mixers.control.window import Window
+from liger_convert.mixers.reach import reaches as mixer_reaches
 from liger_convert.model import linearized_classes, linearized_config
 from liger_convert.model.bases import context_length
 from liger_convert.pipeline.plan import Plan, computes_in, measured_in_parts, too_large
@@ -41,6 +40,7 @@ LEAST_RATE, MOST_RATE, HIGH_RATE = 1e-8, 1.0, 0.1
 LEAST_MOVE = 1e-6  # a weight's in all steps of a stage: less cannot be measured in the result
 OFTEN = 4  # times that a text may be read: so far it is nearly as good as new text (arXiv 2305.16264)
 REPEATS = 16  # from about here on, reading the same text again is worth little (arXiv 2305.16264)
+UNKNOWN = 0.05  # fraction of the tokens that the tokenizer cannot read
 FEW = 0.01  # fraction of the tokens that have context beyond the window
 GENERATION = "generation_config.json"
 TOKENS = 2  # how many the rehearsal generates
@@ -65,20 +65,22 @@ def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite) -> list[
         warnings += _check_reach(stage, f"{where}.seq_len: rows of {stage.seq_len} tokens", stage.seq_len, plan)
         if positions is not None and stage.seq_len > positions:
             warnings.append(f"{where}.seq_len: {stage.seq_len} is more than the {positions} tokens that the base takes")
-    lengths = {text.metrics[0]: text.window for text in suite.text}
+    lengths = {text.metrics[0]: text.window for text in suite.text if text.score_from > 1}  # others are cut
     lengths |= {
         one.metrics[0]: 2 * one.length for copying in suite.copying if not copying.lengths for one in copying.each
     }
     for metric, length in lengths.items():
         if positions is not None and length > positions:
-            said = f"{metric} reads {length} tokens, more than the {positions} that the base takes"
+            said = f"{metric} reads {length} tokens, more than the {positions} that the base takes: no verdict is on it"
             warnings.append(f"suite {suite.name}: {said}")
     return warnings + too_large(plan, room, recipe.sharding) + measured_in_parts(plan, room, recipe.selected_by)
 
 
-def check_documents(recipe: Recipe, plan: Plan, documents: Callable[[str], Documents]) -> list[str]:
-    """Warnings about rows that are left out, documents that never leave the window, and sources that are read over and
-    over.
+def check_documents(
+    recipe: Recipe, plan: Plan, documents: Callable[[str], Documents], unknown: int | None = None
+) -> list[str]:
+    """Warnings about rows that are left out, text that the tokenizer cannot read, documents that never leave the window,
+    and sources that are read over and over. unknown: the id of the tokenizer's unknown token, if it has one.
     Raises BadInput where no document of a stage leaves the window."""
     warnings = []
 
@@ -95,9 +97,13 @@ def check_documents(recipe: Recipe, plan: Plan, documents: Callable[[str], Docum
         read = documents(name)
         if read.skipped:
             rows = len(read.train) + len(read.held_out) + read.skipped
-            warnings.append(
-                f"data.{name}: {read.skipped:,} of {rows:,} rows say nothing, or nobody asks and is answered"
+            why = ", or no question with an answer" if recipe.data[name].has_responses else ""
+            warnings.append(f"data.{name}: {read.skipped:,} of {rows:,} rows have no text{why}")
+        if unknown is not None and (share := _share_of(unknown, read.train)) > UNKNOWN:
+            said = (
+                f"{share:.0%} of its tokens are the unknown token of the base's tokenizer, which cannot read this text"
             )
+            warnings.append(f"data.{name}: {said}; give text in a language that the base knows")
     for i, stage in enumerate(plan.recipe_stages):
         sources = {name: found(name) for name in stage.sources}
         for name, (_, tokens) in sources.items():
@@ -113,7 +119,7 @@ def check_documents(recipe: Recipe, plan: Plan, documents: Callable[[str], Docum
         said = f"stages[{i}].data: documents of {names}, of at most {longest} tokens,"
         if longest < stage.seq_len:  # else the rows have been told
             warnings += _check_reach(stage, said, longest, plan)
-        reaches = _reaches(plan)
+        reaches = mixer_reaches(plan.linearization)
         beyond = (
             sum(stage.sources[name] * _beyond(sizes, min(reaches)) for name, sizes in cut.items()) if reaches else 1
         )
@@ -121,6 +127,18 @@ def check_documents(recipe: Recipe, plan: Plan, documents: Callable[[str], Docum
             told = f"of {beyond:.2%} of the tokens of {names} anything stands beyond the window"
             warnings.append(f"stages[{i}].data: {told}; the memory learns from these alone, so give longer documents")
     return warnings
+
+
+def _share_of(token: int, documents: Sequence[Document]) -> float:
+    """The fraction of the documents' tokens that are `token`."""
+    tokens = sum(len(document.ids) for document in documents)
+    return sum(int((document.ids == token).sum()) for document in documents) / max(tokens, 1)
+
+
+def _unknown_token(tokenizer: Any) -> int | None:
+    """The id of what a tokenizer writes for what it cannot read; None where that also begins, ends or pads a text."""
+    unknown: int | None = tokenizer.unk_token_id
+    return unknown if unknown not in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) else None
 
 
 def _beyond(sizes: Sequence[int], window: int) -> float:
@@ -237,16 +255,9 @@ def _check_rates(stage: Stage, where: str, trained: int) -> list[str]:
     return warnings
 
 
-def _reaches(plan: Plan) -> list[int]:
-    """Of each mixer in use whose memory holds what has left its window: the tokens that never do."""
-    used = [plan.linearization["mixers"][name] for name in set(plan.layers) - {SOFTMAX}]
-    own = [spec for spec in used if not issubclass(MIXERS[spec["type"]], Window)]
-    return [spec["window"] + spec["sinks"] if spec["window"] and spec["scope"] == "evicted" else 0 for spec in own]
-
-
 def _check_reach(stage: Stage, said: str, length: int, plan: Plan) -> list[str]:
     """Of a stage that teaches mixers on texts of `length`. Raises BadInput when no memory is ever read."""
-    reaches = _reaches(plan)
+    reaches = mixer_reaches(plan.linearization)
     if "mixer" not in stage.learning_rates.trained() or not reaches or length > max(reaches):
         return []
     if length <= min(reaches):
@@ -333,6 +344,6 @@ def check(
     warnings = check_recipe(recipe, plan, config, suite)
     check_disk(plan, out, keep_steps=keep_steps)
     warnings += check_generation(base_dir, config, tokenizer, plan.linearization, prompts)
-    warnings += check_documents(recipe, plan, documents)
+    warnings += check_documents(recipe, plan, documents, _unknown_token(tokenizer))
     check_tasks(suite, config, tokenizer, data_dir, recipe.eval.limit, report)
     return warnings

@@ -14,7 +14,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from liger_convert.config import yaml_file
+from liger_convert.config import resources, yaml_file
 from liger_convert.io.files import atomic_write
 from liger_convert.pipeline.pages import report_page
 from liger_convert.pipeline.pages.common import (
@@ -162,7 +162,7 @@ Greedy, the first words of each answer.
 ```
 
 with the recipe that `manifest.json` holds verbatim, along with the sha256 of every file that went in and came out.
-{{ reproduce.device }}, {{ reproduce.threads }} threads, {{ reproduce.kernels }} kernels, seed {{ reproduce.seed }}.
+{{ reproduce.device }}, {{ reproduce.threads }} thread{{ "s" if reproduce.threads != 1 }}, {{ reproduce.kernels }} kernels, seed {{ reproduce.seed }}.
 {{ reproduce.versions.items() | map("join", " ") | join(", ") }}.
 """,
     trim_blocks=True,
@@ -196,6 +196,8 @@ def build(results: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, 
     options = [word for override in recipe["overrides"] for word in ("--set", override)]
     name = recipe["resolved"]["name"]
     file = yaml_file.parse(recipe["text"], "recipe").get("name", name)  # by its own name, whatever a run was called
+    if not resources.is_shipped(file, recipe["text"]):
+        file += ".yaml"
     return {
         "name": name,
         "base": recipe["resolved"]["base"],
@@ -205,7 +207,7 @@ def build(results: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, 
         **({"check": steps["check"]["check"]} if "check" in steps.get("check", {}) else {}),
         "training": [{key: stage[key] for key in stage if key not in ("inputs", "outputs")} for stage in training],
         "reproduce": {
-            "command": shlex.join(["linearize", "run", f"{file}.yaml", *options]),
+            "command": shlex.join(["linearize", "run", file, *options]),
             "seed": manifest["seed"],
             **machine,
         },

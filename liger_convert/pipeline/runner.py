@@ -242,21 +242,30 @@ def _require_resumable(record: Manifest, out: Path) -> None:
 
 
 def _take_recipe(record: Manifest, folder: RunFolder, new: Manifest) -> None:
-    """Goes on by the recipe of `new`, which may differ from the one of `record` in `eval` while nothing is measured.
+    """Goes on by the recipe of `new`, which may differ from the one of `record` in `eval` while nothing is measured,
+    and in `when_worse` where `warn` would have made the same stages.
 
     Raises BadInput for any other difference.
     """
     old, given = record.recipe["resolved"], new.recipe["resolved"]
     if (changed := manifest.first_difference(old, given)) is None:
         return
-    rest = manifest.first_difference(old | {"eval": None}, given | {"eval": None})
-    if rest is not None or "eval" in record.steps:
-        raise BadInput(f"{folder.out}: is a run of another recipe ({rest or changed}); start a new run in a new folder")
+    free: dict[str, Any] = {} if "eval" in record.steps else {"eval": None}
+    if given["when_worse"] == "warn" and old["when_worse"] in ("go_back", "stop") and _went_straight(record):
+        free["when_worse"] = None
+    if (rest := manifest.first_difference(old | free, given | free)) is not None:
+        raise BadInput(f"{folder.out}: is a run of another recipe ({rest}); start a new run in a new folder")
     if any(old["eval"].get(name) != value for name, value in given["eval"].items() if name not in EVAL_SPEED):
         folder.remove(folder.step("eval"))  # measures of the other kind
     console.print(f"note: {changed}; the run goes on by the new recipe", markup=False)
     record.recipe = new.recipe
     record.write(folder.out)
+
+
+def _went_straight(record: Manifest) -> bool:
+    """Whether nothing is merged yet, and no stage was left out or trained again at lower rates."""
+    as_they_are = all(step.get("kept", True) and step.get("rates", 1.0) == 1.0 for step in record.steps.values())
+    return as_they_are and "merge" not in record.steps
 
 
 def _check_place(recipe: Recipe, out: Path) -> None:

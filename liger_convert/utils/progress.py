@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -55,7 +56,8 @@ def show_progress(label: str) -> Iterator[Report]:
 
 
 def quiet_libraries() -> None:
-    """Silences the bars, warnings and logs of the libraries below us; call it before they are imported."""
+    """Silences the bars, warnings and logs of the libraries below us; call it before they are imported. Only
+    transformers may be there already: `python -m liger_convert.cli` imports it along with the package."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # nothing here forks
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
@@ -63,6 +65,10 @@ def quiet_libraries() -> None:
     os.environ.setdefault("LMEVAL_LOG_LEVEL", "ERROR")
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if "transformers" in sys.modules:
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
     warnings.filterwarnings("ignore")
     for name in ("transformers", "datasets", "accelerate", "peft", "huggingface_hub", "lm_eval", "torch"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -77,6 +77,10 @@ RECIPES = [
     case("too many layers kept", "layers.softmax_auto: 3 is too many", lambda w: w.run("layers={softmax_auto: 3}")),
     case("half a layer kept", "between 0 and 1, not 1.5", lambda w: w.run("layers={softmax_auto: 1.5}")),
     case("neither a recipe nor a base", "RECIPE: is missing", lambda w: ["run"]),
+    case("a base as a recipe", "to convert a base, use --base base", lambda w: ["run", "base"]),
+    case(
+        "a hub id as a recipe", "to convert a base, use --base Qwen/Qwen3-1.7B", lambda w: ["plan", "Qwen/Qwen3-1.7B"]
+    ),
     case("no layer kept", "layers.softmax_auto: should be a whole number", lambda w: w.run("layers={softmax_auto: 0}")),
     case(
         "layers chosen on no text",
@@ -216,8 +220,8 @@ DATA = [
     ),
     case(
         "too little text of the base held out",
-        "data.text: 1022 tokens are held out, suite quick needs 2048",
-        lambda w: w.run("data.text={source: teacher, tokens: 1e4, held_out: 0.1}"),
+        "data.text: 511 tokens are held out, suite quick needs 512",
+        lambda w: w.run("data.text={source: teacher, tokens: 4e3, held_out: 0.1}"),
     ),
     case("chat rows without chat", "line 1: has no field 'instruction'", lambda w: w.run("data.text.format=alpaca")),
 ]
@@ -346,6 +350,7 @@ COMMANDS = [
     case("eval of nothing", "no such file or folder", lambda w: ["eval", "/nowhere/at/all"]),
     case("eval by unknown suite", "did you mean quick?", lambda w: ["eval", str(w.base), "--suite", "quik"]),
     case("diagnose a base", "not a linearized model", lambda w: ["diagnose", str(w.base)]),
+    case("diagnose a folder around a model", "/base?)", lambda w: ["diagnose", str(w.folder)]),
     case(
         "diagnose without the rows", "piqa.jsonl", lambda w: ["diagnose", str(w.linearized()), "--data", str(w.folder)]
     ),

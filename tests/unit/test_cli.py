@@ -252,6 +252,20 @@ def test_train_writes_the_text_of_the_base_into_its_folder(home, capsys):
     output(capsys, "merge", "converted", "own", "--out", "merged-own")
 
 
+def test_what_the_model_was_not_made_from_is_refused_in_a_sentence(home, capsys):
+    """As its base, another shape; as a baseline that writes, a model with tokens that this one has no embedding of."""
+    save_tiny_base("llama", home / "deep", num_hidden_layers=4)
+    assert main.main(["diagnose", "converted", "--base", "deep", "--suite", "suite.yaml", "--text", "text.jsonl"]) == 2
+    said = "error: --base deep: its num_hidden_layers is 4, but converted was made from a base with 3"
+    assert capsys.readouterr().err.strip() == said
+    save_tiny_base("llama", home / "padded", vocab_size=160)
+    (home / "agree.yaml").write_text("description: a test\nagreement: {prompts: 2, prompt_tokens: 8, tokens: 4}\n")
+    assert (
+        main.main(["eval", "converted", "--baseline", "padded", "--suite", "agree.yaml", "--text", "text.jsonl"]) == 2
+    )
+    assert "--baseline padded: has another vocabulary than the model" in capsys.readouterr().err
+
+
 def test_eval_measures_a_model_beside_its_baseline(home, capsys):
     words = ["eval", "converted", "--baseline", "base", "--suite", "suite.yaml", "--text", "text.jsonl"]
     models = json.loads(output(capsys, *words, "--json"))["models"]

@@ -14,7 +14,7 @@ from liger_convert.data.documents import Document
 from liger_convert.eval.ablation import NAMES, diagnose, window_control
 from liger_convert.eval.evaluation import evaluate_model
 from liger_convert.eval.generation import load_model
-from liger_convert.eval.suites import Suite
+from liger_convert.eval.suites import CopyMeasure, Suite
 from liger_convert.io.checksums import read_checked, write_checked
 from liger_convert.mixers import resolve_spec
 from liger_convert.model import set_branches
@@ -133,6 +133,27 @@ def test_a_model_that_is_its_window_is_told_that_its_memory_is_unused(base: Path
     assert found["verdict"]["memory_used"] is False
     assert "THE MEMORY IS UNUSED" in found["verdict"]["sentences"][0]
     assert "NO BETTER than the untrained base" in found["verdict"]["sentences"][1]
+
+
+@pytest.mark.parametrize(("window", "known"), [(28, True), (29, False)])
+def test_a_memory_that_no_text_is_long_enough_for_is_not_called_unused(
+    base: Path, tmp_path: Path, window: int, known: bool
+) -> None:
+    """The longest text has 32 tokens, and behind its last one nothing is scored."""
+    found = diagnose(linearized(base, tmp_path, window=window), base, SUITE, device=CPU, **OPTIONS)
+    values = [found["models"][name]["text_ppl"]["value"] for name in ("linearized", "memory_ablated")]
+    assert (values[0] != values[1]) is known
+    assert (found["verdict"]["memory_used"] is not None) is known
+    assert ("IS NOT KNOWN" in found["verdict"]["sentences"][0]) is not known
+
+
+def test_the_verdict_is_not_about_what_is_longer_than_the_base_takes(tmp_path: Path) -> None:
+    """There a base fails, and a model with a window would be called better than it."""
+    short = save_tiny_base("llama", tmp_path / "base", max_position_embeddings=64)
+    suite = SUITE.model_copy(update={"copying": [CopyMeasure(length=33, draws=3)]})
+    found = diagnose(linearized(short, tmp_path / "model"), short, suite, device=CPU, **OPTIONS)
+    assert "copy_nll_33" in found["models"]["linearized"]
+    assert found["verdict"]["compared"]["against_base"].keys() == {"text_ppl"}
 
 
 def test_the_control_keeps_windows_sinks_and_layers_and_nothing_else() -> None:

@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from liger_convert.eval.narrow import narrow
 from liger_convert.eval.suites import Suite
 
-SUITE = {
+SUITE: dict[str, Any] = {
     "name": "test",
     "description": "a test",
     "text": [{"window": 1024}, {"source": "other"}],
@@ -66,11 +66,21 @@ def test_a_tokenizer_without_ends_of_texts_is_asked_no_tasks(tmp_path: Path) -> 
 
 
 def test_a_curve_ends_with_the_context_and_a_single_length_does_not() -> None:
-    found, notes = narrowed(context=1000, positions=[], agreement=None, tasks=[])
+    found, notes = narrowed(context=1000, text=[], positions=[], agreement=None, tasks=[])
     assert metrics(found) >= {"copy_nll_64", "copy_nll_500", "copy_nll_4000"}
     assert notes == ["copy_nll_2000: left out, as said twice they are longer than the 1000 tokens that the base takes"]
     assert "copy_nll_500" not in metrics(narrowed(context=999, tasks=[])[0])
-    assert found.text == Suite.model_validate(SUITE).text  # a window of text that is too long is a run's warning
+
+
+def test_text_is_read_in_windows_that_the_base_takes() -> None:
+    """Beyond its context a base is bad, and a mere window better: the verdict would be about that."""
+    far = {"name": "text_far", "window": 1024, "score_from": 512}  # asks for what is far on purpose: a run warns
+    found, notes = narrowed(context=256, text=[*SUITE["text"], far], positions=[], copying=[], agreement=None, tasks=[])
+    assert [measure.window for measure in found.text] == [256, 256, 1024]
+    assert notes == [
+        "text_ppl, text_byte_ppl: in windows of the 256 tokens that the base takes",
+        "other_ppl, other_byte_ppl: in windows of the 256 tokens that the base takes",
+    ]
 
 
 def test_the_token_that_begins_a_text_takes_room_too() -> None:
@@ -116,7 +126,7 @@ def test_without_text_of_another_kind_prompts_are_held_out_text() -> None:
 
 def test_without_a_base_or_room_there_is_no_agreement() -> None:
     assert narrowed(base=False)[0].agreement is None
-    found, notes = narrowed(context=575, positions=[], copying=[], tasks=[])
+    found, notes = narrowed(context=575, text=[], positions=[], copying=[], tasks=[])
     assert found.agreement is None
     assert notes == ["agreement: left out, as its texts of 576 tokens are longer than the 575 that the base takes"]
     assert narrowed(context=576)[0].agreement is not None

@@ -80,6 +80,15 @@ def test_layers_with_a_window_of_the_bases_own_stay_unless_they_are_named(layers
     assert recipe(layers="all").layer_names(6) == [L] * 6
 
 
+@pytest.mark.parametrize(
+    ("depth", "sliding", "says"),
+    [(1, [], "only one layer; use layers: all"), (3, [0, 2], "only one layer without a window of its own")],
+)
+def test_of_one_layer_there_is_nothing_to_choose(depth, sliding, says):
+    with pytest.raises(BadInput, match=f"layers.softmax_auto: keeps one layer at least, and the base has {says}"):
+        recipe(layers={"softmax_auto": 0.25}).layer_names(depth, sliding)
+
+
 def test_fewer_layers_are_kept_than_see_all_tokens():
     with pytest.raises(BadInput, match="3 is too many; of the base's 3 layers without a window of their own keep few"):
         recipe(layers={"softmax_auto": 3}).layer_names(6, sliding=[0, 2, 3])

@@ -213,7 +213,22 @@ def test_rows_that_are_left_out_are_told(home: Path, capsys: Any) -> None:
     rows = [json.loads(line) for line in (home / "text.jsonl").read_text().splitlines()]
     lines(home / "text.jsonl", [*rows, {"text": " "}, {"text": ""}])
     (warning,) = warned(words(), capsys)
-    assert "data.text: 2 of 32 rows say nothing, or nobody asks and is answered" in warning
+    assert warning.endswith("data.text: 2 of 32 rows have no text")
+
+
+def test_text_that_the_tokenizer_cannot_read_is_told(home: Path, capsys: Any) -> None:
+    tokenizer = json.loads((home / "base/tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["<unk>"] = tokenizer["model"]["vocab"].pop("~")
+    (home / "base/tokenizer.json").write_text(
+        json.dumps(tokenizer | {"model": tokenizer["model"] | {"unk_token": "<unk>"}})
+    )
+    config = json.loads((home / "base/tokenizer_config.json").read_text())
+    (home / "base/tokenizer_config.json").write_text(json.dumps(config | {"unk_token": "<unk>"}))
+    assert warned(words(), capsys) == []
+    lines(home / "text.jsonl", [{"text": "日本語の文章です。" * 20} for _ in range(30)])
+    shutil.rmtree(home / "out")
+    (said,) = [warning for warning in warned(words(), capsys) if "data.text:" in warning]
+    assert "100% of its tokens are the unknown token of the base's tokenizer, which cannot read this text" in said
 
 
 def test_text_that_is_read_over_and_over_is_told(home: Path, capsys: Any) -> None:
@@ -234,11 +249,11 @@ def test_text_that_is_read_over_and_over_is_told(home: Path, capsys: Any) -> Non
         (["stages[0].warmup_ratio=0.99"], "takes all 4 steps"),
         (["stages[0].max_grad_norm=1e-9"], "Adam's epsilon"),
         (["mixers.wide={type: gla, window: 40}", "layers=[main, wide, main]"], "the longest window and its sinks"),
-        (["eval.suite=long.yaml", "data.text.held_out=0.5"], "text_ppl reads 260 tokens, more than the 256"),
+        (["eval.suite=long.yaml", "data.text.held_out=0.5"], "copy_nll_130 reads 260 tokens, more than the 256"),
     ],
 )
 def test_a_recipe_that_is_unlikely_to_do_well_is_told(home: Path, capsys: Any, overrides: list[str], says: str) -> None:
-    (home / "long.yaml").write_text("description: long\ntext: [{window: 260, windows: 2}]\n")
+    (home / "long.yaml").write_text("description: long\ncopying: [{length: 130, draws: 2}]\n")
     found = warned(words(*overrides), capsys)
     assert len(found) == bool(says)
     assert all(says in warning for warning in found)

@@ -106,7 +106,10 @@ def test_a_misplaced_key_is_told_where_it_belongs():
     assert "kl_weight of kind distill" in refusal("stages[0].kl_weight=1")
     assert "stages[…].temperature of kind distill" in refusal("stages[0].temperature=1")
     assert "tokens: this key belongs to stages[…].tokens, not here" in refusal("tokens=1e6")
-    assert "path of source file" in refusal("data.text.path=x")
+    assert refusal("data.text.path=x").endswith(
+        "data.text.path: this key belongs to data.NAME.path of source file, not here; "
+        "write a source of another kind as a whole: data.text={source: file, …}"
+    )
 
 
 def test_a_yaml_mistake_is_named_with_its_line():

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from liger_convert.config.resources import recipe_path
 from liger_convert.eval.verdict import verdict
 from liger_convert.pipeline.pages.common import describe_layers
 from liger_convert.pipeline.report import build, cell, page, render, write_report
@@ -101,6 +102,13 @@ def test_the_command_names_the_recipe_whatever_the_run_was_called() -> None:
     report = build(results(), renamed)
     assert report["name"] == "demo"
     assert report["reproduce"]["command"] == "linearize run default.yaml --set name=demo"
+
+
+def test_the_command_of_a_shipped_recipe_is_its_name() -> None:
+    """Nobody has its file at hand."""
+    shipped = manifest()
+    shipped["recipe"] |= {"text": recipe_path("default").read_text(), "overrides": ["base=mine"]}
+    assert build(results(), shipped)["reproduce"]["command"] == "linearize run default --set base=mine"
 
 
 def test_the_model_after_each_stage_what_was_left_out_and_what_was_adapted_are_shown() -> None:

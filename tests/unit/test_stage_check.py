@@ -167,6 +167,24 @@ def test_nothing_worse_than_no_training_is_exported(home, monkeypatch, capsys) -
     assert "merge" not in steps(home)
 
 
+def test_what_was_trained_is_exported_after_all_when_the_run_goes_on_with_warn(home, monkeypatch, capsys) -> None:
+    told(monkeypatch, [(25.0, 3.0), (19.0, 1.2)])
+    assert run() == 1
+    assert run("--resume", "--set", "when_worse=warn") == 0  # nothing is trained or measured again
+    assert "when_worse was" in capsys.readouterr().err
+    exported = weights(home / "out")
+    assert main.main(["run", "recipe.yaml", "--out", "ignored", "--set", "when_worse=ignore"]) == 0
+    assert weights(home / "ignored") == exported
+
+
+def test_a_run_that_left_a_stage_out_does_not_go_on_with_warn(home, monkeypatch, capsys) -> None:
+    told(monkeypatch, [(25.0, 3.0), (26.0, 3.2), (26.0, 3.2)])
+    assert run() == 1
+    assert steps(home)["2-distill"]["kept"] is False
+    assert run("--resume", "--set", "when_worse=warn") == 2
+    assert "is a run of another recipe (when_worse was" in capsys.readouterr().err
+
+
 def test_a_model_that_no_stage_helped_is_not_exported() -> None:
     untrained = {BASE: measures(16.0, 0.2), UNTRAINED: measures(18.0, 1.0)}
     with pytest.raises(LinearizeError, match="no stage made the model better"):

@@ -15,6 +15,7 @@ from runs import SUITE, weights, write_home
 
 from liger_convert.cli import main
 from liger_convert.utils import interrupts
+from liger_convert.utils.progress import quiet_libraries
 
 LINEARIZE = str(Path(sys.executable).with_name("linearize"))
 STAGES: list[dict[str, Any]] = [
@@ -132,6 +133,16 @@ def test_a_terminal_that_knows_only_ascii_is_no_failure(words):
     found = shell(f"linearize {words}", PYTHONIOENCODING="ascii", LC_ALL="C", PYTHONUTF8="0")
     assert (found.returncode, found.stderr) == (0, "")
     assert found.stdout.isascii()
+
+
+def test_bars_of_transformers_are_off_even_where_it_was_imported_before(capfd):
+    """As under `python -m liger_convert.cli`, which torchrun starts in every process."""
+    from transformers.utils import logging
+
+    logging.enable_progress_bar()
+    quiet_libraries()
+    list(logging.tqdm(range(3), desc="Loading weights"))
+    assert capfd.readouterr().err == ""
 
 
 def test_json_is_whole_on_a_terminal_that_knows_only_ascii(capsys):

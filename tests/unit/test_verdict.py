@@ -73,6 +73,26 @@ def test_a_memory_that_helps_text_and_harms_copying_is_told_as_both() -> None:
     )
 
 
+def test_texts_that_no_memory_is_read_in_say_nothing_of_the_memory() -> None:
+    same, base = measured(20.0, 1.0), measured(19.0, 1.0)
+    names = {"base": base, "window_only_untrained": same, "linearized": same, "memory_ablated": same}
+    found = verdict(names, short={"text_ppl", "text_byte_ppl", "copy_nll_32", "copy_nll_256"}, reach=1028)
+    assert found["memory_used"] is None
+    assert found["sentences"][0] == (
+        "WHETHER THE MEMORY IS USED IS NOT KNOWN: no text that was measured leaves the window and its sinks "
+        "(1,028 tokens), so no memory was read."
+    )
+    assert found["sentences"][1].startswith("THE MODEL IS NO BETTER than the untrained base")
+    assert verdict(names, short={"text_ppl", "copy_nll_32"}, reach=260)["memory_used"] is False  # copy_nll_256 is long
+
+
+def test_large_numbers_are_written_out() -> None:
+    large = {"text_ppl": {"value": 713.81, "stderr": 156.57, "n": 4}}
+    larger = {"text_ppl": {"value": 12345.6, "stderr": 1234.5, "n": 4}}
+    (sentence,) = verdict({"linearized": large, "memory_ablated": larger})["sentences"]
+    assert sentence.endswith("worse in text_ppl (12350 ± 1200 against 713.8 ± 160).")
+
+
 def test_far_text_counts_as_much_as_near_text() -> None:
     def table(far: float) -> dict[str, Any]:
         return measured(20.0, 1.0) | {"text_far_ppl": {"value": far, "stderr": None, "n": 9}}
