@@ -79,8 +79,8 @@ def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite) -> list[
 def check_documents(
     recipe: Recipe, plan: Plan, documents: Callable[[str], Documents], unknown: int | None = None
 ) -> list[str]:
-    """Warnings about rows that are left out, text that the tokenizer cannot read, documents that never leave the window,
-    and sources that are read over and over. unknown: the id of the tokenizer's unknown token, if it has one.
+    """Warnings about rows that are left out, text that the tokenizer cannot read, documents that never leave the
+    window, and sources that are read many times. unknown: the id of the tokenizer's unknown token, if it has one.
     Raises BadInput where no document of a stage leaves the window."""
     warnings = []
 

@@ -162,7 +162,7 @@ Greedy, the first words of each answer.
 ```
 
 with the recipe that `manifest.json` holds verbatim, along with the sha256 of every file that went in and came out.
-{{ reproduce.device }}, {{ reproduce.threads }} thread{{ "s" if reproduce.threads != 1 }}, {{ reproduce.kernels }} kernels, seed {{ reproduce.seed }}.
+{{ reproduce.device }}, {{ reproduce.threads }} threads, {{ reproduce.kernels }} kernels, seed {{ reproduce.seed }}.
 {{ reproduce.versions.items() | map("join", " ") | join(", ") }}.
 """,
     trim_blocks=True,

@@ -225,7 +225,7 @@ def test_text_that_the_tokenizer_cannot_read_is_told(home: Path, capsys: Any) ->
     config = json.loads((home / "base/tokenizer_config.json").read_text())
     (home / "base/tokenizer_config.json").write_text(json.dumps(config | {"unk_token": "<unk>"}))
     assert warned(words(), capsys) == []
-    lines(home / "text.jsonl", [{"text": "日本語の文章です。" * 20} for _ in range(30)])
+    lines(home / "text.jsonl", [{"text": "日本語の文章です。" * (20 + i)} for i in range(30)])
     shutil.rmtree(home / "out")
     (said,) = [warning for warning in warned(words(), capsys) if "data.text:" in warning]
     assert "100% of its tokens are the unknown token of the base's tokenizer, which cannot read this text" in said
