@@ -41,21 +41,17 @@ OPS: dict[str, Callable[..., Tensor | tuple[Tensor | None, ...]]] = {
     "swa": chunk_swa,  # softmax attention over the last keys and the sinks
 }
 
-# The kernels of each library: op -> module and function. `fused_step` has no torch op; see fused_step/chunk.py.
-# `delta` are ours for the delta rule, apart until a GPU has held them to float64 (`kernels/check_gpu.py`): the
-# interpreter, which is all that has run them, does not see a tile that is read before it is there.
+# The kernels of each library: op -> module and function. `fused_step` and `delta_rule_step` have no torch op of their
+# own. Where both libraries have kernels for an op, ours are asked first, and fla-core's for what ours do not take.
 KERNELS: dict[str, dict[str, tuple[str, str]]] = {
     "triton": {
         op: (f"gated_kernels.{op}.triton", f"triton_{op}")
-        for op in ("codebook", "codebook_gla", "fused_step", "gla", "simple_gla", "swa")
-    },
-    "delta": {
-        "delta_rule": ("gated_kernels.delta_rule.triton", "triton_delta_rule"),
-        "delta_rule_step": ("gated_kernels.delta_rule.triton", "triton_delta_rule_step"),
-    },
+        for op in ("codebook", "codebook_gla", "delta_rule", "fused_step", "gla", "simple_gla", "swa")
+    }
+    | {"delta_rule_step": ("gated_kernels.delta_rule.triton", "triton_delta_rule_step")},
     "fla": {"delta_rule": ("gated_kernels.delta_rule.fla", "fla_delta_rule")},
 }
-PATHS = ("torch", "triton", "triton+fla", "triton+delta", "triton+delta+fla")
+PATHS = ("torch", "triton", "fla", "triton+fla")
 OLDEST = (8, 0)  # compute capability: the kernels take bf16 products, and tiles that no older chip's memory holds
 
 
@@ -63,17 +59,17 @@ def use(path: str) -> None:
     """Chooses how the ops run in the whole process.
 
     "torch" runs the torch ops, "triton" our own kernels where an op has some, and "triton+fla" also those of
-    flash-linear-attention for the delta rule. The default is the last of these three that the machine can run: it takes
-    Triton and Nvidia GPUs from sm_80 on, and fla-core 0.6. "+delta" has our kernels for the delta rule, which no GPU
-    has checked yet, and fla-core's, if named behind them, for what they leave. On other GPUs the ops run in torch, and
-    the log says so once. The environment variable GATED_KERNELS overrides it when this package is imported. Tensors on
-    a CPU always go to torch. So does what the kernels do not support, with one warning that says why.
+    flash-linear-attention, for calls of the delta rule that ours do not take (heads of more than 128 features). "fla"
+    runs flash-linear-attention's alone, to compare with. The default is "triton+fla", or "triton" without fla-core 0.6,
+    on Nvidia GPUs from sm_80 on where Triton is installed. On other GPUs the ops run in torch, and the log says so
+    once. The environment variable GATED_KERNELS overrides it when this package is imported. Tensors on a CPU always go
+    to torch. So does what the kernels do not support, with one warning that says why.
 
     Raises ValueError for any other path, and ImportError when a package that it needs is not installed.
     """
     if path not in PATHS:
         raise ValueError(f"the ops run by one of {', '.join(map(repr, PATHS))}, not by {path!r}")
-    if path.endswith("+fla") and not has_fla():
+    if path.endswith("fla") and not has_fla():
         raise ImportError(f"the path {path!r} needs fla-core 0.6: pip install 'liger-convert[fla]'")
     for op in dict.fromkeys(op for kernels in KERNELS.values() for op in kernels):
         chosen = [kernels[op] for library, kernels in KERNELS.items() if library in path.split("+") and op in kernels]

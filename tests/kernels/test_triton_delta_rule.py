@@ -274,16 +274,17 @@ def test_fla_core_is_asked_for_what_the_kernels_leave() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in gated_kernels.PATHS if not path.endswith("+fla") or gated_kernels.has_fla()]
+    "path", [path for path in gated_kernels.PATHS if not path.endswith("fla") or gated_kernels.has_fla()]
 )
 def test_the_path_says_which_kernels_run(path: str) -> None:
-    """Ours only where they are asked for, before fla-core's then."""
+    """Of the delta rule ours before fla-core's."""
     gated_kernels.use(path)
     try:
         assert gated_kernels.in_use() == path
         modules = [kernel.__module__.rpartition(".")[2] for kernel in kernels_for("delta_rule")]
-        named = {"delta": "triton", "fla": "fla"}
-        assert modules == [named[library] for library in path.split("+") if library in named]
+        assert modules == [library for library in path.split("+") if library != "torch"]
+        steps = [kernel.__module__.rpartition(".")[2] for kernel in kernels_for("delta_rule_step")]
+        assert steps == ["triton"] * ("triton" in path)
     finally:
         gated_kernels.use("torch")
 
