@@ -44,7 +44,7 @@ BLOCKS = {
     "projections": ((64, 0, 4, 3),) * 4,
     "codes": ((128, 64, 4, 2), (64, 64, 4, 2), (128, 64, 4, 2), (64, 128, 8, 2)),
 }
-LARGEST = 256  # head, the largest whose tiles fit into shared memory
+LARGEST = 256  # head size, and twice the size of a code, up to which tiles fit into shared memory
 KERNELS = {"forward": forward_kernel, "rows": rows_kernel, "projections": projections_kernel, "codes": codes_kernel}
 
 

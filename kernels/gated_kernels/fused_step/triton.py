@@ -49,8 +49,8 @@ class LaunchConfig(NamedTuple):
     read_warps: int = 4  # twice as many for heads of more than 256 bytes
     columns: int = 32  # of the state, at most
     programs: int = 128  # codes and columns are halved until there are as many programs
-    whole: int = 4096  # elements of these columns that are loaded at once
-    part: int = 8192  # elements in a tile of the loop if they are more; two tiles are in flight
+    whole: int = 4096  # elements up to which all rows of these columns are one tile
+    part: int = 8192  # elements of a tile if they are more; two tiles are then in flight
     a_warp: int = 1024  # elements of a tile per warp; there are at least 4 warps
 
 

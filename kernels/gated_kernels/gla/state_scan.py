@@ -29,7 +29,7 @@ def sums_kernel(
     for f0 in range(0, F, BF):
         f = f0 + tl.arange(0, BF)
         gates = load(log_a + ((b * T + n * C) * G + g) * F, i, rows, G * F, f, F).to(tl.float32)
-        gates = tl.maximum(gates * 1.4426950408889634, -151.0)  # a decay of 0 in fp32
+        gates = tl.maximum(gates * 1.4426950408889634, -151.0)  # 2^-151 is 0 in fp32
         now = tl.cumsum(gates, 0)
         middle = tl.sum(tl.where((i == C // 2 - 1)[:, None], now, 0.0), 0)
         far = tl.maximum(tl.abs(middle), tl.max(tl.abs(now - middle[None, :]), 0))

@@ -103,7 +103,7 @@ def constants(
     if in_registers and computed_in == BF16 and V > 64 and kernel in ("outputs", "dv", "dqk"):
         warps = WARPS_IN_REGISTERS
     if tensor_memory and kernel == "dstates":
-        stages = 1  # Triton 3.9 fails to compile its loop in several stages for sm_100
+        stages = 1  # Triton 3.9 fails to compile the pipelined loop for sm_100
     found = {
         "G": G,
         "R": R,

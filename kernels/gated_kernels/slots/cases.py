@@ -24,7 +24,7 @@ class Case(NamedTuple):
     state: bool = True
     segments: bool = False
     exclusive: bool = False
-    holes: bool = False  # tokens that write nothing, and slots that no token writes to
+    holes: bool = False  # whether some tokens write nothing, and some slots are never written
     normalize: bool = True
     dtype: torch.dtype = torch.float32
     v_dtype: torch.dtype | None = None  # dtype of the values; None: `dtype`

@@ -182,7 +182,7 @@ def forward_kernel(
             for start in range(0, M, SINKS):
                 sink = start + tl.arange(0, SINKS)
                 seen = _sink_seen(query[:, None], sink[None, :], T, M, b, visible)
-                if tl.max(seen.to(tl.int32)) > 0:  # packed rows: most sinks are other documents'
+                if tl.max(seen.to(tl.int32)) > 0:  # with packed documents, most sinks belong to others
                     at, real = (b * M + sink) * G + g, sink < M
                     k_KC, v_KE = _load(sink_k, at, real, D, C), _load(sink_v, at, real, V, E)
                     o_NE, top_N, normalizer_N = _add(_logits(q_NC, k_KC, scale, seen), v_KE, o_NE, top_N, normalizer_N)
@@ -274,7 +274,7 @@ def backward_q_kernel(
             for start in range(0, M, SINKS):
                 sink = start + tl.arange(0, SINKS)
                 seen = _sink_seen(query[:, None], sink[None, :], T, M, b, visible)
-                if tl.max(seen.to(tl.int32)) > 0:  # packed rows: most sinks are other documents'
+                if tl.max(seen.to(tl.int32)) > 0:  # with packed documents, most sinks belong to others
                     at, real = (b * M + sink) * G + g, sink < M
                     k_KC, v_KE = _load(sink_k, at, real, D, C), _load(sink_v, at, real, V, E)
                     weights, dweights = _weighed(q_NC, k_KC, v_KE, do_NE, lse_N, scale, seen)
@@ -314,7 +314,7 @@ def backward_q_kernel(
             for start in range(0, M, SINKS):
                 sink = start + tl.arange(0, SINKS)
                 seen = _sink_seen(query[:, None], sink[None, :], T, M, b, visible)
-                if tl.max(seen.to(tl.int32)) > 0:  # packed rows: most sinks are other documents'
+                if tl.max(seen.to(tl.int32)) > 0:  # with packed documents, most sinks belong to others
                     at, real = (b * M + sink) * G + g, sink < M
                     k_KC, v_KE = _load(sink_k, at, real, D, C), _load(sink_v, at, real, V, E)
                     weights, dweights = _weighed(q_NC, k_KC, v_KE, do_NE, lse_N, scale, seen)

@@ -6,8 +6,8 @@ they fit into registers, and otherwise loops over blocks of them. A memory's out
 
 In the kernel of dk and dv, a program handles a block of keys and loops over the rows that may see them. Where the
 kernel of dq loops over blocks, and so does not compute the sinks' gradients, this kernel is launched again for blocks
-of sinks. It needs no memory, as the log-sum-exp already includes it. The log-sum-exp is all that is saved besides the
-inputs.
+of sinks. It does not read the memory's output, because the log-sum-exp includes the memory's logit. The log-sum-exp is
+all that is saved besides the inputs.
 
 Products take operands in the inputs' dtype and accumulate in fp32, and the softmax is in fp32. No two programs write to
 the same element, so gradients are deterministic.
