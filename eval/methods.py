@@ -1,10 +1,10 @@
 """Writes eval/reports/methods.md: all methods side by side, from the reports that are committed beside it.
 
     python eval/methods.py             writes it
-    python eval/methods.py --check     says whether it is out of date, and exits with 1 then
+    python eval/methods.py --check     says so and exits with 1 if it is out of date
 
-A report is a folder of eval/reports with a report.json and its manifest.json. Reports whose bases were measured to be
-the same, over as many rows, share a table: they are of the same base on the same text.
+A report is a folder in eval/reports with a report.json and a manifest.json. Reports share a table if their bases have
+the same measures over the same number of rows, because then they are of the same base on the same text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from liger_convert.pipeline.pages.read import read_report
 
 PAGE = Path(__file__).parent / "reports" / "methods.md"
 MADE = "<!-- Made by eval/methods.py from the reports beside it; change what it reads, not this page. -->"
-KINDS = {  # by what stands in the name of a recipe, the first that does
+KINDS = {  # kinds by a part of the folder's name; the first match counts
     "liger-paper": "Liger's layer",
     "liger-": "Liger as published",
     "lolcats": "other method",
@@ -36,12 +36,12 @@ KINDS = {  # by what stands in the name of a recipe, the first that does
     "gated-deltanet": "other method",
 }
 OURS = "ours"
-HIDDEN = "_byte_ppl"  # the same text, counted again
+HIDDEN = "_byte_ppl"  # metrics not shown, as they measure the same text again
 
 
 @dataclass(frozen=True)
 class Method:
-    """One committed report: its folder, what is in it, and under which title it stands."""
+    """One committed report: its folder, its report.json and its manifest.json."""
 
     folder: Path
     report: dict[str, Any]
@@ -53,14 +53,14 @@ class Method:
 
     @property
     def form(self) -> str:
-        """`23 x gla; 7 x gla (codes 2048)`: what the layers became, with all options that are not the default."""
+        """`23 x gla; 7 x gla (codes 2048)`: what the layers became, with all options that differ from the defaults."""
         counts = Counter(self.report["plan"]["linearization"]["layers"])
         parts = [f"{counts[name]} x {_described(spec)}" for name, spec in self._specs.items()]
         return "; ".join([*parts, *([f"{counts[SOFTMAX]} x softmax"] if counts[SOFTMAX] else [])])
 
     @property
     def training(self) -> str:
-        """`align 1.0M, finetune 12.0M (LoRA)`, and how many minutes it took."""
+        """`align 1.00M, finetune 12.00M (LoRA); 8.5 min`: kept stages with their tokens, and how long they took."""
         stages = [stage for stage in self.report["training"] if stage.get("kept", True)]
         resolved = self.manifest["recipe"]["resolved"]["stages"]
         told = [
@@ -77,7 +77,7 @@ class Method:
 
 
 def _number(stage: Mapping[str, Any]) -> int:
-    """Which stage of the recipe it is, from 0, by its name `1-align`."""
+    """The stage's index in the recipe, from 0, taken from its name (`1-align`)."""
     return int(stage["name"].partition("-")[0]) - 1
 
 
@@ -88,7 +88,7 @@ def _described(spec: Mapping[str, Any]) -> str:
 
 
 def methods(reports: Path) -> list[Method]:
-    """Every report below `reports`, by name. Raises BadInput where one cannot be read."""
+    """Every report in the folder `reports`, by name. Raises BadInput if one cannot be read."""
     folders = sorted(file.parent for file in reports.glob("*/report.json"))
     return [Method(folder, read_report(folder), read_json(folder / "manifest.json")) for folder in folders]
 
@@ -119,7 +119,7 @@ def page(found: Sequence[Method]) -> str:
 
 
 def _same_base(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two reports measured their bases alike by all that both measured, and by anything at all."""
+    """Whether two reports share a metric of their bases, and agree on all that they share."""
     first, second = (report["models"]["base"] for report in (one, other))
     shared = [metric for metric in first if metric in second]
     pairs = [(first[metric], second[metric]) for metric in shared]
@@ -159,7 +159,7 @@ def _table(members: Sequence[Method]) -> list[str]:
 
 
 def _untrained(members: Sequence[Method]) -> dict[str, Mapping[str, Any]]:
-    """The untrained windows that differ in their sizes or in the softmax layers, each by what it is."""
+    """The measures of the untrained windows by a description. They differ in window and sinks or in softmax layers."""
     found: dict[str, dict[str, Any]] = {}
     for method in members:
         linear = method.report["plan"]["linearization"]

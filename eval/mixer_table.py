@@ -1,19 +1,20 @@
-"""Every mixer at equal tokens in one table: text of two kinds, copying, needles, size, and speed.
+"""Every mixer at equal tokens in one table: text of two kinds, copying, needles, cache size and speed.
 
     python eval/mixer_table.py BASE --text corpus.jsonl.xz --held-out held_out.jsonl.xz --out runs/mixers --jobs 4
 
-Each entry is a run of its own by `linearize run`, whose folder keeps its recipe, manifest and report. An entry of
---mixers is a mixer, a mixer with options, or a recipe file:
+Each entry is a separate `linearize run`, whose folder keeps its recipe, manifest and report. An entry of --mixers is a
+mixer, a mixer with options, or a recipe file:
 
     --mixers gla gla:gate=constant,codes=512 recipes/smollm2-135m-lolcats.yaml
 
-Mixers are trained with recipes/smollm2-135m-mixers.yaml, or the recipe given by --recipe. Of all entries the base, the
-text and the suite become the given ones. --tokens is the sum over a run's stages, which share it as in their recipe.
-Where that is little, rows become shorter, and then fewer a step, until a stage has at least LEAST steps.
+Mixers are trained with recipes/smollm2-135m-mixers.yaml, or with the recipe given by --recipe. In all entries, base,
+text and suite are replaced by the given ones. --tokens is the total over a run's stages, which split it in the same
+proportions as in their recipe. If that leaves a stage fewer than LEAST steps, its rows become shorter, and then fewer
+per step.
 
-The same command goes on where it was stopped, and makes what failed again. Several GPUs are shared out among the jobs.
+The same command resumes where it was stopped, and repeats what failed. Several GPUs are distributed among the jobs.
 When all runs are done, `linearize bench` times their decoding, one after the other. OUT holds table.md and table.json,
-made anew after every run. Training speed is measured while other jobs run: compare it at --jobs 1.
+which are rewritten after every run. Training speed is measured while other jobs run: compare it at --jobs 1.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from liger_convert.pipeline.pages.common import cell, metric_names
 from liger_convert.pipeline.pages.read import read_report
 from liger_convert.utils.errors import BadInput, LinearizeError
 
-LEAST = 4  # optimizer steps of a stage
-SHORTEST = 128  # tokens of a row
+LEAST = 4  # optimizer steps of a stage, if its rows can be cut down to that
+SHORTEST = 128  # rows of at most as many tokens are not halved
 CONTEXT = 4096  # tokens of the cache whose size is shown
 BENCH = ("--lengths", "1024", "--no-compiled", "--decode-steps", "64", "--repeats", "5")
 
@@ -80,7 +81,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def make_table(args: argparse.Namespace) -> int:
-    """Does every run that is not done yet, and writes the table. Returns the exit code. Raises BadInput."""
+    """Does every run that is not done yet and writes the table. Returns the exit code. Raises BadInput."""
     recipes = written_recipes(args)
     pool = Jobs(args.jobs)
     before = {number: signal.signal(number, pool.stop) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -97,7 +98,7 @@ def make_table(args: argparse.Namespace) -> int:
 
 
 def run_all(pool: Jobs, recipes: dict[str, Path], args: argparse.Namespace) -> dict[str, str]:
-    """Does what is not done yet of the runs, and then of the timings. Returns why an entry failed, by its name."""
+    """Does the runs that are not done yet, then the timings. Returns by name why entries failed."""
     failed: dict[str, str] = {}
 
     def one(name: str) -> None:
@@ -121,8 +122,8 @@ def run_all(pool: Jobs, recipes: dict[str, Path], args: argparse.Namespace) -> d
 
 
 def written_recipes(args: argparse.Namespace) -> dict[str, Path]:
-    """The recipe of each entry by its name, written into OUT. Raises BadInput for entries that cannot be, and where OUT
-    has a run of another recipe under the name."""
+    """The recipe file of each entry by its name, written into OUT. Raises BadInput for invalid entries, and if OUT has
+    a run of another recipe under a name."""
     texts: dict[str, str] = {}
     for entry in args.mixers:
         data = recipe_of(entry, args)
@@ -172,7 +173,7 @@ def recipe_of(entry: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def mixer_of(entry: str) -> dict[str, Any]:
-    """`gla:gate=constant,codes=512` as a recipe writes it."""
+    """`gla:gate=constant,codes=512` as the `mixer` field of a recipe. Raises BadInput."""
     kind, _, options = entry.partition(":")
     mixer: dict[str, Any] = {"type": kind}
     for option in filter(None, options.split(",")):
@@ -184,7 +185,7 @@ def mixer_of(entry: str) -> dict[str, Any]:
 
 
 def with_tokens(stage: dict[str, Any], tokens: float) -> dict[str, Any]:
-    """`stage` with so many tokens, and with rows that leave it LEAST steps where that can be."""
+    """`stage` with this many tokens, and with rows cut down until it has LEAST steps, if possible."""
     stage = {**stage, "tokens": int(tokens)}
     rows, length = int(stage.get("batch_size", 4)), int(stage.get("seq_len", 512))
     while tokens < LEAST * rows * length and length > SHORTEST:
@@ -202,7 +203,7 @@ def _run_options(out: Path) -> list[str]:
 
 
 class Jobs:
-    """Runs commands of `linearize`, as many at once as there are jobs, and ends them when it is told to stop."""
+    """Runs `linearize` commands, at most `jobs` at once, and terminates them when told to stop."""
 
     def __init__(self, jobs: int):
         self.lock = threading.Lock()
@@ -215,7 +216,8 @@ class Jobs:
         self.gpus = _visible_gpus()
 
     def run(self, words: Sequence[str], log: Path) -> str | None:
-        """Runs `linearize WORDS`, which speaks into the file `log`; None where it ended well, else why not."""
+        """Runs `linearize WORDS` with its output appended to the file `log`. Returns None if it succeeds, else why it
+        failed."""
         slot = self.slots.get()
         try:
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -231,7 +233,7 @@ class Jobs:
                         command, stdout=file, stderr=file, env=environment, start_new_session=True
                     )
                     self.running.add(process)
-                if self.stopped:  # since it was asked
+                if self.stopped:  # while the process was started
                     process.terminate()
                 code = process.wait()
             with self.lock:
@@ -244,14 +246,14 @@ class Jobs:
         return "stopped" if self.stopped else f"exit code {code}: {said[-1] if said else 'it said nothing'}"
 
     def stop(self, *_: Any) -> None:
-        """Ends what runs, which saves the step it has reached; nothing new is begun."""
+        """Terminates running commands, which save the step they have reached. No new ones are started."""
         self.stopped = True
         for process in list(self.running):
             process.terminate()
 
 
 def _visible_gpus() -> list[str]:
-    """The GPUs to share out, where there are several."""
+    """The GPUs to distribute among jobs; empty if there is at most one."""
     import torch
 
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -260,7 +262,7 @@ def _visible_gpus() -> list[str]:
 
 
 def bench(pool: Jobs, model: str, out: Path, args: argparse.Namespace) -> str | None:
-    """Times the decoding of a model, unless that is done; None where it ended well, else why not."""
+    """Times the decoding of a model unless that is done. Returns None if it succeeds, else why it failed."""
     if (out / "bench.json").is_file():
         return None
     device = [option.partition("=")[2] for option in args.set if option.startswith("device=")]
@@ -286,7 +288,7 @@ def write_table(args: argparse.Namespace, names: Sequence[str], failed: dict[str
 
 
 def row_of(report: dict[str, Any], bench_folder: Path) -> dict[str, Any]:
-    """What one run is in the table."""
+    """The entry of one run in the table."""
     seconds, tokens = (sum(stage[key] for stage in report["training"]) for key in ("seconds", "tokens"))
     return {
         "measures": report["models"]["linearized"],

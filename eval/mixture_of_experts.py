@@ -1,11 +1,11 @@
-"""A base with a mixture of experts, end to end: made, trained and converted on a CPU, then timed with every mixer.
+"""A base with a mixture of experts, end to end: created, trained and converted on a CPU, then timed with every mixer.
 
     python eval/mixture_of_experts.py --out eval/reports/mixture-of-experts.md
 
-The base is a small Mixtral with random weights and a tokenizer of its own. It learns from Python's documentation for
---minutes, and `linearize run` converts it on the same text by a pattern of mixers, as Linear-MoE (2503.05447) has them.
-The table has what the run's report measured, and how many tokens a second the model takes in training and in decoding
-where every layer has the same mixer: that costs no training, as speed does not depend on what the weights are.
+The base is a small Mixtral with random weights and its own tokenizer. It is trained on Python's documentation for
+--minutes. Then `linearize run` converts it on the same text with a repeating pattern of layers, as in Linear-MoE
+(2503.05447). The tables show what the run's report measured, and the tokens per second in training and decoding with
+the same mixer in every layer. The latter needs no training, because speed does not depend on the weights.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SHAPE = {
 VOCABULARY, ROW, ROWS, RATE = 2048, 256, 4, 3e-3
 WINDOW = {"window": 32, "sinks": 4}
 MIXER, PATTERN = "gla", ["main", "main", "main", "softmax"]  # of the recipe
-REPETITIONS, DECODED = 3, 32  # of a timing, of which the fastest counts, and tokens that are decoded in one
+REPETITIONS, DECODED = 3, 32  # repetitions of a timing, of which the fastest counts; tokens decoded in each
 SUITE = {
     "description": "text, and copying from beyond the window",
     "text": [{"window": ROW, "windows": 32}],
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def make_base(folder: Path, minutes: float) -> str:
-    """Trains a base and leaves it in `folder`; says for how many tokens, and what its loss was at last."""
+    """Trains a base and saves it to `folder`. Returns a phrase with the tokens trained on and the final loss."""
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
@@ -99,7 +99,7 @@ def make_base(folder: Path, minutes: float) -> str:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte pairs of the documentation."""
+    """A byte-level BPE tokenizer trained on the documentation."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -112,7 +112,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def convert(home: Path, tokens: int) -> dict[str, Any]:
-    """The report of `linearize run` on the base in `home`."""
+    """Runs `linearize run` on the base in `home` and returns its report."""
     (home / "suite.yaml").write_text(yaml.safe_dump(SUITE))
     stage = {"data": "text", "seq_len": ROW, "batch_size": ROWS, "copy_fraction": 0.5}
     recipe = {
@@ -142,7 +142,8 @@ def convert(home: Path, tokens: int) -> dict[str, Any]:
 
 
 def speed(base: Path, name: str | None) -> tuple[float, float]:
-    """Tokens a second in training, and in decoding behind a row, with every layer of that mixer; None: the base."""
+    """Tokens per second in training, and in decoding after a prompt of ROW tokens, with this mixer in every layer. name
+    None: the base."""
     if name is None:
         model: Any = AutoModelForCausalLM.from_pretrained(base)
     else:
@@ -172,7 +173,7 @@ def speed(base: Path, name: str | None) -> tuple[float, float]:
 
 
 def fastest(run: Any) -> float:
-    """Seconds."""
+    """Seconds of the fastest of REPETITIONS runs."""
     times = []
     for _ in range(REPETITIONS):
         start = time.perf_counter()
@@ -211,7 +212,7 @@ def page(trained: str, report: dict[str, Any], speeds: dict[str | None, tuple[fl
 
 
 def quality(report: dict[str, Any]) -> list[str]:
-    """What the run measured, a row for each model."""
+    """The run's measures as lines of a table, a row for each model."""
     measures = list(report["models"]["base"])
     lines = ["| model | " + " | ".join(f"`{name}`" for name in measures) + " |", "|---|" + "---:|" * len(measures)]
     for model, values in report["models"].items():

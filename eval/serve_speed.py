@@ -1,10 +1,10 @@
-"""Times vLLM on a model of random weights beside its base: the same prompts, the same engine, one process each.
+"""Times vLLM on a model with random weights and on its base: same prompts, same engine, one process each.
 
 python eval/serve_speed.py --shape smollm2-135m --prompts 8 --length 512 --new 64 --dtype float32
 
-Prints tokens a second of the batch, read and written, by the clock and by CPU time, for the base, for every layer
-linear and for a quarter softmax. With --shortest the prompts' lengths run evenly from there to --length. It needs an
-environment with vLLM (docs/serving.md).
+Prints the batch's tokens per second in prefill and decode, by wall clock and by CPU time, for the base, with every
+layer linear, and with a quarter of the layers softmax. With --shortest, prompt lengths are spread evenly from there to
+--length. It needs an environment with vLLM (docs/serving.md).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ KINDS = {"base": None, "linear": ["main"], "a quarter softmax": ["main", "main",
 
 
 def save(shape: str, layers: list[str] | None, mixer: str, folder: Path) -> None:
-    """A model of that shape; `layers` repeat."""
+    """Saves a base of that shape to `folder`/base and, unless `layers` is None, its linearized model to
+    `folder`/linear. `layers` is repeated up to the model's depth."""
     import torch
 
     from liger_convert.benchmark.shapes import random_model
@@ -42,13 +43,14 @@ def save(shape: str, layers: list[str] | None, mixer: str, folder: Path) -> None
 
 
 def prompt_lengths(prompts: int, shortest: int, longest: int) -> list[int]:
-    """Evenly spread, in no order."""
+    """Evenly spread lengths, not in ascending order."""
     between = [shortest + (longest - shortest) * i // max(1, prompts - 1) for i in range(prompts)]
     return between[::2] + between[1::2][::-1] if shortest < longest else [longest] * prompts
 
 
 def measure(folder: Path, lengths: list[int], new: int, dtype: str) -> dict[str, float]:
-    """Seconds of reading the prompts, and of writing `new` tokens behind each, by the clock and by CPU time."""
+    """Seconds of prefill ("read") and of decoding `new` tokens after each prompt ("write"), by wall clock and CPU time,
+    and the number of decoding steps ("steps")."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(

@@ -1,7 +1,7 @@
 """Times the ops against their peers on this machine: `python kernels/bench.py --op gla --t 1024`.
 
-Everything is measured in one run on the same inputs, which rotate; times are medians, ratios are to ours. An op whose
-results are wrong (on these sizes, at 160 tokens) is not timed: one sentence, exit code 1.
+Everything is measured in one run on the same rotating inputs. Times are medians, and ratios are relative to ours. An op
+whose results are wrong (at these sizes and 160 tokens) is not timed: the script prints a sentence and exits with 1.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from torch import Tensor
 
 OURS = "chunk"
 KERNELS = "triton"
-NAIVE = {op: "full mask" if op == "swa" else "naive loop" for op in OPS}  # the definitions
-BF16_ALONE = ("codebook", "codebook_gla")  # what their kernels take
-CHECKED = 160  # tokens of the check, whose reference is slow
-NAMED = 100  # characters of a kernel's name
-AHEAD = 8  # calls that are timed behind each other
-ROTATED = 4  # sets of inputs
+NAIVE = {op: "full mask" if op == "swa" else "naive loop" for op in OPS}  # labels of the definitions
+BF16_ALONE = ("codebook", "codebook_gla")  # ops whose kernels take only bf16
+CHECKED = 160  # tokens of the check; the reference is slow
+NAMED = 100  # characters that are kept of a kernel's name
+AHEAD = 8  # calls that are timed in a row
+ROTATED = 4  # sets of inputs, used in turn
 
 
 def codebook_inputs(a: argparse.Namespace, T: int, B: int, heads: int | None = None) -> Inputs:
@@ -75,7 +75,7 @@ def gla_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
     return {
         "q_BTHF": q.softmax(-1),
         "k_BTGF": k.softmax(-1),
-        "v_BTGV": torch.randn(B, T, a.kv_heads, a.head_size + 1),  # and the normaliser's column
+        "v_BTGV": torch.randn(B, T, a.kv_heads, a.head_size + 1),  # with one more column for the normalizer
         "log_a": torch.nn.functional.logsigmoid(gate) / 16,
     }
 
@@ -104,7 +104,7 @@ def momentum_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
 
 def inner_model_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
     unit, G, D = torch.nn.functional.normalize, a.kv_heads, a.head_size
-    hidden = 4 * D  # TTT-MLP with its norm and mini-batches of 16
+    hidden = 4 * D  # TTT-MLP, with its norm and mini-batches of 16
     return {
         "q_BTHF": unit(torch.randn(B, T, a.heads, D), dim=-1),
         "k_BTGF": unit(torch.randn(B, T, G, D), dim=-1),
@@ -121,7 +121,7 @@ def inner_model_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
 
 
 def elementwise_inputs(a: argparse.Namespace, T: int, B: int) -> Inputs:
-    F, G, V = a.feature_size // 4, a.kv_heads, a.head_size  # Mamba's 16 states a channel
+    F, G, V = a.feature_size // 4, a.kv_heads, a.head_size  # 16 states per channel at the default sizes, as in Mamba
     return {
         "q_BTHF": torch.randn(B, T, a.heads, F),
         "k_BTGF": torch.randn(B, T, G, F),
@@ -168,7 +168,7 @@ def fla_chunk_gated_delta_rule(
 
 
 def fla_adapted(q_BTHF: Tensor, k_BTGF: Tensor, v_BTGV: Tensor, r_BTGF: Tensor, log_a: Tensor) -> tuple[Tensor, Tensor]:
-    """What `use("triton+fla")` runs."""
+    """The kernel that `use("triton+fla")` chooses."""
     state = v_BTGV.new_zeros(len(v_BTGV), *k_BTGF.shape[2:], v_BTGV.shape[-1], dtype=torch.float32)
     adapter = import_module("gated_kernels.delta_rule.fla")
     return adapter.by_kernel(q_BTHF, k_BTGF, v_BTGV, r_BTGF, log_a, None, state, None)
@@ -218,7 +218,7 @@ def in_triton(name: str) -> Op:
 
 
 def placed(inputs: Inputs, device: torch.device, dtype: torch.dtype) -> Inputs:
-    """The inputs on the device: gates in fp32, all other numbers in `dtype`."""
+    """The inputs on the device: logarithms (`log_*`) in fp32, all other floating-point tensors in `dtype`."""
 
     def place(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -257,9 +257,9 @@ STEPS: dict[str, Callable[[Op, Inputs], object]] = {
 def milliseconds(
     step: Callable[[Op, Inputs], object], op: Op, batches: list[Inputs], device: str, seconds: float
 ) -> float:
-    """Median over `seconds`, but at least three calls; a first one is not counted.
+    """The median over `seconds`, but at least three calls. A warm-up call is not counted.
 
-    On a GPU calls are launched ahead, as a model's are: the time of one is that between the events before and after it.
+    On a GPU, calls are launched ahead, as in a model, and each is timed between the events before and after it.
     """
     rotation = itertools.cycle(batches)
     times: list[float] = []
@@ -268,7 +268,7 @@ def milliseconds(
     while len(times) < 3 or time.perf_counter() < end:
         if device == "cuda":
             torch.cuda.synchronize()
-            step(op, next(rotation))  # under way while those that are timed are launched
+            step(op, next(rotation))  # runs while the timed calls are launched
             events = [torch.cuda.Event(enable_timing=True) for _ in range(AHEAD + 1)]
             events[0].record()
             for event in events[1:]:
@@ -284,24 +284,24 @@ def milliseconds(
 
 
 def gpu_kernels(calls: list[Callable[[], object]]) -> dict[str, float]:
-    """Milliseconds that a call spends in every kernel, as the profiler has it, the longest first: the mean over
-    `calls`, each run once."""
+    """Milliseconds per call that the profiler measures in every kernel, longest first: the mean over `calls`, each of
+    which runs once."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for call in calls:
             call()
         torch.cuda.synchronize()
     on_gpu = [event for event in profiler.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
-    # a range that somebody has named spans kernels that are in the list themselves
+    # a user annotation spans kernels that are in the list themselves
     kernels = [event for event in on_gpu if not getattr(event, "is_user_annotation", False)]
-    times: Counter[str] = Counter()  # names that begin alike are one
+    times: Counter[str] = Counter()  # names with the same first NAMED characters are merged
     for event in kernels:
         times[event.key[:NAMED]] += event.self_device_time_total / 1e3 / len(calls)
     return dict(times.most_common())
 
 
 def measure(name: str, a: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row of times for our op and each of its peers; exits when our results are not right."""
+    """A row of times for our op and each of its peers. Exits if our results are wrong."""
     device, dtype = torch.device(a.device), getattr(torch, a.dtype)
     reference: Op = getattr(import_module(f"gated_kernels.{name}.naive"), f"naive_{name}")
     torch.manual_seed(0)
@@ -367,7 +367,7 @@ def main() -> None:
     a = parser.parse_args()
     if a.threads:
         torch.set_num_threads(a.threads)
-    use("torch")  # whatever the environment asks for: `chunk` means the torch op
+    use("torch")  # whatever GATED_KERNELS says: `chunk` means the torch op
     results: dict[str, Any] = {"machine": machine(a.device), "shape": {k: v for k, v in vars(a).items() if k != "json"}}
     results["rows"] = []
     for name in a.op or OPS:

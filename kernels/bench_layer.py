@@ -1,14 +1,15 @@
-"""Times what stands between a layer's q/k/v projections and its output projection: `python kernels/bench_layer.py`.
+"""Times everything between a layer's q/k/v projections and its output projection: `python kernels/bench_layer.py`.
 
-Rotary, feature maps, gates, memory, window, sinks and join of a mixer, compiled and under autocast to bfloat16 as in
-training (every shape by itself, as rows of one length are), beside full causal attention (without rotary) and fla's
-gated linear attention alone. All in one run on rotating random inputs. What a model works out once for all its layers
-(which token stands where, the angles of rotary) is not timed.
+This covers rotary embedding, feature maps, gates, memory, window, sinks and the mix of memory and window. A mixer is
+compiled and runs under autocast to bfloat16, as in training. Every shape is compiled separately, as for rows of one
+length. It is compared with full causal attention (without rotary embedding) and with fla's gated linear attention
+alone, all in one run on rotating random inputs. What a model computes once for all its layers (token positions, rotary
+angles) is not timed.
 
-`ms` is the median of calls that are launched ahead, as a model's are; `GPU` the time their kernels take. The forward
-pass is that of training, recorded for the backward pass; memory is the peak beyond inputs and parameters. A layer whose
-output or gradients are wrong on the very inputs that are timed is not timed: its row says so, exit code 1. The file
-that --json names is complete after every row, and tells the longest kernels, too. Needs a GPU.
+`ms` is the median of calls that are launched ahead, as in a model, and `GPU` is the time of their kernels. The forward
+pass is that of training, recorded for the backward pass. Memory is the peak beyond inputs and parameters. A layer whose
+output or gradients are wrong on the inputs to be timed is not timed: its row says so, and the exit code is 1. The
+--json file is complete after every row, and also lists the kernels that take longest. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ from liger_convert.model.sequence import SequenceMetadata
 from liger_convert.utils.device import autocast
 
 DTYPE = torch.bfloat16
-ROTATED = 3  # sets of inputs
-LONGEST = 16  # kernels whose times are told
+ROTATED = 3  # sets of inputs, used in turn
+LONGEST = 16  # kernels whose times are reported
 DEVICE = torch.device("cuda")
 
-# What is timed: q [B,T,H,D], k and v [B,T,G,D], to [B,T,HD]. Inputs come with the gradient of the output.
+# The signature of a timed op: q [B,T,H,D], k and v [B,T,G,D] -> [B,T,HD]. Inputs come with the gradient of the output.
 Heads = tuple[Tensor, Tensor, Tensor]
 Run = Callable[[Heads], Tensor]
 Inputs = tuple[Heads, Tensor]
 
 
 class Core(LinearizedAttention):
-    """A linearized layer without its projections: its input is q, k and v, or all three side by side."""
+    """A linearized layer without its projections. Its input is a tuple of q, k and v, or all three concatenated."""
 
     def qkv(self, x: Any, metadata: Any, past: Any = None) -> tuple[Tensor, ...]:
         H, G = self.dims.heads, self.dims.kv_heads
@@ -60,7 +61,7 @@ class Core(LinearizedAttention):
 
 
 def core(a: argparse.Namespace, head_size: int, mixer: str) -> tuple[Core, LlamaRotaryEmbedding]:
-    """A layer whose memory weighs enough beside its window for the check to see it, and its rotary."""
+    """A layer and its rotary embedding. The memory's weight is raised so that the check can see the memory."""
     base = LlamaConfig(
         hidden_size=a.heads * head_size,
         num_attention_heads=a.heads,
@@ -85,7 +86,8 @@ def core(a: argparse.Namespace, head_size: int, mixer: str) -> tuple[Core, Llama
 
 
 def on_rows(layer: Core, rotary: LlamaRotaryEmbedding, B: int, T: int) -> Callable[[torch.dtype], Run]:
-    """`layer` on rows of T tokens, computing in a dtype: as a model calls it, which prepares its metadata once."""
+    """A function that, given a dtype, returns `layer` on B rows of T tokens, called as in a model: with metadata that
+    is prepared once."""
     positions_1T = torch.arange(T, device=DEVICE)[None]
     metadata = SequenceMetadata.build(torch.empty(B, T, device=DEVICE), None, None)
     layer.prepare_metadata(metadata)
@@ -116,10 +118,11 @@ def results(run: Run, parameters: dict[str, Tensor], qkv: Heads, do_BTC: Tensor)
 
 
 def check(runs: Callable[[torch.dtype], Run], layer: Core, inputs: list[Inputs]) -> list[str]:
-    """The compiled kernels in bfloat16 against the torch ops in float32, beside the torch ops in bfloat16.
+    """Checks the compiled kernels in bfloat16 against the torch ops in float32. Returns a sentence for every fault.
 
-    Two roundings of one computation err alike, so twice the error of the plain ops is allowed, and four roundings of
-    bfloat16, should these be exact by luck; errors are means over the inputs, as some gradients are few numbers.
+    Two roundings of the same computation have similar errors. So twice the error of the torch ops in bfloat16 is
+    allowed, plus four roundings of bfloat16 in case these are exact by luck. Errors are means over the inputs, because
+    some gradients consist of few numbers.
     """
     parameters = dict(layer.mixer.named_parameters())
     ours: dict[str, list[float]] = {}
@@ -151,9 +154,9 @@ def forward_backward(op: Run, inputs: Inputs) -> None:
 
 
 def measured(step: Callable[..., object], op: Run, inputs: list[Inputs], seconds: float) -> tuple[Any, ...]:
-    """Milliseconds of `step(op, input)` by the clock and of its kernels, GB of memory at the peak beyond the rest, and
-    milliseconds of the longest kernels."""
-    for x in inputs:  # compiled, and what libraries keep is there
+    """Milliseconds of `step(op, input)` by the clock and of its kernels, GB of memory at the peak beyond what was
+    allocated before, and milliseconds of the kernels that take longest."""
+    for x in inputs:  # warm-up: compiles, and lets libraries allocate their workspaces
         step(op, x)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -180,7 +183,7 @@ def fla_alone(qkv: Heads) -> Tensor:
 
 
 def row_of(op: Run, inputs: list[Inputs], seconds: float) -> dict[str, Any]:
-    """The times of one op; an op that is not installed, not for these sizes or too large says so."""
+    """The times of one op. The row says so if it is not installed, rejects these sizes or runs out of memory."""
     row: dict[str, Any] = {}
     try:
         for name, step in (("forward", forward), ("both", forward_backward)):
@@ -213,7 +216,7 @@ def main() -> None:
 
 
 def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for every head size, shape and op; printed and written as soon as it is known."""
+    """A row for every head size, shape and op. Each is printed and written as soon as it is known."""
     torch._dynamo.config.recompile_limit = 64
     about, rows = machine(DEVICE.type), []  # type: ignore[var-annotated]
     mixers, peers = a.mixer or ["liger-paper", "gla"], (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
@@ -246,7 +249,7 @@ def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
                     runs = on_rows(layer, rotary, B, T)
                     wrong = check(runs, layer, inputs)
                     found |= {"wrong": "; ".join(wrong)} if wrong else row_of(runs(DTYPE), inputs, a.seconds)
-                except Exception as problem:  # whatever a compiler makes of it: the others' numbers stand
+                except Exception as problem:  # for example from a compiler: the other rows stay valid
                     found["wrong"] = f"{type(problem).__name__}: {str(problem).splitlines()[0]}"
                 add(**found)
             for name, op in ops.items():

@@ -1,15 +1,15 @@
 """Compares the memory that `linearize plan` estimates with measured peaks: `python kernels/bench_plan.py`.
 
-A case is SHAPE/PART, where the shapes are those of `linearize bench` and have random weights, and a part is `convert`,
-`inference` or a training stage of PARTS. `-checkpointed` behind a stage turns gradient checkpointing on, `-packed` has
-rows of several documents, whose passes are not captured as one CUDA graph.
+A case is SHAPE/PART. The shapes are those of `linearize bench`, with random weights. A part is `convert`, `inference`
+or a training stage of PARTS. The suffix `-checkpointed` of a stage turns gradient checkpointing on. With `-packed`,
+rows hold several documents, and passes are not captured as one CUDA graph.
 
-A stage takes a few optimizer steps of the toolkit's own trainer, on random tokens; in alignment the mixers are
-fitted before, as in a run. Its peak is torch.cuda.max_memory_allocated, or what is held between the steps where that is
-more: the memory of a captured graph stays set aside, and the optimizer's state comes after the capture. `reserved` is
-the most that the allocator held at once, of which it would have given some back on a smaller GPU.
-The peak of `convert` is the growth of its process, and on a CPU so is that of every case, each in a process of its own.
-Every case prints a line of JSON at once, which names the parts of the estimate.
+A stage takes a few optimizer steps with liger-convert's own trainer, on random tokens. In alignment, the mixers are
+calibrated first, as in a run. Its peak is torch.cuda.max_memory_allocated, or the memory held after training if that is
+more: a captured graph's memory stays reserved, and the optimizer's state is allocated after the capture. `reserved` is
+the most that the allocator reserved at once. On a smaller GPU it would have released some of it.
+The peak of `convert` is the growth of its process. On a CPU this holds for every case, each in its own process. Every
+case immediately prints a line of JSON, which lists the parts of the estimate.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from liger_convert.training.trainer import Objective, StageTrainer
 from liger_convert.utils.device import autocast, compute_dtype, pick_device
 from liger_convert.utils.progress import quiet_libraries
 
-# Rates hardly matter for the memory; these leave a model of random weights finite.
+# Learning rates hardly affect memory. With these, a model with random weights stays finite.
 LORA = {"targets": ["q_proj", "k_proj", "v_proj"]}
 PARTS: dict[str, dict[str, Any]] = {
     "align": {"kind": "align", "learning_rates": {"mixer": 1e-5, "attention": 1e-5}},
@@ -69,15 +69,15 @@ CASES = [
     "llama-3.2-1b/finetune",
     *("llama-3-8b/" + part for part in ("inference", "finetune", "distill-lora-checkpointed")),
 ]
-TOKENS = {"llama-3-8b": 2048, "tiny": 2048}  # of a micro batch; of the other shapes 8,192
-# What a CPU measures in seconds, and large enough to stand out from what else a process takes.
+TOKENS = {"llama-3-8b": 2048, "tiny": 2048}  # per micro-batch; 8,192 for other shapes
+# A CPU measures this shape in seconds, and its memory stands out from that of the process itself.
 SHAPES["tiny"] = SHAPES["smollm2-135m"] | {"num_hidden_layers": 8, "hidden_size": 384, "intermediate_size": 1024}
 SHAPES["tiny"] |= {"num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 16384}
-PROMPT = 4096  # what `inference` is estimated for
+PROMPT = 4096  # prompt length for which `inference` is estimated
 
 
 def recipe_of(part: str, a: argparse.Namespace, tokens: int) -> Recipe:
-    """A recipe with the one stage of `part`, if it is one."""
+    """A recipe with the stage `part`, or without stages if `part` is not a stage."""
     name = re.sub("-(checkpointed|packed)", "", part)
     stages = []
     if name in PARTS:
@@ -110,7 +110,7 @@ def measure(case: str, a: argparse.Namespace) -> dict[str, Any]:
 
 
 def peak(work: Callable[[], dict[str, Any]], device: torch.device) -> dict[str, Any]:
-    """What `work` returns, with the bytes at its peak beyond those held before it."""
+    """The result of `work`, plus its peak memory in bytes beyond what was held before."""
     if device.type == "cpu":
         grown = growth()
         return work() | {"measured": grown()}
@@ -124,21 +124,21 @@ def peak(work: Callable[[], dict[str, Any]], device: torch.device) -> dict[str, 
 
 
 def growth() -> Callable[[], int]:
-    """Called later, what this gives tells by how much this process has grown at its peak since. Linux alone."""
-    Path("/proc/self/clear_refs").write_text("5")  # the mark falls to what is held now
+    """A function that returns the peak growth of this process, in bytes, since this call. Linux only."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak (VmHWM) to the current size
     before = resident("VmRSS")
     return lambda: resident("VmHWM") - before
 
 
 def resident(name: str) -> int:
-    """A size of this process, in bytes."""
+    """A field of /proc/self/status (VmRSS or VmHWM), in bytes."""
     found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return 1024 * int(found[1])
 
 
 def read(shape: str, a: argparse.Namespace) -> dict[str, Any]:
-    """A prompt and a few tokens behind it, of a model as it is exported."""
+    """Prefills a prompt and generates a few tokens, with a model in the dtype of an export."""
     device = pick_device(a.device)
     model = random_model(shape, a.mixer, device, torch.bfloat16)
     prompt = torch.randint(3, model.config.vocab_size, (1, a.prompt), device=device)
@@ -147,7 +147,8 @@ def read(shape: str, a: argparse.Namespace) -> dict[str, Any]:
 
 
 def train(shape: str, stage: Stage, a: argparse.Namespace) -> dict[str, Any]:
-    """The stage as `training.run_stage` sets it up; what was held before the first step, and at the peak of the fit."""
+    """Trains the stage as `training.run_stage` sets it up. Returns the bytes held before and after training and, in
+    alignment, at the peak of calibration (all on a GPU only), and whether passes were captured."""
     device = pick_device(a.device)
     dtype = compute_dtype(device, a.precision)
     base = None
@@ -183,18 +184,18 @@ def train(shape: str, stage: Stage, a: argparse.Namespace) -> dict[str, Any]:
 
 
 def documents(stage: Stage, vocabulary: int) -> list[Document]:
-    """Random ones, of a third of a row each."""
+    """Random documents, each a third of a row long."""
     rng, size = np.random.default_rng(0), max(2, stage.seq_len // 3)
     ids_ND = rng.integers(3, vocabulary, (stage.tokens // size + 1, size), dtype=np.int32)
     return [Document(ids_D, np.ones(size, bool), size) for ids_D in ids_ND]
 
 
 def converted(shape: str, plan: Plan, device: torch.device) -> int:
-    """By how much a process grows that converts a base of that shape."""
+    """The peak growth, in bytes, of a process that converts a base of that shape."""
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder, "base")
         random_model(shape, None, device, torch.bfloat16).save_pretrained(base)
-        # a conversion also reads and copies the tokenizer, whatever is in it
+        # a conversion also reads and copies the tokenizer; its content does not matter
         symbols = {"<s>": 0, "</s>": 1}
         made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(vocab=symbols, merges=[])), eos_token="</s>")
         made.save_pretrained(base)
@@ -213,7 +214,7 @@ def in_a_process(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def attempt(case: str, a: argparse.Namespace) -> dict[str, Any]:
-    """The row of a case, or why there is none: the others' numbers stand."""
+    """The row of a case, or one that says why it is missing, so that other cases still run."""
     torch.manual_seed(0)
     try:
         if a.device == "cpu" and not case.endswith("/convert"):

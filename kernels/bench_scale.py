@@ -1,20 +1,20 @@
-"""Checks and times trainings on 2 GPUs of one machine beside one: `python kernels/bench_scale.py --json scale.json`.
+"""Checks and times training on 2 GPUs, compared with one: `python kernels/bench_scale.py --json scale.json`.
 
-The parts, on models of random weights with every layer linear and on random tokens:
+The parts, on models with random weights whose layers are all linear, and on random tokens:
 
-- equality: losses and weights after a few steps of every way of sharing, beside one GPU's in float32. Allowed is twice
-  the error of one GPU in bfloat16; trainings with a mistake must have more.
-- ddp: SmolLM2-135M distilled, all weights, by GPUs that share the rows.
-- fsdp-lora: Llama-3-8B distilled by adapters, by GPUs that share the weights as well. One GPU holds all of them.
-- fsdp-full: Llama-3-8B distilled, all weights but the embeddings, which one GPU has no room for.
-- sequence: rows that GPUs share, of layers by themselves and of SmolLM2-135M, beside a row for each GPU.
+- equality: losses and weights after a few steps, for every kind of parallelism, compared with one GPU's in float32. An
+  error may be twice that of one GPU in bfloat16. Trainings with a deliberate mistake must exceed this.
+- ddp: SmolLM2-135M distilled, all weights, with data parallelism.
+- fsdp-lora: Llama-3-8B distilled with LoRA, with the weights sharded as well (FSDP2). One GPU could hold all of them.
+- fsdp-full: Llama-3-8B distilled, all weights but the embeddings, which does not fit on one GPU.
+- sequence: rows split across GPUs, for layers alone and for SmolLM2-135M, compared with one row per GPU.
 
-Each part is measured by processes of its own, which have so many seconds as TIMEOUTS or --timeout say: a part that
-fails or hangs costs no other part its numbers, and has a row that says why. A GPU has the same rows alone and with
-others. A training whose loss at the first step is not that of the others of its part, or whose processes end with
-different weights, has no time. With --profile a table says where the time of a step of ddp goes, in the first process.
-The file that --json names is complete after every row. The exit code is 1 where something is wrong; what misses a
-target or does not fit is told only.
+Each part is measured in separate processes with a time limit, from TIMEOUTS or --timeout. So a part that fails or
+hangs does not cost other parts their numbers. It gets a row that says why. A GPU processes the same rows alone and with
+others. A training is not timed if its loss at the first step differs from the others of its part, or if its processes
+end with different weights. With --profile, a table shows where the time of a step of ddp goes, in the first process.
+The --json file is complete after every row. The exit code is 1 if something is wrong. A missed target, or a case that
+does not fit into memory, is only reported.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ from rich.console import Console
 from rich.table import Table
 
 PARTS = ["equality", "ddp", "fsdp-lora", "fsdp-full", "sequence"]
-ALONE = {"fsdp-lora": 0, "ddp": 1, "equality": 1}  # what one GPU takes as well, and which: in this order
+ALONE = {"fsdp-lora": 0, "ddp": 1, "equality": 1}  # parts that also run on one GPU, in this order, and which GPU
 GPUS = 2
-# Seconds. Layers compile for a minute, and those that share their weights may take longer.
+# In seconds. Compiling layers takes a minute, and may take longer with sharded weights.
 TIMEOUTS = {"equality": 240, "ddp": 240, "fsdp-lora": 300, "fsdp-full": 300, "sequence": 300}
 SCRIPT = Path(__file__).with_name("scale_parts.py")
 POLL = 0.1  # seconds
-GRACE = 5.0  # seconds in which the others end once a process has failed
-AHEAD = 2  # tasks whose processes import what they need before it is their turn
-CLOSE = 0.05  # of two losses of random weights on random tokens
-TIMES = "step_ms", "tokens_per_s", "profile", "sending_ms"  # what a row of wrong results has not
-TAIL = 30  # lines of what a process wrote that failed
+GRACE = 5.0  # seconds that the other processes have to end after one has failed
+AHEAD = 2  # tasks whose processes are started early, so that their imports overlap with other tasks
+CLOSE = 0.05  # allowed relative difference of two losses of random weights on random tokens
+TIMES = "step_ms", "tokens_per_s", "profile", "sending_ms"  # fields removed from a row with wrong results
+TAIL = 30  # last log lines that are kept of a failed process
 
 
 @dataclass
 class Task:
-    """What so many processes do of a part, each on a GPU of its own."""
+    """A part run by a number of processes, each on its own GPU."""
 
     part: str
-    places: list[int]  # of its GPUs
+    places: list[int]  # indices of its GPUs
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    begun: float = 0.0
-    told: int = 0  # rows
-    failed: tuple[float, int] | None = None  # when the first process did, and which
-    why: str = ""  # as it failed
+    begun: float = 0.0  # by the monotonic clock
+    told: int = 0  # rows collected so far
+    failed: tuple[float, int] | None = None  # when the first process failed, and its rank
+    why: str = ""  # why the task failed
 
     @property
     def gpus(self) -> int:
@@ -78,7 +78,7 @@ class Task:
 
 
 class Bench:
-    """The tasks of all parts, on GPUs that are never more than taken."""
+    """Schedules the tasks of all parts so that no GPU runs two at once."""
 
     def __init__(self, a: argparse.Namespace, folder: Path):
         self.a, self.folder = a, folder
@@ -116,7 +116,7 @@ class Bench:
                 self.kill(task)
 
     def start(self, task: Task) -> None:
-        """Starts the processes of `task`, which import and wait."""
+        """Starts the processes of `task`, which import their modules and wait for `begin`."""
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
@@ -141,7 +141,7 @@ class Bench:
             task.running.append(process)
 
     def begin(self, task: Task) -> None:
-        """Lets the processes of `task` work."""
+        """Tells the processes of `task` to begin."""
         task.begun = time.monotonic()
         for process in task.running:
             assert process.stdin is not None
@@ -150,8 +150,7 @@ class Bench:
                 process.stdin.close()
 
     def ended(self, task: Task) -> bool:
-        """Whether no process of `task` is left. Ends those that another one's failure has left behind, or that have had
-        their time, and notes why."""
+        """Whether all processes of `task` have ended. Kills them if one failed or the time is up, and records why."""
         codes, now = [process.poll() for process in task.running], time.monotonic()
         if all(code == 0 for code in codes):
             return True
@@ -177,7 +176,7 @@ class Bench:
         return True
 
     def kill(self, task: Task) -> None:
-        """Ends the processes of `task`; those that hang say first where."""
+        """Kills the processes of `task`. First they print their stack traces, which show where they hang."""
         left = [process for process in task.running if process.poll() is None]
         for process in left:
             process.send_signal(signal.SIGUSR1)
@@ -192,7 +191,8 @@ class Bench:
         return self.folder / f"{task.name}-{rank}.log"
 
     def read(self, task: Task, last: bool) -> list[dict[str, Any]]:
-        """The rows of `task`: those that all its processes have told; at its end those that one of them has."""
+        """The rows that all processes of `task` have written. `last`: also the row of a case that did not fit in one
+        process, and a row that says why the task failed."""
         told = []
         for rank in range(task.gpus):
             file = self.folder / f"{task.name}-{rank}.jsonl"
@@ -205,7 +205,7 @@ class Bench:
         return [{"part": task.part} | row for row in rows]
 
     def collect(self, task: Task, last: bool = False) -> None:
-        """Keeps what `task` has told since, checked."""
+        """Checks and stores the new rows of `task`."""
         rows = self.read(task, last)
         for row in rows[task.told :]:
             self.rows.append(self.checked(row) | {"at_s": round(time.monotonic() - self.started, 1)})
@@ -216,7 +216,7 @@ class Bench:
             self.write()
 
     def checked(self, row: dict[str, Any]) -> dict[str, Any]:
-        """`row`, without times where its first loss is not that of the same stage before it."""
+        """`row`, but without times if its first loss differs from that of an earlier row of the same part and stage."""
         same = [other for other in self.rows if (other["part"], other.get("stage")) == (row["part"], row.get("stage"))]
         if row.get("losses") and same and same[0].get("losses"):
             first, other = row["losses"][0], same[0]["losses"][0]
@@ -234,13 +234,13 @@ class Bench:
 
 
 def reason(lines: list[str]) -> str:
-    """Of what a process wrote before it failed: its error, behind which libraries may have said more."""
+    """The error of a failed process, given its log: the last exception, or else the last line."""
     errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)]
     return (errors or lines or [""])[-1]
 
 
 def where(lines: list[str]) -> str:
-    """Where a process was that wrote `lines`, and at last its place in the code."""
+    """Where a process hung, given its log with stack traces: its place in the code, and the last line before these."""
     places = [at for at, line in enumerate(lines) if re.match(r"(Current t|T)hread 0x", line)]
     current = [at for at in places if lines[at].startswith("Current")]
     said = lines[places[0] - 1] if places and places[0] else ""
@@ -249,8 +249,8 @@ def where(lines: list[str]) -> str:
 
 
 def joined(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the processes of a task have told of the same case: the first one's, at the pace of the slowest, with the
-    largest peaks, and with what is wrong in any of them."""
+    """Merges the rows of all processes for a case: the first one's, with the times of the slowest process, the largest
+    memory peaks, and anything that is wrong or missing in any of them."""
     row = rows[0]
     if all("step_ms" in other for other in rows):
         slow = max(rows, key=lambda other: other["step_ms"]["median"])
@@ -264,7 +264,7 @@ def joined(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def findings(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the rows come to, each with its target."""
+    """The speedups and memory ratios that follow from the rows, with their targets."""
     speeds = {(row["part"], row["case"], row["gpus"]): row["tokens_per_s"] for row in rows if "tokens_per_s" in row}
     peaks = {(row["part"], row["case"], row["gpus"]): row["peak_bytes"] for row in rows if "peak_bytes" in row}
     found: list[dict[str, Any]] = []
@@ -335,7 +335,7 @@ def show(bench: Bench) -> None:
 
 
 def cases(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The rows with a profile, of so many GPUs each, by their case."""
+    """By case, the rows that have a profile: one for each number of GPUs."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if "profile" in row:
@@ -344,7 +344,8 @@ def cases(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def profile_of(rows: list[dict[str, Any]]) -> Table:
-    """Where the time of a step goes, of the rows of a case. The clock of a GPU also runs where the GPU waits."""
+    """A table of where the time of a step goes, for the rows of a case. The GPU clock includes time in which the GPU
+    waits."""
     clocks = [(row, clock) for row in rows for clock in ("gpu", "host") if row["profile"][clock]]
     heads = [f"{row['gpus']} GPU{'s' * (row['gpus'] > 1)}, {clock}" for row, clock in clocks]
     table = Table(f"ms of a step, {rows[0]['case']}", *heads)

@@ -1,7 +1,8 @@
-"""Times a linearized layer's step of one token, fused and as it is without: `python kernels/bench.py --op fused_step`.
+"""Times a linearized layer's decoding step, fused and op by op: `python kernels/bench.py --op fused_step`.
 
-A step is what the layer itself runs between its projections and its output projection, over layers enough that their
-memories do not stay in a cache; on a GPU it is captured as in generation. Nothing that is wrong is timed.
+A step is everything that the layer runs between its input projections and its output projection. It is timed over so
+many layers that their states do not stay in the GPU's cache. On a GPU it is captured, as in generation. If the fused
+step is wrong, nothing is timed.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from liger_convert.model.cache import LinearizedCacheLayer, advance
 from liger_convert.model.decoding import static_steps
 from liger_convert.model.sequence import SequenceMetadata
 
-BYTES = 500e6  # of all layers' memories: more than a GPU's cache holds
+BYTES = 500e6  # of all layers' states together: more than a GPU's cache holds
 LAYERS = 48  # at most
-TOKENS = 100  # before the step
-STEPS = 200
+TOKENS = 100  # of the prompt before the step
+STEPS = 200  # graph replays that are timed
 
 
 class Part(nn.Module):
-    """In the place of a projection: these channels of what it is given."""
+    """Replaces a projection: returns a range of its input's channels."""
 
     def __init__(self, start: int, end: int):
         super().__init__()
@@ -48,7 +49,7 @@ class Part(nn.Module):
 
 
 class Steps:
-    """One step of several equal layers, each with its own memory; `fused` or op by op."""
+    """One step of several equal layers, each with its own memory. `fused`, or op by op."""
 
     def __init__(self, a: argparse.Namespace, kind: str, fused: bool):
         torch.manual_seed(0)
@@ -109,7 +110,7 @@ class Steps:
             return self.run(self.x, self.positions, self.valid)
 
     def microseconds(self) -> float:
-        """Median of a layer's step."""
+        """The median time of one layer's step."""
         for _ in range(3):
             self.step()
         if self.device.type != "cuda":
@@ -145,7 +146,7 @@ def fused_steps() -> Iterator[None]:
 
 
 def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each mixer and way to take a step, in microseconds a layer; exits when the fused one is not right."""
+    """A row for each mixer, fused and op by op, in microseconds per layer. Exits if the fused step is wrong."""
     rows = []
     for kind in ("gla", "liger-paper"):
         case = Case(

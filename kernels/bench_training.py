@@ -1,16 +1,16 @@
 """Times the optimizer steps of a training stage: `python kernels/bench_training.py --shape smollm2-135m`.
 
-Forward and backward pass, clipping and optimizer step of align, distill and LoRA finetune, on a model of random weights
-with every layer linear, and of the same finetune of its base: losses, adapters, groups, autocast and compiled layers
-are the toolkit's own, the data is not read. Every length takes the same tokens a step, in rows of one document each.
-`step` is the median by the clock, `busy` the share of it in which the GPU computes; `peak` is the memory set aside,
-weights, optimizer and graph included.
+Times forward and backward pass, gradient clipping and optimizer step of align, distill and LoRA finetune, on a model
+with random weights whose layers are all linear, and of the same finetune on its base. Losses, adapters, parameter
+groups, autocast and compiled layers are those of liger-convert; tokens are random. Every length has the same number of
+tokens per step, in rows of one document each. `step` is the median by wall clock, and `busy` is the fraction of it in
+which the GPU computes. `peak` is reserved memory, including weights, optimizer and CUDA graph.
 
-Every length is compiled by itself and its passes are captured as one CUDA graph, as in a training of joined rows;
---plain launches kernel by kernel, as one of rows that hold several documents does. The loss and the gradients of a
-stage on a few short rows are compared with those of the torch ops in float32 before anything is timed; a row whose
-stage is wrong there, or whose loss is not finite, has no time, and the exit code is 1. The file that --json names is
-complete after every row, and tells the longest kernels, too.
+Every length is compiled separately, and its passes are captured as one CUDA graph, as in training on concatenated
+documents. --plain launches kernel by kernel, as in training on rows that hold several documents. Before anything is
+timed, the loss and the gradients of a stage on a few short rows are compared with those of the torch ops in float32. If
+they are wrong, or a loss is not finite, the row has no time and the exit code is 1. The --json file is complete after
+every row, and also lists the kernels that take longest.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from liger_convert.training.student import compile_layers, gains_by_compiling, p
 from liger_convert.training.trainer import Objective, optimizer_groups
 from liger_convert.utils.device import autocast, compute_dtype, pick_device
 
-CHECKED = (3, 208)  # rows and tokens, no two sizes of a graph's inputs alike: what are, dynamo takes for one
+CHECKED = (3, 208)  # rows and tokens; all sizes of a graph's inputs differ, because dynamo assumes equal ones are one
 BASE = "finetune-base"
 LEAST_STEPS = 3
-LONGEST = 24  # kernels whose times are told
+LONGEST = 24  # kernels whose times are reported
 
-# Rates hardly matter for the time; these leave a model of random weights finite.
+# Learning rates hardly affect the time. With these, a model with random weights stays finite.
 STAGES: dict[str, dict[str, Any]] = {
     "align": {"kind": AlignStage, "learning_rates": LearningRates(mixer=1e-4, attention=1e-4)},
     "distill": {"kind": DistillStage, "learning_rates": LearningRates(mixer=1e-4, attention=1e-4, body=1e-4)},
@@ -70,7 +70,7 @@ STAGES[BASE] = STAGES["finetune"]
 
 
 def make_stage(name: str, tokens: int, length: int, accumulation: int, joined: bool = True) -> Stage:
-    """The stage as a recipe would have it, of one step."""
+    """The stage as a recipe would define it, with one optimizer step."""
     options = {option: value for option, value in STAGES[name].items() if option != "kind"}
     rows = tokens // length // accumulation
     sizes = {"tokens": tokens, "seq_len": length, "batch_size": rows, "grad_accumulation": accumulation}
@@ -78,7 +78,7 @@ def make_stage(name: str, tokens: int, length: int, accumulation: int, joined: b
 
 
 class BaseObjective:
-    """`FinetuneObjective` for the base itself, whose own forward pass makes the logits of all tokens."""
+    """`FinetuneObjective` for the base itself, whose own forward pass would compute the logits of all tokens."""
 
     summed = True
 
@@ -91,7 +91,7 @@ class BaseObjective:
 
 @dataclass
 class Training:
-    """A model in one stage, with its adapters, if any, and its teacher, if it has one."""
+    """A model in one stage, with its adapters and its teacher if it has them."""
 
     stage: Stage
     model: Any
@@ -103,7 +103,7 @@ class Training:
 
     @classmethod
     def of(cls, name: str, stage: Stage, a: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Training:
-        """As `run_stage` sets one up: weights in float32, the teacher's in the dtype it computes in."""
+        """Sets a training up as `run_stage` does: weights in float32, the teacher's in the dtype of the computation."""
         model = random_model(a.shape, None if name == BASE else a.mixer, device, torch.float32).train()
         base = None
         if name in ("align", "distill"):
@@ -112,8 +112,8 @@ class Training:
         if isinstance(stage, AlignStage):
             objective = AlignObjective(base, model.config)
         elif isinstance(stage, DistillStage):
-            ids = base.get_input_embeddings().weight  # other tokens' embeddings: of equal weights, the divergence
-            ids.data = ids.data.roll(1, 0)  # would be so small that the check saw nothing but rounding
+            ids = base.get_input_embeddings().weight  # permuted embeddings: with equal weights, the divergence would be
+            ids.data = ids.data.roll(1, 0)  # so small that the check would see nothing but rounding
             objective = DistillObjective(base, stage)
         rates = stage.learning_rates.trained()
         model = prepare(model, stage).to(device)
@@ -131,7 +131,7 @@ class Training:
         return {"input_ids": ids_BT, "labels": ids_BT}
 
     def passes(self, batch: dict[str, Tensor], parts: int = 1) -> FwdBwd:
-        """Those of micro-batches like `batch`, captured where StageTrainer captures them."""
+        """Forward and backward passes for micro-batches like `batch`, captured if StageTrainer captures them."""
         plain = partial(self.backward, parts=parts)
         models = [model for model in (self.model, self.base) if model is not None]
         if why_not_captured(self.stage, models, self.device, False) is not None:
@@ -141,7 +141,7 @@ class Training:
         return passes
 
     def backward(self, batch: dict[str, Tensor], parts: int = 1, dtype: torch.dtype | None = None) -> Tensor:
-        """One micro-batch of `parts`, as StageTrainer takes it; the loss of the step is the sum of theirs."""
+        """Passes of one micro-batch of `parts`, as in StageTrainer. The loss of the step is the sum of theirs."""
         with autocast(self.device, dtype or self.dtype):
             loss = self.objective(self.model, batch)
             auxiliary = take_auxiliary_loss(self.model) / parts
@@ -158,8 +158,8 @@ class Training:
         return loss
 
     def check(self) -> dict[str, float]:
-        """Relative errors of the loss and the gradients, with twice those of the torch ops in this dtype as what is
-        allowed, and four roundings, should these be right by luck. Raises ValueError for more."""
+        """The relative errors of the loss and the gradients, and the errors allowed: twice those of the torch ops in
+        this dtype, plus four roundings in case these are exact by luck. Raises ValueError if an error is larger."""
         batch, path = self.batch(*CHECKED), in_use()
 
         def found(passes: FwdBwd) -> tuple[Tensor, Tensor]:
@@ -176,7 +176,7 @@ class Training:
                     exact = found(partial(self.backward, dtype=torch.float32))
         finally:
             use(path)
-        narrow_frozen(self.model, self.stage, self.dtype)  # as StageTrainer has it, and float32 has not
+        narrow_frozen(self.model, self.stage, self.dtype)  # as StageTrainer does; not for the float32 reference
         told = {}
         for what, ours, theirs, right in zip(("loss", "gradient"), found(self.passes(batch)), plain, exact):
             err, allowed = error(ours, right), 2 * error(theirs, right) + 4 * torch.finfo(self.dtype).eps
@@ -186,7 +186,7 @@ class Training:
         return told
 
     def measure(self, seconds: float) -> dict[str, Any]:
-        """Times of steps after two that are not counted; before the first one the passes are compiled and captured."""
+        """Times steps after two that are not counted. Compilation and capture come before the first."""
         stage, cuda, started = self.stage, self.device.type == "cuda", time.perf_counter()
         batches = [self.batch(stage.batch_size, stage.seq_len) for _ in range(stage.grad_accumulation)]
         passes = self.passes(batches[0], len(batches))
@@ -229,7 +229,7 @@ def _wait(device: torch.device) -> None:
 
 
 def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for every stage and length; printed and written as soon as it is known."""
+    """A row for every stage and length. Each is printed and written as soon as it is known."""
     device = pick_device(a.device)
     dtype = compute_dtype(device, a.precision)
     about = machine(device.type) | {"kernels": in_use(), "dtype": str(dtype).removeprefix("torch.")}
@@ -254,13 +254,13 @@ def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
                 row |= training.measure(a.seconds) | {"check": checked}
             except torch.OutOfMemoryError:
                 row["missing"] = "out of memory"
-            except Exception as problem:  # whatever a compiler makes of it: the others' numbers stand
+            except Exception as problem:  # for example from a compiler: the other rows stay valid
                 row["wrong"] = f"{type(problem).__name__}: {str(problem).splitlines()[0]}"
             training.optimizer.zero_grad()
             add(row)
             _free(device)
         del training
-        torch.compiler.reset()  # what is compiled for these modules goes with them
+        torch.compiler.reset()  # also drops the code compiled for these modules
         _free(device)
     return rows
 
@@ -272,7 +272,7 @@ def _free(device: torch.device) -> None:
 
 
 def show(rows: list[dict[str, Any]], title: str) -> None:
-    """The rows as a table; a finetune's speed also beside its base's at the same length."""
+    """Prints the rows as a table, with the speed of a finetune also relative to its base's at the same length."""
     base = {row["tokens_a_row"]: row for row in rows if row["stage"] == BASE and "step_ms" in row}
     right = ("tokens a row", "step", "tokens/s", "x base", "busy", "peak", "first step")
     table = Table("stage", *right, title=title)

@@ -1,4 +1,4 @@
-"""Linearized attention layers by themselves, of whole rows and of rows that GPUs share: a part of `bench_scale.py`.
+"""Linearized attention layers alone, on whole rows and on rows split across GPUs: a part of `bench_scale.py`.
 
 Shapes: B batch, T tokens, C hidden size.
 """
@@ -24,7 +24,7 @@ DTYPE = torch.bfloat16
 
 
 class Stack:
-    """Linearized attention layers that follow each other, with their projections, over whole rows and over shards."""
+    """A stack of linearized attention layers with their projections, for whole rows and for shards of rows."""
 
     def __init__(self, shape: str, device: torch.device, group: Group):
         self.device, self.group = device, group
@@ -32,14 +32,17 @@ class Stack:
         self.layers, self.rotary = [layer.self_attn for layer in backbone.layers], backbone.rotary_emb
 
     def row(self, length: int) -> tuple[Tensor, Tensor]:
-        """Inputs and the gradient of the outputs, the same in all processes."""
+        """Inputs and the gradient of the outputs, [1, length, C], the same in all processes."""
         torch.manual_seed(0)
         shape = 1, length, self.layers[0].dims.hidden
         x_BTC, d_BTC = (torch.randn(shape, device=self.device) for _ in range(2))
         return x_BTC, d_BTC
 
     def run(self, x_BTC: Tensor, d_BTC: Tensor, count: int, group: Group | None, dtype: torch.dtype) -> list[Tensor]:
-        """Outputs, the gradients of the inputs, and those of the parameters as one vector."""
+        """Runs the first `count` layers forward and backward, on this process's shard if there is a `group`.
+
+        Returns the outputs, the gradients of the inputs, and those of the parameters as one vector.
+        """
         rows = torch.empty(x_BTC.shape[:2], device=x_BTC.device)
         metadata: Any = SequenceMetadata.build(rows, None, None)
         if group is not None:
@@ -65,13 +68,13 @@ class Stack:
         return slice(group.rank * tokens, (group.rank + 1) * tokens)
 
     def check(self, length: int) -> None:
-        """Shards against whole rows of the torch ops in float32, allowed twice the error of whole rows in bfloat16, and
-        four roundings. Raises ValueError for more."""
+        """Compares shards in bfloat16 with whole rows in the torch ops in float32. Raises ValueError if the error
+        exceeds twice that of whole rows in bfloat16, plus four roundings."""
         row, own, path, count = self.row(length), self.own(length, self.group), in_use(), len(self.layers)
 
         def found(group: Group | None, dtype: torch.dtype) -> dict[str, Tensor]:
             outputs, gradients, of_parameters = self.run(*row, count, group, dtype)
-            # what the layers have added to what goes past them
+            # without the residual stream: only what the layers have added
             added = [outputs, gradients] if group is not None else [outputs[:, own], gradients[:, own]]
             added = [value - beside[:, own] for value, beside in zip(added, row)]
             total = of_parameters if group is None else group.total(of_parameters)
@@ -89,7 +92,8 @@ class Stack:
                 raise ValueError(f"the {what} of shards err by {err:.1e}, allowed {allowed:.1e}, so nothing is timed")
 
     def measure(self, length: int, count: int, group: Group | None, warm: int, steps: int) -> dict[str, Any]:
-        """Forward and backward pass, of a shared row begun by all processes at once; the first `warm` do not count."""
+        """Times forward and backward passes; the first `warm` do not count. If there is a `group`, all processes start
+        each pass together."""
         row, times, cuda = self.row(length), [], self.device.type == "cuda"
         for step in range(warm + steps):
             if group is not None:

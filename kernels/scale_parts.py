@@ -1,10 +1,10 @@
-"""What one process of `bench_scale.py` does: trains models of random weights on random tokens, alone or with others.
+"""One process of `bench_scale.py`: trains models with random weights on random tokens, alone or with others.
 
     RANK=0 WORLD_SIZE=1 … python kernels/scale_parts.py TASK.json
 
-`bench_scale.py` starts it, says in TASK.json which part it takes and where its rows belong, and lets it begin by a line
-on its standard input, as imports take longer than much of what is measured. Stages, sharing and trainer are the
-toolkit's own.
+`bench_scale.py` starts it. TASK.json says which part it runs and where to write its rows. It begins when it reads a
+line from standard input, because imports take longer than much of what is measured. Stages, parallelism and trainer are
+those of liger-convert.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ from liger_convert.training.trainer import Objective, StageTrainer
 from liger_convert.utils import processes
 from liger_convert.utils.progress import quiet_libraries
 
-WARM = 3  # steps that are not counted: they compile, capture, and make the optimizer's state
-STEP_ENDS = "loss, flags"  # the part of a step that ends it
+WARM = 3  # steps that are not counted: they compile, capture, and allocate the optimizer's state
+STEP_ENDS = "loss, flags"  # the last part of a step
 LEARNED = 3  # steps after which losses and weights are compared
 RATES = {"mixer": 1e-5, "attention": 1e-5, "body": 1e-5}
 STAGES = PARTS | {"finetune": {"kind": "finetune", "loss_on": "all", "learning_rates": RATES}}
@@ -65,7 +65,7 @@ SHAPES["attention-8b"] = SHAPES["llama-3-8b"] | {"num_hidden_layers": 4, "interm
 SHAPES["tiny"] = SHAPES["smollm2-135m"] | {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
 SHAPES["tiny"] |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 101, "initializer_range": 0.1}
 
-# Of each part: the shape, and the rows and tokens that a GPU takes a step. What one GPU of 80 GB has room for.
+# Of each part: the shape, and the rows per GPU and step and their length. They fit on a GPU with 80 GB.
 SIZES: dict[str, dict[str, Any]] = {
     "ddp": {"shape": "smollm2-135m", "rows": 16, "length": 2048},
     "fsdp-lora": {"shape": "llama-3-8b", "rows": 4, "length": 2048},
@@ -73,7 +73,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "sequence": {"shape": "smollm2-135m", "rows": 1, "length": 32768},
     "equality": {"shape": "few-layers", "rows": 4, "length": 1024},
 }
-# Layers by themselves: how many follow each other, and their rows.
+# Layers alone: how many are stacked, and the lengths of the rows that are checked and timed.
 STACKS: dict[str, Any] = {"shape": "attention-8b", "layers": (1, 4), "checked": 2048, "timed": (32768, 131072)}
 ON_CPU = {"shape": "tiny", "rows": 2, "length": 160}
 STACKS_ON_CPU = {"shape": "tiny", "layers": (1, 2), "checked": 160, "timed": (320,)}
@@ -81,8 +81,11 @@ STACKS_ON_CPU = {"shape": "tiny", "layers": (1, 2), "checked": 160, "timed": (32
 
 @dataclass(frozen=True)
 class Case:
-    """A training. sharing: `rows` (also of one process), `weights` (FSDP2) or `sequence`. rows, length: of a process,
-    where processes share a row of a share of it."""
+    """A training.
+
+    sharing: `rows` (data parallel, or one process), `weights` (FSDP2) or `sequence`.
+    rows, length: per process; with `sequence`, length is that of a process's shard of a row.
+    """
 
     stage: str
     shape: str
@@ -95,7 +98,7 @@ class Case:
 
 
 class Worker:
-    """This process, of `count` that take a part together."""
+    """This process, one of `count` that run a part together."""
 
     def __init__(self, task: dict[str, Any]):
         self.task, self.count, self.rank = task, processes.count(), processes.rank()
@@ -116,14 +119,14 @@ class Worker:
         return Case(stage, **self.sizes | {"steps": WARM + self.task["steps"], "compiled": self.compiles} | options)
 
     def tell(self, case: str, found: dict[str, Any]) -> None:
-        """Adds a row, complete at once."""
+        """Appends a row to this process's file."""
         about = machine(self.device.type) | {"kernels": in_use()}
         with self.rows_file.open("a") as file:
             file.write(json.dumps({"case": case, "gpus": self.count, "machine": about} | found) + "\n")
 
     def attempt(self, case: str, work: Callable[[], dict[str, Any]], **about: Any) -> None:
-        """A row of what `work` finds. What a GPU has no room for says so; then the others wait for this one in vain, so
-        that a process of several ends."""
+        """Writes a row with the result of `work`. If memory runs out, the row says so. With several processes this one
+        then exits, because the others would wait for it forever."""
         try:
             self.tell(case, about | work())
         except torch.OutOfMemoryError as problem:
@@ -153,7 +156,7 @@ class Built:
 
 
 def stage_of(case: Case, count: int) -> Stage:
-    """As a recipe would have it. Rows are those of all processes, and one text each."""
+    """The stage as a recipe would define it. A batch has the rows of all `count` processes, each a single document."""
     fields = {**STAGES[case.stage]}
     shards = count if case.sharing == "sequence" else 1
     length, rows = case.length * shards, case.rows * count // shards
@@ -163,8 +166,8 @@ def stage_of(case: Case, count: int) -> Stage:
 
 
 def build(worker: Worker, case: Case, dtype: torch.dtype = DTYPE) -> Built:
-    """As `run_stage` sets a stage up, with weights made where they are used: all are numbers of bfloat16, as those of
-    pretrained models are."""
+    """Sets a stage up as `run_stage` does, but with random weights created on the device. All but the mixers' are
+    rounded to bfloat16, like those of pretrained models."""
     stage, device = stage_of(case, worker.count), worker.device
     mesh = mesh_of(device) if case.sharing == "weights" else None
     group = group_of(device, worker.count) if case.sharing == "sequence" else None
@@ -172,7 +175,7 @@ def build(worker: Worker, case: Case, dtype: torch.dtype = DTYPE) -> Built:
     objective: Objective = FinetuneObjective()
     if isinstance(stage, DistillStage):
         base = random_model(case.shape, None, device, DTYPE).requires_grad_(False)
-        ids = base.get_input_embeddings().weight  # other tokens' embeddings: a teacher that is not the student
+        ids = base.get_input_embeddings().weight  # permuted embeddings, so that the teacher differs from the student
         ids.data = ids.data.roll(1, 0)
         base = base.to(dtype)
         if mesh is not None:
@@ -183,7 +186,7 @@ def build(worker: Worker, case: Case, dtype: torch.dtype = DTYPE) -> Built:
         for name, p in model.named_parameters():
             if f".{MIXER_MODULE}." not in name:
                 p.copy_(p.to(DTYPE))
-    torch.manual_seed(0)  # adapters
+    torch.manual_seed(0)  # for the adapters
     model = prepare(model, stage)
     if group is not None:
         for body in (model, base):
@@ -222,8 +225,8 @@ def trainer_of(
 
 
 class Clocked(StageTrainer):
-    """Notes when each part of a step ends: on the host, and by events on the GPU. What lies between two notes belongs
-    to the later one, so that the parts add up to the step by either clock."""
+    """Records when each part of a step ends, on the host and by events on the GPU. The time between two notes counts
+    for the later one, so that the parts add up to the step by either clock."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -252,7 +255,7 @@ class Clocked(StageTrainer):
         self.note("averaging")
 
     def profile(self) -> dict[str, dict[str, float]]:
-        """Median milliseconds of each part of the steps that count, by clock. A step ends with what is noted as
+        """Median milliseconds of each part of a step after the warm-up, by clock. A step ends with the note
         `STEP_ENDS`."""
         ends = [at for at, (part, *_) in enumerate(self.notes) if part == STEP_ENDS][WARM - 1 :]
         steps: dict[str, list[dict[str, float]]] = {"host": [], "gpu": []}
@@ -270,7 +273,7 @@ class Clocked(StageTrainer):
 
 
 def sending(worker: Worker, parameters: list[Any]) -> float:
-    """Median milliseconds of an all-reduce of as many numbers as are trained, by itself."""
+    """Median milliseconds of an all-reduce, alone, of as many fp32 numbers as there are trained parameters."""
     sent, times = torch.zeros(sum(p.numel() for p in parameters), device=worker.device), []
     for _ in range(2 * WARM):
         worker.wait()
@@ -282,8 +285,8 @@ def sending(worker: Worker, parameters: list[Any]) -> float:
 
 
 def timed(worker: Worker, built: Built, eager: str | None = None) -> dict[str, Any]:
-    """Times of optimizer steps after the first ones. eager: why they are not to be captured, which is known before: so
-    that processes share rows as they do then."""
+    """Trains and times the optimizer steps after the warm-up. eager: a reason not to capture them, given to the trainer
+    in advance, so that it also averages gradients as it does without capture."""
     marks: list[float] = []
 
     def mark(done: float, total: float | None, note: str = "") -> None:
@@ -296,7 +299,7 @@ def timed(worker: Worker, built: Built, eager: str | None = None) -> dict[str, A
 
     kind = Clocked if worker.task["profile"] and worker.task["part"] == "ddp" else StageTrainer
     known = mock.patch.object(trainer_module, "why_not_captured", return_value=eager) if eager else nullcontext()
-    built.model._is_accelerate_prepared = built.case.sharing == "weights"  # a trainer before this one may have done so
+    built.model._is_accelerate_prepared = built.case.sharing == "weights"  # an earlier trainer may have set it
     with tempfile.TemporaryDirectory() as folder:
         with known:
             trainer = trainer_of(worker, built, folder, mark, kind)
@@ -315,7 +318,7 @@ def timed(worker: Worker, built: Built, eager: str | None = None) -> dict[str, A
         "step_ms": step_ms,
         "tokens_per_s": 1e3 * built.stage.step_tokens / step_ms["median"],
         "fwd_bwd": "captured" if captured else f"eager: {trainer.eager}",
-        "flat": trainer.flat,  # whether gradients were averaged where they stood
+        "flat": trainer.flat,  # whether gradients were averaged in place
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
     }
     if isinstance(trainer, Clocked):
@@ -324,14 +327,14 @@ def timed(worker: Worker, built: Built, eager: str | None = None) -> dict[str, A
             found["sending_ms"] = sending(worker, trainer.fwd_bwd.parameters)
     if worker.cuda:
         peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        # what a graph writes to stays set aside, and is not counted as allocated between its replays
+        # a captured graph's memory pool stays reserved, but does not count as allocated between replays
         found |= {"peak_bytes": peaks[captured], "reserved_bytes": peaks[1]}
     return found
 
 
 def same_weights(worker: Worker, model: Any) -> None:
-    """Raises ValueError where processes that share rows have come to have different weights. A step of Adam by other
-    gradients changes a sum by far more than rounding."""
+    """Raises ValueError if data-parallel processes have ended with different weights. An Adam step with other gradients
+    would change a parameter's sum by far more than rounding does."""
     sums = torch.stack([p.detach().double().sum() for p in model.parameters() if p.requires_grad])
     first = sums.clone()
     torch.distributed.broadcast(first, 0)
@@ -340,7 +343,7 @@ def same_weights(worker: Worker, model: Any) -> None:
 
 
 def ddp(worker: Worker) -> None:
-    """All weights, one captured step where the toolkit captures it."""
+    """All weights, with captured steps if the trainer captures them, and without."""
     built = build(worker, worker.case("distill"))
     worker.attempt("rows shared", lambda: timed(worker, built))
     if worker.compiles:
@@ -359,7 +362,7 @@ def fsdp_full(worker: Worker) -> None:
 
 
 def sequence(worker: Worker) -> None:
-    """Layers by themselves, then whole models: a row of all GPUs' tokens beside a row of each GPU's own."""
+    """Layers alone, then whole models: one row split across all GPUs, compared with one row per GPU."""
     sizes = STACKS_ON_CPU if worker.task["cpu"] else STACKS
     stack = Stack(sizes["shape"], worker.device, group_of(worker.device, worker.count))
     stack.check(sizes["checked"])
@@ -369,7 +372,7 @@ def sequence(worker: Worker) -> None:
             about = {"tokens_a_row": length, "layers": count, "rows": 1}
             try:
                 alone = stack.measure(length, count, None, **measured)
-            except torch.OutOfMemoryError:  # in all processes, none of which waits for another here
+            except torch.OutOfMemoryError:  # occurs in all processes alike, and none waits for another here
                 alone = {"missing": "does not fit: out of memory"}
             worker.free()
             worker.tell("layers, by one GPU", about | {"gpus": 1} | alone)
@@ -388,7 +391,7 @@ def sequence(worker: Worker) -> None:
 
 
 class Plain(StageTrainer):
-    """By plain descent: Adam makes a whole step of a gradient that is nothing but rounding."""
+    """Trains with plain SGD, because Adam would take a full step even for a gradient that is mere rounding error."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -396,7 +399,7 @@ class Plain(StageTrainer):
 
 
 class SameRows(Plain):
-    """A mistake: all processes train on the rows of the first."""
+    """A deliberate mistake: all processes train on the rows of the first."""
 
     def get_train_dataloader(self) -> Any:
         loader: Any = super().get_train_dataloader()
@@ -404,14 +407,14 @@ class SameRows(Plain):
         return loader
 
 
-# A mistake: shards of rows get nothing from their neighbours.
+# A deliberate mistake: shards of rows receive zeros from their neighbors.
 DEAF = {"send": lambda *_: None, "receive": lambda _group, like, _source: torch.zeros_like(like)}
 
 
 def learned(
     worker: Worker, case: Case, kind: type[StageTrainer] = Plain, dtype: torch.dtype = DTYPE
 ) -> dict[str, Tensor]:
-    """The loss of each step, and by how much all steps have changed the weights, as vectors."""
+    """The losses of all steps, and the total change of the weights, as vectors."""
     built = build(worker, case, dtype)
     before = weights(built.model)
     with tempfile.TemporaryDirectory() as folder:
@@ -422,13 +425,14 @@ def learned(
 
 
 def weights(model: Any) -> Tensor:
-    """What is trained of a model, gathered where it is sharded, in one vector in the host's memory."""
+    """The trained weights of a model, gathered if they are sharded, as one vector on the CPU."""
     trained = [p.detach() for p in model.parameters() if p.requires_grad]
     return torch.cat([(p.full_tensor() if isinstance(p, DTensor) else p).flatten().float().cpu() for p in trained])
 
 
 def equality(worker: Worker) -> None:
-    """By one process in float32 and in bfloat16, which it keeps; by several in bfloat16, which are compared."""
+    """One process trains in float32 and bfloat16 and saves both results. Several train in bfloat16 and compare with
+    them."""
     steps = {"steps": LEARNED}
     rows = worker.sizes["rows"]
     kept = {stage: worker.folder / f"equality-{stage}.pt" for stage in ("distill", "distill-lora")}
@@ -467,7 +471,8 @@ def equality(worker: Worker) -> None:
         one = torch.load(kept[stage])
         found = errors(ours, one["exact"])
         plain = errors(one["plain"], one["exact"])
-        # two roundings of one computation err alike; a quarter of a rounding, should the plain one be right by luck
+        # Two roundings of the same computation have similar errors. A quarter of a rounding is added in case the plain
+        # result is exact by luck.
         allowed = {name: 2 * err + torch.finfo(DTYPE).eps / 4 for name, err in plain.items()}
         holds = all(found[name] <= allowed[name] for name in found)
         row = {"stage": stage, "errors": found, "allowed": allowed, "mistake": "mistake" in name}
@@ -502,7 +507,7 @@ def main() -> None:
     except Exception:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # without the end of the group, which would wait for the others
+        os._exit(1)  # without destroying the process group, which would wait for the others
     if worker.count > 1:
         torch.distributed.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Whether an implementation of an op is right: its error, and that of the naive one in the same dtype."""
+"""Checks an implementation of an op: its error against float64, compared with the naive one's in the same dtype."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Inputs = dict[str, Any]
 
 
 def run(op: Op, inputs: Inputs, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Every output, and the gradient of a random weighting of them by every floating-point input."""
+    """Every output, and the gradient of a random weighted sum of them with respect to every floating-point input."""
     leaves = {
         name: value.detach().to(dtype or value.dtype, copy=True).requires_grad_()
         for name, value in inputs.items()
@@ -23,7 +23,7 @@ def run(op: Op, inputs: Inputs, dtype: torch.dtype | None = None) -> dict[str, T
     outputs = op(**inputs | leaves)
     outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(x for x in outputs if x is not None)
     random = torch.Generator().manual_seed(0)
-    # Quarters, which every dtype holds exactly; what is sent back to a -inf must not matter.
+    # Multiples of 1/4, which every dtype holds exactly. The gradient passed to a -inf is NaN, as it must not be used.
     weights = [(torch.randint(-8, 9, output.shape, generator=random) / 4).to(output) for output in outputs]
     weights = [w.masked_fill(output == -torch.inf, torch.nan) for w, output in zip(weights, outputs)]
     torch.autograd.backward(outputs, weights)
@@ -32,7 +32,7 @@ def run(op: Op, inputs: Inputs, dtype: torch.dtype | None = None) -> dict[str, T
 
 
 def error(got: Tensor, exact: Tensor) -> float:
-    """Norm of the difference over the norm; infinite when anything else than a -inf of both is not finite."""
+    """Norm of the difference over the norm of `exact`. Infinite if any value is not finite, save -inf in both."""
     same = (got == -torch.inf) & (exact == -torch.inf)
     got, exact = got.double().masked_fill(same, 0), exact.double().masked_fill(same, 0)
     relative = (got - exact).norm() / exact.norm().clamp(min=torch.finfo(torch.float64).tiny)
@@ -46,12 +46,12 @@ def errors(
     products: float | None = None,
     times: float = 2,
 ) -> dict[str, tuple[float, float]]:
-    """Every result's error, infinite where it is missing or not of the shape and dtype of the plain one, and what is
-    allowed.
+    """By result, its error and the error allowed. A result that is missing, or whose shape or dtype differs from the
+    plain one's, has an infinite error.
 
-    That is so many times the plain one's error. It may be exact by luck, and is so by definition in float64, hence a
-    few roundings more are allowed: in what it computes in, or of `products`, by which an op rounds the factors of its
-    matrix products.
+    The allowed error is `times` the plain one's plus a few roundings, because the plain result may be exact by luck and
+    is so by definition in float64. A rounding is the epsilon of the dtype that the op computes in, or `products`: the
+    relative error with which the op rounds the factors of its matrix products.
     """
     found = {}
     for name, x in exact.items():
@@ -64,7 +64,7 @@ def errors(
 
 
 def faults(op: Op, naive: Op, inputs: Inputs, products: float | None = None) -> list[str]:
-    """A sentence for every output and gradient of `op` that errs more than twice as much as the naive one does."""
+    """A sentence for every output and gradient of `op` whose error exceeds what `errors` allows."""
     exact, plain, got = run(naive, inputs, torch.float64), run(naive, inputs), run(op, inputs)
     return [
         f"{name} ({got[name].dtype if name in got else 'missing'}) errs by {ours:.1e}, allowed {allowed:.1e}"

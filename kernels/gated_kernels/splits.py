@@ -1,11 +1,11 @@
-"""Other ways to the result of a recurrence: its sequence cut into pieces, or its segments one by one.
+"""Other ways to compute the result of a recurrence: the sequence in pieces, or its segments one at a time.
 
-Inputs by token, [B, T, ...], have BT in their names, or are a gate, log_a or log_m. States, [B, G, ...], have BG in
-them, or are the `initial_state`. An op returns its outputs by token (None for what it was not asked for), then its
+Inputs per token, [B, T, ...], have BT in their names, or are a gate, log_a or log_m. States, [B, G, ...], have BG in
+their names, or are the `initial_state`. An op returns its outputs per token (None for those not requested), then its
 states in the order of its arguments.
 
-It stays beside `check.py`, not in the tests: every op's `cases.py` names the splits that hold for it, so that a new op
-is tested without a change there.
+This module lives beside `check.py` and not in the tests because every op's `cases.py` names the splits that hold for
+it. A new op is then tested without a change to the tests.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from gated_kernels.check import Op
 
 
 def in_pieces(op: Op, x: dict[str, Any]) -> tuple[Tensor, ...]:
-    """The sequence cut at odd places, the states carried on."""
+    """Runs the op on pieces of uneven length, each starting from the states after the one before it."""
     T = x["segment_ids_BT"].shape[1] if x["segment_ids_BT"] is not None else next(iter(x.values())).shape[1]
     states, pieces = {name: x[name] for name in _states(x)}, []
     for start, end in pairwise(sorted({0, min(1, T), T // 3, T // 2 + 1, T})):
-        if start and x["segment_ids_BT"] is not None:  # a segment that starts with a piece finds another's states
+        if start and x["segment_ids_BT"] is not None:  # a segment that starts with the piece must not see these states
             same = x["segment_ids_BT"][:, start] == x["segment_ids_BT"][:, start - 1]
             states = {name: state * same[:, None, None, None] for name, state in states.items()}
         *outputs, states = _run(op, _slice(x, slice(start, end)) | states)
@@ -33,7 +33,7 @@ def in_pieces(op: Op, x: dict[str, Any]) -> tuple[Tensor, ...]:
 
 
 def one_by_one(op: Op, x: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Every segment of every sequence by itself; the states given belong to the first."""
+    """Runs the op on every segment of every sequence separately. The given states belong to the first segment."""
     B, T = next(iter(x.values())).shape[:2]
     segment_ids_BT = torch.zeros(B, T) if x["segment_ids_BT"] is None else x["segment_ids_BT"]
     rows = []
@@ -54,7 +54,7 @@ def _states(x: dict[str, Any]) -> list[str]:
 
 
 def _run(op: Op, x: dict[str, Any]) -> tuple[Any, ...]:
-    """The op's outputs by token, then its states by name."""
+    """The op's outputs per token, then a dict of its states by name."""
     names, results = _states(x), [result for result in op(**x) if result is not None]
     return *results[: -len(names)], dict(zip(names, results[-len(names) :]))
 

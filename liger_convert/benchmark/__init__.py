@@ -1,1 +1,1 @@
-"""Time and memory of a model beside its base."""
+"""Time and memory of a model compared with its base."""

@@ -1,8 +1,9 @@
-"""How fast a model reads a prompt and writes after it, and what it holds in memory, compared with its base.
+"""Prefill and decoding speed of a model, and its memory, compared with its base.
 
-A model whose decoding does not equal its prefill is not timed. Times are medians with quartiles over random prompts,
-a new one each time; the first is not counted. Where prompts are not read, all but their first tokens are noise in the
-cache. A step takes as long with noise, and a long context of many rows is there at once.
+A model whose decoding does not equal its prefill is not timed. Times are medians with quartiles over random prompts, a
+new one each time, and the first is not counted. Prompts can be skipped: then all but their first tokens are noise in
+the cache. A step takes as long with noise, and a long context of many rows is available at once.
+
 Shapes: B batch, T tokens of a prompt, N tokens checked, V vocabulary.
 """
 
@@ -47,17 +48,17 @@ BASE, STATIC = "base", "base, compiled"
 OUT_OF_MEMORY = "out of memory"
 FORMAT_VERSION = 1
 CHECKED = 32  # tokens of the check's prompt beyond the largest window
-CHECKED_STEPS = (1, 1, 2, 4)  # of the calls of the decode loop that are compared
-LARGEST = 1e-4  # what float32 may differ by, of the largest logit: tests/support/tiny_models.py
+CHECKED_STEPS = (1, 1, 2, 4)  # steps of the calls of the decode loop that are compared
+LARGEST = 1e-4  # allowed difference in float32, relative to the largest logit; as in tests/support/tiny_models.py
 
 
 @dataclass(frozen=True)
 class Options:
     """What is measured, and how.
 
-    lengths: tokens of the prompts, ascending. steps: tokens written after each. repeats: prompts of each length.
+    lengths: tokens of the prompts, ascending. steps: tokens decoded after each. repeats: prompts of each length.
     prefill: whether prompts are read; otherwise their caches are filled with noise. compiled: whether the base is also
-    measured in its compiled form, which is compiled again for every length. mixer: of a shape's layers; None for gla.
+    measured compiled, which compiles it again for every length. mixer: of a shape's layers; None: gla.
     trust_remote_code: whether code that comes with a model may run.
     """
 
@@ -83,14 +84,15 @@ def parse_lengths(text: str) -> list[int]:
 
 @torch.no_grad()
 def check(side: Side, options: Options) -> dict[str, float]:
-    """Compares the logits of several calls of `side.decode` with those of one pass over the same tokens, no cache.
+    """Compares the logits of several calls of `side.decode` with those of one pass over the same tokens, uncached.
 
-    In float32 no logit may differ by more than LARGEST of the largest. In less precision the mean difference may be
-    twice that of the pass itself from the pass in float32. Raises LinearizeError when they differ by more.
+    In float32, no logit may differ by more than LARGEST times the largest. In lower precision, the mean difference may
+    be twice the mean difference between that pass and the same pass in float32. Raises LinearizeError if it is larger.
+    Returns the tokens of the prompt, the error and the error allowed, relative to the largest logit.
     """
     model, tokens, steps = side.model, _past_windows(side.model), sum(CHECKED_STEPS)
     text = _random_tokens(model, tokens, options)
-    # of the size that is measured first, where that holds it: what is compiled for it is then compiled once
+    # with the size of the first measurement if that is enough, so that code is compiled once for both
     cache = side.caches(max(tokens + steps, _room(options.lengths[0], options)))()
     for part in text.split(tokens // 2 + 1, 1):
         token = prefill(model, cache, part)
@@ -131,7 +133,7 @@ def _mixers(model: Any) -> list[dict[str, Any]]:
 
 
 def _past_windows(model: Any) -> int:
-    """Tokens of a prompt that goes beyond every window."""
+    """The tokens of a prompt that reaches beyond every window and its sinks."""
     return max((spec["window"] + spec["sinks"] for spec in _mixers(model)), default=0) + CHECKED
 
 
@@ -141,7 +143,7 @@ def _room(tokens: int, options: Options) -> int:
 
 @contextlib.contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
-    """Each module computes in float32 while the block runs; only the weights of the one that runs are held twice."""
+    """Within the context, each module computes in float32. Only the weights of the running module are held twice."""
     narrow: dict[nn.Parameter, Tensor] = {}
 
     def widen(module: nn.Module, args: Any) -> None:
@@ -164,7 +166,7 @@ def in_float32(model: nn.Module) -> Iterator[None]:
 
 
 def measure(side: Side, tokens: int, options: Options) -> dict[str, Any]:
-    """One row: times of prompts of `tokens` tokens, and what the cache then holds. Out of memory is told in it."""
+    """One row: times with prompts of `tokens` tokens, and the memory. If memory runs out, the row has an `error`."""
     row: dict[str, Any] = {"model": side.name, "tokens": tokens}
     empty = side.caches(_room(tokens, options))
     device, batch = options.device, options.batch_size
@@ -179,7 +181,7 @@ def measure(side: Side, tokens: int, options: Options) -> dict[str, Any]:
             read.append(1e3 * seconds)
             if told < tokens:
                 fill(cache, tokens - told)
-            token_B1, _ = side.decode(side.model, cache, token_B1, 1)  # a capture is no step
+            token_B1, _ = side.decode(side.model, cache, token_B1, 1)  # not timed, because it may capture a graph
             seconds, _ = timed(device, side.decode, side.model, cache, token_B1, options.steps)
             wrote.append(1e3 * seconds / options.steps)
     except RuntimeError as error:
@@ -215,18 +217,18 @@ def bench_models(
     report: Report,
     keep: Callable[[dict[str, Any]], object] = lambda results: None,
 ) -> dict[str, Any]:
-    """What bench.json holds: of the model that `load` makes, and then of the base, with each one's ratio to the model,
-    and the least time that each could take on this device.
+    """The content of bench.json: measurements of the model that `load` returns and of its base, the base's ratios to
+    the model, and the least time that each could take on this device.
 
-    The models are in memory one after the other. `keep` is given what there is after every row. Raises LinearizeError
-    when the model's check is red, BadInput for a model whose cache cannot be filled; a base that fails its own check,
-    or that cannot run, is among `missing` with the reason.
+    The models are in memory one after the other. `keep` is called with the results so far after every row. Raises
+    LinearizeError when the model's check fails, BadInput for a model whose cache cannot be filled. A base that fails
+    its check, or that cannot run, is in `missing` with the reason.
     """
     torch.manual_seed(0)
     rows: list[dict[str, Any]] = []
     missing: dict[str, str] = {}
     compiled = options.compiled and options.device.type == "cuda"
-    limits = limits_of(options.device, options.dtype)  # before a model fills the memory
+    limits = limits_of(options.device, options.dtype)  # measured before a model fills the memory
     total = len(options.lengths) * (1 if load_base is None else 2 + compiled)
     results = {
         "format": FORMAT_VERSION,
@@ -296,7 +298,7 @@ def bench_models(
                 report(len(rows), total, f"checking the {side.name}")
                 check(side, options)
                 add(side)
-            except Exception as error:  # whatever a compiler makes of a model: the others' numbers stand
+            except Exception as error:  # for example from a compiler: the other rows stay valid
                 missing[side.name] = first_line(error)
     return results
 
@@ -324,7 +326,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this code runs from, `-dirty` behind it where it was changed; else None."""
+    """The commit of the checkout that this code runs from, with `-dirty` if it has changes. None if there is none."""
 
     def git(*words: str) -> str:
         ran = subprocess.run(["git", "-C", str(PACKAGE), *words], capture_output=True, text=True, check=True)

@@ -1,8 +1,8 @@
-"""The least time that a device can take: the bytes of the weights over its bandwidth, products over its peak.
+"""The least time that a device can take (a roofline): bytes of weights over bandwidth, or products over peak FLOPS.
 
-Products are those with weights. What attention and a memory multiply comes on top, as does reading a cache, so no time
-can be below the limit where bandwidth and peak are those of a data sheet. Where they are measured, it can by the noise
-of that measurement.
+Only products with weights count. Those of attention and of a memory come on top, and so does reading a cache. So no
+time can be below the limit if bandwidth and peak are those of a data sheet. If they are measured, it can be by the
+noise of that measurement.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-COPIED = 1 << 28  # bytes: more than the caches of a chip hold
-SIDE, GPU_SIDE = 1024, 8192  # of the matrices that are multiplied
+COPIED = 1 << 28  # bytes: more than a chip's caches hold
+SIDE, GPU_SIDE = 1024, 8192  # of the matrices that are multiplied on a CPU, and on a GPU
 REPEATS = 5  # of which the fastest counts
 
-# GB/s, and TFLOPS of dense bf16 and fp16 products that are summed in fp32, by the name that torch has for a GPU. From
-# NVIDIA's data sheets (of A100 40GB and 80GB, L40S, H100, H200; those with sparsity are halved), the Ada white paper
-# (RTX 4090) and the page of HGX B200, an eighth of its figures. Other forms of these chips have other figures.
+# GB/s, and TFLOPS of dense bf16 and fp16 products with fp32 accumulation, by torch's name for the GPU. From NVIDIA's
+# data sheets (A100 40GB and 80GB, L40S, H100, H200; figures with sparsity are halved), the Ada white paper (RTX 4090)
+# and the page of HGX B200 (an eighth of its figures). Other variants of these chips have other figures.
 KNOWN = {
     "NVIDIA A100-SXM4-40GB": (1555, 312),
     "NVIDIA A100-SXM4-80GB": (2039, 312),
@@ -35,7 +35,7 @@ KNOWN = {
 
 
 class Limits(NamedTuple):
-    """Of a device and a dtype: bytes a second, floating-point operations a second, and where they come from."""
+    """The limits of a device for a dtype: bytes per second, floating-point operations per second, and their sources."""
 
     bandwidth: float
     peak: float
@@ -44,8 +44,8 @@ class Limits(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Of a model: the bytes of the weights that a pass reads, the weights that multiply every token, and those of the
-    head, which multiply the last one only."""
+    """The work of a pass of a model: the bytes of the weights that it reads, the number of weights that multiply every
+    token, and that of the head, which multiply only the last token."""
 
     weight_bytes: float
     weights: float
@@ -53,8 +53,8 @@ class Work(NamedTuple):
 
 
 def limits_of(device: torch.device, dtype: torch.dtype) -> Limits:
-    """What the data sheet says where KNOWN has the device and the dtype; else what a copy, which counts as reading and
-    writing, and a matrix product in `dtype` measure."""
+    """The figures of the data sheet if KNOWN has the device (and `dtype` is 16-bit, for the peak). Otherwise measured,
+    with a copy, which counts as a read and a write, and with a matrix product in `dtype`."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     known, narrow = KNOWN.get(name), dtype in (torch.bfloat16, torch.float16)
     bandwidth = 1e9 * known[0] if known else _copied(device)
@@ -64,8 +64,8 @@ def limits_of(device: torch.device, dtype: torch.dtype) -> Limits:
 
 
 def work_of(model: Any) -> Work:
-    """Every weight once, but for the rows of an embedding that is not the head as well; of the experts of a layer those
-    that one token takes."""
+    """Counts every weight once, except an embedding that is not also the head. Of a layer's experts, it counts as many
+    as one token uses."""
     config = model.config.get_text_config()
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     taken = config.num_experts_per_tok / experts if experts else 1.0
@@ -84,13 +84,13 @@ def work_of(model: Any) -> Work:
 
 
 def least_ms(work: Work, limits: Limits, batch: int, tokens: int = 1) -> float:
-    """The least milliseconds of a pass over so many tokens in each row; the default is a step."""
+    """The least milliseconds of a pass over `tokens` tokens in each of `batch` rows; by default, of a decoding step."""
     products = 2.0 * batch * (work.weights * tokens + work.head)
     return 1e3 * max(work.weight_bytes / limits.bandwidth, products / limits.peak)
 
 
 def timed(device: torch.device, work: Callable[..., Any], *inputs: Any) -> tuple[float, Any]:
-    """Seconds until the device has done `work`, and what it gave."""
+    """Seconds until the device has finished `work(*inputs)`, and its result."""
 
     def now() -> float:
         if device.type == "cuda":
@@ -115,5 +115,5 @@ def _multiplied(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _least_seconds(device: torch.device, work: Callable[[], object]) -> float:
-    work()  # loads the library, touches the memory
+    work()  # warm-up: loads libraries, touches the memory
     return min(timed(device, work)[0] for _ in range(REPEATS))

@@ -1,4 +1,4 @@
-"""What a bench found, to be read: a table, bench.json and the curves as bench.png."""
+"""Shows the results of a bench: a table, bench.json, and curves in bench.png."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FILE, CURVES = "bench.json", "bench.png"
 
 
 def render(results: Mapping[str, Any]) -> Group:
-    """The rows as a table, and below it what was checked, what is missing and what is counted as memory."""
+    """The rows as a table, followed by what was checked, what counts as memory, the limits, and what is missing."""
     peak = results["memory"] == "peak_bytes"
     sizes = ["cache_bytes", *(["peak_bytes"] if peak else [])]
     table = Table("tokens", "model", title=Text(_title(results)))
@@ -65,9 +65,9 @@ def _cell(row: Mapping[str, Any], name: str, value: str) -> str:
 
 
 def write(results: dict[str, Any], out: Path) -> None:
-    """Writes bench.json and bench.png into the new folder `out`; without matplotlib the curves become `missing`.
+    """Writes bench.json and bench.png to the new folder `out`. Without matplotlib, the curves are listed in `missing`.
 
-    Raises BadInput when `out` exists, LinearizeError for a full disk.
+    Raises BadInput when `out` exists, LinearizeError when the disk is full.
     """
     drawn = find_spec("matplotlib") is not None
     if not drawn:
@@ -79,7 +79,7 @@ def write(results: dict[str, Any], out: Path) -> None:
 
 
 def draw(results: Mapping[str, Any], path: Path) -> None:
-    """Time to the first token, time of a step and memory over the length of the prompt, as a PNG."""
+    """Draws time to the first token, time of a decoding step and memory over the length of the prompt, as a PNG."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 

@@ -1,4 +1,4 @@
-"""The sizes of well-known models, to be filled with random weights where only time and memory are asked for."""
+"""The sizes of well-known models, for models with random weights when only time and memory matter."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def is_shape(source: str) -> bool:
-    """Whether `source` names a shape, and no file or folder of that name. Raises BadInput for what it nearly names."""
+    """Whether `source` is the name of a shape, and not of a file or folder. Raises BadInput if it resembles the name of
+    a shape."""
     if Path(source).exists() or "/" in source:
         return False
     if source not in SHAPES and nearest(source, SHAPES):
@@ -62,12 +63,13 @@ def is_shape(source: str) -> bool:
 
 
 def random_model(shape: str, mixer: str | None, device: torch.device, dtype: torch.dtype) -> Any:
-    """A model of that shape with random weights, made where it will run, its mixers in float32.
+    """A model of that shape with random weights, created on `device`, with its mixers in float32.
 
-    Every layer is linearized by `mixer`; None leaves the base. Memories weigh more beside their windows than at the
-    start of a training, so that the check sees them in bfloat16, too. Raises BadInput for an unknown mixer.
+    Every layer is linearized with `mixer`; None leaves the base. Memories have more weight relative to their windows
+    than at the start of training, so that the check can see them in bfloat16, too. Raises BadInput for an unknown
+    mixer.
     """
-    # here, because the shell completes the names of shapes without torch
+    # imported here, because shell completion reads the names of shapes without torch
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING

@@ -1,4 +1,4 @@
-"""What a benchmark compares: a model, the caches that it starts with, and how it writes.
+"""The sides of a benchmark: a model, the caches that it starts with, and how it decodes.
 
 Shapes: B batch, T tokens of a prompt, V vocabulary.
 """
@@ -19,7 +19,8 @@ Decode = Callable[[Any, Any, Tensor, int], tuple[Tensor, Tensor]]
 
 
 class Side(NamedTuple):
-    """What is measured: `caches(tokens)` makes what gives an empty cache for so many; `decode` is as below."""
+    """What is measured. `caches(tokens)` returns a function that returns an empty cache with room for this many tokens.
+    `decode` has the signature of the function below."""
 
     name: str
     model: Any
@@ -28,14 +29,14 @@ class Side(NamedTuple):
 
 
 def prefill(model: Any, cache: Any, ids_BT: Tensor) -> Tensor:
-    """Reads a prompt into the cache and returns the first token after it, [B,1]."""
+    """Reads a prompt [B,T] into the cache and returns the first token after it, [B,1]."""
     logits = model(input_ids=ids_BT, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     return logits[:, -1].argmax(-1, keepdim=True)
 
 
 def greedy(step: Callable[[Tensor, Tensor], Any], cache: Any, token_B1: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """The tokens [B,steps] that `step(token_B1, position_B1)`, a model's output, makes likeliest from `token_B1` on,
-    and the logits [B,V] of the last step."""
+    """Decodes `steps` tokens greedily after `token_B1`. `step(token_B1, position_B1)` returns a model's output. Returns
+    the tokens [B,steps], and the logits [B,V] of the last step."""
     chosen, start = [token_B1], int(cache.get_seq_length())
     for position in range(start, start + steps):
         logits_BV = step(chosen[-1], torch.full_like(token_B1, position)).logits[:, -1]
@@ -44,7 +45,7 @@ def greedy(step: Callable[[Tensor, Tensor], Any], cache: Any, token_B1: Tensor, 
 
 
 def decode(model: Any, cache: Any, token_B1: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """`steps` greedy steps by the model's forward, see `greedy`."""
+    """Decodes `steps` tokens with the model's forward, see `greedy`."""
 
     def step(ids_B1: Tensor, at_B1: Tensor) -> Any:
         return model(input_ids=ids_B1, past_key_values=cache, use_cache=True)
@@ -53,9 +54,10 @@ def decode(model: Any, cache: Any, token_B1: Tensor, steps: int) -> tuple[Tensor
 
 
 def decode_as_generated(model: Any) -> Decode:
-    """`decode` by the steps that `generate` takes of a linearized model: of fixed shape, on a GPU captured as a graph.
+    """A `decode` with the steps that `generate` uses for a linearized model: of fixed shape, and on a GPU captured as a
+    CUDA graph.
 
-    A cache's first step captures; the others replay it.
+    The first step with a cache captures, and the others replay it.
     """
     decoder = Decoder(model)
 
@@ -69,7 +71,7 @@ def decode_as_generated(model: Any) -> Decode:
 
 
 def decode_compiled(model: Any, cache: Any, token_B1: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """As `decode`, over a static cache by the call that transformers' generation compiles for one on a GPU."""
+    """Same as `decode`, with a static cache and the call that transformers' generation compiles for it on a GPU."""
     call = model.get_compiled_call(CompileConfig())
 
     def step(ids_B1: Tensor, at_B1: Tensor) -> Any:
@@ -84,12 +86,12 @@ def dynamic_caches(model: Any) -> Callable[[int], Callable[[], Any]]:
 
 
 def static_caches(model: Any) -> Callable[[int], Callable[[], Any]]:
-    held: dict[int, Any] = {}  # the last one: what is compiled is compiled for it
+    held: dict[int, Any] = {}  # only the last one, for which code is compiled
 
     def caches(tokens: int) -> Callable[[], Any]:
         if tokens not in held:
             held.clear()
-            torch.compiler.reset()  # a further length counts as one recompilation more, of which few are allowed
+            torch.compiler.reset()  # otherwise each length would count as a recompilation, and few are allowed
             held[tokens] = StaticCache(config=model.config, max_cache_len=tokens)
         cache = held[tokens]
 
@@ -103,8 +105,8 @@ def static_caches(model: Any) -> Callable[[int], Callable[[], Any]]:
 
 
 def fill(cache: Any, tokens: int) -> None:
-    """Lets a cache that holds some tokens hold `tokens` more: of softmax layers as noise. A bounded window, its sinks
-    and a memory stay as large as they are."""
+    """Extends a cache that holds some tokens by `tokens` more. Softmax layers get noise. In linearized layers only the
+    length changes, because a bounded window, its sinks and a memory do not grow."""
     for layer in cache.layers:
         if isinstance(layer, LinearizedCacheLayer):
             layer.length += tokens
@@ -115,7 +117,7 @@ def fill(cache: Any, tokens: int) -> None:
 
 
 def cache_bytes(cache: Any) -> int:
-    """What the tensors of a cache hold, whatever they are views of."""
+    """The bytes of all storages of a cache's tensors, each counted once."""
     held = {}
     for layer in cache.layers:
         for value in vars(layer).values():

@@ -1,7 +1,7 @@
-"""The command `linearize`: its commands in groups, and what becomes of every error.
+"""The command `linearize`: its commands in groups, and the handling of all errors.
 
-Each command parses its words, calls a function or two and prints what they give. torch and everything that needs it are
-imported inside the commands, so that `linearize --help` and the completion of a shell answer at once.
+Each command parses its arguments, calls a few functions and prints their results. torch and everything that needs it
+are imported inside the commands, so that `linearize --help` and shell completion respond at once.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ app = typer.Typer(
     epilog="Start with: linearize run recipes/smollm2-135m-quick.yaml",
     pretty_exceptions_enable=False,
 )
-USAGE_ERROR: type[Any] = typer.BadParameter.__bases__[0]  # which typer itself does not name in public
+USAGE_ERROR: type[Any] = typer.BadParameter.__bases__[0]  # typer has no public name for it
 INTERRUPTED = 130
 
-# By what they are for, as `linearize --help` shows them: the name of each command and its function.
+# The groups of commands that `linearize --help` shows, with the name and function of each command.
 GROUPS: dict[str, dict[str, Callable[..., None]]] = {
     "Linearize a model": {"run": run_commands.run, "plan": run_commands.plan},
     "Do one step at a time": {
@@ -87,13 +87,14 @@ def options(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; every failure ends as one sentence on stderr. Returns the exit code: 0, 1 failed, 2 bad input,
-    130 or 143 stopped by Ctrl-C or SIGTERM."""
+    """Runs a command. Every failure is reported as one sentence on stderr. Returns the exit code: 0 success, 1 failure,
+    2 bad input, 130 or 143 stopped by Ctrl-C or SIGTERM."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     quiet_libraries()
     stderr.quiet = not processes.is_first()
-    # before torch is imported: threads that spin while they wait make training ten times slower on a busy machine, and
-    # threads that are woken for every small op slow decoding down; 2,000 turns lie between most ops of a layer
+    # Must come before torch is imported. Threads that spin while they wait make training ten times slower on a busy
+    # machine, but waking threads for every small op slows decoding down. 2,000 spins bridge most gaps between the ops
+    # of a layer.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "passive"
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
@@ -105,17 +106,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = _fail(f"standard output cannot be written: {out.error.strerror}", 1)
         if code and processes.count() > 1:
             err.flush()
-            os._exit(code)  # threads of the group wait for processes that are gone
+            os._exit(code)  # threads of the process group would wait for ended processes
         return code
 
 
 def program() -> int:
-    """`main` in a process of its own. After a signal to stop, a thread that a library left running keeps the process
-    for GRACE seconds at most."""
+    """`main` as a program. After a signal to stop, a thread that a library left running can keep the process alive for
+    at most GRACE seconds."""
     code = main()
     if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
         timer = threading.Timer(interrupts.GRACE, os._exit, [code])
-        timer.daemon = True  # it does not itself keep the process
+        timer.daemon = True  # does not keep the process alive by itself
         timer.start()
     return code
 
@@ -126,8 +127,8 @@ def _command(words: list[str], debug: bool) -> int:
             given = [*words, *["--debug"] * debug]
             code = app(words or ["--help"], prog_name="linearize", standalone_mode=False, obj=given) or 0
         return _fail("interrupted", _stopped()) if code == INTERRUPTED else code
-    except (KeyboardInterrupt, typer.Abort) as error:  # which of the three a Ctrl-C becomes depends on typer's version
-        if isinstance(error.__cause__, EOFError):  # what typer takes for a Ctrl-D at a prompt
+    except (KeyboardInterrupt, typer.Abort) as error:  # a Ctrl-C is one of these or code 130, by typer's version
+        if isinstance(error.__cause__, EOFError):  # typer treats it as Ctrl-D at a prompt
             return _bug(error.__cause__, debug)
         return _fail("interrupted", _stopped())
     except processes.Ended as error:
@@ -149,7 +150,7 @@ def _stopped() -> int:
 
 
 def _bug(error: BaseException, debug: bool) -> int:
-    """Says what nobody foresaw, and where its traceback is."""
+    """Reports an unexpected error and where its traceback is. Returns the exit code."""
     code, is_reporter = processes.agree_on_exit_code(1, unexpected=True)
     if not is_reporter:
         return code
@@ -157,7 +158,7 @@ def _bug(error: BaseException, debug: bool) -> int:
         return _fail("another process of this run was killed", code)
     if debug:
         raise error
-    if type(error).__name__ == "OutOfMemoryError":  # torch's, which need not be imported here
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which may not be imported
         return _fail(f"{first_line(error)}; `linearize plan` says what each step takes, and what takes less", 1)
     with tempfile.NamedTemporaryFile("w", prefix="linearize-", suffix=".log", delete=False) as log:
         traceback.print_exception(error, file=log)
@@ -170,7 +171,7 @@ def _fail(sentence: str, code: int) -> int:
     if not is_reporter:
         return code
     stderr.quiet = False
-    # what a file or an option holds may be quoted in it, line breaks and codes for the terminal among that
+    # the sentence may quote a file or an option, including line breaks and terminal control codes
     sentence = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in sentence)
     stderr.print(f"error: {sentence}", markup=False, soft_wrap=True)
     return code

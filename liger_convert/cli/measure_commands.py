@@ -1,4 +1,4 @@
-"""Commands that measure a model, or try it."""
+"""Commands that measure a model or try it out."""
 
 from __future__ import annotations
 

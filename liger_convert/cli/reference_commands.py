@@ -1,4 +1,4 @@
-"""Commands that check files, or list what there is."""
+"""Commands that check files, or list mixers and families."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands that do all that a recipe asks for, or show it."""
+"""Commands that run a whole recipe, or show its plan."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(
 
     recipe, set_ = chosen_recipe(recipe, base, set_ or ())
     text = yaml_file.read(recipe)
-    loaded = parse(text, set_, where=str(recipe))  # a slip in the recipe is told before torch is imported
+    loaded = parse(text, set_, where=str(recipe))  # reports a mistake in the recipe before torch is imported
     folder = out or Path("runs", loaded.name)
     if processes.check_launch(gpus):
         from liger_convert.utils.launch import launch

@@ -1,4 +1,4 @@
-"""Commands that do one step of a run."""
+"""Commands that perform a single step of a run."""
 
 from __future__ import annotations
 

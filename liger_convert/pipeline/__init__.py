@@ -1,1 +1,1 @@
-"""The steps from a checkpoint to a report, and the run that strings them together."""
+"""The steps from a checkpoint to a report, and the run that combines them."""

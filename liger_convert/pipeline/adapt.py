@@ -1,22 +1,22 @@
-"""Fits a recipe's windows and stages to a base and a machine that it was not written for.
+"""Adapts a recipe's windows and stages to a base and a machine that it was not written for.
 
-Rules, each applied where it is needed, each said in one sentence for the plan and the report:
+The rules. Each applies only if needed, and each change is reported in a sentence in the plan and the report:
 
-- Rows are no longer than the context that the base was made for: what a teacher says beyond it is noise. They are
-  halved until they fit, and a step gets more of them, so that it has as many tokens as before.
-- A window is an eighth of that context at most: in one as long as the texts nothing would be left for the memory.
-- Adapters take the place of the base's own weights: at equal tokens they lose less of what the training text does not
-  show (eval/LOG.md, TinyLlama-1.1B), and as much of the rest (SmolLM2-135M). Their rate falls with the square root of
-  the width, which is between the rates that were measured on these two. The mixers' rates stay, because their matrices
-  are those of single heads.
-- Of a narrow base of which a fifth of the layers or more stay softmax, the mixers alone are trained. On texts no longer
-  than the window the model then is the base, whatever the training text was. Adapters cost SmolLM2-135M a tenth of its
-  answers from a passage, at any rate; TinyLlama-1.1B they cost none, and without them its text is 1 % worse.
-- Where all weights are trained, the rates of the base's own fall as 1 / hidden size on a base wider than the one that
-  they were tuned on, as Adam's rates of matrices want to (maximal update parametrisation, arXiv 2203.03466, table 8).
-- A stage fits the GPU: micro-batches are split, then activations are computed again in the backward pass. Where that is
-  not enough, an alignment in one process is trained layer by layer, and else adapters take the place of the base's own
-  weights.
+- Rows are no longer than the context that the base was made for, because a teacher's output beyond it is noise. They
+  are halved until they fit, and a step gets more of them, so that it has as many tokens as before.
+- A window is at most an eighth of that context. A window as long as the texts would leave nothing for the memory.
+- Adapters replace training the base's own weights. At equal tokens they lose less of what the training text does not
+  cover (eval/LOG.md, TinyLlama-1.1B), and as much of the rest (SmolLM2-135M). Their learning rate falls with the square
+  root of the width, which interpolates between the rates measured on these two. The mixers' rates stay, because their
+  matrices are per head.
+- On a narrow base with a fifth or more of its layers softmax, only the mixers are trained. On texts no longer than the
+  window, the model then equals the base, whatever the training text was. Adapters cost SmolLM2-135M a tenth of its
+  answers from a passage at any learning rate. They cost TinyLlama-1.1B none, and without them its text is 1 % worse.
+- If all weights are trained, the learning rates of the base's own weights fall as 1 / hidden size on a base wider than
+  the one they were tuned on, as Adam requires for matrices (maximal update parametrization, 2203.03466, table 8).
+- A stage must fit the GPU. First micro-batches are split, then activations are recomputed in the backward pass. If that
+  is not enough, an alignment in one process is trained layer by layer. Otherwise adapters replace training the base's
+  own weights.
 """
 
 from __future__ import annotations
@@ -36,18 +36,21 @@ from liger_convert.model.bases import context_length
 from liger_convert.pipeline.stage_plan import StagePlanner
 from liger_convert.utils import processes
 
-WINDOWS = 8  # of the longest that there may be, the base's context holds so many
-ENOUGH_SOFTMAX = 0.2  # of the layers: with as many the mixers alone make up for the others
-NARROW = 1024  # hidden size: between the base that adapters cost answers, 576, and the one that they do not, 2,048
+WINDOWS = 8  # the base's context holds at least this many windows
+ENOUGH_SOFTMAX = 0.2  # fraction of the layers; with as many, training the mixers alone makes up for the others
+NARROW = 1024  # hidden size: between that of the base that adapters cost answers, 576, and that of the other, 2,048
 OWN = ("attention", "body", "embeddings")  # the groups of the base's own weights
 
 
 def adapt(
     recipe: Recipe, base_config: Any, planner: StagePlanner, number: int, softmax: float
 ) -> tuple[Recipe, tuple[str, ...]]:
-    """`recipe` with its stages fitted to the base, and a sentence for each change; as it is without `adapt`. number: of
-    processes, of which only one by itself can train layer by layer. softmax: which fraction of the layers whose cache
-    grows stays softmax."""
+    """`recipe` with its stages adapted to the base, and a sentence for each change. Unchanged if the recipe has no
+    `adapt`.
+
+    number: of processes. Only a single process can train layer by layer.
+    softmax: the fraction of layers that stay softmax, among those whose cache grows.
+    """
     if recipe.adapt is None:
         return recipe, ()
     context, room = context_length(base_config), _room(recipe.adapt, planner.device)
@@ -73,8 +76,8 @@ def adapt(
 
 
 def fit_windows(recipe: Recipe, base_config: Any, specs: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The resolved mixers `specs` of `recipe` with windows that fit the base's context, and a sentence for each change;
-    as they are without `adapt`."""
+    """The resolved mixers `specs` of `recipe` with windows that fit the base's context, and a sentence for each change.
+    Unchanged if the recipe has no `adapt`."""
     context = context_length(base_config)
     if recipe.adapt is None or context is None:
         return specs, ()
@@ -89,7 +92,7 @@ def fit_windows(recipe: Recipe, base_config: Any, specs: dict[str, Any]) -> tupl
 
 
 def changed(stage: AnyStage, **fields: Any) -> AnyStage:
-    """`stage` with other values in these fields, checked as those of a recipe are."""
+    """`stage` with other values in these fields, validated like those of a recipe."""
     return type(stage).model_validate(stage.model_dump() | fields)
 
 
@@ -139,7 +142,7 @@ def _fit_memory(
 
 
 def _smaller(stage: AnyStage) -> list[AnyStage]:
-    """The same optimizer steps in less memory, by and by: smaller micro-batches, then activations computed again."""
+    """The same optimizer steps in less and less memory: smaller micro-batches, then recomputed activations."""
     split = [stage]
     while split[-1].batch_size % 2 == 0:
         last = split[-1]
@@ -148,12 +151,13 @@ def _smaller(stage: AnyStage) -> list[AnyStage]:
 
 
 def _trains_own(stage: Stage) -> bool:
-    """Whether the stage trains weights of the base, and not adapters."""
+    """Whether the stage trains weights of the base rather than adapters."""
     return any(name in stage.learning_rates.trained() for name in OWN)
 
 
 def _trained(options: Adapt, softmax: float, hidden: int) -> tuple[str, str]:
-    """What `adapt.trained` stands for on a base this wide, where so many of the layers stay softmax, and why."""
+    """What `adapt.trained` resolves to, and why. softmax: the fraction of layers that stay softmax. hidden: the base's
+    hidden size."""
     if options.trained != "auto":
         return options.trained, "as adapt.trained says"
     if softmax < ENOUGH_SOFTMAX:
@@ -193,7 +197,7 @@ def _adapters(stage: Stage) -> str:
 
 
 def _said(before: AnyStage, after: AnyStage, room: int) -> str:
-    """What was done, as the fields of a recipe: `batch_size: 2 in place of 8, …, to fit …`."""
+    """The changes, as fields of a recipe: `batch_size: 2 in place of 8, …, to fit …`."""
     fields = []
     if after.lora is not None and before.lora is None:
         fields.append(_adapters(after))
@@ -205,7 +209,7 @@ def _said(before: AnyStage, after: AnyStage, room: int) -> str:
 
 
 def _room(options: Adapt, device: torch.device) -> int | None:
-    """The bytes that a stage may take on a GPU; a CPU has whatever its machine has."""
+    """The bytes that a stage may take on a GPU; None (no limit) on a CPU."""
     if device.type != "cuda":
         return None
     return int(options.gpu_memory * torch.cuda.get_device_properties(device).total_memory)

@@ -20,7 +20,7 @@ from liger_convert.utils.errors import BadInput
 
 CARD = "README.md"
 FRONT_MATTER = re.compile(r"---\s*\n(.*?)\n---\s*(\n|$)", re.DOTALL)
-MOST = 2**20  # characters of a card that are read for its front matter
+MOST = 2**20  # characters that are read of a card to find its front matter
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 FIGURES = "## What it is worth\n"  # the heading of the same section of report.md
 LICENCE = "## Licence\n"
@@ -87,10 +87,9 @@ def write_card(
 ) -> None:
     """Writes the card of the export in `folder`, whose other files are there already.
 
-    config: the linearized config. name: what the export is called. load_from: its hub id or folder. hub_base: the
-    base's hub id, None for a base that is a folder or file. base_dir: the base's folder, whose own card names its
-    licence; None where it is not at hand. written: what `export_model` returns. A licence that nobody names is left out
-    of the front matter.
+    config: the linearized config. name: the export's name. load_from: its hub id or folder. hub_base: the base's hub
+    id; None if the base is a folder or file. base_dir: the base's folder, whose own card names its license; None if it
+    is not available. written: what `export_model` returns. A license that is not known is left out of the front matter.
     """
     files = sorted({path.name for pattern in LICENCES for path in folder.glob(pattern)})
     licence = base_licence(base_dir, files)
@@ -120,16 +119,16 @@ def write_card(
 
 
 def cached_folder(repo: str) -> Path | None:
-    """Where this machine keeps the card of a hub's repository; None where it has not been downloaded."""
+    """The local cache folder with the card of a hub repository; None if the card has not been downloaded."""
     found = try_to_load_from_cache(repo, CARD)
     return Path(found).parent if isinstance(found, str) else None
 
 
 def base_licence(base_dir: Path | None, files: list[str]) -> dict[str, Any]:
-    """`license`, `license_name` and `license_link` as far as the card in `base_dir` gives them.
+    """`license`, `license_name` and `license_link`, as far as the card in `base_dir` has them.
 
-    A base that names none but comes with a licence file (one of the export's `files`) has an `other` one, in that file.
-    A card that cannot be read names none.
+    If the card names no license, or cannot be read, but there is a license file (one of the export's `files`), the
+    license is `other` with a link to that file.
     """
     front = {} if base_dir is None else _front_matter(base_dir / CARD)
     licence = front.get("license")
@@ -147,8 +146,8 @@ def base_licence(base_dir: Path | None, files: list[str]) -> dict[str, Any]:
 
 
 def add_figures(folder: Path, report: str) -> None:
-    """Puts the figures of `report`, the text of a report.md, into the card of the export in `folder`, in the place of
-    those that it has. Does nothing where the report has none. Raises LinearizeError when it cannot be written."""
+    """Puts the figures of `report`, the text of a report.md, into the card of the export in `folder`, replacing older
+    ones. Does nothing if the report has none. Raises LinearizeError when the card cannot be written."""
     figures = _section(report, FIGURES)
     card = (folder / CARD).read_text(encoding="utf-8")
     if not figures:
@@ -172,6 +171,6 @@ def _front_matter(path: Path) -> dict[str, Any]:
 
 
 def _section(text: str, heading: str) -> str:
-    """A section of a Markdown text with its heading, up to the next of the same level; empty where there is none."""
+    """A section of a Markdown text with its heading, up to the next `## ` heading; empty if there is none."""
     _, found, rest = text.partition(heading)
     return found + re.split(r"^## ", rest, maxsplit=1, flags=re.MULTILINE)[0] if found else ""

@@ -1,6 +1,6 @@
-"""From a base checkpoint to a linearized one, untrained: the base's tensors are checked as they are copied.
+"""Converts a base checkpoint to an untrained linearized one. The base's tensors are checked as they are copied.
 
-Peak memory is a buffer and one layer of new tensors, whatever the checkpoint's size.
+Peak memory is a buffer and one layer of new tensors, independent of the checkpoint's size.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ def convert_checkpoint(
     trust_remote_code: bool = False,
     progress: Report | None = None,
 ) -> dict[str, Any]:
-    """Writes the linearized checkpoint of the folder `base` to the new folder `out`, and returns what it did.
+    """Writes the linearized checkpoint of the base in the folder `base` to the new folder `out`.
 
-    Tensors keep the base's names and, with dtype `auto`, its bytes; `linearization` comes from a Plan. Raises BadInput,
-    naming tensor and file, for anything missing, unexpected, truncated, not finite, or of a shape that config.json does
-    not imply, and when `out` exists; LinearizeError when the disk is full. Then nothing is left at `out`.
+    Tensors keep the base's names and, with dtype `auto`, its bytes. `linearization` comes from a Plan.
+
+    Returns {"tensors": {"copied", "new", "dropped"}, "bytes", "seconds"}. Raises BadInput, naming tensor and file, for
+    anything missing, unexpected, truncated, not finite, or of a shape that config.json does not imply, and when `out`
+    exists; LinearizeError when the disk is full. After an error nothing is left at `out`.
     """
     started = time.perf_counter()
     base = Path(base)
@@ -92,7 +94,7 @@ def _new_data(config: Any, seed: int) -> Iterator[Tensor]:
 
 
 def _main_dtype(infos: list[TensorInfo]) -> torch.dtype:
-    """The dtype of most of the bytes."""
+    """The dtype that takes up the most bytes."""
     sizes: Counter[torch.dtype] = Counter()
     for info in infos:
         sizes[info.dtype] += info.nbytes

@@ -1,6 +1,6 @@
-"""A linearized checkpoint to a folder that anyone loads: the weights, and the code that runs them.
+"""Exports a linearized checkpoint to a folder that anyone can load: the weights, and the code that runs them.
 
-The code is this package's own, see `shipped_code`; with the package installed, none of it is needed.
+The code is copied from this package, see `shipped_code`. With the package installed, the copy is not needed.
 """
 
 from __future__ import annotations
@@ -46,15 +46,19 @@ def export_model(
 ) -> dict[str, Any]:
     """Writes the linearized checkpoint `model_dir` and the code that runs it to the new folder `out`.
 
-    name: what the model card calls it; a hub id (org/name) is also where the card loads it from, else that is the name
-    of `out`. base: what it was made from, as recipes name it. base_dir: that base's folder, if it is not `base` itself.
-    quantize: a name in `quantization.SCHEMES`, for weights of 8 bits. measure: tells from the new folder what they
-    cost (`quantization_loss`); the model card then says it.
+    dtype: of all weights but the mixers', which keep theirs; `auto`: as in the checkpoint.
+    name: the model's name in the model card. If it is a hub id (org/name), the card's example loads the model from it;
+        otherwise from the name of `out`.
+    base: the base, as recipes name it. base_dir: the base's folder, if it is not `base` itself.
+    quantize: a name in `quantization.SCHEMES`, for 8-bit weights.
+    measure: measures the loss of quality of the quantized model in the new folder (`quantization_loss`), for the model
+        card.
 
-    Returns {"bytes", "dtype"}, and for quantised weights also "scheme", their number as "weights", "unquantized_bytes"
-    and as "loss" what was measured, or None. Raises BadInput when `model_dir` is no linearized checkpoint, is damaged
-    or quantised, `out` exists, or a mixer comes from a package whose code cannot be carried along; and with
-    `quantize` for a family with experts, and where compressed-tensors is not installed.
+    Returns {"bytes", "dtype"}. For quantized weights also "scheme", "weights" (how many were quantized),
+    "unquantized_bytes" and "loss" (the result of `measure`, or None). Raises BadInput when `model_dir` is not a
+    linearized checkpoint, is damaged or already quantized, when `out` exists, or when a mixer's code comes from a
+    package and cannot be copied. With `quantize`, also for a model with experts, and when compressed-tensors is not
+    installed.
     """
     model_dir = Path(model_dir)
     config = load_config(model_dir)
@@ -81,7 +85,7 @@ def export_model(
         total = write_shards(shards, folder, progress)
         if dtype != "auto":
             config.dtype = getattr(torch, dtype)
-        config.use_cache = True  # training leaves it off
+        config.use_cache = True  # training turns it off
         config.architectures = [classes["AutoModelForCausalLM"].__name__]
         config.auto_map = {
             auto: f"{ENTRY_FILE}.{cls.__name__}" for auto, cls in (classes | HEAD_CLASSES[model_type]).items()

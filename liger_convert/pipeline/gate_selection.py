@@ -1,15 +1,15 @@
-"""Which layers stay softmax, by training: one gate for each layer, all of them at once.
+"""Selects the layers that stay softmax by training one gate per layer, all at once.
 
-A layer runs both of its attentions on the same input and gives g * softmax + (1 - g) * linear, where its gate g lies
-between 0 and 1. All weights are frozen. The gates learn to keep the base's next-token distribution on text in which
-stretches are repeated, while their sum is pushed to the number of softmax layers. Those with the largest gates stay
-softmax (DASH, 2605.20936; FlashMorph, 2606.30562). Both papers align the linear attentions first; here they are
-calibrated in closed form, as in `layer_selection`, and untrained.
+A layer runs both of its attentions on the same input and returns g * softmax + (1 - g) * linear, with a gate g between
+0 and 1. All weights are frozen. The gates are trained to keep the base's next-token distribution on text with repeated
+stretches, while a penalty pushes their sum to the number of softmax layers. The layers with the largest gates stay
+softmax (DASH, 2605.20936; FlashMorph, 2606.30562). Both papers align the linear attentions first. Here they are
+calibrated in closed form, as in `layer_selection`, and not trained.
 
-All gates are trained together, so layers that help only beside each other are found, and a step costs the same however
-many layers there are to choose. A search by measurement costs a pass for every layer it tries.
+Because all gates are trained together, layers that help only in combination are found, and the cost of a step does not
+depend on the number of layers to choose. A search by measurement costs a pass for every layer that it tries.
 
-Shapes: B batch, T tokens of a row, N = B * T, C hidden size, V vocabulary, L layers that there are to choose from.
+Shapes: B batch, T tokens of a row, N = B * T, C hidden size, V vocabulary, L layers to choose from.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ from liger_convert.utils.errors import LinearizeError
 from liger_convert.utils.progress import Report
 
 ROWS = 8  # of an optimizer step
-MICRO_ROWS = 2  # of them that are worked on at once
-RATE = 0.1  # Adam's, falling to 0: in a hundred steps a gate can come within 1% of 0 or 1
-# Weight of the penalty: the squared relative error of the gates' sum, whose target is the number of softmax layers. The
+MICRO_ROWS = 2  # of a step that are processed at once
+RATE = 0.1  # Adam's learning rate, falling linearly to 0: in a hundred steps a gate can come within 1% of 0 or 1
+# Weight of the penalty, the squared relative error of the gates' sum. Its target is the number of softmax layers. The
 # KL loss is 1 with all layers linear, so each softmax layer lowers it by about 1 / target, and the sum may end at up to
-# 1.5 times its target. A larger weight would bring it closer, but hide how gates differ; only their order counts.
+# 1.5 times the target. A larger weight would bring it closer but hide how gates differ, and only their order counts.
 PENALTY = 1.0
 
 
 @dataclass(frozen=True)
 class GateSelection(LayerSelection):
-    """gates: of every layer that there is to choose from, after training. path: the softmax layers, that with the
-    largest gate first. No layer is measured alone."""
+    """gates: of every layer that there is to choose from, after training. path: the softmax layers, the one with the
+    largest gate first. `swapped` and `restored` are empty, because no layer is measured alone."""
 
     gates: dict[int, float]
 
@@ -69,7 +69,7 @@ class GateSelection(LayerSelection):
         return super().to_dict() | {"select": "gates", "layers": gates}
 
     def render(self) -> Group:
-        """Two tables for a terminal: every layer's gate, and the softmax layers with the losses they reach."""
+        """Two tables for a terminal: every layer's gate, and the softmax layers with the losses reached."""
         order = {layer: f"{place}." for place, (layer, _) in enumerate(self.path, 1)}
         layers = Table("layer", "gate", "chosen")
         for i, gate in self.gates.items():
@@ -87,12 +87,12 @@ def select_by_gates(
     device: torch.device,
     report: Report,
 ) -> GateSelection:
-    """Chooses the layers that `plan` leaves undecided, for the base in the folder `base_dir`, by gates trained on
-    `layers.select_tokens` tokens of `documents`.
+    """Chooses the softmax layers that `plan` leaves undecided, for the base in the folder `base_dir`, by gates trained
+    on `layers.select_tokens` tokens of `documents`.
 
-    A step's memory is the weights of the base and of the linearized model, and what the backward pass of MICRO_ROWS
-    rows needs. The same seed gives the same gates. Raises BadInput as `make_switch` does, LinearizeError where a loss
-    is not finite.
+    Memory holds the weights of the base and of the linearized model, and what the backward pass of MICRO_ROWS rows
+    needs. The same seed gives the same gates. Raises BadInput as `make_switch` does, LinearizeError if a loss is not
+    finite.
     """
     assert isinstance(recipe.layers, LayerChoice)
     count, length = plan.undecided, span(plan)
@@ -115,17 +115,18 @@ def select_by_gates(
 
 
 def largest(gates: dict[int, float], count: int) -> list[int]:
-    """The `count` layers with the largest gates, the largest first; ties go to the lower layer."""
+    """The `count` layers with the largest gates, the largest first. Ties go to the lower layer."""
     return sorted(gates, key=lambda i: (-gates[i], i))[:count]
 
 
 def train_gates(
     switch: Switch, count: int, rows: PackedDataset, report: Callable[[int, str], None]
 ) -> dict[int, float]:
-    """The gates of the layers of `switch` after training on all `rows`, ROWS a step, for `count` softmax layers.
+    """The gates of the layers of `switch` after training on all `rows`, ROWS per step, for `count` softmax layers.
 
-    The loss is KL(base || gated model) over that of the model with all layers linear, plus the penalty for a sum of
-    gates that is not `count`. report: told the steps done, with a note. Raises LinearizeError where it is not finite.
+    The loss is KL(base || gated model), divided by that of the model with all layers linear, plus the penalty for a sum
+    of gates other than `count`. report: called with the steps done and a note. Raises LinearizeError if the loss is not
+    finite.
     """
     device = switch.model.device
     for softmax in (switch.choices, []):
@@ -156,12 +157,12 @@ def train_gates(
 
 @contextlib.contextmanager
 def gated(switch: Switch, logits_L: Tensor) -> Iterator[Callable[[], Any]]:
-    """Gives a call that sets `switch` to the model whose attentions are mixes, by the gates sigmoid(logits_L). Within
-    the context alone."""
+    """Yields a function that sets `switch` to the model whose attentions are mixed with the gates sigmoid(logits_L) and
+    returns it. It works only within the context."""
 
     def mix(n: int, softmax: Any) -> Any:
         def hook(linear: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Tensor, None]) -> Any:
-            angles = kwargs["position_embeddings"][:2]  # without what `hand_on_metadata` puts behind them
+            angles = kwargs["position_embeddings"][:2]  # without what `hand_on_metadata` appends
             softmax_BTC = softmax(*args, **kwargs | {"position_embeddings": angles})[0]
             return torch.lerp(output[0], softmax_BTC, logits_L[n].sigmoid().to(softmax_BTC.dtype)), None
 
@@ -169,7 +170,7 @@ def gated(switch: Switch, logits_L: Tensor) -> Iterator[Callable[[], Any]]:
 
     def mixed() -> Any:
         model = switch.set_softmax(())
-        # without a softmax layer by its config, the model would make no mask for the softmax attentions
+        # if its config had no softmax layer, the model would make no mask for the softmax attentions
         model.config.linearization["layers"][switch.choices[0]] = SOFTMAX
         return model
 
@@ -185,7 +186,7 @@ def gated(switch: Switch, logits_L: Tensor) -> Iterator[Callable[[], Any]]:
 
 
 def _divergence(switch: Switch, ids_BT: Tensor, student: Callable[[], Any]) -> Tensor:
-    """KL(base || student), summed over these rows and divided by all tokens of a step that have a next one."""
+    """KL(base || student), summed over these rows and divided by the number of tokens of a step with a next token."""
     with torch.no_grad():
         teacher_NV = switch.set_softmax(switch.choices)(ids_BT, use_cache=False).logits.flatten(0, 1)
     logits_NV, next_N = student()(ids_BT, use_cache=False).logits.flatten(0, 1), next_tokens(ids_BT)
@@ -194,6 +195,6 @@ def _divergence(switch: Switch, ids_BT: Tensor, student: Callable[[], Any]) -> T
 
 
 def _parts(rows: PackedDataset, step: int, device: torch.device) -> Iterator[Tensor]:
-    """The ids of a step's rows, [MICRO_ROWS, T] at a time."""
+    """The token ids of a step's rows, [MICRO_ROWS, T] at a time."""
     for first in range(step * ROWS, (step + 1) * ROWS, MICRO_ROWS):
         yield collate([rows[i] for i in range(first, first + MICRO_ROWS)])["input_ids"].to(device)

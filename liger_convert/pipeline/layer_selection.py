@@ -1,13 +1,13 @@
-"""Which layers stay softmax, by measurement: how much each layer of a base helps once the others are linear.
+"""Selects the layers that stay softmax by measurement: how much each layer helps when the others are linear.
 
-A set of softmax layers is measured on texts repeated once, [x, x]: the loss on the first half is its quality, that on
-the second its recall. Or it is measured by its divergence from the base on rows such as a distillation reads. The
-mixers are calibrated but untrained; those that cannot be calibrated are reduced to their window. So a selection takes
-minutes and no training.
+A set of softmax layers is measured on texts that are repeated once, [x, x]. The loss on the first half is its quality,
+the loss on the second half its recall. Alternatively it is measured by its KL divergence from the base on rows like
+those of a distillation. Mixers are calibrated but not trained, and those that cannot be calibrated are reduced to their
+window. So a selection takes minutes and needs no training.
 
-Layers that back each other up look worthless one at a time in the base, where the others still do their work. So the
-search goes the other way: from a model without softmax layers it restores the layer that helps most, then the one that
-helps most beside it, and so on (KL-LS, 2512.20569, goes the same way, and trains each restored model).
+If layers can stand in for each other, each one looks worthless when it alone is removed from the base. So the search
+starts from a model without softmax layers and restores the layer that helps most, then the one that helps most in
+addition, and so on (as in KL-LS, 2512.20569, which also trains each restored model).
 """
 
 from __future__ import annotations
@@ -46,23 +46,24 @@ from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import Report
 
 DRAWS = 8
-LENGTH = 128  # tokens of x at least, and two windows of it: what the second half needs has then left the window
+LENGTH = 128  # least number of tokens of x; also at least two windows, so that the first half has left the window
 
-# Of the rows that `kl` is measured on. A CPU measures as many tokens as under `copy`.
-KL_LENGTH = 1024  # at most, and the base's context
+# The rows on which `kl` is measured. A CPU measures as many tokens as for `copy`.
+KL_LENGTH = 1024  # at most, and at most the base's context
 KL_TOKENS = {"cuda": 16384, "cpu": 2048}
 KL_COPIES = 0.3  # fraction of the rows with a copy, as in the recipes' first distillation
-KL_ROWS = {"cuda": 4, "cpu": 1}  # at a time: one alone is bound by the launches of its kernels
+KL_ROWS = {"cuda": 4, "cpu": 1}  # at a time; on a GPU, a single row would be bound by kernel launches
 
 
 @dataclass(frozen=True)
 class Losses:
-    """What a set of softmax layers is measured by, in nats per token."""
+    """The losses by which a set of softmax layers is measured, in nats per token."""
 
     @property
     def score(self) -> float:
-        """Their plain sum. Of `CopyLosses`, a window costs several nats of recall and a few tenths of text, so recall
-        decides, and text where layers recall alike; a ratio of the two would depend on near-zero denominators."""
+        """The sum of the losses. For `CopyLosses`, a window costs several nats of recall and a few tenths of a nat of
+        text. So recall decides, and text decides between layers with similar recall. A ratio of the two would have
+        near-zero denominators."""
         return float(sum(asdict(self).values()))
 
 
@@ -86,9 +87,12 @@ Measure = Callable[[Collection[int]], Losses]
 
 @dataclass(frozen=True)
 class LayerSelection:
-    """base, linear: with all layers softmax, and with none. swapped: the base with this layer alone linear; restored:
-    with this layer alone softmax, of every layer that there is to choose from. path: the softmax layers in the order of
-    their choice, with the losses reached."""
+    """The result of a selection.
+
+    base, linear: losses with all layers softmax, and with none.
+    swapped, restored: for every layer to choose from, losses with only this layer linear, and with only it softmax.
+    path: the softmax layers in the order of their choice, with the losses reached.
+    """
 
     base: Losses
     linear: Losses
@@ -101,7 +105,7 @@ class LayerSelection:
         return sorted(layer for layer, _ in self.path)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain JSON, where a loss that is not finite is null."""
+        """Everything as plain JSON. A loss that is not finite is null."""
         return {
             "softmax_layers": self.softmax_layers,
             "base": _json(self.base),
@@ -114,7 +118,7 @@ class LayerSelection:
         }
 
     def render(self) -> Group:
-        """Two tables for a terminal: every layer by itself, and the softmax layers in the order of their choice."""
+        """Two tables for a terminal: every layer alone, and the softmax layers in the order of their choice."""
         first, *others = [field.name for field in fields(self.base)]
         layers = Table("layer", f"linear alone: {first}", *others, f"softmax alone: {first}", *others, "chosen")
         order = {layer: f"{place}." for place, (layer, _) in enumerate(self.path, 1)}
@@ -132,7 +136,7 @@ class LayerSelection:
 
 
 class Switch:
-    """One model that holds both attentions of every layer that `model` has linear; takes over those of `base`."""
+    """A model with both attentions of every layer that is linear in `model`; the softmax ones come from `base`."""
 
     def __init__(self, base: Any, model: Any):
         self.model = model
@@ -141,8 +145,8 @@ class Switch:
         self.choices = linear_layers(model.config)
 
     def set_softmax(self, softmax: Collection[int]) -> Any:
-        """The model with these layers softmax and all others linear that there are to choose from, as a conversion with
-        this plan would make it."""
+        """Switches these layers to softmax, and all others to choose from to linear. Returns the model, which is then
+        as a conversion with this plan would make it."""
         for i in self.choices:
             layer = self.model.model.layers[i]
             layer.self_attn = self.attentions[i] if i in softmax else self.linear[i]
@@ -159,10 +163,10 @@ def select_layers(
     device: torch.device,
     report: Report,
 ) -> LayerSelection:
-    """Chooses the layers that `plan` leaves undecided, for the base in the folder `base_dir`, on text of `documents`.
+    """Chooses the softmax layers that `plan` leaves undecided, for the base in the folder `base_dir`, on text of
+    `documents`.
 
-    The base and the linearized model are in memory together, as in alignment; see `make_switch`, also for what it
-    raises.
+    The base and the linearized model are in memory together, as in alignment. Raises what `make_switch` raises.
     """
     count, length = plan.undecided, span(plan)
     switch = make_switch(recipe, plan, base_dir, documents, device)
@@ -185,7 +189,7 @@ def select_layers(
 
 
 def span(plan: Plan) -> int:
-    """The tokens of a text that is said twice."""
+    """The number of tokens of a text that is repeated."""
     window: int = plan.linearization["mixers"][MAIN]["window"]
     return max(LENGTH, 2 * window)
 
@@ -193,7 +197,7 @@ def span(plan: Plan) -> int:
 def copy_losses(model: Any, ids_NT: Tensor, length: int, batch_size: int, dtype: torch.dtype) -> CopyLosses:
     """The losses of `model` on texts of `length` tokens that are repeated once, `ids_NT`."""
     losses_NT = measures.window_losses(model, ids_NT, batch_size, dtype).double()
-    # the first token of the second half belongs to neither: nothing announces that x starts again
+    # the first token of the second half belongs to neither, because nothing announces that x starts again
     return CopyLosses(_finite(losses_NT[:, 1 - length :]), _finite(losses_NT[:, :-length]))
 
 
@@ -206,10 +210,13 @@ def make_switch(
     *,
     trains: bool = False,
 ) -> Switch:
-    """Both attentions of every layer that `plan` leaves undecided: that of the base in `base_dir`, and the mixer,
-    calibrated to it on text of `documents`. Where a GPU has no room for both models, layers wait in the host's memory,
-    see `place`, unless something `trains` through them: a backward pass needs all weights at once. Raises BadInput when
-    the documents do not hold two texts to measure on."""
+    """A switch between both attentions of every layer that `plan` leaves undecided: that of the base in `base_dir`, and
+    the mixer, calibrated to it on text of `documents`.
+
+    If a GPU has no room for both models, layers are offloaded to the host's memory (see `place`). With `trains` they
+    are not, because a backward pass needs all weights at once. Raises BadInput when the documents do not hold two texts
+    to measure on.
+    """
     mixer, length = plan.linearization["mixers"][MAIN], span(plan)
     if (tokens := sum(len(document.ids) for document in documents)) < 2 * length:
         what = f"{tokens} tokens to train on do not hold two spans of {length}, on which layers are measured"
@@ -218,7 +225,7 @@ def make_switch(
     linearization = plan.linearization | {
         "layers": [SOFTMAX if i in plan.sliding else MAIN for i in range(len(plan.layers))]
     }
-    # nothing calibrates another memory, and an untrained one can drown all that layers differ in
+    # Only shared memories can be calibrated. An uncalibrated one could hide all differences between layers.
     if mixer["combine"] != "shared":
         linearization = window_control(linearization)
     weights = weight_dtype(device, recipe.precision)
@@ -237,8 +244,8 @@ def _copy_losses(switch: Switch, ids_NT: Tensor, length: int, batch_size: int, d
 
 
 def _divergence(switch: Switch, documents: Sequence[Document], dtype: torch.dtype, seed: int) -> Measure:
-    """Measures by KL(base || model) on rows of `documents` as distillation reads them. The base's logits stay on the
-    device in `dtype`."""
+    """Measures by KL(base || model) on rows of `documents` like those of a distillation. The base's logits are kept on
+    the device in `dtype`."""
     model, device = switch.model, switch.model.device
     length = min(KL_LENGTH, context_length(model.config) or KL_LENGTH)
     tokens = max(KL_TOKENS.get(device.type, KL_TOKENS["cuda"]), length)
@@ -271,11 +278,11 @@ def _kl(logits_NV: Tensor, base_NV: Tensor, next_N: Tensor) -> Tensor:
 
 
 def search(layers: Sequence[int], count: int, measure: Measure) -> LayerSelection:
-    """Chooses `count` softmax layers of `layers`, where `measure` gives the losses with a set of them.
+    """Chooses `count` softmax layers among `layers`. `measure` returns the losses for a set of softmax layers.
 
-    Every layer is measured alone softmax and alone linear. Candidates are 2 `count` layers, taken in turns from those
-    that help most alone and those that the base misses most, which may help only beside others. Each round adds the
-    candidate that scores best. Ties go to the lower layer.
+    Every layer is measured as the only softmax layer and as the only linear layer. The 2 `count` candidates are taken
+    alternately from the layers that help most alone and from those that the base misses most, which may help only
+    together with others. Each round adds the candidate with the best score. Ties go to the lower layer.
     """
     everything = frozenset(layers)
     base, linear = measure(everything), measure(frozenset())
@@ -293,13 +300,13 @@ def search(layers: Sequence[int], count: int, measure: Measure) -> LayerSelectio
 
 
 def evaluations(depth: int, count: int) -> int:
-    """How often `search` measures."""
+    """How many times `search` measures."""
     return 2 + 2 * depth + sum(min(2 * count, depth) - chosen for chosen in range(1, count))
 
 
 def _finite(losses: torch.Tensor) -> float:
     mean = losses.mean().item()
-    return mean if math.isfinite(mean) else math.inf  # so that a model that diverged is the worst and not unordered
+    return mean if math.isfinite(mean) else math.inf  # so that a diverged model compares as the worst
 
 
 def _json(losses: Losses) -> dict[str, float | None]:

@@ -1,4 +1,4 @@
-"""manifest.json: what went into a run and what came out of it, complete after every step, so that a run can resume."""
+"""manifest.json: the inputs and outputs of a run. It is complete after every step, so that a run can resume."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from liger_convert.io.files import atomic_write, read_json
 from liger_convert.utils.errors import BadInput
 
 FILE = "manifest.json"
-FORMAT = 3  # that is written; a run of an older one can be verified, but not resumed
+FORMAT = 3  # the version written; a run of an older one can be verified, but not resumed
 READABLE = (2, 3)
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "lm-eval")
 
@@ -30,7 +30,7 @@ class Manifest:
 
     recipe: the file's text verbatim, the `--set` overrides and the resolved result. inputs: sha256 by name, see
     `input_files`. steps: one entry per finished step, in order, with its wall time, facts (tokens seen, losses) and
-    outputs, sha256 by path in the run. Of paths it holds those that the recipe names, and no others.
+    outputs, sha256 by path in the run. It holds no paths but those that the recipe names.
     """
 
     recipe: dict[str, Any]
@@ -66,8 +66,8 @@ class Manifest:
 
 
 def machine(device: Any, threads: int, processes: int = 1) -> dict[str, Any]:
-    """What the numbers of a run depend on besides its inputs: the torch `device`, CPU threads, how many processes,
-    kernels, versions."""
+    """What the numbers of a run depend on besides its inputs: the device, CPU threads, number of processes, kernels and
+    versions. device: a torch.device."""
     from gated_kernels import in_use
 
     return {
@@ -93,8 +93,8 @@ def _name(device: Any) -> str:
 
 
 def input_files(inputs: Mapping[str, Path]) -> dict[str, Path]:
-    """Every file of `inputs` (the files and folders that a recipe names, by field) by a name that tells nothing of the
-    machine: the field, and the file's own name or its path in the field's folder: `base/config.json`."""
+    """Every file of `inputs` (the files and folders that a recipe names, by field), by a name that does not depend on
+    the machine: the field, and the file's name or its path in the field's folder, as in `base/config.json`."""
     return {
         f"{field}/{file.relative_to(path) if path.is_dir() else file.name}": file
         for field, path in inputs.items()
@@ -117,7 +117,8 @@ def first_difference(old: Any, new: Any, path: str = "") -> str | None:
 
 @contextlib.contextmanager
 def lock(run: Path) -> Iterator[None]:
-    """Keeps a second process off a run. The system lets go of the lock whatever ends this process."""
+    """Locks a run against a second process. The system releases the lock however this process ends. Raises BadInput if
+    the run is locked."""
     with open(run / ".lock", "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,6 +1,6 @@
-"""From a recipe and the base's config to a plan: what each layer becomes and how large everything is. Reads no weights.
+"""Turns a recipe and the base's config into a plan: what each layer becomes, and all sizes. Reads no weights.
 
-`training.memory_estimate` and `training.disk_estimate` estimate what it takes of memory and disk.
+`training.memory_estimate` and `training.disk_estimate` estimate memory and disk use.
 """
 
 from __future__ import annotations
@@ -42,18 +42,19 @@ class Plan:
     """What a conversion will do.
 
     new_parameters, reused_parameters: shapes by name, the latter in the naming of transformers' modules.
-    state_bytes: what all linearized layers together keep for one sequence of any length. growing_bytes: what those
-    whose window holds all tokens keep of each one besides. sliding_windows: the base's own window in each layer, if
-    it has one. token_bytes: one token's key and value in one layer's cache.
-    teacher_tokens: of each source that the base writes itself, how many it writes.
-    memory_bytes: estimated peaks beyond the interpreter, of `convert`, of `inference` at 4K tokens and of each stage;
-    `memory_for` names the device and the dtype of the training. sharded_bytes: peaks of the stages where several
-    processes share the weights; empty for one process.
+    state_bytes: cache of all linearized layers for one sequence, independent of its length. growing_bytes: what
+        layers whose window holds all tokens keep in addition for each token.
+    sliding_windows: the base's own window in each layer, if it has one.
+    token_bytes: one token's key and value in one layer's cache.
+    teacher_tokens: for each source that the base generates, the number of tokens.
+    memory_bytes: estimated peaks beyond the interpreter of `convert`, of `inference` at 4K tokens and of each stage.
+        memory_for: the device and the dtype of the training.
+    sharded_bytes: peaks of the stages if several processes shard the weights; empty for one process.
     writes: what each step of a run writes, see `disk_estimate.py`.
-    undecided: how many layers stay softmax that a run has yet to choose; the last ones stand for them in
-    `linearization`, and all sizes are right unless the base's layers differ in their own windows.
-    recipe_stages: the recipe's stages as they are trained. adapted: what `adapt` changed in them to fit this base and
-    this machine, a sentence each.
+    undecided: number of softmax layers that a run has yet to choose. The last layers stand for them in
+        `linearization`, and all sizes are right unless the base's layers differ in their own windows.
+    recipe_stages: the recipe's stages as they are trained. adapted: a sentence for each change that `adapt` made to
+        the recipe to fit this base and this machine.
     """
 
     name: str
@@ -78,12 +79,12 @@ class Plan:
 
     @property
     def disk_bytes(self) -> dict[str, int]:
-        """What each step of a run writes at its peak."""
+        """The bytes that each step of a run writes at its peak."""
         return {step.step: step.peak for step in self.writes}
 
     @property
     def disk_peak(self) -> int:
-        """The most disk space taken at once: the files of a step are removed once no other needs them."""
+        """The most disk space used at once. The files of a step are removed once no other step needs them."""
         return disk_estimate.peak(list(self.writes))
 
     @property
@@ -93,25 +94,26 @@ class Plan:
 
     @property
     def sliding(self) -> list[int]:
-        """The layers that have a window of the base's own, where others see all tokens."""
+        """The layers with a sliding window of the base's own, if other layers see all tokens."""
         return _sliding(self.sliding_windows)
 
     def kv_bytes(self, tokens: int) -> int:
-        """The base's key-value cache of one sequence."""
+        """The bytes of the base's key-value cache for one sequence of `tokens` tokens."""
         return sum(self._kv_layer_bytes(i, tokens) for i in range(len(self.layers)))
 
     def cache_bytes(self, tokens: int) -> int:
-        """The linearized model's cache of one sequence: states, and the keys of layers that see all tokens."""
+        """The bytes of the linearized model's cache for one sequence: the linearized layers' states, and the key-value
+        caches of the softmax layers."""
         kept = (i for i, mixer in enumerate(self.layers) if mixer == SOFTMAX)
         return self.state_bytes + self.growing_bytes * tokens + sum(self._kv_layer_bytes(i, tokens) for i in kept)
 
     def _kv_layer_bytes(self, layer: int, tokens: int) -> int:
         window = self.sliding_windows[layer]
-        # a sliding cache layer keeps one token less than its window, because the query brings its own
+        # a sliding cache layer keeps one token less than its window, because the query comes with its own key
         return self.token_bytes * (tokens if window is None else min(tokens, window - 1))
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything the table says, as plain JSON."""
+        """Everything that the tables show, as plain JSON."""
         return {
             "name": self.name,
             "model_type": self.model_type,
@@ -188,18 +190,19 @@ class Plan:
 
 
 def computes_in(recipe: Recipe) -> tuple[torch.device, torch.dtype]:
-    """Where this machine would run `recipe`, and in which dtype. The plan of a GPU's run may be made anywhere."""
+    """The device on which this machine would run `recipe`, and the dtype. A run on a GPU can be planned without one."""
     device = pick_device("cpu" if recipe.device == "cpu" else "auto")
     return device, compute_dtype(device, recipe.precision)
 
 
 def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None) -> Plan:
-    """The plan of `recipe` for the base with this config. The memory of its stages is that of each one of so many
-    processes (None: as few as the recipe takes); what `adapt` changes is what it changes for one, so that all train
-    alike.
+    """The plan of `recipe` for the base with this config.
 
-    Raises BadInput for a base that cannot be linearized, unknown mixers or options, layers that do not fit it, and rows
-    of a stage that so many processes cannot share.
+    processes: the memory of stages is that of each of this many processes (None: as few as the recipe allows). `adapt`
+    makes the changes that it would make for one process, so that training does not depend on the number.
+
+    Raises BadInput for a base that cannot be linearized, unknown mixers or options, layers that do not fit the base,
+    and rows of a stage that the processes cannot share.
     """
     shards = recipe.sequence_parallel
     processes = shards if processes is None else processes
@@ -267,7 +270,7 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None) ->
         adapted=(*fitted, *adapted),
         recipe_stages=tuple(recipe.stages),
     )
-    convert = COPY_BYTES + 4 * weights.new // len(linear)  # new tensors are float32 and made layer by layer
+    convert = COPY_BYTES + 4 * weights.new // len(linear)  # new tensors are float32 and created layer by layer
     inference = inference_bytes(config, weights, itemsize, made.cache_bytes(CONTEXTS[0]))
     return replace(made, memory_bytes={"convert": convert, "inference": inference, **peaks})
 
@@ -280,8 +283,8 @@ def _machine(device: torch.device, processes: int, shards: int) -> str:
 
 
 def too_large(made: Plan, room: int | None, sharding: str) -> list[str]:
-    """A sentence for each stage that takes more than `room`, the bytes of a GPU's memory (None: there is none), as it
-    is trained with this `sharding`."""
+    """A sentence for each stage that, trained with this `sharding`, takes more than `room`, the bytes of a GPU's memory
+    (None: there is no GPU)."""
     sentences = []
     for i, stage in enumerate(made.stages):
         sharded = stage.is_sharded(sharding, room)
@@ -313,8 +316,8 @@ def too_large(made: Plan, room: int | None, sharding: str) -> list[str]:
 
 
 def measured_in_parts(made: Plan, room: int | None, selected_by: str) -> list[str]:
-    """A sentence for each thing that a run measures with whole models which take more than `room`, the bytes of a GPU's
-    memory (None: there is none). selected_by: how layers are chosen that are undecided."""
+    """A sentence for each measurement of a run whose models take more than `room`, the bytes of a GPU's memory (None:
+    there is no GPU). selected_by: how undecided layers are chosen."""
     size, sentences = made.memory_bytes["inference"], []
     if room is not None and size > room:
         sentences.append(
@@ -331,22 +334,23 @@ def measured_in_parts(made: Plan, room: int | None, selected_by: str) -> list[st
 
 
 def _sliding(windows: Sequence[int | None]) -> list[int]:
-    """The layers with a window; none where every layer has one, as there the windows are what is to be linearized."""
+    """The layers with a window; empty if every layer has one, because then these are what is to be linearized."""
     return [] if None not in windows else [i for i, window in enumerate(windows) if window is not None]
 
 
 def _ring_bytes(spec: dict[str, Any], config: Any, itemsize: int) -> int:
-    """One token in one linearized layer's ring: key, value, deferred inputs, log f and, 8 bytes, its position."""
+    """Bytes of one token in one linearized layer's ring: key, value, deferred inputs, log of the forget gate, and 8
+    bytes for its position."""
     cls, options, dims = MIXERS[spec["type"]], make_spec(spec), head_dims(config)
     deferred = sum(cls.deferred_input_sizes(options, dims)) if options.scope == "evicted" else 0
     return dims.kv_heads * ((2 * dims.dim + deferred) * itemsize + 4 * options.forget) + 8
 
 
 def _state_bytes(spec: dict[str, Any], config: Any, itemsize: int) -> int:
-    """One linearized layer's share of LinearizedCacheLayer: a full ring, sinks, and recurrent states in float32."""
+    """Bytes of one layer's LinearizedCacheLayer: a full ring, sinks, and recurrent states in float32."""
     cls, options, dims = MIXERS[spec["type"]], make_spec(spec), head_dims(config)
     ring = max(options.window - 1, 0) * _ring_bytes(spec, config, itemsize)
-    # 8 bytes each: where a sink stands; the count of tokens seen
+    # 8 bytes each: the position of a sink; the count of tokens seen
     sinks = options.sinks * (dims.kv_heads * 2 * dims.dim * itemsize + 8) + 8
     return ring + sinks + 4 * sum(math.prod(shape) for shape in cls.cached_states(options, dims).values())
 
@@ -364,7 +368,7 @@ def _dtype_name(config: Any) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """`0-2, 4, 6-9`: ascending numbers with neighbours joined."""
+    """`0-2, 4, 6-9`: ascending numbers, with consecutive ones joined."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""What quantising cost and saved, in words: for the model card and the terminal."""
+"""The costs and savings of quantization as labeled figures, for the model card and the terminal."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from liger_convert.pipeline.pages.common import cell
 
 
 def rows(written: dict[str, Any]) -> list[tuple[str, str]]:
-    """A label and a figure for each thing that is known of an export whose weights are quantised. written: what
-    `export_model` returns."""
+    """(label, figure) for everything that is known about an export with quantized weights. written: what `export_model`
+    returns."""
     scheme, loss = written["scheme"], written["loss"]
     found = [
         ("all tensors, unquantised", decimal(written["unquantized_bytes"])),
@@ -29,7 +29,7 @@ def rows(written: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _small(measured: dict[str, Any]) -> str:
-    """As `cell`, for numbers far below one."""
+    """Same as `cell`, for numbers far below one."""
     if measured["value"] is None:
         return "not finite"
     stderr = "" if measured["stderr"] is None else f" ± {measured['stderr']:.5f}"

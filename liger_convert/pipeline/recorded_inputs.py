@@ -1,4 +1,4 @@
-"""The files that a run reads from outside its folder: what they held when it began, and whether they still do."""
+"""The files that a run reads from outside its folder: their content when it began, and whether they have changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from liger_convert.pipeline.manifest import input_files
 
 
 def parts_by_field(field: str, path: Path) -> dict[str, Path]:
-    """`path` under `field`, and where it is one part of a .gguf model the other parts under FIELD.2 and so on."""
+    """`path` under `field`. If it is one part of a split .gguf model, the other parts are under FIELD.2 and so on."""
     first, *others = parts_of(path) if path.is_file() else [path]
     return {field: first} | {f"{field}.{number}": part for number, part in enumerate(others, 2)}
 
@@ -32,10 +32,10 @@ def data_inputs(recipe: Recipe) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class Change:
-    """An input file that is not what the run began with. `name`: as in the manifest, FIELD/FILE."""
+    """An input file that has changed since the run began. `name`: as in the manifest, FIELD/FILE."""
 
     name: str
-    path: Path | None  # None: it is gone
+    path: Path | None  # None: the file is gone
 
     def __str__(self) -> str:
         if self.path is None:
@@ -44,12 +44,12 @@ class Change:
 
     @property
     def field(self) -> str:
-        """The recipe's field that names the file, or its folder."""
+        """The recipe's field that names the file or its folder."""
         return self.name.partition("/")[0]
 
 
 class InputFiles:
-    """Hashes input files, and again only those whose size, times or place on the disk tell of a change.
+    """Hashes input files. A file is hashed again only if its device, inode, size or timestamps have changed.
 
     recorded: sha256 by name (FIELD/FILE), the `inputs` of the manifest; `record` adds to it.
     """
@@ -59,14 +59,14 @@ class InputFiles:
         self._stamps: dict[str, tuple[int, ...]] = {}
 
     def record(self, inputs: Mapping[str, Path]) -> None:
-        """Takes the files and folders of `inputs`, by field, as they are now."""
+        """Records the current content of the files and folders of `inputs`, by field."""
         for name, file in input_files(inputs).items():
             if self._stamps.get(name) != (stamp := _stamp(file)):
                 self.recorded[name] = sha256_file(file)
                 self._stamps[name] = stamp
 
     def changes(self, inputs: Mapping[str, Path]) -> list[Change]:
-        """The recorded files that are not what they were. `inputs`: where each field's file or folder is now."""
+        """The recorded files that have changed or are gone. `inputs`: the current file or folder of each field."""
         files = input_files(inputs)
         found = []
         for name, sha256 in self.recorded.items():

@@ -1,7 +1,7 @@
-"""The code that an export carries: the model's module, the modules of its mixers, and what these import.
+"""The code that is shipped with an export: the model's module, the modules of its mixers, and what these import.
 
-The files are flattened into one folder because that is what transformers loads remote code from; only their import
-lines change. At its end the model's module imports the mixers, which register themselves by that.
+The files are flattened into one folder, because transformers loads remote code from a single folder. Only their import
+lines change. At its end, the model's module imports the mixers, which thereby register themselves.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from liger_convert.utils.errors import BadInput
 ENTRY = "liger_convert.model.modeling"
 ENTRY_FILE = "modeling_linearized"
 OURS = ("liger_convert", "gated_kernels")
-PROVIDED = sys.stdlib_module_names | {"torch", "transformers"}  # by whoever loads the export
+PROVIDED = sys.stdlib_module_names | {"torch", "transformers"}  # present wherever an export is loaded
 INTERNAL_IMPORT = re.compile(r"^(\s*from )((?:liger_convert|gated_kernels)[\w.]*)( import )", re.MULTILINE)
 
 
 def used_mixers(linearization: dict[str, Any]) -> list[str]:
-    """The names of all mixers that the layers are made of, also those inside others. Raises BadInput."""
+    """The names of all mixers that the layers use, including those inside others. Raises BadInput."""
     used: dict[str, None] = {}
     for spec in linearization["mixers"].values():
         used |= dict.fromkeys((spec["type"], *make_spec(spec).inner_types()))
@@ -34,9 +34,9 @@ def used_mixers(linearization: dict[str, Any]) -> list[str]:
 
 
 def code_files(mixers: Sequence[str]) -> dict[str, str]:
-    """The source files of a model with these mixers by their flat names, found by following imports.
+    """The source files of a model with these mixers, by their flat file names, found by following imports.
 
-    Raises BadInput for a mixer of another package that is more than one file of Python.
+    Raises BadInput for a mixer of another package whose code cannot be shipped, see `_check_plugin`.
     """
     classes = [MIXERS[name] for name in mixers]
     for name, cls in zip(mixers, classes):
@@ -56,7 +56,7 @@ def code_files(mixers: Sequence[str]) -> dict[str, str]:
 
 
 def _registration(classes: dict[str, type[Mixer]]) -> str:
-    """The lines at the end of the model's module by which its mixers are known."""
+    """The lines at the end of the model's module that register its mixers."""
     lines = ["", "# the mixers of this model register themselves when they are imported"]
     lines += [f"from .{_flat(cls.__module__)} import {cls.__name__}  # noqa: E402, F401" for cls in classes.values()]
     if others := {name: cls for name, cls in classes.items() if not _is_ours(cls.__module__)}:
@@ -79,7 +79,7 @@ def _source(module: str) -> str:
 def _flat(module: str) -> str:
     """A flat file name: gated_kernels.swa.chunk -> gated_kernels_swa_chunk, the entry -> modeling_linearized.
 
-    Modules of other packages begin with `plugin_`, so that no name meets one of ours.
+    Modules of other packages get the prefix `plugin_`, so that no name collides with one of ours.
     """
     if module == ENTRY:
         return ENTRY_FILE
@@ -87,8 +87,8 @@ def _flat(module: str) -> str:
 
 
 def _check_plugin(name: str, module: str) -> None:
-    """Raises BadInput unless the module of a mixer from elsewhere can be carried: one file of Python, which imports
-    from our modules, torch, transformers and Python's own library only."""
+    """Raises BadInput unless the module of a mixer from another package can be shipped: a single Python file that
+    imports only from our modules, torch, transformers and the standard library."""
     what = f"mixer {name!r}: its module {module} cannot be carried by an export"
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None or not spec.origin.endswith(".py") or spec.submodule_search_locations:
@@ -103,7 +103,7 @@ def _check_plugin(name: str, module: str) -> None:
 
 
 def _imported(node: ast.AST) -> list[str]:
-    """The modules that a statement imports, but for those of ours that an export carries."""
+    """The modules that a statement imports, without modules of ours that an export ships."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if not isinstance(node, ast.ImportFrom):
@@ -115,8 +115,9 @@ def _imported(node: ast.AST) -> list[str]:
 
 
 def _is_module(name: str) -> bool:
-    """Whether a name that is imported from one of ours is a module: `from package import module` names no file."""
+    """Whether a name imported from one of our modules is itself a module. `from package import module` cannot be
+    rewritten to a flat file name."""
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # its parent is no package
+    except ModuleNotFoundError:  # its parent is not a package
         return False

@@ -1,8 +1,8 @@
-"""How a run checks its own training: a quick measure after each stage, and what follows where a stage did harm.
+"""How a run checks its own training: a quick measurement after each stage, and what follows if a stage did harm.
 
-Measured are text of another kind than what is trained on, and how well a text is repeated: what training on one kind of
-text costs shows there first. The base and the untrained window, the base with only window and sinks in the
-layers that become linear, are measured once, before the training.
+It measures the perplexity of text of another kind than the training text, and the loss on a repeated text. What
+training on one kind of text costs shows there first. The base and the untrained window (the base with only window and
+sinks in the layers that become linear) are measured once, before training.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TEXT, COPY = "other_ppl", "copy_nll"
 BASE, UNTRAINED, MODEL = "base", "window_only_untrained", "linearized"
 
 CHECK = "check.json"
-FACTORS = (1.0, 0.25)  # of the learning rates, in the first attempt and in the second
+FACTORS = (1.0, 0.25)  # of the learning rates in the first and the second attempt
 ADVICE = "lower its learning rates, give it more tokens or other text, or set when_worse: warn"
 
 Measures = Mapping[str, Measurement]
@@ -43,7 +43,8 @@ Measures = Mapping[str, Measurement]
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured: windows and repetitions of so many tokens, so many at once."""
+    """How much is measured: `windows` of `window` tokens of text, and `draws` of a text of `length` tokens that is
+    repeated."""
 
     windows: int
     window: int
@@ -52,16 +53,16 @@ class Size:
     batch_size: int
 
 
-# Small enough that a measure takes little time compared to a stage: in a minute an idle CPU measures about 8 models of
-# 135M parameters; a GPU measures one in seconds. Rows of 512 tokens, and repetitions at a distance of 256, reach far
-# beyond the default window of 64 and its 4 sinks. 256 is also the length that reports repeat. A GPU affords more rows,
-# so that its means vary less from one text to another.
+# Small enough that a measurement takes little time compared to a stage. An idle CPU measures about 8 models of 135M
+# parameters per minute; a GPU measures one in seconds. Rows of 512 tokens, and repetitions at a distance of 256, reach
+# far beyond the default window of 64 and its 4 sinks. 256 is also the length that reports repeat. A GPU can afford more
+# rows, so its means vary less from one text to another.
 SIZES = {"cpu": Size(8, 512, 8, 256, 2), "cuda": Size(64, 1024, 32, 256, 16)}
 
 
 @dataclass(frozen=True)
 class StageCheck:
-    """Measures the models of one run. documents: of another kind than what is trained on."""
+    """Measures the models of one run. documents: of another kind than the training text."""
 
     base_dir: Path
     tokenizer: Any
@@ -70,14 +71,14 @@ class StageCheck:
     precision: str
 
     def untrained(self, linearization: dict[str, Any]) -> dict[str, dict[str, Measurement]]:
-        """What is measured of the base, and of the untrained window that belongs to `linearization`."""
+        """The measures of the base, and of the untrained window that belongs to `linearization`."""
         dtype = weight_dtype(self.device, self.precision)
         base = self._measure(load_pretrained(self.base_dir, dtype=dtype))
         window = linearize_base(self.base_dir, window_control(linearization), dtype=dtype)
         return {BASE: base, UNTRAINED: self._measure(window)}
 
     def trained(self, model_dir: Path, results: Sequence[Path]) -> dict[str, Measurement]:
-        """What is measured of the linearized model `model_dir` with the `results` of its stages folded in."""
+        """The measures of the linearized model `model_dir` with the `results` of its stages merged in."""
         return self._measure(load_chain(model_dir, results, weight_dtype(self.device, self.precision)))
 
     def _measure(self, model: Any) -> dict[str, Measurement]:
@@ -88,8 +89,9 @@ class StageCheck:
 def measure(
     model: Any, tokenizer: Any, documents: Sequence[Document], device: torch.device, precision: str, report: Report
 ) -> dict[str, Measurement]:
-    """The perplexity of `documents` and the loss on a repetition of their text, both better when lower, of any model of
-    transformers; in shorter windows where its context is shorter. Raises BadInput where the documents are too few."""
+    """A model's perplexity on `documents` and its loss on a repetition of their text. Lower is better for both. Takes
+    any model of transformers, with shorter windows if its context is shorter. Raises BadInput if there are too few
+    documents."""
     size, most = SIZES[device.type], context_length(model.config) or SIZES[device.type].window
     text = TextMeasure(source="other", window=min(size.window, most), windows=size.windows)
     copying = CopyMeasure(length=min(size.length, most // 2), draws=size.draws)
@@ -104,9 +106,9 @@ def measure(
 
 
 def is_worse(measured: Measures, reference: Measures, base: Measures) -> bool:
-    """Whether it lost on text or copying against `reference` and won on neither, by more than `verdict` calls no
-    difference. What is no worse than the base is no loss: on a base that is itself worse than its window, what it has
-    learned to do like the base counts."""
+    """Whether a model is clearly worse than `reference` on text or copying and clearly better on neither, by the
+    thresholds of `verdict`. A metric that is no worse than the base's does not count as worse. If the base itself is
+    worse than its window, learning to be like the base is no harm."""
     models = {MODEL: measured, UNTRAINED: reference, BASE: base}
     found = {metric: relation(models, MODEL, UNTRAINED, metric) for metric in measured}
     lost = [m for m, how in found.items() if how == "worse" and relation(models, MODEL, BASE, m) == "worse"]
@@ -114,7 +116,8 @@ def is_worse(measured: Measures, reference: Measures, base: Measures) -> bool:
 
 
 def sentence(measured: Measures, before: Mapping[str, Measures]) -> str:
-    """`text of another kind 17.3 (base 16.9, untrained window 18.8), copying …`, with all that was measured before."""
+    """`perplexity of text of another kind 17.3 (base 16.9, …); loss on a repetition …`, with all earlier measures in
+    parentheses."""
     names = {TEXT: "perplexity of text of another kind", COPY: "loss on a repetition"}
     parts = []
     for metric, name in names.items():
@@ -144,16 +147,18 @@ def train_checked(
     train: Callable[[float, Path], dict[str, Any]],
     check: Callable[[Path], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Trains the stage called `name` in `folder`, measures the result, and where that is worse than before does
-    what the recipe's `when_worse` asks for. Returns facts for the manifest.
+    """Trains the stage called `name` in `folder` and measures the result. If that is worse than before, does what the
+    recipe's `when_worse` says. Returns facts for the manifest.
 
-    before: what was measured of the base, of the untrained window, and of the model so far, if a stage is done. train:
-    trains at this many times the rates, in that folder, and goes on where a killed call stopped. check: measures the
-    model after the stage in that folder. A stage of alignment is measured but never undone: it fits layers one by one,
-    and the stages behind it make one model of them.
+    aligns: whether it is an alignment. That is measured but never undone, because it fits layers one by one, and only
+        later stages make one model of them.
+    before: the measures of the base, of the untrained window and, after the first stage, of the model so far.
+    train: trains with this factor on the learning rates in that folder, and resumes where a killed call stopped.
+    check: measures the model after the stage in that folder.
 
-    The facts: those of the training, `check`, `rates` (how many times its own), `result` (where in `folder` the weights
-    are) and whether the stage is `kept`. Raises LinearizeError where the recipe wants the run to stop.
+    The facts: those of the training, `check`, `rates` (the factor on the learning rates), `result` (the path of the
+    weights in `folder`) and `kept` (whether the stage is kept). Raises LinearizeError if the stage made the model worse
+    and `when_worse` is `stop`.
     """
     reference = before.get(MODEL, before[UNTRAINED])
     factors = FACTORS if when_worse == "go_back" and not aligns else FACTORS[:1]
@@ -177,7 +182,7 @@ def train_checked(
 
 
 def require_better(checked: Mapping[str, Measures]) -> None:
-    """Raises LinearizeError where no stage helped, or the model ends worse than the untrained window."""
+    """Raises LinearizeError if no stage was kept, or if the model ends up worse than the untrained window."""
     if MODEL not in checked:
         raise LinearizeError(f"no stage made the model better than no training, so nothing is exported; {ADVICE}")
     if is_worse(checked[MODEL], checked[UNTRAINED], checked[BASE]):

@@ -1,4 +1,4 @@
-"""What one training stage of a run trains, and what memory it takes."""
+"""What one training stage of a run trains, and how much memory it takes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,15 @@ from liger_convert.training.student import count_adapters, count_trained
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One training stage: tokens it really sees (whole optimizer steps), the fraction of them that is of each source,
-    parameters it trains, bytes at its peak, and what those of its training are spent on
-    (`memory_estimate.training_bytes`). sharded_bytes: the bytes at the peak of each one of several processes that share
-    the weights; None of one process. started: the numbers that adapters of `pissa` start from, which lie beside the
-    checkpoints and are in the result. waiting_bytes: those at the peak where the layers of its teacher wait in the
-    host's memory."""
+    """One training stage.
+
+    tokens: that it really sees, in whole optimizer steps. sources: the fraction of them from each source.
+    trained: number of trained parameters.
+    memory_bytes: at its peak. memory: the parts of the training's peak (`memory_estimate.training_bytes`).
+    started: number of initial adapter weights of `pissa`, which are saved beside the checkpoints and in the result.
+    sharded_bytes: peak of each of several processes if they shard the weights; None for one process.
+    waiting_bytes: peak if the layers of the teacher are offloaded to the host's memory; None if they cannot be.
+    """
 
     kind: str
     tokens: int
@@ -44,17 +47,17 @@ class StagePlan:
     waiting_bytes: int | None = None
 
     def is_sharded(self, sharding: str, room: int | None) -> bool:
-        """Whether a recipe with this `sharding` shards the stage, on GPUs with `room` bytes (None: no GPU)."""
+        """Whether a recipe with this `sharding` shards the stage on GPUs with `room` bytes (None: no GPU)."""
         if self.sharded_bytes is None or sharding == "none":
             return False
         return sharding == "full" or (room is not None and self.memory_bytes > room)
 
 
 class StagePlanner:
-    """Plans single training stages of one linearized model on one device, or for each of several `processes`, of which
-    so many as `shards` says share each row.
+    """Plans single training stages of one linearized model on one device.
 
-    config: that of the linearized model. reused, new: shapes by name, of the base's parameters and of the new ones.
+    config: that of the linearized model. reused, new: shapes by name of the base's parameters and of the new ones.
+    compute: the dtype of the computation.
     """
 
     def __init__(
@@ -70,7 +73,8 @@ class StagePlanner:
         self.sizes = Sizes(count(reused), count(embeddings), count(new))
 
     def plan(self, stage: Stage, processes: int = 1, shards: int = 1) -> StagePlan:
-        """Raises BadInput where so many processes cannot share the stage's rows."""
+        """The plan of `stage` for each of several `processes`, in groups of `shards` that split every row. Raises
+        BadInput if the processes cannot share the stage's rows."""
         trained = count_trained(stage, self.config, self.shapes)
         batch_size, grad_accumulation = share(stage, processes, shards)
         sequence_parallel.check(stage, self.config, shards)

@@ -1,4 +1,4 @@
-"""The steps of a run: what each reads, writes and does."""
+"""The steps of a run: what each one reads, does and writes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from liger_convert.utils.device import gpu_memory, pick_device
 from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import console, show_progress
 
-# continued by the base and by the linearized model, for the report
+# the base and the linearized model continue these, for the report
 PROMPTS = (
     "The capital of France is",
     "Once upon a time there was a lighthouse keeper who",
@@ -40,17 +40,17 @@ PROMPTS = (
 
 @dataclass(frozen=True)
 class Step:
-    """One step. `work` fills the folder it is given (or its `outputs`) and returns facts for the manifest."""
+    """One step. `work` fills the given folder (or the step's `outputs`) and returns facts for the manifest."""
 
     name: str
     work: Callable[[Path], dict[str, Any]]
     inputs: tuple[str, ...] = ()  # the steps whose outputs it reads
-    outputs: tuple[str, ...] = ()  # in the run's folder, to stay; empty: steps/NAME, deleted once no step needs it
-    continues: bool = False  # goes on from what a killed attempt left in its folder
+    outputs: tuple[str, ...] = ()  # kept in the run's folder; empty: steps/NAME, deleted once no step needs it
+    continues: bool = False  # resumes from what a killed attempt left in its folder
 
 
 class RunSteps:
-    """All steps of the run of `recipe` in the folder `out`, and what they share: base, tokenizer, documents, plan."""
+    """All steps of the run of `recipe` in the folder `out`, and their shared base, tokenizer, documents and plan."""
 
     def __init__(self, recipe: Recipe, out: Path, manifest: Manifest, keep_steps: bool):
         self.recipe, self.out, self.manifest, self.keep_steps = recipe, out, manifest, keep_steps
@@ -62,7 +62,7 @@ class RunSteps:
         self.preflight = functools.cache(self._preflight)
 
     def all(self) -> list[Step]:
-        """What the recipe asks for, in order."""
+        """The steps that the recipe asks for, in order."""
         stages = tuple(self.recipe.stage_names)
         writing_steps = [
             Step(f"data-{name}", functools.partial(self._write_text, name), ("base",), continues=True)
@@ -98,14 +98,14 @@ class RunSteps:
 
     @property
     def input_paths(self) -> dict[str, Path]:
-        """The file or folder behind every field of the recipe that names one, the base included."""
+        """The file or folder of every field of the recipe that names one, including the base."""
         given = checkpoint.locate_base(self.recipe.base)
         return parts_by_field("base", given or self._base_folder) | data_inputs(self.recipe)
 
     @functools.cached_property
     def _base_folder(self) -> Path:
-        """Looked up by every process again, since a manifest names no place on a machine; of a hub base, the commit
-        that the run began with."""
+        """The base's folder. Every process looks it up again, because a manifest holds no paths of a machine. A base
+        from the hub stays at the commit that the run began with."""
         options = self.recipe.base_options.model_dump()
         options["revision"] = self.manifest.steps.get("base", {}).get("commit", options["revision"])
         return checkpoint.resolve_base(self.recipe.base, self.folder.step("base"), **options)
@@ -127,7 +127,7 @@ class RunSteps:
 
     @functools.cached_property
     def _undecided(self) -> Plan:
-        """The plan of the recipe as it is: which layers stay softmax need not be chosen yet."""
+        """The plan of the recipe as it is, even if the softmax layers are yet to be chosen."""
         return self._make_plan(self.recipe)
 
     @functools.cached_property
@@ -138,8 +138,8 @@ class RunSteps:
 
     @functools.cached_property
     def _adapted(self) -> Recipe:
-        """The recipe with its stages as they are trained. What the plan recorded counts: a run that goes on with
-        another GPU must not choose anew."""
+        """The recipe with its stages as they are trained. Stages recorded by the plan step take precedence, because a
+        run that resumes on another GPU must not adapt them again."""
         recorded = self.manifest.steps.get("plan", {}).get("stages")
         return self.recipe.with_stages(self._planned.recipe_stages if recorded is None else recorded)
 
@@ -148,7 +148,7 @@ class RunSteps:
         return make_plan(recipe, config, number)
 
     def _written(self, *sources: str | None) -> tuple[str, ...]:
-        """The steps that those of the sources come from which the base writes."""
+        """The steps that generate those of the sources that the base writes."""
         return tuple(f"data-{source}" for source in sources if source in self.recipe.teachers)
 
     def _load_documents(self, name: str) -> Documents:
@@ -157,7 +157,7 @@ class RunSteps:
             return load_source(source, self._tokenizer, seed=self.recipe.seed, written=written, progress=report)
 
     def _load_other_documents(self) -> list[Document] | None:
-        """All text of another kind than is trained on; None where the suite reads none, or there is none."""
+        """All text of another kind than the training text. None if the suite needs none, or if there is none."""
         source, name = self.recipe.other_source, self.recipe.eval.other_text
         if source is None or not self.suite.needs_other:
             return None
@@ -169,7 +169,7 @@ class RunSteps:
 
     @functools.cached_property
     def _narrowed(self) -> tuple[suites.Suite, list[str]]:
-        """What of the suite this run can measure, and notes of what it cannot."""
+        """The part of the suite that this run can measure, and notes on the rest."""
         config = checkpoint.load_config(self._base_folder, self.recipe.base_options.trust_remote_code)
         return narrow(
             self.suite,
@@ -203,7 +203,7 @@ class RunSteps:
         return {"plan": plan | {"warnings": self.preflight()}, "stages": stages}
 
     def read_data(self) -> None:
-        """Reads all data: an error there should stop the run in its first steps and not in its last."""
+        """Reads all data, so that an error there stops the run in its first steps and not in its last."""
         suites.check_data(self.suite, self._data_dir, self.recipe.eval.limit)
         for name, source in self.recipe.data.items():
             if isinstance(source, TeacherSource):
@@ -215,7 +215,8 @@ class RunSteps:
         self.preflight()
 
     def _preflight(self) -> list[str]:
-        """Tries before the training what would fail after it; returns warnings. The layers need not be chosen yet."""
+        """Tries before the training what could fail after it, and returns warnings. The softmax layers need not be
+        chosen yet."""
         suite, notes = self._narrowed
         config = checkpoint.load_config(self._base_folder, self.recipe.base_options.trust_remote_code)
         with show_progress("preflight") as report:
@@ -240,7 +241,7 @@ class RunSteps:
 
     def _convert(self, folder: Path) -> dict[str, Any]:
         with show_progress("convert") as report:
-            # in the base's dtype: what is about to be trained should not be rounded to the export's first
+            # in the base's dtype: weights to be trained should not first be rounded to the export's dtype
             return convert.convert_checkpoint(
                 self._base_folder,
                 folder / "model",
@@ -258,7 +259,7 @@ class RunSteps:
     def _check_untrained(self, folder: Path) -> dict[str, Any]:
         try:
             return {"check": self._stage_check.untrained(self._planned.linearization)}
-        except BadInput as error:  # a tokenizer that cannot read this text, say: no reason not to train
+        except BadInput as error:  # for example a tokenizer that cannot read this text, which is no reason not to train
             console.print(f"warning: the stages are not checked: {error}", markup=False, soft_wrap=True)
             return {}
 
@@ -290,15 +291,15 @@ class RunSteps:
         return facts | {"seed": self.recipe.stage_seed(index)}
 
     def _is_sharded(self, index: int) -> bool:
-        """Whether the processes of this run share the weights of stage `index`. The first one says so for all."""
+        """Whether the processes of this run shard the weights of stage `index`. The first process decides for all."""
         if processes.count() == 1:
             return False
         room = gpu_memory() if self.device.type == "cuda" else None
         return self._shared.stages[index].is_sharded(self.recipe.sharding, room)
 
     def train_stage(self, index: int, before: Sequence[str], factor: float, out: str, shard: bool) -> dict[str, Any]:
-        """Trains stage `index` (from 0), at this many times its rates, behind the stages `before`, in the folder `out`
-        of the run. All processes of a run call it together. shard: they share the weights."""
+        """Trains stage `index` (from 0), with this `factor` on its learning rates, after the stages `before`, in the
+        folder `out` of the run. All processes of a run call it together. shard: they shard the weights."""
         return single_steps.train_stage(
             self._adapted.with_stage(index, stage_check.with_rates(self._adapted.stages[index], factor)),
             index,
@@ -318,7 +319,7 @@ class RunSteps:
 
     @property
     def _checks(self) -> bool:
-        """Whether each stage is measured, as the base and the untrained window could be."""
+        """Whether stages are checked: the recipe wants it, and the base and the untrained window could be measured."""
         return self._wants_checks and "check" in self.manifest.steps["check"]
 
     @functools.cached_property
@@ -328,8 +329,8 @@ class RunSteps:
         )
 
     def _other_text(self) -> list[Document]:
-        """Text of another kind than the training text: the language reference of Python, or where that is trained on,
-        what is held out of it."""
+        """Text of another kind than the training text: Python's language reference. If a data source is Python's
+        documentation, it is text held out of the training data instead, if there is any."""
         if any(isinstance(source, PydocSource) for source in self.recipe.data.values()):
             for name, source in self.recipe.data.items():
                 if source.has_held_out and not isinstance(source, TeacherSource):
@@ -337,18 +338,18 @@ class RunSteps:
         return reference_documents(self._tokenizer)
 
     def _kept(self, stages: Sequence[str]) -> list[str]:
-        """Those of the finished `stages` that the model has."""
+        """Those of the finished `stages` that were kept."""
         return [name for name in stages if self.manifest.steps[name].get("kept", True)]
 
     def _results(self, stages: Sequence[str]) -> list[Path]:
-        """What the finished `stages` made of the model, in order."""
+        """The folders of weights that the finished and kept `stages` produced, in order."""
         return [
             self.folder.step(name) / self.manifest.steps[name].get("result", "result") for name in self._kept(stages)
         ]
 
     def _checked(self, stages: Sequence[str]) -> dict[str, Measures]:
-        """What was measured before the next stage: of the base, of the untrained window, and of the model, which before
-        its first stage counts as that window."""
+        """The measures before the next stage: of the base, of the untrained window and, once a checked stage is kept,
+        of the model."""
         untrained: dict[str, Measures] = self.manifest.steps["check"]["check"]
         kept = [name for name in self._kept(stages) if "check" in self.manifest.steps[name]]
         return untrained | ({stage_check.MODEL: self.manifest.steps[kept[-1]]["check"]} if kept else {})

@@ -1,4 +1,4 @@
-"""Checks a finished run, or an export, against the hashes that were recorded when its files were written."""
+"""Checks a run or an export against the hashes that were recorded when its files were written."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Verified:
 
 
 def verify_files(folder: Path) -> Verified:
-    """Compares the files of a run or an export with their recorded sha256. Of a run that goes on, the steps whose
-    folders are removed already are left out. Raises BadInput when `folder` is neither."""
+    """Compares the files of a run or an export with their recorded sha256. Steps whose folders a run has already
+    removed are left out. Raises BadInput when `folder` is neither a run nor an export."""
     if (folder / manifest.FILE).exists():
         expected = _recorded(folder)
     elif (folder / SUMS).exists():
@@ -33,7 +33,8 @@ def verify_files(folder: Path) -> Verified:
 
 
 def _recorded(run: Path) -> dict[str, str]:
-    """sha256 by path of what the steps of a run wrote and did not remove; of a file that two wrote, the later's."""
+    """sha256 by path of the files that a run's steps wrote and that were not removed. If two steps wrote a file, the
+    later one counts."""
     expected: dict[str, str] = {}
     for name, step in Manifest.read(run).steps.items():
         outputs = step["outputs"]

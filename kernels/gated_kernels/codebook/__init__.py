@@ -1,1 +1,1 @@
-"""A codebook's map: a softmax over codes of vectors, which each head projects and brings to length 1."""
+"""Codebook feature map: each head projects its vectors, normalizes them to length 1 and takes a softmax over codes."""

@@ -1,4 +1,4 @@
-"""Inputs on which the codebook's map is tested, and other ways to get the same result."""
+"""Test inputs for the codebook's feature map, and other ways to get the same result."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Case(NamedTuple):
     log_inv_temperature: float = 2.0
     bias: float = 0.5
     dtype: torch.dtype = torch.float32
-    v_dtype: torch.dtype | None = None  # of the vectors, when another
+    v_dtype: torch.dtype | None = None  # dtype of the vectors; None: `dtype`
     B: int = 2
 
 
-CASES = {  # small ones with heads enough that the plain gradients, one number per head, are not right by luck
+CASES = {  # small ones have so many heads that gradients with one number per head are not exact by luck
     "one vector": Case(1, G=8, R=4),
     "two codes": Case(5, G=4, R=8, F=2),
     "a head's own codes": Case(7, G=16, R=1, F=64),
@@ -62,5 +62,5 @@ def in_pieces(op: Callable[..., Tensor], x: dict[str, Any]) -> Tensor:
 
 
 def one_by_one(op: Callable[..., Tensor], x: dict[str, Any]) -> Tensor:
-    """Every row by itself."""
+    """Every row in a call of its own."""
     return torch.cat([op(**x | {"x_BTND": row}) for row in x["x_BTND"].split(1)])

@@ -1,7 +1,7 @@
-"""The Triton kernels of a codebook's map (see triton.py).
+"""The Triton kernels of a codebook's feature map (see triton.py).
 
 Shapes: B batch, T tokens, N heads, G heads with codes of their own, D head size, E size of a code, F codes. In a
-kernel: M rows in a block, BD and BE the powers of two that hold D and E, BF codes in a block.
+kernel: M rows in a block, BD and BE the powers of two that hold D and E (at least 64), BF codes in a block.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ SHARPEST = tl.constexpr(2.0**14)
 
 @triton.jit
 def inv_temperature_of(log_inv_temperature, n):
-    """At most SHARPEST, by which u, in fp16, tells no more codes apart than by a larger one: a logit that is rounded in
-    one place and not in another would then differ from itself by more than the weights may err."""
+    """The inverse temperature, at most SHARPEST. With u in fp16, a larger one would not tell more codes apart. Besides,
+    rounding a logit in one place and not in another would then cost more accuracy than the weights may lose."""
     return tl.minimum(tl.exp(tl.load(log_inv_temperature + n)), SHARPEST)
 
 
 @triton.jit
 def unit_projection(x, proj, bias):
-    """[M, BE] u and the inverse of the length it had; as in torch, a length counts as 1e-12 at least."""
+    """[M, BE] u, and the inverse of its length before normalization. As in torch, lengths are at least 1e-12."""
     x = tl.clamp(x.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
     y = dot(x, proj, None, tl.float16, "tf32") + bias[None, :]
     inverse = 1.0 / tl.maximum(tl.sqrt(tl.sum(y * y, 1)), 1e-12)
@@ -34,7 +34,7 @@ def unit_projection(x, proj, bias):
 
 @triton.jit
 def logits_by(u, codes, scale, f, F: tl.constexpr, BF: tl.constexpr):
-    """[M, BF] to base 2, very low beyond the last code; not -inf, as they are multiplied with zeros."""
+    """[M, BF] logits to base 2. Very low beyond the last code, but not -inf, because they are multiplied by zeros."""
     logits = dot(u, tl.trans(codes), None, tl.float16, "tf32") * scale
     if F % BF:
         logits = tl.where((f < F)[None, :], logits, -1e30)
@@ -47,7 +47,7 @@ def forward_kernel(
     N: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr,
     M: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """The map, and the log sums of each row's softmax."""
+    """The map, and the log-sum-exp of each row's softmax."""
     n = tl.program_id(0) % N
     start = (tl.program_id(0) // N * part).to(tl.int64)
     codes += n // (N // G) * F * E
@@ -92,7 +92,7 @@ def forward_kernel(
 
 @triton.jit
 def sums_and_means(sums, means, at, i, left):
-    """Rows i from `at` on; a row that is not there has weights of 0."""
+    """Rows i from `at` on. Rows out of bounds get a sum of inf, and so weights of 0."""
     return tl.load(sums + at + i, mask=i < left, other=float("inf")), load_vector(means + at, i, left, 1)
 
 
@@ -100,8 +100,8 @@ def sums_and_means(sums, means, at, i, left):
 def dlogits_by(logits, dweights, total, mean, HAS_STATISTICS: tl.constexpr):
     """w (dw - mean) of weights w.
 
-    A mean that is given (HAS_STATISTICS) was taken under weights as bf16 has them, and so dw counts here. Then a row's
-    dlogits still cancel, however sharp it is.
+    A given mean (HAS_STATISTICS) was computed with weights rounded to bf16, so dw is multiplied by rounded weights too.
+    Then a row's dlogits still cancel, however sharp its softmax is.
     """
     weights = tl.exp2(logits - total)
     dweights = dweights.to(tl.float32)
@@ -115,16 +115,16 @@ def row_statistics(
     u, inv_temperature, codes, dphi, ahead, i, left,
     N: tl.constexpr, E: tl.constexpr, F: tl.constexpr, M: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """[M] the log sums and the mean gradients of the softmax of rows i from dphi on, whose first block is `ahead`."""
+    """[M] the log-sum-exp and the mean gradient of each row's softmax. `ahead` is the first block of dphi."""
     e = tl.arange(0, BE)
     f = tl.arange(0, BF)
     top = tl.full((M,), float("-inf"), tl.float32)
     normalizer = tl.zeros((M,), tl.float32)
-    means = tl.zeros((M, BF), tl.float32)  # summed up in the end: a sum by rows changes how tiles lie
+    means = tl.zeros((M, BF), tl.float32)  # reduced at the end: a row sum changes the layout of a tile
     for f0 in range(0, F, BF):
         logits = logits_by(u, load(codes, f0 + f, F, E, e, E), inv_temperature * TO_BASE_2, f0 + f, F, BF)
         dweights = ahead.to(tl.float32)
-        ahead = load(dphi, i, left, N * F, f0 + BF + f, F)  # under way while this block is worked on
+        ahead = load(dphi, i, left, N * F, f0 + BF + f, F)  # prefetched while this block is computed
         higher = tl.maximum(top, tl.max(logits, 1))
         keep = tl.exp2(top - higher)
         weights = tl.exp2(logits - higher[:, None])
@@ -141,9 +141,9 @@ def rows_kernel(
     N: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, HAS_STATISTICS: tl.constexpr,
     M: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """u and its gradient before it is brought to length 1, and parts of the gradient of its temperature.
+    """u, the gradient of P x + b (u before normalization), and partial sums of the temperature's gradient.
 
-    Also the log sums and the mean gradients of each row's softmax, where they are not given (HAS_STATISTICS).
+    Also the log-sum-exp and the mean gradient of each row's softmax, unless they are given (HAS_STATISTICS).
     """
     n = tl.program_id(0) % N
     start = (tl.program_id(0) // N * part).to(tl.int64)
@@ -173,7 +173,7 @@ def rows_kernel(
             store_vector(sums + at_rows, total, i, left, 1)
             store_vector(means + at_rows, mean, i, left, 1)
         du = tl.zeros((M, BE), tl.float32)
-        last: tl.constexpr = (F - 1) // BF * BF  # back from there, as what was read last may still be at hand
+        last: tl.constexpr = (F - 1) // BF * BF  # the loop runs backward: the blocks read last may still be cached
         for f0 in range(0, F, BF):
             at = last - f0 + f
             codes_FE = load(codes, at, F, E, e, E)
@@ -183,7 +183,7 @@ def rows_kernel(
             dlog_inv_temperature_M += tl.sum(dlogits * logits, 1)
             du = dot(rounded(dlogits, tl.bfloat16), rounded(codes_FE, tl.bfloat16), du, tl.bfloat16, "tf32")
         du *= inv_temperature
-        u = u_ME.to(tl.float32)  # registers are few
+        u = u_ME.to(tl.float32)  # from fp16 rather than kept in fp32: saves registers
         along = tl.where(inverse < 1e12, tl.sum(u * du, 1), 0.0)
         dy = (du - u * along[:, None]) * inverse[:, None]
         store(dys + (first * N + n) * E, rounded(dy, tl.bfloat16), i, left, N * E, e, E)
@@ -195,7 +195,7 @@ def projections_kernel(
     x, proj, dys, dx, dproj, dbias, rows, part,
     N: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of the vectors and, in parts, of what turns and shifts them."""
+    """The gradients of the vectors, and partial sums of those of their projections and biases."""
     n = tl.program_id(0) % N
     start = (tl.program_id(0) // N * part).to(tl.int64)
     i = tl.arange(0, M)
@@ -223,9 +223,9 @@ def codes_kernel(
     N: tl.constexpr, G: tl.constexpr, E: tl.constexpr, F: tl.constexpr, HAS_STATISTICS: tl.constexpr,
     M: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a block of codes by some rows of a head; logits are computed transposed, as they are used."""
+    """The gradient of a block of codes from some rows of a head. Logits are computed transposed, as they are needed."""
     blocks: tl.constexpr = (F + BF - 1) // BF
-    program = tl.program_id(0) // blocks  # those that share what they load run side by side
+    program = tl.program_id(0) // blocks  # programs that load the same data have consecutive indices
     n = program % N
     start = (program // N * part).to(tl.int64)
     f = tl.program_id(0) % blocks * BF + tl.arange(0, BF)

@@ -1,4 +1,4 @@
-"""The codebook's map as it is defined, one head after another.
+"""The definition of the codebook's feature map, one head after another.
 
 Shapes: B batch, T tokens, N heads, G heads with codes of their own, D head size, E size of a code, F codes.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 def naive_codebook(
     x_BTND: Tensor, proj_NDE: Tensor, bias_NE: Tensor, log_inv_temperature_N: Tensor, codes_GFE: Tensor
 ) -> Tensor:
-    """See `gated_kernels.chunk_codebook`; computed in the dtype of the vectors, but at least in fp32."""
+    """See `gated_kernels.chunk_codebook`. Computed in the dtype of the vectors, but in at least fp32."""
     dtype = torch.promote_types(x_BTND.dtype, torch.float32)
     x, proj, bias, log_inv_temperature, codes = (
         x.to(dtype) for x in (x_BTND, proj_NDE, bias_NE, log_inv_temperature_N, codes_GFE)

@@ -1,19 +1,21 @@
-"""A codebook's map in Triton kernels: the op, and how they are launched.
+"""A codebook's feature map in Triton kernels: the op, and how its kernels are launched.
 
-A program takes some of the rows of one head, block by block: projected, biased, brought to length 1, times the codes,
-and the softmax over these. Where a block of codes holds them all, their logits stay in registers. More codes are gone
-over twice, first for the softmax's sum and then for its weights, whose logits are computed again rather than stored.
+A program handles some of the rows of one head, block by block. It projects them, adds the bias, normalizes them to
+length 1, multiplies them by the codes and takes the softmax. If one block holds all codes, their logits stay in
+registers. Otherwise the program loops over the codes twice, first for the softmax's sum and then for its weights. It
+recomputes the logits rather than storing them.
 
-The backward pass computes all of this again, so that only the inputs are kept. `rows_kernel` takes a gradient back
-through the softmax and the length. It goes twice over the codes, or once where each row's sum and mean are given. From
-what it leaves, `projections_kernel` makes the gradients of the vectors and of their projections and biases, and
-`codes_kernel`, with a program for every block of codes and some of the rows, that of the codes. No program adds to what
-another one writes: each has its own part of a parameter's gradient, and the parts are added up, so that all gradients
-are deterministic.
+The backward pass recomputes all of this, so that only the inputs are saved. `rows_kernel` propagates the gradient
+through the softmax and the normalization. It loops over the codes twice, or once if each row's sum and mean are given.
+From its results, `projections_kernel` computes the gradients of the vectors and of their projections and biases.
+`codes_kernel` computes that of the codes, with a program for every block of codes and some of the rows. No two programs
+write to the same element: each writes its own part of a parameter's gradient, and the parts are then summed. So all
+gradients are deterministic.
 
-Products take fp16 on the way to the logits, where bf16 would cost the map half of its digits, and bf16 in all others.
-They accumulate in fp32, and all else is in fp32: u, its length, the temperature and the softmax. Tiles that may come
-second in a product have 64 columns at least (see simple_gla/launch.py), of which E fills 32 for heads of 64.
+Products that lead to the logits take fp16 operands, because bf16 would cost the map half of its digits. All others take
+bf16. All accumulate in fp32, and everything else is in fp32: u, its length, the temperature and the softmax. Tiles that
+may be the second operand of a product have at least 64 columns (see simple_gla/launch.py). For heads of 64, E fills 32
+of them.
 
 Shapes: B batch, T tokens, N heads, G heads with codes of their own, D head size, E size of a code, F codes.
 """
@@ -31,26 +33,27 @@ from gated_kernels.codebook.kernels import codes_kernel, forward_kernel, project
 from gated_kernels.common.gated_inputs import unfit, warn_once
 from gated_kernels.common.interpreter import INTERPRETED
 
-PROGRAMS = 528  # that fill a GPU: four on each of the 132 processors of an H200
-# M, BF, num_warps and num_stages of each kernel: for heads of up to 64 with up to 256 codes and with more, of up to 128
-# with up to 256 codes, and for all others; the first three are the fastest on an H200 of those that fit into 99
-# KB. At heads of 64 and 128 none spills by Triton 3.6, and by 3.9 one 24 bytes.
+PROGRAMS = 528  # enough to fill a GPU: four for each of the 132 SMs of an H200
+# M, BF, num_warps and num_stages of each kernel: for heads of up to 64 with up to 256 codes, for these with more codes,
+# for heads of up to 128 with up to 256 codes, and for all others. The first three are the fastest on an H200 of those
+# that fit into 99 KB of shared memory. At heads of 64 and 128 none spills registers with Triton 3.6; with 3.9 one
+# spills 24 bytes.
 BLOCKS = {
     "forward": ((64, 256, 4, 3), (64, 256, 4, 2), (64, 256, 4, 3), (128, 128, 8, 2)),
     "rows": ((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2)),
     "projections": ((64, 0, 4, 3),) * 4,
     "codes": ((128, 64, 4, 2), (64, 64, 4, 2), (128, 64, 4, 2), (64, 128, 8, 2)),
 }
-LARGEST = 256  # head, the largest whose tiles fit into shared memory
+LARGEST = 256  # head size, and twice the size of a code, up to which tiles fit into shared memory
 KERNELS = {"forward": forward_kernel, "rows": rows_kernel, "projections": projections_kernel, "codes": codes_kernel}
 
 
 @functools.cache
 def constants(kernel: str, N: int, G: int, D: int, E: int, F: int) -> dict[str, Any]:
-    """What a kernel is compiled for and with; fixed by the sizes, never searched for."""
+    """A kernel's constexprs and launch options. They follow from the sizes; there is no autotuning."""
     M, BF, warps, stages = BLOCKS[kernel][2 * (D > 64) + (F > 256 or D > 128)]
     BD, BE = (max(64, triton.next_power_of_2(size)) for size in (D, E))
-    if BD > 128:  # twice the registers, and no more shared memory than there is
+    if BD > 128:  # these need twice the registers, and must still fit into shared memory
         BF, warps, stages = min(BF, 64), 8, 1
     BF = min(BF, max(64, triton.next_power_of_2(F)))
     found = {"N": N, "G": G, "D": D, "E": E, "F": F, "M": M, "BD": BD, "BE": BE, "BF": BF}
@@ -58,27 +61,28 @@ def constants(kernel: str, N: int, G: int, D: int, E: int, F: int) -> dict[str, 
 
 
 def _split(rows: int, compiled_for: dict[str, Any], programs: int) -> tuple[int, int]:
-    """Into how many parts rows go so that there are about PROGRAMS, when each takes so many, and the rows of a part."""
+    """How many parts the rows are split into, and the rows of a part, so that about PROGRAMS programs run in all.
+    `programs`: how many each part takes."""
     blocks = triton.cdiv(rows, compiled_for["M"])
     part = triton.cdiv(blocks, max(1, PROGRAMS // programs)) * compiled_for["M"]
     return triton.cdiv(rows, part), part
 
 
 def plain(*tensors: Tensor) -> list[Tensor]:
-    """Vectors, projections, biases, temperatures and codes as the kernels read them: dense."""
+    """Vectors, projections, biases, temperatures and codes, contiguous and in the dtypes that the kernels read."""
     dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float32, torch.float16)
     return [x.to(dtype).contiguous() for x, dtype in zip(tensors, dtypes)]
 
 
 def _sizes(x: Tensor, codes: Tensor) -> tuple[int, tuple[int, int, int, int, int]]:
-    """The rows, and N, G, D, E and F."""
+    """The number of rows, B T, and N, G, D, E and F."""
     B, T, N, D = x.shape
     G, F, E = codes.shape
     return B * T, (N, G, D, E, F)
 
 
 def mapped(x: Tensor, proj: Tensor, bias: Tensor, log_inv_temperature: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-    """The map [B,T,N,F], and the log sums of its softmax to base 2, [N, B T]."""
+    """The map [B,T,N,F], and the log-sum-exp of its softmax to base 2, [N, B T]."""
     x, proj, bias, log_inv_temperature, codes = plain(x, proj, bias, log_inv_temperature, codes)
     rows, sizes = _sizes(x, codes)
     phi = x.new_empty(*x.shape[:3], codes.shape[1])
@@ -111,10 +115,10 @@ def gradients(
     dphi: Tensor,
     statistics: tuple[Tensor, Tensor] | None = None,
 ) -> list[Tensor]:
-    """The gradients of what the map is made of.
+    """The gradients of x, proj, bias, log_inv_temperature and codes.
 
-    `statistics` spare a pass over dphi: the log sums, and the products of each row's map, as it was rounded, and dphi,
-    [N, B T] both.
+    `statistics` save a pass over dphi: the log-sum-exp of each row's softmax to base 2, and the dot product of each
+    row's rounded map with dphi, both [N, B T].
     """
     given = proj, bias, log_inv_temperature, codes
     x, proj, bias, log_inv_temperature, codes = plain(x, *given)
@@ -172,7 +176,8 @@ forward.register_autograd(_differentiate, setup_context=_save)
 def triton_codebook(
     x_BTND: Tensor, proj_NDE: Tensor, bias_NE: Tensor, log_inv_temperature_N: Tensor, codes_GFE: Tensor
 ) -> Tensor | None:
-    """As `gated_kernels.chunk_codebook`; None on a CPU, and with a warning once for what the kernels cannot do."""
+    """Same as `gated_kernels.chunk_codebook`. None on a CPU, and for what the kernels do not support, with a warning
+    the first time."""
     if not (x_BTND.is_cuda or INTERPRETED.value):
         return None
     if why := unsupported(x_BTND, proj_NDE, bias_NE, log_inv_temperature_N, codes_GFE):
@@ -185,7 +190,7 @@ def triton_codebook(
 def unsupported(
     x_BTND: Tensor, proj_NDE: Tensor, bias_NE: Tensor, log_inv_temperature_N: Tensor, codes_GFE: Tensor
 ) -> str | None:
-    """What the kernels do not support of this, or None."""
+    """What the kernels do not support in these arguments, or None."""
     (N, D), E = x_BTND.shape[2:], codes_GFE.shape[2]
     if x_BTND.dtype != torch.bfloat16:
         return f"vectors in {str(x_BTND.dtype).removeprefix('torch.')}"

@@ -1,1 +1,1 @@
-"""Gated linear attention over a codebook's features of queries and keys, which are not kept for the backward pass."""
+"""Gated linear attention over a codebook's features of queries and keys, without saving these for the backward pass."""

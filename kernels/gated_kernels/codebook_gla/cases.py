@@ -1,4 +1,4 @@
-"""Inputs on which the recurrence over a codebook is tested, and other ways to get the same result."""
+"""Test inputs for the recurrence over a codebook, and other ways to get the same result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _case(T: int, D: int = 16, **sizes: Any) -> Case:
     return Case(gla.Case(T, per_head=True, **sizes), D)
 
 
-CASES = {  # with heads enough that the plain gradients, one number per head, are not right by luck
+CASES = {  # with so many heads that gradients with one number per head are not exact by luck
     "one token": _case(1, G=8),
     "one token, exclusive, bf16": _case(1, exclusive=True, dtype=torch.bfloat16),
     "two tokens, no state": _case(2, G=8, state=False),

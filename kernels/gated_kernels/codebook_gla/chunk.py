@@ -1,6 +1,6 @@
-"""Gated linear attention over a codebook's features: the two ops one after the other, or kernels of their own.
+"""Gated linear attention over a codebook's features: the two ops one after the other, or kernels that combine them.
 
-Such kernels take all of it. They need not keep the features for the backward pass, the largest tensors of a layer.
+The combined kernels need not save the features, a layer's largest tensors, for the backward pass.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, E size of a code, F codes, V value size.
 """
@@ -34,11 +34,11 @@ def chunk_codebook_gla(
     segment_ids_BT: Tensor | None = None,
     exclusive: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """S_t = diag(a_t) S_{t-1} + phi(k_t)^T v_t, read by o_t = phi(q_t) S_t.
+    """S_t = diag(a_t) S_{t-1} + phi(k_t)^T v_t, o_t = phi(q_t) S_t.
 
-    phi is `gated_kernels.chunk_codebook`, whose arguments come for queries and for keys. All others, and the results,
-    are as in `gated_kernels.chunk_gla`. A token that is not written leaves the state as it is if its values and log
-    gates are zeros. Raises ValueError when H is no multiple of G.
+    phi is `gated_kernels.chunk_codebook`, with separate parameters for queries and keys. All other arguments and the
+    results are as in `gated_kernels.chunk_gla`. Features are never 0, so a token that is not to be written needs zeros
+    in its values and log gates (and in the mask). Raises ValueError when H is not a multiple of G.
     """
     of_q, of_k = (q_proj_HDE, q_bias_HE, q_log_inv_temperature_H), (k_proj_GDE, k_bias_GE, k_log_inv_temperature_G)
     if q_BTHD.shape[2] % k_BTGD.shape[2]:

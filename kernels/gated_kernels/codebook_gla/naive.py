@@ -1,4 +1,4 @@
-"""Gated linear attention over a codebook's features, one op after the other as they are defined.
+"""The definition of gated linear attention over a codebook's features: the naive forms of both ops in a row.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, E size of a code, F codes, V value size.
 """

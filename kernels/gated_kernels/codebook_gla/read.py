@@ -1,16 +1,16 @@
-"""The outputs of the recurrence over a codebook, for one gate per head or none, without a map of the queries in memory.
+"""The outputs of the recurrence over a codebook, for one gate per head or none, without materializing the queries' map.
 
-That map would be the largest tensor of a layer. Here a program makes it a block of codes at a time, and multiplies each
-block with keys and with the states before the chunk at once. As the softmax's sum is known only in the end, weights are
-relative to the largest logit so far, and what they have summed up to is scaled down where a larger one comes.
+That map would be the largest tensor of a layer. Here a program computes it one block of codes at a time, and multiplies
+each block with the keys and the states before the chunk right away. As in an online softmax, weights are relative to
+the largest logit so far, and accumulators are rescaled when a larger one is found.
 
-Products take fp16 on the way to the logits and bf16 after it, as in codebook/triton.py. Chunks, decays and the
-normalizer are as in simple_gla/launch.py. So is the rule for tiles in a loop: a weight is no tile that was loaded, and
-z is no operand.
+Products that lead to the logits take fp16 operands and later ones bf16, as in codebook/triton.py. Chunks, decays and
+the normalizer are as in simple_gla/launch.py. The rule there for tiles in pipelined loops is kept, too: weights are not
+loaded, and z is not an operand.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, D head size, E size of a code, F codes, V value
-size, N chunks, C chunk length. Kernels see BF of the codes and BV of the values at a time; BD and BE are the powers of
-two that hold D and E.
+size, N chunks, C chunk length. A tile has BF codes and BV values. BD and BE are the powers of two that hold D and E, at
+least 64.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from gated_kernels.common.tiles import contiguous, dot, load, load_vector, store
 from gated_kernels.simple_gla import launch as simple_gla
 from gated_kernels.simple_gla.intra_chunk import decays_between, read_by
 
-# BF, num_warps and num_stages, the fastest on an H200; by Triton 3.6 none spills at heads of 64 and 128.
+# BF, num_warps and num_stages: the fastest on an H200. With Triton 3.6 no registers spill at heads of 64 and 128.
 BLOCK = (64, 4, 3)
 VALUES = 128  # BV at most
-LARGEST = 128  # channels of a head, and of two codes, whose tiles fit into 99 KB of shared memory
+LARGEST = 128  # head size, and twice the size of a code, up to which tiles fit into 99 KB of shared memory
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def read_kernel(
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
     EXCLUSIVE: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's outputs of one query head a program; k is the keys' map."""
+    """The outputs of a chunk. One program per query head. k is the keys' map."""
     N = tl.cdiv(T, C)
     program = tl.program_id(0).to(tl.int64)
     chunk = program // R
@@ -58,7 +58,7 @@ def read_kernel(
     f = tl.arange(0, BF)
     i = tl.arange(0, C)
     h = g * R + program % R
-    first = row * G * R + h  # among the rows of all heads, as a step of fewer numbers takes fewer registers
+    first = row * G * R + h  # index among the rows of all heads, as a smaller stride takes fewer registers
     rows, left = i * G * R, tokens * G * R
     proj_DE = load(proj + h * D * E, d, D, E, e, E)
     bias_E = tl.load(bias + h * E + e, mask=e < E, other=0.0)
@@ -71,10 +71,10 @@ def read_kernel(
     scores = tl.zeros((C, C), tl.float32)
     outputs = tl.zeros((C, BV), tl.float32)
     if write_mask is not None:
-        mine = tl.program_id(1) == 0  # one of those that share their queries has the normalizer
+        mine = tl.program_id(1) == 0  # of the programs with the same queries, one computes the normalizer
         features = tl.where(mine, F, 0)
     for f0 in range(0, F, BF):
-        if write_mask is not None:  # on its way while the logits are made
+        if write_mask is not None:  # loaded while the logits are computed
             z_before = load_vector(z + chunk * F, f0 + f, features, 1)
         logits = logits_by(u, load(codes, f0 + f, F, E, e, E), 1.0, f0 + f, F, BF)
         higher = tl.maximum(top, tl.max(logits, 1))
@@ -106,7 +106,7 @@ def read_kernel(
 
 @functools.cache
 def constants(G: int, R: int, D: int, E: int, F: int, V: int, exclusive: bool) -> dict[str, Any]:
-    """What the kernel is compiled for and with; fixed by the sizes, never searched for."""
+    """The kernel's constexprs and launch options. They follow from the sizes; there is no autotuning."""
     BD, BE, BV = (max(64, triton.next_power_of_2(size)) for size in (D, E, V))
     BF, warps, stages = BLOCK
     return {
@@ -142,7 +142,10 @@ def forward(
     segment: Tensor | None,
     exclusive: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The outputs, the normalizer (empty without `write_mask`) and the last state; k is the keys' map."""
+    """The outputs, the normalizer (empty without `write_mask`) and the last state. k is the keys' map.
+
+    of_q: the queries and the parameters of their map.
+    """
     q, proj, bias, log_inv_temperature, codes = codebook.plain(*of_q)
     v, log_a, write_mask, state, segment = contiguous(v, log_a, write_mask, state, segment)
     (B, T, H, D), (G, F, E), V = q.shape, codes.shape, v.shape[-1]

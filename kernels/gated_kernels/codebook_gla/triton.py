@@ -1,8 +1,8 @@
-"""Gated linear attention over a codebook's features, by the Triton kernels of both, keeping only what it is given.
+"""Gated linear attention over a codebook's features, in the Triton kernels of both ops, saving only the inputs.
 
-The features of queries and keys, F numbers a head and token, are made once more in the backward pass. With one gate a
-head, or none, their gradients take their places there. In the forward pass the features of queries are made where they
-are read (`read.py`), but for gates per feature and large heads.
+The backward pass recomputes the features of queries and keys, F numbers per head and token. With one gate per head, or
+none, their gradients overwrite them. In the forward pass, the features of queries are computed where they are used
+(`read.py`), except with gates per feature and with large heads.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, E size of a code, F codes, V value size.
 """
@@ -82,7 +82,7 @@ def backward(
     dnormalizer: Tensor,
     dlast: Tensor,
 ) -> list[Tensor]:
-    """The gradients of all tensors up to log_a (empty where there is none), and of the state."""
+    """The gradients of all tensors up to log_a (empty without one), and of the state."""
     of_q, of_k = (q, q_proj, q_bias, q_log_inv_temperature, codes), (k, k_proj, k_bias, k_log_inv_temperature, codes)
     (phi_q, q_sums), (phi_k, k_sums) = codebook.mapped(*of_q), codebook.mapped(*of_k)
     q_statistics = k_statistics = None
@@ -144,9 +144,9 @@ def triton_codebook_gla(
     segment_ids_BT: Tensor | None = None,
     exclusive: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor] | None:
-    """As `gated_kernels.chunk_codebook_gla`; None for what the kernels do not support.
+    """Same as `gated_kernels.chunk_codebook_gla`. None on a CPU and for what the kernels do not support.
 
-    The two ops run then, one after the other. Each says by itself what its kernels do not support.
+    The two ops then run one after the other, and each warns about what its own kernels do not support.
     """
     if not (v_BTGV.is_cuda or INTERPRETED.value) or v_BTGV.dtype != torch.bfloat16:
         return None

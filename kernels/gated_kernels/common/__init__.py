@@ -1,1 +1,1 @@
-"""What the ops share: tiles of Triton kernels, derivatives, tracing, and the registry of kernels."""
+"""Code shared by the ops: tiles of Triton kernels, derivatives, tracing, and the registry of kernels."""

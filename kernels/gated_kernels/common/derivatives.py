@@ -1,4 +1,4 @@
-"""What derivatives beyond the first take: a backward pass of torch operations alone, and none that is NaN at 0."""
+"""Helpers for higher derivatives: differentiable backward passes, and functions whose derivatives stay finite at 0."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 def differentiable_gradients(
     run: Callable[..., Sequence[Tensor]], inputs: Sequence[Any], grads: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of `run(*inputs)` for `grads`, one for every input (None where it needs none), which can be
-    differentiated in turn.
+    """Differentiable gradients of `run(*inputs)` for the output gradients `grads`: one for every input, or None for an
+    input that needs none.
 
-    For the backward pass of a `torch.autograd.Function` while gradients are enabled there, as they are with
-    `create_graph=True`: `run` is the op once more, made of torch operations alone. `once_differentiable` would not do
-    for a refusal, as `torch.autograd.grad` never comes by the error that it leaves in the graph.
+    For the backward pass of a `torch.autograd.Function` when gradients are enabled in it, as with `create_graph=True`.
+    `run` must compute the same op with torch operations alone. Refusing with `once_differentiable` would not work:
+    `torch.autograd.grad` may never reach the error node that it puts into the graph.
     """
     with torch.enable_grad():
-        # views, so that an input made of another one is not followed to that
+        # views, so that the graph of an input that was computed from another input is not traversed
         own = [x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in inputs]
         wanted = [mine for mine, x in zip(own, inputs) if mine is not x]
         found = iter(torch.autograd.grad(run(*own), wanted, grads, create_graph=True, allow_unused=True))
@@ -28,29 +28,29 @@ def differentiable_gradients(
 
 
 def unit(x: Tensor) -> Tensor:
-    """x over its length in the last dimension; what is shorter than 1e-12 stays as it is.
+    """x divided by its length in the last dimension; vectors shorter than 1e-12 stay as they are.
 
-    All its derivatives are finite there, unlike those of `torch.nn.functional.normalize` beyond the first.
+    All derivatives are finite there, unlike the higher ones of `torch.nn.functional.normalize`.
     """
     square = x.square().sum(-1, keepdim=True)
     return x / square.masked_fill(square < 1e-24, 1).sqrt()
 
 
 def quotient(x: Tensor, y: Tensor) -> Tensor:
-    """x [..., V] over y > 0 [...], both first brought to y's size by a power of 2, which rounds nothing.
+    """x [..., V] / y [...] for y > 0. Both are first multiplied by a power of 2 that brings y near 1, which is exact.
 
-    The second derivative by y, which goes with 1 / y^2, would overflow float32 where y is less than 1e-19.
+    Otherwise, the second derivative with respect to y, computed from 1 / y^2, would overflow float32 for y < 1e-19.
     """
     power = power_of_size(y)
     return (x * power[..., None]) / (y * power)[..., None]
 
 
 def logarithm(x: Tensor) -> Tensor:
-    """log x, with derivatives as those of `quotient`."""
+    """log x, scaled like `quotient`, so that second derivatives do not overflow."""
     power = power_of_size(x)
     return (x * power).log() - power.log()
 
 
 def power_of_size(x: Tensor) -> Tensor:
-    """A power of 2, a constant, that brings x between 1/2 and 1."""
+    """The power of 2 whose product with x is in [1/2, 1). A constant to autograd."""
     return torch.ldexp(torch.ones_like(x), -torch.frexp(x.detach()).exponent)

@@ -1,4 +1,4 @@
-"""What the Triton paths of gla, simple_gla, codebook_gla and delta_rule do alike with their arguments.
+"""How the Triton paths of gla, simple_gla, codebook_gla and delta_rule check and prepare their arguments.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, F feature size, V value size.
 """
@@ -32,7 +32,7 @@ def sizes_of(q_BTHF: Tensor, v_BTGV: Tensor) -> Sizes:
 
 
 def promoted(*tensors: Tensor) -> torch.dtype:
-    """The dtype that holds all of them."""
+    """The dtype that all of them promote to."""
     return functools.reduce(torch.promote_types, (x.dtype for x in tensors))
 
 
@@ -42,7 +42,8 @@ def is_per_head(log_a: Tensor | None) -> bool:
 
 
 def unfit(device: torch.device, *expected: tuple[Tensor | None, tuple[int, ...]]) -> str | None:
-    """What is wrong with the first tensor of another shape or device; there a kernel would read what does not exist."""
+    """What is wrong with the first tensor of an unexpected shape or device, or None. A kernel would read out of its
+    bounds."""
     for x, shape in expected:
         if x is not None and (x.shape != shape or x.device != device):
             return f"{tuple(x.shape)} on {x.device} where {tuple(shape)} on {device} is due"
@@ -58,7 +59,7 @@ def unfit_options(
     segment_ids_BT: Tensor | None,
     q_lse_BTH: Tensor | None = None,
 ) -> str | None:
-    """As `unfit`, of all but queries, keys and values."""
+    """Same as `unfit`, for all arguments but queries, keys and values."""
     B, T, H, G, F, V = sizes
     return unfit(
         device,
@@ -80,7 +81,7 @@ def unsupported(
     segment_ids_BT: Tensor | None,
     q_lse_BTH: Tensor | None,
 ) -> str | None:
-    """What the kernels do not support of this, or None."""
+    """What the kernels do not support in these arguments, or None."""
     if (dtype := promoted(q_BTHF, k_BTGF, v_BTGV)) not in PRODUCTS:
         return f"inputs in {str(dtype).removeprefix('torch.')}"
     B, T, _, G, F, V = sizes = sizes_of(q_BTHF, v_BTGV)
@@ -90,7 +91,7 @@ def unsupported(
 
 
 def first_state(v: Tensor, features: int, write_mask: Tensor | None, state: Tensor | None) -> Tensor:
-    """The given state, or one of zeros, in fp32 [B, G, F, V], with a normalizer one column more."""
+    """The given state, or zeros, in fp32: [B, G, F, V], with one more column if there is a `write_mask`."""
     if state is not None:
         return state.float()
     B, _, G, V = v.shape
@@ -98,12 +99,12 @@ def first_state(v: Tensor, features: int, write_mask: Tensor | None, state: Tens
 
 
 def with_mask_column(v: Tensor, write_mask: Tensor) -> Tensor:
-    """Values with the mask as one more column, whose output is the normalizer: for kernels that know of none."""
+    """The values with the mask as one more column, whose output is the normalizer, for kernels that compute none."""
     return torch.cat((v, write_mask[..., None].to(v.dtype)), -1)
 
 
 def features_of(q: Tensor, q_lse: Tensor, dtype: torch.dtype) -> Tensor:
-    """exp(q - lse), made in memory for kernels that do not make it themselves."""
+    """exp(q - lse), materialized for kernels that do not compute it themselves."""
     return (q - q_lse[..., None]).exp().to(dtype)
 
 

@@ -1,17 +1,18 @@
-"""The gated recurrence in torch, in chunks: matrix products within a chunk, a loop over the states between chunks.
+"""The chunkwise gated recurrence in torch: matrix products within chunks, and a loop over chunks for the state.
 
 It serves `gla`, with a gate for each feature, and `simple_gla`, with one gate per head or none: gates broadcast.
 
-The outputs of a chunk are its scores times its values, and its queries, decayed, times the state before it. The score
-of tokens t and s is q_t k_s times every decay after s up to t. Decays are products of the gates, never quotients of
-products from the start, which underflow. So a chunk is halved again and again, and the queries of a second half meet
-the keys of its first half with both decays ending at the boundary between them. Halving stops at blocks whose gates are
-mild (nearly always at once). There, both decays of all pairs are taken from the middle of the block.
+The outputs of a chunk are the sum of an intra-chunk part, scores times values, and an inter-chunk part, decayed queries
+times the state before the chunk. The score of tokens t and s is q_t k_s times every decay after s up to t. Decays are
+products of the gates, never quotients of cumulative products, which underflow. So a chunk is halved recursively.
+Queries in a second half are multiplied with keys in the first half, with both decays taken to the boundary between
+them. Halving stops at blocks whose gates are mild (nearly always at the whole chunk). There, the decays of all pairs
+are taken to the middle of the block.
 
-The backward pass computes all of it again, so that only the inputs are kept.
+The backward pass recomputes all of this, so that only the inputs are saved.
 
-Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, X = V and one for
-the normalizer, N chunks, C chunk length. Chunked tensors are [B, G, N, C, ...], queries [B, G, N, C, R, F], a gate's
+Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, X = V, or V + 1
+with a normalizer, N chunks, C chunk length. Chunked tensors are [B, G, N, C, ...], queries [B, G, N, C, R, F], a gate's
 last size is F or 1.
 """
 
@@ -28,7 +29,7 @@ from gated_kernels.common.derivatives import differentiable_gradients
 from gated_kernels.common.tracing import reads_no_values
 
 CHUNK = 32
-MILD = math.exp(-30)  # twice this exponent, in a pair that the mask removes, must stay finite
+MILD = math.exp(-30)  # pairs that the mask removes reach exp(60), which must be finite in fp32
 
 
 def gated_recurrence(
@@ -42,7 +43,7 @@ def gated_recurrence(
     exclusive: bool,
     q_lse_BTH: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The outputs, the normalizer and the last state; arguments and results as those of `chunk_gla`."""
+    """The outputs, the normalizer and the last state. Arguments and results are those of `chunk_gla`."""
     B, _, _, F = q_BTHF.shape
     G, V = v_BTGV.shape[2:]
     dtype = torch.promote_types(v_BTGV.dtype, torch.float32)
@@ -75,7 +76,7 @@ def _recurrence(
     log_a = v_BTGV.new_zeros(()).expand(B, T, G, 1) if log_a is None else log_a
     if not exclusive:
         return _Chunked.apply(q_BTHF, k_BTGF, v_BTGV, log_a, state, segment_ids_BT)
-    # What q_t reads before token t, it would read after token t - 1.
+    # Exclusive: the state before token t is the one after token t - 1, so q_t reads in the place of q_{t-1}.
     early_BTHF = nnf.pad(q_BTHF[:, 1:], (0, 0, 0, 0, 0, 1))
     if segment_ids_BT is not None:
         same_BT = nnf.pad(segment_ids_BT[:, 1:] == segment_ids_BT[:, :-1], (0, 1))
@@ -92,20 +93,20 @@ def _step(
     k, v_row = k[..., None], v[..., None, :]
     if log_a is None:
         last = torch.addcmul(state, k, v_row)
-    else:  # in place: a state is large enough that another one costs as much as the sum
+    else:  # in place: allocating another state would cost as much as the addition
         last = (state * log_a[:, 0, :, :, None].to(state.dtype).exp()).addcmul_(k, v_row)
     o = q.unflatten(1, (v.shape[1], -1)) @ (state if exclusive else last)
     return o.flatten(1, 2)[:, None].to(v_BTGV.dtype), last
 
 
 class _Decay(NamedTuple):
-    """Products of gates; `middle` and `levels` are for pairs of tokens within a chunk."""
+    """Products of gates. `middle` and `levels` are for pairs of tokens within a chunk."""
 
-    prefix: Tensor  # [.., C, F] from the start of the chunk to each token, 0 where the state before is not its own
-    suffix: Tensor  # [.., C, F] after each token to the end of the chunk, 0 where the state after is not its own
-    total: Tensor  # [.., F, 1] of the chunk, 0 where a segment ends within it
+    prefix: Tensor  # [.., C, F] from the start of the chunk to each token; 0 if the state before is another segment's
+    suffix: Tensor  # [.., C, F] after each token to the end of the chunk; 0 if the state after is another segment's
+    total: Tensor  # [.., F, 1] of the whole chunk; 0 if a segment ends between the token before it and its last one
     base: int  # length of the blocks that are not halved
-    middle: Tensor  # [.., C, F] from the middle of a token's base block to the token; its inverse for a key
+    middle: Tensor  # [.., C, F] from the middle of a token's base block to the token; keys are divided by it
     levels: list[tuple[int, Tensor, Tensor]]  # length of a half, prefix of second halves, suffix of first halves
 
 
@@ -135,19 +136,19 @@ def _decay(gate: Tensor, segment: Tensor | None) -> _Decay:
 
 
 def _mild_length(totals: list[Tensor]) -> int:
-    """The length of the longest blocks that are mild, all of them."""
+    """The length of the longest blocks such that no half of any block decays by less than a factor of MILD."""
     mild = torch.stack([total.amin() for total in totals[:-1]]) >= MILD
     return 1 << int(mild.sum())
 
 
 class _Pass(NamedTuple):
-    """Everything that the forward pass makes on its way and the backward pass needs again."""
+    """The intermediate results of the forward pass that the backward pass recomputes."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     decay: _Decay
-    same: Tensor | None  # [B, 1, N, C, 1, C] whether two tokens are of one segment
+    same: Tensor | None  # [B, 1, N, C, 1, C] whether two tokens belong to the same segment
     scores: Tensor  # [B, G, N, C, R, C]
     read: Tensor  # [B, G, N, C, R, F] queries decayed from the start of the chunk
     write: Tensor  # [B, G, N, C, F] keys decayed to the end of the chunk
@@ -207,7 +208,7 @@ class _Chunked(torch.autograd.Function):
         o = run.scores.flatten(3, 4) @ run.v
         o.flatten(0, 2).baddbmm_(run.read.flatten(3, 4).flatten(0, 2), run.states.flatten(0, 2))
         o = o.unflatten(3, run.q.shape[3:5])
-        # no cast here: where it changes nothing, torch 2.11 loses the gradients of this op under torch.compile
+        # no cast here: if it is a no-op, torch 2.11 loses the gradients of this op under torch.compile
         return _tokens(o)[:, : q_BTHF.shape[1]].flatten(2, 3), run.last
 
     @staticmethod
@@ -224,7 +225,7 @@ class _Chunked(torch.autograd.Function):
 def _by_token(
     q_BTHF: Tensor, k_BTGF: Tensor, v_BTGV: Tensor, log_a: Tensor, state: Tensor, segment_ids_BT: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """What `_Chunked` computes, token by token: slow, but differentiable any number of times."""
+    """Computes what `_Chunked` does, token by token: slow, but differentiable any number of times."""
     outputs = []
     for t in range(k_BTGF.shape[1]):
         if segment_ids_BT is not None and t:
@@ -236,7 +237,7 @@ def _by_token(
 
 
 def _backward(run: _Pass, do_BTHV: Tensor, dlast: Tensor, per_head: bool) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, log_a, each in chunks, and of the state."""
+    """The gradients of q, k, v and log_a, all chunked, and of the state. `per_head`: one gate for all features."""
     q, k, decay = run.q, run.k, run.decay
     C, R = q.shape[3:5]
     base = decay.base
@@ -259,7 +260,7 @@ def _backward(run: _Pass, do_BTHV: Tensor, dlast: Tensor, per_head: bool) -> tup
     dv += run.write @ dadded
     dwrite = run.v @ dadded.mT
 
-    # Gradients of the gates' sums, as every factor is the exponential of one.
+    # Gradients of the sums of log gates: every factor is the exponential of one.
     dtotal = to_gate(((dadded * run.states).sum(-1, keepdim=True) * decay.total).mT)
     dsuffix = to_gate(dwrite * run.write)
     dprefix = to_gate((dread * run.read).sum(4))
@@ -275,7 +276,7 @@ def _backward(run: _Pass, do_BTHV: Tensor, dlast: Tensor, per_head: bool) -> tup
         _halves(dq, half)[1].addcmul_(dleft, prefix[..., None, :])
         _halves(dk, half)[0].addcmul_(dright, suffix)
 
-    # A token meets itself without decay: kept out of the gates' gradients, where it would only cancel.
+    # A token reads itself without decay, so this must stay out of the gates' gradients, where it would only cancel.
     dself = dscores.diagonal(dim1=3, dim2=5).mT[..., None]
     dq.addcmul_(dself, k[..., None, :])
     dk += (dself * q).sum(4)
@@ -295,7 +296,8 @@ def _backward(run: _Pass, do_BTHV: Tensor, dlast: Tensor, per_head: bool) -> tup
 
 
 def _descend(dprefix: Tensor, dsuffix: Tensor, dtotal: Tensor, half: int) -> Tensor:
-    """The gradient of the totals of halves, from those of what they were multiplied into."""
+    """The gradient of the totals of halves, from those of the totals of blocks and of the prefixes and suffixes that
+    they were multiplied into."""
     first, second = _halves(dprefix, half)[1].sum(4) + dtotal, _halves(dsuffix, half)[0].sum(4) + dtotal
     return torch.stack([first, second], 4).flatten(3, 4)
 
@@ -316,7 +318,7 @@ def _outer_backward(d: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Ten
 
 
 def _causal(size: int, like: Tensor, diagonal: int = 0) -> Tensor:
-    """[t, 1, s] 1 where s <= t, or s < t."""
+    """[t, 1, s] 1 where s <= t, or with diagonal -1 where s < t; 0 elsewhere."""
     return like.new_ones(size, size).tril_(diagonal)[:, None]
 
 
@@ -333,7 +335,7 @@ def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
 
 
 def _split(x: Tensor, C: int, dtype: torch.dtype) -> Tensor:
-    """[B, T, G, ...] -> [B, G, N, C, ...] in one copy, filled up with zeros."""
+    """[B, T, G, ...] -> [B, G, N, C, ...] in one copy, padded with zeros."""
     B, T, G = x.shape[:3]
     chunks = x.new_empty(B, G, -(-T // C), C, *x.shape[3:], dtype=dtype)
     tokens = _tokens(chunks)

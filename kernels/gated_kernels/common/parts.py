@@ -1,16 +1,20 @@
-"""How a pass over the states is cut, so that a long sequence of few heads fills a GPU.
+"""Splits a scan over the states into parts, so that a long sequence with few heads fills a GPU.
 
-All parts run from a state of zeros, each hands its last state on to the next, and all run again.
+All parts first run from a zero state, then the states before each part are computed from the last ones, and all parts
+run again from these.
 """
 
 from __future__ import annotations
 
-PROGRAMS = 264  # in a pass over the states, at which a GPU is full enough: two on each of the 132 processors of an H200
-STEPS = 8  # of the loop over chunks (and heads, backward) that a part has at least
+PROGRAMS = 264  # of a scan, enough to fill a GPU: two for each of the 132 SMs of an H200
+STEPS = 8  # least number of iterations of a part's loop over chunks (and, in the backward pass, heads)
 
 
 def cut(chunks: int, steps: int, programs: int) -> tuple[int, int]:
-    """The chunks of a part, and how many parts there are, of a pass of so many chunks, steps and programs."""
+    """The chunks per part, and the number of parts.
+
+    chunks, steps: chunks of a sequence, and iterations of the loop over them. programs: how many one part takes.
+    """
     parts = min(chunks, steps // STEPS, PROGRAMS // programs)
-    part = -(-chunks // parts) if parts >= 4 else chunks  # every part is run twice
+    part = -(-chunks // parts) if parts >= 4 else chunks  # fewer parts do not pay, as each runs twice
     return part, -(-chunks // part)

@@ -1,4 +1,4 @@
-"""A loop over chunks whose backward pass makes everything again, so that only its inputs are kept."""
+"""A loop over chunks whose backward pass recomputes everything, so that only its inputs are saved."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ Result = TypeVar("Result")
 
 
 def recomputed(chunked: Callable[..., Result], *inputs: Any, on_gpu: bool) -> Result:
-    """`chunked(*inputs)`, which draws no random numbers; on a GPU outside of compiled graphs."""
+    """`chunked(*inputs)` under activation checkpointing. `chunked` must not draw random numbers.
+
+    on_gpu: keep it out of the graphs of torch.compile, see `outside_of_graphs`.
+    """
     options = {"use_reentrant": False, "preserve_rng_state": False}
     return outside_of_graphs(checkpoint, chunked, *inputs, on_gpu=on_gpu, **options)

@@ -1,6 +1,6 @@
-"""Which kernels run in the place of the torch ops: `chunk.py` files look here, and `gated_kernels.use` writes here.
+"""Registry of the kernels that replace torch ops. `chunk.py` files look kernels up, `gated_kernels.use` sets them.
 
-It imports nothing, so that an exported model, which ships the `chunk.py` files alone, finds it empty and runs in torch.
+It imports no kernels. An exported model ships without them, so the registry stays empty and the ops run in torch.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from collections.abc import Callable
 from typing import Any
 
 _KERNELS: dict[str, tuple[Callable[..., Any], ...]] = {}
-_ASKED: dict[str, Callable[..., Any]] = {}  # one for each op, which asks those above in their order
+_ASKED: dict[str, Callable[..., Any]] = {}  # one function per op, which tries the op's kernels in order
 
 
 def kernel_for(op: str) -> Callable[..., Any] | None:
-    """The kernels chosen for an op, or None. They take the op's arguments, and return None for what they leave to
-    torch. Of several the first that takes a call runs."""
+    """A function that runs the kernels chosen for an op, or None. It takes the op's arguments. It returns the result of
+    the first kernel that supports the call, or None if none does and the call is left to torch."""
     return _ASKED.get(op)
 
 
 def kernels_for(op: str) -> tuple[Callable[..., Any], ...]:
-    """All kernels chosen for an op, in the order in which they are asked."""
+    """All kernels chosen for an op, in the order in which they are tried."""
     return _KERNELS.get(op, ())
 
 
 def set_kernel(op: str, *kernels: Callable[..., Any] | None) -> None:
-    """Has an op run by `kernels` from now on; None: in torch."""
+    """Makes an op run in `kernels`, tried in order, from now on. With none, or only None, it runs in torch."""
     chosen = tuple(kernel for kernel in kernels if kernel is not None)
     if chosen:
         _KERNELS[op], _ASKED[op] = chosen, chosen[0] if len(chosen) == 1 else _first_of(chosen)
@@ -34,7 +34,7 @@ def set_kernel(op: str, *kernels: Callable[..., Any] | None) -> None:
 
 
 def _first_of(kernels: tuple[Callable[..., Any], ...]) -> Callable[..., Any]:
-    """Gives what the first of them gives that takes a call, or None."""
+    """A function that returns the result of the first kernel that supports the call, or None."""
 
     def first_that_takes_it(*args: Any, **options: Any) -> Any:
         for kernel in kernels:

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: tiles of rows and columns, and matrix products."""
+"""Code shared by the Triton kernels: loading and storing tiles, and matrix products."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gated_kernels.common.interpreter import INTERPRETED, rounded
 
-# By the inputs' dtype: that of what is multiplied, and how fp32 operands are.
+# By the inputs' dtype: the dtype of the operands of matrix products, and the precision for fp32 operands.
 PRODUCTS = {
     torch.bfloat16: (torch.bfloat16, "tf32"),
     torch.float16: (torch.float32, "tf32"),
@@ -20,20 +20,20 @@ PRODUCTS = {
 
 
 def contiguous(*tensors: Tensor | None) -> list[Any]:
-    """As kernels address them; what is None stays so."""
+    """The tensors, contiguous. None stays None."""
     return [None if x is None else x.contiguous() for x in tensors]
 
 
 @triton.jit
 def load(x, i, rows, step, column, columns):
-    """Rows i and some columns of x, whose rows lie `step` apart; zeros where there are none."""
+    """Rows i and columns `column` of x, whose rows are `step` elements apart. Zeros out of bounds."""
     mask = (i < rows)[:, None] & (column < columns)[None, :]
     return tl.load(x + i[:, None] * step + column[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def load_again(x, i, rows, step, column, columns):
-    """As `load`; what was loaded before is not kept in registers until now."""
+    """Same as `load`, but volatile: the compiler does not reuse an earlier load by keeping it in registers."""
     mask = (i < rows)[:, None] & (column < columns)[None, :]
     return tl.load(x + i[:, None] * step + column[None, :], mask=mask, other=0.0, volatile=True)
 
@@ -46,7 +46,7 @@ def store(x, value, i, rows, step, column, columns):
 
 @triton.jit
 def load_vector(x, i, size, step):
-    """Numbers i of x in fp32, `step` apart; zeros where there are none."""
+    """Elements i of x, which are `step` apart, in fp32. Zeros out of bounds."""
     return tl.load(x + i * step, mask=i < size, other=0.0).to(tl.float32)
 
 
@@ -57,7 +57,7 @@ def store_vector(x, value, i, size, step):
 
 @triton.jit
 def dot(a, b, c, D: tl.constexpr, PRECISION: tl.constexpr):
-    """a b + c (None: nothing) in fp32, of operands in D. The one place where kernels multiply matrices."""
+    """a b + c (None: a b) in fp32, with operands rounded to D. Kernels multiply matrices only here."""
     a = rounded(a, D)
     b = rounded(b, D)
     if INTERPRETED:  # Triton's interpreter multiplies the bits of bf16 as integers

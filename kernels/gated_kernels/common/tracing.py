@@ -1,4 +1,4 @@
-"""What an op may do while it is traced into a graph, by torch or as a CUDA graph."""
+"""What an op may do while it is traced by torch or captured as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Result = TypeVar("Result")
 
 @torch.compiler.assume_constant_result
 def is_exporting() -> bool:
-    """Whether torch.export traces. In a graph of torch.compile, torch 2.11 takes its own function of this name for
-    true; it asks this one when it traces."""
+    """Whether torch.export is tracing. In graphs of torch.compile, torch 2.11 treats its own function of this name as
+    constantly true, whereas it calls this one when it traces."""
     return torch.compiler.is_exporting()
 
 
 def reads_no_values() -> bool:
-    """Whether an op must do without looking at a value: it would cut a graph of torch.compile, and a CUDA graph cannot
-    hold it. Before a capture, waiting for the GPU is made an error."""
+    """Whether an op must not read tensor values on the host. A read would break the graph of torch.compile, and a CUDA
+    graph cannot contain it. Sync debug mode 2 ("error"), which is set in the runs before a capture, counts as well."""
     if torch.compiler.is_compiling():
         return True
     if not torch.cuda.is_initialized():
@@ -28,9 +28,11 @@ def reads_no_values() -> bool:
 
 
 def outside_of_graphs(function: Callable[..., Result], *args: Any, on_gpu: bool, **options: Any) -> Result:
-    """What `function` returns, which loops over the chunks of a row. torch.compile unrolls loops, and for a long row
-    takes minutes to compile them, so on a GPU they are left out of its graphs: a CUDA graph holds them as they are.
-    What is exported stays one graph."""
+    """Returns the result of `function`, which loops over the chunks of a row.
+
+    torch.compile unrolls loops and would take minutes to compile that of a long row. So on a GPU, `function` is kept
+    out of its graphs. A CUDA graph can still capture it. An exported program stays one graph.
+    """
     if is_exporting() or not on_gpu:
         return function(*args, **options)
     outside: Result = _outside(function, *args, **options)

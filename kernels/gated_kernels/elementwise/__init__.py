@@ -1,1 +1,2 @@
-"""The elementwise recurrence, S_t = A_t * S_{t-1} + k_t^T v_t with a decay of every entry, A_t = exp(dt_t log A)."""
+"""The elementwise recurrence, S_t = A_t * S_{t-1} + k_t^T v_t, with a decay per entry of the state,
+A_t = exp(dt_t log A)."""

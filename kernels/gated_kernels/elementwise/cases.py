@@ -1,4 +1,4 @@
-"""Inputs on which the elementwise recurrence is tested, and other ways to get the same result."""
+"""Test inputs for the elementwise recurrence, and other ways to get the same result."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Case(NamedTuple):
     R: int = 3
     F: int = 8
     V: int = 17
-    dt: float = 0.1  # the median step; steps vary by several e around it
-    holes: bool = False  # tokens that leave the state as it is
+    dt: float = 0.1  # the median step; steps are log-normal around it
+    holes: bool = False  # whether some tokens leave the state untouched
     state: bool = True
     segments: bool = False
     exclusive: bool = False
     dtype: torch.dtype = torch.float32
-    v_dtype: torch.dtype | None = None  # of the values, when another
+    v_dtype: torch.dtype | None = None  # dtype of the values; None: `dtype`
 
 
 CASES = {

@@ -1,8 +1,11 @@
-"""The elementwise recurrence in chunks: all chunks together step through their tokens, each from an empty state; then a
-loop over the chunks carries the states; then every token reads what stood before its chunk, decayed.
+"""The chunkwise elementwise recurrence.
 
-A decay per entry of the state leaves no matrix product over tokens, so T F V numbers are made on the way; the backward
-pass makes them again, and only the inputs are kept. Every decay is an exponential of at most 0, and none is divided by.
+First, all chunks step through their tokens in parallel, each from a zero state. Then a loop over the chunks carries the
+states. Finally, every token also reads the state before its chunk, decayed.
+
+With a decay per entry of the state, there is no matrix product over tokens, so T F V intermediate values are computed.
+The backward pass recomputes them, so that only the inputs are saved. Every decay is the exponential of a number of at
+most 0, and nothing is divided by a decay.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, N chunks, C chunk
 length. Chunked tensors are [B, G, N, C, ...].
@@ -30,12 +33,15 @@ def chunk_elementwise(
     segment_ids_BT: Tensor | None = None,
     exclusive: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """S_t = exp(dt_t log A) * S_{t-1} + k_t^T v_t, read by o_t = q_t S_t; query head h uses kv head h // R.
+    """S_t = exp(dt_t log A) * S_{t-1} + k_t^T v_t, o_t = q_t S_t. Query head h uses key-value head h // R.
 
-    dt_t[v] >= 0 scales log_A[f, v] <= 0. With `exclusive`, o_t = q_t S_{t-1}. `segment_ids_BT` are integers; the
-    recurrence restarts where they change, and the given state belongs to the first of them. Computes in fp32 (fp64 for
-    fp64 values), under autocast too. Returns o_BTHV in v's dtype and the last state. Raises ValueError when H is no
-    multiple of G.
+    dt_t[v] >= 0 scales log_A[f, v] <= 0. Computes in fp32 (fp64 for fp64 values), even under autocast.
+
+    initial_state: [B, G, F, V]; None: zeros.
+    segment_ids_BT: integers. The recurrence restarts where they change. The given state belongs to the first segment.
+    exclusive: o_t = q_t S_{t-1}.
+
+    Returns o_BTHV in v's dtype and the last state. Raises ValueError when H is not a multiple of G.
     """
     B, _, H, F = q_BTHF.shape
     G, V = v_BTGV.shape[2:]
@@ -68,7 +74,7 @@ def _run(
     C = min(CHUNK, T)
     q, k, v, dt = (_split(x, C) for x in (q_BTHF.unflatten(2, (G, -1)), k_BTGF, v_BTGV, dt_BTGV))
     log_A = log_A_GFV[:, None]
-    same = before = None  # [B, 1, N, C, 1, 1]: whether a token is of the segment of the one before it, before its chunk
+    same = before = None  # [B, 1, N, C, 1, 1] same segment as the token before it, as the token before its chunk
     if segment_ids_BT is not None:
         same, before = _same_segment(segment_ids_BT, C)
 
@@ -106,6 +112,6 @@ def _same_segment(segment_ids_BT: Tensor, C: int) -> tuple[Tensor, Tensor]:
 
 
 def _split(x: Tensor, C: int) -> Tensor:
-    """[B, T, G, ...] -> [B, G, N, C, ...], filled up with zeros."""
+    """[B, T, G, ...] -> [B, G, N, C, ...], padded with zeros."""
     filled = torch.cat([x, x.new_zeros(x.shape[0], -x.shape[1] % C, *x.shape[2:])], 1)
     return filled.unflatten(1, (-1, C)).movedim(3, 1)

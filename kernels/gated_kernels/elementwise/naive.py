@@ -1,4 +1,4 @@
-"""The elementwise recurrence as it is defined: every query head on its own, one token after another.
+"""The definition of the elementwise recurrence, with a loop over tokens and a separate state for every query head.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, F feature size, V value size.
 """
@@ -20,7 +20,7 @@ def naive_elementwise(
     segment_ids_BT: Tensor | None = None,
     exclusive: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """See `gated_kernels.chunk_elementwise`; computed in the dtype of the values, but at least in fp32."""
+    """See `gated_kernels.chunk_elementwise`. Computed in the dtype of the values, but in at least fp32."""
     B, T, H, F = q_BTHF.shape
     G, V = v_BTGV.shape[2:]
     dtype = torch.promote_types(v_BTGV.dtype, torch.float32)

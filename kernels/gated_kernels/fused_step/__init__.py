@@ -1,1 +1,1 @@
-"""One token through a whole linearized layer, from its projections to what the output projection takes."""
+"""One decoding step of a whole linearized layer, from the token's projections to the output projection's input."""

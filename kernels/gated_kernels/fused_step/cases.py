@@ -1,4 +1,4 @@
-"""Steps on which the fused one is tested, and whether it is right on them."""
+"""Test inputs for the fused step, and checks of its results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Kind = Literal["gla", "liger-paper"]
 class Case(NamedTuple):
     kind: Kind = "gla"
     seen: int = 200  # tokens before this one
-    padded: bool = False  # some of them, and this one in the first row
+    padded: bool = False  # whether some of them are padding, and in the first row this one
     W: int = 64
     M: int = 4
     B: int = 2
@@ -29,7 +29,7 @@ class Case(NamedTuple):
     R: int = 2
     D: int = 64
     F: int = 128
-    C: int | None = None  # rotated channels; all of them
+    C: int | None = None  # rotated channels; None: all
     gate: Literal["head", "constant", "none"] = "head"
     turn: int = 7
     dtype: torch.dtype = torch.float32
@@ -62,7 +62,7 @@ CASES = {
 
 
 def inputs(case: Case) -> Given:
-    """The arguments of `step`; a ring that has turned, and a state that is empty while nothing has left the window."""
+    """The arguments of a step. The ring has wrapped around. The state is empty if no token has left the window yet."""
     B, G, R, D, M, P = case.B, case.G, case.R, case.D, case.M, case.W - 1
     H, C, E = G * R, D if case.C is None else case.C, D // 2
     random = torch.Generator().manual_seed(case.D)
@@ -102,7 +102,7 @@ def inputs(case: Case) -> Given:
         valid[0, -1] = False
     position = torch.where(valid, valid.cumsum(1) - 1, -1)
     position_BS = torch.cat((position.new_full((B, P), -1), position), 1)[:, -case.W :]
-    gone = position[:, : max(0, case.seen - P)]  # out of the window
+    gone = position[:, : max(0, case.seen - P)]  # no longer in the window
     far = gone.amax(1, keepdim=True) if gone.shape[1] else position.new_full((B, 1), -1)
     visible = (torch.arange(M) <= far) if M else None
     angle = normal(B, max(C // 2, 1)).repeat(1, 2)[:, :C] if C else None
@@ -132,7 +132,7 @@ def inputs(case: Case) -> Given:
 
 
 def changed(x: Any, change: Any) -> Any:
-    """The tensors of the nested tuples that `inputs` gives, each as `change` makes it."""
+    """The nested tuples that `inputs` returns, with `change` applied to every tensor."""
     if isinstance(x, Tensor):
         return change(x)
     if isinstance(x, tuple):
@@ -142,21 +142,22 @@ def changed(x: Any, change: Any) -> Any:
 
 
 def placed(given: Given, device: str, dtype: torch.dtype | None = None) -> Given:
-    """A copy on the device, whose floating-point numbers are in `dtype`."""
+    """A copy on the device, with floating-point tensors in `dtype` if it is given."""
     return changed(given, lambda x: x.to(device, dtype if x.is_floating_point() else None, copy=True))
 
 
 def outcome(step: Step, given: Given, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """What a step gives and leaves behind, by name."""
+    """A step's output and the floating-point tensors of the cache after it, by name."""
     token, cache, config = placed(given, str(given[0].q_BHD.device), dtype)
     found = {"output": step(token, cache, config)} | cache._asdict()
     return {name: x for name, x in found.items() if x is not None and x.is_floating_point()}
 
 
 def errors(step: Step, given: Given) -> dict[str, tuple[float, float]]:
-    """As gated_kernels.check.errors, of everything that a step changes.
+    """Same as `gated_kernels.check.errors`, for everything that a step changes.
 
-    On a GPU a product of fp32 is three of TF32, with 22 bits for 24: four times the error, besides the usual twice.
+    On a GPU, a product of fp32 operands is three TF32 products, which have 22 bits instead of 24: four times the error.
+    So six times the error in fp32 is allowed in addition to twice that of the plain step.
     """
     exact, plain, ours = outcome(reference, given, torch.float64), outcome(reference, given), outcome(step, given)
     single = outcome(reference, given, torch.float32)
@@ -170,7 +171,7 @@ def errors(step: Step, given: Given) -> dict[str, tuple[float, float]]:
 
 
 def faults(step: Step, given: Given) -> list[str]:
-    """A sentence for everything that is wrong."""
+    """A sentence for every result whose error exceeds what `errors` allows."""
     found = errors(step, given)
     return [
         f"{name} errs by {ours:.1e}, allowed {most:.1e}" for name, (ours, most) in found.items() if not ours <= most

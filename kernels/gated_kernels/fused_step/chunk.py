@@ -1,9 +1,9 @@
-"""The fused step of one token through a linearized layer: its arguments, and where it is supported.
+"""The fused decoding step of a linearized layer: its arguments, and for which layers it is supported.
 
-Only Triton has it. Where it is not supported, a layer takes its step op by op.
+Only Triton implements it. Where it is not supported, a layer runs its step op by op.
 
 Shapes: B batch, P tokens of the ring (window - 1), S = P + 1, M sinks, H query heads, G key-value heads, D head size,
-C rotated channels, E size of a code, F feature size. States are [B,G,F,D], whose rows can be read in whole vectors.
+C rotated channels, E size of a code, F feature size. States are [B,G,F,D], so that rows allow vectorized loads.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from torch import Tensor
 
 from gated_kernels.common.registry import kernel_for
 
-MIN_NORMALIZER = 1e-30  # of a memory that holds something; less counts as nothing
-EMPTY = -60.0  # a log normalizer at or below it: log(MIN_NORMALIZER), also of several such memories together
+MIN_NORMALIZER = 1e-30  # normalizers are clamped to it; a memory with less counts as empty
+EMPTY = -60.0  # log normalizer up to which a memory is empty: above log(MIN_NORMALIZER), also for a sum of several
 
 
 class StepInputs(NamedTuple):
-    """The new token of every row: its projections before rotary, and where it stands.
+    """The new token of every row: its projections before rotary embedding, and its position.
 
-    `cos_BC` and `sin_BC`, [B or 1, C], rotate the first C channels by halves (None: no rotary). `position_BS` are the
-    positions of the ring's tokens, oldest first, and of the new one (-1: padding). `sink_visible_BM` says whether a
-    sink is seen beyond the window. `scale` is that of the window's logits.
+    cos_BC, sin_BC: [B or 1, C], rotate the first C channels, whose halves are paired; None: no rotary embedding.
+    position_BS: the positions of the ring's tokens, oldest first, and of the new token; -1: padding.
+    sink_visible_BM: whether each sink is visible (sinks that are still in the window are not).
+    scale: factor of the window's logits.
     """
 
     q_BHD: Tensor
@@ -39,11 +40,13 @@ class StepInputs(NamedTuple):
 
 
 class StepCache(NamedTuple):
-    """A layer's tensors, which a step writes in place.
+    """A layer's cache tensors, which a step updates in place, except `ring_position`.
 
-    `ring_position` counts the steps: slot `ring_position` mod P of the ring is the oldest, and takes the new token.
-    `deferred_inputs_BPGD` are the keys before rotary, where only what leaves the window is written to the state.
-    `z_BGF` is there where the memory is normalised: the sum of keys by which a query's normalizer is read.
+    k_BPGD, v_BPGD: the ring of the window's keys, after rotary embedding, and values.
+    deferred_inputs_BPGD: the ring's keys before rotary embedding, for layers whose tokens are written to the state only
+        when they leave the window.
+    z_BGF: the decayed sum of key features, with which queries read the normalizer; None without normalization.
+    ring_position: number of steps. Slot `ring_position` mod P of the ring is the oldest, and takes the new token.
     """
 
     k_BPGD: Tensor
@@ -57,8 +60,8 @@ class StepCache(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """A codebook's map softmax(u C / temperature), u = P x + b brought to length 1. Each head has its own P, b and
-    temperature."""
+    """A codebook's feature map softmax(u C / temperature), where u is P x + b normalized to length 1. Each head has its
+    own P, b and temperature."""
 
     q_proj_HDE: Tensor
     q_bias_HE: Tensor
@@ -70,7 +73,8 @@ class Codes(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """sigmoid(x)^(1/normalizer): x is a key's mean plus a bias for a `head`, a `constant` bias, or the `keys`."""
+    """sigmoid(x)^(1/normalizer), where x is the mean of the key plus a bias ("head"), a bias ("constant"), or the key
+    itself ("keys")."""
 
     of: Literal["head", "constant", "keys"]
     bias_GF: Tensor | None
@@ -78,9 +82,10 @@ class Gate(NamedTuple):
 
 
 class MemoryWeight(NamedTuple):
-    """A memory of normalizer m weighs m^power e^(query q / sqrt(D) + log), where the window weighs the sum of its e^s.
+    """The memory's weight is m^power exp(query q / sqrt(D) + log), where m is its normalizer. The window's weight is
+    the sum of the exponentials of its logits.
 
-    It weighs nothing where log m is at most EMPTY.
+    The memory has no weight where log m is at most EMPTY.
     """
 
     power_H: Tensor
@@ -89,7 +94,8 @@ class MemoryWeight(NamedTuple):
 
 
 class StepConfig(NamedTuple):
-    """A mixer's map (None: softmax), gate (None: 1) and memory weight (None: not normalised, half and half)."""
+    """A mixer's feature map (None: softmax), gate (None: 1) and memory weight (None: the memory is not normalized, and
+    the output is the mean of window and memory)."""
 
     codes: Codes | None
     gate: Gate | None
@@ -97,7 +103,7 @@ class StepConfig(NamedTuple):
 
 
 def is_supported(cache: StepCache, config: StepConfig, heads: int) -> bool:
-    """Whether there is a fused step for a layer with this cache, of so many query heads."""
+    """Whether there is a fused step for a layer with this cache and configuration. `heads`: number of query heads."""
     state, (_, P, G, D) = cache.state_BGFD, cache.k_BPGD.shape
     if kernel_for("fused_step") is None or not (state.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
         return False
@@ -118,7 +124,7 @@ def is_supported(cache: StepCache, config: StepConfig, heads: int) -> bool:
 
 
 def fused_step(token: StepInputs, cache: StepCache, config: StepConfig) -> Tensor:
-    """The layer's output [B,H,D] in the dtype of the values; writes to `cache`. Only for what `is_supported`."""
+    """The layer's output [B,H,D] in the dtype of the values. Updates `cache` in place. Requires `is_supported`."""
     kernel = kernel_for("fused_step")
     assert kernel is not None
     return kernel(token, cache, config)

@@ -1,4 +1,4 @@
-"""A linearized layer's step of one token as it is defined, by the naive window and the naive recurrence."""
+"""The definition of a linearized layer's decoding step, by the naive window and the naive recurrence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gated_kernels.swa.naive import naive_swa
 
 
 def naive_fused_step(token: StepInputs, cache: StepCache, config: StepConfig) -> Tensor:
-    """The output [B,H,D] in the dtype of the values; writes to `cache`, as a step does."""
+    """The output [B,H,D] in the dtype of the values. Updates `cache` in place, as `fused_step` does."""
     B, P, _, D = cache.k_BPGD.shape
     slot, dtype = int(cache.ring_position) % P, token.v_BGD.dtype
     evicted = cache.deferred_inputs_BPGD is not None

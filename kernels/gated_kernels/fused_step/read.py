@@ -11,8 +11,8 @@ from gated_kernels.fused_step.rotary import rotated
 
 @triton.jit
 def _ahead(x, i, count):
-    """Has numbers i, of `count`, of what stands at x come as near as the L2 cache: a hint, which waits for nothing and
-    may come too early."""
+    """Prefetches elements i, of `count`, at x into the L2 cache. It is a hint that waits for nothing, and may come
+    before the data is written."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; // $0", "=r,l", [x + tl.minimum(i, count - 1)], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -24,13 +24,15 @@ def _features(
     COUNT: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, S: tl.constexpr,
     CE: tl.constexpr, BD: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """Piece c of the features of head n of COUNT, of group g, of the vectors at x, of rows b: their logits, the largest
-    of these, the sum of their exponentials, and with z that of z under them. Also the vectors' sums, along a direction
-    if one is given."""
+    """Piece c of the features of head n of COUNT, which uses the codes of group g, for the vectors at x of rows b.
+
+    Writes their logits, the largest logit, the sum of exponentials relative to it and, with z, that sum weighted by z.
+    With codes, also the vectors' dot product with `along`, or the sum of their channels without it.
+    """
     inside = b < B
     f = c * BF + tl.arange(0, BF)
     row = b.to(tl.int64) * COUNT + n
-    # all is asked for before anything is waited for
+    # all loads are issued before the first result is used
     if z is not None:
         z += (b.to(tl.int64) * G + g)[:, None] * F
         z_rows = tl.load(z + f[None, :], mask=inside[:, None] & (f < F)[None, :], other=0.0)
@@ -68,7 +70,7 @@ def _features(
 
 @triton.jit
 def _add(q, k, v, seen, scale, o, top, normalizer):
-    """Takes more keys into a running softmax."""
+    """Adds keys to an online softmax."""
     logits = tl.where(seen[None, :], dot(q, tl.trans(k), None, k.dtype, "tf32x3") * scale, float("-inf"))
     higher = tl.maximum(top, tl.max(logits, 1))
     finite = tl.where(higher == float("-inf"), 0.0, higher)
@@ -80,7 +82,7 @@ def _add(q, k, v, seen, scale, o, top, normalizer):
 
 @triton.jit
 def _slots(ring_k, ring_v, p, column, P: tl.constexpr, G: tl.constexpr, D: tl.constexpr):
-    """The keys and values in slots p."""
+    """The keys and values in slots p of the ring."""
     at = p[:, None] * (G * D) + column
     inside = (p < P)[:, None] & (column < D)
     values = tl.load(ring_v + at, mask=inside, other=0.0)
@@ -89,13 +91,13 @@ def _slots(ring_k, ring_v, p, column, P: tl.constexpr, G: tl.constexpr, D: tl.co
 
 @triton.jit
 def _seen(position, p, slot, P: tl.constexpr):
-    """Whether there is a token in slots p, where that of `slot` is the oldest."""
+    """Whether slots p hold tokens that are not padding. `slot` is the oldest."""
     return tl.load(position + tl.where(p < slot, p - slot + P, p - slot), mask=p < P, other=-1) >= 0
 
 
 @triton.jit
 def _sinks(sink_k, sink_v, visible, m, column, M: tl.constexpr, G: tl.constexpr, D: tl.constexpr):
-    """The keys and values of sinks m, and whether they are seen."""
+    """The keys and values of sinks m, and whether they are visible."""
     shown = tl.load(visible + m, mask=m < M, other=0) != 0
     keys, values = _slots(sink_k, sink_v, m, column, M, G, D)
     return keys, values, shown
@@ -109,7 +111,7 @@ def _window(
     CD: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """What the R queries of a row's key-value head see: the ring by its slots, the sinks, their own key."""
+    """Attention of the R queries of a row's key-value head over the ring, the sinks and their own key."""
     n = tl.arange(0, N)
     column = tl.arange(0, CD)[None, :]
     head = g * R + n
@@ -124,7 +126,7 @@ def _window(
     is_token = tl.load(position + P) >= 0
     ring_k += (b * P * G + g) * D
     ring_v += (b * P * G + g) * D
-    # the first tiles last, since the compiler has them wait at once: then all that is asked for is under way
+    # The first tiles are loaded last, because the compiler waits for them at once. By then, all other loads are issued.
     next_seen = _seen(position, tl.arange(0, K), slot, P)
     if sink_k is not None:
         sink_k += (b * M * G + g) * D
@@ -195,7 +197,7 @@ def read_kernel(
                 _ahead(q_proj + n * D * E, lines, D * E)
             else:
                 _ahead(k_proj + g * D * E, lines, D * E)
-        tl.extra.cuda.gdc_wait()  # before anything is read, by this kernel or by the next one, which fetches early
+        tl.extra.cuda.gdc_wait()  # before anything is read by this kernel, or by the next one, which loads early
         tl.extra.cuda.gdc_launch_dependents()
     if n < G * R:
         x = q + b.to(tl.int64) * q_step + n * D

@@ -1,4 +1,4 @@
-"""Rotary positions in the kernels of a step."""
+"""Rotary position embedding in the kernels of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gated_kernels.common.interpreter import rounded
 
 @triton.jit
 def rotated(x, d, inside, cos, sin, D: tl.constexpr, C: tl.constexpr):
-    """Channels d of what stands at x, after rotary, in the dtype of x."""
+    """Channels d of the vectors at x after rotary embedding, in the dtype of x."""
     own = tl.load(x + d, mask=inside & (d < D), other=0.0)
     if C > 0:
         turned = d < C

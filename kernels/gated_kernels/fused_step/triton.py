@@ -1,21 +1,28 @@
-"""A linearized layer's step of one token in two Triton kernels, which take nothing from the host and can be captured.
+"""A linearized layer's decoding step in two Triton kernels. They read nothing on the host, so they can be captured.
 
-A step moves few bytes, so its time is that of what waits for what. `read_kernel` has programs of two kinds, which need
-nothing of each other: a piece of the features of a head, for 16 rows, which meet the codebook's matrices together;
-and the window of a row and key-value head. Pieces are not normalised: their reader puts largest logits and sums
-together, so that a large codebook is spread over the GPU. `write_kernel` goes through the state once: a program fetches
-a tile of a row's state, in which it is alone, waits for the first kernel only then, writes the decayed state and reads
-it with all query heads, and mixes that with the window. A few query heads are a multiplication and a sum over the
-tile's rows, with neither a product's padding to 16 nor its way through shared memory; warps take rows, so that a thread
-uses a feature for several columns. Only the first kernel reads the normaliser z, which every column's program would
-need, and only the second one writes it. Where a GPU can, each kernel is launched while the one before it runs, has what
-does not depend on that one brought near, and waits for it before it reads anything else: the first kernel waits, and
-only then lets the second begin, so that nothing that came before the first is open when the second fetches the state.
-Sums are in fp32, as are features and the state; products of fp32 are three TF32 ones.
+A step moves few bytes, so latency dominates: its time depends on what waits for what.
 
-Shapes: see chunk.py; R = H / G, S pieces of features. In a kernel: N rows of a product, K block of keys, BD and BF
-block of channels and features, BV columns of a tile of the state, by BC, and the powers of two that hold them: CD
-channels, CE of a code, CS pieces, PP slots of the ring.
+`read_kernel` has two kinds of programs, which are independent of each other. Those of the first kind compute a piece of
+a head's features, for 16 batch rows that share the codebook's matrices. Those of the second kind compute the window of
+one row and key-value head. Pieces of features are not normalized. Instead, `write_kernel` combines their largest logits
+and sums, so that a large codebook is spread over the GPU.
+
+`write_kernel` makes one pass over the state. A program loads a tile of a row's state, which no other program touches,
+and only then waits for the first kernel. It writes the decayed state, reads it with all query heads, and mixes the
+result with the window. With few query heads the read is a multiplication and a sum over the tile's rows, because a
+matrix product would pad to 16 rows and go through shared memory. Warps are distributed over rows, so that a thread uses
+each feature for several columns. Only the first kernel reads the normalizer z, which the programs of all columns would
+need, and only the second one writes it.
+
+If the GPU supports it (programmatic dependent launch), each kernel is launched while the one before it still runs. It
+prefetches data that does not depend on that one, and waits for it before it reads anything else. The first kernel waits
+before it lets the second begin. So everything from before the first kernel is complete when the second loads the state.
+
+Features, the state and sums are in fp32. Products of fp32 operands are three TF32 products.
+
+Shapes: see chunk.py; R = H / G, S pieces of features. In a kernel: N rows of a product, K keys in a block, BD channels
+and BF features in a block, BV columns of a tile of the state, in groups of BC. Powers of two that hold sizes: CD
+channels, CE size of a code, CS pieces, PP slots of the ring.
 """
 
 from __future__ import annotations
@@ -31,30 +38,27 @@ from gated_kernels.fused_step.chunk import StepCache, StepConfig, StepInputs
 from gated_kernels.fused_step.read import read_kernel
 from gated_kernels.fused_step.write import write_kernel
 
-LEAST = 16  # rows or columns that a product takes
+LEAST = 16  # fewest rows or columns of a matrix product
 
 
 class LaunchConfig(NamedTuple):
-    """What a program takes, by measurement on an H200 (kernels/results/step-h200.md). Of a codebook at most `codes`, by
-    `channels` at a time; of the state at most `columns`, and of them `whole` numbers at once or else `part` at a time,
-    of which two are under way: a warp for each `a_warp`, 4 at least. Of codes and columns fewer until there are
-    `programs`."""
+    """How much work a program takes, measured on an H200 (kernels/results/step-h200.md)."""
 
-    codes: int = 128
-    channels: int = 32
+    codes: int = 128  # of a codebook, at most
+    channels: int = 32  # of its projections at a time
     read_warps: int = 4  # twice as many for heads of more than 256 bytes
-    columns: int = 32
-    programs: int = 128
-    whole: int = 4096
-    part: int = 8192
-    a_warp: int = 1024
+    columns: int = 32  # of the state, at most
+    programs: int = 128  # codes and columns are halved until there are as many programs
+    whole: int = 4096  # elements up to which all rows of these columns are one tile
+    part: int = 8192  # elements of a tile if they are more; two tiles are then in flight
+    a_warp: int = 1024  # elements of a tile per warp; there are at least 4 warps
 
 
 LAUNCH = LaunchConfig()
 
 
 def triton_fused_step(token: StepInputs, cache: StepCache, config: StepConfig) -> Tensor:
-    """See `gated_kernels.fused_step.chunk.step`."""
+    """See `gated_kernels.fused_step.chunk.fused_step`."""
     (B, H, D), (_, P, G, _), F = token.q_BHD.shape, cache.k_BPGD.shape, cache.state_BGFD.shape[2]
     cos, sin, codes, gate, memory_weight = token.cos_BC, token.sin_BC, config.codes, config.gate, config.memory_weight
     q, k, v = (x if x.stride()[1:] == (D, 1) else x.contiguous() for x in (token.q_BHD, token.k_BGD, token.v_BGD))
@@ -97,7 +101,7 @@ def triton_fused_step(token: StepInputs, cache: StepCache, config: StepConfig) -
 
 @functools.cache
 def _overlaps(device: torch.device) -> bool:
-    """Whether a kernel may begin while the one before it still runs, and wait for it where it has to."""
+    """Whether the GPU has programmatic dependent launch: a kernel may begin while the one before it still runs."""
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -111,14 +115,15 @@ def _piece(F: int, tiles: int) -> int:
 
 
 def _spread(most: int, size: int, least: int, times: int) -> int:
-    """What a program takes of `size`, so that there are programs enough, when each takes one of so many `times`."""
+    """How much of `size` a program takes, between `least` and `most`: less until `times` such splits give enough
+    programs."""
     while most > least and times * triton.cdiv(size, most) < LAUNCH.programs:
         most //= 2
     return most
 
 
 def _block_of_state(F: int, D: int, R: int, heads: int) -> tuple[int, int]:
-    """BF and BV: few enough columns for many programs, and all rows at once where registers hold them."""
+    """BF and BV: few enough columns for many programs, and all rows at once if they fit into registers."""
     BV = _spread(min(LAUNCH.columns, _held(D)), D, LEAST, heads)
     BF = _held(F) if _held(F) * BV <= LAUNCH.whole else LAUNCH.part // BV
-    return min(BF, 128 if R > 8 else BF), BV  # many query heads take a matrix product
+    return min(BF, 128 if R > 8 else BF), BV  # many query heads are read by a matrix product

@@ -1,4 +1,4 @@
-"""The second kernel of a step: the state, its read-out and the output (see triton.py)."""
+"""The second kernel of a step: it updates and reads the state, and computes the output (see triton.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from gated_kernels.common.tiles import dot
 from gated_kernels.fused_step import chunk
 from gated_kernels.fused_step.rotary import rotated
 
-# Of a tile's axes but the last, Triton 3.6 gives the first one to a program's warps and 3.9 the last one.
+# The axis of a tile that holds the state's rows. It is the one that Triton distributes over warps: of the axes before
+# the last one, 3.6 takes the first and 3.9 the last.
 ROWS_AXIS = tl.constexpr(1 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) else 2)
 MIN_NORMALIZER, EMPTY = tl.constexpr(chunk.MIN_NORMALIZER), tl.constexpr(chunk.EMPTY)
 
@@ -22,13 +23,13 @@ def _log_sigmoid(x):
 
 @triton.jit
 def _down(x):
-    """What belongs to rows of a tile, [N or 1,BF], as it stands in it."""
+    """Values per row of a tile, [N or 1,BF], reshaped to broadcast along ROWS_AXIS of the tile."""
     return x[:, :, None, None] if ROWS_AXIS == 1 else x[:, None, :, None]
 
 
 @triton.jit
 def _of_state(state, z, f, column, z_too, D: tl.constexpr, F: tl.constexpr):
-    """Rows f of the state, and of the normaliser."""
+    """Rows f of the state, and elements f of the normalizer z (zeros unless `z_too`)."""
     f_in_tile = _down(f[None, :])
     block = (f_in_tile < F) & (column < D)
     rows = tl.load(state + f_in_tile * D + column, mask=block, other=0.0)
@@ -40,7 +41,7 @@ def _of_state(state, z, f, column, z_too, D: tl.constexpr, F: tl.constexpr):
 
 @triton.jit
 def _of_features(logits, f, n, g, G: tl.constexpr, R: tl.constexpr, F: tl.constexpr):
-    """Logits f of the key and of the queries."""
+    """Feature logits f of the key [BF] and of the queries [N,BF]."""
     of_key = tl.load(logits + (G * R + g) * F + f, mask=f < F, other=float("-inf"))
     block = (n < R)[:, None] & (f < F)[None, :]
     return of_key, tl.load(logits + (g * R + n)[:, None] * F + f[None, :], mask=block, other=float("-inf"))
@@ -48,10 +49,10 @@ def _of_features(logits, f, n, g, G: tl.constexpr, R: tl.constexpr, F: tl.conste
 
 @triton.jit
 def _softmax(top_of, sum_of):
-    """Of rows of pieces, by their largest logits and sums: the largest logit, what makes of a piece's sum its part of
-    the whole one, and the whole one."""
+    """Combines the pieces of each row, given their largest logits and sums [rows, pieces]. Returns the largest logit,
+    the factor by which each piece's sum enters the total, and the total."""
     top = tl.max(top_of, 1)
-    top = tl.where(top == float("-inf"), 0.0, top)  # of no row
+    top = tl.where(top == float("-inf"), 0.0, top)  # rows out of bounds
     weight = tl.exp(top_of - top[:, None])
     total = tl.sum(weight * sum_of, 1)
     return top, weight, tl.where(total == 0.0, 1.0, total)
@@ -76,12 +77,12 @@ def write_kernel(
     inside = column < D
     n = tl.arange(0, N)
     d = tl.arange(0, CD)
-    # a tile of the state is [1,BF,BV/BC,BC], or [1,BV/BC,BF,BC]: then a thread has several columns of the same rows
+    # a tile of the state is [1,BF,BV/BC,BC] or [1,BV/BC,BF,BC], so that a thread has several columns of the same rows
     group = tl.arange(0, BV // BC)
     group = group[None, None, :, None] if ROWS_AXIS == 1 else group[None, :, None, None]
     in_tile = tl.program_id(1) * BV + group * BC + tl.arange(0, BC)
-    # everything is asked for before anything is waited for, and first of all what the other kernel has no part in
-    state += bg * (F * D)  # offsets within it take 32 bits
+    # All loads are issued before the first result is used, beginning with those that do not depend on the other kernel.
+    state += bg * (F * D)  # offsets within it fit into 32 bits
     if z is not None:
         z += bg * F
     next_rows, next_z = _of_state(state, z, tl.arange(0, BF), in_tile, is_first, D, F)
@@ -158,7 +159,7 @@ def write_kernel(
         f_in_tile = _down(f[None, :])
         at = state + f_in_tile * D + in_tile
         if F % BF == 0 and D % BV == 0:
-            tl.store(at, new)  # a mask would make a branch of every number
+            tl.store(at, new)  # a mask would add a branch per element
         else:
             tl.store(at, new, mask=(f_in_tile < F) & (in_tile < D))
         if z is not None:
@@ -177,7 +178,7 @@ def write_kernel(
     else:
         mixed = 0.5 * (seen + read)
     tl.store(o + out, rounded(mixed, o.dtype.element_ty), mask=block)
-    sink_columns = tl.where(new_position < 0, 0, tl.where(new_position < M, D, 0))  # none where it is no sink
+    sink_columns = tl.where(new_position < 0, 0, tl.where(new_position < M, D, 0))  # 0 if the new token is not a sink
     at_sink = ((b * M + new_position) * G + g) * D
     if is_first:
         tl.store(ring_k + at_slot + d, new_k, mask=d < D)
@@ -185,7 +186,7 @@ def write_kernel(
             tl.store(sink_k + at_sink + d, new_k, mask=d < sink_columns)
         if deferred is not None:
             tl.store(deferred + at_slot + d, new_key, mask=d < D)
-    tl.debug_barrier()  # the value that leaves the ring has been read
+    tl.debug_barrier()  # all threads have read the value that leaves the ring
     tl.store(ring_v + at_slot + column, new_v, mask=inside)
     if sink_v is not None:
         tl.store(sink_v + at_sink + column, new_v, mask=column < sink_columns)

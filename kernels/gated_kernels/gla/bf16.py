@@ -1,18 +1,18 @@
-"""Gated linear attention with a gate per feature and inputs in bf16: how its Triton kernels are launched.
+"""Launches the Triton kernels of gated linear attention with a gate per feature and inputs in bf16.
 
-With x and y the sums of a chunk's gates up to what token t reads and what s writes, less the sum in the middle of the
-chunk, the score of t and s is the product of q_t exp(x_t) and k_s exp(-y_s): one matrix product a chunk, if none of the
-exponents is too large. Chunks in which one is are `strong`. There the score of a pair is taken at the one level at
-which t and s lie in the second and the first half of the same block: both decays end at the boundary between the
-halves, so that each is at most 1, and a level is one product, masked. The kernels that take every chunk by itself are
-compiled and launched twice, for either kind of chunk.
+Let x_t and y_s be the cumulative sums of a chunk's log gates up to what token t reads and up to what s writes, relative
+to the sum at the middle of the chunk. Then the score of t and s is the product of q_t exp(x_t) and k_s exp(-y_s): one
+matrix product per chunk, if none of the exponents is too large. Chunks in which one is too large are `strong`. There,
+the score of a pair is computed at the one level at which t and s lie in the second and the first half of the same
+block. Both decays are taken to the boundary between the halves, so each is at most 1, and a level is one masked
+product. The kernels that handle chunks independently are compiled and launched twice, once for each kind of chunk.
 
-States and keys are loaded once for the R query heads of a key-value head where a block holds all features. Queries
-with a log-sum-exp are made exp(q - lse) wherever they are loaded, so that it is never stored. When a pass over the
-states has too few programs to fill a GPU, the sequence is cut into parts, as `common/parts.py` says.
+States and keys are loaded once for the R query heads of a key-value head if one tile holds all features. Queries with a
+log-sum-exp are turned into exp(q - lse) wherever they are loaded, so that it is never stored. If a scan over the states
+has too few programs to fill a GPU, the sequence is split into parts (see `common/parts.py`).
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, N chunks, C chunk
-length. Kernels see BF of the features and BV of the values at a time.
+length. A tile has BF features and BV values.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from gated_kernels.gla.intra_chunk import dqk_kernel, dv_kernel, outputs_kernel
 from gated_kernels.gla.state_scan import carry_kernel, dstates_kernel, states_kernel, sums_kernel
 
 CHUNK = 64
-LIMIT = 87.0  # of an exponent to base 2: what it multiplies may be as large as 2^40 in bf16 and fp32
-STEP = 11.0  # of one gate to base 2: the gradient of a stronger one would drown in what cancels beside it
-# BF and BV at most, num_warps and num_stages, the fastest on an H200 at F = V = 128 (by Triton 3.6 kernels for
-# chunks that are not strong spill nothing at F = V = 64 or 128 but 8 bytes of exclusive reads in segments; by 3.9 up to
-# 176); tiles of fewer than 64 columns are misread on Hopper, see `simple_gla/launch.py`.
+LIMIT = 87.0  # of an exponent to base 2: its factor may then be as large as 2^40 in bf16 and fp32
+STEP = 11.0  # of one log gate to base 2: a stronger gate's gradient would be lost in rounding, as larger terms cancel
+# BF and BV at most, num_warps and num_stages: the fastest on an H200 at F = V = 128. With Triton 3.6, the kernels for
+# chunks that are not strong spill no registers at F = V = 64 or 128, save 8 bytes for exclusive reads with segments.
+# With 3.9 they spill up to 176 bytes. Tiles of fewer than 64 columns are misread on Hopper, see `simple_gla/launch.py`.
 BLOCKS = {
     "sums": (128, 64, 4, 1),
     "states": (64, 128, 4, 2),
@@ -44,7 +44,7 @@ BLOCKS = {
     "dqk": (64, 128, 4, 1),
 }
 STRONG_BLOCKS = {"outputs": (64, 64, 8, 1), "dv": (64, 64, 8, 1), "dqk": (64, 64, 8, 1)}
-# For chips that multiply in registers, see common/chips.py: what spills least by the compiler, not measured.
+# For chips that multiply in registers (see common/chips.py): what spills least according to the compiler, not measured.
 BLOCKS_IN_REGISTERS = BLOCKS | {"outputs": (64, 64, 8, 1), "dqk": (64, 64, 4, 1)}
 LOOPED = 64  # BF of outputs and dv where they loop over features, BV of dqk where it loops over values
 KERNELS = {
@@ -61,7 +61,7 @@ KERNELS = {
 def constants(
     kernel: str, G: int, R: int, F: int, V: int, exclusive: bool, strong: bool = False, in_registers: bool = False
 ) -> dict[str, Any]:
-    """What a kernel is compiled for and with; fixed by the sizes and the kind of chip, never searched for."""
+    """A kernel's constexprs and launch options. They follow from the sizes and the chip; there is no autotuning."""
     BF, BV, warps, stages = (STRONG_BLOCKS if strong else BLOCKS_IN_REGISTERS if in_registers else BLOCKS)[kernel]
     BF, BV = min(BF, max(64, triton.next_power_of_2(F))), min(BV, max(64, triton.next_power_of_2(V)))
     if kernel in ("outputs", "dv") and F > BF:
@@ -90,7 +90,7 @@ def constants(
 
 
 class _Call:
-    """The sizes of a call, its sums of gates and the passes over its states."""
+    """The sizes of a call, its cumulative sums of gates and the scans over its states."""
 
     def __init__(self, q: Tensor, v: Tensor, log_a: Tensor, segment: Tensor | None, exclusive: bool):
         (B, self.T, H, self.F), (self.G, self.V) = q.shape, v.shape[2:]
@@ -105,7 +105,7 @@ class _Call:
         sums_kernel[(self.chunks,)](log_a, segment, *outputs, self.T, **constants("sums", *self.sizes))
 
     def scan(self, name: str, start: Tensor, states: Tensor, *inputs: Tensor | None) -> Tensor:
-        """A pass over the states from `start` on; fills `states` and returns the one at the end."""
+        """Runs kernel `name` over the states from `start` on. Fills `states` and returns the state at the end."""
         end, compiled_for = torch.empty_like(start), constants(name, *self.sizes)
         steps = self.N * compiled_for.get("R", 1)
         programs = self.heads * triton.cdiv(self.F, compiled_for["BF"]) * triton.cdiv(self.V, compiled_for["BV"])
@@ -128,7 +128,7 @@ class _Call:
         return end
 
     def by_chunk(self, name: str, *inputs: Tensor | None) -> None:
-        """Launches a kernel for the strong chunks and for the others, which leaves out the strong."""
+        """Launches a kernel twice: for the chunks that are not strong, and for the strong ones."""
         for strong in (False, True):
             compiled_for = constants(name, *self.sizes, strong, chips.multiplies_in_registers(self.states.device))
             if name == "dqk":
@@ -169,7 +169,7 @@ def backward(
     do: Tensor,
     dlast: Tensor,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, q_lse, k, v, log_a and the state."""
+    """The gradients of q, q_lse (None without one), k, v, log_a and the state."""
     call = _Call(q, v, log_a, segment, exclusive)
     dstates = torch.empty_like(call.states)
     call.scan("states", state, call.states, k, v)
@@ -177,7 +177,7 @@ def backward(
     dq, dk, dv, dlog_a = (torch.empty_like(x) for x in (q, k, v, log_a))
     dlse = None
     if q_lse is not None:
-        blocks = triton.cdiv(call.F, constants("dqk", *call.sizes)["BF"])  # of strong chunks as of the others
+        blocks = triton.cdiv(call.F, constants("dqk", *call.sizes)["BF"])  # the same for strong chunks
         dlse = q_lse.new_empty(len(q), blocks, *q_lse.shape[1:])
     shared = call.sums, call.strong, call.bounds, do
     call.by_chunk("dv", q, q_lse, k, *shared, dstates, dv)

@@ -1,4 +1,4 @@
-"""Inputs on which gated linear attention with a gate per feature is tested."""
+"""Test inputs for gated linear attention with a gate per feature."""
 
 from __future__ import annotations
 

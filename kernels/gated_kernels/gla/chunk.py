@@ -1,7 +1,7 @@
-"""Gated linear attention: S_t = diag(a_t) S_{t-1} + k_t^T v_t, read by o_t = q_t S_t.
+"""Gated linear attention: S_t = diag(a_t) S_{t-1} + k_t^T v_t, o_t = q_t S_t.
 
-`chunk_gla` is the entry for every gate. It looks at the gate's last size: with one gate per head, or none, it is
-`chunk_simple_gla`, which has kernels of its own. In torch both run `common/gated_recurrence.py`.
+`chunk_gla` is the entry point for all kinds of gates. With one gate per head (last size 1), or none, it calls
+`chunk_simple_gla`, which has its own kernels. In torch both run `common/gated_recurrence.py`.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size.
 """
@@ -29,21 +29,21 @@ def chunk_gla(
     exclusive: bool = False,
     q_lse_BTH: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The recurrence S_t = diag(a_t) S_{t-1} + k_t^T v_t, read by o_t = q_t S_t (2312.06635).
+    """The recurrence S_t = diag(a_t) S_{t-1} + k_t^T v_t, o_t = q_t S_t (2312.06635).
 
-    Query head h uses key-value head h // R. It computes in fp32 (fp64 for fp64 values), under autocast too.
+    Query head h uses key-value head h // R. Computes in fp32 (fp64 for fp64 values), even under autocast.
 
     log_a: the logs of the gates, at most 0: [B, T, G, F], [B, T, G, 1] for one gate per head, or None for no decay.
-    write_mask_BTG: booleans. With them the states have one more column, z_t = diag(a_t) z_{t-1} + k_t for the tokens
-        that are true there. Its read q_t z_t is the normalizer: the sum of the weights by which o_t is made of their
-        values.
-    initial_state: [B, G, F, V], or one more column with `write_mask_BTG`; zeros where it is None.
-    segment_ids_BT: integers. The recurrence restarts where they change, and the given state belongs to the first.
+    write_mask_BTG: booleans. If given, the state has one more column, z_t = diag(a_t) z_{t-1} + mask_t k_t. Its read
+        q_t z_t is the normalizer: the sum of the weights in o_t of the values where the mask is True. The mask does not
+        affect S.
+    initial_state: [B, G, F, V], with one more column if `write_mask_BTG` is given; None: zeros.
+    segment_ids_BT: integers. The recurrence restarts where they change. The given state belongs to the first segment.
     exclusive: o_t = q_t S_{t-1}, so that a token does not read itself.
-    q_lse_BTH: what reads is exp(q - lse): the softmax of q, if that is its log-sum-exp over the features.
+    q_lse_BTH: the state is read with exp(q - lse). That is softmax(q) if lse is q's log-sum-exp over the features.
 
     Returns o_BTHV in v's dtype, the normalizer [B, T, H] in the dtype of the computation (None without
-    `write_mask_BTG`), and the last state. Raises ValueError when H is no multiple of G.
+    `write_mask_BTG`), and the last state. Raises ValueError when H is not a multiple of G.
     """
     options: dict[str, Any] = {
         "write_mask_BTG": write_mask_BTG,

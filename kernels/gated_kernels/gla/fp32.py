@@ -1,12 +1,13 @@
-"""Gated linear attention with a gate per feature and inputs in fp32 or fp16: how its Triton kernels are launched.
+"""Launches the Triton kernels of gated linear attention with a gate per feature and inputs in fp32 or fp16.
 
-The state before every chunk is made first, then all chunks' outputs at once. Within a chunk, the score of tokens t and
-s is q_t k_s times every decay after s up to t. It is taken at the one level at which t and s lie in the second and the
-first half of the same block. There both decays end at the boundary between the halves, so that each is the exponential
-of a sum of gates, at most 1 at any strength. A level is one matrix product of the whole chunk, masked.
+First a scan computes the state before every chunk, then all chunks' outputs are computed in parallel. Within a chunk,
+the score of tokens t and s is q_t k_s times every decay after s up to t. It is computed at the one level at which t and
+s lie in the second and the first half of the same block. Both decays are taken to the boundary between the halves.
+Each is the exponential of a sum of log gates, and so at most 1 however strong the gates are. A level is one masked
+matrix product of the whole chunk.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, N chunks, C chunk
-length. Kernels see BF of the features and BV of the values at a time.
+length. A tile has BF features and BV values.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ KERNELS = {
 
 
 def constants(G: int, R: int, F: int, V: int, exclusive: bool, dtype: torch.dtype) -> dict[str, Any]:
-    """What the kernels are compiled for and with; fixed by the sizes and the dtype, never searched for."""
+    """The kernels' constexprs and launch options. They follow from the sizes and the dtype; there is no autotuning."""
     return {
         "G": G,
         "R": R,
@@ -49,12 +50,12 @@ def constants(G: int, R: int, F: int, V: int, exclusive: bool, dtype: torch.dtyp
 
 
 def _block(size: int) -> int:
-    """64, or 32 where that leaves less unused: for 65 and 80, say."""
+    """Tile size: 64, or 32 where that needs less padding, as for 65 and 80."""
     return 32 if 0 < size % 64 <= 32 else 64
 
 
 class _Call:
-    """The sizes of one call, its launch grids and the pass over its states."""
+    """The sizes of one call, its launch grids and the scan over its states."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, exclusive: bool):
         B, self.T, H, G, F, V = sizes_of(q, v)
@@ -67,7 +68,7 @@ class _Call:
         self.constants = constants(G, H // G, F, V, exclusive, dtype)
 
     def scan(self, k: Tensor, v: Tensor, log_a: Tensor, segment: Tensor | None, state: Tensor) -> Tensor:
-        """Fills `states` and returns the last one."""
+        """Fills `states` and returns the last state."""
         last = torch.empty_like(state)
         states_kernel[self.by_state](k, v, log_a, segment, state, self.states, last, self.T, **self.constants)
         return last

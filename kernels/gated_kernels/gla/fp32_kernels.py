@@ -1,7 +1,4 @@
-"""The kernels of gated linear attention with a gate per feature in fp32 and fp16 (see fp32.py).
-
-Shapes as there. Kernels see BF of the features and BV of the values at a time.
-"""
+"""The kernels of gated linear attention with a gate per feature in fp32 and fp16 (see `fp32.py`, also for shapes)."""
 
 from __future__ import annotations
 
@@ -14,36 +11,35 @@ from gated_kernels.common.tiles import dot, load, store
 
 @triton.jit
 def _load_gates(log_a, b, t, T, g, f, G: tl.constexpr, F: tl.constexpr):
-    """[C, BF] in fp32."""
+    """[C, BF] the log gates, in fp32."""
     gates = load(log_a + (b * T * G + g) * F, t, T, G * F, f, F).to(tl.float32)
-    return tl.maximum(gates, -1e30)  # sums are products with zeros and ones, and 0 times -inf is none
-
-
-# Which gates u lie between token t and ...
+    return tl.maximum(gates, -1e30)  # sums are products with zeros and ones, and 0 times -inf is NaN
 
 
 @triton.jit
 def is_after_start(t, u, EXCLUSIVE: tl.constexpr):
-    """... the state before the chunk, for who reads it."""
+    """Whether gate u lies between the state before the chunk and what token t reads."""
     return t >= u + EXCLUSIVE
 
 
 @triton.jit
 def is_before_end(t, u):
-    """... the state after the chunk, for who writes it."""
+    """Whether gate u lies between what token t writes and the state after the chunk."""
     return u > t
 
 
 @triton.jit
 def is_to_middle(t, u, level, EXCLUSIVE: tl.constexpr):
-    """... the middle of its block, two halves of 2^level, for who reads in the second or writes in the first."""
+    """Whether gate u lies between token t and the middle of its block, which consists of two halves of 2^level tokens.
+    Tokens in the second half read, those in the first half write."""
     second = (t >> level) % 2 == 1
     return (t >> level == u >> level) & tl.where(second, t >= u + EXCLUSIVE, u > t)
 
 
 @triton.jit
 def _decay(between, gates):
-    """[C, BF] the decay of every token by the gates between; their sums are nearly fp32 whatever the dtype."""
+    """[C, BF] every token's decay by the gates selected by `between`. The sums have nearly fp32 precision for every
+    dtype of the inputs."""
     return tl.exp(dot(between, gates, None, tl.float32, "tf32x3"))
 
 
@@ -55,14 +51,14 @@ def is_pair(t, s, level):
 
 @triton.jit
 def _same(segment, b, t, s, T):
-    """Whether two tokens are of one segment; what lies outside of the sequence belongs to its ends."""
+    """Whether two tokens belong to the same segment. Positions beyond the sequence count as its first or last token."""
     t_segment = tl.load(segment + b * T + tl.minimum(tl.maximum(t, 0), T - 1))
     return t_segment == tl.load(segment + b * T + tl.minimum(tl.maximum(s, 0), T - 1))
 
 
 @triton.jit
 def _readable(segment, b, first, t, s, T, EXCLUSIVE: tl.constexpr):
-    """Whether t reads what s writes; both count from the chunk's token `first`."""
+    """Whether token t reads what token s writes. Both are relative to `first`, the chunk's first token."""
     readable = t >= s + EXCLUSIVE
     if segment is not None:
         readable = readable & _same(segment, b, first + t, first + s, T)
@@ -71,7 +67,7 @@ def _readable(segment, b, first, t, s, T, EXCLUSIVE: tl.constexpr):
 
 @triton.jit
 def _total(gates, segment, b, first, T, C: tl.constexpr):
-    """[BF] the decay of the whole chunk, 0 where a segment ends within."""
+    """[BF] the decay over the whole chunk; 0 if a segment ends in it, or just before it."""
     total = tl.exp(tl.sum(gates, 0))
     if segment is not None:
         total = tl.where(_same(segment, b, first - 1, first + C - 1, T), total, 0.0)
@@ -80,7 +76,7 @@ def _total(gates, segment, b, first, T, C: tl.constexpr):
 
 @triton.jit
 def _read_decay(gates, segment, b, first, i, T, EXCLUSIVE: tl.constexpr):
-    """The decay from the state before the chunk to what a token reads, 0 where that state is another segment's."""
+    """[C, BF] the decay from the state before the chunk to what a token reads; 0 if that state is another segment's."""
     decay = _decay(is_after_start(i[:, None], i[None, :], EXCLUSIVE), gates)
     if segment is not None:
         decay = tl.where(_same(segment, b, first + i, first - 1, T)[:, None], decay, 0.0)
@@ -89,7 +85,7 @@ def _read_decay(gates, segment, b, first, i, T, EXCLUSIVE: tl.constexpr):
 
 @triton.jit
 def _write_decay(gates, segment, b, first, i, T, C: tl.constexpr):
-    """The decay of what a token writes to the state after the chunk, 0 where that state is another segment's."""
+    """[C, BF] the decay from what a token writes to the state after the chunk; 0 if that state is another segment's."""
     decay = _decay(is_before_end(i[:, None], i[None, :]), gates)
     if segment is not None:
         decay = tl.where(_same(segment, b, first + i, first + C - 1, T)[:, None], decay, 0.0)
@@ -101,7 +97,7 @@ def _scores(
     q, k, gates, D: tl.constexpr, EXCLUSIVE: tl.constexpr, TRANSPOSED: tl.constexpr,
     C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[t, s], or [s, t], before the mask: these features' part; D is the dtype of the products."""
+    """[t, s], or [s, t] if TRANSPOSED: the scores summed over these features, before masking. D: dtype of operands."""
     row = tl.arange(0, C)[:, None]
     column = tl.arange(0, C)[None, :]
     scores = tl.zeros((C, C), tl.float32)
@@ -124,7 +120,7 @@ def states_kernel(
     G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr,
     C: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state before every chunk, and the last one; a program per [BF, BV] of a head's state."""
+    """The state before every chunk, and the last state. One program per [BF, BV] tile of a head's state."""
     D: tl.constexpr = states.dtype.element_ty
     head = tl.program_id(0).to(tl.int64)
     b, g = head // G, head % G
@@ -152,7 +148,7 @@ def outputs_kernel(
     G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr,
     C: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's outputs of one query head a program."""
+    """The outputs of a chunk. One program per query head."""
     D: tl.constexpr = states.dtype.element_ty
     N = tl.cdiv(T, C)
     program = tl.program_id(0).to(tl.int64)
@@ -189,7 +185,8 @@ def dstates_kernel(
     G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr,
     C: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the state after every chunk, and of the first one; a program per [BF, BV] of a head's state."""
+    """The gradient of the state after every chunk, and of the initial state. One program per [BF, BV] tile of a head's
+    state."""
     D: tl.constexpr = dstates.dtype.element_ty
     head = tl.program_id(0).to(tl.int64)
     b, g = head // G, head % G
@@ -220,7 +217,7 @@ def dv_kernel(
     G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr,
     C: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of BV of a chunk's values a program; scores are computed transposed, as they are used."""
+    """The gradient of a chunk's values, BV columns per program. Scores are computed transposed, as they are needed."""
     D: tl.constexpr = dstates.dtype.element_ty
     N = tl.cdiv(T, C)
     program = tl.program_id(0).to(tl.int64)
@@ -258,7 +255,7 @@ def dqk_kernel(
     G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr,
     C: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of BF features of a chunk's queries, keys and gates a program."""
+    """The gradients of a chunk's queries, keys and gates, BF features per program."""
     D: tl.constexpr = states.dtype.element_ty
     N = tl.cdiv(T, C)
     program = tl.program_id(0).to(tl.int64)
@@ -290,7 +287,7 @@ def dqk_kernel(
         queries = load(q + (b * T * G * R + h) * F, t, T, G * R * F, f, F).to(tl.float32)
         dqueries = tl.zeros((C, BF), tl.float32)
         dscores = tl.zeros((C, C), tl.float32)  # [t, s]
-        dscores_t = tl.zeros((C, C), tl.float32)  # [s, t]: made anew, as turning an accumulator over costs more
+        dscores_t = tl.zeros((C, C), tl.float32)  # [s, t]: computed anew, as transposing an accumulator costs more
         for v0 in range(0, V, BV):
             v_ = v0 + tl.arange(0, BV)
             values = load(v + (b * T * G + g) * V, t, T, G * V, v_, V)
@@ -303,7 +300,7 @@ def dqk_kernel(
         dgates = dot(is_after_start(column, row, EXCLUSIVE), dqueries * queries, dgates, tl.float32, PRECISION)
         dscores = tl.where(_readable(segment, b, first, row, column, T, EXCLUSIVE), dscores, 0.0)
         dscores_t = tl.where(_readable(segment, b, first, column, row, T, EXCLUSIVE), dscores_t, 0.0)
-        # A token meets itself without a decay: kept out of the gates' gradients, where it would only cancel.
+        # A token reads itself without decay: not part of the gates' gradients, where it would only cancel.
         dself = tl.sum(tl.where(row == column, dscores, 0.0), 1)[:, None]
         dqueries += dself * keys
         dkeys += dself * queries

@@ -1,6 +1,7 @@
-"""The kernels of `bf16.py` that take every chunk by itself, once the states are known. The letters are there.
+"""The kernels of `bf16.py` that handle chunks independently, once the states are known. `bf16.py` has the legend of
+shapes.
 
-Each is compiled twice, for STRONG chunks and for the others, and leaves alone the chunks that are not its own.
+Each is compiled twice, for STRONG chunks and for the others, and returns at once for chunks of the other kind.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from gated_kernels.gla.state_scan import queries_of, starts, stops, sum_at, sums
 
 @triton.jit
 def _sum_from(x, C: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
-    """[C, BF] the sums over a token and all after it, of all 24 bits of x, as large numbers cancel in them."""
+    """[C, BF] the sums over a token and all after it. All 24 bits of x count, because large terms cancel."""
     after = (tl.arange(0, C)[None, :] >= tl.arange(0, C)[:, None]).to(tl.float32)
     coarse = rounded(x, D)
     x -= coarse.to(tl.float32)
@@ -28,7 +29,7 @@ def _sum_from(x, C: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def is_readable(bounds, chunk, i, EXCLUSIVE: tl.constexpr, TRANSPOSED: tl.constexpr, C: tl.constexpr):
-    """[t, s], or [s, t], whether t reads what s writes."""
+    """[t, s], or [s, t] if TRANSPOSED: whether t reads what s writes."""
     row = i[:, None]
     column = i[None, :]
     if TRANSPOSED:
@@ -44,33 +45,33 @@ def is_readable(bounds, chunk, i, EXCLUSIVE: tl.constexpr, TRANSPOSED: tl.conste
 
 @triton.jit
 def decay_to_read(sums, chunk, i, f, F: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr):
-    """[C, BF] the decay from the middle to what a token reads, which is a growth before the middle."""
+    """[C, BF] the decay from the middle of the chunk to what a token reads; at least 1 before the middle."""
     return tl.exp2(sums_at(sums, chunk, i + 1 - EXCLUSIVE, f, F, C))
 
 
 @triton.jit
 def decay_to_middle(sums, chunk, i, f, F: tl.constexpr, C: tl.constexpr):
-    """[C, BF] the decay of what a token writes to the middle."""
+    """[C, BF] the decay from what a token writes to the middle of the chunk; at least 1 after the middle."""
     return tl.exp2(-sums_at(sums, chunk, i + 1, f, F, C))
 
 
 @triton.jit
 def decay_to_end(sums, chunk, i, f, F: tl.constexpr, C: tl.constexpr):
-    """[C, BF] the decay of what a token writes to the state after the chunk."""
+    """[C, BF] the decay from what a token writes to the state after the chunk."""
     return tl.exp2(sum_at(sums, chunk, C, f, F, C)[None, :] - sums_at(sums, chunk, i + 1, f, F, C))
 
 
 @triton.jit
 def _before(states, sums, chunk, f, x, F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
-    """[BF, BV] the state before the chunk as if it were in the middle: bf16 times a power of 2, which is exact."""
+    """[BF, BV] the state before the chunk, decayed to the middle. The decay is a power of 2: exact in bf16."""
     to_middle = tl.exp2(-sum_at(sums, chunk, 0, f, F, C))
     return rounded(load(states, f, F, V, x, V) * to_middle[:, None], D)
 
 
 @triton.jit
 def _level_decay(sums, chunk, i, f, level, F: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr):
-    """[C, BF] the decay to the middle of a token's block, two halves of 2^level, of who reads in the second or writes
-    in the first."""
+    """[C, BF] the decay between a token and the middle of its block, which consists of two halves of 2^level tokens.
+    Tokens in the second half read, those in the first half write."""
     middle = ((i >> (level + 1)) << (level + 1)) + (1 << level) - 1
     until = sums_at(sums, chunk, middle + 1, f, F, C)
     read = sums_at(sums, chunk, i + 1 - EXCLUSIVE, f, F, C)
@@ -83,7 +84,8 @@ def scores_by_level(
     queries, k, sums, chunk, i, f, rows, G: tl.constexpr, F: tl.constexpr, EXCLUSIVE: tl.constexpr,
     TRANSPOSED: tl.constexpr, C: tl.constexpr, D: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[t, s], or [s, t], before the mask: these features' part, at any strength."""
+    """[t, s], or [s, t] if TRANSPOSED: the scores summed over these features, before masking, for gates of any
+    strength."""
     row = i[:, None]
     column = i[None, :]
     queries = queries.to(tl.float32)
@@ -109,7 +111,8 @@ def outputs_kernel(
     D: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr, HEADS: tl.constexpr,
     LEVELS: tl.constexpr, PRECISION: tl.constexpr, STRONG: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's outputs of HEADS query heads a program: all of a key-value head when one block holds the features."""
+    """A chunk's outputs, for HEADS query heads per program: all of a key-value head's if one tile holds all features.
+    TWO: a program handles two tiles of BV columns."""
     N = tl.cdiv(T, C)
     program = tl.program_id(0).to(tl.int64)
     chunk, h0 = program // (R // HEADS), program % (R // HEADS) * HEADS
@@ -187,7 +190,7 @@ def dv_kernel(
     D: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
     STRONG: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of BV of a chunk's values a program; scores are computed transposed, as they are used."""
+    """The gradient of a chunk's values, BV columns per program. Scores are computed transposed, as they are needed."""
     N = tl.cdiv(T, C)
     chunk = tl.program_id(0).to(tl.int64)
     if tl.load(strong + chunk) != STRONG:
@@ -248,13 +251,14 @@ def dqk_kernel(
     D: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
     STRONG: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of BF features of a chunk's queries, keys and gates a program.
+    """The gradients of a chunk's queries, keys and gates, BF features per program.
 
-    A gate's gradient is the sum over all pairs that it lies between. That is the sum of what tokens after it read, less
-    what is read of the tokens after it; the pairs in both are sums of the very same rounded products, so that they
-    cancel to fp32. Next to strong gates even that is too inexact: there the pairs are summed for each level.
+    A gate's gradient is the sum over all pairs of tokens that it lies between. It is computed as the sum over reads by
+    tokens after the gate, minus the sum over reads from tokens after it. Pairs that are in both sums consist of the
+    same rounded products, so they cancel to fp32 precision. Next to strong gates even that is too inexact, so there the
+    pairs are summed for each level.
 
-    Of queries with a log-sum-exp, `dlse` [B, blocks of F, T, H] gets what these features add to its gradient.
+    For queries with a log-sum-exp, `dlse` [B, blocks of F, T, H] receives these features' part of its gradient.
     """
     N = tl.cdiv(T, C)
     blocks: tl.constexpr = (F + BF - 1) // BF
@@ -316,7 +320,7 @@ def dqk_kernel(
                 dqueries = dot(douts, tl.trans(before), dqueries, D, PRECISION)
         if bounds is not None:
             dqueries = tl.where((starts(bounds, chunk, i, C) < 0)[:, None], dqueries, 0.0)
-        # [s, t] is made anew, as turning an accumulator over costs more.
+        # dscores_t, [s, t], is computed on its own because transposing an accumulator costs more.
         dscores = rounded(tl.where(is_readable(bounds, chunk, i, EXCLUSIVE, False, C), dscores, 0.0), D)
         dscores_t = rounded(tl.where(is_readable(bounds, chunk, i, EXCLUSIVE, True, C), dscores_t, 0.0), D)
         if STRONG:
@@ -324,7 +328,7 @@ def dqk_kernel(
             queries = queries_of(q, q_lse, r, i, rows, G * R, f, F, BF)
             after = is_after_start(column, row_, EXCLUSIVE).to(tl.float32)
             dgates = dot(after, dqueries * queries, dgates, D, PRECISION)
-            # A token meets itself without a decay: kept out of the gates' gradients, where it would only cancel.
+            # A token reads itself without decay, so this stays out of the gates' gradients, where it would only cancel.
             dself = tl.sum(tl.where(row_ == column, dscores.to(tl.float32), 0.0), 1)[:, None]
             dkeys += dself * queries
             dqueries += dself * load_again(k, i, rows, G * F, f, F)
@@ -349,7 +353,7 @@ def dqk_kernel(
                 reads += dqueries * left.to(tl.float32)
                 at = sums + chunk * (C + 1) * F
                 dqueries *= tl.exp2(load_again(at, i + 1 - EXCLUSIVE, C + 1, F, f, F))
-            else:  # the gradient of a logarithm: the decay makes no difference
+            else:  # the gradient with respect to log(queries) is the same with and without the decay
                 dqueries *= left.to(tl.float32)
                 reads += dqueries
         if q_lse is not None:
@@ -358,7 +362,7 @@ def dqk_kernel(
             store_vector(dlse + r, -tl.sum(dqueries, 1), i, rows, G * R)
         store(dq + r * F, dqueries, i, rows, G * R * F, f, F)
 
-    late = tl.zeros((C, BF), tl.float32)  # the gradient of what reaches the end
+    late = tl.zeros((C, BF), tl.float32)  # gradient of what the keys write to the state after the chunk
     through = tl.zeros((BF,), tl.float32)
     for v0 in range(0, V, 64):
         y = v0 + tl.arange(0, 64)

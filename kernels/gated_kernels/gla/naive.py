@@ -1,7 +1,7 @@
-"""Gated linear attention as it is defined: every query head on its own, one token after another.
+"""The definition of gated linear attention, with a loop over tokens and a separate state for every query head.
 
-Shapes: B batch, T tokens, H query heads, G key-value heads, F feature size, V value size, X = V and one
-with a normalizer.
+Shapes: B batch, T tokens, H query heads, G key-value heads, F feature size, V value size, X = V, or V + 1 with a
+normalizer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def naive_gla(
     exclusive: bool = False,
     q_lse_BTH: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """See `gated_kernels.chunk_gla`; computed in the dtype of the values, but at least in fp32."""
+    """See `gated_kernels.chunk_gla`. Computed in the dtype of the values, but in at least fp32."""
     B, T, H, F = q_BTHF.shape
     G = v_BTGV.shape[2]
     dtype = torch.promote_types(v_BTGV.dtype, torch.float32)

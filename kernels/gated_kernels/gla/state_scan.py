@@ -1,4 +1,4 @@
-"""The kernels of `bf16.py` that pass over a sequence: sums of gates, and states. The letters are there."""
+"""The kernels of `bf16.py` for the sums of gates and the scans over states. `bf16.py` has the legend of shapes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def sums_kernel(
     log_a, segment, sums, bounds, strong, T,
     G: tl.constexpr, F: tl.constexpr, C: tl.constexpr, BF: tl.constexpr, LIMIT: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's sums of gates, to base 2, and where its segments start and stop.
+    """A chunk's cumulative sums of log gates, to base 2, and where its segments start and stop.
 
-    A feature's sums are less the one in the middle, down to a whole number, if none is too far from it. If one is, or
-    a gate is too strong, the chunk is strong.
+    A feature's sums are relative to the sum in the middle of the chunk, rounded down to an integer, if none is more
+    than LIMIT away from it. If one is, or a gate is stronger than STEP, the chunk is marked as strong.
     """
     N = tl.cdiv(T, C)
     chunk = tl.program_id(0).to(tl.int64)
@@ -29,7 +29,7 @@ def sums_kernel(
     for f0 in range(0, F, BF):
         f = f0 + tl.arange(0, BF)
         gates = load(log_a + ((b * T + n * C) * G + g) * F, i, rows, G * F, f, F).to(tl.float32)
-        gates = tl.maximum(gates * 1.4426950408889634, -151.0)  # a decay of 0 in fp32
+        gates = tl.maximum(gates * 1.4426950408889634, -151.0)  # 2^-151 is 0 in fp32
         now = tl.cumsum(gates, 0)
         middle = tl.sum(tl.where((i == C // 2 - 1)[:, None], now, 0.0), 0)
         far = tl.maximum(tl.abs(middle), tl.max(tl.abs(now - middle[None, :]), 0))
@@ -52,25 +52,26 @@ def sums_kernel(
 
 @triton.jit
 def starts(bounds, chunk, i, C: tl.constexpr):
-    """Where in the chunk the segment of token i starts; -1 if it did before."""
+    """Where in the chunk the segment of token i starts; -1 if before the chunk."""
     return tl.load(bounds + chunk * 2 * C + i)
 
 
 @triton.jit
 def stops(bounds, chunk, i, C: tl.constexpr):
-    """The last token of the chunk that is of the segment of token i; C if more of it follow."""
+    """The last token of the segment of token i; C if the segment continues to the end of the chunk."""
     return tl.load(bounds + (chunk * 2 + 1) * C + i)
 
 
 @triton.jit
 def sums_at(sums, chunk, j, f, F: tl.constexpr, C: tl.constexpr):
-    """[.., BF] the sums of the chunk's first j gates: t + 1 when token t writes, t + 1 - EXCLUSIVE when it reads."""
+    """[.., BF] the sums of the chunk's first j log gates, relative to the middle. For token t, j is t + 1 for what it
+    writes and t + 1 - EXCLUSIVE for what it reads."""
     return load(sums + chunk * (C + 1) * F, j, C + 1, F, f, F)
 
 
 @triton.jit
 def sum_at(sums, chunk, j, f, F: tl.constexpr, C: tl.constexpr):
-    """[BF] the sum of the chunk's first j gates."""
+    """[BF] the sum of the chunk's first j log gates, relative to the middle."""
     return tl.load(sums + (chunk * (C + 1) + j) * F + f, mask=f < F, other=0.0)
 
 
@@ -78,9 +79,9 @@ def sum_at(sums, chunk, j, f, F: tl.constexpr, C: tl.constexpr):
 def queries_of(
     q, q_lse, r, i, rows, H: tl.constexpr, f, F: tl.constexpr, BF: tl.constexpr, AGAIN: tl.constexpr = False
 ):
-    """[.., BF] rows i of head r of H: q or, with a log-sum-exp, exp(q - lse) in fp32; zeros where there are none.
+    """[.., BF] rows i of head r of H: q or, with a log-sum-exp, exp(q - lse) in fp32. Zeros out of bounds.
 
-    AGAIN: what was loaded before is not kept in registers until now.
+    AGAIN: a volatile load, so that the compiler does not keep an earlier one in registers.
     """
     mask = (i < rows)[:, None] & (f < F)[None, :]
     queries = tl.load(q + r * F + i[:, None] * (H * F) + f[None, :], mask=mask, other=0.0, volatile=AGAIN)
@@ -98,12 +99,13 @@ def states_kernel(
     G: tl.constexpr, F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
     BF: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state before every chunk of a part of PART chunks, and the last one; a program per tile of a head's state."""
+    """The state before every chunk of a part of PART chunks, and the part's last state. One program per tile of a
+    head's state."""
     N = tl.cdiv(T, C)
     parts = tl.cdiv(N, PART)
     columns: tl.constexpr = (V + BV - 1) // BV
     blocks: tl.constexpr = (F + BF - 1) // BF * columns
-    block = tl.program_id(0) % blocks  # those that share what they load run side by side
+    block = tl.program_id(0) % blocks  # programs that load the same data have consecutive indices
     program = (tl.program_id(0) // blocks).to(tl.int64)
     head, part = program // parts, program % parts
     b, g = head // G, head % G
@@ -139,12 +141,13 @@ def dstates_kernel(
     G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr,
     D: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the state after every chunk of a part, and of its first one; as `states_kernel`, from the end."""
+    """The gradient of the state after every chunk of a part, and of the state before the part. Like `states_kernel`,
+    but from the end."""
     N = tl.cdiv(T, C)
     parts = tl.cdiv(N, PART)
     columns: tl.constexpr = (V + BV - 1) // BV
     blocks: tl.constexpr = (F + BF - 1) // BF * columns
-    block = tl.program_id(0) % blocks  # those that share what they load run side by side
+    block = tl.program_id(0) % blocks  # programs that load the same data have consecutive indices
     program = (tl.program_id(0) // blocks).to(tl.int64)
     head, part = program // parts, program % parts
     b, g = head // G, head % G
@@ -157,7 +160,7 @@ def dstates_kernel(
         dnow = load(dlast + program * F * V, f, F, V, x, V)
     start = (part * PART).to(tl.int32)
     end = tl.minimum(N, start + PART)
-    for step in range((end - start) * R):  # one loop, so that what the next chunk needs is on its way
+    for step in range((end - start) * R):  # a single loop, so that loads for the next chunk are pipelined
         n = end - 1 - step // R
         r = step % R
         chunk = head * N + n
@@ -185,7 +188,8 @@ def carry_kernel(
     sums, bounds, first, ends, last, T, PART, F: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     CHUNKS: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, REVERSED: tl.constexpr,
 ):  # fmt: skip
-    """Every part's last state becomes the one before it, and the last of all; a program per tile of a head's state."""
+    """Replaces every part's last state in `ends`, run from zeros, by the state before the part, and writes the last
+    state of all. REVERSED: the same for gradients, from the end. One program per tile of a head's state."""
     N = tl.cdiv(T, C)
     parts = tl.cdiv(N, PART)
     head = tl.program_id(0).to(tl.int64)

@@ -1,12 +1,13 @@
 """Gated linear attention with a gate per feature in Triton kernels.
 
-Matrix products take the inputs' dtype and accumulate in fp32: bf16 as it is, fp32 as three TF32 products, and fp16 as
-one TF32 product, which holds it exactly and does not overflow. The backward pass computes all of it again; only the
-inputs are kept. A state belongs to a key-value head and is never repeated.
+Matrix products accumulate in fp32. Their operands have the inputs' precision: bf16 is used as it is, fp32 as three TF32
+products, and fp16 as one TF32 product, which represents it exactly and does not overflow. The backward pass recomputes
+everything, so only the inputs are saved. A state belongs to a key-value head and is never repeated.
 
-Inputs in bf16 have kernels of their own (`bf16.py`), as most of their chunks need no levels. fp32 and fp16 have those
-of `fp32.py`. Neither knows a normalizer: for them it is a column of ones beside the values. Only those for bf16 take
-queries with a log-sum-exp as they are. For the others exp(q - lse) is made first, once in each pass.
+bf16 inputs have their own kernels (`bf16.py`), because most of their chunks need no halving into levels. fp32 and fp16
+inputs run in `fp32.py`. None of these kernels computes a normalizer: the write mask is passed as one more column of the
+values. Only those for bf16 take queries with a log-sum-exp. For the others, exp(q - lse) is computed beforehand, once
+in each pass.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, F feature size, V value size.
 """
@@ -117,9 +118,9 @@ def triton_gla(
     exclusive: bool = False,
     q_lse_BTH: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor] | None:
-    """As `gated_kernels.chunk_gla` for a gate per feature.
+    """Same as `gated_kernels.chunk_gla` with a gate per feature.
 
-    None on a CPU, and with a warning once for what the kernels do not support.
+    None on a CPU, and for what the kernels do not support, with a warning the first time.
     """
     if not (v_BTGV.is_cuda or INTERPRETED.value):
         return None

@@ -1,5 +1,5 @@
-"""Inputs on which the inner model is tested: keys and queries of length 1, and steps that hardly overshoot, as errors
-would grow from token to token otherwise."""
+"""Test inputs for the inner model. Keys and queries have length 1 and steps hardly overshoot, because otherwise errors
+would grow from token to token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["CASES", "in_pieces", "inputs", "one_by_one"]
 
 
 class Case(NamedTuple):
-    """T tokens in mini-batches of so many; a hidden layer, a norm, gates or none; a given state or none."""
+    """T tokens in mini-batches of `mini_batch` tokens. `hidden`: size of the hidden layer; 0: none."""
 
     T: int
     mini_batch: int = 16

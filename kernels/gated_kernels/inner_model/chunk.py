@@ -1,19 +1,20 @@
-"""A memory that is a small model, a mini-batch at a time.
+"""A memory that is a small model, computed a chunk at a time.
 
-Between two tokens the model's weights are W_t = p_t W_0 + D_t: W_0 is learned, p_t the product of the document's gates
-so far, and D_t what was added. A step of a layer is an outer product, x_s^T e_s, of its input and the gradient by its
-output. So weights are never made for a token: what a layer makes of an input x at token t is
+After token t, the model's weights are W_t = p_t W_0 + D_t. W_0 is learned, p_t is the product of the document's gates
+so far, and D_t is the sum of the decayed updates. A layer's update by token s is an outer product, x_s^T e_s, of its
+input and the gradient with respect to its output. So a token's weights are never materialized. The output of a layer
+for an input x at token t is
 
-    p_t x W_0 + x (what is left of D and Z from before the chunk) - sum_{s<=t} w(t, s) eta_s (x . x_s) e_s
+    p_t x W_0 + x (weighted D and Z from before the chunk) - sum_{s<=t} w(t, s) eta_s (x . x_s) e_s
 
-as in `gated_kernels.momentum.chunk`, from which w and what is left are taken. A chunk has no more tokens than a
-mini-batch, so at most one mini-batch of the document before it ends there; documents that begin there take their
-gradients at W_0. Hence two passes over the keys: by the weights at which the first mini-batch began, and, for the
-tokens behind its end, by those that it ended with.
+with w and the weights of D and Z as in `gated_kernels.momentum.chunk`. A chunk has no more tokens than a mini-batch, so
+at most one mini-batch of the document that continues into the chunk ends there. Documents that begin in the chunk take
+their gradients at W_0. Hence there are two passes over the keys: one with the weights at the start of the first
+mini-batch, and one, for the tokens after its end, with the weights at its end.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, W hidden size, N
-chunks, C chunk length, X and Y a layer's inputs, with a 1 behind them, and outputs, P weights of the model. Tensors of
-a chunk are [B, G, C, ...].
+chunks, C chunk length, X a layer's inputs and a 1 appended for the bias, Y its outputs, P weights of the model. Tensors
+of a chunk are [B, G, C, ...].
 """
 
 from __future__ import annotations
@@ -50,21 +51,28 @@ def chunk_inner_model(
     segment_ids_BT: Tensor | None = None,
     exclusive: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Z_t = m_t Z_{t-1} - eta_t grad(W'; k_t, v_t), W_t = a_t W_{t-1} + Z_t, read by o_t = f(q_t; W_t).
+    """Z_t = m_t Z_{t-1} - eta_t grad(W'; k_t, v_t), W_t = a_t W_{t-1} + Z_t, o_t = f(q_t; W_t).
 
-    grad is that of |f(k) - v|^2 / 2, taken at W', the weights when the token's mini-batch began. f(x) is y, or with
-    `norm_G2V`, a size and a shift of each channel, x + norm(y), a layer norm. y is [scale x, 1] `first_GFW`, or with
-    `second_GWV`, [gelu([scale x, 1] first), 1] second; both are W_0, from which every document starts, with the bias as
-    last row: [G, F + 1, W or V] and [G, W + 1, V].
+    grad is the gradient of |f(k) - v|^2 / 2 at W', the weights at the start of the token's mini-batch. Query head h
+    uses key-value head h // R. Computes in fp32 (fp64 for fp64 values), even under autocast. Nothing bounds the states:
+    steps can overshoot.
 
-    Query head h uses kv head h // R. eta_BTG1 >= 0 and the gates, log_a <= 0 and log_m <= 0, are [B, T, G, 1]; None: no
-    decay, no momentum. Tokens where `written_BTG1` is False leave the state untouched and count to no mini-batch, if
-    their eta and gates are 0, too. With `exclusive`, o_t = f(q_t; W_{t-1}). `segment_ids_BT` are integers; the
-    recurrence restarts where they change, and the given state belongs to the first of them. Computes in fp32 (fp64 for
-    fp64 values), under autocast too. Returns o_BTHV in v's dtype and the last state [B, G, 2 or 3, P + 2]: in rows what
-    was added to W, the same when the mini-batch began, and Z where there is momentum; the last columns hold log p of
-    both, and how many tokens the mini-batch has. Nothing here bounds the states: steps can overshoot. Raises ValueError
-    when H is no multiple of G.
+    eta_BTG1: step sizes, at least 0.
+    log_a, log_m: [B, T, G, 1], at most 0: the logs of the decay a and of the momentum m. None: no decay, no momentum.
+    written_BTG1: where False, a token does not count toward a mini-batch and adds nothing to W. It leaves the state
+        untouched if its eta and its log gates are 0, too.
+    first_GFW, second_GWV: W_0, from which every document starts, [G, F + 1, W or V] and [G, W + 1, V] with the bias as
+        the last row. y = [scale x, 1] first or, with `second_GWV`, y = [gelu([scale x, 1] first), 1] second.
+    norm_G2V: weight and bias of a layer norm, with which f(x) = x + norm(y); None: f(x) = y.
+    mini_batch: tokens in a mini-batch.
+    initial_state: a state as returned; None: zeros, as at the start of a document.
+    segment_ids_BT: integers. The recurrence restarts where they change. The given state belongs to the first segment.
+    exclusive: o_t = f(q_t; W_{t-1}).
+
+    Returns o_BTHV in v's dtype and the last state [B, G, 2 or 3, P + 2]. Its rows are the sum of updates D, the same at
+    the start of the current mini-batch, and Z if there is momentum. Its last two columns are log p of the first two
+    rows, and, in the first row, the number of tokens in the current mini-batch. Raises ValueError when H is not a
+    multiple of G.
     """
     B, _, H, _ = q_BTHF.shape
     G = v_BTGV.shape[2]
@@ -88,7 +96,7 @@ def chunk_inner_model(
 
 
 class Inputs(NamedTuple):
-    """Of all tokens [B,T,G,*], or of a chunk's [B,G,C,*]."""
+    """The inputs of all tokens, [B,T,G,*], or of a chunk, [B,G,C,*]."""
 
     q: Tensor
     k: Tensor
@@ -100,14 +108,14 @@ class Inputs(NamedTuple):
 
 
 class Model(NamedTuple):
-    """The model that is trained: W_0 of its layers [G,X,Y], the norm behind them, and the scale of its inputs."""
+    """The model that is trained: W_0 of its layers [G,X,Y], the norm after them, and the scale of its inputs."""
 
     layers: list[Tensor]
     norm: Tensor | None
     scale: float
 
     def unpacked(self, row_BGP: Tensor) -> list[Tensor]:
-        """Of each layer, its part [B,G,X,Y] of a row of the state."""
+        """Each layer's part [B,G,X,Y] of a row of the state."""
         parts = row_BGP.split([x[0].numel() for x in self.layers], -1)
         return [part.unflatten(-1, x.shape[1:]) for part, x in zip(parts, self.layers)]
 
@@ -117,8 +125,8 @@ class Model(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """By which weights a token reads: log p, the shares of what was added before the chunk and of its momentum, each
-    [B,G,C,1], and those of the chunk's writes [B,G,C,C], their eta and sign included."""
+    """The coefficients that make up the model's weights at a token: log p, the coefficients of the updates from before
+    the chunk and of the momentum from there, each [B,G,C,1], and of the chunk's writes, [B,G,C,C] (with -eta)."""
 
     log_p: Tensor
     added: Tensor
@@ -126,7 +134,7 @@ class Shares(NamedTuple):
     writes: Tensor
 
     def of_token(self, chosen_BGC1: Tensor) -> Shares:
-        """Those of the one token that is chosen, [B,G,1,*]; all 0 where none is."""
+        """The coefficients of the one token chosen by a 0/1 mask, [B,G,1,*]; all 0 where none is chosen."""
         return Shares(*((chosen_BGC1 * x).sum(2, keepdim=True) for x in self))
 
 
@@ -183,13 +191,13 @@ def _one_chunk(
         before * (decay_a @ (written * prefix_m)),
         -pairs * (decay_a @ (written * decay_m)) * eta.mT,
     )
-    # how many tokens its mini-batch has before a token, and at which a mini-batch is full
+    # the number of tokens in the mini-batch before each token, and whether the mini-batch is full with it
     place = pairs @ written - written + before * count
     fills = (place == mini_batch - 1) * written
 
     writes = _gradients(model, k, v, (before * anchor_log_p).exp(), before, anchor)
-    if C > 1:  # a single token never stands behind the end of a mini-batch
-        # of the document before the chunk, what its tokens behind the end of a mini-batch take their gradients at
+    if C > 1:  # a single token is never after the end of a mini-batch
+        # the weights at which tokens after the end of the continuing document's mini-batch take their gradients
         ended = after.of_token(fills * before)
         next_anchor = _summed(ended, added, momentum, writes)
         behind = _gradients(model, k, v, ended.log_p.exp(), ones, next_anchor)
@@ -202,7 +210,7 @@ def _one_chunk(
     read = after
     if exclusive:
         own = (before * log_p, before, torch.zeros_like(before), torch.zeros_like(after.writes))
-        # of the token before, where that is of the same document
+        # the coefficients of the previous token, if it belongs to the same document
         follows = nnf.pad(pairs.diagonal(-1, -2, -1), (1, 0))[..., None]
         read = Shares(*(torch.where(follows > 0, nnf.pad(x[..., :-1, :], (0, 0, 1, 0)), y) for x, y in zip(after, own)))
     read = Shares(*(x.repeat_interleave(R, 2) for x in read))
@@ -239,8 +247,8 @@ def _one_chunk(
 def _gradients(
     model: Model, k: Tensor, v: Tensor, p: Tensor, share: Tensor, added: list[Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Of each layer its inputs [B,G,C,X] and the loss's gradient by its outputs [B,G,C,Y], both of the keys, by the
-    weights p W_0 + share * added."""
+    """For each layer, its inputs [B,G,C,X] and the loss's gradient with respect to its outputs [B,G,C,Y], at the keys
+    and with the weights p W_0 + share * added."""
     inputs, slopes = [], []
     x = y = model.scale * k
     for i, (start, more) in enumerate(zip(model.layers, added)):
@@ -266,7 +274,7 @@ def _gradients(
 def _summed(
     shares: Shares, added: list[Tensor], momentum: list[Tensor] | None, writes: list[tuple[Tensor, Tensor]]
 ) -> list[Tensor]:
-    """What one token's weights [B,G,X,Y] are beside p W_0."""
+    """Each layer's weights [B,G,X,Y] at one token, without p W_0."""
     found = []
     for i, (keys, errors) in enumerate(writes):
         x = shares.added * added[i] + (keys * shares.writes.mT).mT @ errors
@@ -279,14 +287,14 @@ def _with_one(x: Tensor) -> Tensor:
 
 
 def _normed(y: Tensor) -> tuple[Tensor, Tensor]:
-    """y with mean 0 and variance 1, and its standard deviation."""
+    """y normalized to mean 0 and variance 1, and its standard deviation."""
     y = y - y.mean(-1, keepdim=True)
     deviation = (y.square().mean(-1, keepdim=True) + EPS).sqrt()
     return y / deviation, deviation
 
 
 def _gelu(y: Tensor) -> tuple[Tensor, Tensor]:
-    """gelu(y), by the tangent, and its derivative."""
+    """gelu(y), in the tanh approximation, and its derivative."""
     c = math.sqrt(2 / math.pi)
     tanh = torch.tanh(c * (y + 0.044715 * y**3))
     slope = (1 + tanh) / 2 + y * (1 - tanh * tanh) * (c / 2) * (1 + 3 * 0.044715 * y * y)

@@ -1,5 +1,5 @@
-"""A memory that is a model, as it is defined: every query head on its own, one token after another, its gradients by
-autograd.
+"""The definition of a memory that is a model, with a loop over tokens, a separate state for every query head, and
+gradients by autograd.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, F feature size, V value size, W hidden size, P weights of
 the model.
@@ -30,7 +30,7 @@ def naive_inner_model(
     segment_ids_BT: Tensor | None = None,
     exclusive: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """See `gated_kernels.chunk_inner_model`; computed in the dtype of the values, but at least in fp32."""
+    """See `gated_kernels.chunk_inner_model`. Computed in the dtype of the values, but in at least fp32."""
     B, T, H, _ = q_BTHF.shape
     R = H // v_BTGV.shape[2]
     dtype = torch.promote_types(v_BTGV.dtype, torch.float32)
@@ -45,7 +45,7 @@ def naive_inner_model(
     P = start.shape[1]
 
     def output(weights: Tensor, x: Tensor) -> Tensor:
-        """f of x [B, H, F] by weights [B, H, P]."""
+        """f(x) of x [B, H, F] with weights [B, H, P]."""
         y, parts = scale * x, weights.split([part[0].numel() for part in layers], -1)
         for i, (part, layer) in enumerate(zip(parts, layers)):
             y = nnf.gelu(y, approximate="tanh") if i else y

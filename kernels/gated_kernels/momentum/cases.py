@@ -1,4 +1,4 @@
-"""Inputs on which the delta rule with momentum is tested: those of the delta recurrence with one gate per head."""
+"""Test inputs for the delta rule with momentum: those of the delta rule with one gate per head."""
 
 from __future__ import annotations
 

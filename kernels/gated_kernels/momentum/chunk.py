@@ -1,14 +1,15 @@
-"""The delta rule with momentum in chunks, in the manner of `gated_kernels.delta_rule.chunk`.
+"""The chunkwise delta rule with momentum, along the lines of `gated_kernels.delta_rule.chunk`.
 
-Written out, both states are weighted sums of the tokens' writes k_s^T n_s, where n_s is what the memory missed of v_s.
-In Z_t a write has the weight h(t, s), the product of m after s up to t. In M_t it has w(t, s), the sum over j from s to
-t of (product of a after j up to t) c_j h(j, s): a product of two triangular matrices, as every gate is one number a
-head. What is left of the states before the chunk has weights of the same kind, and the n_t solve a triangular system:
+When the recurrence is unrolled, both states are weighted sums of the tokens' writes k_s^T n_s, where
+n_s = v_s - r_s M_{s-1} is the residual of v_s. In Z_t the weight of a write is h(t, s), the product of m after s up to
+t. In M_t it is w(t, s), the sum over j from s to t of (product of a after j up to t) c_j h(j, s). As there is one gate
+per head, w is a product of two triangular matrices. The states before the chunk have weights of the same kind. The n_t
+solve a triangular system:
 
-    n_t + sum_{s<t} w(t-1, s) (r_t . k_s) n_s = v_t - r_t (what M_{t-1} has of the states before the chunk)
+    n_t + sum_{s<t} w(t-1, s) (r_t . k_s) n_s = v_t - r_t (the part of M_{t-1} from the states before the chunk)
 
-Every weight is a sum of products of gates, so nothing overflows. The backward pass computes all of it again, so that
-only the inputs are kept.
+Every weight is a sum of products of gates, so nothing overflows. The backward pass recomputes all of this, so that only
+the inputs are saved.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, N chunks, C chunk
 length. Chunked tensors are [B, G, N, C, ...]; M and Z are stacked, [.., 2 F, V].
@@ -23,7 +24,7 @@ from torch import Tensor
 from gated_kernels.common.recomputed import recomputed
 from gated_kernels.delta_rule.chunk import same_segment, split
 
-CHUNK = 16  # momentum overshoots where one key comes again and again: a longer system is solved less exactly
+CHUNK = 16  # momentum overshoots where a key repeats many times, and a larger system would be solved less accurately
 
 
 def chunk_momentum(
@@ -39,15 +40,19 @@ def chunk_momentum(
     segment_ids_BT: Tensor | None = None,
     exclusive: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Z_t = m_t Z_{t-1} + k_t^T (v_t - r_t M_{t-1}), M_t = a_t M_{t-1} + c_t Z_t, read by o_t = q_t M_t.
+    """Z_t = m_t Z_{t-1} + k_t^T (v_t - r_t M_{t-1}), M_t = a_t M_{t-1} + c_t Z_t, o_t = q_t M_t.
 
-    With a unit key u and a step size b, k = b u and r = u. Zeros in k, log_a, log_m and c leave both states untouched;
-    c is 1 otherwise, where it is not learned. Nothing here bounds the states: steps can overshoot.
+    For a unit key u and a step size b, pass k = b u and r = u. Query head h uses key-value head h // R. Computes in
+    fp32 (fp64 for fp64 values), even under autocast. Nothing bounds the states: steps can overshoot.
 
-    Query head h uses kv head h // R. log_a, log_m <= 0 and c are [B, T, G, 1]; a state is [B, G, 2 F, V], Z below M.
-    With `exclusive`, o_t = q_t M_{t-1}. `segment_ids_BT` are integers; the recurrence restarts where they change, and
-    the given state belongs to the first of them. Computes in fp32 (fp64 for fp64 values), under autocast too. Returns
-    o_BTHV in v's dtype and the last state. Raises ValueError when H is no multiple of G.
+    log_a, log_m: [B, T, G, 1], at most 0: the logs of the decay a and of the momentum m.
+    c_BTG1: factor of Z in M; 1 if it is not learned. A token with zeros in k, log_a, log_m and c leaves both states
+        untouched.
+    initial_state: [B, G, 2 F, V], with M's rows before Z's; None: zeros.
+    segment_ids_BT: integers. The recurrence restarts where they change. The given state belongs to the first segment.
+    exclusive: o_t = q_t M_{t-1}.
+
+    Returns o_BTHV in v's dtype and the last state. Raises ValueError when H is not a multiple of G.
     """
     B, _, H, F = q_BTHF.shape
     G, V = v_BTGV.shape[2:]
@@ -82,9 +87,9 @@ def _chunked(
     R, F = q.shape[4:]
     decay_a, decay_m = products(log_a), products(log_m)
     prefix_a, prefix_m = decay_a[..., :1] * log_a[..., :1, :].exp(), decay_m[..., :1] * log_m[..., :1, :].exp()
-    # the weights in M_t of the states before the chunk [.., C, 2] and of the chunk's writes [.., C, C], then in M_{t-1}
+    # weights of the states before the chunk [.., C, 2] and of the chunk's writes [.., C, C], in M_t, then in M_{t-1}
     old, new = torch.cat([prefix_a, decay_a @ (c * prefix_m)], -1), decay_a @ (c * decay_m)
-    # made on the device: a copy from the host would make it wait
+    # created on the device, because a copy from the host would synchronize
     first = (1 - torch.arange(2, dtype=old.dtype, device=old.device)).expand_as(old[..., :1, :])
     old_before, new_before = torch.cat([first, old[..., :-1, :]], -2), nnf.pad(new[..., :-1, :], (0, 0, 1, 0))
     if segment_ids_BT is not None:
@@ -94,7 +99,7 @@ def _chunked(
 
     system = new_before * (r @ k.mT)
     right = torch.cat([v, _both(r, old_before)], -1)
-    # (1 + system) n = right; the solver supplies the 1
+    # (1 + system) n = right; the solver takes the diagonal as 1
     fresh, held = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split(
         [v.shape[-1], 2 * F], -1
     )
@@ -117,11 +122,11 @@ def _chunked(
 
 
 def products(log_gate: Tensor) -> Tensor:
-    """[.., C, 1] -> [.., t, s]: the product of the gates after s up to t, each by itself; 0 where s is after t."""
+    """[.., C, 1] -> [.., t, s]: the product of the gates after s up to t, made without division; 0 where s > t."""
     lower = log_gate.new_ones(log_gate.shape[-2], log_gate.shape[-2]).tril()
     return (lower @ (log_gate * lower.tril(-1))).exp() * lower
 
 
 def _both(readers: Tensor, weights: Tensor) -> Tensor:
-    """[.., F] and [.., 2] -> [.., 2 F]: what reads M and Z with two weights."""
+    """[.., F] and [.., 2] -> [.., 2 F]: vectors that read M and Z with one weight each."""
     return torch.cat([readers * weights[..., :1], readers * weights[..., 1:]], -1)

@@ -1,4 +1,4 @@
-"""The delta rule with momentum as it is defined: every query head on its own, one token after another.
+"""The definition of the delta rule with momentum, with a loop over tokens and a separate state for every query head.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, F feature size, V value size.
 """
@@ -22,7 +22,7 @@ def naive_momentum(
     segment_ids_BT: Tensor | None = None,
     exclusive: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """See `gated_kernels.chunk_momentum`; computed in the dtype of the values, but at least in fp32."""
+    """See `gated_kernels.chunk_momentum`. Computed in the dtype of the values, but in at least fp32."""
     B, T, H, F = q_BTHF.shape
     G, V = v_BTGV.shape[2:]
     dtype = torch.promote_types(v_BTGV.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Inputs on which gated linear attention with one gate per head, or none, is tested. `gla` uses `inputs`, too."""
+"""Test inputs for gated linear attention with one gate per head, or none. `gla` uses `inputs`, too."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Case(NamedTuple):
     F: int = 16
     V: int = 17
     gate: str = "mild"
-    per_head: bool = False  # one gate a key-value head, not one per feature
+    per_head: bool = False  # one gate per key-value head instead of one per feature
     state: bool = True
     segments: bool = False
     normalizer: bool = False
     exclusive: bool = False
     q_lse: bool = False
     dtype: torch.dtype = torch.float32
-    v_dtype: torch.dtype | None = None  # of the values, when another
+    v_dtype: torch.dtype | None = None  # dtype of the values; None: `dtype`
     B: int = 2
 
 
@@ -72,7 +72,7 @@ def inputs(case: Case) -> dict[str, Any]:
         log_a = gate.new_tensor([0.0, -0.01, -20.0, -200.0])[torch.randint(4, gate.shape, generator=random)]
     elif case.gate in ("mild", "strong"):
         log_a = nnf.logsigmoid(gate) * (1 / 16 if case.gate == "mild" else 2)
-    elif case.gate == "patches":  # of strong gates, in every other 64 tokens
+    elif case.gate == "patches":  # strong gates in every other 64 tokens
         log_a = nnf.logsigmoid(gate) / 16
         log_a[:, 70:80] *= 200
         log_a[:, -1] -= 90
@@ -88,7 +88,7 @@ def inputs(case: Case) -> dict[str, Any]:
         "segment_ids_BT": 7 + starts.cumsum(1) if case.segments else None,
         "exclusive": case.exclusive,
     }
-    if case.q_lse:  # not quite that of q, as the op takes it for an input of its own
+    if case.q_lse:  # deliberately not exactly that of q, because the op treats it as an independent input
         exact_BTH = made["q_BTHF"].to(torch.promote_types(case.dtype, torch.float32)).logsumexp(-1)
         made["q_lse_BTH"] = exact_BTH + torch.randn(exact_BTH.shape, generator=random) / 4
     if case.normalizer:

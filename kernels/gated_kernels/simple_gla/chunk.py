@@ -1,6 +1,6 @@
-"""Gated linear attention with one gate a key-value head, or none: S_t = a_t S_{t-1} + k_t^T v_t, o_t = q_t S_t.
+"""Gated linear attention with one gate per key-value head, or none: S_t = a_t S_{t-1} + k_t^T v_t, o_t = q_t S_t.
 
-`gated_kernels.chunk_gla` comes here by itself for such gates.
+`gated_kernels.chunk_gla` calls this op for such gates.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size.
 """
@@ -27,10 +27,10 @@ def chunk_simple_gla(
     exclusive: bool = False,
     q_lse_BTH: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The recurrence S_t = a_t S_{t-1} + k_t^T v_t, read by o_t = q_t S_t.
+    """The recurrence S_t = a_t S_{t-1} + k_t^T v_t, o_t = q_t S_t.
 
-    log_a is [B, T, G, 1], or None for no decay. Everything else is as in `gated_kernels.chunk_gla`. Raises ValueError
-    for a gate of another size, and when H is no multiple of G.
+    log_a is [B, T, G, 1], or None for no decay. Other arguments and the results are as in `gated_kernels.chunk_gla`.
+    Raises ValueError when the last size of log_a is not 1, and when H is not a multiple of G.
     """
     if q_BTHF.shape[2] % v_BTGV.shape[2]:
         raise ValueError(f"{q_BTHF.shape[2]} query heads are no multiple of {v_BTGV.shape[2]} key-value heads")

@@ -1,4 +1,4 @@
-"""The kernels of `launch.py` that take every chunk by itself, once the states are known. The letters are there."""
+"""The kernels of `launch.py` that handle chunks independently, once the states are known. See there for shapes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from gated_kernels.simple_gla.state_scan import decay_from_start, decay_of_chunk
 
 @triton.jit
 def decays_between(read, write, at, t, s, EXCLUSIVE: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
-    """The decays of what tokens s write until tokens t read it, 0 where t does not; the chunk's sums are `at`."""
+    """The decays from what tokens s write to what tokens t read; 0 where t does not read s. `at`: offset of the chunk's
+    sums."""
     if write is None:
         decays = (t >= s + EXCLUSIVE).to(tl.float32)
     else:
@@ -20,13 +21,14 @@ def decays_between(read, write, at, t, s, EXCLUSIVE: tl.constexpr, C: tl.constex
         between = tl.load(read + at + t) - tl.load(write + at + s) + lost
         decays = tl.exp2(tl.where(t >= s + EXCLUSIVE, between, -float("inf")))
     if D.is_bf16():
-        decays = decays.to(tl.float16)  # half the registers, still finer than what it is multiplied with
+        decays = decays.to(tl.float16)  # half the registers, and still more precise than bf16
     return decays
 
 
 @triton.jit
 def read_by(scores, outputs, normalizers, decays, values, ones, read, at, t, D: tl.constexpr, PRECISION: tl.constexpr):
-    """What tokens t read and its normalizer, from what of both was before the chunk, and their scores of its tokens."""
+    """The outputs and normalizers of tokens t: those read from the state before the chunk, not yet decayed, plus what
+    `scores`, not yet decayed, read within the chunk."""
     if read is not None:
         start = decay_from_start(read, at, t)
         outputs *= start[:, None]
@@ -44,7 +46,7 @@ def outputs_kernel(
     G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr,
     D: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, HEADS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's outputs of HEADS query heads a program: all of a key-value head when one block holds the features."""
+    """A chunk's outputs for HEADS query heads per program: all of a key-value head's if one tile holds all features."""
     N = tl.cdiv(T, C)
     program = tl.program_id(0).to(tl.int64)
     chunk, h0 = program // (R // HEADS), program % (R // HEADS) * HEADS
@@ -59,7 +61,7 @@ def outputs_kernel(
     values = load(v + (row * G + g) * V, i, rows, G * V, x, V)
     ones = None
     if write_mask is not None:
-        mine = tl.program_id(1) == 0  # one of those that share their queries has the normalizer
+        mine = tl.program_id(1) == 0  # of the programs with the same queries, one computes the normalizer
         features = tl.where(mine, F, 0)
         ones = load_vector(write_mask + row * G + g, i, tl.where(mine, rows, 0), G)
     if F <= BF:
@@ -86,7 +88,7 @@ def outputs_kernel(
                 scores = dot(queries, tl.trans(keys.to(D)), scores, D, PRECISION)
                 outputs = dot(queries, before, outputs, D, PRECISION)
             if write_mask is not None:
-                for f0 in range(0, F, BF):  # not in the loop above, see launch.py
+                for f0 in range(0, F, BF):  # a separate loop, see launch.py
                     queries = load(q + (row * G * R + h) * F, i, rows, G * R * F, f0 + f, F)
                     z_before = load_vector(z + chunk * F, f0 + f, features, 1)
                     normalizers += tl.sum(queries.to(tl.float32) * z_before[None, :], 1)
@@ -102,7 +104,7 @@ def dscores_kernel(
     G: tl.constexpr, R: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
     BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradients [s, t] of a chunk's scores in one query head a program, times the decays from s to t."""
+    """The gradients [s, t] of a chunk's scores, times the decays from s to t. One program per query head."""
     N = tl.cdiv(T, C)
     program = tl.program_id(0).to(tl.int64)
     chunk, r = program // R, program % R
@@ -130,7 +132,7 @@ def dv_kernel(
     G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr,
     D: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of BV of a chunk's values a program, and the gates' by pairs in the chunk."""
+    """The gradient of a chunk's values, BV columns per program, and the gates' gradients from pairs in the chunk."""
     N = tl.cdiv(T, C)
     chunk = tl.program_id(0).to(tl.int64)
     n, b, g = chunk % N, chunk // N // G, chunk // N % G
@@ -152,8 +154,8 @@ def dv_kernel(
         dvalues *= decay_to_end(write, at, i, C)[:, None]
     decays = decays_between(read, write, at, i[None, :], i[:, None], EXCLUSIVE, C, D)
     if dpairs is not None:
-        mine = tl.where(tl.program_id(1) == 0, C, 0)  # one of those that share the scores has the pairs
-        pairs = tl.zeros((C, C), tl.float32)  # [s, t], score times gradient
+        mine = tl.where(tl.program_id(1) == 0, C, 0)  # of the programs with the same scores, one sums the pairs
+        pairs = tl.zeros((C, C), tl.float32)  # [s, t] score times its gradient
     for r in tl.range(R, disable_licm=True):
         h = g * R + r
         scores = tl.zeros((C, C), tl.float32)
@@ -162,7 +164,7 @@ def dv_kernel(
             if F > BF:
                 keys = load(k + (row * G + g) * F, i, rows, G * F, f0 + f, F)
             scores = dot(keys, tl.trans(queries.to(D)), scores, D, PRECISION)
-        if dpairs is not None:  # decays are part of their gradients
+        if dpairs is not None:  # dscores include the decays
             pairs += scores * load(dscores + (chunk * R + r) * C * C, i, mine, C, i, C).to(tl.float32)
         douts = load(do + (row * G * R + h) * V, i, rows, G * R * V, x, V)
         dvalues = dot(scores * decays, douts.to(D), dvalues, D, PRECISION)
@@ -171,14 +173,15 @@ def dv_kernel(
         u = i[:, None]
         column = i[None, :]
         finer: tl.constexpr = PRECISION if D.is_bf16() else "tf32x3"
-        around = dot((column < u).to(tl.float32), pairs, None, tl.float32, finer)  # [u, t], of all s before u
+        around = dot((column < u).to(tl.float32), pairs, None, tl.float32, finer)  # [u, t], summed over all s before u
         dgates = tl.sum(tl.where(column >= u + EXCLUSIVE, around, 0.0), 1)
         store_vector(dpairs + chunk * C, dgates, i, mine, 1)
 
 
 @triton.jit
 def _meet_states(values, before, dafter, dkeys, through, D: tl.constexpr, PRECISION: tl.constexpr):
-    """Gradients by some columns of the states: of keys, and of the features of the state that passes the chunk."""
+    """Adds the contributions of some columns of the states: to dkeys, and to the dot products of the state before the
+    chunk with the gradient of the state after it."""
     through += tl.sum(before.to(tl.float32) * dafter.to(tl.float32), 1)
     return dot(values, tl.trans(dafter), dkeys, D, PRECISION), through
 
@@ -190,9 +193,10 @@ def dqk_kernel(
     G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
     BF: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of BF features of a chunk's queries and keys a program, and these features' part of those of the
-    decays from the state before, to the one after and of the chunk, and of the products of q and k with their
-    gradients. dq and dk may take the places of q and k: no other program reads what this one writes.
+    """The gradients of a chunk's queries and keys, BF features per program. Also these features' part of the gradients
+    of the decays (`dread` from the state before the chunk, `dwrite` to the state after it, `dtotal` of the chunk), and
+    of the dot products of q and k with their gradients (`q_along`, `k_along`). dq and dk may overwrite q and k, because
+    no other program reads what this one writes.
     """
     N = tl.cdiv(T, C)
     blocks: tl.constexpr = (F + BF - 1) // BF
@@ -206,7 +210,7 @@ def dqk_kernel(
     at = chunk * 2 * C
     keys = load(k + (row * G + g) * F, i, rows, G * F, f, F)
     dkeys = tl.zeros((C, BF), tl.float32)
-    through = tl.zeros((BF,), tl.float32)  # of the states that pass the chunk
+    through = tl.zeros((BF,), tl.float32)  # gradient of the decay of the state over the chunk
     if NV == 1:
         x = tl.arange(0, BV)
         values = load(v + (row * G + g) * V, i, rows, G * V, x, V)
@@ -276,7 +280,7 @@ def dgates_kernel(
     dread, dwrite, dtotal, dpairs, dlog_a, B, T, G: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr,
     OF_F: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a chunk's gates, from the parts of all blocks of features and of its pairs."""
+    """The gradients of a chunk's log gates, from the parts of all blocks of features and from its pairs."""
     N = tl.cdiv(T, C)
     chunk = tl.program_id(0).to(tl.int64)
     n, b, g = chunk % N, chunk // N // G, chunk // N % G

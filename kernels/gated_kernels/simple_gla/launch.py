@@ -1,27 +1,27 @@
-"""Gated linear attention with one gate a key-value head, or none: how its Triton kernels are launched.
+"""Launches the Triton kernels of gated linear attention with one gate per key-value head, or none.
 
-With one gate for all features, the decay from what token s writes to what token t reads is exp(x_t - y_s), where x and
-y are the sums of the chunk's gates up to there. They are made in fp64 and kept in two fp32 numbers each, so that their
-differences have all digits of fp32. Gates below -1000 count as -1000, a decay of 0 in fp32 all the same, and so does
-the start of a segment. A chunk's scores are one matrix product of queries and keys as they are, times a matrix of
-decays; what comes and goes by the states is scaled by rows. The gradient of a gate is the sum of dscore * score over
-the pairs it lies between, by a product with zeros and ones, so that nothing cancels. The scores' gradients are made
-once and stored, in the dtype of the products, as all blocks of features need them.
+With one gate for all features, the decay from what token s writes to what token t reads is exp(x_t - y_s). Here x_t and
+y_s are the cumulative sums of the chunk's log gates up to there. They are computed in fp64 and stored as two fp32
+numbers each, so that their differences have full fp32 precision. Log gates below -1000 count as -1000, which is a decay
+of 0 in fp32 as well, and so does the start of a segment. A chunk's scores are one matrix product of the unscaled
+queries and keys, times a matrix of decays. Keys and queries that write to or read from states are decayed row by row.
+The gradient of a log gate is the sum of dscore * score over the pairs that it lies between. It is computed by a product
+with zeros and ones, so that nothing cancels. The scores' gradients are computed once and stored, in the dtype of the
+products, because all tiles of features need them.
 
-The normalizer is read from one more column of the states, z, to which tokens add their keys. It is kept in fp32 vectors
-beside the tiles, as hardly anything is loaded in whole vectors from rows of one number more; only the first and the
-last state, which callers keep, have it as their last column. The states and, where a block holds all features, keys
-and values are loaded once for the R query heads of a key-value head.
+The normalizer is read from one more column of the states, z, to which tokens add their keys. It is kept in separate
+fp32 vectors, because rows of V + 1 elements would hardly allow vectorized loads. Only the first and the last state,
+which are visible to callers, have it as their last column. The states and, if one tile holds all features, keys and
+values are loaded once for the R query heads of a key-value head.
 
-In a loop with several stages no tile is both an operand of a product and used in registers: Triton (3.6 and 3.9) then
-keeps one buffer of it where the others have two, and loads the next tile over what a product under way still reads.
-Hence a loop of its own for the normalizer where features come in several blocks.
+In a pipelined loop, no tile may be both an operand of a product and used in registers. For such a tile Triton (3.6 and
+3.9) allocates one buffer where the others have two, and loads the next tile over data that an asynchronous product
+still reads. Hence the normalizer has a separate loop if there are several tiles of features.
 
-When a pass over the states has too few programs to fill a GPU, the sequence is cut into parts (common/parts.py).
+If a scan over the states has too few programs to fill a GPU, the sequence is split into parts (common/parts.py).
 
-Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, S = V and one
-with a normalizer, N chunks, C chunk length. Kernels see BF of the features and BV of the values at a time, in NV
-blocks.
+Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, S = V, or V + 1
+with a normalizer, N chunks, C chunk length. A tile has BF features and BV values; NV tiles hold all values.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from gated_kernels.simple_gla.intra_chunk import (
 from gated_kernels.simple_gla.state_scan import carry_kernel, dstates_kernel, states_kernel, sums_kernel
 
 BF16, FP32 = torch.bfloat16, torch.float32
-# By the dtype of the products: the tokens of a chunk; and for each kernel BF and BV at most, num_warps and num_stages.
-# In bf16 by Triton 3.6 none spills more than 16 bytes a thread at the usual sizes, F of 64 to 1024, V of 64 and 128.
+# By the dtype of the products: the chunk length, and each kernel's largest BF and BV, num_warps and num_stages. In bf16
+# with Triton 3.6, none spills more than 16 bytes per thread at the usual sizes, F of 64 to 1024, V of 64 and 128.
 CHUNK = {BF16: 64, FP32: 32}
 BLOCKS = {
     "states": {BF16: (64, 128, 4, 2), FP32: (64, 32, 4, 2)},
@@ -56,13 +56,13 @@ BLOCKS = {
     "dstates": {BF16: (64, 128, 4, 3), FP32: (64, 32, 4, 2)},
     "dscores": {BF16: (64, 128, 4, 2), FP32: (32, 32, 4, 2)},
     "dv": {BF16: (128, 128, 4, 1), FP32: (32, 32, 8, 1)},
-    "dqk": {BF16: (64, 128, 4, 1), FP32: (16, 32, 4, 1)},  # queries are an operand and in registers
+    "dqk": {BF16: (64, 128, 4, 1), FP32: (16, 32, 4, 1)},  # one stage: queries are both operand and in registers
 }
-NARROWEST = {BF16: 64, FP32: 16}  # tile: on Hopper Triton 3.6 reads one of 16 or 32 columns beyond its shared memory
-# BF and num_stages in bf16 where they loop over features.
+NARROWEST = {BF16: 64, FP32: 16}  # fewest columns of a tile: with 16 or 32, Triton 3.6 misreads shared memory on Hopper
+# BF and num_stages in bf16 of kernels that loop over features.
 LOOPED = {"outputs": (64, 2), "dv": (64, 3)}
-LOOPED_BV = 64  # of dqk where it loops over values
-WARPS_IN_REGISTERS = 8  # of outputs, dv and dqk in bf16 at more than 64 values, on the chips of common/chips.py
+LOOPED_BV = 64  # BV of dqk if it loops over values
+WARPS_IN_REGISTERS = 8  # of outputs, dv and dqk in bf16 at V > 64, where products are in registers (common/chips.py)
 
 KERNELS = {
     "states": states_kernel,
@@ -87,7 +87,7 @@ def constants(
     in_registers: bool = False,
     tensor_memory: bool = False,
 ) -> dict[str, Any]:
-    """What a kernel is compiled for and with; fixed by the sizes, the dtype and the chip, never searched for."""
+    """A kernel's constexprs and launch options. They follow from sizes, dtype and chip; there is no autotuning."""
     computed_in, precision = PRODUCTS[dtype]
     BF, BV, warps, stages = BLOCKS[kernel][computed_in]
     BF = min(BF, max(NARROWEST[computed_in], triton.next_power_of_2(F)))
@@ -97,13 +97,13 @@ def constants(
     elif kernel == "dqk" and V > BV:
         BV = min(BV, LOOPED_BV)
     elif kernel == "dstates" and computed_in == BF16 and BV == 64 and F > BF:
-        BF, stages = 128, 2  # as many numbers
+        BF, stages = 128, 2  # a tile of 128 x 64 has as many elements as one of 64 x 128
     elif kernel == "outputs" and BV > 64:
-        stages = 1  # more would not fit into the 99 KB of an Ampere's shared memory
+        stages = 1  # more would not fit into the 99 KB of shared memory of sm_86
     if in_registers and computed_in == BF16 and V > 64 and kernel in ("outputs", "dv", "dqk"):
         warps = WARPS_IN_REGISTERS
     if tensor_memory and kernel == "dstates":
-        stages = 1  # Triton 3.9 fails to compile its loop in several stages for sm_100
+        stages = 1  # Triton 3.9 fails to compile the pipelined loop for sm_100
     found = {
         "G": G,
         "R": R,
@@ -123,7 +123,7 @@ def constants(
 
 
 class Call:
-    """The sizes of a call, its sums of gates and the passes over its states."""
+    """The sizes of a call, its cumulative sums of gates and the scans over its states."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class Call:
             )  # fmt: skip
 
     def scan(self, name: str, start: Tensor, states: Tensor, z: Tensor | None, *inputs: Tensor | None) -> Tensor:
-        """A pass over the states from `start` on; fills `states` and `z` and returns the one at the end."""
+        """Runs kernel `name` over the states from `start` on. Fills `states` and `z`, returns the state at the end."""
         end = torch.empty_like(start)
         steps = self.N * self.constants[name].get("R", 1)
         programs = self.heads * self.blocks[name][0] * self.blocks[name][1]
@@ -189,8 +189,8 @@ class Gradients(NamedTuple):
 
 
 class _Targets(NamedTuple):
-    """What the backward pass writes for queries and keys: their gradients and, if asked for, the products of each row
-    with its gradient, [blocks of F, H, B T] and [blocks of F, G, B T], a part for every block of features."""
+    """What the backward pass writes for queries and keys: their gradients and, if requested, the dot product of each
+    row with its gradient, [blocks of F, H, B T] and [blocks of F, G, B T], in a part for every block of features."""
 
     dq: Tensor
     dk: Tensor
@@ -247,7 +247,7 @@ def backward(
     dnormalizer: Tensor,
     dlast: Tensor,
 ) -> Gradients:
-    """`dnormalizer` and `dlast` are the gradients of the normalizer and of the last state."""
+    """The gradients of all inputs. `dnormalizer`, `dlast`: the gradients of the normalizer and of the last state."""
     call = _call_of(q, k, v, log_a, write_mask, segment, exclusive)
     targets = _Targets(torch.empty_like(q), torch.empty_like(k), None, None)
     return _backward(call, targets, q, k, v, log_a, write_mask, state, exclusive, do, dnormalizer, dlast)
@@ -266,10 +266,10 @@ def backward_in_place(
     dnormalizer: Tensor,
     dlast: Tensor,
 ) -> tuple[Gradients, Tensor, Tensor]:
-    """As `backward`, for queries and keys that nobody needs any more: their gradients take their places.
+    """Same as `backward`, but overwrites q and k with their gradients.
 
-    Also gives the products of each row of q and k with its gradient, [H, B T] and [G, B T], as they cannot be made
-    afterwards.
+    Also returns the dot products of each row of q and k with its gradient, [H, B T] and [G, B T], because they cannot
+    be computed afterwards.
     """
     call = _call_of(q, k, v, log_a, write_mask, segment, exclusive)
     shape = call.blocks["dqk"][0], call.B * call.T

@@ -1,4 +1,4 @@
-"""The kernels of `launch.py` that pass over a sequence: the sums of gates and the states. The letters are there."""
+"""The kernels of `launch.py` for the sums of gates and the scans over states. See there for shapes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gated_kernels.common.tiles import dot, load, load_vector, store, store_vect
 
 @triton.jit
 def _store_sums(to, sums, C: tl.constexpr):
-    """In two fp32 numbers: rounded, and what was lost."""
+    """Stores fp64 sums as two fp32 numbers: the rounded sum and the rounding error."""
     rounded = sums.to(tl.float32)
     tl.store(to, rounded)
     tl.store(to + C, (sums - rounded.to(tl.float64)).to(tl.float32))
@@ -20,7 +20,7 @@ def _store_sums(to, sums, C: tl.constexpr):
 def sums_kernel(
     log_a, segment, read, write, T, G: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """A chunk's sums of gates, to base 2: up to what each token reads, and up to what it writes."""
+    """A chunk's cumulative sums of log gates, to base 2: up to what each token reads, and up to what it writes."""
     N = tl.cdiv(T, C)
     program = tl.program_id(0).to(tl.int64)
     n, b, g = program % N, program // N // G, program // N % G
@@ -50,7 +50,7 @@ def decay_from_start(read, at, i):
 
 @triton.jit
 def decay_to_end(write, at, i, C: tl.constexpr):
-    """The decay of what token i writes to the state after the chunk."""
+    """The decay from what token i writes to the state after the chunk."""
     lost = tl.load(write + at + 2 * C - 1) - tl.load(write + at + C + i)
     return tl.exp2(tl.load(write + at + C - 1) - tl.load(write + at + i) + lost)
 
@@ -67,11 +67,12 @@ def states_kernel(
     G: tl.constexpr, F: tl.constexpr, V: tl.constexpr, S: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
     BF: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state before every chunk of a part of PART chunks, and the last one; a program per tile of a head's state."""
+    """The state before every chunk of a part of PART chunks, and the part's last state. One program per tile of a
+    head's state."""
     N = tl.cdiv(T, C)
     parts = tl.cdiv(N, PART)
     blocks: tl.constexpr = (F + BF - 1) // BF * NV
-    block = tl.program_id(0) % blocks  # those that share what they load run side by side
+    block = tl.program_id(0) % blocks  # programs that load the same data have consecutive indices
     program = (tl.program_id(0) // blocks).to(tl.int64)
     head, part = program // parts, program % parts
     b, g = head // G, head % G
@@ -82,7 +83,7 @@ def states_kernel(
     if state is not None:
         now = load(state + program * F * S, f, F, S, x, V)
     if write_mask is not None:
-        mine = block % NV == 0  # one of those that share their features has the normalizer
+        mine = block % NV == 0  # of the programs with the same features, one computes the normalizer
         features = tl.where(mine, F, 0)
         z_now = tl.zeros((BF,), tl.float32)
         if state is not None:
@@ -123,11 +124,12 @@ def dstates_kernel(
     G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, S: tl.constexpr, C: tl.constexpr,
     D: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the state after every chunk of a part, and of its first one; as `states_kernel`, from the end."""
+    """The gradient of the state after every chunk of a part, and of the state before the part. Like `states_kernel`,
+    but from the end."""
     N = tl.cdiv(T, C)
     parts = tl.cdiv(N, PART)
     blocks: tl.constexpr = (F + BF - 1) // BF * NV
-    block = tl.program_id(0) % blocks  # those that share what they load run side by side
+    block = tl.program_id(0) % blocks  # programs that load the same data have consecutive indices
     program = (tl.program_id(0) // blocks).to(tl.int64)
     head, part = program // parts, program % parts
     b, g = head // G, head % G
@@ -138,14 +140,14 @@ def dstates_kernel(
     if dlast is not None:
         dnow = load(dlast + program * F * S, f, F, S, x, V)
     if dnormalizer is not None:
-        mine = block % NV == 0  # one of those that share their features has the normalizer
+        mine = block % NV == 0  # of the programs with the same features, one computes the normalizer
         features = tl.where(mine, F, 0)
         dz_now = tl.zeros((BF,), tl.float32)
         if dlast is not None:
             dz_now = load_vector(dlast + program * F * S + V, f, features, S)
     first = (part * PART).to(tl.int32)
     end = tl.minimum(N, first + PART)
-    for step in range((end - first) * R):  # one loop, so that what the next chunk needs is on its way
+    for step in range((end - first) * R):  # a single loop, so that loads for the next chunk are pipelined
         n = end - 1 - step // R
         r = step % R
         if dstates is not None:
@@ -182,7 +184,8 @@ def carry_kernel(
     write, state, ends, last, N, PART, SIZE: tl.constexpr, C: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
     REVERSED: tl.constexpr,
 ):  # fmt: skip
-    """Every part's last state becomes the one before it, and the last of all; a program per piece of a head's state."""
+    """Replaces every part's last state in `ends`, run from zeros, by the state before the part, and writes the last
+    state of all. REVERSED: the same for gradients, from the end. One program per BLOCK elements of a head's state."""
     head = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     n = tl.arange(0, CHUNKS)

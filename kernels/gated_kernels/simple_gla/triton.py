@@ -1,6 +1,6 @@
 """Gated linear attention with one gate per head, or none, in Triton kernels: the op around `launch.py`.
 
-Queries with a log-sum-exp become exp(q - lse) first, once in each pass, so that it is not kept in between.
+For queries with a log-sum-exp, exp(q - lse) is computed once in each pass, so that it is not saved in between.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, F feature size, V value size.
 """
@@ -74,7 +74,7 @@ def backward(
     dnormalizer: Tensor,
     dlast: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, q_lse (empty where there is none), k, v, log_a (likewise) and the state."""
+    """The gradients of q, q_lse (empty without one), k, v, log_a (likewise) and the state."""
     q, q_lse, k, v, log_a, write_mask, state, segment = contiguous(q, q_lse, k, v, log_a, write_mask, state, segment)
     do, dnormalizer, dlast = contiguous(do, dnormalizer, dlast)
     phi = q if q_lse is None else features_of(q, q_lse, promoted(q, k, v))
@@ -132,9 +132,9 @@ def triton_simple_gla(
     exclusive: bool = False,
     q_lse_BTH: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor] | None:
-    """As `gated_kernels.chunk_simple_gla`.
+    """Same as `gated_kernels.chunk_simple_gla`.
 
-    None on a CPU, and with a warning once for what the kernels do not support.
+    None on a CPU, and for what the kernels do not support, with a warning the first time.
     """
     if not (v_BTGV.is_cuda or INTERPRETED.value):
         return None

@@ -1,1 +1,1 @@
-"""Softmax attention over a fixed number of slots, each a running weighted mean of keys and of values."""
+"""Softmax attention over a fixed number of slots. Each slot is a running weighted mean of keys and of values."""

@@ -1,4 +1,4 @@
-"""Inputs on which attention over slots is tested, and other ways to get the same result."""
+"""Test inputs for attention over slots, and other ways to get the same result."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Case(NamedTuple):
     state: bool = True
     segments: bool = False
     exclusive: bool = False
-    holes: bool = False  # tokens that write nothing, and slots that no token writes to
+    holes: bool = False  # whether some tokens write nothing, and some slots are never written
     normalize: bool = True
     dtype: torch.dtype = torch.float32
-    v_dtype: torch.dtype | None = None  # of the values, when another
+    v_dtype: torch.dtype | None = None  # dtype of the values; None: `dtype`
 
 
 CASES = {

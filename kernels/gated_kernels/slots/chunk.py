@@ -1,9 +1,10 @@
 """Attention over slots as two passes of gated linear attention with a softmax between them.
 
 Both states, K_t = diag(a_t) K_{t-1} + w_t^T [k_t, 1] and V_t likewise, are gated linear attention over slots. Reading
-the values, p_t V_t, is what `chunk_gla` does. Reading the keys, K_t q_t, is the transposed read: no other than the
-gradient that the read x_t K_t, weighted by q_t, has by x_t, and so the op's own backward pass. In turn its gradient by
-q_t is a read, and its other gradients are those of that read weighted by q_t. Neither pass sees a decay of its own.
+the values, p_t V_t, is what `chunk_gla` does. Reading the keys, K_t q_t, is a transposed read. It is the gradient with
+respect to x_t of the read x_t K_t when q_t is the output's gradient, so the backward pass of `chunk_gla` computes it.
+In turn, the gradient of the transposed read with respect to q_t is an ordinary read, and its other gradients are those
+of that read with output gradient q_t. So neither pass needs code of its own for the decay.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, D key size, V value size, M slots. The state of
 the keys has D + 1 columns: the last is each slot's normalizer, the sum of the decayed weights written to it. Without
@@ -37,15 +38,22 @@ def chunk_slots(
     exclusive: bool = False,
     normalize: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """o_t = sum_m p_m V_m / z_m, p = softmax_m(scale q_t K_m / z_m); token t adds w_t[m] >= 0 times itself to slot m.
+    """o_t = sum_m p_m V_m / z_m, p = softmax_m(scale q_t K_m / z_m).
 
-    K, V and the normalizer z of a slot decay by e^log_a: log_a <= 0 is [B, T, G, M], [B, T, G, 1] or None (no decay).
-    A slot whose normalizer is 0 takes no part. Without `normalize` K and V are read as they are, o_t = sum_m p_m V_m,
-    p = softmax_m(scale q_t K_m), and an empty slot takes part as zeros do. With `exclusive` a token is written after it
-    has read. `segment_ids_BT` are integers; the slots are empty again where they change, and the given states belong to
-    the first of them. Query head h uses key-value head h // R. Computes in fp32 (fp64 for fp64 values), under autocast
-    too. Returns o_BTHV in v's dtype, the logits' log-sum-exp [B, T, H] (-inf where all slots are empty) and the last
-    states, keys [B, G, M, D + 1], or D without `normalize`, and values [B, G, M, V]. Raises ValueError when H is no
+    Token t adds w_t[m] (k_t, v_t, 1) to (K_m, V_m, z_m) of slot m. Query head h uses key-value head h // R. Computes in
+    fp32 (fp64 for fp64 values), even under autocast.
+
+    w_BTGM: the write weights, at least 0.
+    log_a: the logs of the gates by which K, V and the normalizer z of a slot decay, at most 0: [B, T, G, M],
+        [B, T, G, 1], or None for no decay.
+    keys_BGMD, values_BGMV: the states to start from; zeros where None.
+    segment_ids_BT: integers. The slots are emptied where they change, and the given states belong to the first segment.
+    exclusive: a token reads the slots before it is written to them.
+    normalize: divide by z, and leave out slots whose z is 0. If False, o_t = sum_m p_m V_m, p = softmax_m(scale q_t
+        K_m), and an empty slot takes part with zeros as its key and value.
+
+    Returns o_BTHV in v's dtype, the logits' log-sum-exp [B, T, H] (-inf where all slots are empty), and the last
+    states: keys [B, G, M, D + 1] (D without `normalize`) and values [B, G, M, V]. Raises ValueError when H is not a
     multiple of G.
     """
     B, _, H, D = q_BTHD.shape
@@ -79,8 +87,11 @@ def chunk_slots(
 
 
 def _normalized(read_BTGRM: Tensor) -> tuple[Tensor, Tensor]:
-    """The weights [B, T, H, M] with which values are read, and the logits' log-sum-exp [B, T, H], of the logits before
-    they are divided and, behind those of each key-value head, its slots' normalizers."""
+    """The weights [B, T, H, M] with which values are read, and the logits' log-sum-exp [B, T, H].
+
+    read_BTGRM: for each key-value head the R query heads' logits, not yet divided by the slots' normalizers, then the
+        normalizers: [B, T, G, R + 1, M].
+    """
     logits, normalizer = read_BTGRM[:, :, :, :-1], read_BTGRM[:, :, :, -1:]
     empty = normalizer <= 0
     nothing = empty.all(-1, keepdim=True)
@@ -91,7 +102,7 @@ def _normalized(read_BTGRM: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Transposed(torch.autograd.Function):
-    """K_t q_t, [B, T, H, M], and the last K; differentiable by all it is given."""
+    """K_t q_t, [B, T, H, M], and the last K. Differentiable with respect to all of its tensors."""
 
     @staticmethod
     def forward(
@@ -123,8 +134,8 @@ class _Transposed(torch.autograd.Function):
 
 @torch.compiler.disable
 def _in_chunks(*given: Any) -> tuple[Tensor, Tensor]:
-    """`_Transposed`, outside of compiled graphs: it takes gradients, and token by token one of long rows takes minutes
-    to compile."""
+    """`_Transposed`, kept out of compiled graphs, because it calls autograd. `_by_token` would take minutes to compile
+    for long rows."""
     read_and_last: tuple[Tensor, Tensor] = _Transposed.apply(*given)
     return read_and_last
 
@@ -138,7 +149,8 @@ def _by_token(
     segment_ids_BT: Tensor | None,
     exclusive: bool,
 ) -> tuple[Tensor, Tensor]:
-    """What `_Transposed` computes, token by token: slow, but a graph, and differentiable any number of times."""
+    """Computes what `_Transposed` does, token by token: slow, but traceable into one graph, and differentiable any
+    number of times."""
     reads = []
     for t in range(k.shape[1]):
         if segment_ids_BT is not None and t:
@@ -159,7 +171,7 @@ def _run(
     segment_ids_BT: Tensor | None,
     exclusive: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """x_t K_t, the last K, and the leaves x, k, w, state and log_a to differentiate by."""
+    """x_t K_t, the last K, and the leaves to differentiate with respect to: x, k, w, state and log_a (if given)."""
     with torch.inference_mode(False), torch.enable_grad():
         leaves = [_own(t).requires_grad_() for t in (x, k, w, state, log_a) if t is not None]
         x, k, w, state, *gate = leaves
@@ -176,5 +188,5 @@ def _run(
 
 
 def _own(x: Tensor) -> Tensor:
-    """A leaf of x's values; those of inference mode cannot be saved for a backward pass."""
+    """A leaf with x's values. Inference tensors are copied, as they cannot be saved for a backward pass."""
     return x.clone() if x.is_inference() else x.detach()

@@ -1,4 +1,4 @@
-"""Attention over slots as it is defined: every query head on its own, one token after another.
+"""The definition of attention over slots, with a loop over tokens and a separate state for every query head.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, D key size, V value size, M slots.
 """
@@ -23,7 +23,7 @@ def naive_slots(
     exclusive: bool = False,
     normalize: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `gated_kernels.chunk_slots`; computed in the dtype of the values, but at least in fp32."""
+    """See `gated_kernels.chunk_slots`. Computed in the dtype of the values, but in at least fp32."""
     B, T, H, D = q_BTHD.shape
     (G, V), M = v_BTGV.shape[2:], w_BTGM.shape[3]
     dtype = torch.promote_types(v_BTGV.dtype, torch.float32)

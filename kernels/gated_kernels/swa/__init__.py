@@ -1,1 +1,1 @@
-"""Sliding-window softmax attention with sinks, and the log of the normalizer that it saw."""
+"""Sliding-window softmax attention with sinks. Also returns the log-sum-exp of its logits."""

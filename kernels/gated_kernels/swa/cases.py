@@ -1,4 +1,4 @@
-"""Inputs on which sliding-window attention is tested, and other ways to get the same result."""
+"""Test inputs for sliding-window attention, and other ways to get the same result."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Case(NamedTuple):
     valid: bool = False
     segments: bool = False
     dtype: torch.dtype = torch.float32
-    v_dtype: torch.dtype | None = None  # of the values, when another
-    memory: str = ""  # that contributes: one more "key" of each query, or by a "mix weight"
-    normalizer: bool = False  # by which the memory is to be divided
+    v_dtype: torch.dtype | None = None  # dtype of the values; None: `dtype`
+    memory: str = ""  # how a memory joins the output: as one more "key" of each query, or by a "mix weight"
+    normalizer: bool = False  # whether the memory has a normalizer to be divided by
     softcap: float | None = None
     bias_channels: int = 0
 
@@ -117,7 +117,7 @@ def _slice(x: dict[str, Any], queries: slice, keys: slice, rows: slice = slice(N
 
 
 def in_pieces(op: Op, x: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The sequence cut at odd places, the last window - 1 keys given again."""
+    """Runs the op on pieces of uneven length, each with the window - 1 keys before it as past keys."""
     T, S = x["q_BTHD"].shape[1], x["k_BSGD"].shape[1]
     cuts = sorted({0, min(1, T), T // 3, T // 2 + 1, T})
     pieces = []
@@ -129,7 +129,7 @@ def in_pieces(op: Op, x: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def one_by_one(op: Op, x: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Every segment of every sequence by itself."""
+    """Runs the op on every segment of every sequence separately."""
     (B, T), S = x["q_BTHD"].shape[:2], x["k_BSGD"].shape[1]
     rows = []
     for b in range(B):

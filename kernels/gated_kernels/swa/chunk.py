@@ -1,11 +1,11 @@
 """Sliding-window attention with sinks, in blocks of queries: time and memory O(T (W + block)).
 
-Beyond LOGITS logits the queries are taken in parts, one after the other: a window of all tokens needs no [T, T]. The
-queries of a block meet the keys from the first one's window to the last one's own, and then the sinks. Only the
-inputs and the logs of the sums of weights are kept; the backward pass computes the weights again from them.
+Above LOGITS logits, the queries are processed in parts, so that even a window over all tokens needs no [T, T] matrix. A
+block of queries attends to the keys from the start of its first query's window to its last query's own key, and to the
+sinks. Only the inputs, the mask and the log-sum-exp are saved. The backward pass recomputes the weights from them.
 
 Shapes: B batch, T queries, S = P + T keys, H query heads, G key-value heads, R = H / G, D head size, V value size,
-M sinks, N blocks, C block length, L = P' + C keys of a block. Blocked tensors are [B, G, N, ...].
+M sinks, N blocks, C block length, L keys of a block (C and those before it). Blocked tensors are [B, G, N, ...].
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from gated_kernels.common.derivatives import differentiable_gradients, quotient
 from gated_kernels.common.registry import kernel_for
 
 BLOCK = 32
-LOGITS = 1 << 27  # at a time: half a gigabyte in float32
+LOGITS = 1 << 27  # at most at a time: 512 MiB in float32
 
 
 class _Cap(NamedTuple):
-    """The bound of the logits, and how many of the last channels add to a logit beyond it."""
+    """The softcap of the logits, and how many of the last channels hold a bias that is added after it."""
 
     limit: float
     bias_channels: int
@@ -50,24 +50,25 @@ def chunk_swa(
     softcap: float | None = None,
     bias_channels: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """One softmax over the last `window_size` keys of each query and its visible sinks.
+    """A single softmax over each query's visible sinks and the last `window_size` keys.
 
-    Query head h uses key-value head h // R. The S keys are P past ones and then the T queries' own. Query t sees key j
-    if 0 <= P + t - j < window_size, valid_BS[j] holds and both are of one segment. It sees sink m if
-    sink_visible_BTM[t, m] holds. No key may be given as both.
+    Query head h uses key-value head h // R. The S keys are P past keys followed by the T queries' own. Query t sees key
+    j if 0 <= P + t - j < window_size, valid_BS[j] holds and both belong to the same segment. It sees sink m if
+    sink_visible_BTM[t, m] holds. A token that is visible both as a key and as a sink would count twice.
 
-    scale: what q.k is multiplied by.
+    scale: factor of q.k.
     valid_BS, sink_visible_BTM: booleans. segment_ids_BS: integers.
     sink_k_BMGD, sink_v_BMGV, sink_visible_BTM: given together, or not at all.
-    memory_BTHV: what a memory has for each query, to be divided by normalizer_BTH where that is given. With
-        memory_logit_BTH it is one more value of the softmax, of this logit. With mix_weight_H it has this part of the
-        output and the window has the rest; the lse is then as if it were a key.
-    softcap: bounds the logits, to softcap tanh(scale q.k / softcap), as Gemma 2 does (2408.00118); None: no bound.
-    bias_channels: so many of the last channels of q and k have their product added to the bounded logit.
+    memory_BTHV: a memory's output for each query. It is divided by normalizer_BTH if that is given. With
+        memory_logit_BTH it is one more value of the softmax, with this logit. With mix_weight_H it makes up this
+        fraction of the output and the window the rest; lse is then the same as if the memory were such a value.
+    softcap: caps the logits at softcap tanh(scale q.k / softcap), as in Gemma 2 (2408.00118); None: no cap.
+    bias_channels: number of last channels of q and k whose scaled product is added after the softcap, not capped.
 
-    Returns o_BTHV in v's dtype and lse_BTH, the log of the sum of exp(scale q.k), in fp32 (fp64 for fp64). A query that
-    sees nothing has o = 0 and lse = -inf, and passes no gradient on. Raises ValueError when S < T, window_size < 1, H
-    is no multiple of G, only some of the three sink arguments are given, or a memory comes with other than one weight.
+    Returns o_BTHV in v's dtype and lse_BTH, the log-sum-exp of the logits, in fp32 (fp64 for fp64). A query that sees
+    nothing has o = 0 and lse = -inf, and propagates no gradient. Raises ValueError when S < T, window_size < 1, H is
+    not a multiple of G, only some of the three sink arguments are given, or a memory does not come with exactly one of
+    memory_logit_BTH and mix_weight_H.
     """
     T, H = q_BTHD.shape[1:3]
     S, G = k_BSGD.shape[1:3]
@@ -82,7 +83,7 @@ def chunk_swa(
         "sink_k_BMGD": sink_k_BMGD, "sink_v_BMGV": sink_v_BMGV, "sink_visible_BTM": sink_visible_BTM,
     }  # fmt: skip
     kernel = kernel_for("swa")
-    if kernel is not None and softcap is None:  # the kernels know no bound
+    if kernel is not None and softcap is None:  # the kernels have no softcap
         weights = {"normalizer_BTH": normalizer_BTH, "memory_logit_BTH": memory_logit_BTH, "mix_weight_H": mix_weight_H}
         found = kernel(q_BTHD, k_BSGD, v_BSGV, **given, memory_BTHV=memory_BTHV, **weights)
         if found is not None:
@@ -102,18 +103,18 @@ def combine(
     memory_logit_BTH: Tensor | None,
     mix_weight_H: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The window's output combined with a memory's, and the log of the sum of all weights; see `chunk_swa`."""
+    """The window's output combined with a memory's, and the log-sum-exp of both; arguments as in `chunk_swa`."""
     with torch.autocast(o_BTHV.device.type, enabled=False):
         if normalizer_BTH is not None:
             memory_BTHV = quotient(_wide(memory_BTHV), normalizer_BTH)
         if mix_weight_H is not None:
             mix_weight = mix_weight_H.to(lse_BTH.dtype)[:, None]
             together_BTH = lse_BTH - torch.log1p(-mix_weight_H.to(lse_BTH.dtype))
-            # a query that sees no key has no gradient
+            # where, not a plain sum: a query that sees no key must pass no gradient to the mix weight
             lse_BTH = torch.where(lse_BTH == -torch.inf, lse_BTH, together_BTH)
         else:
             assert memory_logit_BTH is not None
-            # sigmoid(a - b) = e^a / (e^a + e^b): both parts of the one denominator, without forming either
+            # sigmoid(a - b) = e^a / (e^a + e^b): the memory's share of the sum, without computing either exponential
             mix_weight = (memory_logit_BTH.to(lse_BTH.dtype) - lse_BTH).sigmoid()[..., None]
             lse_BTH = torch.logaddexp(lse_BTH, memory_logit_BTH.to(lse_BTH.dtype))
         mixed_BTHV = torch.lerp(_wide(o_BTHV).to(mix_weight.dtype), _wide(memory_BTHV).to(mix_weight.dtype), mix_weight)
@@ -164,7 +165,7 @@ def _in_parts(
     sink_visible_BTM: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """`part` queries at a time, each with the keys up to its last one."""
+    """`part` queries at a time, with the keys from the first one's window to the last one's own."""
     T, past, results = q_BTHD.shape[1], k_BSGD.shape[1] - q_BTHD.shape[1], []
     for start in range(0, T, part):
         own, keys = (
@@ -200,7 +201,7 @@ def _one_query(
 
 
 def _attend(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Weighted means of v in its dtype and logs of the sums of weights; overwrites the logits."""
+    """Weighted means of v, in its dtype, and the log-sum-exp of the logits [..., 1]. Overwrites the logits."""
     top = logits.detach().amax(-1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)
     weights = _exp_(logits.sub_(top))
     normalizer = weights.sum(-1, keepdim=True)
@@ -211,7 +212,7 @@ def _attend(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def _hidden_from_one(
     k_BSGD: Tensor, valid_BS: Tensor | None, segment_ids_BS: Tensor | None, sink_visible_BTM: Tensor | None
 ) -> Tensor | None:
-    """[B, S + M] what a single query does not see."""
+    """[B, S + M] the keys and sinks that a single query does not see."""
     hidden = None if valid_BS is None else ~valid_BS
     if segment_ids_BS is not None:
         other = segment_ids_BS != segment_ids_BS[:, -1:]
@@ -223,13 +224,13 @@ def _hidden_from_one(
 
 
 class _Blocks(NamedTuple):
-    """How T queries and their keys are cut: blocks of `length` queries, each with `past` more keys."""
+    """How T queries and their keys are cut into blocks of `length` queries, each with `past` more keys."""
 
     length: int
     past: int
-    tokens: int
-    front: int  # keys missing before the first
-    back: int  # queries missing after the last
+    tokens: int  # T
+    front: int  # padding before the first key
+    back: int  # padding after the last query and key
 
     @classmethod
     def of(cls, T: int, S: int, window_size: int) -> _Blocks:
@@ -258,7 +259,7 @@ class _Blocks(NamedTuple):
         return torch.cat([x, sink_BMGD.transpose(1, 2)[:, :, None].expand(-1, -1, x.shape[2], -1, -1)], 3)
 
     def keys_back(self, dx: Tensor, sink_BMGD: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The gradients of what `keys` took: every key sums over the blocks that hold it."""
+        """The gradients of the inputs of `keys`: a key's is summed over the blocks that contain it."""
         B, G, N, _, D = dx.shape
         L, C = self.past + self.length, self.length
         pieces = -(-L // C)
@@ -278,7 +279,7 @@ def _hidden(
     sink_visible_BTM: Tensor | None,
     device: torch.device,
 ) -> Tensor:
-    """[B or 1, N, C, L + M] what the queries of each block do not see."""
+    """[B or 1, N, C, L + M] the keys and sinks that the queries of each block do not see."""
     C, L = blocks.length, blocks.past + blocks.length
     distance = torch.arange(C, device=device)[:, None] + blocks.past - torch.arange(L, device=device)
     hidden = (distance < 0) | (distance >= window_size)
@@ -330,7 +331,7 @@ class _Window(torch.autograd.Function):
             k, v, do = blocks.keys(k_BSGD, sink_k), blocks.keys(v_BSGV, sink_v), do.flatten(3, 4)
             weights = _exp_(_logits(q, k, hidden, ctx.scale, ctx.cap).sub_(lse))
             dv = weights.flatten(3, 4).to(do.dtype).mT @ do
-            # Their mean over the row is taken from these very products: do.o, its equal, would not cancel as well.
+            # The mean over the row is computed from these products: do.o, equal in theory, would not cancel as well.
             dlogits = (do @ v.mT).unflatten(3, q.shape[3:5]) * weights
             dlogits.addcmul_(weights, dlse - dlogits.sum(-1, keepdim=True)).mul_(ctx.scale)
             dq, dk = _product_gradients(dlogits.flatten(3, 4), q.flatten(3, 4), k, ctx.scale, ctx.cap)
@@ -351,7 +352,7 @@ def _differentiable(
     cap: _Cap | None,
     blocks: _Blocks,
 ) -> tuple[Tensor, Tensor]:
-    """What `_Window` computes, differentiable any number of times: it keeps the weights and overwrites nothing."""
+    """Computes what `_Window` does, but is differentiable any number of times: it saves the weights."""
     q, k = blocks.queries(q_BTHD, k_BSGD.shape[2]), blocks.keys(k_BSGD, sink_k_BMGD)
     logits = _scaled_products(_wide(q).flatten(3, 4), _wide(k), scale, cap).unflatten(3, q.shape[3:5])
     hidden = hidden[:, None, :, :, None]
@@ -374,7 +375,7 @@ def _logits(q: Tensor, k: Tensor, hidden: Tensor, scale: float, cap: _Cap | None
 
 
 def _scaled_products(q: Tensor, k: Tensor, scale: float, cap: _Cap | None) -> Tensor:
-    """[..., queries, keys] of q [..., queries, D] and k [..., keys, D], bounded where there is a cap."""
+    """[..., queries, keys] scaled products of q [..., queries, D] and k [..., keys, D], capped if there is a cap."""
     if cap is None:
         return (q @ k.mT) * scale
     D = q.shape[-1] - cap.bias_channels
@@ -383,7 +384,7 @@ def _scaled_products(q: Tensor, k: Tensor, scale: float, cap: _Cap | None) -> Te
 
 
 def _product_gradients(dlogits: Tensor, q: Tensor, k: Tensor, scale: float, cap: _Cap | None) -> tuple[Tensor, Tensor]:
-    """The gradients of q and k for those of `_scaled_products` by the scale: `dlogits` are times it already."""
+    """The gradients of q and k in `_scaled_products`. `dlogits` are already multiplied by the scale."""
     if cap is None:
         return dlogits.to(k.dtype) @ k, dlogits.to(q.dtype).mT @ q
     D = q.shape[-1] - cap.bias_channels
@@ -396,7 +397,7 @@ def _product_gradients(dlogits: Tensor, q: Tensor, k: Tensor, scale: float, cap:
 
 
 def _exp_(x: Tensor) -> Tensor:
-    """exp in place by way of base 2: several times faster on a CPU, where exp is also slow at -inf."""
+    """exp in place, computed as exp2: several times faster on a CPU, where exp is also slow at -inf."""
     return x.mul_(1 / math.log(2)).exp2_()
 
 

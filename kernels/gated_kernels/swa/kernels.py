@@ -1,4 +1,4 @@
-"""The kernels of sliding-window attention with sinks, and a memory's contribution. The letters are in triton.py."""
+"""The kernels of sliding-window attention with sinks and a memory. `triton.py` has the legend of the shapes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import triton.language as tl
 from gated_kernels.common.interpreter import rounded
 from gated_kernels.common.tiles import dot
 
-PRECISION = tl.constexpr("ieee")  # of products: tf32 would lose the forget gate's sums
+PRECISION = tl.constexpr("ieee")  # of products: tf32 would round away the forget gate's cumulative sums
 
 
 @triton.jit
 def _row(n, g, G: tl.constexpr, R: tl.constexpr):
-    """Row n of key-value head g as a row of [T, H]."""
+    """The row of [T, H] that is row n of key-value head g."""
     return (n // R * G + g) * R + n % R
 
 
 @triton.jit
 def _load(x, row, inside, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """[rows, PADDED] of a matrix with SIZE columns, 0 elsewhere."""
+    """[rows, PADDED] of a matrix with SIZE columns; 0 beyond them and where not `inside`."""
     column = tl.arange(0, PADDED)
     at = row.to(tl.int64)[:, None] * SIZE + column[None, :]
     return tl.load(x + at, mask=inside[:, None] & (column < SIZE)[None, :], other=0.0)
@@ -34,7 +34,7 @@ def _store(x, row, inside, value, SIZE: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def _in_window(query, key, real, T, S, b, window_size, valid, segment):
-    """Whether queries, [N, 1] or [1, N], see keys, [1, K] or [K, 1], that are real."""
+    """Whether queries, [N, 1] or [1, N], see keys, [1, K] or [K, 1]. Keys that are not `real` are never seen."""
     own = query + (S - T)
     seen = real & (own - key >= 0) & (own - key < window_size) & (own < S)
     if valid is not None:
@@ -52,8 +52,8 @@ def _sink_seen(query, sink, T, M, b, visible):
 
 @triton.jit
 def _sinks_seen(query, start, T, M, b, visible, K: tl.constexpr, SINKS: tl.constexpr):
-    """[N, K] which of the K sinks from `start` on, SINKS at most, queries see: by one number a row, as a tile of K
-    addresses would take half of all registers all along."""
+    """[N, K] which of the K sinks from `start` on the queries see; there are at most SINKS. Computed from a bit mask
+    per row, because a tile of N x K addresses would occupy half of all registers throughout."""
     m = tl.arange(0, SINKS)
     sees = _sink_seen(query[:, None], start + m[None, :], T, M, b, visible).to(tl.int64)
     bits = tl.sum(sees << m[None, :], 1)
@@ -66,8 +66,11 @@ def _keys(
     G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, C: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Of all that a block of rows may see, the M sinks and then keys `first` to `end`, the K from `start` on: which of
-    them each row sees, and their k and v. Without `visible` there is no sink among them, else in the first SINKS."""
+    """K entries from `start` on of all that a block of rows may see: the M sinks, then keys `first` to `end`.
+
+    Returns which of them each row sees, and their k and v. Without `visible` there are no sinks among them. Otherwise
+    the sinks are among the first SINKS.
+    """
     index = start + tl.arange(0, K)
     key = first + index - M
     real = key < end
@@ -88,7 +91,7 @@ def _keys(
 
 @triton.jit
 def _load_either(x, of_sinks, sink, row, inside, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """[rows, PADDED] of x or, where they are sinks, of another matrix with as many columns."""
+    """[rows, PADDED] of x or, where `sink` holds, of another matrix with as many columns."""
     column = tl.arange(0, PADDED)
     at = row.to(tl.int64) * SIZE
     source = x + at
@@ -99,7 +102,7 @@ def _load_either(x, of_sinks, sink, row, inside, SIZE: tl.constexpr, PADDED: tl.
 
 @triton.jit
 def _load_memory(memory, normalizer, row, inside, V: tl.constexpr, E: tl.constexpr):
-    """[N, E] what a memory has for each row, in fp32."""
+    """[N, E] a memory's output for each row, divided by its normalizer, in fp32."""
     value = _load(memory, row, inside, V, E).to(tl.float32)
     if normalizer is not None:
         value *= (1.0 / tl.load(normalizer + row, mask=inside, other=1.0))[:, None]
@@ -108,13 +111,13 @@ def _load_memory(memory, normalizer, row, inside, V: tl.constexpr, E: tl.constex
 
 @triton.jit
 def _logits(x, y, scale, seen):
-    """x y^T, -inf where not seen."""
+    """scale x y^T, -inf where not seen."""
     return tl.where(seen, dot(x, tl.trans(y), None, y.dtype, PRECISION) * scale, float("-inf"))
 
 
 @triton.jit
 def _rest(mix_weight):
-    """What a mix weight leaves to the window; never 0, as logs and quotients are taken of it."""
+    """The window's share, 1 - mix_weight. Never 0, because callers take its log and divide by it."""
     return tl.maximum(1.0 - mix_weight, 1e-30)
 
 
@@ -125,7 +128,7 @@ def _finite(top):
 
 @triton.jit
 def _add(logits, v, o, top, normalizer):
-    """Takes more keys into a running softmax."""
+    """Adds keys to an online softmax."""
     higher = tl.maximum(top, tl.max(logits, 1))
     keep = tl.exp(top - _finite(higher))
     weights = tl.exp(logits - _finite(higher)[:, None])
@@ -152,7 +155,7 @@ def forward_kernel(
         each = ()  # type: tuple
         highest = tl.full([N, K], float("-inf"), tl.float32)
         for i in tl.static_range(BLOCKS):
-            visible_here = visible if i == 0 else None  # no other block holds sinks
+            visible_here = visible if i == 0 else None  # only the first block holds sinks
             seen, k_KC, v_KE = _keys(
                 k, v, sink_k, sink_v, valid, segment, visible_here, i * K, first, end, query, T, S, M, b, g,
                 window_size, G, D, V, C, E, K, SINKS,
@@ -179,7 +182,7 @@ def forward_kernel(
             for start in range(0, M, SINKS):
                 sink = start + tl.arange(0, SINKS)
                 seen = _sink_seen(query[:, None], sink[None, :], T, M, b, visible)
-                if tl.max(seen.to(tl.int32)) > 0:  # packed rows: most sinks are other documents'
+                if tl.max(seen.to(tl.int32)) > 0:  # with packed documents, most sinks belong to others
                     at, real = (b * M + sink) * G + g, sink < M
                     k_KC, v_KE = _load(sink_k, at, real, D, C), _load(sink_v, at, real, V, E)
                     o_NE, top_N, normalizer_N = _add(_logits(q_NC, k_KC, scale, seen), v_KE, o_NE, top_N, normalizer_N)
@@ -203,7 +206,7 @@ def forward_kernel(
 
 @triton.jit
 def _weighed(q, k, v, do, lse, scale, seen):
-    """The weights of keys, and the gradients of these."""
+    """The weights of the keys, and the gradients of these weights."""
     return tl.exp(_logits(q, k, scale, seen) - lse[:, None]), dot(do, tl.trans(v), None, v.dtype, PRECISION)
 
 
@@ -214,12 +217,11 @@ def backward_q_kernel(
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Writes dq, what the memory is due and, for the other kernel, the means of do.v over the weights of each row, less
-    dlse.
+    """Writes dq, the memory's gradients and, for `backward_k_kernel`, each row's weighted mean of do.v, minus dlse.
 
-    They are taken over the very products that they will be subtracted from: do.o, their equal, would not cancel as
-    well. Hence two sweeps over the keys, unless all that a block of rows may see are few BLOCKS, which stay at hand.
-    Then the sinks' gradients by these rows are made here, too.
+    The means are computed from the same products that they will be subtracted from. do.o is equal in theory, but would
+    not cancel as well. This takes two sweeps over the keys, unless all that a block of rows may see fits into BLOCKS
+    blocks, which stay in registers. In that case this kernel also writes these rows' part of the sinks' gradients.
     """
     n = tl.program_id(0) * N + tl.arange(0, N)
     g, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -251,7 +253,7 @@ def backward_q_kernel(
         each = ()  # type: tuple
         products = tl.zeros([N, K], tl.float32)
         for i in tl.static_range(BLOCKS):
-            visible_here = visible if i == 0 else None  # no other block holds sinks
+            visible_here = visible if i == 0 else None  # only the first block holds sinks
             seen, k_KC, v_KE = _keys(
                 k, v, sink_k, sink_v, valid, segment, visible_here, i * K, first, end, query, T, S, M, b, g,
                 window_size, G, D, V, C, E, K, SINKS,
@@ -272,7 +274,7 @@ def backward_q_kernel(
             for start in range(0, M, SINKS):
                 sink = start + tl.arange(0, SINKS)
                 seen = _sink_seen(query[:, None], sink[None, :], T, M, b, visible)
-                if tl.max(seen.to(tl.int32)) > 0:  # packed rows: most sinks are other documents'
+                if tl.max(seen.to(tl.int32)) > 0:  # with packed documents, most sinks belong to others
                     at, real = (b * M + sink) * G + g, sink < M
                     k_KC, v_KE = _load(sink_k, at, real, D, C), _load(sink_v, at, real, V, E)
                     weights, dweights = _weighed(q_NC, k_KC, v_KE, do_NE, lse_N, scale, seen)
@@ -293,7 +295,7 @@ def backward_q_kernel(
         for i in tl.static_range(BLOCKS):
             weights, dweights, k_KC = each[i]
             dlogits = rounded(weights * (dweights - mean_N[:, None]) * scale, k_KC.dtype)
-            if i == 0 and dsink_k is not None:  # of its keys, all that are no sinks are left out
+            if i == 0 and dsink_k is not None:  # entries of this block that are not sinks are masked out
                 index = tl.arange(0, K)
                 at = ((tl.program_id(0).to(tl.int64) * tl.num_programs(2) + b) * M + index) * G + g
                 _store(dsink_k, at, index < M, dot(tl.trans(dlogits), q_NC, None, q_NC.dtype, PRECISION), D, C)
@@ -312,7 +314,7 @@ def backward_q_kernel(
             for start in range(0, M, SINKS):
                 sink = start + tl.arange(0, SINKS)
                 seen = _sink_seen(query[:, None], sink[None, :], T, M, b, visible)
-                if tl.max(seen.to(tl.int32)) > 0:  # packed rows: most sinks are other documents'
+                if tl.max(seen.to(tl.int32)) > 0:  # with packed documents, most sinks belong to others
                     at, real = (b * M + sink) * G + g, sink < M
                     k_KC, v_KE = _load(sink_k, at, real, D, C), _load(sink_v, at, real, V, E)
                     weights, dweights = _weighed(q_NC, k_KC, v_KE, do_NE, lse_N, scale, seen)
@@ -326,7 +328,8 @@ def backward_k_kernel(
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Writes dk and dv of a block of keys or, when given `visible`, of S sinks: what part_size rows contribute."""
+    """Writes dk and dv of a block of keys. With `visible` it does so for a block of sinks, S in all, and each program
+    sums over only `part_size` rows."""
     key = tl.program_id(0) * K + tl.arange(0, K)
     B = tl.num_programs(2)
     g, b = tl.program_id(1) % G, tl.program_id(2).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Sliding-window attention with sinks as it is defined: one mask of all queries by all keys.
+"""The definition of sliding-window attention with sinks, with one mask of all queries by all keys.
 
 Shapes: B batch, T queries, S = P + T keys, H query heads, G key-value heads, D head size, V value size, M sinks.
 """
@@ -29,7 +29,7 @@ def naive_swa(
     softcap: float | None = None,
     bias_channels: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """See `gated_kernels.chunk_swa`; products in the dtype of the inputs, the softmax in at least fp32."""
+    """See `gated_kernels.chunk_swa`. Products are in the dtype of the inputs, the softmax is in at least fp32."""
     B, T, H, _ = q_BTHD.shape
     S, G = k_BSGD.shape[1:3]
     query, key = torch.arange(S - T, S, device=q_BTHD.device)[:, None], torch.arange(S, device=q_BTHD.device)

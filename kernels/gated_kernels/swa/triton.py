@@ -1,12 +1,16 @@
-"""Sliding-window attention with sinks in three Triton kernels: the function of `chunk.py`, for a GPU.
+"""Sliding-window attention with sinks in three Triton kernels: the same function as in `chunk.py`, on a GPU.
 
-The R query heads of a key-value head are rows of one problem: row n is query n // R of head n % R. The forward pass and
-that of dq give a program a block of rows, which meets the sinks and the keys in its windows: all of them at once, where
-they are few enough for registers, else block by block. What a memory has for a row joins it in the end. The pass of dk
-and dv gives a program a block of keys, which meets the rows that may see them; or of sinks, where the pass of dq goes
-block by block and does not make their gradients in passing. Of a memory it knows by their sums of weights alone, whose
-logs are all that is kept beside the inputs. Products are of the inputs' dtype with fp32 sums, the softmax is in fp32,
-and no program adds to what another one writes: gradients are deterministic.
+The R query heads of a key-value head are treated as rows: row n is query n // R of head n % R. In the forward kernel
+and the kernel of dq, a program handles a block of rows. It holds the sinks and all keys in the rows' windows at once if
+they fit into registers, and otherwise loops over blocks of them. A memory's output is added at the end.
+
+In the kernel of dk and dv, a program handles a block of keys and loops over the rows that may see them. Where the
+kernel of dq loops over blocks, and so does not compute the sinks' gradients, this kernel is launched again for blocks
+of sinks. It does not read the memory's output, because the log-sum-exp includes the memory's logit. The log-sum-exp is
+all that is saved besides the inputs.
+
+Products take operands in the inputs' dtype and accumulate in fp32, and the softmax is in fp32. No two programs write to
+the same element, so gradients are deterministic.
 
 Shapes: B batch, T queries, S = P + T keys, H query heads, G key-value heads, R = H / G, D head size, V value size,
 M sinks. In a kernel: N block of rows, K block of keys or sinks, C and E the powers of two that hold D and V.
@@ -27,29 +31,29 @@ from gated_kernels.common import chips
 from gated_kernels.common.interpreter import INTERPRETED
 from gated_kernels.swa.kernels import backward_k_kernel, backward_q_kernel, forward_kernel
 
-SINKS = 16  # in a block of them
-PROGRAMS = 1024  # for the gradients of the sinks, which all rows share: enough to fill a GPU
+SINKS = 16  # sinks in a block
+PROGRAMS = 1024  # target for the gradients of the sinks, which sum over all rows: enough to fill a GPU
 
 
 class Block(NamedTuple):
     rows: int
     keys: int
     warps: int
-    at_once: int = 0  # as many blocks of keys fit into registers, should they be all that a block of rows may see
-    looped: int = 0  # keys in a block, should they be more
+    at_once: int = 0  # how many blocks of keys fit into registers at once
+    looped: int = 0  # keys in a block if a block of rows may see more than that; 0: `keys`
 
 
 class Blocks(NamedTuple):
-    """Of the forward pass, and of the gradients of queries and of keys."""
+    """Block sizes of the forward kernel, and of the kernels of the gradients of queries and of keys."""
 
     forward: Block
     queries: Block
     keys: Block
 
 
-# By bytes of a number and the larger one of C and E: in two bytes, heads of up to 128, the fastest on an H200 with a
-# window of 64; else what fits into registers, or nearly, according to the compiler. Windows are a few blocks long, so
-# loops are not pipelined.
+# By bytes per element and the larger of C and E. For two bytes and heads of up to 128: the fastest on an H200 with a
+# window of 64. Otherwise: what the compiler reports to fit into registers, or nearly. Windows are only a few blocks
+# long, so loops are not pipelined.
 BLOCKS = {
     (2, 64): Blocks(Block(64, 16, 4, 6, 32), Block(64, 32, 4, 3), Block(64, 32, 4)),
     (2, 128): Blocks(Block(64, 16, 4, 6, 32), Block(64, 32, 4, 3), Block(64, 64, 4)),
@@ -59,7 +63,7 @@ BLOCKS = {
     (4, 256): Blocks(*3 * [Block(16, 16, 8)]),
     (4, 512): Blocks(*3 * [Block(16, 16, 8)]),
 }
-# The same for chips that multiply in registers, see common/chips.py, where it differs: by the compiler, not measured.
+# Where chips that multiply in registers differ (see common/chips.py): by what the compiler reports, not measured.
 BLOCKS_IN_REGISTERS = BLOCKS | {
     (2, 128): Blocks(Block(32, 16, 4, 6, 32), Block(32, 32, 8, 4), Block(64, 64, 8)),
 }
@@ -114,7 +118,7 @@ def backward(
     do_BTHV: Tensor,
     dlse_BTH: Tensor,
 ) -> list[Tensor]:
-    """-> the gradients of all that is given and has one."""
+    """-> the gradients of q, k, v, the sinks, the memory, its normalizer and its weight, as far as these are given."""
     masks = valid_BS, segment_ids_BS, sink_k_BMGD, sink_v_BMGV, visible_BTM
     blocks, numbers, sizes = _plan(q_BTHD, k_BSGD, v_BSGV, sink_k_BMGD, window_size)
     (T, S, M, _), (B, G, R) = numbers, (len(q_BTHD), sizes["G"], sizes["R"])
@@ -125,7 +129,7 @@ def backward(
     dmemory, dnormalizer = (None if x is None else torch.empty_like(x) for x in (memory, normalizer))
     dweight = None if memory is None else torch.empty_like(lse)
     by_rows, dsinks, part_size = _launch_rows(blocks.queries, R, window_size, M), [], blocks.queries.rows
-    in_passing = by_rows["BLOCKS"] > 0  # of dq the sinks' gradients are made
+    in_passing = by_rows["BLOCKS"] > 0  # whether the kernel of dq also computes the sinks' gradients
     if sink_k is not None:
         if not in_passing:
             row_blocks, programs = triton.cdiv(T * R, blocks.keys.rows), B * G * triton.cdiv(M, SINKS)
@@ -154,7 +158,7 @@ def backward(
 
 
 def _plain(*tensors: Tensor | None) -> list[Any]:
-    """What a kernel can address: dense, booleans as bytes."""
+    """The tensors as a kernel can address them: contiguous, booleans as bytes."""
     dense = [None if x is None else x.contiguous() for x in tensors]
     return [x.view(torch.uint8) if x is not None and x.dtype == torch.bool else x for x in dense]
 
@@ -177,7 +181,8 @@ def _plan(
 
 
 def at_once(block: Block, R: int, window_size: int, sinks: int) -> int:
-    """How many blocks of keys hold all that a block of rows may see; 0 if too many, or if sinks are in several."""
+    """How many blocks hold all sinks and keys that a block of rows may see. 0 if they are more than `block.at_once`, or
+    if the sinks do not fit into the first block."""
     queries = (R - math.gcd(R, block.rows) + block.rows - 1) // R + 1
     blocks = triton.cdiv(sinks + window_size + queries - 1, block.keys)
     return blocks if blocks <= block.at_once and sinks <= block.keys else 0
@@ -188,7 +193,7 @@ def _launch(block: Block) -> dict[str, int]:
 
 
 def _launch_rows(block: Block, R: int, window_size: int, sinks: int) -> dict[str, int]:
-    """For a kernel that gives a program a block of rows."""
+    """Launch options of a kernel in which a program handles a block of rows."""
     blocks = at_once(block, R, window_size, sinks)
     keys = block.keys if blocks else block.looped or block.keys
     held = {"BLOCKS": blocks, "SINKS": triton.next_power_of_2(max(sinks, 1)) if blocks else SINKS}
@@ -242,8 +247,8 @@ def triton_swa(
     memory_logit_BTH: Tensor | None = None,
     mix_weight_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor] | None:
-    """What `chunk.window` returns for the same arguments; None on a CPU, and with a warning once for what the kernels
-    cannot do."""
+    """What `gated_kernels.chunk_swa` returns for the same arguments. None on a CPU, and for what the kernels do not
+    support, with a warning the first time."""
     if not (q_BTHD.is_cuda or INTERPRETED.value):
         return None
     valid_BS, sink_visible_BTM = (None if x is None else x.bool() for x in (valid_BS, sink_visible_BTM))
@@ -288,7 +293,7 @@ def _unsupported(
     tensors = k, v, valid, segment, sink_k, sink_v, visible, memory, normalizer, memory_logit, mix_weight
     shapes = ((B, S, G, D), (B, S, G, V), (B, S), (B, S), (B, M, G, D), (B, M, G, V), (B, T, M))
     for x, shape in zip(tensors, (*shapes, (B, T, H, V), (B, T, H), (B, T, H), (H,))):
-        if x is not None and (x.shape != shape or x.device != q.device):  # a kernel would read where nothing is
+        if x is not None and (x.shape != shape or x.device != q.device):  # a kernel would read out of bounds
             return f"tensor of shape {tuple(x.shape)} on {x.device} for one of {shape} on {q.device}"
     return None
 

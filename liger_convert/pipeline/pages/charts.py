@@ -1,7 +1,7 @@
 """Line charts as inline SVG, drawn for a width of 360 pixels and scaled by the page's style sheet.
 
-Colours, dashes and fonts come from style.css by the class of a series, so that they follow light, dark and print. A
-chart names all its values in its label, and a point its own as a tooltip.
+Colors, dashes and fonts come from style.css by the class of a series, so that they follow light, dark and print mode.
+A chart's label (for screen readers) lists its values, and a point's tooltip shows its own.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from markupsafe import Markup, escape
 WIDTH, HEIGHT = 360, 224
 TOP, BOTTOM, RIGHT = 10, 40, 12  # margins; the left one is as wide as its labels
 DIGIT = 6.0  # width of a digit of a tick's label
-MOST_NAMED = 12  # points of a series that the label of a chart lists
+MOST_NAMED = 12  # points of a series up to which a label lists all and each has a marker
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points (x, y) in the order of x, drawn in the look `s-LOOK` of style.css.
+    """Points (x, y) in ascending x, drawn with the class `s-LOOK` of style.css.
 
-    spread: at each point (lowest, highest), drawn as a vertical line. mark: the label next to the first point. shift:
-    by how many pixels all is drawn to the right, so that points of one place do not hide each other.
+    spread: (lowest, highest) at each point, drawn as a vertical line. mark: the label next to the first point. shift:
+    pixels by which the series is moved to the right, so that points at the same place do not hide each other.
     """
 
     name: str
@@ -40,8 +40,8 @@ def number(value: float) -> str:
 
 @dataclass(frozen=True)
 class Axis:
-    """ticks: where labels stand; None chooses round numbers. show, show_tick: a value and a tick as text; None is as
-    values. include: values that must fit."""
+    """ticks: positions of labels; None chooses round numbers. show, show_tick: format a value and a tick; show_tick
+    None: same as `show`. include: values that must fit."""
 
     label: str
     log: bool = False
@@ -56,7 +56,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class _Scale:
-    """From values to pixels; logarithmic where asked for."""
+    """Maps values to pixels, on a linear or logarithmic scale."""
 
     low: float
     high: float
@@ -70,8 +70,8 @@ class _Scale:
 
 
 def draw(title: str, series: Sequence[Series], x: Axis, y: Axis) -> Markup:
-    """The chart as an `<svg>`. Points that are not finite, or that a logarithmic axis cannot hold, are left out; of no
-    points at all nothing is drawn."""
+    """The chart as an `<svg>`. Points that are not finite, or not positive on a logarithmic axis, are left out. Empty
+    if no points remain."""
     series = [_drawable(each, x, y) for each in series]
     series = [each for each in series if each.points]
     if not series:
@@ -82,7 +82,7 @@ def draw(title: str, series: Sequence[Series], x: Axis, y: Axis) -> Markup:
     left = 8 + DIGIT * max(len(y.label_of(tick)) for tick in y_ticks)
     x_ticks, x_low, x_high, x_log = _axis(x, xs)
     if x.ticks is None and not x_log and min(xs) < max(xs):
-        x_low, x_high = min(xs), max(xs)  # up to the last step and not to the next tick
+        x_low, x_high = min(xs), max(xs)  # ends at the last value and not at the next tick
     across = _Scale(x_low, x_high, left, WIDTH - RIGHT, x_log)
     up = _Scale(y_low, y_high, HEIGHT - BOTTOM, TOP, y_log)
     parts = [
@@ -105,7 +105,8 @@ def _drawable(series: Series, x: Axis, y: Axis) -> Series:
 
 
 def _axis(axis: Axis, values: Sequence[float]) -> tuple[list[float], float, float, bool]:
-    """Ticks, lowest and highest value of an axis, and whether it is logarithmic: not where it would hold one tick."""
+    """Ticks, lowest and highest value of an axis, and whether it is logarithmic: not if it would have fewer than three
+    ticks."""
     low, high = min([*values, *axis.include]), max([*values, *axis.include])
     if axis.ticks is not None:
         return list(axis.ticks), *_padded(low, high, axis.log), axis.log
@@ -122,7 +123,7 @@ def _axis(axis: Axis, values: Sequence[float]) -> tuple[list[float], float, floa
 
 
 def _padded(low: float, high: float, log: bool) -> tuple[float, float]:
-    """Somewhat more than the range of the values, so that no point lies on the edge."""
+    """Slightly more than the range of the values, so that no point lies on the edge."""
     if log:
         ratio = max((high / low) ** 0.06, 1.05)
         return low / ratio, high * ratio
@@ -136,7 +137,7 @@ def _decades(low: float, high: float, steps: Sequence[float]) -> Iterator[float]
 
 
 def _round_step(span: float) -> float:
-    """1, 2 or 5 times a power of ten, of which 4 or so make the span."""
+    """1, 2 or 5 times a power of ten, about a quarter of the span."""
     raw = span / 4
     power = 10.0 ** math.floor(math.log10(raw))
     return min((step * power for step in (1, 2, 5, 10)), key=lambda step: abs(math.log(step / raw)))
@@ -151,7 +152,7 @@ def _frame(
         yield f'<line class="grid" x1="{left:.1f}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
         yield f'<text class="tick" x="{left - 5:.1f}" y="{at + 3.5:.1f}" text-anchor="end">{escape(text)}</text>'
     bottom, free = HEIGHT - BOTTOM, math.inf
-    for tick in sorted(x_ticks, reverse=True):  # the largest is labelled first, and what would run into it is not
+    for tick in sorted(x_ticks, reverse=True):  # the largest first; labels that would overlap are left out
         at, text = across(tick), x.label_of(tick)
         half = DIGIT * len(text) / 2
         if at < left - 1 or at > WIDTH - RIGHT + 1 or at + half > free:
@@ -186,7 +187,7 @@ def _series(series: Series, across: _Scale, up: _Scale, x: Axis, y: Axis) -> Ite
 
 
 def _in_words(series: Sequence[Series], x: Axis, y: Axis) -> str:
-    """Every value of a short series, the first and the last of a long one."""
+    """All values of short series, and the first and last of long ones, as text."""
     told = []
     for each in series:
         points = each.points if len(each.points) <= MOST_NAMED else [each.points[0], each.points[-1]]

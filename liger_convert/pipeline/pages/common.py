@@ -1,4 +1,4 @@
-"""What all pages of a report share: names of models, numbers, which way is better, what became of the layers."""
+"""Code shared by all pages of a report: names of models, number formats, which direction is better, layer summaries."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LOSS = re.compile(r"nll|loss|bits_per_byte|brier_score")
 
 
 def cell(measured: Measurement | None) -> str:
-    """`23.15 ± 1.24`; nothing where it was not measured."""
+    """`23.15 ± 1.24`; empty if it was not measured."""
     if measured is None:
         return ""
     value, stderr = measured["value"], measured["stderr"]
@@ -49,11 +49,11 @@ def lower_is_better(metric: str) -> bool:
 
 
 def recovery(metric: str, measured: Measurement, floor: Measurement, base: Measurement) -> float | None:
-    """Which share of the way from `floor` (an untrained window) to `base` a model has gone; 1 is the base.
+    """The fraction of the gap between `floor` (an untrained window) and `base` that a model recovers; 1 is the base.
 
-    Perplexities are taken by their logarithms, which are losses. None where one of the three is not finite, or where
-    the gap is no clear one: 1 % of a perplexity, 0.1 nats of a repetition (the thresholds of the verdict), and of
-    other metrics two standard errors of the difference.
+    Perplexities are compared by their logarithms, which are losses. None if one of the three is not finite, or if the
+    gap is not clear: it must exceed 1 % of a perplexity, 0.1 nats of a repetition (the thresholds of the verdict), and
+    for other metrics two standard errors of the difference.
     """
     values = [_scaled(metric, each["value"]) for each in (measured, floor, base)]
     if any(value is None for value in values):
@@ -80,7 +80,7 @@ def _least_gap(metric: str, floor: Measurement, base: Measurement) -> float:
 
 
 def stage_checks(report: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Measurement]]]:
-    """What `stage_check` measured of the base, of the untrained window and after each stage; empty where it did not."""
+    """(title, measures) by `stage_check` of the base, of the untrained window and after each stage; empty without."""
     untrained = [(TITLES.get(name, name), measured) for name, measured in report.get("check", {}).items()]
     return untrained + [(stage["name"], stage["check"]) for stage in report["training"] if "check" in stage]
 
@@ -101,8 +101,8 @@ def describe_layers(report: Mapping[str, Any]) -> str:
         f"(window {spec['window'] or 'of all tokens'}, {spec['sinks']} sinks)"
         for name, spec in linearization["mixers"].items()
     ]
-    windows = report["plan"].get("sliding_windows", [])  # which reports did not have at first
-    # where all layers have one, there are no others that see all tokens
+    windows = report["plan"].get("sliding_windows", [])  # missing in early reports
+    # if all layers have a window, these are not the base's sliding layers beside ones that see all tokens
     own = [window for window, name in zip(windows, linearization["layers"]) if name == SOFTMAX and None in windows]
     sliding = len(own) - own.count(None)
     stayed = [f"{layers[SOFTMAX] - sliding} stayed softmax"] if layers[SOFTMAX] > sliding else []

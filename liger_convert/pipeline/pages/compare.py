@@ -1,10 +1,10 @@
-"""Several runs compared: what they measured, how large their caches are, and how much of the gap they recover.
+"""Compares several runs: their measures, the sizes of their caches, and how much of the gap they recover.
 
-The gap of a metric lies between the base and an untrained window. Recipes leave different windows, and a hybrid's
-untrained window keeps its softmax layers, so that each run against its own would be measured by a scale of its own.
-The runs of one base therefore share one scale. Its zero is, for each metric, the best untrained window among the runs
-with the fewest softmax layers. A recipe whose window is weak, such as one without sinks, must not widen the gap and so
-raise all recoveries.
+The gap of a metric is that between the base and an untrained window. Recipes differ in their windows, and the untrained
+window of a hybrid keeps its softmax layers. So if each run were compared with its own window, scales would differ.
+Instead, all runs of one base share a scale. Its zero is, for each metric, the best untrained window among the runs with
+the fewest softmax layers. The best one, so that a recipe with a weak window, such as one without sinks, does not widen
+the gap and thereby raise all recoveries.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from liger_convert.pipeline.pages.read import read_report
 from liger_convert.utils.errors import BadInput
 
 CONTEXT = 32768  # tokens of the caches that are compared
-SAME_BASE = 0.01  # by which values of one base may differ between machines
+SAME_BASE = 0.01  # tolerance, relative and absolute, for values of one base on different machines
 NEEDED = ("linearized", "base", "window_only_untrained", "memory_ablated")
 
 
 def compare(paths: Sequence[Path]) -> dict[str, Any]:
     """Compares the reports at `paths`, folders of runs or report.json files. Returns plain JSON:
 
-    tokens: of the caches. metrics: what all runs measured. bases: by name {"cache_bytes", "measures"}. runs: by name
-    {"base" (a name in `bases`), "cache_bytes", "measures", "recovery" {METRIC: share of the gap}, "mean_recovery",
-    "worse_than_untrained", "missing" (metrics of other runs)}. zero: by base and metric the untrained window that is
-    recovery 0. notes: sentences on what does not compare. Measures are those of the linearized model.
+    tokens: of the caches. metrics: those that all runs measured. bases: by name {"cache_bytes", "measures"}. runs: by
+    name {"base" (a name in `bases`), "cache_bytes", "measures", "recovery" {METRIC: fraction of the gap},
+    "mean_recovery", "worse_than_untrained", "missing" (metrics that only other runs have)}. zero: by base and metric
+    the untrained window at which recovery is 0. notes: sentences on what cannot be compared. Measures of runs are those
+    of the linearized model.
 
-    recovery and its mean are over `metrics`, without those that count a text again (`_byte_ppl`, `_nll_at_`) or whose
-    gap is not clear; None where there is none. Raises BadInput when a report cannot be read, there are fewer than two,
-    or they share no metric.
+    recovery and its mean are over `metrics`, without those that measure the same text again (`_byte_ppl`, `_nll_at_`)
+    and those whose gap is not clear. The mean is None if none is left. Raises BadInput when a report cannot be read,
+    when there are fewer than two, or when they share no metric.
     """
     if len(paths) < 2:
         raise BadInput(f"RUN: {len(paths)} is too few to compare; name two runs or more")
@@ -76,13 +77,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _measured(report: Mapping[str, Any]) -> list[str]:
-    """The metrics that all those models of a report were measured by which a comparison needs."""
+    """The metrics that a report has for all models that a comparison needs."""
     first, *others = (report["models"][name] for name in NEEDED)
     return [metric for metric in first if all(metric in other for other in others)]
 
 
 def _names(reports: Sequence[Mapping[str, Any]], paths: Sequence[Path]) -> list[str]:
-    """What each run is called; runs of one name by their folders, and where these are the same by a number."""
+    """The name of each run. Runs with the same name are named by their folders, and if these are the same, numbered."""
     called = [str(report["name"]) for report in reports]
     folders = [(path if path.is_dir() else path.parent).resolve().name for path in paths]
     names = [folder if called.count(name) > 1 else name for name, folder in zip(called, folders, strict=True)]
@@ -94,7 +95,7 @@ def _names(reports: Sequence[Mapping[str, Any]], paths: Sequence[Path]) -> list[
 
 
 def _groups(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tuple[dict[str, list[int]], list[str]]:
-    """The runs of each base. Runs whose base has the same name, but was measured to be another, are apart."""
+    """The runs of each base, and notes. Runs whose bases have the same name but different measures are kept apart."""
     groups: dict[str, list[int]] = {}
     notes = []
     for i, report in enumerate(reports):
@@ -117,22 +118,22 @@ def _groups(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tuple
 
 
 def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """A metric by which the bases of two reports are not the same; None where they are."""
+    """A metric in which the bases of two reports differ; None if there is none."""
     bases = [report["models"]["base"] for report in (one, other)]
     shared = [metric for metric in bases[0] if metric in bases[1]]
     return next((metric for metric in shared if not alike(*(base[metric]["value"] for base in bases))), None)
 
 
 def alike(one: float | None, other: float | None) -> bool:
-    """Whether two values of one base are the same, but for the machines that they were measured on."""
+    """Whether two values agree up to differences between machines (SAME_BASE)."""
     if one is None or other is None:
         return one is other
     return math.isclose(one, other, rel_tol=SAME_BASE, abs_tol=SAME_BASE)
 
 
 def _zero(reports: Sequence[Mapping[str, Any]], metrics: Iterable[str]) -> dict[str, Any]:
-    """For each metric the best finite measure, where there is one, of the untrained windows of those reports that have
-    the fewest softmax layers."""
+    """For each metric, the best finite measure, if there is one, of the untrained windows of the reports with the
+    fewest softmax layers."""
     softmax = [report["plan"]["linearization"]["layers"].count(SOFTMAX) for report in reports]
     fewest = [report for report, count in zip(reports, softmax) if count == min(softmax)]
     found = {}
@@ -179,7 +180,7 @@ def _missing(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def _counted_differently(
     reports: Sequence[Mapping[str, Any]], names: Sequence[str], metrics: Iterable[str]
 ) -> list[str]:
-    """Metrics that are means over more rows in one run than in another, so that they may be of another suite."""
+    """Notes on metrics that are means over different numbers of rows in the runs, and so may be from other suites."""
     alike: dict[tuple[int | None, ...], list[str]] = {}
     for metric in metrics:
         counts = tuple(report["models"]["linearized"][metric]["n"] for report in reports)

@@ -1,4 +1,4 @@
-"""A comparison of runs to be read: a table for the terminal, and a self-contained page."""
+"""Shows a comparison of runs: as a table for the terminal, and as a self-contained page."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from liger_convert.pipeline.pages.rendering import Column
 from liger_convert.pipeline.pages.rendering import render as render_page
 from liger_convert.utils.errors import BadInput
 
-OFFSET = 18  # pixels between runs whose caches are of one size
-LOWEST = -0.5  # recovery that a line reaches down to: one broken measure should not squeeze all others
+OFFSET = 18  # pixels between runs whose caches have the same size
+LOWEST = -0.5  # recovery at which a spread line is cut off, so that one broken measure does not squeeze all others
 LOOKS = 8  # distinct styles of runs in style.css
-MADE = '<meta name="generator" content="liger-convert compare">'  # stands in every page, among its first bytes
+MADE = '<meta name="generator" content="liger-convert compare">'  # near the beginning of every page
 HEAD = 4096
 
 
 def render(found: Mapping[str, Any]) -> Group:
-    """What `compare.compare` found as a table for a terminal, and below it what does not compare."""
+    """The result of `compare.compare` as a table for a terminal, followed by its notes."""
     columns = list(_columns(found))
     table = Table("")
     for _, name in columns:
@@ -45,14 +45,14 @@ def render(found: Mapping[str, Any]) -> Group:
 
 
 def write(found: Mapping[str, Any], out: Path) -> None:
-    """Writes the page to the file `out`, over an older such page. Raises BadInput where another file is there,
-    LinearizeError when it cannot be written."""
+    """Writes the page to the file `out`, over an older such page. Raises BadInput if `out` is another file,
+    LinearizeError if it cannot be written."""
     _refuse_other(out)
     atomic_write(out, page(found))
 
 
 def _refuse_other(out: Path) -> None:
-    """Raises BadInput where `out` is there and is no page of compare, or its folder is not there."""
+    """Raises BadInput if `out` exists and is not a page of compare, or if its folder does not exist."""
     if not os.path.isdir(out.parent):
         raise BadInput(f"--out {out}: there is no folder {out.parent}; make it, or name another file")
     if not os.path.lexists(out):
@@ -63,7 +63,7 @@ def _refuse_other(out: Path) -> None:
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """What `compare.compare` found as HTML."""
+    """The result of `compare.compare` as HTML."""
     runs = found["runs"]
     looks = {name: f"run-{i % LOOKS}" for i, name in enumerate(runs)}
     numbers = {name: i for i, name in enumerate(runs, 1)}
@@ -105,7 +105,7 @@ def percent(share: float | None) -> str:
 
 
 def _columns(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """("bases" or "runs", name): every base, and behind it the runs that were made from it."""
+    """("bases" or "runs", name): every base, followed by its runs."""
     for base in found["bases"]:
         yield "bases", base
         yield from (("runs", name) for name, run in found["runs"].items() if run["base"] == base)
@@ -116,7 +116,7 @@ def _worse(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _extremes(recovered: Mapping[str, float]) -> tuple[str, str] | None:
-    """The metrics that a run recovers least and most of."""
+    """The metrics that a run recovers least and most."""
     return (min(recovered, key=recovered.__getitem__), max(recovered, key=recovered.__getitem__)) if recovered else None
 
 
@@ -142,7 +142,7 @@ def _recovery_chart(found: Mapping[str, Any], looks: Mapping[str, str], numbers:
 
 
 def _curves(found: Mapping[str, Any], looks: Mapping[str, str]) -> list[tuple[str, Any]]:
-    """(title, chart) of each metric that was measured at several lengths, with a line for every run and every base."""
+    """(title, chart) for each metric that was measured at several lengths, with a line for every run and every base."""
     sides = [(name, looks[name], run["measures"]) for name, run in found["runs"].items()]
     sides += [(base, "base", about["measures"]) for base, about in found["bases"].items()]
     metrics = list(dict.fromkeys(metric for _, _, measured in sides for metric in measured))

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kind:
-    """Metrics whose names match `pattern`, with a group `length` and perhaps one `name`, by which curves differ."""
+    """Metrics whose names match `pattern`. Its group `length` is the x value. If it has a group `name`, each name gives
+    a curve."""
 
     pattern: re.Pattern[str]
     title: str
@@ -54,7 +55,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Curve:
-    """What one chart shows: the metric at each of its lengths."""
+    """One chart: the metrics of its lengths."""
 
     title: str
     x: str
@@ -62,13 +63,13 @@ class Curve:
     metrics: Mapping[int, str]  # by length, in its order
 
     def points(self, measured: Mapping[str, Measurement]) -> list[tuple[float, float]]:
-        """(length, value) of one model, where it was measured and is finite."""
+        """(length, value) of one model at the lengths where it was measured and is finite."""
         found = ((length, measured.get(metric)) for length, metric in self.metrics.items())
         return [(length, m["value"]) for length, m in found if m is not None and m["value"] is not None]
 
 
 def find(metrics: Sequence[str], fewest: int = 2) -> list[Curve]:
-    """The curves that `metrics` make, of `fewest` lengths or more each."""
+    """The curves in `metrics` that have at least `fewest` lengths."""
     found: dict[tuple[int, str], dict[int, str]] = {}
     for metric in metrics:
         for i, kind in enumerate(KINDS):
@@ -84,10 +85,10 @@ def find(metrics: Sequence[str], fewest: int = 2) -> list[Curve]:
 
 
 def tokens(count: float) -> str:
-    """1024 tokens as `1K`."""
+    """Formats a number of tokens: 1024 as `1K`."""
     return f"{count / 1024:g}K" if count >= 1024 and count % 1024 == 0 else f"{count:,.0f}"
 
 
 def value(number: float) -> str:
-    """A value in as many digits as the tables show."""
+    """A value with as many digits as in the tables."""
     return cell({"value": number, "stderr": None, "n": None})

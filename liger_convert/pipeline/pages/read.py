@@ -1,4 +1,4 @@
-"""report.json files of runs, read back and checked."""
+"""Reads and checks the report.json files of runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from liger_convert.io.files import read_json
 from liger_convert.utils.errors import BadInput
 
 FILE = "report.json"
-# what reports called the models before they had the names of `common.TITLES`
+# names of models in older reports, and the names in `common.TITLES` that replaced them
 RENAMED = {
     "window_untrained": "window_only_untrained",
     "linearized_window_only": "memory_ablated",
@@ -57,7 +57,7 @@ class _Plan(_Part):
 
 
 class _Report(_Part):
-    """What all that reads a report back relies on."""
+    """The fields that every reader of a report relies on."""
 
     name: str
     base: str
@@ -66,11 +66,11 @@ class _Report(_Part):
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """The content of the report.json at `path`, a file or the folder of a run, with today's names of the models.
+    """The content of the report.json at `path`, a file or the folder of a run, with the current names of the models.
 
-    Raises BadInput, which names the field, where it is no report of a run.
+    Raises BadInput, naming the field, if it is not the report of a run.
     """
-    folder = os.path.isdir(path)  # False as well for names that no file can have
+    folder = os.path.isdir(path)  # also False for names that are not valid paths
     file = path / FILE if folder else path
     if folder and not os.path.lexists(file):
         raise BadInput(f"{path}: holds no {FILE}, which a run writes last; finish the run with --resume")

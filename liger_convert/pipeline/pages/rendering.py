@@ -1,4 +1,4 @@
-"""The templates of the pages: everything that is put into one is escaped, unless it was made as markup here."""
+"""Renders the templates of the pages. Every value is escaped unless it is Markup."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from liger_convert.pipeline.pages.common import cell, lower_is_better
 
 
 class Column(NamedTuple):
-    """A model in the table of measures. look: the class of its cells. number, run: of a run among several, and the
-    class of that number. recovered: by metric, what stands below the value."""
+    """A model in the table of measures. look: the CSS class of its cells. number, run: a run's number among several,
+    and the CSS class of that number. recovered: by metric, text below the value."""
 
     name: str
     measures: Mapping[str, Any]
@@ -26,7 +26,7 @@ class Column(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What names it in each of its cells, on a narrow screen."""
+        """The label of its cells on a narrow screen."""
         return self.name if self.number is None else f"{self.number} {self.name}"
 
     @property
@@ -35,7 +35,7 @@ class Column(NamedTuple):
 
 
 def render(template: str, **values: Any) -> str:
-    """The page that `template`, a file in templates/, makes of `values`."""
+    """The page made from `template`, a file in templates/, and `values`."""
     return _environment().get_template(template).render(**values)
 
 
@@ -54,11 +54,11 @@ def _environment() -> jinja2.Environment:
 
 
 def cell_markup(measured: Any) -> Markup:
-    """`common.cell` with the error on a line of its own."""
+    """`common.cell` as markup, with the standard error in small type."""
     value, sign, stderr = cell(measured).partition(" ± ")
     return escape(value) + (Markup(" <small>±&nbsp;{}</small>").format(stderr) if sign else "")
 
 
 def code_markup(markdown: str) -> Markup:
-    """A sentence of Markdown whose only marks are backticks."""
+    """A sentence of Markdown as markup. Only backticks are interpreted."""
     return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(markdown))))

@@ -1,4 +1,4 @@
-"""report.html: what a run found as one self-contained page."""
+"""report.html: the results of a run as one self-contained page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from liger_convert.pipeline.pages.common import (
 )
 from liger_convert.pipeline.pages.rendering import Column, render
 
-CONTEXT = "32768"  # tokens of the cache that stands at the head of the page
+CONTEXT = "32768"  # tokens of the cache shown at the top of the page
 
 
 def page(report: Mapping[str, Any]) -> str:
@@ -56,7 +56,7 @@ def page(report: Mapping[str, Any]) -> str:
 
 
 def _verdict(verdict: Mapping[str, Any]) -> dict[str, Any]:
-    """Its look, and each sentence as what it says and the measures that it names."""
+    """The verdict's CSS class, and each sentence split into its statement and the measures it names."""
     worse, used = verdict.get("worse_than_untrained"), verdict["memory_used"]
     parts = [sentence.partition(": ") for sentence in verdict["sentences"]]
     return {
@@ -66,7 +66,7 @@ def _verdict(verdict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _glance(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """The few figures that say most: what each is, the figure, and what to compare it with."""
+    """The most important figures: (name, figure, what to compare it with)."""
     layers = report["plan"]["linearization"]["layers"]
     linear = sum(layer != SOFTMAX for layer in layers)
     found = [
@@ -94,8 +94,8 @@ def _plain(measured: Any) -> str:
 
 
 def _recovered(models: Mapping[str, Any], metric: str) -> dict[str, float] | None:
-    """Where the converted model, and the same with its memory ablated, stand between the untrained window (0) and the
-    base (1), where these are clearly apart."""
+    """`recovery` of the converted model, and of the same with its memory ablated, between the untrained window (0) and
+    the base (1). None if the gap is not clear."""
     ends = [models.get(name, {}).get(metric) for name in ("window_only_untrained", "base")]
     if any(end is None for end in ends):
         return None
@@ -109,7 +109,7 @@ def _recovered(models: Mapping[str, Any], metric: str) -> dict[str, float] | Non
 
 
 def _curves(models: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """(title, chart) of every metric that was measured at several lengths, with a line for each model."""
+    """(title, chart) for every metric that was measured at several lengths, with a line for each model."""
     drawn = []
     for curve in curves.find(metric_names(models)):
         series = [
@@ -125,8 +125,8 @@ def _look(model: str) -> str:
 
 
 def _layers(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Of each layer its kind and its look, and where it was aligned the error before and after; and what the kinds
-    are."""
+    """The cells of the layer diagram (each layer's kind and CSS class and, if it was aligned, its error before and
+    after), a legend of the kinds, and the range of the errors."""
     linearization = report["plan"]["linearization"]
     layers, mixers = linearization["layers"], linearization["mixers"]
     looks = {name: f"mixer-{i % 4}" for i, name in enumerate(mixers)} | {SOFTMAX: "softmax"}
@@ -136,7 +136,7 @@ def _layers(report: Mapping[str, Any]) -> dict[str, Any]:
     low, high = min(positive, default=1.0), max(positive, default=1.0)
 
     def place(error: float) -> float:
-        """Where an error stands in its cell, in percent, on one logarithmic axis for all layers."""
+        """The position of an error in its cell, in percent, on a logarithmic axis shared by all layers."""
         return 100 * math.log(max(error, low) / low) / (math.log(high / low) or 1)
 
     return {
@@ -162,7 +162,7 @@ def _kind(mixer: Mapping[str, Any]) -> str:
 
 
 def _align_errors(report: Mapping[str, Any], linear: list[int]) -> dict[int, tuple[float, float]]:
-    """(before the first alignment, after the last) of every linearized layer; nothing where none was aligned."""
+    """(error before the first alignment, error after the last) of every linearized layer; empty without alignment."""
     aligned = [stage["align_error"] for stage in report["training"] if "align_error" in stage]
     if not aligned or not len(aligned[0]["before"]) == len(aligned[-1]["after"]) == len(linear):
         return {}
