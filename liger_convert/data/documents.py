@@ -1,4 +1,4 @@
-"""Documents: rows of a source become token ids with a mask of what is learned; see `packed_rows` for training rows.
+"""Turns rows of a source into documents: token ids with a loss mask. `packed_rows` makes training rows of them.
 
 Shapes: N tokens of a document, T tokens of each document that the base wrote.
 """
@@ -22,7 +22,7 @@ from liger_convert.io.tokenizer import check_ids
 from liger_convert.utils.errors import BadInput, refusing
 from liger_convert.utils.progress import Report
 
-# Stanford Alpaca's layout, for tokenizers without a chat template.
+# Stanford Alpaca's prompt format, for tokenizers without a chat template.
 ALPACA_TEMPLATE = (
     "{{ 'Below is an instruction that describes a task. Write a response that appropriately completes the request.' }}"
     "{% for message in messages %}"
@@ -33,15 +33,18 @@ ALPACA_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '\n\n### Response:\n' }}{% endif %}"
 )
 
-CHATS = ("messages", "conversations")  # columns that hold one
+CHATS = ("messages", "conversations")  # columns that may hold a conversation
 PAIR = {"prompt", "completion"}
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """ids_N: int32 token ids. loss_N: bool, which of them are learned in a stage that learns responses only (all of a
-    plain text). text_bytes: size of the text in UTF-8, for measures per byte."""
+    """A tokenized document.
+
+    ids: int32 [N], the token ids. loss: bool [N], the tokens that count in a stage with `responses_only`; all of them
+    in plain text. text_bytes: size of the text in UTF-8, for per-byte metrics.
+    """
 
     ids: np.ndarray
     loss: np.ndarray
@@ -50,7 +53,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Documents:
-    """What a source gives: documents to train on, documents kept from it, and how many rows had nothing in them."""
+    """The documents of a source: those to train on, those held out, and the number of rows skipped as empty."""
 
     train: list[Document]
     held_out: list[Document]
@@ -59,7 +62,11 @@ class Documents:
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """A text before it is tokenised. where: its row. spans: character ranges that are learned, None for all of it."""
+    """A text before tokenization.
+
+    where: the name of its row, for error messages. spans: the character ranges that count in the loss; None for all.
+    key: texts with the same key are held out together.
+    """
 
     where: str
     text: str
@@ -70,14 +77,18 @@ class _Text:
 def load_source(
     source: AnySource, tokenizer: Any, *, seed: int = 0, written: Path | None = None, progress: Report | None = None
 ) -> Documents:
-    """All documents of `source` as token ids, its held-out part apart.
+    """Tokenizes all documents of `source` and separates the held-out ones.
 
-    Held out are the documents of `source.validation`, or those whose hash of `seed` and text is below
-    `source.held_out`, at least one: the same ones in every run, and no text on both sides. A plain text is tokenised
-    as the tokenizer does it by itself; chat rows by its chat template (Alpaca's layout when it has none), where the
-    learned tokens are the assistant's, up to the mark that ends its turn. What the base wrote itself is read from the
-    file `written`, see `teacher.write`; its first documents are held out, and what they say is not trained on.
-    Raises BadInput naming file and line for a row that cannot be used.
+    The held-out documents are those of `source.validation`. Without one, they are those whose hash of `seed` and key is
+    below `source.held_out`, at least one if that is not 0; they are the same in every run. No text is in both parts.
+
+    Plain text is tokenized with the tokenizer's own special tokens. Chat rows go through its chat template, or Alpaca's
+    format if it has none; the loss counts the assistant's tokens, up to and including the end-of-turn marker. Text that
+    the base wrote is read from the file `written`, see `teacher.write`. Its first documents are held out, and equal
+    texts are not trained on.
+
+    Raises BadInput, naming file and line, for a row that cannot be used. Also raises it for a tokenizer without a fast
+    version, and if no documents are left for training.
     """
     if not tokenizer.is_fast:
         raise BadInput("the tokenizer has no fast version (tokenizer.json), which locating responses in a chat needs")
@@ -105,14 +116,17 @@ def load_source(
 
 
 def reference_documents(tokenizer: Any) -> list[Document]:
-    """Python's language reference, a topic a document, for measures that should not depend on what a recipe names."""
+    """Python's language reference, one document per topic, for metrics that should not depend on the recipe."""
     documents, _ = _documents(PydocSource(), reference_rows(), tokenizer, None)
     return [document for _, document in documents]
 
 
 def held_out_keys(keys: set[str], fraction: float, seed: int) -> set[str]:
-    """Those whose hash is below `fraction`, at least one when it is not 0. A key falls on the same side whatever the
-    others are, so a source read as texts and as questions holds out the same topics."""
+    """The keys whose hash is below `fraction`; at least one unless `fraction` is 0.
+
+    Except for that one, the choice of a key does not depend on the other keys. So a source that is read both as texts
+    and as questions holds out the same topics.
+    """
     hashes = {
         key: int.from_bytes(hashlib.blake2b(f"{seed}:{key}".encode(), digest_size=6).digest()) / 2**48 for key in keys
     }
@@ -125,7 +139,7 @@ def _name(source: AnySource) -> str:
 
 
 def _read(source: TeacherSource, path: Path, tokenizer: Any) -> list[tuple[str, Document]]:
-    """[(key, document)] of what the base wrote."""
+    """[(key, document)] of the text that the base wrote to the file `path`. Raises BadInput if its size is wrong."""
     ids = np.fromfile(path, "<u4").astype(np.int32)
     if len(ids) != source.written_tokens:
         raise BadInput(f"{path}: holds {len(ids)} tokens, which is not what the recipe asks for; remove the file")
@@ -138,9 +152,9 @@ def _read(source: TeacherSource, path: Path, tokenizer: Any) -> list[tuple[str, 
 def _documents(
     source: Any, found: Iterable[Row], tokenizer: Any, progress: Report | None
 ) -> tuple[list[tuple[str, Document]], int]:
-    """[(key, document)] of every row with something in it, and the number of rows without."""
+    """[(key, document)] of every nonempty row, and the number of empty rows. Raises BadInput if all are empty."""
     template = tokenizer.chat_template or ALPACA_TEMPLATE
-    special = source.format == "text" or template is ALPACA_TEMPLATE  # a model's own template writes them itself
+    special = source.format == "text" or template is ALPACA_TEMPLATE  # a model's template has them
     texts: list[_Text | None] = []
     documents: list[tuple[str, Document]] = []
     skipped = 0
@@ -157,7 +171,7 @@ def _documents(
 
 
 def _text(source: Any, row: Row, tokenizer: Any, template: str) -> _Text | None:
-    """What a row says; None when it says nothing. Raises BadInput for a row that cannot be used."""
+    """The text of a row; None if it is empty. Raises BadInput for a row that cannot be used."""
     if not isinstance(row.value, dict):
         raise BadInput(f"{row.where}: is a JSON {type(row.value).__name__}; a row is an object with named fields")
     if source.format == "text":
@@ -179,7 +193,8 @@ def _text(source: Any, row: Row, tokenizer: Any, template: str) -> _Text | None:
 
 
 def _field(row: Row, name: str, default: str | None = None) -> str:
-    """The text of a column; null, as tables have it for nothing, is none."""
+    """The text of column `name`; null counts as empty. default: returned if there is no such column. Raises BadInput if
+    there is no such column and no default, and if it is not a string."""
     if name not in row.value and default is not None:
         return default
     if name not in row.value:
@@ -191,7 +206,7 @@ def _field(row: Row, name: str, default: str | None = None) -> str:
 
 
 def _format_hint(value: dict[str, Any], name: str) -> str:
-    """What the source should say to have such a row read, where that is plain."""
+    """A hint for the error message: the option with which such a row can be read, if that is obvious."""
     if {"instruction", "output"} <= value.keys() and name not in ("instruction", "output"):
         return "; give the source format: alpaca"
     if any(column in value for column in CHATS) or value.keys() >= PAIR:
@@ -208,8 +223,11 @@ def _alpaca(row: Row, *, headed: bool) -> list[dict[str, str]]:
 
 
 def _messages(row: Row, field: str | None) -> list[dict[str, str]]:
-    """The conversation of a row: messages with role and content, ShareGPT's with from and value, or a prompt and its
-    completion, each a text or messages. Empty where nobody asks and is answered."""
+    """The conversation of a row, as messages with role and content.
+
+    Also reads ShareGPT's messages with from and value, and a prompt with its completion, each a string or a list of
+    messages. Empty if it contains no question with a response. Raises BadInput for anything else.
+    """
     if field is None and not any(column in row.value for column in CHATS) and row.value.keys() >= PAIR:
         name = "prompt, completion"
         asked, answered = (
@@ -230,9 +248,11 @@ def _messages(row: Row, field: str | None) -> list[dict[str, str]]:
 
 
 def _from_question_to_response(messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    """The part of a conversation that begins with what is asked and ends with a response; empty where there is none.
+    """The part of a conversation from the first question to the last response, with a leading system message; empty if
+    there is none.
 
-    Dumps of conversations were often cut at a size, and then begin with a response or end without one."""
+    Published conversations are often cut at some length, and then begin with a response or end without one.
+    """
     roles = [message["role"] for message in messages]
     end = len(roles) - roles[::-1].index("assistant") if "assistant" in roles else 0
     head = messages[:1] if roles[:1] == ["system"] else []
@@ -247,8 +267,11 @@ def _from_sharegpt(message: Any) -> Any:
 
 
 def _render(messages: list[dict[str, str]], tokenizer: Any, template: str) -> tuple[str, list[tuple[int, int]]]:
-    """The conversation as text and the character ranges of its responses. A turn that the template writes differently
-    once others follow (some drop earlier reasoning) is context only."""
+    """The conversation as text, and the character ranges of its responses.
+
+    Some templates render a turn differently once others follow, for example without its reasoning. Such a turn is not
+    counted as a response.
+    """
 
     def render(upto: int, ask: bool = False) -> str:
         return templates.render(tokenizer, messages[:upto], template, ask=ask)
@@ -283,6 +306,6 @@ def _tokenize(texts: Sequence[_Text], tokenizer: Any, special: bool) -> Iterator
         if text.spans is not None:
             start_N, end_N = np.array(encoded["offset_mapping"][i]).reshape(-1, 2).T
             for begin, end in text.spans:
-                # a special token that the tokenizer adds is empty: it stands nowhere in the text
+                # special tokens added by the tokenizer have empty ranges, as they are not in the text
                 loss_N |= (start_N >= begin) & (end_N <= end) & (start_N < end_N)
         yield Document(ids_N, loss_N, len(text.text.encode()))

@@ -1,7 +1,8 @@
-"""Rows of several sources in fixed proportions: every row is of one source, and any stretch of rows has all of them.
+"""Mixes rows of several sources in fixed proportions. Every row is from one source, and any stretch of rows has the
+given proportions.
 
-A row of two sources would gain nothing: proportions are as exact without it, documents of different sources stay apart
-whatever `concat_documents` says, and what a row repeats or cuts is what a stage on that source alone would.
+Mixing sources within a row would have no advantage. The proportions are as exact without it, documents of different
+sources stay apart whatever `concat_documents` says, and each row is one that a stage on that source alone could have.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from liger_convert.data.documents import Document
 from liger_convert.data.packed_rows import PackedDataset, pack
 from liger_convert.utils.errors import BadInput
 
-BLOCK = 4096  # rows that are dealt out at a time
+BLOCK = 4096  # rows that are assigned to sources at a time
 
 
 class Schedule:
-    """Which source each row is of.
+    """Assigns each row to a source.
 
-    After any number of rows, each source has had its fraction of them to within less than one row: Tijdeman's rule for
-    the chairman assignment problem (Discrete Mathematics 32, 1980). Nothing is drawn at random, as that would leave
-    some optimizer steps without a rare source. fractions: above 0, with a sum of 1.
+    After any number of rows, each source has had its fraction of them to within less than one row, by Tijdeman's rule
+    for the chairman assignment problem (Discrete Mathematics 32, 1980). The assignment is not random, because that
+    would leave some optimizer steps without a rare source. fractions: positive; they are normalized to a sum of 1.
     """
 
     def __init__(self, fractions: Sequence[float]):
@@ -36,7 +37,7 @@ class Schedule:
         self._before = [[0] * len(fractions)]  # rows of each source before each block
 
     def locate(self, row: int) -> tuple[int, int]:
-        """(source, how many of its rows come before) of a row."""
+        """(source, number of earlier rows of that source) for a row."""
         block, inside = divmod(row, BLOCK)
         while len(self._blocks) <= block:
             self._deal()
@@ -49,7 +50,7 @@ class Schedule:
         counts, dealt = list(self._before[-1]), np.empty(BLOCK, np.int32)
         first = len(self._blocks) * BLOCK + 1
         for inside in range(BLOCK):
-            # of the sources that may have a row now, the one that must have it first
+            # among the sources that may get a row now, the one with the earliest deadline
             ready = [k for k, share in enumerate(fractions) if (first + inside) * share - counts[k] >= slack - 1e-9]
             source = min(ready, key=lambda k: (counts[k] + 1 - slack) / fractions[k])
             dealt[inside] = source
@@ -60,17 +61,17 @@ class Schedule:
 
 @dataclass(frozen=True)
 class SourceShare:
-    """What a stage reads of one source: its fraction of the tokens, and how many times it goes through the source."""
+    """How much a stage reads of one source: its fraction of the tokens, and the number of passes over the source."""
 
     fraction: float
     epochs: float
 
 
 class MixedDataset(Dataset[dict[str, Tensor]]):
-    """`rows` rows of a mix. An item is that of a PackedDataset of the row's source.
+    """`rows` rows of a mix. Each item comes from the PackedDataset of the row's source.
 
-    parts, fractions: by the sources' names, in one order. How long the pieces of a row are is drawn for the micro-batch
-    that it is in, as in a PackedDataset.
+    parts, fractions: by source name, in the same order. The length of a row's pieces (`mixed_seq_lens`) is drawn once
+    for each micro-batch, as in a PackedDataset.
     """
 
     def __init__(self, parts: Mapping[str, PackedDataset], fractions: Mapping[str, float], rows: int):
@@ -88,17 +89,17 @@ class MixedDataset(Dataset[dict[str, Tensor]]):
         return self.parts[source].item(number, self.parts[0].drawn_length(row))
 
     def whole(self, row: int) -> dict[str, Tensor]:
-        """The row as it is where there are no shorter ones, [T] each."""
+        """The row, not cut into pieces, [T] each."""
         source, number = self.schedule.locate(row)
         return self.parts[source].whole(number)
 
     def source_of(self, row: int) -> str:
-        """The name of the source that a row is of."""
+        """The name of a row's source."""
         return self.names[self.schedule.locate(row)[0]]
 
     @property
     def sources(self) -> dict[str, SourceShare]:
-        """What is read of each source, by name."""
+        """How much is read of each source, by name."""
         return {
             name: SourceShare(fraction, fraction * self.rows * self.seq_len / part.tokens)
             for name, part, fraction in zip(self.names, self.parts, self.schedule.fractions)
@@ -106,7 +107,7 @@ class MixedDataset(Dataset[dict[str, Tensor]]):
 
     @property
     def epochs(self) -> float:
-        """How many times the source that is read most often is gone through."""
+        """The number of passes over the source that is read most often."""
         return max(share.epochs for share in self.sources.values())
 
 
@@ -118,16 +119,17 @@ def mix(
     seed: int = 0,
     **options: Any,
 ) -> MixedDataset:
-    """`tokens // seq_len` rows, of each source in `fractions` that fraction. The order of a source's documents is drawn
-    from `seed` and its name, whatever it is mixed with. options: those of `pack`.
+    """Packs documents into `tokens // seq_len` rows, in the given fractions of the sources.
 
-    Raises BadInput when that is not one row, or a source is empty.
+    documents, fractions: by source name. The order of a source's documents is drawn from `seed` and its name, so it
+    does not depend on the other sources. options: those of `pack`. Raises BadInput if the tokens do not fill one row,
+    or if a source is empty.
     """
     rows = tokens // seq_len
     if not rows:
         raise BadInput(f"data: {tokens} tokens do not fill one row of {seq_len} (seq_len)")
     parts = {
-        # less than one row more than its fraction, see Schedule
+        # a source gets less than one row more than its fraction, see Schedule
         name: pack(documents[name], seq_len, seq_len * (int(rows * fraction) + 1), _seed(seed, name), **options)
         for name, fraction in fractions.items()
     }
@@ -135,5 +137,5 @@ def mix(
 
 
 def _seed(seed: int, name: str) -> int:
-    """Sources need numbers of their own: else the same rows of all would repeat themselves."""
+    """A seed for each source. With a common seed, rows of the same number would draw the same copies in all sources."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=4).digest())

@@ -1,4 +1,4 @@
-"""Documents packed into training rows of equal length, in a random order that depends only on the seed.
+"""Packs documents into training rows of equal length, in a random order that depends only on the seed.
 
 Shapes: N tokens of a document, T tokens of a row, B batch.
 """
@@ -16,34 +16,34 @@ from torch.utils.data import Dataset
 from liger_convert.data.documents import Document
 from liger_convert.utils.errors import BadInput
 
-IGNORED = -100  # the label that cross-entropy leaves out
+IGNORED = -100  # the label that cross-entropy ignores
 
-# Of the rows with a copy, those whose copy is of random tokens: only a memory can predict these, while a stretch
-# of text can half be guessed from the words around it.
+# The fraction of the rows with a copy in which random tokens are copied. Only a memory can predict these, while copied
+# text can partly be guessed from its context.
 RANDOM_COPIES = 0.3
 
-ORDERS = 16  # epochs whose order is kept: rows are read one after the other, random copies from all of them
+ORDERS = 16  # epochs whose order is cached; rows are read in sequence, but random copies draw from all epochs
 
 
 class PackedDataset(Dataset[dict[str, Tensor]]):
-    """Rows of exactly T tokens from documents put behind each other; a document that ends a row is cut there, and its
-    rest is a segment of its own in the next row. No padding.
+    """Rows of exactly T tokens, packed from concatenated documents without padding. A document that crosses the end of
+    a row is cut there, and its rest is a separate segment in the next row.
 
-    An item is {"input_ids", "position_ids", "labels"}, int64 [T]: positions restart at 0 with each segment, which is
-    what keeps documents apart in attention; the label of a segment's first token, which nothing in the segment
-    precedes, is -100, and with `responses_only` so is that of every token outside a document's `loss` mask.
-    Nothing is copied before an item is asked for: the data set holds the documents, and their order in some epochs.
+    An item is {"input_ids", "position_ids", "labels"}, int64 [T]. Positions restart at 0 with each segment, which keeps
+    documents apart in attention. The label of a segment's first token is -100, because nothing in the segment precedes
+    it. With `responses_only`, so is the label of every token outside its document's `loss` mask. Rows are assembled
+    when an item is requested; the dataset holds only the documents, and their order in some epochs.
 
-    concat_documents: a row is one segment, whatever it is made of. What a memory must still hold after thousands of
-    tokens is learned in long segments, and most documents are short.
+    concat_documents: makes each row a single segment. A memory learns to hold information over thousands of tokens only
+    in long segments, and most documents are short.
 
-    copy_fraction: fraction of the rows in which a stretch is repeated later in the row. Plain text rewards the window
-    almost alone; a copy rewards remembering what has left it. Such a row is one document, or the copy could not be
-    seen. Which rows, and where, depends on `seed` and the row's number only. Not together with `responses_only`, as a
-    copied stretch has no mask of its responses.
+    copy_fraction: the fraction of rows in which a stretch is repeated later in the row. Plain text rewards little
+    beyond the window; a copy rewards remembering what has left it. Such a row is a single segment, since otherwise the
+    original might not be visible from the copy. Which rows have a copy, and where, depends only on `seed` and the row's
+    number. It cannot be combined with `responses_only`, as a copied stretch has no response mask.
 
-    mixed_seq_lens: pairs (length, fraction). In that fraction of the micro-batches, which are `batch_size` rows each,
-    all rows are cut into pieces of that length, each a row by itself. Such an item is [T / length, length].
+    mixed_seq_lens: pairs (length, fraction). In that fraction of the micro-batches, of `batch_size` rows each, all rows
+    are cut into pieces of that length, and each piece is a row of its own. The item is then [T / length, length].
     """
 
     def __init__(
@@ -77,28 +77,28 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         return self.item(row, self.drawn_length(row))
 
     def drawn_length(self, row: int) -> int:
-        """Into pieces of which length the row is cut, as all of its micro-batch are."""
+        """The length of the pieces that the row is cut into; the same for all rows of its micro-batch."""
         drawn = np.random.default_rng((self.seed, row // self.batch_size, 2)).choice(self.lengths, p=self.fractions)
         return int(drawn)
 
     def item(self, row: int, length: int) -> dict[str, Tensor]:
-        """The row, cut into pieces of `length`."""
+        """The row, cut into pieces of `length`: [T / length, length] each, or [T] if `length` is `seq_len`."""
         return self.whole(row) if length == self.seq_len else self._cut(row, length)
 
     def whole(self, row: int) -> dict[str, Tensor]:
-        """The row as it is where there are no shorter ones, [T] each."""
+        """The row, not cut into pieces, [T] each."""
         return {name: x_1T[0] for name, x_1T in self._cut(row, self.seq_len).items()}
 
     def _cut(self, row: int, length: int) -> dict[str, Tensor]:
         """The row in pieces, [T / length, length] each."""
-        rng = np.random.default_rng((self.seed, row, 1))  # 1: not the stream that drew an order
+        rng = np.random.default_rng((self.seed, row, 1))  # 1: a different stream from the one that draws orders
         starts = range(row * self.seq_len, (row + 1) * self.seq_len, length)
         arrays = zip(*(self._tokens(at, length, rng) for at in starts))
         names = "input_ids", "position_ids", "labels"
         return {name: torch.from_numpy(np.stack(pieces)) for name, pieces in zip(names, arrays, strict=True)}
 
     def _tokens(self, at: int, length: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Ids, positions and labels of the tokens from `at` on, of all in the documents' order, as one row."""
+        """Ids, positions and labels of `length` tokens, as one row. at: the first token's index in all epochs' text."""
         input_ids_T, position_ids_T, labels_T = (np.empty(length, np.int64) for _ in range(3))
         filled = 0
         epoch, inside = divmod(at, self.tokens)
@@ -127,14 +127,15 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         return input_ids_T, position_ids_T, labels_T
 
     def _copy_stretch(self, ids_T: np.ndarray, rng: np.random.Generator) -> None:
-        """Writes one stretch of a row over a later place in it; every pair of places without overlap is as likely."""
+        """Copies one stretch of a row over a later part of it, in place. All non-overlapping pairs of places are
+        equally likely."""
         T = len(ids_T)
         shortest, longest = max(1, min(32, T // 4)), T // 2 - T // 32
         length = int(rng.integers(shortest, longest, endpoint=True))
-        # of the tokens outside both stretches, so many stand before the first one, and so many before the second
+        # the numbers of tokens outside both stretches that come before the first one and before the second one
         first, second = np.sort(rng.choice(T - 2 * length + 2, 2, replace=False)) - (0, 1)
         if rng.random() < RANDOM_COPIES:
-            at_N = rng.integers(math.ceil(self.epochs) * self.tokens, size=length)  # of all tokens of all epochs
+            at_N = rng.integers(math.ceil(self.epochs) * self.tokens, size=length)  # from the tokens of all epochs
             ids_T[first : first + length] = [self._token(int(at)) for at in at_N]
         ids_T[second + length : second + 2 * length] = ids_T[first : first + length]
 
@@ -145,8 +146,8 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         return self.documents[order[which]].ids[inside - ends[which]]
 
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The order of the documents in an epoch, and where each of them ends in it. Drawn when it is needed: a budget
-        of tokens may be any number of times the text."""
+        """The order of the documents in an epoch, and the offset at which each of them ends. Drawn when needed, because
+        the token budget may be many times the text."""
         if epoch not in self._orders:
             if len(self._orders) == ORDERS:
                 del self._orders[next(iter(self._orders))]
@@ -156,7 +157,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
 
     @property
     def epochs(self) -> float:
-        """How many times the documents are gone through."""
+        """The number of passes over the documents."""
         return self.rows * self.seq_len / self.tokens
 
 
@@ -172,11 +173,10 @@ def pack(
     mixed_seq_lens: Sequence[tuple[int, float]] = (),
     batch_size: int = 1,
 ) -> PackedDataset:
-    """`tokens // seq_len` rows of `documents` in an order drawn from `seed`, a new one each time they have all been
-    used; without `tokens`, as many full rows as one pass gives. The tokens that fill no row are dropped.
-    The other arguments are explained at PackedDataset.
+    """Packs `documents` into `tokens // seq_len` rows. Without `tokens`, into as many full rows as one pass gives.
 
-    Raises BadInput when that is not one row.
+    The order of the documents is drawn from `seed`, anew for each pass. Tokens that do not fill a row are dropped. See
+    PackedDataset for the other arguments. Raises BadInput if the tokens do not fill one row.
     """
     documents = [document for document in documents if len(document.ids)]
     total = sum(len(document.ids) for document in documents)
@@ -189,5 +189,5 @@ def pack(
 
 
 def collate(items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Items of a PackedDataset, all of one length -> one batch, [B,T] each."""
+    """Combines items of a PackedDataset, all of the same length, into one batch, [B,T] each."""
     return {name: torch.cat([item[name].view(-1, item[name].shape[-1]) for item in items]) for name in items[0]}

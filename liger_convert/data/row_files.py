@@ -1,6 +1,6 @@
-"""Rows of the files that users have: .txt, .jsonl, .json, .csv, .parquet, packed or plain, one or a folder of them.
+"""Reads rows from data files: .txt, .jsonl, .json, .csv and .parquet, compressed or not, a single file or a folder.
 
-A file is read as its rows are asked for, and no more of it is held than a row and what surrounds it.
+Files are read lazily. Only the current row and a bounded buffer around it are held in memory.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ from liger_convert.io.checksums import files_in
 from liger_convert.io.json_list import JsonList
 from liger_convert.utils.errors import BadInput, first_line
 
-PARQUET = ".parquet"  # packs its columns itself
+PARQUET = ".parquet"  # compresses its columns itself
 
-ROW_BYTES = 64 << 20  # the text of a context of ten million tokens has 45 MB
+ROW_BYTES = 64 << 20  # maximum size of a row; a context of ten million tokens is about 45 MB of text
 BLOCK = 1 << 20
-# A .txt is cut into documents of at most so many characters, at a blank line where there is one: some thousand tokens,
-# as many as the rows of most recipes, so that a part of one file can be held out.
+# A .txt is split into documents of at most this many characters, if possible at a blank line. That is several thousand
+# tokens, like the rows of most recipes, and lets part of a single file be held out.
 DOCUMENT_CHARS = 32 << 10
-# Text packs to a quarter or a tenth, sentences over and over to a hundredth and less; zeros to a seven-thousandth.
-# A file may unpack to PACKED_BYTES in any case, so that small sets of such sentences are read.
+# Maximum compression ratio. Text compresses by a factor of 4 to 10, repeated sentences by 100 and more, zeros by 7,000.
+# A file may always unpack to PACKED_BYTES, so that small files of repeated sentences can be read.
 PACKED_RATIO = 100
 PACKED_BYTES = 32 << 20
 NUL = "it holds a NUL, as UTF-16 does"
-PARQUET_ROWS = 16  # of a .parquet that are in memory at a time
+PARQUET_ROWS = 16  # rows of a .parquet file in memory at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row. where: what an error message names ("x.jsonl line 3"). key: rows of one key are held out together."""
+    """One row. value: its JSON value. where: its name in error messages ("x.jsonl line 3"). key: rows with the same key
+    are held out together; None makes the row's text its key."""
 
     where: str
     value: Any
@@ -48,10 +49,10 @@ class Row:
 
 
 def file_rows(path: Path) -> Iterator[Row]:
-    """The rows of a data file, or of all that lie in a folder, in the order of their names. A .txt of more than
-    DOCUMENT_CHARS is a row for each piece of it. No row has more than ROW_BYTES.
+    """Yields the rows of a data file, or of all data files below a folder, sorted by name.
 
-    Raises BadInput naming the file, and the line or row where there is one.
+    A .txt longer than DOCUMENT_CHARS gives one row for each piece. Raises BadInput, naming the file and the line or row
+    if there is one, for a file that cannot be read and for a text row of more than ROW_BYTES.
     """
     if path.is_dir():
         files = [file for file in files_in(path) if _reader(file) and not file.name.startswith(".")]
@@ -96,7 +97,8 @@ def _json_lines(path: Path) -> Iterator[Row]:
 
 
 def _json(path: Path) -> Iterator[Row]:
-    """A list, or an object a line, as many data sets name their lines."""
+    """Yields the items of a JSON list. A file that begins with an object is read as JSON lines, since many datasets use
+    .json for these."""
     with _opened(path) as stream:
         read = _Decoded(path, stream).read
         begin = read(BLOCK)
@@ -125,7 +127,8 @@ def _documents(path: Path) -> Iterator[Row]:
 
 
 def _document_end(text: str) -> int:
-    """Where the first document of `text` ends: at the end, or behind the last blank line, line or word of a size."""
+    """The end of the first document in `text`: the end of the text, or else the last blank line, line end or space in
+    the second half of DOCUMENT_CHARS, in this order of preference."""
     if len(text) <= DOCUMENT_CHARS:
         return len(text)
     for mark in ("\n\n", "\n", " "):
@@ -185,14 +188,15 @@ OPENERS: dict[str, Callable[[BinaryIO], Any]] = {".xz": lzma.open, ".gz": gzip.o
 
 
 class _Decoded:
-    """The text of a stream, read in blocks."""
+    """Decodes a stream of UTF-8 in blocks."""
 
     def __init__(self, path: Path, stream: BinaryIO):
         self.path, self.stream, self.lines = path, stream, 1
         self.decode = codecs.getincrementaldecoder("utf-8-sig")().decode
 
     def read(self, count: int) -> str:
-        """At least `count` bytes more, or BLOCK, as text; empty at the end. Raises BadInput with the line."""
+        """The text of the next max(count, BLOCK) bytes or less; empty only at the end. Raises BadInput, naming the
+        line, if it is not UTF-8 text."""
         try:
             with _readable(self.path):
                 while data := self.stream.read(max(count, BLOCK)):
@@ -201,7 +205,7 @@ class _Decoded:
                         raise _not_text(f"{self.path} line {line}", NUL)
                     text = self.decode(data)
                     self.lines += data.count(b"\n")
-                    if text:  # none where all there is is a part of a character
+                    if text:  # empty if the data is only part of a character
                         return text
             return self.decode(b"", final=True)
         except UnicodeDecodeError as error:
@@ -210,7 +214,7 @@ class _Decoded:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number, text) of each line."""
+    """Yields (number, text) for each line. Raises BadInput for a line that is too long or not UTF-8 text."""
     number = 0
     with _opened(path) as stream, _readable(path):
         while line := stream.readline(ROW_BYTES + 1):
@@ -235,8 +239,8 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         with inputs.open_input(path) as raw:
             yield raw
         return
-    # a packed file's beginning is unpacked once before anything is done with it: to parse what a small file unpacks to
-    # can take hours
+    # The first PACKED_BYTES are decompressed once before any parsing, to detect decompression bombs: parsing what a
+    # small file unpacks to can take hours.
     with inputs.open_input(path) as raw, _readable(path):
         stream = _Unpacked(path, raw)
         while stream.count <= PACKED_BYTES and stream.read(BLOCK):
@@ -246,7 +250,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 
 class _Unpacked(io.RawIOBase):
-    """What a compressed file unpacks to, as long as that is not too much for its size."""
+    """The decompressed content of a file. Raises BadInput when it becomes too large for the file's size."""
 
     def __init__(self, path: Path, raw: BinaryIO):
         self.path, self.raw, self.count = path, raw, 0

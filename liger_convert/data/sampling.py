@@ -1,8 +1,9 @@
-"""Documents sampled from a base: many at a time, on a GPU as one captured CUDA graph a step.
+"""Samples documents from a base, many at a time. On a GPU, each decoding step is a captured CUDA graph.
 
-Each document has random numbers of its own, one a token, so that what is written does not depend, but for rounding, on
-how many are written at a time. Shapes: B batch, P tokens of its longest prompt, T tokens of a document, S places of the
-cache, V vocabulary.
+Each document has its own random numbers, one per token. So the result does not depend on the batch size, except for
+rounding.
+
+Shapes: B batch, P tokens of the longest prompt, T tokens of a document, S positions in the cache, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ logger = logging.get_logger(__name__)
 
 
 class Sampler:
-    """Continues prompts to documents of T tokens. What ends a text ends no document, and nothing in the model's own
-    generation config has a say.
+    """Continues prompts to documents of exactly T = `tokens` tokens.
 
-    fixed: the cache has its full size from the start, which a capture needs, and the default on a GPU; a CPU attends
-    faster to the tokens there are. A captured step is used again for the batches of the same size.
+    End-of-text tokens do not end a document, and the model's own generation config is ignored. fixed: whether the cache
+    has its full size from the start. CUDA graph capture needs this, and it is the default on a GPU; on a CPU it is
+    faster to attend only to the tokens present. A captured step is reused for batches of the same size.
     """
 
     def __init__(self, model: Any, tokens: int, temperature: float, top_p: float, fixed: bool | None = None):
@@ -38,11 +39,11 @@ class Sampler:
         self.fixed = model.device.type == "cuda" if fixed is None else fixed
         self.cache: Any = None
         self.captured: Callable[..., Tensor] | None = None
-        self.rows = 0  # of the batch that was last tried to capture
+        self.rows = 0  # batch size of the last attempted capture
 
     @torch.no_grad()
     def __call__(self, prompts: list[list[int]], seeds: list[tuple[int, ...]]) -> np.ndarray:
-        """[B,T]: each prompt continued with the numbers of its seed; prompts end together, padded on the left."""
+        """[B,T]: the documents, each sampled with the random numbers of its seed. Prompts are left-padded."""
         device, sizes = self.model.device, [len(prompt) for prompt in prompts]
         longest, shortest = max(sizes), min(sizes)
         ids_BP = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
@@ -57,7 +58,7 @@ class Sampler:
         ids_B1 = self._draw(logits_BV, drawn_BT[:, :1])
         made = [ids_BP, ids_B1]
         if self.fixed:
-            self._keep(cache, -(-(longest + steps + WARM_UP) // ROOM) * ROOM)  # one for prompts of many lengths
+            self._keep(cache, -(-(longest + steps + WARM_UP) // ROOM) * ROOM)  # rounded up, for reuse
         else:
             self.cache = cache
         for number in range(1, steps):
@@ -71,7 +72,8 @@ class Sampler:
         return np.stack([row[longest - size :][: self.tokens] for row, size in zip(ids_BS, sizes)])
 
     def _keep(self, cache: Any, room: int) -> None:
-        """Takes what the prompts left in the cache, at the addresses of the last batch where it was as large."""
+        """Makes the prompts' cache the current one, with `room` positions. It is copied into the last batch's tensors
+        if these have the same shape, because a captured step has fixed addresses."""
         kept = [] if self.cache is None else self.cache.layers
         same = bool(kept) and kept[0].room == room and len(kept[0].keys) == len(cache.layers[0].keys)
         for i, dynamic in enumerate(cache.layers):
@@ -80,12 +82,13 @@ class Sampler:
                 for old, new in zip(kept[i].tensors(), cache.layers[i].tensors(), strict=True):
                     old.copy_(new)
                 cache.layers[i] = kept[i]
-        self.cache = cache  # a captured step knows only the addresses
+        self.cache = cache
         if not same:
             self.captured, self.rows = None, 0
 
     def _step(self, ids_B1: Tensor, pads_B1: Tensor, place_1: Tensor, drawn_B1: Tensor) -> Tensor:
-        """The next token behind one at a place of the cache."""
+        """[B,1]: the next tokens. ids: the last tokens. pads: padding of each row. place: the last tokens' position in
+        the cache. drawn: random numbers."""
         layers = self.cache.layers if self.fixed else []
         room = layers[0].room if layers else int(place_1) + 1
         places_S = torch.arange(room, device=ids_B1.device)
@@ -95,12 +98,12 @@ class Sampler:
         return self._draw(logits_BV, drawn_B1)
 
     def _logits(self, ids: Tensor, valid: Tensor, positions: Tensor, cache: Any) -> Tensor:
-        """Of the last token. Padding and what is still to come are invalid."""
+        """[B,V]: the logits of the last token. valid: False for padding and for unused positions of the cache."""
         inputs = {"input_ids": ids, "attention_mask": valid.long(), "position_ids": positions}
         return self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
 
     def _draw(self, logits_BV: Tensor, drawn_B1: Tensor) -> Tensor:
-        """[B,1]: the token at which the distribution's sum passes a number drawn from [0, 1)."""
+        """[B,1]: tokens sampled by inverting the cumulative distribution at `drawn_B1`, which is uniform in [0, 1)."""
         probabilities_BV = (logits_BV.float() / self.temperature).softmax(-1).double()
         if self.top_p == 1:
             return _passed(probabilities_BV, drawn_B1)
@@ -109,7 +112,8 @@ class Sampler:
         return tokens_BV.gather(1, _passed(sorted_BV * (before_BV < self.top_p), drawn_B1))
 
     def _capture(self, given: tuple[Tensor, ...]) -> Callable[..., Tensor] | None:
-        """The step as a CUDA graph; None where there is none to be had."""
+        """The step as a CUDA graph, or None if it cannot be captured. Raises RuntimeError if the GPU is out of
+        memory."""
         if self.model.device.type != "cuda" or waits(self.model):
             return None
         try:

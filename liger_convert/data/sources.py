@@ -1,6 +1,6 @@
-"""Where rows come from: the documentation that every Python carries, a file, or a data set of the hub.
+"""Sources of rows: the documentation that comes with Python, a file, or a dataset from the Hugging Face hub.
 
-A row is a JSON value with a name for error messages. What its columns mean (text, Alpaca, messages) is `data.py`'s.
+A row is a JSON value with a name for error messages. `documents.py` interprets its columns (text, Alpaca, messages).
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ from liger_convert.config.sources import FileSource, HubSource, PydocSource
 from liger_convert.data.row_files import Row, file_rows
 from liger_convert.utils.errors import BadInput, first_line
 
-# An answer about a long topic ends at a paragraph before this length, so that a question and its answer fit in a row.
+# Answers about long topics are cut after the last paragraph within this length, so that question and answer fit in a
+# row.
 ANSWER_CHARS = 2000
-# What is left of a shorter text after its repetitions are dropped says nothing.
+# Texts that are shorter than this, once repeated paragraphs are removed, are dropped.
 MIN_CHARS = 200
 
 
 def rows(source: PydocSource | FileSource | HubSource, *, validation: bool = False) -> Iterator[Row]:
-    """The rows of `source`, or of the file or split that its `validation` names. Raises BadInput."""
+    """The rows of `source`. With `validation`, those of the file or split that `source.validation` names, if it does.
+
+    Raises BadInput for a source that cannot be read.
+    """
     if isinstance(source, PydocSource):
         return pydoc_rows(questions=source.format == "messages")
     if isinstance(source, FileSource):
@@ -33,7 +37,7 @@ def rows(source: PydocSource | FileSource | HubSource, *, validation: bool = Fal
 
 
 def hub_rows(source: HubSource, split: str) -> Iterator[Row]:
-    """The rows of one split of a data set of the hub. Raises BadInput when it cannot be had."""
+    """Yields the rows of one split of a hub dataset. Raises BadInput if it cannot be loaded."""
     import datasets
 
     where = f"hub data set {source.id}"
@@ -46,10 +50,11 @@ def hub_rows(source: HubSource, split: str) -> Iterator[Row]:
 
 
 def pydoc_rows(*, questions: bool) -> Iterator[Row]:
-    """The language reference (`pydoc_data.topics`) and the docstrings of the standard library, in a fixed order.
+    """Yields the language reference (`pydoc_data.topics`) and the standard library's docstrings, in a fixed order.
 
-    One text a topic and a module, or, with `questions`, one question and answer a section and a docstring; the rows of
-    one topic or module share their key. Nothing is imported or run: docstrings are read off the source files.
+    There is one text for each topic and module. With `questions`, there is one question with an answer for each section
+    and docstring. Rows of the same topic or module share a key. Docstrings are parsed from source files; no module of
+    the standard library is run for it.
     """
     for key, text in _topics().items():
         entries = _sections(text) if questions else [("", text)]
@@ -65,7 +70,7 @@ def pydoc_rows(*, questions: bool) -> Iterator[Row]:
 
 
 def reference_rows() -> Iterator[Row]:
-    """Only the language reference, one text per topic: text that every Python has at hand."""
+    """Yields only the language reference, one text per topic. It is available in every Python installation."""
     for key, text in _topics().items():
         yield _documentation(f"topic {key}", None, text)
 
@@ -80,14 +85,17 @@ def _documentation(key: str, question: str | None, text: str) -> Row:
 
 
 def _topics() -> dict[str, str]:
-    """Topic -> text. Topics contain one another (`compound` has all of `for`), so a paragraph stays only in the longest
-    one that has it: otherwise a held-out topic would have been trained on."""
+    """The text of each topic, by name.
+
+    Topics contain one another: `compound` has all of `for`. So each paragraph is kept only in the longest topic that
+    has it. Otherwise, parts of a held-out topic would be trained on.
+    """
     from pydoc_data.topics import topics
 
     seen: set[str] = set()
     kept = {}
     for name, text in sorted(topics.items(), key=lambda item: (-len(item[1]), item[0])):
-        # only letters and digits: the underline of a title depends on the topic that contains it
+        # compared by word characters only, since the underline of a title differs between topics
         paragraphs = {paragraph: re.sub(r"\W+", "", paragraph) for paragraph in text.strip("\n").split("\n\n")}
         new = "\n\n".join(paragraph for paragraph, letters in paragraphs.items() if letters not in seen)
         seen.update(paragraphs.values())
@@ -97,7 +105,7 @@ def _topics() -> dict[str, str]:
 
 
 def _sections(topic: str) -> Iterator[tuple[str, str]]:
-    """(title, body) of each titled section of a topic, in order."""
+    """Yields (title, body) for each titled section of a topic, in order."""
     _, *parts = re.split(r"^(\S.*)\n([*=\-~^])\2{2,}$", topic, flags=re.MULTILINE)
     for title, body in zip(parts[::3], parts[2::3]):
         if len(body.strip()) >= MIN_CHARS:
@@ -105,7 +113,7 @@ def _sections(topic: str) -> Iterator[tuple[str, str]]:
 
 
 def _cut(text: str, size: int) -> str:
-    """`text` up to the last paragraph that ends within `size` characters, or up to the first one's end."""
+    """`text` up to the last paragraph that ends within `size` characters, or else up to the end of the first one."""
     if len(text) <= size:
         return text
     end = text.rfind("\n\n", 0, size)
@@ -115,9 +123,9 @@ def _cut(text: str, size: int) -> str:
 
 
 def _standard_library() -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
-    """(module, [(kind, qualified name, docstring)]) of every public module of the standard library that has some."""
+    """Yields (module, [(kind, qualified name, docstring)]) for every public standard-library module with docstrings."""
     library = Path(sysconfig.get_path("stdlib"))
-    seen: set[str] = set()  # posixpath and ntpath, say, share docstrings
+    seen: set[str] = set()  # modules such as posixpath and ntpath share docstrings
     for top in sorted(sys.stdlib_module_names):
         single = library / f"{top}.py"
         for path in [single] if single.is_file() else sorted((library / top).rglob("*.py")):

@@ -1,4 +1,4 @@
-"""Text that the base writes itself, sampled once and kept in a file: training on it needs no data set.
+"""Training text sampled from the base itself, written to a file once, so that training needs no dataset.
 
 Shapes: N documents, T tokens of a document, B batch.
 """
@@ -31,8 +31,12 @@ FILE = "tokens.u32"
 
 
 def encode_prompts(source: TeacherSource, tokenizer: Any) -> list[list[int]]:
-    """The tokens that documents begin with, in turn: of each text of `source.prompt`; without, the token that begins a
-    text, or the first special one. Raises BadInput when there is none, and for a prompt that fills a document."""
+    """The token ids of the prompts that documents begin with, in rotation.
+
+    They are those of the texts in `source.prompt`. Without it, the only prompt is the beginning-of-text token, or else
+    the first special token. Raises BadInput if there is no special token, and for a prompt that is empty or leaves no
+    room in a document.
+    """
     if source.prompt is None:
         special = [i for i in (tokenizer.bos_token_id, *tokenizer.all_special_ids) if i is not None]
         if not special:
@@ -51,8 +55,12 @@ def encode_prompts(source: TeacherSource, tokenizer: Any) -> list[list[int]]:
 
 
 def beginnings(source: TeacherSource, documents: Sequence[Document], seed: int) -> list[list[int]]:
-    """The first `source.prompt_tokens` tokens of documents drawn by `seed`; of a chat, what comes before its first
-    response where that is less. As many as the base writes, or of all that are longer. Raises BadInput when none is."""
+    """Prompts taken from the beginnings of `documents`, in an order drawn from `seed`.
+
+    Each is the first `source.prompt_tokens` tokens of a document; in a chat, only what precedes the first response, if
+    that is shorter. Documents that are not longer than their prompt are left out. There are at most `source.documents`
+    prompts. Raises BadInput if there are none.
+    """
     found = [(document.ids, _asked(document, source.prompt_tokens)) for document in documents]
     longer = [ids[:size] for ids, size in found if len(ids) > size]
     if not longer:
@@ -64,8 +72,8 @@ def beginnings(source: TeacherSource, documents: Sequence[Document], seed: int) 
 
 
 def _asked(document: Document, most: int) -> int:
-    """The tokens before a chat's first response, at most so many; so many of a plain text, which is learned from its
-    first token on."""
+    """The number of tokens before a chat's first response, at most `most`. For plain text, whose loss mask begins with
+    its first token, `most`."""
     first = int(document.loss.argmax())
     return min(first, most) if first else most
 
@@ -81,15 +89,17 @@ def write(
     seed: int = 0,
     progress: Report | None = None,
 ) -> None:
-    """Makes the file `path`, unless it is there: `source.documents` documents behind each other, little-endian uint32.
+    """Writes `source.documents` documents to the file `path`, concatenated, as little-endian uint32. Does nothing if
+    the file exists.
 
-    Each has exactly `source.document_tokens` tokens, its prompt included. The token that ends a text ends no document:
-    what follows is what the base writes after it, as in the stream that it was pretrained on. Nothing in the base's
-    own generation config has a say in the sampling.
-    Layers of a base that the GPU has no room for wait in the host's memory, see `place`. Every document has its own
-    random numbers, so a call that was killed goes on after its last whole batch and ends with the same bytes, and a
-    batch that a GPU has no room for is halved. Until the end `path`.partial holds what there is, and `path`.state its
-    sha256. Raises LinearizeError when the disk is full.
+    Each document has exactly `source.document_tokens` tokens, including its prompt. prompts: token ids, used in
+    rotation. End-of-text tokens do not end a document: the base goes on writing, as in its pretraining stream. The
+    base's own generation config is ignored.
+
+    Layers of the base that do not fit on the GPU stay in host memory, see `place`. Every document has its own random
+    numbers. So a killed call can resume after its last complete batch with the same result, and a batch that does not
+    fit on the GPU is halved. Until the file is complete, `path`.partial holds the documents so far and `path`.state
+    their number and sha256. Raises LinearizeError if the disk is full.
     """
     state = path.with_name(f"{path.name}.state")
     if path.exists():
@@ -119,14 +129,14 @@ def write(
 
 
 class _Batches:
-    """Writes documents `batch_size` at a time, or as many as there is room for."""
+    """Samples documents in batches of `source.batch_size`, or fewer if these do not fit on the GPU."""
 
     def __init__(self, model: Any, source: TeacherSource, prompts: list[list[int]], seed: int):
         self.model, self.source, self.prompts, self.seed = model, source, prompts, seed
         self.rows, self.sampler = source.batch_size, self._sampler()
 
     def next(self, first: int) -> np.ndarray:
-        """[B,T]: the documents from number `first` on."""
+        """[B,T]: the next batch of documents, from number `first` on."""
         while True:
             numbers = range(first, min(first + self.rows, self.source.documents))
             try:
@@ -135,7 +145,7 @@ class _Batches:
             except RuntimeError as error:
                 if self.rows == 1 or not out_of_memory(error):
                     raise
-            # out of the handler, as the error holds what did not fit
+            # outside the handler, because the exception keeps the tensors that did not fit alive
             self.rows //= 2
             self.sampler = self._sampler()
             torch.cuda.empty_cache()
@@ -146,8 +156,10 @@ class _Batches:
 
 
 def _whole_documents(file: BinaryIO, state: Path, size: int) -> tuple[int, Any]:
-    """Of what a killed call left in `file`, the number of documents that `state` vouches for, and their sha256 to go on
-    with. The file is cut behind them: behind none when they are not what was written."""
+    """The number of complete documents that a killed call left in `file`, and their running sha256.
+
+    The file is truncated after the documents recorded in `state`, or to nothing if their hash does not match.
+    """
     known = read_checked(state) or {"documents": 0, "sha256": hashlib.sha256().hexdigest()}
     file.seek(0)
     written = file.read(4 * size * known["documents"])

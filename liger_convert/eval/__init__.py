@@ -1,1 +1,2 @@
-"""Measures of a model: tasks, perplexity, copying, and what each branch of a layer carries."""
+"""Evaluation of a model: tasks, perplexity, copying, agreement with the base, and ablation of each branch of a
+layer."""

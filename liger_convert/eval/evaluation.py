@@ -1,4 +1,4 @@
-"""Everything a suite measures, on one model."""
+"""Runs all measures and tasks of a suite on one model."""
 
 from __future__ import annotations
 
@@ -32,17 +32,19 @@ def evaluate_model(
     keep: Path | None = None,
     report: Report = lambda done, total, note="": None,
 ) -> dict[str, Measurement]:
-    """{METRIC: {"value", "stderr", "n"}} of any causal language model, on the device where it is.
+    """Evaluates any causal language model, on its current device. Returns {METRIC: {"value", "stderr", "n"}}.
 
-    held_out: the documents that measures of text and of repetitions read, tokenised by `tokenizer`. other: documents of
-    another kind. base_rows: what the model's base wrote, see `agreement.write_rows`. data_dir: a folder of local files
-    for the tasks, which otherwise load their data from the hub. What cannot be measured with these, or is longer than
-    the model takes, is left out; `narrow.narrow` says what.
-    limit: documents of each task, instead of the suite's own limits; our own measures stay whole. precision: of the
-    matrix products; the weights stay as they are. keep: a file that holds, after each measure or task, what there is so
-    far, and from which the next attempt goes on. `report` is called with what is done of each measure or task.
+    held_out: documents for the measures of text and of copying, tokenized by `tokenizer`. other: documents of another
+    kind. base_rows: the base's continuations, see `let_base_write`. data_dir: a folder of local files for the tasks,
+    which otherwise load their data from the hub. Measures that lack their data, or are longer than the model's context,
+    are left out; `narrow.narrow` lists them.
 
-    Raises BadInput when what the suite reads is not there.
+    limit: the number of documents per task, instead of the suite's own limits; our own measures are not limited.
+    batch_size: rows per forward pass. precision: of matmuls, see `compute_dtype`; the weights are not changed. keep: a
+    file to which the results so far are saved after each measure or task, and from which the next attempt continues.
+    report: called with the progress of each measure or task.
+
+    Raises BadInput if data that the suite needs is missing.
     """
     context = context_of(model.config)
     given = {"has_other": other is not None, "has_base": base_rows is not None}
@@ -54,7 +56,7 @@ def evaluate_model(
     model.eval()
     documents = {"held_out": held_out or [], "other": other or []}
     options: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype, "report": report}
-    # by the first metric of a measure of ours, or the id of a task
+    # results by the first metric of our own measures, and by the id of tasks
     found: dict[str, dict[str, Measurement]] = (read_checked(keep) if keep is not None else None) or {}
 
     def done(name: str, measured: dict[str, Measurement]) -> None:
@@ -93,10 +95,10 @@ def let_base_write(
     precision: str = "auto",
     report: Report = lambda done, total, note="": None,
 ) -> list[Row] | None:
-    """What the base `model` writes for the suite's measure of agreement; None where there is nothing to write.
+    """The continuations that the base `model` writes for the suite's agreement measure; None if it has none.
 
-    The arguments are those of `evaluate_model`, whose `base_rows` this is for all models that are compared with it.
-    Raises BadInput when the text to begin with is too short.
+    They are the `base_rows` of `evaluate_model` for all models that are compared with this base. The arguments are
+    those of `evaluate_model`. Raises BadInput if the documents for the prompts are too short.
     """
     context, has_other = context_of(model.config), other is not None
     suite, _ = narrow(suite, context=context, tokenizer=tokenizer, data_dir=None, has_other=has_other, has_base=True)

@@ -1,4 +1,4 @@
-"""Text from a model: streamed for a person, or a few continuations for a report."""
+"""Generates text with a model: streamed to a user, or a few continuations for a report."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from liger_convert.model.placing import place
 from liger_convert.utils.device import compute_dtype
 from liger_convert.utils.errors import BadInput, refusing
 
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3  # as in a recipe
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3  # the same as in a recipe
 
 
 def load_model(folder: Path, device: torch.device, precision: str = "auto", *, trust_remote_code: bool = False) -> Any:
-    """The model in `folder`, a base or a linearized one, to measure it or generate with it on `device`, see `place`.
+    """Loads the model in `folder`, a base or a linearized one, for inference on `device`. See `place`.
 
-    Raises BadInput as `loading.load_pretrained` does.
+    precision: see `compute_dtype`. Raises BadInput as `loading.load_pretrained` does.
     """
     dtype = weight_dtype(device, precision)
     return place(load_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code), device)
 
 
 def weight_dtype(device: torch.device, precision: str) -> Any:
-    """What weights are loaded as: as saved, but float32 where products are computed in float32."""
+    """The dtype that weights are loaded in: float32 if matmuls run in float32, else "auto", which keeps the stored
+    one."""
     return torch.float32 if compute_dtype(device, precision) == torch.float32 else "auto"
 
 
@@ -46,10 +47,11 @@ def generate(
     chat: bool = True,
     write: Callable[[str], object] | None = None,
 ) -> str:
-    """What the model says to `prompt`, as the user's turn of the chat template where there is one (and `chat`).
+    """Generates a response to `prompt` and returns its text, without the prompt.
 
-    Greedy at temperature 0, else sampled. `write` gets the text in pieces while it is made; the pieces joined are the
-    result. The memory a linearized model takes does not grow with the text. Raises BadInput for an empty prompt.
+    If there is a chat template and `chat` is set, the prompt is rendered as a user turn. Decoding is greedy at
+    temperature 0, and sampled otherwise. write: called with pieces of the text as they are generated; joined, they are
+    the result. Raises BadInput for an empty prompt, and for a temperature or top_p out of range.
     """
     if temperature and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         raise BadInput(f"temperature: should be 0, or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}, not {temperature:g}")
@@ -62,12 +64,12 @@ def generate(
 
 
 def continuations(model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int = 48) -> list[str]:
-    """Greedy answers to all `prompts`, in one batch."""
+    """Greedy responses to all `prompts`, in one batch. The prompts are user turns if there is a chat template."""
     return _complete(model, tokenizer, prompts, max_new_tokens, chat=True)
 
 
 class _Streamer(TextStreamer):
-    """Hands on the text in whole words, as soon as they are complete."""
+    """Passes the text on to `write` in whole words, as soon as they are complete."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], object]):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -84,7 +86,7 @@ def _complete(
     width = max(len(row) for row in rows)
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     sampled = "temperature" in options
-    # what a model's own generation config says about sampling must not decide it
+    # overrides the sampling options of the model's own generation config
     options = {"temperature": None, "top_p": None, "top_k": None, "do_sample": sampled} | options
     ids = model.generate(
         input_ids=torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=model.device),
@@ -97,8 +99,10 @@ def _complete(
 
 
 def encode(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
-    """The tokens of a prompt, as the user's turn of the chat template where there is one and `chat`. Raises BadInput
-    for an empty prompt, and whatever a template raises."""
+    """The token ids of a prompt, rendered as a user turn if there is a chat template and `chat` is set.
+
+    Raises BadInput for a prompt that is empty or not valid text, and if the template or the tokenizer fails on it.
+    """
     if not prompt.strip():
         raise BadInput("the prompt is empty; give the model something to continue")
     if not is_text(prompt):

@@ -1,4 +1,4 @@
-"""lm-eval's tasks on a loaded model: whether their rows fit, how they are run, what of their results is kept."""
+"""Runs lm-eval's tasks on a loaded model: checks their rows, evaluates them, and converts their results."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from liger_convert.utils.device import autocast
 from liger_convert.utils.errors import BadInput, LinearizeError, first_line
 from liger_convert.utils.progress import Report
 
-_sound: set[tuple[Any, ...]] = set()  # what `check_rows` found nothing wrong with
-REHEARSED = 32  # rows of a task that show whether it runs; all rows of a large one take minutes
-WRITTEN = 1  # the same of RULER's tasks, which write their rows
-BOOTSTRAP = 1000  # resamples for the standard error of a metric that has no formula for it
+_sound: set[tuple[Any, ...]] = set()  # the states of task files that `check_rows` has found valid
+REHEARSED = 32  # rows of a task in a rehearsal; all rows of a large task would take minutes
+WRITTEN = 1  # the same for RULER's tasks, which generate their rows
+BOOTSTRAP = 1000  # resamples for the standard error of metrics without a formula for it
 
 
 def run_tasks(
@@ -47,11 +47,12 @@ def run_tasks(
     dtype: torch.dtype,
     report: Report,
 ) -> Iterator[tuple[str, dict[str, Measurement]]]:
-    """Of each task its id and what it measures on `model`, as {"task/metric": measurement}; n = documents.
+    """Runs the tasks on `model`. Yields the id of each task and its results, {"task/metric": measurement}; n =
+    documents.
 
-    With `data_dir` they read the local files there (`suites.LOCAL_FILES`) and nothing else; without, their data sets
-    from the hub. A task with an `include_path` reads what its own YAML says. `limit` replaces the limits of the tasks.
-    Raises BadInput for a task or metric that there is not, and for data that cannot be had or does not fit the task.
+    data_dir: a folder of local files (`suites.LOCAL_FILES`) to read instead of datasets from the hub. A task with an
+    `include_path` reads what its own YAML says. limit: replaces the limits of the tasks. dtype: the compute dtype.
+    Raises BadInput for an unknown task or metric, and for data that cannot be loaded or does not fit its task.
     """
     harness = _Harness(model, tokenizer, batch_size, dtype, report)
     for task, _, results in _evaluated(harness, tokenizer, tasks, data_dir, limit, BOOTSTRAP):
@@ -67,9 +68,12 @@ def rehearse_tasks(
     positions: int | None,
     report: Report,
 ) -> None:
-    """What `run_tasks` does but asking a model, whose answers are made up, on the first REHEARSED rows of each task: so
-    what is wrong with a task, its data or its metrics is told before a training and not after it. Labels of the
-    hub are looked at in all rows. positions: the tokens that the model will take. Raises BadInput."""
+    """Does what `run_tasks` does with made-up answers instead of a model, on the first REHEARSED rows of each task.
+
+    So problems with a task, its data or its metrics are found before training, not after it. Labels in data from the
+    hub are checked in all rows. positions: the model's maximum context; None if unknown. Raises BadInput for any
+    problem.
+    """
     tasks = [part for task in tasks for part in task.each]
     for done, task in enumerate(tasks, 1):
         rows = limit or task.limit
@@ -79,12 +83,12 @@ def rehearse_tasks(
             ((_, loaded, results),) = _evaluated(_Nobody(), tokenizer, [task], data_dir, few, 0)
         except LinearizeError:
             raise
-        except Exception as error:  # whatever rows that do not fit make lm-eval raise
+        except Exception as error:  # anything that lm-eval raises over rows that do not fit
             why = f"its rows do not fit the task: {type(error).__name__}: {first_line(error)}"
             raise BadInput(f"task {task.name}: {why}") from error
         _flatten(task, results)
         for part in loaded["tasks"].values():
-            if data_dir is None and task.include_path is None:  # `check_rows` has looked at the others
+            if data_dir is None and task.include_path is None:  # `check_rows` checks all other rows
                 _check_labels(task, part, rows)
             room = (part.config.generation_kwargs or {}).get("max_gen_toks", 0)
             if positions is not None and room >= positions:
@@ -93,7 +97,8 @@ def rehearse_tasks(
 
 
 def _check_labels(task: Task, part: Any, rows: int | None) -> None:
-    """Raises BadInput for a label that names no choice in data of the hub; of local rows `check_rows` does."""
+    """Raises BadInput for a label in data from the hub that is not one of the choices. `check_rows` does so for local
+    rows."""
     if part.OUTPUT_TYPE != "multiple_choice" or part.multiple_input:
         return
     for number, doc in enumerate(islice(part.eval_docs, rows), 1):
@@ -104,7 +109,7 @@ def _check_labels(task: Task, part: Any, rows: int | None) -> None:
 def _evaluated(
     lm: Any, tokenizer: Any, tasks: Sequence[Task], data_dir: Path | None, limit: int | None, bootstrap: int
 ) -> Iterator[tuple[Task, Any, dict[str, Any]]]:
-    """Of each task itself, lm-eval's own, and its results on `lm`."""
+    """Yields each task, lm-eval's loaded task, and its results on `lm`."""
     with scratch_folder() as folder:
         with _quiet():
             managers = task_managers(tasks, data_dir, folder)
@@ -113,15 +118,17 @@ def _evaluated(
                 rows = limit or task.limit
                 ruler.asked.set((tokenizer, rows or ruler.ROWS))
                 loaded = _load(managers[task.include_path], task, data_dir)
-                # not simple_evaluate: that also asks git, pip and the hub about this machine, for every task anew
+                # not simple_evaluate, which also collects information from git, pip and the hub for every task
                 results = lm_eval.evaluate(lm, loaded, limit=rows, bootstrap_iters=bootstrap, log_samples=False)
             yield task, loaded, results["results"][task.id]
 
 
 def check_rows(tasks: Sequence[Task], data_dir: Path | None, limit: int | None) -> None:
-    """Raises BadInput, naming file and line where they are known, for a row that does not fit its task, of those that
-    will be asked; `tasks` have local files in `data_dir` or an `include_path`. Needs no model, so it can stop long work
-    before it begins; local files that it found sound it does not look at again until they change."""
+    """Checks the rows that will be evaluated. tasks: those with local files in `data_dir` or an `include_path`.
+
+    Needs no model, so it can run before any long work. Local files that were found valid are not checked again until
+    they change. Raises BadInput, naming file and line if known, for a row that does not fit its task.
+    """
 
     def state(task: Task) -> tuple[Any, ...] | None:
         if task.include_path is not None or data_dir is None:
@@ -140,8 +147,11 @@ def check_rows(tasks: Sequence[Task], data_dir: Path | None, limit: int | None) 
 
 
 def _check_docs(task: Task, part: Any, rows: int | None) -> None:
-    """Raises BadInput for a row of which lm-eval cannot make a question with an answer: test sets are published with
-    the label -1 or an empty one, and the harness would count such a row as answered wrongly."""
+    """Raises BadInput for a row from which lm-eval cannot make a question with an answer.
+
+    Some test sets are published with labels of -1 or empty labels, and lm-eval would count every answer to such a row
+    as wrong.
+    """
     splits: dict[str, Iterator[Any]] = {"test": islice(part.eval_docs, rows)}
     if task.shots:
         splits["fewshot"] = iter(part.fewshot_docs() or ())
@@ -155,7 +165,7 @@ def _check_docs(task: Task, part: Any, rows: int | None) -> None:
                 own = OWN_PROBLEMS.get(task.name) if task.include_path is None else None
                 if problem is None and own is not None:
                     problem = own(doc)
-            except Exception as error:  # whatever a prompt makes of a field that is missing or of another type
+            except Exception as error:  # anything that a prompt raises over a missing field or a wrong type
                 problem = f"{type(error).__name__}: {first_line(error)}"
             if problem is not None:
                 where = doc.get(WHERE) or f"row {number} of split {split}"
@@ -171,7 +181,10 @@ def _label_problem(target: Any, choices: Sequence[str]) -> str | None:
 
 
 def _load(manager: TaskManager, task: Task, data_dir: Path | None) -> Any:
-    """lm-eval's loaded task, with the shots and the seeds that its own command line would set. Raises BadInput."""
+    """lm-eval's loaded task, with the number of shots, and the seeds of lm-eval's own command line.
+
+    Raises BadInput for an unknown task or metric, and for data that cannot be loaded.
+    """
     if task.id not in manager.task_index:
         there = "lm-eval knows" if task.include_path is None else f"{task.include_path} has"
         raise BadInput(f"task {task.name}: {there} no such task")
@@ -181,16 +194,16 @@ def _load(manager: TaskManager, task: Task, data_dir: Path | None) -> Any:
         )
     random.seed(DEFAULT_RANDOM_SEED)  # some tasks shuffle their choices
     np.random.seed(DEFAULT_OTHER_SEED)
-    # the modules of both fetch nltk's data when they are imported; where there is the hub, ifeval may
+    # both download nltk data on import; ifeval may do so if the hub is used
     offline = task.of_ruler or (task.name == "ifeval" and (data_dir is not None or constants.HF_HUB_OFFLINE))
     try:
         with ruler.nothing_fetched() if offline else contextlib.nullcontext():
             loaded = manager.load(task.id)
     except BadInput:
         raise
-    except ImportError as error:  # of what the task's own Python files import
+    except ImportError as error:  # from an import in the task's own Python files
         raise BadInput(f"task {task.name}: needs a package that is not there: {first_line(error)}") from error
-    except Exception as error:  # whatever the hub, or rows that lack what the prompt names, make the libraries raise
+    except Exception as error:  # anything that the libraries raise over the hub, or over rows that lack a field
         why = f"{type(error).__name__}: {first_line(error)}"
         if task.include_path is not None:
             raise BadInput(f"task {task.name} of {task.include_path}: cannot be loaded: {why}") from error
@@ -205,7 +218,7 @@ def _load(manager: TaskManager, task: Task, data_dir: Path | None) -> Any:
             raise BadInput(f"task {task.name}: has no metric {metric!r}; use one of {', '.join(sorted(metrics))}")
     for part in loaded["tasks"].values():
         local = data_dir is not None and task.include_path is None
-        if local and part.config.process_docs is not None:  # once: lm-eval does it five times
+        if local and part.config.process_docs is not None:  # here once, because lm-eval would do it five times
             part.dataset = {split: part.config.process_docs(rows) for split, rows in part.dataset.items()}
             part.config.process_docs = None
         part.set_config(key="num_fewshot", value=task.shots)
@@ -214,8 +227,10 @@ def _load(manager: TaskManager, task: Task, data_dir: Path | None) -> Any:
 
 
 def _first_bad_row(manager: TaskManager, task: Task, data_dir: Path) -> str:
-    """File and line of the first row with which lm-eval cannot load the task, which itself says nothing of it: the last
-    of the fewest rows that fail."""
+    """The file and line of the first row with which lm-eval cannot load the task; lm-eval's own error does not say.
+
+    Found by bisection: it is the last row of the shortest prefix of rows that fails. For mmlu, only the file.
+    """
     file = local_files(task, data_dir)["test"]
     rows = local_rows(file, os.stat(file).st_mtime_ns)
 
@@ -234,7 +249,8 @@ def _first_bad_row(manager: TaskManager, task: Task, data_dir: Path) -> str:
 
 
 def _flatten(task: Task, results: Mapping[str, Any]) -> dict[str, Measurement]:
-    """lm-eval's "acc,none" and "acc_stderr,none" -> "task/acc"; a metric behind several filters keeps their names."""
+    """Converts lm-eval's "acc,none" and "acc_stderr,none" to "task/acc". A metric with several filters keeps their
+    names ("task/acc,filter"). Raises BadInput if a group has the metric only in its parts."""
     found = {}
     for metric in task.metrics:
         filters = [key.partition(",")[2] for key in results if key.partition(",")[0] == metric]
@@ -251,7 +267,8 @@ def _flatten(task: Task, results: Mapping[str, Any]) -> dict[str, Measurement]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps lm-eval from printing, and from resampling in processes of its own, each of which would import torch."""
+    """Context that keeps lm-eval from printing, and from bootstrapping in subprocesses, which would each import
+    torch."""
     before = os.environ.get("DISABLE_MULTIPROC")
     os.environ["DISABLE_MULTIPROC"] = "1"
     try:
@@ -264,7 +281,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _Harness(HFLM):
-    """lm-eval's wrapper of a Hugging Face model, with its bars replaced by our progress."""
+    """lm-eval's wrapper of a Hugging Face model, with our progress reports instead of its progress bars."""
 
     def __init__(self, model: Any, tokenizer: Any, batch_size: int, dtype: torch.dtype, report: Report):
         low = dtype != torch.float32
@@ -283,7 +300,7 @@ class _Harness(HFLM):
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = True) -> list:
-        # a document is read in windows of the model's length, each of them a request to _loglikelihood_tokens
+        # a document is split into windows of the model's length, each one a request to _loglikelihood_tokens
         lengths = (len(self.tok_encode(request.args[0])) for request in requests)
         self._begin(requests, sum(-(-length // self.max_length) for length in lengths))
         return super().loglikelihood_rolling(requests, disable_tqdm=True)
@@ -295,28 +312,29 @@ class _Harness(HFLM):
     def _loglikelihood_tokens(self, requests: list, disable_tqdm: bool = True, override_bs: int | None = None) -> list:
         """[(log-probability, whether it is the greedy one)] of the continuations of [(_, context, continuation)].
 
-        What lm-eval's own finds, sooner: inputs that several requests share run once, logits exist for continuations
-        alone, and a GPU is waited for once per batch and not twice per request.
+        The results are those of lm-eval's own method, but faster. Inputs that several requests share run once, logits
+        are computed only for continuations, and the host waits for the GPU once per batch, not twice per request.
         """
         sharing: dict[tuple[int, ...], list[int]] = {}
         for i, (_, context, continuation) in enumerate(requests):
             sharing.setdefault(tuple([*context, *continuation][-self.max_length - 1 : -1]), []).append(i)
-        inputs = sorted(sharing, key=len, reverse=True)  # the longest first: what does not fit fails at once
+        inputs = sorted(sharing, key=len, reverse=True)  # longest first, to run out of memory at once if at all
         answers: dict[int, tuple[float, bool]] = {}
         with (
             torch.inference_mode(),
             autocast(self.device, self.products),
-        ):  # one for all: it then casts each weight once
+        ):  # a single autocast for all batches, which casts each weight only once
             for start in range(0, len(inputs), self.batch_size):
                 batch = inputs[start : start + self.batch_size]
                 asked = [(row, i) for row, ids in enumerate(batch) for i in sharing[ids]]
                 answers |= zip([i for _, i in asked], self._answers(batch, [(row, requests[i][2]) for row, i in asked]))
                 self.report(self.done + len(answers), self.total, self.task)
-        self.done += len(answers)  # a rolling likelihood asks for a batch of its windows at a time
+        self.done += len(answers)  # loglikelihood_rolling calls this several times
         return [answers[i] for i in range(len(requests))]
 
     def _answers(self, batch: list[tuple[int, ...]], asked: list[tuple[int, list[int]]]) -> list[tuple[float, bool]]:
-        """Of (row of the batch, the continuation that the row ends in but for its last token)."""
+        """Scores continuations in one batch, as in `_loglikelihood_tokens`. asked: (row, continuation), where the row
+        ends with the continuation except for its last token. batch: token ids, the longest row first."""
         ids_BT = torch.zeros(len(batch), len(batch[0]), dtype=torch.long)
         for row, ids in enumerate(batch):
             ids_BT[row, : len(ids)] = torch.tensor(ids)
@@ -337,7 +355,7 @@ class _Harness(HFLM):
 
 
 class _Nobody(LM):
-    """Answers everything alike, at once."""
+    """A stand-in for a model that gives the same answer to every request."""
 
     def loglikelihood(self, requests: list) -> list:
         return [(-1.0, False)] * len(requests)
@@ -350,8 +368,8 @@ class _Nobody(LM):
 
 
 class _Finished(CacheHook):
-    """lm-eval tells its response cache of every finished request; there is no cache, but this tells the progress of
-    generation. Likelihoods are told by `_loglikelihood_tokens`, and must not count twice."""
+    """Reports the progress of generation. lm-eval notifies its response cache, which this replaces, of every finished
+    request. Likelihoods are ignored here, because `_loglikelihood_tokens` already reports them."""
 
     def __init__(self, harness: _Harness):
         super().__init__(None)

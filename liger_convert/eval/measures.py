@@ -1,7 +1,8 @@
-"""Our own measures: perplexity of text, per token and per byte, its loss by position, and the loss on a repetition.
+"""Our own measures: perplexity per token and per byte, loss by position, and loss on a repetition.
 
-All work on any causal language model of transformers. Every value comes with its standard error and `n`, the number of
-independent windows or draws it is a mean over.
+All of them work on any causal language model of transformers. Every value comes with its standard error and `n`, the
+number of independent windows or draws that it is averaged over.
+
 Shapes: N windows, T tokens of a window, B batch, R tokens whose logits exist at a time, C hidden size, V vocabulary.
 """
 
@@ -24,12 +25,12 @@ from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import Report
 
 Measurement = dict[str, float | int | None]  # value, stderr, n
-ROW = 256  # tokens of what counts as one of a batch
-LOGIT_ROWS = 512  # tokens whose logits exist at a time: 100 MB in float32 for a vocabulary of 50,000
+ROW = 256  # tokens that `batch_size` counts as one row
+LOGIT_ROWS = 512  # tokens whose logits exist at a time; 100 MB in float32 for a vocabulary of 50,000
 
 
 def measurement(value: float, stderr: float | None, n: int) -> Measurement:
-    """JSON knows no infinity and no NaN: what is not finite becomes None."""
+    """A measurement. Values that are not finite become None, because JSON has no infinity and no NaN."""
     finite = [x if x is not None and math.isfinite(x) else None for x in (value, stderr)]
     return {"value": finite[0], "stderr": finite[1], "n": n}
 
@@ -44,18 +45,19 @@ def text_perplexity(
     dtype: torch.dtype,
     report: Report,
 ) -> dict[str, Measurement]:
-    """Perplexity on the first `measure.windows` windows of `measure.window` tokens of the documents, put behind each
-    other in their order with nothing between them.
+    """Perplexity on the first `measure.windows` windows of `measure.window` tokens of the concatenated documents.
 
-    Windows do not overlap and do not see each other: each is one forward pass from position 0. A tokenizer that begins
-    every text with a token of its own begins every window with it. Scored are the tokens from `measure.score_from` on
-    (at least 1: the first token has nothing before it), each given all tokens before it in its window.
+    The documents are concatenated in order, without separators. Windows do not overlap and are independent: each is one
+    forward pass from position 0. If the tokenizer begins every text with a BOS token, so does every window. The tokens
+    from index `measure.score_from` on are scored, each given all tokens before it in its window. It is at least 1,
+    since nothing precedes the first token.
 
-    `<name>_ppl` = exp(mean loss per scored token); its standard error is the windows' (delta method: value x standard
-    error of the mean of the windows' losses). `<name>_byte_ppl` = exp(summed loss / UTF-8 bytes of the scored text);
-    special tokens have no bytes, and a character cut by a window's edge counts as 3. n = windows.
+    `<name>_ppl` = exp(mean loss per scored token). Its standard error is over windows, by the delta method: value x
+    standard error of the mean loss. `<name>_byte_ppl` = exp(summed loss / UTF-8 bytes of the scored text). Special
+    tokens have no bytes, and a character that is cut by a window's edge counts as 3 bytes. n = windows. dtype: the
+    compute dtype.
 
-    Raises BadInput when the documents do not fill two windows.
+    Raises BadInput if the documents do not fill two windows.
     """
     ids_NT, first = text_windows(tokenizer, documents, measure), measure.score_from
     losses_NT = window_losses(model, ids_NT, batch_size, dtype, lambda done: report(done, len(ids_NT), measure.name))
@@ -77,15 +79,15 @@ def position_losses(
     dtype: torch.dtype,
     report: Report,
 ) -> dict[str, Measurement]:
-    """Mean loss of the tokens at positions up to each of `measure.ends`, from the end before it on.
+    """Mean loss by range of positions: [1, ends[0]), [ends[0], ends[1]), … with `ends` = `measure.ends`.
 
-    Windows are those of `text_perplexity`, each one forward pass. A model that uses all of its context gets better with
-    every position; one that sees only a window does not. The standard error is over the windows' means; n = windows.
-    Raises BadInput when the documents do not fill two windows.
+    Windows are those of `text_perplexity`, each one forward pass. The loss of a model that uses its whole context falls
+    with the position; that of a model that sees only a window does not. The standard error is over the windows' means;
+    n = windows. dtype: the compute dtype. Raises BadInput if the documents do not fill two windows.
     """
     ids_NT = text_windows(tokenizer, documents, measure)[:, : measure.ends[-1]]
     losses_NT = window_losses(model, ids_NT, batch_size, dtype, lambda done: report(done, len(ids_NT), measure.name))
-    begins = [1, *measure.ends]  # the first token has nothing before it
+    begins = [1, *measure.ends]  # not 0, since nothing precedes the first token
     return {
         metric: mean_of_windows(losses_NT[:, begin - 1 : end - 1].mean(1, dtype=torch.float64))
         for metric, begin, end in zip(measure.metrics, begins, measure.ends)
@@ -102,10 +104,11 @@ def copy_loss(
     dtype: torch.dtype,
     report: Report,
 ) -> dict[str, Measurement]:
-    """Mean loss on the second half of [x, x], |x| = `measure.length`: what a memory of x is worth.
+    """Mean loss on the second half of [x, x], |x| = `measure.length`: how well the model remembers x.
 
-    The first token of the second half is not scored, since nothing announces that x starts again. The standard error is
-    over the draws' mean losses; n = draws. Raises BadInput when the documents do not hold two spans.
+    The first token of the second half is not scored, since it cannot be predicted that x starts again. The standard
+    error is over the draws' mean losses; n = draws. dtype: the compute dtype. Raises BadInput if the documents do not
+    hold two spans.
     """
     ids_NT, (name,) = repetitions(tokenizer, documents, measure), measure.metrics
     losses_NT = window_losses(model, ids_NT, batch_size, dtype, lambda done: report(done, len(ids_NT), name))
@@ -113,12 +116,12 @@ def copy_loss(
 
 
 def repetitions(tokenizer: Any, documents: Sequence[Document], measure: CopyMeasure) -> Tensor:
-    """[x, x] of every draw, int64 [N,T], |x| = `measure.length`.
+    """The sequences [x, x] of all draws, int64 [N,T], |x| = `measure.length`.
 
-    x is a span of the documents (the `measure.draws` spans lie evenly over them and do not overlap; there are fewer
-    draws when the documents are too short), or with `tokens: uniform` drawn uniformly from the vocabulary without its
-    special tokens, always with the same seed. A tokenizer that begins every text with a token of its own begins this
-    one too. Raises BadInput when the documents do not hold two spans.
+    x is a span of the documents. The `measure.draws` spans are evenly spaced and do not overlap; there are fewer if the
+    documents are too short. With `tokens: uniform`, x is drawn uniformly from the vocabulary without special tokens,
+    always with the same seed. If the tokenizer begins every text with a BOS token, so does each sequence. Raises
+    BadInput if the documents do not hold two spans.
     """
     length = measure.length
     if measure.tokens == "uniform":
@@ -131,8 +134,11 @@ def repetitions(tokenizer: Any, documents: Sequence[Document], measure: CopyMeas
 
 
 def text_spans(tokenizer: Any, documents: Sequence[Document], length: int, count: int, kind: str) -> np.ndarray:
-    """`count` spans of `length` tokens that lie evenly over the documents and do not overlap, [N,T]; fewer where the
-    documents are too short. kind: what error messages call the documents. Raises BadInput when they do not hold two."""
+    """`count` evenly spaced, non-overlapping spans of `length` tokens of the concatenated documents, [N,T].
+
+    There are fewer if the documents are too short. kind: what error messages call the documents. Raises BadInput if
+    they do not hold two spans.
+    """
     stream = _stream(documents, text_prefix(tokenizer))
     count = min(count, len(stream) // length)
     if count < 2:
@@ -141,12 +147,12 @@ def text_spans(tokenizer: Any, documents: Sequence[Document], length: int, count
 
 
 def begun(tokenizer: Any, rows_NT: np.ndarray) -> Tensor:
-    """The rows, each begun as the tokenizer begins every text, int64 [N,T]."""
+    """The rows, each with the BOS token in front if the tokenizer adds one, int64 [N,T]."""
     return _prefixed(text_prefix(tokenizer), rows_NT)
 
 
 def token_losses(model: Any, ids_BT: Tensor) -> Tensor:
-    """The loss of tokens 1 to T - 1 given those before them, float32 [B,T-1], in the caller's precision."""
+    """The loss of tokens 1 to T - 1, each given those before it, float32 [B,T-1]. Runs in the caller's autocast."""
     output = model.get_decoder()(input_ids=ids_BT, use_cache=False)
     hidden_NC, targets_N = output.last_hidden_state[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten()
     parts = [
@@ -159,8 +165,8 @@ def token_losses(model: Any, ids_BT: Tensor) -> Tensor:
 def target_losses(
     model: Any, ids_BT: Tensor, row_N: Tensor, column_N: Tensor, targets_N: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each target given what stands up to `column` in its row of `ids_BT`, float32 [N] in the caller's
-    precision, and whether no other token is likelier, bool [N]."""
+    """The loss of each target, given the tokens of its row of `ids_BT` up to and including its column, float32 [N]; and
+    whether it is the likeliest token, bool [N]. Runs in the caller's autocast."""
     output = model.get_decoder()(input_ids=ids_BT, use_cache=False)
     losses, greedy = [], []
     for logits_RV, targets_R in _in_parts(model, output, output.last_hidden_state[row_N, column_N], targets_N):
@@ -170,14 +176,15 @@ def target_losses(
 
 
 def likeliest(model: Any, ids_BT: Tensor, row_N: Tensor, column_N: Tensor) -> Tensor:
-    """The token that the model would say behind what stands up to `column` in its row of `ids_BT`, int64 [N]."""
+    """The likeliest next token after the tokens of each row of `ids_BT` up to and including the column, int64 [N]."""
     output = model.get_decoder()(input_ids=ids_BT, use_cache=False)
     hidden_NC = output.last_hidden_state[row_N, column_N]
     return torch.cat([logits_RV.argmax(-1) for logits_RV, _ in _in_parts(model, output, hidden_NC, column_N)])
 
 
 def _in_parts(model: Any, output: Any, hidden_NC: Tensor, targets_N: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """(logits float32 [R,V], targets [R]), LOGIT_ROWS at a time: those of all are by far the largest tensor."""
+    """Yields (logits float32 [R,V], targets [R]) for LOGIT_ROWS tokens at a time. The logits of all tokens together
+    would be by far the largest tensor."""
     with language_head(model, output) as logits:
         for x_RC, targets_R in zip(hidden_NC.split(LOGIT_ROWS), targets_N.split(LOGIT_ROWS)):
             yield logits(x_RC).float(), targets_R
@@ -185,12 +192,13 @@ def _in_parts(model: Any, output: Any, hidden_NC: Tensor, targets_N: Tensor) -> 
 
 @contextlib.contextmanager
 def language_head(model: Any, output: Any) -> Iterator[Callable[[Tensor], Tensor]]:
-    """From hidden states [R,C] to logits [R,V]: the model's own forward, its backbone (which gave `output`) bypassed.
+    """Context with a function from hidden states [R,C] to logits [R,V]. It runs the model's own forward pass with the
+    backbone bypassed. output: an output of the backbone, whose type and other fields are reused.
 
-    The `lm_head` by itself would not do, because families scale or cap what comes out of it.
+    The `lm_head` alone would not be enough, because some families scale or cap its output.
     """
     backbone = model.get_decoder()
-    own = vars(backbone).get("forward")  # set where accelerate spreads a model over devices
+    own = vars(backbone).get("forward")  # set if accelerate has spread the model over devices
 
     def logits(hidden_RC: Tensor) -> Tensor:
         given = type(output)(**{**output, "last_hidden_state": hidden_RC[None]})
@@ -208,11 +216,14 @@ def language_head(model: Any, output: Any) -> Iterator[Callable[[Tensor], Tensor
 def window_losses(
     model: Any, ids_NT: Tensor, batch_size: int, dtype: torch.dtype, done: Callable[[int], None] = lambda windows: None
 ) -> Tensor:
-    """`token_losses` of all windows, float32 [N,T-1] on the CPU; `done` is told how many are. `batch_size` windows of
-    up to ROW tokens are worked on at once, of longer ones fewer."""
+    """`token_losses` of all windows, float32 [N,T-1] on the CPU.
+
+    A batch has `batch_size` windows of up to ROW tokens, and proportionally fewer of longer ones. dtype: the compute
+    dtype. done: called with the number of finished windows.
+    """
     parts = []
     batch_size = max(1, batch_size * ROW // max(ROW, ids_NT.shape[1]))
-    # one autocast for all batches: it then casts each weight once
+    # a single autocast for all batches, which casts each weight only once
     with torch.inference_mode(), autocast(model.device, dtype):
         for start in range(0, len(ids_NT), batch_size):
             parts.append(token_losses(model, ids_NT[start : start + batch_size].to(model.device)).cpu())
@@ -221,20 +232,21 @@ def window_losses(
 
 
 def text_prefix(tokenizer: Any) -> np.ndarray:
-    """What the tokenizer puts before every text of its own accord: its beginning-of-sequence token, or nothing."""
+    """The tokens that the tokenizer puts before every text: its BOS token, or nothing."""
     ids = tokenizer("", add_special_tokens=True)["input_ids"]
     return np.array(ids[:1] if ids[:1] == [tokenizer.bos_token_id] else [], np.int64)
 
 
 def _stream(documents: Sequence[Document], prefix: np.ndarray) -> np.ndarray:
-    """The documents' tokens behind each other, without the prefix that each document begins with."""
+    """The concatenated tokens of the documents, without the BOS token that each document may begin with."""
     begins = len(prefix) > 0
     parts = [ids[1:] if begins and ids[:1] == prefix else ids for ids in (document.ids for document in documents)]
     return np.concatenate([np.empty(0, np.int64), *parts])
 
 
 def text_windows(tokenizer: Any, documents: Sequence[Document], measure: TextMeasure | PositionMeasure) -> Tensor:
-    """The first windows of the documents, int64 [N,T], T = `measure.window`. Raises BadInput for fewer than two."""
+    """The first windows of the concatenated documents, int64 [N,T], T = `measure.window`, each with the BOS token if
+    the tokenizer adds one. Raises BadInput if there are fewer than two."""
     prefix = text_prefix(tokenizer)
     stream, size = _stream(documents, prefix), measure.window - len(prefix)
     windows = min(measure.windows, len(stream) // size)
@@ -252,13 +264,13 @@ def _bytes(tokenizer: Any, ids: list[int]) -> int:
 
 
 def mean_of_windows(values_N: Tensor) -> Measurement:
-    """Their mean and its standard error."""
+    """The mean of the values and its standard error. n = the number of values."""
     stderr = values_N.std().item() / math.sqrt(len(values_N))
     return measurement(values_N.mean().item(), stderr, len(values_N))
 
 
 def ratio(sums_N: np.ndarray, sizes_N: np.ndarray) -> tuple[float, float]:
-    """Sum of the sums / sum of the sizes, and the standard error of that ratio over the N, at least two."""
+    """sum(sums) / sum(sizes), and the standard error of that ratio over the N >= 2 samples."""
     n = len(sums_N)
     mean = sums_N.sum() / sizes_N.sum()
     residuals_N = (sums_N - mean * sizes_N) / sizes_N.mean()
@@ -266,7 +278,7 @@ def ratio(sums_N: np.ndarray, sizes_N: np.ndarray) -> tuple[float, float]:
 
 
 def perplexity(losses_N: np.ndarray, sizes_N: np.ndarray) -> Measurement:
-    """exp(sum of losses / sum of sizes), with the standard error of that ratio carried through exp."""
+    """exp(sum of losses / sum of sizes), with its standard error by the delta method."""
     mean, stderr = ratio(losses_N, sizes_N)
     with np.errstate(over="ignore"):
         value = float(np.exp(mean))

@@ -1,7 +1,8 @@
-"""What quantising a model's weights costs: its next-token distribution on held-out text, before and after.
+"""The loss from quantizing a model's weights: compares its next-token distributions on held-out text.
 
-Both are computed in float32, so that nothing else rounds. One model is loaded at a time: of the first, what its layers
-give is kept, and its head.
+Both models compute in float32, so that quantization is the only difference. The layers of only one model are in memory
+at a time: of the first model, the final hidden states and the head are kept.
+
 Shapes: N windows, T tokens of a window, C hidden size, R tokens whose logits exist at a time, V vocabulary.
 """
 
@@ -28,12 +29,14 @@ from liger_convert.eval.narrow import context_of
 from liger_convert.eval.suites import TextMeasure
 from liger_convert.utils.progress import Report
 
-WINDOW, WINDOWS = 512, 16  # tokens of a window, and how many are read
+WINDOW, WINDOWS = 512, 16  # tokens of a window, and the number of windows
 
 
 def windows_of_text(tokenizer: Any, documents: Sequence[Document], config: Any) -> Tensor:
-    """The windows that are read, int64 [N,T]: the first of the documents. Raises BadInput where they fill less than
-    two."""
+    """The first windows of the documents, int64 [N,T]. config: the model's, which may limit the length of a window.
+
+    Raises BadInput if there are fewer than two.
+    """
     measure = TextMeasure(name="text", window=min(WINDOW, context_of(config)), windows=WINDOWS)
     return text_windows(tokenizer, documents, measure)
 
@@ -41,16 +44,16 @@ def windows_of_text(tokenizer: Any, documents: Sequence[Document], config: Any) 
 def quantization_loss(
     before: Path, after: Path, ids_NT: Tensor, device: torch.device, report: Report = lambda done, total, note="": None
 ) -> dict[str, Measurement]:
-    """Compares the model in the folder `after`, whose weights are quantised, with that in `before` on the same windows.
+    """Compares the quantized model in the folder `after` with the model in `before`, on the same windows.
 
-    `ppl_before` and `ppl`: the perplexities. `loss_added`: how much the mean loss of a token grows, in nats. `kl`: the
-    divergence of the distribution after from that before, in nats a token. `same_token`: the share of tokens at which
-    both find the same one likeliest. Standard errors are over windows; n = windows. Raises BadInput.
+    `ppl_before` and `ppl`: the perplexities. `loss_added`: the increase of the mean loss, in nats per token. `kl`:
+    KL(before || after), in nats per token. `same_token`: the fraction of tokens at which the likeliest token is the
+    same. Standard errors are over windows; n = windows. Raises BadInput if a model cannot be loaded.
     """
     with torch.inference_mode():
         first = load_model(before, device, "float32")
         hidden_NTC = torch.cat([_backbone(first, ids_T).last_hidden_state.cpu() for ids_T in ids_NT])
-        first.get_decoder().layers = nn.ModuleList()  # what is left is its head
+        first.get_decoder().layers = nn.ModuleList()  # keeps only its head
         second, found = load_model(after, device, "float32"), []
         for n, ids_T in enumerate(ids_NT):
             output = _backbone(second, ids_T)
@@ -73,8 +76,8 @@ def _backbone(model: Any, ids_T: Tensor) -> Any:
 
 
 def _compare(first: Any, second: Any, output: Any, hidden_TC: Tensor, ids_T: Tensor) -> Tensor:
-    """Sums over the tokens of a window [4]: losses before and after, divergences, and where both say the same. output:
-    what the backbone of `second` gave. hidden_TC: what that of `first` gave."""
+    """Sums over the tokens of a window, float64 [4]: the losses before and after, the KL divergence, and the number of
+    equal predictions. output: of the backbone of `second`. hidden_TC: the final hidden states of `first`."""
     sums = torch.zeros(4, dtype=torch.float64)
     rows = zip(hidden_TC[:-1].split(LOGIT_ROWS), output.last_hidden_state[0, :-1].split(LOGIT_ROWS))
     with language_head(first, output) as head_before, language_head(second, output) as head_after:

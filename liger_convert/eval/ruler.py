@@ -1,5 +1,7 @@
-"""RULER (arXiv 2404.06654): lm-eval writes the texts of these tasks itself, each of a given length in tokens. Here the
-model's own tokenizer counts them, and what lm-eval would fetch is read from local files."""
+"""RULER (arXiv 2404.06654), whose texts lm-eval generates with a given length in tokens.
+
+This makes lm-eval count tokens with the model's own tokenizer, and read local files instead of downloading data.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     import datasets
 
 ESSAYS, SQUAD, HOTPOT = "ruler_essays", "ruler_qa_squad", "ruler_qa_hotpot"
-# What a row of each file holds: what the hub's data sets have, or shorter forms of it.
+# The columns of each local file: those of the hub's datasets, or a short form of them. Used in error messages.
 FORMS = {
     ESSAYS: "a `text` of prose",
     SQUAD: "a `context`, a `question` and a list `answers`, as the hub's squad and squad_v2 have them",
@@ -35,8 +37,11 @@ FORMS = {
 
 
 class Maker(NamedTuple):
-    """How lm-eval makes a task: a module of its, the function for all texts, the one for those of one length, and the
-    local file that they take."""
+    """How lm-eval generates a task's texts.
+
+    module: its module in lm-eval. texts: the function for all lengths. rows: the function for one length. file: the
+    local file that they read, if any.
+    """
 
     module: str
     texts: str
@@ -63,18 +68,21 @@ MAKERS = {
     "ruler_qa_squad": Maker("qa_utils", "get_squad", "generate_samples", SQUAD),
     "ruler_qa_hotpot": Maker("qa_utils", "get_hotpotqa", "generate_samples", HOTPOT),
 }
-GROUP = "ruler"  # all of them, and their mean
+GROUP = "ruler"  # all tasks and their mean
 NAMES = frozenset({*MAKERS, GROUP})
 FILES = {name: [maker.file] if maker.file else [] for name, maker in MAKERS.items()} | {GROUP: list(FORMS)}
-LEAST = 1024  # the tokens of a text in which every task has room
-ROWS = 500  # of a task and length, where no limit says fewer: what lm-eval makes
+LEAST = 1024  # minimum length of a text, in tokens, that every task fits into
+ROWS = 500  # rows per task and length unless there is a lower limit; the same as in lm-eval
 SEED = 42
 asked: ContextVar[tuple[Any, int]] = ContextVar("the tokenizer that says how long a text is, and how many to make")
 
 
 def write_task(name: str, task_id: str, length: str, files: dict[str, Path], stock: Path, folder: Path) -> None:
-    """Writes the YAML `task_id` into `folder`: lm-eval's task `name`, whose YAML is in `stock`, with texts of one
-    `length`; of GROUP one for each task as well."""
+    """Writes the YAML file of the task `task_id` to `folder`: lm-eval's task `name` with texts of one `length`.
+
+    For GROUP, also writes one file for each member. files: the local files, by name without suffix. stock: the folder
+    of lm-eval's own tasks.
+    """
     if name == GROUP:
         members = {f"{task_id}_{member}": member for member in MAKERS}
         for member_id, member in members.items():
@@ -97,8 +105,12 @@ def write_task(name: str, task_id: str, length: str, files: dict[str, Path], sto
 
 
 def texts(task: str, length: int, file: str | None, **_: Any) -> dict[str, datasets.Dataset]:
-    """What lm-eval gets for the data set of `task`: texts of up to `length` tokens of the tokenizer in `asked`, with
-    what is asked of them. The same for every model that shares the tokenizer. Raises BadInput."""
+    """The dataset of `task`, which lm-eval requests through `custom_dataset`: texts of up to `length` tokens, with
+    questions and answers. Tokens are counted by the tokenizer in `asked`.
+
+    The texts are the same for all models with the same tokenizer. file: the task's local file, if it needs one. Raises
+    BadInput if the texts cannot be made.
+    """
     tokenizer, count = asked.get()
     maker = MAKERS[task]
     module = import_module(f"lm_eval.tasks.ruler.{maker.module}")
@@ -111,7 +123,8 @@ def texts(task: str, length: int, file: str | None, **_: Any) -> dict[str, datas
         else:
             count, ask = min(count, len(kept[0])), module.generate_input_output
             replaced |= dict.fromkeys(("read_squad", "read_hotpotqa"), lambda: kept)
-            # where lm-eval takes all passages it shuffles their one list, and no question would find its own again
+            # If lm-eval uses all passages, it shuffles the shared list in place, and the indices of later questions
+            # would be wrong. So it gets a copy.
             replaced["generate_input_output"] = lambda *args, docs, **rest: ask(*args, docs=list(docs), **rest)
     make_rows: Callable[..., list[dict[str, Any]]] = getattr(module, maker.rows)
 
@@ -119,7 +132,8 @@ def texts(task: str, length: int, file: str | None, **_: Any) -> dict[str, datas
         return make_rows(*args, num_samples=min(num_samples, count), **kwargs)
 
     replaced[maker.rows] = fewer_rows
-    # where the rows are made, bars are drawn, sentences told apart by data of nltk's, and draws go on from earlier ones
+    # In the module that generates the rows: no progress bars, no nltk data for splitting sentences, and a fresh random
+    # state that does not depend on earlier calls.
     making = sys.modules[make_rows.__module__]
     quiet: dict[str, Any] = {"tqdm": lambda rows, **_: rows, "sent_tokenize": sentences, "RNG": random.Random(SEED)}
     quiet = {name: value for name, value in quiet.items() if hasattr(making, name)}
@@ -134,13 +148,13 @@ def texts(task: str, length: int, file: str | None, **_: Any) -> dict[str, datas
         if task == "ruler_vt":
             _require_room(module, tokenizer, length, why)
         made: dict[str, datasets.Dataset] = getattr(module, maker.texts)(max_seq_lengths=[length])
-    if not all(made["test"]["outputs"]):  # of words of which not one fits
+    if not all(made["test"]["outputs"]):  # not even one word fit into the text
         raise BadInput(f"{why}: they leave no room for what is asked")
     return made
 
 
 def score(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """The share of the answers that stand in the continuation, as lm-eval scores it."""
+    """The fraction of the answers that occur in the continuation, scored by lm-eval. By metric: the text's length."""
     from lm_eval.tasks.ruler.common_utils import process_results
 
     length = str(doc["max_length"])
@@ -148,19 +162,23 @@ def score(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
 
 
 def sentences(text: str) -> list[str]:
-    """`text` cut behind every `.`, `!` and `?` that a space follows; lm-eval asks nltk, whose data would be fetched."""
+    """Splits `text` after every `.`, `!` and `?` that is followed by white space. lm-eval would use nltk, which would
+    have to download data."""
     return re.split(r"(?<=[.!?])\s+", text)
 
 
 @contextlib.contextmanager
 def nothing_fetched() -> Iterator[None]:
-    """Keeps lm-eval's modules from fetching nltk's data when they are imported."""
+    """Context that keeps lm-eval's modules from downloading nltk data when they are imported."""
     with patch("nltk.download", lambda *_, **__: False):
         yield
 
 
 def read(stem: str | None, path: Path) -> Any:
-    """What a local file holds for lm-eval: the words of the essays, or questions and passages. Raises BadInput."""
+    """The content of a local file in lm-eval's form: the words of the essays, or (questions, passages).
+
+    stem: the file's name without suffix, one of FORMS. Raises BadInput for a row that lacks the columns of FORMS.
+    """
     reader = {ESSAYS: _essays, SQUAD: _squad, HOTPOT: _hotpot}[stem or ""]
     return reader(path, require_file(path).st_mtime_ns)
 
@@ -186,7 +204,7 @@ def _squad(path: Path, _modified: int) -> tuple[list[dict[str, Any]], list[str]]
                 isinstance(answer, str) for answer in answers
             ):
                 titles[passage] = row.value.get("title")
-                if answers:  # squad_v2 has questions without
+                if answers:  # squad_v2 has questions without answers
                     found.append((query, answers, passage))
             case _:
                 raise BadInput(f"{row.where}: should have {FORMS[SQUAD]}")
@@ -194,7 +212,7 @@ def _squad(path: Path, _modified: int) -> tuple[list[dict[str, Any]], list[str]]
         raise BadInput(f"{path}: has no question with an answer")
     passages = sorted(titles)
     place = {passage: i for i, passage in enumerate(passages)}
-    # passages of the same article come before those of others
+    # passages of the same article are used as distractors before others
     near: dict[Any, list[int]] = {}
     for passage, title in titles.items():
         if title is not None:
@@ -232,7 +250,7 @@ def _hotpot(path: Path, _modified: int) -> tuple[list[dict[str, Any]], list[str]
 
 
 def _require_tokens(file: str, pieces: Iterable[str], length: int, tokenizer: Any) -> None:
-    """Raises BadInput for a file too short for texts of `length`: lm-eval would make shorter ones and not say so."""
+    """Raises BadInput if a file is too short for texts of `length` tokens; lm-eval would silently make shorter ones."""
     tokens = 0
     for piece in pieces:
         tokens += len(tokenizer(piece, verbose=False)["input_ids"])
@@ -242,8 +260,11 @@ def _require_tokens(file: str, pieces: Iterable[str], length: int, tokenizer: An
 
 
 def _require_room(module: Any, tokenizer: Any, length: int, why: str) -> None:
-    """Raises BadInput where lm-eval's loop over texts of ruler_vt would not end: where the shortest example has no room
-    in 500 tokens, or the shortest text behind it. The answer takes 30; names of variables differ by under 50."""
+    """Raises BadInput if lm-eval's loop over texts of ruler_vt would not terminate.
+
+    That happens if the shortest example does not fit in 500 tokens, or the shortest text does not fit in the rest. The
+    margin of 80 tokens is 30 for the answer and 50 for variable names of different lengths.
+    """
     for noises, room, example in ((5, 500, True), (10, length - 500, False)):
         text, _ = module.generate_input_output(noises, 1, 4, is_icl=example)
         if len(tokenizer(text)["input_ids"]) + 80 > room:

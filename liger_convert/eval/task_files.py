@@ -1,4 +1,4 @@
-"""Which rows lm-eval's tasks read: local files in place of the hub's data sets, or a folder of somebody's own tasks."""
+"""Data for lm-eval's tasks: local files instead of the hub's datasets, or a folder of user-defined tasks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from liger_convert.io.inputs import require_file
 from liger_convert.utils.errors import BadInput, first_line
 
 STOCK = Path(lm_eval.__file__).parent / "tasks"
-# Where the YAMLs of the known tasks lie: reading these few folders takes no time, reading all of STOCK 8 seconds.
+# The YAML files of the known tasks. Indexing only their folders is fast; indexing all of STOCK takes 8 seconds.
 STOCK_YAML = {
     "piqa": "piqa/piqa.yaml",
     "arc_easy": "arc/arc_easy.yaml",
@@ -41,8 +41,8 @@ STOCK_YAML = {
     "swde": "swde/swde.yaml",
     "fda": "fda/fda.yaml",
 }
-# Tasks whose answer should stand in a short greedy continuation: prompt, and where the continuation ends. lm-eval has
-# swde and fda as well, in classes that read only the hub; prompt and score are the same.
+# Tasks scored by whether a short greedy continuation contains the answer: (prompt, stop string). lm-eval also has swde
+# and fda, in classes that can only read the hub; prompt and score are the same.
 ASKED = "{{context.strip()}}\nQuestion: {{question.strip()}}\nAnswer:"
 CONTAINS = {
     "squad_ctx": (ASKED, "\n"),
@@ -51,15 +51,19 @@ CONTAINS = {
     "fda": ("{{text.strip()}}", "\n"),
     **dict.fromkeys(NEEDLES, ("{{input}}", "\n\n")),
 }
-# what lm-eval scores with data of nltk's, of the instructions of ifeval
+# the instructions of ifeval that lm-eval scores with nltk data
 SCORED_BY_NLTK = {"length_constraints:number_sentences", "change_case:capital_word_frequency"}
-WHERE = "_where"  # the column that says which file and line a row is from
+WHERE = "_where"  # the column with the file and line that a row is from
 first_rows: ContextVar[int | None] = ContextVar("how many rows of a test split are read, where not all", default=None)
 
 
 def task_managers(tasks: Sequence[Task], data_dir: Path | None, folder: Path) -> dict[str | None, TaskManager]:
-    """lm-eval's index of the tasks, by their `include_path`; for those without one, with `data_dir`, of YAMLs that this
-    writes into `folder`. Raises BadInput."""
+    """lm-eval's task managers for `tasks`, by `include_path`.
+
+    For RULER's tasks without an `include_path`, and for all such tasks with `data_dir`, this writes YAML files to
+    `folder`. Raises BadInput if an `include_path` is not a folder, and for a task that can only read local files if
+    `data_dir` is None.
+    """
     managers: dict[str | None, TaskManager] = {}
     for path in {task.include_path for task in tasks}:
         there = [task for task in tasks if task.include_path == path]
@@ -68,7 +72,7 @@ def task_managers(tasks: Sequence[Task], data_dir: Path | None, folder: Path) ->
 
 
 def included_tasks(include_path: Path) -> frozenset[str]:
-    """The names of the tasks and groups whose YAML is in that folder. Raises BadInput when it is no folder."""
+    """The names of the tasks and groups in the YAML files of that folder. Raises BadInput if it is not a folder."""
     return frozenset(_included(include_path).task_index)
 
 
@@ -98,7 +102,7 @@ def _manager(tasks: Sequence[Task], data_dir: Path | None, folder: Path) -> Task
 
 
 def _write_local_task(name: str, files: dict[str, Path], folder: Path) -> None:
-    """The YAML of a task with its rows taken from `files` and all else as in lm-eval; of mmlu one for each subject."""
+    """Writes the YAML file of a task that reads `files` and is otherwise lm-eval's; for mmlu, one for each subject."""
     if name == "mmlu":
         for stock in (STOCK / STOCK_YAML[name]).parent.glob("*.yaml"):
             subject = yaml.safe_load(stock.read_text()).get("dataset_name")
@@ -136,7 +140,11 @@ def _write_yaml(
 
 
 def local_splits(files: dict[str, str], subject: str | None, **_: Any) -> dict[str, datasets.Dataset]:
-    """What a task gets for its data set: the rows of local files, by split; with `subject` those of that one."""
+    """The dataset of a task, which lm-eval requests through `custom_dataset`: the rows of local files, by split.
+
+    subject: only the rows of this subject. Raises BadInput if there are none, or if a field has different types in
+    different rows.
+    """
     splits = {}
     for split, file in files.items():
         rows = local_rows(Path(file), require_file(file).st_mtime_ns)
@@ -153,9 +161,10 @@ def local_splits(files: dict[str, str], subject: str | None, **_: Any) -> dict[s
     return splits
 
 
-@lru_cache(maxsize=8)  # the tasks of mmlu share two files, and every model reads them anew
+@lru_cache(maxsize=8)  # the tasks of mmlu share two files, which are needed again for every model
 def local_rows(path: Path, _modified: int) -> list[dict[str, Any]]:
-    """The rows of a task's local file, each with its place under WHERE. Raises BadInput for rows of unlike fields."""
+    """The rows of a task's local file, each with its file and line in the column WHERE. Raises BadInput for a row that
+    is not an object or has other fields than the first row."""
     rows: list[dict[str, Any]] = []
     for row in file_rows(path):
         if not isinstance(row.value, dict):
@@ -168,7 +177,7 @@ def local_rows(path: Path, _modified: int) -> list[dict[str, Any]]:
 
 
 def answers_problem(doc: dict[str, Any]) -> str | None:
-    """What is wrong with the answers of a row of one of CONTAINS."""
+    """What is wrong with the answers in a row of a task in CONTAINS; None if nothing is."""
     if "answers" not in doc:
         return None if isinstance(doc["value"], str) and doc["value"].strip() else "`value` should be a text"
     answers = doc["answers"]
@@ -178,7 +187,7 @@ def answers_problem(doc: dict[str, Any]) -> str | None:
 
 
 def instructions_problem(doc: dict[str, Any]) -> str | None:
-    """Why an instruction of a row of ifeval cannot be scored."""
+    """Why an instruction in a row of ifeval cannot be scored; None if all can."""
     import nltk
 
     asked = sorted(SCORED_BY_NLTK.intersection(doc["instruction_id_list"]))
@@ -193,11 +202,12 @@ def instructions_problem(doc: dict[str, Any]) -> str | None:
 
 
 def contains(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Whether an answer stands in the continuation, in any case: how the recall tasks of Based are scored."""
+    """1.0 if an answer occurs in the continuation, ignoring case, else 0.0. The recall tasks of Based are scored this
+    way."""
     said = results[0].lower()
     answers = doc["answers"] if "answers" in doc else [doc["value"].strip()]
     return {"contains": float(any(answer.strip() and answer.lower() in said for answer in answers))}
 
 
-# what says whether a row of a task can be scored, beside lm-eval
+# our own checks of whether a task's row can be scored, in addition to lm-eval's
 OWN_PROBLEMS = {"ifeval": instructions_problem} | dict.fromkeys(CONTAINS, answers_problem)

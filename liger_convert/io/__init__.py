@@ -1,1 +1,1 @@
-"""Files: how they are read, checked, written and named."""
+"""Files: reading, validating, writing and naming them."""

@@ -1,4 +1,4 @@
-"""sha256 of files and folders, and the file that carries those of a folder: SHA256SUMS, which sha256sum reads too."""
+"""sha256 of files and folders, and a folder's SHA256SUMS file, which the tool sha256sum can check as well."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ SUMS = "SHA256SUMS"
 
 
 def sha256_file(path: Path | str) -> str:
-    """The hex sha256 of a file's content."""
+    """The hexadecimal sha256 of a file's content."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def files_in(path: Path) -> list[Path]:
-    """All files below a folder, sorted; of a file, that file. Links to files count as files."""
+    """All files below a folder, sorted; for a file, just that file. Links to files count as files."""
     return [file for file in (sorted(path.rglob("*")) if path.is_dir() else [path]) if file.is_file()]
 
 
 def sha256_of(paths: Iterable[Path], relative_to: Path) -> dict[str, str]:
-    """sha256 of files, and of all files in folders, by their paths below `relative_to`."""
+    """sha256 of all files in `paths` and below the folders in it, by path relative to `relative_to`."""
     return {file.relative_to(relative_to).as_posix(): sha256_file(file) for path in paths for file in files_in(path)}
 
 
 def problems(folder: Path, expected: Mapping[str, str]) -> list[str]:
-    """A sentence for each file that is missing, unreadable or changed. `expected`: sha256 by path in `folder`."""
+    """A sentence for each file that is missing, unreadable or changed. expected: sha256 by path relative to
+    `folder`."""
     found = []
     for name, sha256 in expected.items():
         path = folder / name
@@ -52,7 +53,7 @@ def write_sums(folder: Path) -> None:
 
 
 def renew_sum(path: Path) -> None:
-    """Records `path`, which has changed, anew in the SHA256SUMS beside it. Raises BadInput when there is none."""
+    """Updates the hash of the changed file `path` in its folder's SHA256SUMS. Raises BadInput if there is none."""
     _write(path.parent, read_sums(path.parent) | {path.name: sha256_file(path)})
 
 
@@ -61,7 +62,7 @@ def _write(folder: Path, sums: Mapping[str, str]) -> None:
 
 
 def read_sums(folder: Path) -> dict[str, str]:
-    """sha256 by path from the SHA256SUMS in `folder`. Raises BadInput when it is missing or garbled, or names a file
+    """The hashes in the folder's SHA256SUMS, by path. Raises BadInput if it is missing or malformed, or names a file
     outside the folder."""
     path = folder / SUMS
     try:
@@ -81,12 +82,12 @@ def read_sums(folder: Path) -> dict[str, str]:
 
 
 def write_checked(path: Path, value: Any) -> None:
-    """Writes plain data as JSON with its sha256 beside it."""
+    """Writes JSON data together with its sha256 to one file."""
     atomic_write(path, json.dumps({"sha256": _sha256_json(value), "value": value}))
 
 
 def read_checked(path: Path) -> Any | None:
-    """What `write_checked` wrote; None where there is no file, and with a warning where it is damaged."""
+    """Reads what `write_checked` wrote. None if there is no such file; None with a warning if it is damaged."""
     if not path.exists():
         return None
     try:

@@ -1,4 +1,5 @@
-"""The sizes that a config.json may name: what no model has is a slip or a trap, and building it takes all memory."""
+"""Plausible sizes in a config.json. Others are mistakes or malicious, and building such a model could fill the
+memory."""
 
 from __future__ import annotations
 
@@ -7,9 +8,9 @@ from typing import Any
 
 from liger_convert.utils.errors import BadInput
 
-# Least and most, well beyond the largest published models: 126 layers of 16,384 (Llama-3.1-405B), 61 of 7,168 with 384
-# experts (Kimi K2), vocabularies of 262,208 (Gemma 3), contexts of 10M tokens (Llama 4). Only a layer costs anything
-# before a weight is read, some milliseconds.
+# Minimum and maximum. The maxima are well beyond the largest published models: 126 layers of size 16,384
+# (Llama-3.1-405B), 61 layers of size 7,168 with 384 experts (Kimi K2), a vocabulary of 262,208 (Gemma 3), contexts of
+# 10M tokens (Llama 4). Before weights are read, only the number of layers costs time, some milliseconds each.
 SIZES = {
     "num_hidden_layers": (1, 1024),
     "hidden_size": (1, 1 << 18),
@@ -27,8 +28,11 @@ SIZES = {
 
 
 def check_sizes(config: Mapping[str, Any], where: str) -> None:
-    """Raises BadInput, beginning with `where`, for a size that is no whole number or that no model has. A size that is
-    None, or not named, is the library's to fill in."""
+    """Raises BadInput, with a message that begins with `where`, for a size that is not an integer or not plausible.
+
+    A size that is None or missing is accepted, since transformers fills in a default. Also raises it if the number of
+    attention heads is not a multiple of the number of key-value heads.
+    """
     for name, (least, most) in SIZES.items():
         value = config.get(name)
         if value is None:

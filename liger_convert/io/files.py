@@ -1,4 +1,4 @@
-"""Files and folders that appear under their final name complete or not at all."""
+"""Writes files and folders atomically: they appear under their final name complete, or not at all."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """A full disk or a folder that is not ours to write becomes one sentence."""
+    """Context that turns a full disk or missing write permission into a LinearizeError that names `path`."""
     try:
         yield
     except Exception as error:
         code = error.errno if isinstance(error, OSError) else None
-        # the Rust writers of safetensors and tokenizers raise types of their own, with the number in the text
+        # the Rust writers of safetensors and tokenizers raise their own types, with the error number in the text
         if code in _FULL or f"(os error {errno.ENOSPC})" in str(error):
             raise LinearizeError(f"{path}: the disk is full; free some space and start again") from error
         if code in _REFUSED:
@@ -38,7 +38,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def fsync(path: Path) -> None:
-    """Waits until a file or folder is on the disk."""
+    """Flushes a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -47,23 +47,23 @@ def fsync(path: Path) -> None:
 
 
 def fsync_tree(folder: Path) -> None:
-    """Waits until a folder and all that is in it are on the disk."""
+    """Flushes a folder and everything in it to disk."""
     for path in [*folder.rglob("*"), folder]:
         fsync(path)
 
 
 @contextlib.contextmanager
 def temporary_folder(parent: Path, prefix: str, mode: int = 0o777) -> Iterator[Path]:
-    """A new folder in `parent` for as long as the block runs, under a name that begins with `prefix`.
+    """Context with a new temporary folder in `parent`, whose name begins with `prefix`.
 
-    First removes what killed processes left under such names. A living process holds a lock on its folder, and the
-    name carries the host, because a lock may not be seen from another host on a shared disk.
+    First removes such folders of killed processes. A live process holds a lock on its folder. The name contains the
+    host, because on a shared disk locks may not be visible to other hosts.
     """
     prefix = f"{prefix}{re.sub('[^A-Za-z0-9.]', '_', socket.gethostname())}-"
     for path in parent.glob(f"{prefix}*"):
         _remove_if_abandoned(path)
     while (folder := _locked_folder(parent / f"{prefix}{secrets.token_hex(4)}", mode)) is None:
-        pass  # another process took the new folder for an abandoned one
+        pass  # another process removed the new folder before it was locked
     path, descriptor = folder
     try:
         yield path
@@ -88,7 +88,7 @@ def _locked_folder(path: Path, mode: int) -> tuple[Path, int] | None:
         os.close(descriptor)
         return None
     except OSError:
-        pass  # a file system without locks: nobody can lock this folder, so nobody takes it for abandoned
+        pass  # no locks on this file system: nobody can lock the folder, so nobody removes it
     if path.exists():
         return path, descriptor
     os.close(descriptor)
@@ -96,7 +96,7 @@ def _locked_folder(path: Path, mode: int) -> tuple[Path, int] | None:
 
 
 def _remove_if_abandoned(path: Path) -> None:
-    """Removes a temporary folder of this user that no living process holds."""
+    """Removes a temporary folder if it belongs to this user and no live process has locked it."""
     with contextlib.suppress(OSError):
         if path.is_symlink() or path.stat().st_uid != os.geteuid():
             return
@@ -109,15 +109,15 @@ def _remove_if_abandoned(path: Path) -> None:
 
 
 def scratch_folder() -> contextlib.AbstractContextManager[Path]:
-    """A folder that only this user can read, in the system's place for temporary files, while the block runs."""
+    """Context with a folder in the system's temporary directory that only this user can read."""
     return temporary_folder(Path(tempfile.gettempdir()), "linearize-", mode=0o700)
 
 
 @contextlib.contextmanager
 def atomic_dir(out: Path | str, overwrite: bool = False) -> Iterator[Path]:
-    """A new folder beside `out` to write into; it becomes `out` when the block ends and disappears when it fails.
+    """Context with a temporary folder next to `out`. It is renamed to `out` if the block succeeds, and else removed.
 
-    Raises BadInput when `out` exists (unless `overwrite`), LinearizeError when the disk is full or not writable.
+    Raises BadInput if `out` exists (unless `overwrite`). Raises LinearizeError if the disk is full or not writable.
     """
     out = Path(out)
     if os.path.lexists(out) and not overwrite:
@@ -134,7 +134,10 @@ def atomic_dir(out: Path | str, overwrite: bool = False) -> Iterator[Path]:
 
 
 def atomic_write(path: Path | str, data: bytes | str) -> None:
-    """Writes a whole file or leaves what was there. Raises LinearizeError when the disk is full or not writable."""
+    """Replaces a file atomically; on failure, the old file stays. Text is written as UTF-8.
+
+    Raises LinearizeError if the disk is full or not writable.
+    """
     path = Path(path)
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     with disk_errors(path):
@@ -150,7 +153,7 @@ def atomic_write(path: Path | str, data: bytes | str) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises BadInput when the file is missing, is not JSON or holds something else."""
+    """Reads a JSON object of at most JSON_BYTES. Raises BadInput if the file is missing or holds anything else."""
     try:
         data = parse_json(read_text(path, JSON_BYTES))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""A base in the form of llama.cpp: what transformers' reader makes of it becomes a folder of safetensors."""
+"""Bases in llama.cpp's GGUF format: converts them to a safetensors folder, using transformers' reader."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from liger_convert.io.files import atomic_dir
 from liger_convert.io.gguf_parts import join, parts_of
 from liger_convert.utils.errors import BadInput, refusing
 
-# llama.cpp's names of vocabularies whose digits stand alone before GPT-2's split; transformers makes the plain split
+# llama.cpp's names of pre-tokenizers that isolate digits before GPT-2's split. transformers uses only the plain split.
 SINGLE_DIGIT_VOCABULARIES = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether `path` is a .gguf file."""
+    """Whether `path` is an existing .gguf file."""
     return path.suffix == ".gguf" and path.is_file()
 
 
 @contextlib.contextmanager
 def _errors(file: Path) -> Iterator[None]:
-    """Whatever the libraries raise over a missing package, a broken file or an unsupported model becomes a sentence."""
+    """Context that raises BadInput for a missing package, a broken file, or an unsupported model."""
     if importlib.util.find_spec("gguf") is None:
         raise BadInput(f"base: {file}: reading it needs more packages: pip install 'liger-convert[gguf]'")
     with refusing(f"base: {file}: cannot be read as a GGUF model"):
@@ -35,7 +35,7 @@ def _errors(file: Path) -> Iterator[None]:
 
 
 def _config(file: Path, parts: list[Path]) -> Any:
-    """The config of a .gguf file, which joins `parts` or is the only one."""
+    """The config of the .gguf file `file`. parts: the files that it was joined from, or just `file`."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
@@ -44,8 +44,10 @@ def _config(file: Path, parts: list[Path]) -> Any:
 
 
 def load_config(path: Path) -> Any:
-    """The config of the model in a .gguf file, or in the parts that this is one of, without its weights. Raises
-    BadInput."""
+    """The config of the model in a .gguf file, without reading weights. For a model in parts, `path` is any of them.
+
+    Raises BadInput for a file that is missing, broken or unsupported.
+    """
     parts = parts_of(path)
     with _errors(parts[0]), tempfile.TemporaryDirectory(prefix="liger-") as work:
         gguf_header.check(parts)
@@ -56,13 +58,13 @@ def load_config(path: Path) -> Any:
 
 
 def write_base(path: Path, out: Path) -> Path:
-    """Writes the float32 folder `out` that a .gguf file, or the parts that this is one of, stands for; returns it.
+    """Converts a .gguf file to the new folder `out`, in float32, and returns `out`.
 
-    Raises BadInput for what is missing, broken, or cannot be read.
+    For a model in parts, `path` is any of them. Raises BadInput for a file that is missing, broken or unsupported.
     """
     parts = parts_of(path)
     with _errors(parts[0]):
-        gguf_header.check(parts)  # before anything of the sizes that it names is made
+        gguf_header.check(parts)  # before anything is allocated based on the sizes in the header
     if len(parts) == 1:
         return _write_joined(path, parts, out)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -74,8 +76,8 @@ def write_base(path: Path, out: Path) -> Path:
 
 
 def _write_joined(file: Path, parts: list[Path], out: Path) -> Path:
-    """Writes the float32 folder that a .gguf file, which joins `parts` or is the only one, stands for, by transformers'
-    own reader."""
+    """Converts the single .gguf file `file` with transformers' reader. parts: the files that it was joined from, or
+    just `file`."""
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -89,7 +91,7 @@ def _write_joined(file: Path, parts: list[Path], out: Path) -> Path:
         options |= {"config": _config(file, parts), "output_loading_info": True}
         loaded: Any = AutoModelForCausalLM.from_pretrained(file.parent, **options)
     model, report = loaded
-    # the library only warns, and fills what it did not find, or not in this shape, with random numbers
+    # transformers only warns about tensors that are missing or of the wrong shape, and initializes them randomly
     if missing := sorted(report["missing_keys"]):
         raise BadInput(f"base: {given}: holds nothing for {len(missing)} tensors of the model, such as {missing[0]}")
     for name, got, wanted in sorted(report["mismatched_keys"]):
@@ -99,7 +101,7 @@ def _write_joined(file: Path, parts: list[Path], out: Path) -> Path:
     if vocabulary is not None and vocabulary.contents() in SINGLE_DIGIT_VOCABULARIES:
         splits = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
-    # the weights are dequantised by now, but transformers goes on calling them GGUF and refuses to save that
+    # the weights are dequantized by now, but transformers still considers the model GGUF and would refuse to save it
     model.hf_quantizer = None
     model.is_quantized = False
     if hasattr(model.config, "quantization_config"):

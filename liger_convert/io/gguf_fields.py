@@ -1,7 +1,7 @@
-"""What transformers' reader leaves out of a .gguf header, put into the config that it makes, or refused.
+"""Adds fields of a .gguf header that transformers' reader ignores to the config, or refuses them.
 
-It knows a base of the rotary for most families, but no scaling of it, no share of rotated channels, and no bound of
-logits; a model that is read without them is another one. The names are those of llama.cpp.
+The reader handles the RoPE base for most families, but no RoPE scaling, no partial rotary factor, and no logit
+softcapping. A model that is read without them computes something else. Field names are those of llama.cpp.
 
 Shapes: C rotated channels.
 """
@@ -17,7 +17,7 @@ import numpy as np
 
 from liger_convert.utils.errors import BadInput
 
-# of the sizes at which the scale of the logits is not the head size's, which no field says
+# Models, by type and number of layers, whose attention scale does not follow from the head size. No field says so.
 SCALED_BY_HEADS = {("gemma2", 46), ("gemma3_text", 62)}
 BOUNDS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
 WAY = "give the folder of safetensors that it was made from"
@@ -25,9 +25,10 @@ LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 def complete(config: Any, parts: Sequence[Path]) -> None:
-    """Puts into `config`, what transformers made of a model's header, what that left out; `parts` are its files.
+    """Adds the ignored fields to `config`, in place. config: transformers' config of the model. parts: the model's
+    files.
 
-    Raises BadInput for a rotary that the config cannot say.
+    Raises BadInput for RoPE scaling that the config cannot express.
     """
     from gguf import GGUFReader
 
@@ -49,7 +50,7 @@ def complete(config: Any, parts: Sequence[Path]) -> None:
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
     rotary = getattr(config, "rope_parameters", None)
     if rotary is not None:
-        # where layer types have rotaries of their own, the header speaks of that of the layers that see all tokens
+        # if layer types have different RoPE parameters, the header describes those of full-attention layers
         rotary = rotary.get("full_attention", rotary)
         rotary |= _rotary(fields, tensors, rotary, config, parts[0])
 
@@ -57,7 +58,9 @@ def complete(config: Any, parts: Sequence[Path]) -> None:
 def _rotary(
     fields: Mapping[str, Any], tensors: Mapping[str, np.ndarray], before: Mapping[str, Any], config: Any, given: Path
 ) -> dict[str, Any]:
-    """What the header and the tensors of a rotary say of it, in the names of transformers."""
+    """The RoPE parameters that follow from the header's `fields` and the rope `tensors`, by transformers' names.
+    before: the parameters in the config so far. given: the file, for error messages. Raises BadInput for unsupported
+    scaling."""
     found: dict[str, Any] = {}
     if "rope.freq_base" in fields:
         found["rope_theta"] = fields["rope.freq_base"]
@@ -84,7 +87,8 @@ def _rotary(
 
 
 def _llama_3(factors: np.ndarray, theta: float) -> dict[str, Any] | None:
-    """The scaling of Llama 3 if it is this that divides the frequencies by `factors` [C/2], else None."""
+    """The parameters of Llama 3's RoPE scaling if it divides the frequencies by `factors` [C/2], else None. theta: the
+    RoPE base."""
     factor = float(factors.max())
     base = theta ** -(np.arange(len(factors), dtype=np.float64) / len(factors))
     turns = LLAMA_3["original_max_position_embeddings"] * base / (2 * math.pi)

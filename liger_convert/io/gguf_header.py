@@ -1,5 +1,5 @@
-"""The header of a .gguf file, walked before a library maps it: its counts and lengths are taken on trust there, so that
-a file of a hundred bytes may ask for a list of 2**60 items."""
+"""Validates the header of a .gguf file before a library reads it. The library trusts counts and lengths, so that a file
+of a hundred bytes could request a list of 2**60 items."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from liger_convert.io.inputs import open_input
 from liger_convert.utils.errors import BadInput
 
 MAGIC = b"GGUF"
-SPLIT = "split."  # fields of a part: which one it is, and of how many
+SPLIT = "split."  # prefix of the fields that number the parts of a model
 STRING, ARRAY = 8, 9
-SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value, by its type
+SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value, by type
+# whether an integer is signed, by type
 WHOLE = {
     0: False,
     1: True,
@@ -31,16 +32,16 @@ WHOLE = {
     5: True,
     10: False,
     11: True,
-}  # whether such a number has a sign, by its type
-# The library makes Python objects of every item: ten million take minutes and gigabytes. A vocabulary of 262,144
-# with its scores, types and merges has 1.3 million.
+}
+# The library creates a Python object for every item, which for ten million takes minutes and gigabytes. A vocabulary
+# of 262,144 with its scores, types and merges has 1.3 million items.
 ITEMS = 1 << 21
-TENSORS = 1 << 17  # experts are stored as one tensor a layer; the largest published models have some thousand
+TENSORS = 1 << 17  # the largest published models have a few thousand, as a layer's experts are stored in one tensor
 NAME_BYTES = 1 << 10
-DEPTH = 4  # of arrays in arrays
+DEPTH = 4  # maximum nesting of arrays
 
 
-# What the header calls the sizes of `config_sizes`, behind the name of the architecture.
+# The header's names of the sizes in `config_sizes`, without the prefix of the architecture.
 NAMES = {
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
@@ -56,9 +57,13 @@ NAMES = {
 
 
 def check(parts: list[Path]) -> None:
-    """Raises BadInput unless all counts, lengths and offsets in the headers of a model's `parts` lie within their
-    files, its sizes are those of a model, its tensors are of types that can be read, and it has tensors for as many
-    layers as it says: the library would make the missing ones, with random numbers."""
+    """Checks the headers of a model's `parts`, the first part first. Raises BadInput unless
+
+    - all counts, lengths and offsets lie within their files,
+    - the parts are numbered as their names say, and no tensor is in several of them,
+    - the sizes are plausible and the tensor types can be dequantized,
+    - there are tensors for every layer: transformers would initialize missing ones randomly.
+    """
     from gguf import GGMLQuantizationType
 
     file, headers = parts[0], [_Header(part) for part in parts]
@@ -86,7 +91,7 @@ def check(parts: list[Path]) -> None:
 
 @functools.cache
 def _is_readable(kind: Any) -> bool:
-    """Whether the package gguf makes numbers of tensors of this type, found by a block of zeros."""
+    """Whether the package gguf can dequantize tensors of this type; tried on a block of zeros."""
     from gguf import GGML_QUANT_SIZES, dequantize
 
     try:
@@ -97,7 +102,10 @@ def _is_readable(kind: Any) -> bool:
 
 
 class _Header:
-    """tensors: their types by name. numbers: the fields that are whole numbers."""
+    """The header of the file `path`. tensors: their types, by name. numbers: the integer fields, by name.
+
+    Raises BadInput for a header that is broken or exceeds a limit.
+    """
 
     def __init__(self, path: Path):
         self.path, self.items, self.at = path, 0, 0
@@ -117,7 +125,7 @@ class _Header:
             raise self._broken(f"its tensors would end at byte {begin + max(ends):,}, but it has {self.size:,}")
 
     def _entries(self) -> list[int]:
-        """Reads the whole header; returns where the tensors end."""
+        """Reads the whole header. Returns the end offset of each tensor's data, relative to the start of the data."""
         if self._take(4) != MAGIC:
             raise self._broken("it does not begin as a .gguf file does")
         self.order = ">" if self._take(4)[:2] == b"\0\0" else "<"
@@ -132,7 +140,7 @@ class _Header:
         return [self._tensor() for _ in range(tensors)]
 
     def _tensor(self) -> int:
-        """Reads one tensor's entry; returns where its data ends, from where all data begins."""
+        """Reads one tensor's entry. Returns the end offset of its data, relative to the start of the data."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         name = self._string("a tensor's name")
@@ -150,7 +158,7 @@ class _Header:
         return offset + -(-elements // block) * nbytes
 
     def _value(self, kind: int, key: str, depth: int) -> int | None:
-        """Reads one value; returns it when it is a whole number."""
+        """Reads one value of the field `key`. Returns it if it is an integer, else None."""
         if kind == STRING:
             self._skip(self._number("Q"), key)
             return None

@@ -1,7 +1,7 @@
-"""A .gguf model that comes in parts, as llama.cpp splits it: PREFIX-00001-of-00003.gguf and so on.
+"""A .gguf model that llama.cpp has split into parts: PREFIX-00001-of-00003.gguf and so on.
 
-Each part has a header of its own and some of the tensors; the first one has all other fields. The libraries read one
-file, so the parts are joined into one.
+Each part has its own header and some of the tensors; the first one has all other fields. The libraries read only single
+files, so the parts are joined into one.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from liger_convert.io import gguf_header
 from liger_convert.utils.errors import BadInput
 
 NAME = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.gguf")
-MOST = 1000  # parts; the largest published models have some dozens
+MOST = 1000  # maximum number of parts; the largest published models have a few dozen
 
 
 def parts_of(file: Path) -> list[Path]:
-    """The files of the model that `file`, any part of it, belongs to, the first part first; `file` alone where its
-    name is not that of a part. Raises BadInput for a part that is missing."""
+    """All parts of the model to which the part `file` belongs, in order; just `file` if its name is not that of a part.
+
+    Raises BadInput for a missing part, and for an impossible part number.
+    """
     match = NAME.fullmatch(file.name)
     if match is None or int(match[3]) < 2:
         return [file]
@@ -32,9 +34,9 @@ def parts_of(file: Path) -> list[Path]:
 
 
 def join(parts: list[Path], out: Path, *, with_data: bool = True) -> None:
-    """Writes the model in `parts`, whose headers have been checked, to the file `out`.
+    """Joins `parts`, whose headers have been checked, into the file `out`.
 
-    with_data: False leaves a hole where the tensors would be, for those who read no more than the header.
+    with_data: False leaves a hole in place of the tensors, if only the header will be read.
     """
     from gguf import GGUFReader, GGUFValueType, GGUFWriter
 

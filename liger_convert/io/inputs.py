@@ -1,7 +1,7 @@
-"""Files that a user names: opened only when they are files, read only up to a bound, parsed without harm.
+"""Safe reading of files that a user names: only regular files, only up to a size limit, and with safe parsing.
 
-A pipe or a device would be read for ever, a file of zeros fills the memory, and a parser has limits of its own that
-it reports in its own words. Everything here ends in BadInput instead.
+Reading a pipe or a device might never end, a huge file would fill the memory, and parsers report their limits in their
+own ways. The readers of files here raise BadInput instead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from liger_convert.utils.errors import BadInput
 
-# A config or an index of shards: the largest index of a published model has some 15 MB.
+# Maximum size of a config or a shard index; the largest index of a published model has about 15 MB.
 JSON_BYTES = 32 << 20
 
 _KINDS = {
@@ -31,7 +31,7 @@ _DECODER = json.JSONDecoder()
 
 
 def require_file(path: Path | str) -> os.stat_result:
-    """What `stat` says of a regular file. Raises BadInput for anything else, and where there is nothing."""
+    """The stat result of a regular file. Raises BadInput for anything else, and if it does not exist."""
     try:
         found = os.stat(path)
     except FileNotFoundError:
@@ -45,8 +45,8 @@ def require_file(path: Path | str) -> os.stat_result:
 
 
 def open_input(path: Path | str) -> BinaryIO:
-    """The open file at `path`, in binary. Raises BadInput when it is no regular file, or may not be read."""
-    require_file(path)  # before it is opened: opening a pipe waits for a writer, opening a device may do anything
+    """Opens the file at `path` in binary mode. Raises BadInput if it is not a regular file or cannot be read."""
+    require_file(path)  # before opening: opening a pipe waits for a writer, and opening a device may do anything
     try:
         return open(path, "rb")
     except OSError as error:
@@ -54,7 +54,8 @@ def open_input(path: Path | str) -> BinaryIO:
 
 
 def read_text(path: Path | str, limit: int) -> str:
-    """A file of UTF-8 text, with or without a byte order mark. Raises BadInput when it has more than `limit` bytes."""
+    """Reads a file of UTF-8 text, with or without a byte order mark. Raises BadInput if it cannot be read, has more
+    than `limit` bytes, or is not UTF-8."""
     with open_input(path) as file:
         try:
             data = file.read(limit + 1)
@@ -71,10 +72,10 @@ def read_text(path: Path | str, limit: int) -> str:
 
 
 def decode_json(text: str, start: int = 0) -> tuple[Any, int]:
-    """The JSON value that begins at `start`, and where it ends.
+    """Parses the JSON value that begins at `start`. Returns the value and its end.
 
-    Raises json.JSONDecodeError for text that is no JSON, and ValueError, with what is wrong as its message, for JSON
-    that Python or a tokenizer cannot work with.
+    Raises json.JSONDecodeError for text that is not JSON. Raises ValueError, whose message says what is wrong, for JSON
+    that Python or a tokenizer cannot handle.
     """
     try:
         value, end = _DECODER.raw_decode(text, start)
@@ -93,7 +94,7 @@ def decode_json(text: str, start: int = 0) -> tuple[Any, int]:
 
 
 def parse_json(text: str) -> Any:
-    """The one JSON value that `text` is. Raises as `decode_json` does."""
+    """Parses `text` as a single JSON value. Raises as `decode_json` does."""
     value, end = decode_json(text, skip_blanks(text, 0))
     if (end := skip_blanks(text, end)) < len(text):
         raise json.JSONDecodeError("Extra data", text, end)
@@ -101,14 +102,15 @@ def parse_json(text: str) -> Any:
 
 
 def skip_blanks(text: str, start: int) -> int:
-    """Where the first character after JSON's white space stands, from `start` on."""
+    """The index of the first character from `start` on that is not JSON white space, or the end of the text."""
     found = _BLANKS.match(text, start)
     assert found is not None
     return found.end()
 
 
 def is_text(text: str) -> bool:
-    """Whether UTF-8 can say it. What cannot be decoded in a command's words or a YAML escape is half a surrogate."""
+    """Whether a string can be encoded as UTF-8. Undecodable bytes of command-line arguments, and some YAML escapes,
+    become lone surrogates, which cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -117,7 +119,7 @@ def is_text(text: str) -> bool:
 
 
 def size(count: int) -> str:
-    """Bytes in words, for a bound: 64 MiB."""
+    """Formats a limit in bytes, such as 64 MiB."""
     return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"
 
 

@@ -1,4 +1,4 @@
-"""One JSON list read item by item: of a file of any size no more than one item is held, and a part of the next."""
+"""Reads a JSON list item by item, from a file of any size. Only one item and part of the next are held in memory."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from typing import Any
 from liger_convert.io import inputs
 from liger_convert.utils.errors import BadInput
 
-# An error this close to the end of what is read may be a word or an escape of which the rest is still to come.
+# An error this close to the end of the text read so far may be due to a literal or an escape that is cut off there.
 UNSURE = 16
 
 
 class JsonList:
-    """The list in the file `path`. read: gives at least so many more characters of it, fewer only at its end.
-    limit: characters of the longest item."""
+    """The list in the file `path`, which is used only in error messages.
+
+    read: returns the next characters of the file, about as many as its argument says; empty at the end. limit: maximum
+    number of characters of an item.
+    """
 
     def __init__(self, path: Path, read: Callable[[int], str], limit: int):
         self.path, self.read, self.limit = path, read, limit
@@ -24,7 +27,8 @@ class JsonList:
         self.line, self.column = 1, 0  # where self.text begins in the file
 
     def items(self) -> Iterator[Any]:
-        """The values of the list. Raises BadInput, with the line, for a file that holds anything else."""
+        """Yields the values of the list. Raises BadInput, usually with the line, for a file that holds anything
+        else."""
         if not (first := self._next()):
             return
         if first != "[":
@@ -43,7 +47,7 @@ class JsonList:
             raise self._not_json(json.JSONDecodeError("Extra data", self.text, self.at))
 
     def _next(self) -> str:
-        """The next character that is not blank, which `at` then points to; empty at the end of the file."""
+        """Moves `at` to the next character that is not white space, and returns it; empty at the end of the file."""
         self.at = inputs.skip_blanks(self.text, self.at)
         while self.at == len(self.text) and not self.ended:
             self._fill()
@@ -54,7 +58,7 @@ class JsonList:
         while True:
             try:
                 value, end = inputs.decode_json(self.text, self.at)
-                if end < len(self.text) or self.ended:  # a number that ends where the text does may go on
+                if end < len(self.text) or self.ended:  # a number at the end of the text may continue
                     self.at = end
                     return value
             except json.JSONDecodeError as error:
@@ -69,7 +73,8 @@ class JsonList:
             self._fill()
 
     def _fill(self) -> None:
-        """Drops what is done with and reads at least as much as is left: a long item is not parsed too often."""
+        """Drops the text that has been processed and reads more, as much as is left. Doubling the text each time bounds
+        how often a long item is parsed again."""
         done = self.text[: self.at]
         self.column = len(done) - done.rfind("\n") - 1 if "\n" in done else self.column + len(done)
         self.line += done.count("\n")

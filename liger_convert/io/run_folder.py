@@ -1,4 +1,4 @@
-"""The folder of a run: every path in it, and all that is ever removed from it."""
+"""The folder of a run. All its paths are made here, and all deletions in it are done here."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ STEPS = "steps"
 
 
 class RunFolder:
-    """The folder `out` of a run. Every path in it comes from `path`, and only `remove` and `discard` delete."""
+    """The folder `out` of a run. Paths in it come from `path`; only `remove` and `discard` delete anything."""
 
     def __init__(self, out: Path):
         self.out = Path(out)
 
     def path(self, *names: str) -> Path:
-        """`out`/NAME/NAME/…. Raises BadInput for a name that is not the name of one file or folder, and where a link
-        on the way leads out of the run."""
+        """The path `out`/NAME/NAME/…. Raises BadInput for a name that is not a single file or folder name, and if a
+        link on the path leads out of the run's folder."""
         for name in names:
             if name in ("", ".", "..") or "/" in name or "\0" in name:
                 raise BadInput(f"{self.out}: {name!r} is not the name of a file or folder in a run")
@@ -27,12 +27,14 @@ class RunFolder:
         return path
 
     def step(self, name: str) -> Path:
-        """The folder that the step called `name` works in."""
+        """The folder of the step called `name`."""
         return self.path(STEPS, name)
 
     def remove(self, *paths: Path) -> None:
-        """Removes files and folders of this run; of a link, the link. What is not there is fine. Raises BadInput,
-        before anything is removed, when one of them lies outside of the run."""
+        """Removes files and folders of this run. Of a link, only the link is removed; missing paths are ignored.
+
+        Raises BadInput, before anything is removed, if one of them lies outside the run's folder.
+        """
         for path in paths:
             self._require_inside(path)
         for path in paths:
@@ -42,7 +44,7 @@ class RunFolder:
                 path.unlink(missing_ok=True)
 
     def discard(self) -> None:
-        """Removes the whole run, which this process has begun."""
+        """Removes the whole folder, for a run that this process has started. Raises BadInput if it is a link."""
         if self.out.is_symlink():
             raise BadInput(f"{self.out}: has become a link; remove it by hand")
         shutil.rmtree(self.out)

@@ -1,9 +1,9 @@
-"""Chat templates. They are programs that come with a model, so each is tried where it can do no harm before it is used.
+"""Chat templates. They are programs that come with a model, so each one is first tried in a restricted child process.
 
-Jinja's sandbox bounds a single `range`, but neither loops in loops nor what a product of a text takes. No timer reaches
-into such a call from Python, and signals only reach the main thread. A child process can be given bounds of CPU time
-and memory by the system, whatever the template does. It is a fork, which costs some 20 ms, where a fresh interpreter
-would import for seconds.
+Jinja's sandbox limits a single `range`, but not nested loops, nor the memory of a multiplied string. Python cannot
+interrupt such a call with a timer, and signals only reach the main thread. For a child process, the system enforces
+limits of CPU time and memory whatever the template does. The child is a fork, which takes about 20 ms; a fresh
+interpreter would spend seconds on imports.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from jinja2 import TemplateError, TemplateSyntaxError
 
 from liger_convert.utils.errors import BadInput, first_line
 
-CPU_SECONDS = 2  # a template takes milliseconds; CPU time, so that a busy machine condemns none
-WALL_SECONDS = 20  # for a child that waits: a fork of a process with threads may, and that is no fault of the template
-MEMORY_BYTES = 512 << 20  # beyond what the process has
+CPU_SECONDS = 2  # a template takes milliseconds; CPU time, so that a busy machine does not matter
+WALL_SECONDS = 20  # for a child that deadlocks, as a fork of a process with threads may; not the template's fault
+MEMORY_BYTES = 512 << 20  # on top of what the process already uses
 NO_MEMORY = 3  # the child's exit code
 
 
 class BadTemplate(BadInput):
-    """It can be used for no conversation."""
+    """The chat template cannot be used for any conversation."""
 
 
 _tried: set[tuple[str, tuple[str, ...], bool]] = set()
 
 
 def file_in(folder: Path) -> Path:
-    """Where the chat template of the model in `folder` stands."""
+    """The file that contains the chat template of the model in `folder`."""
     return next(iter(sorted(folder.glob("chat_template*"))), folder / "tokenizer_config.json")
 
 
 def render(tokenizer: Any, messages: Sequence[dict[str, str]], template: str, *, ask: bool = False) -> str:
-    """The conversation as text; with `ask`, what asks for the assistant's next turn behind it.
+    """Renders a conversation as text. ask: append the generation prompt for the assistant's next turn.
 
-    A template is tried first for every new sequence of roles. Raises BadTemplate when it is no template or does not
-    come to an end, BadInput when it refuses the messages.
+    For each new sequence of roles, the template is first tried in a child process. Raises BadTemplate if it is not a
+    valid template or exceeds its limits, and BadInput if it fails on these messages or refuses them.
     """
 
     def rendered() -> str:
@@ -61,7 +61,7 @@ def render(tokenizer: Any, messages: Sequence[dict[str, str]], template: str, *,
         raise BadTemplate(f"the chat template has an error in line {error.lineno} ({first_line(error)})") from None
     except TemplateError as error:
         raise BadInput(f"the chat template refuses these messages ({first_line(error)})") from None
-    except Exception as error:  # it is a program: a division by zero, a range too big for the sandbox, …
+    except Exception as error:  # it is a program: it may divide by zero, exceed the sandbox's range, …
         what = f"{type(error).__name__}: {first_line(error)}"
         raise BadInput(f"the chat template fails on these messages ({what})") from None
     if not isinstance(text, str):
@@ -70,9 +70,10 @@ def render(tokenizer: Any, messages: Sequence[dict[str, str]], template: str, *,
 
 
 def _try(work: Callable[[], object]) -> None:
-    """Does `work` in a child process. Raises BadTemplate when it takes too much; what it raises is found out again."""
+    """Runs `work` in a child process. Raises BadTemplate if it exceeds its limits. Other errors of `work` are ignored
+    here, since they will occur again in this process."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, of a fork beside threads; see WALL_SECONDS
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns about forking with threads; see WALL_SECONDS
         child = os.fork()
     if child == 0:
         code = 0

@@ -1,4 +1,4 @@
-"""The text model inside a model of text and images, as a folder of its own."""
+"""Extracts the text model of a vision-language model into its own folder."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-# whose text model reads text alone as it does by itself
+# model types that, on text alone, compute the same as their text model
 COMPOSITES = ("mistral3", "gemma3")
-# as published, and as the modules of transformers are called
+# tensor names: as published, and as transformers names its modules
 STORED = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(.+)")
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def text_config(config: Any) -> Any:
-    """The config of a composite's text model, and that of any other model as it is."""
+    """The config of a composite's text model; the config of any other model is returned unchanged."""
     if config.model_type not in COMPOSITES:
         return config
     text = config.get_text_config()
@@ -30,7 +30,7 @@ def text_config(config: Any) -> Any:
 
 
 def text_name(name: str) -> str | None:
-    """What the text model calls a composite's tensor; None for one of its other parts."""
+    """The text model's name of a composite's tensor; None for a tensor of another part."""
     if name == HEAD:
         return name
     if (match := STORED.fullmatch(name)) is None:
@@ -39,10 +39,10 @@ def text_name(name: str) -> str | None:
 
 
 def write_text_part(checkpoint: Any, config: Any, folder: Path, index: str, weights: str) -> int:
-    """Writes the text model of a composite's `checkpoint`, and its config, into the folder `folder`; returns how many
-    tensors belong to other parts.
+    """Writes the text model of a composite's `checkpoint`, with its config, into the existing folder `folder`.
 
-    index, weights: the names of a folder's index and of its only file. One shard at a time is in memory.
+    Returns the number of tensors that belong to other parts. index, weights: the file names of the shard index, and of
+    the weights if there is a single shard. Only one shard is in memory at a time.
     """
     text = text_config(config)
     shards = {}
@@ -52,7 +52,7 @@ def write_text_part(checkpoint: Any, config: Any, folder: Path, index: str, weig
         if kept:
             shards[file] = kept
     every = {own: name for kept in shards.values() for name, own in kept.items()}
-    if {HEAD, EMBEDDINGS} <= every.keys():  # the flag may be a default that nobody set
+    if {HEAD, EMBEDDINGS} <= every.keys():  # tie_word_embeddings may be just a default
         head, embeddings = checkpoint.read(every[HEAD]), checkpoint.read(every[EMBEDDINGS])
         text.tie_word_embeddings = text.tie_word_embeddings and torch.equal(head, embeddings)
     weight_map: dict[str, str] = {}

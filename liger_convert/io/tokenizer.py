@@ -1,4 +1,4 @@
-"""A model's tokenizer: loaded, tried on a text, and compared with the model's vocabulary, before it is used."""
+"""Loads a model's tokenizer, tries it on a text, and checks it against the model's vocabulary."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from liger_convert.io.inputs import open_input
 from liger_convert.utils.errors import BadInput, refusing
 
 CONFIG, FAST, SENTENCEPIECE = "tokenizer_config.json", "tokenizer.json", "tokenizer.model"
-READERS = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}  # packages and what they are imported as
+READERS = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}  # packages and their import names
 GENERIC = "PreTrainedTokenizerFast"
 PROBE = "Hello, world: 1 + 2 = 3\n"
 
 
 def load(folder: Path, vocabulary: int | None, trust_remote_code: bool = False) -> Any:
-    """The tokenizer in `folder`, for a model with `vocabulary` embeddings (None: unknown). Raises BadInput."""
+    """Loads the tokenizer in `folder`, for a model with `vocabulary` embeddings (None: unknown).
+
+    Raises BadInput if it cannot be loaded, fails on a text, has a broken chat template, or does not fit the vocabulary.
+    """
     from transformers import AutoTokenizer
 
     _require_reader(folder)
@@ -35,7 +38,7 @@ def load(folder: Path, vocabulary: int | None, trust_remote_code: bool = False) 
         tokenizer.decode(ids)
     if not vocab or not plain:
         raise BadInput(f"{folder}: its tokenizer has no vocabulary to speak of: it makes no token of {PROBE!r}")
-    if isinstance(tokenizer.chat_template, dict):  # several, by name
+    if isinstance(tokenizer.chat_template, dict):  # several templates, by name
         tokenizer.chat_template = tokenizer.chat_template.get("default")
     if (template := tokenizer.chat_template) is not None:
         if not isinstance(template, str):
@@ -47,7 +50,7 @@ def load(folder: Path, vocabulary: int | None, trust_remote_code: bool = False) 
         except templates.BadTemplate as error:
             raise BadInput(f"{templates.file_in(folder)}: {error}") from None
         except BadInput:
-            pass  # it may want more than one turn of a user
+            pass  # it may require more than a single user turn
     if vocabulary is not None:
         _check_vocabulary(folder, tokenizer, vocab, special, vocabulary)
         tokenizer.embeddings = vocabulary
@@ -57,9 +60,11 @@ def load(folder: Path, vocabulary: int | None, trust_remote_code: bool = False) 
 def _check_vocabulary(
     folder: Path, tokenizer: Any, vocab: dict[str, int], special: dict[str, int | None], size: int
 ) -> None:
-    """Raises BadInput when ordinary text may give ids that the model has no embedding of. Some published models have
-    added tokens beyond their embeddings, for pictures say, which their texts never hold; `check_ids` refuses the text
-    that does."""
+    """Raises BadInput if ordinary text may be tokenized to ids without an embedding.
+
+    Added tokens beyond the embeddings are accepted: some published models have them, for images for example. They do
+    not occur in ordinary text, and `check_ids` refuses text that has them.
+    """
     for name, number in special.items():
         if number is not None and number >= size:
             raise BadInput(
@@ -77,8 +82,8 @@ def _check_vocabulary(
 
 
 def check_ids(tokenizer: Any, ids: Any, where: str) -> None:
-    """Raises BadInput, beginning with `where`, for one of the `ids` (a list or an array) that the model of this
-    tokenizer has no embedding of."""
+    """Raises BadInput, with a message that begins with `where`, if one of the `ids` (a list or an array) has no
+    embedding in this tokenizer's model. Does nothing if the number of embeddings is unknown."""
     size = getattr(tokenizer, "embeddings", None)
     if size is not None and len(ids) and (largest := int(max(ids))) >= size:
         token = tokenizer.convert_ids_to_tokens(largest)
@@ -86,11 +91,12 @@ def check_ids(tokenizer: Any, ids: Any, where: str) -> None:
 
 
 def class_name(base: Path, trust_remote_code: bool = False) -> str | None:
-    """The class by which transformers reads the tokenizer of `base`, None for one of its own. Raises BadInput.
+    """The name of the class with which transformers loads the tokenizer of `base`; None if the tokenizer brings its own
+    code. Raises BadInput if it cannot be loaded.
 
-    transformers chooses the class by the model type first, where it knows that, and only then by tokenizer_config.json.
-    A linearized model's type is new to it, and another class cuts the same text into other tokens: OLMo 2 and Granite
-    name GPT2Tokenizer, and are not read by its rules. So a copy has to name the class, see `name_class`.
+    transformers chooses the class by the model type if it knows that, and only otherwise by tokenizer_config.json. It
+    does not know the types of linearized models, and another class may tokenize differently: OLMo 2 and Granite name
+    GPT2Tokenizer, but are not loaded with it. So a copy of the tokenizer has to name the class, see `name_class`.
     """
     from transformers import AutoTokenizer
 
@@ -99,11 +105,11 @@ def class_name(base: Path, trust_remote_code: bool = False) -> str | None:
         return None
     with _no_panic_message(), refusing(f"{base}: its tokenizer cannot be used"):
         name = type(AutoTokenizer.from_pretrained(base, trust_remote_code=trust_remote_code)).__name__
-    return GENERIC if name == "TokenizersBackend" else name  # the older name, which transformers 4 knows as well
+    return GENERIC if name == "TokenizersBackend" else name  # the older name, which transformers 4 also knows
 
 
 def name_class(folder: Path, name: str) -> None:
-    """Writes the class into the tokenizer_config.json of `folder`, if it names another."""
+    """Sets the class in the tokenizer_config.json of `folder`, unless it already names that class."""
     path = folder / CONFIG
     config = read_json(path) if path.exists() else {}
     if config.get("tokenizer_class") != name:
@@ -111,11 +117,11 @@ def name_class(folder: Path, name: str) -> None:
 
 
 def _require_reader(folder: Path) -> None:
-    """Raises BadInput for a SentencePiece file alone where a package is missing that reads it."""
+    """Raises BadInput if the only tokenizer file is a SentencePiece model and a package for reading it is missing."""
     if (folder / FAST).exists() or not (folder / SENTENCEPIECE).is_file():
         return
     with open_input(folder / SENTENCEPIECE) as file:
-        is_sentencepiece = file.read(1) == b"\n"  # the tag of a protobuf's first field; a tiktoken file is of letters
+        is_sentencepiece = file.read(1) == b"\n"  # a protobuf's first tag; a tiktoken file begins with text
     if is_sentencepiece:
         missing = [name for name, module in READERS.items() if not _is_installed(module)]
         if missing:
@@ -133,7 +139,7 @@ def _is_installed(module: str) -> bool:
 
 @contextlib.contextmanager
 def _no_panic_message() -> Iterator[None]:
-    """Rust writes of a panic to the process's stderr, before Python hears of it."""
+    """Context that hides stderr, because Rust prints a panic there before Python gets the exception."""
     try:
         kept = os.dup(2)
     except OSError:  # there is no stderr

@@ -1,4 +1,4 @@
-"""Alignment: every linearized layer learns to give the base's attention output on the base's own activations."""
+"""Alignment: every linearized layer learns to reproduce the base's attention output on the base's own activations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from liger_convert.training.calibrate import calibrate
 
 
 class AlignObjective:
-    """The mean over layers of the relative squared error of the attention outputs, all layers in one pass."""
+    """The relative squared error of the attention outputs, averaged over the linearized layers.
+
+    All layers are trained in the same pass. base: the frozen teacher. config: that of the linearized model.
+    """
 
     summed = False
 
@@ -24,11 +27,11 @@ class AlignObjective:
 
     @torch.no_grad()
     def layer_errors(self, model: Any, batch: dict[str, Tensor]) -> list[float]:
-        """The relative error of each linearized layer on one batch."""
+        """The relative error of each linearized layer on one batch. Computes no gradients."""
         return self._run(model, batch).layer_losses_L.tolist()
 
     def calibrate(self, model: Any, batch: dict[str, Tensor]) -> None:
-        """Fits what the mixers can take from the base in closed form, in place, before any step."""
+        """Initializes the mixers from the base in closed form, in place, before the first step. See `calibrate.py`."""
         calibrate(model, self.base, batch["input_ids"], batch["position_ids"])
 
     def _run(self, model: Any, batch: dict[str, Any]) -> Any:

@@ -1,14 +1,14 @@
-"""Gradients that processes average after the backward pass, and not in it.
+"""Averages gradients across processes after the backward pass, not during it.
 
-DDP sends them from hooks of the backward pass, which a replayed CUDA graph has none of. So a stage whose passes are
-captured goes without DDP. What its graphs write to are parts of one large tensor, see `flat_like`, which processes
-average as it is when the passes of a step's last micro-batch are done. To send meanwhile would save little: a model
-whose steps are worth capturing has small gradients.
+DDP all-reduces gradients from backward hooks, and a replayed CUDA graph runs no hooks. So a stage whose passes are
+captured does not use DDP. Its graphs write their gradients into views of one flat tensor per dtype, see `flat_like`.
+The processes all-reduce the flat tensors after the last micro-batch of a step. Overlapping this with the backward pass
+would save little: a model whose steps are worth capturing has small gradients.
 
-No value is looked at for that. A host that waited for the passes would launch the clipping and the optimizer behind
-them, and the GPU would wait for each launch. Whether large tensors mean the same in all processes is asked before the
-step, when the GPU has nothing to do, see `are_alike`. Where they do not, as in steps in which graphs are still made,
-`average_gradients` finds out which gradients there are, and waits.
+The all-reduce needs no host synchronization. If the host waited for the passes, it would launch clipping and the
+optimizer only after them, and the GPU would idle before each launch. Whether the flat tensors have the same layout in
+all processes is checked before the step, while the GPU is idle, see `are_alike`. If they differ, as in steps during
+which graphs are still being captured, `average_gradients` finds out which gradients exist, and synchronizes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed import ReduceOp, all_reduce, broadcast
 
-PIECE = 1 << 26  # numbers, of which a piece is a copy
-ALIGNED = 512  # bytes, as the allocator of a GPU has it: the order of a kernel's sums goes by where a tensor begins
+PIECE = 1 << 26  # elements that are copied into one buffer and all-reduced together
+ALIGNED = 512  # bytes, like CUDA's allocator: a tensor's alignment determines a kernel's summation order
 
 
 @torch.no_grad()
 def begin_alike(model: nn.Module) -> None:
-    """Gives all processes the parameters and buffers of the first, as DDP does. All call it."""
+    """Broadcasts the first process's parameters and buffers to all, as DDP does. A collective call."""
     for tensor in (*model.parameters(), *model.buffers()):
         sent = tensor.data.contiguous()
         broadcast(sent, 0)
@@ -35,7 +35,11 @@ def begin_alike(model: nn.Module) -> None:
 
 
 def flat_like(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Tensors like these, which are dense, as parts of a flat one for each dtype; and the flat ones, of zeros."""
+    """Packs tensors of the same shapes, strides and dtypes as these into one flat tensor for each dtype.
+
+    Returns the views, in the order of `tensors`, and the flat tensors that they share storage with, filled with zeros.
+    `tensors` must be dense.
+    """
     begins, sizes = [], Counter[torch.dtype]()
     for tensor in tensors:
         begins.append(sizes[tensor.dtype])
@@ -46,7 +50,7 @@ def flat_like(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def are_alike(number: int, device: torch.device) -> bool:
-    """Whether all processes give the same number, other than 0. All call it."""
+    """Whether all processes pass the same nonzero number. A collective call; waits for `device`."""
     ends = torch.tensor([number, -number], device=device)
     all_reduce(ends, ReduceOp.MAX)
     most, least = ends.tolist()
@@ -55,7 +59,8 @@ def are_alike(number: int, device: torch.device) -> bool:
 
 @torch.no_grad()
 def average_flats(flats: Sequence[Tensor], processes: int) -> None:
-    """Replaces each tensor by its mean over so many processes, in place. All call it, with tensors alike."""
+    """Replaces each tensor by its mean over all `processes` processes, in place. A collective call: the tensors must
+    have the same layout in every process."""
     for flat in flats:
         all_reduce(flat)
         flat /= processes
@@ -63,8 +68,11 @@ def average_flats(flats: Sequence[Tensor], processes: int) -> None:
 
 @torch.no_grad()
 def average_gradients(parameters: Sequence[nn.Parameter], processes: int) -> None:
-    """Replaces each gradient by its mean over so many processes, in place; one that only others have got counts as
-    zeros here, and one that nobody has got stays None. All call it, with the same parameters."""
+    """Replaces each gradient by its mean over all `processes` processes, in place.
+
+    A gradient that is missing here but present elsewhere counts as zeros. One that no process has stays None. A
+    collective call, with the same parameters in every process.
+    """
     got = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=parameters[0].device)
     all_reduce(got, ReduceOp.MAX)
     grads = []
@@ -80,7 +88,8 @@ def average_gradients(parameters: Sequence[nn.Parameter], processes: int) -> Non
 
 
 def _pieces(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The gradients in their order, in groups of one dtype and of PIECE numbers at most, unless one has more."""
+    """Groups consecutive gradients of the same dtype, up to PIECE elements a group. A larger gradient is a group of
+    its own."""
     piece: list[Tensor] = []
     size = 0
     for grad in grads:

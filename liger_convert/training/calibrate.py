@@ -1,11 +1,16 @@
-"""What a mixer can take from the base in closed form, before any training: seconds on a batch.
+"""Initializes mixers from the base in closed form, before any training. Takes seconds on one batch.
 
-Three fits per layer of a shared denominator. The codebook, from the base's own activations: queries and keys that
-attend to each other beyond the window are turned into one space (canonical correlations of the attention-weighted
-pairs), whose clusters become the codes. The weight: how much each head should trust its memory for each query, by
-weighted logistic regression on the weight that would bring its output closest to the base's. And how long a memory
-lasts: the gate's bias of each key-value head, on a grid, by the same error. A learned mix is one weight per head for
-all queries, and has a least-squares solution, together with the size of each channel where the read has one.
+A layer whose window and memory share a denominator gets three fits:
+
+- The codebook, from the base's own activations. Queries and keys that attend to each other beyond the window are
+  projected into a common space by canonical correlation of the attention-weighted pairs. Clusters there become the
+  codes.
+- The mixing weight: how much each head should trust its memory for each query. It is a weighted logistic regression on
+  the weight that would bring the head's output closest to the base's.
+- The memory's lifetime: the gate bias of each key-value head, chosen from a grid by the same error.
+
+A learned mix has one weight per head for all queries. That weight has a least-squares solution, jointly with the scale
+of each channel if the read has one.
 
 Shapes: B batch, T tokens, N = B * T, H query heads, G key-value heads, R = H / G, D head size, E size of a code,
 F codes, X predictors of a weight, O offsets.
@@ -31,23 +36,25 @@ from liger_convert.model import AlignTargets, LinearizedAttention, collect_align
 from liger_convert.model.sequence import SequenceMetadata
 
 INV_TEMPERATURES = (10.0, 20.0, 40.0)
-GATE_STEPS = (-1.5, -3.0)  # added to the bias that a gate has: 6 of `gla` lasts 6,450 tokens, 4.5 1,440 and 3 321
-STRENGTH = 0.75  # power of a direction's correlation in the code space: 1 trusts the strongest only, 0 all alike
-RIDGE = 0.02  # of the mean variance, added to every direction's
+# Added to the gate's initial bias. With `gla`, a bias of 6 lasts 6,450 tokens, 4.5 lasts 1,440, and 3 lasts 321.
+GATE_STEPS = (-1.5, -3.0)
+STRENGTH = 0.75  # exponent of a direction's correlation in the code space: larger favors the strongest, 0 is uniform
+RIDGE = 0.02  # fraction of the mean variance that is added to the variance of every direction
 CLUSTER_STEPS = 12
-LONG, SHORT = 8, 4  # in windows: half of the tokens of rows longer than LONG are read as texts of SHORT
-SAMPLES = 8192  # vectors that are clustered, per key-value head
+LONG, SHORT = 8, 4  # in windows: half of the tokens of rows longer than LONG are read as documents of length SHORT
+SAMPLES = 8192  # vectors to cluster per key-value head
 NEWTON_STEPS = 12
-MIXED = (0.02, 0.98)  # of a learned mix
+MIXED = (0.02, 0.98)  # bounds of a learned mix's weight
 
 
 @torch.no_grad()
 def calibrate(model: Any, base: Any, input_ids: Tensor, position_ids: Tensor) -> None:
-    """Fits every mixer of `model`, in place, to the base's own attention over a packed batch (both [B,T]).
+    """Fits every mixer of `model`, in place, to the base's own attention on a packed batch. Both tensors are [B,T].
 
-    One forward pass through the model: each layer is fitted when its turn comes, on what the layers fitted before it
-    give it, so that it makes up for their errors instead of adding its own to them. Long rows are read in two lengths:
-    a memory must also serve a text that has just left its window, and few queries meet one where all rows are long.
+    This takes one forward pass through the model. Each layer is fitted just before it runs, on the outputs of the
+    layers fitted before it, so that it compensates for their errors instead of adding to them. Long rows are read at
+    two lengths: a memory must also serve text that has only just left the window, and with long rows alone few queries
+    see such a memory.
     """
     position_ids = in_two_lengths(position_ids, model)
     batch = {"input_ids": input_ids, "position_ids": position_ids}
@@ -59,7 +66,7 @@ def calibrate(model: Any, base: Any, input_ids: Tensor, position_ids: Tensor) ->
 
 @contextlib.contextmanager
 def calibrating(model: Any, targets: AlignTargets, input_ids: Tensor, position_ids: Tensor) -> Iterator[None]:
-    """In the block, a forward pass of `model` over this batch fits each layer of `targets` when its turn comes."""
+    """Context in which a forward pass of `model` over this batch fits each layer of `targets` just before it runs."""
     metadata = SequenceMetadata.build(input_ids, position_ids, None)
 
     def fit_first(base_x_BTC: Tensor, embeddings: Any) -> Any:
@@ -81,8 +88,10 @@ def calibrating(model: Any, targets: AlignTargets, input_ids: Tensor, position_i
 
 
 def in_two_lengths(position_ids_BT: Tensor, model: Any) -> Tensor:
-    """The positions, restarting every SHORT windows of `model` in the latter half of the tokens if rows are longer than
-    LONG."""
+    """The positions [B,T], restarted every SHORT windows in the second half of the batch's tokens.
+
+    Rows of at most LONG windows, or a model without windows, are returned unchanged. The largest window counts.
+    """
     windows = [model.model.layers[i].self_attn.spec.window for i in linear_layers(model.config)]
     window = max(windows, default=0)
     tokens = position_ids_BT.shape[1]
@@ -96,12 +105,17 @@ def in_two_lengths(position_ids_BT: Tensor, model: Any) -> Tensor:
 def calibrate_layer(
     attention: LinearizedAttention, x_BTC: Tensor, base_x_BTC: Tensor, embeddings: Any, metadata: SequenceMetadata
 ) -> None:
-    """Fits one layer on its inputs x to the softmax attention of its own projections on the base's inputs."""
+    """Fits one layer in place.
+
+    x_BTC: the layer's own inputs, which its mixer reads. base_x_BTC: the base's inputs to this layer; the target is
+    softmax attention on them, with the layer's own projections. Does nothing if the mixer is not calibrated, or if no
+    query reaches beyond its window and sinks.
+    """
     mixer: Mixer = attention.mixer
     if not mixer.spec.is_calibrated:
         return
     if not (metadata.position_BT >= mixer.spec.window + mixer.spec.sinks).any():
-        return  # no query has anything beyond its window and sinks: a fit to nothing would empty the codebook
+        return  # no query reaches beyond its window and sinks, and a fit to nothing would empty the codebook
     qkv, window_inputs = attention.prepare_inputs(x_BTC, embeddings, metadata, None)
     base_qkv, _ = attention.prepare_inputs(base_x_BTC, embeddings, metadata, None)
     log_forget_BTG = mixer.log_forget(qkv, metadata, None)
@@ -158,8 +172,10 @@ def calibrate_layer(
 
 
 def far_keys(attention: LinearizedAttention, qkv: QKV, metadata: SequenceMetadata) -> tuple[Tensor, Tensor]:
-    """For each query, the sum of the keys (before rotary) beyond its window and sinks, weighted by the base's
-    attention, [B,T,H,D], and the sum of those weights, [B,T,H]."""
+    """Where the base's attention goes beyond the window and the sinks, for each query.
+
+    Returns the attention-weighted sum of those keys (before rotary) [B,T,H,D], and the sum of the weights [B,T,H].
+    """
     groups, spec = attention.dims.kv_heads, attention.spec
     pulled, weight = [], []
     for b, rank_T in enumerate(metadata.position_BT):
@@ -168,7 +184,7 @@ def far_keys(attention: LinearizedAttention, qkv: QKV, metadata: SequenceMetadat
         if metadata.segment_ids_BT is not None:
             seen_TT &= metadata.segment_ids_BT[b, :, None] == metadata.segment_ids_BT[b]
         far_TT = seen_TT & (distance_TT >= spec.window) & (rank_T >= spec.sinks)
-        for g in range(groups):  # one group at a time: all heads' T x T weights together are too many
+        for g in range(groups):  # one group at a time: the T x T weights of all heads would take too much memory
             q_RTD = qkv.q_rot_BTHD[b].unflatten(1, (groups, -1))[:, g].transpose(0, 1).float()
             logits_RTT = q_RTD @ qkv.k_rot_BTGD[b, :, g].float().mT * attention.scaling
             if attention.softcap is not None:
@@ -185,10 +201,11 @@ def far_keys(attention: LinearizedAttention, qkv: QKV, metadata: SequenceMetadat
 
 
 def fit_codes(book: Codebook, qkv: QKV, far: tuple[Tensor, Tensor]) -> None:
-    """Sets P, b and C of a codebook from the pairs of queries and keys that attend to each other beyond the window.
+    """Sets P, b and C of a codebook from the query-key pairs that attend to each other beyond the window.
 
-    With whitened queries and keys, M_h is the mean of k q^T over the pairs of head h. The strongest directions of
-    sum_h M_h M_h^T are the code space of a key-value head; each query head enters it by its own M_h.
+    With whitened queries and keys, M_h is the mean of q k^T over the pairs of head h. The leading eigenvectors of the
+    weighted sum over h of M_h^T M_h span the code space of a key-value head. Each query head maps into it by its own
+    M_h. far: the result of `far_keys`.
     """
     q_NHD, k_NGD = qkv.q_BTHD.float().flatten(0, 1), qkv.k_BTGD.float().flatten(0, 1)
     pulled_NHD, weight_NH = far[0].flatten(0, 1), far[1].flatten(0, 1)
@@ -198,7 +215,7 @@ def fit_codes(book: Codebook, qkv: QKV, far: tuple[Tensor, Tensor]) -> None:
     q_white_HDD, k_white_GDD = _whitener(q_NHD), _whitener(k_NGD)
     shared = q_NHD.shape[1] // groups
     pulled_NHD = pulled_NHD - weight_NH[..., None] * k_mean_GD.repeat_interleave(shared, 0)
-    weight_H = weight_NH.sum(0).clamp_min(1e-6)  # a head may not look beyond the window at all
+    weight_H = weight_NH.sum(0).clamp_min(1e-6)  # some heads do not attend beyond the window at all
     pairs_HDD = torch.einsum("nhd,nhe->hde", q_NHD, pulled_NHD) / weight_H[:, None, None]
     pairs_GRDD = (q_white_HDD @ pairs_HDD @ k_white_GDD.repeat_interleave(shared, 0)).unflatten(0, (groups, shared))
 
@@ -220,7 +237,7 @@ def fit_codes(book: Codebook, qkv: QKV, far: tuple[Tensor, Tensor]) -> None:
 
     u_k = book.projected_keys(qkv.k_BTGD).flatten(0, 1).transpose(0, 1)
     u_q = book.projected_queries(qkv.q_BTHD).flatten(0, 1).unflatten(1, (groups, shared)).permute(1, 2, 0, 3)
-    # keys make the clusters, and queries a fifth of them, so that no query falls where there is no code
+    # a fifth of the clustered vectors are queries, so that no query lands where there is no code
     points = torch.cat((_some(u_k, SAMPLES * 4 // 5), _some(u_q.flatten(1, 2), SAMPLES // 5)), 1)
     book.codes_GFE.copy_(_clusters(points, book.codes_GFE.shape[1]))
 
@@ -233,12 +250,13 @@ def fit_mix_weight(
     window_lse_BTH: Tensor,
     target_BTHV: Tensor,
 ) -> Tensor:
-    """Sets gamma, c and beta (see MixerSpec) of each head to what brings its output closest to the target; returns the
-    squared error that is left, [H].
+    """Sets gamma, c and beta (see MixerSpec) of each head to bring its output closest to the target.
 
-    Tried are gamma = 1 and c = 0, and a logistic regression on the best weight of each token, counted by how much it
-    matters; beta is then searched on a grid of e^0.5, because the error has several minima: a memory that recalls badly
-    is best ignored.
+    Two candidates are tried for each head: gamma = 1 with c = 0, and a logistic regression on the best weight of each
+    token, in which each token counts by how much its weight matters. For both, beta is then searched on a grid with
+    steps of 0.5, because the error has several minima: a memory that recalls badly is best ignored.
+
+    Returns the remaining squared error, [H].
     """
     assert memory.log_normalizer_BTH is not None
     step = memory.o_BTHV.float() - window_o_BTHV.float()
@@ -250,7 +268,7 @@ def fit_mix_weight(
         start_H = mixer.log_share_H.clone()
         log_odds_BTH = mixer.memory_logit(q_BTHD, memory) - window_lse_BTH
         grid_OH = torch.arange(-8.0, 12.5, 0.5, device=gap.device)[:, None].expand(-1, len(start_H))
-        # and one that all but shuts the memory at every token, however low the window's logits are
+        # plus an offset that all but closes the memory at every token, however low the window's logits are
         shut_H = (-8 - log_odds_BTH.amax((0, 1))).clamp_max(-8)
         offsets_OH = torch.cat((grid_OH, shut_H[None]))
         errors = []
@@ -279,10 +297,10 @@ def fit_mix_weight(
 
 
 def fit_mix(mixer: Mixer, memory: MemoryOutput, window_o_BTHV: Tensor, target_BTHV: Tensor) -> None:
-    """Sets the memory's weight s of each head, and the size of each channel of a read that has one.
+    """Sets the memory's weight s of each head, and the scale of each channel if the read has one.
 
-    They are the least squares of (1 - s) w + s o against the target. A weight never leaves MIXED: at 0 and at 1 nothing
-    could be learned of it.
+    They are the least-squares fit of (1 - s) w + s o to the target, with w the window's output and o the memory's. The
+    weight is clamped to MIXED, because it would get no gradient at 0 or 1.
     """
     w, o, t = (x.float().flatten(0, 1) for x in (window_o_BTHV, memory.o_BTHV, target_BTHV))
     size_HV = mixer.calibration().read_size
@@ -291,7 +309,7 @@ def fit_mix(mixer: Mixer, memory: MemoryOutput, window_o_BTHV: Tensor, target_BT
         share_H = -(gap * step).sum((0, 2)) / step.square().sum((0, 2)).clamp_min(1e-12)
         mixer.mix_H.copy_(share_H.clamp(*MIXED).logit())
         return
-    # a w + c o with one a per head and one c per channel: c is linear in a, and what is left is a parabola in a
+    # a w + c o with one a per head and one c per channel: the best c is linear in a, so the error is a parabola in a
     ww, oo, wo, wt, ot = ((x * y).sum(0) for x, y in ((w, w), (o, o), (w, o), (w, t), (o, t)))
     oo = oo.clamp_min(1e-12)
     a_H = (wt - ot * wo / oo).sum(-1) / (ww - wo.square() / oo).sum(-1).clamp_min(1e-12)
@@ -303,7 +321,10 @@ def fit_mix(mixer: Mixer, memory: MemoryOutput, window_o_BTHV: Tensor, target_BT
 def _regress(
     q_BTHD: Tensor, log_normalizer_BTH: Tensor, window_lse_BTH: Tensor, wanted_BTH: Tensor, weight_BTH: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """beta [H], gamma [H] >= 0 and c [H,D] of weight = sigmoid(gamma log m + c q / sqrt(D) + beta - window's lse)."""
+    """Logistic regression: weight = sigmoid(gamma log m + c q / sqrt(D) + beta - window's lse).
+
+    Returns beta [H], gamma [H] >= 0 and c [H,D].
+    """
     log_normalizer_HN, lse_HN = (
         x_BTH.float().flatten(0, 1).T for x_BTH in (log_normalizer_BTH.clamp_min(EMPTY), window_lse_BTH)
     )
@@ -318,7 +339,7 @@ def _regress(
     def newton(known_HNX: Tensor, at_rest_HX: Tensor) -> Tensor:
         theta_HX = at_rest_HX.clone()
         keep_X = torch.full_like(theta_HX[0], 1e-3)
-        keep_X[-1] = 1e-6  # the offset is free
+        keep_X[-1] = 1e-6  # the offset is hardly regularized
         for _ in range(NEWTON_STEPS):
             share_HN = ((known_HNX @ theta_HX[..., None])[..., 0] - lse_HN).sigmoid()
             miss_HN = weight_HN * (share_HN - wanted_HN)
@@ -330,14 +351,14 @@ def _regress(
         return theta_HX
 
     theta_HX = newton(known, at_rest)
-    # a larger normalizer must not mean less trust: such heads are fitted without it
+    # a larger normalizer must not lower the weight: heads for which it would are fitted without the normalizer
     without_HX = nnf.pad(newton(known[..., 1:], at_rest[:, 1:]), (1, 0))
     theta_HX = torch.where(theta_HX[:, :1] > 0, theta_HX, without_HX)
     return theta_HX[:, -1], theta_HX[:, 0], theta_HX[:, 1:-1]
 
 
 def _whitener(x_NKD: Tensor) -> Tensor:
-    """[K,D,D]: the symmetric matrix that brings the covariance of centred vectors close to the identity."""
+    """[K,D,D]: the symmetric matrix that brings the covariance of centered vectors close to the identity."""
     values_KD, vectors_KDD = torch.linalg.eigh((torch.einsum("nkd,nke->kde", x_NKD, x_NKD) / len(x_NKD)).double())
     scale_KD = (values_KD.clamp_min(0) + RIDGE * values_KD.mean(-1, keepdim=True)).clamp_min(1e-12).rsqrt()
     return (vectors_KDD @ (scale_KD[..., None] * vectors_KDD.mT)).float()
@@ -348,7 +369,7 @@ def _some(x_GNE: Tensor, count: int) -> Tensor:
 
 
 def _clusters(points_GNE: Tensor, count: int) -> Tensor:
-    """[G,count,E] centres of unit vectors, of length 1 (spherical k-means from evenly chosen points)."""
+    """[G,count,E]: unit-length cluster centers of unit vectors, by spherical k-means from evenly spaced points."""
     points = points_GNE.shape[1]
     first = torch.arange(count, device=points_GNE.device) * points // count % points
     centres_GFE = points_GNE[:, first]
@@ -357,12 +378,13 @@ def _clusters(points_GNE: Tensor, count: int) -> Tensor:
         sums_GFE = torch.zeros_like(centres_GFE).scatter_add_(
             1, nearest_GN[..., None].expand_as(points_GNE), points_GNE
         )
-        found_GF1 = sums_GFE.norm(dim=-1, keepdim=True) > 1e-6  # a centre that nobody is nearest to stays
+        found_GF1 = sums_GFE.norm(dim=-1, keepdim=True) > 1e-6  # a center without points stays
         centres_GFE = torch.where(found_GF1, nnf.normalize(sums_GFE, dim=-1), centres_GFE)
     return centres_GFE
 
 
 def _where(better: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """`new` where its head is better; heads of a key-value head may share one entry of `better`."""
+    """`new` for the heads where `better` is true, else `old`. Heads of a key-value head may share one entry of
+    `better`."""
     better = better.repeat_interleave(len(new) // len(better))
     return torch.where(better.view(-1, *[1] * (new.dim() - 1)), new, old)

@@ -1,9 +1,9 @@
 """The forward and backward pass of a micro-batch as one CUDA graph.
 
-A step of a small model mostly waits for launches: some forty kernels per layer, each from Python. A graph replays them
-without Python. That needs batches whose values do not decide what is run. Where documents are kept apart in their rows,
-the places where they begin decide it. Batches of other shapes have graphs of their own, which add to the same
-gradients.
+A small model spends most of a step on launches: some forty kernels per layer, each launched from Python. A graph
+replays them without Python. This requires that the values in a batch do not affect which kernels run. If the packed
+documents of a row are kept apart, they do: the document boundaries decide it. Each batch shape has its own graph, and
+all graphs add to the same gradients.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from liger_convert.model.cuda_graphs import capture
 from liger_convert.model.placing import waits
 from liger_convert.training.averaging import flat_like
 
-# A batch -> its loss, detached; adds the gradients to `.grad`.
+# Takes a batch and returns its detached loss; adds the gradients to `.grad`.
 FwdBwd = Callable[[dict[str, Tensor]], Tensor]
 
-# What transformers calls "sdpa" asks the positions, on the host, whether a row holds several documents, and then makes
-# a mask. An attention that it knows no masks of is never given one.
+# With "sdpa", transformers checks the positions on the host for rows of several documents, and then builds a mask. It
+# passes no mask to an attention implementation for which no mask function is registered.
 MASKLESS = "sdpa_of_one_document"
 AttentionInterface.register(MASKLESS, sdpa_attention_forward)
 
 
 def why_not_captured(stage: Stage, models: Iterable[Any], device: torch.device, exchanges: bool) -> str | None:
-    """Why the passes of a stage, run through `models`, cannot be one CUDA graph, or None. exchanges: whether processes
-    send each other something within them."""
+    """Why the forward and backward pass of a stage cannot be captured as one CUDA graph, or None if it can.
+
+    models: all models that the pass runs, the teacher included. exchanges: whether processes communicate within it.
+    """
     if device.type != "cuda":
         return "there is no Nvidia GPU"
     if not stage.compile:
@@ -58,11 +60,13 @@ def why_not_captured(stage: Stage, models: Iterable[Any], device: torch.device, 
 
 
 class CapturedFwdBwd:
-    """`fwd_bwd` as one CUDA graph for each of the shapes of their batches, whose rows are one document each.
+    """`fwd_bwd` as a CUDA graph, one for each batch shape. Every row of a batch must be a single document.
 
-    Gradients add up in `.grad` as they do without, until it is None again. flat: they are parts of `flats`, of which
-    `layout` tells whose gradients they are: where it is the same number, `flats` mean the same. It is 0 where there is
-    none yet, or where there are gradients beside them.
+    Gradients accumulate in `.grad` as in eager mode, until `.grad` is set to None.
+
+    flat: whether the gradients are views of the tensors in `flats`. `layout` then identifies the parameters whose
+    gradients `flats` holds: equal numbers mean equal layouts. It is 0 before the first capture, and when some gradients
+    lie outside `flats`.
     """
 
     def __init__(self, fwd_bwd: FwdBwd, parameters: list[nn.Parameter], models: list[Any], flat: bool = False):
@@ -71,11 +75,12 @@ class CapturedFwdBwd:
         self.layout = 0
         self.pool: Any = None
         self.replays: dict[tuple[torch.Size, ...], Callable[..., Tensor]] = {}
-        self.grads: dict[nn.Parameter, Tensor] = {}  # what the graphs write to, of the parameters that get a gradient
+        self.grads: dict[nn.Parameter, Tensor] = {}  # the buffers that the graphs write gradients to
 
     def capture(self, batch: dict[str, Tensor]) -> None:
-        """Makes the graph for batches like this one, if there is none; leaves parameters, gradients and random numbers
-        as they were. Raises RuntimeError where something cannot be captured, as when a value is looked at."""
+        """Captures the graph for batches of this shape, unless there is one. Leaves parameters, gradients and the
+        random state unchanged. Raises RuntimeError if something cannot be captured, such as a read of a value by the
+        host."""
         if self.knows(batch):
             return
         names, random = list(batch), torch.cuda.get_rng_state()
@@ -89,7 +94,7 @@ class CapturedFwdBwd:
             for p in self.parameters:
                 p.grad = self.grads.get(p)
             with _maskless(self.models):
-                run(*batch.values())  # finds out which parameters get a gradient at all, and compiles
+                run(*batch.values())  # a warm-up: compiles, and finds out which parameters get a gradient at all
                 self._keep_gradients()
                 self.replays[_shapes(batch)] = capture(run, tuple(batch.values()), list, self.pool)
         finally:
@@ -98,7 +103,7 @@ class CapturedFwdBwd:
             torch.cuda.set_rng_state(random)
 
     def _keep_gradients(self) -> None:
-        """Has all graphs from now on write to the gradients that there are, or to parts of `flats` in their place."""
+        """Makes all further graphs write to the existing gradients, or to views of `flats` that replace them."""
         found = {p: p.grad for p in self.parameters if p.grad is not None}
         if self.flat and not self.grads:
             parts, self.flats = flat_like(list(found.values()))
@@ -111,11 +116,11 @@ class CapturedFwdBwd:
         self.grads = found
 
     def knows(self, batch: dict[str, Tensor]) -> bool:
-        """Whether there is a graph for batches like this one."""
+        """Whether there is a graph for batches of this shape."""
         return _shapes(batch) in self.replays
 
     def __call__(self, batch: dict[str, Tensor]) -> Tensor:
-        """The loss of a batch, detached, by the graph for its shapes."""
+        """Replays the graph for this batch's shape and returns the detached loss."""
         if fresh := [grad for p, grad in self.grads.items() if p.grad is None]:
             torch._foreach_zero_(fresh)
         for p, grad in self.grads.items():
@@ -129,7 +134,7 @@ def _shapes(batch: dict[str, Tensor]) -> tuple[torch.Size, ...]:
 
 @contextlib.contextmanager
 def _maskless(models: Iterable[Any]) -> Iterator[None]:
-    """Attention of `models` that looks at no position, as each row is one document."""
+    """Context in which the attention of `models` ignores positions, since each row is one document."""
     before = [(model, model.config._attn_implementation) for model in models]
     try:
         for model, _ in before:

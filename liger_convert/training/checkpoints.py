@@ -1,4 +1,4 @@
-"""A stage's checkpoints on the disk: each complete and hashed, or not there at all; the newest two are kept."""
+"""A stage's checkpoints on disk. Each one is complete and hashed, or does not exist. The newest two are kept."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ UNFINISHED = "unfinished"  # where a checkpoint is written
 
 
 def finish(folder: Path) -> None:
-    """Gives the checkpoint below `folder`/unfinished its hashes and then its place in `folder`. Removes older ones, and
-    newer ones, which were damaged or training would have gone on from them."""
+    """Hashes the checkpoint in `folder`/unfinished, then moves it to `folder`.
+
+    Removes checkpoints beyond the newest KEPT. Also removes those of the same or a later step: they must be damaged,
+    or training would have resumed from them.
+    """
     (written,) = (folder / UNFINISHED).iterdir()
     checksums.write_sums(written)
     fsync_tree(written)
@@ -33,22 +36,22 @@ def finish(folder: Path) -> None:
 
 
 def clear_unfinished(folder: Path) -> None:
-    """Removes what a killed process had not finished writing."""
+    """Removes a checkpoint that a killed process did not finish writing."""
     shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`."""
+    """The checkpoints in `folder`, by step, newest first."""
     return sorted(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=step_of, reverse=True)
 
 
 def step_of(checkpoint: Path) -> int:
-    """The optimizer steps behind a checkpoint."""
+    """The number of optimizer steps done at a checkpoint."""
     return int(checkpoint.name.rpartition("-")[2])
 
 
 def last_good(folder: Path) -> Path | None:
-    """The newest checkpoint in `folder` whose files are what was written; warns of newer ones."""
+    """The newest checkpoint in `folder` whose hashes match, or None. Warns about newer, damaged ones."""
     for path in newest_first(folder):
         try:
             problems = checksums.problems(path, checksums.read_sums(path))

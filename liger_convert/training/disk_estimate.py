@@ -1,6 +1,6 @@
-"""Estimates of what a run writes, step by step, and of the most that lies on the disk at once.
+"""Estimates the bytes that each step of a run writes, and the peak disk usage of the run.
 
-Headers, tokenizers and logs are left out: they are small compared to any real model's weights.
+Headers, tokenizers and logs are not counted: they are small compared to the weights of any real model.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from liger_convert.config.recipe import Recipe
 from liger_convert.config.stages import AlignStage, Stage
 from liger_convert.training.memory_estimate import Sizes
 
-KEPT = 2  # checkpoints of a stage; while one more is written, they are all there
+KEPT = 2  # checkpoints of a stage; while another one is being written, all of these are still on disk
 BASE, CONVERT, MERGE, EXPORT = "base", "convert", "merge", "export"
 
 
 @dataclass(frozen=True)
 class Written:
-    """What a step writes at its peak, what it leaves of it, and the step after which that is removed (None: never)."""
+    """What a step writes, in bytes: at its peak, and what it leaves on disk.
+
+    until: the step after which that is removed; None if it never is.
+    """
 
     step: str
     peak: int
@@ -40,9 +43,12 @@ def written(
     linear: int,
     compute: torch.dtype,
 ) -> list[Written]:
-    """What each step of a run writes that writes anything to speak of, in their order. trained, started: of each stage,
-    as a `StagePlan` has them. hidden_size, linear, compute: of the base, how many layers become linear, and the dtype
-    that is computed in, for what a stage writes that trains layer by layer."""
+    """The steps of a run that write a significant amount, in order.
+
+    trained, started: one number for each stage, as in `StagePlan`. base_dtype, export_dtype: names of torch dtypes. The
+    others are for stages that train layer by layer. hidden_size: that of the base. linear: the number of layers that
+    become linear. compute: the compute dtype.
+    """
     full, numbers = 4 * (sizes.base + sizes.new), getattr(torch, base_dtype).itemsize * sizes.base
     exported = getattr(torch, export_dtype).itemsize * sizes.base + 4 * sizes.new
     steps = []
@@ -54,9 +60,9 @@ def written(
         steps.append(Written(f"data-{name}", size, size, _last_reader(recipe, name)))
     for name, stage, count, start in zip(recipe.stage_names, recipe.stages, trained, started, strict=True):
         result = full if stage.lora is None else 4 * (count + start)
-        # what is trained, Adam's two moments, and an average
+        # trained parameters, Adam's two moments, and the average of the weights
         saved, one = saves(stage), (16 if stage.ema_length else 12) * count
-        if isinstance(stage, AlignStage) and stage.layerwise:  # a layer's checkpoints, and what of all is done
+        if isinstance(stage, AlignStage) and stage.layerwise:  # one layer's checkpoints, and all layers done so far
             hidden = hidden_bytes(stage.tokens // stage.seq_len, stage.seq_len, hidden_size, compute)
             most = 4 * (count + start) + max(hidden + min(saved, KEPT + 1) * one // linear, result)
         else:
@@ -68,17 +74,21 @@ def written(
 
 
 def hidden_bytes(rows: int, seq_len: int, hidden_size: int, dtype: torch.dtype) -> int:
-    """The hidden states of these rows, before a layer and behind it, as training layer by layer keeps them."""
+    """Bytes of the hidden states of `rows` rows before and after one layer, both of which layerwise training keeps."""
     return 2 * rows * seq_len * hidden_size * dtype.itemsize
 
 
 def saves(stage: Stage) -> int:
-    """How many checkpoints a stage writes, the last one at its end; none where one would not do."""
+    """How many checkpoints a stage writes, the last one at its end. 0 if it has no more steps than `save_every`."""
     return -(-stage.steps // stage.save_every) if stage.save_every < stage.steps else 0
 
 
 def peak(steps: list[Written], *, keep_steps: bool = False, without_base: bool = False) -> int:
-    """The most bytes of a run on the disk at once. without_base: what the step `base` wrote is there already."""
+    """The peak disk usage of a run, in bytes.
+
+    keep_steps: nothing is removed during the run. without_base: the output of the step `base` already exists and is
+    not counted.
+    """
     lying: Mapping[str, Written] = {}
     most = 0
     for step in steps:
@@ -92,7 +102,7 @@ def peak(steps: list[Written], *, keep_steps: bool = False, without_base: bool =
 
 
 def _last_reader(recipe: Recipe, source: str) -> str:
-    """The step after which no other reads a source that the base wrote."""
+    """The last step that reads a source written by the base."""
     if recipe.eval.text == source:
         return "eval"
     readers = [i for i, stage in enumerate(recipe.stages, 1) if source in stage.sources]

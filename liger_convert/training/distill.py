@@ -14,7 +14,10 @@ from liger_convert.training.losses import cross_entropy, kl_divergence, next_tok
 
 
 class DistillObjective:
-    """kl_weight * KL(base || model) + ce_weight * cross-entropy on the text, summed over tokens."""
+    """kl_weight * KL(base || model) + ce_weight * cross-entropy on the text, summed over tokens.
+
+    base: the frozen teacher; None leaves out the KL term.
+    """
 
     summed = True
 
@@ -44,7 +47,11 @@ class DistillObjective:
 
 @torch.no_grad()
 def _teacher(base: Any, inputs: dict[str, Tensor | None]) -> Callable[[slice], Tensor]:
-    """What gives the base's logits of some of the tokens, [N,V]; of a sharded base they are made at once."""
+    """Runs the base and returns a function from a slice of the tokens to the base's logits for them, [N,V].
+
+    The logits are computed on demand from the hidden states. If the base's output head cannot be used by itself, as in
+    a sharded base, all logits are computed at once.
+    """
     head = OutputHead.of(base)
     if head is None:
         logits_NV: Tensor = base(**inputs, use_cache=False).logits.flatten(0, 1)

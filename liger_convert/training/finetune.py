@@ -1,4 +1,4 @@
-"""Fine-tuning: cross-entropy on the data itself. The labels say which tokens count, see `responses_only` of `pack`."""
+"""Fine-tuning: cross-entropy on the text. The labels determine which tokens count; see `responses_only` of `pack`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from liger_convert.training.losses import cross_entropy, next_tokens, summed
 
 
 class FinetuneObjective:
+    """Cross-entropy on the text, summed over the labeled tokens."""
+
     summed = True
 
     def __call__(self, model: Any, batch: dict[str, Tensor]) -> Tensor:

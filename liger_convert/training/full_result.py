@@ -1,6 +1,7 @@
-"""The full result of a stage: the whole model in float32, written a tensor at a time, also where processes share it.
+"""Writes the full result of a stage: the whole model in float32, one tensor at a time, sharded or not.
 
-These gather one tensor after the other, all in the same order. The first process writes it and the others let it go.
+If the weights are sharded, all processes gather one tensor after the other in the same order. The first process writes
+each tensor, and the others discard it.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from liger_convert.model.shards import Entry, Shard, write_shards
 from liger_convert.training.merge import Chain
 from liger_convert.utils import processes
 
-SHARD = 10**9  # bytes of a file at most, unless one tensor has more
+SHARD = 10**9  # maximum bytes per file, unless a single tensor is larger
 
 
 @torch.no_grad()
 def write_model(model: Any, folder: Path, start: Chain | None = None) -> None:
-    """Writes the weights and config of `model` to `folder`.
+    """Writes the weights (float32) and config of `model` to the new folder `folder`.
 
-    start: the model that the stage began with, where what is not trained is held in fewer digits than it is stored in:
-    it is read there. Other processes, with which this one shares the weights, call `help_to_write` then.
+    start: the model that the stage started from. It is needed if the frozen weights are held at reduced precision; they
+    are then read from there. If the weights are sharded, the other processes must call `help_to_write` meanwhile.
     """
     plain = meta_model(model.config)
     folder.mkdir()
@@ -38,7 +39,7 @@ def write_model(model: Any, folder: Path, start: Chain | None = None) -> None:
 
 @torch.no_grad()
 def help_to_write(model: Any) -> None:
-    """What the other processes do of a sharded model while the first one calls `write_model`."""
+    """The counterpart of `write_model` for a sharded model: all processes but the first call it."""
     for part in _parts(model):
         processes.barrier()
         for parameter in part.values():
@@ -47,7 +48,7 @@ def help_to_write(model: Any) -> None:
 
 
 def _parts(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
-    """The parameters of each file, by name."""
+    """The parameters by name, split into one part for each file."""
     part: dict[str, nn.Parameter] = {}
     size = 0
     for name, parameter in model.named_parameters():
@@ -68,15 +69,15 @@ def _entries(part: dict[str, nn.Parameter], plain: Any) -> list[Entry]:
 
 
 def _data(part: dict[str, nn.Parameter], plain: Any, start: Chain | None) -> Iterator[Tensor]:
-    """The tensors of a file, flat, when their turn comes."""
+    """Yields the tensors of a file in order, flattened and on the CPU."""
     if start is not None:
-        processes.barrier()  # what is written of a file may take as long as a collective waits, but not that of all
+        processes.barrier()  # per file, because writing all files may take longer than the timeout of a collective
     for name, parameter in part.items():
         if start is None or parameter.requires_grad:
             stored = _stored(name, _whole(parameter), plain)
         elif name in start.checkpoint.tensors:
             stored = _stored(name, start.read(name), plain)
-        else:  # stored in pieces, such as experts that the model has fused
+        else:  # stored as several tensors, such as experts that the model fuses
             stored = {
                 piece: start.read(piece) for piece in _stored(name, torch.empty_like(parameter, device="meta"), plain)
             }
@@ -85,12 +86,12 @@ def _data(part: dict[str, nn.Parameter], plain: Any, start: Chain | None) -> Ite
 
 
 def _whole(parameter: Tensor) -> Tensor:
-    """A parameter in float32, with all its slices."""
+    """A parameter in float32, gathered if it is sharded."""
     whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
     return whole.float()
 
 
 def _stored(name: str, tensor: Tensor, plain: Any) -> dict[str, Tensor]:
-    """A parameter as a checkpoint holds it, by name: in several tensors where the model fuses them."""
+    """The tensors, by name, that a checkpoint stores for a parameter: several if the model fuses them into one."""
     stored: dict[str, Tensor] = revert_weight_conversion(plain, {name: tensor})
     return stored

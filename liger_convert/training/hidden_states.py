@@ -1,9 +1,10 @@
-"""The hidden states of a stage's rows before one layer, on the disk: read and written a few rows at a time.
+"""The hidden states of a stage's rows before one layer, kept on disk. Read and written a few rows at a time.
 
-Rows are of equal length, so each has its place in the file, and may be written again. Each has a sum of its bits in a
-second file. It tells a row that was never written, is cut or stands in another's place, when the row is read.
+All rows have the same length, so each has a fixed place in the file and can be overwritten. A second file holds a
+checksum for each row. It is checked when the row is read, and detects rows that were never written, are truncated, or
+are in another row's place.
 
-The next rows are read, and the last ones written, by threads while the layer works. A thread holds two batches at most.
+A background thread reads ahead and writes behind while the layer computes. At most two batches wait to be written.
 
 Shapes: N rows, T tokens of a row, C hidden size.
 """
@@ -24,12 +25,15 @@ from liger_convert.utils.errors import LinearizeError
 
 SUMS = ".sums"
 SUM_BYTES = 8
-PENDING = 2  # batches that wait for the disk
+PENDING = 2  # maximum number of batches that wait to be written
 
 
 class HiddenStates:
-    """`rows` rows of `tokens` x `size` numbers of `dtype` in the file `path` and its sums, which are made where they
-    are not there. A context that closes them. pinned: read into memory that a GPU copies from by itself."""
+    """`rows` rows of [`tokens`, `size`] elements of `dtype`, in the file `path` and its checksum file.
+
+    Both files are created if they do not exist. Use it as a context manager, which closes them. pinned: read into
+    pinned memory, for asynchronous copies to a GPU.
+    """
 
     def __init__(self, path: Path, rows: int, tokens: int, size: int, dtype: torch.dtype, pinned: bool = False):
         self.path, self.rows, self.shape, self.dtype = path, rows, (tokens, size), dtype
@@ -50,8 +54,10 @@ class HiddenStates:
         os.close(self._sums)
 
     def read(self, row: int, count: int) -> Tensor:
-        """[N,T,C], on the CPU: `count` rows from `row` on; as many behind them are read ahead. Raises LinearizeError
-        for a row that is not what was written."""
+        """The `count` rows from `row` on, [N,T,C], on the CPU. The next `count` rows are then read ahead.
+
+        Raises LinearizeError for a row that does not match its checksum.
+        """
         ahead, self._ahead = self._ahead, None
         x_NTC = ahead[1].result() if ahead is not None and ahead[0] == (row, count) else self._read(row, count)
         following = row + count, min(count, self.rows - row - count)
@@ -60,8 +66,11 @@ class HiddenStates:
         return x_NTC
 
     def write(self, row: int, x: Tensor) -> None:
-        """Writes the rows from `row` on, from a tensor of any shape and device, which must not change any more. It may
-        be written later: see `flush`."""
+        """Writes rows from `row` on, from a tensor of any shape and device whose size is a whole number of rows.
+
+        The write is asynchronous, so `x` must not be modified afterwards; see `flush`. Raises ValueError if the dtype
+        is wrong.
+        """
         if x.dtype != self.dtype:
             raise ValueError(f"hidden states are {x.dtype} and should be {self.dtype}")
         while len(self._written) >= PENDING:
@@ -69,7 +78,7 @@ class HiddenStates:
         self._written.append(self._pool.submit(self._write, row, x.detach()))
 
     def flush(self) -> None:
-        """Waits until what was written is on the disk. Raises LinearizeError when that is full."""
+        """Waits until all writes are on disk (fsync). Raises LinearizeError if a write failed, as on a full disk."""
         while self._written:
             self._written.popleft().result()
         with disk_errors(self.path):
@@ -95,12 +104,12 @@ class HiddenStates:
 
 
 def sums_of(path: Path) -> Path:
-    """The file with the sums of the file `path`."""
+    """The path of the checksum file that belongs to `path`."""
     return path.with_name(path.name + SUMS)
 
 
 def _pread(descriptor: int, into: memoryview, offset: int) -> bool:
-    """Whether the file was long enough to fill `into`."""
+    """Reads from `offset` into `into`. Returns whether the file was long enough to fill it."""
     while into:
         if not (got := os.preadv(descriptor, [into], offset)):
             return False
@@ -115,8 +124,10 @@ def _pwrite(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def _sums(raw_NB: np.ndarray, row: int) -> np.ndarray:
-    """[N]: the sum of each row's bits as 64-bit words, and its number, so that no row passes for another and an
-    unwritten one, which is all zeros, for none."""
+    """[N]: each row's checksum, the sum of its 64-bit words plus its row number + 1.
+
+    The row number keeps a row from passing for another, and an unwritten row, which is all zeros, for a written one.
+    """
     words = raw_NB.shape[1] // SUM_BYTES * SUM_BYTES
     sums_N = raw_NB[:, :words].view(np.uint64).sum(1, dtype=np.uint64)
     rest_N = raw_NB[:, words:].sum(1, dtype=np.uint64)

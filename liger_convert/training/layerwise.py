@@ -1,23 +1,25 @@
-"""Alignment layer by layer: the layers of a model of any size are trained one after the other, with one layer of the
-base and the attention of one layer of the model in memory.
+"""Layerwise alignment: trains the layers of a model of any size one after the other.
 
-The layers of an alignment do not depend on each other, since each is fed the base's own activations. So here the rows
-of the stage go through the base a layer at a time. On their way a linear layer is trained on what its attention sees
-and gives, in the steps and on the rows of the stage. Their hidden states before the next layer go to the disk
-(`hidden_states.py`), and those before this one are removed once it is done.
+Only one layer of the base and the attention of one layer of the model are in memory at a time.
 
-The weights are those of an alignment of the whole model, bit for bit on a CPU in float32, with two exceptions.
-Gradients are clipped layer by layer, to `max_grad_norm` / √(linear layers): so that of all layers together is never
-above `max_grad_norm`, and one layer's outlier does not shorten the steps of the others. And what is dropped by chance,
-with `lora.dropout` or by the family itself, is other numbers.
+The layers of an alignment are independent, since each one is fed the base's own activations. So the rows of the stage
+pass through the base one layer at a time. When they reach a linear layer, its attention is trained on the inputs and
+outputs of the base's attention, with the same steps and rows as in whole-model alignment. The hidden states before the
+next layer are written to disk (`hidden_states.py`). Those before the current layer are removed once it is done.
 
-The folder `layerwise` of a stage holds, until the stage is done:
+The resulting weights equal those of whole-model alignment, bit for bit on a CPU in float32, with two exceptions:
 
-    state.json       how many layers are done, and what the statistics need of them
+- Gradients are clipped per layer, to `max_grad_norm` / √(number of linear layers). The norm over all layers therefore
+  never exceeds `max_grad_norm`, and an outlier in one layer does not shorten the steps of the others.
+- Dropout, from `lora.dropout` or from the family itself, draws other random numbers.
+
+Until the stage is done, its folder `layerwise` contains:
+
+    state.json       how many layers are done, and their statistics
     fitted/          the calibrated mixers of each linear layer
-    trained/         what was trained of each linear layer that is done
-    hidden-N, few-N  the hidden states before layer N, of all rows and of those that errors are reported on
-    checkpoints/     of the layer that is being trained
+    trained/         the trained parameters of each finished linear layer
+    hidden-N, few-N  the hidden states before layer N: of all rows, and of the rows on which errors are reported
+    checkpoints/     checkpoints of the layer that is being trained
 """
 
 from __future__ import annotations
@@ -74,10 +76,13 @@ STATE = "state.json"
 
 @dataclass
 class _State:
-    """How far a stage is. of: the stage and its rows, which a stage that goes on must have, too. done: layers. fitted,
-    embedded: whether the mixers are calibrated, and the rows on the disk. before, after: the errors of the linear
-    layers that are done. losses: by step, the sum over them. random: the state of the random numbers behind the last
-    adapters that were made."""
+    """The progress of a stage.
+
+    of: identifies the stage and its rows; a resumed stage must match it. done: the number of finished layers. fitted:
+    whether the mixers are calibrated. embedded: whether the embedded rows are on disk. before, after: the errors of the
+    finished linear layers. losses: by step, summed over those layers. trained: the number of parameters trained so far.
+    random: the random state after the last adapters were created, in base64.
+    """
 
     of: dict[str, Any]
     done: int = 0
@@ -93,7 +98,7 @@ class _State:
 
 
 class LayerwiseStage:
-    """One run of the stage `stage` in the folder `out`; the arguments are those of `run_stage`."""
+    """One run of `stage` in the folder `out`. The arguments are those of `run_stage`; `dtype` is the compute dtype."""
 
     def __init__(
         self,
@@ -124,8 +129,11 @@ class LayerwiseStage:
         self.of = {"stage": stage.model_dump(mode="json"), "shape": shape, "seed": seed, "linear": self.linear}
 
     def run(self, resume: bool) -> dict[str, Any]:
-        """Trains all layers; returns statistics. What was trained is in the folder until `save` and `clear` are called.
-        Raises BadInput where the disk has no room, LinearizeError where the training diverges."""
+        """Trains all layers and returns statistics. The trained tensors stay in the work folder until `clear`.
+
+        resume: continue from an earlier run in the same folder, instead of removing it. Raises BadInput if the disk has
+        too little space. Raises LinearizeError if training diverges, or if the earlier run is of another stage.
+        """
         if not resume:
             self.clear()
         for name in ("fitted", "trained"):
@@ -138,7 +146,7 @@ class LayerwiseStage:
             state.seconds = time.monotonic() - started
             atomic_write(self.work / STATE, json.dumps(asdict(state)))
 
-        # without a rate the mixers are not among what a LoRA stage saves, so they must stay as they are
+        # without a learning rate, a LoRA stage does not save the mixers, so they must stay unchanged
         if self.stage.calibrate and self.stage.learning_rates.mixer is not None and not state.fitted:
             self._calibrate()
             state.fitted = True
@@ -151,11 +159,11 @@ class LayerwiseStage:
             self._remove_other_states(number)
             with contextlib.ExitStack() as stack:
                 self._layer(number, state, stack)
-            gc.collect()  # a trainer refers to itself, and would stay with its layer's weights and moments
+            gc.collect()  # a trainer has reference cycles, which would keep its layer's weights and moments alive
             state.done = number + 1
             save()
             self.folder.remove(self.work / "checkpoints")
-        self._remove_other_states(self.linear[-1] + 1)  # before the result takes its room
+        self._remove_other_states(self.linear[-1] + 1)  # makes room for the result
         return {
             "seconds": round(state.seconds, 1),
             "trained_parameters": state.trained,
@@ -165,7 +173,7 @@ class LayerwiseStage:
         }
 
     def save(self, result: Path) -> None:
-        """Writes the stage's result: adapters, or the whole model, a tensor at a time."""
+        """Writes the stage's result to the new folder `result`: adapters or the whole model, one tensor at a time."""
         with atomic_dir(result) as new:
             if self.stage.lora is None:
                 (new / MODEL).mkdir()
@@ -187,13 +195,13 @@ class LayerwiseStage:
             write_file(new / ADAPTER / ADAPTER_WEIGHTS, entries, (read() for read in reads))
 
     def clear(self) -> None:
-        """Removes all that this stage has written but its result."""
+        """Removes everything that this stage has written except its result."""
         self.folder.remove(self.work)
 
     # --- the parts of a run
 
     def _layer(self, number: int, state: _State, stack: contextlib.ExitStack) -> None:
-        """Takes all rows through layer `number` of the base, and trains that of the model if it is linear."""
+        """Runs all rows through layer `number` of the base. Trains the model's layer of that number if it is linear."""
         is_last = number == self.linear[-1]
         before, few = self._states(number, stack), self._few_states(number, stack)
         after = None if is_last else self._states(number + 1, stack)
@@ -269,8 +277,10 @@ class LayerwiseStage:
         _write_tensors(self._layer_file("trained", number), _trained_tensors(student))
 
     def _student(self, number: int, state: _State) -> Any:
-        """The attention of layer `number` as the stage begins with it, with the stage's adapters. These draw the random
-        numbers that follow those of the adapters of the layers before, as in the whole model."""
+        """The attention of layer `number` with its initial weights and the stage's adapters.
+
+        The adapters continue the random number stream of the adapters of earlier layers, as in a whole model.
+        """
         student = attention_only(self.config, number)
         prefix = f"model.layers.{number}.self_attn."
         names = [name for name in self.chain.checkpoint.tensors if name.startswith(prefix)]
@@ -286,7 +296,7 @@ class LayerwiseStage:
         return student.to(self.device)
 
     def _embed(self) -> None:
-        """Writes what the first layer is given."""
+        """Writes the inputs of the first layer."""
         with contextlib.ExitStack() as stack:
             states, few = self._states(0, stack), self._few_states(0, stack)
             stack.enter_context(self.base.embeddings())
@@ -298,8 +308,10 @@ class LayerwiseStage:
             states.flush()
 
     def _calibrate(self) -> None:
-        """Fits the mixers layer by layer, each behind those fitted before it, as `calibrate` does in a whole model.
-        The rows of a fit are few, so their hidden states stay in memory."""
+        """Fits the mixers layer by layer, each on the outputs of those fitted before it, as `calibrate` does.
+
+        The fit uses few rows, so their hidden states stay in memory.
+        """
         count = -(-CALIBRATION_TOKENS // self.stage.seq_len)
         batch = collate([self.dataset.whole(i) for i in range(min(count, len(self.dataset)))])
         batch = {name: x.to(self.device) for name, x in batch.items()}
@@ -338,7 +350,7 @@ class LayerwiseStage:
         return state
 
     def _require_room(self, state: _State) -> None:
-        """Raises BadInput where the disk has no room for what is yet to be written of the hidden states."""
+        """Raises BadInput if the disk has too little space for the hidden states that are yet to be written."""
         needed = hidden_bytes(self.rows + self.few, self.dataset.seq_len, self.config.hidden_size, self.dtype)
         written = sum(path.stat().st_size for path in self.work.glob("*-*") if path.is_file())
         free = shutil.disk_usage(self.work).free
@@ -359,7 +371,7 @@ class LayerwiseStage:
         return HiddenStates(path, rows, self.dataset.seq_len, self.config.hidden_size, self.dtype, pinned)
 
     def _remove_other_states(self, number: int) -> None:
-        """Removes the hidden states before the layers before `number`."""
+        """Removes the hidden states of the layers before `number`."""
         for kind in ("hidden", "few"):
             for path in self.work.glob(f"{kind}-*[0-9]"):
                 if int(path.name.rpartition("-")[2]) < number:
@@ -373,7 +385,7 @@ class LayerwiseStage:
         return load_file(path) if path.exists() else {}
 
     def _trained(self) -> Iterator[tuple[Path, str, Callable[[], Tensor]]]:
-        """What was trained: file, name, and what reads it, of every tensor of every linear layer."""
+        """Yields the file, the name and a reading function for every trained tensor of every linear layer."""
         for number in self.linear:
             path = self._layer_file("trained", number)
             with safe_open(path, "pt") as file:
@@ -384,7 +396,7 @@ class LayerwiseStage:
     # --- rows and progress
 
     def _batches(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """The micro-batches of the stage on the device, each with its first row."""
+        """Yields the stage's micro-batches on the device, each with the index of its first row."""
         for row in range(0, self.rows, self.stage.batch_size):
             batch = collate([self.dataset[i] for i in range(row, row + self.stage.batch_size)])
             yield row, {name: x.to(self.device) for name, x in batch.items()}
@@ -399,7 +411,7 @@ class LayerwiseStage:
 
 
 def _trained_tensors(student: Any) -> dict[str, Tensor]:
-    """What a stage saves of a layer, by the names in its result."""
+    """The tensors of a layer that a stage saves, by their names in the result."""
     if isinstance(student, PeftModel):
         return get_peft_model_state_dict(student, save_embedding_layers=False)
     return {name: p for name, p in student.named_parameters() if p.requires_grad}

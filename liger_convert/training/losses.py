@@ -1,4 +1,4 @@
-"""Sums over tokens of losses on logits, in float32, without a float32 tensor of all tokens and the whole vocabulary.
+"""Losses on logits, summed over tokens in float32, without a float32 tensor of all tokens times the vocabulary.
 
 Shapes: B batch, T tokens, N = B * T, C hidden size, V vocabulary, X either of them.
 """
@@ -21,17 +21,21 @@ ChunkLoss = Callable[[Tensor, slice], Tensor]
 
 
 def next_tokens(labels_BT: Tensor, tokens: int | None = None) -> Tensor:
-    """[N]: what each position should predict: the label of the next one, none at the end of a row. tokens: how many
-    positions there are, where the labels of a shard end with the next one's first."""
+    """[N]: the target of each position, which is the label of the next position, or IGNORED at the end of a row.
+
+    tokens: the number of positions per row, if `labels_BT` has one more: with sequence parallelism, the labels of a
+    shard end with the first label of the next shard.
+    """
     return F.pad(labels_BT[:, 1:], (0, 1), value=IGNORED)[:, :tokens].flatten()
 
 
 def summed(states_NX: Tensor, chunk_loss: ChunkLoss, head: OutputHead | None = None) -> Tensor:
-    """The sum of `chunk_loss(logits[i:j], slice(i, j))` over chunks of tokens: a float32 scalar to differentiate.
+    """The sum of `chunk_loss(logits[i:j], slice(i, j))` over chunks of tokens, as a differentiable float32 scalar.
 
-    states: logits [N,V]; or with a `head` the hidden states [N,C] that it makes them of, so that there are never the
-    logits of all tokens. The gradients are computed chunk by chunk along with the loss, while the chunk is at hand: of
-    what is given in its dtype, of the head's weights added up in float32. There is no second derivative.
+    states_NX: the logits [N,V]; or, with a `head`, the hidden states [N,C] from which it computes logits chunk by
+    chunk, so that the logits of all tokens never exist at once. Gradients are computed in the forward pass, along with
+    each chunk's loss: that of `states_NX` in its dtype, those of the head's weights accumulated in float32. Second
+    derivatives are not supported.
     """
     if head is None:
         return _OfLogits.apply(states_NX, chunk_loss)
@@ -104,8 +108,8 @@ class _OfHidden(torch.autograd.Function):
 
 
 def _differentiated(logits_NV: Tensor, chunk_loss: ChunkLoss, grad_NV: Tensor, first: int = 0) -> Tensor:
-    """The sum of the losses of chunks of `logits`, the first of which are those of token `first`; writes its gradient
-    to `grad`."""
+    """The sum of the chunk losses over `logits_NV`, detached; writes its gradient to `grad_NV`. first: the index of the
+    first row of `logits_NV` among all tokens."""
     total = logits_NV.new_zeros((), dtype=torch.float32)
     size = max(1, CHUNK_LOGITS[logits_NV.device.type] // logits_NV.shape[1])
     for start in range(0, len(logits_NV), size):
@@ -123,13 +127,15 @@ def _scaled(grad_NV: Tensor, scale: Tensor) -> Tensor:
 
 
 def cross_entropy(logits_NV: Tensor, next_N: Tensor) -> Tensor:
-    """Sum over the tokens that have a next one."""
+    """Cross-entropy, summed over the tokens whose target in `next_N` is not IGNORED. A float32 scalar."""
     return _fused(_cross_entropy, logits_NV)(logits_NV, next_N)
 
 
 def kl_divergence(logits_NV: Tensor, teacher_NV: Tensor, next_N: Tensor, temperature: float) -> Tensor:
-    """Sum of KL(teacher || student) at `temperature`, times its square (which keeps the gradients' size), over the
-    tokens that have a next one."""
+    """KL(teacher || student) at `temperature`, summed over the tokens whose target in `next_N` is not IGNORED.
+
+    It is multiplied by the squared temperature, which keeps the scale of the gradients. A float32 scalar.
+    """
     return _fused(_kl_divergence, logits_NV)(logits_NV, teacher_NV, next_N, temperature)
 
 
@@ -141,7 +147,7 @@ def _kl_divergence(logits_NV: Tensor, teacher_NV: Tensor, next_N: Tensor, temper
     student_NV = F.log_softmax(logits_NV.float() / temperature, -1)
     teacher_NV = F.log_softmax(teacher_NV.float() / temperature, -1)
     kl_N = F.kl_div(student_NV, teacher_NV, log_target=True, reduction="none").sum(-1)
-    # selecting the tokens instead would make the host wait for their number
+    # masked, not indexed: indexing would make the host wait for the number of tokens
     return kl_N.masked_fill(next_N == IGNORED, 0).sum() * temperature**2
 
 
@@ -151,5 +157,5 @@ def _compiled(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _fused(loss: Callable[..., Tensor], logits_NV: Tensor) -> Callable[..., Tensor]:
-    """`loss`, on a GPU as few kernels that keep no float32 tensor of the logits' size."""
+    """`loss`, compiled on a GPU: its few fused kernels keep no float32 tensor of the logits' size."""
     return _compiled(loss) if logits_NV.is_cuda else loss

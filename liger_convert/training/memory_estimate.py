@@ -1,7 +1,7 @@
-"""Estimates of the memory at the peak of each step of a run, from a config alone. Touches no weight.
+"""Estimates the peak memory of each step of a run, in bytes, from a config alone. Reads no weights.
 
-Shapes in the formulas: C hidden size, H query heads, G key-value heads, D head size, I width of the MLP, V vocabulary,
-F feature size, N tokens of a micro batch, P parameters, T trained ones, e bytes of a number in the compute dtype.
+Symbols in the formulas: C hidden size, H query heads, G key-value heads, D head size, I MLP width, V vocabulary size,
+F feature size, N tokens of a micro-batch, P parameters, T trained parameters, e bytes per element in the compute dtype.
 `kernels/bench_plan.py` compares the estimates with measured peaks.
 """
 
@@ -19,22 +19,26 @@ from liger_convert.mixers import MIXERS, SOFTMAX, make_spec
 from liger_convert.model import head_dims, linear_layers
 from liger_convert.training.frozen import is_narrowed
 
-COPY_BYTES = 32 << 20  # what convert takes for its buffers, whatever the checkpoint
-# Logits that a loss works on at a time, by device: few enough that a chunk's float32 temporaries stay in a CPU's cache
-# (five times the speed of one pass over all of them), many enough to fill a GPU for longer than it takes to launch the
+COPY_BYTES = 32 << 20  # size of convert's buffers, independent of the checkpoint
+# Logits per chunk of a loss, by device. On a CPU, few enough that a chunk's float32 temporaries stay in the cache,
+# which is five times as fast as one pass over all logits. On a GPU, enough that a chunk takes longer than launching the
 # next.
 CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**28}
-# Logits that are made of hidden states at a time: enough for a product to be worth its pass over the head's weights.
+# Logits computed from hidden states at a time: enough to amortize reading the head's weights for each matmul.
 HEAD_LOGITS = {"cpu": 2**25, "cuda": 2**28}
-ERROR_ROWS = 4  # on which a stage's errors are reported: whatever the batch size, so that splitting one changes nothing
-CALIBRATION_TOKENS = 8192  # some thirty for each of 256 codes
-PREFILL = 2048  # tokens of a long prompt that a linearized model reads at a time
-CODED = 64  # tokens of a chunk, for each of which the kernels make one state in the backward pass
+ERROR_ROWS = 4  # rows on which a stage reports errors; fixed, so that the result does not depend on the batch size
+CALIBRATION_TOKENS = 8192  # about thirty for each of 256 codes
+PREFILL = 2048  # tokens of a long prompt that a linearized model processes at a time
+CODED = 64  # tokens per chunk; the kernels materialize one state per chunk in the backward pass
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the estimates go by: parameters of the base, of its embeddings (both ends, tied ones once), and new ones."""
+    """Parameter counts that the estimates are based on.
+
+    base: of the base model, embeddings included. embeddings: of the input and output embeddings, counted once if tied.
+    new: of the mixers.
+    """
 
     base: int
     embeddings: int
@@ -50,25 +54,27 @@ def training_bytes(
     dtype: torch.dtype,
     magnitudes: int = 0,
 ) -> dict[str, int]:
-    """The peak of a stage on `device` in the compute dtype, by what it is spent on. magnitudes: how many `dora` trains.
+    """The peak memory of a stage on `device`, in bytes, by purpose. dtype: the compute dtype. trained: T. magnitudes:
+    how many magnitudes DoRA trains.
 
-    weights      4 P, of what is frozen in the layers e; see `frozen.py`
-    base         e P_base, where it teaches
+    weights      4 P, or e for each frozen parameter of the layers; see `frozen.py`
+    base         e P_base, if the stage has a teacher
     optimizer    8 T: Adam's two moments
     average      4 T, with `ema_length`
-    gradients    4 T, where they stand beside the activations: with several micro batches a step, and in a captured
-                 graph. Else they come as the activations go, and what is counted is by how much they are more
-    copies       under autocast, what the backward pass needs of the weights in the compute dtype: e for every weight of
-                 a matrix product through which a gradient flows, unless it is held in that dtype. With checkpointing
-                 one layer and the head; and where the layers are not compiled, the trained ones, which autocast keeps
-                 until the forward pass ends
-    activations  what N tokens keep for the backward pass, see `_kept`. With checkpointing 4 C a layer and one layer
-                 in full; in alignment the attention alone, and e 2 C of targets. Of each projection with magnitudes
-                 both parts of its output, e each
-    passing      what one layer's backward pass takes for itself, see `_passing`
-    logits       of a chunk of tokens, ours, their gradient, the base's, and what the loss makes of them; of all tokens
-                 the base's hidden states and the gradient of ours, e N C each; in float32 the gradient of the head's
-                 weights, twice, where they are trained; none in alignment
+    gradients    4 T if they coexist with the activations, which they do with several micro-batches per step and in a
+                 captured graph. Otherwise they replace the activations in the backward pass, and only the excess over
+                 activations and logits counts
+    copies       under autocast, the weights that the backward pass needs in the compute dtype: e for every weight of a
+                 matmul through which a gradient flows, unless it is stored in that dtype. With gradient checkpointing,
+                 one layer and the head; if the layers are not compiled, also the trained weights, which autocast caches
+                 until the end of the forward pass
+    activations  what N tokens save for the backward pass, see `_kept`. With gradient checkpointing, 4 C per layer and
+                 one layer in full. In alignment, only the attention, plus 2 e C of targets. Each projection with
+                 magnitudes saves both parts of its output, e each
+    passing      the temporaries of one layer's backward pass, see `_passing`
+    logits       for a chunk of tokens, the student's logits, their gradient, the teacher's logits, and the temporaries
+                 of the loss; for all tokens, the teacher's hidden states and the gradient of the student's, e N C each;
+                 the float32 gradient of the head's weights, twice, if they are trained. None in alignment
     """
     compiled = stage.compile and device.type == "cuda"
     e, dims, depth = dtype.itemsize, head_dims(config), config.num_hidden_layers
@@ -113,14 +119,14 @@ def training_bytes(
 
 
 def _narrowed(stage: Stage, sizes: Sizes, trained: int) -> int:
-    """How many parameters of the layers are frozen."""
+    """The number of frozen parameters in the layers."""
     own = 0 if stage.lora is not None else _beside_mixers(stage, sizes, trained)
     own -= sizes.embeddings if "embeddings" in stage.learning_rates.trained() else 0
     return sizes.base - sizes.embeddings - own
 
 
 def _beside_mixers(stage: Stage, sizes: Sizes, trained: int) -> int:
-    """How many of the trained parameters are not the mixers'."""
+    """The number of trained parameters outside the mixers."""
     return trained - (sizes.new if "mixer" in stage.learning_rates.trained() else 0)
 
 
@@ -133,11 +139,13 @@ def layerwise_bytes(
     dtype: torch.dtype,
     magnitudes: int = 0,
 ) -> dict[str, int]:
-    """The peak of training layer by layer: that of a model of one layer, the one that takes most, of which only the
-    attention is there, and beside it
+    """The peak memory of layerwise training, in bytes, by purpose. The arguments are those of `training_bytes`.
 
+    It is that of a model which has only the most expensive layer, with these differences:
+
+    weights      only those of the attention and the mixer, 4 each
     base         e for each weight of one layer
-    hidden       e 4 N C: what the layer was given and made, and what of it waits for the disk
+    hidden       4 e N C: the layer's inputs and outputs, and the batches that wait for the disk
     """
     linear = [name for name in config.linearization["layers"] if name != SOFTMAX]
     dims, new = head_dims(config), sizes.new // len(linear)
@@ -160,7 +168,7 @@ def layerwise_bytes(
 
 
 def _of_one(config: Any, name: str) -> Any:
-    """The config of a model of one layer with the mixer `name`."""
+    """The config of a single-layer model with the mixer `name`."""
     one = copy.copy(config)
     one.num_hidden_layers, one.linearization = 1, config.linearization | {"layers": [name]}
     return one
@@ -169,12 +177,13 @@ def _of_one(config: Any, name: str) -> Any:
 def sharded_bytes(
     parts: dict[str, int], stage: Stage, config: Any, sizes: Sizes, trained: int, dtype: torch.dtype, processes: int
 ) -> dict[str, int]:
-    """`parts`, the `training_bytes` of one of so many processes, where they share the weights, see `sharding.py`.
+    """The peak memory of each of `processes` processes that shard the weights, see `sharding.py`. parts: the result of
+    `training_bytes` for one process.
 
-    weights, base, optimizer, average, gradients   a slice of what they were; what is frozen in the compute dtype
+    weights, base, optimizer, average, gradients   one process's slice; frozen weights are in the compute dtype
     copies       none: weights are gathered in the compute dtype
-    units        what is whole at a time: of the decoder layers the one that runs and the next, with the gradient of
-                 one; both ends of the model, and of the base; and the mixers
+    units        what is gathered at a time: the running decoder layer, the prefetched one, and the gradient of one; the
+                 embeddings of the model and of the base; and the mixers
     """
     e, aligns = dtype.itemsize, isinstance(stage, AlignStage)
     own = _beside_mixers(stage, sizes, trained)
@@ -192,8 +201,11 @@ def sharded_bytes(
 
 
 def gathered_bytes(stage: Stage, config: Any, dtype: torch.dtype, shards: int) -> int:
-    """What a process keeps of other shards, where so many share each row: the keys and values of the softmax layers, of
-    a model that recomputes its layers, or of a base, one at a time. stage: that of one shard's tokens."""
+    """Bytes that a process keeps from other shards if `shards` processes share each row; 0 for one shard.
+
+    They are the gathered keys and values of the softmax layers: of one layer at a time in alignment and with gradient
+    checkpointing, else of all of them, and at least of one. stage: one whose `seq_len` is that of a shard.
+    """
     dims, softmax = head_dims(config), config.linearization["layers"].count(SOFTMAX)
     at_once = 1 if stage.gradient_checkpointing or isinstance(stage, AlignStage) else max(1, softmax)
     row = 2 * dtype.itemsize * dims.kv_heads * dims.dim * stage.batch_size * stage.seq_len
@@ -201,8 +213,11 @@ def gathered_bytes(stage: Stage, config: Any, dtype: torch.dtype, shards: int) -
 
 
 def measuring_bytes(stage: Stage, config: Any, sizes: Sizes, dtype: torch.dtype, processes: int = 1) -> int:
-    """The peak of what alignment does before its first step, 0 of other stages: the fit of the mixers and the errors of
-    the layers keep what the base's layers saw and gave, on rows of their own. processes: that share the weights."""
+    """The peak memory of what alignment does before its first step, in bytes; 0 for other stages.
+
+    That is the calibration of the mixers and the measurement of each layer's error. Both keep the inputs and outputs of
+    the base's attention, on a batch of their own. processes: how many share the weights.
+    """
     if not isinstance(stage, AlignStage):
         return 0
     dims, layers = head_dims(config), config.linearization["layers"]
@@ -213,24 +228,25 @@ def measuring_bytes(stage: Stage, config: Any, sizes: Sizes, dtype: torch.dtype,
     targets = 2 * dtype.itemsize * dims.hidden * len(linear)
     one = 4 * (8 * dims.hidden + 3 * _width(config)) + max(_in_torch(config, name) for name in linear)
     weights = 4 * (sizes.base + sizes.new) + dtype.itemsize * sizes.base
-    if stage.layerwise:  # one layer of either, or the embeddings, and the hidden states before it
+    if stage.layerwise:  # one layer of each model, or the embeddings; and the hidden states before the layer
         layer = (sizes.base - sizes.embeddings) // config.num_hidden_layers
         weights = max((4 + dtype.itemsize) * layer + 4 * sizes.new // len(linear), 4 * sizes.embeddings)
         targets = 2 * dtype.itemsize * dims.hidden + 2 * (4 + dtype.itemsize) * dims.hidden
-    elif processes > 1:  # two layers and the embeddings are whole at a time
+    elif processes > 1:  # two layers and the embeddings are gathered at a time
         layer = (sizes.base - sizes.embeddings) // config.num_hidden_layers
         weights = weights // processes + 4 * (2 * layer + sizes.embeddings + sizes.new)
     return weights + tokens * (targets + one)
 
 
 def waiting_bytes(config: Any, sizes: Sizes, dtype: torch.dtype) -> int:
-    """What of a teacher can wait in the host's memory: all layers but the one that runs."""
+    """Bytes of a teacher that can be offloaded to host memory: all layers but the running one."""
     depth = config.num_hidden_layers
     return dtype.itemsize * (sizes.base - sizes.embeddings) * (depth - 1) // depth
 
 
 def inference_bytes(config: Any, sizes: Sizes, itemsize: int, cache: int) -> int:
-    """The peak of reading a long prompt: weights, cache, and what one layer takes for a piece of the prompt."""
+    """The peak memory of prefilling a long prompt, in bytes: weights, cache, and one layer's activations for a chunk of
+    the prompt. itemsize: bytes of a weight of the base. cache: bytes of the cache."""
     dims = head_dims(config)
     layer = itemsize * (4 * dims.hidden + 4 * (dims.heads + dims.kv_heads) * dims.dim + 3 * _width(config))
     layer += max(_in_torch(config, name) for name in config.linearization["layers"] if name != SOFTMAX)
@@ -238,22 +254,22 @@ def inference_bytes(config: Any, sizes: Sizes, itemsize: int, cache: int) -> int
 
 
 def _width(config: Any) -> int:
-    """The width of the MLP that one token goes through."""
+    """The width of the MLP that one token passes through: in a mixture of experts, that of all its experts together."""
     return getattr(config, "moe_intermediate_size", config.intermediate_size) * getattr(
         config, "num_experts_per_tok", 1
     )
 
 
 def _kept(stage: Stage, config: Any, name: str, e: int, device: torch.device, compiled: bool) -> int:
-    """What one token keeps in one layer for the backward pass.
+    """Bytes that one token saves in one layer for the backward pass.
 
-    stream   float32: what goes into both norms, and uncompiled what both norms make of it
-    inputs   e C, C and I: what trained products were given
-    MLP      e 2 I, uncompiled e 3 I
-    heads    queries before and after rotary, keys likewise, values, and the outputs of the window and of the memory
-    mixer    in torch its maps, gates and outputs in float32; the kernels of a codebook keep nothing more but a gate
-             per code and its logit; of a short convolution or a shift, in float32, what each tap multiplies, and of a
-             norm or gate behind the read, the read twice
+    stream   in float32, the inputs of both norms and, if not compiled, their outputs
+    inputs   e C, and if the body is trained another e C and e I: the inputs of matmuls
+    MLP      2 e I, or 3 e I if not compiled
+    heads    queries and keys before and after rotary, values, and the outputs of the window and of the memory
+    mixer    in plain torch, its feature maps, gates and outputs in float32. The kernels of a codebook save only a gate
+             per code and its logit. A short convolution or a shift saves the input of each tap, and a norm or gate
+             after the read saves the read twice, all in float32
     """
     dims, groups = head_dims(config), stage.learning_rates.trained()
     q, k = e * dims.heads * dims.dim, e * dims.kv_heads * dims.dim
@@ -269,8 +285,11 @@ def _kept(stage: Stage, config: Any, name: str, e: int, device: torch.device, co
 
 
 def _passing(config: Any, name: str, e: int, device: torch.device, aligns: bool) -> int:
-    """What one token takes while its layer is worked on backward: the gradients of its widest tensors, and of a
-    codebook's maps, which are made once more, with the states between chunks."""
+    """Bytes per token of temporaries in one layer's backward pass.
+
+    They are the gradients of the widest tensors, or those of a codebook's feature maps if larger. The maps are
+    recomputed, with the states between chunks.
+    """
     dims = head_dims(config)
     widest = e * 4 * dims.heads * dims.dim if aligns else e * 4 * _width(config)
     if name == SOFTMAX or not _fused(config, name, device):
@@ -288,31 +307,34 @@ def _states(config: Any, name: str) -> dict[str, tuple[int, ...]]:
 
 
 def _fused(config: Any, name: str, device: torch.device) -> bool:
-    """Whether the layer's maps are made inside the kernels of a codebook, and not kept."""
+    """Whether the layer's feature maps are computed inside a codebook's kernels, and not saved."""
     spec = config.linearization["mixers"][name]
     return device.type == "cuda" and spec["type"] == "gla" and spec["feature_map"] == "codebook"
 
 
 def _in_torch(config: Any, name: str) -> int:
-    """What one token keeps of a mixer whose parts are torch's, in float32: features, gates and outputs."""
+    """Bytes that one token saves in a mixer that runs in plain torch: features, gates and outputs, in float32."""
     dims, shapes = head_dims(config), _states(config, name)
     features = max((shape[-2] for state, shape in shapes.items() if state != "z"), default=0)
     return 4 * (3 * (dims.heads + dims.kv_heads) * features + 3 * dims.heads * dims.dim) if features else 0
 
 
 def _of_gates(config: Any, name: str) -> int:
-    """What one token keeps of gates beside kernels that make everything else: of one value a head, next to nothing."""
+    """Bytes that one token saves for the gates of a mixer whose kernels compute everything else.
+
+    Gates with a single value per head are not counted.
+    """
     dims, spec = head_dims(config), config.linearization["mixers"][name]
     return 8 * dims.kv_heads * spec["codes"] if spec["gate"] == "pooled" else 0
 
 
 def _of_pieces(config: Any, name: str) -> int:
-    """What one token keeps of a mixer's optional pieces."""
+    """Bytes that one token saves in a mixer's optional parts: convolutions, shifts, and norms or gates on the read."""
     dims, spec = head_dims(config), make_spec(config.linearization["mixers"][name])
     taps = spec.conv_taps + 2 * (spec.shift != "none")
     return 4 * (taps * (dims.heads + 2 * dims.kv_heads) + 2 * sum(spec.read_pieces) * dims.heads) * dims.dim
 
 
 def count(shapes: dict[str, tuple[int, ...]]) -> int:
-    """The numbers in tensors of these shapes."""
+    """The total number of elements in tensors of these shapes."""
     return sum(math.prod(shape) for shape in shapes.values())

@@ -1,4 +1,4 @@
-"""Folds what training stages learned into a linearized model, in memory or a tensor at a time."""
+"""Merges the results of training stages into a linearized model, in memory or one tensor at a time."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from liger_convert.model.shards import copied_shards, write_shards
 from liger_convert.utils.errors import BadInput, first_line
 from liger_convert.utils.progress import Report
 
-ADAPTER, MODEL = "adapter", "model"  # what a stage's result folder holds: one of the two
+ADAPTER, MODEL = "adapter", "model"  # a stage's result folder holds one of the two
 
 
 def load_chain(model_dir: Path, results: Sequence[Path] = (), dtype: Any = torch.float32) -> Any:
-    """The linearized model `model_dir` with the `results` of its stages folded in, in order, in `dtype` (`auto`: as it
-    is stored): full results take the model's place, adapters are merged into it.
+    """Loads the linearized model `model_dir` with the `results` of its stages merged in, in order.
 
-    Raises BadInput for a folder that is not a result, for an adapter that does not fit the model tensor by tensor, and
-    as `load_linearized` does. Nothing is loaded before all of them are looked at.
+    A full result replaces the model; an adapter is merged into it. dtype: of the loaded weights; `auto` keeps the
+    stored one. Raises BadInput for a folder that is not a result, for an adapter that does not match the model tensor
+    by tensor, and as `load_linearized` does. All results are checked before any weights are loaded.
     """
     model_dir, adapters = last_model(model_dir, results)
     check_folder(model_dir, linearized=True)
@@ -50,8 +50,10 @@ def load_chain(model_dir: Path, results: Sequence[Path] = (), dtype: Any = torch
 
 
 def last_model(model_dir: Path, results: Sequence[Path]) -> tuple[Path, list[Path]]:
-    """The folder of the last whole model among `model_dir` and the `results` behind it, and the adapters since. Raises
-    BadInput for a folder that is not a result, and for a model whose weights are quantised."""
+    """The folder of the last full model among `model_dir` and its `results`, and the adapters that come after it.
+
+    Raises BadInput for a folder that is not a result, and for a model with quantized weights.
+    """
     refuse_quantized(load_config(model_dir), model_dir, "merge")
     adapters: list[Path] = []
     for result in results:
@@ -65,9 +67,11 @@ def last_model(model_dir: Path, results: Sequence[Path]) -> tuple[Path, list[Pat
 
 
 def check_adapter(folder: Path, config: Any) -> tuple[Checkpoint, Any]:
-    """The adapter in `folder`: its tensors, and the model of `config`, without storage, that peft has given places for
-    them. Raises BadInput unless there is a place for every tensor, and a finite tensor of the right shape for every
-    place."""
+    """Checks the adapter in `folder` against the model of `config`.
+
+    Returns the adapter's tensors, and the model on the meta device with peft's adapter modules. Raises BadInput unless
+    the adapter has exactly the tensors that the model expects, all finite and of the right shapes.
+    """
     read_json(folder / ADAPTER_CONFIG)
     if not (folder / ADAPTER_WEIGHTS).exists():
         what = f"holds no {ADAPTER_WEIGHTS}"
@@ -78,7 +82,7 @@ def check_adapter(folder: Path, config: Any) -> tuple[Checkpoint, Any]:
     try:
         peft_config = PeftConfig.from_pretrained(str(folder))
         model = get_peft_model(meta_model(config), peft_config, low_cpu_mem_usage=True)
-    except Exception as error:  # whatever a config that is broken, or another model's, makes the library raise
+    except Exception as error:  # anything that peft raises over a broken config, or one for another model
         raise BadInput(f"{folder / ADAPTER_CONFIG}: does not fit the model: {first_line(error)}") from error
     if peft_config.is_prompt_learning:
         raise BadInput(f"{folder}: {peft_config.peft_type.value} adds a prompt and has no weights that could be merged")
@@ -89,11 +93,12 @@ def check_adapter(folder: Path, config: Any) -> tuple[Checkpoint, Any]:
 
 
 class Chain:
-    """The linearized model `model_dir` with the `results` of its stages folded in, as `load_chain` makes it, but one
-    tensor at a time. config: that of the model. checkpoint: the last whole model among them.
+    """The linearized model `model_dir` with the `results` of its stages merged in, as by `load_chain`, but read one
+    tensor at a time.
 
-    Raises BadInput as `load_chain` does, for an adapter that is no LoRA of matrices, and for one that changes a tensor
-    which is not stored: an end of the model that is tied to the other.
+    config: the model's config. checkpoint: the last full model among `model_dir` and `results`. Raises BadInput as
+    `load_chain` does, for an adapter other than LoRA on matrices, and for one that changes a tensor which is not
+    stored, such as an output embedding that is tied to the input embedding.
     """
 
     def __init__(self, model_dir: Path, results: Sequence[Path] = ()):
@@ -110,11 +115,11 @@ class Chain:
                     raise BadInput(f"{path}: {what}; give an adapter of other projections")
 
     def read(self, name: str) -> Tensor:
-        """One tensor of the model, in float32, by the name that the checkpoint stores it under."""
+        """One merged tensor, in float32. name: its name in the checkpoint."""
         return self._read(name, len(self._adapters))
 
     def _read(self, name: str, adapters: int) -> Tensor:
-        """The tensor behind so many adapters."""
+        """The tensor with the first `adapters` adapters merged in."""
         if not adapters:
             return read_finite(self.checkpoint, name).float()
         adapter = self._adapters[adapters - 1]
@@ -127,8 +132,8 @@ class Chain:
     def write(
         self, folder: Path, replaced: Mapping[str, Callable[[], Tensor]] | None = None, progress: Report | None = None
     ) -> None:
-        """Writes weights and config to `folder`, in float32. replaced: what makes a tensor, by name, in the place of
-        that of this model. No more than the tensor that is folded is held."""
+        """Writes the weights (float32) and config to `folder`. replaced: by name, functions that return tensors to
+        write instead of this model's. Only the tensor being merged is held in memory."""
         changed = {name for adapter in self._adapters for name in adapter.changed}
         made: dict[str, Callable[[], Tensor]] = {name: lambda name=name: self.read(name) for name in changed}  # type: ignore[misc]
         write_shards(copied_shards(self.checkpoint, "float32", replaced=made | dict(replaced or {})), folder, progress)
@@ -138,15 +143,15 @@ class Chain:
 
 
 class _Adapter:
-    """An adapter whose changes are made to one module at a time, by peft itself. changed: the names of the tensors of
-    the model that it changes."""
+    """An adapter that peft merges into one module at a time. changed: the names of the model's tensors that it
+    changes."""
 
     def __init__(self, folder: Path, config: Any):
         self._file, model = check_adapter(folder, config)
-        # peft's own names of what it saves; the parameters tell which is which
+        # maps each parameter to the name that peft saves it under
         saved = get_peft_model_state_dict(model, model.state_dict(keep_vars=True), save_embedding_layers=False)
         self._key = {id(parameter): key for key, parameter in saved.items()}
-        self._model = model  # keeps the parameters, and with them their ids
+        self._model = model  # keeps the parameters alive, so that their ids stay valid
         self._tuned: dict[str, Any] = {}
         self._replaced: dict[str, str] = {}
         for path, module in model.base_model.model.named_modules():
@@ -161,7 +166,7 @@ class _Adapter:
         self.changed = self._tuned.keys() | self._replaced.keys()
 
     def fold(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
-        """The tensor called `name` with this adapter in it; `read` gives tensors without it."""
+        """The tensor `name` with this adapter merged in. read: returns a tensor without it, given its name."""
         if name in self._replaced:
             return self._file.read(self._replaced[name]).float()
         module = self._tuned[name]
@@ -187,21 +192,21 @@ class _Adapter:
 
 
 def _own(path: str) -> str:
-    """The name in the plain model of what peft calls `path`."""
+    """The name in the plain model of the module or parameter that peft calls `path`."""
     return ".".join(part for part in path.replace(".modules_to_save.default", "").split(".") if part != "base_layer")
 
 
 def _is_added(path: str) -> bool:
-    """Whether a parameter is one of an adapter, which the plain model has not."""
+    """Whether a parameter belongs to an adapter and does not exist in the plain model."""
     return ".modules_to_save." not in path and ".default" in path
 
 
 def merge_results(model_dir: Path, results: Sequence[Path], out: Path, progress: Report | None = None) -> None:
-    """Writes the linearized model `model_dir` with the `results` of its stages folded in to the new folder `out`: a
-    checkpoint like `model_dir`, in float32, with its tokenizer.
+    """Merges the `results` of its stages into the linearized model `model_dir`, and writes it to the new folder `out`.
 
-    A tensor at a time, so that the model is never held, unless an adapter is of a kind that only a whole model takes.
-    Raises BadInput when `out` exists, and as `load_chain` and `Chain` do.
+    The result is a checkpoint like `model_dir`, in float32, with its tokenizer. It is written one tensor at a time,
+    without loading the model, unless an adapter is of a kind that can only be merged into a whole model. Raises
+    BadInput when `out` exists, and as `load_chain` and `Chain` do.
     """
     with atomic_dir(out) as folder:
         if all(_is_of_matrices(adapter) for adapter in last_model(model_dir, results)[1]):
@@ -214,7 +219,7 @@ def merge_results(model_dir: Path, results: Sequence[Path], out: Path, progress:
 
 
 def _is_of_matrices(folder: Path) -> bool:
-    """Whether an adapter is a LoRA of matrices, which changes a tensor by nothing but its own numbers."""
+    """Whether an adapter is LoRA on matrices only, so that each tensor can be merged by itself."""
     config = read_json(folder / ADAPTER_CONFIG)
     others = config.get("target_parameters") or config.get("trainable_token_indices")
     return config.get("peft_type") == PeftType.LORA and not others

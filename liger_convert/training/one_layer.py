@@ -1,7 +1,7 @@
-"""Models of which one layer at a time is in memory, for training layer by layer.
+"""Models with only one layer in memory at a time, for layerwise training.
 
-A `OneLayer` runs all of the family's own forward pass, which makes masks and rotary embeddings, while every layer but
-one hands on what it is given. So its layer gets what it gets in the whole model, in every family.
+A `OneLayer` runs the family's own forward pass, including its masks and rotary embeddings, with every layer but one
+replaced by the identity. So the remaining layer gets the same arguments as in the whole model, in every family.
 
 Shapes: B batch, T tokens, C hidden size.
 """
@@ -29,10 +29,10 @@ Read = Callable[[str], Tensor]
 
 
 class OneLayer:
-    """The backbone of a base or linearized model on `device`, whose embeddings or one layer are loaded at a time.
+    """The backbone of a base or linearized model on `device`. Either its embeddings or one layer are loaded at a time.
 
-    names, read: the tensors of its checkpoint, by the names that they are stored under. model: the model itself, in
-    `dtype` and without weights; what is not loaded hands on what it is given.
+    names: the names of the tensors in its checkpoint. read: returns one of them. dtype: of the loaded weights. The
+    attribute `model` is the model itself, on the meta device; layers that are not loaded pass their input through.
     """
 
     def __init__(self, config: Any, names: Iterable[str], read: Read, device: torch.device, dtype: torch.dtype):
@@ -49,19 +49,19 @@ class OneLayer:
 
     @contextlib.contextmanager
     def embeddings(self) -> Iterator[None]:
-        """In the block the embeddings are loaded, for `embed`."""
+        """Context in which the embeddings are loaded, for `embed`."""
         with self._loaded(self.backbone.embed_tokens, "model.embed_tokens."):
             yield
 
     @torch.no_grad()
     def embed(self, input_ids_BT: Tensor) -> Tensor:
-        """[B,T,C]: what the first layer is given."""
+        """[B,T,C]: the inputs of the first layer."""
         x_BTC: Tensor = self.backbone(input_ids=input_ids_BT.to(self.device), use_cache=False).last_hidden_state
         return x_BTC
 
     @contextlib.contextmanager
     def layer(self, number: int) -> Iterator[Any]:
-        """In the block this decoder layer is loaded, and the passes below go through it."""
+        """Context in which decoder layer `number` is loaded, for `run` and `targets`. Yields the layer."""
         layer = self.backbone.layers[number]
         with self._loaded(layer, f"model.layers.{number}."):
             del layer.forward
@@ -78,13 +78,13 @@ class OneLayer:
 
     @torch.no_grad()
     def run(self, x_BTC: Tensor, position_ids_BT: Tensor) -> Tensor:
-        """[B,T,C]: what the loaded layer makes of its inputs."""
+        """[B,T,C]: the output of the loaded layer for the input `x_BTC`."""
         self._given = x_BTC
         self.backbone(inputs_embeds=x_BTC, position_ids=position_ids_BT, use_cache=False)
         return self._taken()
 
     def targets(self, x_BTC: Tensor, position_ids_BT: Tensor, number: int) -> tuple[AlignTargets, Tensor]:
-        """What the attention of the loaded layer, `number`, sees and gives, and what the layer makes of its inputs."""
+        """The inputs and outputs of the attention of the loaded layer, `number`, and the layer's output [B,T,C]."""
         self._given = x_BTC
         targets = collect_align_targets(self.model, {"inputs_embeds": x_BTC, "position_ids": position_ids_BT}, [number])
         return targets, self._taken()
@@ -111,8 +111,11 @@ class OneLayer:
 
 
 class LayerObjective(AlignObjective):
-    """The loss of one layer, on rows that come one after the other from `row` on: as much of it as it is of the mean
-    over all `layers` linear layers. Hands the rows on to `after`, unless no layer follows."""
+    """The loss of layer `number`, divided by the number of linear layers, `layers`: its part of the mean over layers.
+
+    Batches must be consecutive rows from `row` on. before: the hidden states before the layer. after: where to write
+    those after it; None if no layer follows.
+    """
 
     def __init__(
         self, base: OneLayer, number: int, layers: int, before: HiddenStates, after: HiddenStates | None, row: int
@@ -128,7 +131,7 @@ class LayerObjective(AlignObjective):
         ids_BT = batch["input_ids"]
         rows = ids_BT.numel() // self.before.shape[0]
         x_NTC = self.before.read(self.row, rows).to(self.one.device, non_blocking=True)
-        x_BTC = x_NTC.view(*ids_BT.shape, -1)  # rows may be in pieces
+        x_BTC = x_NTC.view(*ids_BT.shape, -1)  # rows may be cut into pieces
         targets, output_BTC = self.one.targets(x_BTC, batch["position_ids"], self.number)
         if self.after is not None:
             self.after.write(self.row, output_BTC)
@@ -136,14 +139,16 @@ class LayerObjective(AlignObjective):
         return targets
 
     def flush(self) -> None:
-        """Waits until the rows that were handed on are on the disk."""
+        """Waits until the hidden states after the layer are on disk."""
         if self.after is not None:
             self.after.flush()
 
 
 def attention_only(config: Any, number: int) -> Any:
-    """The linearized causal language model of `config` with nothing but the attention of layer `number` in it, in
-    float32 and without storage, under the names that it has in the whole model. It can be aligned, and nothing else."""
+    """The linearized causal language model of `config`, reduced to the attention of layer `number`.
+
+    It is in float32, on the meta device, and keeps the parameter names of the whole model. It can only be aligned.
+    """
     own = copy.deepcopy(config)
     layers = config.linearization["layers"]
     only = [name if i == number else SOFTMAX for i, name in enumerate(layers)]
@@ -158,8 +163,11 @@ def attention_only(config: Any, number: int) -> Any:
 
 
 def load_tensors(model: Any, tensors: dict[str, Tensor], device: torch.device) -> None:
-    """Gives parameters of `model` the values of `tensors`, by the names that they are stored under, in their own
-    dtypes. transformers' own loading does so, which fuses what is stored apart, such as experts."""
+    """Loads `tensors` into `model` on `device`. tensors: by their names in the checkpoint.
+
+    This uses transformers' own loading, which fuses tensors that are stored separately, such as experts. Raises
+    RuntimeError if a tensor does not fit.
+    """
     mapping: Any = get_model_conversion_mapping(model)
     options = LoadStateDictConfig(device_map={"": str(device)}, dtype=model.dtype, weight_mapping=mapping)
     found, _ = convert_and_load_state_dict_in_model(model, tensors, options)

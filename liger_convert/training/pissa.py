@@ -1,14 +1,15 @@
-"""Adapters that start from the base's largest singular vectors and values (PiSSA), and end as changes of the base.
+"""PiSSA: LoRA adapters initialized from the base's principal singular values and vectors, saved as changes of the base.
 
-At the start an adapter takes its part out of the base: W = R + s B0 A0, of which A and B train and R is frozen. What is
-saved is the change s (B A - B0 A0), as a plain LoRA of twice the rank: A over A0, and B beside -B0. So every adapter of
-a chain folds into the model that its stage began with. peft has the same conversion, but drops what is saved beside the
-adapters, here the mixers, and needs the base in memory.
+At the start, the adapter's part is subtracted from the base: W = R + s B0 A0. A and B train, and R is frozen. The saved
+adapter is the change s (B A - B0 A0), as plain LoRA of twice the rank: A stacked on A0, and B next to -B0. So every
+adapter of a chain can be merged into the model that its stage started from. peft has the same conversion, but it drops
+the modules saved with the adapter, here the mixers, and needs the base in memory.
 
-A0 and B0 lie in the folder `start` beside the checkpoints until the stage is done. Another machine, or another number
-of threads, would not find the same digits again, and A and B of a checkpoint are of no use with others.
+A0 and B0 are kept in the folder `start`, next to the checkpoints, until the stage is done. The decomposition is not
+bit-reproducible on another machine or with another number of threads, and the A and B of a checkpoint are only valid
+with their own A0 and B0.
 
-Source: PiSSA (2404.02948), sections 3 and appendix C; peft.tuners.lora.
+Source: PiSSA (2404.02948), section 3 and appendix C; peft.tuners.lora.
 """
 
 from __future__ import annotations
@@ -32,24 +33,25 @@ from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import console
 
 START, FILE = "start", "adapters.safetensors"
-INIT = "pissa_niter_4"  # a randomized decomposition; the paper finds 4 iterations near the exact one
-NAME = "default"  # of the only adapter
+INIT = "pissa_niter_4"  # randomized SVD; according to the paper, 4 iterations come close to the exact one
+NAME = "default"  # peft's name of the only adapter
 
 
 @torch.no_grad()
 def start(model: Any, checkpoints: Path, *, resumes: bool) -> None:
-    """Has the plain adapters of `model` start from its base, in place. All processes of a run call it; where they share
-    the weights, the others have none yet and get those of the first.
+    """Initializes the LoRA adapters of `model` from its base, in place, and subtracts them from the base.
 
-    checkpoints: where the first process keeps what they start from. It begins with what is there where it `resumes`, as
-    the others always do.
+    All processes of a run call it. If they shard the weights, only the first has weights at this point.
+
+    checkpoints: the stage's folder of checkpoints, in which the first process stores A0 and B0. resumes: load the
+    stored A0 and B0 instead of computing them. The other processes always load them.
     """
     folder = checkpoints / START
     decomposes = not resumes and processes.is_first()
     if decomposes:
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         for name, module in _adapted(model):
-            with torch.random.fork_rng(devices):  # so that a layer's are the same without the layers before it
+            with torch.random.fork_rng(devices):  # so that a layer's adapters do not depend on earlier layers
                 torch.manual_seed(zlib.crc32(name.encode()))
                 module.pissa_init(NAME, INIT)
         checkpoints.mkdir(parents=True, exist_ok=True)
@@ -65,13 +67,13 @@ def start(model: Any, checkpoints: Path, *, resumes: bool) -> None:
             for key, part in _parts(module):
                 part.weight.copy_(file.get_tensor(f"{name}.{key}"))
             weight = module.get_base_layer().weight
-            # as peft has it, so that the digits are the same
+            # the same expression as in peft, so that the result is bit-identical
             product = module.scaling[NAME] * module.lora_B[NAME].weight @ module.lora_A[NAME].weight
             weight.copy_(weight.float() - product)
 
 
 def is_kept(checkpoints: Path) -> bool:
-    """Whether there is, undamaged, what the adapters of the checkpoints in this folder started from. Warns if not."""
+    """Whether the folder of checkpoints has an undamaged A0 and B0 of its adapters. Warns if not."""
     folder = checkpoints / START
     try:
         problems = checksums.problems(folder, checksums.read_sums(folder))
@@ -85,8 +87,10 @@ def is_kept(checkpoints: Path) -> bool:
 
 @torch.no_grad()
 def become_changes(model: Any, checkpoints: Path) -> None:
-    """Makes the trained adapters of `model` those that are saved, in place. They do not belong to its own base, so that
-    the model is good for nothing but being saved."""
+    """Turns the trained adapters of `model` into the changes that are saved, in place, with twice the rank.
+
+    They no longer belong to the model's own base R, so afterwards the model can only be saved.
+    """
     with safe_open(checkpoints / START / FILE, "pt") as file:
         for name, module in _adapted(model):
             for key, part in _parts(module):
@@ -97,12 +101,12 @@ def become_changes(model: Any, checkpoints: Path) -> None:
 
 
 def double_rank(config: LoraConfig) -> None:
-    """Makes the config of such adapters that of their changes: the scale stays."""
+    """Doubles the rank in an adapter's config, in place, and alpha as well so that the scale stays the same."""
     config.r, config.lora_alpha = 2 * config.r, 2 * config.lora_alpha
 
 
 def _adapted(model: Any) -> Iterator[tuple[str, Any]]:
-    """The projections with an adapter that has storage, by name."""
+    """Yields the name and the module of each projection whose adapter has storage."""
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer) and not module.lora_A[NAME].weight.is_meta:
             yield name, module

@@ -1,23 +1,24 @@
-"""Sequence parallelism: the rows of a batch are cut in contiguous shards, one for each process of a group.
+"""Sequence parallelism: each row of a batch is cut into contiguous shards, one for each process of a group.
 
-A shard is to a linearized layer what new tokens behind a cache are: the previous process has what stands before them.
-It passes on the keys and values of the last tokens (the halo), the sinks of the document that goes on, and the
-recurrent states. Gradients come back the same way. Every mixer scans from given states, so all work as they are, packed
-documents that cross processes included; positions and documents are known to all, as each process has the whole row's.
+A linearized layer treats a shard like new tokens after a cache: the previous process holds what comes before them. That
+process sends the keys and values of its last tokens (the halo), the sinks of the document that continues, and the
+recurrent states. Gradients travel back the same way. Every mixer can scan from given initial states, so all work
+unchanged, also with packed documents that span processes. Each process has the positions and documents of whole rows.
 
-States are passed on and not gathered. A process scans a layer when the one before it has, which is in the next part of
-the model by then. So each lags behind its neighbour by one layer's scan, not by that of all layers. Softmax layers wait
-for all processes, as do layers that are recomputed in the backward pass: these pay the lag each time. To gather a decay
-and a state of each process (LASP-2) would cost every layer a second pass over its keys, codebook included, and need the
-transition of each recurrence, which for the delta rule is a matrix.
+States are passed from neighbor to neighbor, not gathered. A process scans a layer after its left neighbor has, while
+that neighbor proceeds to the next part of the model. So each process lags its neighbor by the scan of one layer, not of
+all layers. Softmax layers synchronize all processes, and so do layers that are recomputed in the backward pass; each of
+these pays the full lag. Gathering the decay and state of each process (LASP-2) would cost every layer a second pass
+over its keys, codebook included. It would also need the transition of each recurrence, which is a matrix for the delta
+rule.
 
-Softmax layers, and the base, gather the keys and values of all shards, and their queries see those up to their own. To
-exchange heads for tokens (Ulysses) would balance the work, of which the last process has the most. But it asks for
-key-value heads that divide among the processes, and moves queries and outputs, too: with R queries for each key it
-moves less only among more than R + 1 processes.
+Softmax layers, and the base, all-gather the keys and values of all shards; queries attend to those up to their own.
+Exchanging heads for tokens with an all-to-all (Ulysses) would balance the work, of which the last process has the most.
+But it requires that the key-value heads divide among the processes, and it also moves queries and outputs: with R query
+heads per key-value head, it moves less data only with more than R + 1 processes.
 
-All processes of a group build the same graph: the first one receives zeros, and the last one's gradients from beyond
-are zeros. So their backward passes send and receive in one order.
+All processes of a group build the same autograd graph: the first one receives zeros as input, and the last one zeros as
+gradients. So all backward passes send and receive in the same order.
 
 Sources: LASP (2404.02882), LASP-2 (2502.07563), DeepSpeed-Ulysses (2309.14509).
 
@@ -51,12 +52,12 @@ from liger_convert.model.sequence import Positions, SequenceMetadata, Sinks, Win
 from liger_convert.utils import processes
 from liger_convert.utils.errors import BadInput
 
-ATTENTION = "of_sequence_shards"  # what transformers calls the attention of the softmax layers
-IN_FLIGHT = 8  # tensors that a process has sent and may still hold
+ATTENTION = "of_sequence_shards"  # the name under which the softmax layers' attention is registered in transformers
+IN_FLIGHT = 8  # maximum number of unfinished sends whose tensors a process keeps
 
 
 def check(stage: Stage, config: Any, shards: int) -> None:
-    """Raises BadInput where the stage's rows cannot be cut in so many shards. config: of the linearized model."""
+    """Raises BadInput if the stage's rows cannot be cut into `shards` shards. config: of the linearized model."""
     if shards == 1:
         return
     used = set(config.linearization["layers"]) - {SOFTMAX}
@@ -89,14 +90,14 @@ def check(stage: Stage, config: Any, shards: int) -> None:
 
 
 def group_of(device: torch.device, shards: int) -> Group:
-    """This process's group, of so many that follow each other: on one machine where there is room. All call it."""
-    PartialState(cpu=device.type == "cpu")  # makes them processes of one run where they are none yet
+    """This process's group of `shards` consecutive ranks, so on one machine if they fit there. A collective call."""
+    PartialState(cpu=device.type == "cpu")  # initializes torch.distributed if necessary
     names = ("rows", "sequence")
     return Group(init_device_mesh(device.type, (processes.count() // shards, shards), mesh_dim_names=names)["sequence"])
 
 
 class Group:
-    """The processes that share the rows of a batch, in the order of their shards. mesh: one dimension of theirs."""
+    """The processes that share the rows of a batch, in the order of their shards. mesh: their one-dimensional mesh."""
 
     def __init__(self, mesh: DeviceMesh):
         self.group, self.rank, self.size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
@@ -104,8 +105,11 @@ class Group:
         self._sent: deque[tuple[Any, Tensor]] = deque()
 
     def cut(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        """This process's tokens of whole rows. `metadata` is the model's; `labels` have one more, the next shard's
-        first."""
+        """Cuts this process's shard out of a batch of whole rows.
+
+        The result also has the shard's `metadata` for the model. Its `labels` have one more token, the first of the
+        next shard.
+        """
         ids_BT = batch["input_ids"]
         row = SequenceMetadata.build(ids_BT, batch.get("position_ids"), None)
         self.shard = Shard(row, self)
@@ -116,7 +120,7 @@ class Group:
         return cut
 
     def install(self, model: Any) -> None:
-        """Has the softmax layers of `model`, a base or a linearized model, see the other shards' keys and values."""
+        """Makes the softmax layers of `model`, a base or a linearized model, attend to all shards. Changes `model`."""
         windows = own_windows(model.config)
         for layer, window in zip(model.model.layers, windows, strict=True):
             if not isinstance(layer.self_attn, LinearizedAttention):
@@ -124,13 +128,13 @@ class Group:
         model.set_attn_implementation(ATTENTION)
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum over the group, without gradients."""
+        """The sum of `x` over the group (all-reduce), without gradients."""
         x = x.detach().clone()
         dist.all_reduce(x, group=self.group)
         return x
 
     def send(self, x: Tensor, to: int) -> None:
-        """To the process that is `to` places to the right, if there is one."""
+        """Sends `x` asynchronously to the process `to` ranks to the right, if there is one."""
         if 0 <= self.rank + to < self.size:
             x = x.contiguous()
             self._sent.append((dist.isend(x, group=self.group, group_dst=self.rank + to), x))
@@ -138,8 +142,8 @@ class Group:
                 self._sent.popleft()[0].wait()
 
     def receive(self, like: Tensor, source: int) -> Tensor:
-        """What the process `source` places to the right has sent, of the shape and dtype of `like`; zeros where there
-        is none."""
+        """The tensor that the process `source` ranks to the right has sent, with the shape and dtype of `like`. Zeros
+        if there is no such process."""
         if not 0 <= self.rank + source < self.size:
             return torch.zeros_like(like)
         found = torch.empty_like(like, memory_format=torch.contiguous_format)
@@ -148,7 +152,7 @@ class Group:
 
 
 class Shard(SequenceMetadata):
-    """The metadata of this process's tokens of a row, whose documents are counted from that of its first token on."""
+    """The metadata of this process's shard. Its documents are numbered from that of the shard's first token."""
 
     def __init__(self, row: SequenceMetadata, group: Group):
         tokens = row.tokens // group.size
@@ -171,7 +175,8 @@ class Shard(SequenceMetadata):
         return super()._for_window(cache_window, sinks, before)
 
     def _segments(self, tokens: int, back: int = 0, missing: int = 0) -> Tensor | None:
-        """The documents of `tokens` tokens and of `back` before them, of which the first are `missing`."""
+        """The documents of the shard's first `tokens` tokens, and of the `back` tokens before the shard. The first
+        `missing` of the latter lie before the row and get -1. None if rows are single documents."""
         of_row = self.row.segment_ids_BT
         if of_row is None:
             return None
@@ -184,21 +189,20 @@ class Shard(SequenceMetadata):
 
 
 class Before:
-    """What stands before a shard, in the place of a layer's cache: the previous process has it. What a layer writes
-    here goes to the next process."""
+    """Takes the place of a layer's cache: reads come from the previous process, and writes go to the next one."""
 
     static = fused = False
-    positions = None  # the shard knows them
+    positions = None  # the shard has them
 
     def __init__(self, shard: Shard, group: Group):
         self.shard, self.group = shard, group
 
     def extend(self, name: str, new: Tensor, window: WindowMetadata) -> Tensor:
-        """[B,S,...]: the halo, then `new` [B,T,...]."""
+        """[B,S,...]: the halo from the previous process, followed by `new` [B,T,...]."""
         return torch.cat((_Halo.apply(new, window.cache_window, self.group), new), 1) if window.cache_window else new
 
     def read_sinks(self, name: str, new_BTGD: Tensor, sinks: Sinks) -> Tensor:
-        """[B,M,G,D]: the keys or values of the sinks of the document that goes on, then zeros for others'."""
+        """[B,M,G,D]: the keys or values of the continued document's sinks, then zeros for those of other documents."""
         assert sinks.index_BM is not None
         all_sinks = sinks.index_BM.shape[1]
         count = all_sinks // self.shard.documents
@@ -206,7 +210,7 @@ class Before:
         return F.pad(received, (0, 0, 0, 0, 0, all_sinks - count))
 
     def write_sinks(self, name: str, tokens_BMGD: Tensor) -> Tensor:
-        """Passes on those of the last document; returns all, to go on with."""
+        """Sends the sinks of the last document to the next process. Returns all sinks, [B,M,G,D], for further use."""
         count, segments = tokens_BMGD.shape[1] // self.shard.documents, self.shard.segment_ids_BT
         last_BM = torch.arange(count, device=tokens_BMGD.device).expand(len(tokens_BMGD), -1)
         if segments is not None:
@@ -215,7 +219,7 @@ class Before:
         return _Send.apply(tokens_BMGD, tokens_BMGD.gather(1, index), self.group)
 
     def read_states(self, mixer: Mixer) -> dict[str, Tensor]:
-        """The states of the document that goes on, zeros where one begins: float32, by name."""
+        """The states of the continued document by name, in float32; zeros for rows in which a document begins here."""
         shapes, position_BT = mixer.cached_states(mixer.spec, mixer.dims), self.shard.position_BT
         sizes = [torch.Size(shape).numel() for shape in shapes.values()]
         if not sizes:
@@ -226,7 +230,7 @@ class Before:
         return {name: piece.unflatten(1, shape) for (name, shape), piece in zip(shapes.items(), pieces)}
 
     def write_states(self, states: dict[str, Tensor], read: Tensor, mixer: Mixer) -> Tensor:
-        """Passes on the states; returns what was read with them, to go on with."""
+        """Sends the states to the next process. Returns `read`, the memory's output, for further use."""
         names = mixer.cached_states(mixer.spec, mixer.dims)
         if not names:
             return read
@@ -261,7 +265,7 @@ class _Halo(torch.autograd.Function):
 
 
 class _Receive(torch.autograd.Function):
-    """What the previous process sends. anchor: what makes it a part of the graph, in every process alike."""
+    """The tensor that the previous process sends. anchor: a dummy that makes this part of every process's graph."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, like: Tensor, group: Group) -> Tensor:
@@ -275,7 +279,7 @@ class _Receive(torch.autograd.Function):
 
 
 class _Send(torch.autograd.Function):
-    """`carrier`, when `x` is on its way to the next process: with its gradient that of `x` is waited for."""
+    """Sends `x` to the next process and returns `carrier` unchanged. Its backward pass receives the gradient of `x`."""
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, x: Tensor, group: Group) -> Tensor:
@@ -289,7 +293,7 @@ class _Send(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """[N,...]: the tensor of each process; each gets the sum of all gradients of its own."""
+    """[N,...]: the tensors of all N processes (all-gather). The backward pass reduce-scatters the gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -317,12 +321,12 @@ def _attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention of a softmax layer, over all shards. It goes by documents and the base's own window, and
-    is given no mask."""
+    """An attention function for transformers: a softmax layer over all shards. It uses the shard's documents and the
+    base's own window, and gets no mask."""
     group, window = module.of_group
     if torch.is_autocast_enabled(q_BHTD.device.type):
-        # which turned queries and keys to float32: it sees no attention with a bias like the one below, and no fused
-        # kernel takes float32
+        # autocast left queries and keys in float32: it does not recognize attention with a bias like the one below,
+        # and no fused kernel takes float32
         dtype = torch.get_autocast_dtype(q_BHTD.device.type)
         q_BHTD, k_BGTD, v_BGTD = q_BHTD.to(dtype), k_BGTD.to(dtype), v_BGTD.to(dtype)
     end = (group.rank + 1) * q_BHTD.shape[2]
@@ -331,7 +335,7 @@ def _attention(
     k_BSGD, v_BSGD = kv_BSGX.split([k_BGTD.shape[-1], v_BGTD.shape[-1]], -1)
     segments = group.shard.row.segment_ids_BT
     if segments is None and window is None and softcap is None:
-        # the fused kernels for the longest rows, which no torch op with scores of its own could hold
+        # fused kernels, for the longest rows: an op that materializes the scores would run out of memory
         bias = causal_lower_right(q_BHTD.shape[2], end)
         k_BGSD, v_BGSD = k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2)
         o_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BGSD, v_BGSD, attn_mask=bias, scale=scaling, enable_gqa=True)

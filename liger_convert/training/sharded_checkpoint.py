@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint whose weights are sharded: every process writes and reads its own slices.
+"""Sharded checkpoints: every process writes and reads its own slices of the tensors.
 
-torch.distributed.checkpoint (DCP) stores slices with their places, so that any number of processes reads what any
-number wrote, sharded or not. A checkpoint of whole tensors is read by sharded processes as well, each its slices.
+torch.distributed.checkpoint (DCP) stores each slice with its offset, so that any number of processes can read what any
+other number wrote, sharded or not. Sharded processes can also read a checkpoint of whole tensors, each its own slices.
 
 Names: `weights.P`, `average.P`, and `optimizer.P.S` for each state S of parameter P.
 """
@@ -20,18 +20,18 @@ from torch.distributed import checkpoint as dcp
 from liger_convert.training.sharding import copy_whole
 from liger_convert.utils import processes
 
-FOLDER = "shards"  # in a checkpoint
+FOLDER = "shards"  # inside a checkpoint
 
 
 def is_sharded(checkpoint: Path) -> bool:
-    """Whether a checkpoint's tensors are slices."""
+    """Whether a checkpoint is sharded."""
     return (checkpoint / FOLDER).is_dir()
 
 
 def save(
     checkpoint: Path, trained: Mapping[str, nn.Parameter], optimizer: Any, average: Mapping[str, Tensor] | None
 ) -> None:
-    """Writes what is trained, the optimizer's states of it, and an average. All processes call it."""
+    """Writes the trained parameters, their optimizer states, and the average if there is one. A collective call."""
     states = {
         f"optimizer.{name}.{state}": value
         for name, parameter in trained.items()
@@ -46,12 +46,12 @@ def names(checkpoint: Path) -> list[str]:
 
 
 def load_weights(checkpoint: Path, trained: Mapping[str, nn.Parameter], average: Mapping[str, Tensor] | None) -> None:
-    """Reads what is trained, and an average, in place."""
+    """Reads the trained parameters, and the average if there is one, in place."""
     _load(checkpoint, _weights(trained, average))
 
 
 def load_optimizer(checkpoint: Path, trained: Mapping[str, nn.Parameter], optimizer: Any) -> None:
-    """Reads the optimizer's states. The learning rates are the scheduler's."""
+    """Reads the optimizer states into `optimizer`. The learning rates are restored by the scheduler."""
     stored = set(names(checkpoint))
     states: dict[str, Tensor] = {}
     for name, parameter in trained.items():
@@ -64,9 +64,11 @@ def load_optimizer(checkpoint: Path, trained: Mapping[str, nn.Parameter], optimi
 
 
 def load_whole_optimizer(file: Path, parameters: Sequence[nn.Parameter], optimizer: Any) -> None:
-    """Reads an optimizer's states of whole tensors, of which each process takes its slices, or all. parameters: in the
-    order in which the optimizer that wrote them had them. They come from the mapped file: beside the states themselves
-    no memory is held that could not be given back."""
+    """Reads unsharded optimizer states from `file` into `optimizer`; each process keeps its own slices, if sharded.
+
+    parameters: in the order of the optimizer that wrote the file. The file is memory-mapped, so beyond the states
+    themselves only reclaimable memory is used.
+    """
     saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     for number, parameter in enumerate(parameters):
         for state, whole in saved["state"].get(number, {}).items():
@@ -76,7 +78,7 @@ def load_whole_optimizer(file: Path, parameters: Sequence[nn.Parameter], optimiz
 
 
 def _like(parameter: nn.Parameter, state: str) -> Tensor:
-    """An empty state of a parameter: of its shape, but for Adam's count of steps."""
+    """A zero-filled optimizer state of a parameter, of its shape; Adam's `step` is a scalar."""
     if state == "step":
         return torch.zeros((), dtype=torch.float32, device=parameter.device)
     return torch.zeros_like(parameter, requires_grad=False)
@@ -89,5 +91,5 @@ def _weights(trained: Mapping[str, nn.Parameter], average: Mapping[str, Tensor] 
 
 def _load(checkpoint: Path, tensors: dict[str, Any]) -> None:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be with one process
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended with one process
         dcp.load(tensors, checkpoint_id=checkpoint / FOLDER, no_dist=processes.count() == 1)

@@ -1,15 +1,16 @@
-"""Sharded weights: each process of a stage holds a slice of every tensor, its gradient and its moments (FSDP2).
+"""Sharded weights (FSDP2): each process of a stage holds a slice of every tensor, of its gradient and of its moments.
 
-A decoder layer is a unit: its weights are gathered when it runs, forward and backward, and given up behind it. Its
-mixer is a unit of its own, as it computes in float32 where the base's weights are gathered in the compute dtype.
-Gradients are reduced in float32. An alignment runs the attention of the linearized layers and nothing around it, so
-there each attention is a unit, too: the gathering is done by hooks of the module that is called.
+Each decoder layer is a unit. Its weights are gathered when it runs, forward and backward, and freed afterwards. Its
+mixer is a unit of its own, because it computes in float32, while the base's weights are gathered in the compute dtype.
+Gradients are reduced in float32. Alignment runs only the attention of the linearized layers, so there each attention is
+also a unit: FSDP gathers weights in hooks of the module that is called.
 
-`fully_shard` is called here and not left to accelerate's plugin, which is off on a CPU, where the tests run, wraps by
-the names of classes, and knows no unit of another dtype. transformers' own sharded loading cannot resume a training.
+`fully_shard` is called here instead of through accelerate's plugin. The plugin is disabled on a CPU, where the tests
+run, wraps modules by class name, and does not support units of different dtypes. transformers' own sharded loading
+cannot resume training.
 
-The first process reads the weights and sends them unit by unit, so that no GPU holds more than one whole unit, and the
-memory of the machine holds the model once. The others begin with a model that has no storage.
+The first process reads the weights and broadcasts them unit by unit. So no GPU holds more than one whole unit, and the
+machine's memory holds the model only once. The other processes start from a model on the meta device.
 
 Sources: fully sharded data parallelism (FSDP, 2304.11277; ZeRO, 1910.02054), torch.distributed.fsdp.fully_shard.
 """
@@ -36,14 +37,17 @@ from liger_convert.utils import processes
 
 
 def mesh_of(device: torch.device) -> DeviceMesh:
-    """All processes of the run, in one row. All call it."""
-    PartialState(cpu=device.type == "cpu")  # makes them a group where they are none yet
+    """The one-dimensional mesh of all processes of the run. A collective call."""
+    PartialState(cpu=device.type == "cpu")  # initializes torch.distributed if necessary
     return init_device_mesh(device.type, (processes.count(),))
 
 
 def why_not_sharded(stage: Stage, dtype: torch.dtype) -> str | None:
-    """Why processes that compute in `dtype` cannot share the weights of this stage, beginning with the field; None if
-    they can. Each row's magnitude is divided by its size, and gathered in bfloat16 both are off by up to 0.4%."""
+    """Why the weights of this stage cannot be sharded when computing in `dtype`; None if they can. The sentence begins
+    with the name of the field.
+
+    DoRA divides each row's magnitude by the row's norm. Gathered in bfloat16, both would be off by up to 0.4%.
+    """
     if stage.lora is None or stage.lora.variant != "dora" or dtype == torch.float32:
         return None
     rounded = f"dora's magnitudes would be rounded to {str(dtype).removeprefix('torch.')}"
@@ -51,20 +55,21 @@ def why_not_sharded(stage: Stage, dtype: torch.dtype) -> str | None:
 
 
 def without_weights(config: Any, dtype: torch.dtype | None = None) -> Any:
-    """The causal language model of `config` in the mode of evaluation; its parameters, of `dtype` where that is given,
-    have no storage."""
-    with init_empty_weights(include_buffers=False):  # buffers follow from the config
+    """The causal language model of `config` in evaluation mode, with parameters on the meta device. dtype: of the
+    parameters; None leaves it to the config."""
+    with init_empty_weights(include_buffers=False):  # buffers are computed from the config
         options = attention_option(config) | ({} if dtype is None else {"dtype": dtype})
         model = AutoModelForCausalLM.from_config(config, **options)
-    model.tie_weights()  # which the line above undid
+    model.tie_weights()  # init_empty_weights unties them
     return model.eval()
 
 
 def shard_student(model: Any, mesh: DeviceMesh, dtype: torch.dtype, *, aligns: bool) -> Any:
-    """Shards the model that a stage trains, in place, and returns it. Its adapters are there, and what is frozen has no
-    gradient. All processes call it; the weights are those of the first.
+    """Shards the model that a stage trains, in place, and returns it. A collective call.
 
-    What is frozen is held in the compute dtype, but for the mixers; what is trained in float32.
+    The model must already have its adapters, and its frozen parameters must not require gradients. The first process's
+    weights are used. Frozen parameters outside the mixers are stored in the compute dtype `dtype`; all others are
+    stored in float32. aligns: whether the stage is an alignment.
     """
     whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     for name, parameter in model.named_parameters():
@@ -74,26 +79,28 @@ def shard_student(model: Any, mesh: DeviceMesh, dtype: torch.dtype, *, aligns: b
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        # the sum that layers add to stays in float32, as without sharding
+        # the residual stream stays in float32, as without sharding
         whole.get_input_embeddings().register_forward_hook(lambda _module, _args, output: output.float())
     linear = linear_layers(whole.config)
     for i, layer in enumerate(whole.model.layers):
         if i in linear:
-            # small, so it stays gathered until its backward pass
+            # it is small, so it stays gathered until its backward pass
             mixer = getattr(layer.self_attn, MIXER_MODULE)
             _unit([mixer], mesh, MixedPrecisionPolicy(cast_forward_inputs=False), reshard_after_forward=False)
             if aligns:
                 _unit([layer.self_attn], mesh, policy)
         _unit([layer], mesh, policy)
-    if aligns:  # never runs them, so they are never gathered
+    if aligns:  # alignment does not run these, so they are never gathered
         _unit([whole.get_input_embeddings(), whole.get_output_embeddings()], mesh, policy)
     _unit([model], mesh, policy, reshard_after_forward=aligns)
     return model
 
 
 def shard_base(base: Any, mesh: DeviceMesh, *, aligns: bool) -> Any:
-    """Shards the frozen teacher, in place, in the dtypes it has, and returns it. All processes call it. With `aligns`
-    its head, which alignment does not run, stays where it is."""
+    """Shards the frozen teacher, in place and in its own dtypes, and returns it. A collective call.
+
+    aligns: whether the stage is an alignment. That does not run the teacher's head, which is then left as it is.
+    """
     _take_dtypes(base)
     for layer in base.model.layers:
         _unit([layer], mesh)
@@ -102,8 +109,11 @@ def shard_base(base: Any, mesh: DeviceMesh, *, aligns: bool) -> Any:
 
 
 def shard_to_calibrate(model: Any, mesh: DeviceMesh) -> Any:
-    """Shards the backbone of the linearized `model`, in place, in float32, and returns the model. Each process has the
-    mixers in full, to be fitted by all alike. The head, which a fit does not run, stays where it is."""
+    """Shards the backbone of the linearized `model`, in place, and returns the model. A collective call.
+
+    The mixers are replicated, and each process fits all of them. Calibration does not run the head, which is left as it
+    is.
+    """
     _take_dtypes(model)
     for layer in model.model.layers:
         _place([layer], mesh)
@@ -114,13 +124,13 @@ def shard_to_calibrate(model: Any, mesh: DeviceMesh) -> Any:
 
 
 def mixers_of(model: Any) -> dict[str, Tensor]:
-    """The mixers' parameters, by name, where each process has them in full."""
+    """Copies of the mixers' parameters on the CPU, by name. The mixers must not be sharded."""
     return {name: p.detach().cpu() for name, p in model.named_parameters() if f".{MIXER_MODULE}." in name}
 
 
 def give_up(model: nn.Module) -> None:
-    """Has each process hold its slices only, after a forward pass with no backward pass behind it; nothing for a model
-    that is not sharded."""
+    """Frees the gathered weights, for use after a forward pass without a backward pass. Does nothing if the model is
+    not sharded."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -128,9 +138,9 @@ def give_up(model: nn.Module) -> None:
 
 @torch.no_grad()
 def gather_trained(model: Any, into: nn.Module) -> None:
-    """Copies what is trained of the sharded `model`, one whole tensor at a time, to a plain one of the same names that
-    has no storage: in the first process. All call it."""
-    processes.barrier()  # the first may have read for longer than a collective waits
+    """Gathers the trained parameters of the sharded `model`, one at a time, and stores them in `into` in the first
+    process. A collective call. into: an unsharded model on the meta device with the same parameter names."""
+    processes.barrier()  # the first process may have been reading for longer than the timeout of a collective
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             full = parameter.full_tensor()
@@ -141,11 +151,11 @@ def gather_trained(model: Any, into: nn.Module) -> None:
 
 @torch.no_grad()
 def copy_whole(into: Tensor, whole: Tensor) -> None:
-    """Copies a tensor, of which `into` may be sharded; then this process takes its slice."""
+    """Copies the unsharded tensor `whole` to `into`. If `into` is sharded, copies only this process's slice."""
     if not isinstance(into, DTensor):
         into.copy_(whole)
         return
-    slices = whole.chunk(into.device_mesh.size(), 0)  # as FSDP2 cuts: the last processes may have none
+    slices = whole.chunk(into.device_mesh.size(), 0)  # like FSDP2; the last processes may get nothing
     rank = into.device_mesh.get_local_rank()
     if rank < len(slices):
         into.to_local().copy_(slices[rank])
@@ -158,7 +168,7 @@ def _unit(
     *,
     reshard_after_forward: bool | None = None,
 ) -> None:
-    """Makes `modules` a unit of what in them belongs to none yet."""
+    """Makes one FSDP unit of the parameters in `modules` that do not belong to a unit yet."""
     _place(modules, mesh)
     options: dict[str, Any] = {} if policy is None else {"mp_policy": policy}
     given: Any = modules[0] if len(modules) == 1 else list(modules)
@@ -166,15 +176,16 @@ def _unit(
 
 
 def _take_dtypes(model: nn.Module) -> None:
-    """Gives parameters without storage the dtypes that the first process has loaded."""
-    processes.barrier()  # it may read for longer than a collective waits
+    """Casts all parameters to the dtypes that they have in the first process, which has loaded the weights."""
+    processes.barrier()  # the first process may read for longer than the timeout of a collective
     (dtypes,) = broadcast_object_list([{name: p.dtype for name, p in model.named_parameters()}])
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(dtypes[name])
 
 
 def _place(modules: Sequence[nn.Module], mesh: DeviceMesh) -> None:
-    """Brings what is not sharded yet to the device, with the values of the first process; tied weights stay tied."""
+    """Moves parameters that are not sharded yet, and buffers, to the device, with the first process's values. Tied
+    weights stay tied."""
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     placed: dict[nn.Parameter, nn.Parameter] = {}
     for module in (inner for outer in modules for inner in outer.modules()):

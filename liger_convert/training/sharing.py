@@ -1,4 +1,4 @@
-"""How the processes of a run share the rows of an optimizer step, which are the same at any number of processes."""
+"""How the processes of a run share the rows of an optimizer step. The step's rows do not depend on their number."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from liger_convert.utils.errors import BadInput
 
 
 def share(stage: Stage, processes: int, shards: int = 1) -> tuple[int, int]:
-    """Rows of a micro-batch and micro-batches of a step of each one of so many processes, of which `shards` that follow
-    each other have the same rows.
+    """Returns (rows of a micro-batch, micro-batches of a step) for each process. Each group of `shards` consecutive
+    processes gets the same rows.
 
-    Whole micro-batches are shared first, as a step of fewer ones is as good as it was; then the rows of one. Raises
-    BadInput where they do not divide, and for a stage that trains layer by layer.
+    The micro-batches of a step are divided among the processes first, since gradient accumulation is then shorter at
+    the same efficiency; then the rows of a micro-batch. Raises BadInput if they do not divide evenly, and for a
+    layerwise stage with several processes.
     """
     if processes > 1 and isinstance(stage, AlignStage) and stage.layerwise:
         raise BadInput(f"align: layerwise trains on one GPU, not on {processes}; leave it out and set sharding: full")
@@ -35,7 +36,7 @@ def share(stage: Stage, processes: int, shards: int = 1) -> tuple[int, int]:
 
 
 def steps_of(stage: Stage, dataset: PackedDataset | MixedDataset) -> int:
-    """The optimizer steps that the rows of a stage give. Raises BadInput where they are less than one."""
+    """The number of optimizer steps for the rows of a stage. Raises BadInput if it is 0."""
     steps = len(dataset) // (stage.batch_size * stage.grad_accumulation)
     if not steps:
         raise BadInput(

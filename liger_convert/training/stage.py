@@ -1,4 +1,4 @@
-"""One training stage from the model it starts with to a result folder."""
+"""Runs one training stage, from its initial model to a result folder."""
 
 from __future__ import annotations
 
@@ -56,8 +56,10 @@ from liger_convert.utils.progress import Report
 
 
 def rows_of(stage: Stage, documents: Mapping[str, Sequence[Document]], seed: int) -> PackedDataset | MixedDataset:
-    """The rows that a stage trains on, in their order. documents: of each of its sources, by name. Raises BadInput when
-    there is not one row."""
+    """The rows that a stage trains on, in order. documents: those of each source of the stage, by name.
+
+    Raises BadInput if they do not fill one row.
+    """
     options: dict[str, Any] = {
         "responses_only": stage.responses_only,
         "copy_fraction": stage.copy_fraction,
@@ -86,26 +88,32 @@ def run_stage(
     sequence_parallel: int = 1,
     progress: Report | None = None,
 ) -> dict[str, Any]:
-    """Trains the linearized model `model_dir` with the `results` of earlier stages folded in, on `dataset`.
+    """Trains the linearized model `model_dir`, with the `results` of earlier stages merged in, on `dataset`.
 
-    Leaves `out/result/adapter` (LoRA) or `out/result/model` (full), complete or not at all, and `out/stats.json`, which
-    it returns: steps, tokens, seconds, how often the text was gone through (`epochs`, of a mix the most; `sources`, of
-    each source of a mix), whether the weights were `sharded`, how the forward and backward pass ran (`fwd_bwd`), the
-    loss curve as [step, mean loss since the last point], and for alignment the relative error of each layer on the
-    first batch before and after.
-    With an `ema_length` the result is the average of the weights, and the errors after are those of the average.
-    With `resume` it continues from the last checkpoint in `out`, and ends with the weights of a stage that was never
-    stopped.
-    Under `torchrun` every process calls it, and the first one writes. They share the rows of each step, see `share`,
-    so that the same steps are trained on the same rows, also where a stage goes on with more or fewer processes. With
-    `shard` they share the weights as well, see `sharding.py`; the result is the same files. So many processes as
-    `sequence_parallel` says share each row, see `sequence_parallel.py`, where `check` says what this asks for.
-    Raises BadInput when `out` already has a result (without `resume`), LinearizeError when the training diverges.
+    base_dir: the base, which is the teacher. out: the stage's folder. precision: see `compute_dtype`.
+
+    Writes `out/result/adapter` (LoRA) or `out/result/model` (full); the result is complete or does not exist. Also
+    writes `out/stats.json` and returns its contents. They are steps, tokens, seconds; the number of passes over the
+    text (`epochs`; for a mix, that of the most-read source, and `sources` for each source); whether the weights were
+    `sharded`; how the forward and backward pass ran (`fwd_bwd`); the loss curve as [step, mean loss since the previous
+    point]; and for alignment the relative error of each layer on the first ERROR_ROWS rows, before and after.
+
+    With an `ema_length`, the result is the average of the weights, and the errors after training are those of the
+    average. With `resume`, training continues from the last checkpoint in `out`, and ends with the same weights as if
+    it had never been stopped.
+
+    Under `torchrun`, every process calls it, and the first one writes. The processes share the rows of each step, see
+    `share`. A step therefore has the same rows at any number of processes, which may change on resuming. With `shard`
+    they also share the weights, see `sharding.py`; the result has the same files. `sequence_parallel` processes share
+    each row, see `sequence_parallel.py` and its `check`.
+
+    Raises BadInput if `out` already has a result (without `resume`), and for settings that cannot be combined. Raises
+    LinearizeError if training diverges.
     """
     folder = RunFolder(out)
     result, checkpoints, stats_file = (folder.path(name) for name in ("result", "checkpoints", "stats.json"))
     if result.exists() and resume:
-        folder.remove(folder.path(FOLDER))  # of a process that was killed when it had just written the result
+        folder.remove(folder.path(FOLDER))  # left by a process killed right after it wrote the result
         return json.loads(stats_file.read_text())
     if result.exists():
         raise BadInput(f"{result}: already exists; name a new folder or remove this one")
@@ -144,8 +152,9 @@ def run_stage(
     if shard and count > 1 and (why := why_not_sharded(stage, dtype)):
         raise BadInput(why)
     mesh = mesh_of(device) if shard and count > 1 else None
-    share(stage, count, sequence_parallel)  # raises before anything is read
-    # a full result has what is not trained from here; an adapter that cannot be read so is told of before the training
+    share(stage, count, sequence_parallel)  # raises before anything is loaded
+    # A full result takes its frozen weights from here. Opened now, so that an unsupported adapter fails before
+    # training.
     fewer_digits = mesh is not None or is_narrowed(stage, dtype)
     start = Chain(model_dir, results) if fewer_digits and stage.lora is None and processes.is_first() else None
     model = load_start(model_dir, results, mesh)
@@ -158,24 +167,24 @@ def run_stage(
         batch = collate([dataset.whole(i) for i in range(min(count, len(dataset)))])
         return {name: t.to(device) for name, t in batch.items()}
 
-    # without a rate the mixers are not among what a LoRA stage saves, so they must stay as they are
+    # without a learning rate, a LoRA stage does not save the mixers, so they must stay unchanged
     if isinstance(stage, AlignStage) and stage.calibrate and stage.learning_rates.mixer is not None:
         assert isinstance(objective, AlignObjective)
         model = model.to(device) if mesh is None else shard_to_calibrate(model, mesh)
         with autocast(device, dtype):
             rows = first_rows(-(-CALIBRATION_TOKENS // stage.seq_len))
-            if sequence is not None:  # each process fits all of it, on no more than it has room for
+            if sequence is not None:  # each process fits all mixers, on no more tokens than fit in its memory
                 most = max(CALIBRATION_TOKENS, stage.seq_len // sequence.size)
                 rows = {name: x[:, :most] for name, x in rows.items()}
             objective.calibrate(model, rows)
-        if mesh is not None:  # adapters are made before anything is sharded
+        if mesh is not None:  # adapters must be added before sharding
             fitted = mixers_of(model)
-            del model  # else both would be there at once
+            del model  # else both models would be in memory at once
             model = load_start(model_dir, results, mesh)
             if processes.is_first():
                 model.load_state_dict(fitted, strict=False)
     if not resume and processes.is_first():
-        folder.remove(checkpoints)  # of another attempt
+        folder.remove(checkpoints)  # left by an earlier attempt
     last = last_good(checkpoints) if resume and processes.is_first() else None
     model = prepare(model, stage)
     if stage.uses_pissa:
@@ -210,7 +219,7 @@ def run_stage(
     def layer_errors() -> list[float]:
         assert isinstance(objective, AlignObjective)
         rows = first_rows(ERROR_ROWS)
-        # eager: two batches are not worth another compilation
+        # eager, since two batches are not worth another compilation
         with autocast(device, dtype), torch.compiler.set_stance("force_eager"):
             errors = objective.layer_errors(model.eval(), rows if sequence is None else sequence.cut(rows))
         give_up(model)
@@ -218,7 +227,7 @@ def run_stage(
 
     before = layer_errors() if aligning else []
     started = time.monotonic()
-    processes.barrier()  # some read the data for the first time, and a collective would not wait so long
+    processes.barrier()  # some processes may read the data for longer than the timeout of a collective
     last = _agreed(last)
     with interrupts.deferred():
         try:
@@ -239,7 +248,7 @@ def run_stage(
     if aligning:
         stats["align_error"] = {"before": before, "after": layer_errors()}
     if mesh is not None and stage.lora is not None:
-        # an adapter is saved without the weights of the model around it
+        # an adapter is saved without the model's other weights, so a model on the meta device suffices
         trained, model = model, prepare(without_weights(model.config), stage)
         gather_trained(trained, model)
     if trainer.is_world_process_zero():
@@ -255,12 +264,12 @@ def run_stage(
         folder.remove(checkpoints)
     elif mesh is not None and stage.lora is None:
         help_to_write(model)
-    processes.barrier()  # the result may be read at once
+    processes.barrier()  # so that every process can read the result right away
     return stats
 
 
 def _facts(stage: Stage, dataset: PackedDataset | MixedDataset, steps: int) -> dict[str, Any]:
-    """What statistics say of a stage that took so many steps, and of its text."""
+    """The statistics that all stages have, for a stage of `steps` steps on `dataset`."""
     return {
         "kind": stage.kind,
         "steps": steps,
@@ -271,7 +280,7 @@ def _facts(stage: Stage, dataset: PackedDataset | MixedDataset, steps: int) -> d
 
 
 def _read(dataset: MixedDataset) -> dict[str, dict[str, float]]:
-    """What was read of each source, by name."""
+    """How much of each source was read, by name."""
     return {
         name: {"fraction": round(share.fraction, 6), "epochs": round(share.epochs, 3)}
         for name, share in dataset.sources.items()
@@ -279,7 +288,7 @@ def _read(dataset: MixedDataset) -> dict[str, dict[str, float]]:
 
 
 def _agreed(checkpoint: Path | None) -> Path | None:
-    """What the first process goes on from, in all of them."""
+    """The first process's checkpoint, in all processes."""
     if processes.count() == 1:
         return checkpoint
     (agreed,) = broadcast_object_list([checkpoint])
@@ -287,8 +296,8 @@ def _agreed(checkpoint: Path | None) -> Path | None:
 
 
 def load_start(model_dir: Path, results: Sequence[Path], mesh: DeviceMesh | None) -> Any:
-    """The model that a stage begins with, see `load_chain`; where it is to be sharded, the others than the first
-    process get it without weights."""
+    """The model that a stage starts from, see `load_chain`. If it will be sharded, only the first process loads the
+    weights; the others get a model on the meta device."""
     if mesh is None or processes.is_first():
         return load_chain(model_dir, results)
     return without_weights(load_config(last_model(model_dir, results)[0]))
@@ -303,13 +312,16 @@ def make_objective(
     mesh: DeviceMesh | None,
     taken: int,
 ) -> Objective:
-    """The stage's loss; the base is loaded only where it teaches, and sharded where there is a `mesh`. Without one, its
-    last layers wait in the host's memory where a GPU has no room for them beside the `taken` bytes of the training."""
+    """The stage's objective, with its teacher if it needs one.
+
+    config: of the linearized model. mesh: the teacher is sharded over it. Without a mesh, the teacher's last layers
+    stay in host memory if they do not fit on the GPU along with the `taken` bytes of training.
+    """
 
     def teacher() -> Any:
         if mesh is None:
             base = load_pretrained(base_dir, dtype=dtype).requires_grad_(False)
-            return place(base, device, share=1.0, taken=taken)  # what is taken has been estimated, and not guessed
+            return place(base, device, share=1.0, taken=taken)  # no safety margin: `taken` is an estimate, not a guess
         first = processes.is_first()
         base = load_pretrained(base_dir, dtype=dtype) if first else without_weights(load_config(base_dir))
         return shard_base(base.requires_grad_(False).eval(), mesh, aligns=isinstance(stage, AlignStage))

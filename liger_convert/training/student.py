@@ -1,4 +1,4 @@
-"""The model that a stage trains: its adapters, what of it is trainable, and its compiled layers."""
+"""The model that a stage trains: its adapters, its trainable parameters, and its compiled layers."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from liger_convert.training.trainer import Objective, freeze
 from liger_convert.utils.errors import BadInput
 
 CURVE_POINTS = 50
-OF_LINEAR = ("attention", "linearized")  # targets in the linearized layers alone
-# Graphs with these are not kept for other processes unless it is said that they may be: their arguments say all.
+OF_LINEAR = ("attention", "linearized")  # LoRA targets that are limited to the linearized layers
+# By default, inductor does not cache graphs that contain these. It is safe here: their arguments determine their
+# result.
 CACHEABLE = {f"torch.amp.autocast_mode.{name}": "1" for name in ("_enter_autocast", "_exit_autocast")}
 
 Shapes = Mapping[str, tuple[int, ...]]  # by name
 
 
 def prepare(model: Any, stage: Stage) -> Any:
-    """`model` with the stage's adapters, and with no more trainable than the stage trains."""
+    """Adds the stage's adapters to `model`, or freezes what the stage does not train. Returns the model to train."""
     if stage.lora is not None:
         return add_lora(model, stage.lora, train_mixer=stage.learning_rates.mixer is not None)
     freeze(model, stage.learning_rates.trained())
@@ -38,19 +39,20 @@ def prepare(model: Any, stage: Stage) -> Any:
 
 
 def gains_by_compiling(device: torch.device) -> bool:
-    """On a CPU launches cost little of a step, and the ops branch on values, which breaks graphs."""
+    """Whether compiling layers pays off. On a CPU it does not: launches are cheap there, and ops that branch on values
+    cause graph breaks."""
     return device.type == "cuda"
 
 
 def compile_layers(model: Any, objective: Objective, aligning: bool) -> None:
-    """Compiles the layers in place, under the same names: one graph for each kind of layer and each length of rows, as
-    kernels for any length are slower.
+    """Compiles the layers of `model` and of its teacher, in place; parameter names do not change.
 
-    In alignment only the attention of the linearized layers runs. A teacher whose layers wait in the host's memory
-    stays as it is: its weights come by code that no graph holds.
+    There is one graph for each kind of layer and each row length, because kernels for dynamic shapes are slower. In
+    alignment only the attention of the linearized layers is compiled, as nothing else runs. A teacher with layers in
+    host memory is not compiled: its weights are loaded by hooks that cannot be part of a graph.
     """
-    torch._dynamo.config.recompile_limit = 64  # kinds of layers, times lengths of the last batch
-    torch._dynamo.config.optimize_ddp = False  # which cuts graphs to send gradients sooner: a layer's are few enough
+    torch._dynamo.config.recompile_limit = 64  # kinds of layers times row lengths
+    torch._dynamo.config.optimize_ddp = False  # it splits graphs to send gradients earlier; single layers are fine
     torch._inductor.config.unsafe_marked_cacheable_functions = CACHEABLE
     whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     backbone = whole.model
@@ -67,24 +69,27 @@ def compile_layers(model: Any, objective: Objective, aligning: bool) -> None:
 
 
 def compile_attention(model: Any) -> None:
-    """Compiles what an alignment runs of `model`, in place."""
+    """Compiles the parts of `model` that alignment runs, in place."""
     torch._dynamo.config.recompile_limit = 64
     whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     for i in linear_layers(model.config):
         whole.model.layers[i].self_attn.compile(dynamic=False)
-    # two kernels instead of a dozen, each of which writes a float32 tensor of the layer's size
+    # two kernels instead of a dozen that each write a float32 tensor of the layer's size
     whole.relative_error = torch.compile(whole.relative_error, dynamic=False)
 
 
 def compile_parts(layer: torch.nn.Module) -> None:
-    """Compiles each part of a base's layer by itself, in place, because hooks watch what goes into its attention and
-    what comes out, and hooks stay outside of graphs."""
+    """Compiles each submodule of a base's layer separately, in place. Alignment hooks the inputs and outputs of the
+    attention, and these hooks must stay outside of graphs."""
     for part in layer.children():
         part.forward = torch.compile(part.forward, dynamic=False)
 
 
 def add_lora(model: Any, lora: Lora, *, train_mixer: bool) -> Any:
-    """`model` with adapters, and with its mixers trained in full as well. Raises BadInput for unknown targets."""
+    """Adds adapters to `model` and returns the peft model. With `train_mixer`, the mixers are trained in full as well.
+
+    Raises BadInput for unknown targets, and if the model does not support these adapters.
+    """
     linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     targets = lora_projections(lora, model.config, linears)
     shapes = {name: tuple(module.weight.shape) for name, module in linears.items()}
@@ -96,18 +101,21 @@ def add_lora(model: Any, lora: Lora, *, train_mixer: bool) -> Any:
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # an int by its hint, a float in use
         lora_dropout=lora.dropout,
         use_rslora=lora.variant == "rslora",
-        use_dora=lora.variant == "dora",  # pissa's are plain ones until they get where they start from
+        use_dora=lora.variant == "dora",  # pissa adapters are plain until `pissa.start`
         target_modules=list(targets),
         layers_to_transform=linear_layers(model.config) if lora.targets in OF_LINEAR else None,
         modules_to_save=[MIXER_MODULE] if train_mixer else None,
     )
-    # what has no weights yet gets adapters without weights
+    # a model on the meta device gets adapters on the meta device
     return get_peft_model(model, config, low_cpu_mem_usage=any(p.is_meta for p in model.parameters()))
 
 
 def lora_projections(lora: Lora, config: Any, linears: Iterable[str]) -> list[str]:
-    """The last parts of the names of the projections that get an adapter. linears: the full names of all linear maps
-    of the model; what is in a mixer is new, and trains as it is; a router keeps its choices."""
+    """The names of the projections that get an adapter, without their path.
+
+    linears: the full names of all linear maps of the model. Unless `lora.targets` names them itself, linear maps in a
+    mixer get no adapter, because they are new and trained in full. Neither do routers, so that routing does not change.
+    """
     if lora.targets == "attention":
         return list(family_of(config).projections)
     if lora.targets in ("linearized", "all"):
@@ -118,7 +126,7 @@ def lora_projections(lora: Lora, config: Any, linears: Iterable[str]) -> list[st
 
 
 def adapted(lora: Lora, config: Any, shapes: Shapes, *, train_mixer: bool) -> Shapes:
-    """Those of the linear maps of these shapes that get an adapter, as peft chooses them."""
+    """The linear maps among `shapes` that get an adapter, chosen as peft does."""
     targets, layers = set(lora_projections(lora, config, shapes)), linear_layers(config)
     return {
         name: shape
@@ -130,7 +138,8 @@ def adapted(lora: Lora, config: Any, shapes: Shapes, *, train_mixer: bool) -> Sh
 
 
 def refusal(lora: Lora, config: Any, shapes: Shapes) -> str | None:
-    """Why a model with linear maps of these shapes cannot have such adapters, beginning with the field; or None."""
+    """Why a model with linear maps of these shapes does not support such adapters, or None. The sentence begins with
+    the name of the field."""
     names = {name.rpartition(".")[2] for name in shapes}
     for target in lora_projections(lora, config, shapes):
         if target not in names:
@@ -148,8 +157,8 @@ def refusal(lora: Lora, config: Any, shapes: Shapes) -> str | None:
 
 
 def count_adapters(stage: Stage, config: Any, shapes: Shapes) -> tuple[int, int]:
-    """The parameters of a stage's adapters, for a model of these shapes, and how many of them are magnitudes, of which
-    `dora` has one for each number that a projection gives."""
+    """The number of parameters of a stage's adapters, and how many of them are magnitudes. DoRA has one magnitude for
+    each output of a projection. shapes: of all parameters of the model, by name."""
     if stage.lora is None:
         return 0, 0
     linears = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2}
@@ -160,7 +169,8 @@ def count_adapters(stage: Stage, config: Any, shapes: Shapes) -> tuple[int, int]
 
 
 def count_trained(stage: Stage, config: Any, shapes: Shapes) -> int:
-    """Parameters that a stage changes, of a model of these shapes: groups with a rate, and its adapters."""
+    """The number of parameters that a stage trains: groups with a learning rate, and its adapters. shapes: of all
+    parameters of the model, by name."""
     groups = stage.learning_rates.trained()
     trained = sum(math.prod(shape) for name, shape in shapes.items() if parameter_group(name, config) in groups)
     return trained + count_adapters(stage, config, shapes)[0]
@@ -169,8 +179,10 @@ def count_trained(stage: Stage, config: Any, shapes: Shapes) -> int:
 def bytes_beside_teacher(
     stage: Stage, model: Any, device: torch.device, dtype: torch.dtype, processes: int, shards: int
 ) -> int:
-    """What the training of `model` takes of each one of so many processes, of which `shards` share each row, without
-    the base that teaches it: an estimate."""
+    """Estimates the bytes that training `model` takes in each of `processes` processes, without those of the teacher.
+
+    shards: how many processes share each row. The weights are not sharded.
+    """
     batch_size, grad_accumulation = share(stage, processes, shards)
     shape = {"batch_size": batch_size, "grad_accumulation": grad_accumulation, "seq_len": stage.seq_len // shards}
     own, shapes = stage.model_copy(update=shape), {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -185,7 +197,8 @@ def bytes_beside_teacher(
 
 
 def curve(losses: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """At most CURVE_POINTS points (step, mean loss since the last point)."""
+    """Reduces a loss curve to at most CURVE_POINTS points (step, mean loss since the previous point). losses: pairs
+    (step, loss)."""
     size = -(-len(losses) // CURVE_POINTS) or 1
     chunks = [losses[i : i + size] for i in range(0, len(losses), size)]
     return [(chunk[-1][0], round(sum(loss for _, loss in chunk) / len(chunk), 5)) for chunk in chunks]

@@ -1,4 +1,4 @@
-"""`transformers.Trainer` for a stage: its loss, its parameter groups, and checkpoints of only what is trained."""
+"""`transformers.Trainer` for a stage: its loss, parameter groups, and checkpoints of the trained parameters only."""
 
 from __future__ import annotations
 
@@ -41,15 +41,18 @@ from liger_convert.utils.progress import Report
 logger = logging.get_logger(__name__)
 
 TRAINED_FILE, AVERAGE_FILE = "trained.safetensors", "average.safetensors"
-READ_WHOLE = {
-    "cpu"
-}  # where what is read of an optimizer becomes its state; a GPU's would be in the host's memory first
+# Devices on which Trainer's own loading of optimizer states is fine. For a GPU it would load them into host memory
+# first.
+READ_WHOLE = {"cpu"}
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 
 
 class Objective(Protocol):
-    """The loss of one batch. `summed`: whether it is a sum over the labelled tokens; else it is a mean over the batch.
-    Without `position_ids` every row is one document."""
+    """The loss of one batch, as a differentiable scalar.
+
+    summed: whether it is a sum over the labeled tokens; otherwise it is a mean over the batch. Without `position_ids`,
+    every row is one document.
+    """
 
     summed: bool
 
@@ -57,16 +60,16 @@ class Objective(Protocol):
 
 
 def freeze(model: nn.Module, rates: dict[str, float]) -> None:
-    """Leaves only the groups that have a rate trainable."""
+    """Freezes all parameters except those of groups with a learning rate. rates: learning rates by group."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter_group(name, model.config) in rates)
 
 
 def optimizer_groups(model: nn.Module, rates: dict[str, float], weight_decay: float) -> list[dict[str, Any]]:
-    """The trainable parameters, grouped by learning rate and weight decay.
+    """The trainable parameters as optimizer groups, by learning rate and weight decay. rates: learning rates by group.
 
-    Only matrices decay: no biases, no norms, and nothing of a mixer, since zero is no neutral value of its gates and
-    feature maps. What a mixer says is slow learns at a part of its rate.
+    Only matrices decay. Biases, norms and mixer parameters do not: zero is not a neutral value for a mixer's gates and
+    feature maps. A mixer's `slow_parameters` get a fraction of its learning rate.
     """
     mixers = [module for module in model.modules() if isinstance(module, Mixer)]
     slow = {name: part for mixer in mixers for name, part in mixer.slow_parameters.items()}
@@ -83,13 +86,15 @@ def optimizer_groups(model: nn.Module, rates: dict[str, float], weight_decay: fl
 
 
 class StageTrainer(Trainer):
-    """Trains `model` in place. Raises LinearizeError as soon as the loss or the gradient is not finite.
+    """Trains `model` in place. Raises LinearizeError as soon as the loss or the gradient norm is not finite.
 
-    The rows of an optimizer step are the same, and so is its loss, however many `processes` share them. sharded: the
-    weights are, too, see `sharding.py`, and are where they belong; else `model` is brought to `device`, what is frozen
-    of it as `frozen.py` has it, and copied by DDP, or where passes are captured, kept alike by `averaging.py`. A
-    checkpoint of either kind continues both. sequence: the processes with which this one shares each row.
-    before_saving: called before each checkpoint is written.
+    An optimizer step has the same rows, and the same loss, for any number of `processes`. A checkpoint can be resumed
+    with or without sharding, whichever way it was written.
+
+    out: the folder of checkpoints. dtype: the compute dtype. sharded: whether the weights are sharded and in place
+    already, see `sharding.py`. If not, `model` is moved to `device`, its frozen weights are cast as in `frozen.py`, and
+    it is replicated by DDP, or by `averaging.py` if passes are captured. sequence: the group with which this process
+    shares each row. before_saving: called before each checkpoint is written.
     """
 
     _finishing: Future[None] | None
@@ -140,15 +145,15 @@ class StageTrainer(Trainer):
             label_names=["labels"],
             dataloader_pin_memory=device.type == "cuda",
             use_cpu=device.type == "cpu",
-            ddp_find_unused_parameters=True,  # alignment leaves some without a gradient, as a batch leaves some experts
+            ddp_find_unused_parameters=True,  # alignment does not run all parameters, nor does a batch use all experts
             seed=seed,
             report_to=[],
             disable_tqdm=True,
         )
-        args._n_gpu = min(args.n_gpu, 1)  # several GPUs are for torchrun: DataParallel would split the packed rows
+        args._n_gpu = min(args.n_gpu, 1)  # else DataParallel would split batches over the GPUs; that is torchrun's job
         self.sharded, self.before_saving = sharded, before_saving
         if sharded:
-            model._is_accelerate_prepared = True  # type: ignore[assignment]  # else it would be wrapped in DDP
+            model._is_accelerate_prepared = True  # type: ignore[assignment]  # keeps accelerate from wrapping it in DDP
         else:
             narrow_frozen(model, stage, dtype)
             model.to(args.device)
@@ -169,20 +174,22 @@ class StageTrainer(Trainer):
         exchanges = sharded or sequence is not None
         # why the passes are not captured as a CUDA graph; None if they are
         self.eager = why_not_captured(stage, self.models, device, exchanges)
-        self.averages = processes if self.eager is None and processes > 1 else 0  # of the gradients of so many
+        # over how many processes this class averages gradients itself; 0 if it does not
+        self.averages = processes if self.eager is None and processes > 1 else 0
         if self.averages:
             model._is_accelerate_prepared = True  # type: ignore[assignment]  # as above
             begin_alike(model)
-        self.flat = False  # whether what processes average at the end of this step is the flat tensors of their graphs
+        self.flat = False  # whether this step's gradients are averaged through the flat tensors of the graphs
         trained = list(self._trained().values())
         self.fwd_bwd = CapturedFwdBwd(self._eager_fwd_bwd, trained, self.models, flat=bool(self.averages))
         self.dtype = dtype
         self._finisher, self._finishing = ThreadPoolExecutor(1), None
-        self.model_accepts_loss_kwargs = True  # so that Trainer counts the labelled tokens of a step
-        self.loss_is_scaled_for_ga = True  # by compute_loss; transformers before 5.20 goes by the line above
+        self.model_accepts_loss_kwargs = True  # makes Trainer count the labeled tokens of a step
+        self.loss_is_scaled_for_ga = True  # by compute_loss; transformers before 5.20 uses the line above instead
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's own. Processes that average gradients agree here how, while the GPU has nothing to do."""
+        """Trainer's own. The processes also agree here on how to average this step's gradients, while the GPU is
+        idle."""
         batches, counted = super().get_batch_samples(*args, **kwargs)
         if self.averages:
             replays = self.eager is None and all(self.fwd_bwd.knows(self._given(x, counted)) for x in batches)
@@ -195,7 +202,7 @@ class StageTrainer(Trainer):
         inputs: dict[str, Tensor],
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """Forward and backward pass of a micro-batch, as one CUDA graph where they can be captured."""
+        """Forward and backward pass of a micro-batch, as one CUDA graph if possible. Returns the detached loss."""
         loss = self._pass(model, inputs, num_items_in_batch)
         if self.averages and self.accelerator.sync_gradients:
             self._average()
@@ -208,7 +215,7 @@ class StageTrainer(Trainer):
             average_gradients(self.fwd_bwd.parameters, self.averages)
 
     def _given(self, inputs: dict[str, Tensor], num_items_in_batch: Tensor | int | None) -> dict[str, Tensor]:
-        """What a graph is given of a micro-batch."""
+        """The tensors of a micro-batch that a graph takes as inputs."""
         batch = {name: x for name, x in self._prepare_inputs(inputs).items() if name != "position_ids"}
         return batch | {"counted": torch.as_tensor(num_items_in_batch, device=self.args.device)}
 
@@ -225,10 +232,10 @@ class StageTrainer(Trainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
     def get_train_dataloader(self) -> Any:
-        """As Trainer's, but processes that share rows get the same ones."""
+        """Trainer's own, but the processes of a group that shares rows get the same rows."""
         loader = super().get_train_dataloader()
         if self.shards > 1:
-            sampler: Any = loader.batch_sampler  # accelerate's, which deals batches to processes
+            sampler: Any = loader.batch_sampler  # accelerate's, which distributes batches among processes
             sampler.num_processes //= self.shards
             sampler.process_index //= self.shards
         return loader
@@ -238,7 +245,7 @@ class StageTrainer(Trainer):
         return super().training_step(self.model, batch, batch["counted"])
 
     def compute_loss_context_manager(self) -> Any:
-        """Our own autocast: that of accelerate turns all logits into float32."""
+        """Our own autocast, because accelerate's converts all logits to float32."""
         stack = contextlib.ExitStack()
         stack.enter_context(autocast(self.args.device, self.dtype))
         return stack
@@ -250,28 +257,30 @@ class StageTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
+        """The loss of this process's part of a micro-batch, scaled so that gradients add up over micro-batches and
+        average over processes to those of the whole step."""
         if self.sequence is not None:
             inputs = self.sequence.cut(inputs)
-        # shards add up where DDP averages, and each process of a group has counted the tokens of its rows
+        # the losses of shards should add up, but DDP averages over processes
         loss = self.objective(model, inputs) * self.shards
         auxiliary = take_auxiliary_loss(model) / self.current_gradient_accumulation_steps
         if self.objective.summed:
-            # over the tokens of all micro-batches and processes, where DDP averages over processes
+            # a mean over the tokens of all micro-batches and processes; times the processes, as DDP averages over them
             loss = loss * self.accelerator.num_processes / torch.as_tensor(num_items_in_batch).clamp_min(1)
         else:
             loss = loss / self.current_gradient_accumulation_steps
         return loss + auxiliary
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Trainer's own, in a folder next to the finished ones. It is hashed, and takes its place among them, while the
-        training goes on."""
+        """Trainer's own, into a temporary folder next to the finished checkpoints. Hashing it and moving it into place
+        happens in the background, while training continues."""
         self.finish_checkpoint()
         if self.before_saving is not None:
             self.before_saving()
         folder = Path(str(self.args.output_dir))
         if self.is_world_process_zero():
             checkpoints.clear_unfinished(folder)
-        barrier()  # a disk may take longer than a collective waits
+        barrier()  # the disk may take longer than the timeout of a collective
         self.args.output_dir = str(folder / checkpoints.UNFINISHED)
         try:
             super()._save_checkpoint(model, trial)
@@ -282,21 +291,21 @@ class StageTrainer(Trainer):
             self._finishing = self._finisher.submit(checkpoints.finish, folder)
 
     def finish_checkpoint(self) -> None:
-        """Waits until the last checkpoint has its place. Raises what went wrong on the way."""
+        """Waits until the last checkpoint is in its final place. Raises any error of the background thread."""
         if self._finishing is not None:
             finishing, self._finishing = self._finishing, None
             finishing.result()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """What is trained, under its own names: the rest is where the stage began, and a mixture of experts is saved
-        by transformers under names that Trainer cannot load back."""
+        """Saves the trained parameters, under their own names, and their average. The rest can be read from the stage's
+        initial model. transformers would save a mixture of experts under names that Trainer cannot load."""
         if self.args.should_save and not self.sharded:
             assert output_dir is not None
             Path(output_dir).mkdir(parents=True, exist_ok=True)
             files: dict[str, Mapping[str, Tensor]] = {TRAINED_FILE: self._trained()}
             if self.average is not None:
                 files[AVERAGE_FILE] = self.average.averages
-            for name, tensors in files.items():  # a tensor at a time, as those of a GPU may be more than the host holds
+            for name, tensors in files.items():  # one tensor at a time: they may not fit in host memory together
                 write_file(Path(output_dir) / name, Entry.of(tensors), tensors.values())
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -361,8 +370,8 @@ def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class _Watch(TrainerCallback):
-    """Reports progress. Saves a checkpoint when a signal stops the training. Stops a training that has diverged before
-    anything of it is saved."""
+    """Reports progress, saves a checkpoint when a signal stops training, and stops training if it diverges, before the
+    diverged weights are saved."""
 
     def __init__(self, step_tokens: int, progress: Report | None, device: torch.device, processes: int):
         self.step_tokens, self.progress = step_tokens, progress
@@ -371,7 +380,8 @@ class _Watch(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.started, self.first = time.monotonic(), state.global_step
         if self.processes > 1 or state.global_step:
-            # each process drops other inputs of adapters; a checkpoint of as many processes then brings its own numbers
+            # Each process needs its own dropout. On resuming with as many processes, the checkpoint's random state
+            # replaces this seed.
             drawn = np.random.SeedSequence((args.seed, args.process_index, state.global_step))
             set_seed(int(drawn.generate_state(1)[0]))
 
@@ -387,7 +397,7 @@ class _Watch(TrainerCallback):
         """Whether a signal asked any of the processes to stop: all must save the same step."""
         self.stopping = interrupts.received() is not None
         if self.processes > 1:
-            asked = torch.full((), int(self.stopping), device=self.device)  # filled by the GPU: nothing to wait for
+            asked = torch.full((), int(self.stopping), device=self.device)  # no copy from the host
             torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX)
             self.stopping = bool(asked)
         return self.stopping

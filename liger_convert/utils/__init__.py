@@ -1,1 +1,1 @@
-"""Errors, devices, progress, signals and processes: what every other part may use."""
+"""Errors, devices, progress, signals and processes. Every other subpackage may import from here."""

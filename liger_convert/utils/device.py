@@ -1,4 +1,4 @@
-"""Where a model runs and in which precision its matrix products are computed."""
+"""The device that a model runs on, its memory, and the precision of matmuls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from liger_convert.utils.errors import BadInput
 
 
 def pick_device(name: str = "auto") -> torch.device:
-    """The device called `name`; `auto` takes the first GPU and else the CPU. Raises BadInput when it is not there."""
+    """The device called `name`; `auto` means the first GPU, or the CPU if there is none. Raises BadInput for a name
+    that is not a device, and for a GPU that does not exist."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -26,15 +27,18 @@ def pick_device(name: str = "auto") -> torch.device:
 
 
 def has_fast_bf16(device: torch.device) -> bool:
-    """Whether bf16 products are faster than fp32 ones: GPUs and CPUs with instructions for them. Older GPUs emulate
-    them."""
+    """Whether bf16 matmuls are faster than fp32 ones, as on GPUs and CPUs with bf16 instructions. Older GPUs only
+    emulate them."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def compute_dtype(device: torch.device, precision: str = "auto") -> torch.dtype:
-    """The dtype of matrix products: `float32`, `bfloat16`, or with `auto` bf16 exactly where it is fast."""
+    """The compute dtype, in which matmuls run. precision: `float32`, `bfloat16`, or `auto` for bf16 where it is fast.
+
+    Raises BadInput for another precision.
+    """
     if precision == "auto":
         return torch.bfloat16 if has_fast_bf16(device) else torch.float32
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -44,26 +48,26 @@ def compute_dtype(device: torch.device, precision: str = "auto") -> torch.dtype:
 
 
 def gpu_memory() -> int | None:
-    """The bytes of the first GPU, None where there is none."""
+    """The total memory of the first GPU in bytes, None if there is no GPU."""
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
 
 
 def free_memory(device: torch.device) -> int | None:
-    """The bytes of a GPU that nobody holds, None of a CPU."""
+    """The free memory of a GPU in bytes, None for a CPU. Frees garbage and torch's cache first."""
     if device.type != "cuda":
         return None
-    gc.collect()  # a model that was trained, or is spread over devices, refers to itself
+    gc.collect()  # models that were trained or spread over devices have reference cycles
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether this is how torch says that a GPU's memory, or a CPU's, is full."""
+    """Whether torch raised this error because the memory of a GPU, or of the host, is full."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
-    """Autocast to `dtype`; nothing at all for fp32, so that a float32 run is exactly that."""
+    """Autocast to `dtype`; a null context for float32."""
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The two ways a command ends early; the command line turns them into one sentence and an exit code."""
+"""The two kinds of expected errors. The command line turns them into one sentence and an exit code."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from collections.abc import Iterable, Iterator
 
 
 class LinearizeError(Exception):
-    """Something foreseeable went wrong while working (a full disk, a diverged loss): exit code 1, no traceback."""
+    """A foreseeable failure at run time, such as a full disk or a diverged loss. Exit code 1, no traceback."""
 
     exit_code = 1
 
 
 class BadInput(LinearizeError):
-    """What the user gave cannot be used; the message says what is wrong, where, and what is right. Exit code 2."""
+    """The user's input cannot be used. The message says what is wrong, where, and what would be right. Exit code 2."""
 
     exit_code = 2
 
 
 @contextlib.contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Whatever a library raises over what a user gave becomes BadInput: `what`, and the library's first line. That is
-    also a panic of a Rust library, which is no Exception."""
+    """Context that turns any error of a library into BadInput, with the message `what` and the error's first line.
+
+    This includes panics of Rust libraries, which do not derive from Exception. A LinearizeError passes unchanged.
+    """
     try:
         yield
     except LinearizeError:
@@ -34,12 +36,12 @@ def refusing(what: str) -> Iterator[None]:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a Rust library has panicked, which pyo3 tells by a BaseException of its own that cannot be imported."""
+    """Whether this is a panic of a Rust library. pyo3 raises it as a BaseException that cannot be imported."""
     return type(error).__name__ == "PanicException"
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a library's error, and the second where the first only announces it, for a sentence of ours."""
+    """The first line of a library's error, for use in a message; the first two if the first one ends with a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
@@ -50,6 +52,6 @@ def nearest(name: object, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """` (did you mean gla?)`, to stand behind what was wrong; empty where nothing known is near."""
+    """A suggestion such as ` (did you mean gla?)`, to append to a message; empty if no known name is close."""
     near = nearest(name, known)
     return f" (did you mean {near}?)" if near else ""

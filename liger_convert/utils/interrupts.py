@@ -1,6 +1,6 @@
-"""Ctrl-C, SIGTERM and a terminal that is closed.
+"""Handles Ctrl-C (SIGINT), SIGTERM and a closed terminal (SIGHUP).
 
-The first two end a command within GRACE seconds, in which training saves where it is. The third ends nothing.
+The first two end a command within GRACE seconds, during which training saves a checkpoint. SIGHUP is ignored.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-GRACE = 8.0  # seconds from a signal to the end of the process, whatever it is doing
-SAVING = 6.0  # of these, for what `deferred` lets end first
+GRACE = 8.0  # seconds from a signal until the process ends, whatever it is doing
+SAVING = 6.0  # of these, the seconds that `deferred` gives the work to save
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 _received: int | None = None  # the first signal to stop
@@ -27,24 +27,24 @@ class Stopped(KeyboardInterrupt):
 
 
 def received() -> int | None:
-    """The signal that asked the command to stop, None so far."""
+    """The first signal that asked the command to stop, None if there was none."""
     return _received
 
 
 @contextlib.contextmanager
 def handled(last_words: str) -> Iterator[None]:
-    """While the block runs, SIGINT and SIGTERM raise Stopped in it, and SIGHUP is ignored.
+    """Context in which SIGINT and SIGTERM raise Stopped, and SIGHUP is ignored.
 
-    A process that is not out of the block GRACE seconds later, because it waits for a long product or a disk, writes
-    `last_words`, unless they are empty, to stderr and ends at once. Only the main thread gets signals; on another, the
-    block is just run.
+    If the block has not ended GRACE seconds later, for example in a long matmul or waiting for a disk, the process
+    writes `last_words` to stderr, unless they are empty, and exits at once. Python delivers signals only to the main
+    thread; in another thread this does nothing.
     """
     global _received
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     _received = None
-    # a signal that our parent has us ignore, as nohup does, stays ignored
+    # a signal that the parent process made us ignore, as in a background job of a shell, stays ignored
     ours = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, _stop) for number in ours}
     before[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -58,7 +58,7 @@ def handled(last_words: str) -> Iterator[None]:
     finally:
         ended.set()
         signal.set_wakeup_fd(old_waker)
-        waker.close()  # ends the thread, too
+        waker.close()  # this also ends the thread
         for number, handler in before.items():
             signal.signal(number, handler)
         _received = None
@@ -66,8 +66,11 @@ def handled(last_words: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """In this block the first signal to stop waits: the work asks for `received()` now and then, saves, and raises
-    Stopped. After SAVING seconds, and at a second signal, Stopped is raised all the same; at the latest at the end."""
+    """Context in which the first signal to stop does not raise Stopped at once.
+
+    The work should call `received()` regularly, save, and raise Stopped. Stopped is raised anyway after SAVING seconds,
+    on a second signal, or at the end of the block.
+    """
     global _deferring
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -97,7 +100,7 @@ def _late(number: int, frame: FrameType | None) -> None:
 
 
 def _end_late(watched: socket.socket, ended: threading.Event, last_words: str) -> None:
-    """Ends the process GRACE seconds after a signal to stop. The bytes that arrive are the numbers of signals."""
+    """Ends the process GRACE seconds after a signal to stop. The bytes received from `watched` are signal numbers."""
     with watched:
         while numbers := watched.recv(64):
             stopping = [number for number in numbers if number in STOPPING]

@@ -1,4 +1,5 @@
-"""Starts a command in several processes of this machine, as torchrun does, and tells in one sentence how they ended."""
+"""Starts a command in several processes on this machine, as torchrun does, and reports in one sentence how they
+ended."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from liger_convert.utils.processes import LAUNCHED, Ended
 
 
 class Stopped(LinearizeError):
-    """A signal ended the processes."""
+    """A signal ended the processes. number: of the signal."""
 
     def __init__(self, sentence: str, number: int):
         super().__init__(sentence)
@@ -23,10 +24,10 @@ class Stopped(LinearizeError):
 
 
 def launch(processes: int, words: Sequence[str], resumed: str) -> None:
-    """Runs `linearize` with `words` in so many processes, and returns when all have ended well.
+    """Runs `linearize` with the arguments `words` in `processes` processes, and returns when all have succeeded.
 
-    resumed: what to do to go on after a signal, for the sentence. Raises Ended when a process failed, which has said
-    why, and Stopped when a signal ended one or all.
+    resumed: how to resume after a signal, for the error message. Raises Ended if a process failed and has printed why,
+    and Stopped if a signal ended one or all.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -39,15 +40,15 @@ def launch(processes: int, words: Sequence[str], resumed: str) -> None:
         run_id=str(uuid.uuid4()),
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        local_addr="localhost",  # a host's own name may not be known to it
+        local_addr="localhost",  # a host may not be able to resolve its own name
         max_restarts=0,
-        signals_to_handle="SIGINT,SIGTERM",  # a terminal that is closed ends nothing
+        signals_to_handle="SIGINT,SIGTERM",  # not SIGHUP: closing the terminal does not end the run
     )
-    # the processes find the package where this one did, and not in the folder that they happen to start in
+    # the processes import the package from where this one did, not from their working directory
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
     os.environ[LAUNCHED] = "1"
-    logging.disable(logging.CRITICAL)  # torch's own account of the same failures
+    logging.disable(logging.CRITICAL)  # torch would also log the failures
     try:
         elastic_launch(config, sys.executable)("-P", "-m", "liger_convert.cli", *words)
     except SignalException as error:
@@ -59,7 +60,8 @@ def launch(processes: int, words: Sequence[str], resumed: str) -> None:
 
 
 def _told(failures: dict[int, Any], resumed: str) -> LinearizeError:
-    """Of the processes that failed, one that was killed is the cause; else the first one's exit code counts."""
+    """The error that reports these failures, by rank. A killed process is the cause; if there is none, the process that
+    failed first determines the exit code."""
     killed = {rank: -failure.exitcode for rank, failure in failures.items() if failure.exitcode < 0}
     if killed:
         rank, number = min(killed.items())

@@ -1,11 +1,12 @@
-"""The processes of one run: how many there are, which of them reports, and how they wait for each other.
+"""The processes of one run: how many there are, which one reports, and how they wait for each other.
 
-A launcher (`torchrun`, `accelerate launch`, or our own, see `launch.py`) tells each process through its environment how
-many there are, which of them it is, and where their store of keys is. The first does what is done once. The others wait
-for what it announces, and train with it. They wait at the store and not in a collective, which has a time limit.
+A launcher (`torchrun`, `accelerate launch`, or our own, see `launch.py`) gives each process its rank, the number of
+processes, and the address of their key-value store, through environment variables. The first process does all work that
+is done once. The others wait for the tasks that it announces, and train with it. They wait on the store, not in a
+collective, because collectives have a timeout.
 
-The first process to fail prints why and leaves its exit code in the store. The others then end with the same code and
-print nothing. Imports torch only where there are several processes.
+The first process to fail prints why and puts its exit code into the store. The others then exit with the same code and
+print nothing. torch is imported only if there are several processes.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from typing import Any
 from liger_convert.utils import interrupts
 from liger_convert.utils.errors import BadInput, LinearizeError
 
-POLL = 0.05  # seconds between two looks at the store
-GRACE = 5.0  # seconds in which a process ends by itself once another has failed
-CONNECT = timedelta(seconds=5)  # in which the store answers
-SIGNAL_WAIT = 3.0  # seconds in which a launcher notices that a process was killed, and signals the others
-LAUNCHED = "LINEARIZE_LAUNCHED"  # set by our own launcher, which itself reports that a signal ended the run
+POLL = 0.05  # seconds between polls of the store
+GRACE = 5.0  # seconds that a process has to end by itself after another one has failed
+CONNECT = timedelta(seconds=5)  # timeout of the store
+SIGNAL_WAIT = 3.0  # seconds within which a launcher notices that a process was killed, and signals the others
+LAUNCHED = "LINEARIZE_LAUNCHED"  # set by our own launcher, which reports by itself that a signal ended the run
 _NEEDED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_BY_ACCELERATE = "ACCELERATE_MIXED_PRECISION"  # which `accelerate launch` always sets
+_BY_ACCELERATE = "ACCELERATE_MIXED_PRECISION"  # always set by `accelerate launch`
 
 _barriers, _announced = itertools.count(), itertools.count()
 _left = threading.Event()
 
 
 class Ended(LinearizeError):
-    """Another process of this run has failed, and has said why."""
+    """Another process of this run has failed, and has printed why. code: its exit code."""
 
     def __init__(self, code: int):
         super().__init__("another process of this run has failed")
@@ -44,13 +45,13 @@ class Ended(LinearizeError):
 
 
 def count() -> int:
-    """How many processes work on this run."""
+    """The number of processes of this run."""
     size = os.environ.get("WORLD_SIZE", "1")
     return int(size) if size.isdecimal() else 1
 
 
 def rank() -> int:
-    """Which of them this is, from 0."""
+    """The rank of this process, from 0."""
     return int(os.environ.get("RANK", "0")) if count() > 1 else 0
 
 
@@ -60,8 +61,11 @@ def is_first() -> bool:
 
 
 def check_launch(gpus: int | None) -> bool:
-    """Whether `--gpus` asks for processes that are still to be started. Raises BadInput where a launcher started fewer
-    than it was asked for, or did not tell them of each other."""
+    """Whether processes must still be started for `--gpus`, whose value is `gpus`.
+
+    Raises BadInput if a launcher started another number than `--gpus` says, or did not set the environment variables
+    by which the processes find each other.
+    """
     size = os.environ.get("WORLD_SIZE")
     if size is not None:
         if not size.isdecimal() or not int(size):
@@ -80,8 +84,10 @@ def check_launch(gpus: int | None) -> bool:
 
 
 def join(cpu: bool) -> None:
-    """Makes this process one of the group that exchanges gradients, over gloo with `cpu`, else over NCCL; all call it.
-    Nothing where there is one process. Raises BadInput where processes would have to share a GPU."""
+    """Joins the process group, over gloo with `cpu` and over NCCL otherwise. All processes call it.
+
+    Does nothing if there is only one process. Raises BadInput if processes would have to share a GPU.
+    """
     if count() == 1:
         return
     import torch
@@ -96,26 +102,26 @@ def join(cpu: bool) -> None:
 
 
 def leave() -> None:
-    """Ends the group, which all processes do at the end of a run that did not fail."""
+    """Leaves the process group. All processes call it at the end of a run that did not fail."""
     if count() == 1:
         return
     import torch
 
     _store().add("left", 1)
-    if is_first():  # which may keep the store
+    if is_first():  # this process may host the store, so it leaves last
         _wait(lambda: _store().add("left", 0) >= count())
     _left.set()
     torch.distributed.destroy_process_group()
 
 
 def announce(task: dict[str, Any] | None) -> None:
-    """Has the other processes do `task`, plain JSON, see `tasks`; None ends them."""
+    """Sends `task`, plain JSON data, to the other processes, see `tasks`. None ends them."""
     if count() > 1:
         _store().set(f"task/{next(_announced)}", json.dumps(task))
 
 
 def tasks() -> Iterator[dict[str, Any]]:
-    """What the first process announces, one after the other, until the run ends. Raises Ended when it fails."""
+    """Yields the tasks that the first process announces, until the run ends. Raises Ended if a process fails."""
     for number in itertools.count():
         key = f"task/{number}"
         _wait(lambda key=key: _store().check([key]))  # type: ignore[misc]
@@ -125,7 +131,7 @@ def tasks() -> Iterator[dict[str, Any]]:
 
 
 def barrier() -> None:
-    """Waits for all processes, however long that takes. Raises Ended when one fails."""
+    """Waits for all processes, without a timeout. Raises Ended if one fails."""
     if count() > 1:
         key = f"barrier/{next(_barriers)}"
         _store().add(key, 1)
@@ -133,10 +139,11 @@ def barrier() -> None:
 
 
 def agree_on_exit_code(code: int, *, unexpected: bool = False) -> tuple[int, bool]:
-    """After this process failed with `code`: the exit code with which all processes end, and whether this is the one
-    that prints the error.
+    """For a process that failed with exit code `code`. Returns the exit code that all processes use, and whether this
+    process should print its error.
 
-    unexpected: another process that was killed may have caused the failure, so the launcher's signal is waited for.
+    unexpected: whether the failure may be due to another process having been killed. Then this waits for the signal
+    that the launcher sends in that case.
     """
     if count() == 1:
         return code, True
@@ -145,13 +152,13 @@ def agree_on_exit_code(code: int, *, unexpected: bool = False) -> tuple[int, boo
             code = _wait_for_signal(code)
         mine = f"{rank()} {code}"
         first = _store().compare_set("failed", "", mine).decode()
-    except (RuntimeError, OSError, KeyError, ValueError):  # the launcher is gone, or has told of no store
+    except (RuntimeError, OSError, KeyError, ValueError):  # the launcher is gone, or gave no store
         return code, is_first()
     return int(first.split()[1]), first == mine and not (code > 128 and LAUNCHED in os.environ)
 
 
 def _wait_for_signal(code: int) -> int:
-    """`code`, or that of the signal that the launcher sends to all when one process was killed."""
+    """`code`, or the exit code for the signal that the launcher sends to all when a process was killed."""
     until = time.monotonic() + SIGNAL_WAIT
     while time.monotonic() < until and interrupts.received() is None and _failed() is None:
         try:
@@ -166,11 +173,11 @@ def _wait(is_ready: Callable[[], bool]) -> None:
     while not is_ready():
         if (code := _failed()) is not None:
             raise Ended(code)
-        time.sleep(POLL)  # in Python, so that a signal is not kept waiting
+        time.sleep(POLL)  # waits in Python, so that signals are handled promptly
 
 
 def _failed() -> int | None:
-    """The exit code of the process that failed first; None while none has."""
+    """The exit code of the process that failed first, None if none has."""
     return int(_store().get("failed").split()[1]) if _store().check(["failed"]) else None
 
 
@@ -180,7 +187,7 @@ def _store() -> Any:
 
 
 def _connect() -> Any:
-    """A connection to the store that torch.distributed uses as well, with keys of our own."""
+    """A connection to torch.distributed's store, with our own key prefix."""
     from torch.distributed import PrefixStore, TCPStore
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -189,14 +196,14 @@ def _connect() -> Any:
 
 
 def _end_with_others() -> None:
-    """Ends this process some seconds after another one has failed, as it may wait for that one in a collective."""
-    store, code = _connect(), 1  # its own connection: one at a time is served
+    """Ends this process GRACE seconds after another one has failed, since it may be waiting for it in a collective."""
+    store, code = _connect(), 1  # its own connection, because a connection serves one request at a time
     try:
         while not store.check(["failed"]):
             if _left.wait(1.0):
                 return
         code = int(store.get("failed").split()[1])
-    except (RuntimeError, OSError):  # the store has ended with its process
+    except (RuntimeError, OSError):  # the process that hosts the store has ended
         pass
     if not _left.wait(GRACE):
         os._exit(code)

@@ -1,4 +1,4 @@
-"""Standard output and error of a command, which may be closed, full or gone at any moment."""
+"""Robust standard output and error: either may be closed, or fail to be written, at any time."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 
 
 class SafeStream:
-    """A text stream that a command can go on writing to after its reader is gone: the rest is dropped.
+    """A text stream that can still be written to after its reader is gone. Such output is dropped.
 
-    `error` is what was lost to something else than a reader that left, such as a full disk; None when nothing was.
+    error: the last write error with another cause than a missing reader, such as a full disk; None if there was none.
     """
 
     def __init__(self, stream: Any):
         self._stream = stream
         self.error: OSError | None = None
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a table's lines and signs must not fail where there is only ASCII
+            stream.reconfigure(errors="replace")  # tables have characters that a terminal may lack
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -40,12 +40,12 @@ class SafeStream:
         try:
             yield
         except ValueError:
-            if not self._stream.closed:  # a library's log handler may hold this stream longer than it lives
+            if not self._stream.closed:  # a library's log handler may use this stream after it was closed
                 raise
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):  # the reader ended, the terminal was closed
+            if error.errno not in (errno.EPIPE, errno.EIO):  # not because the reader ended or the terminal was closed
                 self.error = error
-            # also for what is buffered, which would fail again when the interpreter ends
+            # also drops buffered output, which would fail again when the interpreter exits
             with contextlib.suppress(OSError, ValueError):
                 devnull = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(devnull, self._stream.fileno())
@@ -54,8 +54,8 @@ class SafeStream:
 
 @contextlib.contextmanager
 def safe_streams() -> Iterator[tuple[SafeStream, SafeStream]]:
-    """While the block runs, `sys.stdout` and `sys.stderr` are SafeStreams; gives both."""
-    # else the next file that is opened would take the place of a closed stream and get what is written to it
+    """Context in which `sys.stdout` and `sys.stderr` are SafeStreams; yields both."""
+    # opens missing descriptors: otherwise the next opened file would get the number of a closed stream, and its output
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)

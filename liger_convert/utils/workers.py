@@ -1,4 +1,4 @@
-"""What every process of a pool does first. Imports nothing large: a process that is still importing must end, too."""
+"""Initializes the processes of a pool. Imports nothing large, so that a worker ends with its parent from early on."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from typing import Any
 
 
 def pickled(work: Callable[..., None]) -> bytes:
-    """`work` for `begin`, whose modules are imported only when it is called."""
+    """Pickles `work` for `begin`, so that the modules it needs are imported only when `begin` unpickles it."""
     return pickle.dumps(work)
 
 
 def begin(work: bytes, *shared: Any) -> None:
-    """The initializer of a process: it ends with its parent, however that ends, and leaves Ctrl-C to it. Then it does
-    `work`, see `pickled`, with what the processes share."""
+    """The initializer of a worker process.
+
+    The worker exits when its parent ends, however that ends, and leaves Ctrl-C to the parent. Then it calls `work`, see
+    `pickled`, with the arguments `shared`.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     pickle.loads(work)(*shared)
