@@ -220,15 +220,15 @@ DATA = [
     ),
     case(
         "too little text of the base held out",
-        "data.text: 511 tokens are held out, suite quick needs 512",
+        "data.text: 511 tokens are held out, but suite quick needs 512",
         lambda w: w.run("data.text={source: teacher, tokens: 4e3, held_out: 0.1}"),
     ),
     case("chat rows without chat", "line 1: has no field 'instruction'", lambda w: w.run("data.text.format=alpaca")),
 ]
 RUNS = [
     case("OUT exists", "already exists", after(lambda w: w.out.mkdir(), World.run)),
-    case("resume of nothing", "holds no run to resume", World.resume),
-    case("resume of something else", "holds no run to resume", after(lambda w: w.out.mkdir(), World.resume)),
+    case("resume of nothing", "has no run to resume", World.resume),
+    case("resume of something else", "has no run to resume", after(lambda w: w.out.mkdir(), World.resume)),
     case("changed recipe", "seed was 0, is 1", after(World.start, lambda w: w.resume("seed=1"))),
     case(
         "changed stage",
@@ -246,12 +246,14 @@ RUNS = [
         after(World.start, World.stopped_in_training, wrote("text.jsonl", '{"text": "a"}\n'), World.resume),
     ),
     case(
-        "vanished base", "this input of the run is gone", after(World.start, remove("base/config.json"), World.resume)
+        "vanished base",
+        "this input of the run is missing",
+        after(World.start, remove("base/config.json"), World.resume),
     ),
-    case("run under way", "another process works on this run", after(World.start, World.lock, World.resume)),
+    case("run under way", "another process is working on this run", after(World.start, World.lock, World.resume)),
     case(
         "run of an older version",
-        "was begun by an older version of liger-convert, whose recipes and steps have other names; finish it with",
+        "was started by an older version of liger-convert, which gave recipes and steps other names; finish it with",
         after(World.start, World.older, World.resume),
     ),
     case(
@@ -283,7 +285,7 @@ COMMANDS = [
     ),
     case(
         "selecting on too little text",
-        "data.text: 11 tokens to train on do not hold two spans of 128",
+        "data.text: 11 training tokens are too few for the two spans of 128",
         after(
             wrote("short.jsonl", '{"text": "hello there"}\n'),
             lambda w: [

@@ -97,8 +97,8 @@ def test_fewer_layers_are_kept_than_see_all_tokens():
 @pytest.mark.parametrize(
     ("family", "expected", "says"),
     [
-        ("gemma3_text", [L, N, N], ["1-2", "the base's own sliding window, as it was", "24"]),
-        ("qwen2", [L, L, N], ["2", "the base's own sliding window, as it was", "24"]),
+        ("gemma3_text", [L, N, N], ["1-2", "the base's own sliding window, unchanged", "24"]),
+        ("qwen2", [L, L, N], ["2", "the base's own sliding window, unchanged", "24"]),
         ("mistral", [L, L, L], None),  # where every layer has a window, it is what there is to linearize
         ("llama", [L, L, L], None),
     ],
@@ -198,7 +198,7 @@ def test_a_window_of_all_tokens_grows_as_the_plan_says(family):
         assert made.cache_bytes(tokens) == cache_bytes(model, tokens)
     console = Console(width=160, file=io.StringIO(), record=True)
     console.print(made.render())
-    assert "and of each of its tokens" in console.export_text()
+    assert "plus, per token" in console.export_text()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -286,7 +286,7 @@ def test_processes_that_share_rows_take_a_part_of_their_tokens():
     half = plan(stages=[rows | {"seq_len": 256, "compile": False}], processes=2, **exact).stages[0].memory
     gathered = 2 * 4 * config.num_key_value_heads * config.head_dim * 4 * 512
     assert cut.stages[0].memory == half | {"activations": half["activations"] + gathered}
-    assert cut.memory_for == "each of 4 processes, 2 to a row, on cpu in float32"
+    assert cut.memory_for == "each of 4 processes, 2 per row, on cpu in float32"
     assert plan(stages=[rows], processes=None, sequence_parallel=2).memory_for.startswith("each of 2 processes")
     with pytest.raises(BadInput, match="2 processes share a row, but 1 cannot be put in groups of 2"):
         plan(stages=[rows], processes=1, sequence_parallel=2)
@@ -323,12 +323,12 @@ def test_a_stage_that_fits_with_its_weights_shared_is_not_named():
     room = made.stages[0].memory_bytes - 1
     assert too_large(made, room, "auto") == []
     (said,) = too_large(made, room, "none")
-    assert "layers of its teacher wait in the host's memory" in said
+    assert "layers of its teacher stay in host memory" in said
     assert made.stages[0].waiting_bytes < made.stages[0].memory_bytes
     (said,) = too_large(made, made.stages[0].waiting_bytes - 1, "none")
-    assert "as it holds all weights; set sharding: auto and start it on several GPUs" in said
+    assert "because it holds all weights; set sharding: auto and start it on several GPUs" in said
     (said,) = too_large(made, 1, "auto")
-    assert "though all share its weights; start it on more GPUs" in said
+    assert "although its weights are sharded; start it on more GPUs" in said
 
 
 def test_layer_by_layer_takes_the_memory_of_a_layer_and_the_disk_of_hidden_states():
@@ -349,16 +349,16 @@ def test_layer_by_layer_takes_the_memory_of_a_layer_and_the_disk_of_hidden_state
     with pytest.raises(BadInput, match="layerwise trains on one GPU, not on 2; leave it out and set sharding: full"):
         plan(stages=[stage | {"layerwise": True}], processes=2)
     (said,) = too_large(made(40), 1, "none")
-    assert "as it holds all weights; set sharding: auto and start it on several GPUs, set layerwise: true" in said
+    assert "because it holds all weights; set sharding: auto and start it on several GPUs, set layerwise: true" in said
     (said,) = too_large(many, 1, "none")
-    assert "though it holds one layer; lower batch_size" in said
+    assert "although it holds only one layer at a time; lower batch_size" in said
 
 
 def test_stages_that_do_not_fit_a_gpu_are_named():
     stage = {"kind": "distill", "data": "text", "tokens": 2e5, "learning_rates": {"mixer": 1e-2}}
     made = plan(stages=[stage, stage | {"batch_size": 64}])
     (said,) = too_large(made, made.stages[1].memory_bytes - 1, "none")
-    assert said.startswith("stages[1] takes ")
+    assert said.startswith("stages[1] needs ")
     assert too_large(made, None, "none") == []
 
 
@@ -368,11 +368,11 @@ def test_what_is_measured_in_parts_is_said_beforehand():
     size = made.memory_bytes["inference"]
     assert measured_in_parts(made, None, "copy") == measured_in_parts(made, size, "copy") == []
     (said,) = measured_in_parts(made, size - 1, "copy")
-    assert "layers wait in the host's memory and come to the GPU in every pass" in said
+    assert "some layers stay in host memory and are copied to the GPU in every pass" in said
     room = open_made.memory_bytes["inference"]
-    for how, what in {"copy": "wait in the host's", "kl": "wait in the host's", "gates": "set select: kl"}.items():
+    for how, what in {"copy": "stay in host", "kl": "stay in host", "gates": "set select: kl"}.items():
         (said,) = measured_in_parts(open_made, room, how)
-        assert said.startswith("choosing layers holds the base and the model")
+        assert said.startswith("choosing layers needs the base and the model at once")
         assert what in said
 
 

@@ -238,7 +238,7 @@ def test_a_report_says_that_gates_chose_the_layers(home, monkeypatch):
     assert load_linearized(home / "gated/export").config.linearization["layers"][kept] == "softmax"
     for page in ("report.md", "report.html"):
         text = (home / "gated" / page).read_text()
-        assert "chosen by gates between both attentions" in text
+        assert "chosen by gates between softmax and linear attention" in text
         assert "chosen by measurement" not in text
 
 

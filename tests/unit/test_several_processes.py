@@ -448,7 +448,7 @@ def test_a_run_ends_with_any_of_its_processes_and_goes_on_with_another_number(ho
     assert not [pid for pid in ranks.values() if alive(pid)]
     found = call(home, [*COMMAND, *RUN, out, "--resume", *longer])
     assert found.returncode == 0
-    assert "processes was 2, is 1 since the run began" in found.stderr
+    assert "processes was 2, is 1 on this machine, so the weights may differ a little" in found.stderr
 
 
 def alive(pid: int) -> bool:
