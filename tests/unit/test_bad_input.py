@@ -347,7 +347,7 @@ COMMANDS = [
         lambda w: ["train", *w.run()[1:], "--stage", "1", "--model", str(w.base)],
     ),
     case("merge nothing", "base", lambda w: ["merge", str(w.linearized()), str(w.base), "--out", str(w.out)]),
-    case("export a base", "holds a llama model", lambda w: ["export", str(w.base), str(w.out)]),
+    case("export a base", "is not a linearized model but a llama", lambda w: ["export", str(w.base), str(w.out)]),
     case("eval without the rows", "piqa.jsonl", lambda w: ["eval", str(w.base), "--data", str(w.folder)]),
     case("eval of nothing", "no such file or folder", lambda w: ["eval", "/nowhere/at/all"]),
     case("eval by unknown suite", "did you mean quick?", lambda w: ["eval", str(w.base), "--suite", "quik"]),
@@ -359,7 +359,7 @@ COMMANDS = [
     case("compare one run", "1 is too few to compare", lambda w: ["compare", str(w.folder)]),
     case(
         "compare a run without a report",
-        "holds no report.json",
+        "has no report.json",
         lambda w: ["compare", str(w.folder), str(w.base)],
     ),
     case("compare nothing", "/nowhere/at/all: there is no such file", lambda w: ["compare", "/nowhere/at/all", "b"]),
