@@ -69,8 +69,8 @@ RECIPES = [
     case("empty window", "mixer.window: 0 is too small", lambda w: w.run("mixer.window=0")),
     case("negative window", "mixer.window", lambda w: w.run("mixer.window=-1")),
     case("sinks of all tokens", "mixer.sinks: a window of", lambda w: w.plan("mixer={type: forgetting, sinks: 2}")),
-    case("bad pattern", "layers: 'LXL' is no pattern", lambda w: w.run("layers=LXL")),
-    case("layer out of range", "layers.linear: there is no layer 9", lambda w: w.run("layers={linear: [9]}")),
+    case("bad pattern", "layers: 'LXL' is not a pattern", lambda w: w.run("layers=LXL")),
+    case("layer out of range", "layers.linear: layer 9 does not exist", lambda w: w.run("layers={linear: [9]}")),
     case("unknown repeated name", "layers.repeat[1]: 'min'", lambda w: w.plan("layers={repeat: [main, min]}")),
     case("nothing repeated", "layers.repeat", lambda w: w.plan("layers={repeat: []}")),
     case("list of wrong length", "layers: names 1 layers", lambda w: w.run("layers=[main]")),
@@ -90,7 +90,7 @@ RECIPES = [
     case("no linear layer", "nothing to linearize", lambda w: w.run("layers={softmax: [0, 1, 2]}")),
     case("unknown layer name", "layers[0]: 'man'", lambda w: w.run("layers=[man, main, main]")),
     case("override without value", "write it as field=value", lambda w: w.run("seed")),
-    case("override into nothing", "[4] is not there", lambda w: w.run("stages[4].tokens=1")),
+    case("override into nothing", "[4] does not exist", lambda w: w.run("stages[4].tokens=1")),
     case("repeated key", "line 2: not valid YAML", after(wrote("recipe.yaml", "name: a\nname: b\n"), World.run)),
     case("no YAML", "line 2: not valid YAML", after(wrote("recipe.yaml", "name: [a\n"), World.run)),
     case("empty recipe", "a recipe is a mapping", after(wrote("recipe.yaml", ""), World.run)),
@@ -99,7 +99,7 @@ RECIPES = [
     case("missing recipe", "there is no such file", after(remove("recipe.yaml"), World.run)),
     case("unknown shipped recipe", "did you mean smollm2-135m-quick?", lambda w: ["plan", "smollm-135m-quick"]),
     case("plan of a bad recipe", "did you mean 'mixer'?", lambda w: w.plan("mixr={}")),
-    case("plan with a bad layer", "there is no layer 9", lambda w: w.plan("layers={softmax: [9]}")),
+    case("plan with a bad layer", "layer 9 does not exist", lambda w: w.plan("layers={softmax: [9]}")),
 ]
 BASES = [
     case("no such base", "there is no such file or folder", lambda w: w.run("base=/nowhere/at/all")),

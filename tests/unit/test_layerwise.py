@@ -240,7 +240,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
 
 
 def test_only_the_attention_of_linear_layers_can_have_adapters() -> None:
-    with pytest.raises(ValueError, match="layer by layer only the attention"):
+    with pytest.raises(ValueError, match="layerwise holds only the attention"):
         stage(**LORA | {"lora": Lora(rank=4, targets="all")})
     assert isinstance(stage(**LORA), AlignStage)
 

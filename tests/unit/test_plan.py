@@ -85,12 +85,14 @@ def test_layers_with_a_window_of_the_bases_own_stay_unless_they_are_named(layers
     [(1, [], "only one layer; use layers: all"), (3, [0, 2], "only one layer without a window of its own")],
 )
 def test_of_one_layer_there_is_nothing_to_choose(depth, sliding, says):
-    with pytest.raises(BadInput, match=f"layers.softmax_auto: keeps one layer at least, and the base has {says}"):
+    with pytest.raises(BadInput, match=f"layers.softmax_auto: keeps at least one layer, but the base has {says}"):
         recipe(layers={"softmax_auto": 0.25}).layer_names(depth, sliding)
 
 
 def test_fewer_layers_are_kept_than_see_all_tokens():
-    with pytest.raises(BadInput, match="3 is too many; of the base's 3 layers without a window of their own keep few"):
+    with pytest.raises(
+        BadInput, match="3 is too many; keep fewer than the base's 3 layers without a window of their own"
+    ):
         recipe(layers={"softmax_auto": 3}).layer_names(6, sliding=[0, 2, 3])
 
 
@@ -125,18 +127,18 @@ def test_a_choice_by_measurement_counts_the_layers_that_see_all_tokens():
 @pytest.mark.parametrize(
     ("layers", "says"),
     [
-        ("", "layers: '' is no pattern"),
-        ("LLX", "layers: 'LLX' is no pattern"),
+        ("", "layers: '' is not a pattern"),
+        ("LLX", "layers: 'LLX' is not a pattern"),
         ([N] * 5, "layers: leaves all 5 layers softmax"),
         ([L, N], "layers: names 2 layers, but the base has 5"),
         ([L, L, L, L, "othr"], r"layers\[4\]: 'othr' is not a name; did you mean 'other'"),
         ({"repeat": [L, "othr"]}, r"layers\.repeat\[1\]: 'othr' is not a name; did you mean 'other'"),
-        ({"linear": [5]}, r"layers\.linear: there is no layer 5; the base has 0 to 4"),
+        ({"linear": [5]}, r"layers\.linear: layer 5 does not exist; the base has layers 0 to 4"),
         ({"linear": [-1]}, r"layers\.linear\[0\]: should be from 0"),
         ({"softmax": [1, 2, 1]}, r"layers\.softmax: layer 1 is named twice"),
         ({"softmax": [0, 1, 2, 3, 4]}, "layers: leaves all 5 layers softmax"),
         ({"softmax_every": 1}, r"layers\.softmax_every: should be from 2"),
-        ({"softmax_auto": 5}, r"layers\.softmax_auto: 5 is too many; of the base's 5 layers keep fewer"),
+        ({"softmax_auto": 5}, r"layers\.softmax_auto: 5 is too many; keep fewer than the base's 5 layers"),
     ],
 )
 def test_layers_that_do_not_fit_the_base_are_refused(layers, says):
