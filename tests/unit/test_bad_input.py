@@ -325,14 +325,14 @@ COMMANDS = [
     case("calibrate on no text", "no.txt: there is no such file", lambda w: w.calibrate("--text", "no.txt")),
     case(
         "calibrate on too little text",
-        "--text text.jsonl: holds 1350 tokens, but --tokens asks for 8192",
+        "--text text.jsonl: has 1350 tokens, but --tokens asks for 8192",
         lambda w: w.calibrate("--tokens", "8192"),
     ),
     case("calibrate on less than a row", "is less than one row of", lambda w: w.calibrate("--seq-len", "65")),
     case("calibrate on rows inside the window", "no document is longer", lambda w: w.calibrate("--seq-len", "12")),
     case(
         "calibrate on documents inside the window",
-        "no document is longer than 12 tokens",
+        "no document is longer than the window and its sinks (12 tokens)",
         after(wrote("short.jsonl", '{"text": "hello there"}\n' * 20), lambda w: w.calibrate("--text", "short.jsonl")),
     ),
     case("convert with a bad dtype", "export.dtype", lambda w: w.convert("--dtype", "int4")),
@@ -373,7 +373,7 @@ COMMANDS = [
     case("bench lengths that are none", "--lengths: '1k,2'", lambda w: ["bench", str(w.base), "--lengths", "1k,2"]),
     case("bench a length of nothing", "--lengths: '0'", lambda w: ["bench", str(w.base), "--lengths", "0"]),
     case("bench with an unknown mixer", "did you mean gla?", lambda w: ["bench", "smollm2-135m", "--mixer", "glaa"]),
-    case("bench a model with a mixer", "is for shapes", lambda w: ["bench", str(w.base), "--mixer", "gla"]),
+    case("bench a model with a mixer", "applies only to shapes", lambda w: ["bench", str(w.base), "--mixer", "gla"]),
     case("bench beside nothing", "no such file", lambda w: ["bench", str(w.base), "--baseline", "/nowhere/at/all"]),
     case(
         "bench into a folder that exists",

@@ -272,7 +272,7 @@ def test_verify_finds_nothing_wrong_with_a_finished_run_and_its_export(finished,
     copy = Path(shutil.copytree(finished / "export", tmp_path / "export"))
     for folder in (finished, finished / "export", copy):
         assert main.main(["verify", str(folder)]) == 0
-        assert "files are as they were written" in capsys.readouterr().out.replace("\n", " ")
+        assert "files are unchanged" in capsys.readouterr().out.replace("\n", " ")
     assert sha256_file(copy / "config.json") == checksums.read_sums(copy)["config.json"]
 
 
