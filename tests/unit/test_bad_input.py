@@ -116,13 +116,13 @@ BASES = [
         for name, says, *prepare in (
             (
                 "adapter",
-                "it holds an adapter of org/model: merge the two",
+                "it is an adapter for org/model: merge the two",
                 remove("base/config.json"),
                 wrote("base/adapter_config.json", '{"base_model_name_or_path": "org/model"}'),
             ),
             (
                 "original weights",
-                "its folder original/ is of another format",
+                "its folder original/ has another format",
                 remove("base/config.json"),
                 lambda w: (w.base / "original").mkdir(),
             ),
@@ -130,12 +130,12 @@ BASES = [
     ),
     case("folder above", "did you mean", lambda w: ["plan", "--base", str(w.folder)]),
     case(
-        "weights file", "give the folder that it lies in", lambda w: ["plan", "--base", f"{w.base}/model.safetensors"]
+        "weights file", "give the folder that contains it", lambda w: ["plan", "--base", f"{w.base}/model.safetensors"]
     ),
     *(
         case(
             f"git-lfs pointer {name}",
-            f"{name}: stands for a file that git-lfs has not fetched",
+            f"{name}: is a placeholder for a file that git-lfs has not fetched",
             after(wrote(f"base/{name}", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"), convert),
         )
         for name in ("model.safetensors", "tokenizer.json")
@@ -162,9 +162,9 @@ BASES = [
         after(lambda w: w.config(max_position_embeddings=None), World.run),
     ),
     case("remote code", "brings its own code", after(lambda w: w.config(model_type="x", auto_map={}), World.run)),
-    case("no tokenizer", "holds no tokenizer", after(remove("base/tokenizer.json"), World.run)),
+    case("no tokenizer", "has no tokenizer", after(remove("base/tokenizer.json"), World.run)),
     case("broken tokenizer", "tokenizer cannot be used", after(wrote("base/tokenizer.json", "{"), World.run)),
-    case("no weights", "holds no weights", after(remove("base/model.safetensors"), convert)),
+    case("no weights", "has no weights", after(remove("base/model.safetensors"), convert)),
     case(
         "pickle only",
         "pickles, which can run code",

@@ -283,8 +283,8 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "impossible config": (lambda b: change_config(b, pad_token_id=500), "no llama can be built from it"),
     "quantised": (lambda b: change_config(b, quantization_config={"quant_method": "gptq"}), "says it is quantised"),
     "no config": (lambda b: (b / "config.json").unlink(), r"config\.json: there is no such file"),
-    "no tokenizer": (lambda b: (b / "tokenizer.json").unlink(), "base: holds no tokenizer"),
-    "no weights": (lambda b: (b / WEIGHTS).unlink(), "base: holds no weights"),
+    "no tokenizer": (lambda b: (b / "tokenizer.json").unlink(), "base: has no tokenizer"),
+    "no weights": (lambda b: (b / WEIGHTS).unlink(), "base: has no weights"),
 }
 
 

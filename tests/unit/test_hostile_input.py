@@ -76,8 +76,10 @@ def task(name: str, *docs: object) -> Callable[[World], list[str]]:
 
 
 ROWS = [
-    case("lone surrogate", r"text.jsonl line 2: cannot be used: it holds \ud800", rows(ROW + '{"text": "\\ud800"}\n')),
-    case("integer of 5,000 digits", "line 1: cannot be used: it holds an integer", rows(f'{{"text": {DIGITS}}}\n')),
+    case(
+        "lone surrogate", r"text.jsonl line 2: cannot be used: it contains \ud800", rows(ROW + '{"text": "\\ud800"}\n')
+    ),
+    case("integer of 5,000 digits", "line 1: cannot be used: it contains an integer", rows(f'{{"text": {DIGITS}}}\n')),
     case("deep nesting", "line 1: cannot be used: it is nested too deeply", rows(f'{{"text": {DEEP}\n')),
     case("deep .json", "x.json line 1: cannot be used: it is nested too deeply", rows(DEEP, "x.json")),
     case(
@@ -194,7 +196,7 @@ CONFIGS = [
     case("negative heads", "num_attention_heads should be from", config(num_attention_heads=-4)),
     case("a string for a size", "intermediate_size should be a whole number, not '48'", config(intermediate_size="48")),
     case("a fraction for a size", "head_dim should be a whole number", config(head_dim=8.5)),
-    case("heads that do not divide", "no multiple of num_key_value_heads", config(num_key_value_heads=3)),
+    case("heads that do not divide", "is not a multiple of num_key_value_heads", config(num_key_value_heads=3)),
     case("a list", "config.json: must hold a JSON object", after(wrote("base/config.json", "[]"), World.run)),
     case(
         "deep",
@@ -203,7 +205,7 @@ CONFIGS = [
     ),
     case(
         "digits",
-        "it holds an integer of thousands",
+        "it contains an integer with thousands",
         after(wrote("base/config.json", f'{{"a": {DIGITS}}}'), World.convert),
     ),
     case(
@@ -251,7 +253,7 @@ TOKENIZERS = [
     ),
     case(
         "no vocabulary",
-        "no vocabulary to speak of",
+        "no usable vocabulary",
         tokenizer(model={"type": "BPE", "vocab": {}, "merges": []}, added_tokens=[]),
     ),
     case(
@@ -261,7 +263,7 @@ TOKENIZERS = [
     ),
     case(
         "text with a token beyond the model",
-        "text.jsonl line 2: holds '<picture>', token 99, but the model has 99 embeddings",
+        "text.jsonl line 2: contains '<picture>', token 99, but the model has 99 embeddings",
         after(
             wrote("text.jsonl", ROW + '{"text": "a <picture> of it"}\n'),
             lambda w: w.config(vocab_size=99),
@@ -296,7 +298,7 @@ TEMPLATES = [
     case("syntax error", "the chat template has an error in line 1", template("{% for %}")),
     case(
         "loops",
-        "does not come to an end",
+        "does not finish",
         template("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"),
     ),
     case(
@@ -304,7 +306,7 @@ TEMPLATES = [
         "the chat template fails on these messages (OverflowError",
         template("{% for i in range(10**12) %}{% endfor %}"),
     ),
-    case("a power", "does not come to an end", template("{{ 9 ** (9 ** 9) }}")),
+    case("a power", "does not finish", template("{{ 9 ** (9 ** 9) }}")),
     case("a long text", "asks for more than 512 MiB", template("{{ 'a' * messages|length * 10 ** 10 }}")),
     case(
         "a text that doubles",
@@ -333,11 +335,11 @@ GGUFS = [
     ),
     case("array of 2^40 strings", "items in key", gguf(KEY + struct.pack("<IIQ", 9, 8, 2**40), counts=(0, 1))),
     case(
-        "arrays in arrays",
-        "arrays in arrays",
+        "arrays inside arrays",
+        "arrays inside arrays",
         gguf(KEY + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 9 + bytes(200), counts=(0, 1)),
     ),
-    case("a type that there is not", "is of type 77", gguf(KEY + struct.pack("<I", 77), counts=(0, 1))),
+    case("a type that there is not", "has the unknown type 77", gguf(KEY + struct.pack("<I", 77), counts=(0, 1))),
     case("cut off", "is cut off", gguf(KEY + b"\4", counts=(0, 1))),
     case(
         "a tensor beyond the file",
@@ -349,7 +351,11 @@ GGUFS = [
         "its tensors would end at byte",
         gguf(tensors=string(b"t") + struct.pack("<IQIQ", 1, 2**60, 0, 0), counts=(1, 0)),
     ),
-    case("alignment", "no power of two", gguf(string(b"general.alignment") + struct.pack("<II", 4, 3), counts=(0, 1))),
+    case(
+        "alignment",
+        "is not a power of two",
+        gguf(string(b"general.alignment") + struct.pack("<II", 4, 3), counts=(0, 1)),
+    ),
     case(
         "ten million layers",
         "num_hidden_layers should be from 1 to 1,024",
@@ -357,7 +363,7 @@ GGUFS = [
     ),
     case(
         "layers without tensors",
-        "says that it has 9 layers, but holds tensors of 0",
+        "says that it has 9 layers, but has tensors for 0",
         gguf(string(b"llama.block_count") + struct.pack("<II", 4, 9), counts=(0, 1)),
     ),
     case(

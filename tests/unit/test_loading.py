@@ -126,8 +126,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a shard gone": (lambda f: shard_of_q(f).unlink(), ".safetensors: this shard is missing"),
     "a shard cut": (lambda f: os.truncate(shard_of_q(f), shard_of_q(f).stat().st_size - 64), ": is truncated"),
-    "an empty shard": (lambda f: os.truncate(shard_of_q(f), 0), ": is truncated or no safetensors file"),
-    "an index that is wrong": (point_elsewhere, f"{INDEX}: has {Q} in "),
+    "an empty shard": (lambda f: os.truncate(shard_of_q(f), 0), ": is truncated or not a safetensors file"),
+    "an index that is wrong": (point_elsewhere, f"{INDEX}: lists {Q} in "),
 }
 
 
