@@ -311,7 +311,7 @@ def test_eval_and_diagnose_take_text_of_another_kind_and_a_folder_of_tasks(home,
     assert "agreement/greedy_match" not in alone["models"]["linearized"]
     assert alone["models"]["linearized"]["other_ppl"] != found["models"]["linearized"]["other_ppl"]  # of pydoc
     assert alone["notes"] == [
-        "agreement: left out, as there is no base to agree with; name one by --base or --baseline"
+        "agreement: left out because there is no base to agree with; name one with --base or --baseline"
     ]
     same = ["--text", str(tmp_path / "far.txt"), *far]
     assert main.main(["eval", "converted", *options, *same]) == 2

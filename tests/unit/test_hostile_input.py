@@ -385,7 +385,7 @@ HELLASWAG = {
 TASKS = [
     case(
         "hidden label",
-        "piqa.jsonl line 2: does not fit task piqa: its label is -1",
+        "piqa.jsonl line 2: does not fit task piqa: its label -1",
         task("piqa", PIQA, PIQA | {"label": -1}),
     ),
     case("label beyond the choices", "line 1: does not fit task piqa: IndexError", task("piqa", PIQA | {"label": 2})),

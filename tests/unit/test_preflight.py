@@ -275,12 +275,12 @@ def rows(name: str, values: list[dict[str, Any]]) -> Callable[[Path], object]:
         (
             "{name: piqa, metrics: [acc]}",
             rows("piqa", [PIQA[0] | {"label": -1}]),
-            "piqa.jsonl line 1: does not fit task piqa: its label is -1",
+            "piqa.jsonl line 1: does not fit task piqa: its label -1",
         ),
         (
             "{name: piqa, metrics: [acc]}",
             rows("piqa", [*PIQA, PIQA[0] | {"label": 7}]),
-            "line 5: does not fit task piqa: its label is 7, none of its 2 choices",
+            "line 5: does not fit task piqa: its label 7 is not one of its 2 choices",
         ),
         ("{name: piqa, metrics: [acc]}", rows("piqa", [{"goal": "x"}]), "line 1: does not fit task piqa"),
         ("{name: piqa, metrics: [acc]}", rows("piqa", []), "piqa"),
@@ -306,8 +306,8 @@ def test_a_suite_that_its_rows_do_not_fit_is_refused(
 def test_what_a_run_leaves_out_of_its_suite_is_a_note_and_no_warning(home: Path, capsys: Any) -> None:
     (home / "suite.yaml").write_text(SUITE + "copying: [{lengths: [16, 300]}]\npositions: [{window: 512}]\n")
     curve, positions, *warnings = sorted(warned(words("data.text.held_out=0.6"), capsys, ("note: ", "warning: ")))
-    assert curve.startswith("note: suite suite: copy_nll_300: left out, as said twice they are longer than the 256")
-    assert positions == "note: suite suite: text_nll_at_512: left out, as the base takes 256 tokens"
+    assert curve.startswith("note: suite suite: copy_nll_300: left out because repeated once, they are longer than")
+    assert positions == "note: suite suite: text_nll_at_512: left out because the base supports only 256 tokens"
     assert warnings == json.loads((home / "out/manifest.json").read_text())["steps"]["plan"]["plan"]["warnings"] == []
 
 
@@ -323,7 +323,7 @@ def test_text_of_another_kind_is_read_before_the_training(home: Path, capsys: An
 def test_a_run_that_trains_on_the_documentation_has_no_text_of_another_kind(home: Path, capsys: Any) -> None:
     (home / "suite.yaml").write_text(SUITE[:-1].replace("}]", "}, {source: other}]") + "\n")
     (note,) = warned(words("data.text={source: pydoc, held_out: 0.01}"), capsys, "note: suite")
-    assert "other_ppl, other_byte_ppl: left out, as there is no text of another kind" in note
+    assert "other_ppl, other_byte_ppl: left out because there is no text of another kind" in note
 
 
 def test_prompts_need_text_of_some_kind(home: Path, capsys: Any) -> None:
@@ -338,7 +338,7 @@ def test_rows_beyond_the_limit_are_not_looked_at(home: Path, capsys: Any) -> Non
     (home / "rows").mkdir()
     lines(home / "rows/piqa.jsonl", [*PIQA, PIQA[0] | {"label": -1}])
     (home / "suite.yaml").write_text(SUITE + "tasks: [{name: piqa, metrics: [acc]}]\n")
-    refused(words("eval.data=rows", "eval.limit=1000"), capsys, "line 5: does not fit task piqa: its label is -1")
+    refused(words("eval.data=rows", "eval.limit=1000"), capsys, "line 5: does not fit task piqa: its label -1")
     assert warned(words("eval.data=rows", "eval.limit=4"), capsys) == []
 
 
@@ -348,7 +348,7 @@ def test_answers_longer_than_the_base_are_refused(home: Path, capsys: Any) -> No
     (home / "suite.yaml").write_text(SUITE + "tasks: [{name: squad_ctx, metrics: [contains]}]\n")
     path = home / "base/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 48}))
-    refused(words("eval.data=rows"), capsys, "answers take 48 tokens, and the base takes 48 in all")
+    refused(words("eval.data=rows"), capsys, "answers take 48 tokens, but the base supports only 48 in all")
 
 
 def test_a_task_that_the_hub_does_not_give_is_refused(home: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +359,7 @@ def test_a_task_that_the_hub_does_not_give_is_refused(home: Path, capsys: Any, m
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
     (home / "suite.yaml").write_text(SUITE + "tasks: [{name: piqa, metrics: [acc]}]\n")
-    refused(words(), capsys, "task piqa: its data cannot be had from the hub", "no route to the hub")
+    refused(words(), capsys, "task piqa: its data cannot be fetched from the hub", "no route to the hub")
 
 
 # --- the disk
