@@ -34,7 +34,7 @@ DOCUMENT_CHARS = 32 << 10
 # A file may unpack to PACKED_BYTES in any case, so that small sets of such sentences are read.
 PACKED_RATIO = 100
 PACKED_BYTES = 32 << 20
-NUL = "it holds a NUL, as UTF-16 does"
+NUL = "it contains a NUL, as UTF-16 does"
 PARQUET_ROWS = 16  # of a .parquet that are in memory at a time
 
 
@@ -269,7 +269,7 @@ def _not_text(where: str, reason: str) -> BadInput:
 
 
 def _bomb(path: Path) -> BadInput:
-    times = f"more than {PACKED_RATIO} times its size, which text hardly does"
+    times = f"more than {PACKED_RATIO} times its size, which text rarely does"
     return BadInput(f"{path}: unpacks to {times}; unpack it yourself if you trust it, and give that file")
 
 

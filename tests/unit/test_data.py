@@ -246,7 +246,7 @@ def test_messages_that_the_chat_template_refuses_are_named(tmp_path: Path) -> No
     write(tmp_path / "a.jsonl", [{"messages": TALK}])
     with pytest.raises(BadInput, match=r"line 1: the chat template refuses these messages \(no system"):
         load(tmp_path / "a.jsonl", "messages", bpe("{{ raise_exception('no system role') }}"))
-    with pytest.raises(BadInput, match="line 1: the chat template does not let its responses be told"):
+    with pytest.raises(BadInput, match="line 1: with this chat template, its responses cannot be told apart"):
         load(tmp_path / "a.jsonl", "messages", bpe("{{ messages | length }}"))
 
 
