@@ -474,7 +474,7 @@ ADAPTERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "not finite": (lambda f: change_adapter(f, lambda t: t[A].fill_(torch.nan)), f"tensor {A} holds NaN or infinity"),
     "cut": (lambda f: os.truncate(f / ADAPTER_WEIGHTS, 5000), f"{ADAPTER_WEIGHTS}: is truncated"),
     "a pickle": (pickle_adapter, "its weights are pickles, which can run code when read"),
-    "no weights": (lambda f: (f / ADAPTER_WEIGHTS).unlink(), f"adapter: holds no {ADAPTER_WEIGHTS}"),
+    "no weights": (lambda f: (f / ADAPTER_WEIGHTS).unlink(), f"adapter: has no {ADAPTER_WEIGHTS}"),
     "no config": (lambda f: (f / ADAPTER_CONFIG).unlink(), f"{ADAPTER_CONFIG}: there is no such file"),
     "a broken config": (lambda f: (f / ADAPTER_CONFIG).write_text("{"), f"{ADAPTER_CONFIG}: cannot be read as JSON"),
     "an unknown kind": (lambda f: change_adapter_config(f, peft_type="NEW"), f"{ADAPTER_CONFIG}: does not fit"),

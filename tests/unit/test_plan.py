@@ -274,7 +274,7 @@ def test_several_processes_share_rows_and_nothing_else():
     assert four.memory["activations"] * 4 == one.memory["activations"]
     in_parts = plan(stages=[stage | {"grad_accumulation": 4}], processes=4).stages[0]
     assert in_parts.memory["activations"] == one.memory["activations"]
-    with pytest.raises(BadInput, match="does not divide among 3 processes; start 2"):
+    with pytest.raises(BadInput, match="cannot be divided among 3 processes; start 2"):
         plan(stages=[stage], processes=3)
 
 
@@ -290,7 +290,7 @@ def test_processes_that_share_rows_take_a_part_of_their_tokens():
     assert cut.stages[0].memory == half | {"activations": half["activations"] + gathered}
     assert cut.memory_for == "each of 4 processes, 2 per row, on cpu in float32"
     assert plan(stages=[rows], processes=None, sequence_parallel=2).memory_for.startswith("each of 2 processes")
-    with pytest.raises(BadInput, match="2 processes share a row, but 1 cannot be put in groups of 2"):
+    with pytest.raises(BadInput, match="2 processes share a row, but 1 cannot be split into groups of 2"):
         plan(stages=[rows], processes=1, sequence_parallel=2)
     with pytest.raises(BadInput, match="rows of 512 tokens, so a shard is shorter than the window of 8"):
         plan(stages=[rows], processes=128, sequence_parallel=128)

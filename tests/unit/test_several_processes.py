@@ -249,7 +249,7 @@ def test_whole_micro_batches_are_shared_before_their_rows(
 
 def test_rows_that_do_not_divide_are_refused_with_what_would() -> None:
     stage = make_stage("finetune", batch=4, accumulation=1)
-    said = r"finetune: batch_size 4 × grad_accumulation 1 does not divide among 3 processes; start 2, or set grad_acc"
+    said = r"finetune: batch_size 4 × grad_accumulation 1 cannot be divided among 3 processes; start 2, or set"
     with pytest.raises(BadInput, match=said):
         share(stage, 3)
 
