@@ -153,7 +153,7 @@ BASES = [
     case("quantised", "is quantised", after(lambda w: w.config(quantization_config={"bits": 4}), World.run)),
     case(
         "unknown rotary",
-        "rope_type 'magic' is unknown to transformers; there are default, linear,",
+        "rope_type 'magic' is unknown to transformers; use one of default, linear,",
         after(lambda w: w.config(rope_parameters={"rope_type": "magic", "rope_theta": 1e4}), World.run),
     ),
     case(
