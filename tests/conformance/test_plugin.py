@@ -161,7 +161,7 @@ def test_a_plugin_that_cannot_be_imported_is_told(entries) -> None:
 def test_a_plugin_without_such_a_mixer_is_told(entries) -> None:
     entries({"empty_mixer": "THERE = 1"}, ("empty", "empty_mixer"), ("number", "empty_mixer:THERE"))
     for name in ("empty", "number"):
-        with pytest.raises(BadInput, match=f'is no mixer of that name; put @register_mixer."{name}"'):
+        with pytest.raises(BadInput, match=f'is not a mixer of that name; put @register_mixer."{name}"'):
             MIXERS[name]
 
 
