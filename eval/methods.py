@@ -101,10 +101,10 @@ def page(found: Sequence[Method]) -> str:
         MADE,
         "",
         "Every figure is that of a committed report, to which a method's name leads. ± is the standard error of one",
-        "model. All models of a table read the same text, so differences between them are surer than that.",
-        "Perplexities (`ppl`) and losses (`nll`) are better when lower, all else when higher. *memory ablated* is the",
-        f"model above it with its memory switched off. Cache: of one sequence of {CONTEXT:,} tokens. An empty cell was",
-        "not measured.",
+        "model. All models of a table read the same text, so differences between them are more certain.",
+        "Perplexities (`ppl`) and losses (`nll`) are better when lower, everything else when higher. *memory ablated*",
+        f"is the model above it with its memory switched off. Cache: of one sequence of {CONTEXT:,} tokens. An empty",
+        "cell was not measured.",
     ]
     groups: list[list[Method]] = []
     for method in found:

@@ -136,7 +136,7 @@ def written_recipes(args: argparse.Namespace) -> dict[str, Path]:
             resolve_spec(spec.to_dict(), f"--mixers {entry}: mixer")
         manifest = args.out / name / "manifest.json"
         if manifest.is_file() and read_json(manifest)["recipe"]["text"] != texts[name]:
-            raise BadInput(f"{args.out / name}: is a run of another recipe; name a new folder by --out")
+            raise BadInput(f"{args.out / name}: is a run of a different recipe; name a new folder by --out")
     args.out.mkdir(parents=True, exist_ok=True)
     files = {name: args.out / f"{name}.yaml" for name in texts}
     for name, file in files.items():

@@ -78,7 +78,7 @@ def parse_lengths(text: str) -> list[int]:
     """`1024,4096` as numbers, ascending. Raises BadInput."""
     words = [word.strip() for word in text.split(",")]
     if not all(re.fullmatch("[0-9]{1,8}", word) and int(word) for word in words):
-        raise BadInput(f"--lengths: {text!r} is no list of prompt lengths; give tokens, such as 1024,4096")
+        raise BadInput(f"--lengths: {text!r} is not a list of prompt lengths; give tokens, such as 1024,4096")
     return sorted({int(word) for word in words})
 
 
@@ -265,7 +265,7 @@ def bench_models(
     report(0, total, "making the model")
     model = load()
     if not options.prefill and not all(spec["window"] for spec in _mixers(model)):
-        raise BadInput(f"--no-prefill: {source} has windows without an end, whose tokens must be read; leave it out")
+        raise BadInput(f"--no-prefill: {source} has unlimited windows, whose tokens must be read; leave it out")
     linearized = getattr(model.config, "linearization", None) is not None
     results["parameters"] = sum(p.numel() for p in model.parameters())
     side = Side("linearized" if linearized else "model", model, dynamic_caches(model), decode)

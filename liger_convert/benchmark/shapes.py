@@ -57,7 +57,7 @@ def is_shape(source: str) -> bool:
     if source not in SHAPES and nearest(source, SHAPES):
         known = ", ".join(SHAPES)
         raise BadInput(
-            f"{source}: is neither a model nor a shape{did_you_mean(source, SHAPES)}; the shapes are {known}"
+            f"{source}: is neither a model nor a shape{did_you_mean(source, SHAPES)}; the known shapes are {known}"
         )
     return source in SHAPES
 

@@ -63,7 +63,7 @@ def is_linearized(folder: Path) -> bool:
 def require_linearized(folder: Path) -> None:
     """Raises BadInput unless `folder` holds a linearized model."""
     if not is_linearized(folder):
-        raise BadInput(f"{folder}: is not a linearized model; `linearize convert` makes one of it")
+        raise BadInput(f"{folder}: is not a linearized model; `linearize convert` makes one from it")
 
 
 def refuse_existing(out: Path) -> None:
@@ -103,8 +103,8 @@ def convert_base(
     }
     if isinstance(written["layers"], dict) and "softmax_auto" in written["layers"]:
         raise BadInput(
-            "--layers: which layers stay softmax is measured on the text of a recipe; let `linearize select-layers "
-            "RECIPE` choose them, and give what it prints, such as --layers '{softmax: [3, 7]}'"
+            "--layers: softmax_auto measures layers on the text of a recipe; let `linearize select-layers RECIPE` "
+            "choose them, and give what it prints, such as --layers '{softmax: [3, 7]}'"
         )
     for option in options:
         written = yaml_file.override(written, f"mixer.{option}")
@@ -135,7 +135,7 @@ def calibrate_model(
     used = [linearization["mixers"][name] for name in set(linearization["layers"]) - {SOFTMAX}]
     reach = [spec["window"] + spec["sinks"] for spec in used if spec["combine"] == "shared"]
     if not reach:
-        raise BadInput(f"{model}: has nothing to calibrate, as only mixers with combine: shared do")
+        raise BadInput(f"{model}: has nothing to calibrate; only mixers with combine: shared are calibrated")
     if tokens < seq_len:
         raise BadInput(f"--tokens {tokens}: is less than one row of --seq-len {seq_len}")
     where = pick_device(device)
@@ -146,12 +146,12 @@ def calibrate_model(
         check_folder(folder)
         documents = load_source(text_source(text), checkpoint.load_tokenizer(model)).train
         if (held := sum(len(document.ids) for document in documents)) < tokens:
-            raise BadInput(f"--text {text}: holds {held} tokens, but --tokens asks for {tokens}; give more text")
+            raise BadInput(f"--text {text}: has {held} tokens, but --tokens asks for {tokens}; give more text")
         rows = pack(documents, seq_len, tokens, seed)
         batch = {name: t.to(where) for name, t in collate([rows[i] for i in range(len(rows))]).items()}
         if int(batch["position_ids"].max()) < min(reach):
-            what = f"in rows of {seq_len} no document is longer than {min(reach)} tokens, the window and its sinks"
-            raise BadInput(f"--text {text}: {what}; give longer ones or a larger --seq-len")
+            what = f"in rows of {seq_len}, no document is longer than the window and its sinks ({min(reach)} tokens)"
+            raise BadInput(f"--text {text}: {what}; give longer documents or a larger --seq-len")
         linearized = load_linearized(model, dtype=torch.float32).to(where).eval()
         objective = AlignObjective(load_base(folder, where, dtype), linearized.config)
 
@@ -186,7 +186,7 @@ def require_base(base: str, folder: Path, model: Path) -> None:
 def select_layers(recipe: Recipe) -> LayerSelection:
     """The softmax layers that `recipe` leaves to a measurement, chosen. Raises BadInput."""
     if recipe.softmax_auto is None:
-        why = "say how many layers stay softmax, as the recipe's `layers` does not"
+        why = "say how many layers stay softmax, because the recipe's `layers` does not"
         raise BadInput(f"--softmax-layers: is missing; {why}")
     device, trust = pick_device(recipe.device), recipe.base_options.trust_remote_code
     with local_model(recipe.base, **recipe.base_options.model_dump()) as base:
@@ -275,7 +275,9 @@ def bench_model(source: str, options: bench.Options, baseline: str | None, out: 
 
     shape = shapes.is_shape(source)
     if not shape and options.mixer is not None:
-        raise BadInput(f"--mixer {options.mixer}: is for shapes, but {source} is a model with layers of its own")
+        raise BadInput(
+            f"--mixer {options.mixer}: applies only to shapes, but {source} is a model with layers of its own"
+        )
     if baseline is None and shape:
         baseline = source
     with (
@@ -314,7 +316,7 @@ def describe_mixers(heads: int, kv_heads: int, head_size: int) -> dict[str, dict
     recurrence other than the plain loop. Raises BadInput for heads that do not divide.
     """
     if heads % kv_heads:
-        raise BadInput(f"--heads: {heads} query heads are no multiple of {kv_heads} key-value heads")
+        raise BadInput(f"--heads: {heads} query heads are not a multiple of {kv_heads} key-value heads")
     dims, described = HeadDims(heads * head_size, heads, kv_heads, head_size), {}
     for name, mixer in MIXERS.items():
         spec = mixer.Spec()

@@ -83,7 +83,7 @@ def options(
     """`--debug` is taken out by `main`, wherever it stands; it is declared here for the help."""
     if processes.count() > 1 and context.invoked_subcommand != "run":
         many, name = processes.count(), context.invoked_subcommand
-        raise BadInput(f"linearize {name}: works in one process, and a launcher started {many}; start it by itself")
+        raise BadInput(f"linearize {name}: runs in one process, but a launcher started {many}; start it without one")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "passive"
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-    last_words = "stopped before it could tidy up; a run goes on with --resume" if processes.is_first() else ""
+    last_words = "stopped before it could clean up; continue a run with --resume" if processes.is_first() else ""
     with safe_streams() as (out, err), interrupts.handled(last_words):
         code = _command([word for word in words if word != "--debug"], debug="--debug" in words)
         out.flush()
@@ -159,7 +159,7 @@ def _bug(error: BaseException, debug: bool) -> int:
     if debug:
         raise error
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which may not be imported
-        return _fail(f"{first_line(error)}; `linearize plan` says what each step takes, and what takes less", 1)
+        return _fail(f"{first_line(error)}; `linearize plan` shows what each step needs and how to need less", 1)
     with tempfile.NamedTemporaryFile("w", prefix="linearize-", suffix=".log", delete=False) as log:
         traceback.print_exception(error, file=log)
     what = f"unexpected {type(error).__name__}: {first_line(error)}"

@@ -160,7 +160,7 @@ def _require_same_vocabulary(baseline: str, one: Any, other: Any) -> None:
     """Raises BadInput for a baseline whose tokens are not the model's: what it writes cannot be asked of the model."""
     # beyond its tokenizer's tokens a model has embeddings that it may write
     if one.get_vocab() != other.get_vocab() or getattr(one, "embeddings", 0) > getattr(other, "embeddings", math.inf):
-        what = "has another vocabulary than the model, so agreement with it cannot be measured"
+        what = "has a different vocabulary from the model, so agreement with it cannot be measured"
         raise BadInput(f"--baseline {baseline}: {what}; choose a suite without agreement")
 
 
@@ -183,7 +183,7 @@ def _suite(name: str, include_path: Path | None) -> suites.Suite:
 def _other_text(text: str, other_text: str | None) -> str | None:
     """The text of another kind than `text`: the one that is given, or else Python's documentation, if that is one."""
     if other_text is not None and text_source(other_text).places & text_source(text).places:
-        raise BadInput(f"--other-text {other_text}: is the text of --text itself; name text of another kind")
+        raise BadInput(f"--other-text {other_text}: is the same text as --text; give text of another kind")
     return other_text or (PYDOC if text != PYDOC else None)
 
 

@@ -30,12 +30,12 @@ def verify(
     for problem in found.problems:
         stderr.print(problem, markup=False, soft_wrap=True)
     show(
-        Text(f"{folder}: {found.checked - len(found.problems)} of {found.checked} files are as they were written"),
+        Text(f"{folder}: {found.checked - len(found.problems)} of {found.checked} files are unchanged"),
         {"checked": found.checked, "problems": found.problems},
         as_json,
     )
     if found.problems:
-        raise LinearizeError(f"{folder}: {len(found.problems)} of its files are not what was written")
+        raise LinearizeError(f"{folder}: {len(found.problems)} of its files have changed or are missing")
 
 
 def mixers(

@@ -70,11 +70,11 @@ class LayerChoice(Strict):
         elif self.softmax_auto is not None:
             if full == 1:
                 only = "only one layer" + " without a window of its own" * bool(sliding)
-                why = f"keeps one layer at least, and the base has {only}"
+                why = f"keeps at least one layer, but the base has {only}"
                 raise BadInput(f"layers.softmax_auto: {why}; use layers: all")
             if self.softmax_auto >= full:
                 which = f"{full} layers without a window of their own" if sliding else f"{full} layers"
-                few = f"of the base's {which} keep fewer"
+                few = f"keep fewer than the base's {which}"
                 raise BadInput(f"layers.softmax_auto: {self.softmax_auto} is too many; {few}")
             kept = int(self.softmax_auto) if self.softmax_auto >= 1 else max(1, int(self.softmax_auto * full))
             chosen = [MAIN] * (full - kept) + [SOFTMAX] * kept
@@ -93,7 +93,7 @@ def _tag(value: object) -> str:
 
 def _pattern(value: str) -> str:
     if not re.fullmatch("all|[LN]*L[LN]*", value):
-        refuse("", f"{value!r} is no pattern; use all, or letters such as LLLN (L becomes linear, N stays softmax)")
+        refuse("", f"{value!r} is not a pattern; use all, or letters such as LLLN (L becomes linear, N stays softmax)")
     return value
 
 
@@ -141,12 +141,12 @@ def _among_sliding(chosen: list[str], depth: int, sliding: Collection[int]) -> l
 def _check_names(written: Sequence[str], names: Sequence[str], where: str) -> None:
     for i, name in enumerate(written):
         if name not in (*names, SOFTMAX):
-            raise BadInput(f"{where}[{i}]: {name!r} is no mixer; use one of {', '.join([*names, SOFTMAX])}")
+            raise BadInput(f"{where}[{i}]: {name!r} is not a mixer; use one of {', '.join([*names, SOFTMAX])}")
 
 
 def _check_numbers(numbers: Sequence[int], depth: int, where: str) -> None:
     for number in numbers:
         if not 0 <= number < depth:
-            raise BadInput(f"{where}: there is no layer {number}; the base has 0 to {depth - 1}")
+            raise BadInput(f"{where}: layer {number} does not exist; the base has layers 0 to {depth - 1}")
         if numbers.count(number) > 1:
             raise BadInput(f"{where}: layer {number} is named twice")

@@ -114,7 +114,9 @@ class Recipe(Strict):
     def _consistent(self) -> Recipe:
         for name in (MAIN, SOFTMAX):
             if name in self.mixers:
-                refuse(f"mixers.{name}", "this name is taken (`main` is `mixer:`, `softmax` stays as it is)")
+                refuse(
+                    f"mixers.{name}", "this name is reserved (`main` is `mixer:`, `softmax` leaves a layer as it is)"
+                )
         names = [MAIN, SOFTMAX, *self.mixers]
         where, written = "layers", self.layers
         if isinstance(written, LayerChoice):
@@ -123,7 +125,7 @@ class Recipe(Strict):
             if layer not in names:
                 refuse(f"{where}[{i}]", recipe_errors.unknown(layer, names, "name"))
         if self.softmax_auto is not None and not self.given_texts:
-            why = "the layers are chosen on text that is there before, so add another source under `data:`"
+            why = "the layers are chosen on text that exists before the run, so add another source under `data:`"
             refuse("layers.softmax_auto", why)
         for i, stage in enumerate(self.stages):
             for name in stage.sources:
@@ -153,7 +155,7 @@ class Recipe(Strict):
                 why = recipe_errors.unknown(teacher.prompts, self.data, "source under `data:`")
                 refuse(f"data.{name}.prompts", why)
             if teacher.prompts in self.teachers:
-                why = f"source {teacher.prompts!r} is written by the base, so name text that is there before"
+                why = f"source {teacher.prompts!r} is written by the base, so name text that exists before the run"
                 refuse(f"data.{name}.prompts", why)
 
     def _check_other_text(self) -> None:
@@ -163,7 +165,9 @@ class Recipe(Strict):
         if name not in self.data:
             refuse("eval.other_text", recipe_errors.unknown(name, self.data, "source under `data:`"))
         if name in self.teachers:
-            refuse("eval.other_text", f"source {name!r} is written by the base, so name text that is there before")
+            refuse(
+                "eval.other_text", f"source {name!r} is written by the base, so name text that exists before the run"
+            )
         for reader in sorted(self.read_by_run):
             if reader == name or self.data[reader].places & self.data[name].places:
                 why = f"source {name!r} is text that the run reads as {reader!r}, so name text of another kind"

@@ -35,7 +35,7 @@ def chosen_recipe(recipe: Path | None, base: str | None, overrides: Sequence[str
     given = [] if base is None else [f"base={yaml_file.quoted(base)}"]
     if recipe is None:
         if base is None:
-            raise BadInput("RECIPE: is missing; give a recipe, or only a checkpoint by --base")
+            raise BadInput("RECIPE: is missing; give a recipe, or just a checkpoint with --base")
         recipe = recipe_path("default")
         given.append(f"name={yaml_file.quoted(plain_name(Path(base).absolute().name.removesuffix('.gguf')))}")
     return recipe, [*given, *overrides]
@@ -55,5 +55,5 @@ def _find(kind: str, name: str) -> Path:
     if name not in (known := names(kind)):
         hint = did_you_mean(name, known)
         kinds = ", ".join(known)
-        raise BadInput(f"{kind.removesuffix('s')}: {name!r} is unknown{hint}; there are {kinds}, or give a .yaml file")
+        raise BadInput(f"{kind.removesuffix('s')}: {name!r} is unknown{hint}; use one of {kinds}, or give a .yaml file")
     return _folder(kind) / f"{name}.yaml"

@@ -156,8 +156,8 @@ class TeacherSource(DataSource):
         if self.prompts is not None and self.prompt is not None:
             refuse("prompts", "`prompt` already says what documents begin with, so give one of the two")
         if self.prompts is not None and self.prompt_tokens >= self.document_tokens:
-            room = f"a document has {self.document_tokens} (document_tokens)"
-            refuse("prompt_tokens", f"{self.prompt_tokens} leaves nothing to write, as {room}")
+            room = f"a document has only {self.document_tokens} tokens (document_tokens)"
+            refuse("prompt_tokens", f"{self.prompt_tokens} leaves nothing to write, because {room}")
         return self
 
     @model_validator(mode="after")

@@ -195,7 +195,7 @@ class Stage(Strict):
         if not trained:
             refuse(
                 "learning_rates",
-                f"every group is frozen, so give one of {', '.join(LearningRates.model_fields)} a rate",
+                f"every group is frozen, so give one of {', '.join(LearningRates.model_fields)} a learning rate",
             )
         if self.lora is None and "lora" in trained:
             refuse("learning_rates.lora", "this stage has no `lora:` section, so add one or drop the rate")
@@ -214,7 +214,7 @@ class Stage(Strict):
             if other.seq_len == self.seq_len or self.seq_len % other.seq_len:
                 refuse(
                     f"mixed_seq_lens[{i}].seq_len",
-                    f"{other.seq_len} does not divide seq_len ({self.seq_len}) into pieces",
+                    f"{other.seq_len} is not a proper divisor of seq_len ({self.seq_len})",
                 )
         if sum(other.fraction for other in self.mixed_seq_lens) >= 1:
             refuse("mixed_seq_lens", f"its fractions leave no row of seq_len ({self.seq_len}), so make them smaller")
@@ -244,7 +244,7 @@ class AlignStage(Stage):
                     f"learning_rates.{name}", "alignment gives it no gradient: each layer is fed the base's activations"
                 )
         if self.layerwise and self.lora is not None and self.lora.targets != "attention":
-            refuse("lora.targets", "layer by layer only the attention of linearized layers is there, so set attention")
+            refuse("lora.targets", "layerwise holds only the attention of linearized layers, so set it to attention")
         return self
 
 
@@ -282,7 +282,7 @@ class FinetuneStage(Stage):
     @model_validator(mode="after")
     def _tells_responses(self) -> FinetuneStage:
         if self.copy_fraction and self.responses_only:
-            refuse("copy_fraction", "a copied stretch has no mask of its responses, so drop it or set loss_on to all")
+            refuse("copy_fraction", "copied text does not mark its responses, so drop it or set loss_on to all")
         return self
 
 

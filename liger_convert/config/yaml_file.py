@@ -50,15 +50,15 @@ class _Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         kind = node.tag.rpartition(":")[2]
         if kind in ("int", "float") and len(node.value) > MAX_DIGITS:
-            raise _problem(f"a number of {len(node.value):,} digits", node.start_mark)
+            raise _problem(f"a number with {len(node.value):,} digits", node.start_mark)
         try:
             value = super().construct_object(node, deep)
         except yaml.YAMLError:
             raise
         except Exception:  # a month 13, a !!int of letters, …: each tag's own maker raises what it happens to
-            raise _problem(f"this is no {kind}", node.start_mark) from None
+            raise _problem(f"this is not a valid {kind}", node.start_mark) from None
         if isinstance(value, str) and not inputs.is_text(value):
-            raise _problem("half of a surrogate pair, which is no character", node.start_mark)
+            raise _problem("half of a surrogate pair, which is not a character", node.start_mark)
         return value
 
 
@@ -76,7 +76,7 @@ def _expanded(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
     one that is being counted, which only an alias inside its own value meets."""
     if node in known:
         if not known[node]:
-            raise _problem("an alias of the value that it stands in", node.start_mark)
+            raise _problem("an alias inside the value that it refers to", node.start_mark)
         return known[node]
     known[node] = 0
     parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
@@ -97,7 +97,7 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     made = loader.construct_mapping(node, deep=True)
     for key in made:
         if not isinstance(key, str):
-            raise _problem(f"the key {key!r} is no word; put it in quotes", node.start_mark)
+            raise _problem(f"the key {key!r} is not a string; put it in quotes", node.start_mark)
     return made
 
 
@@ -134,10 +134,10 @@ def _assign(data: Any, keys: Sequence[str | int], value: Any, flag: str) -> Any:
     if isinstance(key, int):
         if not isinstance(data, list) or key >= len(data):
             size = f"a list of {len(data)}" if isinstance(data, list) else "not a list"
-            raise BadInput(f"{flag}: [{key}] is not there: what it points into is {size}")
+            raise BadInput(f"{flag}: [{key}] does not exist, because the value before it is {size}")
         return [_assign(item, rest, value, flag) if i == key else item for i, item in enumerate(data)]
     if data is not None and not isinstance(data, dict):
-        raise BadInput(f"{flag}: {key!r} is not there: what it points into is {data!r}, not a mapping")
+        raise BadInput(f"{flag}: {key!r} does not exist, because the value before it is {data!r}, not a mapping")
     data = data or {}
     return data | {key: _assign(data.get(key), rest, value, flag)}
 

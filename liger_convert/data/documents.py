@@ -109,7 +109,7 @@ def load_source(
     train = [document for key, document in documents if key not in held_keys]
     if not train:
         raise BadInput(
-            f"data: {_name(source)} has too few documents: nothing is left beside what is held out; "
+            f"data: {_name(source)} has too few documents: nothing is left after the held-out part; "
             "give more, or name others as validation"
         )
     return Documents(train, [document for _, document in held_out], skipped)
@@ -142,7 +142,7 @@ def _read(source: TeacherSource, path: Path, tokenizer: Any) -> list[tuple[str, 
     """[(key, document)] of the text that the base wrote to the file `path`. Raises BadInput if its size is wrong."""
     ids = np.fromfile(path, "<u4").astype(np.int32)
     if len(ids) != source.written_tokens:
-        raise BadInput(f"{path}: holds {len(ids)} tokens, which is not what the recipe asks for; remove the file")
+        raise BadInput(f"{path}: has {len(ids)} tokens, which is not what the recipe asks for; remove the file")
     ids_NT = ids.reshape(-1, source.document_tokens)
     texts = tokenizer.batch_decode(ids_NT, skip_special_tokens=True)
     loss_T = np.ones(source.document_tokens, bool)
@@ -188,7 +188,9 @@ def _text(source: Any, row: Row, tokenizer: Any, template: str) -> _Text | None:
     except BadInput as error:
         raise BadInput(f"{row.where}: {error}") from None
     if not spans:
-        raise BadInput(f"{row.where}: the chat template does not let its responses be told from what precedes them")
+        raise BadInput(
+            f"{row.where}: with this chat template, its responses cannot be told apart from the text before them"
+        )
     return _Text(row.where, text, spans, row.key or text)
 
 

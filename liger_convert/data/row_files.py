@@ -34,7 +34,7 @@ DOCUMENT_CHARS = 32 << 10
 # A file may always unpack to PACKED_BYTES, so that small files of repeated sentences can be read.
 PACKED_RATIO = 100
 PACKED_BYTES = 32 << 20
-NUL = "it holds a NUL, as UTF-16 does"
+NUL = "it contains a NUL, as UTF-16 does"
 PARQUET_ROWS = 16  # rows of a .parquet file in memory at a time
 
 
@@ -273,7 +273,7 @@ def _not_text(where: str, reason: str) -> BadInput:
 
 
 def _bomb(path: Path) -> BadInput:
-    times = f"more than {PACKED_RATIO} times its size, which text hardly does"
+    times = f"more than {PACKED_RATIO} times its size, which text rarely does"
     return BadInput(f"{path}: unpacks to {times}; unpack it yourself if you trust it, and give that file")
 
 

@@ -122,7 +122,7 @@ class Sampler:
             if out_of_memory(error):
                 raise
             reason = str(error).splitlines()[0]
-            logger.warning_once(f"writing is slower than it could be, as its step is not captured: {reason}")
+            logger.warning_once(f"writing is slower than it could be because its step is not captured: {reason}")
             return None
 
 

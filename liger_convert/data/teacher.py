@@ -50,7 +50,9 @@ def encode_prompts(source: TeacherSource, tokenizer: Any) -> list[list[int]]:
         check_ids(tokenizer, ids, f"data: the prompt {text!r}")
         if not 0 < len(ids) < source.document_tokens:
             room = f"of a document of {source.document_tokens} (document_tokens)"
-            raise BadInput(f"data: the prompt {text!r} takes {len(ids)} tokens {room}; it should leave room behind it")
+            raise BadInput(
+                f"data: the prompt {text!r} takes {len(ids)} tokens {room}; it should leave room for the text"
+            )
     return found
 
 

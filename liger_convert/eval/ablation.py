@@ -215,7 +215,7 @@ def _side_by_side(job: _Job, names: Sequence[str], processes: int, report: Repor
             future.result()  # raises what one raised, once the others are kept
         except BrokenProcessPool as error:
             raise LinearizeError(
-                "eval.processes: a process was ended from outside, perhaps for want of memory; set fewer"
+                "eval.processes: a process was killed from outside, perhaps for lack of memory; set fewer"
             ) from error
 
 

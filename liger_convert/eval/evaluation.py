@@ -50,7 +50,7 @@ def evaluate_model(
     given = {"has_other": other is not None, "has_base": base_rows is not None}
     suite, _ = narrow(suite, context=context, tokenizer=tokenizer, data_dir=data_dir, **given)
     if suite.needs_text and held_out is None:
-        raise BadInput(f"suite {suite.name}: scores held-out text, and none is given")
+        raise BadInput(f"suite {suite.name}: needs held-out text, but none is given")
     check_files(suite, data_dir)
     dtype = compute_dtype(model.device, precision)
     model.eval()

@@ -106,7 +106,7 @@ def encode(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
     if not prompt.strip():
         raise BadInput("the prompt is empty; give the model something to continue")
     if not is_text(prompt):
-        raise BadInput("the prompt holds bytes that are not UTF-8 text")
+        raise BadInput("the prompt contains bytes that are not UTF-8 text")
     text, template = prompt, tokenizer.chat_template if chat else None
     if template:
         text = render(tokenizer, [{"role": "user", "content": prompt}], template, ask=True)

@@ -92,7 +92,9 @@ def rehearse_tasks(
                 _check_labels(task, part, rows)
             room = (part.config.generation_kwargs or {}).get("max_gen_toks", 0)
             if positions is not None and room >= positions:
-                raise BadInput(f"task {task.name}: answers take {room} tokens, and the base takes {positions} in all")
+                raise BadInput(
+                    f"task {task.name}: answers take {room} tokens, but the base supports only {positions} in all"
+                )
         report(done, len(tasks), task.name)
 
 
@@ -176,7 +178,7 @@ def _label_problem(target: Any, choices: Sequence[str]) -> str | None:
     for label in target if isinstance(target, list) else [target]:
         there = label in choices if isinstance(label, str) else type(label) is int and 0 <= label < len(choices)
         if not there:
-            return f"its label is {label!r}, none of its {len(choices)} choices; labels of test sets are often hidden"
+            return f"its label {label!r} is not one of its {len(choices)} choices; labels of test sets are often hidden"
     return None
 
 
@@ -202,13 +204,13 @@ def _load(manager: TaskManager, task: Task, data_dir: Path | None) -> Any:
     except BadInput:
         raise
     except ImportError as error:  # from an import in the task's own Python files
-        raise BadInput(f"task {task.name}: needs a package that is not there: {first_line(error)}") from error
+        raise BadInput(f"task {task.name}: needs a package that is not installed: {first_line(error)}") from error
     except Exception as error:  # anything that the libraries raise over the hub, or over rows that lack a field
         why = f"{type(error).__name__}: {first_line(error)}"
         if task.include_path is not None:
             raise BadInput(f"task {task.name} of {task.include_path}: cannot be loaded: {why}") from error
         if data_dir is None:
-            what = "its data cannot be had from the hub (or give --data DIR)"
+            what = "its data cannot be fetched from the hub (or give --data DIR)"
             raise BadInput(f"task {task.name}: {what}: {why}") from error
         row = _first_bad_row(manager, task, data_dir)
         raise BadInput(f"{row}: does not fit task {task.name}: {why}") from error
@@ -255,7 +257,7 @@ def _flatten(task: Task, results: Mapping[str, Any]) -> dict[str, Measurement]:
     for metric in task.metrics:
         filters = [key.partition(",")[2] for key in results if key.partition(",")[0] == metric]
         if not filters:
-            raise BadInput(f"task {task.name}: gives {metric} of its parts only; name those instead")
+            raise BadInput(f"task {task.name}: has {metric} only for its parts; name those instead")
         for name in filters:
             stderr = results[f"{metric}_stderr,{name}"]
             measured = measurement(

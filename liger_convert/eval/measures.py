@@ -142,7 +142,7 @@ def text_spans(tokenizer: Any, documents: Sequence[Document], length: int, count
     stream = _stream(documents, text_prefix(tokenizer))
     count = min(count, len(stream) // length)
     if count < 2:
-        raise BadInput(f"{kind}: {len(stream)} tokens do not hold two spans of {length}")
+        raise BadInput(f"{kind}: {len(stream)} tokens are too few for two spans of {length}")
     return np.stack([stream[i * (len(stream) // count) :][:length] for i in range(count)])
 
 

@@ -22,9 +22,9 @@ from liger_convert.eval.suites import (
 )
 from liger_convert.model.bases import context_length
 
-NO_OTHER = "there is no text of another kind; name one by --other-text, or a recipe's eval.other_text"
-NO_DATA = "there is no folder of task rows; name one by --data, or a recipe's eval.data"
-NO_ENDS = "the tokenizer names neither a token that begins a text nor one that ends it"
+NO_OTHER = "there is no text of another kind; name one with --other-text, or with eval.other_text in a recipe"
+NO_DATA = "there is no folder of task rows; name one with --data, or with eval.data in a recipe"
+NO_ENDS = "the tokenizer has neither a token that begins a text nor one that ends it"
 
 
 def context_of(config: Any) -> int:
@@ -63,7 +63,7 @@ def narrow(
     long = [part for task in tasks for part in task.each if _is_long(part, context, tokenizer, data_dir)]
     notes += _left_out(
         [f"{part.name}/{part.metrics[0]}" if part.of_ruler else part.name for part in long],
-        f"with their answers they are longer than the {context} tokens that the base takes",
+        f"with their answers they are longer than the {context} tokens that the base supports",
     )
     tasks = [shorter for task in tasks if (shorter := _without(task, long)) is not None]
     update = {"text": text, "positions": positions, "copying": copying, "agreement": agreement, "tasks": tasks}
@@ -71,27 +71,29 @@ def narrow(
 
 
 def _left_out(names: Sequence[str], why: str) -> list[str]:
-    return [f"{', '.join(names)}: left out, as {why}"] if names else []
+    return [f"{', '.join(names)}: left out because {why}"] if names else []
 
 
 def _text(measure: TextMeasure, context: int, notes: list[str]) -> TextMeasure:
     if measure.window <= context or measure.score_from > 1:
         return measure
-    notes.append(f"{', '.join(measure.metrics)}: in windows of the {context} tokens that the base takes")
+    notes.append(
+        f"{', '.join(measure.metrics)}: measured in windows of {context} tokens, the most that the base supports"
+    )
     return measure.model_copy(update={"window": context})
 
 
 def _positions(measure: PositionMeasure, context: int, notes: list[str]) -> PositionMeasure:
     kept = measure.model_copy(update={"window": min(measure.window, context)})
     gone = measure.metrics[len(kept.ends) :]
-    notes += _left_out(gone, f"the base takes {context} tokens")
+    notes += _left_out(gone, f"the base supports only {context} tokens")
     return kept
 
 
 def _copying(measure: CopyMeasure, begin: int, context: int, notes: list[str]) -> CopyMeasure | None:
     lengths = [length for length in measure.lengths if begin + 2 * length <= context]
     gone = [metric for metric, length in zip(measure.metrics, measure.lengths) if length not in lengths]
-    notes += _left_out(gone, f"said twice they are longer than the {context} tokens that the base takes")
+    notes += _left_out(gone, f"repeated once, they are longer than the {context} tokens that the base supports")
     return measure.model_copy(update={"lengths": lengths}) if lengths or not measure.lengths else None
 
 
@@ -102,15 +104,15 @@ def _agreement(
         return None
     tokens = begin + measure.prompt_tokens + measure.tokens
     if not has_base:
-        notes += _left_out(["agreement"], "there is no base to agree with; name one by --base or --baseline")
+        notes += _left_out(["agreement"], "there is no base to agree with; name one with --base or --baseline")
         return None
     if tokens > context:
         notes += _left_out(
-            ["agreement"], f"its texts of {tokens} tokens are longer than the {context} that the base takes"
+            ["agreement"], f"its texts of {tokens} tokens are longer than the {context} that the base supports"
         )
         return None
     if measure.source == "other" and not has_other:
-        notes.append(f"agreement: behind held-out text, as {NO_OTHER}")
+        notes.append(f"agreement: measured after held-out text because {NO_OTHER}")
         return measure.model_copy(update={"source": "held_out"})
     return measure
 

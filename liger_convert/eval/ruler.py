@@ -149,7 +149,7 @@ def texts(task: str, length: int, file: str | None, **_: Any) -> dict[str, datas
             _require_room(module, tokenizer, length, why)
         made: dict[str, datasets.Dataset] = getattr(module, maker.texts)(max_seq_lengths=[length])
     if not all(made["test"]["outputs"]):  # not even one word fit into the text
-        raise BadInput(f"{why}: they leave no room for what is asked")
+        raise BadInput(f"{why}: they leave no room for the question")
     return made
 
 
@@ -268,4 +268,4 @@ def _require_room(module: Any, tokenizer: Any, length: int, why: str) -> None:
     for noises, room, example in ((5, 500, True), (10, length - 500, False)):
         text, _ = module.generate_input_output(noises, 1, 4, is_icl=example)
         if len(tokenizer(text)["input_ids"]) + 80 > room:
-            raise BadInput(f"{why}: they leave no room for what is asked")
+            raise BadInput(f"{why}: they leave no room for the question")

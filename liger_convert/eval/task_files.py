@@ -78,7 +78,7 @@ def included_tasks(include_path: Path) -> frozenset[str]:
 
 def _included(include_path: Path) -> TaskManager:
     if not include_path.is_dir():
-        raise BadInput(f"{include_path}: is no folder; name one with the YAML files of lm-eval tasks")
+        raise BadInput(f"{include_path}: is not a folder; name one with the YAML files of lm-eval tasks")
     return TaskManager(include_path=include_path, include_defaults=False)
 
 
@@ -86,7 +86,7 @@ def _manager(tasks: Sequence[Task], data_dir: Path | None, folder: Path) -> Task
     for task in tasks:
         if data_dir is None and ((task.name in CONTAINS and task.name not in STOCK_YAML) or ruler.FILES.get(task.name)):
             which = " and ".join(f"{stem}.jsonl" for stem in LOCAL_FILES[task.name].values())
-            raise BadInput(f"task {task.name}: reads {which}; give the folder that holds it with --data")
+            raise BadInput(f"task {task.name}: reads {which}; give its folder with --data")
         files = {} if data_dir is None else local_files(task, data_dir)
         if task.of_ruler:
             ruler.write_task(task.name, task.id, task.metrics[0], files, STOCK, folder)
@@ -196,8 +196,8 @@ def instructions_problem(doc: dict[str, Any]) -> str | None:
     try:
         nltk.data.find("tokenizers/punkt_tab")
     except LookupError:
-        what = f"{asked[0]} is scored with nltk's data punkt_tab, which is not here"
-        return f"{what}; run `python -m nltk.downloader punkt_tab`, or name its folder's parent by NLTK_DATA"
+        what = f"{asked[0]} is scored with nltk's data punkt_tab, which is not installed"
+        return f"{what}; run `python -m nltk.downloader punkt_tab`, or set NLTK_DATA to the folder above it"
     return None
 
 

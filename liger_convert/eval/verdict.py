@@ -40,7 +40,7 @@ def verdict(models: Models, short: Collection[str] = (), reach: int = 0) -> dict
     """
     metrics = _compared(models[WHOLE])
     if not metrics:
-        sentences = ["Neither text nor repetitions that the base takes were measured: no verdict."]
+        sentences = ["Neither text nor repetitions within the base's context were measured: no verdict."]
         return {"memory_used": None, "worse_than_untrained": None, "compared": {}, "sentences": sentences}
     pairs = {
         "memory_ablated": (MEMORY_ABLATED, WHOLE),
@@ -116,7 +116,7 @@ def _memory(ablated: set[Relation]) -> str:
 
 def _never_read(reach: int) -> str:
     return (
-        f"WHETHER THE MEMORY IS USED IS NOT KNOWN: no text that was measured leaves the window and its sinks "
+        f"WHETHER THE MEMORY IS USED IS NOT KNOWN: no text that was measured reaches beyond the window and its sinks "
         f"({reach:,} tokens), so no memory was read."
     )
 

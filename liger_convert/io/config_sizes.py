@@ -43,7 +43,7 @@ def check_sizes(config: Mapping[str, Any], where: str) -> None:
             raise BadInput(f"{where}: {name} should be from {least:,} to {most:,}, not {_short(value)}")
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if heads and kv_heads and heads % kv_heads:
-        raise BadInput(f"{where}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+        raise BadInput(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
 
 
 def _short(value: object) -> str:

@@ -93,11 +93,11 @@ def _write_joined(file: Path, parts: list[Path], out: Path) -> Path:
     model, report = loaded
     # transformers only warns about tensors that are missing or of the wrong shape, and initializes them randomly
     if missing := sorted(report["missing_keys"]):
-        raise BadInput(f"base: {given}: holds nothing for {len(missing)} tensors of the model, such as {missing[0]}")
+        raise BadInput(f"base: {given}: does not contain {len(missing)} of the model's tensors, such as {missing[0]}")
     for name, got, wanted in sorted(report["mismatched_keys"]):
         raise BadInput(f"base: {given}: tensor {name} is {list(got)}, but its own header implies {list(wanted)}")
     if extra := sorted(report["unexpected_keys"]):
-        raise BadInput(f"base: {given}: holds {len(extra)} tensors that are no part of the model, such as {extra[0]}")
+        raise BadInput(f"base: {given}: has {len(extra)} tensors that are not part of the model, such as {extra[0]}")
     if vocabulary is not None and vocabulary.contents() in SINGLE_DIGIT_VOCABULARIES:
         splits = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)

@@ -20,7 +20,7 @@ from liger_convert.utils.errors import BadInput
 # Models, by type and number of layers, whose attention scale does not follow from the head size. No field says so.
 SCALED_BY_HEADS = {("gemma2", 46), ("gemma3_text", 62)}
 BOUNDS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
-WAY = "give the folder of safetensors that it was made from"
+WAY = "give the safetensors folder that it was made from"
 LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -77,11 +77,11 @@ def _rotary(
                 "rope.scaling.original_context_length", config.max_position_embeddings
             )
     elif kind not in (None, "none"):
-        raise BadInput(f"base: {given}: its rotary is scaled by {kind!r}, which is not read; {WAY}")
+        raise BadInput(f"base: {given}: its rotary embedding is scaled by {kind!r}, which is not supported; {WAY}")
     for name, values in tensors.items():
         told = found.get("rope_theta", before.get("rope_theta"))
         if name != "rope_freqs.weight" or told is None or (scaled := _llama_3(values, told)) is None:
-            raise BadInput(f"base: {given}: {name} scales its rotary in a way that is not read; {WAY}")
+            raise BadInput(f"base: {given}: {name} scales its rotary embedding in an unsupported way; {WAY}")
         found |= scaled
     return found
 

@@ -70,8 +70,8 @@ def check(parts: list[Path]) -> None:
     for number, header in enumerate(headers):
         count, own = header.numbers.get(f"{SPLIT}count", 1), header.numbers.get(f"{SPLIT}no", 0)
         if count != len(parts) or own != number:
-            what = f"says that it is part {own + 1} of {count}, but by its name is {number + 1} of {len(parts)}"
-            way = "give it its old name, or join the parts (llama-gguf-split --merge)"
+            what = f"says that it is part {own + 1} of {count}, but its name says {number + 1} of {len(parts)}"
+            way = "restore its original name, or join the parts (llama-gguf-split --merge)"
             raise BadInput(f"base: {header.path}: {what}; {way}")
         for name, kind in header.tensors.items():
             if not _is_readable(kind):
@@ -80,12 +80,12 @@ def check(parts: list[Path]) -> None:
                 raise BadInput(f"base: {header.path}: {what}; give one of {known}")
     tensors = Counter(name for header in headers for name in header.tensors)
     if (twice := tensors.most_common(1)) and twice[0][1] > 1:
-        raise BadInput(f"base: {file}: tensor {twice[0][0]} stands in {twice[0][1]} of its parts")
+        raise BadInput(f"base: {file}: tensor {twice[0][0]} is in {twice[0][1]} of its parts")
     numbers = {key.partition(".")[2]: value for key, value in headers[0].numbers.items()}
     check_sizes({size: numbers.get(name) for name, size in NAMES.items()}, f"base: {file}")
     blocks = {int(match[1]) for name in tensors if (match := re.match(r"blk\.(\d{1,9})\.", name))}
     if "block_count" in numbers and blocks != set(range(numbers["block_count"])):
-        what = f"says that it has {numbers['block_count']} layers, but holds tensors of {len(blocks)}"
+        what = f"says that it has {numbers['block_count']} layers, but has tensors for {len(blocks)}"
         raise BadInput(f"base: {file}: {what}")
 
 
@@ -119,7 +119,7 @@ class _Header:
                 ends = self._entries()
         alignment = self.numbers.get("general.alignment", 32)
         if alignment <= 0 or alignment & (alignment - 1):
-            raise self._broken(f"general.alignment is {alignment}, no power of two")
+            raise self._broken(f"general.alignment is {alignment}, which is not a power of two")
         begin = self.at + -self.at % alignment
         if ends and begin + max(ends) > self.size:
             raise self._broken(f"its tensors would end at byte {begin + max(ends):,}, but it has {self.size:,}")
@@ -127,7 +127,7 @@ class _Header:
     def _entries(self) -> list[int]:
         """Reads the whole header. Returns the end offset of each tensor's data, relative to the start of the data."""
         if self._take(4) != MAGIC:
-            raise self._broken("it does not begin as a .gguf file does")
+            raise self._broken("it does not begin like a .gguf file")
         self.order = ">" if self._take(4)[:2] == b"\0\0" else "<"
         tensors, fields = self._number("Q"), self._number("Q")
         for _ in range(self._count(fields, 12, "fields")):
@@ -152,7 +152,7 @@ class _Header:
         elements = math.prod([self._number("Q") for _ in range(axes)])
         kind, offset = self._number("I"), self._number("Q")
         if kind not in set(GGMLQuantizationType):
-            raise self._broken(f"tensor {name} is of type {kind}, which there is not")
+            raise self._broken(f"tensor {name} has the unknown type {kind}")
         self.tensors[name] = GGMLQuantizationType(kind)
         block, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
         return offset + -(-elements // block) * nbytes
@@ -166,7 +166,7 @@ class _Header:
             self._array(key, depth)
             return None
         if kind not in SCALARS:
-            raise self._broken(f"field {key} is of type {kind}, which there is not")
+            raise self._broken(f"field {key} has the unknown type {kind}")
         data = self._take(SCALARS[kind])
         if kind not in WHOLE:
             return None
@@ -174,12 +174,12 @@ class _Header:
 
     def _array(self, key: str, depth: int) -> None:
         if depth == DEPTH:
-            raise self._broken(f"field {key} holds arrays in arrays")
+            raise self._broken(f"field {key} has arrays inside arrays")
         kind, count = self._number("I"), self._number("Q")
         smallest = SCALARS.get(kind, 8 if kind == STRING else 12)
         self.items += self._count(count, smallest, f"items in {key}")
         if self.items > ITEMS:
-            raise self._broken(f"it holds lists of more than {ITEMS:,} items")
+            raise self._broken(f"its lists have more than {ITEMS:,} items")
         if kind in SCALARS:
             self._skip(count * smallest, key)
             return

@@ -87,9 +87,11 @@ def decode_json(text: str, start: int = 0) -> tuple[Any, int]:
         raise ValueError("it is nested too deeply") from None
     except UnicodeEncodeError as error:
         half = error.object[error.start]
-        raise ValueError(f"it holds \\u{ord(half):04x}, half of a surrogate pair, which is no character") from None
+        raise ValueError(
+            f"it contains \\u{ord(half):04x}, half of a surrogate pair, which is not a character"
+        ) from None
     except ValueError:
-        raise ValueError("it holds an integer of thousands of digits") from None
+        raise ValueError("it contains an integer with thousands of digits") from None
     return value, end
 
 

@@ -68,7 +68,9 @@ class JsonList:
             except ValueError as error:
                 raise BadInput(f"{self.path} line {self._line(self.at)}: cannot be used: {error}") from None
             if len(self.text) - self.at > self.limit:
-                what = f"holds an item longer than {inputs.size(self.limit)}, the most that one row may have; split it"
+                what = (
+                    f"contains an item longer than {inputs.size(self.limit)}, the most that one row may have; split it"
+                )
                 raise BadInput(f"{self.path} line {self._line(self.at)}: {what}")
             self._fill()
 
@@ -89,14 +91,16 @@ class JsonList:
         while not self.ended and len(self.text) <= self.limit:
             self._fill()
         if not self.ended:
-            return BadInput(f"{self.path}: holds no list; a .json data file is a list of objects")
+            return BadInput(f"{self.path}: does not contain a list; a .json data file is a list of objects")
         try:
             value = inputs.parse_json(self.text)
         except json.JSONDecodeError as error:
             return self._not_json(error)
         except ValueError as error:
             return BadInput(f"{self.path}: cannot be used: {error}")
-        return BadInput(f"{self.path}: holds one JSON {type(value).__name__}; a .json data file is a list of objects")
+        return BadInput(
+            f"{self.path}: contains a single JSON {type(value).__name__}; a .json data file is a list of objects"
+        )
 
     def _not_json(self, error: json.JSONDecodeError) -> BadInput:
         hint = "; a file with one object per line is named .jsonl" if error.msg == "Extra data" else ""

@@ -65,7 +65,7 @@ def render(tokenizer: Any, messages: Sequence[dict[str, str]], template: str, *,
         what = f"{type(error).__name__}: {first_line(error)}"
         raise BadInput(f"the chat template fails on these messages ({what})") from None
     if not isinstance(text, str):
-        raise BadInput("the chat template gives no text")
+        raise BadInput("the chat template returns no text")
     return text
 
 
@@ -88,7 +88,7 @@ def _try(work: Callable[[], object]) -> None:
             os._exit(code)
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) != signal.SIGALRM:
-        raise BadTemplate(f"the chat template does not come to an end (it was stopped after {CPU_SECONDS} s)")
+        raise BadTemplate(f"the chat template does not finish (it was stopped after {CPU_SECONDS} s)")
     if os.WIFEXITED(status) and os.WEXITSTATUS(status) == NO_MEMORY:
         raise BadTemplate(f"the chat template asks for more than {MEMORY_BYTES >> 20} MiB of memory")
 

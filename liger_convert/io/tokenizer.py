@@ -37,7 +37,7 @@ def load(folder: Path, vocabulary: int | None, trust_remote_code: bool = False) 
         special = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
         tokenizer.decode(ids)
     if not vocab or not plain:
-        raise BadInput(f"{folder}: its tokenizer has no vocabulary to speak of: it makes no token of {PROBE!r}")
+        raise BadInput(f"{folder}: its tokenizer has no usable vocabulary: it makes no token from {PROBE!r}")
     if isinstance(tokenizer.chat_template, dict):  # several templates, by name
         tokenizer.chat_template = tokenizer.chat_template.get("default")
     if (template := tokenizer.chat_template) is not None:
@@ -69,7 +69,7 @@ def _check_vocabulary(
         if number is not None and number >= size:
             raise BadInput(
                 f"{folder}: its tokenizer's {name} token has id {number}, but the model has {size:,} embeddings "
-                "(vocab_size in config.json); name one of those or resize the model"
+                "(vocab_size in config.json); use a smaller id or resize the model"
             )
     added = set(tokenizer.added_tokens_decoder)
     beyond = sorted((i, token) for token, i in vocab.items() if i >= size and i not in added)
@@ -77,7 +77,7 @@ def _check_vocabulary(
         i, token = beyond[0]
         raise BadInput(
             f"{folder}: its tokenizer has {len(beyond):,} tokens beyond the model's {size:,} embeddings (vocab_size in "
-            f"config.json), such as {token!r}, id {i}; it is another model's"
+            f"config.json), such as {token!r}, id {i}; it belongs to another model"
         )
 
 
@@ -87,7 +87,7 @@ def check_ids(tokenizer: Any, ids: Any, where: str) -> None:
     size = getattr(tokenizer, "embeddings", None)
     if size is not None and len(ids) and (largest := int(max(ids))) >= size:
         token = tokenizer.convert_ids_to_tokens(largest)
-        raise BadInput(f"{where}: holds {token!r}, token {largest}, but the model has {size:,} embeddings")
+        raise BadInput(f"{where}: contains {token!r}, token {largest}, but the model has {size:,} embeddings")
 
 
 def class_name(base: Path, trust_remote_code: bool = False) -> str | None:
@@ -126,7 +126,7 @@ def _require_reader(folder: Path) -> None:
         missing = [name for name, module in READERS.items() if not _is_installed(module)]
         if missing:
             what = f"pip install {' '.join(missing)}, or put its {FAST} there"
-            raise BadInput(f"{folder}: its tokenizer is a {SENTENCEPIECE} alone, which needs more to be read; {what}")
+            raise BadInput(f"{folder}: its tokenizer is only a {SENTENCEPIECE}, which needs more packages; {what}")
 
 
 def _is_installed(module: str) -> bool:

@@ -144,7 +144,7 @@ def _load_plugin(name: str, entry: EntryPoint) -> None:
     if isinstance(made, type) and issubclass(made, Mixer) and made not in _classes.values():
         register_mixer(name)(made)
     if name not in _classes:
-        raise BadInput(f'{what}: {entry.value} is no mixer of that name; put @register_mixer("{name}") on its class')
+        raise BadInput(f'{what}: {entry.value} is not a mixer of that name; put @register_mixer("{name}") on its class')
 
 
 def _package(entry: EntryPoint) -> str:

@@ -101,7 +101,7 @@ class ShortConvSpec(MixerSpec):
         if self.short_conv != 0 and not 2 <= self.short_conv <= MOST_TAPS:
             return f"short_conv: {self.short_conv} is not from 2 to {MOST_TAPS}; use 0 for none, or 4 as published"
         if self.short_conv and getattr(self, "rope", False):
-            return "short_conv: is of queries and keys before rotary; use rope: false, or short_conv: 0"
+            return "short_conv: works on queries and keys before rotary; use rope: false, or short_conv: 0"
         return super().problem()
 
 

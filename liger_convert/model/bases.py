@@ -18,7 +18,7 @@ def check_base(config: Any) -> None:
         raise BadInput(f"base: model_type {config.model_type!r} is linearized already; give the model it was made from")
     family_of(config)
     if getattr(config, "use_bidirectional_attention", None):
-        what = "its tokens see those that follow, for which no recurrence can stand"
+        what = "its tokens also see later ones, which no recurrence can replace"
         raise BadInput(f"config.json: use_bidirectional_attention is set: {what}; give a causal language model")
     if getattr(config, "quantization_config", None) is not None:
         raise BadInput("base: config.json says it is quantised; give the bf16, fp16 or fp32 weights it was made from")
@@ -53,7 +53,7 @@ def meta_model(config: Any) -> Any:
     for kind in [rope.get("rope_type"), *(part.get("rope_type") for part in rope.values() if isinstance(part, dict))]:
         if kind not in (None, "default", *ROPE_INIT_FUNCTIONS):
             known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
-            raise BadInput(f"config.json: rope_type {kind!r} is unknown to transformers; there are {known}")
+            raise BadInput(f"config.json: rope_type {kind!r} is unknown to transformers; use one of {known}")
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, **attention_option(config))

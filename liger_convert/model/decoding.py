@@ -116,10 +116,10 @@ class Decoder:
                 reason = f"the capture failed: {str(error).splitlines()[0]}"
             else:
                 self.model.decoding = f"captured steps{fused}"
-                logger.info_once("decoding replays a captured CUDA graph; disable_compile=True is the plain loop")
+                logger.info_once("decoding replays a captured CUDA graph; disable_compile=True uses the plain loop")
                 return step
         self.model.decoding = f"fixed steps{fused}, not captured: {reason}"
-        logger.warning_once(f"decoding is slower than it could be, as its step is not captured: {reason}")
+        logger.warning_once(f"decoding is slower than it could be because its step is not captured: {reason}")
         return self._step
 
 
@@ -129,10 +129,10 @@ def why_plain(model: Any) -> str | None:
     if all(layer == SOFTMAX for layer in linearization["layers"]):
         return "no layer is linearized"
     if any(not make_spec(mixer).window for mixer in linearization["mixers"].values()):
-        return "a window without an end grows with every step"
+        return "an unlimited window grows with every step"
     attention = model.config._attn_implementation
     if SOFTMAX in linearization["layers"] and model.device.type == "cuda" and attention not in ("sdpa", "eager"):
-        return f"softmax layers attend by {attention}, whose masks cannot be of fixed shape"
+        return f"softmax layers use {attention}, whose masks cannot have a fixed shape"
     return None
 
 
@@ -141,7 +141,7 @@ def why_not_captured(model: Any) -> str | None:
     if model.training:
         return "the model is in training mode"
     if getattr(model, "is_quantized", False):
-        return "its weights were quantised, and inputs are quantised by code that makes tensors on the host"
+        return "its weights are quantised, and the code that quantises inputs makes tensors on the host"
     if len(devices := {str(parameter.device) for parameter in model.parameters()}) > 1:
         return f"the model is spread over {', '.join(sorted(devices))}"
     return None

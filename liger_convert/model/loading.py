@@ -88,7 +88,7 @@ def check_folder(folder: Path | str, trust_remote_code: bool = False, linearized
 def open_checkpoint(folder: Path, config: Any, any_dtype: bool = False) -> Checkpoint:
     """`Checkpoint.open`, where these are all the weights that transformers would read. Raises BadInput where not."""
     if (other := getattr(config, "transformers_weights", None)) is not None:
-        raise BadInput(f"{folder / 'config.json'}: transformers_weights names other weights, {other}; take it out")
+        raise BadInput(f"{folder / 'config.json'}: transformers_weights names other weights, {other}; remove it")
     if (folder / ADAPTER_CONFIG).exists():
         what = "transformers would add this adapter to the weights in the same folder"
         raise BadInput(f"{folder / ADAPTER_CONFIG}: {what}; merge it into them or move it elsewhere")
@@ -184,7 +184,7 @@ def _refuse(
 ) -> None:
     """Raises BadInput if there is anything to refuse; `misshapen`: name, shape found, shape implied by `source`."""
     if unknown:
-        what = f"{_some(unknown)} no part of the {kind} that {source} describes"
+        what = f"{_some(unknown)} not part of the {kind} that {source} describes"
         raise BadInput(f"{_file(checkpoint, unknown[0])}: {what}")
     if missing:
         raise BadInput(f"{checkpoint.folder}: {_some(missing)} missing, which {source} implies")
@@ -199,7 +199,7 @@ def _checked(folder: Path | str, trust_remote_code: bool = False, linearized: bo
     config = load_config(folder, trust_remote_code)
     if linearized and not config.model_type.startswith(PREFIX):
         raise BadInput(
-            f"{folder}: holds a {config.model_type} base, no linearized model; `linearize convert` makes one"
+            f"{folder}: is a {config.model_type} base, not a linearized model; `linearize convert` makes one from it"
         )
     known = _is_known(config)
     checkpoint = open_checkpoint(folder, config, any_dtype=not known or is_quantized(config))
@@ -222,7 +222,7 @@ def _load(
     """What `loader`, a `from_pretrained`, makes of the checkpoint, which has to hold all but the `new` tensors."""
     folder = checkpoint.folder
     if is_quantized(config) and _is_known(config):
-        check_installed(f"{folder}: is quantised, and to read it")
+        check_installed(f"{folder}: is quantised, and reading it")
     # shapes that differ are told instead of raised, and no pickle is read
     told = {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
     # compressed-tensors shows a bar, whatever it is told
@@ -259,7 +259,9 @@ def refuse_not_finite(checkpoint: Checkpoint, tensors: Iterable[tuple[str, torch
         if tensor.dtype not in INFINITIES or tensor.is_meta or tensor.sum().isfinite():
             continue
         if not all(all_finite(piece.cpu()) for piece in tensor.contiguous().view(-1).split(CHUNK)):
-            raise BadInput(f"{_file(checkpoint, name)}: tensor {name} holds NaN or infinity; the checkpoint is damaged")
+            raise BadInput(
+                f"{_file(checkpoint, name)}: tensor {name} contains NaN or infinity; the checkpoint is damaged"
+            )
 
 
 def _file(checkpoint: Checkpoint, name: str) -> Path:

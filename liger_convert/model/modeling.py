@@ -115,7 +115,7 @@ class LinearizedModel(LinearizedInit):
         if self.training and self.gradient_checkpointing:
             use_cache = False
         if is_exporting() and (use_cache or past_key_values is not None):
-            raise ValueError("torch.export takes a linearized model without its cache: pass use_cache=False")
+            raise ValueError("torch.export supports a linearized model only without its cache: pass use_cache=False")
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         linear = linear_layers(self.config)
@@ -290,8 +290,8 @@ class LinearizedForCausalLM(LinearizedInit):
     ) -> Any:
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise ValueError(
-                f"cache_implementation {generation_config.cache_implementation!r} is not for a linearized model, "
-                "whose cache is constant in size already; leave it out"
+                f"cache_implementation {generation_config.cache_implementation!r} is not supported for a linearized "
+                "model, whose cache is constant in size already; leave it out"
             )
         prepared = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         if model_kwargs.get("past_key_values") is not None:
@@ -308,7 +308,7 @@ class LinearizedForCausalLM(LinearizedInit):
             reason = why_plain(self)
         self.decoding = "plain steps" if reason is None else f"plain steps: {reason}"
         if reason is not None:
-            logger.info_once(f"decoding takes plain steps: {reason}")
+            logger.info_once(f"decoding uses plain steps: {reason}")
         return reason is None
 
     def get_compiled_call(self, compile_config: Any) -> Any:
@@ -331,7 +331,9 @@ def prepare_metadata(backbone: Any, metadata: SequenceMetadata) -> None:
 def linearize_layers(backbone: Any, config: Any) -> None:
     """Swaps the attention of the linearized layers, in place. Raises ValueError for a config of another format."""
     if (given := config.linearization["format"]) != FORMAT:
-        raise ValueError(f"config.json: linearization.format is {given}, but this code reads {FORMAT}; use its own")
+        raise ValueError(
+            f"config.json: linearization.format is {given}, but this code reads {FORMAT}; use the code beside it"
+        )
     for i in linear_layers(config):
         backbone.layers[i].self_attn = LinearizedAttention(backbone.layers[i].self_attn, config, i)
         if not family_of(config).passes_kwargs:

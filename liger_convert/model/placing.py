@@ -37,9 +37,9 @@ def place(model: Any, device: torch.device, share: float = SHARE, taken: int = 0
     room = int(share * free) - taken - (0 if head.weight is embeddings.weight else head.weight.nbytes)
     places = _places(model, room, size)
     if places.get(names[embeddings]) != 0:
-        beside = f" beside the {decimal(taken)} of what is trained" if taken else ""
-        what = f"the GPU has {decimal(free)} free, which does not hold the ends of the model and a layer{beside}"
-        raise BadInput(f"device: {what}, of {decimal(size)} in all; set device: cpu")
+        beside = f" beside the {decimal(taken)} that training needs" if taken else ""
+        what = f"the GPU has {decimal(free)} free, too little for the embeddings, the head and one layer{beside}"
+        raise BadInput(f"device: {what} of a model of {decimal(size)}; set device: cpu")
     places[names[head]] = 0
     devices: dict[str, Any] = {}
     for name, place in places.items():
@@ -48,9 +48,9 @@ def place(model: Any, device: torch.device, share: float = SHARE, taken: int = 0
     model = model.requires_grad_(False).eval()
     model = dispatch_model(model, devices, device, skip_keys=sorted(model._skip_keys_device_placement))
     waiting = sum(parameter.nbytes for parameter in model.parameters() if parameter.is_meta)
-    what = f"{decimal(waiting)} of the model's {decimal(size)} wait in the host's memory"
-    why = f"the GPU has {decimal(free)} free, and come to it in every pass, which takes longer"
-    console.print(f"note: {what}, as {why}", markup=False, soft_wrap=True)
+    what = f"the GPU has only {decimal(free)} free, so {decimal(waiting)} of the model's {decimal(size)}"
+    how = "stay in host memory and are copied to the GPU in every pass, which is slower"
+    console.print(f"note: {what} {how}", markup=False, soft_wrap=True)
     return model
 
 

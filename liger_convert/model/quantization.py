@@ -50,7 +50,7 @@ SCHEMES = {
 def check_installed(what: str) -> None:
     """Raises BadInput where there is no compressed-tensors. what: the beginning of the sentence, what it is for."""
     if importlib.util.find_spec("compressed_tensors") is None:
-        raise BadInput(f"{what} the package {METHOD} is needed, which is not installed here; {INSTALL}")
+        raise BadInput(f"{what} needs the package {METHOD}, which is not installed; {INSTALL}")
 
 
 def is_quantized(config: Any) -> bool:
@@ -108,7 +108,7 @@ def check_quantizable(config: Any, folder: Any, name: str) -> None:
     if family_of(config).moe:
         what = "has experts, whose int8 weights transformers cannot read and vLLM runs on few processors"
         raise BadInput(f"--quantize: {config.model_type} {what}; leave it out")
-    check_installed(f"--quantize {name}: for it")
+    check_installed(f"--quantize {name}:")
 
 
 def linear_weights(model: nn.Module) -> list[str]:

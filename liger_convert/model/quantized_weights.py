@@ -33,7 +33,7 @@ class QuantizedWeights(Family):
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers' own. Raises ValueError for a model that was loaded from quantised weights."""
         if getattr(self, "is_quantized", False):
-            what = "this model's weights were quantised, and no longer are since it was loaded"
+            what = "this model's weights were quantised, but were converted back when it was loaded"
             raise ValueError(f"{what}: copy the folder that it came from, or save the model that it was made from")
         return super().save_pretrained(*args, **kwargs)
 

@@ -236,7 +236,7 @@ def _documents(position_ids: Tensor) -> Tensor | None:
         return segment_ids_BT
     if is_exporting():
         raise ValueError(
-            "torch.export cannot look whether position_ids restart, as packed documents have them: leave position_ids "
+            "torch.export cannot check whether position_ids restart, as in packed documents: leave position_ids "
             "out, or pass the attention_mask, with which a row is one document"
         )
     return segment_ids_BT if bool((segment_ids_BT > 0).any()) else None  # which the library does not ask in a graph

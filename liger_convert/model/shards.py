@@ -152,7 +152,7 @@ def _checked_data(
             continue
         piece = replaced[info.name]().detach().to(target).contiguous().view(-1)
         if piece.numel() and not all_finite(piece):
-            raise BadInput(f"{info.name}: holds NaN or infinity once what was trained is folded in")
+            raise BadInput(f"{info.name}: contains NaN or infinity after the trained change is merged into it")
         yield piece
         del piece  # before the next one is made
 
@@ -183,7 +183,7 @@ def checked_pieces(info: TensorInfo, size: int = CHUNK) -> Iterator[Tensor]:
                 raise BadInput(f"{info.file}: ends inside tensor {info.name}; download the file again")
             piece = raw.view(info.dtype)
             if not all_finite(piece):
-                raise BadInput(f"{info.file}: tensor {info.name} holds NaN or infinity; the checkpoint is damaged")
+                raise BadInput(f"{info.file}: tensor {info.name} contains NaN or infinity; the checkpoint is damaged")
             yield piece
 
 

@@ -62,7 +62,7 @@ def adapt(
     for i, written in enumerate(recipe.stages):
         stage, said = _fit_rows(written, context)
         if trained == "mixers" and _trains_own(stage) and stage.learning_rates.mixer is not None:
-            stage, said = _mixers_alone(stage), [*said, f"learning_rates: of the mixers alone, {why}"]
+            stage, said = _mixers_alone(stage), [*said, f"learning_rates: only those of the mixers, {why}"]
         elif trained != "weights" and _trains_own(stage):
             stage = _with_adapters(stage, recipe.adapt, hidden)
             said = [*said, f"{_adapters(stage)}, {why}"]
@@ -118,7 +118,7 @@ def _scale_rates(stage: AnyStage, tuned: int, hidden: int) -> tuple[AnyStage, li
         return stage, []
     scaled = {name: float(f"{rates[name] * tuned / hidden:.3g}") for name in own}
     listed = ", ".join(f"{name} {rate:g} in place of {rates[name]:g}" for name, rate in scaled.items())
-    said = f"learning_rates: {listed}, by the hidden size, {hidden:,} and not {tuned:,}"
+    said = f"learning_rates: {listed}, scaled to the hidden size of {hidden:,} instead of {tuned:,}"
     return changed(stage, learning_rates=rates | scaled), [said]
 
 
@@ -159,7 +159,7 @@ def _trained(options: Adapt, softmax: float, hidden: int) -> tuple[str, str]:
     """What `adapt.trained` resolves to, and why. softmax: the fraction of layers that stay softmax. hidden: the base's
     hidden size."""
     if options.trained != "auto":
-        return options.trained, "as adapt.trained says"
+        return options.trained, "as set in adapt.trained"
     if softmax < ENOUGH_SOFTMAX:
         return "adapters", "because less than a fifth of the layers stay softmax"
     if hidden > NARROW:

@@ -47,8 +47,8 @@ tokenizer = AutoTokenizer.from_pretrained(path)
 ## Quantised weights
 
 The {{ weights }} weights of attention's and the feed-forward's linear maps are {{ scheme }}, in the format of
-compressed-tensors (`pip install compressed-tensors`): one scale a row, rounded to the nearest, nothing calibrated. What
-goes into these maps is quantised as the model runs, a token at a time. Embeddings, head, norms and memories are not
+compressed-tensors (`pip install compressed-tensors`): one scale per row, rounded to nearest, without calibration. The
+inputs of these maps are quantised as the model runs, token by token. Embeddings, head, norms and memories are not
 quantised.
 
 {% if loss %}

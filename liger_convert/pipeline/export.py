@@ -64,7 +64,8 @@ def export_model(
     config = load_config(model_dir)
     if not config.model_type.startswith(PREFIX):
         raise BadInput(
-            f"{model_dir}: holds a {config.model_type} model; export takes what `linearize convert` or `train` made"
+            f"{model_dir}: is not a linearized model but a {config.model_type}; "
+            "export takes what `linearize convert` or `train` made"
         )
     refuse_quantized(config, model_dir, "export")
     if quantize is not None:

@@ -147,8 +147,8 @@ def train_gates(
                 kl.backward()
                 loss += kl.item()
             if not math.isfinite(loss):
-                why = f"the loss is {loss} in step {step + 1} of {steps}"
-                raise LinearizeError(f"layers.select: the gates cannot be trained, as {why}; set it to copy")
+                why = f"the loss is {loss} at step {step + 1} of {steps}"
+                raise LinearizeError(f"layers.select: the gates cannot be trained because {why}; set it to copy")
             (PENALTY * (logits_L.sigmoid().sum() / count - 1).square()).backward()
             optimizer.step()
             report(step + 1, f"{loss:.3f} of the linear model's loss")

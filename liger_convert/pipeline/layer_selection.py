@@ -219,8 +219,8 @@ def make_switch(
     """
     mixer, length = plan.linearization["mixers"][MAIN], span(plan)
     if (tokens := sum(len(document.ids) for document in documents)) < 2 * length:
-        what = f"{tokens} tokens to train on do not hold two spans of {length}, on which layers are measured"
-        raise BadInput(f"data.{recipe.given_texts[0]}: {what}")
+        what = f"{tokens} training tokens are too few for the two spans of {length} on which layers are measured"
+        raise BadInput(f"data.{recipe.given_texts[0]}: {what}; give more text")
     dtype = compute_dtype(device, recipe.precision)
     linearization = plan.linearization | {
         "layers": [SOFTMAX if i in plan.sliding else MAIN for i in range(len(plan.layers))]

@@ -55,7 +55,7 @@ class Manifest:
         """The manifest of the run at `run`, of any format in READABLE. Raises BadInput when there is none."""
         path = run / FILE
         if not path.exists():
-            raise BadInput(f"{run}: holds no run to resume (no {FILE}); start it without --resume")
+            raise BadInput(f"{run}: has no run to resume (no {FILE}); start it without --resume")
         data = read_json(path)
         if data.get("format") not in READABLE or data.keys() != cls.__dataclass_fields__.keys():
             raise BadInput(f"{path}: was not written by this version of liger-convert; start a new run in a new folder")
@@ -123,5 +123,5 @@ def lock(run: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise BadInput(f"{run}: another process works on this run; wait for it or stop it") from None
+            raise BadInput(f"{run}: another process is working on this run; wait for it or stop it") from None
         yield

@@ -146,7 +146,7 @@ class Plan:
             if self.undecided:
                 where = f"{len(of_name)} of {len(rest)}, chosen by measurement in the run"
             if name == SOFTMAX:
-                layers.add_row(where, "softmax attention, as it was", "", "", "")
+                layers.add_row(where, "softmax attention, unchanged", "", "", "")
                 continue
             spec = self.linearization["mixers"][name]
             kind = spec["type"] if name == MAIN else f"{name}: {spec['type']}"
@@ -154,13 +154,13 @@ class Plan:
         kept = [i for i in self.sliding if i not in rest]
         for window in sorted({self.sliding_windows[i] or 0 for i in kept}):
             where = _ranges([i for i in kept if self.sliding_windows[i] == window])
-            layers.add_row(where, "the base's own sliding window, as it was", str(window), "", "none: it does not grow")
+            layers.add_row(where, "the base's own sliding window, unchanged", str(window), "", "none: it does not grow")
         sizes = Table("parameters", "", title="sizes")
         sizes.add_row("reused from the base", f"{count(self.reused_parameters):,}")
         sizes.add_row("new", f"{count(self.new_parameters):,}")
         sizes.add_row("state of one sequence", decimal(self.state_bytes))
         if self.growing_bytes:
-            sizes.add_row("and of each of its tokens, as windows of all tokens grow", decimal(self.growing_bytes))
+            sizes.add_row("plus, per token, what unlimited windows keep", decimal(self.growing_bytes))
         cache = Table("tokens", "base", "linearized", "ratio", title="cache of one sequence")
         for n in CONTEXTS:
             base, ours = self.kv_bytes(n), self.cache_bytes(n)
@@ -176,15 +176,15 @@ class Plan:
             for stage in self.stages:
                 training.add_row(stage.kind, f"{stage.tokens:,}", _shares(stage.sources), f"{stage.trained:,}")
             tables.append(training)
-        title = f"memory, estimated, beyond the interpreter, training on {self.memory_for}"
+        title = f"estimated memory, without the interpreter's own, training on {self.memory_for}"
         memory = Table("step", "peak", *(["weights sharded"] if self.sharded_bytes else []), title=title)
         for step, size in self.memory_bytes.items():
             shared = [decimal(self.sharded_bytes[step])] if step in self.sharded_bytes else []
             memory.add_row(step, decimal(size), *shared)
-        room = Table("step", "writes", title="disk, estimated")
+        room = Table("step", "writes", title="estimated disk use")
         for step, size in self.disk_bytes.items():
             room.add_row(step, decimal(size))
-        room.add_row("at most at once", decimal(self.disk_peak))
+        room.add_row("peak", decimal(self.disk_peak))
         fitted = [Text(f"adapted to this base: {sentence}") for sentence in self.adapted]
         return Group(*tables, memory, room, *fitted)
 
@@ -278,7 +278,7 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None) ->
 def _machine(device: torch.device, processes: int, shards: int) -> str:
     if processes == 1:
         return device.type
-    shared = f", {shards} to a row," if shards > 1 else ""
+    shared = f", {shards} per row," if shards > 1 else ""
     return f"each of {processes} processes{shared} on {device.type}"
 
 
@@ -294,23 +294,23 @@ def too_large(made: Plan, room: int | None, sharding: str) -> list[str]:
             aligns = written if isinstance(written, AlignStage) else None
             if not sharded and stage.waiting_bytes is not None and stage.waiting_bytes <= room:
                 sentences.append(
-                    f"stages[{i}] takes {decimal(size)} of a GPU that has {decimal(room)}: layers of its teacher wait "
-                    "in the host's memory and come to the GPU in every pass, which takes longer; on more GPUs, "
-                    "sharding: full has room for all"
+                    f"stages[{i}] needs {decimal(size)}, but the GPU has {decimal(room)}: layers of its teacher stay "
+                    "in host memory and are copied to the GPU in every pass, which is slower; on more GPUs, all of "
+                    "them fit with sharding: full"
                 )
                 continue
             others = "set gradient_checkpointing: true, or train adapters (lora)"
             if aligns is not None and aligns.layerwise:
-                why, how = "though it holds one layer", "lower batch_size"
+                why, how = "although it holds only one layer at a time", "lower batch_size"
             elif sharded:
-                why, how = "though all share its weights", "start it on more GPUs"
+                why, how = "although its weights are sharded", "start it on more GPUs"
             else:
-                why, how = "as it holds all weights", "start it on more GPUs"
+                why, how = "because it holds all weights", "start it on more GPUs"
                 if sharding == "none":
                     how = "set sharding: auto and start it on several GPUs"
                 how += "" if aligns is None else ", set layerwise: true"
             sentences.append(
-                f"stages[{i}] takes {decimal(size)} of a GPU that has {decimal(room)}, {why}; {how}, {others}"
+                f"stages[{i}] needs {decimal(size)}, but the GPU has {decimal(room)}, {why}; {how}, {others}"
             )
     return sentences
 
@@ -321,14 +321,15 @@ def measured_in_parts(made: Plan, room: int | None, selected_by: str) -> list[st
     size, sentences = made.memory_bytes["inference"], []
     if room is not None and size > room:
         sentences.append(
-            f"the model takes {decimal(size)} to run, of a GPU that has {decimal(room)}: while checks and eval measure "
-            "it, layers wait in the host's memory and come to the GPU in every pass, which takes longer"
+            f"the model needs {decimal(size)} to run, but the GPU has {decimal(room)}: while checks and eval measure "
+            "it, some layers stay in host memory and are copied to the GPU in every pass, which is slower"
         )
     if room is not None and made.undecided and 2 * size > room:
-        what = f"choosing layers holds the base and the model, {decimal(2 * size)}, of a GPU that has {decimal(room)}"
-        how = "layers of both wait in the host's memory and come to the GPU in every pass, which takes longer"
+        needed = f"choosing layers needs the base and the model at once, {decimal(2 * size)}"
+        what = f"{needed}, but the GPU has {decimal(room)}"
+        how = "layers of both stay in host memory and are copied to the GPU in every pass, which is slower"
         if selected_by == "gates":
-            how = "a backward pass needs all of them; set select: kl or copy, or name the softmax layers in `layers`"
+            how = "the backward pass needs both whole; set select: kl or copy, or name the softmax layers in `layers`"
         sentences.append(f"{what}: {how}")
     return sentences
 

@@ -64,15 +64,17 @@ def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite) -> list[
             raise BadInput(f"{where}.{why}")
         warnings += _check_reach(stage, f"{where}.seq_len: rows of {stage.seq_len} tokens", stage.seq_len, plan)
         if positions is not None and stage.seq_len > positions:
-            warnings.append(f"{where}.seq_len: {stage.seq_len} is more than the {positions} tokens that the base takes")
+            warnings.append(
+                f"{where}.seq_len: {stage.seq_len} is more than the {positions} tokens that the base supports"
+            )
     lengths = {text.metrics[0]: text.window for text in suite.text if text.score_from > 1}  # others are cut
     lengths |= {
         one.metrics[0]: 2 * one.length for copying in suite.copying if not copying.lengths for one in copying.each
     }
     for metric, length in lengths.items():
         if positions is not None and length > positions:
-            said = f"{metric} reads {length} tokens, more than the {positions} that the base takes: no verdict is on it"
-            warnings.append(f"suite {suite.name}: {said}")
+            said = f"{metric} reads {length} tokens, more than the {positions} that the base supports"
+            warnings.append(f"suite {suite.name}: {said}, so the verdict does not use it")
     return warnings + too_large(plan, room, recipe.sharding) + measured_in_parts(plan, room, recipe.selected_by)
 
 
@@ -124,8 +126,8 @@ def check_documents(
             sum(stage.sources[name] * _beyond(sizes, min(reaches)) for name, sizes in cut.items()) if reaches else 1
         )
         if 0 < beyond < FEW:
-            told = f"of {beyond:.2%} of the tokens of {names} anything stands beyond the window"
-            warnings.append(f"stages[{i}].data: {told}; the memory learns from these alone, so give longer documents")
+            told = f"only {beyond:.2%} of the tokens of {names} have any context beyond the window"
+            warnings.append(f"stages[{i}].data: {told}; the memory learns from these only, so give longer documents")
     return warnings
 
 
@@ -152,7 +154,7 @@ def check_disk(plan: Plan, out: Path, *, keep_steps: bool = False) -> None:
     free = shutil.disk_usage(out).free
     if needed > free:
         raise BadInput(
-            f"{out}: the run needs {decimal(needed)} of disk at its peak, and {decimal(free)} are free; "
+            f"{out}: the run needs {decimal(needed)} of disk at its peak, but only {decimal(free)} are free; "
             "free some space, or name a folder on another disk"
         )
 
@@ -169,11 +171,11 @@ def check_held_out(
             held_out = sum(len(document.ids) for document in documents(text).held_out)
         if held_out < suite.text_tokens():
             needed = f"suite {suite.name} needs {suite.text_tokens()}"
-            raise BadInput(f"data.{text}: {held_out} tokens are held out, {needed}; hold out more")
+            raise BadInput(f"data.{text}: {held_out} tokens are held out, but {needed}; hold out more")
     if other is not None:
         tokens, needed_tokens = sum(len(document.ids) for document in other), suite.text_tokens("other")
         if tokens < needed_tokens:
-            what = f"holds {tokens} tokens, suite {suite.name} needs {needed_tokens}"
+            what = f"has {tokens} tokens, but suite {suite.name} needs {needed_tokens}"
             raise BadInput(f"data.{recipe.eval.other_text}: {what}; name a longer text")
 
 
@@ -238,19 +240,25 @@ def _check_rates(stage: Stage, where: str, trained: int) -> list[str]:
         if rate < LEAST_RATE:
             raise BadInput(f"{at}: steps of {rate:g} are rounded away in float32 weights; use at least {LEAST_RATE:g}")
         if rate > MOST_RATE:
-            raise BadInput(f"{at}: steps of {rate:g} leave nothing of weights below 1; use at most {MOST_RATE:g}")
+            raise BadInput(f"{at}: steps of {rate:g} wipe out weights below 1; use at most {MOST_RATE:g}")
         if rate * stage.weight_decay >= 1:
-            raise BadInput(f"{where}.weight_decay: times the rate of {group} it is 1 or more, so each step erases it")
+            raise BadInput(
+                f"{where}.weight_decay: times the rate of {group} it is at least 1, which erases the weights"
+            )
         if rate > HIGH_RATE:
-            warnings.append(f"{at}: {rate:g} is high; weights of a usual size are gone after a few steps")
+            warnings.append(f"{at}: {rate:g} is high; it wipes out weights of the usual size in a few steps")
         if rate * stage.steps < LEAST_MOVE:
             warnings.append(f"{at}: {stage.steps} steps of {rate:g} move no weight by more than {rate * stage.steps:g}")
     if warmup >= stage.steps:
         if stage.steps == 1:
-            raise BadInput(f"{where}.warmup_ratio: the only step is its first, of rate 0, so nothing is learned; use 0")
-        warnings.append(f"{where}.warmup_ratio: takes all {stage.steps} steps, so no rate is reached before the last")
+            raise BadInput(
+                f"{where}.warmup_ratio: the only step is a warm-up step at rate 0, which learns nothing; use 0"
+            )
+        warnings.append(
+            f"{where}.warmup_ratio: covers all {stage.steps} steps, so rates reach their peak only in the last"
+        )
     if stage.max_grad_norm / max(trained, 1) ** 0.5 < LEAST_RATE:
-        why = f"{stage.max_grad_norm:g} leaves gradients so small that Adam's epsilon decides the steps"
+        why = f"{stage.max_grad_norm:g} makes gradients so small that Adam's epsilon determines the steps"
         warnings.append(f"{where}.max_grad_norm: {why}")
     return warnings
 
@@ -261,10 +269,11 @@ def _check_reach(stage: Stage, said: str, length: int, plan: Plan) -> list[str]:
     if "mixer" not in stage.learning_rates.trained() or not reaches or length > max(reaches):
         return []
     if length <= min(reaches):
-        why = f"{said} never leave the window and its sinks ({min(reaches)} tokens), so no memory is learned"
+        why = f"{said} never reach beyond the window and its sinks ({min(reaches)} tokens), so no memory is learned"
         raise BadInput(f"{why}; use more than {min(reaches)}")
     return [
-        f"{said} never leave the longest window and its sinks ({max(reaches)} tokens), so its memory learns nothing"
+        f"{said} never reach beyond the longest window and its sinks ({max(reaches)} tokens), "
+        "so its memory learns nothing"
     ]
 
 
@@ -272,10 +281,10 @@ def _check_prompt(base_dir: Path, tokenizer: Any, prompt: str) -> None:
     try:
         ids = encode(tokenizer, prompt, chat=True)
     except Exception as error:  # a template is a program of its own
-        what = f"a prompt of one user's turn cannot be made: {_reason(error)}"
+        what = f"a prompt with one user turn cannot be built: {_reason(error)}"
         raise BadInput(f"{templates.file_in(base_dir)}: {what}") from None
     if not ids:
-        raise BadInput(f"{templates.file_in(base_dir)}: the chat template makes nothing of one user's turn")
+        raise BadInput(f"{templates.file_in(base_dir)}: the chat template produces nothing for one user turn")
 
 
 def _check_ends(path: Path, given: GenerationConfig, vocabulary: int) -> list[str]:
@@ -283,10 +292,10 @@ def _check_ends(path: Path, given: GenerationConfig, vocabulary: int) -> list[st
     ends = given.eos_token_id if isinstance(given.eos_token_id, list) else [given.eos_token_id]
     for end in ends:
         if end is not None and not (type(end) is int and 0 <= end < vocabulary):
-            raise BadInput(f"{path}: eos_token_id is {end!r}; it should be one of the {vocabulary} tokens")
+            raise BadInput(f"{path}: eos_token_id is {end!r}; it should be the id of one of the {vocabulary} tokens")
     others = {"pad_token_id": given.pad_token_id, "bos_token_id": given.bos_token_id}
     return [
-        f"{path.name}: {name} is {token!r}, none of the {vocabulary} tokens"
+        f"{path.name}: {name} is {token!r}, which is not one of the {vocabulary} tokens"
         for name, token in others.items()
         if token is not None and not (type(token) is int and 0 <= token < vocabulary)
     ]

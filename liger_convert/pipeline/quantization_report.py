@@ -21,9 +21,9 @@ def rows(written: dict[str, Any]) -> list[tuple[str, str]]:
         found += [
             ("perplexity, unquantised", cell(loss["ppl_before"])),
             (f"perplexity, {scheme}", cell(loss["ppl"])),
-            ("loss added, nats a token", _small(loss["loss_added"])),
-            ("KL from the unquantised model, nats a token", _small(loss["kl"])),
-            ("tokens at which both say the same", cell(loss["same_token"])),
+            ("added loss, nats per token", _small(loss["loss_added"])),
+            ("KL from the unquantised model, nats per token", _small(loss["kl"])),
+            ("tokens on which both agree", cell(loss["same_token"])),
         ]
     return found
 

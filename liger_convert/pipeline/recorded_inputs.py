@@ -39,8 +39,8 @@ class Change:
 
     def __str__(self) -> str:
         if self.path is None:
-            return f"{self.name}: this input of the run is gone; put it back"
-        return f"{self.path}: has changed since the run began; put back what it was"
+            return f"{self.name}: this input of the run is missing; put it back"
+        return f"{self.path}: has changed since the run began; restore the original"
 
     @property
     def field(self) -> str:

@@ -56,8 +56,8 @@ PAGE = jinja2.Template(
 {% if plan.warnings | default([]) or notes | default([]) %}
 
 {% endif %}
-± is the standard error of one model. All models read the same text, so differences between them are surer than that.
-Perplexities (`ppl`) and losses (`nll`) are better when lower, all else when higher.
+± is the standard error of one model. All models read the same text, so differences between them are more certain.
+Perplexities (`ppl`) and losses (`nll`) are better when lower, everything else when higher.
 *{{ titles.window_only_untrained }}* is the base with only the window and the sinks in the layers that were
 linearized: no memory and no training. *{{ titles.memory_ablated }}* and *{{ titles.window_ablated }}* are the converted
 model with that branch switched off. Suite `{{ suite.name }}`: {{ suite.description }}.
@@ -65,7 +65,7 @@ model with that branch switched off. Suite `{{ suite.name }}`: {{ suite.descript
 ## What it costs
 
 The linearized layers keep {{ size(plan.state_bytes) }} for a sequence of any length
-{%- if plan.growing_bytes | default(0) %}, and {{ size(plan.growing_bytes) }} of each token where a window holds all
+{%- if plan.growing_bytes | default(0) %}, plus {{ size(plan.growing_bytes) }} per token for unlimited windows
 {%- endif %}. The whole cache of one sequence:
 
 | tokens | base | linearized | ratio |
@@ -79,12 +79,12 @@ The linearized layers keep {{ size(plan.state_bytes) }} for a sequence of any le
 ## Why these layers stayed softmax
 
 {% if selection.select is defined %}
-They were chosen by gates between both attentions, one for each layer, which were trained together: the largest first.
+They were chosen by gates between softmax and linear attention, one per layer, all trained together: largest first.
 {% else %}
 They were chosen by measurement: each is the layer that helps most, given those chosen before it.
 {% endif %}
 {% if selection.base.kl is defined %}
-Shown is the divergence from the base in nats per token, before any training.
+The table shows the divergence from the base in nats per token, before any training.
 
 | softmax layers | KL |
 |---|---:|
@@ -93,7 +93,7 @@ Shown is the divergence from the base in nats per token, before any training.
 | + {{ step.layer }} | {{ nats(step.kl) }} |
 {% endfor %}
 {% else %}
-Shown are losses in nats per token on texts repeated once, before any training: on the repetition and on the text
+The table shows losses in nats per token on texts repeated once, before any training: on the repetition and on the text
 itself.
 
 | softmax layers | repetition | text |
@@ -114,8 +114,8 @@ itself.
 {% for stage in training %}
 {% set losses = stage.loss | map("last") | map("round", 3) | list or ["?"] %}
 {% set loss = losses[0] ~ " → " ~ losses[-1] %}
-{% set slower = " (at %g times its rates)" | format(stage.rates) if stage.rates | default(1) != 1 else "" %}
-{% set name = stage.name ~ (slower if stage.kept | default(true) else " (left out: it did harm)") %}
+{% set slower = " (at %g times its learning rates)" | format(stage.rates) if stage.rates | default(1) != 1 else "" %}
+{% set name = stage.name ~ (slower if stage.kept | default(true) else " (left out: it made the model worse)") %}
 | {{ name }} | {{ stage.tokens }} | {{ stage.trained_parameters }} | {{ stage.seconds }} | {{ loss }} |
 {% endfor %}
 
@@ -126,7 +126,7 @@ itself.
 
 {% endif %}
 {% if checks %}
-The model after each stage, on a little text of another kind and a repetition of it:
+The model after each stage, on a little text of another kind and on a repetition of it:
 
 |  | perplexity | loss on the repetition |
 |---|---:|---:|
@@ -145,7 +145,7 @@ The model after each stage, on a little text of another kind and a repetition of
 {% if continuations %}
 ## Continuations
 
-Greedy, the first words of each answer.
+Greedy decoding, the first words of each answer.
 
 {% for row in continuations %}
 **{{ row.prompt }}**
@@ -155,13 +155,13 @@ Greedy, the first words of each answer.
 
 {% endfor %}
 {% endif %}
-## How to make it again
+## How to reproduce it
 
 ```
 {{ reproduce.command }}
 ```
 
-with the recipe that `manifest.json` holds verbatim, along with the sha256 of every file that went in and came out.
+with the recipe that `manifest.json` records verbatim, along with the sha256 of every input and output file.
 {{ reproduce.device }}, {{ reproduce.threads }} threads, {{ reproduce.kernels }} kernels, seed {{ reproduce.seed }}.
 {{ reproduce.versions.items() | map("join", " ") | join(", ") }}.
 """,

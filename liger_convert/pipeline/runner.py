@@ -106,7 +106,7 @@ class Run:
         for name in [*sorted(self._needed(steps)), "report"]:
             recorded = self.manifest.steps.get(name, {}).get("outputs", {})
             if found := checksums.problems(self.out, recorded):
-                raise BadInput(f"{found[0]}; put back what step {name} wrote, or start a new run in a new folder")
+                raise BadInput(f"{found[0]}; restore what step {name} wrote, or start a new run in a new folder")
 
     def _check_inputs(self) -> None:
         """A base or data file that is not what it was would make half a run of each. Raises BadInput."""
@@ -122,7 +122,7 @@ class Run:
         if not changed:
             return
         for change in changed:
-            console.print(f"note: {change.path}: has changed, and is taken as it is now", markup=False)
+            console.print(f"note: {change.path}: has changed, and is used as it is now", markup=False)
         if any(change.field.startswith("eval.") for change in changed):
             self.folder.remove(self.folder.step("eval"))  # measures of what was there before
         self.steps.read_data()
@@ -214,7 +214,7 @@ def _work(recipe: Recipe, out: Path, *, text: str, overrides: Sequence[str], res
         _take_recipe(record, folder, Manifest.new(recipe, text, overrides, record.machine))
         _take_threads(record)
         if changed := manifest.first_difference({"processes": 1} | record.machine, _machine(recipe)):
-            console.print(f"note: {changed} since the run began, so its weights may differ a little", markup=False)
+            console.print(f"note: {changed} on this machine, so the weights may differ a little", markup=False)
         try:
             with _resumable(out):
                 Run(recipe, out, record, keep_steps).execute()
@@ -237,7 +237,7 @@ def _take_threads(record: Manifest) -> None:
 def _require_resumable(record: Manifest, out: Path) -> None:
     """Raises BadInput for a run that an older version began: its recipe and its steps have other names."""
     if record.format != manifest.FORMAT:
-        older = "was begun by an older version of liger-convert, whose recipes and steps have other names"
+        older = "was started by an older version of liger-convert, which gave recipes and steps other names"
         raise BadInput(f"{out}: {older}; finish it with that version, or start a new run in a new folder")
 
 
@@ -254,10 +254,10 @@ def _take_recipe(record: Manifest, folder: RunFolder, new: Manifest) -> None:
     if given["when_worse"] == "warn" and old["when_worse"] in ("go_back", "stop") and _went_straight(record):
         free["when_worse"] = None
     if (rest := manifest.first_difference(old | free, given | free)) is not None:
-        raise BadInput(f"{folder.out}: is a run of another recipe ({rest}); start a new run in a new folder")
+        raise BadInput(f"{folder.out}: is a run of a different recipe ({rest}); start a new run in a new folder")
     if any(old["eval"].get(name) != value for name, value in given["eval"].items() if name not in EVAL_SPEED):
         folder.remove(folder.step("eval"))  # measures of the other kind
-    console.print(f"note: {changed}; the run goes on by the new recipe", markup=False)
+    console.print(f"note: {changed}; the run continues with the new recipe", markup=False)
     record.recipe = new.recipe
     record.write(folder.out)
 
@@ -273,7 +273,7 @@ def _check_place(recipe: Recipe, out: Path) -> None:
     inputs = {"base": checkpoint.locate_base(recipe.base), "eval.data": recipe.eval.data}
     for field, path in inputs.items():
         if path is not None and Path(path).is_dir() and out.resolve().is_relative_to(Path(path).resolve()):
-            raise BadInput(f"--out {out}: lies in the folder {path}, which the recipe reads as {field}; name another")
+            raise BadInput(f"--out {out}: is inside {path}, which the recipe reads as {field}; name another folder")
 
 
 def _check(recipe: Recipe) -> None:
@@ -283,7 +283,7 @@ def _check(recipe: Recipe) -> None:
     suites.check_files(suite, Path(recipe.eval.data) if recipe.eval.data is not None else None)
     if suite.needs_held_out(has_other=recipe.other_source is not None) and recipe.eval.text is None:
         raise BadInput(
-            f"eval.text: suite {suite.name} scores held-out text; name a source under `data:` that holds some out"
+            f"eval.text: suite {suite.name} needs held-out text; name a source under `data:` that holds some out"
         )
     for name, source in recipe.data.items():
         if isinstance(source, FileSource) and not Path(source.path).exists():

@@ -89,16 +89,16 @@ def _flat(module: str) -> str:
 def _check_plugin(name: str, module: str) -> None:
     """Raises BadInput unless the module of a mixer from another package can be shipped: a single Python file that
     imports only from our modules, torch, transformers and the standard library."""
-    what = f"mixer {name!r}: its module {module} cannot be carried by an export"
+    what = f"mixer {name!r}: its module {module} cannot be copied into an export"
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None or not spec.origin.endswith(".py") or spec.submodule_search_locations:
-        raise BadInput(f"{what}, as it is no single file of Python; put the mixer into one")
+        raise BadInput(f"{what}, because it is not a single Python file; put the mixer into one")
     for node in ast.walk(ast.parse(_source(module))):
         for needed in _imported(node):
             if needed.partition(".")[0] not in PROVIDED:
                 raise BadInput(
-                    f"{what}, as it imports {needed}; it may import from Python's own library, torch, transformers, "
-                    "and by `from liger_convert.<module> import <name>`"
+                    f"{what}, because it imports {needed}; it may only import from the standard library, torch and "
+                    "transformers, and by `from liger_convert.<module> import <name>`"
                 )
 
 

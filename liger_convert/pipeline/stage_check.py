@@ -171,20 +171,20 @@ def train_checked(
         result = "result" if attempt == 1 else f"{out.name}/result"
         facts |= {"check": measured, "rates": factor, "result": result, "kept": True}
         worse = not aligns and is_worse(measured, reference, before[BASE])
-        told = f"after {name}{f' at {factor:g} times its rates' * (factor != 1)}: {sentence(measured, before)}"
+        told = f"after {name}{f' at {factor:g} times its learning rates' * (factor != 1)}: {sentence(measured, before)}"
         console.print(f"{'WORSE ' * worse}{told}", markup=False, soft_wrap=True)
         if not worse or when_worse == "warn":
             return facts
     if when_worse == "stop":
         raise LinearizeError(f"{name} made the model worse: {sentence(measured, before)}; {ADVICE}")
-    console.print(f"{name} is left out: the model goes on as it was before", markup=False)
+    console.print(f"{name} is left out: the run continues with the model as it was before", markup=False)
     return facts | {"kept": False}
 
 
 def require_better(checked: Mapping[str, Measures]) -> None:
     """Raises LinearizeError if no stage was kept, or if the model ends up worse than the untrained window."""
     if MODEL not in checked:
-        raise LinearizeError(f"no stage made the model better than no training, so nothing is exported; {ADVICE}")
+        raise LinearizeError(f"no stage made the model better than it was untrained, so nothing is exported; {ADVICE}")
     if is_worse(checked[MODEL], checked[UNTRAINED], checked[BASE]):
         before = {name: checked[name] for name in (BASE, UNTRAINED)}
         why = f"the model is worse than its untrained window: {sentence(checked[MODEL], before)}"

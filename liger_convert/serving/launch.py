@@ -62,7 +62,7 @@ def open_export(export: Path) -> Any:
     """The config of a linearized model's folder. Raises BadInput for any other."""
     config = load_config(export)
     if not config.model_type.startswith(PREFIX):
-        raise BadInput(f"{export}: holds a {config.model_type} model, which vLLM serves by itself: vllm serve {export}")
+        raise BadInput(f"{export}: is a {config.model_type} model, which vLLM serves by itself: vllm serve {export}")
     return config
 
 
@@ -72,7 +72,7 @@ def served_dtype(config: Any, asked: str) -> torch.dtype:
         own = getattr(config, "dtype", None)
         return torch.bfloat16 if own in (None, torch.float32) else own
     if asked not in ("float32", "bfloat16", "float16"):
-        raise BadInput(f"--dtype: {asked!r} is not served; use auto, float32, bfloat16 or float16")
+        raise BadInput(f"--dtype: {asked!r} cannot be served; use auto, float32, bfloat16 or float16")
     found: torch.dtype = getattr(torch, asked)
     return found
 
@@ -96,7 +96,7 @@ def describe(export: Path, options: ServerOptions) -> str:
     linear = len(layers) - layers.count(SOFTMAX)
     state = f"{memory.state / 1e6:.1f} MB of state"
     if memory.per_token:
-        state += f" and {memory.per_token / 1e3:.1f} kB a token"
+        state += f" and {memory.per_token / 1e3:.1f} kB per token"
     total = "" if length is None else f": {options.max_requests * memory.of(length) / 1e9:.2f} GB for all of {length:,}"
     return (
         f"{options.name or export.name}: {linear} of {len(layers)} layers linear, in {str(dtype)[6:]}, at "

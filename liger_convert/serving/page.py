@@ -47,13 +47,13 @@ class PageLayout:
         spec = make_spec(mixer)
         if not spec.window:
             raise BadInput(
-                f"mixer {mixer['type']!r}: its window has no end, so what it keeps of a request grows, and a page does "
-                "not; give it a window, or serve a model without it"
+                f"mixer {mixer['type']!r}: its unlimited window keeps more and more of a request, but a page has a "
+                "fixed size; give it a window, or serve a model without it"
             )
         if spec.shift != "none":
             raise BadInput(
-                f"mixer {mixer['type']!r}: takes a part of the token before (kv_shift or token_shift), which a server "
-                "that projects all requests at once does not know; serve a model without it"
+                f"mixer {mixer['type']!r}: reads part of the previous token (kv_shift or token_shift), which a server "
+                "to a server that projects all requests at once; serve a model without it"
             )
         self.cache_window, self.sinks = spec.cache_window, spec.sinks
         with torch.device("cpu"), torch.no_grad():  # a server builds models under devices of its own

@@ -40,18 +40,18 @@ def why_not_captured(stage: Stage, models: Iterable[Any], device: torch.device, 
     if device.type != "cuda":
         return "there is no Nvidia GPU"
     if not stage.compile:
-        return "compile: false asks for it"
+        return "compile: false is set"
     if isinstance(stage, AlignStage) and stage.layerwise:
         return "hidden states are read from the disk and written to it (layerwise: true)"
     if not stage.concat_documents:
-        return "where documents begin in a row decides what is run (concat_documents: true makes each row one text)"
+        return "the work depends on where documents begin in a row (concat_documents: true makes each row one text)"
     if exchanges:
-        return "processes share the weights or the rows, and exchange them in every layer"
+        return "processes share the weights or the rows and exchange them in every layer"
     if stage.gradient_checkpointing:
-        return "gradient checkpointing asks for the state of the random numbers"
+        return "gradient checkpointing reads the state of the random number generator"
     for model in models:
         if waits(model):
-            return "layers of the teacher wait in the host's memory"
+            return "layers of the teacher are kept in host memory"
         if (attention := model.config._attn_implementation) != "sdpa":
             return f"the attention is {attention!r}, not 'sdpa'"
         if (reach := getattr(model.config, "sliding_window", None)) is not None and reach < stage.seq_len:

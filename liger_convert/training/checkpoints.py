@@ -60,6 +60,6 @@ def last_good(folder: Path) -> Path | None:
         if not problems:
             return path
         console.print(
-            f"warning: {problems[0]}; training goes on from before this checkpoint", markup=False, soft_wrap=True
+            f"warning: {problems[0]}; training continues from before this checkpoint", markup=False, soft_wrap=True
         )
     return None

@@ -93,7 +93,7 @@ class HiddenStates:
         bad = np.flatnonzero(_sums(raw_NB, row) != sums_N)
         if bad.size or not whole:
             what = f"row {row + int(bad[0]) if bad.size else row} is not what was written there"
-            raise LinearizeError(f"{self.path}: {what}; remove {self.path.parent} and start the stage anew")
+            raise LinearizeError(f"{self.path}: {what}; remove {self.path.parent} and start the stage again")
         return bytes_NB.view(self.dtype).view(count, *self.shape)
 
     def _write(self, row: int, x: Tensor) -> None:

@@ -346,7 +346,7 @@ class LayerwiseStage:
             return _State(self.of)
         state = _State(**json.loads(path.read_text(encoding="utf-8")))
         if state.of != self.of:
-            raise LinearizeError(f"{path}: is of another stage, or of other rows; remove {self.work}")
+            raise LinearizeError(f"{path}: belongs to another stage or to other rows; remove {self.work}")
         return state
 
     def _require_room(self, state: _State) -> None:
@@ -356,8 +356,8 @@ class LayerwiseStage:
         free = shutil.disk_usage(self.work).free
         if needed - written > free:
             raise BadInput(
-                f"{self.work}: the hidden states of this stage need {decimal(needed - written)} of disk, and "
-                f"{decimal(free)} are free; free some space, lower tokens, or name a folder on another disk"
+                f"{self.work}: the hidden states of this stage need {decimal(needed - written)} of disk, but "
+                f"only {decimal(free)} are free; free some space, lower tokens, or name a folder on another disk"
             )
 
     def _states(self, number: int, stack: contextlib.ExitStack) -> HiddenStates:

@@ -62,7 +62,7 @@ def last_model(model_dir: Path, results: Sequence[Path]) -> tuple[Path, list[Pat
         elif (result / ADAPTER).is_dir():
             adapters.append(result / ADAPTER)
         else:
-            raise BadInput(f"{result}: is no result of a training stage (it holds neither {MODEL}/ nor {ADAPTER}/)")
+            raise BadInput(f"{result}: is not the result of a training stage (it has neither {MODEL}/ nor {ADAPTER}/)")
     return model_dir, adapters
 
 
@@ -74,10 +74,10 @@ def check_adapter(folder: Path, config: Any) -> tuple[Checkpoint, Any]:
     """
     read_json(folder / ADAPTER_CONFIG)
     if not (folder / ADAPTER_WEIGHTS).exists():
-        what = f"holds no {ADAPTER_WEIGHTS}"
+        what = f"has no {ADAPTER_WEIGHTS}"
         if (folder / ADAPTER_PICKLE).exists():
             what = "its weights are pickles, which can run code when read"
-        raise BadInput(f"{folder}: {what}; give {ADAPTER_WEIGHTS}, as peft saves it by itself")
+        raise BadInput(f"{folder}: {what}; give {ADAPTER_WEIGHTS}, as peft saves it by default")
     adapter = Checkpoint(folder, {folder / ADAPTER_WEIGHTS: read_header(folder / ADAPTER_WEIGHTS)})
     try:
         peft_config = PeftConfig.from_pretrained(str(folder))
@@ -85,7 +85,7 @@ def check_adapter(folder: Path, config: Any) -> tuple[Checkpoint, Any]:
     except Exception as error:  # anything that peft raises over a broken config, or one for another model
         raise BadInput(f"{folder / ADAPTER_CONFIG}: does not fit the model: {first_line(error)}") from error
     if peft_config.is_prompt_learning:
-        raise BadInput(f"{folder}: {peft_config.peft_type.value} adds a prompt and has no weights that could be merged")
+        raise BadInput(f"{folder}: {peft_config.peft_type.value} adds a prompt, so it has no weights to merge")
     state = get_peft_model_state_dict(model, save_embedding_layers=False)
     compare(adapter, {name: tuple(tensor.shape) for name, tensor in state.items()}, "adapter", ADAPTER_CONFIG)
     refuse_not_finite(adapter, ((name, adapter.read(name)) for name in adapter.tensors))
@@ -106,13 +106,13 @@ class Chain:
         self.checkpoint, self.config = check_folder(folder, linearized=True), load_config(folder)
         for path in adapters:
             if not _is_of_matrices(path):
-                raise BadInput(f"{path}: is no LoRA of matrices; merge it first, and give the merged model")
+                raise BadInput(f"{path}: is not a LoRA of matrices; merge it first, and give the merged model")
         self._adapters = [_Adapter(adapter, self.config) for adapter in adapters]
         for adapter, path in zip(self._adapters, adapters, strict=True):
             for name in adapter.changed:
                 if name not in self.checkpoint.tensors:
                     what = f"changes {name}, which {folder} does not store under this name"
-                    raise BadInput(f"{path}: {what}; give an adapter of other projections")
+                    raise BadInput(f"{path}: {what}; give an adapter for other projections")
 
     def read(self, name: str) -> Tensor:
         """One merged tensor, in float32. name: its name in the checkpoint."""

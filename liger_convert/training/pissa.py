@@ -80,7 +80,7 @@ def is_kept(checkpoints: Path) -> bool:
     except BadInput as error:
         problems = [str(error)]
     if problems:
-        said = f"warning: {problems[0]}; the checkpoints of this stage are of no use without it, so it begins anew"
+        said = f"warning: {problems[0]}; the checkpoints of this stage are useless without it, so it starts again"
         console.print(said, markup=False, soft_wrap=True)
     return not problems
 

@@ -73,12 +73,12 @@ def check(stage: Stage, config: Any, shards: int) -> None:
                 "passed from one process to the next; use 1, or leave kv_shift and token_shift out"
             )
         if not spec["window"]:
-            raise BadInput(f"sequence_parallel: mixer {spec['type']} has a window of all tokens; use 1, or a window")
+            raise BadInput(f"sequence_parallel: mixer {spec['type']} has an unlimited window; use 1, or a window")
     longest = max((make_spec(spec).window for spec in specs), default=1)
     for length in (stage.seq_len, *(other.seq_len for other in stage.mixed_seq_lens)):
         rows = f"sequence_parallel: {stage.kind} has rows of {length} tokens"
         if length % shards:
-            raise BadInput(f"{rows}, which cannot be cut in {shards} equal shards; use a multiple of {shards}")
+            raise BadInput(f"{rows}, which cannot be cut into {shards} equal shards; use a multiple of {shards}")
         if length // shards < longest:
             raise BadInput(
                 f"{rows}, so a shard is shorter than the window of {longest}; use {longest * shards} or more"

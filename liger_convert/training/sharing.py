@@ -21,7 +21,7 @@ def share(stage: Stage, processes: int, shards: int = 1) -> tuple[int, int]:
     if processes > 1 and isinstance(stage, AlignStage) and stage.layerwise:
         raise BadInput(f"align: layerwise trains on one GPU, not on {processes}; leave it out and set sharding: full")
     if processes % shards:
-        why = f"{shards} processes share a row, but {processes} cannot be put in groups of {shards}"
+        why = f"{shards} processes share a row, but {processes} cannot be split into groups of {shards}"
         raise BadInput(f"sequence_parallel: {why}; start a multiple of {shards}")
     processes //= shards
     if not _divides(stage, processes):
@@ -30,7 +30,7 @@ def share(stage: Stage, processes: int, shards: int = 1) -> tuple[int, int]:
         other = -(-stage.grad_accumulation // processes) * processes
         how = f"start {fewer * shards}, or set grad_accumulation: {other}, which trains on a larger batch"
         groups = "processes" if shards == 1 else f"groups of {shards} processes"
-        raise BadInput(f"{rows} does not divide among {processes} {groups}; {how}")
+        raise BadInput(f"{rows} cannot be divided among {processes} {groups}; {how}")
     common = math.gcd(processes, stage.grad_accumulation)
     return stage.batch_size * common // processes, stage.grad_accumulation // common
 
@@ -40,7 +40,7 @@ def steps_of(stage: Stage, dataset: PackedDataset | MixedDataset) -> int:
     steps = len(dataset) // (stage.batch_size * stage.grad_accumulation)
     if not steps:
         raise BadInput(
-            f"{len(dataset)} rows of {dataset.seq_len} tokens are less than one optimizer step of this stage"
+            f"{len(dataset)} rows of {dataset.seq_len} tokens are fewer than one optimizer step of this stage takes"
         )
     return steps
 

@@ -119,7 +119,7 @@ def run_stage(
         raise BadInput(f"{result}: already exists; name a new folder or remove this one")
     if device.type == "cuda" and device.index:
         raise BadInput(
-            f"device: training takes the first GPU it sees; use cuda with CUDA_VISIBLE_DEVICES={device.index}"
+            f"device: training uses the first GPU it sees; use cuda with CUDA_VISIBLE_DEVICES={device.index}"
         )
     count = processes.count()
     if device.type == "cuda" and "LOCAL_RANK" in os.environ:  # under torchrun each process has its own GPU

@@ -144,15 +144,15 @@ def refusal(lora: Lora, config: Any, shapes: Shapes) -> str | None:
     for target in lora_projections(lora, config, shapes):
         if target not in names:
             known = ", ".join(sorted(names - {"embed_tokens"}))
-            return f"targets: no projection is called {target!r}; there are {known}"
+            return f"targets: no projection is called {target!r}; use some of {known}"
     if lora.variant != "pissa":
         return None
     found = adapted(lora, config, shapes, train_mixer=False)
     if getattr(config, "tie_word_embeddings", False) and any(name.endswith("lm_head") for name in found):
-        return "targets: pissa changes the base, and lm_head is the embeddings, too; use lora, or other projections"
+        return "targets: pissa changes the base, and lm_head is also the embeddings; use lora, or other projections"
     least = min(found, key=lambda name: min(found[name]))
     if lora.rank > (most := min(found[least])):
-        return f"rank: pissa takes {lora.rank} singular vectors of each projection, and {least} has {most}; use {most}"
+        return f"rank: pissa takes {lora.rank} singular vectors of each projection, but {least} has {most}; use {most}"
     return None
 
 

@@ -226,7 +226,9 @@ class StageTrainer(Trainer):
                 self.fwd_bwd.capture(batch)
             except RuntimeError as error:
                 self.eager = f"the capture failed: {str(error).splitlines()[0]}"
-                logger.warning_once(f"training is slower than it could be, as its step is not captured: {self.eager}")
+                logger.warning_once(
+                    f"training is slower than it could be because its step is not captured: {self.eager}"
+                )
             else:
                 return self.fwd_bwd(batch)
         return super().training_step(model, inputs, num_items_in_batch)
@@ -330,9 +332,11 @@ class StageTrainer(Trainer):
                 names = set(file.keys())
             has_average = (folder / AVERAGE_FILE).exists()
         if names != trained.keys():
-            raise LinearizeError(f"{resume_from_checkpoint}: is of a stage that trained other parameters; remove it")
+            raise LinearizeError(
+                f"{resume_from_checkpoint}: belongs to a stage that trained other parameters; remove it"
+            )
         if averages is not None and not has_average:
-            raise LinearizeError(f"{resume_from_checkpoint}: is of a stage without ema_length; remove it")
+            raise LinearizeError(f"{resume_from_checkpoint}: belongs to a stage without ema_length; remove it")
         if sharded_checkpoint.is_sharded(folder):
             sharded_checkpoint.load_weights(folder, trained, averages)
             return

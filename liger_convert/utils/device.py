@@ -21,7 +21,7 @@ def pick_device(name: str = "auto") -> torch.device:
         raise BadInput(f"device: {name!r} is not a device; use auto, cpu, cuda or cuda:N") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise BadInput(
-            f"device: {name!r} asks for a GPU that is not there ({torch.cuda.device_count()} found); use cpu"
+            f"device: {name!r} asks for a GPU that does not exist ({torch.cuda.device_count()} found); use cpu"
         )
     return device
 

@@ -66,7 +66,7 @@ def _told(failures: dict[int, Any], resumed: str) -> LinearizeError:
     if killed:
         rank, number = min(killed.items())
         what = f"process {rank} of this run was killed by {signal.Signals(number).name}"
-        hint = ", perhaps for want of memory" if number == signal.SIGKILL else ""
+        hint = ", perhaps for lack of memory" if number == signal.SIGKILL else ""
         return Stopped(f"{what}{hint}; {resumed}", number)
     rank, first = min(failures.items(), key=lambda failed: failed[1].timestamp)
     if first.exitcode > 128:

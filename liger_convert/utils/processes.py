@@ -73,7 +73,7 @@ def check_launch(gpus: int | None) -> bool:
         missing = [name for name in _NEEDED if not os.environ.get(name)]
         if count() > 1 and missing:
             lost = f"WORLD_SIZE is {size}, but {missing[0]} is not set, so the processes cannot find each other"
-            raise BadInput(f"{lost}; start them by torchrun, or unset it and give --gpus {size}")
+            raise BadInput(f"{lost}; start them with torchrun, or unset it and give --gpus {size}")
         if gpus is not None and gpus != count():
             raise BadInput(f"--gpus {gpus}: the launcher started {size} processes; leave out --gpus")
         return False

@@ -231,6 +231,6 @@ def test_a_model_with_options_by_their_old_names_is_read(tmp_path: Path) -> None
 
 
 def test_a_base_is_not_exported(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="llama model; export takes what"):
+    with pytest.raises(BadInput, match="is not a linearized model but a llama; export takes what"):
         export_model(save_tiny_base("llama", tmp_path / "base"), tmp_path / "export")
     assert not (tmp_path / "export").exists()

@@ -81,7 +81,7 @@ def assert_compiles_to_one_graph(model: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({}, "torch.export takes a linearized model without its cache: pass use_cache=False"),
+        ({}, "torch.export supports a linearized model only without its cache: pass use_cache=False"),
         ({"use_cache": False, "position_ids": POSITIONS}, "leave position_ids out, or pass the attention_mask"),
     ],
     ids=["cache", "positions"],

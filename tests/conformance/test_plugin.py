@@ -161,7 +161,7 @@ def test_a_plugin_that_cannot_be_imported_is_told(entries) -> None:
 def test_a_plugin_without_such_a_mixer_is_told(entries) -> None:
     entries({"empty_mixer": "THERE = 1"}, ("empty", "empty_mixer"), ("number", "empty_mixer:THERE"))
     for name in ("empty", "number"):
-        with pytest.raises(BadInput, match=f'is no mixer of that name; put @register_mixer."{name}"'):
+        with pytest.raises(BadInput, match=f'is not a mixer of that name; put @register_mixer."{name}"'):
             MIXERS[name]
 
 
@@ -179,7 +179,7 @@ def test_a_name_that_is_taken_twice_is_told(entries) -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("import numpy", "it imports numpy; it may import from"),
+        ("import numpy", "it imports numpy; it may only import from"),
         ("from . import helpers", r"it imports \.; it may"),
         ("import liger_convert.mixers.base", "it imports liger_convert.mixers.base; it may"),
         ("from liger_convert.mixers import gates", "it imports liger_convert.mixers.gates; it may"),
@@ -189,7 +189,7 @@ def test_an_export_refuses_a_plugin_that_it_cannot_carry(entries, line: str, say
     text = MODULE + f"\n\ndef later():\n    {line}\n"
     entries({"heavy_mixer": text}, ("heavy", "heavy_mixer:Fading"))
     with pytest.raises(
-        BadInput, match=f"^mixer 'heavy': its module heavy_mixer cannot be carried by an export, as {says}"
+        BadInput, match=f"^mixer 'heavy': its module heavy_mixer cannot be copied into an export, because {says}"
     ):
         code_files(["heavy"])
 

@@ -250,7 +250,7 @@ def test_what_the_kernels_do_not_take_is_left_to_torch_with_one_warning() -> Non
     warnings.resetwarnings()
     x = inputs_of(CASES["two codes"])
     x["x_BTND"] = x["x_BTND"].float()
-    with pytest.warns(UserWarning, match="do not take vectors in float32") as caught:
+    with pytest.warns(UserWarning, match="do not support vectors in float32") as caught:
         first, second = gated_kernels.chunk_codebook(**x), gated_kernels.chunk_codebook(**x)
     assert len(caught) == 1
     assert first.dtype == FP32

@@ -252,7 +252,7 @@ def test_only_the_inputs_are_kept_for_the_backward_pass() -> None:
 )
 def test_what_the_kernels_do_not_take_is_left_to_others_with_one_warning(case: str, changes: dict, why: str) -> None:
     inputs = inputs_of(Case(OWN[case].sizes._replace(**changes)))
-    with pytest.warns(UserWarning, match=f"do not take {why}") as caught:
+    with pytest.warns(UserWarning, match=f"do not support {why}") as caught:
         assert [kernels.triton_delta_rule(**inputs) for _ in range(2)] == [None, None]
     assert len(caught) == 1
 

@@ -362,7 +362,7 @@ def test_what_queries_become_is_not_kept_for_the_backward_pass(case: str) -> Non
 def test_what_the_kernels_do_not_take_is_left_to_torch_with_one_warning() -> None:
     inputs = inputs_of("two tokens, no state")
     doubles = {name: x.double() if isinstance(x, Tensor) else x for name, x in inputs.items()}
-    with pytest.warns(UserWarning, match="do not take inputs in float64") as caught:
+    with pytest.warns(UserWarning, match="do not support inputs in float64") as caught:
         first, second = gated_kernels.chunk_gla(**doubles), gated_kernels.chunk_gla(**doubles)
     assert len(caught) == 1
     assert first[0].dtype == torch.float64

@@ -143,7 +143,7 @@ def test_the_op_takes_the_kernels_when_told_to_and_compiles_and_exports_with_the
 def test_what_the_kernels_cannot_do_falls_back_with_one_warning(use: Callable[[str], None]) -> None:
     x = inputs_of(Case(5, P=3, W=4, G=1, R=2, D=5, V=3, dtype=torch.float64))
     use("triton")
-    with pytest.warns(UserWarning, match=r"takes no torch\.float64"):
+    with pytest.warns(UserWarning, match=r"does not support torch\.float64"):
         once = gated_kernels.chunk_swa(**x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

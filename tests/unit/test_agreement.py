@@ -142,7 +142,7 @@ def test_turns_that_do_not_fit_and_conversations_that_a_template_refuses_are_lef
 
 def test_too_little_text_to_begin_with_is_bad_input(base: Any) -> None:
     options: dict[str, Any] = {"context": CONTEXT, "batch_size": 1, "dtype": torch.float32, "report": quiet}
-    with pytest.raises(BadInput, match="text of another kind: 400 tokens do not hold two spans of 300"):
+    with pytest.raises(BadInput, match="text of another kind: 400 tokens are too few for two spans of 300"):
         write_rows(base, tiny_tokenizer(), TEXT, AgreementMeasure(prompt_tokens=300), **options)
 
 
@@ -182,7 +182,7 @@ def test_a_diagnosis_without_a_base_leaves_agreement_out_and_says_so(model_dir: 
     found = diagnose(model_dir, None, SUITE, **options)
     assert found["models"]["linearized"] == {}
     assert found["notes"] == [
-        "agreement: left out, as there is no base to agree with; name one by --base or --baseline"
+        "agreement: left out because there is no base to agree with; name one with --base or --baseline"
     ]
 
 

@@ -156,7 +156,7 @@ def test_a_checkpoint_holds_the_weights_that_training_goes_on_from(tmp_path: Pat
 
 def test_a_checkpoint_without_an_average_is_refused(tmp_path: Path) -> None:
     killed(make_stage("finetune", save_every=2), tmp_path)
-    with pytest.raises(LinearizeError, match=r"checkpoint-4: is of a stage without ema_length; remove it"):
+    with pytest.raises(LinearizeError, match=r"checkpoint-4: belongs to a stage without ema_length; remove it"):
         train(make_stage("finetune", save_every=2, ema_length=LENGTH), tmp_path, resume=True)
 
 

@@ -38,7 +38,7 @@ RECIPES = [
     case("less than one step", "stages[0].tokens", lambda w: w.run("stages[0].tokens=3")),
     case("bad precision", "use one of auto, float32", lambda w: w.run("precision=half")),
     case("unknown device", "'tpu' is not a device", lambda w: w.run("device=tpu")),
-    case("absent device", "GPU that is not there", lambda w: w.run("device=cuda:7")),
+    case("absent device", "GPU that does not exist", lambda w: w.run("device=cuda:7")),
     case("unknown suite", "did you mean quick?", lambda w: w.run("eval.suite=quik")),
     case("unknown mixer", "mixer.type: mixer 'gle' is unknown", lambda w: w.run("mixer.type=gle")),
     case("unknown mixer option", "mixer.feature_mp", lambda w: w.run("mixer.feature_mp=relu")),
@@ -63,14 +63,22 @@ RECIPES = [
     ),
     case("a window a memory", "mixer.inner.window: is", lambda w: w.plan("mixer={type: mom, inner: {window: 3}}")),
     case("too many active memories", "mixer.active: 5", lambda w: w.plan("mixer={type: mom, active: 5}")),
-    case("to forget nothing", "mixer.forget: is what", lambda w: w.plan("mixer={type: forgetting, forget: false}")),
+    case(
+        "to forget nothing",
+        "mixer.forget: this mixer always forgets",
+        lambda w: w.plan("mixer={type: forgetting, forget: false}"),
+    ),
     case("no states", "mixer.states: 0 is too small", lambda w: w.plan("mixer={type: mamba, states: 0}")),
     case("negative sinks", "mixer.sinks", lambda w: w.run("mixer.sinks=-1")),
     case("empty window", "mixer.window: 0 is too small", lambda w: w.run("mixer.window=0")),
     case("negative window", "mixer.window", lambda w: w.run("mixer.window=-1")),
-    case("sinks of all tokens", "mixer.sinks: a window of", lambda w: w.plan("mixer={type: forgetting, sinks: 2}")),
-    case("bad pattern", "layers: 'LXL' is no pattern", lambda w: w.run("layers=LXL")),
-    case("layer out of range", "layers.linear: there is no layer 9", lambda w: w.run("layers={linear: [9]}")),
+    case(
+        "sinks of all tokens",
+        "mixer.sinks: an unlimited window",
+        lambda w: w.plan("mixer={type: forgetting, sinks: 2}"),
+    ),
+    case("bad pattern", "layers: 'LXL' is not a pattern", lambda w: w.run("layers=LXL")),
+    case("layer out of range", "layers.linear: layer 9 does not exist", lambda w: w.run("layers={linear: [9]}")),
     case("unknown repeated name", "layers.repeat[1]: 'min'", lambda w: w.plan("layers={repeat: [main, min]}")),
     case("nothing repeated", "layers.repeat", lambda w: w.plan("layers={repeat: []}")),
     case("list of wrong length", "layers: names 1 layers", lambda w: w.run("layers=[main]")),
@@ -90,7 +98,7 @@ RECIPES = [
     case("no linear layer", "nothing to linearize", lambda w: w.run("layers={softmax: [0, 1, 2]}")),
     case("unknown layer name", "layers[0]: 'man'", lambda w: w.run("layers=[man, main, main]")),
     case("override without value", "write it as field=value", lambda w: w.run("seed")),
-    case("override into nothing", "[4] is not there", lambda w: w.run("stages[4].tokens=1")),
+    case("override into nothing", "[4] does not exist", lambda w: w.run("stages[4].tokens=1")),
     case("repeated key", "line 2: not valid YAML", after(wrote("recipe.yaml", "name: a\nname: b\n"), World.run)),
     case("no YAML", "line 2: not valid YAML", after(wrote("recipe.yaml", "name: [a\n"), World.run)),
     case("empty recipe", "a recipe is a mapping", after(wrote("recipe.yaml", ""), World.run)),
@@ -99,7 +107,7 @@ RECIPES = [
     case("missing recipe", "there is no such file", after(remove("recipe.yaml"), World.run)),
     case("unknown shipped recipe", "did you mean smollm2-135m-quick?", lambda w: ["plan", "smollm-135m-quick"]),
     case("plan of a bad recipe", "did you mean 'mixer'?", lambda w: w.plan("mixr={}")),
-    case("plan with a bad layer", "there is no layer 9", lambda w: w.plan("layers={softmax: [9]}")),
+    case("plan with a bad layer", "layer 9 does not exist", lambda w: w.plan("layers={softmax: [9]}")),
 ]
 BASES = [
     case("no such base", "there is no such file or folder", lambda w: w.run("base=/nowhere/at/all")),
@@ -116,13 +124,13 @@ BASES = [
         for name, says, *prepare in (
             (
                 "adapter",
-                "it holds an adapter of org/model: merge the two",
+                "it is an adapter for org/model: merge the two",
                 remove("base/config.json"),
                 wrote("base/adapter_config.json", '{"base_model_name_or_path": "org/model"}'),
             ),
             (
                 "original weights",
-                "its folder original/ is of another format",
+                "its folder original/ has another format",
                 remove("base/config.json"),
                 lambda w: (w.base / "original").mkdir(),
             ),
@@ -130,12 +138,12 @@ BASES = [
     ),
     case("folder above", "did you mean", lambda w: ["plan", "--base", str(w.folder)]),
     case(
-        "weights file", "give the folder that it lies in", lambda w: ["plan", "--base", f"{w.base}/model.safetensors"]
+        "weights file", "give the folder that contains it", lambda w: ["plan", "--base", f"{w.base}/model.safetensors"]
     ),
     *(
         case(
             f"git-lfs pointer {name}",
-            f"{name}: stands for a file that git-lfs has not fetched",
+            f"{name}: is a placeholder for a file that git-lfs has not fetched",
             after(wrote(f"base/{name}", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"), convert),
         )
         for name in ("model.safetensors", "tokenizer.json")
@@ -153,7 +161,7 @@ BASES = [
     case("quantised", "is quantised", after(lambda w: w.config(quantization_config={"bits": 4}), World.run)),
     case(
         "unknown rotary",
-        "rope_type 'magic' is unknown to transformers; there are default, linear,",
+        "rope_type 'magic' is unknown to transformers; use one of default, linear,",
         after(lambda w: w.config(rope_parameters={"rope_type": "magic", "rope_theta": 1e4}), World.run),
     ),
     case(
@@ -162,9 +170,9 @@ BASES = [
         after(lambda w: w.config(max_position_embeddings=None), World.run),
     ),
     case("remote code", "brings its own code", after(lambda w: w.config(model_type="x", auto_map={}), World.run)),
-    case("no tokenizer", "holds no tokenizer", after(remove("base/tokenizer.json"), World.run)),
+    case("no tokenizer", "has no tokenizer", after(remove("base/tokenizer.json"), World.run)),
     case("broken tokenizer", "tokenizer cannot be used", after(wrote("base/tokenizer.json", "{"), World.run)),
-    case("no weights", "holds no weights", after(remove("base/model.safetensors"), convert)),
+    case("no weights", "has no weights", after(remove("base/model.safetensors"), convert)),
     case(
         "pickle only",
         "pickles, which can run code",
@@ -220,15 +228,15 @@ DATA = [
     ),
     case(
         "too little text of the base held out",
-        "data.text: 511 tokens are held out, suite quick needs 512",
+        "data.text: 511 tokens are held out, but suite quick needs 512",
         lambda w: w.run("data.text={source: teacher, tokens: 4e3, held_out: 0.1}"),
     ),
     case("chat rows without chat", "line 1: has no field 'instruction'", lambda w: w.run("data.text.format=alpaca")),
 ]
 RUNS = [
     case("OUT exists", "already exists", after(lambda w: w.out.mkdir(), World.run)),
-    case("resume of nothing", "holds no run to resume", World.resume),
-    case("resume of something else", "holds no run to resume", after(lambda w: w.out.mkdir(), World.resume)),
+    case("resume of nothing", "has no run to resume", World.resume),
+    case("resume of something else", "has no run to resume", after(lambda w: w.out.mkdir(), World.resume)),
     case("changed recipe", "seed was 0, is 1", after(World.start, lambda w: w.resume("seed=1"))),
     case(
         "changed stage",
@@ -246,12 +254,14 @@ RUNS = [
         after(World.start, World.stopped_in_training, wrote("text.jsonl", '{"text": "a"}\n'), World.resume),
     ),
     case(
-        "vanished base", "this input of the run is gone", after(World.start, remove("base/config.json"), World.resume)
+        "vanished base",
+        "this input of the run is missing",
+        after(World.start, remove("base/config.json"), World.resume),
     ),
-    case("run under way", "another process works on this run", after(World.start, World.lock, World.resume)),
+    case("run under way", "another process is working on this run", after(World.start, World.lock, World.resume)),
     case(
         "run of an older version",
-        "was begun by an older version of liger-convert, whose recipes and steps have other names; finish it with",
+        "was started by an older version of liger-convert, which gave recipes and steps other names; finish it with",
         after(World.start, World.older, World.resume),
     ),
     case(
@@ -283,7 +293,7 @@ COMMANDS = [
     ),
     case(
         "selecting on too little text",
-        "data.text: 11 tokens to train on do not hold two spans of 128",
+        "data.text: 11 training tokens are too few for the two spans of 128",
         after(
             wrote("short.jsonl", '{"text": "hello there"}\n'),
             lambda w: [
@@ -323,14 +333,14 @@ COMMANDS = [
     case("calibrate on no text", "no.txt: there is no such file", lambda w: w.calibrate("--text", "no.txt")),
     case(
         "calibrate on too little text",
-        "--text text.jsonl: holds 1350 tokens, but --tokens asks for 8192",
+        "--text text.jsonl: has 1350 tokens, but --tokens asks for 8192",
         lambda w: w.calibrate("--tokens", "8192"),
     ),
     case("calibrate on less than a row", "is less than one row of", lambda w: w.calibrate("--seq-len", "65")),
     case("calibrate on rows inside the window", "no document is longer", lambda w: w.calibrate("--seq-len", "12")),
     case(
         "calibrate on documents inside the window",
-        "no document is longer than 12 tokens",
+        "no document is longer than the window and its sinks (12 tokens)",
         after(wrote("short.jsonl", '{"text": "hello there"}\n' * 20), lambda w: w.calibrate("--text", "short.jsonl")),
     ),
     case("convert with a bad dtype", "export.dtype", lambda w: w.convert("--dtype", "int4")),
@@ -345,7 +355,7 @@ COMMANDS = [
         lambda w: ["train", *w.run()[1:], "--stage", "1", "--model", str(w.base)],
     ),
     case("merge nothing", "base", lambda w: ["merge", str(w.linearized()), str(w.base), "--out", str(w.out)]),
-    case("export a base", "holds a llama model", lambda w: ["export", str(w.base), str(w.out)]),
+    case("export a base", "is not a linearized model but a llama", lambda w: ["export", str(w.base), str(w.out)]),
     case("eval without the rows", "piqa.jsonl", lambda w: ["eval", str(w.base), "--data", str(w.folder)]),
     case("eval of nothing", "no such file or folder", lambda w: ["eval", "/nowhere/at/all"]),
     case("eval by unknown suite", "did you mean quick?", lambda w: ["eval", str(w.base), "--suite", "quik"]),
@@ -357,7 +367,7 @@ COMMANDS = [
     case("compare one run", "1 is too few to compare", lambda w: ["compare", str(w.folder)]),
     case(
         "compare a run without a report",
-        "holds no report.json",
+        "has no report.json",
         lambda w: ["compare", str(w.folder), str(w.base)],
     ),
     case("compare nothing", "/nowhere/at/all: there is no such file", lambda w: ["compare", "/nowhere/at/all", "b"]),
@@ -371,7 +381,7 @@ COMMANDS = [
     case("bench lengths that are none", "--lengths: '1k,2'", lambda w: ["bench", str(w.base), "--lengths", "1k,2"]),
     case("bench a length of nothing", "--lengths: '0'", lambda w: ["bench", str(w.base), "--lengths", "0"]),
     case("bench with an unknown mixer", "did you mean gla?", lambda w: ["bench", "smollm2-135m", "--mixer", "glaa"]),
-    case("bench a model with a mixer", "is for shapes", lambda w: ["bench", str(w.base), "--mixer", "gla"]),
+    case("bench a model with a mixer", "applies only to shapes", lambda w: ["bench", str(w.base), "--mixer", "gla"]),
     case("bench beside nothing", "no such file", lambda w: ["bench", str(w.base), "--baseline", "/nowhere/at/all"]),
     case(
         "bench into a folder that exists",

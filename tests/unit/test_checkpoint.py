@@ -87,8 +87,14 @@ def save_twice(folder: Path) -> None:
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (lambda f: truncate(f / "two.safetensors", -3), r"two\.safetensors: is truncated"),
-    "empty": (lambda f: truncate(f / "two.safetensors", 0), r"two\.safetensors: is truncated or no safetensors file"),
-    "too long": (lambda f: (f / "two.safetensors").open("ab").write(b"more"), r"two\.safetensors: is truncated or no"),
+    "empty": (
+        lambda f: truncate(f / "two.safetensors", 0),
+        r"two\.safetensors: is truncated or not a safetensors file",
+    ),
+    "too long": (
+        lambda f: (f / "two.safetensors").open("ab").write(b"more"),
+        r"two\.safetensors: is truncated or not a",
+    ),
     "garbled header": (
         lambda f: (f / "one.safetensors").write_bytes(b"\x10" + b"\0" * 7 + b"{" * 32),
         r"one\.safetensors: .*JSON",
@@ -111,17 +117,17 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "index points outside": (lambda f: write_index(f, {"a": "../a.safetensors"}), "not the name of a file beside it"),
     "index names too few": (
         lambda f: write_index(f, {"a": "one.safetensors", "c": "two.safetensors", "d": "two.safetensors"}),
-        "has b in no shard, but it is in one.safetensors",
+        "lists b in no shard, but it is in one.safetensors",
     ),
     "index names too many": (
         lambda f: write_index(f, dict.fromkeys("ab", "one.safetensors") | dict.fromkeys("cde", "two.safetensors")),
-        "has e in two.safetensors, but it is in no shard",
+        "lists e in two.safetensors, but it is in no shard",
     ),
     "index mixes shards up": (
         lambda f: write_index(f, dict.fromkeys("abc", "one.safetensors") | {"d": "two.safetensors"}),
-        "has c in one.safetensors, but it is in two.safetensors",
+        "lists c in one.safetensors, but it is in two.safetensors",
     ),
-    "stored twice": (save_twice, r"two\.safetensors: tensor a stands in one\.safetensors as well"),
+    "stored twice": (save_twice, r"two\.safetensors: tensor a is also in one\.safetensors"),
     "quantised": (
         lambda f: save_file({"a": STATE["a"].to(torch.int8), "b": STATE["b"]}, f / "one.safetensors"),
         r"one\.safetensors: tensor a is I8: quantised",
@@ -130,7 +136,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: [p.rename(p.with_suffix(".bin")) for p in f.glob("*")],
         "its weights are pickles.*allow_pickle",
     ),
-    "no weights": (lambda f: [p.unlink() for p in f.glob("*")], "holds no weights"),
+    "no weights": (lambda f: [p.unlink() for p in f.glob("*")], "has no weights"),
 }
 
 
@@ -157,7 +163,7 @@ def test_a_file_that_shrinks_after_it_was_opened_is_noticed(tmp_path):
     [
         (None, "there is no such file"),
         ("{", "cannot be read as JSON"),
-        ("{}", "names no model_type"),
+        ("{}", "has no model_type"),
         ('{"model_type": "unheard_of"}', "transformers cannot use it.*unheard_of"),
         ('{"model_type": "unheard_of", "auto_map": {"AutoConfig": "x.X"}}', "brings its own code.*trust_remote_code"),
         ('{"model_type": "llama", "hidden_size": "wide"}', "hidden_size should be a whole number"),
@@ -177,7 +183,7 @@ def test_a_missing_or_broken_tokenizer_is_refused(folder):
     with pytest.raises(BadInput, match="its tokenizer cannot be used"):
         load_tokenizer(folder)
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(BadInput, match="holds no tokenizer"):
+    with pytest.raises(BadInput, match="has no tokenizer"):
         load_tokenizer(folder)
 
 
@@ -188,7 +194,7 @@ def test_a_sentencepiece_file_alone_names_the_packages_that_read_it(folder, monk
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
     monkeypatch.setattr(tokenizer, "READERS", {"no-such-thing": "no_such_thing"})
-    with pytest.raises(BadInput, match=r"is a tokenizer\.model alone, .*pip install no-such-thing, or put its tok"):
+    with pytest.raises(BadInput, match=r"is only a tokenizer\.model, .*pip install no-such-thing, or put its tok"):
         load_tokenizer(folder)
 
 
@@ -203,9 +209,9 @@ def test_a_folder_is_taken_as_it_is(base, tmp_path):
         ("/nowhere/model", "there is no such file or folder"),
         ("nowhere.gguf", "there is no such file or folder"),
         ("package:no_such_package/model.gguf", "the package is not installed; pip install no-such-package"),
-        ("package:json/no_such_file", "package json holds no 'no_such_file'"),
+        ("package:json/no_such_file", "package json does not contain 'no_such_file'"),
         ("package:json", "is neither a .gguf file nor a model folder"),
-        ("nobody/nothing", "is no folder here and cannot be had from the hub"),
+        ("nobody/nothing", "is not a local folder and cannot be fetched from the hub"),
         ("nobody/nothing/at-all", "there is no such file or folder"),
     ],
 )
@@ -263,7 +269,7 @@ def test_pickled_weights_become_safetensors_only_when_asked(folder, tmp_path, sh
 def test_a_pickle_that_would_run_code_is_refused(folder, tmp_path):
     (folder / checkpoint.WEIGHTS).unlink()
     torch.save({"evil": subprocess.run}, folder / checkpoint.PICKLE)
-    with pytest.raises(BadInput, match="is no PyTorch state dict"):
+    with pytest.raises(BadInput, match="is not a PyTorch state dict"):
         resolve_base(str(folder), tmp_path / "work", allow_pickle=True)
     assert list((tmp_path / "work").iterdir()) == []
 
@@ -284,7 +290,7 @@ def test_a_gguf_file_becomes_the_model_it_was_made_from(tmp_path, vocabulary, pi
 
 def test_a_gguf_file_that_lacks_a_tensor_is_refused(base, tmp_path):
     write_gguf(tmp_path / "model.gguf", AutoModelForCausalLM.from_pretrained(base), without="model.norm.weight")
-    with pytest.raises(BadInput, match=r"holds nothing for 1 tensors of the model, such as model\.norm\.weight"):
+    with pytest.raises(BadInput, match=r"does not contain 1 of the model's tensors, such as model\.norm\.weight"):
         resolve_base(str(tmp_path / "model.gguf"), tmp_path / "work")
     assert not (tmp_path / "work").exists()
 

@@ -263,7 +263,7 @@ def test_what_the_model_was_not_made_from_is_refused_in_a_sentence(home, capsys)
     assert (
         main.main(["eval", "converted", "--baseline", "padded", "--suite", "agree.yaml", "--text", "text.jsonl"]) == 2
     )
-    assert "--baseline padded: has another vocabulary than the model" in capsys.readouterr().err
+    assert "--baseline padded: has a different vocabulary from the model" in capsys.readouterr().err
 
 
 def test_eval_measures_a_model_beside_its_baseline(home, capsys):
@@ -311,11 +311,11 @@ def test_eval_and_diagnose_take_text_of_another_kind_and_a_folder_of_tasks(home,
     assert "agreement/greedy_match" not in alone["models"]["linearized"]
     assert alone["models"]["linearized"]["other_ppl"] != found["models"]["linearized"]["other_ppl"]  # of pydoc
     assert alone["notes"] == [
-        "agreement: left out, as there is no base to agree with; name one by --base or --baseline"
+        "agreement: left out because there is no base to agree with; name one with --base or --baseline"
     ]
     same = ["--text", str(tmp_path / "far.txt"), *far]
     assert main.main(["eval", "converted", *options, *same]) == 2
-    assert "is the text of --text itself" in capsys.readouterr().err
+    assert "is the same text as --text" in capsys.readouterr().err
 
 
 def test_generate_speaks_and_says_the_same_twice(home, capsys):
@@ -344,7 +344,7 @@ def test_mixers_say_the_state_of_a_layer_of_the_shape_asked_for(capsys):
     assert (listed["window"]["state_bytes"], listed["window"]["fast_paths"]) == (0, [])
     assert "49.2 kB" in output(capsys, *words)
     assert main.main(["mixers", "--heads", "9", "--kv-heads", "2"]) == 2
-    assert "no multiple of 2 key-value heads" in capsys.readouterr().err
+    assert "are not a multiple of 2 key-value heads" in capsys.readouterr().err
 
 
 def test_a_gpu_without_room_is_no_bug(monkeypatch, capsys):
@@ -354,7 +354,7 @@ def test_a_gpu_without_room_is_no_bug(monkeypatch, capsys):
     monkeypatch.setattr("liger_convert.cli.reference_commands.show", full)
     assert main.main(["families"]) == 1
     (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith("error: CUDA out of memory. Tried to allocate 2.00 GiB.; `linearize plan` says what")
+    assert said.startswith("error: CUDA out of memory. Tried to allocate 2.00 GiB.; `linearize plan` shows what")
 
 
 def test_an_unexpected_error_leaves_its_traceback_in_a_file_or_shows_it(monkeypatch, capsys):

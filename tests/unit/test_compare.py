@@ -98,8 +98,8 @@ def test_runs_of_different_suites_show_what_they_share_and_say_what_is_missing(t
     assert "copy_nll_64" not in found["metrics"]
     assert "copy_nll_256" in found["metrics"]
     assert found["runs"]["short"]["missing"] == ["copy_nll_64", "piqa/acc"]
-    assert "short did not measure copy_nll_64, piqa/acc, as others did." in found["notes"]
-    assert "one did not measure mine, as others did." in found["notes"]
+    assert "short did not measure copy_nll_64, piqa/acc, which others did." in found["notes"]
+    assert "one did not measure mine, which others did." in found["notes"]
 
 
 def test_metrics_over_other_numbers_of_rows_are_named(tmp_path, runs):
@@ -107,7 +107,7 @@ def test_metrics_over_other_numbers_of_rows_are_named(tmp_path, runs):
     for column in models.values():
         column["piqa/acc"] = measured(0.64, n=10)
     found = compare([*runs, saved(tmp_path / "few", models=models)])
-    assert found["notes"] == ["Not over as many rows in all runs: piqa/acc (64 in one, two; 10 in few)."]
+    assert found["notes"] == ["Measured over different numbers of rows: piqa/acc (64 in one, two; 10 in few)."]
 
 
 def test_every_base_has_its_own_column_also_one_that_was_measured_differently(tmp_path, runs):
@@ -183,7 +183,7 @@ def test_an_older_page_is_replaced_and_nothing_else(runs, tmp_path):
     compare_page.write(found, out)
     compare_page.write(found, out)
     out.write_text("mine")
-    with pytest.raises(BadInput, match="already exists and is no page of compare"):
+    with pytest.raises(BadInput, match="already exists and is not a page that compare wrote"):
         compare_page.write(found, out)
     assert out.read_text() == "mine"
     with pytest.raises(BadInput, match="there is no folder"):
@@ -218,7 +218,7 @@ def broken(change: str, value: Any) -> dict[str, Any]:
         ("models.window_ablated.text_ppl.stderr", -1.0, "models.window_ablated.text_ppl.stderr"),
         ("name", 3, "name: should be a string"),
         ("plan", None, "plan: this field is required and missing"),
-        ("plan.cache_bytes.32768", None, "plan.cache_bytes: holds no size at 32768 tokens"),
+        ("plan.cache_bytes.32768", None, "plan.cache_bytes: has no size at 32768 tokens"),
         ("plan.cache_bytes.4096", {"base": 0, "linearized": 1}, "plan.cache_bytes.4096.base"),
     ],
 )
@@ -234,7 +234,7 @@ def test_what_is_no_report_is_refused_by_the_name_of_its_field(runs, tmp_path, c
 
 def test_runs_without_a_common_metric_are_refused(runs, tmp_path):
     models = {name: {"mine": measured(1.0)} for name in report()["models"]}
-    with pytest.raises(BadInput, match="shares no metric"):
+    with pytest.raises(BadInput, match="has no metric in common"):
         compare([runs[0], saved(tmp_path / "other", models=models)])
 
 

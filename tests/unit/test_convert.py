@@ -258,18 +258,21 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "head missing": (lambda b: change(b, lambda t: t.pop("lm_head.weight")), "tensor lm_head.weight is missing"),
     "extra": (
         lambda b: change(b, lambda t: t.update({"model.extra.bias": torch.ones(2)})),
-        rf"{WEIGHTS}: tensor model\.extra\.bias is no part of the llama",
+        rf"{WEIGHTS}: tensor model\.extra\.bias is not part of the llama",
     ),
     "transposed": (
         lambda b: change(b, lambda t: t.update({"lm_head.weight": t["lm_head.weight"].T.contiguous()})),
         r"tensor lm_head\.weight is \[32, 101\], but config\.json implies \[101, 32\]",
     ),
-    "NaN": (poison(Q, float("nan")), rf"{WEIGHTS}: tensor {Q} holds NaN or infinity"),
-    "infinity": (poison("model.norm.weight", float("inf")), r"tensor model\.norm\.weight holds NaN or infinity"),
-    "minus infinity": (poison("lm_head.weight", -float("inf")), r"tensor lm_head\.weight holds NaN or infinity"),
+    "NaN": (poison(Q, float("nan")), rf"{WEIGHTS}: tensor {Q} contains NaN or infinity"),
+    "infinity": (poison("model.norm.weight", float("inf")), r"tensor model\.norm\.weight contains NaN or infinity"),
+    "minus infinity": (poison("lm_head.weight", -float("inf")), r"tensor lm_head\.weight contains NaN or infinity"),
     "truncated": (lambda b: (b / WEIGHTS).write_bytes((b / WEIGHTS).read_bytes()[:-8]), rf"{WEIGHTS}: is truncated"),
     "pickled": (lambda b: (b / WEIGHTS).rename(b / "pytorch_model.bin"), "its weights are pickles"),
-    "fewer layers": (lambda b: change_config(b, num_hidden_layers=2), r"model\.layers\.2\..* are no part of the llama"),
+    "fewer layers": (
+        lambda b: change_config(b, num_hidden_layers=2),
+        r"model\.layers\.2\..* are not part of the llama",
+    ),
     "more layers": (lambda b: change_config(b, num_hidden_layers=4), r"model\.layers\.3\..* are missing"),
     "other vocabulary": (lambda b: change_config(b, vocab_size=102), r"is \[101, 32\], but config\.json implies \[102"),
     "other width": (lambda b: change_config(b, hidden_size=16), "but config.json implies"),
@@ -283,8 +286,8 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "impossible config": (lambda b: change_config(b, pad_token_id=500), "no llama can be built from it"),
     "quantised": (lambda b: change_config(b, quantization_config={"quant_method": "gptq"}), "says it is quantised"),
     "no config": (lambda b: (b / "config.json").unlink(), r"config\.json: there is no such file"),
-    "no tokenizer": (lambda b: (b / "tokenizer.json").unlink(), "base: holds no tokenizer"),
-    "no weights": (lambda b: (b / WEIGHTS).unlink(), "base: holds no weights"),
+    "no tokenizer": (lambda b: (b / "tokenizer.json").unlink(), "base: has no tokenizer"),
+    "no weights": (lambda b: (b / WEIGHTS).unlink(), "base: has no weights"),
 }
 
 

@@ -186,7 +186,7 @@ BAD_ROWS: list[tuple[str, str, bytes, str]] = [
     ("a.txt", "alpaca", b"hello", r"a\.txt: has no field 'instruction'"),
     ("a.json", "text", b'[{"text": "x"},\n{"text"}]', r"a\.json line 2: is not JSON"),
     ("a.json", "text", b'{"text":\n"x"}', r"a\.json line 1: is not JSON"),
-    ("a.json", "text", b'"text"', r"a\.json: holds one JSON str"),
+    ("a.json", "text", b'"text"', r"a\.json: contains a single JSON str"),
     ("a.json", "text", b'[{"text": "x"}, {}]', r"a\.json row 2: has no field 'text' \(it has none\)"),
     ("a.tsv", "text", b"text\nx", r"a\.tsv: a data file ends in"),
     ("a.parquet.gz", "text", b"x", r"a\.parquet\.gz: a data file ends in"),
@@ -246,7 +246,7 @@ def test_messages_that_the_chat_template_refuses_are_named(tmp_path: Path) -> No
     write(tmp_path / "a.jsonl", [{"messages": TALK}])
     with pytest.raises(BadInput, match=r"line 1: the chat template refuses these messages \(no system"):
         load(tmp_path / "a.jsonl", "messages", bpe("{{ raise_exception('no system role') }}"))
-    with pytest.raises(BadInput, match="line 1: the chat template does not let its responses be told"):
+    with pytest.raises(BadInput, match="line 1: with this chat template, its responses cannot be told apart"):
         load(tmp_path / "a.jsonl", "messages", bpe("{{ messages | length }}"))
 
 

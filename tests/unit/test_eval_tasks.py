@@ -108,7 +108,7 @@ def test_a_task_with_local_rows_asks_and_scores_as_lm_eval_does(
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     [
-        ("boolq", {"label": -1}, "its label is -1, none of its 2 choices"),
+        ("boolq", {"label": -1}, "its label -1 is not one of its 2 choices"),
         ("openbookqa", {"answerKey": "C"}, "ValueError"),
         ("swde", {"value": " "}, "`value` should be a text"),
         ("drop_ctx", {"answers": "Bob"}, "`answers` should be a list of texts"),
@@ -116,7 +116,7 @@ def test_a_task_with_local_rows_asks_and_scores_as_lm_eval_does(
         (
             "ifeval",
             {"instruction_id_list": ["length_constraints:number_sentences"]},
-            "length_constraints:number_sentences is scored with nltk's data punkt_tab, which is not here; run",
+            "length_constraints:number_sentences is scored with nltk's data punkt_tab, which is not installed; run",
         ),
     ],
 )
@@ -139,7 +139,9 @@ def test_a_task_whose_package_is_not_there_says_so(model: Any, tmp_path: Path, m
         monkeypatch.delitem(sys.modules, name)
     row = {"key": 1, "prompt": "Say no.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{"n": None}]}
     (tmp_path / "ifeval.jsonl").write_text(json.dumps(row) + "\n")
-    with pytest.raises(BadInput, match=r"task ifeval: needs a package that is not there: .*(immutabledict|langdetect)"):
+    with pytest.raises(
+        BadInput, match=r"task ifeval: needs a package that is not installed: .*(immutabledict|langdetect)"
+    ):
         run(model, tmp_path, [{"name": "ifeval", "metrics": ["prompt_level_strict_acc"]}])
 
 
@@ -223,7 +225,7 @@ def test_a_suite_file_may_name_the_folder_itself(model: Any, folder: Path) -> No
         (
             lambda folder: (folder / "rows.jsonl").open("a").write('{"q": "x", "a": ["b", "c"], "right": 7}\n'),
             ["boxes"],
-            "row 7 of split test: does not fit task boxes: its label is 7, none of its 2 choices",
+            "row 7 of split test: does not fit task boxes: its label 7 is not one of its 2 choices",
         ),
         (lambda folder: (folder / "score.py").write_text("import nothing_of_the_kind\n"), ["boxes"], "needs a package"),
     ],
@@ -234,5 +236,5 @@ def test_a_folder_of_tasks_that_cannot_be_used_is_one_sentence(
     prepare(folder)
     with pytest.raises(BadInput, match=says):
         suites.check_data(included(folder, *names), None, None)
-    with pytest.raises(BadInput, match="is no folder; name one with the YAML files"):
+    with pytest.raises(BadInput, match="is not a folder; name one with the YAML files"):
         included(folder / "rows.jsonl", "boxes")

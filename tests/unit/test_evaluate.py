@@ -278,9 +278,7 @@ def test_unusable_task_data_is_one_sentence(model: Any, rows: Path, change: Any,
 
 
 def test_a_task_of_ours_without_data_says_what_to_give(model: Any) -> None:
-    with pytest.raises(
-        BadInput, match=r"task squad_ctx: reads squad_1k.jsonl; give the folder that holds it with --data"
-    ):
+    with pytest.raises(BadInput, match=r"task squad_ctx: reads squad_1k.jsonl; give its folder with --data"):
         run(model, None, [{"name": "squad_ctx", "metrics": ["contains"]}])
 
 
@@ -288,7 +286,7 @@ def test_a_stock_task_without_the_hub_says_what_to_give(model: Any, monkeypatch:
     import datasets
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(BadInput, match=r"task piqa: its data cannot be had from the hub \(or give --data DIR\)"):
+    with pytest.raises(BadInput, match=r"task piqa: its data cannot be fetched from the hub \(or give --data DIR\)"):
         run(model, None, [{"name": "piqa", "metrics": ["acc"]}])
 
 
@@ -297,7 +295,7 @@ def refuse(*_: Any, **__: Any) -> None:
 
 
 def test_text_measures_without_text_say_so(model: Any) -> None:
-    with pytest.raises(BadInput, match="suite test: scores held-out text, and none is given"):
+    with pytest.raises(BadInput, match="suite test: needs held-out text, but none is given"):
         evaluate_model(model, tiny_tokenizer(), suite(text=[{"window": 16}]))
 
 

@@ -148,7 +148,7 @@ def test_pieces_start_as_the_identity(base: Path, options: dict[str, Any]) -> No
     "range_of", [{"shortest": 4, "longest": 2}, {"longest": 8}, {"shortest": 1, "longest": 10**9}], ids=str
 )
 def test_a_range_of_gates_goes_upwards(range_of: dict[str, int]) -> None:
-    with pytest.raises(BadInput, match="is no range of tokens"):
+    with pytest.raises(BadInput, match="is not a range of tokens"):
         resolve_spec({"type": "forgetting", **range_of})
 
 

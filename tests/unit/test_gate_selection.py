@@ -201,7 +201,7 @@ def test_a_selection_shows_every_gate_and_every_choice() -> None:
 @pytest.mark.usefixtures("_quick")
 def test_gates_that_cannot_be_trained_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate_selection, "kl_divergence", lambda logits, *_: logits.sum() * float("nan"))
-    with pytest.raises(LinearizeError, match=r"the loss is nan in step 1 of 2; set it to copy"):
+    with pytest.raises(LinearizeError, match=r"the loss is nan at step 1 of 2; set it to copy"):
         selected(copier(), tokens=1500)
 
 
@@ -209,5 +209,5 @@ def test_gates_need_something_to_choose_and_text_to_choose_on() -> None:
     layers: dict[str, Any] = {"softmax": [1], "select": "gates"}
     with pytest.raises(BadInput, match=r"layers\.select: nothing is left to choose"):
         selected(copier(), layers=layers)
-    with pytest.raises(BadInput, match=r"200 tokens to train on do not hold two spans of 128"):
+    with pytest.raises(BadInput, match=r"200 training tokens are too few for the two spans of 128"):
         selected(copier(), text=[Document(IDS[:200], np.ones(200, bool), 200)])

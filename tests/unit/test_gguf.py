@@ -66,7 +66,7 @@ def test_all_parts_are_inputs_of_a_run(model: Any, tmp_path: Path) -> None:
         (lambda parts: parts[2].rename(parts[1]), r"m-00003-of-00003\.gguf: this part .* is missing; put all 3"),
         (
             lambda parts: parts[1].write_bytes(parts[2].read_bytes()),
-            r"m-00002-of-00003\.gguf: says that it is part 3 of 3, but by its name is 2 of 3; .*gguf-split --merge",
+            r"m-00002-of-00003\.gguf: says that it is part 3 of 3, but its name says 2 of 3; .*gguf-split --merge",
         ),
         (lambda parts: parts[2].write_bytes(b"GGUF"), r"m-00003-of-00003\.gguf: cannot be read as a GGUF model"),
     ],
@@ -84,7 +84,7 @@ def test_parts_that_do_not_make_a_model_are_refused(model: Any, tmp_path: Path, 
 def test_a_part_under_another_name_is_refused(model: Any, tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", model, parts=2)
     (tmp_path / "m-00001-of-00002.gguf").rename(tmp_path / "m.gguf")
-    with pytest.raises(BadInput, match=r"m\.gguf: says that it is part 1 of 2, but by its name is 1 of 1; give it its"):
+    with pytest.raises(BadInput, match=r"m\.gguf: says that it is part 1 of 2, but its name says 1 of 1; restore its"):
         resolve_base(str(tmp_path / "m.gguf"), tmp_path / "work")
 
 
@@ -164,8 +164,16 @@ def test_the_scaling_of_a_rotary_is_read(scaling: dict[str, Any], fields: dict[s
 @pytest.mark.parametrize(
     ("fields", "factors", "says"),
     [
-        ({"llama.rope.scaling.type": "longrope"}, None, "its rotary is scaled by 'longrope', which is not read"),
-        ({}, np.array([1, 2, 3, 5], np.float32), r"rope_freqs\.weight scales its rotary in a way that is not read"),
+        (
+            {"llama.rope.scaling.type": "longrope"},
+            None,
+            "its rotary embedding is scaled by 'longrope', which is not supported",
+        ),
+        (
+            {},
+            np.array([1, 2, 3, 5], np.float32),
+            r"rope_freqs\.weight scales its rotary embedding in an unsupported way",
+        ),
     ],
 )
 def test_a_scaling_that_the_config_cannot_say_is_refused(
@@ -173,7 +181,7 @@ def test_a_scaling_that_the_config_cannot_say_is_refused(
 ) -> None:
     write_gguf(tmp_path / "model.gguf", model, fields=fields, factors=factors)
     for use in (lambda s: resolve_base(s, tmp_path / "work"), base_config):
-        with pytest.raises(BadInput, match=rf"model\.gguf: {says}; give the folder of safetensors"):
+        with pytest.raises(BadInput, match=rf"model\.gguf: {says}; give the safetensors folder"):
             use(str(tmp_path / "model.gguf"))
     assert not (tmp_path / "work").exists()
 

@@ -76,8 +76,10 @@ def task(name: str, *docs: object) -> Callable[[World], list[str]]:
 
 
 ROWS = [
-    case("lone surrogate", r"text.jsonl line 2: cannot be used: it holds \ud800", rows(ROW + '{"text": "\\ud800"}\n')),
-    case("integer of 5,000 digits", "line 1: cannot be used: it holds an integer", rows(f'{{"text": {DIGITS}}}\n')),
+    case(
+        "lone surrogate", r"text.jsonl line 2: cannot be used: it contains \ud800", rows(ROW + '{"text": "\\ud800"}\n')
+    ),
+    case("integer of 5,000 digits", "line 1: cannot be used: it contains an integer", rows(f'{{"text": {DIGITS}}}\n')),
     case("deep nesting", "line 1: cannot be used: it is nested too deeply", rows(f'{{"text": {DEEP}\n')),
     case("deep .json", "x.json line 1: cannot be used: it is nested too deeply", rows(DEEP, "x.json")),
     case(
@@ -85,9 +87,9 @@ ROWS = [
     ),
     case(".json that goes on", "x.json line 3: is not JSON (Extra data", rows('[{"text": "a"}]\n\n{}', "x.json")),
     case(".json that ends early", "x.json line 1: is not JSON", rows('[{"text": "a"}, {"text": "b', "x.json")),
-    case("NUL bytes", "line 1: is not UTF-8 text (it holds a NUL", rows(b"\0" * 100)),
+    case("NUL bytes", "line 1: is not UTF-8 text (it contains a NUL", rows(b"\0" * 100)),
     case("UTF-16", "line 1: is not UTF-8 text", rows(ROW.encode("utf-16"))),
-    case("UTF-16 without a mark", "it holds a NUL, as UTF-16 does", rows(ROW.encode("utf-16-le"), "x.txt")),
+    case("UTF-16 without a mark", "it contains a NUL, as UTF-16 does", rows(ROW.encode("utf-16-le"), "x.txt")),
     case("invalid UTF-8", "line 2: is not UTF-8 text", rows(ROW.encode() + b'{"text": "\xff"}\n')),
     case("only blank lines", "text.jsonl: is empty", rows("\r\n \n\t\n")),
     case("a mark and nothing else", "text.jsonl: is empty", rows("\ufeff")),
@@ -99,8 +101,8 @@ ROWS = [
     case("no .gz at all", "x.txt.gz: cannot be read", rows(ROW, "x.txt.gz")),
 ]
 RECIPES = [
-    case("integer of 5,000 digits", "a number of 5,000 digits", recipe(f"name: a\nseed: {DIGITS}\n")),
-    case("hexadecimal bomb", "a number of 5,002 digits", lambda w: w.plan("seed=0x" + "f" * 5_000)),
+    case("integer of 5,000 digits", "a number with 5,000 digits", recipe(f"name: a\nseed: {DIGITS}\n")),
+    case("hexadecimal bomb", "a number with 5,002 digits", lambda w: w.plan("seed=0x" + "f" * 5_000)),
     case("digits in a path", "write it as field=value", lambda w: w.plan(f"stages[{DIGITS}].tokens=1")),
     case("deep nesting", "nested too deeply", recipe(DEEP)),
     case("deep mappings", "nested too deeply", recipe("{a: " * 100_000)),
@@ -108,11 +110,11 @@ RECIPES = [
     case("UTF-16", "save it as UTF-8", recipe("name: a\n".encode("utf-16"))),
     case("tabs", "line 2: not valid YAML", recipe("mixer:\n\ttype: gla\n")),
     case("a tag that runs code", "line 1: not valid YAML", recipe("name: !!python/object/apply:os.system [ls]\n")),
-    case("a date that is none", "line 1: not valid YAML: this is no timestamp", recipe("name: 2024-13-45\n")),
+    case("a date that is none", "line 1: not valid YAML: this is not a valid timestamp", recipe("name: 2024-13-45\n")),
     case("lone surrogate", "half of a surrogate pair", recipe('name: "\\ud800"\n')),
     case("a key that is a list", "line 1: not valid YAML: a key that is a list", recipe("? [a]\n: b\n")),
-    case("a key that is a number", "line 1: not valid YAML: the key 1 is no word", recipe("1: b\n")),
-    case("an alias of itself", "an alias of the value that it stands in", recipe("a: &a [*a]\n")),
+    case("a key that is a number", "line 1: not valid YAML: the key 1 is not a string", recipe("1: b\n")),
+    case("an alias of itself", "an alias inside the value that it refers to", recipe("a: &a [*a]\n")),
     case(
         "billion laughs",
         "more than 20,000 values",
@@ -194,7 +196,7 @@ CONFIGS = [
     case("negative heads", "num_attention_heads should be from", config(num_attention_heads=-4)),
     case("a string for a size", "intermediate_size should be a whole number, not '48'", config(intermediate_size="48")),
     case("a fraction for a size", "head_dim should be a whole number", config(head_dim=8.5)),
-    case("heads that do not divide", "no multiple of num_key_value_heads", config(num_key_value_heads=3)),
+    case("heads that do not divide", "is not a multiple of num_key_value_heads", config(num_key_value_heads=3)),
     case("a list", "config.json: must hold a JSON object", after(wrote("base/config.json", "[]"), World.run)),
     case(
         "deep",
@@ -203,7 +205,7 @@ CONFIGS = [
     ),
     case(
         "digits",
-        "it holds an integer of thousands",
+        "it contains an integer with thousands",
         after(wrote("base/config.json", f'{{"a": {DIGITS}}}'), World.convert),
     ),
     case(
@@ -251,7 +253,7 @@ TOKENIZERS = [
     ),
     case(
         "no vocabulary",
-        "no vocabulary to speak of",
+        "no usable vocabulary",
         tokenizer(model={"type": "BPE", "vocab": {}, "merges": []}, added_tokens=[]),
     ),
     case(
@@ -261,7 +263,7 @@ TOKENIZERS = [
     ),
     case(
         "text with a token beyond the model",
-        "text.jsonl line 2: holds '<picture>', token 99, but the model has 99 embeddings",
+        "text.jsonl line 2: contains '<picture>', token 99, but the model has 99 embeddings",
         after(
             wrote("text.jsonl", ROW + '{"text": "a <picture> of it"}\n'),
             lambda w: w.config(vocab_size=99),
@@ -296,7 +298,7 @@ TEMPLATES = [
     case("syntax error", "the chat template has an error in line 1", template("{% for %}")),
     case(
         "loops",
-        "does not come to an end",
+        "does not finish",
         template("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"),
     ),
     case(
@@ -304,7 +306,7 @@ TEMPLATES = [
         "the chat template fails on these messages (OverflowError",
         template("{% for i in range(10**12) %}{% endfor %}"),
     ),
-    case("a power", "does not come to an end", template("{{ 9 ** (9 ** 9) }}")),
+    case("a power", "does not finish", template("{{ 9 ** (9 ** 9) }}")),
     case("a long text", "asks for more than 512 MiB", template("{{ 'a' * messages|length * 10 ** 10 }}")),
     case(
         "a text that doubles",
@@ -333,11 +335,11 @@ GGUFS = [
     ),
     case("array of 2^40 strings", "items in key", gguf(KEY + struct.pack("<IIQ", 9, 8, 2**40), counts=(0, 1))),
     case(
-        "arrays in arrays",
-        "arrays in arrays",
+        "arrays inside arrays",
+        "arrays inside arrays",
         gguf(KEY + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 9 + bytes(200), counts=(0, 1)),
     ),
-    case("a type that there is not", "is of type 77", gguf(KEY + struct.pack("<I", 77), counts=(0, 1))),
+    case("a type that there is not", "has the unknown type 77", gguf(KEY + struct.pack("<I", 77), counts=(0, 1))),
     case("cut off", "is cut off", gguf(KEY + b"\4", counts=(0, 1))),
     case(
         "a tensor beyond the file",
@@ -349,7 +351,11 @@ GGUFS = [
         "its tensors would end at byte",
         gguf(tensors=string(b"t") + struct.pack("<IQIQ", 1, 2**60, 0, 0), counts=(1, 0)),
     ),
-    case("alignment", "no power of two", gguf(string(b"general.alignment") + struct.pack("<II", 4, 3), counts=(0, 1))),
+    case(
+        "alignment",
+        "is not a power of two",
+        gguf(string(b"general.alignment") + struct.pack("<II", 4, 3), counts=(0, 1)),
+    ),
     case(
         "ten million layers",
         "num_hidden_layers should be from 1 to 1,024",
@@ -357,7 +363,7 @@ GGUFS = [
     ),
     case(
         "layers without tensors",
-        "says that it has 9 layers, but holds tensors of 0",
+        "says that it has 9 layers, but has tensors for 0",
         gguf(string(b"llama.block_count") + struct.pack("<II", 4, 9), counts=(0, 1)),
     ),
     case(
@@ -379,7 +385,7 @@ HELLASWAG = {
 TASKS = [
     case(
         "hidden label",
-        "piqa.jsonl line 2: does not fit task piqa: its label is -1",
+        "piqa.jsonl line 2: does not fit task piqa: its label -1",
         task("piqa", PIQA, PIQA | {"label": -1}),
     ),
     case("label beyond the choices", "line 1: does not fit task piqa: IndexError", task("piqa", PIQA | {"label": 2})),

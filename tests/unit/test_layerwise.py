@@ -162,7 +162,7 @@ def test_hidden_states_that_changed_on_the_disk_are_refused(tmp_path: Path) -> N
 
 def test_another_stage_does_not_go_on_from_it(tmp_path: Path) -> None:
     stopped(stage(save_every=2), tmp_path, 8)
-    with pytest.raises(LinearizeError, match=r"state.json: is of another stage"):
+    with pytest.raises(LinearizeError, match=r"state.json: belongs to another stage"):
         train(stage(save_every=2, learning_rates=LearningRates(mixer=2e-2)), tmp_path, resume=True)
 
 
@@ -234,13 +234,13 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=10_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(BadInput, match=r"hidden states of this stage need .* of disk, and 10.0 kB are free"):
+    with pytest.raises(BadInput, match=r"hidden states of this stage need .* of disk, but only 10.0 kB are free"):
         train(stage(), tmp_path)
     assert not list(tmp_path.rglob("hidden-*"))
 
 
 def test_only_the_attention_of_linear_layers_can_have_adapters() -> None:
-    with pytest.raises(ValueError, match="layer by layer only the attention"):
+    with pytest.raises(ValueError, match="layerwise holds only the attention"):
         stage(**LORA | {"lora": Lora(rank=4, targets="all")})
     assert isinstance(stage(**LORA), AlignStage)
 

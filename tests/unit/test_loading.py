@@ -118,7 +118,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "13 tensors removed": (lambda f: edit(f, remove_thirteen), ": 13 tensors (model.layers.0."),
     "an extra tensor": (
         lambda f: edit(f, lambda t: t.update({"model.extra.weight": torch.ones(2)})),
-        ".safetensors: tensor model.extra.weight is no part of the ",
+        ".safetensors: tensor model.extra.weight is not part of the ",
     ),
     "another shape": (
         lambda f: edit(f, lambda t: t.update({Q: torch.ones(2, 32)})),
@@ -126,8 +126,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a shard gone": (lambda f: shard_of_q(f).unlink(), ".safetensors: this shard is missing"),
     "a shard cut": (lambda f: os.truncate(shard_of_q(f), shard_of_q(f).stat().st_size - 64), ": is truncated"),
-    "an empty shard": (lambda f: os.truncate(shard_of_q(f), 0), ": is truncated or no safetensors file"),
-    "an index that is wrong": (point_elsewhere, f"{INDEX}: has {Q} in "),
+    "an empty shard": (lambda f: os.truncate(shard_of_q(f), 0), ": is truncated or not a safetensors file"),
+    "an index that is wrong": (point_elsewhere, f"{INDEX}: lists {Q} in "),
 }
 
 
@@ -286,7 +286,7 @@ def test_buffers_that_models_compute_may_be_stored(home):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_weight_that_is_not_finite_is_refused(home, which, value):
     edit(home / which, lambda t: t[Q].view(-1)[5:6].fill_(value))
-    with pytest.raises(BadInput, match=rf"{shard_of_q(home / which).name}: tensor {Q} holds NaN or infinity"):
+    with pytest.raises(BadInput, match=rf"{shard_of_q(home / which).name}: tensor {Q} contains NaN or infinity"):
         load_pretrained(home / which)
 
 
@@ -345,13 +345,13 @@ FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "extra": (
         lambda f: edit_foreign(f, lambda t: t.update({"transformer.extra": torch.ones(2)})),
-        "tensor transformer.extra is no part of the gpt2 that config.json describes",
+        "tensor transformer.extra is not part of the gpt2 that config.json describes",
     ),
     "misshapen": (
         lambda f: edit_foreign(f, lambda t: t.update({C: torch.ones(2, 2)})),
         f"tensor {C} is [2, 2], but config.json implies [32, 128]",
     ),
-    "not finite": (lambda f: edit_foreign(f, lambda t: t[C].fill_(torch.nan)), f"tensor {C} holds NaN or infinity"),
+    "not finite": (lambda f: edit_foreign(f, lambda t: t[C].fill_(torch.nan)), f"tensor {C} contains NaN or infinity"),
     "shard gone": (lambda f: (f / weight_map(f)[C]).unlink(), "this shard is missing"),
     "shard cut": (lambda f: os.truncate(f / weight_map(f)[C], 5000), "is truncated"),
 }
@@ -460,7 +460,7 @@ ADAPTERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no tensor at all": (lambda f: change_adapter(f, dict.clear), "38 tensors (base_model."),
     "tensor without a module": (
         lambda f: change_adapter(f, lambda t: t.update({A.replace("q_proj", "x_proj"): t[A].clone()})),
-        f"{ADAPTER_WEIGHTS}: tensor {A.replace('q_proj', 'x_proj')} is no part of the adapter",
+        f"{ADAPTER_WEIGHTS}: tensor {A.replace('q_proj', 'x_proj')} is not part of the adapter",
     ),
     "layers that it does not target": (
         lambda f: change_adapter_config(f, layers_to_transform=[0]),
@@ -471,10 +471,13 @@ ADAPTERS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: change_adapter(f, lambda t: t.update({A: torch.ones(4, 48)})),
         f"{ADAPTER_WEIGHTS}: tensor {A} is [4, 48], but {ADAPTER_CONFIG} implies [4, 32]",
     ),
-    "not finite": (lambda f: change_adapter(f, lambda t: t[A].fill_(torch.nan)), f"tensor {A} holds NaN or infinity"),
+    "not finite": (
+        lambda f: change_adapter(f, lambda t: t[A].fill_(torch.nan)),
+        f"tensor {A} contains NaN or infinity",
+    ),
     "cut": (lambda f: os.truncate(f / ADAPTER_WEIGHTS, 5000), f"{ADAPTER_WEIGHTS}: is truncated"),
     "a pickle": (pickle_adapter, "its weights are pickles, which can run code when read"),
-    "no weights": (lambda f: (f / ADAPTER_WEIGHTS).unlink(), f"adapter: holds no {ADAPTER_WEIGHTS}"),
+    "no weights": (lambda f: (f / ADAPTER_WEIGHTS).unlink(), f"adapter: has no {ADAPTER_WEIGHTS}"),
     "no config": (lambda f: (f / ADAPTER_CONFIG).unlink(), f"{ADAPTER_CONFIG}: there is no such file"),
     "a broken config": (lambda f: (f / ADAPTER_CONFIG).write_text("{"), f"{ADAPTER_CONFIG}: cannot be read as JSON"),
     "an unknown kind": (lambda f: change_adapter_config(f, peft_type="NEW"), f"{ADAPTER_CONFIG}: does not fit"),

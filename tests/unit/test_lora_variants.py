@@ -106,7 +106,7 @@ def test_checkpoints_without_what_pissa_started_from_are_not_used(
     damage(tmp_path / "checkpoints" / pissa.START / pissa.FILE)
     train(made, tmp_path, resume=True, progress=lambda done, total, note="": steps.append(done))
     assert steps[0] == 1
-    assert "are of no use without it, so it begins anew" in capsys.readouterr().err.replace("\n", " ")
+    assert "are useless without it, so it starts again" in capsys.readouterr().err.replace("\n", " ")
 
 
 @every_variant
@@ -186,7 +186,7 @@ def test_tied_embeddings_stay_tied_and_as_they_were(variant: Any, tmp_path: Path
 
 
 def test_pissa_is_refused_on_a_head_that_is_tied(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"lora\.targets: pissa changes the base, and lm_head is the embeddings, too"):
+    with pytest.raises(BadInput, match=r"lora\.targets: pissa changes the base, and lm_head is also the embeddings"):
         train(stage("pissa", targets=["lm_head"]), tmp_path, changes={"tie_word_embeddings": True})
 
 

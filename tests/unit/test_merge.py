@@ -109,7 +109,7 @@ def test_results_are_folded_in_their_order() -> None:
 
 def test_what_is_no_result_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(BadInput, match="empty: is no result of a training stage"):
+    with pytest.raises(BadInput, match="empty: is not the result of a training stage"):
         merge_results(linearized("llama"), [tmp_path / "empty"], tmp_path / "merged")
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
     with pytest.raises(BadInput, match="empty: already exists"):

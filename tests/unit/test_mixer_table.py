@@ -78,7 +78,7 @@ def test_a_folder_with_other_runs_is_refused(tmp_path: Path) -> None:
     manifest = {"recipe": {"text": file.read_text()}}
     (tmp_path / "gla" / "manifest.json").write_text(json.dumps(manifest))
     table.written_recipes(args)  # the same: it goes on
-    with pytest.raises(BadInput, match="is a run of another recipe"):
+    with pytest.raises(BadInput, match="is a run of a different recipe"):
         table.written_recipes(arguments(tmp_path, "--mixers", "gla", "--seed", "1"))
 
 

@@ -62,13 +62,14 @@ def test_a_tokenizer_without_ends_of_texts_is_asked_no_tasks(tmp_path: Path) -> 
     assert found.tasks == []
     assert found.copying == Suite.model_validate(SUITE).copying
     (note,) = notes
-    assert note.startswith("niah_s1_1024, piqa: left out, as the tokenizer names neither")
+    assert note.startswith("niah_s1_1024, piqa: left out because the tokenizer has neither")
 
 
 def test_a_curve_ends_with_the_context_and_a_single_length_does_not() -> None:
     found, notes = narrowed(context=1000, text=[], positions=[], agreement=None, tasks=[])
     assert metrics(found) >= {"copy_nll_64", "copy_nll_500", "copy_nll_4000"}
-    assert notes == ["copy_nll_2000: left out, as said twice they are longer than the 1000 tokens that the base takes"]
+    why = "repeated once, they are longer than the 1000 tokens that the base supports"
+    assert notes == [f"copy_nll_2000: left out because {why}"]
     assert "copy_nll_500" not in metrics(narrowed(context=999, tasks=[])[0])
 
 
@@ -78,8 +79,8 @@ def test_text_is_read_in_windows_that_the_base_takes() -> None:
     found, notes = narrowed(context=256, text=[*SUITE["text"], far], positions=[], copying=[], agreement=None, tasks=[])
     assert [measure.window for measure in found.text] == [256, 256, 1024]
     assert notes == [
-        "text_ppl, text_byte_ppl: in windows of the 256 tokens that the base takes",
-        "other_ppl, other_byte_ppl: in windows of the 256 tokens that the base takes",
+        "text_ppl, text_byte_ppl: measured in windows of 256 tokens, the most that the base supports",
+        "other_ppl, other_byte_ppl: measured in windows of 256 tokens, the most that the base supports",
     ]
 
 
@@ -98,7 +99,7 @@ def test_the_token_that_begins_a_text_takes_room_too() -> None:
 def test_positions_end_with_the_context() -> None:
     found, notes = narrowed(context=1500, copying=[], tasks=[], text=[])
     assert [measure.ends for measure in found.positions] == [[256, 512, 1024], [256, 512]]
-    assert notes == ["text_nll_at_2048, text_nll_at_4096: left out, as the base takes 1500 tokens"]
+    assert notes == ["text_nll_at_2048, text_nll_at_4096: left out because the base supports only 1500 tokens"]
     assert narrowed(context=255, tasks=[])[0].positions == []
 
 
@@ -108,7 +109,9 @@ def test_a_needle_that_the_base_cannot_read_to_its_end_is_not_scored(tmp_path: P
     rows = needles(tmp_path, 10, size)
     found, notes = narrowed(rows, context=1000, text=[], positions=[], copying=[], agreement=None)
     assert ("niah_s1_1024" in metrics(found)) is stays
-    why = "niah_s1_1024: left out, as with their answers they are longer than the 1000 tokens that the base takes"
+    why = (
+        "niah_s1_1024: left out because with their answers they are longer than the 1000 tokens that the base supports"
+    )
     assert notes == [why] * (not stays)
 
 
@@ -119,20 +122,22 @@ def test_without_text_of_another_kind_prompts_are_held_out_text() -> None:
     assert found.agreement.source == "held_out"
     gone, prompts = notes
     assert gone.startswith(
-        "other_ppl, other_byte_ppl, other_nll_at_256, other_nll_at_512: left out, as there is no text"
+        "other_ppl, other_byte_ppl, other_nll_at_256, other_nll_at_512: left out because there is no text"
     )
-    assert prompts.startswith("agreement: behind held-out text, as there is no text of another kind")
+    assert prompts.startswith("agreement: measured after held-out text because there is no text of another kind")
 
 
 def test_without_a_base_or_room_there_is_no_agreement() -> None:
     assert narrowed(base=False)[0].agreement is None
     found, notes = narrowed(context=575, text=[], positions=[], copying=[], tasks=[])
     assert found.agreement is None
-    assert notes == ["agreement: left out, as its texts of 576 tokens are longer than the 575 that the base takes"]
+    why = "its texts of 576 tokens are longer than the 575 that the base supports"
+    assert notes == [f"agreement: left out because {why}"]
     assert narrowed(context=576)[0].agreement is not None
 
 
 def test_tasks_that_need_local_rows_are_named_without_them() -> None:
     found, notes = narrowed(None)
     assert [task.name for task in found.tasks] == ["niah_s1_1024"]
-    assert notes == ["piqa: left out, as there is no folder of task rows; name one by --data, or a recipe's eval.data"]
+    why = "there is no folder of task rows; name one with --data, or with eval.data in a recipe"
+    assert notes == [f"piqa: left out because {why}"]

@@ -62,7 +62,7 @@ def test_layers_that_wait_change_nothing(family: str, mixer: str, small: Any, ca
     assert waiting(model) < {"0", "1", "2"}
     assert not model.get_input_embeddings().weight.is_meta
     assert not model.get_output_embeddings().weight.is_meta
-    assert re.search(r"note: .* of the model's .* wait in the host's memory", capsys.readouterr().err)
+    assert re.search(r"note: .* of the model's .* stay in host memory", capsys.readouterr().err)
     assert torch.equal(logits(model, TOKENS), expected)
     assert torch.equal(model.generate(PADDED, **options), text)
     set_branches(model, BRANCHES["memory_ablated"])
@@ -77,7 +77,7 @@ def test_a_model_that_fits_is_in_one_piece(small: Any, capsys: Any) -> None:
 
 
 def test_a_gpu_without_room_for_a_layer_is_refused(small: Any) -> None:
-    with pytest.raises(BadInput, match=r"device: the GPU has .* does not hold the ends of the model and a layer"):
+    with pytest.raises(BadInput, match=r"device: the GPU has .* too little for the embeddings, the head and one layer"):
         small(model_of("llama", "gla"), 0.2)
 
 
@@ -129,7 +129,9 @@ def test_a_teacher_does_not_wait_where_the_training_alone_has_no_room(small: Any
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(placing, "free_memory", lambda device: free)
         assert not waiting(place(model, DEVICE, share=1.0, taken=free + 1))
-        with pytest.raises(BadInput, match=r"does not hold the ends of the model and a layer beside the 16\.8 MB of"):
+        with pytest.raises(
+            BadInput, match=r"too little for the embeddings, the head and one layer beside the 16\.8 MB that"
+        ):
             place(model, DEVICE, share=1.0, taken=free)
 
 

@@ -85,20 +85,22 @@ def test_layers_with_a_window_of_the_bases_own_stay_unless_they_are_named(layers
     [(1, [], "only one layer; use layers: all"), (3, [0, 2], "only one layer without a window of its own")],
 )
 def test_of_one_layer_there_is_nothing_to_choose(depth, sliding, says):
-    with pytest.raises(BadInput, match=f"layers.softmax_auto: keeps one layer at least, and the base has {says}"):
+    with pytest.raises(BadInput, match=f"layers.softmax_auto: keeps at least one layer, but the base has {says}"):
         recipe(layers={"softmax_auto": 0.25}).layer_names(depth, sliding)
 
 
 def test_fewer_layers_are_kept_than_see_all_tokens():
-    with pytest.raises(BadInput, match="3 is too many; of the base's 3 layers without a window of their own keep few"):
+    with pytest.raises(
+        BadInput, match="3 is too many; keep fewer than the base's 3 layers without a window of their own"
+    ):
         recipe(layers={"softmax_auto": 3}).layer_names(6, sliding=[0, 2, 3])
 
 
 @pytest.mark.parametrize(
     ("family", "expected", "says"),
     [
-        ("gemma3_text", [L, N, N], ["1-2", "the base's own sliding window, as it was", "24"]),
-        ("qwen2", [L, L, N], ["2", "the base's own sliding window, as it was", "24"]),
+        ("gemma3_text", [L, N, N], ["1-2", "the base's own sliding window, unchanged", "24"]),
+        ("qwen2", [L, L, N], ["2", "the base's own sliding window, unchanged", "24"]),
         ("mistral", [L, L, L], None),  # where every layer has a window, it is what there is to linearize
         ("llama", [L, L, L], None),
     ],
@@ -125,18 +127,18 @@ def test_a_choice_by_measurement_counts_the_layers_that_see_all_tokens():
 @pytest.mark.parametrize(
     ("layers", "says"),
     [
-        ("", "layers: '' is no pattern"),
-        ("LLX", "layers: 'LLX' is no pattern"),
+        ("", "layers: '' is not a pattern"),
+        ("LLX", "layers: 'LLX' is not a pattern"),
         ([N] * 5, "layers: leaves all 5 layers softmax"),
         ([L, N], "layers: names 2 layers, but the base has 5"),
         ([L, L, L, L, "othr"], r"layers\[4\]: 'othr' is not a name; did you mean 'other'"),
         ({"repeat": [L, "othr"]}, r"layers\.repeat\[1\]: 'othr' is not a name; did you mean 'other'"),
-        ({"linear": [5]}, r"layers\.linear: there is no layer 5; the base has 0 to 4"),
+        ({"linear": [5]}, r"layers\.linear: layer 5 does not exist; the base has layers 0 to 4"),
         ({"linear": [-1]}, r"layers\.linear\[0\]: should be from 0"),
         ({"softmax": [1, 2, 1]}, r"layers\.softmax: layer 1 is named twice"),
         ({"softmax": [0, 1, 2, 3, 4]}, "layers: leaves all 5 layers softmax"),
         ({"softmax_every": 1}, r"layers\.softmax_every: should be from 2"),
-        ({"softmax_auto": 5}, r"layers\.softmax_auto: 5 is too many; of the base's 5 layers keep fewer"),
+        ({"softmax_auto": 5}, r"layers\.softmax_auto: 5 is too many; keep fewer than the base's 5 layers"),
     ],
 )
 def test_layers_that_do_not_fit_the_base_are_refused(layers, says):
@@ -198,7 +200,7 @@ def test_a_window_of_all_tokens_grows_as_the_plan_says(family):
         assert made.cache_bytes(tokens) == cache_bytes(model, tokens)
     console = Console(width=160, file=io.StringIO(), record=True)
     console.print(made.render())
-    assert "and of each of its tokens" in console.export_text()
+    assert "plus, per token" in console.export_text()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -272,7 +274,7 @@ def test_several_processes_share_rows_and_nothing_else():
     assert four.memory["activations"] * 4 == one.memory["activations"]
     in_parts = plan(stages=[stage | {"grad_accumulation": 4}], processes=4).stages[0]
     assert in_parts.memory["activations"] == one.memory["activations"]
-    with pytest.raises(BadInput, match="does not divide among 3 processes; start 2"):
+    with pytest.raises(BadInput, match="cannot be divided among 3 processes; start 2"):
         plan(stages=[stage], processes=3)
 
 
@@ -286,9 +288,9 @@ def test_processes_that_share_rows_take_a_part_of_their_tokens():
     half = plan(stages=[rows | {"seq_len": 256, "compile": False}], processes=2, **exact).stages[0].memory
     gathered = 2 * 4 * config.num_key_value_heads * config.head_dim * 4 * 512
     assert cut.stages[0].memory == half | {"activations": half["activations"] + gathered}
-    assert cut.memory_for == "each of 4 processes, 2 to a row, on cpu in float32"
+    assert cut.memory_for == "each of 4 processes, 2 per row, on cpu in float32"
     assert plan(stages=[rows], processes=None, sequence_parallel=2).memory_for.startswith("each of 2 processes")
-    with pytest.raises(BadInput, match="2 processes share a row, but 1 cannot be put in groups of 2"):
+    with pytest.raises(BadInput, match="2 processes share a row, but 1 cannot be split into groups of 2"):
         plan(stages=[rows], processes=1, sequence_parallel=2)
     with pytest.raises(BadInput, match="rows of 512 tokens, so a shard is shorter than the window of 8"):
         plan(stages=[rows], processes=128, sequence_parallel=128)
@@ -323,12 +325,12 @@ def test_a_stage_that_fits_with_its_weights_shared_is_not_named():
     room = made.stages[0].memory_bytes - 1
     assert too_large(made, room, "auto") == []
     (said,) = too_large(made, room, "none")
-    assert "layers of its teacher wait in the host's memory" in said
+    assert "layers of its teacher stay in host memory" in said
     assert made.stages[0].waiting_bytes < made.stages[0].memory_bytes
     (said,) = too_large(made, made.stages[0].waiting_bytes - 1, "none")
-    assert "as it holds all weights; set sharding: auto and start it on several GPUs" in said
+    assert "because it holds all weights; set sharding: auto and start it on several GPUs" in said
     (said,) = too_large(made, 1, "auto")
-    assert "though all share its weights; start it on more GPUs" in said
+    assert "although its weights are sharded; start it on more GPUs" in said
 
 
 def test_layer_by_layer_takes_the_memory_of_a_layer_and_the_disk_of_hidden_states():
@@ -349,16 +351,16 @@ def test_layer_by_layer_takes_the_memory_of_a_layer_and_the_disk_of_hidden_state
     with pytest.raises(BadInput, match="layerwise trains on one GPU, not on 2; leave it out and set sharding: full"):
         plan(stages=[stage | {"layerwise": True}], processes=2)
     (said,) = too_large(made(40), 1, "none")
-    assert "as it holds all weights; set sharding: auto and start it on several GPUs, set layerwise: true" in said
+    assert "because it holds all weights; set sharding: auto and start it on several GPUs, set layerwise: true" in said
     (said,) = too_large(many, 1, "none")
-    assert "though it holds one layer; lower batch_size" in said
+    assert "although it holds only one layer at a time; lower batch_size" in said
 
 
 def test_stages_that_do_not_fit_a_gpu_are_named():
     stage = {"kind": "distill", "data": "text", "tokens": 2e5, "learning_rates": {"mixer": 1e-2}}
     made = plan(stages=[stage, stage | {"batch_size": 64}])
     (said,) = too_large(made, made.stages[1].memory_bytes - 1, "none")
-    assert said.startswith("stages[1] takes ")
+    assert said.startswith("stages[1] needs ")
     assert too_large(made, None, "none") == []
 
 
@@ -368,11 +370,11 @@ def test_what_is_measured_in_parts_is_said_beforehand():
     size = made.memory_bytes["inference"]
     assert measured_in_parts(made, None, "copy") == measured_in_parts(made, size, "copy") == []
     (said,) = measured_in_parts(made, size - 1, "copy")
-    assert "layers wait in the host's memory and come to the GPU in every pass" in said
+    assert "some layers stay in host memory and are copied to the GPU in every pass" in said
     room = open_made.memory_bytes["inference"]
-    for how, what in {"copy": "wait in the host's", "kl": "wait in the host's", "gates": "set select: kl"}.items():
+    for how, what in {"copy": "stay in host", "kl": "stay in host", "gates": "set select: kl"}.items():
         (said,) = measured_in_parts(open_made, room, how)
-        assert said.startswith("choosing layers holds the base and the model")
+        assert said.startswith("choosing layers needs the base and the model at once")
         assert what in said
 
 

@@ -109,11 +109,11 @@ def test_a_sound_run_is_warned_of_nothing(home: Path, capsys: Any) -> None:
     [
         (
             "{{ raise_exception('give tools') }}",
-            "a prompt of one user's turn cannot be made: the chat template refuses these messages (give tools)",
+            "a prompt with one user turn cannot be built: the chat template refuses these messages (give tools)",
         ),
-        ("{{ messages[1]['content'] }}", "a prompt of one user's turn cannot be made"),
+        ("{{ messages[1]['content'] }}", "a prompt with one user turn cannot be built"),
         ("{% for m in messages %}", "the chat template has an error in line 1"),
-        ("{# nothing #}", "makes nothing of one user's turn"),
+        ("{# nothing #}", "produces nothing for one user turn"),
     ],
     ids=["needs tools", "needs two turns", "no Jinja", "nothing"],
 )
@@ -142,7 +142,7 @@ def test_a_chat_template_that_cannot_render_a_prompt_is_refused(
         ('{"prompt_lookup_num_tokens": 3}', "cannot generate with it"),
         ('{"stop_strings": ["x"]}', "tokenizer"),
         ('{"repetition_penalty": -1.0}', "penalty"),
-        ('{"eos_token_id": 101}', "eos_token_id is 101; it should be one of the 101 tokens"),
+        ('{"eos_token_id": 101}', "eos_token_id is 101; it should be the id of one of the 101 tokens"),
         ('{"eos_token_id": [2, "x"]}', "eos_token_id is 'x'"),
         ('{"eos_token_id": -1}', "eos_token_id is -1"),
     ],
@@ -163,7 +163,7 @@ def test_a_generation_config_that_works_passes(home: Path, capsys: Any, written:
 def test_a_padding_token_that_there_is_not_is_a_warning(home: Path, capsys: Any) -> None:
     (home / "base/generation_config.json").write_text('{"pad_token_id": 300}')
     (warning,) = warned(words(), capsys)
-    assert "pad_token_id is 300, none of the 101 tokens" in warning
+    assert "pad_token_id is 300, which is not one of the 101 tokens" in warning
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -183,13 +183,13 @@ def test_every_family_has_a_tiny_model_that_generates(family: str) -> None:
     ("override", "says"),
     [
         ("stages[0].learning_rates.mixer=1e-9", "stages[0].learning_rates.mixer: steps of 1e-09 are rounded away"),
-        ("stages[0].learning_rates.mixer=1.5", "stages[0].learning_rates.mixer: steps of 1.5 leave nothing"),
+        ("stages[0].learning_rates.mixer=1.5", "stages[0].learning_rates.mixer: steps of 1.5 wipe out weights"),
         ("stages[0].weight_decay=1000.0", "stages[0].weight_decay"),
         (ONE_STEP, "stages[0].warmup_ratio: the only step"),
-        ("stages[0].seq_len=10", "rows of 10 tokens never leave the window and its sinks (10 tokens)"),
+        ("stages[0].seq_len=10", "rows of 10 tokens never reach beyond the window and its sinks (10 tokens)"),
         ("mixer.window=64", "use more than 66"),
         ("stages[0].lora={variant: pissa, rank: 17}", "stages[0].lora.rank: pissa takes 17 singular vectors of each"),
-        ("stages[0].lora={targets: [q_prj]}", "no projection is called 'q_prj'; there are "),
+        ("stages[0].lora={targets: [q_prj]}", "no projection is called 'q_prj'; use some of "),
     ],
 )
 @pytest.mark.parametrize("command", ["run", "plan"])
@@ -204,8 +204,8 @@ def test_a_recipe_whose_result_would_be_of_no_use_is_refused(
 def test_documents_that_never_leave_the_window_are_refused(home: Path, capsys: Any) -> None:
     lines(home / "short.jsonl", [{"text": f"beer {i:02}"} for i in range(60)])
     short = "data.short={source: file, path: short.jsonl}"
-    says = "stages[0].data: documents of short, of at most 7 tokens, never leave the window and its sinks (10 tokens)"
-    refused(words(short, "stages[0].data=short"), capsys, says)
+    says = "documents of short, of at most 7 tokens, never reach beyond the window and its sinks (10 tokens)"
+    refused(words(short, "stages[0].data=short"), capsys, f"stages[0].data: {says}")
     assert warned(words(short, "stages[0].data=short", "stages[0].concat_documents=true"), capsys) == []
 
 
@@ -243,10 +243,10 @@ def test_text_that_is_read_over_and_over_is_told(home: Path, capsys: Any) -> Non
     ("overrides", "says"),
     [
         (["stages[0].seq_len=128", "stages[0].tokens=1024"], ""),
-        (["stages[0].seq_len=512", "stages[0].tokens=1024"], "512 is more than the 256 tokens that the base takes"),
+        (["stages[0].seq_len=512", "stages[0].tokens=1024"], "512 is more than the 256 tokens that the base supports"),
         (["stages[0].learning_rates.mixer=0.2"], "0.2 is high"),
         (["stages[0].learning_rates.mixer=2e-8"], "4 steps of 2e-08 move no weight by more than 8e-08"),
-        (["stages[0].warmup_ratio=0.99"], "takes all 4 steps"),
+        (["stages[0].warmup_ratio=0.99"], "covers all 4 steps"),
         (["stages[0].max_grad_norm=1e-9"], "Adam's epsilon"),
         (["mixers.wide={type: gla, window: 40}", "layers=[main, wide, main]"], "the longest window and its sinks"),
         (["eval.suite=long.yaml", "data.text.held_out=0.5"], "copy_nll_130 reads 260 tokens, more than the 256"),
@@ -275,12 +275,12 @@ def rows(name: str, values: list[dict[str, Any]]) -> Callable[[Path], object]:
         (
             "{name: piqa, metrics: [acc]}",
             rows("piqa", [PIQA[0] | {"label": -1}]),
-            "piqa.jsonl line 1: does not fit task piqa: its label is -1",
+            "piqa.jsonl line 1: does not fit task piqa: its label -1",
         ),
         (
             "{name: piqa, metrics: [acc]}",
             rows("piqa", [*PIQA, PIQA[0] | {"label": 7}]),
-            "line 5: does not fit task piqa: its label is 7, none of its 2 choices",
+            "line 5: does not fit task piqa: its label 7 is not one of its 2 choices",
         ),
         ("{name: piqa, metrics: [acc]}", rows("piqa", [{"goal": "x"}]), "line 1: does not fit task piqa"),
         ("{name: piqa, metrics: [acc]}", rows("piqa", []), "piqa"),
@@ -306,8 +306,8 @@ def test_a_suite_that_its_rows_do_not_fit_is_refused(
 def test_what_a_run_leaves_out_of_its_suite_is_a_note_and_no_warning(home: Path, capsys: Any) -> None:
     (home / "suite.yaml").write_text(SUITE + "copying: [{lengths: [16, 300]}]\npositions: [{window: 512}]\n")
     curve, positions, *warnings = sorted(warned(words("data.text.held_out=0.6"), capsys, ("note: ", "warning: ")))
-    assert curve.startswith("note: suite suite: copy_nll_300: left out, as said twice they are longer than the 256")
-    assert positions == "note: suite suite: text_nll_at_512: left out, as the base takes 256 tokens"
+    assert curve.startswith("note: suite suite: copy_nll_300: left out because repeated once, they are longer than")
+    assert positions == "note: suite suite: text_nll_at_512: left out because the base supports only 256 tokens"
     assert warnings == json.loads((home / "out/manifest.json").read_text())["steps"]["plan"]["plan"]["warnings"] == []
 
 
@@ -315,7 +315,7 @@ def test_text_of_another_kind_is_read_before_the_training(home: Path, capsys: An
     lines(home / "far.jsonl", [{"text": "Far out."}])
     (home / "suite.yaml").write_text("description: x\ntext: [{source: other, window: 32}]\n")
     far = ["data.far={source: file, path: far.jsonl}", "eval.other_text=far"]
-    refused(words(*far), capsys, "data.far: holds 8 tokens, suite suite needs 64")
+    refused(words(*far), capsys, "data.far: has 8 tokens, but suite suite needs 64")
     lines(home / "far.jsonl", [{"text": "Far out. " * 9}])
     assert warned(words(*far), capsys) == []
 
@@ -323,14 +323,14 @@ def test_text_of_another_kind_is_read_before_the_training(home: Path, capsys: An
 def test_a_run_that_trains_on_the_documentation_has_no_text_of_another_kind(home: Path, capsys: Any) -> None:
     (home / "suite.yaml").write_text(SUITE[:-1].replace("}]", "}, {source: other}]") + "\n")
     (note,) = warned(words("data.text={source: pydoc, held_out: 0.01}"), capsys, "note: suite")
-    assert "other_ppl, other_byte_ppl: left out, as there is no text of another kind" in note
+    assert "other_ppl, other_byte_ppl: left out because there is no text of another kind" in note
 
 
 def test_prompts_need_text_of_some_kind(home: Path, capsys: Any) -> None:
     (home / "suite.yaml").write_text("description: x\nagreement: {prompts: 2, prompt_tokens: 16, tokens: 4}\n")
     assert warned(words("eval={suite: suite.yaml}"), capsys) == []  # they are Python's documentation
     shutil.rmtree(home / "out")
-    said = "eval.text: suite suite scores held-out text"
+    said = "eval.text: suite suite needs held-out text"
     refused(words("data.text={source: pydoc}", "eval={suite: suite.yaml}"), capsys, said)
 
 
@@ -338,7 +338,7 @@ def test_rows_beyond_the_limit_are_not_looked_at(home: Path, capsys: Any) -> Non
     (home / "rows").mkdir()
     lines(home / "rows/piqa.jsonl", [*PIQA, PIQA[0] | {"label": -1}])
     (home / "suite.yaml").write_text(SUITE + "tasks: [{name: piqa, metrics: [acc]}]\n")
-    refused(words("eval.data=rows", "eval.limit=1000"), capsys, "line 5: does not fit task piqa: its label is -1")
+    refused(words("eval.data=rows", "eval.limit=1000"), capsys, "line 5: does not fit task piqa: its label -1")
     assert warned(words("eval.data=rows", "eval.limit=4"), capsys) == []
 
 
@@ -348,7 +348,7 @@ def test_answers_longer_than_the_base_are_refused(home: Path, capsys: Any) -> No
     (home / "suite.yaml").write_text(SUITE + "tasks: [{name: squad_ctx, metrics: [contains]}]\n")
     path = home / "base/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 48}))
-    refused(words("eval.data=rows"), capsys, "answers take 48 tokens, and the base takes 48 in all")
+    refused(words("eval.data=rows"), capsys, "answers take 48 tokens, but the base supports only 48 in all")
 
 
 def test_a_task_that_the_hub_does_not_give_is_refused(home: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +359,7 @@ def test_a_task_that_the_hub_does_not_give_is_refused(home: Path, capsys: Any, m
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
     (home / "suite.yaml").write_text(SUITE + "tasks: [{name: piqa, metrics: [acc]}]\n")
-    refused(words(), capsys, "task piqa: its data cannot be had from the hub", "no route to the hub")
+    refused(words(), capsys, "task piqa: its data cannot be fetched from the hub", "no route to the hub")
 
 
 # --- the disk
@@ -375,7 +375,7 @@ def test_a_run_that_does_not_fit_on_the_disk_is_refused(
         if fits:
             assert warned(words(), capsys) == []
         else:
-            refused(words(), capsys, "of disk at its peak, and ", "are free; free some space")
+            refused(words(), capsys, "of disk at its peak, but only ", "are free; free some space")
 
 
 def size(path: Path) -> int:
@@ -399,7 +399,7 @@ def test_a_mix_needs_one_source_that_leaves_the_window(home: Path, capsys: Any) 
     lines(home / "short.jsonl", [{"text": "x" * 6}] * 20)
     lines(home / "shorter.jsonl", [{"text": "y" * 5}] * 20)
     both = ["data.short={source: file, path: short.jsonl}", "data.shorter={source: file, path: shorter.jsonl}"]
-    said = "stages[0].data: documents of short and shorter, of at most 6 tokens, never leave the window"
+    said = "stages[0].data: documents of short and shorter, of at most 6 tokens, never reach beyond the window"
     refused(words(*both, "stages[0].data={short: 0.5, shorter: 0.5}", "stages[0].tokens=128"), capsys, said)
     assert warned(words(*both, "stages[0].data={short: 0.5, text: 0.5}", "stages[0].tokens=128"), capsys) == []
 

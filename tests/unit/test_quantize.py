@@ -212,7 +212,7 @@ DAMAGES = {
     "no scale": (lambda t: t.pop(f"model.layers.1.mlp.up_proj.weight{SCALE}"), r"up_proj\.weight_scale is missing"),
     "one scale too many": (
         lambda t: t.update({f"model.norm.weight{SCALE}": torch.ones(1, 1)}),
-        r"model\.norm\.weight_scale is no part of",
+        r"model\.norm\.weight_scale is not part of",
     ),
     "wide weight": (
         lambda t: t.update({"model.layers.1.mlp.up_proj.weight": torch.zeros(48, 32)}),
@@ -236,7 +236,7 @@ def test_a_scale_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
         tensors[f"model.layers.1.mlp.up_proj.weight{SCALE}"][3] = torch.nan
 
-    with pytest.raises(BadInput, match="holds NaN"):
+    with pytest.raises(BadInput, match="contains NaN"):
         load_linearized(changed(quantized("fp8"), tmp_path / "bad", spoil))
 
 
@@ -327,9 +327,11 @@ def test_what_cannot_be_quantised_is_refused(tmp_path: Path) -> None:
 def test_without_the_package_a_sentence_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = quantized("int8")
     monkeypatch.setitem(sys.modules, "compressed_tensors", None)
-    with pytest.raises(BadInput, match=r"needed, which is not installed here; pip install 'liger-convert\[quantize\]'"):
+    with pytest.raises(
+        BadInput, match=r"compressed-tensors, which is not installed; pip install 'liger-convert\[quantize\]'"
+    ):
         load_linearized(made)
-    with pytest.raises(BadInput, match="--quantize int8: for it the package compressed-tensors is needed"):
+    with pytest.raises(BadInput, match="--quantize int8: needs the package compressed-tensors"):
         export_model(model_dir(), tmp_path / "out", quantize="int8")
     check_folder(made)  # needs no package
 

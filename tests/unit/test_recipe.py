@@ -134,17 +134,17 @@ def test_a_yaml_mistake_is_named_with_its_line():
         ("stages[0].tokens=100", "stages[0].tokens: 100 is less than one optimizer step"),
         (
             "stages[0].mixed_seq_lens=[{seq_len: 100, fraction: 0.3}]",
-            "stages[0].mixed_seq_lens[0].seq_len: 100 does not divide seq_len",
+            "stages[0].mixed_seq_lens[0].seq_len: 100 is not a proper divisor of seq_len",
         ),
         (
             "stages[0].mixed_seq_lens=[{seq_len: 512, fraction: 0.3}]",
-            "stages[0].mixed_seq_lens[0].seq_len: 512 does not divide seq_len",
+            "stages[0].mixed_seq_lens[0].seq_len: 512 is not a proper divisor of seq_len",
         ),
         (
             "stages[0].mixed_seq_lens=[{seq_len: 64, fraction: 0.5}, {seq_len: 32, fraction: 0.5}]",
             "stages[0].mixed_seq_lens: its fractions leave no row of seq_len (512)",
         ),
-        ("stages[1].copy_fraction=0.3", "stages[1].copy_fraction: a copied stretch has no mask of its responses"),
+        ("stages[1].copy_fraction=0.3", "stages[1].copy_fraction: copied text does not mark its responses"),
         ("stages[0].data=txt", "stages[0].data: 'txt' is not a source under `data:`; did you mean 'text'?"),
         ("stages[1].data=text", "stages[1].loss_on: source 'text' is text without responses"),
         ("stages[0].data={text: 0.7, chta: 0.3}", "stages[0].data.chta: 'chta' is not a source under `data:`; did you"),
@@ -173,11 +173,11 @@ def test_a_yaml_mistake_is_named_with_its_line():
         ("layers={repeat: [main, sofmax]}", "layers.repeat[1]: 'sofmax' is not a name; did you mean 'softmax'?"),
         ("layers=[main, sofmax, other]", "layers[1]: 'sofmax' is not a name; did you mean 'softmax'?"),
         ("layers={linear: [0], softmax: [1]}", "layers: give exactly one of"),
-        ("layers=NNN", "layers: 'NNN' is no pattern"),
+        ("layers=NNN", "layers: 'NNN' is not a pattern"),
         ("mixer.join=learned", "mixer.join: is called combine now"),
         ("mixers.other={type: gla, join: learned}", "mixers.other.join: is called combine now"),
         ("mixer={type: mom, inner: {type: gla, join: fixed}}", "mixer.inner.join: is called combine now"),
-        ("mixers.main={type: gla}", "mixers.main: this name is taken"),
+        ("mixers.main={type: gla}", "mixers.main: this name is reserved"),
         ("stages[1].lora.variant=dorra", "stages[1].lora.variant: 'dorra' is not a choice"),
         (
             "stages[1].lora={variant: pissa, dropout: 0.1}",
@@ -229,8 +229,8 @@ def test_a_wrong_value_is_named_with_what_would_be_right(override, says):
     [
         ("seed", "--set seed: write it as field=value"),
         ("a..b=1", "--set a..b=1: write it as field=value"),
-        ("stages[9].tokens=1", "--set stages[9].tokens=1: [9] is not there"),
-        ("base.x=1", "--set base.x=1: 'x' is not there"),
+        ("stages[9].tokens=1", "--set stages[9].tokens=1: [9] does not exist"),
+        ("base.x=1", "--set base.x=1: 'x' does not exist"),
         ("seed=[", "--set seed=[: line 1: not valid YAML"),
     ],
 )

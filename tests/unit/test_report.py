@@ -126,7 +126,7 @@ def test_the_model_after_each_stage_what_was_left_out_and_what_was_adapted_are_s
     assert "| base | 16.10 ± 0.10 | 0.200 ± 0.100 |" in text
     assert "| window only, untrained | 18.20 ± 0.10 | 1.300 ± 0.100 |" in text
     assert "| 1-align | 19.40 ± 0.10 | 1.400 ± 0.100 |" in text
-    assert "| 1-align (left out: it did harm) |" in text
+    assert "| 1-align (left out: it made the model worse) |" in text
     assert "- Adapted to this base and machine: stages[0].seq_len: 2,048 in place of 4,096." in text
     assert "after each stage" not in page(build(results(), manifest()))
 
@@ -137,7 +137,7 @@ def test_a_report_without_training_or_continuations_has_no_such_sections() -> No
     text = page(build(results() | {"continuations": []}, bare))
     assert "## Training" not in text
     assert "## Continuations" not in text
-    assert "## How to make it again" in text
+    assert "## How to reproduce it" in text
 
 
 def test_layers_of_a_named_mixer_are_told_from_those_of_the_main_one() -> None:

@@ -175,7 +175,7 @@ def test_a_report_without_training_choice_or_continuations_has_no_such_sections(
     text = Read(page(bare)).text
     for heading in ("Training", "Continuations", "Why these layers", "Warning"):
         assert heading not in text
-    assert "How to make it again" in text
+    assert "How to reproduce it" in text
 
 
 def test_a_stage_that_was_left_out_or_trained_at_lower_rates_says_so(html):
@@ -183,8 +183,8 @@ def test_a_stage_that_was_left_out_or_trained_at_lower_rates_says_so(html):
     checked["training"][0] |= {"kept": True, "rates": 0.25}
     checked["training"][1] |= {"kept": False, "rates": 0.25}
     text = Read(page(checked)).text
-    assert "1-align at 0.25 times its rates" in text
-    assert "2-distill left out: it did harm" in text
+    assert "1-align at 0.25 times its learning rates" in text
+    assert "2-distill left out: it made the model worse" in text
     assert "its rates" not in html
     assert "left out" not in html
 

@@ -123,20 +123,20 @@ def test_inputs_that_only_the_evaluation_reads_may_be_mended(broken, capsys):
     (broken / "suite.yaml").write_text(SUITE.replace("draws: 2", "draws: 3"))
     code, said = resume(capsys, "--set", "eval.limit=7", "--set", "eval.batch_size=2")
     assert code == 0
-    assert "suite.yaml: has changed, and is taken as it is now" in said
+    assert "suite.yaml: has changed, and is used as it is now" in said
     assert "eval.limit was null, is 7" in said
     report = json.loads((broken / "interrupted/report.json").read_text())
     assert report["suite"]["copying"][0]["draws"] == 3
     assert "eval.limit=7" in report["reproduce"]["command"]
     code, said = resume(capsys, "--set", "eval.limit=8", "--set", "eval.batch_size=2")
     assert code == 2
-    assert "is a run of another recipe (eval.limit was 7, is 8)" in said
+    assert "is a run of a different recipe (eval.limit was 7, is 8)" in said
 
 
 def test_any_other_field_of_the_recipe_may_not_change(broken, capsys):
     code, said = resume(capsys, "--set", "seed=1")
     assert code == 2
-    assert "is a run of another recipe (seed was 0, is 1)" in said
+    assert "is a run of a different recipe (seed was 0, is 1)" in said
 
 
 @pytest.mark.parametrize("name", ["base/model.safetensors", "text.jsonl", "suite.yaml"])
@@ -272,7 +272,7 @@ def test_verify_finds_nothing_wrong_with_a_finished_run_and_its_export(finished,
     copy = Path(shutil.copytree(finished / "export", tmp_path / "export"))
     for folder in (finished, finished / "export", copy):
         assert main.main(["verify", str(folder)]) == 0
-        assert "files are as they were written" in capsys.readouterr().out.replace("\n", " ")
+        assert "files are unchanged" in capsys.readouterr().out.replace("\n", " ")
     assert sha256_file(copy / "config.json") == checksums.read_sums(copy)["config.json"]
 
 

@@ -233,7 +233,7 @@ def test_a_file_that_is_missing_or_of_another_form_is_named(
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("niah_single_3", "task niah_single_3: reads ruler_essays.jsonl; give the folder that holds it with --data"),
+        ("niah_single_3", "task niah_single_3: reads ruler_essays.jsonl; give its folder with --data"),
         ("ruler", r"task ruler: reads ruler_essays.jsonl and ruler_qa_squad.jsonl and ruler_qa_hotpot.jsonl; give"),
     ],
 )

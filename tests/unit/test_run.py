@@ -92,8 +92,8 @@ def test_a_report_on_text_of_two_kinds_shows_what_the_base_would_have_written(ho
     assert match["base"] == 1
     assert match["linearized"] < 1
     assert report["notes"] == [
-        "other_nll_at_512: left out, as the base takes 256 tokens",
-        "copy_nll_200: left out, as said twice they are longer than the 256 tokens that the base takes",
+        "other_nll_at_512: left out because the base supports only 256 tokens",
+        "copy_nll_200: left out because repeated once, they are longer than the 256 tokens that the base supports",
     ]
     page = (home / "two-kinds/report.md").read_text()
     assert all(f"- Note: {note}." in page for note in report["notes"])
@@ -238,7 +238,7 @@ def test_a_report_says_that_gates_chose_the_layers(home, monkeypatch):
     assert load_linearized(home / "gated/export").config.linearization["layers"][kept] == "softmax"
     for page in ("report.md", "report.html"):
         text = (home / "gated" / page).read_text()
-        assert "chosen by gates between both attentions" in text
+        assert "chosen by gates between softmax and linear attention" in text
         assert "chosen by measurement" not in text
 
 

@@ -121,7 +121,7 @@ def test_a_run_inside_a_folder_that_it_reads_is_refused(home, base, capsys, out,
     before = sorted(home.rglob("*"))
     assert main.main(["run", recipe, "--out", out]) == 2
     (complaint,) = capsys.readouterr().err.splitlines()
-    assert complaint.startswith(f"error: --out {out}: lies in the folder")
+    assert complaint.startswith(f"error: --out {out}: is inside")
     assert sorted(home.rglob("*")) == before
 
 

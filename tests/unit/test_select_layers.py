@@ -256,5 +256,5 @@ def test_a_selection_shows_every_layer_and_every_choice() -> None:
 
 
 def test_too_little_text_to_measure_on_is_refused() -> None:
-    with pytest.raises(BadInput, match=r"data\.text: 200 tokens to train on do not hold two spans of 128"):
+    with pytest.raises(BadInput, match=r"data\.text: 200 training tokens are too few for the two spans of 128"):
         selected(text=[Document(IDS[:200], np.ones(200, bool), 200)])

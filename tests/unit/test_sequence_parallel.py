@@ -223,8 +223,8 @@ GLA = {"type": "gla", "window": 16}
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
     "mom": ({"type": "mom"}, {}, 2, "mixer mom cannot pass its memory from one process to the next; use 1"),
     "shift": ({"type": "rwkv6", "token_shift": True}, {}, 2, "mixer rwkv6 shifts tokens before its window"),
-    "window": ({"type": "forgetting"}, {}, 2, "mixer forgetting has a window of all tokens"),
-    "odd": (GLA, {}, 5, "finetune has rows of 32 tokens, which cannot be cut in 5 equal shards"),
+    "window": ({"type": "forgetting"}, {}, 2, "mixer forgetting has an unlimited window"),
+    "odd": (GLA, {}, 5, "finetune has rows of 32 tokens, which cannot be cut into 5 equal shards"),
     "short": (GLA, {}, 4, "finetune has rows of 32 tokens, so a shard is shorter than the window of 16; use 64"),
     "dropout": (GLA, {"attention_dropout": 0.1}, 2, "attention_dropout"),
 }
@@ -243,7 +243,9 @@ def test_what_cannot_be_cut_is_refused_in_a_sentence(name: str) -> None:
 def test_processes_are_put_in_whole_groups_that_share_the_rows_of_a_step() -> None:
     stage = make_stage("finetune", batch=4, accumulation=2)
     assert share(stage, 4, 2) == share(stage, 2) == (4, 1)
-    with pytest.raises(BadInput, match="3 processes share a row, but 4 cannot be put in groups of 3; start a multiple"):
+    with pytest.raises(
+        BadInput, match="3 processes share a row, but 4 cannot be split into groups of 3; start a multiple"
+    ):
         share(stage, 4, 3)
-    with pytest.raises(BadInput, match="does not divide among 3 groups of 2 processes; start 4"):
+    with pytest.raises(BadInput, match="cannot be divided among 3 groups of 2 processes; start 4"):
         share(stage, 6, 2)

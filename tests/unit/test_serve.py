@@ -80,12 +80,12 @@ def test_a_mixer_without_a_page_is_refused_before_vllm_is_looked_for(
     tmp_path: Path, no_vllm: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", str(save(tmp_path / "export", type="forgetting"))]) == 2
-    assert "mixer 'forgetting': its window has no end" in capsys.readouterr().err
+    assert "mixer 'forgetting': its unlimited window" in capsys.readouterr().err
 
 
 def test_a_dtype_that_there_is_not_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", str(save(tmp_path / "export", type="gla")), "--dtype", "int3"]) == 2
-    assert "--dtype: 'int3' is not served" in capsys.readouterr().err
+    assert "--dtype: 'int3' cannot be served" in capsys.readouterr().err
 
 
 def test_the_server_is_started_with_these_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,5 +197,5 @@ def test_a_mixer_that_shifts_tokens_before_its_window_is_refused_by_name(mixer: 
 
 def test_a_mixer_whose_cache_grows_is_refused_by_name() -> None:
     model = build("llama", ["main", "softmax", "main"], type="forgetting")
-    with pytest.raises(BadInput, match=r"'forgetting'.*its window has no end"):
+    with pytest.raises(BadInput, match=r"'forgetting'.*its unlimited window"):
         PageLayout(resolve_spec({"type": "forgetting"}), head_dims(model.config), torch.float32)

@@ -249,7 +249,7 @@ def test_whole_micro_batches_are_shared_before_their_rows(
 
 def test_rows_that_do_not_divide_are_refused_with_what_would() -> None:
     stage = make_stage("finetune", batch=4, accumulation=1)
-    said = r"finetune: batch_size 4 × grad_accumulation 1 does not divide among 3 processes; start 2, or set grad_acc"
+    said = r"finetune: batch_size 4 × grad_accumulation 1 cannot be divided among 3 processes; start 2, or set"
     with pytest.raises(BadInput, match=said):
         share(stage, 3)
 
@@ -448,7 +448,7 @@ def test_a_run_ends_with_any_of_its_processes_and_goes_on_with_another_number(ho
     assert not [pid for pid in ranks.values() if alive(pid)]
     found = call(home, [*COMMAND, *RUN, out, "--resume", *longer])
     assert found.returncode == 0
-    assert "processes was 2, is 1 since the run began" in found.stderr
+    assert "processes was 2, is 1 on this machine, so the weights may differ a little" in found.stderr
 
 
 def alive(pid: int) -> bool:

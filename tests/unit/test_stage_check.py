@@ -182,7 +182,7 @@ def test_a_run_that_left_a_stage_out_does_not_go_on_with_warn(home, monkeypatch,
     assert run() == 1
     assert steps(home)["2-distill"]["kept"] is False
     assert run("--resume", "--set", "when_worse=warn") == 2
-    assert "is a run of another recipe (when_worse was" in capsys.readouterr().err
+    assert "is a run of a different recipe (when_worse was" in capsys.readouterr().err
 
 
 def test_a_model_that_no_stage_helped_is_not_exported() -> None:

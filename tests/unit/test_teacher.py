@@ -230,7 +230,7 @@ def test_documents_hold_out_the_first_ones_and_no_text_is_on_both_sides(base: Pa
 
 def test_a_file_of_other_text_is_refused(base: Path, tmp_path: Path) -> None:
     write(base, tmp_path / "a", source())
-    with pytest.raises(BadInput, match="a: holds 528 tokens, which is not what the recipe asks for"):
+    with pytest.raises(BadInput, match="a: has 528 tokens, which is not what the recipe asks for"):
         load_source(source(tokens=1000), tiny_tokenizer(), written=tmp_path / "a")
 
 

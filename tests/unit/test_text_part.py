@@ -49,7 +49,7 @@ def test_the_text_model_reads_text_as_the_whole_does(
     assert len(list((tmp_path / "whole").glob("*.safetensors"))) > 1
     made = resolve_base(str(tmp_path / "whole"), tmp_path / "work")
     others = sum(text_name(name) is None for name in checkpoint.Checkpoint.open(tmp_path / "whole").tensors)
-    assert f"the text model is taken; {others} tensors of its other parts are left out" in capfd.readouterr().err
+    assert f"is used; {others} tensors of its other parts are left out" in capfd.readouterr().err
     model = load_pretrained(made, attn_implementation="eager").eval()
     assert (model.config.model_type, model.config.tie_word_embeddings) == (text, tied)
     assert base_config(str(tmp_path / "whole")).to_dict().keys() >= {"sliding_window", "rope_parameters"}

@@ -148,7 +148,7 @@ def test_what_a_mixer_says_is_slow_learns_at_a_part_of_its_rate() -> None:
 
 def test_unknown_lora_targets_are_refused(tmp_path: Path) -> None:
     stage = make_stage("lora", lora=Lora(targets=["q_proj", "query"]))
-    with pytest.raises(BadInput, match=r"lora\.targets: no projection is called 'query'; there are .*q_proj"):
+    with pytest.raises(BadInput, match=r"lora\.targets: no projection is called 'query'; use some of .*q_proj"):
         train(stage, tmp_path)
 
 

@@ -79,7 +79,7 @@ def test_texts_that_no_memory_is_read_in_say_nothing_of_the_memory() -> None:
     found = verdict(names, short={"text_ppl", "text_byte_ppl", "copy_nll_32", "copy_nll_256"}, reach=1028)
     assert found["memory_used"] is None
     assert found["sentences"][0] == (
-        "WHETHER THE MEMORY IS USED IS NOT KNOWN: no text that was measured leaves the window and its sinks "
+        "WHETHER THE MEMORY IS USED IS NOT KNOWN: no text that was measured reaches beyond the window and its sinks "
         "(1,028 tokens), so no memory was read."
     )
     assert found["sentences"][1].startswith("THE MODEL IS NO BETTER than the untrained base")

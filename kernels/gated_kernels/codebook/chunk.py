@@ -24,7 +24,7 @@ def chunk_codebook(
     """
     heads, groups = x_BTND.shape[2], len(codes_GFE)
     if heads % groups:
-        raise ValueError(f"{heads} heads are no multiple of the {groups} that have codes")
+        raise ValueError(f"{heads} heads are not a multiple of the {groups} that have codes")
     kernel = kernel_for("codebook")
     if kernel is not None:
         found = kernel(x_BTND, proj_NDE, bias_NE, log_inv_temperature_N, codes_GFE)

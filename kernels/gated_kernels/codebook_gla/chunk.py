@@ -42,7 +42,7 @@ def chunk_codebook_gla(
     """
     of_q, of_k = (q_proj_HDE, q_bias_HE, q_log_inv_temperature_H), (k_proj_GDE, k_bias_GE, k_log_inv_temperature_G)
     if q_BTHD.shape[2] % k_BTGD.shape[2]:
-        raise ValueError(f"{q_BTHD.shape[2]} query heads are no multiple of {k_BTGD.shape[2]} key-value heads")
+        raise ValueError(f"{q_BTHD.shape[2]} query heads are not a multiple of {k_BTGD.shape[2]} key-value heads")
     options: dict[str, Any] = {
         "write_mask_BTG": write_mask_BTG,
         "initial_state": initial_state,

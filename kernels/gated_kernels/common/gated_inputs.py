@@ -110,4 +110,4 @@ def features_of(q: Tensor, q_lse: Tensor, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def warn_once(op: str, why: str, instead: str = "in torch") -> None:
-    warnings.warn(f"{op} runs {instead}, its Triton kernels do not take {why}", stacklevel=4)
+    warnings.warn(f"{op} runs {instead}, because its Triton kernels do not support {why}", stacklevel=4)

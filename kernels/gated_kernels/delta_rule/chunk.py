@@ -62,7 +62,7 @@ def chunk_delta_rule(
     B, T, H, F = q_BTHF.shape
     G, V = v_BTGV.shape[2:]
     if H % G:
-        raise ValueError(f"{H} query heads are no multiple of {G} key-value heads")
+        raise ValueError(f"{H} query heads are not a multiple of {G} key-value heads")
     dtype = torch.promote_types(v_BTGV.dtype, torch.float32)
     state = v_BTGV.new_zeros(B, G, F, V, dtype=dtype) if initial_state is None else initial_state.to(dtype)
     with torch.autocast(v_BTGV.device.type, enabled=False):

@@ -114,7 +114,7 @@ def _problem(dtypes: set[torch.dtype], F: int, V: int, log_a: Tensor | None) -> 
 
 @cache
 def _warn_once(problem: str) -> None:
-    warnings.warn(f"delta runs in torch, the kernel of fla-core does not take {problem}", stacklevel=4)
+    warnings.warn(f"delta runs in torch, because the kernel of fla-core does not support {problem}", stacklevel=4)
 
 
 def kernel() -> Callable[..., Any]:

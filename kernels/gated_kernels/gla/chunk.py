@@ -55,7 +55,7 @@ def chunk_gla(
     if log_a is None or log_a.shape[-1] == 1:
         return chunk_simple_gla(q_BTHF, k_BTGF, v_BTGV, log_a, **options)
     if q_BTHF.shape[2] % v_BTGV.shape[2]:
-        raise ValueError(f"{q_BTHF.shape[2]} query heads are no multiple of {v_BTGV.shape[2]} key-value heads")
+        raise ValueError(f"{q_BTHF.shape[2]} query heads are not a multiple of {v_BTGV.shape[2]} key-value heads")
     kernel = kernel_for("gla")
     if kernel is not None and q_BTHF.shape[1] > 1:
         found = kernel(q_BTHF, k_BTGF, v_BTGV, log_a, **options)

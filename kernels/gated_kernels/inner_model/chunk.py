@@ -77,7 +77,7 @@ def chunk_inner_model(
     B, _, H, _ = q_BTHF.shape
     G = v_BTGV.shape[2]
     if H % G:
-        raise ValueError(f"{H} query heads are no multiple of {G} key-value heads")
+        raise ValueError(f"{H} query heads are not a multiple of {G} key-value heads")
     dtype = torch.promote_types(v_BTGV.dtype, torch.float32)
     layers = [x.to(dtype) for x in (first_GFW, second_GWV) if x is not None]
     if initial_state is None:

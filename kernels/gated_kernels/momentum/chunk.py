@@ -57,7 +57,7 @@ def chunk_momentum(
     B, _, H, F = q_BTHF.shape
     G, V = v_BTGV.shape[2:]
     if H % G:
-        raise ValueError(f"{H} query heads are no multiple of {G} key-value heads")
+        raise ValueError(f"{H} query heads are not a multiple of {G} key-value heads")
     dtype = torch.promote_types(v_BTGV.dtype, torch.float32)
     state = v_BTGV.new_zeros(B, G, 2 * F, V, dtype=dtype) if initial_state is None else initial_state.to(dtype)
     inputs = q_BTHF.unflatten(2, (G, -1)), k_BTGF, v_BTGV, r_BTGF, log_a, log_m, c_BTG1

@@ -33,7 +33,7 @@ def chunk_simple_gla(
     Raises ValueError when the last size of log_a is not 1, and when H is not a multiple of G.
     """
     if q_BTHF.shape[2] % v_BTGV.shape[2]:
-        raise ValueError(f"{q_BTHF.shape[2]} query heads are no multiple of {v_BTGV.shape[2]} key-value heads")
+        raise ValueError(f"{q_BTHF.shape[2]} query heads are not a multiple of {v_BTGV.shape[2]} key-value heads")
     if log_a is not None and log_a.shape[-1] != 1:
         raise ValueError(f"simple_gla takes one gate per head, not {log_a.shape[-1]}: use chunk_gla")
     options: dict[str, Any] = {

@@ -59,7 +59,7 @@ def chunk_slots(
     B, _, H, D = q_BTHD.shape
     G = v_BTGV.shape[2]
     if H % G:
-        raise ValueError(f"{H} query heads are no multiple of {G} key-value heads")
+        raise ValueError(f"{H} query heads are not a multiple of {G} key-value heads")
     dtype = torch.promote_types(v_BTGV.dtype, torch.float32)
     q, k, w = q_BTHD.to(dtype), k_BTGD.to(dtype), w_BTGM.to(dtype)
     log_a = None if log_a is None else log_a.to(dtype)

@@ -300,4 +300,4 @@ def _unsupported(
 
 @cache
 def _warn(why: str) -> None:
-    warnings.warn(f"gated_kernels: the Triton window takes no {why}; the torch op runs instead", stacklevel=4)
+    warnings.warn(f"gated_kernels: the Triton window does not support {why}; the torch op runs instead", stacklevel=4)

@@ -73,10 +73,10 @@ class ForgettingSpec(WindowSpec):
 
     def problem(self) -> str | None:
         if not self.forget:
-            return "forget: is what this mixer is; use window for one that does not"
+            return "forget: this mixer always forgets; use window for one that does not"
         if (self.shortest, self.longest) != (0, 0) and not 1 <= self.shortest <= self.longest <= FARTHEST:
             range_of = f"{self.shortest} to longest: {self.longest}"
-            return f"shortest: {range_of} is no range of tokens from 1 to {FARTHEST:,}; leave both at 0 for none"
+            return f"shortest: {range_of} is not a range of tokens from 1 to {FARTHEST:,}; leave both at 0 for none"
         return super().problem()
 
 

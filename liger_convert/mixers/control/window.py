@@ -30,7 +30,7 @@ class WindowSpec(MixerSpec):
         if (self.scope, self.combine) != ("all", "fixed"):
             return "scope: a window without a memory has no scope and no combine; leave both out"
         if self.window == 0:
-            return "sinks: a window of all tokens leaves none behind, so 0" if self.sinks else None
+            return "sinks: an unlimited window leaves no tokens behind, so use 0" if self.sinks else None
         return super().problem()
 
 

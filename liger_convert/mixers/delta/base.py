@@ -40,7 +40,7 @@ class DeltaSpec(ReadSpec):
 
     def problem(self) -> str | None:
         if self.combine == "shared":
-            return "combine: shared needs the memory's normalizer, and what the delta rule reads has none; use learned"
+            return "combine: shared needs a normalizer, which memories of the delta rule do not have; use learned"
         return super().problem()
 
 

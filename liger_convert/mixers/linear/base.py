@@ -41,9 +41,9 @@ class LinearSpec(ReadGateSpec):
             allowed = ", ".join(POSITIVE)
             return f"feature_map: {self.feature_map} gives negative weights, which normalize cannot use; use {allowed}"
         if self.codes < 1:
-            return f"codes: {self.codes} is too few; a codebook has at least 1"
+            return f"codes: {self.codes} is too few; use 1 or more"
         if self.combine == "shared" and not self.normalize:
-            return "combine: shared needs the memory's normalizer, so normalize: true; or use combine: learned"
+            return "combine: shared needs the memory's normalizer; use normalize: true, or combine: learned"
         return super().problem()
 
 

@@ -32,7 +32,7 @@ class DecayingFastWeightsSpec(GatedSpec):
 
     def problem(self) -> str | None:
         if self.normalize:
-            return "normalize: true has no normalizer here, where values are forgotten by their channel; use gla"
+            return "normalize: true is not possible here, where each channel of values is forgotten on its own; use gla"
         if self.value_gates not in (1, 2, 4, 8):
             return f"value_gates: {self.value_gates} is not 1, 2, 4 or 8"
         return super().problem()

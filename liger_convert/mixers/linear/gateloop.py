@@ -39,7 +39,7 @@ class GateLoopSpec(GatedSpec):
 
     def problem(self) -> str | None:
         if self.phase and self.normalize:
-            return "normalize: true has no normalizer here, where weights turn negative; use phase: false"
+            return "normalize: true is not possible here, where weights can be negative; use phase: false"
         if self.phase and (self.feature_map == "products" or (self.feature_map == "codebook" and self.codes % 2)):
             return "phase: true needs features in pairs, to be complex; use phase: false, or another feature_map"
         return super().problem()

@@ -48,7 +48,7 @@ class GLASpec(GatedSpec):
 
     def problem(self) -> str | None:
         if self.gate == "learned" and self.feature_map == "codebook":
-            return "gate: learned starts as channels of keys, and codes are none; use pooled, head or constant"
+            return "gate: learned starts from channels of keys, which codes are not; use pooled, head or constant"
         if self.gate_normalizer <= 0:
             return f"gate_normalizer: {self.gate_normalizer} must be above 0"
         return super().problem()

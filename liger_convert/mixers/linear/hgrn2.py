@@ -32,9 +32,9 @@ class HGRN2Spec(GatedSpec):
 
     def problem(self) -> str | None:
         if not 0 <= self.lower_bound < 1:
-            return f"lower_bound: {self.lower_bound} is no gate; use 0 or more, and less than 1"
+            return f"lower_bound: {self.lower_bound} is out of range; use 0 or more, and less than 1"
         if self.rope:
-            return "rope: the keys of hgrn2 are its gates, which do not turn; use false"
+            return "rope: the keys of hgrn2 are its gates, which cannot be rotated; use false"
         return super().problem()
 
 

@@ -40,7 +40,7 @@ class LigerPaperSpec(MixerSpec):
 
     def problem(self) -> str | None:
         if self.combine == "shared":
-            return "combine: shared needs a normalised memory, which liger-paper has not; use gla"
+            return "combine: shared needs a normalised memory, which liger-paper does not have; use gla"
         return super().problem()
 
 

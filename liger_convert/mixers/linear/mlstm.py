@@ -38,7 +38,7 @@ class MLSTMSpec(GatedSpec):
 
     def problem(self) -> str | None:
         if self.combine == "shared":
-            return "combine: shared needs a normalizer above 0, and mlstm's has either sign; use combine: learned"
+            return "combine: shared needs a normalizer above 0, but mlstm's can have either sign; use combine: learned"
         if not 0 < self.cap <= 15:
             return f"cap: {self.cap} must be above 0, and no more than 15 to stay inside float32"
         return ReadGateSpec.problem(self)

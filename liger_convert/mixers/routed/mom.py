@@ -82,7 +82,7 @@ class MoMSpec(MixerSpec):
             return f"balance: {self.balance} is negative; use 0 for none"
         inner = MIXERS.get(self.inner.get("type", ""))
         if inner is not None and inner.recurrence in ("none", MoM.recurrence):
-            return f"inner.type: {inner.name} is no memory of its own; use another mixer"
+            return f"inner.type: {inner.name} is not a memory of its own; use another mixer"
         if problem := super().problem():
             return problem
         try:
@@ -91,11 +91,11 @@ class MoMSpec(MixerSpec):
             return str(error)
         inner_spec = self.inner_mixer()[1]
         if inner_spec.conv_taps:
-            return "inner.short_conv: is before all memories, and a mixture has none; use 0"
+            return "inner.short_conv: would run before all memories, which a mixture does not support; use 0"
         if inner_spec.shift != "none":
-            return "inner.token_shift: is before all memories, and a mixture has none; leave it out"
+            return "inner.token_shift: would run before all memories, which a mixture does not support; leave it out"
         if any(inner_spec.read_pieces):
-            return "inner.output_gate: is, as output_norm, behind all memories, and a mixture has none; leave both out"
+            return "inner.output_gate: like output_norm, it is not supported in a mixture; leave both out"
         return None
 
 

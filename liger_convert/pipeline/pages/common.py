@@ -92,13 +92,17 @@ def describe_sources(sources: Mapping[str, Mapping[str, float]]) -> str:
     )
 
 
+def describe_window(mixer: Mapping[str, Any]) -> str:
+    return f"window {mixer['window']}" if mixer["window"] else "unlimited window"
+
+
 def describe_layers(report: Mapping[str, Any]) -> str:
     """`Of the 4 attention layers of …, 3 became … and 1 stayed softmax.`, in Markdown."""
     linearization = report["plan"]["linearization"]
     layers = Counter(linearization["layers"])
     mixers = [
         f"{layers[name]} became {'' if name == MAIN else f'`{name}`: '}`{spec['type']}` "
-        f"(window {spec['window'] or 'of all tokens'}, {spec['sinks']} sinks)"
+        f"({describe_window(spec)}, {spec['sinks']} sinks)"
         for name, spec in linearization["mixers"].items()
     ]
     windows = report["plan"].get("sliding_windows", [])  # missing in early reports

@@ -40,14 +40,14 @@ def compare(paths: Sequence[Path]) -> dict[str, Any]:
     when there are fewer than two, or when they share no metric.
     """
     if len(paths) < 2:
-        raise BadInput(f"RUN: {len(paths)} is too few to compare; name two runs or more")
+        raise BadInput(f"RUN: {len(paths)} is too few to compare; name at least two runs")
     reports = [_read(path) for path in paths]
     names = _names(reports, paths)
     measured = [_measured(report) for report in reports]
     known = list(dict.fromkeys(metric for some in measured for metric in some))
     metrics = [metric for metric in measured[0] if all(metric in other for other in measured)]
     if not metrics:
-        raise BadInput(f"{paths[0]}: models: shares no metric with all of the others; compare runs of one suite")
+        raise BadInput(f"{paths[0]}: models: has no metric in common with all the others; compare runs of one suite")
     groups, notes = _groups(reports, names)
     zero = {base: _zero([reports[i] for i in members], metrics) for base, members in groups.items()}
     runs = {}
@@ -72,7 +72,7 @@ def compare(paths: Sequence[Path]) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     report = read_report(path)
     if str(CONTEXT) not in report["plan"]["cache_bytes"]:
-        raise BadInput(f"{path}: plan.cache_bytes: holds no size at {CONTEXT} tokens, at which caches are compared")
+        raise BadInput(f"{path}: plan.cache_bytes: has no size at {CONTEXT} tokens, where caches are compared")
     return report
 
 
@@ -107,8 +107,8 @@ def _groups(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tuple
                 cell(reports[j]["models"]["base"][metric]).partition(" ± ")[0] for j in (i, first)
             )
             note = (
-                f"{names[i]} and {names[first]} measured {base} differently ({metric}: {values}), so on other text or "
-                "another base: each is compared with its own."
+                f"{names[i]} and {names[first]} measured {base} differently ({metric}: {values}), so they used "
+                "different texts or bases: each is compared with its own base."
             )
             number, name = number + 1, f"{base} ({number + 1})"
             if name not in groups:
@@ -171,7 +171,7 @@ def _cache(report: Mapping[str, Any], model: str) -> int:
 
 def _missing(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [
-        f"{name} did not measure {', '.join(run['missing'])}, as others did."
+        f"{name} did not measure {', '.join(run['missing'])}, which others did."
         for name, run in runs.items()
         if run["missing"]
     ]
@@ -190,5 +190,5 @@ def _counted_differently(
         runs = {n: [name for name, count in zip(names, counts, strict=True) if count == n] for n in counts}
         if len(runs) > 1:
             told = "; ".join(f"{n} in {', '.join(there)}" for n, there in runs.items())
-            notes.append(f"Not over as many rows in all runs: {', '.join(same)} ({told}).")
+            notes.append(f"Measured over different numbers of rows: {', '.join(same)} ({told}).")
     return notes

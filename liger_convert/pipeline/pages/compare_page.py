@@ -59,7 +59,7 @@ def _refuse_other(out: Path) -> None:
         return
     with open_input(out) as file:
         if MADE.encode() not in file.read(HEAD):
-            raise BadInput(f"--out {out}: already exists and is no page of compare; name another file")
+            raise BadInput(f"--out {out}: already exists and is not a page that compare wrote; name another file")
 
 
 def page(found: Mapping[str, Any]) -> str:

@@ -73,7 +73,7 @@ def read_report(path: Path) -> dict[str, Any]:
     folder = os.path.isdir(path)  # also False for names that are not valid paths
     file = path / FILE if folder else path
     if folder and not os.path.lexists(file):
-        raise BadInput(f"{path}: holds no {FILE}, which a run writes last; finish the run with --resume")
+        raise BadInput(f"{path}: has no {FILE}, which a run writes last; finish the run with --resume")
     report = read_json(file)
     if isinstance(models := report.get("models"), dict):
         report["models"] = {RENAMED.get(name, name): measured for name, measured in models.items()}

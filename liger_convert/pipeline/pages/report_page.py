@@ -16,6 +16,7 @@ from liger_convert.pipeline.pages.common import (
     cell,
     describe_layers,
     describe_sources,
+    describe_window,
     metric_names,
     recovery,
     stage_checks,
@@ -158,7 +159,7 @@ def _layers(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kind(mixer: Mapping[str, Any]) -> str:
-    return f"{mixer['type']}, window {mixer['window'] or 'of all tokens'}, {mixer['sinks']} sinks"
+    return f"{mixer['type']}, {describe_window(mixer)}, {mixer['sinks']} sinks"
 
 
 def _align_errors(report: Mapping[str, Any], linear: list[int]) -> dict[int, tuple[float, float]]:
