@@ -168,7 +168,7 @@ def fla_chunk_gated_delta_rule(
 
 
 def fla_adapted(q_BTHF: Tensor, k_BTGF: Tensor, v_BTGV: Tensor, r_BTGF: Tensor, log_a: Tensor) -> tuple[Tensor, Tensor]:
-    """The kernel that `use("triton+fla")` chooses."""
+    """The kernel that `use("fla")` chooses."""
     state = v_BTGV.new_zeros(len(v_BTGV), *k_BTGF.shape[2:], v_BTGV.shape[-1], dtype=torch.float32)
     adapter = import_module("gated_kernels.delta_rule.fla")
     return adapter.by_kernel(q_BTHF, k_BTGF, v_BTGV, r_BTGF, log_a, None, state, None)
@@ -308,6 +308,7 @@ def measure(name: str, a: argparse.Namespace) -> list[dict[str, Any]]:
     checked = placed(INPUTS[name](a, min(a.t, CHECKED), 1), device, dtype)
     ours = {OURS: OPS[name]}
     taken = dtype == torch.bfloat16 or name not in BF16_ALONE
+    taken = taken and (name != "delta_rule" or a.head_size <= 128)
     if name in FAST["triton"] and taken and device.type == "cuda" and find_spec("triton"):
         ours[KERNELS] = in_triton(name)
     for implementation, op in ours.items():

@@ -2,10 +2,10 @@
 
 Ops run on their own cases (odd sizes, states carried in, packing, grouped heads, strong gates), in fp32, in bf16 and
 in whatever else a case is in, by every path there is: the torch op, our kernels (`use("triton")`) and, where fla-core
-is installed, its kernels (`use("fla")`). Outputs, states and all gradients are held to the plain loop in float64 on the
-CPU, within twice the error of the same loop in the case's dtype.
-Where one exceeds that, means over variations of the case decide: the error of a result of few numbers is as much luck
-as anything.
+is installed, its kernels alone (`use("fla")`), also where ours take the case. Outputs, states and all gradients are
+held to the plain loop in float64 on the CPU, within twice the error of the same loop in the case's dtype. Where one
+exceeds that, means over variations of the case decide: the error of a result of few numbers is as much luck as
+anything.
 
 A mixer runs as one linearized layer between its projections: a prompt, the steps of one token after it as generation
 takes them, and the gradient of its input, held to the same layer in float64 on the CPU, within twice the error of the

@@ -12,6 +12,7 @@ from typing import Any
 import gated_kernels
 import pytest
 import torch
+from gated_kernels.common.registry import kernels_for
 
 from liger_convert.mixers import MIXERS
 
@@ -66,6 +67,20 @@ def test_what_is_wrong_is_said_in_one_sentence(script: Any, monkeypatch: pytest.
     monkeypatch.setattr(sys, "argv", ["check_gpu.py", *WORDS[:6]])
     with pytest.raises(SystemExit, match=r"^1 of 1 are wrong: op elementwise by torch \(one token, float32: output 0"):
         script.main()
+
+
+def test_fla_core_is_checked_by_itself_on_what_our_kernels_take_as_well(
+    script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "has_fla", lambda: True)
+    monkeypatch.setattr(gated_kernels, "has_fla", lambda: True)
+    assert script.paths(torch.device("cuda")) == ("torch", "triton", "fla")
+    with script.by("fla"):
+        assert [kernel.__module__ for kernel in kernels_for("delta_rule")] == ["gated_kernels.delta_rule.fla"]
+        assert not any(kernels_for(op) for op in ("delta_rule_step", "gla", "swa"))
+    assert script.adds("fla", {"fla delta_rule"})
+    assert not script.adds("fla", set())
+    assert kernels_for("delta_rule") == ()
 
 
 @pytest.mark.parametrize("mixer", MIXERS)

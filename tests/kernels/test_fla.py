@@ -355,7 +355,7 @@ def test_a_recurrence_is_that_of_flash_linear_attention(name: str) -> None:
         assert (a.double() - b.double()).norm() <= T * torch.finfo(torch.float32).eps * b.double().norm()
 
 
-# Where theirs has kernels for a recurrence that ours has none for: the adapter, with a plain form in a kernel's place.
+# What runs of theirs where our kernels leave a call: the adapter, with a plain form in the place of their kernel.
 
 adapter = import_module("gated_kernels.delta_rule.fla")
 SMALL = {"G": 2, "R": 3, "F": 16, "V": 17}
@@ -425,7 +425,8 @@ def test_a_process_without_a_gpu_never_imports_theirs() -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
 
 
-def test_their_kernels_need_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", ["fla", "triton+fla"])
+def test_their_kernels_need_the_package(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gated_kernels, "has_fla", lambda: False)
     with pytest.raises(ImportError, match=r"pip install 'liger-convert\[fla\]'"):
-        gated_kernels.use("triton+fla")
+        gated_kernels.use(path)

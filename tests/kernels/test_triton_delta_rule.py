@@ -17,7 +17,7 @@ import gated_kernels  # noqa: E402
 from gated_kernels.check import Inputs, error, faults, run  # noqa: E402
 from gated_kernels.common import gated_inputs  # noqa: E402
 from gated_kernels.common.registry import kernels_for, set_kernel  # noqa: E402
-from gated_kernels.delta_rule import cases, launch  # noqa: E402
+from gated_kernels.delta_rule import by_feature_launch, cases, launch, step  # noqa: E402
 from gated_kernels.delta_rule import triton as kernels  # noqa: E402
 from gated_kernels.delta_rule.cases import Case, gla, in_pieces, inputs  # noqa: E402
 from gated_kernels.delta_rule.naive import naive_delta_rule as reference  # noqa: E402
@@ -170,8 +170,13 @@ def test_tokens_of_zeros_leave_a_state_exactly_as_it_was(case: str, erases_elsew
     assert torch.equal(gated_kernels.chunk_delta_rule(**idle)[1], inputs["initial_state"].float())
 
 
+def never_asked(*args: Any, **options: Any) -> None:
+    raise AssertionError("ours take this call")
+
+
 @pytest.mark.parametrize("case", ["two tokens, no state", "a gate per feature, bf16"])
 def test_torch_compile_sees_through_the_op(case: str) -> None:
+    set_kernel("delta_rule", kernels.triton_delta_rule, torch.compiler.disable(never_asked))  # as fla-core's is
     inputs = inputs_of(OWN[case])
     compiled = torch.compile(gated_kernels.chunk_delta_rule, backend="aot_eager", fullgraph=True)
     eager, traced = run(gated_kernels.chunk_delta_rule, inputs), run(compiled, inputs)
@@ -192,6 +197,29 @@ def test_the_custom_ops_keep_to_what_torch_asks_of_them(gated: str) -> None:
     torch.library.opcheck(
         kernels.backward, tuple(x.detach() if isinstance(x, Tensor) else x for x in (*given, o, last))
     )
+
+
+@pytest.mark.parametrize(
+    "case", ["a gate per feature, -200 and 0, segments, bf16", "segments, three chunks, bf16", "fp16"]
+)
+def test_launches_look_at_no_value_so_that_a_cuda_graph_holds_them(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device without values whatever looks at one raises, and what is made elsewhere is seen."""
+    launched: list[Tensor] = []
+
+    def launch_nothing(kernel: Any, grid: Any) -> Any:
+        return lambda *given, **options: launched.extend(x for x in given if isinstance(x, Tensor))
+
+    monkeypatch.setattr(type(launch.solve_kernel), "__getitem__", launch_nothing)
+    x = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in inputs(OWN[case]).items()}
+    factors = [x[name] for name in ("q_BTHF", "k_BTGF", "v_BTGV", "r_BTGF", "log_a")]
+    given = *factors, x["initial_state"].float(), x["segment_ids_BT"], x["exclusive"]
+    passed = launch if OWN[case].sizes.per_head else by_feature_launch
+    results = passed.forward(*given)
+    gradients = passed.backward(*given, *results)
+    token = [f[:, :1].contiguous() for f in factors]
+    results += step.step(*token, token[1], given[5], x["exclusive"])
+    assert {f.device.type for f in (*results, *gradients, *launched)} == {"meta"}
+    assert len(launched) > 30
 
 
 STEPS = {
@@ -287,6 +315,11 @@ def test_the_path_says_which_kernels_run(path: str) -> None:
         assert steps == ["triton"] * ("triton" in path)
     finally:
         gated_kernels.use("torch")
+
+
+def test_the_name_that_the_kernels_had_before_is_refused_with_the_paths_there_are() -> None:
+    with pytest.raises(ValueError, match=r"one of 'torch', 'triton', 'fla', 'triton\+fla', not by 'triton\+delta'"):
+        gated_kernels.use("triton+delta")
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="compiled kernels do not see what is changed in Python")
