@@ -53,9 +53,12 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
         "delta_rule": ("gated_kernels.delta_rule.triton", "triton_delta_rule"),
         "delta_rule_step": ("gated_kernels.delta_rule.triton", "triton_delta_rule_step"),
     },
+    # as no GPU has run it yet
+    "elementwise": {"elementwise": ("gated_kernels.elementwise.triton", "triton_elementwise")},
     "fla": {"delta_rule": ("gated_kernels.delta_rule.fla", "fla_delta_rule")},
 }
 PATHS = ("torch", "triton", "triton+fla", "triton+delta", "triton+delta+fla")
+PATHS = *PATHS, "triton+elementwise", "triton+elementwise+fla"
 OLDEST = (8, 0)  # compute capability: the kernels take bf16 products, and tiles that no older chip's memory holds
 
 

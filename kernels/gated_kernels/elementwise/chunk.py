@@ -15,6 +15,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from gated_kernels.common.recomputed import recomputed
+from gated_kernels.common.registry import kernel_for
 
 CHUNK = 32
 
@@ -44,6 +45,12 @@ def chunk_elementwise(
     dtype = torch.promote_types(v_BTGV.dtype, torch.float32)
     state = v_BTGV.new_zeros(B, G, F, V, dtype=dtype) if initial_state is None else initial_state.to(dtype)
     with torch.autocast(v_BTGV.device.type, enabled=False):
+        kernel = kernel_for("elementwise")
+        if kernel is not None:
+            options = {"initial_state": state, "segment_ids_BT": segment_ids_BT, "exclusive": exclusive}
+            found = kernel(q_BTHF, k_BTGF, v_BTGV, dt_BTGV, log_A_GFV, **options)
+            if found is not None:
+                return found
         inputs = (
             *(x.to(dtype) for x in (q_BTHF, k_BTGF, v_BTGV, dt_BTGV, log_A_GFV)),
             state,
