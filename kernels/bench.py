@@ -308,7 +308,8 @@ def measure(name: str, a: argparse.Namespace) -> list[dict[str, Any]]:
     checked = placed(INPUTS[name](a, min(a.t, CHECKED), 1), device, dtype)
     ours = {OURS: OPS[name]}
     taken = dtype == torch.bfloat16 or name not in BF16_ALONE
-    if name in FAST["triton"] and taken and device.type == "cuda" and find_spec("triton"):
+    has_kernels = name in FAST["triton"] or name in FAST["elementwise"]
+    if has_kernels and taken and device.type == "cuda" and find_spec("triton"):
         ours[KERNELS] = in_triton(name)
     for implementation, op in ours.items():
         products = torch.finfo(dtype).eps if implementation == KERNELS and dtype == torch.bfloat16 else None

@@ -2,10 +2,10 @@
 
 Ops run on their own cases (odd sizes, states carried in, packing, grouped heads, strong gates), in fp32, in bf16 and
 in whatever else a case is in, by every path there is: the torch op, and the kernels that `use("triton")`,
-`use("triton+delta")` and, where fla-core is installed, `use("triton+fla")` put before it. Outputs, states and all
-gradients are held to the plain loop in float64 on the CPU, within twice the error of the same loop in the case's dtype.
-Where one exceeds that, means over variations of the case decide: the error of a result of few numbers is as much luck
-as anything.
+`use("triton+delta")`, `use("triton+elementwise")` and, where fla-core is installed, `use("triton+fla")` put before it.
+Outputs, states and all gradients are held to the plain loop in float64 on the CPU, within twice the error of the same
+loop in the case's dtype. Where one exceeds that, means over variations of the case decide: the error of a result of few
+numbers is as much luck as anything.
 
 A mixer runs as one linearized layer between its projections: a prompt, the steps of one token after it as generation
 takes them, and the gradient of its input, held to the same layer in float64 on the CPU, within twice the error of the
@@ -120,7 +120,7 @@ def untuned() -> Iterator[None]:
 def paths(device: torch.device) -> tuple[str, ...]:
     if device.type != "cuda":
         return ("torch",)
-    return ("torch", "triton", "triton+delta", *(["triton+fla"] if has_fla() else []))
+    return ("torch", "triton", "triton+delta", "triton+elementwise", *(["triton+fla"] if has_fla() else []))
 
 
 @contextmanager
@@ -149,7 +149,9 @@ def by(path: str) -> Iterator[set[str]]:
 
 def adds(path: str, taken: set[str]) -> bool:
     """Whether another path than those before it ran."""
-    begins = {"triton+delta": "triton delta_rule"}.get(path, path.rpartition("+")[2])
+    begins = {"triton+delta": "triton delta_rule", "triton+elementwise": "triton elementwise"}.get(
+        path, path.rpartition("+")[2]
+    )
     return path == "torch" or any(kernel.startswith(begins) for kernel in taken)
 
 

@@ -53,12 +53,13 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
         "delta_rule": ("gated_kernels.delta_rule.triton", "triton_delta_rule"),
         "delta_rule_step": ("gated_kernels.delta_rule.triton", "triton_delta_rule_step"),
     },
-    # as no GPU has run it yet
+    # as for the delta rule, apart until a GPU has held them to float64
     "elementwise": {"elementwise": ("gated_kernels.elementwise.triton", "triton_elementwise")},
     "fla": {"delta_rule": ("gated_kernels.delta_rule.fla", "fla_delta_rule")},
 }
-PATHS = ("torch", "triton", "triton+fla", "triton+delta", "triton+delta+fla")
-PATHS = *PATHS, "triton+elementwise", "triton+elementwise+fla"
+PATHS = (
+    "torch", "triton", "triton+fla", "triton+delta", "triton+delta+fla", "triton+elementwise", "triton+elementwise+fla",
+)  # fmt: skip
 OLDEST = (8, 0)  # compute capability: the kernels take bf16 products, and tiles that no older chip's memory holds
 
 
@@ -68,9 +69,10 @@ def use(path: str) -> None:
     "torch" runs the torch ops, "triton" our own kernels where an op has some, and "triton+fla" also those of
     flash-linear-attention for the delta rule. The default is the last of these three that the machine can run: it takes
     Triton and Nvidia GPUs from sm_80 on, and fla-core 0.6. "+delta" has our kernels for the delta rule, which no GPU
-    has checked yet, and fla-core's, if named behind them, for what they leave. On other GPUs the ops run in torch, and
-    the log says so once. The environment variable GATED_KERNELS overrides it when this package is imported. Tensors on
-    a CPU always go to torch. So does what the kernels do not support, with one warning that says why.
+    has checked yet, and fla-core's, if named behind them, for what they leave. "+elementwise" has those for the
+    elementwise recurrence, which no GPU has checked either. On other GPUs the ops run in torch, and the log says so
+    once. The environment variable GATED_KERNELS overrides it when this package is imported. Tensors on a CPU always go
+    to torch. So does what the kernels do not support, with one warning that says why.
 
     Raises ValueError for any other path, and ImportError when a package that it needs is not installed.
     """

@@ -86,8 +86,8 @@ class _Call:
             for axis, step in zip(axes, x.stride())
         }
         self.fixed = {
-            "G": self.G, "R": self.R, "F": self.F, "V": self.V, "EXCLUSIVE": int(exclusive), "C": self.C, "INNER": INNER, "BF": BF,
-            "BG": BG, "BV": self.BV,
+            "G": self.G, "R": self.R, "F": self.F, "V": self.V, "EXCLUSIVE": int(exclusive), "C": self.C,
+            "INNER": INNER, "BF": BF, "BG": BG, "BV": self.BV,
         }  # fmt: skip
         self.states, self.last = state, None
         if self.N > 1:
@@ -159,8 +159,7 @@ def backward(
         call.run(dends_kernel, q, dt, log_A, segment, do, dstates)
         call.carry(dlast, dstates, None, backwards=True)
     dq, dk = (call.parts(x) if wants else None for x, wants in zip((q, k), wanted))
-    dv, ddt = (torch.empty(x.shape, device=x.device, dtype=x.dtype) if w else None
-               for x, w in zip((v, dt), wanted[2:]))
+    dv, ddt = (torch.empty(x.shape, device=x.device, dtype=x.dtype) if w else None for x, w in zip((v, dt), wanted[2:]))
     drates = torch.empty(call.B, call.N, *log_A.shape, device=v.device, dtype=FP32)
     dstate = torch.empty_like(state)
     kept = call.B * call.blocks * (call.C // INNER) * call.block  # numbers of one chunk of all sequences

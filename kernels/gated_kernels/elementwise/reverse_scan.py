@@ -18,7 +18,9 @@ from gated_kernels.elementwise.scan import after, here, inside_program, number, 
 
 
 @triton.jit
-def sent(q, do, q_h, of_k, of_v, R: tl.constexpr, V: tl.constexpr, BF: tl.constexpr, BG: tl.constexpr, BV: tl.constexpr):
+def sent(
+    q, do, q_h, of_k, of_v, R: tl.constexpr, V: tl.constexpr, BF: tl.constexpr, BG: tl.constexpr, BV: tl.constexpr
+):
     """[BF, BG, BV] what a token's outputs send to the state that its queries read."""
     total = tl.zeros((BF, BG, BV), tl.float32)
     for r in range(R):
@@ -47,10 +49,11 @@ def dends_kernel(
         i = rows - 1 - step
         read = sent(q + i * q_t, do + i * (G * R * V), q_h, of_k, of_v, R, V, BF, BG, BV)
         decay = tl.exp2(number(dt + i * dt_t, of_v)[None, :, :] * rate)
+        if not EXCLUSIVE:
+            dstate += read
+        dstate *= decay
         if EXCLUSIVE:
-            dstate = dstate * decay + read
-        else:
-            dstate = (dstate + read) * decay
+            dstate += read
         dstate = restarted(dstate, segment, n * C + i, T)
     tl.store(dends + (b * tl.cdiv(T, C) + n) * (G * F * V) + at, dstate, mask=mask)
 

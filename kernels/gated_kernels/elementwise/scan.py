@@ -171,12 +171,11 @@ def outputs_kernel(
         past = restarted(state, segment, n * C + i, T)
         keys, values = number(k + i * k_t, of_k), number(v + i * (G * V), of_v)
         state = after(past, keys, values, number(dt + i * dt_t, of_v), rate)
+        seen = state
+        if EXCLUSIVE:
+            seen = past
         for r in range(R):
-            queries = number(q + i * q_t + r * q_h, of_k)[:, :, None]
-            if EXCLUSIVE:
-                read = tl.sum(queries * past, 0)
-            else:
-                read = tl.sum(queries * state, 0)
+            read = tl.sum(number(q + i * q_t + r * q_h, of_k)[:, :, None] * seen, 0)
             tl.store(o + i * (G * R * V) + r * V, rounded(read, o.dtype.element_ty), mask=of_v)
     if last is not None:
         tl.store(last + b * (G * F * V) + at, state, mask=mask)
@@ -213,12 +212,11 @@ def dq_kernel(
         keys, values = number(k + i * k_t, of_k), number(v + i * (G * V), of_v)
         state = after(past, keys, values, number(dt + i * dt_t, of_v), rate)
         if dq is not None:
+            seen = state
+            if EXCLUSIVE:
+                seen = past
             for r in range(R):
-                douts = number(do + i * (G * R * V) + r * V, of_v)[None, :, :]
-                if EXCLUSIVE:
-                    dqueries = tl.sum(douts * past, 2)
-                else:
-                    dqueries = tl.sum(douts * state, 2)
+                dqueries = tl.sum(number(do + i * (G * R * V) + r * V, of_v)[None, :, :] * seen, 2)
                 tl.store(dq + i * (G * R * F) + r * F, rounded(dqueries, dq.dtype.element_ty), mask=of_k)
 
 
