@@ -58,6 +58,7 @@ SPILLS = {
     ("delta_rule", "dstates_kernel"): (88, 136),
     ("delta_rule", "outputs_kernel"): (272, 216),
     ("delta_rule", "solve_kernel"): (1120, 48),
+    ("elementwise", "dinputs_kernel"): (40, 72),
     ("fused_step", "read_kernel"): (24, 0),  # of sm_120
     ("gla", "dqk_kernel"): (7160, 1104),  # of sm_80, where 8 warps do not help; 1944 on the others
     ("gla", "dstates_kernel"): (72, 0),
@@ -173,7 +174,7 @@ def elementwise_case(D: int) -> None:
         o, last = elementwise.forward(*given)
         elementwise.backward(*given, o, last, (True,) * 4)
     heads = D * G
-    q, k = empty(D * H, F, dtype=FP32).expand(B, T, -1, -1), empty(B, T, heads, 1, dtype=FP32).expand(-1, -1, -1, F)
+    q, k = empty(1, 1, D * H, F, dtype=FP32), empty(B, T, heads, 1, dtype=FP32).expand(-1, -1, -1, F)
     v, log_A, state = (empty(*n, 2, dtype=FP32) for n in ((B, T, heads), (heads, F), (B, heads, F)))
     given = q, k, v, k[..., :2], log_A, state, None, False
     o, last = elementwise.forward(*given)

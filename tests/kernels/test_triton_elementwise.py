@@ -115,20 +115,23 @@ def test_results_do_not_depend_on_how_the_inputs_lie_in_memory_nor_on_autocast(c
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
-def test_one_query_for_all_tokens_and_one_key_and_step_for_all_channels_are_taken_as_they_are() -> None:
-    """As the mixer s4 has them: expanded, so that their strides are 0."""
-    x = inputs_of(OWN["heads of two values"])
-    q_HF = x["q_BTHF"][0, 0].contiguous()
-    given = x | {"q_BTHF": q_HF, "k_BTGF": x["k_BTGF"][..., :1], "dt_BTGV": x["dt_BTGV"][..., :1]}
+@pytest.mark.parametrize("case", ["heads of two values", "strong, exclusive"])
+def test_one_query_for_all_tokens_and_one_key_and_step_for_all_channels_are_taken_as_they_are(case: str) -> None:
+    """As the mixer s4 has them: keys and steps are expanded, so that their strides are 0."""
+    x = inputs_of(OWN[case])
+    given = x | {"q_BTHF": x["q_BTHF"][:1, :1], "k_BTGF": x["k_BTGF"][..., :1], "dt_BTGV": x["dt_BTGV"][..., :1]}
 
     def expanded(op: Any) -> Any:
         def call(**y: Any) -> Any:
-            shapes = {name: x[name].shape for name in ("q_BTHF", "k_BTGF", "dt_BTGV")}
+            shapes = {name: x[name].shape for name in ("k_BTGF", "dt_BTGV")}
             return op(**y | {name: y[name].expand(shape) for name, shape in shapes.items()})
 
         return call
 
     assert not faults(expanded(gated_kernels.chunk_elementwise), expanded(reference), given)
+    with_all = {"q_BTHF": given["q_BTHF"].expand_as(x["q_BTHF"])}
+    one, each = (run(expanded(gated_kernels.chunk_elementwise), y)["output 0"] for y in (given, given | with_all))
+    assert torch.equal(one, each)
 
 
 def test_gradients_that_nobody_wants_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:

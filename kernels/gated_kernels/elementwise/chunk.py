@@ -33,13 +33,13 @@ def chunk_elementwise(
 ) -> tuple[Tensor, Tensor]:
     """S_t = exp(dt_t log A) * S_{t-1} + k_t^T v_t, read by o_t = q_t S_t; query head h uses kv head h // R.
 
-    dt_t[v] >= 0 scales log_A[f, v] <= 0. With `exclusive`, o_t = q_t S_{t-1}. `segment_ids_BT` are integers; the
-    recurrence restarts where they change, and the given state belongs to the first of them. Computes in fp32 (fp64 for
-    fp64 values), under autocast too. Returns o_BTHV in v's dtype and the last state. Raises ValueError when H is no
-    multiple of G.
+    Queries may also be [1, 1, H, F], the same for all tokens. dt_t[v] >= 0 scales log_A[f, v] <= 0. With `exclusive`,
+    o_t = q_t S_{t-1}. `segment_ids_BT` are integers; the recurrence restarts where they change, and the given state
+    belongs to the first of them. Computes in fp32 (fp64 for fp64 values), under autocast too. Returns o_BTHV in v's
+    dtype and the last state. Raises ValueError when H is no multiple of G.
     """
-    B, _, H, F = q_BTHF.shape
-    G, V = v_BTGV.shape[2:]
+    H, F = q_BTHF.shape[2:]
+    B, T, G, V = v_BTGV.shape
     if H % G:
         raise ValueError(f"{H} query heads are no multiple of {G} key-value heads")
     dtype = torch.promote_types(v_BTGV.dtype, torch.float32)
@@ -52,7 +52,7 @@ def chunk_elementwise(
             if found is not None:
                 return found
         inputs = (
-            *(x.to(dtype) for x in (q_BTHF, k_BTGF, v_BTGV, dt_BTGV, log_A_GFV)),
+            *(x.to(dtype) for x in (q_BTHF.expand(B, T, H, F), k_BTGF, v_BTGV, dt_BTGV, log_A_GFV)),
             state,
             segment_ids_BT,
             exclusive,

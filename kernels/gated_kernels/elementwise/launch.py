@@ -8,8 +8,8 @@ Backwards the same is done from the end, for the gradients of the states. Those 
 were: `dq_kernel` keeps every fourth of them, and `dinputs_kernel` makes those between again in registers. That is done
 for so many chunks at a time that what is kept stays within SCRATCH. Only the inputs are kept between the passes.
 
-Everything is computed in fp32. q, k and dt may be expanded views, of one query for all tokens or one key for all
-features, as S4 has them: the kernels take their strides. Nothing of this is tuned, as no GPU has run it yet.
+Everything is computed in fp32. q, k and dt may be expanded views, of one key for all features, as S4 has them:
+the kernels take their strides. Nothing of this is tuned, as no GPU has run it yet.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, N chunks, C chunk
 length.
@@ -24,7 +24,6 @@ import torch
 import triton
 from torch import Tensor
 
-from gated_kernels.common.gated_inputs import sizes_of
 from gated_kernels.elementwise.reverse_scan import dends_kernel, dinputs_kernel
 from gated_kernels.elementwise.scan import carry_kernel, dq_kernel, ends_kernel, outputs_kernel
 
@@ -72,7 +71,9 @@ class _Call:
         segment: Tensor | None,
         exclusive: bool,
     ):
-        self.B, self.T, H, self.G, self.F, self.V = sizes_of(q, v)
+        H, self.F = q.shape[2:]
+        self.B, self.T, self.G, self.V = v.shape
+        self.one_query = q.shape[:2] != v.shape[:2]
         self.R = H // self.G
         BF, BG, self.BV = blocks(self.G, self.F, self.V)
         self.blocks = triton.cdiv(self.G, BG) * triton.cdiv(self.V, self.BV)
@@ -82,12 +83,16 @@ class _Call:
         self.log_A, self.state = log_A, state
         self.strides = {
             f"{name}_{axis}": step
-            for name, x, axes in (("q", q, "bthf"), ("k", k, "btgf"), ("dt", dt, "btgv"))
+            for name, x, axes in (
+                ("q", q.expand(self.B, self.T, H, self.F), "bthf"),
+                ("k", k, "btgf"),
+                ("dt", dt, "btgv"),
+            )
             for axis, step in zip(axes, x.stride())
         }
         self.fixed = {
             "G": self.G, "R": self.R, "F": self.F, "V": self.V, "EXCLUSIVE": int(exclusive), "C": self.C,
-            "INNER": INNER, "BF": BF, "BG": BG, "BV": self.BV,
+            "INNER": INNER, "ONE_QUERY": int(self.one_query), "BF": BF, "BG": BG, "BV": self.BV,
         }  # fmt: skip
         self.states, self.last = state, None
         if self.N > 1:
@@ -99,11 +104,13 @@ class _Call:
             self.carry(state, self.states, self.last)
 
     def run(self, kernel: Any, *tensors: Tensor | None, first: int = 0, chunks: int | None = None) -> None:
-        """A program for every block of values in every chunk of `chunks` (all), from `first` on."""
+        """A program for every block of values in every chunk of `chunks` (all), from `first` on; where one query is
+        for all tokens, `dq_kernel` has one for each query head of a block, which sums over the tokens."""
         chunks = self.N if chunks is None else chunks
         sizes = {"T": self.T, "FIRST": first, "CHUNKS": chunks, "SEQUENCES": self.B} | self.strides | self.fixed
         constants = {name: sizes[name] for name in kernel.arg_names if name in sizes}
-        kernel[(self.B * chunks * self.blocks,)](*tensors, **constants, num_warps=1)
+        heads = self.R if kernel is dq_kernel and self.one_query else 1
+        kernel[self.B * chunks * self.blocks, heads](*tensors, **constants, num_warps=1)
 
     def carry(self, first: Tensor, added: Tensor, last: Tensor | None, backwards: bool = False) -> None:
         entries = self.G * self.F * self.V
@@ -113,8 +120,11 @@ class _Call:
         )  # fmt: skip
 
     def parts(self, x: Tensor) -> Tensor:
-        """For the gradient of q or k: a part for each block of values, which are summed then."""
+        """For the gradient of q or k: a part for each block of values, which are summed then; where one query is for
+        all tokens, for each chunk, too."""
         of_V = triton.cdiv(self.V, self.BV)
+        if x.shape[:2] != (self.B, self.T):
+            return torch.empty(of_V * self.B * self.N, *x.shape, device=x.device, dtype=FP32)
         return torch.empty(of_V, *x.shape, device=x.device, dtype=x.dtype if of_V == 1 else FP32)
 
 
@@ -130,7 +140,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """The outputs and the last state."""
     call = _Call(q, k, v, dt, log_A, state, segment, exclusive)
-    o = v.new_empty(*q.shape[:3], call.V)
+    o = v.new_empty(call.B, call.T, q.shape[2], call.V)
     last = torch.empty_like(state) if call.last is None else None  # of one chunk: the same kernel makes it
     call.run(outputs_kernel, q, k, v, dt, log_A, segment, call.states, o, last)
     last = call.last if last is None else last
@@ -179,4 +189,4 @@ def backward(
 
 
 def _summed(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    return parts[0] if len(parts) == 1 else parts.sum(0).to(dtype)
+    return (parts[0] if len(parts) == 1 else parts.sum(0)).to(dtype)

@@ -186,10 +186,10 @@ def dq_kernel(
     k, v, dt, log_A, segment, states, do, dq, inner, T, FIRST, CHUNKS, SEQUENCES, k_b, k_t, k_g, k_f, dt_b, dt_t, dt_g,
     dt_v,
     G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr,
-    INNER: tl.constexpr, BF: tl.constexpr, BG: tl.constexpr, BV: tl.constexpr,
+    INNER: tl.constexpr, ONE_QUERY: tl.constexpr, BF: tl.constexpr, BG: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the queries (None: not wanted), a part of it for each block of values; and every INNER tokens
-    the state, block by block as the programs have them."""
+    the state, block by block as the programs have them. ONE_QUERY: a program sums that of one head over its tokens."""
     b, n, rows, part, f, g, x = place(T, FIRST, CHUNKS, G, V, C, BF, BG, BV)
     at, mask = tile(f, g, x, G, F, V)
     rate = rates(log_A, at, mask)
@@ -200,13 +200,17 @@ def dq_kernel(
     do += (b * T + n * C) * (G * R * V) + g[:, None] * (R * V) + x[None, :]
     if dq is not None:
         row = (part.to(tl.int64) * SEQUENCES + b) * T + n * C
+        if ONE_QUERY:
+            row = (part.to(tl.int64) * SEQUENCES + b) * tl.cdiv(T, C) + n
         dq += row * (G * R * F) + g[None, :] * (R * F) + f[:, None]
     if segment is not None:
         segment += b * T
     inner += inside_program(C, INNER, BF, BG, BV)
     state = number(states + (b * tl.cdiv(T, C) + n) * (G * F * V) + at, mask)
+    head = tl.program_id(1)  # the only one, unless ONE_QUERY
+    total = tl.zeros((BF, BG, BV), tl.float32)
     for i in range(rows):
-        if i % INNER == 0:
+        if (i % INNER == 0) & (head == 0):
             tl.store(inner + i // INNER * (BF * BG * BV), state)
         past = restarted(state, segment, n * C + i, T)
         keys, values = number(k + i * k_t, of_k), number(v + i * (G * V), of_v)
@@ -215,9 +219,13 @@ def dq_kernel(
             seen = state
             if EXCLUSIVE:
                 seen = past
-            for r in range(R):
+            if ONE_QUERY:
+                total += number(do + i * (G * R * V) + head * V, of_v)[None, :, :] * seen
+            for r in range(0 if ONE_QUERY else R):
                 dqueries = tl.sum(number(do + i * (G * R * V) + r * V, of_v)[None, :, :] * seen, 2)
                 tl.store(dq + i * (G * R * F) + r * F, rounded(dqueries, dq.dtype.element_ty), mask=of_k)
+    if ONE_QUERY and dq is not None:
+        tl.store(dq + head * F, tl.sum(total, 2), mask=of_k)
 
 
 @triton.jit

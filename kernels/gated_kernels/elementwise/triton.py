@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gated_kernels.common.gated_inputs import promoted, sizes_of, unfit, warn_once
+from gated_kernels.common.gated_inputs import promoted, unfit, warn_once
 from gated_kernels.common.interpreter import INTERPRETED
 from gated_kernels.common.tiles import PRODUCTS, contiguous
 from gated_kernels.elementwise import launch
@@ -37,7 +37,7 @@ def forward(
 
 @forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, dt: Tensor, log_A: Tensor, state: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return v.new_empty(*q.shape[:3], v.shape[-1]), state.new_empty(state.shape)
+    return v.new_empty(*v.shape[:2], q.shape[2], v.shape[-1]), state.new_empty(state.shape)
 
 
 @torch.library.custom_op("gated_kernels::elementwise_backward", mutates_args=())
@@ -135,13 +135,14 @@ def _unsupported(
     """What the kernels do not support of this, or None."""
     if (dtype := promoted(q_BTHF, k_BTGF, v_BTGV, dt_BTGV, log_A_GFV)) not in PRODUCTS:
         return f"inputs in {str(dtype).removeprefix('torch.')}"
-    B, T, _, G, F, V = sizes_of(q_BTHF, v_BTGV)
+    B, T, G, V = v_BTGV.shape
+    H, F = q_BTHF.shape[2:]
     if F > launch.LARGEST:
         return f"{F} features a head"
     return unfit(
-        q_BTHF.device,
+        v_BTGV.device,
+        (q_BTHF, (1, 1, H, F) if q_BTHF.shape[:2] == (1, 1) else (B, T, H, F)),
         (k_BTGF, (B, T, G, F)),
-        (v_BTGV, (B, T, G, V)),
         (dt_BTGV, (B, T, G, V)),
         (log_A_GFV, (G, F, V)),
         (initial_state, (B, G, F, V)),
