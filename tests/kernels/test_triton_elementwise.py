@@ -32,6 +32,7 @@ OWN = {
     "a chunk": Case(16, exclusive=True, **SMALL),
     "a token more than a chunk": Case(17, **SMALL),
     "three chunks, no state": Case(45, state=False, **SMALL),
+    "six chunks": Case(83, G=1, R=1, F=2, V=3),
     "segments, exclusive, holes": Case(37, segments=True, exclusive=True, holes=True, **SMALL),
     "segments": Case(37, segments=True, **SMALL),
     "slow": Case(33, dt=1e-4, **SMALL),
@@ -136,7 +137,7 @@ def test_one_query_for_all_tokens_and_one_key_and_step_for_all_channels_are_take
 
 def test_gradients_that_nobody_wants_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = inputs_of(OWN["a token more than a chunk"])
-    wanted: list[tuple[bool, ...]] = []
+    wanted: list[list[bool]] = []
     backward = launch.backward
 
     def told(*given: Any) -> launch.Gradients:
@@ -146,7 +147,7 @@ def test_gradients_that_nobody_wants_are_not_made(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(launch, "backward", told)
     whole = run(gated_kernels.chunk_elementwise, inputs)
     of_v = run(lambda **x: gated_kernels.chunk_elementwise(**inputs | {"v_BTGV": x["v_BTGV"]}), inputs)
-    assert wanted == [(True,) * 4, (False, False, True, False)]
+    assert wanted == [[True] * 4, [False, False, True, False]]
     assert torch.equal(of_v["gradient of v_BTGV"], whole["gradient of v_BTGV"])
 
 

@@ -18,6 +18,7 @@ length.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -159,7 +160,7 @@ def backward(
     exclusive: bool,
     do: Tensor,
     dlast: Tensor,
-    wanted: tuple[bool, bool, bool, bool],
+    wanted: Sequence[bool],
 ) -> Gradients:
     """`dlast` is the gradient of the last state; `wanted` are those of q, k, v and dt."""
     call = _Call(q, k, v, dt, log_A, state, segment, exclusive)

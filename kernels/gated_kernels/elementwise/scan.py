@@ -111,6 +111,17 @@ def ends_kernel(
 
 
 @triton.jit
+def of_chunk(ends, sums, chunk, e, of_sum, mask, E: tl.constexpr, GV: tl.constexpr):
+    """What a chunk adds to the entries of a state, and the sum of its steps; of one that is not there, zeros."""
+    return number(ends + chunk * E + e, mask), number(sums + chunk * GV + of_sum, mask)
+
+
+@triton.jit
+def past_chunk(state, added, total, rate):
+    return state * tl.where(total == -float("inf"), 0.0, tl.exp2(total * rate)) + added
+
+
+@triton.jit
 def carry_kernel(
     log_A, sums, first, ends, last, N, F: tl.constexpr, V: tl.constexpr, E: tl.constexpr, GV: tl.constexpr,
     REVERSED: tl.constexpr, BE: tl.constexpr,
@@ -126,23 +137,26 @@ def carry_kernel(
     state = tl.zeros((BE,), tl.float32)
     if first is not None:
         state = number(first + b * E + e, mask)
+    turn: tl.constexpr = -1 if REVERSED else 1
     chunk = b * N
     if REVERSED:
         chunk += N - 1
-    added = number(ends + chunk * E + e, mask)
-    total = number(sums + chunk * GV + of_sum, mask)
-    for i in range(N):
-        turn = 1
-        if REVERSED:
-            turn = -1
-        more = here(mask, i + 1 < N)  # what the next turn needs is on its way during this one
-        next_added = number(ends + (chunk + turn) * E + e, more)
-        next_total = number(sums + (chunk + turn) * GV + of_sum, more)
+    for i in range(0, N, 4):
+        left = N - i
+        # what four chunks add is on its way before the first of them is passed
+        added0, total0 = of_chunk(ends, sums, chunk, e, of_sum, mask, E, GV)
+        added1, total1 = of_chunk(ends, sums, chunk + turn, e, of_sum, here(mask, left > 1), E, GV)
+        added2, total2 = of_chunk(ends, sums, chunk + 2 * turn, e, of_sum, here(mask, left > 2), E, GV)
+        added3, total3 = of_chunk(ends, sums, chunk + 3 * turn, e, of_sum, here(mask, left > 3), E, GV)
         tl.store(ends + chunk * E + e, state, mask=mask)
-        decay = tl.where(total == -float("inf"), 0.0, tl.exp2(total * rate))
-        state = state * decay + added
-        added, total = next_added, next_total
-        chunk += turn
+        state = past_chunk(state, added0, total0, rate)
+        tl.store(ends + (chunk + turn) * E + e, state, mask=here(mask, left > 1))
+        state = past_chunk(state, added1, total1, rate)
+        tl.store(ends + (chunk + 2 * turn) * E + e, state, mask=here(mask, left > 2))
+        state = past_chunk(state, added2, total2, rate)
+        tl.store(ends + (chunk + 3 * turn) * E + e, state, mask=here(mask, left > 3))
+        state = past_chunk(state, added3, total3, rate)
+        chunk += 4 * turn
     if last is not None:
         tl.store(last + b * E + e, state, mask=mask)
 

@@ -57,7 +57,7 @@ def backward(
     """The gradients of q, k, v and dt (empty where one is not `wanted`), log_A and the state."""
     v, log_A, state, segment, do, dlast = contiguous(v, log_A, state, segment, do, dlast)
     with torch.cuda.device_of(v):
-        found = launch.backward(q, k, v, dt, log_A, state, segment, exclusive, do, dlast, tuple(wanted))
+        found = launch.backward(q, k, v, dt, log_A, state, segment, exclusive, do, dlast, wanted)
     *of_tokens, dlog_A, dstate = found
     dq, dk, dv, ddt = (v.new_empty(0) if x is None else x for x in of_tokens)
     return dq, dk, dv, ddt, dlog_A, dstate
