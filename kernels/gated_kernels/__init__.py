@@ -49,9 +49,11 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
         for op in ("codebook", "codebook_gla", "delta_rule", "fused_step", "gla", "simple_gla", "swa")
     }
     | {"delta_rule_step": ("gated_kernels.delta_rule.triton", "triton_delta_rule_step")},
+    # ours too, but separate until a GPU has compared them with float64 (`kernels/check_gpu.py`)
+    "elementwise": {"elementwise": ("gated_kernels.elementwise.triton", "triton_elementwise")},
     "fla": {"delta_rule": ("gated_kernels.delta_rule.fla", "fla_delta_rule")},
 }
-PATHS = ("torch", "triton", "fla", "triton+fla")
+PATHS = ("torch", "triton", "fla", "triton+fla", "triton+elementwise", "triton+elementwise+fla")
 OLDEST = (8, 0)  # compute capability: the kernels take bf16 products, and tiles that no older chip's memory holds
 
 
@@ -62,8 +64,9 @@ def use(path: str) -> None:
     flash-linear-attention, for calls of the delta rule that ours do not take (heads of more than 128 features). "fla"
     runs flash-linear-attention's alone, to compare with. The default is "triton+fla", or "triton" without fla-core 0.6,
     on Nvidia GPUs from sm_80 on where Triton is installed. On other GPUs the ops run in torch, and the log says so
-    once. The environment variable GATED_KERNELS overrides it when this package is imported. Tensors on a CPU always go
-    to torch. So does what the kernels do not support, with one warning that says why.
+    once. "+elementwise" adds our kernels for the elementwise recurrence, which no GPU has run yet. The environment
+    variable GATED_KERNELS overrides the default when this package is imported. Tensors on a CPU always go to torch. So
+    does what the kernels do not support, with one warning that says why.
 
     Raises ValueError for any other path, and ImportError when a package that it needs is not installed.
     """

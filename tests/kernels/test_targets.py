@@ -26,6 +26,7 @@ from gated_kernels.codebook_gla import read  # noqa: E402
 from gated_kernels.delta_rule import by_feature_launch as by_feature  # noqa: E402
 from gated_kernels.delta_rule import launch as delta_rule  # noqa: E402
 from gated_kernels.delta_rule import step as delta_rule_step  # noqa: E402
+from gated_kernels.elementwise import launch as elementwise  # noqa: E402
 from gated_kernels.fused_step import triton as fused_step  # noqa: E402
 from gated_kernels.fused_step.cases import Case, changed, inputs  # noqa: E402
 from gated_kernels.gla import bf16, fp32  # noqa: E402
@@ -57,6 +58,7 @@ SPILLS = {
     ("delta_rule", "dstates_kernel"): (88, 136),
     ("delta_rule", "outputs_kernel"): (272, 216),
     ("delta_rule", "solve_kernel"): (1120, 48),
+    ("elementwise", "dinputs_kernel"): (40, 72),
     ("fused_step", "read_kernel"): (24, 0),  # of sm_120
     ("gla", "dqk_kernel"): (7160, 1104),  # of sm_80, where 8 warps do not help; 1944 on the others
     ("gla", "dstates_kernel"): (72, 0),
@@ -161,6 +163,24 @@ def delta_rule_case(D: int, dtype: torch.dtype) -> None:
     delta_rule_step.step(*one, log_a[:, :1, :, :1], None, state, True)
 
 
+def elementwise_case(D: int) -> None:
+    """As Mamba has it, in fp32 in segments and exclusive, and in bf16; and as S4 has it, with a head a channel."""
+    (H, G), B, T, F = HEADS[D], 1, 4096, 16
+    q, k, v = (empty(B, T, n, size, dtype=FP32) for n, size in ((H, F), (G, F), (G, 2 * D)))
+    segment = empty(B, T, dtype=INT)
+    log_A, state = empty(G, F, 2 * D, dtype=FP32), empty(B, G, F, 2 * D, dtype=FP32)
+    in_bf16 = *(x.bfloat16() for x in (q, k, v)), v, log_A, state, None, False
+    for given in ((q, k, v, v, log_A, state, segment, True), in_bf16):
+        o, last = elementwise.forward(*given)
+        elementwise.backward(*given, o, last, (True,) * 4)
+    heads = D * G
+    q, k = empty(1, 1, D * H, F, dtype=FP32), empty(B, T, heads, 1, dtype=FP32).expand(-1, -1, -1, F)
+    v, log_A, state = (empty(*n, 2, dtype=FP32) for n in ((B, T, heads), (heads, F), (B, heads, F)))
+    given = q, k, v, k[..., :2], log_A, state, None, False
+    o, last = elementwise.forward(*given)
+    elementwise.backward(*given, o, last, (True, False, True, False))
+
+
 def fused_step_case(case: Case) -> None:
     fused_step.triton_fused_step(*changed(inputs(case), lambda t: t.to("meta")))
 
@@ -177,6 +197,7 @@ def cases_of(D: int) -> dict[str, Callable[[], None]]:
         f"codebook_gla {D}": lambda: codebook_gla_case(D),
         f"delta_rule {D}": lambda: delta_rule_case(D, BF16),
         f"delta_rule {D} fp32": lambda: delta_rule_case(D, FP32),
+        f"elementwise {D}": lambda: elementwise_case(D),
         f"gla {D}": lambda: gla_case(D, BF16),
         f"gla {D} fp32": lambda: gla_case(D, FP32),
         f"simple_gla {D}": lambda: simple_gla_case(D, D, BF16),

@@ -18,6 +18,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from gated_kernels.common.recomputed import recomputed
+from gated_kernels.common.registry import kernel_for
 
 CHUNK = 32
 
@@ -37,21 +38,28 @@ def chunk_elementwise(
 
     dt_t[v] >= 0 scales log_A[f, v] <= 0. Computes in fp32 (fp64 for fp64 values), even under autocast.
 
+    q_BTHF: or [1, 1, H, F], the same query for all tokens.
     initial_state: [B, G, F, V]; None: zeros.
     segment_ids_BT: integers. The recurrence restarts where they change. The given state belongs to the first segment.
     exclusive: o_t = q_t S_{t-1}.
 
     Returns o_BTHV in v's dtype and the last state. Raises ValueError when H is not a multiple of G.
     """
-    B, _, H, F = q_BTHF.shape
-    G, V = v_BTGV.shape[2:]
+    H, F = q_BTHF.shape[2:]
+    B, T, G, V = v_BTGV.shape
     if H % G:
         raise ValueError(f"{H} query heads are not a multiple of {G} key-value heads")
     dtype = torch.promote_types(v_BTGV.dtype, torch.float32)
     state = v_BTGV.new_zeros(B, G, F, V, dtype=dtype) if initial_state is None else initial_state.to(dtype)
     with torch.autocast(v_BTGV.device.type, enabled=False):
+        kernel = kernel_for("elementwise")
+        if kernel is not None:
+            options = {"initial_state": state, "segment_ids_BT": segment_ids_BT, "exclusive": exclusive}
+            found = kernel(q_BTHF, k_BTGF, v_BTGV, dt_BTGV, log_A_GFV, **options)
+            if found is not None:
+                return found
         inputs = (
-            *(x.to(dtype) for x in (q_BTHF, k_BTGF, v_BTGV, dt_BTGV, log_A_GFV)),
+            *(x.to(dtype) for x in (q_BTHF.expand(B, T, H, F), k_BTGF, v_BTGV, dt_BTGV, log_A_GFV)),
             state,
             segment_ids_BT,
             exclusive,

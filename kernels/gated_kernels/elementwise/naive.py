@@ -21,14 +21,15 @@ def naive_elementwise(
     exclusive: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See `gated_kernels.chunk_elementwise`. Computed in the dtype of the values, but in at least fp32."""
-    B, T, H, F = q_BTHF.shape
-    G, V = v_BTGV.shape[2:]
+    H, F = q_BTHF.shape[2:]
+    B, T, G, V = v_BTGV.shape
     dtype = torch.promote_types(v_BTGV.dtype, torch.float32)
     q, k, v, dt = (x.to(dtype).repeat_interleave(H // x.shape[2], 2) for x in (q_BTHF, k_BTGF, v_BTGV, dt_BTGV))
     log_A = log_A_GFV.to(dtype).repeat_interleave(H // G, 0)
     initial_state = v.new_zeros(B, G, F, V) if initial_state is None else initial_state.to(dtype)
     state = initial_state.repeat_interleave(H // G, 1)
     outputs = []
+    q = q.expand(B, T, H, F)
     for t in range(T):
         if segment_ids_BT is not None and t > 0:
             state = state * (segment_ids_BT[:, t] == segment_ids_BT[:, t - 1])[:, None, None, None]

@@ -77,7 +77,7 @@ class S4(ElementwiseMixer):
         write_mask_BTN1 = write_mask_BTG1.expand(-1, -1, -1, V).reshape(B, T, G * V, 1)
         read_LF = self.read_GVRF.float().clamp(max=15).exp().flatten(0, 2)
         o_BTL2, state = chunk_elementwise(
-            read_LF.expand(B, T, -1, -1),
+            read_LF[None, None],
             write_mask_BTN1.expand(-1, -1, -1, self.spec.states),
             torch.cat((v_BTGV.reshape(B, T, G * V, 1), write_mask_BTN1), -1),
             write_mask_BTN1.expand(-1, -1, -1, 2),
