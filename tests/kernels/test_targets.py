@@ -58,7 +58,8 @@ SPILLS = {
     ("delta_rule", "dstates_kernel"): (88, 136),
     ("delta_rule", "outputs_kernel"): (272, 216),
     ("delta_rule", "solve_kernel"): (1120, 48),
-    ("elementwise", "dinputs_kernel"): (40, 72),
+    ("elementwise", "dinputs_kernel"): (56, 72),
+    ("elementwise", "dq_kernel"): (0, 24),  # of sm_100
     ("fused_step", "read_kernel"): (24, 0),  # of sm_120
     ("gla", "dqk_kernel"): (7160, 1104),  # of sm_80, where 8 warps do not help; 1944 on the others
     ("gla", "dstates_kernel"): (72, 0),
