@@ -188,7 +188,7 @@ def test_only_the_inputs_are_kept_for_the_backward_pass() -> None:
 )
 def test_what_the_kernels_do_not_take_is_left_to_torch_with_one_warning(changes: dict, why: str) -> None:
     inputs = inputs_of(OWN["one token"]._replace(**changes))
-    with pytest.warns(UserWarning, match=f"do not take {why}") as caught:
+    with pytest.warns(UserWarning, match=f"do not support {why}") as caught:
         assert [kernels.triton_elementwise(**inputs) for _ in range(2)] == [None, None]
     assert len(caught) == 1
     assert gated_kernels.chunk_elementwise(**inputs)[0].shape == (2, 1, 2, 6)
@@ -196,7 +196,7 @@ def test_what_the_kernels_do_not_take_is_left_to_torch_with_one_warning(changes:
 
 def test_a_tensor_of_another_shape_is_left_to_torch() -> None:
     inputs = inputs_of(OWN["one token"])
-    with pytest.warns(UserWarning, match=r"do not take \(2, 1, 1, 1\) on \w+(:0)? where \(2, 1, 1, 6\)"):
+    with pytest.warns(UserWarning, match=r"do not support \(2, 1, 1, 1\) on \w+(:0)? where \(2, 1, 1, 6\)"):
         assert kernels.triton_elementwise(**inputs | {"dt_BTGV": inputs["dt_BTGV"][..., :1]}) is None
 
 
