@@ -1,4 +1,4 @@
-"""Linearized models: their classes and configs, how they are switched and aligned; `model.loading` loads them.
+"""Linearized models: classes, configs, branch switching and alignment targets. `model.loading` loads them from disk.
 
 Importing this package registers every linearized family with transformers' Auto classes.
 """
@@ -43,12 +43,12 @@ __all__ = [
 
 
 def linearized_classes(model_type: str) -> tuple[type, type, type]:
-    """Config, backbone and language model classes of a base's `model_type`."""
+    """The config, backbone and causal language model classes for a base's `model_type`."""
     return CLASSES[model_type]
 
 
 def collect_align_targets(base: Any, batch: dict[str, torch.Tensor], layers: list[int]) -> AlignTargets:
-    """Runs the base over `batch` once, without gradients, and keeps what the attention of `layers` saw and gave."""
+    """Runs the base on `batch` once, without gradients, and records the attention inputs and outputs of `layers`."""
     targets = AlignTargets([], [], [], [])
 
     def record(_module: nn.Module, _args: tuple, kwargs: dict[str, Any], output: tuple) -> None:
@@ -68,7 +68,11 @@ def collect_align_targets(base: Any, batch: dict[str, torch.Tensor], layers: lis
 
 
 def parameter_group(name: str, config: Any) -> str:
-    """`mixer`, `attention` (projections and norms of linearized layers), `embeddings` (both ends) or `body`."""
+    """The group that the parameter `name` belongs to.
+
+    One of `mixer`, `attention` (projections and norms of linearized layers), `embeddings` (token embeddings and output
+    head) or `body`.
+    """
     match = re.search(r"layers\.(\d+)\.self_attn\.(.*)", name)
     if match and int(match[1]) in linear_layers(config):
         return "mixer" if match[2].startswith(MIXER_MODULE) else "attention"

@@ -1,6 +1,7 @@
-"""The layer that takes the place of softmax attention: the family's own projections, a window, and a mixer.
+"""The layer that replaces softmax attention: the family's own projections, a window, and a mixer.
 
-Shapes: B batch, T tokens, S = tokens of the ring + T, M sinks, H query heads, G key-value heads, D head size.
+Shapes: B batch, T tokens, S = tokens in the ring + T, M sinks, H query heads, G key-value heads, D head size,
+C hidden size.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ MIXER_MODULE = "mixer"
 
 
 def head_dims(config: Any) -> HeadDims:
-    """The sizes of one attention layer of a base's or linearized model's config."""
+    """The sizes of one attention layer, from the config of a base or a linearized model."""
     return HeadDims(config.hidden_size, config.num_attention_heads, config.num_key_value_heads, head_dim(config))
 
 
 class LinearizedAttention(nn.Module):
-    """Adopts the projections and norms of a family's attention module under their own names. Its child `mixer` holds
-    all that is new."""
+    """A linearized attention layer.
+
+    It keeps the projections and norms of the family's attention module under their original names. All new parameters
+    are in the child module `mixer`.
+    """
 
     mixer: Any
 
@@ -41,7 +45,7 @@ class LinearizedAttention(nn.Module):
             self.add_module(name, child)
         self.family, self.dims, self.layer_idx = family_of(config), head_dims(config), layer_idx
         self.scaling: float = attention.scaling
-        self.base_window = own_windows(config)[layer_idx]  # which need not be that of the new window
+        self.base_window = own_windows(config)[layer_idx]  # may differ from the linearized layer's window
         self.softcap: float | None = attention.attn_logit_softcapping if self.family.softcap else None
         self.output_dropout: float = attention.residual_dropout if self.family.output_dropout else 0.0
         self.clip: float | None = getattr(config, "clip_qkv", None)
@@ -56,7 +60,7 @@ class LinearizedAttention(nn.Module):
     def qkv(
         self, x_BTC: Tensor, metadata: SequenceMetadata, past: LinearizedCacheLayer | None = None
     ) -> tuple[Tensor, ...]:
-        """[B,T,H,D], [B,T,G,D] and [B,T,G,D], before rotary."""
+        """Queries [B,T,H,D], keys [B,T,G,D] and values [B,T,G,D], before rotary."""
         q, k, v = project_qkv(self, self.family, self.dims.dim, self.dims.kv_heads, x_BTC)
         if self.spec.shift != "none" or self.spec.normalizes_qk:
             q, k, v = self.mixer("prepare", q, k, v, x_BTC, metadata, past)
@@ -71,7 +75,7 @@ class LinearizedAttention(nn.Module):
         metadata: SequenceMetadata,
         past: LinearizedCacheLayer | None = None,
     ) -> tuple[Tensor, ...]:
-        """q, k before and after rotary and v: [B,T,H,D], [B,T,G,D], the same rotated, [B,T,G,D]."""
+        """q [B,T,H,D] and k [B,T,G,D] before rotary, q and k of the same shapes after rotary, and v [B,T,G,D]."""
         q, k, v = self.qkv(x_BTC, metadata, past)
         if not self.rotates:
             q_rot, k_rot = q, k
@@ -81,7 +85,7 @@ class LinearizedAttention(nn.Module):
             q_rot, k_rot = torch.cat((q_rot, q[..., n:]), -1), torch.cat((k_rot, k[..., n:]), -1)
         else:
             q_rot, k_rot = self.rotate(q, k, *position_embeddings, unsqueeze_dim=2)
-        if q.is_cuda:  # the angles are float32 under autocast, and would make the window's products that, too
+        if q.is_cuda:  # under autocast the angles are float32 and would promote the window's matmuls to float32
             q_rot, k_rot = q_rot.to(q.dtype), k_rot.to(k.dtype)
         return q, k, q_rot, k_rot, v
 
@@ -94,8 +98,12 @@ class LinearizedAttention(nn.Module):
         metadata: SequenceMetadata | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """hidden_states [B,T,C] -> ([B,T,C], None). The mask is the softmax layers'; this layer goes by `metadata`,
-        which stands behind the rotary's cos and sin where a decoder layer hands on no more (`hand_on_metadata`)."""
+        """hidden_states [B,T,C] -> ([B,T,C], None).
+
+        `attention_mask` is ignored: it is for the softmax layers, and this layer uses `metadata`. Where the family's
+        decoder layer does not pass extra arguments on, `metadata` is the third item of `position_embeddings`, after
+        cos and sin (see `hand_on_metadata`). Raises ValueError when there is no metadata.
+        """
         if metadata is None and len(position_embeddings) == 3:
             metadata = position_embeddings[2]
         if metadata is None:
@@ -112,17 +120,20 @@ class LinearizedAttention(nn.Module):
         return F.dropout(output_BTC, self.output_dropout, self.training), None
 
     def window_metadata(self, metadata: SequenceMetadata, past: LinearizedCacheLayer | None) -> WindowMetadata:
-        """What this layer's window needs to know about the batch."""
+        """The batch metadata for this layer's window."""
         return window_metadata(self.spec, metadata, past)
 
     def prepare_metadata(self, metadata: SequenceMetadata) -> None:
-        """Has `metadata` work out, once for all equal layers, what a forward without a cache asks it for."""
+        """Precomputes in `metadata` what a forward without a cache needs, once for all layers with equal windows."""
         window = self.window_metadata(metadata, None)
         if self.spec.window and self.spec.scope == "evicted":
             metadata.write_mask_on_eviction(window)
 
     def enable_fused_step(self, past: LinearizedCacheLayer) -> bool:
-        """Has the static steps of this layer and its cache be taken by one kernel; False where it cannot."""
+        """Switches the static decode steps of this layer and its cache to one fused kernel.
+
+        Returns whether the kernel supports this layer; False leaves the steps unfused.
+        """
         config, cache = self.mixer.step_config(), step_cache(past)
         if config is None or cache is None or self.branches != "both":
             return False
@@ -138,7 +149,7 @@ class LinearizedAttention(nn.Module):
         metadata: SequenceMetadata,
         past: LinearizedCacheLayer,
     ) -> StepInputs:
-        """What a fused step takes of the one new token."""
+        """The inputs of a fused decode step for one new token [B,1,C]."""
         q, k, v = (x[:, 0] for x in self.qkv(x_B1C, metadata))
         cos, sin = (x[:, 0] for x in position_embeddings) if self.rotates else (None, None)
         window = self.window_metadata(metadata, past)
@@ -152,7 +163,7 @@ class LinearizedAttention(nn.Module):
         metadata: SequenceMetadata,
         past: LinearizedCacheLayer | None,
     ) -> tuple[QKV, WindowInputs]:
-        """The projections of the new tokens, and what the window attends over; updates the rings of `past`."""
+        """The projections of the new tokens and the window's inputs. Updates the rings of `past`."""
         projected = self.project(x_BTC, position_embeddings, metadata, past)
         return self.extend_window(projected, x_BTC, metadata, past)
 
@@ -163,7 +174,7 @@ class LinearizedAttention(nn.Module):
         metadata: SequenceMetadata,
         past: LinearizedCacheLayer | None,
     ) -> tuple[QKV, WindowInputs]:
-        """As `prepare_inputs`, from what `project` has made of the new tokens."""
+        """As `prepare_inputs`, given the output of `project` for the new tokens."""
         q_BTHD, k_BTGD, q_rot_BTHD, k_rot_BTGD, v_BTGD = projected
         window = self.window_metadata(metadata, past)
         k_rot_BSGD = extend(past, "k", k_rot_BTGD, window)
@@ -175,16 +186,18 @@ class LinearizedAttention(nn.Module):
 
 
 def hand_on_metadata(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A hook before a decoder layer that hands its attention less than it is given: puts the metadata behind the
-    rotary's cos and sin, which every such layer hands on as they are."""
+    """Forward pre-hook for a decoder layer that does not pass extra keyword arguments on to its attention.
+
+    It appends the metadata to the rotary's (cos, sin), which every such decoder layer passes on unchanged.
+    """
     if not isinstance(layer.self_attn, LinearizedAttention):
-        return None  # the base's own has taken its place, as while layers are chosen
+        return None  # the base's attention is swapped in for now, as during layer selection
     cos, sin = kwargs["position_embeddings"]
     return args, {**kwargs, "position_embeddings": (cos, sin, kwargs["metadata"])}
 
 
 def _sink_tokens(past: LinearizedCacheLayer | None, name: str, sinks: Sinks | None, new_BTGD: Tensor) -> Tensor | None:
-    """[B,M,G,D]: the keys or values of the sinks, from the new tokens or from the cache, which keeps them."""
+    """[B,M,G,D]: the keys or values of the sinks, from the new tokens or from the cache. Updates the cache."""
     if sinks is None:
         return None
     if sinks.index_BM is None or sinks.found_BM is None:

@@ -1,4 +1,4 @@
-"""Which bases can be linearized, and their modules without storage."""
+"""Which bases can be linearized, and how to build them on the meta device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from liger_convert.utils.errors import BadInput, first_line
 
 
 def check_base(config: Any) -> None:
-    """Raises BadInput unless `config` is an unquantised, causal base of one of the families."""
+    """Raises BadInput unless `config` is an unquantized, causal base of a supported family."""
     if config.model_type.startswith(PREFIX):
         raise BadInput(f"base: model_type {config.model_type!r} is linearized already; give the model it was made from")
     family_of(config)
@@ -25,11 +25,12 @@ def check_base(config: Any) -> None:
 
 
 def context_length(config: Any) -> int | None:
-    """The tokens that the base was made for, its rotary scaling included; None where its config does not say.
+    """The context length in tokens that the base supports, rotary scaling included; None if its config does not say.
 
-    `max_position_embeddings` is the extended context under `llama3` and `longrope`, and where kinds of layers rotate
-    differently (Gemma 3). It is the original one under `linear` and `dynamic`. Where the original context is named,
-    that times the factor counts if it is more, as for `yarn`, whose configs come in both ways.
+    `max_position_embeddings` is the extended context for `llama3` and `longrope`, and for models whose layer types have
+    separate rotary parameters (Gemma 3). For `linear` and `dynamic` it is the original context. If the config also
+    states the original context, the result is the larger of `max_position_embeddings` and original context times
+    factor. This covers `yarn`, whose configs follow either convention.
     """
     positions: int | None = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -41,14 +42,19 @@ def context_length(config: Any) -> int | None:
 
 
 def attention_option(config: Any) -> dict[str, str]:
-    """What `from_pretrained` and `from_config` have to be given for a base that bounds its attention's logits, such as
-    Gemma 2. By itself transformers 5.19 takes sdpa, which leaves the bound out and says nothing; 5.23 takes eager."""
+    """Keyword arguments for `from_pretrained` and `from_config`: eager attention where its logits are softcapped.
+
+    This matters for bases such as Gemma 2. transformers 5.19 defaults to sdpa for them, which silently ignores the
+    softcap; 5.23 defaults to eager.
+    """
     return {} if getattr(config, "attn_logit_softcapping", None) is None else {"attn_implementation": "eager"}
 
 
 def meta_model(config: Any) -> Any:
-    """The base's model without storage. Raises BadInput when the config contradicts itself, or names an unknown
-    rotary."""
+    """The base's model on the meta device.
+
+    Raises BadInput when the config is inconsistent or names an unknown rope_type.
+    """
     rope = getattr(config, "rope_parameters", None) or {}
     for kind in [rope.get("rope_type"), *(part.get("rope_type") for part in rope.values() if isinstance(part, dict))]:
         if kind not in (None, "default", *ROPE_INIT_FUNCTIONS):
@@ -57,5 +63,5 @@ def meta_model(config: Any) -> Any:
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, **attention_option(config))
-    except Exception as error:  # whatever the family's code makes of sizes that do not fit
+    except Exception as error:  # the family's code may raise anything for inconsistent sizes
         raise BadInput(f"config.json: no {config.model_type} can be built from it: {first_line(error)}") from error

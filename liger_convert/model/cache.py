@@ -1,8 +1,9 @@
-"""What a layer keeps between two calls: the window's ring, the sinks and the recurrent states. Constant in size,
-unless the window has no end.
+"""What a layer caches between calls: the window's ring buffer, the sinks and the recurrent states.
 
-Shapes: B batch, T new tokens, P tokens of the ring (at most window - 1, if there is an end), N sinks, G key-value
-heads, S tokens that a softmax layer has room for, D head size.
+The size is constant, unless the window is unbounded.
+
+Shapes: B batch, T new tokens, P tokens in the ring (at most window - 1, if the window is bounded), N sinks, G key-value
+heads, S capacity of a softmax layer in tokens, D head size. In `extend`, S = P + T.
 """
 
 from __future__ import annotations
@@ -20,17 +21,19 @@ from liger_convert.model.sequence import Positions, SequenceMetadata, Sinks, Win
 
 
 class LinearizedCacheLayer(CacheLayerMixin):
-    """Tensors by name, all with the batch first: `ring` [B,P,...], `sinks` [B,N,...] and float32 `states` [B,...].
-    `positions` says where these tokens are in the text; layers of equal window and sinks share it.
+    """The cache of one linearized layer.
 
-    A ring is read from its oldest token on, whose slot is `positions.ring_position`. While `static` is true, no shape
-    changes and no value is read. With `in_place` as well, tensors are updated at their addresses, as a captured step
-    needs it (decoding.py): a new token takes the slot of the oldest. Otherwise the ring is built anew, the oldest token
-    first.
+    It holds tensors by name, batch first: `ring` [B,P,...], `sinks` [B,N,...] and float32 `states` [B,...].
+    `positions` holds the positions of these tokens; layers with equal window and sinks share it.
 
-    Queries of the library (length, mask sizes, beams, offloading) are answered for the whole layer. `is_sliding` is
-    None, neither True nor False, because the library sizes the masks of the *softmax* layers by the first cache layer
-    that says either.
+    A ring is read from its oldest token onwards, whose slot is `positions.ring_position`. While `static` is true, no
+    shape changes and no value is read on the host. If `in_place` is also true, tensors are updated at fixed addresses,
+    as a captured step requires (see decoding.py): a new token overwrites the oldest. Otherwise the ring is rebuilt,
+    oldest token first.
+
+    transformers' cache queries (length, mask sizes, beams, offloading) are answered for the whole layer. `is_sliding`
+    is None rather than a bool because transformers sizes the masks of the *softmax* layers from the first cache layer
+    whose `is_sliding` is True or False.
     """
 
     is_sliding = None
@@ -45,8 +48,8 @@ class LinearizedCacheLayer(CacheLayerMixin):
         self.states: dict[str, Tensor] = {}
         self.positions: Positions | None = None
         self.length = 0
-        self.softmax: StaticSoftmaxLayer | None = None  # answers for the masks of the softmax layers while static
-        self.fused = False  # whether static steps are taken by one kernel
+        self.softmax: StaticSoftmaxLayer | None = None  # while static, answers mask queries for the softmax layers
+        self.fused = False  # whether static steps run as one fused kernel
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
@@ -59,7 +62,10 @@ class LinearizedCacheLayer(CacheLayerMixin):
         raise RuntimeError("this cache layer belongs to a linearized layer, but softmax attention tried to use it")
 
     def extend(self, name: str, new: Tensor, window: WindowMetadata) -> Tensor:
-        """[B,S,...]: the ring called `name`, oldest token first, then `new` [B,T,...], whose last tokens stay."""
+        """[B,S,...]: the ring called `name`, oldest token first, followed by `new` [B,T,...].
+
+        Afterwards the ring holds the last `window.cache_window` of these tokens.
+        """
         old, order_P = self.ring.get(name), window.ring_order_P
         ordered = old if old is None or order_P is None else old.index_select(1, order_P)
         stream = new if ordered is None else torch.cat((ordered, new), 1)
@@ -68,32 +74,32 @@ class LinearizedCacheLayer(CacheLayerMixin):
                 old.index_copy_(1, order_P[:1], new.to(old.dtype))
             return stream
         last = stream[:, max(0, stream.shape[1] - window.cache_window) :]
-        # cloned, because a view of the last tokens would keep the whole prompt alive; a step's keeps one token more
+        # clone after a prefill: a view would keep the whole prompt alive. A decode step's view keeps one extra token
         view = self.static or (old is not None and stream.shape[1] <= window.cache_window)
         self.ring[name] = last if view else last.clone()
         return stream
 
     def read_sinks(self, name: str, new: Tensor, sinks: Sinks) -> Tensor | None:
-        """The keys or values of the sinks so far; None before the first token."""
+        """The cached keys or values of the sinks; None before the first token."""
         return self.sinks.get(name)
 
     def write_sinks(self, name: str, tensor: Tensor) -> Tensor:
-        """Keeps the sinks' keys or values, and returns them."""
+        """Stores the sinks' keys or values and returns them."""
         self._write(self.sinks, name, tensor)
         return tensor
 
     def read_states(self, mixer: Mixer) -> dict[str, Tensor]:
-        """The states so far, by name; none before the first token."""
+        """The recurrent states by name; empty before the first token."""
         return self.states
 
     def write_states(self, states: dict[str, Tensor], read: Tensor, mixer: Mixer) -> Tensor:
-        """Keeps the states after a forward, and returns what was read with them."""
+        """Stores the states after a forward. Returns `read`, the memory's output, unchanged."""
         for name, state in states.items():
             self._write(self.states, name, state)
         return read
 
     def write_positions(self, positions: Positions) -> None:
-        """Keeps where the tokens stand after a forward."""
+        """Stores the positions of the tokens after a forward."""
         if not (self.static and self.in_place):
             self.positions = positions
             return
@@ -107,8 +113,10 @@ class LinearizedCacheLayer(CacheLayerMixin):
             ring_position.add_(1)
 
     def to_static(self, cache_window: int, in_place: bool) -> None:
-        """Gives every tensor its final shape and memory of its own: a ring is filled up to `cache_window` tokens,
-        with positions of -1."""
+        """Gives every tensor its final shape and its own memory.
+
+        Rings are left-padded to `cache_window` tokens; the padding has position -1.
+        """
         before = self.positions
         assert before is not None
         self.in_place, self.fused = in_place, False
@@ -130,12 +138,12 @@ class LinearizedCacheLayer(CacheLayerMixin):
         )
 
     def tensors(self) -> list[Tensor]:
-        """Everything a step writes to."""
+        """Every tensor that a decode step writes."""
         ring_position = None if self.positions is None else self.positions.ring_position
         return self._batched() + ([] if ring_position is None else [ring_position])
 
     def nbytes(self) -> int:
-        """Bytes held for all rows together."""
+        """Bytes held for all rows."""
         return sum(t.numel() * t.element_size() for t in self._batched())
 
     def get_seq_length(self) -> Any:
@@ -162,7 +170,7 @@ class LinearizedCacheLayer(CacheLayerMixin):
         self._map(lambda t: t.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
-        """Nothing to fetch ahead: every use moves with the layer's inputs."""
+        """Does nothing: offloading is not supported (`adopt_cache` refuses it)."""
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._map(lambda t: t.index_select(0, beam_idx.to(t.device)))
@@ -200,8 +208,10 @@ class LinearizedCacheLayer(CacheLayerMixin):
 
 
 def advance(layers: list[LinearizedCacheLayer], windows: list[WindowMetadata], metadata: SequenceMetadata) -> None:
-    """Gives layers the positions of the tokens after a forward over `metadata`; `windows` is what each of them was
-    given. Equal layers share it."""
+    """Updates the positions and lengths of cache layers after a forward over `metadata`.
+
+    windows: the window metadata that each layer used. Layers with the same window metadata share their positions.
+    """
     first: dict[int, LinearizedCacheLayer] = {}
     for layer, window in zip(layers, windows, strict=True):
         if id(window) not in first:
@@ -213,15 +223,15 @@ def advance(layers: list[LinearizedCacheLayer], windows: list[WindowMetadata], m
 
 
 def _filled(tensor: Tensor, size: int, value: int) -> Tensor:
-    """[B,P,...] with `value` before its tokens, up to `size` of them, in memory of its own."""
+    """[B,size,...]: a copy of `tensor` [B,P,...], left-padded with `value`."""
     missing = tensor.new_full((len(tensor), size - tensor.shape[1], *tensor.shape[2:]), value)
     return torch.cat((missing, tensor), 1)
 
 
 class StaticSoftmaxLayer(DynamicLayer):
-    """A softmax layer's keys and values [B,G,S,D] at fixed addresses. It is made from a dynamic layer and turned back.
+    """A softmax layer's keys and values [B,G,S,D] at fixed addresses, converted from a dynamic layer and back.
 
-    Sliding layers keep all S tokens too: what has left their window is masked, as it is at any full length.
+    room: S. Sliding layers also keep all S tokens; the mask hides those that have left the window.
     """
 
     is_compileable = True
@@ -237,19 +247,19 @@ class StaticSoftmaxLayer(DynamicLayer):
         held = slice(self.length - dynamic.keys.shape[2], self.length)
         self.keys, self.values = (t.new_zeros(*t.shape[:2], room, t.shape[3]) for t in (dynamic.keys, dynamic.values))
         self.keys[:, :, held], self.values[:, :, held] = dynamic.keys, dynamic.values
-        dynamic.keys = dynamic.values = None  # until `to_dynamic`
+        dynamic.keys = dynamic.values = None  # restored by `to_dynamic`
         self.next = torch.tensor(self.length, device=self.keys.device)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        # under autocast keys and values come in different dtypes, and the dynamic layer has made one of them
+        # under autocast keys and values may have different dtypes; the buffers have the dynamic layer's
         self.keys.index_copy_(2, self.next[None], key_states.to(self.keys.dtype))
         self.values.index_copy_(2, self.next[None], value_states.to(self.values.dtype))
         self.next += 1
         return self.keys, self.values
 
     def tensors(self) -> list[Tensor]:
-        """Everything a step writes to."""
+        """Every tensor that a decode step writes."""
         return [self.keys, self.values, self.next]
 
     def get_seq_length(self) -> Any:
@@ -266,7 +276,7 @@ class StaticSoftmaxLayer(DynamicLayer):
         self.next.zero_()
 
     def to_dynamic(self) -> DynamicLayer:
-        """The dynamic layer, as if it had taken these steps itself."""
+        """The dynamic layer, as if it had cached all these tokens itself."""
         start = 0
         if isinstance(self.dynamic, DynamicSlidingWindowLayer):
             self.dynamic.cumulative_length = self.length
@@ -277,10 +287,11 @@ class StaticSoftmaxLayer(DynamicLayer):
 
 
 def adopt_cache(cache: Any, layers: list[str]) -> None:
-    """Gives every linearized layer of a fresh dynamic cache its own cache layer, in place.
+    """Installs a LinearizedCacheLayer for every linearized layer of a dynamic cache, in place.
 
-    `layers` is the linearization's list of mixer names. Raises ValueError for a cache that is not dynamic, is
-    offloaded or quantised, or already holds softmax keys of a layer that has been linearized.
+    `layers` is the linearization's list of mixer names. Raises ValueError for a cache that is not dynamic, that is
+    offloaded or quantized, or that already holds softmax keys for a linearized layer. Static softmax layers left over
+    from decoding are turned back into dynamic ones.
     """
     if not isinstance(cache, Cache):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The configs of linearized models: the family's own, under a new model_type, plus the linearization."""
+"""The configs of linearized models: the family's config under a new model_type, plus `linearization`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from liger_convert.config.renamed import current
 from liger_convert.model.families import FAMILIES, PREFIX, family_of
 
 FORMAT = 2
-BEFORE = 1  # which had other names for some options (`config.renamed`), and is read as what it would be now
+BEFORE = 1  # the previous format, with other names for some options; converted on load by `config.renamed`
 
 
 def _config_class(model_type: str) -> type:
@@ -37,7 +37,7 @@ def _config_class(model_type: str) -> type:
 
 
 def _current(linearization: Any) -> Any:
-    """A linearization of the format before in this one; any other as it is."""
+    """Converts a linearization from the previous format to the current one; returns any other unchanged."""
     if not isinstance(linearization, dict) or linearization.get("format") != BEFORE:
         return linearization
     mixers = {name: current("mixer", spec) for name, spec in linearization["mixers"].items()}
@@ -51,7 +51,7 @@ for _cls in CONFIGS.values():
 
 
 def linearized_config(base_config: Any, linearization: dict[str, Any]) -> Any:
-    """The config of `base_config`'s model with the layers of `linearization` linearized."""
+    """The config of the linearized model for `base_config`. linearization: as stored in config.json."""
     values = base_config.to_dict()
     for name in ("model_type", "architectures", "auto_map", "linearization"):
         values.pop(name, None)
@@ -59,5 +59,5 @@ def linearized_config(base_config: Any, linearization: dict[str, Any]) -> Any:
 
 
 def linear_layers(config: Any) -> list[int]:
-    """The indices of the layers that are linearized."""
+    """The indices of the linearized layers."""
     return [i for i, mixer in enumerate(config.linearization["layers"]) if mixer != SOFTMAX]

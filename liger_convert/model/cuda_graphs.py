@@ -1,4 +1,4 @@
-"""A step of decoding or training as one captured CUDA graph."""
+"""Capture of a decoding or training step as one CUDA graph."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WARM_UP = 2  # steps before a capture: in the first one libraries allocate what they keep
+WARM_UP = 2  # steps before a capture: libraries allocate their persistent buffers in the first one
 
 
 def capture(
@@ -19,14 +19,19 @@ def capture(
     tensors: Callable[[], list[Tensor]],
     pool: Any = None,
 ) -> Callable[..., Tensor]:
-    """`step` as one CUDA graph, replayed by a call with inputs of the shapes of `given`, whose result the next call
-    overwrites. `tensors()` lists what a step changes; it is left as it was. Graphs of one `pool` take turns in the same
-    memory. Raises RuntimeError where `step` cannot be captured, as when it looks at a value; what runs afterwards is
-    as if nothing had been tried."""
+    """Captures `step` as one CUDA graph and returns a callable that replays it.
+
+    given: example inputs. Replay takes inputs of the same shapes; each replay overwrites the result of the one before.
+    tensors: lists the tensors that a step changes; their values are restored after the capture.
+    pool: a CUDA graph memory pool. Graphs that share one must not run at the same time.
+
+    Raises RuntimeError when `step` cannot be captured, for example because it reads a value on the host. A failed
+    capture leaves no trace in torch's state.
+    """
     slots = tuple(None if x is None else x.clone() for x in given)
     before = [tensor.clone() for tensor in tensors()]
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    # casts that autocast keeps for what comes next would not live as long as the graph, which makes its own
+    # autocast's cached casts would not live as long as the graph, so the graph makes its own
     casting, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     try:
         with torch.autocast("cuda", dtype, enabled=casting, cache_enabled=False):
@@ -37,7 +42,7 @@ def capture(
                         step(*slots)
                     with _without_waiting():
                         step(*slots)
-            finally:  # a step that failed may have queued work, which reads the slots and writes the tensors
+            finally:  # a failed step may have queued work that still reads the slots and writes the tensors
                 torch.cuda.current_stream().wait_stream(side)
             with _undone_if_it_fails(), torch.cuda.graph(graph, pool=pool, capture_error_mode=_error_mode()):
                 result = step(*slots)
@@ -56,16 +61,19 @@ def capture(
 
 
 def _error_mode() -> str:
-    """Where processes work together, a thread of NCCL looks at the GPU now and then, which would end a capture."""
+    """The capture error mode: `thread_local` in distributed runs, because NCCL's watchdog thread queries the GPU.
+
+    In `global` mode such a query would abort the capture.
+    """
     together = torch.distributed.is_available() and torch.distributed.is_initialized()
     return "thread_local" if together else "global"
 
 
 @contextlib.contextmanager
 def _without_waiting() -> Iterator[None]:
-    """In the block, what makes the host wait for the GPU is a RuntimeError. Found here, no capture fails of it."""
+    """Makes host-device synchronization raise RuntimeError in the block, before it can break a capture."""
     mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(action="ignore"):  # that not all of what waits is found
+    with warnings.catch_warnings(action="ignore"):  # torch warns that it does not detect every synchronization
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -75,8 +83,10 @@ def _without_waiting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _undone_if_it_fails() -> Iterator[None]:
-    """Takes back what torch leaves of a failed capture: its stream as the current one, and random numbers that can be
-    drawn in a capture only, until one ends well."""
+    """Cleans up torch's state after a failed capture.
+
+    torch leaves the capture stream current, and the random generator in capture mode until a capture succeeds.
+    """
     stream = torch.cuda.current_stream()
     try:
         yield
@@ -86,6 +96,6 @@ def _undone_if_it_fails() -> Iterator[None]:
             contextlib.suppress(RuntimeError),
             torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode=_error_mode()),
         ):
-            torch.zeros((), device="cuda")  # a graph of nothing would be warned of
+            torch.zeros((), device="cuda")  # torch warns about an empty graph
         torch.cuda.set_stream(stream)
         raise

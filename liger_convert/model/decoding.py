@@ -1,11 +1,11 @@
-"""Decoding step by step at fixed shapes, on a GPU as one captured CUDA graph.
+"""Decoding with fixed shapes; on a GPU each step replays one captured CUDA graph.
 
-After the prompt, every tensor of the cache gets its final shape, and a step writes it in place. Positions and padding
-are tensors, so that a captured graph holds no number that changes from step to step. `generate` calls a Decoder where
-it would otherwise call the model (LinearizedForCausalLM.get_compiled_call), and all but steps of one token go on to the
-model.
+After prefill, every cache tensor gets its final shape. On a GPU, steps then update it in place. Positions and padding
+are tensors, so a captured graph contains no constant that changes between steps. `generate` calls a Decoder instead of
+the model (LinearizedForCausalLM.get_compiled_call). The Decoder passes every call that is not a one-token step on to
+the model.
 
-Shapes: B batch, S tokens so far; where softmax layers have a fixed room, S is that.
+Shapes: B batch, S tokens so far, or the capacity of the softmax layers where that is fixed.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from liger_convert.model.sequence import SequenceMetadata
 
 logger = logging.get_logger(__name__)
 
-ROOM = 256  # tokens by which softmax layers grow: they attend over all their room, and each growth is captured anew
+ROOM = 256  # softmax layers grow by this many tokens: they attend over their full capacity; each growth recaptures
 NEEDED = {"input_ids", "position_ids", "past_key_values"}
-HARMLESS = {"attention_mask", "use_cache", "return_dict", "logits_to_keep"}  # a step can do without, or honours it
+HARMLESS = {"attention_mask", "use_cache", "return_dict", "logits_to_keep"}  # a step honors or may ignore these
 
-# ids [B,1], positions [B or 1,1], whether a token is no padding [B,1], the softmax layers' mask [B,S] or None -> logits
+# ids [B,1], positions [B or 1,1], bool [B,1] that is False on padding, softmax mask [B,S] or None -> logits
 Step = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Decoder:
-    """The steps of one generation; `model.decoding` says in words how they run.
+    """Runs the decode steps of one generation; `model.decoding` describes how they run.
 
-    `in_place` is what a capture needs, and the default on a GPU: every tensor stays at its address, and softmax
-    layers get a fixed room. A CPU attends faster to the tokens so far than to a larger buffer with a mask.
+    in_place: keep every tensor at its address and give softmax layers a fixed capacity, as a capture requires. The
+    default is True on a GPU only: a CPU is faster attending to the tokens so far than to a larger, masked buffer.
     """
 
     def __init__(self, model: Any, in_place: bool | None = None):
@@ -50,7 +50,7 @@ class Decoder:
         self.step: Step = self._step
 
     def __call__(self, **inputs: Any) -> Any:
-        """As the model's forward."""
+        """The model's forward: same inputs and outputs."""
         cache = inputs.get("past_key_values")
         if not _is_step(inputs):
             self.cache = None
@@ -71,7 +71,7 @@ class Decoder:
             self.step = self._captured(given)
         logits = self.step(*given)
         for layer in self._layers():
-            layer.length = length + 1  # a replay runs no line of Python
+            layer.length = length + 1  # a graph replay runs no Python
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
     def _to_static(self, cache: Any) -> None:
@@ -103,7 +103,7 @@ class Decoder:
         return [tensor for layer in self._layers() for tensor in layer.tensors()]
 
     def _captured(self, given: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> Step:
-        """The step as a CUDA graph, or uncaptured where that is not possible."""
+        """The step as a CUDA graph, or uncaptured if capture is not possible. Sets `model.decoding`."""
         fused = ", fused" if all(layer.fused for layer in self.linear) else ""
         self.model.decoding = f"fixed steps{fused}"
         if self.model.device.type != "cuda":
@@ -124,7 +124,7 @@ class Decoder:
 
 
 def why_plain(model: Any) -> str | None:
-    """Why a linearized model decodes without a Decoder, or None."""
+    """The reason why a linearized model cannot use a Decoder, or None if it can."""
     linearization = model.config.linearization
     if all(layer == SOFTMAX for layer in linearization["layers"]):
         return "no layer is linearized"
@@ -137,7 +137,7 @@ def why_plain(model: Any) -> str | None:
 
 
 def why_not_captured(model: Any) -> str | None:
-    """Why the step of a model on a GPU cannot be a CUDA graph, or None."""
+    """The reason why a decode step on a GPU cannot be captured as a CUDA graph, or None if it can."""
     if model.training:
         return "the model is in training mode"
     if getattr(model, "is_quantized", False):
@@ -148,7 +148,7 @@ def why_not_captured(model: Any) -> str | None:
 
 
 def _is_step(inputs: dict[str, Any]) -> bool:
-    """Whether this is one more token for a cache that holds some, and nothing is wanted but its logits."""
+    """Whether this call adds one token per row to a non-empty cache and asks for nothing but its logits."""
     given = {name for name, value in inputs.items() if value is not None and value is not False}
     if not (NEEDED | {"use_cache"} <= given <= NEEDED | HARMLESS):
         return False
@@ -157,6 +157,7 @@ def _is_step(inputs: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def static_steps(layers: list[Any]) -> Iterator[None]:
+    """Sets `static` on these cache layers for the duration of the block."""
     for layer in layers:
         layer.static = True
     try:

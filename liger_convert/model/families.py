@@ -1,4 +1,4 @@
-"""What differs between the Hugging Face families: one row each. Everything else is read off the family's own modules.
+"""The differences between Hugging Face families, one entry each. All else is read from the family's own modules.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, C hidden size.
 """
@@ -17,19 +17,20 @@ from liger_convert.utils.errors import BadInput, did_you_mean
 
 @dataclass(frozen=True)
 class Family:
-    """What differs in one family's attention, and in the decoder layer that calls it.
+    """The properties of one family's attention and of the decoder layer that calls it.
 
-    `projections`: names of its linear maps, the last one being the output map. One fused input map means q, k, v stand
-    behind each other in its output.
-    `qk_norm`: whether queries and keys are normalised per head by one norm (`head`) or by each head's own
-    (`each_head`, where the config asks for it), over the flat projection (before the split into heads), or not at all.
-    `rotary`: its module's `apply_rotary_pos_emb` rotates channel c with channel c + C / 2 of the first C (`halves`) or
-    channel 2 c with channel 2 c + 1 (`pairs`), or so by halves, but only of the first C channels, which attention
-    itself splits off (`split_halves`).
-    `softcap`: whether attention bounds its logits, by its `attn_logit_softcapping`.
-    `position_scale`: whether queries grow with their position, by the `llama_4_scaling_beta` of the config.
-    `output_dropout`: whether attention drops parts of its output in training, by its `residual_dropout`.
-    `passes_kwargs`: whether its decoder layer hands all it is given on to attention.
+    `projections`: names of its linear layers, the output projection last. With two names the input projection is fused:
+    its output is q, k and v concatenated.
+    `qk_norm`: queries and keys are normalized per head by one shared norm (`head`), per head by each head's own norm
+    (`each_head`, if the config enables it), over the flat projection before the split into heads (`flat`), or not at
+    all (`none`).
+    `rotary`: which channels the module's `apply_rotary_pos_emb` pairs. `halves`: channel c with c + C / 2 of C rotated
+    channels. `pairs`: channel 2c with 2c + 1. `split_halves`: as `halves`, but attention itself splits off the first C
+    channels and rotates only those.
+    `softcap`: attention softcaps its logits with `attn_logit_softcapping`.
+    `position_scale`: queries are scaled with their position, by the config's `llama_4_scaling_beta`.
+    `output_dropout`: attention applies dropout to its output in training, with rate `residual_dropout`.
+    `passes_kwargs`: the decoder layer passes extra keyword arguments on to attention.
     """
 
     model_type: str
@@ -77,7 +78,10 @@ PREFIX = "linearized_"
 
 
 def family_of(config: Any) -> Family:
-    """The row of a base's or a linearized model's Hugging Face config. Raises BadInput with the list of families."""
+    """The family of a base's or a linearized model's Hugging Face config.
+
+    Raises BadInput, listing the supported families, when it is not supported.
+    """
     model_type = str(getattr(config, "model_type", None))
     name = model_type.removeprefix(PREFIX)
     if name not in FAMILIES:
@@ -98,9 +102,10 @@ def own_windows(config: Any) -> list[int | None]:
 
 
 def project_qkv(attention: Any, family: Family, dim: int, kv_heads: int, x_BTC: Tensor) -> tuple[Tensor, ...]:
-    """Queries [B,T,H,D] and keys, values [B,T,G,D] before rotary, by the family's own modules (adapters included).
+    """Queries [B,T,H,D], keys and values [B,T,G,D] before rotary, from the family's own modules (adapters included).
 
-    `attention.clip` (OLMoE's clip_qkv) bounds them, None does not.
+    x_BTC: the layer's inputs. dim: D. kv_heads: G. q, k and v are clamped to +-`attention.clip` (OLMoE's clip_qkv),
+    unless that is None.
     """
     if family.fused:
         qkv = getattr(attention, family.projections[0])(x_BTC)
@@ -122,8 +127,10 @@ def project_qkv(attention: Any, family: Family, dim: int, kv_heads: int, x_BTC: 
 
 
 def position_scale(config: Any, position_BT: Tensor) -> Tensor:
-    """[B,T,1,1]: what the queries at these positions (-1 on padding) grow by: 1 + beta log(1 + floor(position / the
-    length that the base was first trained on))."""
+    """[B,T,1,1]: the factor that scales queries: 1 + beta log(1 + floor(position / original context length)).
+
+    position_BT: -1 on padding.
+    """
     beta, length = (
         config.rope_parameters[name] for name in ("llama_4_scaling_beta", "original_max_position_embeddings")
     )

@@ -1,4 +1,4 @@
-"""Classification heads of linearized models: the family's own classes on the linearized backbone."""
+"""Task heads of linearized models (classification, question answering): the family's classes on our backbone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEADS: dict[str, tuple[Any, Any]] = {
 
 
 class NoHead:
-    """Stands in an Auto class for a head that a family lacks: its error says so, instead of listing all families."""
+    """Registered with an Auto class for a head that the family lacks, so that the error names the missing head."""
 
     config_class: Any
     why: str
@@ -37,10 +37,11 @@ class NoHead:
 
 
 def head_classes(model_type: str, config: Any, mixin: type, common: dict[str, Any]) -> dict[str, type]:
-    """The classes with a head of a linearized family, by the names of their Auto classes, with which they register.
+    """Generates the head classes of a linearized family and registers them; returns them by Auto class name.
 
-    model_type: the base's. config: the linearized config class. mixin: what every linearized class inherits first.
-    common: attributes of every generated class. A family without a head has no entry; its Auto class refuses then.
+    model_type: the base's. config: the linearized config class. mixin: the first base of every linearized class.
+    common: attributes of every generated class. Heads that the family lacks are left out; the Auto class then raises
+    ValueError (see NoHead).
     """
     made = {}
     for head, (auto, mapping) in HEADS.items():
@@ -49,7 +50,7 @@ def head_classes(model_type: str, config: Any, mixin: type, common: dict[str, An
             why = f"transformers has no {head} head for {model_type}, so a linearized {model_type} has none either"
             auto.register(config, type(f"No{head}", (NoHead,), {"config_class": config, "why": why}), exist_ok=True)
             continue
-        # the family may call its backbone by an older name here, under which no checkpoint of ours has weights
+        # the family may use an older prefix for its backbone here; our checkpoints always use `model`
         attributes = {**common, "base_model_prefix": "model"}
         made[auto.__name__] = type(f"Linearized{base.__name__}", (mixin, base), attributes)
         auto.register(config, made[auto.__name__], exist_ok=True)

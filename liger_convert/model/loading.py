@@ -1,9 +1,9 @@
-"""The one door for weights: a model is loaded with every tensor that its config implies, or refused in one sentence.
+"""Strict loading of weights: a model loads with every tensor that its config implies, or raises BadInput.
 
-transformers fills what a checkpoint lacks with random numbers, leaves out what it does not know, and only logs both. So
-the headers of the files are compared with the config before anything is allocated, and what transformers says about its
-own loading is read afterwards. Of models that are no family of ours nobody here knows the tensors: for them the headers
-tell whether the files are whole, and transformers tells the rest.
+transformers initializes missing tensors randomly, ignores unexpected ones, and only logs both. Therefore the file
+headers are compared with the config before anything is allocated, and the loading report of transformers is checked
+afterwards. For models outside the supported families the expected tensors are unknown here: their headers only show
+whether the files are complete, and the loading report covers the rest.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from liger_convert.model.shards import CHUNK, INFINITIES, all_finite
 from liger_convert.utils.device import out_of_memory
 from liger_convert.utils.errors import BadInput, first_line
 
-# buffers that older checkpoints saved and that every model computes for itself
+# buffers that older checkpoints saved, but that every model recomputes
 IGNORABLE = re.compile(r"\.rotary_emb\.inv_freq$")
 
 
 def load_pretrained(folder: Path | str, *, trust_remote_code: bool = False, **options: Any) -> Any:
-    """The causal language model in `folder`, a base or a linearized one, of any family that transformers loads.
+    """Loads the causal language model in `folder`: a base or a linearized model, of any family transformers supports.
 
-    `options` are those of `from_pretrained`, such as `dtype`. Raises BadInput, naming file and tensor, for tensors that
-    are missing, unexpected, of another shape or not finite, and for missing, cut or garbled files.
+    `options` are passed to `from_pretrained`, for example `dtype`. Raises BadInput, naming file and tensor, when
+    tensors are missing, unexpected, misshapen or not finite, and when files are missing, truncated or corrupt.
     """
     checkpoint, config = _checked(folder, trust_remote_code)
     loader: Any = AutoModelForCausalLM.from_pretrained
@@ -54,14 +54,18 @@ def load_pretrained(folder: Path | str, *, trust_remote_code: bool = False, **op
 
 
 def load_linearized(folder: Path | str, **options: Any) -> Any:
-    """As `load_pretrained`, for linearized models only and by the installed code, never by code that lies there."""
+    """As `load_pretrained`, but only for linearized models, and never with code from `folder`."""
     checkpoint, config = _checked(folder, linearized=True)
     loader: Any = AutoModelForCausalLM.from_pretrained
     return _load(loader, checkpoint, config, **options)
 
 
 def linearize_base(folder: Path | str, linearization: dict[str, Any], seed: int = 0, **options: Any) -> Any:
-    """The base in `folder` with untrained mixers, in memory only. Options and errors are those of `load_pretrained`."""
+    """Loads the base in `folder` with untrained mixers; nothing is written to disk.
+
+    linearization: the config entry that names mixers and layers. seed: of the mixers' initialization. Options and
+    errors are those of `load_pretrained`.
+    """
     checkpoint, base_config = _checked(folder)
     config = linearized_config(base_config, linearization)
     loader: Any = linearized_classes(family_of(config).model_type)[2]
@@ -72,21 +76,22 @@ def linearize_base(folder: Path | str, linearization: dict[str, Any], seed: int 
 
 
 def load_base(path: Path, device: torch.device, dtype: torch.dtype) -> Any:
-    """The frozen teacher, its weights already in the dtype it computes in. Raises BadInput for a damaged one."""
+    """Loads the frozen teacher onto `device`, with weights in `dtype`. Raises BadInput as `load_pretrained` does."""
     model = load_pretrained(path, dtype=dtype)
     return model.requires_grad_(False).eval().to(device)
 
 
 def check_folder(folder: Path | str, trust_remote_code: bool = False, linearized: bool = False) -> Checkpoint:
-    """The headers of a model folder, for a command that has other work to do before it loads the model.
+    """Checks the headers of a model folder, for commands that have other work to do before they load the model.
 
-    Raises BadInput as `load_pretrained` does, but for values that are not finite; if `linearized`, for a base too.
+    Raises BadInput as `load_pretrained` does, except that it does not look for non-finite values. If `linearized`, it
+    also refuses a base.
     """
     return _checked(folder, trust_remote_code, linearized)[0]
 
 
 def open_checkpoint(folder: Path, config: Any, any_dtype: bool = False) -> Checkpoint:
-    """`Checkpoint.open`, where these are all the weights that transformers would read. Raises BadInput where not."""
+    """`Checkpoint.open`; raises BadInput when transformers would read other or further weights than these."""
     if (other := getattr(config, "transformers_weights", None)) is not None:
         raise BadInput(f"{folder / 'config.json'}: transformers_weights names other weights, {other}; remove it")
     if (folder / ADAPTER_CONFIG).exists():
@@ -96,10 +101,10 @@ def open_checkpoint(folder: Path, config: Any, any_dtype: bool = False) -> Check
 
 
 def check_tensors(checkpoint: Checkpoint, config: Any) -> list[str]:
-    """Compares the tensors of a base or a linearized checkpoint with what its config implies; returns the names of
-    those that need no copying.
+    """Compares the tensors of a base or a linearized checkpoint with those its config implies.
 
-    Raises BadInput for tensors that are missing, unexpected, or of another shape.
+    Returns the names of stored buffers that need not be copied, because the model recomputes them. Raises BadInput for
+    tensors that are missing, unexpected, or of another shape, and for wrong dtypes in a quantized checkpoint.
     """
     implied = _implied_tensors(_ConfigKey(type(config), config.to_json_string(use_diff=False), config))
     found = checkpoint.tensors
@@ -116,7 +121,7 @@ def check_tensors(checkpoint: Checkpoint, config: Any) -> list[str]:
 
 
 def _check_dtypes(checkpoint: Checkpoint, quantized: Mapping[str, torch.dtype]) -> None:
-    """Raises BadInput unless the tensors in `quantized` have these dtypes, and all others a floating one."""
+    """Raises BadInput unless the tensors in `quantized` have the given dtypes and all others a floating-point dtype."""
     for info in checkpoint.tensors.values():
         wanted = quantized.get(info.name)
         if info.dtype != wanted if wanted is not None else info.dtype not in DTYPES.values():
@@ -127,7 +132,7 @@ def _check_dtypes(checkpoint: Checkpoint, quantized: Mapping[str, torch.dtype]) 
 
 @dataclass(frozen=True)
 class _ConfigKey:
-    """A config that equals any other of the same class and content."""
+    """A hashable cache key: equal for configs of the same class and content."""
 
     kind: type
     content: str
@@ -136,8 +141,11 @@ class _ConfigKey:
 
 @dataclass(frozen=True)
 class _ImpliedTensors:
-    """Shapes by name, as a checkpoint stores them and as the modules hold them; the names that are tied; and
-    those of the weights that are quantised where any are."""
+    """The tensors that a config implies.
+
+    stored, modules: shapes by name, as a checkpoint stores them and as the modules hold them. tied: names of tied
+    weights. linear: names of the weights that quantization applies to.
+    """
 
     stored: Mapping[str, tuple[int, ...]]
     modules: Mapping[str, tuple[int, ...]]
@@ -147,10 +155,10 @@ class _ImpliedTensors:
 
 @functools.lru_cache(maxsize=32)
 def _implied_tensors(key: _ConfigKey) -> _ImpliedTensors:
-    """The tensors that a config implies. Building the model, even without storage, takes longer than a tiny load."""
+    """The tensors that a config implies. Cached, because building even a meta model takes longer than a tiny load."""
     model = meta_model(key.config)
     modules = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    # transformers fuses the experts of a layer while loading and saves them apart again; a checkpoint may be either
+    # transformers fuses a layer's experts on load and splits them on save; checkpoints exist in both forms
     stored = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, model.state_dict()).items()}
     return _ImpliedTensors(stored, modules, tuple(model._tied_weights_keys or ()), linear_weights(model))
 
@@ -165,7 +173,8 @@ def compare(
 ) -> None:
     """Raises BadInput unless the checkpoint holds tensors of these names and shapes, and no others.
 
-    The shapes are those of a `kind` that the file `source` describes. `ignored` may be there, `optional` be missing.
+    kind, source: for the error message, the kind of model and the file that describes it. Tensors in `ignored` may be
+    present, and tensors in `optional` may be missing.
     """
     found = checkpoint.tensors
     unknown = [name for name in found if name not in expected and name not in ignored]
@@ -182,7 +191,7 @@ def _refuse(
     missing: Sequence[str],
     misshapen: Sequence[tuple[str, Iterable[int], Iterable[int]]],
 ) -> None:
-    """Raises BadInput if there is anything to refuse; `misshapen`: name, shape found, shape implied by `source`."""
+    """Raises BadInput if any list is not empty; `misshapen`: name, shape found, shape implied by `source`."""
     if unknown:
         what = f"{_some(unknown)} not part of the {kind} that {source} describes"
         raise BadInput(f"{_file(checkpoint, unknown[0])}: {what}")
@@ -194,7 +203,7 @@ def _refuse(
 
 
 def _checked(folder: Path | str, trust_remote_code: bool = False, linearized: bool = False) -> tuple[Checkpoint, Any]:
-    """The folder's weights, by their headers, and its config, which belong to each other as far as headers tell."""
+    """The folder's checkpoint and config, after checking that they match as far as the headers show."""
     folder = Path(folder)
     config = load_config(folder, trust_remote_code)
     if linearized and not config.model_type.startswith(PREFIX):
@@ -209,8 +218,10 @@ def _checked(folder: Path | str, trust_remote_code: bool = False, linearized: bo
 
 
 def _is_known(config: Any) -> bool:
-    """Whether the config alone tells which tensors there are: of our families, run by no other code, and unquantised or
-    quantised by us."""
+    """Whether the config alone determines the tensors.
+
+    True for supported families without remote code that are either not quantized, or quantized by this package.
+    """
     foreign = type(config).__module__.partition(".")[0] == "transformers_modules"
     ours = config.model_type.startswith(PREFIX) and scheme_of(config) is not None
     return config.model_type.removeprefix(PREFIX) in FAMILIES and not foreign and (ours or not is_quantized(config))
@@ -219,22 +230,22 @@ def _is_known(config: Any) -> bool:
 def _load(
     loader: Callable[..., Any], checkpoint: Checkpoint, config: Any, *, new: Collection[str] = (), **options: Any
 ) -> Any:
-    """What `loader`, a `from_pretrained`, makes of the checkpoint, which has to hold all but the `new` tensors."""
+    """Loads the checkpoint with `loader`, a `from_pretrained`. It must hold all tensors except those named in `new`."""
     folder = checkpoint.folder
     if is_quantized(config) and _is_known(config):
         check_installed(f"{folder}: is quantised, and reading it")
-    # shapes that differ are told instead of raised, and no pickle is read
+    # transformers reports shape mismatches instead of raising, and reads no pickle
     told = {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
-    # compressed-tensors shows a bar, whatever it is told
+    # compressed-tensors always shows a progress bar
     quiet = contextlib.redirect_stderr(io.StringIO()) if is_quantized(config) else contextlib.nullcontext()
     try:
         with quiet:
             model, found = loader(folder, config=config, **told, **{**attention_option(config), **options})
-    except (RuntimeError, ValueError, OSError, ImportError) as error:  # ImportError: what reads a quantised one
+    except (RuntimeError, ValueError, OSError, ImportError) as error:  # ImportError: a missing quantization package
         if _is_known(config) or out_of_memory(error):
             raise
         raise BadInput(f"{folder}: transformers cannot load it: {first_line(error)}") from error
-    widen(model)  # a base's, too: measures call its backbone by itself
+    widen(model)  # for bases too, because evaluations call their backbone directly
     unknown, missing = sorted(found["unexpected_keys"]), sorted(found["missing_keys"] - set(new))
     _refuse(checkpoint, config.model_type, "config.json", unknown, missing, sorted(found["mismatched_keys"]))
     refuse_not_finite(checkpoint, ((name, x) for name, x in model.named_parameters() if name not in new))
@@ -242,7 +253,7 @@ def _load(
 
 
 def read_finite(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    """One tensor in its own dtype. Raises BadInput where it holds NaN or infinity, or its file has shrunk."""
+    """Reads one tensor in its stored dtype. Raises BadInput when it holds NaN or infinity, or its file is truncated."""
     tensor = checkpoint.read(name)
     refuse_not_finite(checkpoint, [(name, tensor)])
     return tensor
@@ -251,8 +262,8 @@ def read_finite(checkpoint: Checkpoint, name: str) -> torch.Tensor:
 def refuse_not_finite(checkpoint: Checkpoint, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raises BadInput for a tensor that holds NaN or infinity.
 
-    A sum of each tensor tells, on the pages that transformers has mapped and that the first forward pass would read.
-    It can overflow where no number did, so it only says where to look closer.
+    Each tensor is summed first, which is cheap: it reads memory-mapped pages that the first forward pass needs anyway.
+    A sum can overflow although every value is finite, so a non-finite sum only triggers an exact check.
     """
     for name, tensor in tensors:
         tensor = tensor.detach()
@@ -265,7 +276,7 @@ def refuse_not_finite(checkpoint: Checkpoint, tensors: Iterable[tuple[str, torch
 
 
 def _file(checkpoint: Checkpoint, name: str) -> Path:
-    """The file of a tensor, or the folder where the name is none of the checkpoint's but transformers' own."""
+    """The file of a tensor, or the folder if only transformers uses that name, not the checkpoint."""
     info = checkpoint.tensors.get(name)
     return checkpoint.folder if info is None else info.file
 

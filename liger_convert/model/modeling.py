@@ -1,4 +1,4 @@
-"""The linearized models: thin subclasses, generated for every family, of its unmodified Hugging Face classes.
+"""The linearized models: thin subclasses of each family's unmodified Hugging Face classes, generated per family.
 
 Shapes: B batch, T tokens, C hidden size, L linearized layers.
 """
@@ -40,9 +40,10 @@ logger = logging.get_logger(__name__)
 
 @dataclass
 class AlignTargets:
-    """What the base's attention saw and gave, per linearized layer; no list or dict, which wrappers rebuild.
+    """Inputs and outputs of the base's attention, per linearized layer.
 
-    hidden, outputs: [B,T,C] each; position_embeddings: what the base passed with them.
+    It is a class because wrappers such as DDP and FSDP rebuild lists and dicts. hidden, outputs: [B,T,C] each.
+    position_embeddings: the base's, for these inputs.
     """
 
     layers: list[int]
@@ -53,7 +54,7 @@ class AlignTargets:
 
 @dataclass
 class AlignOutput(CausalLMOutputWithPast):
-    """`loss`: mean over layers of the squared error over the target's square; `layer_losses_L` each one's."""
+    """`loss`: the mean over layers of the relative squared error; `layer_losses_L`: that of each layer."""
 
     layer_losses_L: Tensor | None = None
 
@@ -63,7 +64,7 @@ OF_ALL_TOKENS = ("output_attentions", "output_hidden_states", "output_router_log
 
 
 class LinearizedInit(QuantizedWeights):
-    """Sets a mixer's parameters whenever transformers creates them: they are uninitialised memory otherwise."""
+    """Initializes a mixer's parameters when transformers creates them; otherwise they would be uninitialized memory."""
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -73,7 +74,7 @@ class LinearizedInit(QuantizedWeights):
 
 
 class LinearizedModel(LinearizedInit):
-    """The backbone: builds the batch's metadata and the cache layers, and leaves the rest to the family."""
+    """The backbone: builds the batch's metadata and the cache layers; the family's class does the rest."""
 
     config: Any
     layers: Any
@@ -82,7 +83,7 @@ class LinearizedModel(LinearizedInit):
     def __init__(self, config: Any):
         super().__init__(config)
         linearize_layers(self, config)
-        self.post_init()  # the family's own call came before there were mixers to set
+        self.post_init()  # the family's own call ran before the mixers existed
 
     def forward(
         self,
@@ -95,10 +96,12 @@ class LinearizedModel(LinearizedInit):
         metadata: SequenceMetadata | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As the family's; `attention_mask` is 2-D. Packed documents: restarting `position_ids` (or `cu_seq_lens_q`, or
-        `seq_idx`), no mask, no cache: none is made unless `use_cache` asks for it, which is refused.
+        """The family's forward, except that `attention_mask` must be 2-D.
 
-        `metadata` is given where it is worked out already; the mask is then only for the softmax layers.
+        Packed documents are given by `position_ids` that restart (or by `cu_seq_lens_q` or `seq_idx`), without a mask
+        and without a cache. use_cache=None then makes no cache, and use_cache=True raises ValueError.
+
+        metadata: precomputed by some callers; the mask then only concerns the softmax layers.
         """
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None:
@@ -133,7 +136,7 @@ class LinearizedModel(LinearizedInit):
         if past is None:
             prepare_metadata(self, metadata)
         if len(linear) == len(self.layers):
-            # no layer takes the family's mask, and one of 4 dimensions keeps it from building [tokens, tokens]
+            # no layer uses the family's mask; a 4-D one keeps the family from building a [tokens, tokens] mask
             attention_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=given.device)
         output = super().forward(
             input_ids=input_ids if inputs_embeds is None else None,
@@ -152,29 +155,29 @@ class LinearizedModel(LinearizedInit):
         return output
 
 
-FULL_ROWS = 8  # that are read by whole pieces
-LEAST_CHUNK = 64  # tokens of a row: smaller pieces would be slow
+FULL_ROWS = 8  # up to this many rows, a chunk has `prefill_chunk` tokens; with more rows it is shorter
+LEAST_CHUNK = 64  # tokens per row: shorter chunks would be slow
 
 
 class LinearizedForCausalLM(LinearizedInit):
-    """The language model: the family's, on the linearized backbone; `align=` runs only its attention layers.
+    """The family's causal language model on the linearized backbone; `align=` runs only its attention layers.
 
-    prefill_chunk: a prompt that goes into a cache for the logits of its last tokens, as generation has it, is read so
-    many tokens at a time, and fewer of more than FULL_ROWS rows: its memory, apart from the cache, grows neither
-    with the prompt nor with the batch. None reads it in one piece.
+    prefill_chunk: prefill with a cache that needs only the last tokens' logits, as in generation, reads this many
+    tokens at a time, or fewer with more than FULL_ROWS rows. Its memory, apart from the cache, then depends neither on
+    the prompt length nor, down to chunks of LEAST_CHUNK tokens, on the batch size. None reads the prompt in one piece.
     """
 
     _backbone: Any
     config: Any
     model: Any
     prefill_chunk: int | None = 2048
-    decoding = "none yet"  # how the last generation's steps ran, in words
+    decoding = "none yet"  # a description of how the last generation's steps ran
 
     def __init__(self, config: Any):
         super().__init__(config)
-        # the family built its stock backbone, which becomes the linearized one in place: the names stay the base's
+        # the family built its stock backbone; it becomes the linearized one in place, so parameter names stay the same
         self.model.__class__ = self._backbone
-        # transformers notes what a class can record (hidden states) when one is made; an empty one will do
+        # transformers registers what a class can record (hidden states) when it is instantiated; an empty one suffices
         PreTrainedModel.__init__(self._backbone.__new__(self._backbone), config)
         linearize_layers(self.model, config)
         self.model.post_init()
@@ -193,14 +196,17 @@ class LinearizedForCausalLM(LinearizedInit):
         head_loss: HeadLoss | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As the family's; with `align` the alignment loss of each linearized layer on the base's own activations; with
-        `head_loss` only the loss that it makes of all hidden states and the head, or where these cannot be told apart,
-        of the logits. It is called in here, where wrappers have gathered the head's weights.
+        """The family's forward, with two additional modes.
 
-        `position_ids`, `logits_to_keep` and `labels` must stand in the signature, where generation and `Trainer` look
-        for them: without the first the rows of a padded batch would start at other positions than alone, without the
-        second the logits of the whole prompt would be computed, and without the third `Trainer` would drop the column
-        of labels and evaluate without a loss.
+        align: returns an AlignOutput, the alignment loss of the linearized layers on the base's activations.
+        head_loss: returns only the loss that it computes from all hidden states and the output head, or from the
+        logits and None where the head is not a plain linear layer. It is called inside forward, where wrappers have
+        gathered the head's weights.
+
+        `position_ids`, `logits_to_keep` and `labels` must be in the signature, because generation and `Trainer` inspect
+        it. Without `position_ids`, rows of a padded batch would start at wrong positions. Without `logits_to_keep`, the
+        logits of the whole prompt would be computed. Without `labels`, `Trainer` would drop the labels column and
+        evaluate without a loss.
         """
         if align is not None:
             return self._align(align, position_ids, attention_mask, kwargs.get("metadata"))
@@ -221,7 +227,7 @@ class LinearizedForCausalLM(LinearizedInit):
         )
 
     def _read_ahead(self, inputs: Inputs, cache: Any, logits_to_keep: int | Tensor) -> Inputs:
-        """Reads all tokens but those of the last piece into the cache; returns the inputs of those that are left."""
+        """Reads all but the last chunk of a prompt into the cache; returns the inputs of the last chunk."""
         rows, tokens = next(
             (x.shape[:2] for x in (inputs["input_ids"], inputs["inputs_embeds"]) if x is not None), (0, 0)
         )
@@ -233,11 +239,11 @@ class LinearizedForCausalLM(LinearizedInit):
 
         def part(start: int, end: int) -> Inputs:
             cut = {name: None if x is None else x[:, start:end] for name, x in inputs.items()}
-            if (mask := inputs["attention_mask"]) is not None:  # covers what the cache holds, too
+            if (mask := inputs["attention_mask"]) is not None:  # also covers the tokens in the cache
                 cut["attention_mask"] = mask[:, : mask.shape[1] - tokens + end]
             return cut
 
-        ends = range(tokens % chunk or chunk, tokens, chunk)  # the first piece is the odd one
+        ends = range(tokens % chunk or chunk, tokens, chunk)  # the first chunk takes the remainder
         for start, end in zip((0, *ends), ends):
             self.model(**part(start, end), past_key_values=cache, use_cache=True)
         return part(tokens - chunk, tokens)
@@ -254,7 +260,7 @@ class LinearizedForCausalLM(LinearizedInit):
             metadata = SequenceMetadata.build(targets.hidden[0], position_ids, attention_mask)
         prepare_metadata(backbone, metadata)
         sizes_LB: Any = [None] * len(targets.layers)
-        if metadata.past is not None:  # of all layers at once: with a sum of each, every process waits for the last one
+        if metadata.past is not None:  # one reduction for all layers: each one makes every process wait for the slowest
             sizes_LB = metadata.past.total(torch.stack([row_sizes(y, metadata.valid_BT) for y in targets.outputs]))
         losses = []
         for i, x_BTC, y_BTC, embeddings, size_B in zip(
@@ -277,12 +283,15 @@ class LinearizedForCausalLM(LinearizedInit):
 
     @staticmethod
     def relative_error(o_BTC: Tensor, y_BTC: Tensor, valid_BT: Tensor | None, size_B: Tensor | None = None) -> Tensor:
-        """The squared error of a layer's output over its target's square, without what is padding; of a shard, the part
-        that it adds to the error of its row. size_B: the target's square, of the whole row."""
+        """The squared error of a layer's output relative to its target's squared norm; padding does not count.
+
+        size_B: the target's squared norm over the whole row. For a shard of a row the result is the shard's
+        contribution to the row's error.
+        """
         error_B = row_sizes(o_BTC.float() - y_BTC.float(), valid_BT)
         if size_B is None:
             size_B = row_sizes(y_BTC, valid_BT)
-        # row by row, so that a batch taken in parts has the mean of the parts' losses
+        # per row, so that the loss of a batch equals the mean over its micro-batches
         return (error_B / size_B.clamp_min(torch.finfo(torch.float32).tiny)).mean()
 
     def _prepare_cache_for_generation(
@@ -299,7 +308,7 @@ class LinearizedForCausalLM(LinearizedInit):
         return prepared
 
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
-        """Whether `generate` calls what `get_compiled_call` gives, at every step, in the place of the model."""
+        """Whether `generate` calls the result of `get_compiled_call` instead of the model at every step."""
         if generation_config.disable_compile or generation_config.compile_config is not None:
             reason: str | None = "disable_compile or compile_config asks for it"
         elif model_kwargs.get("past_key_values") is None:
@@ -312,24 +321,24 @@ class LinearizedForCausalLM(LinearizedInit):
         return reason is None
 
     def get_compiled_call(self, compile_config: Any) -> Any:
-        """A Decoder, which compiles nothing; `generate(disable_compile=True)` goes without it."""
+        """A Decoder, which compiles nothing; `generate(disable_compile=True)` bypasses it."""
         return Decoder(self)
 
 
 def row_sizes(x_BTC: Tensor, valid_BT: Tensor | None) -> Tensor:
-    """[B]: the sum of squares of each row, in float32, without what is padding."""
+    """[B]: the sum of squares of each row, in float32, without padding."""
     size_BT = x_BTC.float().square().sum(-1)
     return (size_BT if valid_BT is None else size_BT * valid_BT).sum(1)
 
 
 def prepare_metadata(backbone: Any, metadata: SequenceMetadata) -> None:
-    """Works out what equal layers see, before any of them runs: compiled layers are then one and the same graph."""
+    """Precomputes what layers share, before any of them runs, so that compiled layers share one graph."""
     for i in linear_layers(backbone.config):
         backbone.layers[i].self_attn.prepare_metadata(metadata)
 
 
 def linearize_layers(backbone: Any, config: Any) -> None:
-    """Swaps the attention of the linearized layers, in place. Raises ValueError for a config of another format."""
+    """Replaces the attention of the linearized layers in place. Raises ValueError for a config of another format."""
     if (given := config.linearization["format"]) != FORMAT:
         raise ValueError(
             f"config.json: linearization.format is {given}, but this code reads {FORMAT}; use the code beside it"
@@ -349,11 +358,11 @@ def _classes(model_type: str) -> tuple[type, type, type]:
         "config_class": config,
         "_can_compile_fullgraph": False,
         "_is_stateful": True,
-        # gates near 1 and memory logits need more than bfloat16's 8 bits, and are small
+        # gates near 1 and memory logits need more than bfloat16's 8 bits of precision; these parameters are small
         "_keep_in_fp32_modules_strict": [MIXER_MODULE],
     }
     if FAMILIES[model_type].softcap:
-        common["_supports_sdpa"] = False  # it leaves the bound out
+        common["_supports_sdpa"] = False  # sdpa ignores the softcap
     backbone = type(f"Linearized{base_backbone.__name__}", (LinearizedModel, base_backbone), common)
     lm = type(f"Linearized{base_lm.__name__}", (LinearizedForCausalLM, base_lm), {**common, "_backbone": backbone})
     conversion = get_checkpoint_conversion_mapping(model_type)
@@ -361,21 +370,21 @@ def _classes(model_type: str) -> tuple[type, type, type]:
         register_checkpoint_conversion_mapping(config.model_type, conversion, overwrite=True)
     AutoModel.register(config, backbone, exist_ok=True)
     AutoModelForCausalLM.register(config, lm, exist_ok=True)
-    # Trainer's label smoothing shifts the labels of the classes in this table only
+    # Trainer's label smoothing only shifts labels for classes in this table
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type] = lm.__name__
     HEAD_CLASSES[model_type] = head_classes(model_type, config, LinearizedInit, common)
     globals().update({cls.__name__: cls for cls in (config, backbone, lm, *HEAD_CLASSES[model_type].values())})
     return config, backbone, lm
 
 
-HEAD_CLASSES: dict[str, dict[str, type]] = {}  # of a model_type, by the name of the Auto class
+HEAD_CLASSES: dict[str, dict[str, type]] = {}  # by the base's model_type, then by the name of the Auto class
 CLASSES: dict[str, tuple[type, type, type]] = {model_type: _classes(model_type) for model_type in CONFIGS}
 
 
 def new_state(config: Any, seed: int = 0, layers: list[int] | None = None) -> dict[str, Tensor]:
-    """Every tensor that a linearized checkpoint has and its base has not, at its start, float32, by full name.
+    """The freshly initialized mixer tensors, float32, by full name: all that a linearized model adds to its base.
 
-    `layers` takes some of the linearized layers only; the values are the same.
+    layers: restricts the result to these linearized layers; the values do not change.
     """
     state = {}
     with torch.random.fork_rng(devices=[]):
@@ -389,17 +398,17 @@ def new_state(config: Any, seed: int = 0, layers: list[int] | None = None) -> di
 
 
 def set_branches(model: nn.Module, branches: Branches) -> None:
-    """Leaves `both` branches of every linearized layer on, or only the `window` or the `memory`. Not saved."""
+    """Enables `both` branches of every linearized layer, or only the `window` or the `memory`. Not saved."""
     for module in model.modules():
         if isinstance(module, LinearizedAttention):
             module.branches = branches
 
 
 def take_auxiliary_loss(model: nn.Module) -> Tensor | float:
-    """The sum of the auxiliary losses that the mixers computed in the last forward pass in training.
+    """The sum of the auxiliary losses that the mixers computed in the last forward pass in training, or 0.0.
 
-    To be added to the loss before the backward pass; taken once. Gradient checkpointing must be the non-reentrant one,
-    whose first pass records this loss too.
+    Add it to the loss before the backward pass. A second call returns 0.0. Gradient checkpointing must be
+    non-reentrant, so that the first pass also records this loss.
     """
     total: Tensor | float = 0.0
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""The map from hidden states to logits, apart from its model: a loss takes it a few tokens at a time.
+"""The output head, detached from its model, so that a loss can compute logits for a few tokens at a time.
 
 Shapes: N tokens, C hidden size, V vocabulary.
 """
@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True)
 class OutputHead:
-    """logits = bounded(hidden weight^T + bias), as the families' causal language models have them.
+    """logits = bounded(hidden weight^T + bias), as the families' causal language models compute them.
 
-    weight_VC: may be the embeddings. scaling: what logits are divided by (`logits_scaling`). softcap: a bound that they
-    near as softcap tanh(logits / softcap) (`final_logit_softcapping`), None for none.
+    weight_VC: may be tied to the embeddings. scaling: divides the logits (`logits_scaling`). softcap: replaces logits
+    by softcap tanh(logits / softcap) (`final_logit_softcapping`); None disables it.
     """
 
     weight_VC: Tensor
@@ -30,8 +30,11 @@ class OutputHead:
 
     @classmethod
     def of(cls, model: Any) -> OutputHead | None:
-        """The head of a causal language model. None where only the model can run it: with adapters or hooks on it, in
-        other numbers than weights, or sharded and not gathered."""
+        """The head of a causal language model.
+
+        None if only the model can run it: it is not a plain nn.Linear (adapters, quantization), has forward hooks, or
+        its weight is sharded and not gathered.
+        """
         linear = model.get_output_embeddings()
         plain = type(linear) is nn.Linear and "forward" not in vars(linear)
         if not plain or linear._forward_hooks or linear._forward_pre_hooks or isinstance(linear.weight, DTensor):
@@ -40,11 +43,11 @@ class OutputHead:
         return cls(linear.weight, linear.bias, scaling, getattr(model.config, "final_logit_softcapping", None))
 
     def logits(self, hidden_NC: Tensor) -> Tensor:
-        """[N,V], in the dtype in which autocast multiplies, or else that of the weights."""
+        """[N,V], in autocast's dtype if that is active, else in the weights' dtype."""
         return self.bounded(F.linear(hidden_NC, self.weight_VC, self.bias_V))
 
     def bounded(self, product_NV: Tensor) -> Tensor:
-        """The logits, from the product with the weights."""
+        """Logits [N,V] from the output of the linear layer: applies scaling and softcap."""
         if self.scaling != 1.0:
             product_NV = product_NV / self.scaling
         if self.softcap is not None:

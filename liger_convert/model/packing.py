@@ -1,6 +1,6 @@
-"""Where the documents of a packed row begin, by whichever of a collator's inputs says so.
+"""Document boundaries in packed rows, from whichever of a collator's inputs describes them.
 
-Shapes: B batch, T tokens, N documents of all rows.
+Shapes: B batch, T tokens, N documents in all rows together.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from torch import Tensor
 def document_positions(
     rows: int, tokens: int, position_ids: Tensor | None, cu_seq_lens: Tensor | None, seq_idx: Tensor | None
 ) -> Tensor | None:
-    """Position ids that restart at every document: what the family's softmax layers and ours tell documents apart by.
+    """Position ids that restart at every document, by which the family's softmax layers and ours separate documents.
 
-    position_ids: [B or 1,T], restarting at every document already, or None. cu_seq_lens: int [N+1], where documents
-    begin and end in the flattened batch. seq_idx: int [B,T], the document of every token. Returns [B,T], or
-    `position_ids` where nothing is to be added. Raises ValueError where the inputs contradict each other.
+    position_ids: [B or 1,T], already restarting at every document, or None. cu_seq_lens: int [N+1], cumulative document
+    boundaries in the flattened batch. seq_idx: int [B,T], the document index of every token. Returns [B,T], or
+    `position_ids` unchanged if it is given or no row has a second document. Raises ValueError when the inputs
+    contradict each other.
     """
     for name, begins_BT in (
         ("cu_seq_lens_q", None if cu_seq_lens is None else _begins(rows, tokens, cu_seq_lens)),
@@ -39,7 +40,7 @@ def document_positions(
 
 
 def _begins(rows: int, tokens: int, cu_seq_lens: Tensor) -> Tensor:
-    """[B,T-1]: whether a document begins at a token, for all tokens but the first of each row."""
+    """bool [B,T-1]: whether a document begins at each token after the first of its row."""
     if int(cu_seq_lens[-1]) != rows * tokens:
         raise ValueError(f"cu_seq_lens_q ends at token {int(cu_seq_lens[-1])}, but the batch has {rows * tokens}")
     begins_N = torch.zeros(rows * tokens + 1, dtype=torch.bool, device=cu_seq_lens.device)
@@ -48,9 +49,11 @@ def _begins(rows: int, tokens: int, cu_seq_lens: Tensor) -> Tensor:
 
 
 def check_mask(attention_mask: Tensor, position_ids: Tensor | None, tokens: int, seen_B: Tensor | None) -> None:
-    """Raises ValueError for a mask that would be read as something else than it says.
+    """Raises ValueError for a mask that a linearized layer would misread.
 
-    attention_mask: [B, earlier tokens + T]. seen_B: how many tokens of each row the cache has read, None without one.
+    Refused are masks with values other than 0 and 1, masks that do not match the tokens in the cache, and masks
+    together with position_ids that restart. attention_mask: [B, earlier tokens + T]. tokens: T. seen_B: how many tokens
+    of each row the cache has read; None without a cache.
     """
     valid_BS = attention_mask != 0
     if attention_mask.dtype != torch.bool and bool((attention_mask != valid_BS).any()):

@@ -1,4 +1,4 @@
-"""A model on the device that runs it, also where that cannot hold all of its weights."""
+"""Moves a model to the device that runs it, even if the device cannot hold all of its weights."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from liger_convert.utils.device import free_memory
 from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import console
 
-SHARE = 0.75  # of what a GPU has free, for weights; the rest is for what a forward pass makes
-HOST = "cpu"  # accelerate's name of the memory that weights wait in
+SHARE = 0.75  # the part of a GPU's free memory that weights may take; the rest is for activations
+HOST = "cpu"  # accelerate's name for the memory that offloaded weights stay in
 
 
 def place(model: Any, device: torch.device, share: float = SHARE, taken: int = 0) -> Any:
-    """`model`, which is in the host's memory, on `device`, to be run but not trained.
+    """Moves `model` from host memory to `device`, for inference only.
 
-    share: the part of what the GPU has free that the weights may take. taken: bytes of it that something else will
-    take; where that is more than all of it, no waiting would help, and the model is put there whole. Where the weights
-    take more than the rest, the last layers stay where they are, and the weights of a module come to the GPU
-    for as long as it runs; accelerate does that. A note says so. Such a model gives what it would give. The ends of the
-    model are on the GPU, as measures call its head many times a pass, and so are its mixers, which are small and are
-    fitted in place. Raises BadInput for a GPU that has no room for these and a layer.
+    share: the part of the GPU's free memory that weights may take. taken: bytes of that part which something else will
+    need. If the weights do not fit into the remainder, accelerate offloads the last layers: they stay in host memory,
+    and the weights of a module come to the GPU while it runs. A note is printed; the outputs do not change. If `taken`
+    alone exceeds the share, offloading would not help, and the whole model is moved.
+
+    Embeddings and head always stay on the GPU, because evaluations call the head many times per pass. So do the mixers,
+    which are small and are fitted in place. Raises BadInput when the GPU has no room for these and one layer.
     """
     free = free_memory(device)
     size = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
@@ -44,7 +45,7 @@ def place(model: Any, device: torch.device, share: float = SHARE, taken: int = 0
     devices: dict[str, Any] = {}
     for name, place in places.items():
         devices |= _apart(name, model.get_submodule(name), device) if place == HOST else {name: device}
-    # without gradients autocast keeps no copies of weights that come and go
+    # with requires_grad off, autocast does not cache casts of weights that are offloaded again
     model = model.requires_grad_(False).eval()
     model = dispatch_model(model, devices, device, skip_keys=sorted(model._skip_keys_device_placement))
     waiting = sum(parameter.nbytes for parameter in model.parameters() if parameter.is_meta)
@@ -55,25 +56,27 @@ def place(model: Any, device: torch.device, share: float = SHARE, taken: int = 0
 
 
 def place_both(first: Any, second: Any, device: torch.device) -> tuple[Any, Any]:
-    """Two models on one device, as `place` does: each may take half of what there is room for."""
+    """Places two models on one device with `place`; each may take half of SHARE."""
     half = SHARE / 2
-    return place(first, device, half), place(second, device, half / (1 - half))  # of what the first one leaves
+    return place(first, device, half), place(second, device, half / (1 - half))  # relative to what the first leaves
 
 
 def waits(model: Any) -> bool:
-    """Whether weights of `model` come to its device only for as long as a module runs."""
+    """Whether any weights of `model` are offloaded, so that they are on its device only while their module runs."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
 def _places(model: Any, room: int, size: int) -> dict[str, Any]:
-    """Where accelerate puts the parts of `model`, of `size` bytes, beside its mixers: 0, for the GPU, while there is
-    `room`, and then HOST."""
+    """The device map that accelerate infers for `model` without its mixers: 0 (the GPU) or HOST by module name.
+
+    room: bytes for weights on the GPU, including the mixers. size: bytes of the model.
+    """
     attentions = [module for module in model.modules() if isinstance(module, LinearizedAttention)]
     mixers = [attention.mixer for attention in attentions]
     room -= sum(parameter.nbytes for mixer in mixers for parameter in mixer.parameters())
     try:
         for attention in attentions:
-            attention.mixer = nn.Identity()  # they are counted above, wherever their layers are
+            attention.mixer = nn.Identity()  # already counted above: mixers always go to the GPU
         kinds = sorted(model._no_split_modules)
         return infer_auto_device_map(model, {0: max(0, room), HOST: size}, no_split_module_classes=kinds)
     finally:
@@ -82,7 +85,7 @@ def _places(model: Any, room: int, size: int) -> dict[str, Any]:
 
 
 def _apart(name: str, module: nn.Module, device: torch.device) -> dict[str, Any]:
-    """Where the parts are of the module called `name`, which waits: its mixers on the device."""
+    """The device map of an offloaded module called `name`: its mixers go to `device`, all else to HOST."""
     if not any(isinstance(part, LinearizedAttention) for part in module.modules()):
         return {name: HOST}
     found: dict[str, Any] = {}

@@ -1,11 +1,11 @@
-"""Weights of 8 bits in the format of compressed-tensors, which transformers and vLLM read.
+"""8-bit weight quantization in the compressed-tensors format, which transformers and vLLM read.
 
-Quantised are the linear maps of the layers: projections of attention and feed-forward. Every row of a weight (an output
-channel) has one scale, the smallest that holds its largest number; numbers are rounded to the nearest. Nothing is
-calibrated. Whoever runs the model quantises what goes into such a map as well, a token at a time: that is the only form
-in which vLLM has both int8 and fp8 on a CPU and on GPUs. Embeddings, the language model's head, norms and all of a
-mixer stay as they are.
-Shapes: N rows and K columns of a weight, R rows of it that are worked on at a time.
+The linear layers of attention and feed-forward are quantized. Every row of a weight (an output channel) has one scale,
+the smallest that covers its largest magnitude; values are rounded to nearest. There is no calibration. The runtime also
+quantizes the inputs of these layers, dynamically per token: this is the only scheme that vLLM supports for both int8
+and fp8, on CPU and on GPUs. Embeddings, the language model head, norms and mixers are not quantized.
+
+Shapes: N rows and K columns of a weight, R rows processed at a time.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from liger_convert.utils.errors import BadInput, did_you_mean
 
 METHOD = "compressed-tensors"
 INSTALL = "pip install 'liger-convert[quantize]'"
-SCALE = "_scale"  # behind a weight's name, the name of its scales
+SCALE = "_scale"  # suffix: the scales of a weight have the weight's name plus this
 GROUP = "group_0"
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """One way to quantise. preset: what compressed-tensors calls it. format: how it calls the way it is stored.
-    dtype: of a stored weight."""
+    """One quantization scheme.
+
+    preset, format: the names of the scheme and of its storage format in compressed-tensors. dtype: of stored weights.
+    """
 
     preset: str
     format: str
@@ -48,26 +50,28 @@ SCHEMES = {
 
 
 def check_installed(what: str) -> None:
-    """Raises BadInput where there is no compressed-tensors. what: the beginning of the sentence, what it is for."""
+    """Raises BadInput when compressed-tensors is not installed. what: the beginning of the message, its purpose."""
     if importlib.util.find_spec("compressed_tensors") is None:
         raise BadInput(f"{what} needs the package {METHOD}, which is not installed; {INSTALL}")
 
 
 def is_quantized(config: Any) -> bool:
-    """Whether a config says that its weights are quantised, in whatever way."""
+    """Whether a config declares quantized weights, by any method."""
     return getattr(config, "quantization_config", None) is not None
 
 
 def refuse_quantized(config: Any, folder: Any, command: str) -> None:
-    """Raises BadInput for a quantised model, whose weights `command` cannot change."""
+    """Raises BadInput for a quantized model, whose weights `command` cannot change."""
     if is_quantized(config):
         what = f"is quantised, and {command} needs weights that are not"
         raise BadInput(f"{folder}: {what}; give the model that it was made from")
 
 
 def scheme_of(config: Any) -> str | None:
-    """The name in SCHEMES of how the weights of a linearized model are quantised; None where they are not, or in
-    another way than `linearize export` does it."""
+    """The key in SCHEMES of a linearized model's quantization.
+
+    None if it is not quantized, or not in the way that `linearize export` quantizes.
+    """
     stated = getattr(config, "quantization_config", None)
     if stated is not None and not isinstance(stated, dict):
         stated = stated.to_dict()
@@ -80,7 +84,7 @@ def scheme_of(config: Any) -> str | None:
 
 
 def quantization_config(name: str) -> dict[str, Any]:
-    """What config.json says of weights that are quantised by the scheme called `name`. Needs compressed-tensors."""
+    """The `quantization_config` of config.json for the scheme `name`. Requires compressed-tensors."""
     from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
 
     scheme = SCHEMES[name]
@@ -90,18 +94,21 @@ def quantization_config(name: str) -> dict[str, Any]:
         quantization_status=QuantizationStatus.COMPRESSED,
         ignore=ignored(),
     )
-    # versions of the package write other fields than they read; what is None says nothing
+    # some versions of the package write fields that others do not read; dropping None values avoids that
     return _without_none(described.model_dump(mode="json"))
 
 
 def ignored() -> list[str]:
-    """What is not quantised, as compressed-tensors names it: modules, and patterns behind `re:`."""
+    """The modules that are not quantized, in compressed-tensors' syntax: names, or patterns after `re:`."""
     return ["lm_head", "model.embed_tokens", r"re:.*norm$", rf"re:.*\.{MIXER_MODULE}(\..*)?$"]
 
 
 def check_quantizable(config: Any, folder: Any, name: str) -> None:
-    """Raises BadInput unless the linearized model of `config` in `folder` can be quantised here by the scheme called
-    `name`: for one that is quantised already, for families with experts, and where compressed-tensors is missing."""
+    """Raises BadInput unless the linearized model in `folder` can be quantized by the scheme `name`.
+
+    Refused are unknown schemes, models that are already quantized, families with experts, and environments without
+    compressed-tensors.
+    """
     if name not in SCHEMES:
         raise BadInput(f"--quantize: {name!r} is unknown{did_you_mean(name, SCHEMES)}; use {' or '.join(SCHEMES)}")
     refuse_quantized(config, folder, "export")
@@ -112,16 +119,17 @@ def check_quantizable(config: Any, folder: Any, name: str) -> None:
 
 
 def linear_weights(model: nn.Module) -> list[str]:
-    """The weights of the linear maps of `model`, without its head and those of mixers."""
+    """The names of the weights of all nn.Linear modules of `model`, except its head and those in mixers."""
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head")
     return [f"{name}.weight" for name in linear if f".{MIXER_MODULE}." not in name]
 
 
 def quantized_shards(checkpoint: Checkpoint, weights: list[str], name: str, dtype: str = "auto") -> list[Shard]:
-    """A file for each of the checkpoint's, its `weights` quantised by the scheme called `name` and followed by their
-    scales; all else is cast to `dtype`, which is the scales' as well.
+    """One output shard per checkpoint file, with `weights` quantized by the scheme `name` and their scales added.
 
-    Some rows of a weight are held at a time. Each weight is read twice, once for its scales. Needs compressed-tensors.
+    Other tensors, except those of mixers, and the scales are cast to `dtype`; `auto` keeps the stored dtypes. Only some
+    rows of a weight are in memory at a time. Each weight is read twice, once for its scales. Requires
+    compressed-tensors.
     """
     chosen, shards = set(weights), []
     for infos in checkpoint.files.values():
@@ -135,7 +143,7 @@ def quantized_shards(checkpoint: Checkpoint, weights: list[str], name: str, dtyp
                 parts.append((Entry(info.name, SCHEMES[name].dtype, info.shape), weight.rows))
             else:
                 parts.append((Entry(info.name, target, info.shape), _Copied(info, target)))
-        # wide numbers first, so that every tensor stands aligned; scales before the rows that they are of
+        # wide dtypes first, so that every tensor is aligned, and scales before the rows they belong to
         parts.sort(key=lambda part: -part[0].dtype.itemsize)
         data = chain.from_iterable(make() for _, make in parts)
         shards.append(Shard([entry for entry, _ in parts], data, None))
@@ -144,7 +152,7 @@ def quantized_shards(checkpoint: Checkpoint, weights: list[str], name: str, dtyp
 
 @dataclass(frozen=True)
 class _Copied:
-    """A tensor that is not quantised, in pieces."""
+    """Makes the pieces of a tensor that is not quantized."""
 
     info: TensorInfo
     target: torch.dtype
@@ -155,7 +163,7 @@ class _Copied:
 
 @dataclass
 class _Weight:
-    """A weight that is quantised: first its scales, then its rows."""
+    """A weight to quantize: `scales` must run before `rows`."""
 
     info: TensorInfo
     scheme: str
@@ -170,7 +178,7 @@ class _Weight:
         for weight_RK in self._read():
             ends = weight_RK.amin(1, keepdim=True), weight_RK.amax(1, keepdim=True)
             made.append(calculate_qparams(*ends, args)[0])
-        # as bfloat16, the narrowest that models are loaded in, so that a cast of the scales changes nothing
+        # rounded to bfloat16, the narrowest dtype models are loaded in, so that a later cast does not change the scales
         scale_N1 = torch.cat(made).bfloat16().to(self.scale_dtype)
         self.scale_N1 = scale_N1.clamp_min(torch.finfo(self.scale_dtype).smallest_normal)
         yield self.scale_N1.view(-1)

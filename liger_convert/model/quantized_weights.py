@@ -1,9 +1,9 @@
-"""Loading a linearized model whose weights are quantised in the format of compressed-tensors.
+"""Loading a linearized model whose weights are quantized in the compressed-tensors format.
 
-transformers leaves such weights as they are stored, and compressed-tensors widens them in the model's first own forward
-pass. By then a backbone that was called by itself has failed, and compressed-tensors has wrapped every module to move
-its inputs, which makes plain tuples of a mixer's named ones. So the weights are widened here as soon as they are read.
-Their modules go on quantising what comes in, a token at a time, as they do in a server.
+transformers leaves such weights compressed, and compressed-tensors decompresses them in the model's first forward pass.
+That is too late: a backbone that is called directly fails, and compressed-tensors wraps every module to move its
+inputs, which turns a mixer's named tuples into plain ones. So the weights are decompressed here right after loading.
+Their modules still quantize their inputs per token, as they do in a server.
 """
 
 from __future__ import annotations
@@ -16,22 +16,24 @@ from torch import nn
 if TYPE_CHECKING:
     Family = Any
 else:
-    Family = object  # each generated class brings its own
+    Family = object  # each generated class adds its family's
 
 
 class QuantizedWeights(Family):
-    """What every linearized class does with weights that are quantised."""
+    """Loading and saving of quantized weights, for every linearized class."""
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' own; weights that compressed-tensors has quantised come out in the model's dtype. Raises
-        ValueError where some of these are not in memory."""
+        """transformers' from_pretrained, with compressed-tensors weights decompressed to the dtype of their scales.
+
+        Raises ValueError when some of these weights are not in memory.
+        """
         loaded = super().from_pretrained(*args, **kwargs)
         widen(loaded[0] if isinstance(loaded, tuple) else loaded)
         return loaded
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' own. Raises ValueError for a model that was loaded from quantised weights."""
+        """transformers' save_pretrained. Raises ValueError for a model that was loaded from quantized weights."""
         if getattr(self, "is_quantized", False):
             what = "this model's weights were quantised, but were converted back when it was loaded"
             raise ValueError(f"{what}: copy the folder that it came from, or save the model that it was made from")
@@ -39,12 +41,14 @@ class QuantizedWeights(Family):
 
 
 def widen(model: nn.Module) -> None:
-    """Gives the quantised weights of `model`, where it has any, the dtype of their scales, in place. Raises ValueError
-    for weights that wait on a disk."""
+    """Decompresses the quantized weights of `model`, if any, to the dtype of their scales, in place.
+
+    Raises ValueError for weights on the meta device, which are offloaded.
+    """
     modules = [module for module in model.modules() if getattr(module, "quantization_status", None) == "compressed"]
     if not modules:
         return
-    # by a call: transformers asks for every package that a statement of an export's code imports, used or not
+    # import_module, because transformers requires every package that an export's code names in an import statement
     decompress_module = importlib.import_module("compressed_tensors.compressors.base").decompress_module
     if any(weight.is_meta for module in modules for weight in module.parameters(recurse=False)):
         raise ValueError("quantised weights have to fit into memory: leave out device_map, or give it more room")

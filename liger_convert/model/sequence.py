@@ -1,9 +1,9 @@
-"""What a batch's tokens are to a linearized layer: which are padding, which document each belongs to, and its position.
+"""Sequence metadata for linearized layers: padding, document ids and positions of a batch's tokens.
 
-Everything is computed once per forward, from the batch and from the tokens before it, and changes neither. The tokens
-before it are those that a cache holds or, for a shard of a row, those with which the previous shard ended.
+It is computed once per forward, from the batch and the tokens before it, and modifies neither. The tokens before it are
+those in the cache or, for a shard of a row, the last tokens of the previous shard.
 
-Shapes: B batch, T new tokens, P tokens of the ring, S = P + T, N sinks, M = sinks of all documents of a row.
+Shapes: B batch, T new tokens, P tokens in the ring, S = P + T, M sinks of all documents in a row.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ PACKED_CACHE = "packed documents cannot be cached: pass use_cache=False"
 
 
 class Positions(NamedTuple):
-    """What stands before the new tokens.
+    """The positions of the tokens before the new ones.
 
     position_BP: positions of the last P tokens, oldest first, -1 on padding. seen_B: real tokens so far.
-    since_BM: how far the next token is from each sink, 0 where that has not come yet; None without sinks.
-    segment_ids_BP: documents of the last P tokens; None where a row is one document.
-    padded: whether padding may be among the last P tokens. has_all_sinks: whether all sinks are known to have come.
-    ring_position: int64 [], which slot of the ring is the oldest, modulo P; None: the first.
+    since_BM: distance from each sink to the next token, 0 for sinks that have not been read yet; None without sinks.
+    segment_ids_BP: document indices of the last P tokens; None if each row is one document.
+    padded: whether there may be padding among the last P tokens. has_all_sinks: whether all sinks are known to have
+    been read. ring_position: int64 scalar, the slot of the oldest token modulo P; None: slot 0.
     """
 
     position_BP: Tensor
@@ -41,8 +41,11 @@ class Positions(NamedTuple):
 
 
 class Sinks(NamedTuple):
-    """Where each row's sinks stand: `index_BM` among the new tokens (meaningful where `found_BM`; both None when all
-    are known to stand before them), and `visible_BTM`: seen by a query from beyond the window."""
+    """The sinks of each row.
+
+    index_BM: their index among the new tokens, valid where found_BM is True. Both are None when all sinks are known to
+    precede the new tokens. visible_BTM: whether a query attends to a sink separately, because it has left the window.
+    """
 
     index_BM: Tensor | None
     found_BM: Tensor | None
@@ -50,11 +53,11 @@ class Sinks(NamedTuple):
 
 
 class WindowMetadata(NamedTuple):
-    """What layers of equal window and sinks need to know, of the ring's tokens and the new ones.
+    """Metadata of the ring's and the new tokens, shared by layers with equal window and sinks.
 
-    position_BS: see SequenceMetadata. valid_BS: False on padding; None: there is none. segment_ids_BS: None where a row
-    is one document. cache_window: tokens that the ring has room for. ring_order_P: the slots of the ring, oldest first;
-    None where they stand so.
+    position_BS: see SequenceMetadata. valid_BS: False on padding; None without padding. segment_ids_BS: None if each
+    row is one document. cache_window: capacity of the ring in tokens. ring_order_P: slots of the ring, oldest first;
+    None if the ring is already in that order.
     """
 
     position_BS: Tensor
@@ -67,11 +70,13 @@ class WindowMetadata(NamedTuple):
 
 
 class SequenceMetadata:
-    """tokens: T. position_BT: how many real tokens of its document stand before a token, -1 on padding. valid_BT: False
-    on padding, None when there is none. segment_ids_BT: the index of a token's document in a packed row, None when a
-    row is one document. static: no value may be looked at, and no shape may depend on one.
+    """Metadata of the new tokens of a batch.
 
-    past: what stands before a shard of a row, in the place of a layer's cache, where rows are shared by processes.
+    tokens: T. position_BT: the number of real tokens before a token in its document; -1 on padding. valid_BT: False on
+    padding; None without padding. segment_ids_BT: the document index of each token in a packed row; None if each row is
+    one document. static: no value may be read on the host, and no shape may depend on one.
+
+    past: with rows sharded over processes, the state before this shard, in place of a layer's cache.
     """
 
     past: Any = None
@@ -98,8 +103,12 @@ class SequenceMetadata:
         before: Positions | None = None,
         static: bool = False,
     ) -> SequenceMetadata:
-        """From what a Hugging Face forward is given, which is `given` [B,T,...]. Without `position_ids` a row is one
-        document, and no value is looked at. Raises ValueError for what a recurrent layer cannot honour."""
+        """Builds the metadata from the arguments of a Hugging Face forward.
+
+        given: input ids or embeddings [B,T,...]. before: the positions before the new tokens, from the cache. Without
+        `position_ids`, or with a mask, each row is one document. Raises ValueError for inputs that a recurrent layer
+        cannot honor.
+        """
         (batch, tokens), device = given.shape[:2], given.device
         valid_BT = segment_ids_BT = None
         if attention_mask is not None:
@@ -133,15 +142,17 @@ class SequenceMetadata:
         return cls(tokens, position_BT, valid_BT, segment_ids_BT, static)
 
     def for_window(self, cache_window: int, sinks: int, before: Positions | None = None) -> WindowMetadata:
-        """For layers whose ring has room for `cache_window` tokens and that have so many sinks. It is worked out once
-        for equal layers, before whose tokens the same must stand."""
+        """The metadata for layers with a ring of `cache_window` tokens and `sinks` sinks.
+
+        It is computed once for layers with equal values, so `before` must be the same for all of them.
+        """
         key = (cache_window, sinks)
         if key not in self._windows:
             self._windows[key] = self._for_window(cache_window, sinks, before)
         return self._windows[key]
 
     def write_mask_on_eviction(self, window: WindowMetadata) -> Tensor:
-        """[B,T]: at each new token, whether the one that then leaves the window goes into the memory."""
+        """bool [B,T]: whether the token that leaves the window at each new token is written to the memory."""
         key = (window.cache_window, window.sink_count)
         if key not in self._write_masks:
             mask_BT = self.position_on_eviction(window) >= window.sink_count
@@ -151,7 +162,7 @@ class SequenceMetadata:
         return self._write_masks[key]
 
     def position_on_eviction(self, window: WindowMetadata) -> Tensor:
-        """[B,T]: at each new token, the position of the one that then leaves the window; -1 where none does."""
+        """[B,T]: the position of the token that leaves the window at each new token; -1 if none does."""
         return self._on_eviction(window.position_BS, window)
 
     def _on_eviction(self, of_BS: Tensor, window: WindowMetadata) -> Tensor:
@@ -159,7 +170,7 @@ class SequenceMetadata:
         return F.pad(of_BS, (missing, 0), value=-1)[:, : self.tokens]
 
     def positions_after(self, window: WindowMetadata, before: Positions | None = None) -> Positions:
-        """What stands before the tokens that come after these."""
+        """The positions to keep for the next forward, after these tokens."""
         start = max(0, window.position_BS.shape[1] - window.cache_window)
         new: int | Tensor = self.tokens if self.valid_BT is None else self.valid_BT.sum(1)
         seen_B = torch.zeros_like(self.position_BT[:, 0]) if before is None else before.seen_B
@@ -168,7 +179,7 @@ class SequenceMetadata:
             since_BM = self._since_after(window.sinks, None if before is None else before.since_BM)
         segments = window.segment_ids_BS
         return Positions(
-            # copies, because a view of the last tokens would keep the whole prompt alive
+            # clone: a view of the last tokens would keep the whole prompt alive
             window.position_BS[:, start:].clone(),
             seen_B + new,
             since_BM,
@@ -191,7 +202,7 @@ class SequenceMetadata:
         return WindowMetadata(position_BS, valid_BS, segment_ids_BS, found, sinks, cache_window, order_P)
 
     def _find_sinks(self, cache_window: int, count: int, before: Positions | None) -> Sinks:
-        """Of each document's first `count` real tokens."""
+        """The sinks: the first `count` real tokens of each document."""
         device = self.position_BT.device
         query_T = torch.arange(self.tokens, device=device)
         since_BM = None if before is None else before.since_BM
@@ -223,14 +234,14 @@ class SequenceMetadata:
 
 
 def _since(before_BM: Tensor | None, index_BM: Tensor) -> Tensor:
-    """How far the sinks known before stand back; 0 for those of documents that begin among the new tokens."""
+    """The distances of earlier sinks, extended by zeros for documents that begin among the new tokens."""
     if before_BM is None:
         return torch.zeros_like(index_BM)
     return F.pad(before_BM, (0, index_BM.shape[1] - before_BM.shape[1]))
 
 
 def _documents(position_ids: Tensor) -> Tensor | None:
-    """[B,T]: the index of each token's document, None where every row is one."""
+    """[B or 1,T]: the document index of each token; None if each row is one document."""
     segment_ids_BT = find_packed_sequence_indices(position_ids)
     if segment_ids_BT is None or not torch.compiler.is_compiling():
         return segment_ids_BT
@@ -239,4 +250,4 @@ def _documents(position_ids: Tensor) -> Tensor | None:
             "torch.export cannot check whether position_ids restart, as in packed documents: leave position_ids "
             "out, or pass the attention_mask, with which a row is one document"
         )
-    return segment_ids_BT if bool((segment_ids_BT > 0).any()) else None  # which the library does not ask in a graph
+    return segment_ids_BT if bool((segment_ids_BT > 0).any()) else None  # transformers skips this test when compiling

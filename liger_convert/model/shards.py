@@ -1,4 +1,4 @@
-"""Safetensors files written as a stream: a buffer's worth is read, checked, cast and written at a time."""
+"""Streaming writer for safetensors files: one buffer is read, checked, cast and written at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from liger_convert.model import MIXER_MODULE
 from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import Report
 
-CHUNK = 1 << 20  # bytes read, checked, cast and written at a time: they stay in a core's cache from one to the next
+CHUNK = 1 << 20  # bytes read, checked, cast and written at a time: small enough to stay in a core's cache
 CODES = {dtype: code for code, dtype in (DTYPES | OTHER_DTYPES).items()}
 # the bits of +infinity
 INFINITIES = {
@@ -32,7 +32,7 @@ INFINITIES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor as it will stand in a file."""
+    """The header entry of a tensor to be written."""
 
     name: str
     dtype: torch.dtype
@@ -40,7 +40,7 @@ class Entry:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> list[Entry]:
-        """Those of tensors by name."""
+        """The entries of a state dict."""
         return [cls(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
 
     @property
@@ -50,16 +50,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class Shard:
-    """A file to be written: its tensors, their data in pieces, and `same`, a file whose bytes are these exactly."""
+    """A file to be written: its entries, their data in pieces, and `same`, an existing file with identical contents."""
 
     entries: list[Entry]
     data: Iterator[Tensor]
     same: Path | None
 
     def write(self, path: Path, pool: ThreadPoolExecutor) -> Iterator[int]:
-        """Writes the file, and says after each piece how many bytes that was."""
+        """Writes the file; yields the number of bytes after each piece."""
         if self.same is not None:
-            # the system copies a file faster than anybody who looks at its bytes, and does it while we look
+            # the operating system copies the file faster; meanwhile the data is only checked here
             copy = pool.submit(shutil.copyfile, self.same, path)
             yield from (piece.nbytes for piece in self.data)
             copy.result()
@@ -68,13 +68,16 @@ class Shard:
             file.write(safetensors_header(self.entries))
             for piece in self.data:
                 nbytes = file.write(piece.view(torch.uint8).numpy().data)
-                del piece  # before the next one is made
+                del piece  # free it before the next one is made
                 yield nbytes
 
 
 def target_dtype(name: str, stored: torch.dtype, dtype: str) -> torch.dtype:
-    """What a tensor becomes when `dtype` is asked for: `auto` leaves all as they are, and a mixer's never change, whose
-    gates near 1 need more than bfloat16's 8 bits."""
+    """The dtype in which to write the tensor `name`, stored as `stored`, when `dtype` is requested.
+
+    `auto` keeps the stored dtype. Mixer tensors always keep theirs, because gates near 1 need more than bfloat16's 8
+    bits of precision.
+    """
     return stored if dtype == "auto" or f".{MIXER_MODULE}." in name else getattr(torch, dtype)
 
 
@@ -84,12 +87,14 @@ def copied_shards(
     dropped: Container[str] = (),
     replaced: Mapping[str, Callable[[], Tensor]] | None = None,
 ) -> list[Shard]:
-    """A file for each of the checkpoint's, without the `dropped` tensors, cast to `dtype`. replaced: what makes a
-    tensor, by name, when its turn comes, in the place of the one that is stored."""
+    """One output shard per file of the checkpoint, without the `dropped` tensors, cast to `dtype`.
+
+    replaced: by tensor name, a function that makes the replacement of a stored tensor when it is about to be written.
+    """
     shards, replaced = [], replaced or {}
     for file, infos in checkpoint.files.items():
         kept = [(info, target_dtype(info.name, info.dtype, dtype)) for info in infos if info.name not in dropped]
-        # wide numbers first, as the library does, so that every tensor stands aligned; else in the order of the bytes
+        # wide dtypes first, as safetensors does, so that every tensor is aligned; then in file order
         kept.sort(key=lambda pair: (-pair[1].itemsize, pair[0].offset))
         entries = [Entry(info.name, target, info.shape) for info, target in kept]
         copied = all(info.dtype == target and info.name not in replaced for info, target in kept)
@@ -99,7 +104,7 @@ def copied_shards(
 
 
 def write_shards(shards: list[Shard], folder: Path, progress: Report | None = None) -> int:
-    """Writes the files and their index to `folder`; returns the bytes of all tensors."""
+    """Writes the files and their index to `folder`; returns the total bytes of all tensors."""
     shards = [shard for shard in shards if shard.entries]
     total = sum(entry.nbytes for shard in shards for entry in shard.entries)
     weight_map: dict[str, str] = {}
@@ -122,8 +127,10 @@ def write_shards(shards: list[Shard], folder: Path, progress: Report | None = No
 
 
 def write_file(path: Path, entries: list[Entry], tensors: Iterable[Tensor]) -> None:
-    """Writes one file of `tensors`, which may be made when their turn comes and be on any device: no more than one
-    comes to the host's memory."""
+    """Writes `tensors`, described by `entries`, to one safetensors file.
+
+    They may be generated lazily and be on any device; at most one at a time is copied to host memory.
+    """
     data = (tensor.detach().cpu().contiguous().view(-1) for tensor in tensors)
     with ThreadPoolExecutor(1) as pool:
         for _ in Shard(entries, data, None).write(path, pool):
@@ -131,7 +138,7 @@ def write_file(path: Path, entries: list[Entry], tensors: Iterable[Tensor]) -> N
 
 
 def safetensors_header(entries: list[Entry]) -> bytes:
-    """What stands before the data of a safetensors file with these tensors, back to back."""
+    """The header of a safetensors file that holds these tensors contiguously: length prefix and padded JSON."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for entry in entries:
@@ -145,7 +152,10 @@ def safetensors_header(entries: list[Entry]) -> bytes:
 def _checked_data(
     tensors: list[tuple[TensorInfo, torch.dtype]], replaced: Mapping[str, Callable[[], Tensor]]
 ) -> Iterator[Tensor]:
-    """The tensors of one file in pieces, checked and cast to their dtypes; a piece is valid until the next."""
+    """The tensors of one file in pieces, checked and cast to their dtypes. A piece is valid until the next one.
+
+    Raises BadInput as `cast_pieces` does, and when a replacement is not finite.
+    """
     for info, target in tensors:
         if info.name not in replaced:
             yield from cast_pieces(info, target)
@@ -154,12 +164,14 @@ def _checked_data(
         if piece.numel() and not all_finite(piece):
             raise BadInput(f"{info.name}: contains NaN or infinity after the trained change is merged into it")
         yield piece
-        del piece  # before the next one is made
+        del piece  # free it before the next one is made
 
 
 def cast_pieces(info: TensorInfo, target: torch.dtype) -> Iterator[Tensor]:
-    """The numbers of one tensor as `target` in pieces, valid until the next. Raises BadInput as `checked_pieces` does,
-    and for numbers that `target` does not hold."""
+    """The values of one tensor, cast to `target`, in pieces that are valid until the next one.
+
+    Raises BadInput as `checked_pieces` does, and for values that overflow in `target`.
+    """
     for piece in checked_pieces(info):
         if target != info.dtype:
             piece = piece.to(target)
@@ -170,9 +182,9 @@ def cast_pieces(info: TensorInfo, target: torch.dtype) -> Iterator[Tensor]:
 
 
 def checked_pieces(info: TensorInfo, size: int = CHUNK) -> Iterator[Tensor]:
-    """The numbers of one tensor, `size` bytes at a time; a piece is valid until the next.
+    """The values of one tensor in its stored dtype, `size` bytes at a time. A piece is valid until the next one.
 
-    Raises BadInput where it holds NaN or infinity, or its file has shrunk.
+    Raises BadInput when it holds NaN or infinity, or when its file was truncated.
     """
     buffer = torch.empty(min(size, info.nbytes), dtype=torch.uint8)
     with open(info.file, "rb") as file:
@@ -188,10 +200,10 @@ def checked_pieces(info: TensorInfo, size: int = CHUNK) -> Iterator[Tensor]:
 
 
 def all_finite(piece: Tensor) -> bool:
-    """Whether a contiguous floating tensor holds neither NaN nor infinity, about as fast as memory is read.
+    """Whether a contiguous floating-point tensor has neither NaN nor infinity, at about memory bandwidth.
 
-    In the order of their bits as integers, +infinity and its NaNs come after all positive numbers, and so do -infinity
-    and its NaNs among all numbers once the sign counts as the highest bit: two maxima decide.
+    Viewed as signed integers, +infinity and positive NaNs are greater than all finite values. Viewed as unsigned
+    integers, -infinity and negative NaNs are. So two maxima suffice.
     """
     infinity, width = INFINITIES[piece.dtype], piece.itemsize
     bits = piece.view(-1).view(torch.uint8).numpy()

@@ -1,4 +1,4 @@
-"""A linearized layer in vLLM: the project's own layer and mixer, whose cache lies in the pages that vLLM allots.
+"""A linearized layer in vLLM: the project's own layer and mixer, with its cache in pages that vLLM allocates.
 
 Shapes: N tokens of a batch of requests, C hidden size, H query heads, D head size.
 """
@@ -25,21 +25,21 @@ from liger_convert.serving.rows import Rows, Views, make_rows
 
 
 class Step(NamedTuple):
-    """The requests of a step, and how many tokens each has at its end, int [number of requests]."""
+    """The requests of a step. seq_lens: the length of each request after the step, int [number of requests]."""
 
     rows: list[Rows]
     seq_lens: Tensor
 
 
 class StepBuilder(LinearAttentionMetadataBuilder):
-    """Makes the rows of a step once. Layers whose pages have other numbers take the same rows on their own pages."""
+    """Builds the rows of a step once. Layers with another block table reuse the rows with their own pages."""
 
     supports_update_block_table = True
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         batch = common_attn_metadata
         starts = batch.query_start_loc_cpu[: batch.num_reqs + 1]
-        # the bound is exact without speculation, which is refused; to ask the device would wait for the step before
+        # the bound is exact without speculation, which is refused; reading the device would wait for the previous step
         seen = batch.seq_lens_cpu_upper_bound[: batch.num_reqs] - starts.diff()
         pages = self._pages(batch.block_table_tensor, batch.seq_lens)
         return Step(make_rows(starts.tolist(), seen.tolist(), pages), batch.seq_lens)
@@ -55,7 +55,7 @@ class StepBuilder(LinearAttentionMetadataBuilder):
 
 
 class StepBackend(LinearAttentionBackend):
-    """What vLLM asks for how a batch is described to these layers."""
+    """The vLLM attention backend that provides the metadata builder for these layers."""
 
     @staticmethod
     def get_name() -> str:
@@ -67,7 +67,7 @@ class StepBackend(LinearAttentionBackend):
 
 
 class ServedAttention(LinearizedAttention, MambaBase):
-    """A `LinearizedAttention` that has become this class in place by `serve`."""
+    """A served `LinearizedAttention`; `serve` converts a layer to this class in place."""
 
     mamba_type = MambaAttentionBackendEnum.LINEAR
     kv_cache: tuple[Tensor, ...] = ()
@@ -78,7 +78,10 @@ class ServedAttention(LinearizedAttention, MambaBase):
 
     @classmethod
     def serve(cls, attention: LinearizedAttention, prefix: str, layout: PageLayout, page_words: int) -> None:
-        """Turns `attention` into a served layer that vLLM knows as `prefix`; its pages have `page_words` float32."""
+        """Converts `attention` to a served layer and registers it with vLLM as `prefix`.
+
+        page_words: the size of a page in float32 words.
+        """
         attention.__class__ = cls
         assert isinstance(attention, cls)
         attention.prefix, attention.layout, attention.page_words, attention.views = prefix, layout, page_words, []
@@ -98,7 +101,7 @@ class ServedAttention(LinearizedAttention, MambaBase):
         self.views = self.layout.views(self.kv_cache[0])
 
     def prepare_metadata(self, metadata: SequenceMetadata) -> None:
-        """Nothing is shared by all tokens of a batch of requests."""
+        """Does nothing: there is no metadata that all requests of a batch share."""
 
     def forward(  # type: ignore[override]
         self,
@@ -108,12 +111,12 @@ class ServedAttention(LinearizedAttention, MambaBase):
         metadata: SequenceMetadata | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """hidden_states [1,N,C] -> ([1,N,C], None): the new tokens of all requests behind each other."""
+        """hidden_states [1,N,C] -> ([1,N,C], None): the new tokens of all requests, concatenated."""
         if metadata is None:
             metadata = position_embeddings[2]  # see `hand_on_metadata`
         angles = position_embeddings[0], position_embeddings[1]
         projected = tuple(heads[0] for heads in self.project(hidden_states, angles, metadata))
         steps = get_forward_context().attn_metadata
-        rows = [] if steps is None else steps[self.prefix].rows  # None: a run that measures memory
+        rows = [] if steps is None else steps[self.prefix].rows  # None: vLLM's memory profiling run
         o_NHD = attend_batch(self, self.layout, self.views, rows, hidden_states[0], projected)
         return getattr(self, self.family.projections[-1])(o_NHD.flatten(1)[None]), None

@@ -1,4 +1,4 @@
-"""Starting vLLM's OpenAI server on an export: what it is told, and what it will need."""
+"""Starting vLLM's OpenAI server on an export: its command line and its memory needs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ SERVER = "vllm.entrypoints.openai.api_server"
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What a server is to be. `max_len`: tokens of a request, its answer included; None: the base's context.
-    `dtype`: of weights, keys and values; auto is the export's own, and bfloat16 for float32."""
+    """The options of a server.
+
+    max_len: tokens per request, including the answer; None: the base's context length. dtype: of weights, keys and
+    values; `auto` is the export's own dtype, or bfloat16 if that is float32.
+    """
 
     host: str
     port: int
@@ -38,20 +41,25 @@ class ServerOptions:
 
 @dataclass(frozen=True)
 class RequestMemory:
-    """Bytes that one request takes: `state` whatever its length, and `per_token` more for each of its tokens, which
-    softmax layers keep. vLLM's blocks are whole, so it takes somewhat more (docs/serving.md)."""
+    """The memory of one request in bytes.
+
+    state: independent of its length. per_token: added per token by the softmax layers. vLLM allocates whole blocks, so
+    actual use is somewhat higher (docs/serving.md).
+    """
 
     state: int
     per_token: int
 
     def of(self, tokens: int) -> int:
-        """Bytes of a request of so many tokens."""
+        """Bytes of a request with this many tokens."""
         return self.state + self.per_token * tokens
 
 
 def request_memory(config: Any, dtype: torch.dtype) -> RequestMemory:
-    """What one request of a linearized model takes, keys and values in `dtype`. Raises BadInput for a mixer that is
-    not served."""
+    """The memory that one request of a linearized model takes, with keys and values in `dtype`.
+
+    Raises BadInput for a mixer that cannot be served.
+    """
     of_layers, dims = layouts(config, dtype), head_dims(config)
     softmax = config.linearization["layers"].count(SOFTMAX)
     state = 4 * page_words(of_layers) * len(of_layers)  # all pages have the size of the largest
@@ -59,7 +67,7 @@ def request_memory(config: Any, dtype: torch.dtype) -> RequestMemory:
 
 
 def open_export(export: Path) -> Any:
-    """The config of a linearized model's folder. Raises BadInput for any other."""
+    """The config of a linearized model's folder. Raises BadInput for any other folder."""
     config = load_config(export)
     if not config.model_type.startswith(PREFIX):
         raise BadInput(f"{export}: is a {config.model_type} model, which vLLM serves by itself: vllm serve {export}")
@@ -67,7 +75,7 @@ def open_export(export: Path) -> Any:
 
 
 def served_dtype(config: Any, asked: str) -> torch.dtype:
-    """The dtype in which vLLM runs an export. Raises BadInput for one that there is not."""
+    """The dtype in which vLLM runs an export. Raises BadInput for an unsupported one."""
     if asked == "auto":
         own = getattr(config, "dtype", None)
         return torch.bfloat16 if own in (None, torch.float32) else own
@@ -78,7 +86,7 @@ def served_dtype(config: Any, asked: str) -> torch.dtype:
 
 
 def server_command(export: Path, options: ServerOptions, more: Sequence[str] = ()) -> list[str]:
-    """The words that start vLLM's server in this Python; `more` are handed on as they are."""
+    """The command line that starts vLLM's server with this Python. more: extra arguments, appended unchanged."""
     words = [sys.executable, "-m", SERVER, "--model", str(export), "--served-model-name", options.name or export.name]
     words += ["--host", options.host, "--port", str(options.port), "--dtype", options.dtype]
     words += ["--max-num-seqs", str(options.max_requests), "--enable-prefix-caching"]
@@ -88,7 +96,7 @@ def server_command(export: Path, options: ServerOptions, more: Sequence[str] = (
 
 
 def describe(export: Path, options: ServerOptions) -> str:
-    """What a server on `export` will be, in two sentences. Raises BadInput for what it cannot serve."""
+    """A two-sentence description of a server on `export`. Raises BadInput for an export that cannot be served."""
     config = open_export(export.resolve())
     dtype = served_dtype(config, options.dtype)
     memory, length = request_memory(config, dtype), options.max_len or context_length(config)
@@ -106,7 +114,7 @@ def describe(export: Path, options: ServerOptions) -> str:
 
 
 def check_installed() -> None:
-    """Raises BadInput where there is no vLLM."""
+    """Raises BadInput when vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise BadInput(
             "linearize serve: vllm is not installed here; install it with pip install 'liger-convert[serve]', or "
@@ -115,7 +123,7 @@ def check_installed() -> None:
 
 
 def start(command: Sequence[str]) -> NoReturn:
-    """Becomes the server: it has this process, its terminal and its signals."""
+    """Replaces this process by the server, which inherits its terminal and signals."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(command[0], list(command))

@@ -1,4 +1,4 @@
-"""A linearized layer over pages: what every server shares, whatever allots the pages.
+"""A linearized layer over paged caches, independent of the server that allocates the pages.
 
 Shapes: N tokens of a batch of requests, C hidden size, H query heads, D head size; R rows of T tokens, see rows.py.
 """
@@ -23,10 +23,10 @@ def attend_batch(
     x_NC: Tensor,
     projected: tuple[Tensor, ...],
 ) -> Tensor:
-    """What `layer` gives for the new tokens of all requests, [N,H,D] before its output map; updates their pages.
+    """The output of `layer` for the new tokens of all requests, [N,H,D] before its output projection.
 
-    x_NC: the layer's inputs. projected: q, k before and after rotary and v, as `layer.project` returns them, without
-    the batch's dimension. Tokens of no row, which pad a batch, give zeros.
+    Updates the requests' pages. x_NC: the layer's inputs. projected: q and k before and after rotary, and v, as
+    `layer.project` returns them, without the batch dimension. Padding tokens, which belong to no row, give zeros.
     """
     o_NHD = torch.zeros_like(projected[0])
     for rows in batch:

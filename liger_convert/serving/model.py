@@ -1,5 +1,4 @@
-"""Linearized models in vLLM: its Transformers backend, which runs every family's own modules with vLLM's layers put in
-their place, and the served layers."""
+"""Linearized models in vLLM, on its Transformers backend, which runs a family's own modules with vLLM's layers."""
 
 from __future__ import annotations
 
@@ -24,11 +23,11 @@ from liger_convert.serving.split import share_of_heads, share_of_parameter
 if TYPE_CHECKING:
     Backend = Any
 else:
-    Backend = object  # each served class brings its own
+    Backend = object  # each served class adds its own
 
 
 class _NoSoftmax:
-    """Stands for a linearized layer where the backend looks for the layers that call softmax attention."""
+    """A placeholder for linearized layers where the backend expects softmax attention."""
 
     def scale(self, module: Any) -> float:
         return 1.0
@@ -38,7 +37,7 @@ class _NoSoftmax:
 
 
 class Served(Backend):
-    """What a linearized model adds to the backend's. All state of a layer is one tensor, its page."""
+    """The mixin that adds linearized layers to the backend. All state of a layer is one tensor, its page."""
 
     has_inner_state = True
     is_hybrid = True
@@ -50,7 +49,7 @@ class Served(Backend):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         if self.tp_group.world_size > 1:
             self._load_shares()
-        # Granite divides its logits, outside of the backbone that the backend runs
+        # Granite divides its logits outside the backbone, which is all that the backend runs
         self.logits_processor.scale /= getattr(self.config, "logits_scaling", 1.0)
 
     @cached_property
@@ -61,11 +60,11 @@ class Served(Backend):
         return {**super()._from_config_kwargs, "config": config}
 
     def _decorate_for_torch_compile(self) -> None:
-        """Nothing is compiled: a layer looks at how long the requests are."""
+        """Disables compilation: a layer's computation depends on the lengths of the requests."""
 
     def recursive_replace(self) -> None:
         layers = {i: self.model.layers[i].self_attn for i in linear_layers(self.config)}
-        mixers = {i: layer._modules.pop(MIXER_MODULE) for i, layer in layers.items()}  # which stay as they are
+        mixers = {i: layer._modules.pop(MIXER_MODULE) for i, layer in layers.items()}  # kept out of the replacement
         super().recursive_replace()
         processes = self.tp_group.world_size
         of_layers = layouts(self.config, self.model_config.dtype, processes)
@@ -76,14 +75,14 @@ class Served(Backend):
             self.attention_fusers[i] = prefix, _NoSoftmax()
 
     def _share_of_mixer(self, layer: Any) -> Any:
-        """The mixer of this process, with no memory for its parameters yet, which has its share of the heads."""
+        """This process's mixer on the meta device, with its share of the heads."""
         layer.dims = share_of_heads(layer.dims, self.tp_group.world_size)
         config = self.config.linearization
         with init_on_device_without_buffers("meta"):
             return build_mixer(config["mixers"][config["layers"][layer.layer_idx]], layer.dims)
 
     def _load_shares(self) -> None:
-        """Has vLLM load this process's part of the mixers' parameters."""
+        """Makes vLLM load only this process's part of the mixers' parameters."""
         process = self.tp_group.rank_in_group
 
         def load(parameter: Tensor, saved: Tensor) -> None:
@@ -94,7 +93,7 @@ class Served(Backend):
                 parameter.weight_loader = load
 
     def _get_attn_cls(self) -> Any:
-        """Makes vLLM's attention for the softmax layers, and none for the linearized ones."""
+        """Creates vLLM attention for the softmax layers only."""
         softmax, served = super()._get_attn_cls(), {f"model.layers.{i}.self_attn" for i in linear_layers(self.config)}
 
         def make(**kwargs: Any) -> Any:
@@ -125,8 +124,8 @@ class Served(Backend):
 
 
 class ServedForCausalLM(Served, TransformersForCausalLM):
-    """Of families without experts."""
+    """For families without experts."""
 
 
 class ServedMoEForCausalLM(Served, TransformersMoEForCausalLM):
-    """Of families with experts."""
+    """For families with experts."""

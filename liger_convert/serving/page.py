@@ -1,10 +1,10 @@
-"""What a linearized layer keeps of one request, laid out in one page of memory of fixed size.
+"""The cache of one linearized layer for one request, laid out in one page of fixed size.
 
-A page is a row of float32 words. In it lie, one behind the other: the recurrent states, the ring of the window's last
-tokens, and the sinks. The ring is circular: the token at position p stands in slot p modulo P. Where tokens stand in
-the text follows from how many there were, so a page holds no positions.
+A page is a row of float32 words. It holds the recurrent states, then the ring buffer of the window's last tokens, then
+the sinks. The token at position p is in slot p modulo P of the ring. Positions follow from the number of tokens read,
+so a page does not store them.
 
-Shapes: N pages, P tokens of the ring, M sinks, G key-value heads, D head size.
+Shapes: N pages, P tokens in the ring, M sinks, G key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Group = Literal["states", "ring", "sinks"]
 
 
 class PageField(NamedTuple):
-    """One tensor of a page: the group and name by which the layer's cache knows it, and its shape for one request."""
+    """One tensor of a page: its group and name in the layer's cache, and its shape for one request."""
 
     group: Group
     name: str
@@ -37,10 +37,10 @@ class PageField(NamedTuple):
 
 
 class PageLayout:
-    """Where each tensor of one layer's cache lies in a page.
+    """The layout of one layer's cache tensors in a page.
 
-    mixer: the layer's resolved spec, as `config.linearization` has it. dims: the layer's sizes. dtype: that of its
-    keys and values. Raises BadInput for a mixer whose cache grows with the text, or that shifts tokens.
+    mixer: the layer's resolved spec from `config.linearization`. dims: the layer's sizes. dtype: of its keys and
+    values. Raises BadInput for a mixer whose cache grows with the text, or that uses a token shift.
     """
 
     def __init__(self, mixer: dict[str, Any], dims: HeadDims, dtype: torch.dtype):
@@ -56,7 +56,7 @@ class PageLayout:
                 "to a server that projects all requests at once; serve a model without it"
             )
         self.cache_window, self.sinks = spec.cache_window, spec.sinks
-        with torch.device("cpu"), torch.no_grad():  # a server builds models under devices of its own
+        with torch.device("cpu"), torch.no_grad():  # servers build models under their own default device
             module = build_mixer(mixer, dims).float()
             deferred = module.deferred_inputs(_one_token(dims, dtype)) if spec.scope == "evicted" else ()
         self.fields = [
@@ -77,7 +77,7 @@ class PageLayout:
         self.words = sum(field.words for field in self.fields)
 
     def views(self, pages: Tensor) -> list[tuple[PageField, Tensor]]:
-        """The tensors of many pages, [N,*shape] each: views of `pages`, float32 [N, at least `words`]."""
+        """The tensors of all pages, [N,*shape] each, as views of `pages`, float32 [N, at least `words`]."""
         found, start = [], 0
         for field in self.fields:
             words = pages[:, start : start + field.words]
@@ -88,7 +88,7 @@ class PageLayout:
 
 
 def _one_token(dims: HeadDims, dtype: torch.dtype) -> QKV:
-    """The projections of some token: what matters are shapes and dtypes."""
+    """Dummy projections of one token; only shapes and dtypes matter."""
 
     def token(*shape: int) -> Tensor:
         return torch.zeros(1, 1, *shape, dtype=dtype)

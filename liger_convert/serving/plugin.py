@@ -1,4 +1,4 @@
-"""The plugin of vLLM, an entry point of its group `vllm.general_plugins`; vLLM calls `register` in every process."""
+"""The vLLM plugin, an entry point in `vllm.general_plugins`; vLLM calls `register` in every process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def register() -> None:
-    """Makes vLLM know the linearized models. Their classes are imported when one is served."""
+    """Registers the linearized models with vLLM. Their classes are imported when one is served."""
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 

@@ -1,10 +1,10 @@
-"""The requests of a step as rows that a linearized layer takes at once, and their caches, read from pages and written.
+"""Batches the requests of a step into rows for a linearized layer, and moves their caches from and to pages.
 
-An engine lays the new tokens of all requests behind each other. All requests that decode are the rows of one call. So
-are prompts, or pieces of prompts, of nearly equal length: shorter ones are padded behind their end. What is the same
-for all layers of a step is worked out once.
+An engine concatenates the new tokens of all requests. All requests that decode form the rows of one call. Prompts or
+prompt chunks of similar length form another; shorter ones are right-padded. What all layers of a step share is computed
+once.
 
-Shapes: N tokens of the step, R rows, T new tokens of the longest, P tokens of the ring, M sinks, K tokens to write.
+Shapes: N tokens of the step, R rows, T new tokens of the longest, P tokens in the ring, M sinks, K tokens to write.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from liger_convert.model.sequence import Positions, SequenceMetadata, WindowMeta
 from liger_convert.serving.page import PageField, PageLayout
 
 Views = list[tuple[PageField, Tensor]]
-# Tokens by which a row is padded at most. On a CPU a call of its own costs less than 32 more; elsewhere not measured.
+# Maximum padding of a row, in tokens. On a CPU a separate call costs less than 32 extra tokens; not measured elsewhere.
 PADDING_CPU, PADDING = 16, 64
 
 
 class Ring(NamedTuple):
-    """Where the tokens of rings of one size stand in their pages.
+    """Slot indices into the rings of one size.
 
-    slot_RP: the slots of the tokens before the new ones, oldest first. slot_K: the slots that new tokens take. row_K:
-    their rows. token_K: where they stand in [R T]; None: all new tokens are written.
+    slot_RP: the slots of the tokens before the new ones, oldest first. slot_K: the slots that new tokens are written
+    to. row_K: their rows. token_K: their indices in the flattened [R T]; None: all new tokens are written.
     """
 
     slot_RP: Tensor
@@ -40,10 +40,11 @@ class Ring(NamedTuple):
 
 
 class Rows:
-    """Requests that a layer takes in one call, before whose new tokens either all or none of them have some.
+    """Requests that a layer processes in one call. Either all of them have earlier tokens, or none has.
 
-    starts: where each one's new tokens begin in the step. lengths: how many they are. seen: how many tokens each has
-    before them. requests: which of the step's requests they are. pages: int64, the page of every request of the step.
+    starts: the index in the step of each request's first new token. lengths: the number of its new tokens. seen: the
+    number of its earlier tokens. requests: its index among the step's requests. pages: int64, the page of every request
+    of the step.
     """
 
     def __init__(self, starts: list[int], lengths: list[int], seen: list[int], requests: list[int], pages: Tensor):
@@ -58,24 +59,24 @@ class Rows:
         self.valid_RT = index_T < self.length_R[:, None] if is_padded else None
         adjacent = not is_padded and all(b - a == self.tokens for a, b in pairwise(starts))
         self._span = slice(starts[0], starts[0] + self.tokens * len(starts)) if adjacent else None
-        # padding takes some token of its row: what stands there must be finite
+        # padding repeats the row's last token, so that its values are finite
         self._index_RT = start_R[:, None] + torch.minimum(index_T, self.length_R[:, None] - 1)
         self._rings: dict[int, Ring] = {}
         self._positions: dict[tuple[int, int], Positions] = {}
         self._metadata: dict[bool, SequenceMetadata] = {}
 
     def on_pages(self, pages: Tensor) -> Rows:
-        """The same rows for layers whose pages have other numbers. What both work out is shared."""
+        """The same rows for layers with other page indices. Cached results are shared."""
         rows = copy.copy(self)
         rows.pages_R = pages[self._requests_R]
         return rows
 
     def take(self, x: Tensor) -> Tensor:
-        """[R,T,...]: the rows' share of x [N,...]."""
+        """[R,T,...]: the rows' tokens of x [N,...]."""
         return x[self._index_RT] if self._span is None else x[self._span].unflatten(0, (-1, self.tokens))
 
     def put(self, into: Tensor, x: Tensor) -> None:
-        """Writes x [R,T,...] to where its tokens stand in `into` [N,...]."""
+        """Writes x [R,T,...] to its tokens' places in `into` [N,...]."""
         if self._span is not None:
             into[self._span] = x.flatten(0, 1)
         elif self.valid_RT is None:
@@ -84,7 +85,7 @@ class Rows:
             into[self._index_RT[self.valid_RT]] = x[self.valid_RT].to(into.dtype)
 
     def metadata(self, layout: PageLayout) -> SequenceMetadata:
-        """What the rows' tokens are to a layer; equal layers share it."""
+        """The sequence metadata of the new tokens, shared by layers with equal windows and sinks."""
         static = self.least_seen >= layout.sinks  # no sink is among the new tokens
         if static not in self._metadata:
             position_RT = self.seen_R[:, None] + torch.arange(self.tokens, device=self.seen_R.device)
@@ -94,7 +95,7 @@ class Rows:
         return self._metadata[static]
 
     def positions(self, layout: PageLayout) -> Positions:
-        """Where the tokens before the new ones stand."""
+        """The positions of the tokens before the new ones."""
         key = layout.cache_window, layout.sinks
         if key not in self._positions:
             seen_R1, device = self.seen_R[:, None], self.seen_R.device
@@ -106,7 +107,7 @@ class Rows:
         return self._positions[key]
 
     def ring(self, cache_window: int) -> Ring:
-        """Where the tokens of rings of this size, at least 1, stand in their pages."""
+        """The slot indices for rings of this size, which must be at least 1."""
         if cache_window not in self._rings:
             seen_R1, device = self.seen_R[:, None], self.seen_R.device
             index_T = torch.arange(self.tokens, device=device)
@@ -122,7 +123,7 @@ class Rows:
         return self._rings[cache_window]
 
     def load(self, layout: PageLayout, views: Views) -> PagedCache:
-        """The cache of the rows. Of a new request's page nothing is read: it holds what another has left."""
+        """The rows' cache. Pages of new requests are not read: they hold stale data of earlier requests."""
         past = PagedCache()
         if self.is_new:
             return past
@@ -130,7 +131,7 @@ class Rows:
         for field, kept in views:
             if field.group == "ring":
                 tensor = kept[self.pages_R[:, None], self.ring(layout.cache_window).slot_RP]
-                if past.positions.padded:  # what is masked must be finite
+                if past.positions.padded:  # masked values must be finite
                     tensor = _zeros_unless(past.positions.position_BP >= 0, tensor)
                 past.ring[field.name] = tensor
             elif field.group == "sinks":
@@ -144,7 +145,7 @@ class Rows:
         return past
 
     def store(self, layout: PageLayout, views: Views, past: PagedCache) -> None:
-        """Writes what a layer left in `past` to the rows' pages: of the ring only the new tokens."""
+        """Writes `past`, as a layer updated it, to the rows' pages; of the ring only the new tokens."""
         keeps_sinks = not self.is_new and self.least_seen >= layout.sinks
         if layout.cache_window:
             ring = self.ring(layout.cache_window)
@@ -158,7 +159,7 @@ class Rows:
 
 
 class PagedCache(LinearizedCacheLayer):
-    """A cache whose rings lie in pages: it keeps the new tokens [R,T,...] of each, by name, which are written there."""
+    """A cache with rings in pages. It collects each ring's new tokens [R,T,...] by name, for `Rows.store` to write."""
 
     static = True  # no shape here depends on a value
 
@@ -172,7 +173,7 @@ class PagedCache(LinearizedCacheLayer):
 
 
 class _EndPadded(SequenceMetadata):
-    """Of rows whose padding stands behind their tokens: there nothing leaves the window."""
+    """Metadata of right-padded rows: no token leaves the window at a padding token."""
 
     def position_on_eviction(self, window: WindowMetadata) -> Tensor:
         position_RT = super().position_on_eviction(window)
@@ -180,8 +181,11 @@ class _EndPadded(SequenceMetadata):
 
 
 def make_rows(starts: Sequence[int], seen: Sequence[int], pages: Tensor) -> list[Rows]:
-    """The rows of a step. starts: where each request's new tokens begin, and where the last one's end. seen: how many
-    tokens each request has before them. pages: int64, the page of each. A request without a new token is left out."""
+    """Groups the requests of a step into rows. Requests without new tokens are left out.
+
+    starts: the start of each request's new tokens, then the end of the last one's. seen: the number of earlier tokens
+    of each request. pages: int64, the page of each request.
+    """
     lengths = [after - start for start, after in pairwise(starts)]
     decoding = [r for r, before in enumerate(seen) if lengths[r] == 1 and before]
     groups = [decoding] if decoding else []

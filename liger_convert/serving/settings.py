@@ -1,4 +1,4 @@
-"""What vLLM is told of a linearized model, and what is refused: the pages of its layers, and settings that it needs."""
+"""vLLM settings for a linearized model: page layouts, layer types, and checks for unsupported settings."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from liger_convert.serving.page import PageLayout
 from liger_convert.serving.split import check_split, share_of_heads
 from liger_convert.utils.errors import BadInput
 
-LINEAR = "linear_attention"  # a layer type of transformers, by which vLLM tells that a model has state
+LINEAR = "linear_attention"  # a transformers layer type, by which vLLM recognizes models with state
 
 
 def layouts(config: Any, dtype: torch.dtype, processes: int = 1) -> dict[int, PageLayout]:
-    """The page of every linearized layer of a linearized model's config, by the layer's index, in one of the processes
-    over which its heads are split; keys and values have `dtype`. Raises BadInput for a mixer that is not served."""
+    """The page layout of every linearized layer, by layer index.
+
+    dtype: of keys and values. processes: how many processes the heads are split over; the layouts are those of one
+    process. Raises BadInput for a mixer that cannot be served.
+    """
     names, mixers = config.linearization["layers"], config.linearization["mixers"]
     dims = share_of_heads(head_dims(config), processes)
     made = {name: PageLayout(mixers[name], dims, dtype) for name in dict.fromkeys(names) if name != SOFTMAX}
@@ -26,19 +29,21 @@ def layouts(config: Any, dtype: torch.dtype, processes: int = 1) -> dict[int, Pa
 
 
 def page_words(of_layers: dict[int, PageLayout]) -> int:
-    """The float32 words of a page: enough for any layer, so that all pages are of one pool."""
+    """The float32 words per page: the maximum over layers, so that all pages come from one pool."""
     return max((layout.words for layout in of_layers.values()), default=0)
 
 
 def base_layer_types(config: Any) -> list[str] | None:
-    """`layer_types` as transformers needs it, of a config that `mark_layers` has marked."""
+    """The original `layer_types` for transformers, if `mark_layers` has changed this config; else None."""
     kept: list[str] | None = getattr(config, "base_layer_types", None)
     return kept
 
 
 def mark_layers(config: Any) -> None:
-    """Writes into `layer_types`, where a config has it, which layers are linear. vLLM takes a model for one without
-    state where all are `full_attention`."""
+    """Marks the linearized layers in `layer_types`, if the config has it, in place.
+
+    vLLM treats a model as stateless if all its layers are `full_attention`.
+    """
     if getattr(config, "layer_types", None) is None or base_layer_types(config) is not None:
         return
     config.base_layer_types = list(config.layer_types)
@@ -47,7 +52,7 @@ def mark_layers(config: Any) -> None:
 
 
 def check_settings(vllm_config: Any) -> None:
-    """Raises BadInput for what is not supported together with linearized layers."""
+    """Raises BadInput for vLLM settings that linearized layers do not support."""
     parallel = vllm_config.parallel_config
     if vllm_config.speculative_config is not None:
         raise BadInput(

@@ -1,5 +1,8 @@
-"""A layer's heads over several processes (tensor parallelism): each has its share of the query and key-value heads,
-with their part of the projections, of the mixer's parameters and of every page. The output map's parts are summed."""
+"""Tensor parallelism: splits a layer's heads over processes.
+
+Each process has its share of the query and key-value heads, with the corresponding part of the projections, of the
+mixer's parameters and of every page. The partial results of the output projection are summed.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,17 @@ from liger_convert.model.attention import head_dims
 from liger_convert.model.families import PREFIX, family_of
 from liger_convert.utils.errors import BadInput
 
-# The others' decays follow from a head's place among all; and of other packages' mixers nothing is known
+# excluded: mixers whose decays depend on a head's index among all heads, and mixers of other packages
 SPLIT_BY_HEADS = BUILT_IN.keys() - {"lightning", "retnet"}
 
 
 def share_of_heads(dims: HeadDims, processes: int) -> HeadDims:
-    """The sizes of a layer in one of so many processes."""
+    """The sizes of a layer in each of `processes` processes."""
     return dataclasses.replace(dims, heads=dims.heads // processes, kv_heads=dims.kv_heads // processes)
 
 
 def check_split(config: Any, processes: int) -> None:
-    """Raises BadInput for a linearized model whose heads cannot be split over so many processes."""
+    """Raises BadInput for a linearized model whose heads cannot be split over `processes` processes."""
     if processes == 1:
         return
     family, where, plan = family_of(config), f"tensor_parallel_size: {processes}", config.base_model_tp_plan or {}
@@ -43,8 +46,10 @@ def check_split(config: Any, processes: int) -> None:
 
 
 def share_of_parameter(saved: Tensor, like: Tensor, process: int) -> Tensor:
-    """The part of a mixer's parameter, as it was saved, that a process has, whose own is like `like`: narrower where a
-    dimension counts heads, or what follows from them."""
+    """The part of a saved mixer parameter that belongs to this process.
+
+    like: the process's own parameter, which is smaller in dimensions that depend on the number of heads.
+    """
     for axis, size in enumerate(like.shape):
         if size < saved.shape[axis]:
             saved = saved.narrow(axis, process * size, size)
