@@ -1,6 +1,6 @@
 """The base class of mixers: a gate rule, a write rule and a read rule over one recurrence, combined with the window.
 
-Shapes: B batch, T tokens, S = tokens of the ring before them + T, H query heads, G key-value heads, D head size,
+Shapes: B batch, T tokens, S = tokens in the ring before them + T, H query heads, G key-value heads, D head size,
 F feature size, V value size. States are float32.
 """
 
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 Branches = Literal["both", "window", "memory"]
 Method = Literal["prepare", "prefill", "decode_step"]
 
-FADED = 0.02  # a new forget gate leaves the oldest token of its window e^-0.02 of its weight
-FAR = 4096  # … and where the window is unbounded, the token this far back
+FADED = 0.02  # a freshly initialized forget gate decays the oldest token of its window to e^-0.02 of its weight
+FAR = 4096  # the distance used instead of the window size if the window is unbounded
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class HeadDims:
 class QKV(NamedTuple):
     """One layer's projections of the new tokens: before (`q`, `k`) and after (`q_rot`, `k_rot`) rotary.
 
-    `v_BSGD` and `position_BS` (see SequenceMetadata) begin with those of the tokens in the window's ring. `x_BTC` are
-    the layer's inputs.
+    `v_BSGD` and `position_BS` (see SequenceMetadata) also cover the tokens in the window's ring, which come first.
+    `x_BTC` are the layer's inputs.
     """
 
     q_BTHD: Tensor
@@ -72,9 +72,9 @@ class QKV(NamedTuple):
 
 
 class MemoryOutput(NamedTuple):
-    """What a memory read gives: its output, and the log of its normalizer (None where it is not normalised).
+    """The output of a memory read, and the log of its normalizer (None if it is not normalized).
 
-    With `normalizer_BTH`, `read_BTHV` is still to be divided by it; the window's kernel does that.
+    If `normalizer_BTH` is given, `read_BTHV` has not been divided by it yet; the window's kernel does that.
     """
 
     read_BTHV: Tensor
@@ -87,12 +87,12 @@ class MemoryOutput(NamedTuple):
 
 
 class Mixer(nn.Module, ABC):
-    """The memory branch of one layer and how it is combined with the window; holds every new parameter of the layer.
+    """The memory branch of one layer and its combination with the window; holds every new parameter of the layer.
 
-    Other modules call a mixer and do not use its parts, so that adapters and sharding that wrap it stay in effect.
-    `left_out` says which pieces of the paper's layer it lacks, and behind "off by default:" which are options;
-    "nothing" where it has them all, empty where there is no paper. `slow_parameters`: by name, those whose learning
-    rate is that part of the mixers'.
+    Other modules must call a mixer instead of using its parts, so that adapters and sharding that wrap it take effect.
+    `left_out` lists the parts of the paper's layer that are missing and, after "off by default:", those that are
+    options. It is "nothing" if none is missing, and empty if there is no paper. `slow_parameters`: learning rate
+    multipliers by parameter name, relative to the mixers' learning rate.
     """
 
     name: ClassVar[str]
@@ -103,9 +103,9 @@ class Mixer(nn.Module, ABC):
     recurrence: ClassVar[str]
     Spec: ClassVar[type[MixerSpec]]
     initial_log_share: ClassVar[float] = -4.0
-    # whether a `scan` of a row's shards, each from the states of the one before, is that of the row
+    # whether scanning a row's shards in turn, each from the previous states, equals scanning the whole row
     passes_states: ClassVar[bool] = True
-    # what a forward pass in training adds to the loss, already weighted, until `take_auxiliary_loss` takes it
+    # the weighted auxiliary loss of the last forward pass in training, until `take_auxiliary_loss` takes it
     auxiliary_loss: Tensor | None = None
 
     def __init__(self, spec: MixerSpec, dims: HeadDims):
@@ -130,7 +130,7 @@ class Mixer(nn.Module, ABC):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Sets every parameter to its start; the memory starts with little weight compared to the window."""
+        """Initializes every parameter; the memory starts with little weight compared to the window."""
         if self.spec.combine == "learned":
             init.constant_(self.mix_H, -3.0)
         elif self.spec.combine == "shared":
@@ -146,38 +146,38 @@ class Mixer(nn.Module, ABC):
                 piece.reset_parameters()
 
     def first_forget_bias(self, device: torch.device) -> Tensor:
-        """[G]: where the logits of the window's gates start; there log sigmoid(b) is nearly -e^-b."""
+        """[G]: the initial logits b of the window's gates; for such b, log sigmoid(b) is close to -e^-b."""
         return torch.full((self.dims.kv_heads,), math.log((self.spec.window or FAR) / FADED), device=device)
 
     def calibration(self) -> Calibration:
-        """What `training.calibrate` fits of this mixer where `spec.is_calibrated`."""
+        """The parameters of this mixer that `training.calibrate` fits if `spec.is_calibrated`."""
         return Calibration(read_size=None if self.read_norm is None else self.read_norm.size_HV)
 
     @classmethod
     @abstractmethod
     def state_shape(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, tuple[int, ...]]:
-        """Names and shapes, without the batch, of the recurrence's float32 states of one layer and sequence."""
+        """Names and shapes, without the batch dimension, of the layer's float32 recurrent states."""
 
     @classmethod
     def cached_states(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, tuple[int, ...]]:
-        """As `state_shape`, with the tokens that a short convolution and a shift keep."""
+        """As `state_shape`, plus the states of the short convolution and the token shift."""
         kept = state_shapes(spec.conv_taps, dims) | shift_shapes(spec.shift, dims)
         return {**cls.state_shape(spec, dims), **kept}
 
     @classmethod
     @abstractmethod
     def deferred_input_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
-        """Sizes per token and key-value head of what `inputs` returns, which the ring keeps until eviction."""
+        """The last dimensions of what `deferred_inputs` returns; the ring keeps these until eviction."""
 
     @abstractmethod
     def deferred_inputs(self, qkv: QKV) -> tuple[Tensor, ...]:
-        """What must be remembered of each new token until it is written, each [B,T,G,*]."""
+        """The tensors to keep for each new token until it is written to the memory, each [B,T,G,*]."""
 
     @abstractmethod
     def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
-        """The recurrence's entries of each token, each [B,T,G,*]; an entry of zeros leaves the state untouched.
+        """The recurrence's entries for each token, each [B,T,G,*]; all-zero entries leave the state unchanged.
 
-        `inputs` are the deferred ones; where there is a short convolution, the last of them convolved is added.
+        inputs: the deferred inputs; with a short convolution, the convolved last one is appended.
         """
 
     @abstractmethod
@@ -191,30 +191,30 @@ class Mixer(nn.Module, ABC):
     ) -> tuple[MemoryOutput, dict[str, Tensor]]:
         """Runs the recurrence over the tokens and reads it with the queries; returns the read and the new states.
 
-        Of `qkv` it uses queries, keys and values: in a mixture of memories these are of some tokens, of others for each
-        head, and there are no positions and inputs.
+        exclusive: whether a query reads the state before its own token's entry. It may only use the queries, keys and
+        values of `qkv`: in a mixture of memories they belong to a subset of the tokens, which differs per head, and
+        positions and layer inputs are empty.
         """
 
     def scan_reads(
         self, qkv: QKV, entries: tuple[Tensor, ...], segment_ids_BT: Tensor | None, exclusive: bool
     ) -> MemoryOutput:
-        """The read of a `scan` that starts from no states, where none is kept."""
+        """The read of a `scan` without initial states, for callers that do not need the final states."""
         return self.scan(qkv, entries, {}, segment_ids_BT, exclusive)[0]
 
     def map_once(self, qkv: QKV, entries: tuple[Tensor, ...]) -> tuple[QKV, tuple[Tensor, ...]]:
-        """The same, with what every `scan` of them would make again, for those who scan them several times."""
+        """Precomputes what every `scan` would recompute, for callers that scan the same tokens several times."""
         return qkv, entries
 
     def step_config(self) -> StepConfig | None:
-        """What the fused step of one token is to compute for this mixer; None where it cannot."""
+        """The configuration of the fused decode step for this mixer; None if it is not supported."""
         return None
 
     def forward(self, method: Method, *inputs: Any, bound: Callable[..., Any] | None = None) -> Any:
-        """What `prepare` gives, or the layer's output [B,T,H,V] by `prefill` or `decode_step`, which take `inputs`: the
-        one way into all of them.
+        """The single entry point: calls `prepare`, `prefill` or `decode_step` with `inputs` and returns its result.
 
-        `bound` is that method of another mixer, which is made of this one: where weights are offloaded, they are there
-        only while the module that owns them is called.
+        bound: the same method of another mixer that contains this one, to call instead. Offloaded weights are only
+        present while the module that owns them is being called.
         """
         return (getattr(self, method) if bound is None else bound)(*inputs)
 
@@ -227,7 +227,7 @@ class Mixer(nn.Module, ABC):
         metadata: SequenceMetadata,
         past: LinearizedCacheLayer | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The new tokens' projections before rotary as the layer is to take them; updates the states of `past`."""
+        """Applies the token shift and the query-key norm to q, k and v before rotary. Updates the states of `past`."""
         if self.shift is not None:
             row = Row(metadata.valid_BT, None if metadata.segment_ids_BT is None else metadata.position_BT)
             states = {} if past is None else past.read_states(self)
@@ -246,21 +246,24 @@ class Mixer(nn.Module, ABC):
         past: LinearizedCacheLayer | None,
         branches: Branches,
     ) -> Tensor:
-        """The output for any number of tokens, in training and at inference; updates the rings and states of `past`."""
+        """The output [B,T,H,V] for any number of tokens, in training and inference.
+
+        Updates the rings and states of `past`.
+        """
         memory = self.remember(qkv, metadata, past)
         contribution = self.contribution(qkv.q_BTHD, memory) if branches == "both" else None
         window_o_BTHV, _ = window_attention(window_inputs, self.log_forget(qkv, metadata, past), contribution)
         return window_o_BTHV if branches == "both" else self.ablate(window_o_BTHV, memory.o_BTHV, branches)
 
     def decode_step(self, step_inputs: StepInputs, past: LinearizedCacheLayer) -> Tensor:
-        """The output for one token by the fused step, which writes the rings, sinks and states of `past` in place."""
+        """The output for one token by the fused step, which updates rings, sinks and states of `past` in place."""
         cache, config = step_cache(past), self.step_config()
         assert cache is not None
         assert config is not None
         return fused_step(step_inputs, cache, config)[:, None]
 
     def log_forget(self, qkv: QKV, metadata: SequenceMetadata, past: LinearizedCacheLayer | None) -> Tensor | None:
-        """The log forget gates of the ring's and the new tokens, float32 [B,S,G]; None where nothing is forgotten."""
+        """The log forget gates of the ring's and the new tokens, float32 [B,S,G]; None without forget gates."""
         if not self.spec.forget:
             return None
         if self.spec.forget_gate == "fixed":
@@ -276,7 +279,7 @@ class Mixer(nn.Module, ABC):
         return extend(past, "log_f", log_f_BTG, window_metadata(self.spec, metadata, past))
 
     def remember(self, qkv: QKV, metadata: SequenceMetadata, past: LinearizedCacheLayer | None) -> MemoryOutput:
-        """Writes the tokens that are due and reads the memory with the queries; updates the states of `past`."""
+        """Writes the evicted (or all) tokens to the memory and reads it with the queries. Updates `past`."""
         inputs = self.deferred_inputs(qkv)
         tokens, evicted = metadata.tokens, self.spec.scope == "evicted"
         window = window_metadata(self.spec, metadata, past)
@@ -318,16 +321,16 @@ class Mixer(nn.Module, ABC):
         return memory
 
     def memory_logit(self, q_BTHD: Tensor, memory: MemoryOutput) -> Tensor:
-        """[B,T,H]: the log of the memory's weight in the one denominator with the window's e^s (see MixerSpec)."""
+        """[B,T,H]: the log of the memory's weight in the denominator shared with the window (see MixerSpec)."""
         assert memory.log_normalizer_BTH is not None
         logit_BTH: Tensor = MemoryLogit.apply(  # type: ignore[no-untyped-call]
             q_BTHD, memory.log_normalizer_BTH, self.share_query_HD, self.share_power_H, self.log_share_H
         )
-        # an empty memory has no weight, whatever the query is
+        # an empty memory has no weight for any query
         return logit_BTH.masked_fill(memory.log_normalizer_BTH <= EMPTY, -1e4)
 
     def contribution(self, q_BTHD: Tensor, memory: MemoryOutput) -> MemoryContribution:
-        """What the memory adds to the window's output."""
+        """The memory's contribution to the window's output."""
         read = memory.read_BTHV, memory.normalizer_BTH
         if self.spec.combine == "shared":
             return MemoryContribution(*read, self.memory_logit(q_BTHD, memory), None)
@@ -340,7 +343,7 @@ class Mixer(nn.Module, ABC):
         return torch.full((self.dims.heads,), 0.5 if self.spec.combine == "fixed" else 1.0, device=device)
 
     def ablate(self, window_o_BTHV: Tensor, memory_BTHV: Tensor, branches: Branches) -> Tensor:
-        """One branch without the other: its weight in a mix is unchanged, and a shared denominator is only its own."""
+        """One branch alone. In a mix it keeps its weight; with a shared denominator it is normalized by itself."""
         one = window_o_BTHV if branches == "window" else memory_BTHV
         if self.spec.combine != "shared":
             weight_H1 = self.mix_weight(one.device)[:, None]
@@ -349,28 +352,28 @@ class Mixer(nn.Module, ABC):
 
 
 def window_metadata(spec: MixerSpec, metadata: SequenceMetadata, past: LinearizedCacheLayer | None) -> WindowMetadata:
-    """What the window of a layer with this spec and cache needs to know about the batch."""
+    """The window metadata of the batch for a layer with this spec and cache."""
     return metadata.for_window(spec.cache_window, spec.sinks, None if past is None else past.positions)
 
 
 def extend(past: LinearizedCacheLayer | None, name: str, new: Tensor, window: WindowMetadata) -> Tensor:
-    """[B,S,...]: `new` behind the ring called `name`, whose last tokens stay in `past`; without a cache only `new`."""
+    """[B,S,...]: the ring called `name` followed by `new`; updates the ring. Without a cache, only `new`."""
     return new if past is None else past.extend(name, new, window)
 
 
 def _delay(stream_BSGX: Tensor, keep: int, tokens: int) -> Tensor:
-    """[B,T,G,X]: at each new token, the one that leaves a ring of `keep` tokens behind it; zeros before the first."""
+    """[B,T,G,X]: at each new token, the token that leaves a ring of `keep` tokens; zeros if none does."""
     missing = keep + tokens - stream_BSGX.shape[1]
     stream_BSGX = F.pad(stream_BSGX, (0, 0, 0, 0, missing, 0)) if missing else stream_BSGX
     return stream_BSGX[:, :tokens]
 
 
 class DiagonalMixer(Mixer):
-    """S_t = diag(a_t) S_{t-1} + phi(k_t)^T v_t, read by phi(q_t); subclasses say what phi and a are.
+    """S_t = diag(a_t) S_{t-1} + phi(k_t)^T v_t, read by phi(q_t); subclasses define phi and a.
 
-    With `normalize` there is a second state, z_t = diag(a_t) z_{t-1} + phi(k_t), and the read is divided by the
-    normalizer phi(q_t) z_t: a weighted mean of values at any length. The shared denominator needs the normalizer, too.
-    The entries then end with a boolean, whether the token is written, by which its key is added to z.
+    With `normalize` there is a second state, z_t = diag(a_t) z_{t-1} + phi(k_t). The read is divided by the normalizer
+    phi(q_t) z_t, which makes it a weighted mean of values at any length. The shared denominator also needs the
+    normalizer. The last entry is then a boolean write mask, which decides whether the key is added to z.
     """
 
     recurrence = "gla"
@@ -419,10 +422,10 @@ class DiagonalMixer(Mixer):
     def attend(
         self, q_BTHF: Tensor, entries: tuple[Tensor, ...], **options: Any
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The recurrence over what `write` gives: phi(q) S [B,T,H,V], its normalizer [B,T,H] with `normalize`,
-        and the state, whose last column is z then.
+        """Runs the recurrence over the entries from `write`.
 
-        `options` are those of `gated_kernels.chunk_gla`.
+        Returns phi(q) S [B,T,H,V], the normalizer [B,T,H] or None, and the state; with `normalize`, its last column is
+        z. `options` are those of `gated_kernels.chunk_gla`.
         """
         k_BTGF, v_BTGV, log_a, *written = entries
         if multiplies_in_bf16(v_BTGV):
@@ -440,11 +443,11 @@ class DiagonalMixer(Mixer):
         o_BTHV: Tensor,
         normalizer_BTH: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """What `attend` gives, plus what a query reads of its own token, outside the state; nothing by default."""
+        """Adds a query's read of its own token, outside the state, to the result of `attend`; by default nothing."""
         return o_BTHV, normalizer_BTH
 
     def read(self, o_BTHV: Tensor, normalizer_BTH: Tensor | None) -> MemoryOutput:
-        """The memory's output, from what `attend` returns."""
+        """The memory's output from the result of `attend`."""
         if normalizer_BTH is None:
             return MemoryOutput(o_BTHV, None)
         normalizer_BTH = normalizer_BTH.clamp_min(MIN_NORMALIZER)
@@ -452,7 +455,7 @@ class DiagonalMixer(Mixer):
 
 
 def with_normalizer(states: dict[str, Tensor]) -> Tensor | None:
-    """The state [B,G,F,V] as the ops take it, its last column z [B,G,F] where there is one; None at the start."""
+    """The state [B,G,F,V] in the ops' layout, with z [B,G,F] appended as last column if present; None at the start."""
     if "z" not in states:
         return states.get("state")
     return torch.cat((states["state"], states["z"][..., None]), -1)

@@ -1,4 +1,4 @@
-"""What a mixer says of its calibration: the parameters that are fitted to the base before any training."""
+"""Calibration: the mixer parameters that are fitted to the base before any training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Calibration(NamedTuple):
-    """Parameters that `training.calibrate` fits, besides those by which memory and window are combined.
+    """Parameters that `training.calibrate` fits, besides those that combine memory and window.
 
     codebooks: modules `feature_maps.Codebook`; their maps and codes are taken from the base, and several inverse
     temperatures are tried.

@@ -37,7 +37,7 @@ def two_sided_softmax(x: Tensor) -> Tensor:
 
 
 class FeatureMap(nn.Module):
-    """phi: [B,T,N,D] -> [B,T,N,F] in float32. `hedgehog` turns each head by a learned matrix first."""
+    """phi: [B,T,N,D] -> [B,T,N,F] in float32. `hedgehog` first multiplies each head by a learned matrix."""
 
     def __init__(self, name: FeatureMapName, heads: int, dim: int):
         super().__init__()
@@ -104,10 +104,10 @@ class Codebook(nn.Module):
         init.normal_(self.codes_GFE, std=self.codes_GFE.shape[-1] ** -0.5)
 
     def forward(self, use: Callable[[Codebook], Result]) -> Result:
-        """What `use` makes of this codebook.
+        """Returns `use(self)`.
 
-        A pass reads the parameters in this call only: where weights are offloaded, they are there only while the module
-        that owns them is called.
+        All access to the parameters must go through this call, because offloaded weights are only present while the
+        module that owns them is being called.
         """
         return use(self)
 

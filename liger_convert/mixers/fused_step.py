@@ -1,4 +1,4 @@
-"""A layer's cache as the fused step of one token takes it."""
+"""A layer's cache in the form that the fused decode step takes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from gated_kernels.fused_step.chunk import StepCache
 if TYPE_CHECKING:
     from liger_convert.model.cache import LinearizedCacheLayer
 
-RING = {"k", "v"}  # what such a cache holds of its last tokens, and no more than this and one deferred input
+RING = {"k", "v"}  # the rings that the step requires; it also supports one deferred input
 
 
 def step_cache(past: LinearizedCacheLayer) -> StepCache | None:
-    """The tensors that a fused step writes; None where the cache holds others than the step knows."""
+    """The tensors that a fused step updates; None if the cache holds tensors that the step does not support."""
     ring, sinks, states, positions = past.ring, past.sinks, past.states, past.positions
     if not RING <= ring.keys() <= RING | {"deferred0"} or not {"state"} <= states.keys() <= {"state", "z"}:
         return None

@@ -1,4 +1,4 @@
-"""The logit of a memory in the one denominator with its window.
+"""The logit of a memory in the denominator that it shares with its window.
 
 Shapes: B batch, T tokens, N = B T, H query heads, D head size.
 """

@@ -1,7 +1,6 @@
-"""The options of a mixer: from those that were written to all of them, checked, and to the mixer itself.
+"""Mixer options: validation, defaults, and construction of the mixer.
 
-This is the one place where options are checked; it needs nothing but the types in a mixer's own Spec, because exported
-models carry it with them.
+All checks of options are here. They only use the types in a mixer's Spec, because exported models contain this code.
 """
 
 from __future__ import annotations

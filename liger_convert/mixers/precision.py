@@ -1,4 +1,4 @@
-"""In which numbers a recurrence multiplies."""
+"""The precision of a recurrence's matmuls."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from torch import Tensor
 
 
 def multiplies_in_bf16(v_BSGD: Tensor) -> bool:
-    """Whether a recurrence takes its factors in the bf16 of the layer's values, on a GPU: tensor cores multiply it at
-    several times the speed of float32, and sum up in that; it has its range, too."""
+    """Whether a recurrence multiplies in bf16: on a GPU, if the layer's values are bf16.
+
+    Tensor cores multiply bf16 several times faster than float32 and accumulate in float32; bf16 has the same range.
+    """
     return v_BSGD.is_cuda and v_BSGD.dtype == torch.bfloat16

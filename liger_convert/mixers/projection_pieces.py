@@ -58,7 +58,7 @@ def make_shift(shift: Shift, dims: HeadDims) -> KeyValueShift | TokenShift | Non
 
 
 class QueryKeyNorm(nn.Module):
-    """A root mean square norm of every query and key, with a learned size of each channel."""
+    """An RMS norm of every query and key, with a learned scale per channel."""
 
     def __init__(self, dims: HeadDims):
         super().__init__()
@@ -76,7 +76,7 @@ class QueryKeyNorm(nn.Module):
 
 
 class KeyValueShift(nn.Module):
-    """Keys and values that a token takes in part from the token before it, by a number of each head."""
+    """Mixes keys and values with those of the previous token, by one share per head."""
 
     def __init__(self, dims: HeadDims):
         super().__init__()
@@ -104,7 +104,7 @@ class KeyValueShift(nn.Module):
 
 
 class TokenShift(nn.Module):
-    """Queries, keys and values that a token takes in part from the token before it, by a number of each channel."""
+    """Mixes queries, keys and values with those of the previous token, by one share per channel."""
 
     def __init__(self, dims: HeadDims):
         super().__init__()
@@ -142,12 +142,12 @@ class TokenShift(nn.Module):
 
 
 def _project(x_BTC: Tensor, weight_YC: Tensor) -> Tensor:
-    """In float32, where a small number is not lost beside the 1 that it is added to."""
+    """A linear map in float32, so that a small result is not lost when it is added to 1."""
     with torch.autocast(x_BTC.device.type, enabled=False):
         return F.linear(x_BTC.float(), weight_YC.float())
 
 
 def _shifted(x_BTND: Tensor, share: Tensor, row: Row, before_B1ND: Tensor | None) -> tuple[Tensor, Tensor]:
-    """x moved by its share to the token before it, in its dtype, and the new state."""
+    """x interpolated by `share` towards the previous token, in the dtype of x, and the new state."""
     (own, earlier), after_B1ND = recent_tokens(x_BTND, before_B1ND, row, 1)
     return (own.float() + share * (earlier.float() - own.float())).to(x_BTND.dtype), after_B1ND

@@ -25,12 +25,12 @@ START_SIZE = 0.1  # of a read: size 1 adds 2.5 nats to an untrained SmolLM2-135M
 
 
 def normed(o_BTHV: Tensor, size_HV: Tensor) -> Tensor:
-    """The read of every head at one size per channel, whatever it was, in the dtype of `o_BTHV`."""
+    """The RMS-normalized read of every head, scaled per channel."""
     return F.rms_norm(o_BTHV, o_BTHV.shape[-1:], eps=1e-6) * size_HV.float()
 
 
 class ReadNorm(nn.Module):
-    """A root mean square norm of every head, with a learned size [H,V] of each channel."""
+    """An RMS norm of every head, with a learned scale [H,V] per channel."""
 
     def __init__(self, dims: HeadDims):
         super().__init__()
@@ -45,7 +45,7 @@ class ReadNorm(nn.Module):
 
 
 class ReadGate(nn.Module):
-    """A gate of every channel, from the layer's input."""
+    """A gate per channel, computed from the layer's input."""
 
     def __init__(self, dims: HeadDims):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Mixers by name. A mixer registers itself, and its module is imported when it is first asked for.
+"""The mixer registry. A mixer registers itself; its module is imported on first use.
 
 Another package adds one by an entry point of the group `liger_convert.mixers`, which names the module or the class:
 

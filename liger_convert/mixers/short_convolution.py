@@ -25,10 +25,10 @@ STATES = ("conv_q", "conv_k", "conv_v")
 
 
 class Row(NamedTuple):
-    """Which tokens a convolution is to keep apart.
+    """Padding and document boundaries for a convolution.
 
-    real_BT: False on padding, over which it reaches to the token before; None: there is none. position_BT: how many
-    tokens of its document stand before a token; None where a row is one document.
+    real_BT: False on padding, which the convolution skips; None without padding. position_BT: the number of tokens
+    before a token in its document; None if each row is one document.
     """
 
     real_BT: Tensor | None
@@ -89,8 +89,10 @@ class ShortConvolutions(nn.Module):
         written: Row,
         states: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-        """q, k and v convolved, and the new states. `read` is said of the tokens that ask, `written` of those whose
-        keys and values are due."""
+        """Returns the convolved q, k and v, and the new states.
+
+        read: the row of the queries. written: the row of the keys and values, which may be those of evicted tokens.
+        """
         q_BTHD, conv_q = self.q(q_BTHD, states.get("conv_q"), read)
         k_BTGD, conv_k = self.k(k_BTGD, states.get("conv_k"), written)
         v_BTGD, conv_v = self.v(v_BTGD, states.get("conv_v"), written)
@@ -107,7 +109,7 @@ def recent_tokens(x_BTND: Tensor, before_BPND: Tensor | None, row: Row, past: in
         x_BSND = F.pad(x_BTND, (0, 0, 0, 0, past, 0))
     else:
         x_BSND = torch.cat((before_BPND.to(x_BTND.dtype), x_BTND), 1)
-    # before a single token stands what was kept; among several, padding may stand in between
+    # a single token directly follows the state; with several tokens, padding may lie in between
     index = None if row.real_BT is None or T == 1 else _predecessors(row.real_BT, past)
     found = [x_BTND]
     for back in range(1, past + 1):
@@ -126,8 +128,11 @@ def recent_tokens(x_BTND: Tensor, before_BPND: Tensor | None, row: Row, past: in
 
 
 def _predecessors(real_BT: Tensor, past: int) -> tuple[list[Tensor], Tensor]:
-    """Where the real tokens stand, of the state and the new ones [B,S]: those 0 to P before each new one, each [B,T],
-    and the last P of all, [B,P]. No value is looked at."""
+    """Indices of real tokens into the state and the new tokens [B,S].
+
+    Returns the indices of the tokens 0 to P before each new one, each [B,T], and of the last P tokens, [B,P]. No value
+    is read on the host.
+    """
     at_S = torch.arange(past + real_BT.shape[1], device=real_BT.device)
     last_BS = torch.where(F.pad(real_BT, (past, 0), value=True), at_S, 0).cummax(1).values
     back, kept = [at_S[past:].expand(real_BT.shape)], [last_BS[:, -1:]]

@@ -1,6 +1,6 @@
-"""What a layer's window attends over, what the memory contributes to it, and the one call that attends.
+"""Window attention: its inputs, the memory's contribution, and the call to the kernel.
 
-Shapes: B batch, T tokens, S = tokens of the ring + T, M sinks, H query heads, G key-value heads, D head size, V value
+Shapes: B batch, T tokens, S = tokens in the ring + T, M sinks, H query heads, G key-value heads, D head size, V value
 size.
 """
 
@@ -37,8 +37,11 @@ class WindowInputs(NamedTuple):
 
 
 class MemoryContribution(NamedTuple):
-    """What a memory adds to a window: its output, its normalizer (None: the output is divided by it already), and
-    either its logit in the one denominator or its weight in a mix of the two outputs."""
+    """The memory's contribution to the window's output.
+
+    It has the memory's output, its normalizer (None if the output is already divided by it), and either the memory's
+    logit in the shared denominator or its weight in a mix of the two outputs.
+    """
 
     memory_BTHV: Tensor
     normalizer_BTH: Tensor | None
@@ -49,9 +52,9 @@ class MemoryContribution(NamedTuple):
 def window_attention(
     inputs: WindowInputs, log_forget_BSG: Tensor | None, contribution: MemoryContribution | None
 ) -> tuple[Tensor, Tensor]:
-    """The window's output [B,T,H,V], with what the memory contributes where that is given, and its log-sum-exp [B,T,H].
+    """The window's output [B,T,H,V], combined with the memory's contribution if given, and its log-sum-exp [B,T,H].
 
-    `log_forget_BSG` are the float32 log forget gates of the ring's and the new tokens; None where nothing fades.
+    log_forget_BSG: float32 log forget gates of the ring's and the new tokens; None without forget gates.
     """
     q_BTHD, k_BSGD, sink_k_BMGD, bias_channels = inputs.q_BTHD, inputs.k_BSGD, inputs.sink_k_BMGD, 0
     if log_forget_BSG is not None:

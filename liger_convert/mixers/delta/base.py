@@ -83,8 +83,10 @@ class DeltaMixer(Mixer):
         return self.strength(inputs[0], self.beta_bias_GX)
 
     def strength(self, x_BTGD: Tensor, bias_GX: Tensor) -> Tensor:
-        """In (0, 1), [B,T,G,1] or [B,T,G,D], as the spec's `beta` says: of the bias and of what x pools to, or of the
-        bias alone."""
+        """A strength in (0, 1), [B,T,G,1] or [B,T,G,D]: the sigmoid of pool(x) + bias, or of the bias alone.
+
+        The spec's `beta` selects which.
+        """
         if self.spec.beta == "constant":
             return bias_GX.float().sigmoid().expand(*x_BTGD.shape[:2], *bias_GX.shape)
         return pooled(x_BTGD, bias_GX).sigmoid()

@@ -56,7 +56,7 @@ class InnerModelSpec(DeltaSpec):
         return False
 
     def step_scale(self, dims: HeadDims) -> float:
-        """What a token's rate is multiplied by."""
+        """The factor that multiplies a token's learning rate."""
         return 1 / (self.mini_batch * (EXPANSION * dims.dim if self.model == "mlp" else 2))
 
     def problem(self) -> str | None:
@@ -137,4 +137,4 @@ def _random(layer_GXY: nn.Parameter, size: float) -> None:
     """Weights of that size, and no bias."""
     start_GXY = torch.zeros_like(layer_GXY)
     start_GXY[:, :-1].normal_(std=size)
-    init.copy_(layer_GXY, start_GXY)  # of the whole, which a loaded parameter is left as it is by
+    init.copy_(layer_GXY, start_GXY)  # one copy of the whole: init.copy_ skips parameters that were loaded

@@ -76,7 +76,7 @@ class LinearMixer(DiagonalMixer):
 
     @property
     def rescales(self) -> bool:
-        """Whether the read is brought to one size."""
+        """Whether the read is RMS-normalized and scaled."""
         return not self.normalize
 
     def calibration(self) -> Calibration:
@@ -126,7 +126,7 @@ class LinearMixer(DiagonalMixer):
         return MemoryOutput(self.rescale(memory.o_BTHV), memory.log_normalizer_BTH) if self.rescales else memory
 
     def rescale(self, o_BTHV: Tensor) -> Tensor:
-        """The read at its learned size, whatever it was."""
+        """The RMS-normalized read at its learned scale."""
         return normed(o_BTHV, self.size_HV)
 
 
@@ -157,7 +157,7 @@ class GatedSpec(LinearSpec):
 class GatedMixer(LinearMixer):
     """A gate's logits are pool(k) + b: the pretrained keys, pooled with no new weight, and a learned bias.
 
-    Subclasses say what log a is of the logits. A `scalar` gate has one value per head whatever it comes from.
+    Subclasses define log a as a function of the logits. A `scalar` gate has one value per head for every `gate` option.
     """
 
     scalar: ClassVar[bool] = False

@@ -64,7 +64,7 @@ class GLA(GatedMixer):
     rescales = False
 
     def query_features(self, qkv: QKV) -> Tensor:
-        """Queries as they are where there is a codebook: `attend` maps them, and keys, so that no map need be kept."""
+        """With a codebook, the raw queries: `attend` maps queries and keys, so that no features need to be stored."""
         if self.codebook is None:
             return super().query_features(qkv)
         return qkv.q_rot_BTHD if self.spec.rope else qkv.q_BTHD

@@ -259,6 +259,9 @@ class MoM(Mixer):
 
 
 def may_read_values(x_BTGN: Tensor) -> bool:
-    """Whether rows are made, whose lengths are read. On a GPU they are not, as a step may be one captured graph, nor
-    while a layer is compiled, which would be done again for every length."""
+    """Whether rows may be made whose lengths are read from tensors.
+
+    They are not on a GPU, where a step may be captured as a CUDA graph, nor in compiled layers, which would be
+    recompiled for every length.
+    """
     return x_BTGN.shape[1] > 1 and x_BTGN.device.type == "cpu" and not reads_no_values()

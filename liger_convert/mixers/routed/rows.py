@@ -1,8 +1,8 @@
-"""Rows of only those tokens that a memory deals with, so that a scan of it does not run over the others.
+"""Gathers, for each memory, only the tokens that write or read it, so that its scan skips all others.
 
-What a token neither writes nor reads it leaves as it is, so that memory's row leaves the token out. Heads route for
-themselves: a slot of a row holds another token for each of them. A scan has one segment id for all heads of a slot, so
-a document of a packed row begins at one slot for all heads, behind the longest of the document before it.
+A memory does not change at a token that neither writes nor reads it, so its row omits that token. Each head routes by
+itself: a slot of a row can hold a different token for each head. A scan has one segment id per slot for all heads, so a
+document of a packed row starts at the same slot for all heads, after the longest head's part of the previous document.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, N memories, D documents, L slots of all memories' rows.
 """
@@ -51,7 +51,7 @@ class Rows(NamedTuple):
         return [None] * len(self.lengths) if self.segment_ids_BL is None else self._split(self.segment_ids_BL)
 
     def reads(self, memories: list[MemoryOutput], index_BTGK: Tensor) -> list[MemoryOutput]:
-        """What each token reads of the first of its K memories, of the second, and so on."""
+        """Each token's reads of its K memories, as one MemoryOutput per choice."""
         joined = [None if x[0] is None else torch.cat(x, 1) for x in zip(*memories, strict=True)]
         found = []
         for slot_BTG in self.slot_BTGN.gather(-1, index_BTGK).unbind(-1):

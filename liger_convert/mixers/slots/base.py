@@ -34,7 +34,7 @@ class SlotSpec(MixerSpec):
 
 
 class SlotMixer(Mixer):
-    """Subclasses say with which weights w a token is written, and how far it makes each slot forget, a.
+    """Subclasses define the write weights w of a token and the decay a of each slot.
 
     normalize: whether slots are divided by their normalizers z, and logits scaled by 1 / sqrt(D). Without it there is
     no z, a slot is read as it is, by unscaled queries, and the read has no weight in a shared denominator.
@@ -60,7 +60,7 @@ class SlotMixer(Mixer):
         return (dims.dim,)
 
     def deferred_inputs(self, qkv: QKV) -> tuple[Tensor, ...]:
-        # not rotated: a mean of keys turned to different positions would be a key of none
+        # before rotary: a mean of keys rotated to different positions would match no position
         return (qkv.k_BTGD,)
 
     def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:

@@ -37,7 +37,7 @@ class ElementwiseSpec(MixerSpec):
 
 
 class ElementwiseMixer(Mixer):
-    """Subclasses say how long a token's step is, and with what k and q it is written and read."""
+    """Subclasses define a token's step size, and the k and q with which it is written and read."""
 
     recurrence = "elementwise"
     spec: ElementwiseSpec
