@@ -1,4 +1,4 @@
-"""The selective state space of Mamba (2312.00752), with the layer's keys and queries as its input and output maps.
+"""The selective state space of Mamba (2312.00752), with input and output maps from the layer's keys and queries.
 
 S_t = exp(dt_t log A) * S_{t-1} + phi(k_t)^T [dt_t * v_t, dt_t],   dt_t = softplus(pool(k_t) + b),   log A = -e^rate
 o_t = n_t / m_t,   [n_t, m_t] = phi(q_t) S_t                            (base.py has the shapes and the starts)
