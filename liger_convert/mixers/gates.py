@@ -15,9 +15,9 @@ GateName = Literal["pooled", "head", "learned", "constant", "none"]
 
 
 def pool_to(x_BTGD: Tensor, size: int) -> Tensor:
-    """Keys pooled to `size` channels with no new weight: averaged where that is fewer, repeated where it is more.
+    """Keys pooled to `size` channels without new weights: averaged if that is fewer, repeated if it is more.
 
-    Raises ValueError where neither size divides the other.
+    Raises ValueError if neither size divides the other.
     """
     dim = x_BTGD.shape[-1]
     if dim % size == 0:
@@ -29,10 +29,10 @@ def pool_to(x_BTGD: Tensor, size: int) -> Tensor:
 
 
 def log_sigmoid_gate(logits: Tensor, normalizer: float) -> Tensor:
-    """log of sigmoid(logits)^(1/normalizer), in float32 (GLA, 2312.06635; Liger, 2503.01496)."""
+    """The log of sigmoid(logits)^(1/normalizer), in float32 (GLA, 2312.06635; Liger, 2503.01496)."""
     return F.logsigmoid(logits.float()) / normalizer
 
 
 def log_soft_cap(logits: Tensor, cap: float) -> Tensor:
-    """log of an exponential gate whose logits bend smoothly to stay within `cap` (xLSTM 7B, 2503.13427)."""
+    """The log of an exponential gate whose logits are softly capped to [-cap, cap] (xLSTM 7B, 2503.13427)."""
     return cap * torch.tanh(logits / cap)

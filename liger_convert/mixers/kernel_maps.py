@@ -1,4 +1,4 @@
-"""Further feature maps, which stand for a kernel: phi(q) phi(k) is, or estimates, a similarity never negative.
+"""Further feature maps, each for a kernel: phi(q) phi(k) is, or estimates, a nonnegative similarity.
 
 Shapes: B batch, T tokens, N heads (query or key-value), D head size, F feature size.
 """
@@ -17,12 +17,12 @@ from liger_convert.mixers.feature_maps import POSITIVE, FeatureMap, FeatureMapNa
 
 KernelName = Literal["parabola", "products", "arccos", "gaussian"]
 MapName = Literal[FeatureMapName, KernelName]
-WEIGHTS: tuple[MapName, ...] = (*POSITIVE, *get_args(KernelName))  # whose phi(q) phi(k) can be normalised
+WEIGHTS: tuple[MapName, ...] = (*POSITIVE, *get_args(KernelName))  # maps whose phi(q) phi(k) can be normalized
 RANDOM: tuple[MapName, ...] = ("arccos", "gaussian")
 
 
 def map_size(name: MapName, dim: int, codes: int = 0) -> int:
-    """F for a head of size `dim`, or of a codebook of `codes`."""
+    """F for a head of size `dim`, or for a codebook with `codes` entries."""
     match name:
         case "parabola":
             return dim
@@ -35,7 +35,7 @@ def map_size(name: MapName, dim: int, codes: int = 0) -> int:
 
 
 def make_map(name: MapName, heads: int, dim: int) -> FeatureMap | Parabola | RandomFeatures:
-    """A module [B,T,N,D] -> [B,T,N,F] in float32, whose `reset_parameters` sets its start."""
+    """A module [B,T,N,D] -> [B,T,N,F] in float32, initialized by its `reset_parameters`."""
     match name:
         case "parabola" | "products":
             return Parabola(name, heads, dim)
@@ -46,9 +46,9 @@ def make_map(name: MapName, heads: int, dim: int) -> FeatureMap | Parabola | Ran
 
 
 class Parabola(nn.Module):
-    """y = gamma norm(x) + beta, and of it `parabola`: y^2 / sqrt(D), or `products`: all y_i y_j / D (ReBased).
+    """Of y = gamma norm(x) + beta: y^2 / sqrt(D) for `parabola`, all y_i y_j / D for `products` (ReBased).
 
-    The products of all pairs, those of i < j counted once and weighted sqrt(2), give phi(q) phi(k) = (y_q y_k / D)^2.
+    Pairs with i < j are counted once and weighted by sqrt(2), so that phi(q) phi(k) = (y_q y_k / D)^2.
     """
 
     def __init__(self, name: MapName, heads: int, dim: int):
@@ -70,10 +70,10 @@ class Parabola(nn.Module):
 
 
 class RandomFeatures(nn.Module):
-    """F = 2 D directions w, drawn once and trained from there, one set for all heads and for queries and keys alike.
+    """F = 2 D random directions w, which are trained; one set for all heads, queries and keys.
 
-    x is brought to length 1. `arccos`: relu(w x) sqrt(2 / F), the arc-cosine kernel of random feature attention.
-    `gaussian`: exp(w x - 1) / sqrt(F), an estimate of exp(-|q - k|^2 / 2) that is never negative (2009.14794).
+    x is normalized to length 1. `arccos`: relu(w x) sqrt(2 / F), the arc-cosine kernel of random feature attention.
+    `gaussian`: exp(w x - 1) / sqrt(F), a nonnegative estimate of exp(-|q - k|^2 / 2) (2009.14794).
     """
 
     def __init__(self, name: MapName, dim: int):
@@ -88,5 +88,5 @@ class RandomFeatures(nn.Module):
         wx = F.normalize(x_BTND.float(), dim=-1) @ self.directions_FD.float().mT
         if self.name == "arccos":
             return wx.relu() * math.sqrt(2 / wx.shape[-1])
-        # |q|^2 = |k|^2 = 1, and as in `exp` the clamp keeps sums of any length inside float32
+        # |q|^2 = |k|^2 = 1; as in `exp`, the clamp keeps sums of any length within float32
         return (wx - 1).clamp(max=15).exp() / math.sqrt(wx.shape[-1])

@@ -1,14 +1,14 @@
-"""What papers do to a layer's queries, keys and values before rotary, for its window and its memory alike.
+"""Published changes to queries, keys and values before rotary, for the window and the memory alike.
 
 k'_t = k_t + alpha_t (k_{t-1} - k_t), v'_t likewise,   alpha_t = tanh(w x_t)               (kv_shift)
 q'_t = size * q_t / rms(q_t), k'_t likewise                                                (qk_norm)
 q'_t = q_t + m_t * (q_{t-1} - q_t), k'_t and v'_t likewise,   m_t = c + tanh(z_t A) B,
 z_t = x_t + mu * (x_{t-1} - x_t)                                                           (token_shift)
 
-with the layer's inputs x, and zeros before the first token of a document. `kv_shift` and `qk_norm` are of the
-Forgetting Transformer (2503.02130): one alpha a head, there a sigmoid, which no w makes 0, and a tanh here, which w = 0
-does. `token_shift` is that of RWKV6 (2404.05892), a number for every channel, with A and B of a low rank; there it is
-of x, before the projections. It starts at c = B = 0. A norm changes what attention sees whatever its size.
+with the layer's inputs x, and zeros before the first token of a document. `kv_shift` and `qk_norm` are from the
+Forgetting Transformer (2503.02130), with one alpha per head: a sigmoid in the paper, which is never 0, and here a tanh,
+which is 0 at w = 0. `token_shift` is from RWKV6 (2404.05892), with one share per channel and low-rank A and B, starting
+at c = B = 0; the paper shifts x, before the projections. A norm changes what attention sees, whatever its scale.
 
 Shapes: B batch, T tokens, C hidden size, H query heads, G key-value heads, D head size, L rank, Y = (H + 2 G) D.
 """
@@ -34,7 +34,7 @@ STATES = ("shift_x", "shift_q", "shift_k", "shift_v")
 
 
 def shift_shapes(shift: Shift, dims: HeadDims) -> dict[str, tuple[int, ...]]:
-    """Names and shapes, without the batch, of the float32 states that a shift keeps: the last token."""
+    """Names and shapes, without the batch, of a shift's float32 states, which hold the last token."""
     of_kv: dict[str, tuple[int, ...]] = {
         "shift_k": (1, dims.kv_heads, dims.dim),
         "shift_v": (1, dims.kv_heads, dims.dim),
@@ -70,7 +70,7 @@ class QueryKeyNorm(nn.Module):
         init.ones_(self.k_size_GD)
 
     def forward(self, q_BTHD: Tensor, k_BTGD: Tensor) -> tuple[Tensor, Tensor]:
-        """In their dtypes, computed in float32."""
+        """Normalized q and k in their own dtypes, computed in float32."""
         q, k = normed(q_BTHD.float(), self.q_size_HD), normed(k_BTGD.float(), self.k_size_GD)
         return q.to(q_BTHD.dtype), k.to(k_BTGD.dtype)
 
@@ -96,7 +96,7 @@ class KeyValueShift(nn.Module):
         row: Row,
         states: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-        """q as it is, k and v shifted, and the new states."""
+        """Returns q unchanged, k and v shifted, and the new states."""
         of_key, of_value = (_project(x_BTC, weight).tanh()[..., None] for weight in (self.key_GC, self.value_GC))
         k_BTGD, after_k = _shifted(k_BTGD, of_key, row, states.get("shift_k"))
         v_BTGD, after_v = _shifted(v_BTGD, of_value, row, states.get("shift_v"))
@@ -128,7 +128,7 @@ class TokenShift(nn.Module):
         row: Row,
         states: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-        """All three shifted, and the new states."""
+        """Returns q, k and v shifted, and the new states."""
         z_BT1C, after_x = _shifted(x_BTC[:, :, None], self.mu_C.float(), row, states.get("shift_x"))
         low_BTL = _project(z_BT1C[:, :, 0], self.down_LC).tanh()
         m_BTY = self.constant_Y.float() + _project(low_BTL, self.up_YL)

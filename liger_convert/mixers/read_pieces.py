@@ -1,9 +1,9 @@
-"""What papers put behind the read of a memory: a norm per head, and a gate from the layer's input.
+"""Published steps after the read of a memory: a norm per head, and a gate from the layer's input.
 
 o'_t = size * o_t / rms(o_t)                 (output_norm: rms)
 o'_t = 2 sigmoid(W x_t) * o_t                (output_gate)
 
-A norm changes the read from the start, whatever its size is. The gate starts at W = 0, which is 1: papers have sigmoid
+A norm changes the read from the start, whatever its scale. The gate starts at W = 0, where it is 1. Papers use sigmoid
 (Kimi delta attention, 2510.26692) or SiLU (RetNet, 2307.08621), which no W makes 1; the factor 2 only rescales.
 
 Shapes: B batch, T tokens, C hidden size, H query heads, V value size, E = H V.
@@ -21,7 +21,7 @@ from transformers import initialization as init
 if TYPE_CHECKING:
     from liger_convert.mixers.base import HeadDims
 
-START_SIZE = 0.1  # of a read: size 1 adds 2.5 nats to an untrained SmolLM2-135M, this adds nothing
+START_SIZE = 0.1  # initial scale of a read: 1 adds 2.5 nats to an untrained SmolLM2-135M, 0.1 adds none
 
 
 def normed(o_BTHV: Tensor, size_HV: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class ReadNorm(nn.Module):
         init.constant_(self.size_HV, START_SIZE)
 
     def forward(self, o_BTHV: Tensor) -> Tensor:
-        """In the dtype of `o_BTHV`, computed in float32."""
+        """The normalized read in the dtype of `o_BTHV`, computed in float32."""
         return normed(o_BTHV.float(), self.size_HV).to(o_BTHV.dtype)
 
 
@@ -55,6 +55,6 @@ class ReadGate(nn.Module):
         init.zeros_(self.weight_EC)
 
     def forward(self, o_BTHV: Tensor, x_BTC: Tensor) -> Tensor:
-        """In the dtype of `o_BTHV`, computed in float32."""
+        """The gated read in the dtype of `o_BTHV`, computed in float32."""
         gate_BTHV = 2 * F.linear(x_BTC.to(self.weight_EC.dtype), self.weight_EC).float().sigmoid().view(o_BTHV.shape)
         return (gate_BTHV * o_BTHV.float()).to(o_BTHV.dtype)

@@ -1,10 +1,10 @@
-"""The short causal convolution before a memory: each channel of its queries, keys and values by itself.
+"""The short causal depthwise convolution of a memory's queries, keys and values.
 
 y_t = sum_j w[K - 1 - j] x_{t-j},   j = 0 to K - 1, over the tokens of t's own document
 
-As in Mamba (2312.00752), DeltaNet (2406.06484) and their kin, with K = 4. It starts at w = (0, …, 0, 1), the identity.
-The papers' SiLU behind it is left out: no weight makes it the identity, so a conversion would start from another
-memory. The window's queries, keys and values are not convolved.
+As in Mamba (2312.00752), DeltaNet (2406.06484) and related models, with K = 4. It starts as the identity,
+w = (0, …, 0, 1). The papers' SiLU after it is left out: no weights make it the identity, so a conversion would start
+with a different memory. The window's queries, keys and values are not convolved.
 
 Shapes: B batch, T new tokens, K taps, P = K - 1 tokens before them, S = P + T, N heads of any kind, D head size.
 """
@@ -36,13 +36,13 @@ class Row(NamedTuple):
 
 
 def state_shapes(taps: int, dims: HeadDims) -> dict[str, tuple[int, ...]]:
-    """Names and shapes, without the batch, of the float32 states of a layer's convolutions; none where `taps` is 0."""
+    """Names and shapes, without the batch, of the float32 states of a layer's convolutions; none if `taps` is 0."""
     heads = (dims.heads, dims.kv_heads, dims.kv_heads)
     return {name: (taps - 1, count, dims.dim) for name, count in zip(STATES, heads)} if taps else {}
 
 
 class ShortConvolution(nn.Module):
-    """One weight [N,D,K] of K taps for every channel, the last of them the token's own."""
+    """K taps per channel, weights [N,D,K]; the last tap is the token's own."""
 
     def __init__(self, taps: int, heads: int, dim: int):
         super().__init__()
@@ -57,7 +57,7 @@ class ShortConvolution(nn.Module):
     def forward(self, x_BTND: Tensor, before_BPND: Tensor | None, row: Row) -> tuple[Tensor, Tensor]:
         """The convolved tokens in the dtype of x, and the float32 state: the last P real tokens.
 
-        `before_BPND` is the state so far; None at the start, before which stand zeros.
+        `before_BPND` is the state so far; None, at the start, stands for zeros.
         """
         past = self.weight_NDK.shape[-1] - 1
         (own_BTND, *earlier), after_BPND = recent_tokens(x_BTND, before_BPND, row, past)
@@ -68,7 +68,7 @@ class ShortConvolution(nn.Module):
 
 
 class ShortConvolutions(nn.Module):
-    """Those of a layer's queries, keys and values."""
+    """The convolutions of a layer's queries, keys and values."""
 
     def __init__(self, taps: int, dims: HeadDims):
         super().__init__()
@@ -100,8 +100,11 @@ class ShortConvolutions(nn.Module):
 
 
 def recent_tokens(x_BTND: Tensor, before_BPND: Tensor | None, row: Row, past: int) -> tuple[list[Tensor], Tensor]:
-    """Each token itself and the 1 to `past` before it, [B,T,N,D] each and zeros where there is none, and the float32
-    state: the last of them. `before_BPND` is the state so far; None at the start."""
+    """Each token and those 1 to `past` before it, and the float32 state: the last `past` tokens.
+
+    The tokens are `past` + 1 tensors [B,T,N,D], with zeros where a token has no predecessor. `before_BPND` is the state
+    so far; None at the start.
+    """
     T = x_BTND.shape[1]
     if row.real_BT is not None:
         x_BTND = x_BTND.masked_fill(~row.real_BT[:, :, None, None], 0)

@@ -1,4 +1,4 @@
-"""The options that mixers have in common: those of all, and those of many."""
+"""Options that all mixers have, and options that many share."""
 
 from __future__ import annotations
 
@@ -34,32 +34,32 @@ class MixerSpec:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether `training.calibrate` fits the mixer: whether how it combines with the window can be fitted."""
+        """Whether `training.calibrate` fits the mixer: only if its `combine` has parameters to fit."""
         return self.combine in ("shared", "learned")
 
     @property
     def cache_window(self) -> int:
-        """How many tokens the ring keeps between two calls: as many as there were where the window is unbounded."""
+        """How many tokens the ring keeps between two calls; no limit if the window is unbounded."""
         return self.window - 1 if self.window else sys.maxsize
 
     @property
     def conv_taps(self) -> int:
-        """How many taps the short convolution before the memory has; 0 where there is none."""
+        """Taps of the short convolution before the memory; 0 for none."""
         return 0
 
     @property
     def read_pieces(self) -> tuple[bool, bool]:
-        """Whether the memory's read has a norm behind it, and whether it has a gate."""
+        """Whether the memory's read is followed by a norm, and whether by a gate."""
         return False, False
 
     @property
     def shift(self) -> Literal["none", "key_value", "token"]:
-        """What a token's queries, keys and values take of the token before it, before rotary."""
+        """Which shift mixes the previous token into queries, keys and values, before rotary."""
         return "none"
 
     @property
     def normalizes_qk(self) -> bool:
-        """Whether queries and keys have a norm of the mixer's before rotary."""
+        """Whether the mixer normalizes queries and keys before rotary."""
         return False
 
     @property
@@ -69,11 +69,11 @@ class MixerSpec:
 
     @property
     def forget_gate(self) -> Literal["input", "learned", "fixed"]:
-        """With `forget`, what the window's gates depend on: the layer's input, nothing, or not even training."""
+        """With `forget`, the window's gates: computed from the layer's input, learned constants, or fixed."""
         return "input"
 
     def inner_types(self) -> tuple[str, ...]:
-        """The names of other mixers that this one is made of."""
+        """The names of the mixers that this one contains."""
         return ()
 
     def problem(self) -> str | None:

@@ -1,1 +1,1 @@
-"""Layers without a memory: only a window, and softmax that forgets."""
+"""Mixers without a memory: only a window, and softmax attention that forgets."""

@@ -1,14 +1,15 @@
-"""The attention of the Forgetting Transformer (2503.02130): softmax whose weights fade.
+"""Forgetting attention (Forgetting Transformer, 2503.02130): softmax attention whose weights fade with distance.
 
 o_t = sum_s p_ts v_s,   p_t = softmax_s(q_t k_s scale + sum_{s < l <= t} log f_l),   f_t = sigmoid(x_t W + b)
 
-For a layer that should stay softmax: it starts as the base's attention over all tokens, but for a gate of nearly 1
-(a token 4,096 back keeps e^-0.02 of its weight), one per key-value head. Its cache grows as the base's does, unless
-`window` bounds it. Every mixer can have the gate on its own window (`forget`).
+For a layer that should stay softmax: it starts as the base's attention over all tokens, except for a gate per key-value
+head, which is nearly 1 (a token 4,096 back keeps e^-0.02 of its weight). Its cache grows like the base's, unless
+`window` bounds it. Every other mixer can have this gate on its window (`forget`).
 
-The gates of its ablation: `gate: learned`, where W is 0 and stays so, and `gate: fixed`, where b is not learned either.
-Its Pro block: `kv_shift`, `qk_norm` (projection_pieces.py), `output_norm` and `output_gate` (read_pieces.py). The paper
-drops rotary; `rope: false` does. The norms and dropping it change the attention that a conversion starts with.
+The gates of the paper's ablation are `gate: learned`, where W stays 0, and `gate: fixed`, where b is not learned
+either. Its Pro block is `kv_shift`, `qk_norm` (projection_pieces.py), `output_norm` and `output_gate` (read_pieces.py).
+The paper drops rotary, as `rope: false` does. The norms and `rope: false` change the attention that a conversion starts
+with.
 
 Shapes: G key-value heads.
 """

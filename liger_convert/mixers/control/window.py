@@ -1,6 +1,6 @@
-"""The control: the window with its sinks and no memory, which a conversion must beat to be worth anything.
+"""The control: the window with its sinks and no memory, the baseline that any memory must beat.
 
-A window of 0 has no end: it is the base's own softmax attention, and its cache grows.
+A window of 0 is unbounded: the base's own softmax attention, with a growing cache.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Mixers by the delta rule: a key's new value replaces its old one."""
+"""Delta-rule mixers: a key's new value replaces its old one."""

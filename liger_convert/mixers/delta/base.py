@@ -1,10 +1,10 @@
-"""What the delta-rule mixers share: a memory that removes the value under a key before it writes a new one.
+"""Base of the delta-rule mixers: the value stored under a key is removed before a new one is written.
 
 S_t = D_t S_{t-1} - e_t^T (r_t D_t S_{t-1}) + k_t^T v_t,   D_t = diag(a_t),   o_t = q_t S_t
 
-With unit keys u and a strength b in (0, 1), r = u and k = e = b u: the value held under u moves by b towards the new
-one. Queries are unit vectors too, so a key reads back its own value. The read is no weighted mean of values and has no
-normalizer: so it cannot be combined by a shared denominator.
+With unit keys u and a strength b in (0, 1), r = u and k = e = b u: the value stored under u moves a fraction b of the
+way to the new one. Queries are unit vectors too, so a key reads back its own value. The read is not a weighted mean of
+values and has no normalizer, so it cannot share a denominator with the window.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, V value size.
 """
@@ -71,7 +71,7 @@ class DeltaMixer(Mixer):
         return (dims.dim, dims.dim) if spec.rope else (dims.dim,)
 
     def deferred_inputs(self, qkv: QKV) -> tuple[Tensor, ...]:
-        # strengths and gates are pooled from keys before rotary, whose channels keep their meaning at every position
+        # strengths and gates are pooled from keys before rotary: their channels mean the same at every position
         return (qkv.k_BTGD, qkv.k_rot_BTGD) if self.spec.rope else (qkv.k_BTGD,)
 
     def query(self, qkv: QKV) -> Tensor:
@@ -96,7 +96,7 @@ class DeltaMixer(Mixer):
         return inputs[0].new_zeros(*inputs[0].shape[:-1], 1, dtype=torch.float32)
 
     def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
-        """k, v, r, log a, and e where it is not k."""
+        """k, v, r, log a, and e if it differs from k."""
         u_BTGD = unit(inputs[-1])
         return self.beta(inputs) * u_BTGD, v_BTGV.float(), u_BTGD, self.log_gate(inputs)
 
@@ -128,10 +128,10 @@ class DeltaMixer(Mixer):
 
 
 def unit(x: Tensor) -> Tensor:
-    """x over its length, in float32."""
+    """x divided by its length, in float32."""
     return over_length(x.float())
 
 
 def pooled(k_BTGD: Tensor, bias_GX: Tensor) -> Tensor:
-    """Logits [B,T,G,X]: keys pooled to the size of a learned bias, and the bias."""
+    """Logits [B,T,G,X]: keys pooled to the size of a learned bias, plus the bias."""
     return pool_to(k_BTGD.float(), bias_GX.shape[-1]) + bias_GX.float()

@@ -1,9 +1,9 @@
-"""Gated DeltaNet: the delta rule on a memory that decays as a whole (2412.06464, eq. 10).
+"""Gated DeltaNet: the delta rule with a scalar decay per head (2412.06464, eq. 10).
 
 S_t = a_t S_{t-1} + b_t u_t^T (v_t - u_t a_t S_{t-1}),   a_t = exp(-softplus(pool(k_t) + c)),   o_t = q_t S_t
 
 with u, q, b and the short convolution as in `deltanet`. The paper scales the softplus by a learned e^A; where a is near
-1, c has the same effect. Its norm behind the read is `output_norm: rms`; its gate there has a SiLU, `output_gate` a
+1, c has the same effect. `output_norm: rms` is its norm after the read. Its output gate is a SiLU, `output_gate` a
 sigmoid.
 """
 

@@ -1,12 +1,12 @@
-"""Gated DeltaNet-2: the delta rule with a gate for what it erases and another for what it writes (2605.22791).
+"""Gated DeltaNet-2: the delta rule with separate gates for erasing and writing (2605.22791).
 
 S_t = (I - u_t^T (b_t u_t)) diag(a_t) S_{t-1} + u_t^T (w_t v_t),   o_t = q_t S_t
 b_t = sigmoid(k_t + c_b),   w_t = sigmoid(v_t + c_w),   a_t = exp(-softplus(k_t + c_a))
 
-with u and q as in `deltanet`; b has a value per key channel and w one per value channel. Where all of both are one
-number it is `kda`. The paper projects the layer's input for each gate; here the pretrained keys stand for two of them
-and the values, whose channels w is of, for the third. Nothing bounds the state where b differs between channels: the
-eigenvalues of I - u^T (b u) are 0 to 1, but it is not symmetric.
+with u and q as in `deltanet`; b has one value per key channel, w one per value channel. If all entries of b and w are
+the same number, this is `kda`. The paper projects the layer's input for each gate; here the logits of a and b are the
+pretrained keys, and those of w, which acts on value channels, are the values. If b differs between channels, nothing
+bounds the state: the eigenvalues of I - u^T (b u) are between 0 and 1, but the matrix is not symmetric.
 """
 
 from __future__ import annotations

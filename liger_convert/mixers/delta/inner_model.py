@@ -1,19 +1,20 @@
-"""The model that TTT (2407.04620) and Titans (2501.00663) train at every token, where it is more than a matrix that
-takes a step per token: its options, its start, and the call of the op.
+"""The inner model that TTT (2407.04620) and Titans (2501.00663) train on the tokens: its options, start and op.
+
+A matrix that takes one step per token does not need it (see `is_recurrent`).
 
 y(x) = [x, 1] W                                          (model: linear)
 y(x) = [gelu([sqrt(D) x, 1] W1), 1] W2                   (model: mlp, with 4 D hidden channels)
 f(x) = y(x), or x + gamma * norm(y(x)) + delta           (with the norm of TTT, a layer norm)
 
-gelu is that by the tangent. A token's step is eta_t times the gradient of |f(u_t) - v_t|^2 / 2, taken at the weights
-with which its mini-batch began. Here eta_t is divided by the tokens of a mini-batch, and by 2, the squared length of
-[x, 1], or the 4 D hidden channels: so near-equal keys do not overshoot.
+gelu is the tanh approximation. A token's step is eta_t times the gradient of |f(u_t) - v_t|^2 / 2, taken at the weights
+from the start of its mini-batch. Here eta_t is divided by the size of a mini-batch and by 2, the squared length of
+[x, 1], or for the mlp by its 4 D hidden channels, so that nearly equal keys do not overshoot.
 
-The weights start at 0 where that can learn and is no memory: W without a norm, and W2. A norm brings any y to one size,
-so there W is random, as W1 always is.
+Without a norm, W and W2 start at 0: an empty memory, which can still learn. A norm scales any y to the same size, so
+with one they start at random, as W1 always does.
 
-Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, V value size, X and Y inputs, with the bias,
-and outputs of a layer.
+Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, V value size, X inputs of a layer, including
+the bias, Y its outputs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from liger_convert.mixers.delta.base import DeltaSpec
 from liger_convert.mixers.read_pieces import START_SIZE
 
 EXPANSION = 4
-MOST_TOKENS = 1024  # of a mini-batch
+MOST_TOKENS = 1024  # in a mini-batch
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,12 @@ class InnerModelSpec(DeltaSpec):
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether a step is linear in the weights and taken at every token, so that the delta rule is all it is."""
+        """Whether steps are linear in the weights and taken at every token, so that this is the plain delta rule."""
         return self.model == "linear" and self.mini_batch == 1
 
     @property
     def has_norm(self) -> bool:
-        """Whether the model is its input plus a layer norm of what its layers make of it."""
+        """Whether the model is x + norm(y(x)) instead of y(x)."""
         return False
 
     def step_scale(self, dims: HeadDims) -> float:
@@ -66,7 +67,7 @@ class InnerModelSpec(DeltaSpec):
 
 
 def layer_shapes(spec: InnerModelSpec, dims: HeadDims) -> list[tuple[int, int]]:
-    """Inputs, with the bias, and outputs of each layer."""
+    """The inputs, including the bias, and outputs of each layer."""
     if spec.model == "linear":
         return [(dims.dim + 1, dims.dim)]
     hidden = EXPANSION * dims.dim
@@ -74,12 +75,12 @@ def layer_shapes(spec: InnerModelSpec, dims: HeadDims) -> list[tuple[int, int]]:
 
 
 def state_shape(spec: InnerModelSpec, dims: HeadDims, rows: int) -> tuple[int, ...]:
-    """Of one layer and sequence: what was added to the weights, in 2 rows, or 3 with momentum."""
+    """The state of one layer and sequence: what was added to the weights, in 2 rows, or 3 with momentum."""
     return dims.kv_heads, rows, sum(inputs * outputs for inputs, outputs in layer_shapes(spec, dims)) + 2
 
 
 class InnerModel(nn.Module):
-    """The weights from which every document starts, and the norm."""
+    """The weights that every document starts from, and the norm."""
 
     def __init__(self, spec: InnerModelSpec, dims: HeadDims):
         super().__init__()
@@ -110,8 +111,11 @@ class InnerModel(nn.Module):
         segment_ids_BT: Tensor | None,
         exclusive: bool,
     ) -> tuple[Tensor, Tensor]:
-        """What unit queries read of it, [B,T,H,V] in float32, and the new state. `entries` are unit keys, values,
-        rates, where there are gates their logs (of decay and momentum), and whether a token is written."""
+        """Returns what unit queries read, [B,T,H,V] in float32, and the new state.
+
+        entries: unit keys, values, learning rates, the log gates of decay and momentum if there are any, and whether
+        each token is written.
+        """
         k_BTGD, v_BTGV, eta_BTG1, *log_gates, written_BTG1 = entries
         log_a, log_m = log_gates or (None, None)
         return chunk_inner_model(
@@ -134,7 +138,7 @@ class InnerModel(nn.Module):
 
 
 def _random(layer_GXY: nn.Parameter, size: float) -> None:
-    """Weights of that size, and no bias."""
+    """Initializes with random weights of standard deviation `size` and biases of 0."""
     start_GXY = torch.zeros_like(layer_GXY)
     start_GXY[:, :-1].normal_(std=size)
     init.copy_(layer_GXY, start_GXY)  # one copy of the whole: init.copy_ skips parameters that were loaded

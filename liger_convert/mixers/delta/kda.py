@@ -1,10 +1,10 @@
-"""Kimi delta attention: the delta rule on a memory that decays by a gate per key channel (2510.26692, eq. 1).
+"""Kimi delta attention: the delta rule with a decay per key channel (2510.26692, eq. 1).
 
 S_t = (I - b_t u_t^T u_t) diag(a_t) S_{t-1} + b_t u_t^T v_t,   a_t = exp(-softplus(k_t + c)),   o_t = q_t S_t
 
-with u, q and b as in `deltanet`. The gate's logits are the pretrained keys, where the paper has a low-rank map of the
-layer's input; its learned scale of the softplus is left out. `short_conv: 4`, `output_norm: rms` and `output_gate` are
-the paper's pieces, but for a SiLU behind the convolution and the low rank of the gate's map.
+with u, q and b as in `deltanet`. The logits of the decay are the pretrained keys, where the paper has a low-rank
+projection of the layer's input; its learned scale of the softplus is left out. `short_conv: 4`, `output_norm: rms` and
+`output_gate` are as in the paper, but there is no SiLU after the convolution, and the output gate has full rank.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""RWKV-7's memory: a decay and a strength per channel, and separate keys for erasing and for writing (2503.14456).
+"""RWKV-7's memory: a decay and a strength per channel, and separate keys for erasing and writing (2503.14456).
 
 S_t = (diag(w_t) - (b_t * u_t)^T u_t) S_{t-1} + k~_t^T v_t,   o_t = q_t S_t
 u_t = unit(k_t * xi),   k~_t = unit(k_t) * (1 + alpha * (b_t - 1)),   b_t = sigmoid(k_t + c)
 w_t = exp(-e^-0.5 sigmoid(k_t + d))
 
-Against the paper: decay and strength come from the key itself instead of low-rank projections of a shifted input;
-queries and keys have length 1 instead of a group norm after the read; the bonus for the current token, which the
-window sees anyway, and the mixing of values across layers are left out. Its token shift, a fixed share of the token
-before for each channel, is a convolution of two taps, `short_conv: 2`, but for being behind the projections.
+Unlike in the paper, decay and strength come from the key itself instead of low-rank projections of a shifted input, and
+queries and keys have length 1 instead of a group norm after the read. The bonus for the current token, which the window
+sees anyway, and the mixing of values across layers are left out. The paper's token shift mixes in a fixed share of the
+previous token per channel, which is a convolution with two taps: `short_conv: 2`, though after the projections.
 
 Shapes: B batch, T tokens, G key-value heads, D head size, V value size.
 """
@@ -64,5 +64,5 @@ class RWKV7(DeltaMixer):
         beta, log_w = self.beta(inputs), self.log_gate(inputs)
         k_BTGD, u_BTGD = unit(inputs[-1]), unit(inputs[-1].float() * self.xi_GD.float())
         k_BTGD = k_BTGD * (1 + self.alpha_GD.float() * (beta - 1))
-        # the op looks up after the decay, RWKV-7 before it; w is at least 0.54, so that the quotient is safe
+        # the op looks up the old value after the decay, RWKV-7 before it; w >= 0.54, so dividing by it is safe
         return k_BTGD, v_BTGV.float(), u_BTGD * (-log_w).exp(), log_w, beta * u_BTGD

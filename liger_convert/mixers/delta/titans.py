@@ -1,18 +1,18 @@
-"""Titans: a memory that learns with momentum and forgetting (2501.00663, eq. 12 to 14), by default a matrix.
+"""Titans: a memory trained with momentum and forgetting (2501.00663, eq. 12 to 14), by default a matrix.
 
 Z_t = eta_t Z_{t-1} - theta_t u_t^T (u_t M_{t-1} - v_t),   M_t = (1 - alpha_t) M_{t-1} + Z_t,   o_t = q_t M_t
 theta_t = sigmoid(pool(k_t) + c),   eta_t = sigmoid(pool(k_t) + d),   1 - alpha_t = exp(-softplus(pool(k_t) + e))
 
-with u = k / |k| and q of length 1. Momentum Z carries an update on for some tokens. Against the paper, the three rates
-come from pooled keys instead of new projections. Two states of the head's size squared.
+with u = k / |k| and q of length 1. The momentum Z carries an update on to later tokens. Unlike in the paper, the three
+rates come from pooled keys instead of new projections. The recurrent state is two matrices of D x D per head.
 
-`model: mlp` is its deep memory, of two layers, and `mini_batch` its chunks, whose gradients are taken at the memory of
-their start (section 3.2); both from a learned M_0, as in inner_model.py. What persistent tokens write into a memory is
-the same for every text, so M_0 stands for it; those that attention sees are left out, as the window's sinks stand for
-them. Of the three ways to put memory and attention together, memory as a gate is the nearest to what a mixer does here:
-two branches over the same tokens, whose outputs a learned mix adds where the paper multiplies them behind norms. In the
-other two, attention takes in what memory gives, or memory what attention gives, for which a checkpoint has no
-projections.
+`model: mlp` is the paper's deep memory with two layers, and `mini_batch` its chunks, whose gradients are taken at the
+memory from the start of the chunk (section 3.2); both begin with a learned M_0, as in inner_model.py. Persistent tokens
+would write the same into the memory for every text, so M_0 takes their place; those that attention sees are left out,
+as the window's sinks take theirs. Of the paper's three ways to combine memory and attention, memory as a gate is the
+closest to a mixer here: two branches over the same tokens, whose outputs are added by a learned mix, where the paper
+normalizes and multiplies them. In the other two, attention takes the memory's output as its input, or the reverse, for
+which a checkpoint has no projections.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, V value size.
 """
@@ -86,7 +86,7 @@ class Titans(DeltaMixer):
             theta_BTG1 = self.beta(inputs) * self.spec.step_scale(self.dims)
             gates = self.log_gate(inputs), log_eta
             return unit(inputs[-1]), v_BTGV.float(), theta_BTG1, *gates, torch.ones_like(log_eta, dtype=torch.bool)
-        # the last entry lets the momentum act: of a token that is not written, it too must be 0
+        # the last entry lets the momentum act: it, too, must be 0 for a token that is not written
         return *super().write(inputs, v_BTGV), log_eta, torch.ones_like(log_eta)
 
     def scan(

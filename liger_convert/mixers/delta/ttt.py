@@ -1,14 +1,14 @@
-"""TTT: the memory is a model, trained at every token (2407.04620, eq. 1 to 5), by default a linear one.
+"""TTT: the memory is a model trained at every token (2407.04620, eq. 1 to 5), by default a linear one.
 
 W_t = W_{t-1} - eta_t u_t^T (u_t W_{t-1} - v_t),   eta_t = eta sigmoid(pool(k_t) + c),   o_t = q_t W_t
 
-That is one gradient step on |u W - v|^2 / 2 per token: the delta rule with a learned step size and a learned W_0, from
-which every document starts (it starts at 0). Written as S = W - W_0, whose target is v - u W_0. u and q have length 1.
+This is one gradient step on |u W - v|^2 / 2 per token: the delta rule with a learned step size and a learned W_0 that
+every document starts from (initially 0). The state is S = W - W_0, with v - u W_0 as target. u and q have length 1.
 
-What the paper trains is `inner_norm: true` and `mini_batch: 16`, for TTT-MLP with `model: mlp`, as in inner_model.py:
-f(x) = x + norm(y(x)), gradients through the norm, taken at the weights with which the mini-batch began. Against the
-paper's code, a rate is divided by the tokens of a mini-batch, not by the place of the token that reads, and the weights
-and keys start at a size of their own.
+The paper trains `inner_norm: true` with `mini_batch: 16`, and for TTT-MLP `model: mlp`, as in inner_model.py:
+f(x) = x + norm(y(x)), with gradients through the norm, taken at the weights from the start of the mini-batch. Unlike in
+the paper's code, a learning rate is divided by the size of a mini-batch, not by the position of the token that reads,
+and the initial scale of weights and keys differs.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, D head size, V value size.
 """

@@ -1,4 +1,4 @@
-"""What the mixers over the diagonal recurrence share: feature maps, rotary, a gate, a norm of the read.
+"""Base of the mixers with the diagonal recurrence: feature maps, rotary, a gate, a norm of the read.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, F feature size, V value size.
 """
@@ -48,10 +48,10 @@ class LinearSpec(ReadGateSpec):
 
 
 class LinearMixer(DiagonalMixer):
-    """Linear attention: nothing is forgotten (a = 1) unless a subclass says otherwise.
+    """Linear attention: nothing is forgotten (a = 1) unless a subclass defines a gate.
 
-    An unnormalised sum grows with the length: its read is divided by its root mean square, per head, and multiplied by
-    a learned size per channel, as the papers do (GroupNorm in RetNet and mLSTM, RMSNorm in Lightning and Mamba2).
+    An unnormalized sum grows with the sequence, so each head's read is divided by its root mean square and multiplied
+    by a learned scale per channel, as in the papers (GroupNorm in RetNet and mLSTM, RMSNorm in Lightning and Mamba2).
     """
 
     gate_rule = "1"
@@ -68,7 +68,7 @@ class LinearMixer(DiagonalMixer):
             self.codebook = Codebook(spec.codes, dims.heads, dims.kv_heads, dims.dim)
         else:
             self.q_map = make_map(spec.feature_map, dims.heads, dims.dim)
-            # random features estimate a kernel only when queries and keys meet the same directions
+            # random features estimate a kernel only if queries and keys use the same directions
             if spec.feature_map not in RANDOM:
                 self.k_map = make_map(spec.feature_map, dims.kv_heads, dims.dim)
         if self.rescales:
@@ -155,7 +155,7 @@ class GatedSpec(LinearSpec):
 
 
 class GatedMixer(LinearMixer):
-    """A gate's logits are pool(k) + b: the pretrained keys, pooled with no new weight, and a learned bias.
+    """A gate's logits are pool(k) + b: the pretrained keys, pooled without new weights, plus a learned bias.
 
     Subclasses define log a as a function of the logits. A `scalar` gate has one value per head for every `gate` option.
     """
@@ -170,7 +170,7 @@ class GatedMixer(LinearMixer):
             self.add_gate("gate", 1 if self.scalar or spec.gate == "head" else self.features, spec.gate_bias)
 
     def add_gate(self, name: str, size: int, start: float) -> None:
-        """Logits called `name`, [B,T,G,size], whose bias starts at `start`."""
+        """Adds logits called `name`, [B,T,G,size], whose bias starts at `start`."""
         self.gates[name] = start
         self.register_parameter(f"{name}_bias_GF", nn.Parameter(torch.empty(self.dims.kv_heads, size)))
         if self.spec.gate == "learned":
@@ -197,7 +197,7 @@ class GatedMixer(LinearMixer):
         return (dims.dim, dims.dim) if spec.rope else (dims.dim,)
 
     def deferred_inputs(self, qkv: QKV) -> tuple[Tensor, ...]:
-        # the gate is pooled from keys before rotary, whose channels keep their meaning at every position
+        # the gate is pooled from keys before rotary: their channels mean the same at every position
         return (qkv.k_BTGD, qkv.k_rot_BTGD) if self.spec.rope else (qkv.k_BTGD,)
 
     def gate_logits(self, inputs: tuple[Tensor, ...], name: str = "gate") -> Tensor:
@@ -217,4 +217,4 @@ class GatedMixer(LinearMixer):
 
     @abstractmethod
     def decay(self, logits: Tensor) -> Tensor:
-        """log a <= 0 of the gate's logits."""
+        """log a <= 0, from the gate's logits."""

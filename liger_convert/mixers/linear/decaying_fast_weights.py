@@ -1,9 +1,9 @@
-"""Decaying fast weights: a decay on both sides of the state, one of its rows and one of its columns (2210.04243).
+"""Decaying fast weights: the rows and the columns of the state each have a decay (2210.04243).
 
 S_t = diag(a_t) S_{t-1} diag(b_t) + k_t^T v_t,   a_t, b_t = sigmoid(pool(k_t) + bias),   o_t = norm(q_t S_t)
 
-A column decays only by b, so that columns of one b are a head of the diagonal recurrence with the gate a b. The paper
-has a b per value channel; here `value_gates` groups of channels share one, and each group costs as much as a head.
+Columns that share one b are a head of the diagonal recurrence with the gate a b. The paper has a b per value channel;
+here the channels form `value_gates` groups with one b each, and every group costs as much as a head.
 """
 
 from __future__ import annotations

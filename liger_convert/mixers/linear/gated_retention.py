@@ -1,9 +1,9 @@
-"""Gated retention: RetNet with a decay that the token chooses, one value per head (2405.05254).
+"""Gated retention: RetNet with a data-dependent decay per head (2405.05254).
 
 S_t = a_t S_{t-1} + k_t^T v_t,   a_t = sigmoid(pool(k_t) + b)^(1/tau),   o_t = norm(q_t S_t)
 
-Rotated by the base's own rotary. The gate is pooled from the keys (2503.01496, table 1) instead of projected, and the
-swish gate of the output is left out; `output_gate` has a sigmoid instead, which can start at 1.
+Rotary is the base's own. The gate is pooled from the keys (2503.01496, table 1) instead of projected, and the swish
+output gate is left out; `output_gate` uses a sigmoid instead, which can start at 1.
 """
 
 from __future__ import annotations

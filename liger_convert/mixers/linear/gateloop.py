@@ -1,15 +1,15 @@
-"""GateLoop: linear attention with a complex gate per channel, magnitude and angle chosen by the token (2311.01927).
+"""GateLoop: linear attention with a complex, data-dependent gate per channel (2311.01927).
 
 S_t = diag(a_t e^(i theta_t)) S_{t-1} + conj(k_t)^T v_t,   o_t = norm(Re(q_t S_t))
 a_t = sigmoid(pool(k_t) + b),   theta_t = k_t P
 
-Channels 2c and 2c + 1 of q and k are the real and the imaginary part of channel c. With angles summed up to each token,
-Theta_t, that is the real recurrence over rotated keys, read by rotated queries: Re(q_t conj(k_s) e^(i (Theta_t -
-Theta_s))) is the product of q_t rotated by Theta_t and k_s rotated by Theta_s. The state is rotated back and is S
-itself (its conjugate), so that no angle is carried on. P starts at 0, where every gate is real, and learns a thousand
-times slower than the rest: a memory turns by the sum of all its tokens' angles, so that at the others' rate a step
-scrambles it (alignment then ends above that of a window without a memory, see eval/LOG.md). `rope: true` adds the
-base's constant angles. `phase: false` leaves the gates real, and each real channel its own.
+Channels 2c and 2c + 1 of q and k are the real and imaginary parts of channel c. With Theta_t the sum of the angles up
+to token t, this is the real recurrence over rotated keys, read by rotated queries: Re(q_t conj(k_s) e^(i (Theta_t -
+Theta_s))) is the product of q_t rotated by Theta_t and k_s rotated by Theta_s. The state is rotated back to S itself
+(its conjugate), so no angle is carried over. P starts at 0, where every gate is real, and its learning rate is a
+thousandth of the others': a memory turns by the sum of all its tokens' angles, and a step at the full rate scrambles it
+(the alignment loss then ends above that of a window without a memory, see eval/LOG.md). `rope: true` adds the base's
+constant angles. With `phase: false` gates are real, one per real channel.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, F feature size, C = F / 2, V value size.
 """
@@ -75,7 +75,7 @@ class GateLoop(GatedMixer):
         entries = super().write(inputs, v_BTGV)
         if not self.spec.phase:
             return entries
-        with torch.autocast(v_BTGV.device.type, enabled=False):  # roundings of angles would add up
+        with torch.autocast(v_BTGV.device.type, enabled=False):  # rounding errors of angles would add up
             theta_BTGC = torch.einsum("btgd,gdc->btgc", inputs[0].float(), self.phase_GDC.float())
         return *entries, theta_BTGC
 
@@ -85,7 +85,7 @@ class GateLoop(GatedMixer):
         if not self.spec.phase:
             return super().attend(q_BTHF, entries, **options)
         k_BTGF, v_BTGV, log_a, theta_BTGC = entries
-        k_angle_BTGC = theta_BTGC.double().cumsum(1)  # far from 0, float32 would lose the angle
+        k_angle_BTGC = theta_BTGC.double().cumsum(1)  # float32 is too coarse for large angles
         q_angle_BTGC = k_angle_BTGC - theta_BTGC if options["exclusive"] else k_angle_BTGC
         q_BTHF = turn(q_BTHF, q_angle_BTGC.repeat_interleave(q_BTHF.shape[2] // k_BTGF.shape[2], 2))
         o_BTHV, _, state_BGFV = super().attend(q_BTHF, (turn(k_BTGF, k_angle_BTGC), v_BTGV, log_a), **options)
@@ -93,7 +93,7 @@ class GateLoop(GatedMixer):
 
 
 def turn(x: Tensor, angle: Tensor) -> Tensor:
-    """x [..., F], pairs of channels as complex numbers, times e^(i angle) [..., F / 2], in float32."""
+    """x [..., F], with pairs of channels as complex numbers, times e^(i angle) [..., F / 2], in float32."""
     re, im = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     angle = angle.remainder(2 * math.pi).float()
     cos, sin = angle.cos(), angle.sin()

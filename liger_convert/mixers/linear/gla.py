@@ -1,14 +1,14 @@
-"""Gated linear attention with sinks, a normalised memory and one denominator with the window: the toolkit's default.
+"""Gated linear attention with a normalized memory that shares the window's denominator: the toolkit's default.
 
 S_t = diag(a_t) S_{t-1} + phi(k_t)^T [v_t, 1],   a_t = sigmoid(pool(k_t) + b)^(1/tau),   [n_t, m_t] = phi(q_t) S
 o_t = (sum_window e^{s_tj} v_j + w_t n_t / m_t) / (sum_window e^{s_tj} + w_t)    (combine: shared, see base.py for w_t)
 
-A codebook has a channel of the state for each code f. Its `pooled` gate reads the key's channels d by the weight that
-they have in the code: pool(k)_f = sum_d w_fd k_d, w_fd = (P c_f)_d^2 / |P c_f|^2. Equal weights would be the mean over
-all channels, which is the gate `head`.
+With a codebook, the state has a channel for each code f. The `pooled` gate then weights the key's channels d as they
+are weighted in the code: pool(k)_f = sum_d w_fd k_d, w_fd = (P c_f)_d^2 / |P c_f|^2. With equal weights it would be the
+mean over all channels, which is the gate `head`.
 
-The recurrence and pooled gate are GLA's and Liger's (2312.06635; 2503.01496, table 1), the map a codebook (see
-feature_maps.py) or Hedgehog's (2402.04347); the one denominator over window and memory is LoLCATs' (2410.10254, eq. 6).
+The recurrence is GLA's (2312.06635) and the pooled gate Liger's (2503.01496, table 1); the map is a codebook (see
+feature_maps.py) or Hedgehog's (2402.04347); the shared denominator is LoLCATs' (2410.10254, eq. 6).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class GLA(GatedMixer):
         return super().key_features(inputs) if self.codebook is None else inputs[-1]
 
     def map_once(self, qkv: QKV, entries: tuple[Tensor, ...]) -> tuple[QKV, tuple[Tensor, ...]]:
-        """The codebook's features and nothing else, unless kernels make them where they are read."""
+        """The codebook's features, unless the kernels compute them on the fly."""
         q_BTHD, (k_BTGD, *others) = self.query_features(qkv), entries
         in_kernels = kernel_for("codebook_gla") is not None and q_BTHD.shape[1] > 1
         if self.codebook is None or self.features == self.dims.dim or in_kernels:
@@ -81,20 +81,20 @@ class GLA(GatedMixer):
         q_BTHF, k_BTGF = self.codebook(lambda codes: (codes.queries(q_BTHD), codes.keys(k_BTGD)))
         none = q_BTHF[:, :0], k_BTGF[:, :0]
         read = (*none, q_BTHF, none[1]) if self.spec.rope else (q_BTHF, none[1], *none)
-        qkv = QKV(*read, qkv.v_BSGD[:, :0], qkv.position_BS, qkv.x_BTC)  # of the values only the dtype is asked
+        qkv = QKV(*read, qkv.v_BSGD[:, :0], qkv.position_BS, qkv.x_BTC)  # only the dtype of the values is used
         return qkv, (k_BTGF, *others)
 
     def attend(
         self, q_BTHF: Tensor, entries: tuple[Tensor, ...], **options: Any
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        if self.codebook is None or q_BTHF.shape[-1] != self.dims.dim:  # or its features are made already
+        if self.codebook is None or q_BTHF.shape[-1] != self.dims.dim:  # no codebook, or features from `map_once`
             return super().attend(q_BTHF, entries, **options)
         q_BTHD, (k_BTGD, v_BTGV, log_a, *written) = q_BTHF, entries
         if multiplies_in_bf16(v_BTGV):
             q_BTHD, k_BTGD = q_BTHD.to(v_BTGV.dtype), k_BTGD.to(v_BTGV.dtype)
         else:
             q_BTHD, k_BTGD, v_BTGV = q_BTHD.float(), k_BTGD.float(), v_BTGV.float()
-        # a key of zeros has a map, too: what leaves the state as it is are the zeros of its value and its gate
+        # a zero key has nonzero features: a masked token leaves the state alone because its value and log gate are 0
         options["write_mask_BTG"] = written[0][..., 0] if written else None
         found: tuple[Tensor, Tensor | None, Tensor]
         found = self.codebook(lambda _: chunk_codebook_gla(q_BTHD, k_BTGD, v_BTGV, log_a, *self.codes(), **options))

@@ -1,10 +1,11 @@
-"""HGRN2: each channel takes in as much as it forgets, k = 1 - a, so that it holds a running mean (2404.07904).
+"""HGRN2: each channel writes as much as it forgets, k = 1 - a, so its state is a running mean (2404.07904).
 
 S_t = diag(a_t) S_{t-1} + (1 - a_t)^T v_t,   a_t = gamma + (1 - gamma) sigmoid(pool(k_t) + b)
 o_t = norm(phi(q_t) S_t)
 
-phi(q) takes the place of the paper's output gate. Its lower bounds gamma are learned and rise from layer to layer; here
-gamma is an option, which a recipe can give to each layer. With `normalize` the read is a weighted mean of values.
+phi(q) takes the place of the paper's output gate. The paper's lower bounds gamma are learned and rise from layer to
+layer; here gamma is an option, which a recipe can set per layer. With `normalize` the read is a weighted mean of
+values.
 """
 
 from __future__ import annotations
@@ -51,15 +52,15 @@ class HGRN2(GatedMixer):
         self.k_map = None
 
     def gate_logits(self, inputs: tuple[Tensor, ...], name: str = "gate") -> Tensor:
-        return super().gate_logits(inputs[-1:], name)  # a gate is a key, and convolved where keys are
+        return super().gate_logits(inputs[-1:], name)  # the gate makes the key, so it is convolved as keys are
 
     def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
         return self.forgotten(self.gate_logits(inputs))
 
     def decay(self, logits: Tensor) -> Tensor:
-        # with gamma = 0 a gate can shut for good, whose log is -inf
+        # with gamma = 0 a gate can close completely, and its log would be -inf
         return torch.log1p(-self.forgotten(logits).clamp(max=1 - 1e-6))
 
     def forgotten(self, logits: Tensor) -> Tensor:
-        """1 - a, exact also where a is nearly 1."""
+        """1 - a, precise even if a is nearly 1."""
         return (1 - self.spec.lower_bound) * (-logits).sigmoid()

@@ -1,10 +1,10 @@
-"""Liger-HGRN2, exactly (arXiv 2503.01496, and its released code): a token is written with weight 1 - a.
+"""Liger-HGRN2 exactly as published (arXiv 2503.01496 and its released code): a token is written with weight 1 - a.
 
 S_t = diag(a_t) S_{t-1} + (1 - a_t)^T v_t,   a_t = sigmoid(k_t)            (the released "pooling" is the identity)
 o_t = 0.5 softmax(q_t) S_t + 0.5 window_64(q, k, v)_t
 
-The gates have no lower bound, and the read has no norm and no scale. No new parameters. `hgrn2` differs: its
-gates have a bias and a lower bound, and its read is brought to a learned size.
+The gates have no lower bound, and the read has no norm and no scale. There are no new parameters. `hgrn2` differs: its
+gates have a bias and a lower bound, and its read has an RMS norm with a learned scale.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LigerHGRN2(DiagonalMixer):
         return qkv.q_BTHD.float().softmax(-1)
 
     def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        return (-inputs[0].float()).sigmoid()  # 1 - a, exact also where a is nearly 1
+        return (-inputs[0].float()).sigmoid()  # 1 - a, precise even if a is nearly 1
 
     def log_gate(self, inputs: tuple[Tensor, ...]) -> Tensor:
         return log_sigmoid_gate(inputs[0], 1.0)

@@ -1,10 +1,11 @@
-"""The published Liger layer, exactly, as the baseline (arXiv 2503.01496, eq. 6 to 9, and its released code).
+"""The Liger layer exactly as published, as a baseline (arXiv 2503.01496, eq. 6 to 9, and its released code).
 
 S_t = diag(a_t) S_{t-1} + softmax(k_t)^T v_t,   a_t = sigmoid(k_t)^(1/16)   (the released "pooling" is the identity)
 o_t = 0.5 softmax(q_t) S_t + 0.5 window_64(q, k, v)_t
 
-Neither normalised nor scaled: its memory grows with the length. No new parameters. Options are the ablations of its
-table 6: gates of new random weights, a learnt feature map, and (combine: memory) no window.
+The memory is neither normalized nor scaled, so it grows with the sequence. There are no new parameters. The options are
+the ablations of the paper's table 6: gates with new random weights, a learned feature map, and no window
+(`combine: memory`).
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class LigerPaper(DiagonalMixer):
         return qkv.k_BTGD, logits_BTGD.to(qkv.k_BTGD.dtype)
 
     def query_features(self, qkv: QKV) -> Tensor:
-        """Queries as they are where the map is the softmax: `attend` makes it of them and their log-sum-exp."""
+        """The raw queries if the map is the softmax: `attend` computes it from them and their log-sum-exp."""
         return qkv.q_BTHD if self.spec.feature_map == "softmax" else self.q_map(qkv.q_BTHD)
 
     def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
@@ -98,7 +99,7 @@ class LigerPaper(DiagonalMixer):
         if self.spec.feature_map == "softmax":
             v_BTGV = entries[1]
             if multiplies_in_bf16(v_BTGV):
-                q_BTHF = q_BTHF.to(v_BTGV.dtype)  # of which the log-sum-exp is due
+                q_BTHF = q_BTHF.to(v_BTGV.dtype)  # the log-sum-exp must be of the rounded queries
             options["q_lse_BTH"] = q_BTHF.float().logsumexp(-1)
         return super().attend(q_BTHF, entries, **options)
 

@@ -1,11 +1,11 @@
-"""Lightning attention: one constant decay per head, slow and fast heads side by side (2401.04658; 2307.14995).
+"""Lightning attention: a constant decay per head, from fast to slow (2401.04658; 2307.14995).
 
 S_t = a_g S_{t-1} + k_t^T v_t,   a_g = exp(-slope 2^{-8 g / G}) of head g = 1 to G,   o_t = norm(q_t S_t)
 
-The slopes are those of the released code, ALiBi's, at the key-value heads, and geometric also where their number is no
-power of two. It multiplies them by about 1 - layer / layers, which a mixer cannot know; a recipe can set it by `slope`.
-The swish of q and k is left out: pretrained queries meet pretrained keys as they are. `output_gate` is the gate of the
-output.
+The slopes are ALiBi's, as in the released code, for the key-value heads, and geometric even if their number is not a
+power of two. The released code multiplies them by about 1 - layer / layers, which a mixer cannot know; a recipe can set
+it through `slope`. The swish of q and k is left out, as pretrained queries and keys match without it. `output_gate` is
+the output gate.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Lightning(LinearMixer):
 
     @staticmethod
     def rates(heads: int, device: torch.device | None = None) -> Tensor:
-        """-log a of each head, float64 [G]; made on the device, as a CUDA graph takes nothing from the host."""
+        """-log a of each head, float64 [G]; created on the device, as a CUDA graph cannot copy from the host."""
         return torch.exp2(torch.arange(1, heads + 1, dtype=torch.float64, device=device) * (-8 / heads))
 
     def log_gate(self, inputs: tuple[Tensor, ...]) -> Tensor:

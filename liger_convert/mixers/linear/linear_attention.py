@@ -1,9 +1,9 @@
-"""Linear attention: softmax's weights replaced by phi(q) phi(k), and nothing forgotten (2006.16236, eq. 16 to 20).
+"""Linear attention: softmax weights are replaced by phi(q) phi(k), without decay (2006.16236, eq. 16 to 20).
 
 S_t = S_{t-1} + phi(k_t)^T [v_t, 1],   o_t = phi(q_t) S,   divided by its last column   (normalize: true)
 
-phi is elu + 1 as published, or any other map. Keys' features are divided by F, which cancels, so that the normalizer of
-a token is near 1 and not near F. Without the normaliser the memory grows with the length.
+phi is elu + 1 as published, or any other map. The keys' features are divided by F, which cancels, so that a token adds
+about 1 to the normalizer, not F. Without the normalizer the memory grows with the sequence.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LinearAttention(LinearMixer):
     summary = "linear attention without decay"
     left_out = "nothing"
     Spec = LinearAttentionSpec
-    initial_log_share = -8.0  # nothing decays: the normalizer is that of every token ever written
+    initial_log_share = -8.0  # nothing decays: the normalizer counts every token ever written
 
     def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
         return super().key_features(inputs) / self.features

@@ -1,9 +1,10 @@
-"""ReBased: linear attention whose map is a learned parabola of normalised queries and keys (2402.10644).
+"""ReBased: linear attention whose feature map is a learned parabola of normalized queries and keys (2402.10644).
 
 S_t = S_{t-1} + phi(k_t)^T [v_t, 1],   phi(x) = (gamma norm(x) + beta)^2,   o_t = phi(q_t) S, divided by its last column
 
-`feature_map: parabola` squares each channel, F = D. `products` takes the products of all pairs, as the released code
-does after a projection to 16 channels: F = D (D + 1) / 2, the kernel (q k)^2 and a state that much larger.
+`feature_map: parabola` squares each channel: F = D. `products` takes the products of all pairs of channels, as the
+released code does after a projection to 16 channels: F = D (D + 1) / 2, the kernel is (q k)^2, and the state grows
+accordingly.
 """
 
 from __future__ import annotations
@@ -32,4 +33,4 @@ class Rebased(LinearMixer):
         "the projection of queries and keys to 16 channels; off by default: `short_conv`, `feature_map: products`"
     )
     Spec = RebasedSpec
-    initial_log_share = -8.0  # nothing decays: the normalizer is that of every token ever written
+    initial_log_share = -8.0  # nothing decays: the normalizer counts every token ever written

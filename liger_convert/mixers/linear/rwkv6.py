@@ -1,10 +1,10 @@
-"""RWKV6: a decay per channel that the token chooses, and a bonus for the token itself (2404.05892).
+"""RWKV6: a data-dependent decay per channel, and a bonus for the current token (2404.05892).
 
 S_t = diag(a_t) S_{t-1} + k_t^T v_t,   a_t = exp(-exp(pool(k_t) + b)),   o_t = norm(q_t (S_{t-1} + diag(u) k_t^T v_t))
 
-With `scope: all` the read is the paper's. With `scope: evicted` it ends before the window, which holds the token
-itself with its softmax weight; `bonus: true` adds diag(u) k_t^T v_t to it, from u = 0 on. The paper's token shift
-is left out; the decay is pooled as in Liger (2503.01496, table 1). For the gate of its output see `read_pieces.py`.
+With `scope: all` the read is the paper's. With `scope: evicted` the memory ends before the window, which already covers
+the current token; `bonus: true` adds q_t diag(u) k_t^T v_t to the read, with u starting at 0. The decay is pooled as in
+Liger (2503.01496, table 1). `token_shift` is described in projection_pieces.py, the output gate in read_pieces.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from liger_convert.mixers.base import QKV, HeadDims
 from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
 from liger_convert.mixers.registry import register_mixer
 
-FASTEST = 5.0  # of the logits: a token then keeps e^-148, while exp of pretrained keys as they come would overflow
+FASTEST = 5.0  # largest logit, which keeps e^-148 of the state: exp of unclamped pretrained keys would overflow
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class RWKV6(GatedMixer):
         if not self.reads_own:
             return o_BTHV, normalizer_BTH
         k_BTGF, v_BTGV, *_ = entries
-        if self.spec.scope == "evicted":  # the entries are of the tokens that leave the window
+        if self.spec.scope == "evicted":  # `entries` are those of the tokens that leave the window
             k_BTGF, v_BTGV = self.key_features(self.deferred_inputs(qkv)), qkv.v_BSGD[:, -q_BTHF.shape[1] :]
         q_BTGRF, uk_BTGF = q_BTHF.unflatten(2, (self.dims.kv_heads, -1)), k_BTGF * self.bonus_GF.float()
         weight_BTGR1 = (q_BTGRF * uk_BTGF[:, :, :, None]).sum(-1, keepdim=True)

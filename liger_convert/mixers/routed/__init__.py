@@ -1,1 +1,1 @@
-"""Mixers made of several memories of another one."""
+"""Mixers that route tokens between several memories of another mixer."""

@@ -1,16 +1,16 @@
-"""Mixture of memories (2502.13685): N memories of another mixer, of which a token writes and reads k, and a shared one.
+"""Mixture of memories (2502.13685): a token writes and reads k of N memories of another mixer, and a shared one.
 
 r_t = x_t W,   g_t = softmax over the k largest of r_t                        (one W per key-value head, or per layer)
-S_m(t) = what the inner mixer makes of S_m(t-1) if token t chose m, else S_m(t-1), bit for bit
+S_m(t) = the inner mixer's update of S_m(t-1) if token t chose m, else S_m(t-1), bit for bit
 o_t = (e^{c_s} o_s + sum_m g_tm e^{c_m} o_m) / (e^{c_s} + sum_m g_tm e^{c_m})      (log normalizers c of the reads o)
 
-Memories without a normalizer are summed, o_s + sum_m g_tm o_m. All share one mixer's features and gates, where the
-paper has projections of their own. A token's choice depends on no other token; ties go to the first memory.
+Memories without a normalizer are summed, o_s + sum_m g_tm o_m. All memories share the features and gates of one mixer,
+where the paper has separate projections. A token's choice depends on no other token; ties go to the first memory.
 
-A memory is run over the tokens that write it or read it (see rows.py): k of N, and with `scope: evicted`, where a token
-is written long after it has read, up to 2 k. All memories run over all tokens, with zeros for those that chose others,
-where the lengths of such rows may not be read, unless one router chooses for all heads and no state is kept: then all
-rows together are of a length that is known.
+A memory runs over only the tokens that write or read it (see rows.py). A token is in the rows of k memories, or with
+`scope: evicted`, where it is written long after it has read, of up to 2 k. If the lengths of such rows may not be read
+from tensors, every memory runs over all tokens, with zeros for those that did not choose it, unless one router chooses
+for all heads and no state is kept: then a bound on the total length of the rows is known in advance.
 
 Shapes: B batch, T tokens, C hidden size, H query heads, G key-value heads, N memories, S = N + the shared one.
 """
@@ -68,7 +68,7 @@ class MoMSpec(MixerSpec):
         return {name: value for name, value in resolved.items() if name not in common}
 
     def inner_mixer(self) -> tuple[type[Mixer], MixerSpec]:
-        """The memories' class and options. They are combined here and have no window, so no parameters for either."""
+        """The memories' class and options, without parameters for a window or combining: the mixture does both."""
         common = self._common() | {"combine": "fixed", "forget": False}
         return MIXERS[self.inner["type"]], make_spec({**self.inner, **common})
 
@@ -121,13 +121,13 @@ class MoM(Mixer):
         return o_BTHV
 
     def calibration(self) -> Calibration:
-        return self.inner.calibration()._replace(read_size=None)  # which is a memory's, not that of the mixture
+        return self.inner.calibration()._replace(read_size=None)  # the scale of one memory's read, not the mixture's
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
         self.inner.reset_parameters()
-        # nearly equal weights, and a choice that differs from token to token: with zeros all would go to the first k
+        # nearly equal weights, but choices that differ between tokens: with zeros all would go to the first k
         init.normal_(self.router_GNC, std=0.1 * self.dims.hidden**-0.5)
 
     @classmethod
@@ -144,7 +144,7 @@ class MoM(Mixer):
         return *inner.deferred_input_sizes(options, dims), spec.memories
 
     def route(self, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [B,T,G,N] in float32, and whether each memory is among a token's k (ties: the first ones)."""
+        """Logits [B,T,G,N] in float32, and whether each memory is among a token's top k (ties: the first ones)."""
         with torch.autocast(x_BTC.device.type, enabled=False):  # rounded logits would tie
             logits_BTGN = torch.einsum("btc,gnc->btgn", x_BTC.float(), self.router_GNC.float())
         logits_BTGN = logits_BTGN.expand(-1, -1, self.dims.kv_heads, -1)
@@ -158,7 +158,7 @@ class MoM(Mixer):
         return *self.inner.deferred_inputs(qkv), chosen_BTGN.to(qkv.k_BTGD.dtype)
 
     def _imbalance(self, logits_BTGN: Tensor, chosen_BTGN: Tensor, qkv: QKV) -> Tensor:
-        """N sum_m f_m p_m, the mean over rows and heads; 1 when balanced. Padding does not count."""
+        """N sum_m f_m p_m, averaged over rows and heads; 1 when balanced. Padding does not count."""
         valid_BT = (qkv.position_BS[:, -logits_BTGN.shape[1] :] >= 0).float()
         weight_BT11 = (valid_BT / valid_BT.sum(1, keepdim=True).clamp_min(1))[..., None, None]
         f_BGN = (weight_BT11 * chosen_BTGN).sum(1) / self.spec.active
@@ -193,7 +193,7 @@ class MoM(Mixer):
         exclusive: bool,
         keeps_states: bool,
     ) -> Rows | None:
-        """The rows over which the memories are run; None: each over all tokens."""
+        """The rows that the memories run over; None if each runs over all tokens."""
         of_router = writes_BTGN[:, :, : self.routers], reads_BTGN[:, :, : self.routers]
         if may_read_values(writes_BTGN):
             return make_rows(*of_router, segment_ids_BT)
@@ -243,7 +243,7 @@ class MoM(Mixer):
         return self._read(qkv, memories, log_g), new_states
 
     def _read(self, qkv: QKV, memories: list[MemoryOutput], log_g: Tensor) -> MemoryOutput:
-        """All reads as one, weighted by the query's own choice; the shared memory's, which comes first, in full."""
+        """All reads as one: the shared memory's, which comes first, in full, the others weighted by the router."""
         log_g = F.pad(log_g, (int(self.spec.shared), 0))
         log_g = log_g.repeat_interleave(self.dims.heads // self.dims.kv_heads, 2)
         normalizers = [memory.log_normalizer_BTH for memory in memories if memory.log_normalizer_BTH is not None]
@@ -259,9 +259,9 @@ class MoM(Mixer):
 
 
 def may_read_values(x_BTGN: Tensor) -> bool:
-    """Whether rows may be made whose lengths are read from tensors.
+    """Whether the lengths of rows may be read from tensors.
 
-    They are not on a GPU, where a step may be captured as a CUDA graph, nor in compiled layers, which would be
-    recompiled for every length.
+    Not on a GPU, where a step may be captured as a CUDA graph, nor in compiled layers, which would be recompiled for
+    every length.
     """
     return x_BTGN.shape[1] > 1 and x_BTGN.device.type == "cpu" and not reads_no_values()

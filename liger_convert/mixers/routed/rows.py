@@ -20,11 +20,11 @@ from liger_convert.mixers.base import QKV, MemoryOutput
 
 
 class Rows(NamedTuple):
-    """The rows of all memories, one behind the other.
+    """The rows of all memories, concatenated.
 
-    lengths: of each memory's row. token_BLG: the token in each slot, any in an empty one. written_BLG: whether it is
-    written to the memory. segment_ids_BL: its document; None where a row is one. slot_BTGN: where a token is in the row
-    of each memory that it reads or is written to, counted from the first row's start.
+    lengths: of each memory's row. token_BLG: the token in each slot, arbitrary in an empty one. written_BLG: whether it
+    is written to the memory. segment_ids_BL: its document; None if each row is one document. slot_BTGN: the slot of a
+    token in the row of each memory that it reads or writes, counted from the start of the first row.
     """
 
     lengths: list[int]
@@ -34,8 +34,10 @@ class Rows(NamedTuple):
     slot_BTGN: Tensor
 
     def queries(self, qkv: QKV) -> list[QKV]:
-        """For each memory the queries, keys and values of its tokens. Their positions and inputs, which no head has of
-        its own, are left out, and so is what is empty already."""
+        """For each memory, the queries, keys and values of its tokens.
+
+        Positions and layer inputs are left empty, as they are not per head; what is empty already stays so.
+        """
         values = qkv.v_BSGD[:, -self.slot_BTGN.shape[1] :]
         of_tokens = qkv.q_BTHD, qkv.k_BTGD, qkv.q_rot_BTHD, qkv.k_rot_BTGD, values
         parts = [self._split(x if x.shape[1] == 0 else take(x, self.token_BLG)) for x in of_tokens]
@@ -43,7 +45,7 @@ class Rows(NamedTuple):
         return [QKV(*part, **left_out) for part in zip(*parts, strict=True)]
 
     def entries(self, entries: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
-        """For each memory the entries of its tokens; zeros where they are not written."""
+        """For each memory, the entries of its tokens; zeros for tokens that are not written."""
         parts = [self._split(take(x_BTGX, self.token_BLG, ~self.written_BLG)) for x_BTGX in entries]
         return list(zip(*parts, strict=True))
 
@@ -65,9 +67,9 @@ class Rows(NamedTuple):
 
 
 def make_rows(writes_BTGN: Tensor, reads_BTGN: Tensor, segment_ids_BT: Tensor | None) -> Rows:
-    """Rows of the tokens that are true in `writes_BTGN` or `reads_BTGN`, in their order.
+    """Rows of the tokens that are true in `writes_BTGN` or `reads_BTGN`, in order.
 
-    Their lengths are read from the device. `segment_ids_BT` count documents from 0 on; None where a row is one.
+    Their lengths are read from the device. `segment_ids_BT` number the documents from 0; None if each row is one.
     """
     B, T, G, N = writes_BTGN.shape
     device, here_BTGN = writes_BTGN.device, writes_BTGN | reads_BTGN
@@ -77,16 +79,16 @@ def make_rows(writes_BTGN: Tensor, reads_BTGN: Tensor, segment_ids_BT: Tensor | 
     count_BDGN = torch.zeros(B, documents, G, N, dtype=torch.long, device=device)
     count_BDGN.scatter_add_(1, document_BTGN, here_BTGN.long())
     end_BDN = count_BDGN.amax(2).cumsum(1)
-    # where a document begins in its row, less how many tokens of the documents before it are there
+    # the slot where a document starts, minus the number of tokens from earlier documents in the row
     shift_BDGN = F.pad(end_BDN, (0, 0, 1, -1))[:, :, None] - F.pad(count_BDGN.cumsum(1), (0, 0, 0, 0, 1, -1))
     slot_BTGN = here_BTGN.cumsum(1) - 1 + shift_BDGN.gather(1, document_BTGN)
 
-    # a row has at least one slot, as ops take no rows of none
+    # a row has at least one slot, as the ops do not accept empty rows
     lengths = end_BDN[:, -1].amax(0).clamp_min(1).tolist()
     L, start_N = sum(lengths), torch.tensor([0, *lengths[:-1]], device=device).cumsum(0)
     slot_BTGN = slot_BTGN + start_N
     token_BTGN = torch.arange(T, device=device)[:, None, None].expand_as(slot_BTGN)
-    # one slot more, for all that have none
+    # one extra slot for all tokens that are not in the row
     owner_BLG = token_BTGN.new_full((B, L + 1, G), -1)
     place_BTGN = slot_BTGN.where(here_BTGN, L)
     by_memory = [x.permute(0, 3, 1, 2).flatten(1, 2) for x in (place_BTGN, token_BTGN)]
@@ -106,15 +108,15 @@ def make_rows(writes_BTGN: Tensor, reads_BTGN: Tensor, segment_ids_BT: Tensor | 
 
 
 def make_joined_row(writes_BT1N: Tensor, reads_BT1N: Tensor, segment_ids_BT: Tensor | None, most: int) -> Rows:
-    """One row for all memories, each a segment of its own, where all heads have chosen alike.
+    """One row for all memories, each a segment of its own, if all heads share one choice.
 
-    A token is in the rows of no more than `most` memories: so the row is long enough, and no value is read.
+    A token belongs to at most `most` memories, so the length T * most is enough, and no value is read from the device.
     """
     B, T, _, N = writes_BT1N.shape
     device, L = writes_BT1N.device, T * most
     here_BX, writes_BX = (x.transpose(1, 3).flatten(1) for x in (writes_BT1N | reads_BT1N, writes_BT1N))  # X = N T
     slot_BX = here_BX.cumsum(1) - 1
-    owner_BL = slot_BX.new_full((B, L + 1), -1)  # one slot more, for all that have none
+    owner_BL = slot_BX.new_full((B, L + 1), -1)  # one extra slot for all tokens that are not in the row
     owner_BL = owner_BL.scatter_(1, slot_BX.where(here_BX, L), torch.arange(N * T, device=device).expand(B, -1))[:, :L]
     filled_BL, owner_BL = owner_BL >= 0, owner_BL.clamp_min(0)
     token_BL = owner_BL % T
@@ -127,12 +129,12 @@ def make_joined_row(writes_BT1N: Tensor, reads_BT1N: Tensor, segment_ids_BT: Ten
 
 
 def take(x_BTNX: Tensor, index_BLG: Tensor, left_out_BLG: Tensor | None = None) -> Tensor:
-    """[B,L,N,...]: the tokens `index_BLG` of x [B,T,N,...], whose N heads are in G groups; zeros for those left out."""
+    """The tokens `index_BLG` of x [B,T,N,...], as [B,L,N,...], with N heads in G groups; zeros for those left out."""
     B, T, N = x_BTNX.shape[:3]
     index_BLN = _per_head(index_BLG, N)
     flat_BLN = (torch.arange(B, device=x_BTNX.device)[:, None, None] * T + index_BLN) * N
     flat_BLN = flat_BLN + torch.arange(N, device=x_BTNX.device)
-    # whole vectors, where gather would take single numbers
+    # copies whole vectors, where gather would copy single numbers
     found = x_BTNX.flatten(0, 2).index_select(0, flat_BLN.flatten())
     if left_out_BLG is not None:
         found = found.masked_fill_(_per_head(left_out_BLG, N).flatten()[:, None], 0)

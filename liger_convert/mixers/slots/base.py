@@ -1,9 +1,9 @@
-"""What mixers over slots share: a fixed number of running means of keys and values, read by softmax attention.
+"""Base of the slot mixers: a fixed number of running means of keys and values, read by softmax attention.
 
 K_t = diag(a_t) K_{t-1} + w_t^T k_t,   V_t = diag(a_t) V_{t-1} + w_t^T v_t,   z_t = diag(a_t) z_{t-1} + w_t
 o_t = softmax(q_t (K_t / z_t)^T / sqrt(D)) (V_t / z_t)
 
-A slot is one more token of the window: its weight in a shared denominator is e^logit, with a learned scale per head.
+In a shared denominator a slot counts like one more token of the window: its weight is e^logit, scaled per head.
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, V value size, M slots.
 """
 
@@ -37,7 +37,7 @@ class SlotMixer(Mixer):
     """Subclasses define the write weights w of a token and the decay a of each slot.
 
     normalize: whether slots are divided by their normalizers z, and logits scaled by 1 / sqrt(D). Without it there is
-    no z, a slot is read as it is, by unscaled queries, and the read has no weight in a shared denominator.
+    no z, slots are read as they are, by unscaled queries, and the read cannot share a denominator.
     """
 
     recurrence = "slots"
@@ -77,7 +77,7 @@ class SlotMixer(Mixer):
     ) -> tuple[MemoryOutput, dict[str, Tensor]]:
         k_BTGD, v_BTGV, w_BTGM, log_a = entries
         keys_before = states.get("keys")
-        if self.normalize and states:  # the op has z as the keys' last column
+        if self.normalize and states:  # the op takes z as the last column of the keys
             keys_before = torch.cat((states["keys"], states["z"][..., None]), -1)
         o_BTHV, lse_BTH, keys, values = chunk_slots(
             qkv.q_BTHD.float(),

@@ -1,9 +1,9 @@
-"""Gated slot attention (2409.07146): every slot has its own gated rate, and forgets as much as it takes in.
+"""Gated slot attention (2409.07146): every slot has a gate of its own, and forgets as much as it writes.
 
 a_t = sigmoid(pool(k_t) + b)^(1/tau),   w_t = 1 - a_t                                  (base.py has the recurrence)
 
 The gate is pooled from keys (Liger, 2503.01496, table 1), so no projection is added. A slot is divided by its
-normalizer z_t = 1 - prod a, which the paper leaves out: it tends to 1, but without it a slow slot reads as nearly zero
+normalizer z_t = 1 - prod a, which the paper leaves out: z_t tends to 1, but a slow slot without it reads as nearly zero
 for a long time.
 """
 
@@ -56,7 +56,7 @@ class GSA(SlotMixer):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        # evenly apart, or slots pooled from the same channels would stay the same for ever
+        # evenly spaced: with equal biases, slots pooled from the same channels would stay identical
         bias_M = torch.linspace(0, self.spec.gate_bias, self.spec.slots, device=self.gate_bias_GM.device)
         init.copy_(self.gate_bias_GM, bias_M.expand_as(self.gate_bias_GM))
 

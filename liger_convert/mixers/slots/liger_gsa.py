@@ -1,11 +1,11 @@
-"""Liger-GSA, exactly (arXiv 2503.01496, and its released code): slots are read as they are, by unscaled queries.
+"""Liger-GSA exactly as published (arXiv 2503.01496 and its released code): raw slots, read by unscaled queries.
 
-K_t = diag(a_t) K_{t-1} + (1 - a_t)^T k_t,   V_t likewise of v_t,   a_t = sigmoid(pool(k_t))^(1/16)
+K_t = diag(a_t) K_{t-1} + (1 - a_t)^T k_t,   V_t likewise with v_t,   a_t = sigmoid(pool(k_t))^(1/16)
 o_t = 0.5 softmax(q_t K_t^T) V_t + 0.5 window_64(q, k, v)_t
 
-pool averages neighbouring channels of a key; with as many slots as channels, as published, it is the identity. A slot
-that is nearly empty takes part with a logit near 0, and a key enters before rotary. No new parameters. `gsa` differs:
-its gates have a bias, its slots are divided by what was written to them, and its logits by the root of the head's size.
+pool averages neighboring channels of a key; with as many slots as channels, as published, it is the identity. A nearly
+empty slot takes part with a logit near 0, and keys are written before rotary. There are no new parameters. `gsa`
+differs: its gates have a bias, its slots are divided by their normalizers, and its logits by sqrt(D).
 """
 
 from __future__ import annotations

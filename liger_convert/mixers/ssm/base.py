@@ -1,9 +1,9 @@
-"""What mixers with a decay for every entry of the state share: a weighted mean of values per channel.
+"""Base of the mixers with a decay for every entry of the state: a weighted mean of values per channel.
 
 S_t = A_t * S_{t-1} + k_t^T [u_t * v_t, u_t],   [n_t, m_t] = q_t S_t,   o_t = n_t / m_t
 
-Each value channel v forgets at F rates of its own, so each needs a normalizer m[v] of its own for its sum n[v].
-Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, F states of a channel, V = D value channels.
+Each value channel v forgets at F rates of its own, so its sum n[v] needs a normalizer m[v] of its own.
+Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, F states per channel, V = D value channels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import initialization as init
 
 from liger_convert.mixers.base import QKV, HeadDims, MemoryOutput, Mixer, MixerSpec
 
-SLOWEST, FASTEST = 1e-3, 1e-1  # decay of the first state of a channel in a token: the channels start evenly between
+SLOWEST, FASTEST = 1e-3, 1e-1  # initial decay per token of a channel's first state; channels spread over this range
 
 
 @dataclass(frozen=True)
@@ -56,20 +56,20 @@ class ElementwiseMixer(Mixer):
             init.zeros_(self.skip_HV)
 
     def first_log_rates(self) -> Tensor:
-        """[F,1] or [F,V]: the real start of S4D (2206.11893), A = -(f + 1)."""
+        """[F,1] or [F,V]: the real initialization of S4D (2206.11893), A = -(f + 1)."""
         return torch.arange(1.0, self.spec.states + 1, device=self.log_rate_GFV.device).log()[:, None]
 
     def first_log_steps(self) -> Tensor:
-        """log dt [V]: evenly from the slowest channel to the fastest."""
+        """log dt [V], evenly spaced from the slowest channel to the fastest."""
         device = self.log_rate_GFV.device
         return torch.linspace(math.log(SLOWEST), math.log(FASTEST), self.dims.dim, device=device)
 
     def log_A(self) -> Tensor:
-        """log A = -e^rate < 0 [G,F,V]; the clamp keeps it finite whatever training does."""
+        """log A = -e^rate < 0 [G,F,V]; the clamp keeps it finite during training."""
         return -self.log_rate_GFV.float().clamp(max=15).exp()
 
     def with_skip(self, memory: MemoryOutput, qkv: QKV) -> MemoryOutput:
-        """The read, and d * v of each query's own token where there is a skip."""
+        """The read, plus d * v of each query's own token if there is a skip."""
         if not self.spec.skip:
             return memory
         o_BTHV = memory.o_BTHV
@@ -78,6 +78,6 @@ class ElementwiseMixer(Mixer):
 
 
 def mean_per_channel(read_BTHV2: Tensor, dtype: torch.dtype) -> MemoryOutput:
-    """n / m of reads [n, m], and the log of the channels' mean normalizer; an empty memory is as DiagonalMixer's."""
+    """n / m of reads [n, m], and the log of the channels' mean normalizer; an empty memory is as in DiagonalMixer."""
     m_BTHV = read_BTHV2[..., 1].clamp_min(MIN_NORMALIZER)
     return MemoryOutput((read_BTHV2[..., 0] / m_BTHV).to(dtype), m_BTHV.mean(-1).log())

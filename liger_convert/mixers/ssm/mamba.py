@@ -1,11 +1,11 @@
-"""The selective state space of Mamba (2312.00752), its input and output maps made from the layer's keys and queries.
+"""The selective state space of Mamba (2312.00752), with input and output maps from the layer's keys and queries.
 
 S_t = exp(dt_t log A) * S_{t-1} + phi(k_t)^T [dt_t * v_t, dt_t],   dt_t = softplus(pool(k_t) + b),   log A = -e^rate
 o_t = n_t / m_t,   [n_t, m_t] = phi(q_t) S_t                            (base.py has the shapes and the starts)
 
 k, q and v take the places of Mamba's B, C and x, as in 2408.15237. `short_conv: 4` is its convolution, applied before
 anything is computed from k, q and v; `skip` and `output_gate` are its skip and the gate of its output.
-phi is a softmax over F learned features, so that weights are positive and the read can be a mean.
+phi is a softmax over F learned features, so the weights are positive and the read is a mean.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Mamba(ElementwiseMixer):
     gate_rule = "exp(-softplus(pool(k) + b) e^rate)"
     left_out = "the step's low-rank projection; off by default: `short_conv`, `skip`, `output_gate`"
     Spec = MambaSpec
-    # two softmax features meet with a weight of 1 / F or so, and steps add up to a fraction of 1: about e^-4 in all
+    # the product of two softmax features is about 1 / F, and steps add up to a fraction of 1: about e^-4 in all
     initial_log_share = 1.0
     spec: MambaSpec
 
@@ -50,9 +50,9 @@ class Mamba(ElementwiseMixer):
     def reset_parameters(self) -> None:
         super().reset_parameters()
         init.normal_(self.k_map_GDF, std=self.dims.dim**-0.5)
-        # the same map for both at the start: a query reads the states that keys like it were written to
+        # both maps start equal: a query reads the states to which similar keys were written
         init.copy_(self.q_map_HDF, self.k_map_GDF.repeat_interleave(self.dims.heads // self.dims.kv_heads, 0))
-        bias_V = self.first_log_steps().exp().expm1().log()  # softplus undone
+        bias_V = self.first_log_steps().exp().expm1().log()  # inverse of softplus
         init.copy_(self.step_bias_GV, bias_V.expand_as(self.step_bias_GV))
 
     @classmethod

@@ -1,9 +1,9 @@
-"""Mamba2: a step size that the token chooses sets both how much is forgotten and how much is written (2405.21060).
+"""Mamba2: a data-dependent step size sets both how much is forgotten and how much is written (2405.21060).
 
 dt_t = softplus(pool(k_t) + b),   a_t = exp(-A dt_t),   S_t = a_t S_{t-1} + dt_t k_t^T v_t,   o_t = norm(q_t S_t)
 
-A > 0 is learned, one per head, and so is b. The pooled step is Liger's (2503.01496, table 1). `short_conv: 4` is the
-paper's convolution and `output_gate` a gate of the output; the skip D v_t, which the window covers, is left out.
+A > 0 and b are learned per head. The pooled step is Liger's (2503.01496, table 1). `short_conv: 4` is the paper's
+convolution and `output_gate` an output gate; the skip D v_t, which the window covers, is left out.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The diagonal state space S4D (2206.11893) as a memory: of each value channel, running means at F learned rates.
+"""The diagonal state space S4D (2206.11893) as a memory: running means of each value channel at F learned rates.
 
 S_t[f, v] = A[f, v] S_{t-1}[f, v] + [v_t[v], 1],   log A = -e^rate
 o_t[v] = n_t[v] / m_t[v],   [n_t[v], m_t[v]] = sum_f e^C[f, v] S_t[f, v]
 
-A, C and the rates depend on no token: a query decides how much of this memory it takes, not what is in it. Real rates,
-and weights e^C > 0, so that the read can be a mean; B is 1, since only its product with C matters. The op takes every
+A and C do not depend on the tokens: a query decides how much of this memory it takes, not what it reads. The rates are
+real and the weights e^C > 0, so the read is a mean; B is 1, since only its product with C matters. The op sees every
 channel as a head of its own, with one value and its normalizer. Shapes: base.py; R = H / G, N = G V such heads, L = H V
-of their queries.
+such query heads.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class S4(ElementwiseMixer):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        # weights as long as the steps: a channel's normalizer tends to 1 + 1/2 + ... + 1/F, however slow it is
+        # weights equal to the steps: the normalizer tends to about 1 + 1/2 + ... + 1/F, however slow the channel
         init.copy_(self.read_GVRF, self.first_log_steps()[:, None, None].expand_as(self.read_GVRF))
 
     def first_log_rates(self) -> Tensor:
-        return super().first_log_rates() + self.first_log_steps()  # a step that is fixed is a part of the rate
+        return super().first_log_rates() + self.first_log_steps()  # a fixed step size is part of the rate
 
     @classmethod
     def state_shape(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, tuple[int, ...]]:
