@@ -290,8 +290,8 @@ def adopt_cache(cache: Any, layers: list[str]) -> None:
     """Installs a LinearizedCacheLayer for every linearized layer of a dynamic cache, in place.
 
     `layers` is the linearization's list of mixer names. Raises ValueError for a cache that is not dynamic, that is
-    offloaded or quantized, or that already holds softmax keys for a linearized layer. Static softmax layers left over
-    from decoding are turned back into dynamic ones.
+    offloaded or quantized, or that already holds softmax keys for a linearized layer. Static softmax layers that
+    decoding left behind become dynamic again.
     """
     if not isinstance(cache, Cache):
         raise ValueError(

@@ -53,7 +53,7 @@ class PageLayout:
         if spec.shift != "none":
             raise BadInput(
                 f"mixer {mixer['type']!r}: reads part of the previous token (kv_shift or token_shift), which a server "
-                "to a server that projects all requests at once; serve a model without it"
+                "that projects all requests at once does not have; serve a model without it"
             )
         self.cache_window, self.sinks = spec.cache_window, spec.sinks
         with torch.device("cpu"), torch.no_grad():  # servers build models under their own default device

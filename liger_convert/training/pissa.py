@@ -53,6 +53,9 @@ def start(model: Any, checkpoints: Path, *, resumes: bool) -> None:
         for name, module in _adapted(model):
             with torch.random.fork_rng(devices):  # so that a layer's adapters do not depend on earlier layers
                 torch.manual_seed(zlib.crc32(name.encode()))
+                # a fresh tensor: how a product's sums are ordered can depend on where in memory its factors begin
+                weight = module.get_base_layer().weight
+                weight.data = weight.data.clone()
                 module.pissa_init(NAME, INIT)
         checkpoints.mkdir(parents=True, exist_ok=True)
         with atomic_dir(folder, overwrite=True) as new:

@@ -192,7 +192,7 @@ def test_pissa_is_refused_on_a_head_that_is_tied(tmp_path: Path) -> None:
 
 def test_pissa_is_refused_with_more_vectors_than_there_are(tmp_path: Path) -> None:
     made = make_stage("lora", lora=Lora(variant="pissa", rank=17))
-    with pytest.raises(BadInput, match=r"lora\.rank: pissa takes 17 .* and model\.layers\.0\.self_attn\.k_proj has 16"):
+    with pytest.raises(BadInput, match=r"lora\.rank: pissa takes 17 .* but model\.layers\.0\.self_attn\.k_proj has 16"):
         train(made, tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -191,7 +191,7 @@ def test_a_page_holds_the_cache_in_its_own_dtypes(mixer: str, dtype: torch.dtype
 def test_a_mixer_that_shifts_tokens_before_its_window_is_refused_by_name(mixer: dict[str, Any]) -> None:
     config = build("llama", ["main", "softmax", "main"], type="gla").config
     spec = resolve_spec(mixer | {"window": 8})
-    with pytest.raises(BadInput, match=rf"'{mixer['type']}': takes a part of the token before"):
+    with pytest.raises(BadInput, match=rf"'{mixer['type']}': reads part of the previous token"):
         PageLayout(spec, head_dims(config), torch.float32)
 
 
