@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -137,10 +138,12 @@ def test_shipped_code_imports_only_itself_torch_and_transformers() -> None:
     files = code_files(list(MIXERS))
     assert "modeling_linearized.py" in files
     for name, text in files.items():
-        for line in text.splitlines():
-            words = line.split()
-            if words[:1] in (["import"], ["from"]) and not words[1].startswith("."):
-                assert words[1].split(".")[0] in sys.stdlib_module_names | {"torch", "transformers"}, (name, line)
+        for node in ast.walk(ast.parse(text)):
+            found = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                found = [node.module or ""]
+            for module in found:
+                assert module.split(".")[0] in sys.stdlib_module_names | {"torch", "transformers"}, (name, module)
 
 
 @pytest.mark.parametrize(
