@@ -149,8 +149,7 @@ def by(path: str) -> Iterator[set[str]]:
 
 def adds(path: str, taken: set[str]) -> bool:
     """Whether another path than those before it ran."""
-    begins = {"triton+elementwise": "triton elementwise"}.get(path, path)
-    return path == "torch" or any(kernel.startswith(begins) for kernel in taken)
+    return path == "torch" or any(kernel.startswith(path.replace("+", " ")) for kernel in taken)
 
 
 def judged(job: Job, path: str, taken: set[str], found: dict[str, tuple[float, float]]) -> Result:

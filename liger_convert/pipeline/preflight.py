@@ -23,7 +23,7 @@ from liger_convert.eval.generation import continuations, encode
 from liger_convert.eval.suites import Suite
 from liger_convert.io import templates
 from liger_convert.io.files import scratch_folder
-from liger_convert.mixers.reach import reaches as mixer_reaches
+from liger_convert.mixers.reach import reaches
 from liger_convert.model import linearized_classes, linearized_config
 from liger_convert.model.bases import context_length
 from liger_convert.pipeline.plan import Plan, computes_in, measured_in_parts, too_large
@@ -121,10 +121,8 @@ def check_documents(
         said = f"stages[{i}].data: documents of {names}, of at most {longest} tokens,"
         if longest < stage.seq_len:  # else the rows have been told
             warnings += _check_reach(stage, said, longest, plan)
-        reaches = mixer_reaches(plan.linearization)
-        beyond = (
-            sum(stage.sources[name] * _beyond(sizes, min(reaches)) for name, sizes in cut.items()) if reaches else 1
-        )
+        reach = reaches(plan.linearization)
+        beyond = sum(stage.sources[name] * _beyond(sizes, min(reach)) for name, sizes in cut.items()) if reach else 1
         if 0 < beyond < FEW:
             told = f"only {beyond:.2%} of the tokens of {names} have any context beyond the window"
             warnings.append(f"stages[{i}].data: {told}; the memory learns from these only, so give longer documents")
@@ -265,14 +263,14 @@ def _check_rates(stage: Stage, where: str, trained: int) -> list[str]:
 
 def _check_reach(stage: Stage, said: str, length: int, plan: Plan) -> list[str]:
     """Of a stage that teaches mixers on texts of `length`. Raises BadInput when no memory is ever read."""
-    reaches = mixer_reaches(plan.linearization)
-    if "mixer" not in stage.learning_rates.trained() or not reaches or length > max(reaches):
+    reach = reaches(plan.linearization)
+    if "mixer" not in stage.learning_rates.trained() or not reach or length > max(reach):
         return []
-    if length <= min(reaches):
-        why = f"{said} never reach beyond the window and its sinks ({min(reaches)} tokens), so no memory is learned"
-        raise BadInput(f"{why}; use more than {min(reaches)}")
+    if length <= min(reach):
+        why = f"{said} never reach beyond the window and its sinks ({min(reach)} tokens), so no memory is learned"
+        raise BadInput(f"{why}; use more than {min(reach)}")
     return [
-        f"{said} never reach beyond the longest window and its sinks ({max(reaches)} tokens), "
+        f"{said} never reach beyond the longest window and its sinks ({max(reach)} tokens), "
         "so its memory learns nothing"
     ]
 
