@@ -36,7 +36,6 @@ from liger_convert.model.loading import check_folder, load_base, load_linearized
 from liger_convert.model.quantization import refuse_quantized
 from liger_convert.pipeline import single_steps
 from liger_convert.pipeline.convert import convert_checkpoint, replace_mixers
-from liger_convert.pipeline.layer_selection import LayerSelection
 from liger_convert.pipeline.manifest import lock
 from liger_convert.pipeline.plan import Plan, make_plan
 from liger_convert.training.align import AlignObjective
@@ -183,9 +182,9 @@ def require_base(base: str, folder: Path, model: Path) -> None:
             raise BadInput(f"--base {base}: its {name} is {has}, but {model} was made from a base with {value}")
 
 
-def select_layers(recipe: Recipe) -> LayerSelection:
-    """The softmax layers that `recipe` leaves to a measurement, chosen. Raises BadInput."""
-    if recipe.softmax_auto is None:
+def select_layers(recipe: Recipe) -> single_steps.Chosen:
+    """The layers that `recipe` leaves to a measurement, chosen. Raises BadInput."""
+    if not recipe.measures_layers:
         why = "say how many layers stay softmax, because the recipe's `layers` does not"
         raise BadInput(f"--softmax-layers: is missing; {why}")
     device, trust = pick_device(recipe.device), recipe.base_options.trust_remote_code

@@ -35,10 +35,11 @@ def select_layers(
     set_: Overrides = None,
     as_json: Json = False,
 ) -> None:
-    """Choose by measurement which layers stay softmax: those that help recall and quality most.
+    """Choose by measurement which layers stay softmax, those that help recall and quality most, and which have a longer
+    window.
 
-    Takes minutes and trains no weights. A run of a recipe with layers: {softmax_auto: N} includes this step. The
-    recipe's layers.select sets the method.
+    Takes minutes and trains no weights. A run of a recipe with layers: {softmax_auto: N} or long_windows includes this
+    step. The recipe's layers.select sets the method.
 
     Example: linearize select-layers recipes/smollm2-135m-quick.yaml --softmax-layers 4
     """
@@ -51,7 +52,7 @@ def select_layers(
     if softmax_layers is not None:
         choice: dict[str, object] = {"softmax_auto": softmax_layers}
         if isinstance(loaded.layers, LayerChoice):
-            choice |= loaded.layers.model_dump(include={"select", "select_tokens"})
+            choice |= loaded.layers.model_dump(include={"select", "select_tokens", "long_windows"})
         loaded = load(recipe, [*set_, f"layers={json.dumps(choice)}"])
 
     from liger_convert.cli.commands import select_layers as select
@@ -59,7 +60,9 @@ def select_layers(
     selection = select(loaded)
     show(selection.render(), selection.to_dict(), as_json)
     if not as_json:
-        print(f"layers: {{softmax: {selection.softmax_layers}}}")
+        long = loaded.long_windows
+        windows = "" if long is None else f", long_windows: {{layers: {selection.long_layers}, window: {long.window}}}"
+        print(f"layers: {{softmax: {selection.softmax_layers}{windows}}}")
 
 
 def convert(

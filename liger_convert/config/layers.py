@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from liger_convert.config.fields import Index, Strict, Tokens, between, refuse
-from liger_convert.config.names import MAIN, SOFTMAX
+from liger_convert.config.fields import Index, Strict, Tokens, between, refuse, whole
+from liger_convert.config.names import LONG, MAIN, SOFTMAX
 from liger_convert.utils.errors import BadInput
 
 
@@ -20,6 +20,43 @@ def _count_or_fraction(value: Any) -> Any:
     if type(value) not in (int, float) or value < 1 or value != int(value):
         refuse("", f"should be a whole number of layers above 0, or a fraction of them between 0 and 1, not {value!r}")
     return int(value)
+
+
+def _numbers_or_count(value: Any) -> Any:
+    return value if isinstance(value, list) else _count_or_fraction(value)
+
+
+class LongWindows(Strict):
+    """Linear layers with a longer window than the others. Their cache still has a constant size."""
+
+    layers: Annotated[list[Index] | int | float, BeforeValidator(_numbers_or_count)]
+    """Numbers of these layers, counted from 0. Or how many there are, or below 1, what fraction of the linear layers,
+    rounded down; the run then measures which ones need it most."""
+    window: Annotated[int, BeforeValidator(whole), between(1, 10**8)]
+    """How many of the last tokens a query attends to exactly in these layers."""
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the run measures which layers they are."""
+        return not isinstance(self.layers, list)
+
+    def among(self, names: list[str]) -> list[str]:
+        """`names`, what every layer becomes, with the name of the longer window in these layers. The first linear
+        layers stand for those that are chosen later. Raises BadInput for layers that are not linear."""
+        linear = [i for i, name in enumerate(names) if name == MAIN]
+        if isinstance(self.layers, list):
+            _check_numbers(self.layers, len(names), "layers.long_windows.layers")
+            for i in self.layers:
+                if i not in linear:
+                    raise BadInput(f"layers.long_windows.layers: layer {i} stays softmax; name linear layers")
+            chosen = self.layers
+        else:
+            count = int(self.layers) if self.layers >= 1 else int(self.layers * len(linear))
+            chosen = linear[:count]
+        if linear and len(chosen) >= len(linear):
+            why = f"would be all {len(linear)} linear layers; set mixer.window instead"
+            raise BadInput(f"layers.long_windows.layers: {why}")
+        return [LONG if i in chosen else name for i, name in enumerate(names)]
 
 
 class LayerChoice(Strict):
@@ -41,6 +78,8 @@ class LayerChoice(Strict):
     base on rows like those of a distillation. `gates` trains one gate per layer, all at once."""
     select_tokens: Tokens = 500_000
     """Tokens that `select: gates` trains on."""
+    long_windows: LongWindows | None = None
+    """Some of the linear layers with a longer window."""
 
     @model_validator(mode="after")
     def _one(self) -> LayerChoice:
@@ -49,6 +88,8 @@ class LayerChoice(Strict):
             refuse("", "give exactly one of softmax_every, linear, softmax, softmax_auto and repeat")
         if self.softmax_auto is None and self.select != "copy":
             refuse("select", "nothing is left to choose, so give softmax_auto or drop it")
+        if self.long_windows is not None and self.repeat is not None:
+            refuse("long_windows", "`repeat` names the mixer of every layer, so write one with that window in `mixers`")
         return self
 
     def resolve(self, depth: int, names: Sequence[str], sliding: Collection[int] = ()) -> list[str]:
@@ -58,6 +99,10 @@ class LayerChoice(Strict):
         are chosen later. The layers `sliding` become linear only where `linear` names them. Raises BadInput at the
         form's own path for layers or names that are not there.
         """
+        chosen = self._softmax_and_linear(depth, names, sliding)
+        return chosen if self.long_windows is None else self.long_windows.among(chosen)
+
+    def _softmax_and_linear(self, depth: int, names: Sequence[str], sliding: Collection[int]) -> list[str]:
         if self.linear is not None:
             _check_numbers(self.linear, depth, "layers.linear")
             return [MAIN if i in self.linear else SOFTMAX for i in range(depth)]

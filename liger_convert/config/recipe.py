@@ -18,8 +18,8 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from liger_convert.config import recipe_errors, yaml_file
 from liger_convert.config.adapt import Adapt
 from liger_convert.config.fields import Count, Name, Processes, Rows, Seed, Strict, refuse
-from liger_convert.config.layers import LayerChoice, Layers, resolve_layers
-from liger_convert.config.names import MAIN, SOFTMAX
+from liger_convert.config.layers import LayerChoice, Layers, LongWindows, resolve_layers
+from liger_convert.config.names import LONG, MAIN, SOFTMAX
 from liger_convert.config.sources import AnySource, PydocSource, TeacherSource
 from liger_convert.config.stages import DECAYS_BASE, AnyStage
 from liger_convert.config.written_mixer import WrittenMixer
@@ -117,6 +117,8 @@ class Recipe(Strict):
                 refuse(
                     f"mixers.{name}", "this name is reserved (`main` is `mixer:`, `softmax` leaves a layer as it is)"
                 )
+        if self.long_windows is not None and LONG in self.mixers:
+            refuse(f"mixers.{LONG}", "this name is that of the layers in layers.long_windows, so use another")
         names = [MAIN, SOFTMAX, *self.mixers]
         where, written = "layers", self.layers
         if isinstance(written, LayerChoice):
@@ -124,9 +126,9 @@ class Recipe(Strict):
         for i, layer in enumerate(written if isinstance(written, list) else []):
             if layer not in names:
                 refuse(f"{where}[{i}]", recipe_errors.unknown(layer, names, "name"))
-        if self.softmax_auto is not None and not self.given_texts:
+        if self.measures_layers and not self.given_texts:
             why = "the layers are chosen on text that exists before the run, so add another source under `data:`"
-            refuse("layers.softmax_auto", why)
+            refuse("layers.softmax_auto" if self.softmax_auto is not None else "layers.long_windows.layers", why)
         for i, stage in enumerate(self.stages):
             for name in stage.sources:
                 if name not in self.data:
@@ -180,7 +182,7 @@ class Recipe(Strict):
         names = {name for stage in self.stages for name in stage.sources}
         names |= {self.eval.text} if self.eval.text is not None else set()
         names |= {prompts for name in names & self.teachers.keys() if (prompts := self.teachers[name].prompts)}
-        return names | set(self.given_texts[:1] if self.softmax_auto is not None else ())
+        return names | set(self.given_texts[:1] if self.measures_layers else ())
 
     @property
     def other_source(self) -> AnySource | None:
@@ -195,6 +197,21 @@ class Recipe(Strict):
     def softmax_auto(self) -> float | None:
         """How many layers, or which fraction of them, stay softmax, where a measurement chooses which."""
         return self.layers.softmax_auto if isinstance(self.layers, LayerChoice) else None
+
+    @property
+    def long_windows(self) -> LongWindows | None:
+        """The linear layers with a longer window than the others."""
+        return self.layers.long_windows if isinstance(self.layers, LayerChoice) else None
+
+    @property
+    def measures_windows(self) -> bool:
+        """Whether the run chooses by measurement which layers have a longer window."""
+        return self.long_windows is not None and self.long_windows.undecided
+
+    @property
+    def measures_layers(self) -> bool:
+        """Whether the run chooses layers by measurement: those that stay softmax, or those with a longer window."""
+        return self.softmax_auto is not None or self.measures_windows
 
     @property
     def selected_by(self) -> str:
@@ -213,9 +230,13 @@ class Recipe(Strict):
         given = [name for name in self.data if name not in self.teachers and name != self.eval.other_text]
         return sorted(given, key=lambda name: self.data[name].has_responses)
 
-    def with_softmax(self, softmax: list[int]) -> Recipe:
-        """This recipe with its choice of layers made: these stay softmax."""
-        return self.model_copy(update={"layers": LayerChoice(softmax=softmax)})
+    def with_layers(self, softmax: list[int], long: list[int]) -> Recipe:
+        """This recipe with its choice of layers made: the layers `softmax` stay softmax, and the layers `long` have the
+        longer window of `layers.long_windows`."""
+        windows = self.long_windows
+        if windows is not None:
+            windows = LongWindows(layers=long, window=windows.window)
+        return self.model_copy(update={"layers": LayerChoice(softmax=softmax, long_windows=windows)})
 
     @property
     def stage_names(self) -> list[str]:

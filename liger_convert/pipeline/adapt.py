@@ -4,7 +4,8 @@ The rules. Each applies only if needed, and each change is reported in a sentenc
 
 - Rows are no longer than the context that the base was made for, because a teacher's output beyond it is noise. They
   are halved until they fit, and a step gets more of them, so that it has as many tokens as before.
-- A window is at most an eighth of that context. A window as long as the texts would leave nothing for the memory.
+- A window is at most an eighth of that context, and that of `layers.long_windows` at most a quarter. A window as long
+  as the texts would leave nothing for the memory.
 - Adapters replace training the base's own weights. At equal tokens they lose less of what the training text does not
   cover (eval/LOG.md, TinyLlama-1.1B), and as much of the rest (SmolLM2-135M). Their learning rate falls with the square
   root of the width, which interpolates between the rates measured on these two. The mixers' rates stay, because their
@@ -29,14 +30,14 @@ import torch
 from rich.filesize import decimal
 
 from liger_convert.config.adapt import Adapt
-from liger_convert.config.names import MAIN
+from liger_convert.config.names import LONG, MAIN
 from liger_convert.config.recipe import Recipe
 from liger_convert.config.stages import AlignStage, AnyStage, Stage
 from liger_convert.model.bases import context_length
 from liger_convert.pipeline.stage_plan import StagePlanner
 from liger_convert.utils import processes
 
-WINDOWS = 8  # the base's context holds at least this many windows
+WINDOWS, LONG_WINDOWS = 8, 4  # the base's context holds at least this many windows, or longer windows
 ENOUGH_SOFTMAX = 0.2  # fraction of the layers; with as many, training the mixers alone makes up for the others
 NARROW = 1024  # hidden size: between that of the base that adapters cost answers, 576, and that of the other, 2,048
 OWN = ("attention", "body", "embeddings")  # the groups of the base's own weights
@@ -81,14 +82,20 @@ def fit_windows(recipe: Recipe, base_config: Any, specs: dict[str, Any]) -> tupl
     context = context_length(base_config)
     if recipe.adapt is None or context is None:
         return specs, ()
-    most = 1 << max(0, (context // WINDOWS).bit_length() - 1)  # a power of two
-    long = {name: spec for name, spec in specs.items() if spec["window"] > most}
-    why = f"because the base was made for {context:,} tokens"
-    sentences = [
-        f"{'mixer' if name == MAIN else f'mixers.{name}'}.window: {most} in place of {spec['window']}, {why}"
-        for name, spec in long.items()
-    ]
-    return specs | {name: spec | {"window": most} for name, spec in long.items()}, tuple(sentences)
+    written = {MAIN: "mixer", LONG: "layers.long_windows"}
+    if recipe.long_windows is None:
+        del written[LONG]
+    fitted, sentences = dict(specs), []
+    for name, spec in specs.items():
+        at_least = LONG_WINDOWS if written.get(name) == "layers.long_windows" else WINDOWS
+        most = 1 << max(0, (context // at_least).bit_length() - 1)  # a power of two
+        if spec["window"] > most:
+            fitted[name] = spec | {"window": most}
+            where = f"{written.get(name, f'mixers.{name}')}.window"
+            sentences.append(
+                f"{where}: {most} in place of {spec['window']}, because the base was made for {context:,} tokens"
+            )
+    return fitted, tuple(sentences)
 
 
 def changed(stage: AnyStage, **fields: Any) -> AnyStage:

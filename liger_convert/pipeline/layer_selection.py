@@ -172,7 +172,7 @@ def select_layers(
     switch = make_switch(recipe, plan, base_dir, documents, device)
     dtype = compute_dtype(device, recipe.precision)
     if recipe.selected_by == "kl":
-        measure = _divergence(switch, documents, dtype, recipe.seed)
+        measure = divergence(switch, documents, dtype, recipe.seed)
     else:
         ids_NT = measures.repetitions(tokenizer, documents, CopyMeasure(length=length, draws=DRAWS))
         measure = _copy_losses(switch, ids_NT, length, recipe.eval.batch_size, dtype)
@@ -243,7 +243,7 @@ def _copy_losses(switch: Switch, ids_NT: Tensor, length: int, batch_size: int, d
     return lambda softmax: copy_losses(switch.set_softmax(softmax), ids_NT, length, batch_size, dtype)
 
 
-def _divergence(switch: Switch, documents: Sequence[Document], dtype: torch.dtype, seed: int) -> Measure:
+def divergence(switch: Switch, documents: Sequence[Document], dtype: torch.dtype, seed: int) -> Measure:
     """Measures by KL(base || model) on rows of `documents` like those of a distillation. The base's logits are kept on
     the device in `dtype`."""
     model, device = switch.model, switch.model.device

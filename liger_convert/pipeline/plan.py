@@ -16,7 +16,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from liger_convert.config.names import MAIN, SOFTMAX
+from liger_convert.config.names import LONG, MAIN, SOFTMAX
 from liger_convert.config.recipe import Recipe
 from liger_convert.config.stages import AlignStage, Stage
 from liger_convert.mixers import MIXERS, make_spec, resolve_spec
@@ -33,6 +33,7 @@ from liger_convert.training.memory_estimate import (
     inference_bytes,
 )
 from liger_convert.utils.device import compute_dtype, pick_device
+from liger_convert.utils.errors import BadInput
 
 CONTEXTS = (4096, 32768, 131072)
 
@@ -51,8 +52,9 @@ class Plan:
         memory_for: the device and the dtype of the training.
     sharded_bytes: peaks of the stages if several processes shard the weights; empty for one process.
     writes: what each step of a run writes, see `disk_estimate.py`.
-    undecided: number of softmax layers that a run has yet to choose. The last layers stand for them in
-        `linearization`, and all sizes are right unless the base's layers differ in their own windows.
+    undecided, undecided_windows: number of softmax layers, and of layers with a longer window, that a run has yet to
+        choose. Other layers stand for them in `linearization`, and all sizes are right unless the base's layers differ
+        in their own windows.
     recipe_stages: the recipe's stages as they are trained. adapted: a sentence for each change that `adapt` made to
         the recipe to fit this base and this machine.
     """
@@ -74,6 +76,7 @@ class Plan:
     sharded_bytes: dict[str, int]
     writes: tuple[disk_estimate.Written, ...]
     undecided: int = 0
+    undecided_windows: int = 0
     adapted: tuple[str, ...] = ()
     recipe_stages: tuple[Stage, ...] = ()
 
@@ -118,8 +121,7 @@ class Plan:
             "name": self.name,
             "model_type": self.model_type,
             "dtype": self.dtype,
-            "linearization": self.linearization
-            | ({"layers": {"softmax_auto": self.undecided}} if self.undecided else {}),
+            "linearization": self.linearization | self._undecided_layers(),
             "parameters": {"new": count(self.new_parameters), "reused": count(self.reused_parameters)},
             "new_parameters": {name: list(shape) for name, shape in self.new_parameters.items()},
             "state_bytes": self.state_bytes,
@@ -136,6 +138,14 @@ class Plan:
             "disk_peak": self.disk_peak,
         }
 
+    def _undecided_layers(self) -> dict[str, Any]:
+        """What stands for the names of all layers if a run has yet to choose some of them."""
+        found: dict[str, Any] = {"softmax_auto": self.undecided} if self.undecided else {}
+        if self.undecided_windows:
+            found = found or {"softmax": [i for i, name in enumerate(self.layers) if name == SOFTMAX]}
+            found |= {"long_windows": self.undecided_windows}
+        return {"layers": found} if found else {}
+
     def render(self) -> Group:
         """The plan as tables for a terminal."""
         layers = Table("layers", "become", "window", "sinks", "memory", title=f"{self.name}: {self.model_type}")
@@ -143,7 +153,7 @@ class Plan:
         for name in dict.fromkeys(self.layers[i] for i in rest):
             of_name = [i for i in rest if self.layers[i] == name]
             where = _ranges(of_name)
-            if self.undecided:
+            if self.undecided if name == SOFTMAX else self.undecided or self.undecided_windows:
                 where = f"{len(of_name)} of {len(rest)}, chosen by measurement in the run"
             if name == SOFTMAX:
                 layers.add_row(where, "softmax attention, unchanged", "", "", "")
@@ -210,7 +220,10 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None) ->
     specs = {MAIN: resolve_spec(recipe.mixer.to_dict(), "mixer")}
     for name, spec in recipe.mixers.items():
         specs[name] = resolve_spec(spec.to_dict(), f"mixers.{name}")
+    if recipe.long_windows is not None:
+        specs[LONG] = resolve_spec(recipe.mixer.to_dict() | {"window": recipe.long_windows.window}, "mixer")
     specs, fitted = adapt.fit_windows(recipe, base_config, specs)
+    _check_long_window(recipe, specs)
     windows = own_windows(base_config)
     sliding = _sliding(windows)
     layers = recipe.layer_names(base_config.num_hidden_layers, sliding)
@@ -267,12 +280,22 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None) ->
         ),
         memory_for=_machine(device, processes, shards) + f" in {str(compute).removeprefix('torch.')}",
         undecided=0 if recipe.softmax_auto is None else layers.count(SOFTMAX) - len(sliding),
+        undecided_windows=layers.count(LONG) if recipe.measures_windows else 0,
         adapted=(*fitted, *adapted),
         recipe_stages=tuple(recipe.stages),
     )
     convert = COPY_BYTES + 4 * weights.new // len(linear)  # new tensors are float32 and created layer by layer
     inference = inference_bytes(config, weights, itemsize, made.cache_bytes(CONTEXTS[0]))
     return replace(made, memory_bytes={"convert": convert, "inference": inference, **peaks})
+
+
+def _check_long_window(recipe: Recipe, specs: dict[str, Any]) -> None:
+    if recipe.long_windows is None:
+        return
+    window, long = specs[MAIN]["window"], specs[LONG]["window"]
+    if not window or long <= window:
+        shorter = f"the {window} tokens of" if window else "the unlimited"
+        raise BadInput(f"layers.long_windows.window: {long} is not longer than {shorter} mixer.window")
 
 
 def _machine(device: torch.device, processes: int, shards: int) -> str:

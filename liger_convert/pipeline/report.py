@@ -75,7 +75,7 @@ The linearized layers keep {{ size(plan.state_bytes) }} for a sequence of any le
 | {{ tokens }} | {{ size(cache.base) }} | {{ size(cache.linearized) }} | {{ ratio }} |
 {% endfor %}
 
-{% if selection is defined %}
+{% if selection is defined and selection.path is defined %}
 ## Why these layers stayed softmax
 
 {% if selection.select is defined %}
@@ -104,6 +104,21 @@ itself.
 {% endfor %}
 | all: the base | {{ nats(selection.base.copy_nll) }} | {{ nats(selection.base.text_nll) }} |
 {% endif %}
+
+{% endif %}
+{% if selection is defined and selection.window_kl is defined %}
+## Why these layers have a longer window
+
+They were chosen by measurement: the divergence from the base is lowest with a window of {{ selection.long_window }} in
+one of these layers. The table shows it in nats per token, before any training.
+
+| layers with this window | KL |
+|---|---:|
+| none | {{ nats(selection.window_kl.without) }} |
+{% for layer in selection.long_windows %}
+| {{ layer }} | {{ nats(selection.window_kl.alone[layer | string]) }} |
+{% endfor %}
+| all of these | {{ nats(selection.window_kl.together) }} |
 
 {% endif %}
 {% if training %}

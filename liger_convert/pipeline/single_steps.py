@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Group
 
 from liger_convert import training
+from liger_convert.config.names import SOFTMAX
 from liger_convert.config.recipe import Recipe
 from liger_convert.data import teacher
 from liger_convert.data.documents import Document, Documents
@@ -17,18 +20,57 @@ from liger_convert.data.packed_rows import PackedDataset
 from liger_convert.pipeline import gate_selection, layer_selection
 from liger_convert.pipeline.layer_selection import LayerSelection
 from liger_convert.pipeline.plan import Plan
+from liger_convert.pipeline.window_selection import WindowSelection, select_windows
 from liger_convert.utils.progress import show_progress
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The layers that a run has chosen. softmax, windows: None if the recipe names them itself."""
+
+    plan: Plan
+    softmax: LayerSelection | None
+    windows: WindowSelection | None
+
+    @property
+    def softmax_layers(self) -> list[int]:
+        """The layers that stay softmax, except for those with a sliding window of the base's own."""
+        if self.softmax is not None:
+            return self.softmax.softmax_layers
+        sliding = self.plan.sliding
+        return [i for i, name in enumerate(self.plan.layers) if name == SOFTMAX and i not in sliding]
+
+    @property
+    def long_layers(self) -> list[int]:
+        """The layers with a longer window."""
+        return [] if self.windows is None else self.windows.chosen
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain JSON."""
+        made = {"softmax_layers": self.softmax_layers} if self.softmax is None else self.softmax.to_dict()
+        return made | ({} if self.windows is None else self.windows.to_dict())
+
+    def render(self) -> Group:
+        """Tables for a terminal."""
+        return Group(*(selection.render() for selection in (self.softmax, self.windows) if selection is not None))
 
 
 def choose_layers(
     recipe: Recipe, plan: Plan, documents: Sequence[Document], base_dir: Path, tokenizer: Any, device: torch.device
-) -> LayerSelection:
-    """The step `select-layers`: chooses on `documents` which layers stay softmax, by the method in `layers.select`.
-    Raises BadInput, LinearizeError."""
-    by_gates = recipe.selected_by == "gates"
-    select = gate_selection.select_by_gates if by_gates else layer_selection.select_layers
-    with show_progress("select-layers") as report:
-        return select(recipe, plan, base_dir, tokenizer, documents, device, report)
+) -> Chosen:
+    """The step `select-layers`: chooses on `documents` which layers stay softmax, by the method in `layers.select`, and
+    then which linear layers have a longer window. Raises BadInput, LinearizeError."""
+    softmax, windows = None, None
+    if plan.undecided:
+        by_gates = recipe.selected_by == "gates"
+        select = gate_selection.select_by_gates if by_gates else layer_selection.select_layers
+        with show_progress("select-layers") as report:
+            softmax = select(recipe, plan, base_dir, tokenizer, documents, device, report)
+    if plan.undecided_windows:
+        kept = Chosen(plan, softmax, None).softmax_layers
+        with show_progress("select-layers: long windows") as report:
+            windows = select_windows(recipe, plan, kept, base_dir, documents, device, report)
+    return Chosen(plan, softmax, windows)
 
 
 def teacher_prompts(

@@ -77,9 +77,7 @@ class RunSteps:
             )
             for i, name in enumerate(stages)
         ]
-        selection = (
-            [Step("select-layers", self._select_layers, ("base",))] if self.recipe.softmax_auto is not None else []
-        )
+        selection = [Step("select-layers", self._select_layers, ("base",))] if self.recipe.measures_layers else []
         return [
             Step("base", self._base),
             *selection,
@@ -123,11 +121,12 @@ class RunSteps:
         step = self.manifest.steps.get("select-layers")
         if step is None:
             return self._undecided
-        return self._make_plan(self.recipe.with_softmax(step["selection"]["softmax_layers"]))
+        chosen = step["selection"]
+        return self._make_plan(self.recipe.with_layers(chosen["softmax_layers"], chosen.get("long_windows", [])))
 
     @functools.cached_property
     def _undecided(self) -> Plan:
-        """The plan of the recipe as it is, even if the softmax layers are yet to be chosen."""
+        """The plan of the recipe as it is, even if layers are yet to be chosen."""
         return self._make_plan(self.recipe)
 
     @functools.cached_property

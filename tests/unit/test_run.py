@@ -228,6 +228,21 @@ def test_a_run_chooses_its_softmax_layers_once_and_goes_by_them(home, capsys):
     assert f"| + {kept} |" in (home / "chosen/report.md").read_text()
 
 
+def test_a_run_chooses_the_layers_with_a_longer_window_and_says_why(home, monkeypatch):
+    monkeypatch.setattr(layer_selection, "CALIBRATION_TOKENS", 1024)
+    window = RECIPE["mixer"]["window"] + 3
+    choose = ["--set", f"layers={{softmax: [0], long_windows: {{layers: 1, window: {window}}}}}", "--set", "stages=[]"]
+    assert main.main(["run", "recipe.yaml", "--out", "long", *choose]) == 0
+    (chosen,) = manifest(home / "long")["steps"]["select-layers"]["selection"]["long_windows"]
+    linearization = load_linearized(home / "long/export").config.linearization
+    assert linearization["layers"] == ["softmax", *("long" if i == chosen else "main" for i in (1, 2))]
+    assert linearization["mixers"]["long"]["window"] == window
+    for page in ("report.md", "report.html"):
+        text = (home / "long" / page).read_text()
+        assert "Why these layers have a longer window" in text
+        assert "Why these layers stayed softmax" not in text
+
+
 def test_a_report_says_that_gates_chose_the_layers(home, monkeypatch):
     monkeypatch.setattr(layer_selection, "CALIBRATION_TOKENS", 1024)
     monkeypatch.setattr(gate_selection, "ROWS", 2)
