@@ -96,6 +96,7 @@ def select_by_gates(
     """
     assert isinstance(recipe.layers, LayerChoice)
     count, length = plan.undecided, span(plan)
+    report(0, None, "calibrating the memories")
     switch = make_switch(recipe, plan, base_dir, documents, device, trains=True)
     size = min(4 * length, max(2 * length, context_length(switch.model.config) or 4 * length))
     steps = max(1, recipe.layers.select_tokens // (ROWS * size))

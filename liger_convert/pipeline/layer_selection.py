@@ -169,6 +169,7 @@ def select_layers(
     The base and the linearized model are in memory together, as in alignment. Raises what `make_switch` raises.
     """
     count, length = plan.undecided, span(plan)
+    report(0, None, "calibrating the memories")
     switch = make_switch(recipe, plan, base_dir, documents, device)
     dtype = compute_dtype(device, recipe.precision)
     if recipe.selected_by == "kl":

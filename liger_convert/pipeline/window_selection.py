@@ -79,6 +79,7 @@ def select_windows(
 
     The base and the linearized model are in memory together, as in alignment. Raises what `make_switch` raises.
     """
+    report(0, None, "calibrating the memories")
     switch = make_switch(recipe, plan, base_dir, documents, device)
     mixer = switch.model.config.linearization["mixers"][LONG]
     long = with_mixer(switch, mixer)

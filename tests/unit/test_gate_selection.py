@@ -89,7 +89,7 @@ def selected(folder: Path, keep: int = 1, tokens: int = 40_000, text: list[Docum
     recipe |= {"layers": {"softmax_auto": keep, "select": "gates", "select_tokens": tokens}}
     built = build(recipe | fields, "recipe")
     plan = make_plan(built, load_config(folder))
-    return single_steps.choose_layers(built, plan, text, folder, tiny_tokenizer(), CPU)
+    return single_steps.choose_layers(built, plan, text, folder, tiny_tokenizer(), CPU).softmax
 
 
 @pytest.fixture
