@@ -24,7 +24,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -94,6 +94,7 @@ class Case:
     sharing: str = "rows"
     checkpointed: bool = False
     compiled: bool = True
+    keep_gathered: bool = False
     steps: int = WARM
 
 
@@ -179,7 +180,7 @@ def build(worker: Worker, case: Case, dtype: torch.dtype = DTYPE) -> Built:
         ids.data = ids.data.roll(1, 0)
         base = base.to(dtype)
         if mesh is not None:
-            base = shard_base(base, mesh, aligns=False)
+            base = shard_base(base, mesh, aligns=False, keep_gathered=case.keep_gathered)
         objective = DistillObjective(base, stage)
     model = random_model(case.shape, "gla", device, torch.float32)
     with torch.no_grad():
@@ -193,7 +194,7 @@ def build(worker: Worker, case: Case, dtype: torch.dtype = DTYPE) -> Built:
             if body is not None:
                 group.install(body)
     if mesh is not None:
-        model = shard_student(model, mesh, dtype, aligns=False)
+        model = shard_student(model, mesh, dtype, aligns=False, keep_gathered=case.keep_gathered)
     if case.compiled and group is None:
         compile_layers(model, objective, False)
     worker.free()
@@ -354,6 +355,9 @@ def fsdp_lora(worker: Worker) -> None:
     sharing = "weights" if worker.count > 1 else "rows"
     case = worker.case("distill-lora", sharing=sharing, checkpointed=True)
     worker.attempt("LoRA", lambda: timed(worker, build(worker, case)))
+    if worker.count > 1:
+        kept = replace(case, keep_gathered=True)
+        worker.attempt("LoRA, layers stay gathered", lambda: timed(worker, build(worker, kept)))
 
 
 def fsdp_full(worker: Worker) -> None:
@@ -450,10 +454,12 @@ def equality(worker: Worker) -> None:
         return
     by_rows = {"rows": rows // worker.count}
     shards = {"sharing": "sequence", "length": worker.sizes["length"] // worker.count}
+    kept_gathered = {"sharing": "weights", "keep_gathered": True}
     cases: list[tuple[str, str, type[StageTrainer], dict[str, Any]]] = [
         ("rows shared", "distill", Plain, by_rows),
         ("weights shared", "distill", Plain, by_rows | {"sharing": "weights"}),
         ("weights shared", "distill-lora", Plain, by_rows | {"sharing": "weights"}),
+        ("weights shared, layers stay gathered", "distill", Plain, by_rows | kept_gathered),
         ("a row shared", "distill", Plain, shards),
         ("mistake: the same rows", "distill", SameRows, by_rows),
         ("mistake: the same rows, weights shared", "distill", SameRows, by_rows | {"sharing": "weights"}),
@@ -461,8 +467,8 @@ def equality(worker: Worker) -> None:
     ]
     if worker.compiles:
         compiled = {"compiled": True}
-        cases.insert(4, ("rows shared, compiled", "distill", Plain, by_rows | compiled))
-        cases.insert(5, ("weights shared, compiled", "distill", Plain, by_rows | compiled | {"sharing": "weights"}))
+        cases.insert(5, ("rows shared, compiled", "distill", Plain, by_rows | compiled))
+        cases.insert(6, ("weights shared, compiled", "distill", Plain, by_rows | compiled | {"sharing": "weights"}))
     for name, stage, kind, options in cases:
         case = worker.case(stage, **{"compiled": False} | steps | options)
         deaf = mock.patch.multiple(Group, **DEAF) if "neighbours" in name else nullcontext()

@@ -128,12 +128,13 @@ def train_stage(
     device: torch.device,
     resume: bool,
     shard: bool = False,
+    keep_gathered: bool = False,
 ) -> dict[str, Any]:
     """A training step: trains stage `index` (from 0) of `recipe` in `folder`. Returns its statistics.
 
     model_dir: the linearized model. results: the results of earlier stages, in order. documents: of each of the stage's
     sources, by name. resume: continue from the last checkpoint in `folder`. shard: the processes shard the weights.
-    Raises BadInput, LinearizeError.
+    keep_gathered: they keep gathered layers, see `sharding.py`. Raises BadInput, LinearizeError.
     """
     stage, dataset = recipe.stages[index], stage_rows(recipe, index, documents)
     with show_progress(recipe.stage_names[index]) as report:
@@ -149,6 +150,7 @@ def train_stage(
             seed=recipe.stage_seed(index),
             resume=resume,
             shard=shard,
+            keep_gathered=keep_gathered,
             sequence_parallel=recipe.sequence_parallel,
             progress=report,
         )

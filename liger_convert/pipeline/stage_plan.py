@@ -14,6 +14,7 @@ from liger_convert.training.memory_estimate import (
     Sizes,
     count,
     gathered_bytes,
+    kept_gathered_bytes,
     layerwise_bytes,
     measuring_bytes,
     sharded_bytes,
@@ -22,6 +23,8 @@ from liger_convert.training.memory_estimate import (
 )
 from liger_convert.training.sharing import share
 from liger_convert.training.student import count_adapters, count_trained
+
+GATHERED_SHARE = 0.8  # of a GPU's memory, up to which layers stay gathered; estimates are off by up to a fifth
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class StagePlan:
     memory_bytes: at its peak. memory: the parts of the training's peak (`memory_estimate.training_bytes`).
     started: number of initial adapter weights of `pissa`, which are saved beside the checkpoints and in the result.
     sharded_bytes: peak of each of several processes if they shard the weights; None for one process.
+    gathered_bytes: how much higher that peak is if layers stay gathered, see `training/sharding.py`.
     waiting_bytes: peak if the layers of the teacher are offloaded to the host's memory; None if they cannot be.
     """
 
@@ -44,6 +48,7 @@ class StagePlan:
     memory: dict[str, int]
     started: int = 0
     sharded_bytes: int | None = None
+    gathered_bytes: int = 0
     waiting_bytes: int | None = None
 
     def is_sharded(self, sharding: str, room: int | None) -> bool:
@@ -51,6 +56,12 @@ class StagePlan:
         if self.sharded_bytes is None or sharding == "none":
             return False
         return sharding == "full" or (room is not None and self.memory_bytes > room)
+
+    def keeps_gathered(self, room: int | None) -> bool:
+        """Whether layers of a sharded stage stay gathered on GPUs with `room` bytes (None: no GPU)."""
+        if room is None or self.sharded_bytes is None:
+            return False
+        return self.sharded_bytes + self.gathered_bytes <= GATHERED_SHARE * room
 
 
 class StagePlanner:
@@ -86,11 +97,12 @@ class StagePlanner:
         adapters, magnitudes = count_adapters(stage, self.config, self.shapes)
         parts = estimate(own, self.config, self.sizes, trained, self.device, self.compute, magnitudes)
         parts["activations"] += gathered_bytes(own, self.config, self.compute, shards)
-        sharded = None
+        sharded, gathered = None, 0
         if processes > 1:
             shared = sharded_bytes(parts, own, self.config, self.sizes, trained, self.compute, processes)
             measuring = measuring_bytes(own, self.config, self.sizes, self.compute, processes)
             sharded = max(sum(shared.values()), measuring)
+            gathered = kept_gathered_bytes(parts, self.config, self.sizes, self.compute, processes)
             parts["buckets"] = 4 * trained  # DDP's copy of the gradients, which it exchanges
         peak = max(sum(parts.values()), measuring_bytes(own, self.config, self.sizes, self.compute))
         waiting = None
@@ -98,4 +110,4 @@ class StagePlanner:
             waiting = peak - waiting_bytes(self.config, self.sizes, self.compute)
         tokens = stage.steps * stage.step_tokens
         started = adapters if stage.uses_pissa else 0
-        return StagePlan(stage.kind, tokens, stage.sources, trained, peak, parts, started, sharded, waiting)
+        return StagePlan(stage.kind, tokens, stage.sources, trained, peak, parts, started, sharded, gathered, waiting)

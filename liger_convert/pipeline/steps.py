@@ -266,7 +266,7 @@ class RunSteps:
         def train(factor: float, out: Path) -> dict[str, Any]:
             where = str(out.relative_to(self.out))
             task: dict[str, Any] = {"index": index, "before": list(before), "factor": factor, "out": where}
-            task["shard"] = self._is_sharded(index)
+            task["shard"], task["keep_gathered"] = self._is_sharded(index)
             processes.announce(task)
             return self.train_stage(**task)
 
@@ -289,16 +289,21 @@ class RunSteps:
             facts = train(1.0, folder)
         return facts | {"seed": self.recipe.stage_seed(index)}
 
-    def _is_sharded(self, index: int) -> bool:
-        """Whether the processes of this run shard the weights of stage `index`. The first process decides for all."""
+    def _is_sharded(self, index: int) -> tuple[bool, bool]:
+        """Whether the processes of this run shard the weights of stage `index`, and whether they keep gathered layers.
+        The first process decides for all."""
         if processes.count() == 1:
-            return False
-        room = gpu_memory() if self.device.type == "cuda" else None
-        return self._shared.stages[index].is_sharded(self.recipe.sharding, room)
+            return False, False
+        room, stage = gpu_memory() if self.device.type == "cuda" else None, self._shared.stages[index]
+        shard = stage.is_sharded(self.recipe.sharding, room)
+        return shard, shard and stage.keeps_gathered(room)
 
-    def train_stage(self, index: int, before: Sequence[str], factor: float, out: str, shard: bool) -> dict[str, Any]:
+    def train_stage(
+        self, index: int, before: Sequence[str], factor: float, out: str, shard: bool, keep_gathered: bool
+    ) -> dict[str, Any]:
         """Trains stage `index` (from 0), with this `factor` on its learning rates, after the stages `before`, in the
-        folder `out` of the run. All processes of a run call it together. shard: they shard the weights."""
+        folder `out` of the run. All processes of a run call it together. shard: they shard the weights. keep_gathered:
+        they keep gathered layers."""
         return single_steps.train_stage(
             self._adapted.with_stage(index, stage_check.with_rates(self._adapted.stages[index], factor)),
             index,
@@ -310,6 +315,7 @@ class RunSteps:
             device=self.device,
             resume=True,
             shard=shard,
+            keep_gathered=keep_gathered,
         )
 
     @property

@@ -200,6 +200,14 @@ def sharded_bytes(
     )
 
 
+def kept_gathered_bytes(parts: dict[str, int], config: Any, sizes: Sizes, dtype: torch.dtype, processes: int) -> int:
+    """The bytes by which the peak of `sharded_bytes` rises if layers stay gathered: the other processes' slices of the
+    model's layers and of the teacher's, except for the two layers that are gathered in any case."""
+    models, depth = 2 if parts["base"] else 1, config.num_hidden_layers
+    layers = models * depth - 2
+    return dtype.itemsize * (sizes.base - sizes.embeddings) * layers // depth * (processes - 1) // processes
+
+
 def gathered_bytes(stage: Stage, config: Any, dtype: torch.dtype, shards: int) -> int:
     """Bytes that a process keeps from other shards if `shards` processes share each row; 0 for one shard.
 

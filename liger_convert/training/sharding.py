@@ -1,9 +1,11 @@
 """Sharded weights (FSDP2): each process of a stage holds a slice of every tensor, of its gradient and of its moments.
 
-Each decoder layer is a unit. Its weights are gathered when it runs, forward and backward, and freed afterwards. Its
-mixer is a unit of its own, because it computes in float32, while the base's weights are gathered in the compute dtype.
-Gradients are reduced in float32. Alignment runs only the attention of the linearized layers, so there each attention is
-also a unit: FSDP gathers weights in hooks of the module that is called.
+Each decoder layer is a unit. Its weights are gathered when it runs, forward and backward, and freed afterwards. Where
+memory allows, layers stay gathered: the student's from the forward to the backward pass, the teacher's for the whole
+stage, because its weights do not change. A step then gathers once instead of three times. A layer's mixer is a unit of
+its own, because it computes in float32, while the base's weights are gathered in the compute dtype. Gradients are
+reduced in float32. Alignment runs only the attention of the linearized layers, so there each attention is also a unit:
+FSDP gathers weights in hooks of the module that is called.
 
 `fully_shard` is called here instead of through accelerate's plugin. The plugin is disabled on a CPU, where the tests
 run, wraps modules by class name, and does not support units of different dtypes. transformers' own sharded loading
@@ -64,12 +66,15 @@ def without_weights(config: Any, dtype: torch.dtype | None = None) -> Any:
     return model.eval()
 
 
-def shard_student(model: Any, mesh: DeviceMesh, dtype: torch.dtype, *, aligns: bool) -> Any:
+def shard_student(
+    model: Any, mesh: DeviceMesh, dtype: torch.dtype, *, aligns: bool, keep_gathered: bool = False
+) -> Any:
     """Shards the model that a stage trains, in place, and returns it. A collective call.
 
     The model must already have its adapters, and its frozen parameters must not require gradients. The first process's
     weights are used. Frozen parameters outside the mixers are stored in the compute dtype `dtype`; all others are
-    stored in float32. aligns: whether the stage is an alignment.
+    stored in float32. aligns: whether the stage is an alignment. keep_gathered: layers stay gathered from the forward
+    to the backward pass.
     """
     whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     for name, parameter in model.named_parameters():
@@ -89,22 +94,23 @@ def shard_student(model: Any, mesh: DeviceMesh, dtype: torch.dtype, *, aligns: b
             _unit([mixer], mesh, MixedPrecisionPolicy(cast_forward_inputs=False), reshard_after_forward=False)
             if aligns:
                 _unit([layer.self_attn], mesh, policy)
-        _unit([layer], mesh, policy)
+        _unit([layer], mesh, policy, reshard_after_forward=not keep_gathered)
     if aligns:  # alignment does not run these, so they are never gathered
         _unit([whole.get_input_embeddings(), whole.get_output_embeddings()], mesh, policy)
     _unit([model], mesh, policy, reshard_after_forward=aligns)
     return model
 
 
-def shard_base(base: Any, mesh: DeviceMesh, *, aligns: bool) -> Any:
+def shard_base(base: Any, mesh: DeviceMesh, *, aligns: bool, keep_gathered: bool = False) -> Any:
     """Shards the frozen teacher, in place and in its own dtypes, and returns it. A collective call.
 
     aligns: whether the stage is an alignment. That does not run the teacher's head, which is then left as it is.
+    keep_gathered: weights stay gathered after the first forward pass.
     """
     _take_dtypes(base)
     for layer in base.model.layers:
-        _unit([layer], mesh)
-    _unit([base.model if aligns else base], mesh, reshard_after_forward=True)
+        _unit([layer], mesh, reshard_after_forward=not keep_gathered)
+    _unit([base.model if aligns else base], mesh, reshard_after_forward=not keep_gathered)
     return base
 
 

@@ -85,6 +85,7 @@ def run_stage(
     seed: int = 0,
     resume: bool = False,
     shard: bool = False,
+    keep_gathered: bool = False,
     sequence_parallel: int = 1,
     progress: Report | None = None,
 ) -> dict[str, Any]:
@@ -104,8 +105,8 @@ def run_stage(
 
     Under `torchrun`, every process calls it, and the first one writes. The processes share the rows of each step, see
     `share`. A step therefore has the same rows at any number of processes, which may change on resuming. With `shard`
-    they also share the weights, see `sharding.py`; the result has the same files. `sequence_parallel` processes share
-    each row, see `sequence_parallel.py` and its `check`.
+    they also share the weights, see `sharding.py`, which `keep_gathered` is for; the result has the same files.
+    `sequence_parallel` processes share each row, see `sequence_parallel.py` and its `check`.
 
     Raises BadInput if `out` already has a result (without `resume`), and for settings that cannot be combined. Raises
     LinearizeError if training diverges.
@@ -161,7 +162,7 @@ def run_stage(
     check(stage, model.config, sequence_parallel)
     sequence = group_of(device, sequence_parallel) if sequence_parallel > 1 else None
     taken = bytes_beside_teacher(stage, model, device, dtype, count, sequence_parallel)
-    objective = make_objective(stage, model.config, base_dir, device, dtype, mesh, taken)
+    objective = make_objective(stage, model.config, base_dir, device, dtype, mesh, taken, keep_gathered)
 
     def first_rows(count: int) -> dict[str, torch.Tensor]:
         batch = collate([dataset.whole(i) for i in range(min(count, len(dataset)))])
@@ -198,7 +199,7 @@ def run_stage(
             if body is not None:
                 sequence.install(body.get_base_model() if isinstance(body, PeftModel) else body)
     if mesh is not None:
-        shard_student(model, mesh, dtype, aligns=aligning)
+        shard_student(model, mesh, dtype, aligns=aligning, keep_gathered=keep_gathered)
     if stage.compile and sequence is None and gains_by_compiling(device):
         compile_layers(model, objective, aligning)
     trainer = StageTrainer(
@@ -311,11 +312,13 @@ def make_objective(
     dtype: torch.dtype,
     mesh: DeviceMesh | None,
     taken: int,
+    keep_gathered: bool = False,
 ) -> Objective:
     """The stage's objective, with its teacher if it needs one.
 
-    config: of the linearized model. mesh: the teacher is sharded over it. Without a mesh, the teacher's last layers
-    stay in host memory if they do not fit on the GPU along with the `taken` bytes of training.
+    config: of the linearized model. mesh: the teacher is sharded over it; keep_gathered: see `shard_base`. Without a
+    mesh, the teacher's last layers stay in host memory if they do not fit on the GPU along with the `taken` bytes of
+    training.
     """
 
     def teacher() -> Any:
@@ -324,7 +327,8 @@ def make_objective(
             return place(base, device, share=1.0, taken=taken)  # no safety margin: `taken` is an estimate, not a guess
         first = processes.is_first()
         base = load_pretrained(base_dir, dtype=dtype) if first else without_weights(load_config(base_dir))
-        return shard_base(base.requires_grad_(False).eval(), mesh, aligns=isinstance(stage, AlignStage))
+        aligns = isinstance(stage, AlignStage)
+        return shard_base(base.requires_grad_(False).eval(), mesh, aligns=aligns, keep_gathered=keep_gathered)
 
     if isinstance(stage, AlignStage):
         return AlignObjective(teacher(), config)

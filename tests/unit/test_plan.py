@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -315,6 +316,11 @@ def test_processes_that_share_the_weights_hold_a_slice_of_each():
     assert [two.is_sharded(how, room - 1) for how in ("none", "auto", "full")] == [False, True, True]
     assert not two.is_sharded("auto", None)
     assert made[2].to_dict()["sharded_bytes"] == {"1-distill": shared[2]}
+    # layers stay gathered where the other process's slices of them fit as well, with a fifth of the memory to spare
+    enough = math.ceil((shared[2] + two.gathered_bytes) / 0.8)
+    assert 0 < two.gathered_bytes < made[4].stages[0].gathered_bytes
+    assert [two.keeps_gathered(room) for room in (None, enough - 1, enough)] == [False, False, True]
+    assert not one.keeps_gathered(enough)
     assert made[1].to_dict()["sharded_bytes"] == {}
 
 

@@ -25,6 +25,7 @@ from liger_convert.training.sharding import without_weights
 
 EVERY = {"steps": 4, "batch": 2, "accumulation": 2, "warmup_ratio": 0.0, "schedule": "constant"}
 ADAM = EVERY | {"ema_length": 0.2, "weight_decay": 0.1, "max_grad_norm": 0.1}
+KEPT = {"keep_gathered": True}
 TIED = {"tie_word_embeddings": True}
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"name": name} for name in ("align", "align-lora", "distill", "finetune", "distill-lora")},
@@ -43,6 +44,12 @@ CASES: dict[str, dict[str, Any]] = {
     "split": {"name": "distill", "fields": EVERY | {"accumulation": 1, "batch": 4}},
     **{f"compiled-{name}": {"name": name, "compiled": True} for name in ("align", "distill-lora")},
     "adam": {"name": "distill", "fields": ADAM, "plain": False},
+    **{f"gathered-{name}": {"name": name, "options": KEPT} for name in ("align", "distill", "distill-lora")},
+    "gathered-recomputed": {
+        "name": "distill-lora",
+        "fields": EVERY | {"gradient_checkpointing": True},
+        "options": KEPT,
+    },
 }
 # in bfloat16, of a base whose weights are
 HALF = {"precision": "bfloat16", "changes": {"dtype": "bfloat16"}}
