@@ -2,8 +2,9 @@
 
 Only Triton implements it. Where it is not supported, a layer runs its step op by op.
 
-Shapes: B batch, N rows of the cache, P tokens of the ring (window - 1), S = P + 1, M sinks, H query heads, G key-value heads, D head size,
-C rotated channels, E size of a code, F feature size. States are [N,G,F,D], so that rows allow vectorized loads.
+Shapes: B batch, N rows of the cache, P tokens of the ring (window - 1), S = P + 1, M sinks, H query heads, G key-value
+heads, D head size, C rotated channels, E size of a code, F feature size. States are [N,G,F,D], so that rows allow
+vectorized loads.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class StepInputs(NamedTuple):
 class StepCache(NamedTuple):
     """A layer's cache tensors, which a step updates in place, except `ring_position` and `row_B`.
 
-    Batch row b has row `row_B[b]` of them, int64; None: row b, and N = B. No two batch rows may have the same row, unless
+    Batch row b has row `row_B[b]` of them, int64; None: row b, and N = B. Two batch rows may have the same row only if
     what becomes of it does not matter. Within a row, a tensor is contiguous. The rows may be pages of several fields:
     then the tensors of one dtype have the same stride between rows.
 
@@ -129,7 +130,6 @@ def is_covered(cache: StepCache, config: StepConfig, heads: int) -> bool:
     evicted = cache.deferred_inputs_NPGD is not None
     if P == 0 or D > 256 or heads > 64 * G or not normalised == evicted == summed or state.shape[3] != D:
         return False
-    bias = None if config.gate is None else config.gate.bias_GF
     parameters = [*(config.codes or ()), *(config.memory_weight or ())]
     if config.gate is not None and config.gate.bias_GF is not None:
         parameters.append(config.gate.bias_GF)

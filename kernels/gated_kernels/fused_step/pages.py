@@ -9,21 +9,13 @@ import triton.language as tl
 @triton.jit
 def page_of(rows, b, inside):
     """int64: the index of batch row b in the cache's tensors; `rows` holds it for every batch row, or is None."""
-    if rows is None:
-        page = b.to(tl.int64)
-    else:
-        page = tl.load(rows + b, mask=inside, other=0)
-    return page
+    return b.to(tl.int64) if rows is None else tl.load(rows + b, mask=inside, other=0)
 
 
 @triton.jit
 def offset_of(page, step, SIZE: tl.constexpr):
     """The offset of a page's first element in a tensor; `step` is None where pages of SIZE elements are contiguous."""
-    if step is None:
-        offset = page * SIZE
-    else:
-        offset = page * step
-    return offset
+    return page * SIZE if step is None else page * step
 
 
 @triton.jit

@@ -21,7 +21,8 @@ def _ahead(x, i, count):
 
 @triton.jit
 def _features(
-    x, b, B, n, g, c, along, rows, z, state_step, proj, bias, log_inv_temperature, codes, logits, totals, tops, sums, normalizers,
+    x, b, B, n, g, c, along, rows, z, state_step, proj, bias, log_inv_temperature, codes,
+    logits, totals, tops, sums, normalizers,
     COUNT: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, S: tl.constexpr,
     CE: tl.constexpr, BD: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
@@ -106,8 +107,8 @@ def _sinks(sink_k, sink_v, visible, m, column, M: tl.constexpr, G: tl.constexpr,
 
 @triton.jit
 def _window(
-    b, g, rows, head_step, ring_position, position_step, q, k, v, q_step, k_step, v_step, cos, sin, cos_step, ring_k, ring_v, position,
-    sink_k, sink_v, visible, o, lse, scale,
+    b, g, rows, head_step, ring_position, position_step, q, k, v, q_step, k_step, v_step,
+    cos, sin, cos_step, ring_k, ring_v, position, sink_k, sink_v, visible, o, lse, scale,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, M: tl.constexpr,
     CD: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr,
     EARLY: tl.constexpr,
@@ -233,7 +234,8 @@ def read_kernel(
     else:
         i -= (G * R + G) * tiles * S
         _window(
-            (i // G).to(tl.int64), i % G, rows, head_step, ring_position, position_step, q, k, v, q_step, k_step, v_step,
-            cos, sin, cos_step, ring_k, ring_v, position, sink_k, sink_v, visible, o, lse, scale,
+            (i // G).to(tl.int64), i % G, rows, head_step, ring_position, position_step,
+            q, k, v, q_step, k_step, v_step, cos, sin, cos_step,
+            ring_k, ring_v, position, sink_k, sink_v, visible, o, lse, scale,
             G, R, D, C, P, M, CD, N, K, SINKS, K == 64,
         )  # fmt: skip

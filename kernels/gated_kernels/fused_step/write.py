@@ -62,8 +62,8 @@ def _softmax(top_of, sum_of):
 @triton.jit
 def write_kernel(
     k, v, k_step, v_step, cos, sin, cos_step, position, ring_k, ring_v, deferred, sink_k, sink_v, state, z,
-    rows, head_step, state_step, ring_position, position_step, bias, power, memory_log, logits, totals, tops, sums, normalizers, window, lse, o,
-    gate_normalizer, root,
+    rows, head_step, state_step, ring_position, position_step, bias, power, memory_log,
+    logits, totals, tops, sums, normalizers, window, lse, o, gate_normalizer, root,
     GATE: tl.constexpr, SHARED: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
     F: tl.constexpr, FG: tl.constexpr, P: tl.constexpr, M: tl.constexpr, S: tl.constexpr,
     CD: tl.constexpr, CS: tl.constexpr, N: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
