@@ -235,13 +235,14 @@ def check_step(job: Job, device: torch.device) -> Iterator[Result]:
     if device.type != "cuda":
         return
     given = steps.placed(steps.inputs(steps.CASES[str(job.case)]), str(device))
-    try:
-        with by("triton") as taken:
-            found = steps.errors(fused_step, given)
-    except Exception as problem:
-        yield raised(job, "triton", problem)
-        return
-    yield judged(job, "triton", taken, found)
+    for where, step in (("", fused_step), (" in pages", steps.over_pages(fused_step))):
+        try:
+            with by("triton") as taken:
+                result = judged(job, "triton", taken, steps.errors(step, given))
+        except Exception as problem:
+            yield raised(job, f"triton{where}", problem)
+            continue
+        yield result._replace(path=result.path + where)
 
 
 def layer_of(mixer: str, dtype: torch.dtype) -> tuple[Core, LlamaRotaryEmbedding]:

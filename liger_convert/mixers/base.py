@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from gated_kernels.common.derivatives import logarithm, quotient
-from gated_kernels.fused_step.chunk import EMPTY, MIN_NORMALIZER, StepConfig, StepInputs, fused_step
+from gated_kernels.fused_step.chunk import EMPTY, MIN_NORMALIZER, StepCache, StepConfig, StepInputs, fused_step
 from gated_kernels.gla.chunk import chunk_gla
 from torch import Tensor, nn
 from transformers import initialization as init
 
 from liger_convert.mixers.calibration import Calibration
-from liger_convert.mixers.fused_step import step_cache
 from liger_convert.mixers.memory_logit import MemoryLogit
 from liger_convert.mixers.precision import multiplies_in_bf16
 from liger_convert.mixers.projection_pieces import STATES as SHIFT_STATES
@@ -255,10 +254,9 @@ class Mixer(nn.Module, ABC):
         window_o_BTHV, _ = window_attention(window_inputs, self.log_forget(qkv, metadata, past), contribution)
         return window_o_BTHV if branches == "both" else self.ablate(window_o_BTHV, memory.o_BTHV, branches)
 
-    def decode_step(self, step_inputs: StepInputs, past: LinearizedCacheLayer) -> Tensor:
-        """The output for one token by the fused step, which updates rings, sinks and states of `past` in place."""
-        cache, config = step_cache(past), self.step_config()
-        assert cache is not None
+    def decode_step(self, step_inputs: StepInputs, cache: StepCache) -> Tensor:
+        """The output [B,1,H,D] for one token by the fused step, which updates `cache` in place."""
+        config = self.step_config()
         assert config is not None
         return fused_step(step_inputs, cache, config)[:, None]
 

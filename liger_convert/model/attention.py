@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gated_kernels.fused_step.chunk import StepInputs, is_supported
+from gated_kernels.fused_step.chunk import StepCache, StepInputs, is_supported
 from torch import Tensor, nn
 
 from liger_convert.mixers import build_mixer, make_spec
 from liger_convert.mixers.base import QKV, Branches, HeadDims, extend, window_metadata
-from liger_convert.mixers.fused_step import step_cache
 from liger_convert.mixers.window_attention import WindowInputs
 from liger_convert.model.cache import LinearizedCacheLayer
 from liger_convert.model.families import family_of, head_dim, own_windows, position_scale, project_qkv
@@ -76,7 +75,11 @@ class LinearizedAttention(nn.Module):
         past: LinearizedCacheLayer | None = None,
     ) -> tuple[Tensor, ...]:
         """q [B,T,H,D] and k [B,T,G,D] before rotary, q and k of the same shapes after rotary, and v [B,T,G,D]."""
-        q, k, v = self.qkv(x_BTC, metadata, past)
+        return self.rotated(self.qkv(x_BTC, metadata, past), position_embeddings)
+
+    def rotated(self, qkv: tuple[Tensor, ...], position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        """As `project`, given the output of `qkv`."""
+        q, k, v = qkv
         if not self.rotates:
             q_rot, k_rot = q, k
         elif self.family.rotary == "split_halves":
@@ -112,7 +115,7 @@ class LinearizedAttention(nn.Module):
         past = metadata.past if past_key_values is None else past_key_values.layers[self.layer_idx]
         if past is not None and past.static and past.fused:
             step_inputs = self.prepare_step(hidden_states, angles, metadata, past)
-            o_BTHD = self.mixer("decode_step", step_inputs, past)
+            o_BTHD = self.mixer("decode_step", step_inputs, past.step_cache())
         else:
             qkv, window_inputs = self.prepare_inputs(hidden_states, angles, metadata, past)
             o_BTHD = self.mixer("prefill", qkv, window_inputs, metadata, past, self.branches)
@@ -134,13 +137,18 @@ class LinearizedAttention(nn.Module):
 
         Returns whether the kernel supports this layer; False leaves the steps unfused.
         """
-        config, cache = self.mixer.step_config(), step_cache(past)
-        if config is None or cache is None or self.branches != "both":
+        cache = past.step_cache()
+        past.fused = cache is not None and self.has_fused_step(cache)
+        return past.fused
+
+    def has_fused_step(self, cache: StepCache) -> bool:
+        """Whether a fused kernel takes this layer's decode steps over `cache`."""
+        config = self.mixer.step_config()
+        if config is None or self.branches != "both":
             return False
         if self.softcap is not None or (self.rotates and self.family.rotary == "pairs"):
             return False
-        past.fused = is_supported(cache, config, self.dims.heads)
-        return past.fused
+        return is_supported(cache, config, self.dims.heads)
 
     def prepare_step(
         self,

@@ -12,11 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from gated_kernels.fused_step.chunk import StepCache
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from liger_convert.mixers import SOFTMAX
 from liger_convert.mixers.base import Mixer
+from liger_convert.mixers.fused_step import step_cache
 from liger_convert.model.sequence import Positions, SequenceMetadata, Sinks, WindowMetadata
 
 
@@ -136,6 +138,12 @@ class LinearizedCacheLayer(CacheLayerMixin):
             has_all_sinks=before.since_BM is not None and bool((before.since_BM > 0).all()),
             ring_position=torch.zeros_like(before.seen_B[0]) if in_place else None,
         )
+
+    def step_cache(self) -> StepCache | None:
+        """The tensors that a fused step updates; None if the step does not support them."""
+        if self.positions is None or self.positions.ring_position is None:
+            return None
+        return step_cache(self.ring, self.sinks, self.states, self.positions.ring_position)
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that a decode step writes."""

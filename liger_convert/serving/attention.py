@@ -19,39 +19,59 @@ from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
 from liger_convert.model.attention import LinearizedAttention
 from liger_convert.model.sequence import SequenceMetadata
-from liger_convert.serving.layer import attend_batch
+from liger_convert.serving.batch import Batch, StepMetadata
+from liger_convert.serving.layer import LayerPages, attend_batch
 from liger_convert.serving.page import PageLayout
-from liger_convert.serving.rows import Rows, Views, make_rows
+from liger_convert.utils.errors import LinearizeError
 
 
 class Step(NamedTuple):
     """The requests of a step. seq_lens: the length of each request after the step, int [number of requests]."""
 
-    rows: list[Rows]
+    batch: Batch
     seq_lens: Tensor
 
 
 class StepBuilder(LinearAttentionMetadataBuilder):
-    """Builds the rows of a step once. Layers with another block table reuse the rows with their own pages."""
+    """Builds the batch of a step once. Layers with another block table reuse it with their own pages.
+
+    A captured step reads the pages and numbers of tokens of its requests from the builders' buffers.
+    """
 
     supports_update_block_table = True
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._buffers = torch.zeros(2, vllm_config.scheduler_config.max_num_seqs, dtype=torch.long, device=device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         batch = common_attn_metadata
         starts = batch.query_start_loc_cpu[: batch.num_reqs + 1]
         # the bound is exact without speculation, which is refused; reading the device would wait for the previous step
         seen = batch.seq_lens_cpu_upper_bound[: batch.num_reqs] - starts.diff()
-        pages = self._pages(batch.block_table_tensor, batch.seq_lens)
-        return Step(make_rows(starts.tolist(), seen.tolist(), pages), batch.seq_lens)
+        seen_R = self._buffers[1, : batch.num_reqs]
+        seen_R.copy_(batch.seq_lens[: batch.num_reqs] - 1)  # -1 for padding, whose length is 0
+        page_R = self._pages(batch.block_table_tensor, batch.seq_lens, batch.num_reqs)
+        return self._cleared(Step(Batch(starts.tolist(), seen.tolist(), page_R, seen_R), batch.seq_lens))
 
     def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
-        pages = self._pages(blk_table, metadata.seq_lens)
-        return metadata._replace(rows=[rows.on_pages(pages) for rows in metadata.rows])
+        page_R = self._pages(blk_table, metadata.seq_lens, len(metadata.batch.page_R))
+        return self._cleared(metadata._replace(batch=metadata.batch.on_pages(page_R)))
 
-    def _pages(self, block_table: Tensor, seq_lens: Tensor) -> Tensor:
-        """int64: the page of every request."""
+    def _pages(self, block_table: Tensor, seq_lens: Tensor, requests: int) -> Tensor:
+        """int64: the page of every request. Padding has page 0, vLLM's null block, which belongs to no request."""
         mode = self.vllm_config.cache_config.mamba_cache_mode
-        return mamba_get_block_table_tensor(block_table, seq_lens, self.kv_cache_spec, mode)[:, 0].long()
+        table = mamba_get_block_table_tensor(block_table[:requests], seq_lens[:requests], self.kv_cache_spec, mode)
+        return self._buffers[0, :requests].copy_(table[:, 0])
+
+    def _cleared(self, step: Step) -> Step:
+        """Clears the pages of new requests, before any layer of the step runs."""
+        new_pages = step.batch.new_pages()
+        if new_pages is not None:
+            layers = self.vllm_config.compilation_config.static_forward_context
+            for name in self.layer_names:
+                layers[name].clear(new_pages)
+        return step
 
 
 class StepBackend(LinearAttentionBackend):
@@ -74,7 +94,8 @@ class ServedAttention(LinearizedAttention, MambaBase):
     prefix: str
     layout: PageLayout
     page_words: int
-    views: Views
+    pages: LayerPages | None
+    captured: bool
 
     @classmethod
     def serve(cls, attention: LinearizedAttention, prefix: str, layout: PageLayout, page_words: int) -> None:
@@ -84,8 +105,10 @@ class ServedAttention(LinearizedAttention, MambaBase):
         """
         attention.__class__ = cls
         assert isinstance(attention, cls)
-        attention.prefix, attention.layout, attention.page_words, attention.views = prefix, layout, page_words, []
-        get_current_vllm_config().compilation_config.static_forward_context[prefix] = attention
+        attention.prefix, attention.layout, attention.page_words, attention.pages = prefix, layout, page_words, None
+        compilation = get_current_vllm_config().compilation_config
+        attention.captured = compilation.cudagraph_mode.has_full_cudagraphs()
+        compilation.static_forward_context[prefix] = attention
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
         return ((self.page_words,),)
@@ -98,7 +121,16 @@ class ServedAttention(LinearizedAttention, MambaBase):
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         super().bind_kv_cache(kv_cache)
-        self.views = self.layout.views(self.kv_cache[0])
+        self.pages = LayerPages(self, self.layout, self.kv_cache[0])
+        if self.captured and not self.pages.fused:
+            raise LinearizeError(
+                f"{self.prefix} has no fused step, so its steps cannot be captured: use --enforce-eager"
+            )
+
+    def clear(self, pages: Tensor) -> None:
+        """Clears these pages, int64, if the fused step will read them."""
+        if self.pages is not None and self.pages.fused:
+            self.pages.clear(pages)
 
     def prepare_metadata(self, metadata: SequenceMetadata) -> None:
         """Does nothing: there is no metadata that all requests of a batch share."""
@@ -115,8 +147,10 @@ class ServedAttention(LinearizedAttention, MambaBase):
         if metadata is None:
             metadata = position_embeddings[2]  # see `hand_on_metadata`
         angles = position_embeddings[0], position_embeddings[1]
-        projected = tuple(heads[0] for heads in self.project(hidden_states, angles, metadata))
         steps = get_forward_context().attn_metadata
-        rows = [] if steps is None else steps[self.prefix].rows  # None: vLLM's memory profiling run
-        o_NHD = attend_batch(self, self.layout, self.views, rows, hidden_states[0], projected)
+        if steps is None or self.pages is None:  # vLLM's memory profiling run
+            o_NHD = torch.zeros_like(self.qkv(hidden_states, metadata)[0][0])
+        else:
+            assert isinstance(metadata, StepMetadata)
+            o_NHD = attend_batch(self, self.pages, steps[self.prefix].batch, hidden_states, angles, metadata)
         return getattr(self, self.family.projections[-1])(o_NHD.flatten(1)[None]), None

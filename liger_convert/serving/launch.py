@@ -17,7 +17,7 @@ from liger_convert.io.checkpoint import load_config
 from liger_convert.model.attention import head_dims
 from liger_convert.model.bases import context_length
 from liger_convert.model.families import PREFIX
-from liger_convert.serving.settings import layouts, page_words
+from liger_convert.serving.settings import layouts, page_words, why_not_captured
 from liger_convert.utils.errors import BadInput
 
 SERVER = "vllm.entrypoints.openai.api_server"
@@ -96,7 +96,7 @@ def server_command(export: Path, options: ServerOptions, more: Sequence[str] = (
 
 
 def describe(export: Path, options: ServerOptions) -> str:
-    """A two-sentence description of a server on `export`. Raises BadInput for an export that cannot be served."""
+    """Four sentences about a server on `export`. Raises BadInput for an export that cannot be served."""
     config = open_export(export.resolve())
     dtype = served_dtype(config, options.dtype)
     memory, length = request_memory(config, dtype), options.max_len or context_length(config)
@@ -105,11 +105,13 @@ def describe(export: Path, options: ServerOptions) -> str:
     state = f"{memory.state / 1e6:.1f} MB of state"
     if memory.per_token:
         state += f" and {memory.per_token / 1e3:.1f} kB per token"
+    reason = why_not_captured(config, layouts(config, dtype))
+    graphs = "captured as CUDA graphs" if reason is None else f"not captured as CUDA graphs: {reason}"
     total = "" if length is None else f": {options.max_requests * memory.of(length) / 1e9:.2f} GB for all of {length:,}"
     return (
         f"{options.name or export.name}: {linear} of {len(layers)} layers linear, in {str(dtype)[6:]}, at "
         f"http://{options.host}:{options.port}/v1. A request takes {state}; up to {options.max_requests} run at a "
-        f"time{total}{'' if length is None else ' tokens'}."
+        f"time{total}{'' if length is None else ' tokens'}. On a GPU, decoding is {graphs}."
     )
 
 

@@ -15,8 +15,8 @@ from vllm.model_executor.models.transformers.utils import init_on_device_without
 from liger_convert.mixers import build_mixer
 from liger_convert.model.attention import MIXER_MODULE
 from liger_convert.model.configuration import linear_layers
-from liger_convert.model.sequence import SequenceMetadata
 from liger_convert.serving.attention import ServedAttention
+from liger_convert.serving.batch import StepMetadata
 from liger_convert.serving.settings import base_layer_types, layouts, page_words
 from liger_convert.serving.split import share_of_heads, share_of_parameter
 
@@ -60,7 +60,7 @@ class Served(Backend):
         return {**super()._from_config_kwargs, "config": config}
 
     def _decorate_for_torch_compile(self) -> None:
-        """Disables compilation: a layer's computation depends on the lengths of the requests."""
+        """Disables compilation: a layer's computation depends on the lengths of the requests, except in decoding."""
 
     def recursive_replace(self) -> None:
         layers = {i: self.model.layers[i].self_attn for i in linear_layers(self.config)}
@@ -102,7 +102,7 @@ class Served(Backend):
         return make
 
     def forward(self, input_ids: Tensor | None, positions: Tensor, *args: Any, **kwargs: Any) -> Any:
-        metadata = SequenceMetadata(positions.shape[-1], positions[None])
+        metadata = StepMetadata(positions)
         return super().forward(input_ids, positions, *args, metadata=metadata, **kwargs)
 
     @classmethod

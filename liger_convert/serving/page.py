@@ -13,10 +13,12 @@ import math
 from typing import Any, Literal, NamedTuple
 
 import torch
+from gated_kernels.fused_step.chunk import StepConfig, is_covered
 from torch import Tensor
 
 from liger_convert.mixers import build_mixer, make_spec
 from liger_convert.mixers.base import QKV, HeadDims
+from liger_convert.mixers.fused_step import step_cache
 from liger_convert.utils.errors import BadInput
 
 WORD = 4  # bytes
@@ -40,7 +42,8 @@ class PageLayout:
     """The layout of one layer's cache tensors in a page.
 
     mixer: the layer's resolved spec from `config.linearization`. dims: the layer's sizes. dtype: of its keys and
-    values. Raises BadInput for a mixer whose cache grows with the text, or that uses a token shift.
+    values. has_fused_step: whether kernels exist that decode over these pages. Raises BadInput for a mixer whose cache
+    grows with the text, or that uses a token shift.
     """
 
     def __init__(self, mixer: dict[str, Any], dims: HeadDims, dtype: torch.dtype):
@@ -75,6 +78,13 @@ class PageLayout:
         if spec.sinks:
             self.fields += [PageField("sinks", name, (spec.sinks, *head), dtype) for name in ("k", "v")]
         self.words = sum(field.words for field in self.fields)
+        self.has_fused_step = self._has_fused_step(module.step_config(), dims.heads)
+
+    def _has_fused_step(self, config: StepConfig | None, heads: int) -> bool:
+        """Whether the kernels of the fused step take a mixer of this configuration over these pages."""
+        nothing, groups = torch.zeros(1, dtype=torch.long), tensors_of(self.views(torch.zeros(1, self.words)))
+        cache = step_cache(groups["ring"], groups["sinks"], groups["states"], nothing, nothing)
+        return config is not None and cache is not None and is_covered(cache, config, heads)
 
     def views(self, pages: Tensor) -> list[tuple[PageField, Tensor]]:
         """The tensors of all pages, [N,*shape] each, as views of `pages`, float32 [N, at least `words`]."""
@@ -85,6 +95,14 @@ class PageLayout:
             found.append((field, values.unflatten(1, field.shape)))
             start += field.words
         return found
+
+
+def tensors_of(views: list[tuple[PageField, Tensor]]) -> dict[Group, dict[str, Tensor]]:
+    """The tensors of `PageLayout.views` by group and name."""
+    found: dict[Group, dict[str, Tensor]] = {"states": {}, "ring": {}, "sinks": {}}
+    for field, tensor in views:
+        found[field.group][field.name] = tensor
+    return found
 
 
 def _one_token(dims: HeadDims, dtype: torch.dtype) -> QKV:

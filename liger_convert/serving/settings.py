@@ -9,6 +9,7 @@ import torch
 from liger_convert.config.names import SOFTMAX
 from liger_convert.model.attention import head_dims
 from liger_convert.model.configuration import linear_layers
+from liger_convert.model.families import family_of
 from liger_convert.serving.page import PageLayout
 from liger_convert.serving.split import check_split, share_of_heads
 from liger_convert.utils.errors import BadInput
@@ -31,6 +32,28 @@ def layouts(config: Any, dtype: torch.dtype, processes: int = 1) -> dict[int, Pa
 def page_words(of_layers: dict[int, PageLayout]) -> int:
     """The float32 words per page: the maximum over layers, so that all pages come from one pool."""
     return max((layout.words for layout in of_layers.values()), default=0)
+
+
+def why_not_captured(config: Any, of_layers: dict[int, PageLayout]) -> str | None:
+    """The reason why decoding on a GPU cannot be captured as CUDA graphs; None if it can.
+
+    of_layers: the result of `layouts`. A captured step is only numbers in tensors: every linearized layer must have the
+    fused step, and nothing may be read on the host.
+    """
+    family, names = family_of(config), config.linearization["layers"]
+    for i, layout in of_layers.items():
+        if not layout.has_fused_step:
+            kind = config.linearization["mixers"][names[i]]["type"]
+            return f"mixer {kind!r} has no fused decode step with these options"
+    if family.softcap:
+        return "the fused decode step does not bound the logits of the window"
+    if family.rotary == "pairs":
+        return "the fused decode step does not rotate pairs of channels"
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {rope.get("rope_type"), *(part.get("rope_type") for part in rope.values() if isinstance(part, dict))}
+    if "dynamic" in kinds:
+        return "its rotary embedding depends on the longest request (rope_type dynamic), which is read on the host"
+    return None
 
 
 def base_layer_types(config: Any) -> list[str] | None:

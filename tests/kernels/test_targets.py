@@ -27,6 +27,7 @@ from gated_kernels.delta_rule import by_feature_launch as by_feature  # noqa: E4
 from gated_kernels.delta_rule import launch as delta_rule  # noqa: E402
 from gated_kernels.delta_rule import step as delta_rule_step  # noqa: E402
 from gated_kernels.elementwise import launch as elementwise  # noqa: E402
+from gated_kernels.fused_step import cases as step_cases  # noqa: E402
 from gated_kernels.fused_step import triton as fused_step  # noqa: E402
 from gated_kernels.fused_step.cases import Case, changed, inputs  # noqa: E402
 from gated_kernels.gla import bf16, fp32  # noqa: E402
@@ -182,8 +183,11 @@ def elementwise_case(D: int) -> None:
     elementwise.backward(*given, o, last, (True, False, True, False))
 
 
-def fused_step_case(case: Case) -> None:
-    fused_step.triton_fused_step(*changed(inputs(case), lambda t: t.to("meta")))
+def fused_step_case(case: Case, in_pages: bool = False) -> None:
+    token, cache, config = changed(inputs(case), lambda t: t.to("meta"))
+    if in_pages:
+        _, cache = step_cases.in_pages(cache, gap=16)
+    fused_step.triton_fused_step(token, cache, config)
 
 
 def cases_of(D: int) -> dict[str, Callable[[], None]]:
@@ -206,6 +210,10 @@ def cases_of(D: int) -> dict[str, Callable[[], None]]:
         f"simple_gla {D} fp32": lambda: simple_gla_case(D, D, FP32),
         f"fused_step {D}": lambda: fused_step_case(step._replace(F=128)),
         f"fused_step {D}, more codes": lambda: fused_step_case(step._replace(F=CODES)),
+        f"fused_step {D} in pages": lambda: fused_step_case(step._replace(F=128), in_pages=True),
+        f"fused_step {D} liger-paper in pages": lambda: fused_step_case(
+            step._replace(kind="liger-paper", M=0), in_pages=True
+        ),
         f"fused_step {D} fp32": lambda: fused_step_case(step._replace(F=128, dtype=FP32)),
         f"fused_step {D} liger-paper": lambda: fused_step_case(step._replace(kind="liger-paper", M=0)),
     }
@@ -266,7 +274,7 @@ def test_a_kernel_that_cannot_fit_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("capability", [86, pytest.param(120, marks=pytest.mark.slow)])
 def test_the_step_of_one_token_fits_the_smallest_chips(capability: int, tmp_path: Path) -> None:
-    assert misfits(capability, ["fused_step 64"], tmp_path) == []
+    assert misfits(capability, ["fused_step 64", "fused_step 64 in pages"], tmp_path) == []
 
 
 @pytest.mark.slow

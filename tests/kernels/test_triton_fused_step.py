@@ -23,8 +23,19 @@ from compiled import compile_instead_of_launching, resources, told_by  # noqa: E
 from gated_kernels.check import error  # noqa: E402
 from gated_kernels.common.registry import kernel_for, set_kernel  # noqa: E402
 from gated_kernels.fused_step import triton as kernels  # noqa: E402
-from gated_kernels.fused_step.cases import CASES, Case, changed, faults, inputs, outcome, placed  # noqa: E402
+from gated_kernels.fused_step.cases import (  # noqa: E402
+    CASES,
+    Case,
+    changed,
+    faults,
+    in_pages,
+    inputs,
+    outcome,
+    over_pages,
+    placed,
+)
 from gated_kernels.fused_step.chunk import is_supported  # noqa: E402
+from gated_kernels.fused_step.naive import naive_fused_step  # noqa: E402
 from tiny import save_tiny_base  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
@@ -57,6 +68,44 @@ def use() -> Iterator[Callable[[bool], None]]:
 @pytest.mark.parametrize("case", CASES)
 def test_the_step_errs_at_most_twice_as_much_as_the_reference_in_its_dtype(case: str) -> None:
     assert not faults(kernels.triton_fused_step, placed(inputs(CASES[case]), DEVICE))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_may_be_pages_in_any_order_with_rings_that_begin_anywhere(case: str) -> None:
+    given = placed(inputs(CASES[case]), DEVICE)
+    assert not faults(over_pages(kernels.triton_fused_step), given)
+
+
+def test_pages_of_whole_vectors_give_the_same() -> None:
+    given = placed(inputs(CASES["padding, bf16"]), DEVICE)
+    odd, even = (outcome(over_pages(kernels.triton_fused_step, gap), given) for gap in (3, 16))
+    assert [name for name in odd if not torch.equal(odd[name], even[name])] == []
+
+
+@pytest.mark.parametrize("case", ["small", "17 rows", "heads of 80, fp16", "liger-paper, heads of 80, padding"])
+def test_the_definition_gives_the_same_over_pages(case: str) -> None:
+    given = inputs(CASES[case])
+    here, there = outcome(naive_fused_step, given), outcome(over_pages(naive_fused_step), given)
+    assert [name for name in here if not torch.equal(here[name], there[name])] == []
+
+
+@pytest.mark.parametrize("case", ["small", "liger-paper, heads of 80, padding"])
+def test_two_rows_with_each_others_pages_are_seen(case: str) -> None:
+    given = placed(inputs(CASES[case]), DEVICE)
+    found = faults(over_pages(kernels.triton_fused_step, swap=True), given)
+    assert any(fault.startswith("output") for fault in found)
+    assert any(fault.startswith("state") for fault in found)
+
+
+def test_a_write_beside_the_fields_of_a_page_is_seen() -> None:
+    def careless(token: Any, cache: Any, config: Any) -> Tensor:
+        o_BHD = kernels.triton_fused_step(token, cache, config)
+        end = cache.k_NPGD[0].numel()
+        cache.k_NPGD.as_strided((1,), (1,), cache.k_NPGD.storage_offset() + end).zero_()
+        return o_BHD
+
+    given = placed(inputs(CASES["small"]), DEVICE)
+    assert outcome(over_pages(careless), given)["output"].isnan().all()
 
 
 @pytest.mark.parametrize("case", ["1024 codes", "17 rows", "heads of 128"])
@@ -99,12 +148,22 @@ def test_layers_that_the_step_does_not_take_are_left_alone(use: Callable[[bool],
     assert not is_supported(kept, rules, 4)
     use(True)
     assert is_supported(kept, rules, 4)
-    assert not is_supported(kept._replace(deferred_inputs_BPGD=None), rules, 4)
+    assert not is_supported(kept._replace(deferred_inputs_NPGD=None), rules, 4)
     assert not is_supported(kept, rules._replace(memory_weight=None), 4)
-    assert not is_supported(kept._replace(k_BPGD=kept.k_BPGD[:, :0]), rules, 4)
-    assert not is_supported(kept._replace(z_BGF=None), rules, 4)
-    assert not is_supported(kept._replace(state_BGFD=kept.state_BGFD.double()), rules, 4)
-    assert not is_supported(kept._replace(v_BPGD=kept.v_BPGD.bfloat16()), rules, 4)
+    assert not is_supported(kept._replace(k_NPGD=kept.k_NPGD[:, :0]), rules, 4)
+    assert not is_supported(kept._replace(z_NGF=None), rules, 4)
+    assert not is_supported(kept._replace(state_NGFD=kept.state_NGFD.double()), rules, 4)
+    assert not is_supported(kept._replace(v_NPGD=kept.v_NPGD.bfloat16()), rules, 4)
+
+
+def test_pages_are_taken_if_rows_are_contiguous_and_equally_far_apart(use: Callable[[bool], None]) -> None:
+    use(True)
+    _, kept, rules = placed(inputs(CASES["small"]), DEVICE)
+    _, paged = in_pages(kept)
+    assert paged.strides == (paged.k_NPGD.stride(0), paged.state_NGFD.stride(0))
+    assert is_supported(paged, rules, 4)
+    assert not is_supported(paged._replace(v_NPGD=kept.v_NPGD), rules, 4)
+    assert not is_supported(paged._replace(v_NPGD=paged.v_NPGD.transpose(1, 2)), rules, 4)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import torch
 from reminding import LAYERS, make_prompts, random_rows, reminders_due, trained_export
 from served import LENGTHS, NEW, Reference, answers, assert_same, broken, engine, lose, prompt_logprobs, run, sampling
 
-from liger_convert.serving import attention
+from liger_convert.serving import batch
 from liger_convert.serving.rows import Rows, make_rows
 
 TEXTS = make_prompts(LENGTHS)
@@ -161,7 +161,7 @@ def test_prompts_of_unequal_length_in_a_step_with_requests_that_decode(
         steps.append(make_rows(*args))
         return steps[-1]
 
-    monkeypatch.setattr(attention, "make_rows", watched)
+    monkeypatch.setattr(batch, "make_rows", watched)
     with engine(case.export, max_num_seqs=10, max_num_batched_tokens=512) as llm:
         case.check(run(llm, TEXTS, every=4, together=5))
     lengths = [[sorted(rows.length_R.tolist()) for rows in step] for step in steps]

@@ -13,7 +13,8 @@ from liger_convert.mixers import MIXERS, resolve_spec
 from liger_convert.model.attention import LinearizedAttention, head_dims
 from liger_convert.model.sequence import SequenceMetadata
 from liger_convert.serving import rows as rows_module
-from liger_convert.serving.layer import attend_batch
+from liger_convert.serving.batch import Batch, StepMetadata
+from liger_convert.serving.layer import LayerPages, attend_batch
 from liger_convert.serving.page import PageLayout
 from liger_convert.serving.rows import Rows, make_rows
 from liger_convert.serving.settings import layouts, page_words
@@ -35,17 +36,14 @@ PAGE_OF = {0: 4, 1: 2, 2: 6, 3: 1}
 class PagedAttention(LinearizedAttention):
     """A layer that keeps its cache in pages, and takes the tokens of all requests as one row."""
 
-    layout: PageLayout
-    pages: Tensor
-    batch: list[Rows]
+    pages: LayerPages
+    batch: Batch
 
     def prepare_metadata(self, metadata: SequenceMetadata) -> None:
         pass
 
     def forward(self, hidden_states: Tensor, position_embeddings: Any, metadata: Any = None, **_: Any) -> Any:
-        projected = tuple(heads[0] for heads in self.project(hidden_states, position_embeddings, metadata))
-        views = self.layout.views(self.pages)
-        o_NHD = attend_batch(self, self.layout, views, self.batch, hidden_states[0], projected)
+        o_NHD = attend_batch(self, self.pages, self.batch, hidden_states, position_embeddings, metadata)
         return self.o_proj(o_NHD.flatten(1)[None]), None
 
 
@@ -56,24 +54,32 @@ def paged(model: Any) -> list[PagedAttention]:
     for i, layout in of_layers.items():
         layer = model.model.layers[i].self_attn
         layer.__class__ = PagedAttention
-        layer.layout, layer.pages = layout, torch.full((PAGES, page_words(of_layers) + 3), torch.nan)
+        layer.pages = LayerPages(layer, layout, torch.full((PAGES, page_words(of_layers) + 3), torch.nan))
         found.append(layer)
     return found
+
+
+def step_batch(layers: list[PagedAttention], lengths: list[int], seen: list[int], pages: list[int]) -> Batch:
+    """The batch of a step, as an engine makes it, with the pages of new requests cleared where the layers need it."""
+    starts, seen_R = [0, *torch.tensor(lengths).cumsum(0).tolist()], torch.tensor(seen)
+    batch = Batch(starts, seen, torch.tensor(pages), torch.where(torch.tensor(lengths) > 0, seen_R, -1))
+    for layer in layers:
+        if layer.pages.fused and (new_pages := batch.new_pages()) is not None:
+            layer.pages.clear(new_pages)
+        layer.batch = batch
+    return batch
 
 
 def serve(model: Any, layers: list[PagedAttention]) -> dict[int, Tensor]:
     """The logits of every request's tokens as a server reads them by STEPS."""
     seen, parts = dict.fromkeys(PAGE_OF, 0), {r: [] for r in PAGE_OF}
     for step in STEPS:
-        starts = [0, *torch.tensor(list(step.values())).cumsum(0).tolist()]
-        batch = make_rows(starts, [seen[r] for r in step], torch.tensor([PAGE_OF[r] for r in step]))
-        for layer in layers:
-            layer.batch = batch
+        lengths = list(step.values())
+        step_batch(layers, lengths, [seen[r] for r in step], [PAGE_OF[r] for r in step])
         tokens = torch.cat([REQUESTS[r][seen[r] : seen[r] + n] for r, n in step.items()])
         positions = torch.cat([torch.arange(seen[r], seen[r] + n) for r, n in step.items()])
-        metadata = SequenceMetadata(len(tokens), positions[None])
-        found = logits(model, tokens[None], position_ids=positions[None], metadata=metadata)[0]
-        for (r, n), part in zip(step.items(), found.split(list(step.values()))):
+        found = logits(model, tokens[None], position_ids=positions[None], metadata=StepMetadata(positions))[0]
+        for (r, n), part in zip(step.items(), found.split(lengths)):
             parts[r].append(part)
             seen[r] += n
     return {r: torch.cat(part) for r, part in parts.items()}

@@ -15,6 +15,7 @@ from gated_kernels.fused_step.naive import naive_fused_step as reference
 
 Step = Callable[[StepInputs, StepCache, StepConfig], Tensor]
 Given = tuple[StepInputs, StepCache, StepConfig]
+NANS = 0x7FC07FC0  # a word that is NaN in fp32, and twice in bf16 and fp16
 Kind = Literal["gla", "liger-paper"]
 
 
@@ -144,6 +145,69 @@ def changed(x: Any, change: Any) -> Any:
 def placed(given: Given, device: str, dtype: torch.dtype | None = None) -> Given:
     """A copy on the device, with floating-point tensors in `dtype` if it is given."""
     return changed(given, lambda x: x.to(device, dtype if x.is_floating_point() else None, copy=True))
+
+
+def in_pages(cache: StepCache, gap: int = 3, seed: int = 0) -> tuple[Tensor, StepCache]:
+    """A copy of a contiguous cache with every row in a page, and the pages, int32 words [pages,words].
+
+    Pages are in another order than rows. Each row's ring begins in a slot of its own. All else is NaN in every dtype:
+    what a page holds beside its tensors, `gap` words after each of them, and two pages that no row has.
+    """
+    random, (B, P), device = torch.Generator().manual_seed(seed), cache.k_NPGD.shape[:2], cache.state_NGFD.device
+    row_B = (torch.randperm(B + 2, generator=random)[:B]).to(device)
+    turn_B = torch.randint(P, (B,), generator=random).to(device)
+    order_BP = (torch.arange(P, device=device) - turn_B[:, None]) % P
+
+    def words(x: Tensor) -> int:
+        return math.ceil(x[0].numel() * x.element_size() / 4)
+
+    kept: dict[str, Tensor] = {
+        name: x for name, x in cache._asdict().items() if x is not None and x.is_floating_point()
+    }
+    size = sum(words(x) + gap for x in kept.values())
+    pages, start, paged = torch.full((B + 2, size), NANS, dtype=torch.int32, device=device), 0, {}
+    for name, x in kept.items():
+        if "_NP" in name:
+            x = x.gather(1, order_BP[:, :, None, None].expand_as(x))
+        field = pages[:, start : start + words(x)].view(x.dtype)[:, : x[0].numel()]
+        paged[name] = field.unflatten(1, x.shape[1:])
+        paged[name][row_B] = x
+        start += words(x) + gap
+    return pages, cache._replace(**paged, ring_position=cache.ring_position + turn_B, row_B=row_B)
+
+
+def over_pages(step: Step, gap: int = 3, swap: bool = False) -> Step:
+    """A step of contiguous caches, which runs `step` on them in pages. Where it writes beside them, the output is NaN.
+
+    swap: a fault, the first two rows have each other's pages.
+    """
+
+    def run(token: StepInputs, cache: StepCache, config: StepConfig) -> Tensor:
+        pages, paged = in_pages(cache, gap)
+        row_B, P = paged.row_B, cache.k_NPGD.shape[1]
+        assert row_B is not None
+        fields = {name: x for name, x in paged._asdict().items() if x is not None and x.is_floating_point()}
+
+        def beside() -> Tensor:
+            kept = pages.clone()
+            for field in fields.values():
+                field[row_B] = 0
+            found = pages.clone()
+            pages.copy_(kept)
+            return found
+
+        before = beside()
+        swapped_B = torch.cat((row_B[:2].flip(0), row_B[2:])) if swap else row_B
+        o_BHD = step(token, paged._replace(row_B=swapped_B), config)
+        turn_B = paged.ring_position - cache.ring_position
+        order_BP = (torch.arange(P, device=pages.device) + turn_B[:, None]) % P
+        for name, field in fields.items():
+            found = field[row_B]
+            turned = found.gather(1, order_BP[:, :, None, None].expand_as(found)) if "_NP" in name else found
+            getattr(cache, name).copy_(turned)
+        return o_BHD if torch.equal(before, beside()) else torch.full_like(o_BHD, math.nan)
+
+    return run
 
 
 def outcome(step: Step, given: Given, dtype: torch.dtype | None = None) -> dict[str, Tensor]:

@@ -2,13 +2,15 @@
 
 Only Triton implements it. Where it is not supported, a layer runs its step op by op.
 
-Shapes: B batch, P tokens of the ring (window - 1), S = P + 1, M sinks, H query heads, G key-value heads, D head size,
-C rotated channels, E size of a code, F feature size. States are [B,G,F,D], so that rows allow vectorized loads.
+Shapes: B batch, N rows of the cache, P tokens of the ring (window - 1), S = P + 1, M sinks, H query heads, G key-value
+heads, D head size, C rotated channels, E size of a code, F feature size. States are [N,G,F,D], so that rows allow
+vectorized loads.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -40,23 +42,36 @@ class StepInputs(NamedTuple):
 
 
 class StepCache(NamedTuple):
-    """A layer's cache tensors, which a step updates in place, except `ring_position`.
+    """A layer's cache tensors, which a step updates in place, except `ring_position` and `row_B`.
 
-    k_BPGD, v_BPGD: the ring of the window's keys, after rotary embedding, and values.
-    deferred_inputs_BPGD: the ring's keys before rotary embedding, for layers whose tokens are written to the state only
+    Batch row b has row `row_B[b]` of them, int64; None: row b, and N = B. Two batch rows may have the same row only if
+    what becomes of it does not matter. Within a row, a tensor is contiguous. The rows may be pages of several fields:
+    then the tensors of one dtype have the same stride between rows.
+
+    k_NPGD, v_NPGD: the ring of the window's keys, after rotary embedding, and values.
+    deferred_inputs_NPGD: the ring's keys before rotary embedding, for layers whose tokens are written to the state only
         when they leave the window.
-    z_BGF: the decayed sum of key features, with which queries read the normalizer; None without normalization.
-    ring_position: number of steps. Slot `ring_position` mod P of the ring is the oldest, and takes the new token.
+    sink_k_NMGD, sink_v_NMGD: the keys, after rotary embedding, and values of the sinks.
+    z_NGF: the decayed sum of key features, with which queries read the normalizer; None without normalization.
+    ring_position: number of steps, one for all rows or [B] of each, not negative. Slot `ring_position` mod P of the
+        ring is the oldest, and takes the new token.
     """
 
-    k_BPGD: Tensor
-    v_BPGD: Tensor
-    deferred_inputs_BPGD: Tensor | None
-    sink_k_BMGD: Tensor | None
-    sink_v_BMGD: Tensor | None
-    state_BGFD: Tensor
-    z_BGF: Tensor | None
+    k_NPGD: Tensor
+    v_NPGD: Tensor
+    deferred_inputs_NPGD: Tensor | None
+    sink_k_NMGD: Tensor | None
+    sink_v_NMGD: Tensor | None
+    state_NGFD: Tensor
+    z_NGF: Tensor | None
     ring_position: Tensor
+    row_B: Tensor | None = None
+
+    @property
+    def strides(self) -> tuple[int | None, int | None]:
+        """The strides between rows of the tensors in the keys' dtype, and of the states; None where contiguous."""
+        of_heads, of_states = [x for x in self[:5] if x is not None], [x for x in self[5:7] if x is not None]
+        return _row_stride(of_heads), _row_stride(of_states)
 
 
 class Codes(NamedTuple):
@@ -104,22 +119,30 @@ class StepConfig(NamedTuple):
 
 def is_supported(cache: StepCache, config: StepConfig, heads: int) -> bool:
     """Whether there is a fused step for a layer with this cache and configuration. `heads`: number of query heads."""
-    state, (_, P, G, D) = cache.state_BGFD, cache.k_BPGD.shape
-    if kernel_for("fused_step") is None or not (state.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
-        return False
-    normalised, summed = config.memory_weight is not None, cache.z_BGF is not None
-    evicted = cache.deferred_inputs_BPGD is not None
+    there = cache.state_NGFD.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+    return kernel_for("fused_step") is not None and there and is_covered(cache, config, heads)
+
+
+def is_covered(cache: StepCache, config: StepConfig, heads: int) -> bool:
+    """As `is_supported`, on a GPU with the kernels in use."""
+    state, (_, P, G, D) = cache.state_NGFD, cache.k_NPGD.shape
+    normalised, summed = config.memory_weight is not None, cache.z_NGF is not None
+    evicted = cache.deferred_inputs_NPGD is not None
     if P == 0 or D > 256 or heads > 64 * G or not normalised == evicted == summed or state.shape[3] != D:
         return False
-    bias = None if config.gate is None else config.gate.bias_GF
-    wide = [*(config.codes or ()), *(config.memory_weight or ()), state, cache.z_BGF, bias]
-    given = [x for x in (*cache, *wide) if x is not None]
-    dtype = cache.k_BPGD.dtype
+    parameters = [*(config.codes or ()), *(config.memory_weight or ())]
+    if config.gate is not None and config.gate.bias_GF is not None:
+        parameters.append(config.gate.bias_GF)
+    kept, dtype = [x for x in cache[:7] if x is not None], cache.k_NPGD.dtype
+    given = [*kept, *parameters, cache.ring_position, *([] if cache.row_B is None else [cache.row_B])]
     return (
         dtype in (torch.float32, torch.bfloat16, torch.float16)
         and all(x is None or x.dtype == dtype for x in cache[:5])
-        and all(x is None or x.dtype == torch.float32 for x in wide)
-        and all(x.is_contiguous() and x.device == state.device for x in given)
+        and all(x is None or x.dtype == torch.float32 for x in (*cache[5:7], *parameters))
+        and all(x.is_contiguous() for x in parameters)
+        and all(x[:1].is_contiguous() for x in kept)
+        and _are_aligned(cache)
+        and all(x.device == state.device for x in given)
     )
 
 
@@ -128,3 +151,16 @@ def fused_step(token: StepInputs, cache: StepCache, config: StepConfig) -> Tenso
     kernel = kernel_for("fused_step")
     assert kernel is not None
     return kernel(token, cache, config)
+
+
+def _row_stride(tensors: Sequence[Tensor]) -> int | None:
+    return None if all(x.is_contiguous() for x in tensors) else tensors[0].stride(0)
+
+
+def _are_aligned(cache: StepCache) -> bool:
+    """Whether the tensors of a dtype are contiguous, or have the same stride between rows."""
+    for tensors in (cache[:5], cache[5:7]):
+        kept = [x for x in tensors if x is not None]
+        if _row_stride(kept) is not None and len({x.stride(0) for x in kept}) > 1:
+            return False
+    return True

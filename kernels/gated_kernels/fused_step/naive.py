@@ -13,33 +13,36 @@ from gated_kernels.swa.naive import naive_swa
 
 def naive_fused_step(token: StepInputs, cache: StepCache, config: StepConfig) -> Tensor:
     """The output [B,H,D] in the dtype of the values. Updates `cache` in place, as `fused_step` does."""
-    B, P, _, D = cache.k_BPGD.shape
-    slot, dtype = int(cache.ring_position) % P, token.v_BGD.dtype
-    evicted = cache.deferred_inputs_BPGD is not None
+    (B, _, D), P = token.q_BHD.shape, cache.k_NPGD.shape[1]
+    row_B = torch.arange(B, device=token.q_BHD.device) if cache.row_B is None else cache.row_B
+    slot_B, dtype = cache.ring_position.expand(B) % P, token.v_BGD.dtype
+    order_BP = (slot_B[:, None] + torch.arange(P, device=slot_B.device)) % P
     q, k, v = (_wide(x) for x in (token.q_BHD, token.k_BGD, token.v_BGD))
     q_rot, k_rot = (_rotated(x, token).to(dtype) for x in (q, k))
     position_BS, visible_BM = token.position_BS, token.sink_visible_BM
     sinks = 0 if visible_BM is None else visible_BM.shape[1]
+    sink_k, sink_v = (None if x is None else x[row_B] for x in (cache.sink_k_NMGD, cache.sink_v_NMGD))
     window_o, window_lse = naive_swa(
         _wide(q_rot)[:, None],
-        _wide(torch.cat((cache.k_BPGD.roll(-slot, 1), k_rot[:, None]), 1)),
-        torch.cat((cache.v_BPGD.roll(-slot, 1), token.v_BGD[:, None]), 1),
+        _wide(torch.cat((cache.k_NPGD[row_B[:, None], order_BP], k_rot[:, None]), 1)),
+        torch.cat((cache.v_NPGD[row_B[:, None], order_BP], token.v_BGD[:, None]), 1),
         window_size=P + 1,
         scale=token.scale,
         valid_BS=position_BS >= 0,
-        sink_k_BMGD=None if cache.sink_k_BMGD is None else _wide(cache.sink_k_BMGD),
-        sink_v_BMGV=cache.sink_v_BMGD,
+        sink_k_BMGD=None if sink_k is None else _wide(sink_k),
+        sink_v_BMGV=sink_v,
         sink_visible_BTM=None if visible_BM is None else visible_BM[:, None],
     )
-    if cache.deferred_inputs_BPGD is not None:
-        key, value = _wide(cache.deferred_inputs_BPGD[:, slot]), _wide(cache.v_BPGD[:, slot])
+    evicted = cache.deferred_inputs_NPGD is not None
+    if cache.deferred_inputs_NPGD is not None:
+        key, value = _wide(cache.deferred_inputs_NPGD[row_B, slot_B]), _wide(cache.v_NPGD[row_B, slot_B])
         written_B11 = (position_BS[:, 0] >= sinks)[:, None, None]
     else:
         key, value, written_B11 = k, v, (position_BS[:, -1] >= 0)[:, None, None]
     phi_q, phi_k = _features(q, key, config)
-    state = cache.state_BGFD
-    if cache.z_BGF is not None:
-        value, state = nnf.pad(value, (0, 1), value=1.0), torch.cat((state, cache.z_BGF[..., None]), -1)
+    state = cache.state_NGFD[row_B]
+    if cache.z_NGF is not None:
+        value, state = nnf.pad(value, (0, 1), value=1.0), torch.cat((state, cache.z_NGF[row_B][..., None]), -1)
     log_a = _log_gate(key, config.gate) * written_B11
     o, _, state = naive_gla(
         phi_q[:, None],
@@ -58,16 +61,16 @@ def naive_fused_step(token: StepInputs, cache: StepCache, config: StepConfig) ->
         weight = weight.masked_fill(normalizer.log() <= EMPTY, -1e4)
         mix_weight_BH1 = (weight - window_lse[:, 0]).sigmoid()[..., None]
     mixed = (1 - mix_weight_BH1) * _wide(window_o[:, 0]) + mix_weight_BH1 * o_BHD
-    cache.state_BGFD.copy_(state[..., :D])
-    if cache.z_BGF is not None:
-        cache.z_BGF.copy_(state[..., D])
-    cache.k_BPGD[:, slot], cache.v_BPGD[:, slot] = k_rot, token.v_BGD
-    if cache.deferred_inputs_BPGD is not None:
-        cache.deferred_inputs_BPGD[:, slot] = token.k_BGD
-    if cache.sink_k_BMGD is not None and cache.sink_v_BMGD is not None:
-        for b in range(B):
+    cache.state_NGFD[row_B] = state[..., :D]
+    if cache.z_NGF is not None:
+        cache.z_NGF[row_B] = state[..., D]
+    cache.k_NPGD[row_B, slot_B], cache.v_NPGD[row_B, slot_B] = k_rot, token.v_BGD
+    if cache.deferred_inputs_NPGD is not None:
+        cache.deferred_inputs_NPGD[row_B, slot_B] = token.k_BGD
+    if cache.sink_k_NMGD is not None and cache.sink_v_NMGD is not None:
+        for b, row in enumerate(row_B.tolist()):
             if 0 <= (position := int(position_BS[b, -1])) < sinks:
-                cache.sink_k_BMGD[b, position], cache.sink_v_BMGD[b, position] = k_rot[b], token.v_BGD[b]
+                cache.sink_k_NMGD[row, position], cache.sink_v_NMGD[row, position] = k_rot[b], token.v_BGD[b]
     return mixed.to(dtype)
 
 

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from gated_kernels.common.tiles import dot
+from gated_kernels.fused_step.pages import offset_of, page_of, slot_of
 from gated_kernels.fused_step.rotary import rotated
 
 
@@ -20,7 +21,8 @@ def _ahead(x, i, count):
 
 @triton.jit
 def _features(
-    x, b, B, n, g, c, along, z, proj, bias, log_inv_temperature, codes, logits, totals, tops, sums, normalizers,
+    x, b, B, n, g, c, along, rows, z, state_step, proj, bias, log_inv_temperature, codes,
+    logits, totals, tops, sums, normalizers,
     COUNT: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, S: tl.constexpr,
     CE: tl.constexpr, BD: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
@@ -34,7 +36,7 @@ def _features(
     row = b.to(tl.int64) * COUNT + n
     # all loads are issued before the first result is used
     if z is not None:
-        z += (b.to(tl.int64) * G + g)[:, None] * F
+        z += (offset_of(page_of(rows, b, inside), state_step, G * F) + g * F)[:, None]
         z_rows = tl.load(z + f[None, :], mask=inside[:, None] & (f < F)[None, :], other=0.0)
     if codes is None:
         block = inside[:, None] & (f < F)[None, :]
@@ -105,8 +107,8 @@ def _sinks(sink_k, sink_v, visible, m, column, M: tl.constexpr, G: tl.constexpr,
 
 @triton.jit
 def _window(
-    b, g, ring_position, q, k, v, q_step, k_step, v_step, cos, sin, cos_step, ring_k, ring_v, position,
-    sink_k, sink_v, visible, o, lse, scale,
+    b, g, rows, head_step, ring_position, position_step, q, k, v, q_step, k_step, v_step,
+    cos, sin, cos_step, ring_k, ring_v, position, sink_k, sink_v, visible, o, lse, scale,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, M: tl.constexpr,
     CD: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr,
     EARLY: tl.constexpr,
@@ -115,7 +117,8 @@ def _window(
     n = tl.arange(0, N)
     column = tl.arange(0, CD)[None, :]
     head = g * R + n
-    slot = tl.load(ring_position).to(tl.int32) % P
+    slot = slot_of(ring_position, b, True, position_step, P)
+    page = page_of(rows, b, True)
     if C > 0:
         cos += b * cos_step
         sin += b * cos_step
@@ -124,13 +127,15 @@ def _window(
     new_v = tl.load(v + b * v_step + g * D + column, mask=column < D, other=0.0)
     position += b * (P + 1)
     is_token = tl.load(position + P) >= 0
-    ring_k += (b * P * G + g) * D
-    ring_v += (b * P * G + g) * D
+    of_ring = offset_of(page, head_step, P * G * D) + g * D
+    ring_k += of_ring
+    ring_v += of_ring
     # The first tiles are loaded last, because the compiler waits for them at once. By then, all other loads are issued.
     next_seen = _seen(position, tl.arange(0, K), slot, P)
     if sink_k is not None:
-        sink_k += (b * M * G + g) * D
-        sink_v += (b * M * G + g) * D
+        of_sinks = offset_of(page, head_step, M * G * D) + g * D
+        sink_k += of_sinks
+        sink_v += of_sinks
         visible += b * M
         if EARLY:
             sinks, values_of_sinks, shown = _sinks(sink_k, sink_v, visible, tl.arange(0, SINKS), column, M, G, D)
@@ -168,7 +173,7 @@ def _window(
 @triton.jit
 def read_kernel(
     q, k, v, q_step, k_step, v_step, cos, sin, cos_step, position, visible,
-    ring_k, ring_v, deferred, sink_k, sink_v, z, ring_position,
+    ring_k, ring_v, deferred, sink_k, sink_v, z, rows, head_step, state_step, ring_position, position_step,
     q_proj, q_bias, q_log_inv_temperature, k_proj, k_bias, k_log_inv_temperature, codes, asked,
     logits, totals, tops, sums, normalizers, o, lse, scale, B,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, E: tl.constexpr, F: tl.constexpr,
@@ -183,12 +188,13 @@ def read_kernel(
     b = i // S % tiles * ROWS + tl.arange(0, ROWS)
     if OVERLAP:
         if n >= G * R + G:
-            bg = (i - (G * R + G) * tiles * S).to(tl.int64)
-            at = tl.arange(0, PP)[:, None] * (G * D) + tl.arange(0, CD // 16)[None, :] * 16
-            first = (bg // G * P * G + bg % G) * D
-            last = (P - 1) * G * D + D
-            _ahead(ring_k + first, at, last)
-            _ahead(ring_v + first, at, last)
+            if rows is None:  # which page a row has may still be written
+                bg = (i - (G * R + G) * tiles * S).to(tl.int64)
+                at = tl.arange(0, PP)[:, None] * (G * D) + tl.arange(0, CD // 16)[None, :] * 16
+                first = offset_of(bg // G, head_step, P * G * D) + bg % G * D
+                last = (P - 1) * G * D + D
+                _ahead(ring_k + first, at, last)
+                _ahead(ring_v + first, at, last)
         elif codes is not None:
             lines = tl.arange(0, CD * CE // 32) * 32
             g = tl.where(n < G * R, n // R, n - G * R)
@@ -206,7 +212,7 @@ def read_kernel(
             q_bias += n * E
             q_log_inv_temperature += n
         _features(
-            x, b, B, n, n // R, c, None if asked is None else asked + n * D, z,
+            x, b, B, n, n // R, c, None if asked is None else asked + n * D, rows, z, state_step,
             q_proj, q_bias, q_log_inv_temperature, codes, logits, totals, tops, sums, normalizers,
             G * R + G, G, D, E, F, S, CE, BD, BF,
         )  # fmt: skip
@@ -214,20 +220,22 @@ def read_kernel(
         g = n - G * R
         x = k + b.to(tl.int64) * k_step + g * D
         if deferred is not None:
-            x = deferred + (b.to(tl.int64) * P + tl.load(ring_position).to(tl.int32) % P) * (G * D) + g * D
+            slot = slot_of(ring_position, b, b < B, position_step, P)
+            x = deferred + offset_of(page_of(rows, b, b < B), head_step, P * G * D) + (slot * G + g) * D
         if codes is not None:
             k_proj += g * D * E
             k_bias += g * E
             k_log_inv_temperature += g
         _features(
-            x, b, B, n, g, c, None, None,
+            x, b, B, n, g, c, None, None, None, None,
             k_proj, k_bias, k_log_inv_temperature, codes, logits, totals, tops, sums, normalizers,
             G * R + G, G, D, E, F, S, CE, BD, BF,
         )  # fmt: skip
     else:
         i -= (G * R + G) * tiles * S
         _window(
-            (i // G).to(tl.int64), i % G, ring_position, q, k, v, q_step, k_step, v_step, cos, sin, cos_step,
+            (i // G).to(tl.int64), i % G, rows, head_step, ring_position, position_step,
+            q, k, v, q_step, k_step, v_step, cos, sin, cos_step,
             ring_k, ring_v, position, sink_k, sink_v, visible, o, lse, scale,
             G, R, D, C, P, M, CD, N, K, SINKS, K == 64,
         )  # fmt: skip

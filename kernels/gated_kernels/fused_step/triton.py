@@ -14,6 +14,8 @@ matrix product would pad to 16 rows and go through shared memory. Warps are dist
 each feature for several columns. Only the first kernel reads the normalizer z, which the programs of all columns would
 need, and only the second one writes it.
 
+A row's cache may be a page elsewhere (see pages.py), and the slot of its oldest token may be its own.
+
 If the GPU supports it (programmatic dependent launch), each kernel is launched while the one before it still runs. It
 prefetches data that does not depend on that one, and waits for it before it reads anything else. The first kernel waits
 before it lets the second begin. So everything from before the first kernel is complete when the second loads the state.
@@ -59,12 +61,12 @@ LAUNCH = LaunchConfig()
 
 def triton_fused_step(token: StepInputs, cache: StepCache, config: StepConfig) -> Tensor:
     """See `gated_kernels.fused_step.chunk.fused_step`."""
-    (B, H, D), (_, P, G, _), F = token.q_BHD.shape, cache.k_BPGD.shape, cache.state_BGFD.shape[2]
+    (B, H, D), (_, P, G, _), F = token.q_BHD.shape, cache.k_NPGD.shape, cache.state_NGFD.shape[2]
     cos, sin, codes, gate, memory_weight = token.cos_BC, token.sin_BC, config.codes, config.gate, config.memory_weight
     q, k, v = (x if x.stride()[1:] == (D, 1) else x.contiguous() for x in (token.q_BHD, token.k_BGD, token.v_BGD))
     visible = None if token.sink_visible_BM is None else token.sink_visible_BM.contiguous()
     cos_step = 0 if cos is None or len(cos) == 1 else cos.stride(0)
-    new, R, CD = cache.state_BGFD.new_empty, H // G, _held(D)
+    new, R, CD = cache.state_NGFD.new_empty, H // G, _held(D)
     tiles = (H + G) * triton.cdiv(B, LEAST)
     piece = CD if codes is None else _piece(F, tiles)
     S = triton.cdiv(F, piece)
@@ -79,17 +81,19 @@ def triton_fused_step(token: StepInputs, cache: StepCache, config: StepConfig) -
     sizes = {"G": G, "R": R, "D": D, "F": F, "P": P, "S": S, "CD": CD, "OVERLAP": overlap}
     sizes |= {"C": 0 if cos is None else cos.shape[1], "M": 0 if visible is None else visible.shape[1]}
     power, query_weight, memory_log = memory_weight or (None, None, None)
+    position_step = None if cache.ring_position.numel() == 1 else cache.ring_position.stride(0)
+    places = cache.row_B, *cache.strides, cache.ring_position, position_step
     with torch.cuda.device_of(o):
         read_kernel[(tiles * S + B * G,)](
             q, k, v, q.stride(0), k.stride(0), v.stride(0), cos, sin, cos_step, token.position_BS, visible,
-            *cache[:5], cache.z_BGF, cache.ring_position, *(codes or (None,) * 7), query_weight,
+            *cache[:5], cache.z_NGF, *places, *(codes or (None,) * 7), query_weight,
             logits, totals, tops, sums, normalizers, window, lse, token.scale, B,
             **sizes, E=E, CE=_held(E), BD=min(LAUNCH.channels, CD), BF=piece, N=_held(R), K=16 if wide else 64,
             SINKS=LEAST, ROWS=LEAST, PP=triton.next_power_of_2(P),
             num_warps=LAUNCH.read_warps * (2 if wide else 1), launch_pdl=overlap,
         )  # fmt: skip
         write_kernel[(B * G, triton.cdiv(D, BV))](
-            k, v, k.stride(0), v.stride(0), cos, sin, cos_step, token.position_BS, *cache,
+            k, v, k.stride(0), v.stride(0), cos, sin, cos_step, token.position_BS, *cache[:7], *places,
             None if gate is None else gate.bias_GF, power, memory_log,
             logits, totals, tops, sums, normalizers, window, lse, o, 1.0 if gate is None else gate.normalizer, D**-0.5,
             **sizes, GATE=None if gate is None else gate.of, SHARED=memory_weight is not None, FG=FG,

@@ -8,6 +8,7 @@ import triton.language as tl
 from gated_kernels.common.interpreter import rounded
 from gated_kernels.common.tiles import dot
 from gated_kernels.fused_step import chunk
+from gated_kernels.fused_step.pages import offset_of, page_of, slot_of
 from gated_kernels.fused_step.rotary import rotated
 
 # The axis of a tile that holds the state's rows. It is the one that Triton distributes over warps: of the axes before
@@ -61,8 +62,8 @@ def _softmax(top_of, sum_of):
 @triton.jit
 def write_kernel(
     k, v, k_step, v_step, cos, sin, cos_step, position, ring_k, ring_v, deferred, sink_k, sink_v, state, z,
-    ring_position, bias, power, memory_log, logits, totals, tops, sums, normalizers, window, lse, o,
-    gate_normalizer, root,
+    rows, head_step, state_step, ring_position, position_step, bias, power, memory_log,
+    logits, totals, tops, sums, normalizers, window, lse, o, gate_normalizer, root,
     GATE: tl.constexpr, SHARED: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
     F: tl.constexpr, FG: tl.constexpr, P: tl.constexpr, M: tl.constexpr, S: tl.constexpr,
     CD: tl.constexpr, CS: tl.constexpr, N: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
@@ -82,9 +83,10 @@ def write_kernel(
     group = group[None, None, :, None] if ROWS_AXIS == 1 else group[None, :, None, None]
     in_tile = tl.program_id(1) * BV + group * BC + tl.arange(0, BC)
     # All loads are issued before the first result is used, beginning with those that do not depend on the other kernel.
-    state += bg * (F * D)  # offsets within it fit into 32 bits
+    page = page_of(rows, b, True)
+    state += offset_of(page, state_step, G * F * D) + g * (F * D)  # offsets within it fit into 32 bits
     if z is not None:
-        z += bg * F
+        z += offset_of(page, state_step, G * F) + g * F
     next_rows, next_z = _of_state(state, z, tl.arange(0, BF), in_tile, is_first, D, F)
     new_position = tl.load(position + b * (P + 1) + P)
     new_v = tl.load(v + b * v_step + g * D + column, mask=inside, other=0.0)
@@ -93,7 +95,8 @@ def write_kernel(
         sin += b * cos_step
     key = k + b * k_step + g * D
     new_k = rotated(key, d, d < D, cos, sin, D, C)
-    at_slot = ((b * P + tl.load(ring_position).to(tl.int32) % P) * G + g) * D
+    slot = slot_of(ring_position, b, True, position_step, P)
+    at_slot = offset_of(page, head_step, P * G * D) + (slot * G + g) * D
     if deferred is not None:
         new_key = tl.load(key + d, mask=d < D, other=0.0)
         written = tl.load(position + b * (P + 1)) >= M
@@ -179,7 +182,7 @@ def write_kernel(
         mixed = 0.5 * (seen + read)
     tl.store(o + out, rounded(mixed, o.dtype.element_ty), mask=block)
     sink_columns = tl.where(new_position < 0, 0, tl.where(new_position < M, D, 0))  # 0 if the new token is not a sink
-    at_sink = ((b * M + new_position) * G + g) * D
+    at_sink = offset_of(page, head_step, M * G * D) + (new_position * G + g) * D
     if is_first:
         tl.store(ring_k + at_slot + d, new_k, mask=d < D)
         if sink_k is not None:
