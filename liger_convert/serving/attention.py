@@ -90,7 +90,6 @@ class ServedAttention(LinearizedAttention, MambaBase):
     """A served `LinearizedAttention`; `serve` converts a layer to this class in place."""
 
     mamba_type = MambaAttentionBackendEnum.LINEAR
-    kv_cache: tuple[Tensor, ...] = ()
     prefix: str
     layout: PageLayout
     page_words: int
@@ -105,7 +104,7 @@ class ServedAttention(LinearizedAttention, MambaBase):
         """
         attention.__class__ = cls
         assert isinstance(attention, cls)
-        attention.prefix, attention.layout, attention.page_words, attention.pages = prefix, layout, page_words, None
+        attention.prefix, attention.layout, attention.page_words, attention.kv_cache = prefix, layout, page_words, ()
         compilation = get_current_vllm_config().compilation_config
         attention.captured = compilation.cudagraph_mode.has_full_cudagraphs()
         compilation.static_forward_context[prefix] = attention
@@ -118,6 +117,16 @@ class ServedAttention(LinearizedAttention, MambaBase):
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return StepBackend
+
+    @property
+    def kv_cache(self) -> Any:
+        """The tensors that vLLM has bound, or an empty sequence."""
+        return self._kv_cache
+
+    @kv_cache.setter
+    def kv_cache(self, kv_cache: Any) -> None:
+        # vLLM unbinds the small cache of its memory profiling, which must then be freed
+        self._kv_cache, self.pages = kv_cache, None
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         super().bind_kv_cache(kv_cache)
