@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from served import Reference, answers, assert_same, engine, make_export, prompts, run, sampling
 
-triton = pytest.importorskip("triton", reason="Triton is not installed")
+pytest.importorskip("triton", reason="Triton is not installed")
 
 from gated_kernels.common.registry import set_kernel
 from gated_kernels.fused_step import triton as kernels
 
+from liger_convert.io.checkpoint import load_config
 from liger_convert.serving.layer import LayerPages
+from liger_convert.serving.plugin import choose_execution
 
 NEW = 4  # the interpreter is slow
 TEXTS = prompts([1, 33, 64])
@@ -61,3 +64,42 @@ def test_decoding_on_pages(
         monkeypatch.setattr(LayerPages, "step_cache", lossy)
         with pytest.raises(AssertionError):
             check("lost")
+
+
+@pytest.mark.parametrize(
+    ("mixer", "changes", "captured"),
+    [
+        ("gla", {}, True),
+        ("gla", {"enforce_eager": True}, False),
+        ("gla", {"cudagraph_mode": "NONE"}, False),
+        ("gla", {"cuda": False}, False),
+        ("gated-deltanet", {}, False),
+    ],
+)
+def test_which_models_are_captured(
+    mixer: str,
+    changes: dict[str, Any],
+    captured: bool,
+    rows: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import vllm.platforms
+    from vllm.config import CompilationMode, CUDAGraphMode
+
+    config = load_config(make_export(tmp_path, "llama", ["main", "softmax", "main"], type=mixer))
+    platform = SimpleNamespace(is_cuda=lambda: changes.get("cuda", True))
+    monkeypatch.setattr(vllm.platforms, "current_platform", platform)
+    mode = CUDAGraphMode[changes["cudagraph_mode"]] if "cudagraph_mode" in changes else None
+    eager = changes.get("enforce_eager", False)
+    settings = SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=config, dtype=torch.bfloat16, enforce_eager=eager),
+        compilation_config=SimpleNamespace(mode=None, cudagraph_mode=mode),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+    )
+    choose_execution(settings)
+    compilation = settings.compilation_config
+    assert settings.model_config.enforce_eager is not captured
+    if captured:
+        assert compilation.mode == CompilationMode.NONE
+        assert compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
