@@ -84,7 +84,7 @@ class PageLayout:
     def _has_fused_step(self, config: StepConfig | None, heads: int) -> bool:
         """Whether the kernels of the fused step take a mixer of this configuration over these pages."""
         nothing = torch.zeros(1, dtype=torch.long)
-        groups = tensors_of(self.views(torch.zeros(1, self.words)))
+        groups = tensors_of(self.views(torch.zeros(1, self.words, dtype=torch.float32)))
         cache = step_cache(groups["ring"], groups["sinks"], groups["states"], nothing, nothing)
         return config is not None and cache is not None and is_covered(cache, config, heads)
 

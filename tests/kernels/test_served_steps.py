@@ -166,6 +166,17 @@ def test_layers_of_other_pages_share_their_rows() -> None:
     assert new_pages.tolist() == [4]
 
 
+def test_layouts_do_not_depend_on_the_dtype_that_a_server_builds_models_in() -> None:
+    config = build("llama", ["main"] * 3, **GLA).config
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        layout = layouts(config, torch.bfloat16)[0]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert layout.has_fused_step
+    assert layout.words == layouts(config, torch.bfloat16)[0].words
+
+
 def test_padding_decodes_only_where_all_requests_do() -> None:
     pages = torch.zeros(3, dtype=torch.long)
     assert Batch([0, 1, 2, 2], [4, 9, 0], pages, pages).decoding == 3
