@@ -95,5 +95,5 @@ class Batch:
             return None
         on_gpu = self.page_R.is_cuda
         # a copy from pinned memory does not wait for the step before
-        index = torch.tensor(self._new, pin_memory=on_gpu).to(self.page_R.device, non_blocking=on_gpu)
+        index = torch.tensor(self._new, device="cpu", pin_memory=on_gpu).to(self.page_R.device, non_blocking=on_gpu)
         return self.page_R.index_select(0, index)

@@ -78,12 +78,12 @@ class PageLayout:
         if spec.sinks:
             self.fields += [PageField("sinks", name, (spec.sinks, *head), dtype) for name in ("k", "v")]
         self.words = sum(field.words for field in self.fields)
-        self.has_fused_step = self._has_fused_step(module.step_config(), dims.heads)
+        with torch.device("cpu"), torch.no_grad():
+            self.has_fused_step = self._has_fused_step(module.step_config(), dims.heads)
 
     def _has_fused_step(self, config: StepConfig | None, heads: int) -> bool:
         """Whether the kernels of the fused step take a mixer of this configuration over these pages."""
         nothing = torch.zeros(1, dtype=torch.long)
-        # servers also set their own default dtype
         groups = tensors_of(self.views(torch.zeros(1, self.words, dtype=torch.float32)))
         cache = step_cache(groups["ring"], groups["sinks"], groups["states"], nothing, nothing)
         return config is not None and cache is not None and is_covered(cache, config, heads)

@@ -6,21 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from paged import PAGE_OF, REQUESTS, paged, serve
 from tiny_models import SINKS, TOKENS, WINDOW, assert_same_logits, build, logits
-from torch import Tensor
 
 from liger_convert.mixers import MIXERS, resolve_spec
-from liger_convert.model.attention import LinearizedAttention, head_dims
+from liger_convert.model.attention import head_dims
 from liger_convert.model.sequence import SequenceMetadata
 from liger_convert.serving import rows as rows_module
-from liger_convert.serving.batch import Batch, StepMetadata
-from liger_convert.serving.layer import LayerPages, attend_batch
 from liger_convert.serving.page import PageLayout
 from liger_convert.serving.rows import Rows, make_rows
-from liger_convert.serving.settings import layouts, page_words
+from liger_convert.serving.settings import layouts
 from liger_convert.utils.errors import BadInput
 
-PAGES = 7
 # for each step of a server: the requests that take part, and how many tokens of each are read
 STEPS = [
     {0: 11, 1: 1, 2: 3},
@@ -29,66 +26,12 @@ STEPS = [
     {0: 1, 1: 1, 2: 1, 3: 1},
     {1: 9, 3: 1, 2: 2, 0: 1},
 ]
-REQUESTS = [TOKENS[0], TOKENS[1], TOKENS[0].flip(0), TOKENS[1].flip(0)]
-PAGE_OF = {0: 4, 1: 2, 2: 6, 3: 1}
-
-
-class PagedAttention(LinearizedAttention):
-    """A layer that keeps its cache in pages, and takes the tokens of all requests as one row."""
-
-    pages: LayerPages
-    batch: Batch
-
-    def prepare_metadata(self, metadata: SequenceMetadata) -> None:
-        pass
-
-    def forward(self, hidden_states: Tensor, position_embeddings: Any, metadata: Any = None, **_: Any) -> Any:
-        o_NHD = attend_batch(self, self.pages, self.batch, hidden_states, position_embeddings, metadata)
-        return self.o_proj(o_NHD.flatten(1)[None]), None
-
-
-def paged(model: Any) -> list[PagedAttention]:
-    """Turns the layers of a model into paged ones. Pages begin as another request's garbage, which is not finite."""
-    of_layers = layouts(model.config, torch.float32)
-    found = []
-    for i, layout in of_layers.items():
-        layer = model.model.layers[i].self_attn
-        layer.__class__ = PagedAttention
-        layer.pages = LayerPages(layer, layout, torch.full((PAGES, page_words(of_layers) + 3), torch.nan))
-        found.append(layer)
-    return found
-
-
-def step_batch(layers: list[PagedAttention], lengths: list[int], seen: list[int], pages: list[int]) -> Batch:
-    """The batch of a step, as an engine makes it, with the pages of new requests cleared where the layers need it."""
-    starts, seen_R = [0, *torch.tensor(lengths).cumsum(0).tolist()], torch.tensor(seen)
-    batch = Batch(starts, seen, torch.tensor(pages), torch.where(torch.tensor(lengths) > 0, seen_R, -1))
-    for layer in layers:
-        if layer.pages.fused and (new_pages := batch.new_pages()) is not None:
-            layer.pages.clear(new_pages)
-        layer.batch = batch
-    return batch
-
-
-def serve(model: Any, layers: list[PagedAttention]) -> dict[int, Tensor]:
-    """The logits of every request's tokens as a server reads them by STEPS."""
-    seen, parts = dict.fromkeys(PAGE_OF, 0), {r: [] for r in PAGE_OF}
-    for step in STEPS:
-        lengths = list(step.values())
-        step_batch(layers, lengths, [seen[r] for r in step], [PAGE_OF[r] for r in step])
-        tokens = torch.cat([REQUESTS[r][seen[r] : seen[r] + n] for r, n in step.items()])
-        positions = torch.cat([torch.arange(seen[r], seen[r] + n) for r, n in step.items()])
-        found = logits(model, tokens[None], position_ids=positions[None], metadata=StepMetadata(positions))[0]
-        for (r, n), part in zip(step.items(), found.split(lengths)):
-            parts[r].append(part)
-            seen[r] += n
-    return {r: torch.cat(part) for r, part in parts.items()}
 
 
 def assert_pages_equal_one_pass(**spec: Any) -> None:
     model = build("llama", ["main", "main", "main"], **spec)
     wanted = {r: logits(model, tokens[None])[0] for r, tokens in enumerate(REQUESTS)}
-    for r, found in serve(model, paged(model)).items():
+    for r, found in serve(model, paged(model), STEPS).items():
         assert_same_logits(found, wanted[r][: len(found)])
 
 
