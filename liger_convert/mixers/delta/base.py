@@ -28,9 +28,13 @@ from liger_convert.mixers.spec import ReadSpec
 
 @dataclass(frozen=True)
 class DeltaSpec(ReadSpec):
-    """beta: the strength b is the sigmoid of a learned bias, by itself (`constant`) or added to `pooled` keys.
+    """Options of the delta rule.
 
-    beta_bias: where that bias starts. rope: whether the memory's queries and keys are rotated like the window's.
+    rope: whether the memory uses queries and keys after rotary, as the window does, instead of before.
+    beta: what the strength b is computed from: its logit is the pooled key plus a learned bias (`pooled`), or the bias
+        alone (`constant`).
+    beta_bias: where that bias starts. A larger value replaces more of the old value at each write; 0 replaces about
+        half of it.
     """
 
     combine: Combine = "learned"

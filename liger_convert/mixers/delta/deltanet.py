@@ -14,7 +14,7 @@ from liger_convert.mixers.registry import register_mixer
 
 @register_mixer("deltanet")
 class DeltaNet(DeltaMixer):
-    summary = "delta rule: a key's new value replaces its old one"
+    summary = "delta rule: a new value replaces the old one under the same key"
     left_out = (
-        "SiLU of queries, keys and values, the strength's projection; off by default: `short_conv`, `output_norm`"
+        "SiLU of queries, keys and values, the projection to the strength; off by default: `short_conv`, `output_norm`"
     )

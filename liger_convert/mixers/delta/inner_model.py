@@ -37,10 +37,11 @@ MOST_TOKENS = 1024  # in a mini-batch
 
 @dataclass(frozen=True)
 class InnerModelSpec(DeltaSpec):
-    """model: what is trained on the tokens, a `linear` one or an `mlp` with one hidden layer of 4 times the head size.
+    """Options of the inner model. A value other than the default changes the memory that a conversion starts with.
 
-    mini_batch: tokens whose gradients are taken at the same weights; 16 as published for TTT. Each changes the memory
-    that a conversion starts with.
+    model: what is trained on the tokens: a `linear` model, or an `mlp` with one hidden layer of 4 times the head size.
+    mini_batch: how many tokens in a row take their gradients at the same weights. With 1, each token's gradient is
+        taken at the weights after the previous token. TTT's paper uses 16.
     """
 
     model: Literal["linear", "mlp"] = "linear"

@@ -35,9 +35,12 @@ from liger_convert.mixers.registry import register_mixer
 
 @dataclass(frozen=True)
 class TitansSpec(InnerModelSpec):
-    """momentum_bias: d; 0 halves a step at every token. gate_bias: e; -7 keeps a memory for about a thousand tokens.
+    """Options of momentum and decay, which have one value each per key-value head.
 
-    Both are learned from there.
+    momentum_bias: where the learned bias d of the momentum starts. With a larger value, the momentum lasts longer; with
+        0, it halves at every token.
+    gate_bias: where the learned bias e of the decay starts. A larger value forgets faster; with -7 the memory lasts
+        about 1,100 tokens.
     """
 
     momentum_bias: float = 0.0
@@ -46,12 +49,12 @@ class TitansSpec(InnerModelSpec):
 
 @register_mixer("titans")
 class Titans(DeltaMixer):
-    summary = "delta rule with momentum and forgetting"
-    gate_rule = "exp(-softplus(pool(k) + e))"
+    summary = "delta rule with momentum and a decay per head"
+    gate_rule = "exp(-softplus(pool(k) + bias))"
     left_out = (
-        "persistent tokens in attention, memory as context, as gate (replaced by a learned mix) and as layer, the "
-        "rates' projections, SiLU of queries, keys and values; off by default: `model: mlp`, `mini_batch: 16`, "
-        "`short_conv`, `output_norm`, `output_gate`"
+        "persistent tokens in attention, memory as context, memory as layer, memory as gate (a learned mix instead), "
+        "the projections to the rates, SiLU of queries, keys and values; off by default: `model: mlp`, "
+        "`mini_batch: 16`, `short_conv`, `output_norm`, `output_gate`"
     )
     recurrence = "momentum"
     Spec = TitansSpec

@@ -20,7 +20,12 @@ from liger_convert.mixers.registry import register_mixer
 
 @dataclass(frozen=True)
 class GatedRetentionSpec(GatedSpec):
-    """gate_normalizer: tau; with it a bias of 6 keeps a memory for thousands of tokens."""
+    """Options of the gate, which has one value per key-value head.
+
+    gate_bias: where the gate's learned bias b starts.
+    gate_normalizer: tau, which divides the log of the gate. A larger value makes the memory last longer, about tau e^b
+        tokens: the defaults make that 6,500 tokens.
+    """
 
     rope: bool = True
     gate: Literal["head", "learned", "constant"] = "head"
@@ -35,9 +40,9 @@ class GatedRetentionSpec(GatedSpec):
 
 @register_mixer("gated-retention")
 class GatedRetention(GatedMixer):
-    summary = "retention with a scalar gate per head"
-    gate_rule = "sigmoid(pool(k) + b)^(1/tau), scalar"
-    left_out = "the gate's projection of the layer's input; off by default: `output_gate`"
+    summary = "retention with a decay per head that depends on the token"
+    gate_rule = "sigmoid(pool(k) + bias)^(1/tau), per head"
+    left_out = "the projection from the layer's input to the gate; off by default: `output_gate`"
     Spec = GatedRetentionSpec
     spec: GatedRetentionSpec
     scalar = True

@@ -32,7 +32,13 @@ from liger_convert.mixers.registry import register_mixer
 
 @dataclass(frozen=True)
 class GateLoopSpec(GatedSpec):
-    """phase: complex gates. A bias of 7 keeps a memory for about a thousand tokens."""
+    """Options of the gate.
+
+    phase: whether gates are complex. Their angles are a learned linear function of the key and start at 0. With false,
+        gates are real, one for each real channel.
+    gate_bias: where the learned bias b of the gates' magnitudes starts. A larger value makes the memory last longer;
+        7 makes it last about 1,100 tokens.
+    """
 
     gate: Literal["pooled", "head", "learned", "constant"] = "pooled"
     phase: bool = True
@@ -47,10 +53,10 @@ class GateLoopSpec(GatedSpec):
 
 @register_mixer("gateloop")
 class GateLoop(GatedMixer):
-    summary = "linear attention with a complex gate per channel; the token sets its magnitude and angle"
-    gate_rule = "sigmoid(pool(k) + b) e^(i k P)"
+    summary = "linear attention with a complex gate per channel; each token sets its magnitude and angle"
+    gate_rule = "sigmoid(pool(k) + bias) e^(i k P)"
     slow_parameters: ClassVar[dict[str, float]] = {"phase_GDC": 1e-3}
-    left_out = "the gate's projections of the layer's input; off by default: `output_gate`"
+    left_out = "the projections from the layer's input to the gate's magnitude and angle; off by default: `output_gate`"
     Spec = GateLoopSpec
     spec: GateLoopSpec
 

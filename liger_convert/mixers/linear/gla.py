@@ -31,8 +31,13 @@ from liger_convert.mixers.registry import register_mixer
 
 @dataclass(frozen=True)
 class GLASpec(GatedSpec):
-    """gate_bias: added to the gate's logits, learned from there; 6 keeps a memory for thousands of tokens at the start.
-    gate_normalizer: tau. gate: over a codebook `pooled` keys give each code a gate of its own.
+    """Options of the gate and the normalizer.
+
+    gate: as in GatedSpec. With a codebook, `pooled` gives each code a gate of its own, and `learned` is not possible.
+    gate_bias: where the gate's learned bias b starts.
+    gate_normalizer: tau, which divides the log of the gate; flash-linear-attention calls it `gate_logit_normalizer`. A
+        larger value makes the memory last longer, about tau e^b tokens: the defaults make that 6,500 tokens.
+    normalize: as in LinearSpec, but with false the read is used as it is, without a norm.
     """
 
     combine: Combine = "shared"
@@ -56,9 +61,9 @@ class GLASpec(GatedSpec):
 
 @register_mixer("gla")
 class GLA(GatedMixer):
-    summary = "normalized gated linear attention over a codebook, one denominator with the window"
-    gate_rule = "sigmoid(pool(k) + b)^(1/tau)"
-    left_out = "GLA's projection of the gate and its output norm; off by default: `output_gate`"
+    summary = "normalized gated linear attention over a codebook, with one softmax denominator for window and memory"
+    gate_rule = "sigmoid(pool(k) + bias)^(1/tau)"
+    left_out = "GLA's projection of the gate, and its output norm; off by default: `output_gate`"
     Spec = GLASpec
     spec: GLASpec
     rescales = False

@@ -20,7 +20,10 @@ from liger_convert.mixers.registry import register_mixer
 
 @dataclass(frozen=True)
 class LigerHGRN2Spec(MixerSpec):
-    """The published values. window: 64; the paper tries 16 to 256."""
+    """The defaults are the published values.
+
+    window: 64 as published; the paper also tries sizes from 16 to 256.
+    """
 
     sinks: int = 0
     scope: Scope = "all"
@@ -34,9 +37,9 @@ class LigerHGRN2Spec(MixerSpec):
 
 @register_mixer("liger-hgrn2")
 class LigerHGRN2(DiagonalMixer):
-    summary = "the published Liger-HGRN2: a running mean per channel, half and half with the window"
+    summary = "Liger-HGRN2 as published: a running mean per key channel, averaged with the window"
     gate_rule = "sigmoid(k)"
-    left_out = "nothing of Liger's; of HGRN2's layer all but the recurrence"
+    left_out = "nothing of Liger's layer; of HGRN2's, everything but the recurrence"
     Spec = LigerHGRN2Spec
     spec: LigerHGRN2Spec
     normalize = False

@@ -21,7 +21,11 @@ from liger_convert.mixers.registry import register_mixer
 
 @dataclass(frozen=True)
 class LightningSpec(LinearSpec):
-    """slope: multiplies -log a of every head; 1 as published, 0 forgets nothing."""
+    """Options of the decay.
+
+    slope: a factor on the decay rate -log a of every head; 1 as published. A larger value forgets faster, and with 0
+        nothing is forgotten.
+    """
 
     slope: float = 1.0
 
@@ -35,7 +39,7 @@ class LightningSpec(LinearSpec):
 class Lightning(LinearMixer):
     summary = "linear attention with a constant decay per head, by ALiBi's slopes"
     gate_rule = "exp(-slope 2^(-8 g / G)), constant"
-    left_out = "swish of queries and keys, the decay's dependence on the layer; off by default: `output_gate`"
+    left_out = "swish of queries and keys, and decays that depend on the layer; off by default: `output_gate`"
     Spec = LightningSpec
     spec: LightningSpec
 

@@ -20,7 +20,7 @@ from liger_convert.mixers.registry import register_mixer
 
 @dataclass(frozen=True)
 class LinearAttentionSpec(LinearSpec):
-    """As published: normalised, elu + 1."""
+    """The defaults are the published values: the feature map elu + 1, and a normalizer."""
 
     combine: Combine = "shared"
     feature_map: MapName = "elu1"

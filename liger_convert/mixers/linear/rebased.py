@@ -19,7 +19,7 @@ from liger_convert.mixers.registry import register_mixer
 
 @dataclass(frozen=True)
 class RebasedSpec(LinearSpec):
-    """As published: normalised."""
+    """The defaults are the published values: a learned parabola, and a normalizer."""
 
     combine: Combine = "shared"
     feature_map: MapName = "parabola"

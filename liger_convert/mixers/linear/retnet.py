@@ -19,15 +19,15 @@ from liger_convert.mixers.registry import register_mixer
 
 @dataclass(frozen=True)
 class RetNetSpec(LightningSpec):
-    """As published, rotated."""
+    """The defaults are the published values: retention uses rotated queries and keys."""
 
     rope: bool = True
 
 
 @register_mixer("retnet")
 class RetNet(Lightning):
-    summary = "retention: rotated linear attention with a constant decay per head"
-    gate_rule = "1 - 2^(-5 - g), constant"
+    summary = "retention: linear attention with rotary and a constant decay per head"
+    gate_rule = "(1 - 2^(-5 - g))^slope, constant"
     left_out = "xPos (the base's rotary is used instead); off by default: `output_gate`"
     Spec = RetNetSpec
 

@@ -38,11 +38,17 @@ from liger_convert.utils.errors import BadInput
 
 @dataclass(frozen=True)
 class MoMSpec(MixerSpec):
-    """memories: N. active: k. shared: whether one more memory holds every token. balance: weight of each layer's own
-    loss N sum_m (share of tokens that chose m) (mean probability of m), which is least when all are chosen alike.
-    The authors' code weighs k times such a loss of all layers by 1e-2: for k = 2 and 20 layers, 1e-3 a layer.
-    router: whether each key-value `head` chooses for itself or, as published, all heads of a `layer` alike.
-    inner: the mixer that each memory is, `type` and its options.
+    """Options of the router and of the memories.
+
+    memories: N, the number of memories to choose from. The size of the state is proportional to it.
+    active: k, the number of memories that each token writes and reads.
+    shared: whether one more memory takes in every token, whatever the router chooses.
+    balance: the weight of a loss that keeps the router from always choosing the same memories. The loss of a layer is
+        N sum_m f_m p_m, where f_m is the share of all choices that memory m gets, and p_m its mean probability. It is 1
+        if all memories are chosen equally often. The authors' code weights k times such a loss over all layers by 1e-2,
+        which for k = 2 and 20 layers is 1e-3 per layer.
+    router: who chooses: each key-value `head` for itself, or all heads of a `layer` together, as published.
+    inner: the mixer that each memory is: its `type` and its options, without those of MixerSpec.
     """
 
     memories: int = 4
@@ -101,9 +107,9 @@ class MoMSpec(MixerSpec):
 
 @register_mixer("mom")
 class MoM(Mixer):
-    summary = "mixture of memories: a router sends each token to some of several memories of another mixer"
+    summary = "mixture of memories: a router sends each token to a few of several memories of another mixer"
     gate_rule = "the inner mixer's"
-    left_out = "projections of keys and values for each memory, and the output norm and gate"
+    left_out = "separate projections of keys and values for each memory, the output norm and gate"
     recurrence = "routed"
     passes_states = False  # its balance is a mean over whole rows
     Spec = MoMSpec

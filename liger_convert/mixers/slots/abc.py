@@ -22,14 +22,17 @@ from liger_convert.mixers.slots.base import SlotMixer, SlotSpec
 
 @dataclass(frozen=True)
 class ABCSpec(SlotSpec):
-    """As every mixer over slots."""
+    """The options of all slot mixers."""
 
 
 @register_mixer("abc")
 class ABC(SlotMixer):
-    summary = "bounded-memory control: softmax over slots that never forget, each a learned choice of tokens"
+    summary = (
+        "attention with bounded-memory control: softmax over slots that never forget; learned weights choose their "
+        "tokens"
+    )
     gate_rule = "none"
-    left_out = "the control's projection of the layer's input (the keys are used instead)"
+    left_out = "the projection from the layer's input to the slots (the keys are projected instead)"
     Spec = ABCSpec
     spec: ABCSpec
 

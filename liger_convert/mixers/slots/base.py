@@ -23,7 +23,10 @@ from liger_convert.mixers.base import QKV, HeadDims, MemoryOutput, Mixer, MixerS
 
 @dataclass(frozen=True)
 class SlotSpec(MixerSpec):
-    """slots: how many running means a key-value head keeps."""
+    """Options of the slot mixers.
+
+    slots: how many slots a key-value head has. Each holds one running mean of keys and one of values.
+    """
 
     slots: int = 64
 

@@ -24,8 +24,13 @@ from liger_convert.utils.errors import BadInput
 
 @dataclass(frozen=True)
 class GSASpec(SlotSpec):
-    """gate_bias: b of the last slot, learned from there; the slots start evenly between 0, which forgets in tens of
-    tokens, and this. gate_normalizer: tau."""
+    """Options of the gates, one per slot.
+
+    slots: as in SlotSpec; it has to divide the head size or be a multiple of it.
+    gate_bias: where the learned bias b of the last slot starts. The biases of the slots are evenly spaced from 0 to
+        this value. By default, the first slot keeps a token for about 20 tokens, and the last one for about 6,500.
+    gate_normalizer: tau, which divides the log of every gate. A larger value makes all slots last longer.
+    """
 
     gate_bias: float = 6.0
     gate_normalizer: float = 16.0
@@ -38,10 +43,10 @@ class GSASpec(SlotSpec):
 
 @register_mixer("gsa")
 class GSA(SlotMixer):
-    summary = "gated slot attention: softmax over slots, each forgetting at its own rate"
-    gate_rule = "sigmoid(pool(k) + b)^(1/tau)"
+    summary = "gated slot attention: softmax over slots, each with a decay of its own"
+    gate_rule = "sigmoid(pool(k) + bias)^(1/tau)"
     left_out = (
-        "the gate's projection of the layer's input, swish of queries, keys, values and the output, the output "
+        "the projection from the layer's input to the gate, swish of queries, keys, values and the output, the output "
         "norm; a normalizer is added"
     )
     Spec = GSASpec

@@ -23,8 +23,10 @@ SLOWEST, FASTEST = 1e-3, 1e-1  # initial decay per token of a channel's first st
 
 @dataclass(frozen=True)
 class ElementwiseSpec(MixerSpec):
-    """states: F, the rates at which a value channel forgets. skip: adds d * v of the query's own token to the read, d
-    being learned per channel from 0 on.
+    """Options of the elementwise mixers.
+
+    states: F, the number of decay rates per value channel. The size of the state is proportional to it.
+    skip: whether d * v of the query's own token is added to the read. d is learned per channel and starts at 0.
     """
 
     states: int = 16

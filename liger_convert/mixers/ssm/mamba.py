@@ -27,14 +27,14 @@ from liger_convert.mixers.ssm.base import ElementwiseMixer, ElementwiseSpec, mea
 
 @dataclass(frozen=True)
 class MambaSpec(ElementwiseSpec, ReadSpec):
-    """As every elementwise mixer."""
+    """The options of all elementwise mixers, and those of a norm and a gate on the read."""
 
 
 @register_mixer("mamba")
 class Mamba(ElementwiseMixer):
-    summary = "selective state space: each value channel forgets at several rates, scaled by each token"
-    gate_rule = "exp(-softplus(pool(k) + b) e^rate)"
-    left_out = "the step's low-rank projection; off by default: `short_conv`, `skip`, `output_gate`"
+    summary = "selective state space: each value channel decays at several rates, scaled by a step size from the token"
+    gate_rule = "exp(-softplus(pool(k) + bias) e^rate)"
+    left_out = "the low-rank projection to the step size; off by default: `short_conv`, `skip`, `output_gate`"
     Spec = MambaSpec
     # the product of two softmax features is about 1 / F, and steps add up to a fraction of 1: about e^-4 in all
     initial_log_share = 1.0

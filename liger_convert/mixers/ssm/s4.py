@@ -25,13 +25,13 @@ from liger_convert.mixers.ssm.base import ElementwiseMixer, ElementwiseSpec, mea
 
 @dataclass(frozen=True)
 class S4Spec(ElementwiseSpec):
-    """As every elementwise mixer."""
+    """The options of all elementwise mixers."""
 
 
 @register_mixer("s4")
 class S4(ElementwiseMixer):
-    summary = "diagonal state space: running means of each value channel at fixed rates, independent of content"
-    gate_rule = "exp(-e^rate), learned"
+    summary = "diagonal state space: running means of each value channel at learned rates, the same for every token"
+    gate_rule = "exp(-e^rate)"
     left_out = "complex rates, the GELU and the linear layer that mix the output's channels; off by default: `skip`"
     Spec = S4Spec
     spec: S4Spec
