@@ -419,7 +419,7 @@ def mixers_page() -> str:
         "",
         "## What is left out",
         "",
-        "Some parts of a paper's layer are missing, because a checkpoint has no weights for them. Parts listed as off by",
+        "Some parts of a paper's layer are missing, mostly because a checkpoint has no weights for them. Those listed as off by",
         "default are options of the mixer.",
         "",
         "| mixer | what it lacks from its paper's layer |",

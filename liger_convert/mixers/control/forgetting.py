@@ -2,14 +2,14 @@
 
 o_t = sum_s p_ts v_s,   p_t = softmax_s(q_t k_s scale + sum_{s < l <= t} log f_l),   f_t = sigmoid(x_t W + b)
 
-For a layer that should stay softmax: it starts as the base's attention over all tokens, except for a gate per key-value
-head, which is nearly 1 (a token 4,096 back keeps e^-0.02 of its weight). Its cache grows like the base's, unless
-`window` bounds it. Every other mixer can have this gate on its window (`forget`).
+This is for a layer that should stay softmax. It starts as the base's attention over all tokens, except for a gate per
+key-value head that is nearly 1: at a distance of 4,096 tokens, a weight is multiplied by e^-0.02. Its cache grows like
+the base's, unless `window` limits it. Every other mixer can have this gate on its window (`forget`).
 
-The gates of the paper's ablation are `gate: learned`, where W stays 0, and `gate: fixed`, where b is not learned
-either. Its Pro block is `kv_shift`, `qk_norm` (projection_pieces.py), `output_norm` and `output_gate` (read_pieces.py).
-The paper drops rotary, as `rope: false` does. The norms and `rope: false` change the attention that a conversion starts
-with.
+The paper's ablations have two other gates: `gate: learned`, where W stays 0, and `gate: fixed`, where b is not learned
+either. The paper's Pro block is `kv_shift`, `qk_norm` (projection_pieces.py), `output_norm` and `output_gate`
+(read_pieces.py). The paper does not use rotary, which is `rope: false` here. The norms and `rope: false` change the
+attention even before training.
 
 Shapes: G key-value heads.
 """

@@ -1,6 +1,6 @@
-"""The control: the window with its sinks and no memory, the baseline that any memory must beat.
+"""The control: the window with its sinks and no memory. Any memory must be better than this.
 
-A window of 0 is unbounded: the base's own softmax attention, with a growing cache.
+A window of 0 is unbounded, which is the base's own softmax attention with a growing cache.
 """
 
 from __future__ import annotations

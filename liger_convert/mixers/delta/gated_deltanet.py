@@ -2,9 +2,9 @@
 
 S_t = a_t S_{t-1} + b_t u_t^T (v_t - u_t a_t S_{t-1}),   a_t = exp(-softplus(pool(k_t) + c)),   o_t = q_t S_t
 
-with u, q, b and the short convolution as in `deltanet`. The paper scales the softplus by a learned e^A; where a is near
-1, c has the same effect. `output_norm: rms` is its norm after the read. Its output gate is a SiLU, `output_gate` a
-sigmoid.
+with u, q, b and the short convolution as in `deltanet`. The paper multiplies the softplus by a learned e^A. If a is
+near 1, the bias c has the same effect. `output_norm: rms` is the paper's norm after the read. The paper's output gate
+is a SiLU; `output_gate` is a sigmoid.
 """
 
 from __future__ import annotations

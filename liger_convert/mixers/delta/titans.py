@@ -3,16 +3,18 @@
 Z_t = eta_t Z_{t-1} - theta_t u_t^T (u_t M_{t-1} - v_t),   M_t = (1 - alpha_t) M_{t-1} + Z_t,   o_t = q_t M_t
 theta_t = sigmoid(pool(k_t) + c),   eta_t = sigmoid(pool(k_t) + d),   1 - alpha_t = exp(-softplus(pool(k_t) + e))
 
-with u = k / |k| and q of length 1. The momentum Z carries an update on to later tokens. Unlike in the paper, the three
-rates come from pooled keys instead of new projections. The recurrent state is two matrices of D x D per head.
+with u = k / |k| and q of length 1. The momentum Z applies an update again at later tokens. The paper computes the three
+rates with new projections; here they are computed from pooled keys. The recurrent state is two matrices of D x D per
+head.
 
-`model: mlp` is the paper's deep memory with two layers, and `mini_batch` its chunks, whose gradients are taken at the
-memory from the start of the chunk (section 3.2); both begin with a learned M_0, as in inner_model.py. Persistent tokens
-would write the same into the memory for every text, so M_0 takes their place; those that attention sees are left out,
-as the window's sinks take theirs. Of the paper's three ways to combine memory and attention, memory as a gate is the
-closest to a mixer here: two branches over the same tokens, whose outputs are added by a learned mix, where the paper
-normalizes and multiplies them. In the other two, attention takes the memory's output as its input, or the reverse, for
-which a checkpoint has no projections.
+`model: mlp` is the paper's deep memory with two layers. `mini_batch` is its chunk size: all gradients of a chunk are
+taken at the memory from the start of the chunk (section 3.2). Both begin with a learned M_0, as in inner_model.py.
+Persistent tokens write the same into the memory for every text, so M_0 replaces them. Those that attention sees are
+left out; the window has sinks instead.
+
+The paper has three ways to combine memory and attention. A mixer here is closest to memory as a gate: two branches over
+the same tokens. Their outputs are added with learned weights, whereas the paper normalizes and multiplies them. In the
+other two, attention takes the memory's output as its input, or the reverse. A checkpoint has no projections for that.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, V value size.
 """

@@ -1,4 +1,4 @@
-"""Base of the mixers with the diagonal recurrence: feature maps, rotary, a gate, a norm of the read.
+"""Base classes of the mixers with the diagonal recurrence: feature maps, rotary, the gate, and the norm of the read.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, F feature size, V value size.
 """
@@ -55,8 +55,8 @@ class LinearSpec(ReadGateSpec):
 class LinearMixer(DiagonalMixer):
     """Linear attention: nothing is forgotten (a = 1) unless a subclass defines a gate.
 
-    An unnormalized sum grows with the sequence, so each head's read is divided by its root mean square and multiplied
-    by a learned scale per channel, as in the papers (GroupNorm in RetNet and mLSTM, RMSNorm in Lightning and Mamba2).
+    Without a normalizer, the state grows with the sequence. Each head's read then gets an RMS norm with a learned scale
+    per channel. The papers do the same, with GroupNorm in RetNet and mLSTM, and RMSNorm in Lightning and Mamba2.
     """
 
     gate_rule = "none"
@@ -228,4 +228,4 @@ class GatedMixer(LinearMixer):
 
     @abstractmethod
     def decay(self, logits: Tensor) -> Tensor:
-        """log a <= 0, from the gate's logits."""
+        """log a <= 0, computed from the gate's logits."""

@@ -2,8 +2,9 @@
 
 S_t = diag(a_t) S_{t-1} diag(b_t) + k_t^T v_t,   a_t, b_t = sigmoid(pool(k_t) + bias),   o_t = norm(q_t S_t)
 
-Columns that share one b are a head of the diagonal recurrence with the gate a b. The paper has a b per value channel;
-here the channels form `value_gates` groups with one b each, and every group costs as much as a head.
+Columns with the same b form a head of the diagonal recurrence, whose gate is a b. The paper has one b per value
+channel. Here, the value channels are divided into `value_gates` groups with one b each. Every group is computed as a
+head of its own.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 S_t = a_t S_{t-1} + k_t^T v_t,   a_t = sigmoid(pool(k_t) + b)^(1/tau),   o_t = norm(q_t S_t)
 
-Rotary is the base's own. The gate is pooled from the keys (2503.01496, table 1) instead of projected, and the swish
-output gate is left out; `output_gate` uses a sigmoid instead, which can start at 1.
+Rotary is the base's own. The gate is computed from pooled keys (2503.01496, table 1), without a new projection. The
+paper's output gate is a swish; `output_gate` is a sigmoid instead, which can start at 1.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GatedRetentionSpec(GatedSpec):
 
 @register_mixer("gated-retention")
 class GatedRetention(GatedMixer):
-    summary = "retention with a decay per head that depends on the token"
+    summary = "retention with a token-dependent decay per head"
     gate_rule = "sigmoid(pool(k) + bias)^(1/tau), per head"
     left_out = "the projection from the layer's input to the gate; off by default: `output_gate`"
     Spec = GatedRetentionSpec

@@ -1,9 +1,9 @@
-"""Gated random feature attention: a scalar gate that weighs old against new, with random features (2103.02143).
+"""Gated random feature attention: a gate per head weighs the old state against the new token (2103.02143).
 
 S_t = g_t S_{t-1} + (1 - g_t) phi(k_t)^T [v_t, 1],   g_t = sigmoid(pool(k_t) + b),   o_t = phi(q_t) S / its last column
 
-phi: random features of unit queries and keys, for the paper's arc-cosine or Gaussian kernel. The paper estimates the
-latter with sines and cosines, which can give negative weights; here exponentials are used, which cannot.
+phi is a random feature map of unit queries and keys, for the paper's arc-cosine or Gaussian kernel. The paper estimates
+the Gaussian kernel with sines and cosines, which can give negative weights. Here, exponentials are used, which cannot.
 """
 
 from __future__ import annotations

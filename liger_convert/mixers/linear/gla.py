@@ -1,11 +1,11 @@
-"""Gated linear attention with a normalized memory that shares the window's denominator: the toolkit's default.
+"""Gated linear attention with a normalized memory that shares the window's denominator: the default mixer.
 
 S_t = diag(a_t) S_{t-1} + phi(k_t)^T [v_t, 1],   a_t = sigmoid(pool(k_t) + b)^(1/tau),   [n_t, m_t] = phi(q_t) S
 o_t = (sum_window e^{s_tj} v_j + w_t n_t / m_t) / (sum_window e^{s_tj} + w_t)    (combine: shared, see base.py for w_t)
 
-With a codebook, the state has a channel for each code f. The `pooled` gate then weights the key's channels d as they
-are weighted in the code: pool(k)_f = sum_d w_fd k_d, w_fd = (P c_f)_d^2 / |P c_f|^2. With equal weights it would be the
-mean over all channels, which is the gate `head`.
+With a codebook, the state has one channel for each code f. The `pooled` gate is then a weighted mean of the key's
+channels d: pool(k)_f = sum_d w_fd k_d, where w_fd = (P c_f)_d^2 / |P c_f|^2 says how much channel d counts in the code.
+With equal weights this would be the gate `head`, the mean over all channels.
 
 The recurrence is GLA's (2312.06635) and the pooled gate Liger's (2503.01496, table 1); the map is a codebook (see
 feature_maps.py) or Hedgehog's (2402.04347); the shared denominator is LoLCATs' (2410.10254, eq. 6).

@@ -1,4 +1,4 @@
-"""HGRN2: each channel writes as much as it forgets, k = 1 - a, so its state is a running mean (2404.07904).
+"""HGRN2: each channel writes as much as it forgets (k = 1 - a), so the state is a running mean (2404.07904).
 
 S_t = diag(a_t) S_{t-1} + (1 - a_t)^T v_t,   a_t = gamma + (1 - gamma) sigmoid(pool(k_t) + b)
 o_t = norm(phi(q_t) S_t)

@@ -3,8 +3,8 @@
 S_t = diag(a_t) S_{t-1} + (1 - a_t)^T v_t,   a_t = sigmoid(k_t)            (the released "pooling" is the identity)
 o_t = 0.5 softmax(q_t) S_t + 0.5 window_64(q, k, v)_t
 
-The gates have no lower bound, and the read has no norm and no scale. There are no new parameters. `hgrn2` differs: its
-gates have a bias and a lower bound, and its read has an RMS norm with a learned scale.
+The gates have no lower bound, and the read has neither a norm nor a scale. There are no new parameters. In `hgrn2`, the
+gates have a bias and a lower bound, and the read has an RMS norm with a learned scale.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 S_t = f_t S_{t-1} + i_t k_t^T [v_t, 1] / sqrt(D),   [n_t, m_t] = q_t S_t,   o_t = norm(n_t / max(|m_t|, 1))
 f_t = sigmoid(pool(k_t) + b_f),   i_t = exp(c tanh((pool(k_t) + b_i) / c)),   c = 15
 
-The paper's exponential input gate is unbounded, and a running maximum keeps it within float32. Here the soft cap c of
-xLSTM 7B (2503.13427) keeps i_t below e^15: sums of any length stay finite, and the equations above hold without the
-maximum, in chunks and token by token. `output_gate` is the paper's except for a factor of 2, and `short_conv: 4` is its
+The paper's exponential input gate is unbounded, and a running maximum keeps it within float32. Here, the soft cap c of
+xLSTM 7B (2503.13427) keeps i_t below e^15. Sums of any length stay finite, so no maximum is needed, and chunks give the
+same result as single tokens. `output_gate` is the paper's, except for a factor of 2. `short_conv: 4` is its
 convolution, here applied to values as well.
 """
 

@@ -2,9 +2,10 @@
 
 S_t = diag(a_t) S_{t-1} + k_t^T v_t,   a_t = exp(-exp(pool(k_t) + b)),   o_t = norm(q_t (S_{t-1} + diag(u) k_t^T v_t))
 
-With `scope: all` the read is the paper's. With `scope: evicted` the memory ends before the window, which already covers
-the current token; `bonus: true` adds q_t diag(u) k_t^T v_t to the read, with u starting at 0. The decay is pooled as in
-Liger (2503.01496, table 1). `token_shift` is described in projection_pieces.py, the output gate in read_pieces.py.
+With `scope: all`, the read is the paper's. With `scope: evicted`, the memory ends before the window, which already
+covers the current token. There, `bonus: true` adds q_t diag(u) k_t^T v_t to the read, and u starts at 0. The decay is
+computed from pooled keys, as in Liger (2503.01496, table 1). `token_shift` is described in projection_pieces.py, and
+the output gate in read_pieces.py.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class RWKV6Spec(GatedSpec):
 
 @register_mixer("rwkv6")
 class RWKV6(GatedMixer):
-    summary = "linear attention with a decay per channel that depends on the token, and a bonus for the current token (optional)"
+    summary = "linear attention with a token-dependent decay per channel, and optionally a bonus for the current token"
     gate_rule = "exp(-exp(pool(k) + bias))"
     left_out = (
         "the low-rank projection to the decay, SiLU instead of sigmoid in the gate; off by default: `token_shift` "

@@ -1,16 +1,19 @@
-"""Mixture of memories (2502.13685): a token writes and reads k of N memories of another mixer, and a shared one.
+"""Mixture of memories (2502.13685): a token writes and reads k of N memories of another mixer, plus a shared one.
 
 r_t = x_t W,   g_t = softmax over the k largest of r_t                        (one W per key-value head, or per layer)
-S_m(t) = the inner mixer's update of S_m(t-1) if token t chose m, else S_m(t-1), bit for bit
+S_m(t) = the inner mixer's update of S_m(t-1) if token t chose m, else exactly S_m(t-1)
 o_t = (e^{c_s} o_s + sum_m g_tm e^{c_m} o_m) / (e^{c_s} + sum_m g_tm e^{c_m})      (log normalizers c of the reads o)
 
-Memories without a normalizer are summed, o_s + sum_m g_tm o_m. All memories share the features and gates of one mixer,
-where the paper has separate projections. A token's choice depends on no other token; ties go to the first memory.
+The outputs of memories without a normalizer are added: o_s + sum_m g_tm o_m. All memories share the features and gates
+of one mixer, whereas the paper has separate projections. The choice for a token does not depend on other tokens. Of
+equal logits, the first memory's wins.
 
-A memory runs over only the tokens that write or read it (see rows.py). A token is in the rows of k memories, or with
-`scope: evicted`, where it is written long after it has read, of up to 2 k. If the lengths of such rows may not be read
-from tensors, every memory runs over all tokens, with zeros for those that did not choose it, unless one router chooses
-for all heads and no state is kept: then a bound on the total length of the rows is known in advance.
+A memory's scan covers only the tokens that write or read it (see rows.py). A token is in the rows of k memories. With
+`scope: evicted`, a token is written long after it has read, so it can be in the rows of 2 k memories.
+
+Sometimes the lengths of such rows may not be read from tensors. Then every memory runs over all tokens, with zeros for
+those that did not choose it. The exception is a router for all heads in a call that keeps no state: there, an upper
+bound of the total length is known in advance.
 
 Shapes: B batch, T tokens, C hidden size, H query heads, G key-value heads, N memories, S = N + the shared one.
 """
@@ -74,7 +77,7 @@ class MoMSpec(MixerSpec):
         return {name: value for name, value in resolved.items() if name not in common}
 
     def inner_mixer(self) -> tuple[type[Mixer], MixerSpec]:
-        """The memories' class and options, without parameters for a window or combining: the mixture does both."""
+        """The class and options of the memories. The mixture has the window and combines it, so they have neither."""
         common = self._common() | {"combine": "fixed", "forget": False}
         return MIXERS[self.inner["type"]], make_spec({**self.inner, **common})
 
@@ -249,7 +252,7 @@ class MoM(Mixer):
         return self._read(qkv, memories, log_g), new_states
 
     def _read(self, qkv: QKV, memories: list[MemoryOutput], log_g: Tensor) -> MemoryOutput:
-        """All reads as one: the shared memory's, which comes first, in full, the others weighted by the router."""
+        """All reads combined. The shared memory's comes first and counts in full; the router weights the others."""
         log_g = F.pad(log_g, (int(self.spec.shared), 0))
         log_g = log_g.repeat_interleave(self.dims.heads // self.dims.kv_heads, 2)
         normalizers = [memory.log_normalizer_BTH for memory in memories if memory.log_normalizer_BTH is not None]

@@ -2,9 +2,8 @@
 
 w_t = e^(k_t W),   a_t = 1,   so K_t / z_t = sum_j softmax_j(k_j W) k_j, and V alike     (base.py has the recurrence)
 
-The softmax over tokens is kept as its numerators and their sum z. Clamping the logits to [-15, 15] keeps it stable:
-sums over any length stay within float32, and the zero weight of a masked token stays zero, unlike with a running
-maximum.
+The softmax over tokens is stored as its numerators and their sum z. The logits are clamped to [-15, 15], so that sums
+over any length stay within float32. Unlike with a running maximum, the zero weight of a masked token stays zero.
 """
 
 from __future__ import annotations

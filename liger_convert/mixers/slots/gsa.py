@@ -1,10 +1,10 @@
-"""Gated slot attention (2409.07146): every slot has a gate of its own, and forgets as much as it writes.
+"""Gated slot attention (2409.07146): every slot has a gate of its own and writes as much as it forgets.
 
 a_t = sigmoid(pool(k_t) + b)^(1/tau),   w_t = 1 - a_t                                  (base.py has the recurrence)
 
-The gate is pooled from keys (Liger, 2503.01496, table 1), so no projection is added. A slot is divided by its
-normalizer z_t = 1 - prod a, which the paper leaves out: z_t tends to 1, but a slow slot without it reads as nearly zero
-for a long time.
+The gate is computed from pooled keys (Liger, 2503.01496, table 1), without a new projection. A slot is divided by its
+normalizer z_t = 1 - prod a, which the paper does not have. z_t tends to 1, but without it, a slot with a slow decay
+would be nearly zero for a long time.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 K_t = diag(a_t) K_{t-1} + (1 - a_t)^T k_t,   V_t likewise with v_t,   a_t = sigmoid(pool(k_t))^(1/16)
 o_t = 0.5 softmax(q_t K_t^T) V_t + 0.5 window_64(q, k, v)_t
 
-pool averages neighboring channels of a key; with as many slots as channels, as published, it is the identity. A nearly
-empty slot takes part with a logit near 0, and keys are written before rotary. There are no new parameters. `gsa`
-differs: its gates have a bias, its slots are divided by their normalizers, and its logits by sqrt(D).
+pool averages neighboring channels of a key. With as many slots as channels, as published, it is the identity. A nearly
+empty slot takes part in the softmax with a logit near 0. Keys are written before rotary. There are no new parameters.
+In `gsa`, the gates have a bias, the slots are divided by their normalizers, and the logits by sqrt(D).
 """
 
 from __future__ import annotations

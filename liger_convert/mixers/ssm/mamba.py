@@ -3,9 +3,9 @@
 S_t = exp(dt_t log A) * S_{t-1} + phi(k_t)^T [dt_t * v_t, dt_t],   dt_t = softplus(pool(k_t) + b),   log A = -e^rate
 o_t = n_t / m_t,   [n_t, m_t] = phi(q_t) S_t                            (base.py has the shapes and the starts)
 
-k, q and v take the places of Mamba's B, C and x, as in 2408.15237. `short_conv: 4` is its convolution, applied before
-anything is computed from k, q and v; `skip` and `output_gate` are its skip and the gate of its output.
-phi is a softmax over F learned features, so the weights are positive and the read is a mean.
+k, q and v replace Mamba's B, C and x, as in 2408.15237. `short_conv: 4` is Mamba's convolution, applied before anything
+is computed from k, q and v. `skip` is its skip, and `output_gate` the gate on its output. phi is a softmax over F
+learned features, so the weights are positive and the read is a mean.
 """
 
 from __future__ import annotations
