@@ -335,7 +335,12 @@ def _described_mixers() -> dict[str, dict[str, Any]]:
     return json.loads(printed.getvalue())
 
 
-COMBINED = {"shared": "a shared denominator", "learned": "a learned mix", "fixed": "the mean", "memory": "the memory alone"}
+COMBINED = {
+    "shared": "a shared denominator",
+    "learned": "a learned mix",
+    "fixed": "the mean",
+    "memory": "only the memory",
+}
 
 
 def mixers_page() -> str:
@@ -397,12 +402,12 @@ def mixers_page() -> str:
         "- `output_gate: true`: multiplies what is read from the memory by 2 sigmoid(W x), where x is the layer's",
         "  input. W starts at 0.",
         "- `skip: true`: adds d ⊙ v of the query's own token to the read. d is learned and starts at 0.",
-        "- `bonus: true` (`rwkv6`): adds the query's own token to the read, with a learned weight per key channel. With",
-        "  `scope: all`, this is always on and its weights start at 1.",
-        "- `token_shift: true` (`rwkv6`): mixes queries, keys and values with those of the previous token, in the window",
-        "  as well. A low-rank map of the layer's input gives the share of each channel.",
-        "- `kv_shift: true` (`forgetting`): mixes keys and values with those of the previous token. A linear map of the",
-        "  layer's input gives the share of each head.",
+        "- `bonus: true` (`rwkv6`): adds the query's own token to the read, with a learned weight per key channel.",
+        "  With `scope: all`, this is always on and its weights start at 1.",
+        "- `token_shift: true` (`rwkv6`): mixes queries, keys and values with those of the previous token, in the",
+        "  window as well. A low-rank map of the layer's input gives the share of each channel.",
+        "- `kv_shift: true` (`forgetting`): mixes keys and values with those of the previous token. A linear map of",
+        "  the layer's input gives the share of each head.",
         "- `gate: learned` and `gate: fixed` (`forgetting`): the gate is a bias per head, which does not depend on the",
         "  token. `fixed` does not train it.",
         "",
@@ -419,8 +424,8 @@ def mixers_page() -> str:
         "",
         "## What is left out",
         "",
-        "Some parts of a paper's layer are missing, mostly because a checkpoint has no weights for them. Those listed as off by",
-        "default are options of the mixer.",
+        "Some parts of a paper's layer are missing, mostly because a checkpoint has no weights for them. Those",
+        "listed as off by default are options of the mixer.",
         "",
         "| mixer | what it lacks from its paper's layer |",
         "| --- | --- |",

@@ -121,7 +121,7 @@ class Event:
 def test_the_parts_of_a_step_add_up_by_either_clock(monkeypatch) -> None:
     """Of the steps that count: those before are slower. Of two micro-batches a step, the passes are one part."""
     monkeypatch.syspath_prepend(str(KERNELS))
-    module = import_module("scale_parts")
+    module = import_module("scale_timing")
     monkeypatch.setattr(module.StageTrainer, "_average", lambda _: None)
     trainer = object.__new__(module.Clocked)
     trainer.args = argparse.Namespace(device=argparse.Namespace(type="cpu"))
