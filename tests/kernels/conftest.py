@@ -1,4 +1,4 @@
-"""What the tests of all ops share."""
+"""Fixtures for the tests of all ops."""
 
 from collections.abc import Iterator
 

@@ -90,7 +90,7 @@ def test_a_part_that_fails_or_hangs_costs_no_other_its_numbers(monkeypatch, tmp_
 
 
 @pytest.mark.parametrize("loss", [2.0, 2.5])
-def test_what_has_another_loss_is_not_timed(monkeypatch, tmp_path: Path, capsys, loss: float) -> None:
+def test_a_training_with_a_different_first_loss_is_not_timed(monkeypatch, tmp_path: Path, capsys, loss: float) -> None:
     """The control has the same, and is."""
     parts = {"profile": {"host": {"averaging": 3.25}, "gpu": {}}, "sending_ms": 1.75}
     rows = {"ddp-1": [row("rows shared", 100)], "ddp-2": [row("rows shared", 190, loss=loss) | parts]}

@@ -324,7 +324,7 @@ def test_the_name_that_the_kernels_had_before_is_refused_with_the_paths_there_ar
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="compiled kernels do not see what is changed in Python")
 @pytest.mark.parametrize("broken", ["levels", "mask", "later chunks"])
-def test_what_is_wrong_is_found(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_notices_broken_kernels(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     constants, launched = launch.constants, launch._Call.run
 
     def changed(kernel: str, *sizes: Any) -> dict[str, Any]:

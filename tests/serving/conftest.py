@@ -1,4 +1,4 @@
-"""These tests run vLLM on a CPU, in an environment of their own: `make test-serve`."""
+"""Runs vLLM on a CPU, in an environment of its own: `make test-serve`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM answers is what `generate` answers, however requests meet in a batch; and a fault in their state shows."""
+"""vLLM answers as `generate` does, whatever else is in a batch. A fault in a request's state changes the answers."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def llm(case: Case) -> Iterator[Any]:
         yield llm
 
 
-def test_all_at_once_in_pieces(case: Case, llm: Any) -> None:
+def test_many_requests_at_once_are_answered_as_by_generate(case: Case, llm: Any) -> None:
     case.check(run(llm, TEXTS))
 
 
-def test_late_arrivals(case: Case, llm: Any) -> None:
+def test_requests_that_arrive_late_are_answered_as_by_generate(case: Case, llm: Any) -> None:
     case.check(run(llm, TEXTS, every=3, name="late"))
     case.check(run(llm, TEXTS[::-1], every=2, name="reverse")[::-1])
 
@@ -107,7 +107,7 @@ FAULTS: dict[str, Callable[[Any], bool]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_shows(fault: str, case: Case, llm: Any) -> None:
+def test_a_fault_in_the_state_changes_the_answers(fault: str, case: Case, llm: Any) -> None:
     with broken(FAULTS[fault]) as broke:
         outputs = run(llm, TEXTS, name=fault.replace(" ", "-"))
     if not any(broke):
@@ -133,7 +133,7 @@ def test_a_new_request_that_reads_what_another_left_shows(
         case.check(outputs)
 
 
-def test_what_the_state_is_worth(case: Case, llm: Any) -> None:
+def test_repeated_tokens_are_predicted_better_with_the_state(case: Case, llm: Any) -> None:
     """The log-probability of the reminders in unseen rows, which are read in pieces, with the state and without."""
     rows = random_rows(8, 120, seed=-1)
 
@@ -198,7 +198,7 @@ def test_preempted_requests_start_again(case: Case) -> None:
 
 
 @pytest.mark.parametrize("layers", LAYERS)
-def test_bfloat16(layers: str) -> None:
+def test_vllm_in_bfloat16_is_as_close_as_rounding_allows(layers: str) -> None:
     """The project's own code in bfloat16 is as far from float32 as this format makes it; vLLM is to be no farther from
     the project's, but for as much again. Without its state it is.
 

@@ -1,4 +1,6 @@
-"""Clients who ask in all ways at once leave nothing behind; `tests/support/soak.py` does the same for minutes."""
+"""Many clients at once, with all kinds of requests, leave nothing behind. `tests/support/soak.py` does the same for
+minutes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agreement is what it says: the base has all of it, and a model's own greedy text is the base's as far as it tells."""
+"""Agreement with the base: the base agrees fully with itself, and another model is compared by its own greedy text."""
 
 from __future__ import annotations
 

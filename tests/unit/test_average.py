@@ -1,4 +1,4 @@
-"""A stage with `ema_length` ends with the average of its weights, and trains as it does without."""
+"""A stage with `ema_length` ends with the averaged weights. Its training steps are the same as without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Calibration finds the pairs that attend to each other and the share each head wants, and harms no head.
+"""Calibration finds the pairs that attend to each other and the best weight of each head's memory, and makes no head
+worse.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, D head size, F codes.
 """

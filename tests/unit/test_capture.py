@@ -1,4 +1,4 @@
-"""A stage whose layers are compiled, or whose passes are replayed as a graph, trains as it does without."""
+"""A stage trains the same with compiled layers or captured graphs as without."""
 
 from __future__ import annotations
 

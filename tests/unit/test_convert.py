@@ -1,4 +1,4 @@
-"""A conversion loses nothing, adds what the config says, holds little in memory, and refuses what does not add up."""
+"""A conversion loses no tensor, adds what the config says, needs little memory, and refuses damaged checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What families.py says of a family is what its own modules do."""
+"""What families.py says of each family agrees with the family's modules in transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A window that forgets is the Forgetting Transformer's attention, and starts as the window it was."""
+"""A window with a forget gate is the Forgetting Transformer's attention. At the start it hardly differs from the plain
+window.
+"""
 
 from __future__ import annotations
 

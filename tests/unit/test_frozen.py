@@ -1,4 +1,6 @@
-"""What is frozen is held in fewer digits without changing a bit of a training, and the mixers alone leave the base."""
+"""Frozen weights are held in lower precision without changing a bit of the training. Training only the mixers leaves
+the base unchanged.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written a tensor at a time is the checkpoint that transformers would write of the whole model."""
+"""A checkpoint that is written one tensor at a time equals the one that transformers writes of the whole model."""
 
 from __future__ import annotations
 

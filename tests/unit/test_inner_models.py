@@ -122,7 +122,7 @@ def test_a_memory_is_the_model_that_its_paper_trains(spec: dict[str, Any]) -> No
     ],
     ids=str,
 )
-def test_the_loop_tells_the_pieces_apart(spec: dict[str, Any], other: dict[str, Any]) -> None:
+def test_the_reference_loop_differs_if_an_option_differs(spec: dict[str, Any], other: dict[str, Any]) -> None:
     assert relative_error(spec, spec | other) > 1e-3
 
 

@@ -1,4 +1,4 @@
-"""Our own measures, against computations by hand."""
+"""Our own measures, compared with direct computations."""
 
 from __future__ import annotations
 

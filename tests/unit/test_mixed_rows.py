@@ -1,4 +1,6 @@
-"""A stage on several sources: exact fractions of its rows, each row of one source, and the same rows whatever stops."""
+"""A stage on several sources: exact fractions of rows, each row from one source, and the same rows after any
+interruption.
+"""
 
 from __future__ import annotations
 

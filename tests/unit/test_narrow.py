@@ -1,4 +1,4 @@
-"""What is longer than the base's context, or has nothing to read, is left out of a suite with a note."""
+"""Parts of a suite that are longer than the base's context, or have no data, are left out with a note."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that a GPU has no room for gives what it gives in one piece, while layers wait in the host's memory."""
+"""A model that does not fit on the GPU, so that some layers stay in host memory, gives the same output."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def model_of(family: str, mixer: str) -> Any:
 @pytest.mark.parametrize(
     ("family", "mixer"), [("llama", "gla"), ("llama", "mom"), ("gemma2", "gla"), ("mixtral", "gated-deltanet")]
 )
-def test_layers_that_wait_change_nothing(family: str, mixer: str, small: Any, capsys: Any) -> None:
+def test_layers_in_host_memory_do_not_change_the_output(family: str, mixer: str, small: Any, capsys: Any) -> None:
     """gemma2 has one tensor for both of its ends."""
     whole, options = model_of(family, mixer), GREEDY | {"attention_mask": PADDED_MASK, "max_new_tokens": 8}
     expected, text = logits(whole, TOKENS), whole.generate(PADDED, **options)

@@ -1,4 +1,4 @@
-"""What would fail after training is told before it, and leaves nothing; what is only unlikely is a warning."""
+"""What would fail after training is an error before training, and leaves no file. What is unlikely is a warning."""
 
 from __future__ import annotations
 

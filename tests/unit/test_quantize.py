@@ -1,4 +1,6 @@
-"""`linearize export --quantize`: the linear maps of the layers in 8 bits, all else untouched, and what that costs."""
+"""`linearize export --quantize`: linear maps of the layers get 8-bit weights, nothing else changes, and the loss is
+measured.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,7 @@ def test_the_linear_maps_of_layers_are_quantised_and_nothing_else(scheme: str, d
         assert error.mean() < 0.3 * STEP[scheme] * scale.mean()
 
 
-def test_body_takes_half_of_what_it_takes_in_bfloat16() -> None:
+def test_quantized_weights_take_half_the_bytes_of_bfloat16() -> None:
     found = stored(quantized("fp8", "bfloat16"))
     body = sum(x.nbytes for name, x in found.items() if name in WEIGHTS or name.removesuffix(SCALE) in WEIGHTS)
     in_bfloat16 = sum(2 * found[name].numel() for name in WEIGHTS)
@@ -108,7 +110,7 @@ def test_body_takes_half_of_what_it_takes_in_bfloat16() -> None:
     assert body == in_bfloat16 // 2 + 2 * rows
 
 
-def test_rows_are_worked_on_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantizing_reads_a_few_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[int] = []
     read = quantization.checked_pieces
 
@@ -275,7 +277,7 @@ def windows(text: Path, n: int) -> torch.Tensor:
     return torch.tensor(ids[: n * 256]).view(n, 256)
 
 
-def test_eval_measures_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_eval_measures_a_quantized_export(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog again and again. " * 40)
     (tmp_path / "suite.yaml").write_text(
         "name: tiny\ndescription: text\ntext: [{name: text, window: 64, windows: 4}]\ncopying: []\ntasks: []\n"

@@ -1,4 +1,4 @@
-"""What stands behind the read of a memory, and what a query reads of its own token, against float64 formulas.
+"""The norm and gate after a memory's read, and what a query reads of its own token, compared with float64 formulas.
 
 Shapes: B batch, T tokens, C hidden size, H query heads, G key-value heads, D head size (of values too).
 """

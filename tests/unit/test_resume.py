@@ -1,4 +1,4 @@
-"""What a run goes on from is checked: damage is found, and a bad checkpoint costs some steps and nothing else."""
+"""A resumed run checks what it continues from. Damage is found, and a bad checkpoint costs only some steps."""
 
 import json
 import shutil

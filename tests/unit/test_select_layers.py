@@ -1,4 +1,4 @@
-"""A selection switches exactly between the two attentions of every layer, and its search finds what hangs together."""
+"""Layer selection switches exactly between both attentions of a layer. The search finds layers that help together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands that go from file to file hold a tensor or less of a model, whatever it weighs."""
+"""Commands that read and write files hold at most one tensor of a model in memory, however large the model is."""
 
 from __future__ import annotations
 

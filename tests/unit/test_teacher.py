@@ -1,4 +1,4 @@
-"""What the base writes: as much as asked for, drawn as asked for, and the same however the writing was interrupted."""
+"""Text written by the base: the right amount, sampled as asked for, and the same after any interruption."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A lost terminal does not end a command; Ctrl-C and SIGTERM end it soon; nothing of it lives on."""
+"""Losing the terminal does not end a command. Ctrl-C and SIGTERM end it soon, and no process is left."""
 
 import json
 import os
