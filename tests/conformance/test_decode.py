@@ -174,7 +174,8 @@ def test_fixed_steps_under_autocast_are_the_plain_loop_whose_keys_and_values_dif
 
 
 class NothingOfTheHost(TorchDispatchMode):
-    """Raises where a CUDA graph could not be captured: a tensor made of Python's numbers, or a value that is asked."""
+    """Raises where the capture of a CUDA graph would fail: at a tensor made from Python numbers, or at a value that is
+    read."""
 
     ASKED: tuple[Any, ...] = (aten.lift_fresh.default, aten._local_scalar_dense.default, aten.nonzero.default)
 
@@ -185,7 +186,7 @@ class NothingOfTheHost(TorchDispatchMode):
 
 
 def step_as_captured(monkeypatch: pytest.MonkeyPatch, **spec: Any) -> None:
-    """Generates with steps in place that may not do what a capture forbids."""
+    """Generates with steps in place that must not do anything that a capture forbids."""
     plain, steps = Decoder._step, []
 
     def watched(self: Decoder, *given: Any) -> torch.Tensor:

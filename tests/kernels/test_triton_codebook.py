@@ -94,7 +94,7 @@ def placed(x: Inputs) -> Inputs:
 
 
 def inputs_of(case: Case, parameters: torch.dtype = BF16) -> Inputs:
-    """Vectors in bf16; parameters in that, too, as a model in bf16 has them, or in fp32 as training has them."""
+    """Vectors are bf16. Parameters are bf16, as in a bf16 model, or fp32, as in training."""
     x = inputs(case._replace(dtype=FP32, v_dtype=BF16))
     return placed(
         {

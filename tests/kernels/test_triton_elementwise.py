@@ -52,7 +52,7 @@ LONG = {name: case for name, case in cases.CASES.items() if case.dtype != torch.
 
 @pytest.fixture(autouse=True)
 def _kernels_alone() -> Iterator[None]:
-    """The op runs by the kernels or, with a warning, which fails here, not at all."""
+    """The op must run by the kernels. If it falls back to torch, its warning fails the test."""
     before = kernels_for("elementwise")
     set_kernel("elementwise", kernels.triton_elementwise)
     gated_inputs.warn_once.cache_clear()
@@ -118,7 +118,7 @@ def test_results_do_not_depend_on_how_the_inputs_lie_in_memory_nor_on_autocast(c
 
 @pytest.mark.parametrize("case", ["heads of two values", "strong, exclusive"])
 def test_one_query_for_all_tokens_and_one_key_and_step_for_all_channels_are_taken_as_they_are(case: str) -> None:
-    """As the mixer s4 has them: keys and steps are expanded, so that their strides are 0."""
+    """The mixer s4 has such inputs: keys and steps are expanded, so that their strides are 0."""
     x = inputs_of(OWN[case])
     given = x | {"q_BTHF": x["q_BTHF"][:1, :1], "k_BTGF": x["k_BTGF"][..., :1], "dt_BTGV": x["dt_BTGV"][..., :1]}
 

@@ -12,7 +12,7 @@ WHY = "vllm is not installed here; `make test-serve` runs these in an environmen
 
 
 class Absent(pytest.Module):
-    """A file of tests that need vLLM, where there is none: one test that is skipped, with the reason."""
+    """Stands for a test file if vLLM is missing: a single test that is skipped, with the reason."""
 
     def collect(self) -> Any:
         pytest.skip(WHY, allow_module_level=True)

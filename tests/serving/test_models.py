@@ -34,8 +34,8 @@ def some(names: Any, quick: set[str]) -> list[Any]:
 
 
 def assert_served(export: Path, has_state: bool = True) -> None:
-    """vLLM's answers, and what it makes of the prompts, are those of the project's own code; not where it loses the
-    states."""
+    """Checks that vLLM's answers and prompt log-probabilities equal those of the project's own code, and that they do
+    not if the states are lost."""
     reference = Reference(export)
     tolerances = [reference.tolerance(text) for text in TEXTS]
     wanted = [reference.score_prompt(text) for text in TEXTS]

@@ -70,7 +70,7 @@ def distance(model: Reference, text: list[int], found: Answer) -> float:
 
 
 def agreeing(reference: Reference, found: list[Answer]) -> int:
-    """How many answers are those of `generate`, with its log-probabilities as far as float32 tells."""
+    """How many answers equal those of `generate`, with the same log-probabilities to float32 precision."""
     count = 0
     for text, answer in zip(TEXTS, found):
         close = distance(reference, text, answer) <= reference.tolerance(text)
@@ -110,7 +110,7 @@ def test_swapping_two_scales_changes_the_answers(case: Case, tmp_path: Path, vll
 
 
 def test_vllm_in_bfloat16_is_as_close_as_rounding_allows(case: Case) -> None:
-    """vLLM is no farther from the project's own code in bfloat16 than that is from float32, but for as much again."""
+    """vLLM may differ from the project's own bfloat16 result by at most twice as much as that differs from float32."""
     rounded = Reference(case.export, torch.bfloat16)
     errors, faults = [], []
     for text, found in zip(TEXTS, served(case.export, dtype="bfloat16")):
@@ -123,5 +123,5 @@ def test_vllm_in_bfloat16_is_as_close_as_rounding_allows(case: Case) -> None:
 
 @pytest.mark.parametrize("family", ["phi3", "qwen2", pytest.param("gemma3_text", marks=pytest.mark.slow)])
 def test_families_are_served_quantized(family: str, tmp_path: Path) -> None:
-    """One map for queries, keys and values; biases; norms of queries and keys."""
+    """The families have one projection for queries, keys and values; biases; and norms of queries and keys."""
     assert_served(Case(tmp_path, "fp8", family))

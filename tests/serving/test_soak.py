@@ -15,10 +15,8 @@ SECONDS, GROWTH = 30, 20 * 10**6
 
 
 def test_a_soak_leaves_no_block_in_use_and_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What clients ask for while others hang up, are thrown out or ask in vain is right, which `soak` checks.
-
-    oneDNN keeps what it makes for each shape, 174 MB in half a minute; without that the server grew by 2 MB.
-    """
+    """`soak` checks that answers are right while other clients hang up, are preempted, or send bad requests. oneDNN
+    keeps 174 MB in half a minute for the shapes it has seen. Without it, the server grew by 2 MB."""
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "1")
     export = trained_export("hybrid", "gla")
     with running_server(export, tmp_path, *OPTIONS) as server:

@@ -253,7 +253,8 @@ def test_train_writes_the_text_of_the_base_into_its_folder(home, capsys):
 
 
 def test_a_base_or_baseline_that_does_not_match_the_model_is_refused(home, capsys):
-    """As its base, another shape; as a baseline that writes, a model with tokens that this one has no embedding of."""
+    """A base of another shape is refused, and so is a baseline whose text has tokens that the model has no embedding
+    for."""
     save_tiny_base("llama", home / "deep", num_hidden_layers=4)
     assert main.main(["diagnose", "converted", "--base", "deep", "--suite", "suite.yaml", "--text", "text.jsonl"]) == 2
     said = "error: --base deep: its num_hidden_layers is 4, but converted was made from a base with 3"

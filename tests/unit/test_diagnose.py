@@ -150,7 +150,7 @@ def test_a_memory_that_no_text_is_long_enough_for_is_not_called_unused(
 
 
 def test_the_verdict_is_not_about_what_is_longer_than_the_base_takes(tmp_path: Path) -> None:
-    """There a base fails, and a model with a window would be called better than it."""
+    """Beyond its context, a base fails, so a model with a window would seem better than it."""
     short = save_tiny_base("llama", tmp_path / "base", max_position_embeddings=64)
     suite = SUITE.model_copy(update={"copying": [CopyMeasure(length=33, draws=3)]})
     found = diagnose(linearized(short, tmp_path / "model"), short, suite, device=CPU, **OPTIONS)

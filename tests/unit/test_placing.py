@@ -37,7 +37,7 @@ def waiting(model: Any) -> set[str]:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Places a model as on a GPU of which weights may take so many parts of the model's size."""
+    """Places a model as on a GPU that has room for a fraction of the model's weights."""
 
     def placed(model: Any, part: float) -> Any:
         monkeypatch.setattr(placing, "free_memory", lambda device: int(part * size(model) / SHARE))
@@ -54,7 +54,7 @@ def model_of(family: str, mixer: str) -> Any:
     ("family", "mixer"), [("llama", "gla"), ("llama", "mom"), ("gemma2", "gla"), ("mixtral", "gated-deltanet")]
 )
 def test_layers_in_host_memory_do_not_change_the_output(family: str, mixer: str, small: Any, capsys: Any) -> None:
-    """gemma2 has one tensor for both of its ends."""
+    """gemma2 uses one tensor as both its embeddings and its output head."""
     whole, options = model_of(family, mixer), GREEDY | {"attention_mask": PADDED_MASK, "max_new_tokens": 8}
     expected, text = logits(whole, TOKENS), whole.generate(PADDED, **options)
     model = small(model_of(family, mixer), 0.8)
@@ -94,7 +94,7 @@ LEARNED: dict[str, dict[str, Any]] = {
 def test_a_stage_learns_the_same_of_a_teacher_whose_layers_wait(
     name: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """On a GPU that has no room for the teacher beside what is trained; the control has another teacher."""
+    """The GPU has no room for the teacher in addition to what is trained. The control has another teacher."""
     stage = make_stage(name.partition("-")[0], steps=2, **LEARNED[name])
     whole = train(stage, tmp_path / "whole", precision=precision)
     assert "wait" not in capsys.readouterr().err

@@ -44,7 +44,7 @@ homes: list[tempfile.TemporaryDirectory[str]] = []  # removed when the tests end
 
 @functools.cache
 def model_dir() -> Path:
-    """A tiny model whose memory matters, as a merge leaves it: in float32, with its tokenizer."""
+    """A tiny model whose memory matters, as after merging: in float32, with its tokenizer."""
     homes.append(tempfile.TemporaryDirectory(prefix="liger-test-"))
     home = Path(homes[-1].name)
     base = save_tiny_base("llama", home / "base", initializer_range=0.1)
@@ -188,8 +188,9 @@ def test_an_export_gives_the_same_logits_where_our_packages_cannot_be_imported(t
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_decoding_equals_prefill(scheme: str) -> None:
-    """A token's own numbers decide how it is quantised, so that the two differ only where a number falls on the other
-    side of a half, and behind that in its row. When that happens depends on the machine's last bits."""
+    """A token is quantized by its own numbers alone. So the two differ only if a number is so close to the middle of
+    two steps that it is rounded to the other one. That also changes the rest of the row. When it happens depends on the
+    machine's last bits."""
     model = load_linearized(quantized(scheme)).eval()
     said = model.generate(PROMPT, **GREEDY, return_dict_in_generate=True, output_logits=True)
     scores = torch.stack(said.logits, 1)

@@ -50,7 +50,7 @@ class PagedAttention(LinearizedAttention):
 
 
 def paged(model: Any) -> list[PagedAttention]:
-    """Turns the layers of a model into paged ones. Pages begin as another request's garbage, which is not finite."""
+    """Gives the layers of a model paged caches. Pages start with another request's leftovers, which are not finite."""
     of_layers = layouts(model.config, torch.float32)
     found = []
     for i, layout in of_layers.items():
@@ -62,7 +62,7 @@ def paged(model: Any) -> list[PagedAttention]:
 
 
 def serve(model: Any, layers: list[PagedAttention]) -> dict[int, Tensor]:
-    """The logits of every request's tokens as a server reads them by STEPS."""
+    """The logits of every request's tokens, read in the order in which a server would read them (STEPS)."""
     seen, parts = dict.fromkeys(PAGE_OF, 0), {r: [] for r in PAGE_OF}
     for step in STEPS:
         starts = [0, *torch.tensor(list(step.values())).cumsum(0).tolist()]

@@ -53,7 +53,7 @@ def part_of(layer: Any, process: int, source: int) -> Any:
 
 @torch.no_grad()
 def apart(swapped: bool = False, **spec: Any) -> float:
-    """The largest difference of the sum of two processes from the whole layer, of the largest number."""
+    """The largest difference between the sum over two processes and the whole layer, relative to the largest number."""
     model = build("llama", ["main"] * 3, **spec)
     block = model.model.layers[1]
     layer, x_BTC = block.self_attn, block.input_layernorm(model.model.embed_tokens(TOKENS))

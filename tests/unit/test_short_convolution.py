@@ -176,7 +176,7 @@ def unit(x: Tensor) -> Tensor:
 
 
 def delta_states(p: dict[str, Tensor], raw_TD: Tensor, k_TD: Tensor, v_TD: Tensor, written: list[bool]) -> list[Tensor]:
-    """Gated DeltaNet: strengths and gates of the keys as they are, what is written of the convolved ones."""
+    """Gated DeltaNet: strengths and gates come from the keys as they are, and the convolved keys are written."""
     S, states = torch.zeros(8, 8, dtype=torch.float64), []
     for raw, k, v, is_written in zip(raw_TD, k_TD, v_TD, written):
         if is_written:
