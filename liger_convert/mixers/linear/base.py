@@ -143,8 +143,8 @@ class GatedSpec(LinearSpec):
         averages all of them to one logit per key-value head. `learned` multiplies the key by a learned matrix, which
         starts as that pooling. `constant` uses the learned bias alone, whatever the token is. `none` has no gate, so
         nothing is forgotten.
-    gate_bias: where the bias starts. In a sigmoid gate, a larger value makes the memory last longer, about e^bias
-        tokens: 7 makes that 1,100 tokens.
+    gate_bias: where the bias starts. In a sigmoid gate, a larger value makes the memory last longer: what was written
+        falls to 1/e of its weight after about e^bias tokens. With 7, that is 1,100 tokens.
     """
 
     gate: GateName = "pooled"
