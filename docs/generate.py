@@ -433,12 +433,20 @@ def mixers_page() -> str:
         "",
         "## Options and defaults",
         "",
-        "[Add a mixer](extending/mixer.md) explains where they are defined. Every mixer has these options:",
+        "Each mixer's file in `liger_convert/mixers/` describes its own options, in the docstring of its `Spec` class.",
+        "Every mixer has these options:",
         "",
     ]
-    common = ("window", "sinks", "scope", "combine", "forget")
+    common = {
+        "window": "how many of the most recent tokens softmax attention sees",
+        "sinks": "how many of a document's first tokens stay visible after they have left the window",
+        "scope": "which tokens are written to the memory: those `evicted` from the window, or `all`",
+        "combine": "how the outputs of window and memory become one: `shared`, `learned`, `fixed` or `memory`, see "
+        "[Concepts](concepts.md#how-window-and-memory-combine)",
+        "forget": "whether the window's attention weights fade with distance, by a learned gate",
+    }
     first = next(iter(mixers.values()))["options"]
-    lines += [f"- `{option}`: `{_yaml(first[option])}` by default" for option in common if option in first]
+    lines += [f"- `{option}` (`{_yaml(first[option])}` by default): {what}" for option, what in common.items()]
     lines += ["", "| mixer | its own options | different defaults of the common options |", "| --- | --- | --- |"]
     for name, about in mixers.items():
         own = _options(about["options"], lambda option, _: option not in common)
