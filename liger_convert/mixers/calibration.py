@@ -1,4 +1,4 @@
-"""Calibration: the mixer parameters that are fitted to the base before any training."""
+"""The parameters of a mixer that calibration fits to the base before any training."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 class Calibration(NamedTuple):
     """Parameters that `training.calibrate` fits, besides those that combine memory and window.
 
-    codebooks: modules `feature_maps.Codebook`; their maps and codes are taken from the base, and several inverse
-    temperatures are tried.
-    gate_biases: several shifts are tried of each, a tensor [G,*]. read_size: a size [H,V] of the memory's output, which
-    is fitted together with a learned mix; None where it has none.
+    codebooks: modules `feature_maps.Codebook`. Their projections and codes are computed from the base's queries and
+        keys. Of several inverse temperatures, the best is kept.
+    gate_biases: tensors [G,*]. Several shifts of each are tried, and the best is kept.
+    read_size: the learned scale [H,V] of the memory's read, fitted together with a learned mix; None if there is none.
     """
 
     codebooks: tuple[nn.Module, ...] = ()

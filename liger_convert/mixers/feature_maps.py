@@ -1,6 +1,7 @@
-"""Feature maps phi: what is applied to queries and keys before the memory.
+"""Feature maps phi, which turn queries and keys into the features of the memory's state.
 
-A map is made for a number of heads and a head size; positive maps give weights that can be normalised.
+A map is made for a number of heads and a head size. If its features are not negative, the weights phi(q) phi(k) can be
+normalized.
 Shapes: N heads (query or key-value), H query heads, G key-value heads, R = H / G, D head size, E size of a code,
 F feature size.
 """
@@ -25,14 +26,14 @@ POSITIVE: tuple[FeatureMapName, ...] = ("codebook", "hedgehog", "softmax2", "sof
 
 
 def feature_size(name: FeatureMapName, dim: int, codes: int = 0) -> int:
-    """F for a head of size `dim`: a codebook has `codes`, the two-sided maps double the head."""
+    """F for a head of size `dim`: `codes` for a codebook, 2 D for two-sided maps, else D."""
     if name == "codebook":
         return codes
     return 2 * dim if name in ("hedgehog", "softmax2", "exp") else dim
 
 
 def two_sided_softmax(x: Tensor) -> Tensor:
-    """[softmax(x), softmax(-x)]: positive, bounded and spiky on both sides of zero (Hedgehog, 2402.04347)."""
+    """[softmax(x), softmax(-x)]: positive and bounded, with peaks on both sides of zero (Hedgehog, 2402.04347)."""
     return torch.cat((x.softmax(-1), (-x).softmax(-1)), -1)
 
 
@@ -73,12 +74,12 @@ class FeatureMap(nn.Module):
 
 
 class Codebook(nn.Module):
-    """phi(x) = softmax(s C u), u = P x + b brought to length 1: how near x is to each of F codes, which sum to 1.
+    """phi(x) = softmax(s C u), where u is P x + b scaled to length 1: how close x is to each of F codes. They sum to 1.
 
     Queries and keys of a key-value head share its codes C. Each head has its own P, b and inverse temperature s. A
-    token is remembered under its nearest codes and found by the queries that fall on them, so that F codes keep about F
-    things apart where the head's own size would keep D. What makes it work is where P, b and C start, which
-    `training.calibrate` takes from the base.
+    token is written under the codes closest to its key, and queries close to the same codes read it. So the memory can
+    tell about F groups of tokens apart, instead of D. This only works with good initial values of P, b and C, which
+    `training.calibrate` computes from the base.
     """
 
     def __init__(self, codes: int, heads: int, kv_heads: int, dim: int):
@@ -120,23 +121,25 @@ class Codebook(nn.Module):
         return unit_projection(k_BTGD, self.k_turn_GDE, self.k_shift_GE)
 
     def queries(self, q_BTHD: Tensor) -> Tensor:
-        """phi(q) [B,T,H,F] in float32, or in bf16 where that is what the recurrence multiplies."""
+        """phi(q) [B,T,H,F], in bf16 if the recurrence multiplies in bf16, else in float32."""
         q_BTHD = q_BTHD if multiplies_in_bf16(q_BTHD) else q_BTHD.float()
         return chunk_codebook(q_BTHD, self.q_turn_HDE, self.q_shift_HE, self.q_log_tau_H, self.codes_GFE)
 
     def keys(self, k_BTGD: Tensor) -> Tensor:
-        """phi(k) [B,T,G,F], as of queries."""
+        """phi(k) [B,T,G,F], in the same dtype as phi(q)."""
         k_BTGD = k_BTGD if multiplies_in_bf16(k_BTGD) else k_BTGD.float()
         return chunk_codebook(k_BTGD, self.k_turn_GDE, self.k_shift_GE, self.k_log_tau_G, self.codes_GFE)
 
     def pooled_keys(self, k_BTGD: Tensor) -> Tensor:
-        """A mean of the key's channels for each code, [B,T,G,F] in float32: a channel counts as the square of what it
-        has in the code's direction P c, of length 1."""
+        """A weighted mean of the key's channels for each code, [B,T,G,F] in float32.
+
+        The weight of a channel is the square of its entry in P c, the code's direction, scaled to length 1.
+        """
         with torch.autocast(k_BTGD.device.type, enabled=False):
             directions_GDF = self.k_turn_GDE.float() @ self.codes_GFE.float().mT
             return per_head(k_BTGD.float(), nnf.normalize(directions_GDF, dim=1).square())
 
 
 def code_size(dim: int) -> int:
-    """E: half a head; what queries and keys have in common beyond the window needs no more directions."""
+    """E, half the head size: that is enough to match queries and keys beyond the window."""
     return max(1, dim // 2)

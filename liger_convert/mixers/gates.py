@@ -1,4 +1,4 @@
-"""Gates: how much of the memory survives a token, as log a <= 0.
+"""Gates: the factor a by which the memory decays at a token, as log a <= 0.
 
 Shapes: B batch, T tokens, G key-value heads, D head size, F feature size.
 """
@@ -15,7 +15,7 @@ GateName = Literal["pooled", "head", "learned", "constant", "none"]
 
 
 def pool_to(x_BTGD: Tensor, size: int) -> Tensor:
-    """Keys pooled to `size` channels without new weights: averaged if that is fewer, repeated if it is more.
+    """Keys pooled to `size` channels without new weights: averaged to fewer channels, or repeated to more.
 
     Raises ValueError if neither size divides the other.
     """

@@ -1,4 +1,4 @@
-"""Further feature maps, each for a kernel: phi(q) phi(k) is, or estimates, a nonnegative similarity.
+"""Feature maps of kernels: phi(q) phi(k) equals or estimates a similarity that is never negative.
 
 Shapes: B batch, T tokens, N heads (query or key-value), D head size, F feature size.
 """

@@ -1,4 +1,4 @@
-"""The logit of a memory in the denominator that it shares with its window.
+"""The memory's logit in the softmax denominator that it shares with the window.
 
 Shapes: B batch, T tokens, N = B T, H query heads, D head size.
 """
@@ -14,12 +14,14 @@ from liger_convert.mixers.precision import multiplies_in_bf16
 
 
 class MemoryLogit(torch.autograd.Function):
-    """gamma log m + c q / sqrt(D) + beta (see MixerSpec), float32 [B,T,H], of q [B,T,H,D], log m [B,T,H], c [H,D], and
-    gamma and beta [H].
+    """The logit gamma log m + c q / sqrt(D) + beta (see MixerSpec), float32 [B,T,H].
 
-    The gradients of the parameters are sums over all tokens, which are matrix products here: what torch.compile made of
-    them for rows of any length took a third of an alignment step on an H200. That of c takes queries in bf16 as they
-    are: of a float32 copy, torch.compile would keep the largest tensor of a layer from the forward pass on.
+    Its inputs are q [B,T,H,D], log m [B,T,H], c [H,D], and gamma and beta [H].
+
+    The gradients of the parameters are sums over all tokens, computed here as matrix products. The code that
+    torch.compile generated for these sums took a third of an alignment step on an H200. The gradient of c uses bf16
+    queries without a cast: torch.compile would store a float32 copy of them, the largest tensor of a layer, from the
+    forward pass on.
     """
 
     @staticmethod

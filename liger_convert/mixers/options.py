@@ -1,6 +1,6 @@
 """Mixer options: validation, defaults, and construction of the mixer.
 
-All checks of options are here. They only use the types in a mixer's Spec, because exported models contain this code.
+Options are checked against the types in a mixer's Spec, without a library for it, because exports contain this code.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def resolve_spec(spec: dict[str, Any], where: str = "mixer") -> dict[str, Any]:
-    """`spec`, a mixer's type and some of its options, with every default filled in.
+    """Fills in the default of every option that `spec`, a mixer's type and options, leaves out.
 
-    Raises BadInput, a sentence that begins with `where`, for an unknown type or option and for values that are not
+    Raises BadInput, with a sentence that begins with `where`, for an unknown type or option and for a value that is not
     allowed.
     """
     options = dict(spec)
@@ -38,17 +38,17 @@ def resolve_spec(spec: dict[str, Any], where: str = "mixer") -> dict[str, Any]:
 
 
 def make_spec(spec: dict[str, Any]) -> MixerSpec:
-    """The Spec of a resolved spec. Raises BadInput for a type that is unknown."""
+    """The Spec object of a resolved spec. Raises BadInput for an unknown type."""
     return find_mixer(spec["type"]).Spec(**{name: value for name, value in spec.items() if name != "type"})
 
 
 def build_mixer(spec: dict[str, Any], dims: HeadDims) -> Mixer:
-    """The mixer module of one layer from its resolved spec. Raises BadInput for a type that is unknown."""
+    """The mixer module of one layer, built from its resolved spec. Raises BadInput for an unknown type."""
     return find_mixer(spec["type"])(make_spec(spec), dims)
 
 
 def _checked(kind: Any, value: Any, where: str) -> Any:
-    """`value` as the field's type (an int counts as a float; a bool is no number), or BadInput."""
+    """`value` as the field's type. An int is accepted as a float, but a bool is not a number. Raises BadInput."""
     if typing.get_origin(kind) is typing.Literal:
         allowed = typing.get_args(kind)
         if value not in allowed:

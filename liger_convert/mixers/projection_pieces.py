@@ -1,14 +1,16 @@
-"""Published changes to queries, keys and values before rotary, for the window and the memory alike.
+"""Optional changes to queries, keys and values before rotary, as in several papers, for both window and memory.
 
 k'_t = k_t + alpha_t (k_{t-1} - k_t), v'_t likewise,   alpha_t = tanh(w x_t)               (kv_shift)
 q'_t = size * q_t / rms(q_t), k'_t likewise                                                (qk_norm)
 q'_t = q_t + m_t * (q_{t-1} - q_t), k'_t and v'_t likewise,   m_t = c + tanh(z_t A) B,
 z_t = x_t + mu * (x_{t-1} - x_t)                                                           (token_shift)
 
-with the layer's inputs x, and zeros before the first token of a document. `kv_shift` and `qk_norm` are from the
-Forgetting Transformer (2503.02130), with one alpha per head: a sigmoid in the paper, which is never 0, and here a tanh,
-which is 0 at w = 0. `token_shift` is from RWKV6 (2404.05892), with one share per channel and low-rank A and B, starting
-at c = B = 0; the paper shifts x, before the projections. A norm changes what attention sees, whatever its scale.
+x is the layer's input. Before the first token of a document, everything is zero.
+
+`kv_shift` and `qk_norm` are from the Forgetting Transformer (2503.02130), with one alpha per head. The paper computes
+alpha with a sigmoid, which is never 0; here it is a tanh, which is 0 at w = 0, where it starts. `token_shift` is from
+RWKV6 (2404.05892), with one share m per channel and matrices A and B of low rank. It starts at c = B = 0. The paper
+shifts x, before the projections. A norm changes attention even before training, whatever its scale.
 
 Shapes: B batch, T tokens, C hidden size, H query heads, G key-value heads, D head size, L rank, Y = (H + 2 G) D.
 """

@@ -1,4 +1,4 @@
-"""How far a layer sees without its memory: in texts that are no longer, a memory changes nothing."""
+"""How far a layer sees without its memory. In texts that are no longer than that, a memory changes nothing."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from liger_convert.mixers.registry import MIXERS
 
 
 def reaches(linearization: Mapping[str, Any]) -> list[int]:
-    """Of each mixer in use that has a memory: how many tokens a text has before that holds any. 0 where it takes in
-    every token at once."""
+    """For each mixer in use that has a memory: the longest text, in tokens, of which nothing is in the memory yet.
+
+    It is 0 if every token is written to the memory at once.
+    """
     used = [linearization["mixers"][name] for name in dict.fromkeys(linearization["layers"]) if name != SOFTMAX]
     own = [spec for spec in used if not issubclass(MIXERS[spec["type"]], Window)]
     return [spec["window"] + spec["sinks"] if spec["window"] and spec["scope"] == "evicted" else 0 for spec in own]

@@ -1,10 +1,11 @@
-"""Published steps after the read of a memory: a norm per head, and a gate from the layer's input.
+"""Optional steps after a memory is read, as in several papers: a norm per head, and a gate from the layer's input.
 
 o'_t = size * o_t / rms(o_t)                 (output_norm: rms)
 o'_t = 2 sigmoid(W x_t) * o_t                (output_gate)
 
-A norm changes the read from the start, whatever its scale. The gate starts at W = 0, where it is 1. Papers use sigmoid
-(Kimi delta attention, 2510.26692) or SiLU (RetNet, 2307.08621), which no W makes 1; the factor 2 only rescales.
+A norm changes the read even before training, whatever its scale. The gate does not: it starts at W = 0, where
+2 sigmoid(0) is 1. The papers have no factor 2. Kimi delta attention (2510.26692) uses the sigmoid alone. RetNet
+(2307.08621) uses a SiLU, which no W makes 1 for every input.
 
 Shapes: B batch, T tokens, C hidden size, H query heads, V value size, E = H V.
 """

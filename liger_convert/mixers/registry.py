@@ -1,6 +1,6 @@
-"""The mixer registry. A mixer registers itself; its module is imported on first use.
+"""The mixer registry. A mixer registers itself, and its module is imported on first use.
 
-Another package adds one by an entry point of the group `liger_convert.mixers`, which names the module or the class:
+Another package can add a mixer with an entry point of the group `liger_convert.mixers` that names its module or class:
 
     [project.entry-points."liger_convert.mixers"]
     mine = "my_package:MyMixer"
@@ -62,7 +62,7 @@ _classes: dict[str, type[Mixer]] = {}
 
 
 def register_mixer(name: str) -> Callable[[AnyMixer], AnyMixer]:
-    """Makes a class the mixer called `name` in recipes. Raises BadInput where another class has that name."""
+    """Registers the decorated class as the mixer `name`. Raises BadInput if another class already has that name."""
 
     def register(cls: AnyMixer) -> AnyMixer:
         taken = _classes.get(name)
@@ -76,10 +76,10 @@ def register_mixer(name: str) -> Callable[[AnyMixer], AnyMixer]:
 
 
 class _Mixers(Mapping[str, "type[Mixer]"]):
-    """All mixers by name, those of other packages last; a class is imported when it is asked for.
+    """All mixers by name, those of other packages last. A lookup imports the class.
 
-    Asking raises KeyError for a name that is not there, and BadInput where another package's mixer cannot be imported
-    or two mixers have the name.
+    It raises KeyError for an unknown name, and BadInput if the mixer cannot be imported or if two mixers have this
+    name.
     """
 
     def __getitem__(self, name: str) -> type[Mixer]:
@@ -101,7 +101,7 @@ MIXERS: Mapping[str, type[Mixer]] = _Mixers()
 
 
 def find_mixer(name: object, where: str = "mixer") -> type[Mixer]:
-    """The class of the mixer called `name`. Raises BadInput, at `where`, for one that is unknown or not importable."""
+    """The class of the mixer `name`. Raises BadInput, which names `where`, if it is unknown or not importable."""
     if not isinstance(name, str) or name not in MIXERS:
         known = f"known: {', '.join(MIXERS)}"
         raise BadInput(f"{where}.type: mixer {name!r} is unknown{did_you_mean(name, MIXERS)}; {known}")
@@ -113,7 +113,7 @@ def find_mixer(name: object, where: str = "mixer") -> type[Mixer]:
 
 @cache
 def _plugins() -> dict[str, list[EntryPoint]]:
-    """The entry points of other packages by name; of a name, one for each place that it stands for."""
+    """The entry points of other packages by name. A name has several if they point to different places."""
     found: dict[str, dict[str, EntryPoint]] = {}
     for entry in entry_points(group=GROUP):
         found.setdefault(entry.name, {}).setdefault(entry.value, entry)

@@ -2,9 +2,9 @@
 
 y_t = sum_j w[K - 1 - j] x_{t-j},   j = 0 to K - 1, over the tokens of t's own document
 
-As in Mamba (2312.00752), DeltaNet (2406.06484) and related models, with K = 4. It starts as the identity,
-w = (0, …, 0, 1). The papers' SiLU after it is left out: no weights make it the identity, so a conversion would start
-with a different memory. The window's queries, keys and values are not convolved.
+Mamba (2312.00752), DeltaNet (2406.06484) and related models use K = 4. It starts as the identity, w = (0, …, 0, 1).
+The papers' SiLU after it is left out, because no weights make the two together the identity. The window's queries, keys
+and values are not convolved.
 
 Shapes: B batch, T new tokens, K taps, P = K - 1 tokens before them, S = P + T, N heads of any kind, D head size.
 """

@@ -14,16 +14,22 @@ MOST_TAPS = 16
 
 @dataclass(frozen=True)
 class MixerSpec:
-    """Options every mixer has.
+    """Options that every mixer has.
 
-    window: tokens a query sees exactly, itself included (at least 1; 0, for all tokens, where there is no memory).
-    sinks: first tokens of a document that stay visible for ever. scope: the memory holds `all` tokens, or only
-    those `evicted` from the window (sinks, which are never forgotten, are then never written). combine: one `shared`
-    denominator over the window's logits and the memory's normalizer, a `learned` or `fixed` (half and half) mix of the
-    two outputs, or only the `memory`'s. In the shared denominator a memory of normalizer m weighs w = m^gamma e^(c q /
-    sqrt(D) + beta) against the sum of the window's e^s; every head learns its gamma, c and beta. forget: the
-    window's weights fade by a learned gate of every token since (Forgetting Transformer, 2503.02130), one a
-    key-value head; the sinks' beyond the window do not.
+    window: how many of the most recent tokens softmax attention sees, the query's own included; at least 1. In a mixer
+        without a memory, 0 means all tokens.
+    sinks: how many of a document's first tokens softmax attention still sees after they have left the window; 0 for
+        none.
+    scope: which tokens are written to the memory: only those `evicted` from the window, or `all`. With `evicted`, sinks
+        are never written.
+    combine: how the outputs of window and memory become one. `shared` uses one softmax denominator over the window's
+        logits and the memory's normalizer. `learned` is a weighted mean of both outputs, with a learned weight per
+        head. `fixed` is their mean. `memory` is the memory's output alone.
+    forget: whether the window's attention weights fade with distance, by a learned gate for each token and key-value
+        head (Forgetting Transformer, 2503.02130). Sinks outside the window do not fade.
+
+    With `combine: shared`, a memory with normalizer m has the weight w = m^gamma e^(c q / sqrt(D) + beta), and a token
+    in the window with logit s has the weight e^s. Every head learns its own gamma, c and beta.
     """
 
     window: int = 64
@@ -87,8 +93,11 @@ class MixerSpec:
 
 @dataclass(frozen=True)
 class ShortConvSpec(MixerSpec):
-    """short_conv: taps of a causal convolution of each channel of the memory's queries, keys and values, which starts
-    as the identity; 4 as published, 0 for none. There is no SiLU behind it, which no start makes the identity.
+    """Adds a short causal convolution of the memory's queries, keys and values.
+
+    short_conv: how many tokens the convolution of each channel covers, from 2 to 16. The papers use 4; 0 turns it off.
+        It starts as the identity. The papers' SiLU after it is left out, because with it the convolution could not
+        start as the identity. It works before rotary, so it needs `rope: false`.
     """
 
     short_conv: int = 0
@@ -107,8 +116,10 @@ class ShortConvSpec(MixerSpec):
 
 @dataclass(frozen=True)
 class ReadGateSpec(ShortConvSpec):
-    """output_gate: the memory's read is multiplied by 2 sigmoid(W x) of the layer's input x; W is learned from 0 on,
-    where that is 1.
+    """Adds a gate on what is read from the memory.
+
+    output_gate: whether the read is multiplied by 2 sigmoid(W x), where x is the layer's input. W is learned and starts
+        at 0, where the factor is 1.
     """
 
     output_gate: bool = False
@@ -120,8 +131,10 @@ class ReadGateSpec(ShortConvSpec):
 
 @dataclass(frozen=True)
 class ReadSpec(ReadGateSpec):
-    """output_norm: `rms` brings each head's read to one size, learned per channel from 0.1 on. No size makes it the
-    identity: it changes the memory that a conversion starts with.
+    """Adds a norm of what is read from the memory.
+
+    output_norm: `rms` applies an RMS norm to each head's read, with a learned scale per channel that starts at 0.1.
+        No scale makes a norm the identity, so `rms` changes the model even before training. `none` turns it off.
     """
 
     output_norm: Literal["none", "rms"] = "none"

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 class WindowInputs(NamedTuple):
     """Rotated queries and keys, values, and the sinks' keys and values (None: no sinks).
 
-    `window` counts the tokens that a query sees, itself included; 0 means all. `scale` is that of the logits, and
-    `softcap` their bound, if there is one.
+    window: how many tokens a query sees, its own included; 0 means all.
+    scale: the factor on the logits.
+    softcap: the bound of the logits, if there is one.
     """
 
     q_BTHD: Tensor
@@ -37,10 +38,11 @@ class WindowInputs(NamedTuple):
 
 
 class MemoryContribution(NamedTuple):
-    """The memory's contribution to the window's output.
+    """What the window's kernel needs to combine the memory's output with its own.
 
-    It has the memory's output, its normalizer (None if the output is already divided by it), and either the memory's
-    logit in the shared denominator or its weight in a mix of the two outputs.
+    normalizer_BTH: None if the memory's output is already divided by it.
+    memory_logit_BTH, mix_weight_H: the memory's logit in a shared denominator, or its weight in a mix of both outputs;
+        the other one is None.
     """
 
     memory_BTHV: Tensor
@@ -85,10 +87,11 @@ def window_attention(
 def with_forgetting(
     q_BTHD: Tensor, k_BSGD: Tensor, sink_k_BMGD: Tensor | None, log_f_BSG: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """q, k and the sinks' k with two channels more, which add the log_f after key s up to query t to their product.
+    """q, k and the sinks' k with two more channels, which add the sum of log_f from key s (exclusive) to query t.
 
-    The product of [q, c_t, 1] and [k, 1, -c_s], c being the sums of log_f from the ring's first token: in at least
-    float32, where a sum c of 1,000 is exact to 1e-4. To a sink, [k, 0, 0], they add nothing.
+    With c the running sum of log_f from the ring's first token on, q becomes [q, c_t, 1] and k becomes [k, 1, -c_s], so
+    that their product grows by c_t - c_s. This is in at least float32, where a c of 1,000 is exact to 1e-4. The sinks
+    become [k, 0, 0], which adds nothing.
     """
     T, R = q_BTHD.shape[1], q_BTHD.shape[2] // k_BSGD.shape[2]
     sums = log_f_BSG.cumsum(1) if is_exporting() else running_sums(log_f_BSG)
@@ -101,6 +104,9 @@ def with_forgetting(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def running_sums(x_BSG: Tensor) -> Tensor:
-    """The sums over the tokens up to each one, outside of compiled graphs: torch 2.11 cannot compile sums over more
-    than 128 tokens of what a bias was added to (pytorch/pytorch#180221)."""
+    """The sum over all tokens up to each one, computed outside of compiled graphs.
+
+    torch 2.11 cannot compile such a sum over more than 128 tokens if a bias was added before it, see
+    pytorch/pytorch#180221.
+    """
     return x_BSG.cumsum(1)

@@ -11,13 +11,13 @@ from tiny_models import shared_model
 
 @pytest.fixture(params=MODELS, ids="-".join)
 def model(request: pytest.FixtureRequest) -> Any:
-    """A tiny model, shared by the tests: whoever changes it puts it back. `make test` runs pairs of them."""
+    """A tiny model that several tests share; a test that changes it has to undo that. `make test` runs some pairs."""
     return shared_model(*request.param)
 
 
 @pytest.fixture(params=MODELS, ids="-".join)
 def every_model(request: pytest.FixtureRequest) -> Any:
-    """As `model`, but `make test` runs them all."""
+    """Like `model`, but `make test` runs all of them."""
     return shared_model(*request.param)
 
 

@@ -1,4 +1,4 @@
-"""output_attentions gives what transformers' own hybrid models give: the weights of the softmax layers, in order."""
+"""output_attentions returns the weights of the softmax layers in order, as transformers' own hybrid models do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where nothing is linearized the model is its base, and the options of the base's own layers keep their meaning."""
+"""A model without linearized layers equals its base, and the options of the base's own layers keep their meaning."""
 
 from __future__ import annotations
 

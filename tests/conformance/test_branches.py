@@ -1,4 +1,4 @@
-"""Window and memory can be switched off one by one, and what is left keeps its dtype."""
+"""Window and memory can each be switched off. The remaining branch keeps its dtype."""
 
 from __future__ import annotations
 

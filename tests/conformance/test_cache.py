@@ -1,4 +1,4 @@
-"""Decoding equals prefill: for every family and mixer, however a text is cut and whatever drives the generation."""
+"""Decoding equals prefill for every family and mixer, however the text is split and however generation is called."""
 
 from __future__ import annotations
 

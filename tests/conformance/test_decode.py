@@ -1,4 +1,4 @@
-"""Steps of fixed shape are the plain loop: wherever they start, however long they go on, captured or not."""
+"""Decoding steps of fixed shape equal plain steps: from any start, for any length, captured or not."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ CONVOLVED = {"type": "mamba", "short_conv": 4, "output_gate": True, "skip": True
 
 
 @pytest.mark.parametrize("spec", [*({"type": name} for name in MIXERS), CONVOLVED], ids=str)
-def test_a_step_looks_at_no_value(spec: dict[str, Any]) -> None:
+def test_a_step_reads_no_value_on_the_host(spec: dict[str, Any]) -> None:
     model, cache = build("llama", 1, **spec), DynamicCache()
     decoder = Decoder(model, in_place=True)
     with torch.no_grad():
@@ -153,7 +153,7 @@ def test_streamed_and_sampled_steps_are_the_plain_ones(model: Any, in_place: boo
     assert torch.equal(found[0][1], found[1][1])
 
 
-def test_what_is_no_step_goes_to_the_model(model: Any, in_place: bool) -> None:
+def test_a_call_that_is_not_a_decoding_step_is_passed_to_the_model(model: Any, in_place: bool) -> None:
     decoder, embeddings = modeling.Decoder(model), model.get_input_embeddings()(TOKENS[:, :6])
     with torch.no_grad():
         assert torch.equal(decoder(inputs_embeds=embeddings).logits, model(TOKENS[:, :6]).logits)
@@ -174,7 +174,8 @@ def test_fixed_steps_under_autocast_are_the_plain_loop_whose_keys_and_values_dif
 
 
 class NothingOfTheHost(TorchDispatchMode):
-    """Raises where a CUDA graph could not be captured: a tensor made of Python's numbers, or a value that is asked."""
+    """Raises where the capture of a CUDA graph would fail: at a tensor made from Python numbers, or at a value that is
+    read."""
 
     ASKED: tuple[Any, ...] = (aten.lift_fresh.default, aten._local_scalar_dense.default, aten.nonzero.default)
 
@@ -185,7 +186,7 @@ class NothingOfTheHost(TorchDispatchMode):
 
 
 def step_as_captured(monkeypatch: pytest.MonkeyPatch, **spec: Any) -> None:
-    """Generates with steps in place that may not do what a capture forbids."""
+    """Generates with steps in place that must not do anything that a capture forbids."""
     plain, steps = Decoder._step, []
 
     def watched(self: Decoder, *given: Any) -> torch.Tensor:

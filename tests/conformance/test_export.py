@@ -1,4 +1,4 @@
-"""An export is the model: by the code it carries where our packages are missing, without it where they are not."""
+"""An export gives the same logits as the model, both with the code it carries and with the installed package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Gradients reach every parameter, with checkpointing as without, and alignment reads the base's own attention."""
+"""Gradients reach every parameter, with and without checkpointing. Alignment targets are the base's own attention
+outputs.
+"""
 
 from __future__ import annotations
 

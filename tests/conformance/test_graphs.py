@@ -1,4 +1,6 @@
-"""A linearized model is one graph: torch.export and torch.compile(fullgraph=True) take it, or say what they cannot."""
+"""torch.export and torch.compile(fullgraph=True) take a linearized model as one graph, or an error says what they
+cannot.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ def test_a_model_compiles_to_one_graph_with_its_gradients(mixer: str) -> None:
 # a bound of logits, queries that grow, norms of each head and metadata beside the rotary's angles
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma2", "ministral3", "stablelm"])
-def test_what_is_peculiar_to_a_family_compiles_to_one_graph(family: str) -> None:
+def test_families_with_special_layers_compile_to_one_graph(family: str) -> None:
     assert_compiles_to_one_graph(one_layer("gla", family))
 
 

@@ -1,4 +1,4 @@
-"""Classification heads: the family's own, on the linearized backbone, or a sentence where the family has none."""
+"""Classification heads on the linearized backbone, as the family has them, or one sentence if the family has none."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def logits(model: Any, **inputs: Any) -> torch.Tensor:
 
 @every_head
 @pytest.mark.parametrize(("layers", "family"), [("linear", "llama"), ("hybrid", "llama"), ("hybrid", "mixtral")])
-def test_a_head_stands_on_the_linearized_backbone(layers: str, family: str, auto: str, tmp_path: Path) -> None:
+def test_a_head_is_added_to_the_linearized_backbone(layers: str, family: str, auto: str, tmp_path: Path) -> None:
     path = folder(layers, family)
     model, loaded = AUTO[auto][0].from_pretrained(path, output_loading_info=True)
     head = "qa_outputs" if auto == "AutoModelForQuestionAnswering" else "score"

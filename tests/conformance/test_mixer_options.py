@@ -1,4 +1,4 @@
-"""Every option of a mixer decodes as it prefills."""
+"""Decoding equals prefill for every option of every mixer."""
 
 from __future__ import annotations
 

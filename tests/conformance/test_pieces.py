@@ -1,5 +1,6 @@
-"""Optional pieces of a mixer: a converted model is unchanged by them before it is trained, and decodes as it prefills,
-however a text is cut, padded, packed or reordered."""
+"""Optional parts of a mixer do not change a converted model before training. Decoding equals prefill with them, with
+any chunks, padding, packing and beam reordering.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +116,7 @@ def test_a_converted_model_is_unchanged_before_it_is_trained(options: dict[str, 
 
 @every_piece
 @pytest.mark.parametrize("size", [1, 3, 29])
-def test_pieces_of_a_text_are_the_whole(options: dict[str, Any], size: int) -> None:
+def test_prefill_in_chunks_equals_one_pass(options: dict[str, Any], size: int) -> None:
     assert_chunks_equal_one_pass(model_of(options), [*range(size, LENGTH, size), LENGTH])
 
 

@@ -66,7 +66,7 @@ def test_no_layer_sees_more_of_a_prompt_than_a_piece_and_the_head_no_more_than_i
     assert tokens_seen(model.model.layers[0], functools.partial(generate, prefill_chunk_size=6)) == [6, 6, 6, 6, 5, 1]
 
 
-def test_of_many_rows_a_piece_is_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_are_shorter_if_there_are_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama", type="gla", window=WINDOW)
     monkeypatch.setattr(modeling, "LEAST_CHUNK", 3)
     prompts = TOKENS[:1].repeat(12, 1)

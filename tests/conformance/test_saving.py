@@ -1,4 +1,4 @@
-"""A saved model is the model: it keeps every tensor of its base, and loads as itself in any dtype."""
+"""A saved model keeps every tensor of its base and loads as the same model in any dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of all ops share."""
+"""Fixtures for the tests of all ops."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ GPU = torch.cuda.is_available()
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory() -> Iterator[None]:
-    """Uninitialised memory holds NaN, so that whoever reads it is found out."""
+    """Uninitialized memory holds NaN, so that a kernel that reads it gives a wrong result."""
     torch.use_deterministic_algorithms(True)
     assert all(torch.empty(1, device=device).isnan() for device in ("cpu", "cuda")[: 1 + GPU])
     yield

@@ -40,7 +40,7 @@ def row(case: str, speed: float, loss: float = 2.0) -> dict[str, Any]:
 
 
 def bench(monkeypatch: pytest.MonkeyPatch, folder: Path, parts: list[str], rows: Any, does: Any) -> Any:
-    """A bench of processes that only say that they have done so."""
+    """A benchmark whose processes only write given rows, or fail or hang as told."""
     monkeypatch.syspath_prepend(str(KERNELS))
     module = import_module("bench_scale")
     (folder / "process.py").write_text(PROCESS)
@@ -90,8 +90,8 @@ def test_a_part_that_fails_or_hangs_costs_no_other_its_numbers(monkeypatch, tmp_
 
 
 @pytest.mark.parametrize("loss", [2.0, 2.5])
-def test_what_has_another_loss_is_not_timed(monkeypatch, tmp_path: Path, capsys, loss: float) -> None:
-    """The control has the same, and is."""
+def test_a_training_with_a_different_first_loss_is_not_timed(monkeypatch, tmp_path: Path, capsys, loss: float) -> None:
+    """The control has the same loss and is timed."""
     parts = {"profile": {"host": {"averaging": 3.25}, "gpu": {}}, "sending_ms": 1.75}
     rows = {"ddp-1": [row("rows shared", 100)], "ddp-2": [row("rows shared", 190, loss=loss) | parts]}
     made, module = bench(monkeypatch, tmp_path, ["ddp"], rows, {})
@@ -109,7 +109,7 @@ def test_every_part_has_seconds_of_its_own(monkeypatch) -> None:
 
 
 class Event:
-    """A GPU that is so many seconds behind the host."""
+    """An event of a GPU, at a time in seconds."""
 
     def __init__(self, at: float):
         self.at = at
@@ -119,9 +119,10 @@ class Event:
 
 
 def test_the_parts_of_a_step_add_up_by_either_clock(monkeypatch) -> None:
-    """Of the steps that count: those before are slower. Of two micro-batches a step, the passes are one part."""
+    """Only steps after the warm-up count; those before are slower. The passes of a step's two micro-batches are one
+    part."""
     monkeypatch.syspath_prepend(str(KERNELS))
-    module = import_module("scale_parts")
+    module = import_module("scale_timing")
     monkeypatch.setattr(module.StageTrainer, "_average", lambda _: None)
     trainer = object.__new__(module.Clocked)
     trainer.args = argparse.Namespace(device=argparse.Namespace(type="cpu"))

@@ -1,4 +1,4 @@
-"""What the tests ask of a compiled kernel is found where it is, and only there."""
+"""The readings that tests take of a compiled kernel are right: found if present, and only then."""
 
 from __future__ import annotations
 

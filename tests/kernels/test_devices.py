@@ -1,4 +1,4 @@
-"""Which GPUs the kernels run on by themselves; on all others the ops run in torch, and one sentence says why."""
+"""Which GPUs use the kernels by default. On all others, the ops run in torch, and one sentence says why."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_gpus_of_amd_run_the_torch_ops_and_one_sentence_says_so(gpus, caplog) ->
     assert "not one of Nvidia's" in said
 
 
-def test_of_the_processes_of_a_run_one_says_it(gpus, caplog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_process_of_a_run_prints_the_sentence(gpus, caplog, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus((7, 5))
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert (chosen(), caplog.records) == ("torch", [])

@@ -1,13 +1,14 @@
-"""Our ops and mixers beside the plain loops of flash-linear-attention, where it has one of the same recurrence.
+"""Our ops and mixers, compared with the plain loops of flash-linear-attention for the same recurrences.
 
-Written against fla-core 0.6.0; skipped without it. Only its `naive.py` files are run, each loaded by itself: they need
-torch and einops, while the package around them needs Triton. They compute in float32 whatever they are given, so they
-are held to our ops in float64 within T float32 roundings, T being the longest of their sums. Where a convention differs
-it is said beside the case: theirs scale queries by 1/sqrt(F) unless told otherwise, ours never do.
+The tests were written against fla-core 0.6.0 and are skipped without it. They run only its `naive.py` files, each
+loaded separately: those need only torch and einops, while the package needs Triton. The loops always compute in
+float32. Our ops compute in float64, and the difference may be T float32 roundings, where T is the length of the longest
+sum. If a convention differs, a comment at the case says so. For example, their loops scale queries by 1/sqrt(F) by
+default, and ours never do.
 
-The adapters to its kernels are tested with these in a kernel's place.
+The adapters to its kernels are tested with these loops in place of the kernels.
 
-Of our recurrences theirs have no plain form of Mamba, S4 and mLSTM, and put a layer norm inside TTT and Titans.
+flash-linear-attention has no plain loops of Mamba, S4 and mLSTM. Its TTT and Titans have a layer norm inside.
 
 Shapes: B batch, T tokens, H heads (G key-value heads where theirs can share them), F feature size, V value size, M
 slots.
@@ -150,10 +151,8 @@ def retention_of_the_retnet_mixer() -> tuple[Results, Results]:
 
 @case
 def rebased() -> tuple[Results, Results]:
-    """Theirs squares the product; our map is of pairs of channels, after the norm that stands in their layer.
-
-    A scale, of which the quotient knows nothing, keeps the 1e-6 that they add to its denominator out of it.
-    """
+    """Theirs squares the product. Our map takes pairs of channels, after the norm that is part of their layer. They add
+    1e-6 to the denominator. The scale 1e4 makes that negligible and cancels in the quotient."""
     x, phi = Inputs(), make_map("products", H, F)
     phi.reset_parameters()
     y_q, y_k = (nnf.layer_norm(y, (F,)) for y in (x.q, x.k))
@@ -180,7 +179,8 @@ def abc_as_sums() -> tuple[Results, Results]:
 
 @case
 def gsa() -> tuple[Results, Results]:
-    """Theirs does not divide a slot by its normalizer. From a state of normalizer 1 it stays 1, as 1 - a is written."""
+    """Theirs does not divide a slot by its normalizer. From a state with normalizer 1, it stays 1, because each write
+    has the weight 1 - a."""
     x = Inputs(G)
     w = -x.log_a_M.expm1()
     states = (x.keys, x.values)

@@ -1,7 +1,7 @@
-"""Every op's kernels fit every chip that they are launched on: its shared memory, its registers. This takes no GPU.
+"""Every op's kernels fit the shared memory and registers of every chip that they are launched on. This needs no GPU.
 
-Run as a script, `test_targets.py 86 "swa 64" ...` compiles the kernels of these cases for sm_86 and prints each one's
-name, shared memory in bytes, registers of a thread, bytes that a thread has to put elsewhere, and columns of tensor
+As a script, `test_targets.py 86 "swa 64" ...` compiles the kernels of these cases for sm_86. It prints each kernel's
+name, its shared memory in bytes, the registers of a thread, the bytes that a thread spills, and its columns of tensor
 memory.
 
 Shapes: B batch, T tokens, S keys, M sinks, H query heads, G key-value heads, D head size, E size of a code, F features.

@@ -94,7 +94,7 @@ def placed(x: Inputs) -> Inputs:
 
 
 def inputs_of(case: Case, parameters: torch.dtype = BF16) -> Inputs:
-    """Vectors in bf16; parameters in that, too, as a model in bf16 has them, or in fp32 as training has them."""
+    """Vectors are bf16. Parameters are bf16, as in a bf16 model, or fp32, as in training."""
     x = inputs(case._replace(dtype=FP32, v_dtype=BF16))
     return placed(
         {
@@ -164,7 +164,7 @@ def test_what_is_read_is_right_at_any_temperature(log_inv_temperature: float, mo
 @pytest.mark.parametrize(
     ("case", "of_queries"), [("four heads of 128", 0), ("heads of 256", 1), ("a gate per feature, bf16", 1)]
 )
-def test_queries_have_a_map_only_where_it_is_not_made_as_it_is_read(
+def test_features_of_queries_are_stored_only_if_the_read_does_not_compute_them(
     case: str, of_queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, made, forward = placed(codebook_gla.inputs(CODEBOOK_GLA[case])), [], kernels.forward
@@ -173,7 +173,7 @@ def test_queries_have_a_map_only_where_it_is_not_made_as_it_is_read(
     assert made == [x["k_BTGD"].shape] + [x["q_BTHD"].shape] * of_queries
 
 
-def test_a_vector_that_turns_into_nothing_is_as_near_to_every_code() -> None:
+def test_a_vector_projected_to_zero_is_equally_close_to_every_code() -> None:
     x = inputs_of(Case(9, bias=0.0))
     x["x_BTND"][0, 3] = 0
     leaves = {name: value.requires_grad_() for name, value in x.items()}

@@ -80,7 +80,7 @@ LONG = {
 
 @pytest.fixture(autouse=True)
 def _kernels_alone() -> Iterator[None]:
-    """The op runs by the kernels or, with a warning, which fails here, not at all."""
+    """The op must run by the kernels. If it falls back to torch, its warning fails the test."""
     before = kernels_for("delta_rule")
     set_kernel("delta_rule", kernels.triton_delta_rule)
     gated_inputs.warn_once.cache_clear()
@@ -203,7 +203,7 @@ def test_the_custom_ops_keep_to_what_torch_asks_of_them(gated: str) -> None:
     "case", ["a gate per feature, -200 and 0, segments, bf16", "segments, three chunks, bf16", "fp16"]
 )
 def test_launches_look_at_no_value_so_that_a_cuda_graph_holds_them(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device without values whatever looks at one raises, and what is made elsewhere is seen."""
+    """On a device without values, reading a value raises an error, and tensors made on another device are noticed."""
     launched: list[Tensor] = []
 
     def launch_nothing(kernel: Any, grid: Any) -> Any:
@@ -324,7 +324,7 @@ def test_the_name_that_the_kernels_had_before_is_refused_with_the_paths_there_ar
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="compiled kernels do not see what is changed in Python")
 @pytest.mark.parametrize("broken", ["levels", "mask", "later chunks"])
-def test_what_is_wrong_is_found(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_notices_broken_kernels(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     constants, launched = launch.constants, launch._Call.run
 
     def changed(kernel: str, *sizes: Any) -> dict[str, Any]:

@@ -52,7 +52,7 @@ LONG = {name: case for name, case in cases.CASES.items() if case.dtype != torch.
 
 @pytest.fixture(autouse=True)
 def _kernels_alone() -> Iterator[None]:
-    """The op runs by the kernels or, with a warning, which fails here, not at all."""
+    """The op must run by the kernels. If it falls back to torch, its warning fails the test."""
     before = kernels_for("elementwise")
     set_kernel("elementwise", kernels.triton_elementwise)
     gated_inputs.warn_once.cache_clear()
@@ -81,7 +81,7 @@ def test_kernels_err_at_most_twice_as_much_as_the_reference_in_its_dtype(case: C
 
 
 @pytest.mark.parametrize(("chunk", "T"), [(32, 71), (64, 66)])
-def test_longer_chunks_and_what_is_kept_of_a_few_of_them_change_nothing(
+def test_results_depend_neither_on_chunk_length_nor_on_scratch_size(
     chunk: int, T: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "CHUNKS", (chunk,))
@@ -118,7 +118,7 @@ def test_results_do_not_depend_on_how_the_inputs_lie_in_memory_nor_on_autocast(c
 
 @pytest.mark.parametrize("case", ["heads of two values", "strong, exclusive"])
 def test_one_query_for_all_tokens_and_one_key_and_step_for_all_channels_are_taken_as_they_are(case: str) -> None:
-    """As the mixer s4 has them: keys and steps are expanded, so that their strides are 0."""
+    """The mixer s4 has such inputs: keys and steps are expanded, so that their strides are 0."""
     x = inputs_of(OWN[case])
     given = x | {"q_BTHF": x["q_BTHF"][:1, :1], "k_BTGF": x["k_BTGF"][..., :1], "dt_BTGV": x["dt_BTGV"][..., :1]}
 
@@ -135,7 +135,7 @@ def test_one_query_for_all_tokens_and_one_key_and_step_for_all_channels_are_take
     assert torch.equal(one, each)
 
 
-def test_gradients_that_nobody_wants_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_are_not_needed_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = inputs_of(OWN["a token more than a chunk"])
     wanted: list[list[bool]] = []
     backward = launch.backward
@@ -211,7 +211,7 @@ def test_the_kernels_run_only_where_they_are_asked_for(path: str) -> None:
 
 
 @pytest.mark.parametrize("broken", ["states", "sums", "kept states", "read"])
-def test_what_is_wrong_is_found(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_notices_broken_kernels(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = inputs_of(OWN["a token more than a chunk"])
     launched = launch._Call.run
 

@@ -346,7 +346,7 @@ def test_the_custom_ops_keep_to_what_torch_asks_of_them(gate: str, normalizer: b
 
 
 @pytest.mark.parametrize("case", ["softmax, fp16", "softmax, per head, bf16", "softmax, 40 features, bf16"])
-def test_what_queries_become_is_not_kept_for_the_backward_pass(case: str) -> None:
+def test_the_features_of_queries_are_not_kept_for_the_backward_pass(case: str) -> None:
     inputs = inputs_of(case)
     q, kept = inputs["q_BTHF"].requires_grad_(), []
 

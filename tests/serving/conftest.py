@@ -1,4 +1,4 @@
-"""These tests run vLLM on a CPU, in an environment of their own: `make test-serve`."""
+"""Runs vLLM on a CPU, in an environment of its own: `make test-serve`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WHY = "vllm is not installed here; `make test-serve` runs these in an environmen
 
 
 class Absent(pytest.Module):
-    """A file of tests that need vLLM, where there is none: one test that is skipped, with the reason."""
+    """Stands for a test file if vLLM is missing: a single test that is skipped, with the reason."""
 
     def collect(self) -> Any:
         pytest.skip(WHY, allow_module_level=True)

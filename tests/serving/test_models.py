@@ -34,8 +34,8 @@ def some(names: Any, quick: set[str]) -> list[Any]:
 
 
 def assert_served(export: Path, has_state: bool = True) -> None:
-    """vLLM's answers, and what it makes of the prompts, are those of the project's own code; not where it loses the
-    states."""
+    """Checks that vLLM's answers and prompt log-probabilities equal those of the project's own code, and that they do
+    not if the states are lost."""
     reference = Reference(export)
     tolerances = [reference.tolerance(text) for text in TEXTS]
     wanted = [reference.score_prompt(text) for text in TEXTS]
@@ -58,16 +58,16 @@ def assert_served(export: Path, has_state: bool = True) -> None:
 
 
 @pytest.mark.parametrize("mixer", some([name for name in MIXERS if name != "forgetting"], QUICK["mixers"]))
-def test_mixer(mixer: str, tmp_path: Path) -> None:
+def test_every_mixer_is_served_as_generate_runs_it(mixer: str, tmp_path: Path) -> None:
     assert_served(make_export(tmp_path, "llama", ["main"] * 3, type=mixer), has_state=mixer != "window")
 
 
 @pytest.mark.parametrize("family", some(FAMILIES, QUICK["families"]))
-def test_family(family: str, tmp_path: Path) -> None:
+def test_every_family_is_served_as_generate_runs_it(family: str, tmp_path: Path) -> None:
     assert_served(make_export(tmp_path, family, HYBRID, type="gla"))
 
 
-def test_a_window_without_an_end_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_unlimited_window_is_refused_and_its_mixer_named(tmp_path: Path) -> None:
     export = make_export(tmp_path, "llama", HYBRID, type="forgetting", window=0, sinks=0)
     with pytest.raises(BadInput, match="'forgetting'"), engine(export):
         pass

@@ -1,4 +1,4 @@
-"""Heads split over two processes, which exchange by gloo and shared memory: vLLM answers as `generate` does."""
+"""With heads split over two processes, which communicate by gloo and shared memory, vLLM answers as `generate` does."""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""Weights of 8 bits: vLLM answers what transformers gives for the same export.
+"""vLLM answers as transformers does for the same 8-bit export.
 
-Both quantise what goes into a map, a token at a time. Where a number lies so near the middle of two steps that the last
-bits of float32 decide, it falls on one side here and on the other there, which changes all that follows by about a step
-of 8 bits. So most answers have to agree as far as float32 tells, and all of them together far better than with what was
-quantised. For int8, vLLM divides a token's largest number by 127, compressed-tensors by 127.5. transformers
-runs by vLLM's rule here, and by its own it is held to the difference that quantising makes.
+Both quantize the inputs of a linear map per token. If a number lies almost exactly between two quantization steps, the
+last bits of float32 decide which step it gets. Then vLLM and transformers can differ by one step, and everything that
+follows differs by about as much. So most answers must agree to float32 precision. All answers together must agree far
+better with each other than with the model before quantization.
+
+For int8, vLLM divides a token's largest number by 127, and compressed-tensors by 127.5. Here, transformers uses vLLM's
+rule. With its own rule, it only has to be as close as quantization itself allows.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ def distance(model: Reference, text: list[int], found: Answer) -> float:
 
 
 def agreeing(reference: Reference, found: list[Answer]) -> int:
-    """How many answers are those of `generate`, with its log-probabilities as far as float32 tells."""
+    """How many answers equal those of `generate`, with the same log-probabilities to float32 precision."""
     count = 0
     for text, answer in zip(TEXTS, found):
         close = distance(reference, text, answer) <= reference.tolerance(text)
@@ -94,7 +96,7 @@ def test_stock_transformers_is_nearer_than_the_model_that_was_quantised(case: Ca
     assert apart(case.reference, case.found) < apart(case.exact, case.found)
 
 
-def test_a_swap_of_two_scales_shows(case: Case, tmp_path: Path, vllms_rule: None) -> None:
+def test_swapping_two_scales_changes_the_answers(case: Case, tmp_path: Path, vllms_rule: None) -> None:
     shutil.copytree(case.export, tmp_path / "swapped")
     (file,) = (tmp_path / "swapped").glob("*.safetensors")
     tensors = load_file(file)
@@ -107,8 +109,8 @@ def test_a_swap_of_two_scales_shows(case: Case, tmp_path: Path, vllms_rule: None
     assert apart(case.reference, found) > SHARE * apart(case.exact, found)
 
 
-def test_bfloat16(case: Case) -> None:
-    """vLLM is no farther from the project's own code in bfloat16 than that is from float32, but for as much again."""
+def test_vllm_in_bfloat16_is_as_close_as_rounding_allows(case: Case) -> None:
+    """vLLM may differ from the project's own bfloat16 result by at most twice as much as that differs from float32."""
     rounded = Reference(case.export, torch.bfloat16)
     errors, faults = [], []
     for text, found in zip(TEXTS, served(case.export, dtype="bfloat16")):
@@ -120,6 +122,6 @@ def test_bfloat16(case: Case) -> None:
 
 
 @pytest.mark.parametrize("family", ["phi3", "qwen2", pytest.param("gemma3_text", marks=pytest.mark.slow)])
-def test_family(family: str, tmp_path: Path) -> None:
-    """One map for queries, keys and values; biases; norms of queries and keys."""
+def test_families_are_served_quantized(family: str, tmp_path: Path) -> None:
+    """The families have one projection for queries, keys and values; biases; and norms of queries and keys."""
     assert_served(Case(tmp_path, "fp8", family))

@@ -1,4 +1,4 @@
-"""What vLLM answers is what `generate` answers, however requests meet in a batch; and a fault in their state shows."""
+"""vLLM answers as `generate` does, whatever else is in a batch. A fault in a request's state changes the answers."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def llm(case: Case) -> Iterator[Any]:
         yield llm
 
 
-def test_all_at_once_in_pieces(case: Case, llm: Any) -> None:
+def test_many_requests_at_once_are_answered_as_by_generate(case: Case, llm: Any) -> None:
     case.check(run(llm, TEXTS))
 
 
-def test_late_arrivals(case: Case, llm: Any) -> None:
+def test_requests_that_arrive_late_are_answered_as_by_generate(case: Case, llm: Any) -> None:
     case.check(run(llm, TEXTS, every=3, name="late"))
     case.check(run(llm, TEXTS[::-1], every=2, name="reverse")[::-1])
 
@@ -107,7 +107,7 @@ FAULTS: dict[str, Callable[[Any], bool]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_shows(fault: str, case: Case, llm: Any) -> None:
+def test_a_fault_in_the_state_changes_the_answers(fault: str, case: Case, llm: Any) -> None:
     with broken(FAULTS[fault]) as broke:
         outputs = run(llm, TEXTS, name=fault.replace(" ", "-"))
     if not any(broke):
@@ -133,8 +133,9 @@ def test_a_new_request_that_reads_what_another_left_shows(
         case.check(outputs)
 
 
-def test_what_the_state_is_worth(case: Case, llm: Any) -> None:
-    """The log-probability of the reminders in unseen rows, which are read in pieces, with the state and without."""
+def test_repeated_tokens_are_predicted_better_with_the_state(case: Case, llm: Any) -> None:
+    """Compares the log-probability of repeated tokens in unseen rows, which are read in chunks, with and without the
+    state."""
     rows = random_rows(8, 120, seed=-1)
 
     def at_reminders(name: str) -> float:
@@ -169,7 +170,7 @@ def test_prompts_of_unequal_length_in_a_step_with_requests_that_decode(
 
 
 def test_prefix_hits(case: Case) -> None:
-    """Prompts that begin alike, in two rounds: the second finds the state of the first, and a third without it."""
+    """Prompts share a prefix. The second round uses the state of the first one, and a third round does not have it."""
     with engine(case.export, enable_prefix_caching=True, max_model_len=512, max_num_batched_tokens=512) as llm:
         block = llm.llm_engine.vllm_config.cache_config.block_size
         (whole,) = make_prompts([block + 40], seed=3)
@@ -186,7 +187,7 @@ def test_prefix_hits(case: Case) -> None:
 
 
 def test_preempted_requests_start_again(case: Case) -> None:
-    """Fewer blocks than the requests come to need: some are thrown out and read anew."""
+    """There are fewer blocks than the requests come to need, so some requests are preempted and read again."""
     options = {"max_num_batched_tokens": 512, "max_model_len": 512, "num_gpu_blocks_override": 8}
     with engine(case.export, **options) as llm:
         block = llm.llm_engine.vllm_config.cache_config.block_size if case.grows else 100
@@ -198,23 +199,23 @@ def test_preempted_requests_start_again(case: Case) -> None:
 
 
 @pytest.mark.parametrize("layers", LAYERS)
-def test_bfloat16(layers: str) -> None:
-    """The project's own code in bfloat16 is as far from float32 as this format makes it; vLLM is to be no farther from
-    the project's, but for as much again. Without its state it is.
+def test_vllm_in_bfloat16_is_as_close_as_rounding_allows(layers: str) -> None:
+    """The project's own bfloat16 result differs from float32 by the error of that format. vLLM may differ from the
+    project's result by at most twice as much. Without its state, it differs by more.
 
-    This holds for the mean and the 95th percentile of log-probabilities as they are. The largest difference is that of
-    a token which is not sure: its logits are rounded to steps of 1/32 or 1/16 at the end, which way is chance, and what
-    is rounded does not cancel in a log-probability. So the largest is bounded by that of all logits, E. Where those of
-    vLLM and of the project are each no farther than E from float32, they are within 2 E of each other. Then a
-    probability p changes by no more than where its own logit is moved by 2 E one way and all others the other way,
-    which multiplies its odds by e^(4 E) and moves log p by log(1 + (1 - p) (e^(4 E) - 1)).
+    This holds for the mean and the 95th percentile of the log-probabilities. The largest difference occurs at a token
+    with a low probability. Its logits are rounded to steps of 1/32 or 1/16, up or down by chance, and these errors do
+    not cancel in a log-probability. So the largest difference has a bound of its own, computed from E, the largest
+    error of a logit. If the logits of vLLM and of the project are each within E of float32, they are within 2 E of each
+    other. A probability p then changes most if its own logit moves by 2 E and all others by 2 E the other way. That
+    multiplies its odds by e^(4 E) and changes log p by log(1 + (1 - p) (e^(4 E) - 1)).
     """
     export = trained_export(layers, "gla")
     exact, rounded = Reference(export), Reference(export, torch.bfloat16)
 
     def distances(outputs: list[Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of log-probabilities, at every token: of the project's in bfloat16 from float32, vLLM's from these, and how
-        far these may be at the most."""
+        """For the log-probability of every token: how far the project's bfloat16 is from float32, how far vLLM is from
+        the project's, and the upper bound of the latter."""
         errors, faults, doubts, of_logits = [], [], [], 0.0
         for text, output in zip(TEXTS, outputs):
             (answer,) = answers(output)

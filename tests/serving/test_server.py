@@ -39,13 +39,13 @@ def wanted(server: Served, text: list[int]) -> str:
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=len)
-def test_it_completes_as_generate_does(server: Served, text: list[int]) -> None:
+def test_completions_equal_generate(server: Served, text: list[int]) -> None:
     assert complete(server, text).choices[0].text == wanted(server, text)
     assert len(complete(server, text, n=2, temperature=1).choices) == 2
     assert "".join(part.choices[0].text for part in complete(server, text, stream=True)) == wanted(server, text)
 
 
-def test_it_chats(server: Served) -> None:
+def test_the_server_answers_a_chat(server: Served) -> None:
     asked = [{"role": "user", "content": "Hello"}]
     said = server.client.chat.completions.create(model=NAME, messages=asked, max_tokens=8)
     assert said.usage.completion_tokens > 0

@@ -1,4 +1,6 @@
-"""Clients who ask in all ways at once leave nothing behind; `tests/support/soak.py` does the same for minutes."""
+"""Many clients at once, with all kinds of requests, leave nothing behind. `tests/support/soak.py` does the same for
+minutes.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,8 @@ SECONDS, GROWTH = 30, 20 * 10**6
 
 
 def test_a_soak_leaves_no_block_in_use_and_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What clients ask for while others hang up, are thrown out or ask in vain is right, which `soak` checks.
-
-    oneDNN keeps what it makes for each shape, 174 MB in half a minute; without that the server grew by 2 MB.
-    """
+    """`soak` checks that answers are right while other clients hang up, are preempted, or send bad requests. oneDNN
+    keeps 174 MB in half a minute for the shapes it has seen. Without it, the server grew by 2 MB."""
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "1")
     export = trained_export("hybrid", "gla")
     with running_server(export, tmp_path, *OPTIONS) as server:

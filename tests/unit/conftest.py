@@ -1,4 +1,4 @@
-"""Fixtures of several files."""
+"""Fixtures that several test files use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def world(tmp_path: Path, sound_base: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def no_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
-    """Fails a test in which anything looks for another machine, also where that is caught and given up."""
+    """Fails a test that tries to reach another machine, even if the code catches the error and goes on."""
     sought: list[object] = []
 
     def seek(*args: object, **_: object) -> None:

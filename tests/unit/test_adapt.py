@@ -178,7 +178,7 @@ def test_the_mixers_alone_are_trained_on_a_narrow_base_with_enough_softmax_layer
 
 
 def test_layers_with_a_window_of_the_bases_own_count_for_neither() -> None:
-    """Gemma 3 has 5 of them for each of its other layers: one of 4 of these others that stays is a quarter."""
+    """Gemma 3 has 5 sliding-window layers for each other layer. If one of 4 others stays softmax, that is a quarter."""
     base = CONFIG_MAPPING["gemma3_text"](num_hidden_layers=24, hidden_size=64, max_position_embeddings=8192)
     plan = make_plan(load(DEFAULT, ["layers={softmax_auto: 1}"]), base)
     assert all(set(stage.learning_rates.trained()) == {"mixer"} for stage in plan.recipe_stages)
@@ -194,7 +194,7 @@ def test_adapters_are_of_the_variant_and_alpha_that_are_asked_for() -> None:
 
 
 def test_an_alignment_that_does_not_fit_is_trained_layer_by_layer(monkeypatch) -> None:
-    """Before it gets adapters, and in one process only."""
+    """This is tried before adapters, and only with one process."""
     align = {"kind": "align", "learning_rates": {"mixer": 1e-3, "attention": 3e-4}}
     on_a_gpu(monkeypatch, 40 * GB)
     made, several = (make_plan(recipe(**align), config("llama-3-8b"), processes) for processes in (1, 2))

@@ -1,4 +1,4 @@
-"""Agreement is what it says: the base has all of it, and a model's own greedy text is the base's as far as it tells."""
+"""Agreement with the base: the base agrees fully with itself, and another model is compared by its own greedy text."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def agree(model: Any, rows: list[Any]) -> dict[str, Any]:
 
 
 def jolted(model: Any, size: float) -> Any:
-    """The model with its weights a little off, so that it agrees with itself in part."""
+    """The model with slightly changed weights, so that it agrees only partly with the original."""
     torch.manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():

@@ -1,4 +1,4 @@
-"""A stage with `ema_length` ends with the average of its weights, and trains as it does without."""
+"""A stage with `ema_length` ends with the averaged weights. Its training steps are the same as without."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Weights = dict[str, Tensor]
 
 
 def recorded(stage: Any, out: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Weights], Weights]:
-    """The weights behind every step, and what the stage ends with, in float64."""
+    """The weights after every step, and the result of the stage, in float64."""
 
     class Recorder(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -119,7 +119,7 @@ class Killed(BaseException):
 
 
 def killed(stage: Any, out: Path) -> None:
-    """Stops the stage in its sixth step, behind its checkpoints of steps 2 and 4."""
+    """Stops the stage in its sixth step, after its checkpoints of steps 2 and 4."""
 
     def stop(done: float, total: float | None, note: str = "") -> None:
         if done == 6:
@@ -146,7 +146,7 @@ def test_a_stage_that_was_killed_ends_with_the_same_average(
 
 
 def test_a_checkpoint_holds_the_weights_that_training_goes_on_from(tmp_path: Path) -> None:
-    """A stage with an average and one without go on to the same weights from checkpoints of each other's."""
+    """A stage with an average and one without reach the same weights from each other's checkpoints."""
     with_it, without = (make_stage("finetune", save_every=2, ema_length=length) for length in (LENGTH, 0.0))
     train(without, tmp_path / "whole")
     killed(with_it, tmp_path / "averaged")

@@ -1,4 +1,4 @@
-"""Whatever a user gives wrongly ends as one sentence, the right exit code, and nothing new on the disk."""
+"""Every mistake of a user ends with one sentence, the right exit code, and nothing new on the disk."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What `linearize bench` tells is complete and comes after its check; what it cannot measure it names."""
+"""The output of `linearize bench` is complete and comes after its check. It names what it cannot measure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Calibration finds the pairs that attend to each other and the share each head wants, and harms no head.
+"""Calibration finds the pairs that attend to each other and the best weight of each head's memory, and makes no head
+worse.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, D head size, F codes.
 """
@@ -251,9 +252,9 @@ def test_calibration_is_deterministic_and_the_same_under_autocast(
 
 
 def planted(groups: int, shared: int, noise: float) -> tuple[QKV, tuple[Tensor, Tensor], Tensor]:
-    """QKV whose second half of queries each attend to one key of the first half, what `far_keys` says of them, and
-    which key that is. All that a query and its key have in common is a latent vector, which every head hides by a
-    linear map of its own behind a large mean and noise."""
+    """QKV in which each query of the second half attends to one key of the first half. Also returns the result of
+    `far_keys` and the index of that key. A query and its key share only a latent vector. Every head hides it behind a
+    linear map of its own, a large mean, and noise."""
     batch, half, dim, latent = 2, 48, 16, 6
     random = torch.Generator().manual_seed(0)
 

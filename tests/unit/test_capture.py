@@ -1,4 +1,4 @@
-"""A stage whose layers are compiled, or whose passes are replayed as a graph, trains as it does without."""
+"""A stage trains the same with compiled layers or captured graphs as without."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_compiled_layers_train_as_they_are_and_alignment_compiles_what_it_runs(
 
 @torch._dynamo.config.patch(optimize_ddp=True)
 def test_a_layer_is_compiled_whole_where_processes_share_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it is cut where a bucket of gradients is full, here after each weight."""
+    """Otherwise a layer is split wherever a bucket of gradients is full, which here is after each weight."""
     graphs: list[Any] = []
 
     def keep(graph: Any, inputs: Any) -> Any:
@@ -97,7 +97,7 @@ def test_a_layer_is_compiled_whole_where_processes_share_rows(tmp_path: Path, mo
 def test_replayed_passes_train_the_same_weights(
     name: str, accumulation: int, lengths: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a graph for rows of another length is made between two micro-batches of a step."""
+    """This also holds if a graph for rows of another length is captured between two micro-batches of a step."""
     only = {"align": {"calibrate": False}, "distill": {}}.get(name, {"loss_on": "all"})
     shorter = [{"seq_len": SEQ_LEN // 4, "fraction": 0.5}] * (lengths - 1)
     stage = make_stage(name, steps=3, accumulation=accumulation, concat_documents=True, mixed_seq_lens=shorter, **only)
@@ -261,7 +261,7 @@ def test_before_and_in_a_capture_no_op_looks_at_a_value(monkeypatch: pytest.Monk
 
 
 def test_no_sum_of_forget_gates_is_compiled() -> None:
-    """torch 2.11 crashes on a scan over what a bias was added to, as these gates are."""
+    """torch 2.11 crashes on a scan over a tensor to which a bias was added, as in these gates."""
     found: list[str] = []
 
     def backend(graph: Any, _: Any) -> Any:

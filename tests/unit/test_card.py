@@ -1,5 +1,4 @@
-"""The model card of an export: front matter that the hub reads, a licence that is the base's, and no place of a
-machine."""
+"""The model card of an export: metadata that the hub reads, the base's licence, and no local paths."""
 
 from __future__ import annotations
 

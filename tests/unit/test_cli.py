@@ -168,7 +168,7 @@ def test_a_base_alone_is_planned_by_the_default_recipe_and_named_after_it(home, 
 
 
 @pytest.mark.parametrize("base", ["org/model", "12", "a: b", "{x", "C:\\models\\one.gguf", "true", "it's"])
-def test_a_base_is_taken_by_its_very_name(base):
+def test_the_name_of_a_base_is_not_changed(base):
     recipe, changes = chosen_recipe(None, base, ())
     assert load(recipe, changes).base == base
 
@@ -252,8 +252,9 @@ def test_train_writes_the_text_of_the_base_into_its_folder(home, capsys):
     output(capsys, "merge", "converted", "own", "--out", "merged-own")
 
 
-def test_what_the_model_was_not_made_from_is_refused_in_a_sentence(home, capsys):
-    """As its base, another shape; as a baseline that writes, a model with tokens that this one has no embedding of."""
+def test_a_base_or_baseline_that_does_not_match_the_model_is_refused(home, capsys):
+    """A base of another shape is refused, and so is a baseline whose text has tokens that the model has no embedding
+    for."""
     save_tiny_base("llama", home / "deep", num_hidden_layers=4)
     assert main.main(["diagnose", "converted", "--base", "deep", "--suite", "suite.yaml", "--text", "text.jsonl"]) == 2
     said = "error: --base deep: its num_hidden_layers is 4, but converted was made from a base with 3"
@@ -318,7 +319,7 @@ def test_eval_and_diagnose_take_text_of_another_kind_and_a_folder_of_tasks(home,
     assert "is the same text as --text" in capsys.readouterr().err
 
 
-def test_generate_speaks_and_says_the_same_twice(home, capsys):
+def test_generate_prints_text_and_repeats_it_exactly(home, capsys):
     words = ["generate", "converted", "--prompt", "green", "--max-new-tokens", "12"]
     first = output(capsys, *words)
     assert first.strip()
@@ -347,7 +348,7 @@ def test_mixers_say_the_state_of_a_layer_of_the_shape_asked_for(capsys):
     assert "are not a multiple of 2 key-value heads" in capsys.readouterr().err
 
 
-def test_a_gpu_without_room_is_no_bug(monkeypatch, capsys):
+def test_running_out_of_gpu_memory_is_not_reported_as_a_bug(monkeypatch, capsys):
     def full(*args: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 

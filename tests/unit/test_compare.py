@@ -1,4 +1,4 @@
-"""`linearize compare`: what runs share stands side by side, and what does not compare is said."""
+"""`linearize compare` shows what runs have in common side by side, and says what cannot be compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A conversion loses nothing, adds what the config says, holds little in memory, and refuses what does not add up."""
+"""A conversion loses no tensor, adds what the config says, needs little memory, and refuses damaged checkpoints."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_tokenizer_generation_config_and_licence_come_along(base, tmp_path):
     ],
 )
 def test_text_becomes_the_tokens_that_the_base_makes_of_it(bases, tmp_path, family, named):
-    """Which class reads a tokenizer hangs on the model type, and the classes cut text by rules of their own."""
+    """The model type decides which class reads a tokenizer, and each class splits text by its own rules."""
     base = Path(shutil.copytree(bases(family), tmp_path / "base"))
     digits_apart_tokenizer().save_pretrained(base)
     path = base / "tokenizer_config.json"
@@ -143,7 +143,7 @@ def test_text_becomes_the_tokens_that_the_base_makes_of_it(bases, tmp_path, fami
 
 
 def digits_apart_tokenizer() -> PreTrainedTokenizerFast:
-    """Has the numbers as tokens, but cuts them into digits first, as many tokenizers do."""
+    """Has numbers as tokens but splits them into digits first, as many tokenizers do."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     symbols = ["<pad>", "<s>", "</s>", "<unk>", "Ġ", "Ċ"] + [chr(c) for c in range(33, 123)] + ["12", "34"]

@@ -1,4 +1,4 @@
-"""Rows become documents with the right tokens learned."""
+"""Rows become documents, and exactly the right tokens are trained on."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def linearized(base: Path, folder: Path, *, trained: bool = False, **spec: Any) 
     return folder
 
 
-def test_every_name_is_the_model_it_says(base: Path, tmp_path: Path) -> None:
+def test_each_column_measures_the_model_that_it_names(base: Path, tmp_path: Path) -> None:
     folder = linearized(base, tmp_path, trained=True)
     found = diagnose(folder, base, SUITE, device=CPU, prompts=["a", "b"], **OPTIONS)
     assert tuple(found["models"]) == NAMES
@@ -78,7 +78,7 @@ def test_side_by_side_the_models_measure_what_they_do_one_by_one(base: Path, tmp
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_failing_model_costs_none_of_the_measures_before_it(base: Path, tmp_path: Path, processes: int) -> None:
+def test_measures_taken_before_a_model_fails_are_kept(base: Path, tmp_path: Path, processes: int) -> None:
     folder, keep, aside = linearized(base, tmp_path / "model"), tmp_path / "keep", tmp_path / "aside"
     keep.mkdir()
     folder.rename(aside)
@@ -98,7 +98,9 @@ def test_a_failing_model_costs_none_of_the_measures_before_it(base: Path, tmp_pa
     assert found.keys() == set(NAMES)
 
 
-def test_a_measure_that_fails_costs_none_before_it(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measures_taken_before_a_measure_fails_are_kept(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from liger_convert.eval import evaluation as module
 
     folder, keep = linearized(base, tmp_path / "model"), tmp_path / "keep"
@@ -148,7 +150,7 @@ def test_a_memory_that_no_text_is_long_enough_for_is_not_called_unused(
 
 
 def test_the_verdict_is_not_about_what_is_longer_than_the_base_takes(tmp_path: Path) -> None:
-    """There a base fails, and a model with a window would be called better than it."""
+    """Beyond its context, a base fails, so a model with a window would seem better than it."""
     short = save_tiny_base("llama", tmp_path / "base", max_position_embeddings=64)
     suite = SUITE.model_copy(update={"copying": [CopyMeasure(length=33, draws=3)]})
     found = diagnose(linearized(short, tmp_path / "model"), short, suite, device=CPU, **OPTIONS)

@@ -1,4 +1,4 @@
-"""What families.py says of a family is what its own modules do."""
+"""What families.py says of each family agrees with the family's modules in transformers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 
 def layer_of(family: Family, **changes: Any) -> tuple[Any, dict[str, Any]]:
-    """The first decoder layer of a tiny base, in training, and what its model passes it."""
+    """The first decoder layer of a tiny base in training mode, and the inputs that the model passes to it."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(family.model_type, **changes), attn_implementation="eager")
     model.train()
@@ -41,7 +41,7 @@ def layer_of(family: Family, **changes: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def attended(family: Family, given: dict[str, Any], layer: Any, **options: Any) -> torch.Tensor:
-    """What a family's own attention gives for what its decoder layer is given."""
+    """The output of a family's own attention for the inputs of its decoder layer."""
     own = {"hidden_states": given["hidden_states"], "position_embeddings": given["position_embeddings"]}
     with torch.no_grad():
         return layer.self_attn(**own, attention_mask=None, **{"position_ids": given["position_ids"], **options})[0]
@@ -128,8 +128,8 @@ def test_a_base_whose_tokens_see_those_after_them_is_refused(model_type: str) ->
 
 @pytest.mark.parametrize("name", [*FAMILIES])
 def test_a_bound_on_logits_counts_in_every_model_that_is_loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a base, and of layers that stay softmax. The control has no bound. Here transformers takes sdpa by itself,
-    as 5.19 does, which leaves the bound out; 5.23 refuses it."""
+    """This covers a base and layers that stay softmax. Families without a bound are the control. Here transformers
+    chooses sdpa by itself, as 5.19 does, which ignores the bound; 5.23 refuses it."""
     bounded, dtype = FAMILIES[name].softcap, torch.float32
     folder, plan = base_folder(name), linearization(["softmax", "main", "softmax"], type="gla")
     monkeypatch.setattr(MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[name]], "_supports_sdpa", True)

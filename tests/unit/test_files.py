@@ -1,4 +1,6 @@
-"""Temporary folders: gone with their command, or with the next one where it was killed, and never anybody else's."""
+"""Temporary folders are removed with their command, or by the next command if it was killed. Other folders are left
+alone.
+"""
 
 import os
 import signal

@@ -1,4 +1,6 @@
-"""A window that forgets is the Forgetting Transformer's attention, and starts as the window it was."""
+"""A window with a forget gate is the Forgetting Transformer's attention. At the start it hardly differs from the plain
+window.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,7 @@ def published(attention: Any, x_BTC: torch.Tensor, angles: Any, options: dict[st
 
 
 def layer_error(base: Path, options: dict[str, Any], told: dict[str, Any]) -> float:
-    """Of a layer with `options`, beside the loop with those that it is told."""
+    """The relative error of a layer with `options`, compared with the loop that follows the options in `told`."""
     model = build(base, type="forgetting", **options)
     torch.manual_seed(0)
     x_BTC, attention = torch.randn(B, T, C), model.model.layers[1].self_attn

@@ -1,4 +1,6 @@
-"""What is frozen is held in fewer digits without changing a bit of a training, and the mixers alone leave the base."""
+"""Frozen weights are held in lower precision without changing a bit of the training. Training only the mixers leaves
+the base unchanged.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def test_no_bit_of_a_training_changes(family: str) -> None:
 
 
 def test_embeddings_in_fewer_digits_would_change_it() -> None:
-    """The control of the test above."""
+    """The control of the test above: at lower precision, the embeddings would change the training."""
     model = prepare(build("llama", type="gla", window=5, sinks=2), make_stage("distill", learning_rates=ALONE))
     before = loss_and_gradients(model)
     embeddings = model.get_input_embeddings().weight
@@ -64,7 +66,7 @@ def test_a_stage_leaves_the_same_files(
 
 
 def test_what_is_not_trained_stays_what_the_stage_began_with(tmp_path: Path) -> None:
-    """To the last digit, though the stage held it in bfloat16; the mixers have moved."""
+    """Frozen weights are equal to the last bit, although the stage held them in bfloat16. The mixers have changed."""
     train(make_stage("distill", steps=2, learning_rates=ALONE), tmp_path / "out", precision="bfloat16")
     start = load_linearized(folders()[1], dtype=torch.float32).state_dict()
     (file,) = (tmp_path / "out/result" / merge.MODEL).glob("*.safetensors")
@@ -83,7 +85,7 @@ def test_adapters_that_read_the_weights_beside_them_keep_their_digits(variant: s
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_with_the_mixers_alone_a_text_within_the_window_is_read_as_by_the_base(alone: bool, tmp_path: Path) -> None:
-    """However long the training. The controls: a longer text, and a training of adapters."""
+    """This holds however long the training is. The controls are a longer text, and a training of adapters."""
     rates = {"learning_rates": ALONE} if alone else BY_LORA
     stage = make_stage("distill", steps=20, **rates)
     train(stage, tmp_path / "out")

@@ -1,4 +1,4 @@
-"""What is written a tensor at a time is the checkpoint that transformers would write of the whole model."""
+"""A checkpoint that is written one tensor at a time equals the one that transformers writes of the whole model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
 def test_a_result_has_the_tensors_of_a_saved_model(
     family: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In files of no more than they may have. Experts are stored apart, and of tied ends one."""
+    """No file is larger than allowed. Experts are stored separately, and of tied weights only one is stored."""
     monkeypatch.setattr(full_result, "SHARD", 20_000)
     model = load_linearized(folders(family, tie_word_embeddings=tied)[1], dtype=torch.float32)
     model.save_pretrained(tmp_path / "saved")
@@ -48,8 +48,8 @@ def test_a_result_has_the_tensors_of_a_saved_model(
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_what_is_not_trained_is_read_where_the_stage_began(family: str, fused: bool, tmp_path: Path) -> None:
-    """A sharded model has fewer digits of it. fused: the checkpoint has experts as the model does. The control writes
-    what the model has."""
+    """A sharded model holds these weights in lower precision. fused: the checkpoint stores experts as the model does.
+    The control writes the model's own values."""
     start = folders(family)[1]
     model: Any = load_linearized(start, dtype=torch.float32)
     if fused:

@@ -37,9 +37,9 @@ COPIES, DEPTH = 2, 4  # the layer that copying hangs on, of so many
 
 @functools.cache
 def copier(layer: int = COPIES) -> Path:
-    """A base that continues a text as it was continued before. Layer 0 tells every token which one was before it, from
-    the position alone, and so within any window. `layer` attends to where the same token was before its neighbour,
-    however far off, and gives what followed there. The other layers add noise."""
+    """A base that continues a text as it was continued before. Layer 0 gives every token the one before it, by position
+    alone, so any window suffices. `layer` attends to the token after an earlier occurrence of the current one, at any
+    distance, and predicts it. The other layers add noise."""
     torch.manual_seed(0)
     code, hidden = 32, 64  # the first half of a hidden state is the token's code, the second that of the one before
     folder = save_tiny_base(

@@ -1,4 +1,4 @@
-"""Generation: what is streamed, templated and batched is what the model says."""
+"""Generation gives the model's own text, also when it is streamed, batched, or made with a chat template."""
 
 from __future__ import annotations
 

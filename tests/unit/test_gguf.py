@@ -1,4 +1,4 @@
-"""A .gguf base in parts is the base in one file, and of every type it is what the package gguf makes of it."""
+"""A `.gguf` base in parts gives the same as one in a single file. Every tensor type is read as by the package gguf."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses on logits that are made of hidden states a few tokens at a time: those of whole logits.
+"""Losses that compute logits for a few tokens at a time equal those of all logits at once.
 
 Shapes: B batch, T tokens, N = B * T, C hidden size, V vocabulary.
 """

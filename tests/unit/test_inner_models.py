@@ -92,7 +92,7 @@ def read(mixer: Mixer, qkv: QKV) -> Tensor:
 
 
 def relative_error(spec: dict[str, Any], published: dict[str, Any]) -> float:
-    """Of a mixer of `spec`, beside the loop of `published`; the largest over heads."""
+    """The largest error over heads of a mixer with `spec`, compared with the loop of `published`."""
     mixer, qkv, errors = started(spec), random_qkv(), []
     with torch.no_grad():
         o_BTHV = read(mixer, qkv)
@@ -122,7 +122,7 @@ def test_a_memory_is_the_model_that_its_paper_trains(spec: dict[str, Any]) -> No
     ],
     ids=str,
 )
-def test_the_loop_tells_the_pieces_apart(spec: dict[str, Any], other: dict[str, Any]) -> None:
+def test_the_reference_loop_differs_if_an_option_differs(spec: dict[str, Any], other: dict[str, Any]) -> None:
     assert relative_error(spec, spec | other) > 1e-3
 
 
@@ -136,7 +136,7 @@ def test_every_parameter_of_a_new_model_learns(spec: dict[str, Any]) -> None:
 
 @every_spec
 def test_near_equal_keys_do_not_make_a_model_overshoot(spec: dict[str, Any]) -> None:
-    """The same key and value again and again: what is read of it comes nearer, and no farther."""
+    """The same key and value are written repeatedly. The read has to come closer to the value each time."""
     if spec["type"] == "titans":
         spec = {**spec, "gate_bias": -20.0, "momentum_bias": -20.0}
     mixer, qkv = started(spec, noise=0.0), random_qkv()

@@ -1,4 +1,4 @@
-"""How much is read of a file: all that is unusual and sound, and of a bomb a little."""
+"""Bounds on reading a file: unusual but valid files are read in full, and of a decompression bomb only a little."""
 
 import gzip
 import json

@@ -1,4 +1,6 @@
-"""Alignment layer by layer: the weights of an alignment of the whole model, with one layer of the base in memory."""
+"""Alignment layer by layer gives the same weights as alignment of the whole model, with one layer of the base in
+memory.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,7 @@ def weights(out: Path, family: str = "llama") -> dict[str, torch.Tensor]:
     ],
     ids=["full", "lengths", "mixers", "lora", "dora", "pissa", "gemma3_text", "granite", "stablelm", "olmoe"],
 )
-def test_it_gives_the_weights_of_an_alignment_of_the_whole_model(
+def test_layer_by_layer_gives_the_weights_of_aligning_the_whole_model(
     family: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     made = stage(**changes)

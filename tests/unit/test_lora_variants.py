@@ -52,7 +52,8 @@ def weights(*results: Path, **changes: Any) -> dict[str, torch.Tensor]:
 @every_variant
 @torch.no_grad()
 def test_it_starts_as_the_base(variant: Any, tmp_path: Path) -> None:
-    """Rounding moves a logit by some parts in 10^7 of the largest, an adapter of random numbers by over a tenth."""
+    """Rounding changes a logit by a few parts in 10^7 of the largest one. An adapter of random numbers changes it by
+    more than a tenth."""
     plain = load_linearized(folders()[1], dtype=torch.float32).eval()
     want = plain(input_ids=TOKENS, use_cache=False).logits
     model = add_lora(plain, Lora(variant=variant, rank=RANK, targets="all"), train_mixer=True)
@@ -70,7 +71,7 @@ def test_it_starts_as_the_base(variant: Any, tmp_path: Path) -> None:
 def test_it_goes_on_to_the_bits_of_a_stage_that_nothing_stopped(
     variant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a decomposition would not give the same digits again."""
+    """This also holds if a decomposition would not give the same digits again."""
 
     def stop(done: float, total: float | None, note: str = "") -> None:
         if done == 3:
@@ -111,7 +112,7 @@ def test_checkpoints_without_what_pissa_started_from_are_not_used(
 
 @every_variant
 def test_a_tensor_at_a_time_it_folds_as_peft_folds_it(variant: Any) -> None:
-    """To the last bit, also behind another adapter."""
+    """Results are equal to the last bit, also after another adapter."""
     first, second = trained("rslora"), trained(variant)
     for results in ([second], [first, second]):
         want, chain = weights(*results), Chain(folders()[1], results)
@@ -127,8 +128,8 @@ def test_a_tensor_at_a_time_it_folds_as_peft_folds_it(variant: Any) -> None:
 def test_what_pissa_learned_folds_into_the_base_that_it_began_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was trained is (W - s B0 A0) + s B A, what is folded W + s (B A - B0 A0). A sum of n products is off by at
-    most n roundings of the sum of their sizes. The control leaves out what it started from."""
+    """Training changes (W - s B0 A0) + s B A, and merging computes W + s (B A - B0 A0). A sum of n products is off by
+    at most n roundings of the sum of their sizes. The control leaves out the initial adapters."""
     found: dict[str, torch.Tensor] = {}
     become_changes = pissa.become_changes
 
@@ -219,7 +220,7 @@ def test_magnitudes_are_not_shared_in_bfloat16() -> None:
 
 
 def test_a_projection_with_magnitudes_keeps_both_parts_of_its_output() -> None:
-    """Which `training_bytes` counts; and here, without autocast, a tenth more."""
+    """`training_bytes` counts both. Without autocast, as here, a tenth more is kept."""
     ids = torch.randint(3, 101, (1, 50), generator=torch.Generator().manual_seed(0))
 
     def kept(variant: Any) -> int:

@@ -1,4 +1,4 @@
-"""Our own measures, against computations by hand."""
+"""Our own measures, compared with direct computations."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class Successor(torch.nn.Module):
 
 
 class Recaller(Successor):
-    """A language model that says what followed the last place where it read the same token, `reach` tokens back at
-    most; where it finds none it knows nothing."""
+    """A language model that predicts what followed the same token before, at most `reach` tokens back. If there was no
+    such token, all tokens are equally likely to it."""
 
     def __init__(self, reach: int) -> None:
         super().__init__()

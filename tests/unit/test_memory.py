@@ -32,7 +32,7 @@ STAGES["finetune"]["lora"] = {"targets": ["q_proj", "k_proj", "v_proj"]}
 
 
 def planned(config: Any, stage: dict[str, Any], monkeypatch: pytest.MonkeyPatch, device: str = "cuda") -> StagePlan:
-    """As on a machine with such a device, where bfloat16 is fast."""
+    """The plan for a machine with this device, where bfloat16 is fast."""
     monkeypatch.setattr(plans, "pick_device", lambda name: torch.device(device))
     monkeypatch.setattr(plans, "compute_dtype", lambda device, precision: torch.bfloat16)
     recipe = {"version": 1, "name": "x", "base": "x", "mixer": {"type": "gla"}, "data": {"t": {"source": "pydoc"}}}
@@ -94,7 +94,8 @@ def test_checkpointing_leaves_the_copies_of_one_layer_and_the_head(monkeypatch: 
 
 
 def test_what_is_frozen_takes_two_bytes_and_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By mixers alone, and by adapters that do not read the weights beside them; of all weights none is frozen."""
+    """Two cases: only the mixers are trained, or adapters that do not read the weights next to them. If all weights are
+    trained, none is frozen."""
     rows, config = {"tokens": 2048, "seq_len": 2048, "batch_size": 1}, shape("llama-3-8b")
     ends = 2 * config.vocab_size * config.hidden_size
     alone, lora, dora, whole = (
@@ -118,7 +119,7 @@ def test_what_is_frozen_takes_two_bytes_and_no_copies(monkeypatch: pytest.Monkey
 def test_autocast_keeps_a_copy_of_every_matrix_in_float32_that_a_gradient_goes_through(
     checkpointing: bool, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside adapters of `lora` that is the head alone."""
+    """With `lora` adapters, that is only the head."""
     config = tiny_config("llama", tie_word_embeddings=False)
     rows = {"tokens": 26, "seq_len": 26, "batch_size": 1, "compile": False}
     lora = {"targets": ["q_proj", "k_proj", "v_proj"], "variant": variant}

@@ -1,4 +1,4 @@
-"""What stages learned, folded in, is what they learned; and the merged folder is like the one it began with."""
+"""Merging keeps what the stages learned, and the merged folder has the same form as the one it started from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A stage on several sources: exact fractions of its rows, each row of one source, and the same rows whatever stops."""
+"""A stage on several sources: exact fractions of rows, each row from one source, and the same rows after any
+interruption.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ def digest(rows: Any) -> str:
 
 
 def furthest(dealt: Sequence[int], fractions: Sequence[float]) -> float:
-    """By how many rows a source was ever ahead of its fraction, or behind."""
+    """The largest number of rows by which a source was ever ahead of its fraction, or behind."""
     had_RK = np.cumsum(np.eye(len(fractions))[list(dealt)], axis=0)
     due_RK = np.arange(1, len(dealt) + 1)[:, None] * np.array(fractions)
     return float(abs(had_RK - due_RK).max())
@@ -120,7 +122,7 @@ def test_rows_follow_from_the_seed_and_not_from_the_order_of_the_names() -> None
 
 
 def test_a_stage_of_one_source_has_the_rows_that_it_always_had() -> None:
-    """The digests were taken before there were mixes."""
+    """The digests were recorded before a stage could have several sources."""
     options: dict[str, Any] = {"copy_fraction": 0.4, "concat_documents": True, "mixed_seq_lens": [(16, 0.3)]}
     stage = DistillStage(
         data="text",

@@ -1,4 +1,6 @@
-"""eval/mixer_table.py: the same tokens for every entry, runs that go on where they were stopped, one table."""
+"""eval/mixer_table.py: every entry trains on the same tokens, stopped runs are resumed, and all results are in one
+table.
+"""
 
 from __future__ import annotations
 

@@ -158,7 +158,8 @@ def results(monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any], kind: str) ->
 
 
 def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    """What is not the same but for roundings of float64: sums of some thousand terms, of which gates' cancel."""
+    """The tensors that differ by more than float64 rounding. They are sums of some thousand terms, and in those of
+    gates the terms cancel."""
     assert found.keys() == expected.keys()
     return [name for name, x in expected.items() if not (found[name] - x).norm() <= 1e-10 * x.norm()]
 

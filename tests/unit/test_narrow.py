@@ -1,4 +1,4 @@
-"""What is longer than the base's context, or has nothing to read, is left out of a suite with a note."""
+"""Parts of a suite that are longer than the base's context, or have no data, are left out with a note."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_curve_ends_with_the_context_and_a_single_length_does_not() -> None:
 
 
 def test_text_is_read_in_windows_that_the_base_takes() -> None:
-    """Beyond its context a base is bad, and a mere window better: the verdict would be about that."""
+    """Beyond its context, a base is bad, and a window alone is better. The verdict would only show that."""
     far = {"name": "text_far", "window": 1024, "score_from": 512}  # asks for what is far on purpose: a run warns
     found, notes = narrowed(context=256, text=[*SUITE["text"], far], positions=[], copying=[], agreement=None, tasks=[])
     assert [measure.window for measure in found.text] == [256, 256, 1024]

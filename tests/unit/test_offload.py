@@ -1,5 +1,4 @@
-"""Weights that are offloaded are there only while the module that owns them is called: a model with such weights gives
-what it gives without."""
+"""Offloaded weights are present only while the module that owns them is called. The model's output does not change."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ REPEATS: dict[str, Any] = {"tokens": 64 * 600, "seed": 2}
 
 @functools.cache
 def repeated() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """600 rows of which 0.4 repeat themselves, and the same rows as they were."""
+    """600 rows, 0.4 of which repeat themselves, and the same rows without repetition."""
     docs = documents(*[37, 101, 5, 64, 300] * 100)
     return list(pack(docs, 64, copy_fraction=0.4, **REPEATS)), list(pack(docs, 64, **REPEATS))
 

@@ -1,4 +1,4 @@
-"""What `make test` leaves of family x mixer x check covers every pair."""
+"""The selection that `make test` runs of all families, mixers and checks covers every pair."""
 
 from __future__ import annotations
 

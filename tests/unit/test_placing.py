@@ -1,4 +1,4 @@
-"""A model that a GPU has no room for gives what it gives in one piece, while layers wait in the host's memory."""
+"""A model that does not fit on the GPU, so that some layers stay in host memory, gives the same output."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def waiting(model: Any) -> set[str]:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Places a model as on a GPU of which weights may take so many parts of the model's size."""
+    """Places a model as on a GPU that has room for a fraction of the model's weights."""
 
     def placed(model: Any, part: float) -> Any:
         monkeypatch.setattr(placing, "free_memory", lambda device: int(part * size(model) / SHARE))
@@ -53,8 +53,8 @@ def model_of(family: str, mixer: str) -> Any:
 @pytest.mark.parametrize(
     ("family", "mixer"), [("llama", "gla"), ("llama", "mom"), ("gemma2", "gla"), ("mixtral", "gated-deltanet")]
 )
-def test_layers_that_wait_change_nothing(family: str, mixer: str, small: Any, capsys: Any) -> None:
-    """gemma2 has one tensor for both of its ends."""
+def test_layers_in_host_memory_do_not_change_the_output(family: str, mixer: str, small: Any, capsys: Any) -> None:
+    """gemma2 uses one tensor as both its embeddings and its output head."""
     whole, options = model_of(family, mixer), GREEDY | {"attention_mask": PADDED_MASK, "max_new_tokens": 8}
     expected, text = logits(whole, TOKENS), whole.generate(PADDED, **options)
     model = small(model_of(family, mixer), 0.8)
@@ -94,7 +94,7 @@ LEARNED: dict[str, dict[str, Any]] = {
 def test_a_stage_learns_the_same_of_a_teacher_whose_layers_wait(
     name: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """On a GPU that has no room for the teacher beside what is trained; the control has another teacher."""
+    """The GPU has no room for the teacher in addition to what is trained. The control has another teacher."""
     stage = make_stage(name.partition("-")[0], steps=2, **LEARNED[name])
     whole = train(stage, tmp_path / "whole", precision=precision)
     assert "wait" not in capsys.readouterr().err

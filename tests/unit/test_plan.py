@@ -226,8 +226,8 @@ def test_a_stage_with_lora_trains_what_peft_adds(family, targets):
 
 
 def test_variants_of_adapters_take_what_they_keep():
-    """Magnitudes of dora, one for each number that a projection gives, and both parts of its output for each token; on
-    the disk what pissa starts from, beside the checkpoints."""
+    """dora keeps a magnitude for each output of a projection, and both parts of its output for each token. pissa keeps
+    its initial adapters on the disk, next to the checkpoints."""
     stage = {"kind": "distill", "data": "text", "tokens": 2e5, "learning_rates": {"lora": 1e-4}, "batch_size": 2}
     made = {
         variant: plan(stages=[stage | {"lora": {"variant": variant, "targets": "linearized"}}], layers="LN")
@@ -280,7 +280,7 @@ def test_several_processes_share_rows_and_nothing_else():
 
 
 def test_processes_that_share_rows_take_a_part_of_their_tokens():
-    """And the keys and values of the whole row, of one layer of the base at a time."""
+    """Each also holds the keys and values of the whole row, for one layer of the base at a time."""
     rates = {"mixer": 1e-2, "body": 1e-5}
     stage = {"kind": "distill", "data": "text", "tokens": 2e5, "batch_size": 8, "learning_rates": rates}
     rows = stage | {"seq_len": 512}
@@ -298,7 +298,7 @@ def test_processes_that_share_rows_take_a_part_of_their_tokens():
 
 
 def test_processes_that_share_the_weights_hold_a_slice_of_each():
-    """All that is of weights falls by their number, but for what is whole at a time, which stays."""
+    """All memory for weights falls with the number of processes, except for what is gathered at one time."""
     rates = {"mixer": 1e-3, "attention": 1e-4, "body": 1e-5, "embeddings": 1e-5}
     stage = {"kind": "distill", "data": "text", "tokens": 2e5, "batch_size": 8, "learning_rates": rates}
     made = {number: plan(stages=[stage | {"batch_size": number}], processes=number) for number in (1, 2, 4, 8)}
@@ -340,7 +340,7 @@ def test_a_stage_that_fits_with_its_weights_shared_is_not_named():
 
 
 def test_layer_by_layer_takes_the_memory_of_a_layer_and_the_disk_of_hidden_states():
-    """At any depth, but for the ends of the model."""
+    """This holds for any number of layers, apart from the embeddings and the head."""
     rates = {"mixer": 1e-3, "attention": 1e-4}
     stage = {"kind": "align", "data": "text", "tokens": 2e5, "learning_rates": rates, "calibrate": False}
 
@@ -371,7 +371,7 @@ def test_stages_that_do_not_fit_a_gpu_are_named():
 
 
 def test_what_is_measured_in_parts_is_said_beforehand():
-    """So is what holds two models at once, which gates cannot do on this GPU."""
+    """The plan also says what needs two models at once. Gates need that, which is impossible on this GPU."""
     made, open_made = plan(), plan(layers={"softmax_auto": 1})
     size = made.memory_bytes["inference"]
     assert measured_in_parts(made, None, "copy") == measured_in_parts(made, size, "copy") == []

@@ -1,4 +1,4 @@
-"""What would fail after training is told before it, and leaves nothing; what is only unlikely is a warning."""
+"""What would fail after training is an error before training, and leaves no file. What is unlikely is a warning."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def home(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with all that a run needs, as the working directory; a run ends where it would begin to convert."""
+    """A folder with all that a run needs, as the working directory. A run ends where the conversion would begin."""
     shutil.copytree(source, tmp_path / "base")
     rows = [{"text": f"{i} bottles of beer on the wall, {i} bottles of beer. Take one down. "} for i in range(30)]
     lines(tmp_path / "text.jsonl", rows)
@@ -379,7 +379,7 @@ def test_a_run_that_does_not_fit_on_the_disk_is_refused(
 
 
 def size(path: Path) -> int:
-    """Of a file, or 0 if it is gone by now."""
+    """The size of a file, or 0 if it has just been removed."""
     try:
         return path.stat().st_size
     except OSError:
@@ -405,7 +405,7 @@ def test_a_mix_needs_one_source_that_leaves_the_window(home: Path, capsys: Any) 
 
 
 class Sampler(threading.Thread):
-    """The most bytes that lie below a folder at once, looked up again and again."""
+    """The largest number of bytes below a folder at any time, found by checking repeatedly."""
 
     def __init__(self, folder: Path):
         super().__init__(daemon=True)

@@ -49,7 +49,7 @@ def error(got: Tensor, expected: Tensor) -> float:
     return float((got.detach() - expected).norm() / expected.norm())
 
 
-def test_a_token_takes_its_share_of_the_one_before() -> None:
+def test_the_token_shift_equals_the_papers_loop() -> None:
     shift, inputs = moved(), tokens()
     *got, _ = shift(*inputs, Row(None, None), {})
     for b in range(B):
@@ -60,7 +60,7 @@ def test_a_token_takes_its_share_of_the_one_before() -> None:
     assert max(error(y[0], z) for y, z in zip(got, loop(shift, [x[0] for x in inputs]))) > 1e-3, "the loop sees all"
 
 
-def test_documents_and_padding_stand_apart() -> None:
+def test_no_shift_crosses_a_document_boundary_and_padding_is_skipped() -> None:
     shift, inputs = moved(), tokens()
     position_BT = torch.cat((torch.arange(5), torch.arange(T - 5))).expand(B, T)
     *packed, _ = shift(*inputs, Row(None, position_BT), {})
@@ -76,12 +76,12 @@ def test_documents_and_padding_stand_apart() -> None:
 
 
 @pytest.mark.parametrize("kind", ["key_value", "token"])
-def test_its_states_are_those_that_are_counted(kind: str) -> None:
+def test_a_new_shift_changes_nothing_and_its_states_have_the_declared_shapes(kind: str) -> None:
     shift = make_shift(kind, DIMS)  # type: ignore[arg-type]
     assert shift is not None
     shift.reset_parameters()
     q, k, v, x = tokens()
     *same, after = shift(q, k, v, x, Row(None, None), {})
-    assert all(torch.equal(*pair) for pair in zip(same, (q, k, v))), "a shift starts as none"
+    assert all(torch.equal(*pair) for pair in zip(same, (q, k, v))), "a new shift must change nothing"
     assert {name: state.shape[1:] for name, state in after.items()} == shift_shapes(kind, DIMS)  # type: ignore[arg-type]
     assert set(after) <= set(STATES)

@@ -109,7 +109,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def error(
     base: Path, memory: Callable[..., Tensor], spec: dict[str, Any], *, window: int = 16, slots: int = D
 ) -> float:
-    """How far a layer with the mixer `spec` is from the loop, as a part of the loop's length."""
+    """The relative error of a layer with the mixer `spec`, compared with the loop."""
     plan = {"format": 2, "mixers": {"main": resolve_spec({"window": 16, **spec})}, "layers": ["main"] * 3}
     model = linearize_base(base, plan, dtype=torch.float32, attn_implementation="eager").eval()
     attention, x_BTC = (

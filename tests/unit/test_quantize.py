@@ -1,4 +1,6 @@
-"""`linearize export --quantize`: the linear maps of the layers in 8 bits, all else untouched, and what that costs."""
+"""`linearize export --quantize`: linear maps of the layers get 8-bit weights, nothing else changes, and the loss is
+measured.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ homes: list[tempfile.TemporaryDirectory[str]] = []  # removed when the tests end
 
 @functools.cache
 def model_dir() -> Path:
-    """A tiny model whose memory matters, as a merge leaves it: in float32, with its tokenizer."""
+    """A tiny model whose memory matters, as after merging: in float32, with its tokenizer."""
     homes.append(tempfile.TemporaryDirectory(prefix="liger-test-"))
     home = Path(homes[-1].name)
     base = save_tiny_base("llama", home / "base", initializer_range=0.1)
@@ -100,7 +102,7 @@ def test_the_linear_maps_of_layers_are_quantised_and_nothing_else(scheme: str, d
         assert error.mean() < 0.3 * STEP[scheme] * scale.mean()
 
 
-def test_body_takes_half_of_what_it_takes_in_bfloat16() -> None:
+def test_quantized_weights_take_half_the_bytes_of_bfloat16() -> None:
     found = stored(quantized("fp8", "bfloat16"))
     body = sum(x.nbytes for name, x in found.items() if name in WEIGHTS or name.removesuffix(SCALE) in WEIGHTS)
     in_bfloat16 = sum(2 * found[name].numel() for name in WEIGHTS)
@@ -108,7 +110,7 @@ def test_body_takes_half_of_what_it_takes_in_bfloat16() -> None:
     assert body == in_bfloat16 // 2 + 2 * rows
 
 
-def test_rows_are_worked_on_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantizing_reads_a_few_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[int] = []
     read = quantization.checked_pieces
 
@@ -186,8 +188,9 @@ def test_an_export_gives_the_same_logits_where_our_packages_cannot_be_imported(t
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_decoding_equals_prefill(scheme: str) -> None:
-    """A token's own numbers decide how it is quantised, so that the two differ only where a number falls on the other
-    side of a half, and behind that in its row. When that happens depends on the machine's last bits."""
+    """A token is quantized by its own numbers alone. So the two differ only if a number is so close to the middle of
+    two steps that it is rounded to the other one. That also changes the rest of the row. When it happens depends on the
+    machine's last bits."""
     model = load_linearized(quantized(scheme)).eval()
     said = model.generate(PROMPT, **GREEDY, return_dict_in_generate=True, output_logits=True)
     scores = torch.stack(said.logits, 1)
@@ -275,7 +278,7 @@ def windows(text: Path, n: int) -> torch.Tensor:
     return torch.tensor(ids[: n * 256]).view(n, 256)
 
 
-def test_eval_measures_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_eval_measures_a_quantized_export(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog again and again. " * 40)
     (tmp_path / "suite.yaml").write_text(
         "name: tiny\ndescription: text\ntext: [{name: text, window: 64, windows: 4}]\ncopying: []\ntasks: []\n"

@@ -1,4 +1,4 @@
-"""What stands behind the read of a memory, and what a query reads of its own token, against float64 formulas.
+"""The norm and gate after a memory's read, and what a query reads of its own token, compared with float64 formulas.
 
 Shapes: B batch, T tokens, C hidden size, H query heads, G key-value heads, D head size (of values too).
 """
@@ -135,7 +135,8 @@ def test_a_skip_is_of_the_convolved_value_where_that_is_the_tokens_own() -> None
 
 
 def rwkv6(p: dict[str, Tensor], q: Tensor, k: Tensor, v: Tensor, scope: str) -> Tensor:
-    """[T,H,D]: the read of the tokens before the window, or of all before, and of the own one by u; all at one size."""
+    """The read [T,H,D] of the tokens before the window, or of all earlier tokens, plus the own token weighted by u,
+    after the norm."""
     delay, first = (WINDOW, SINKS) if scope == "evicted" else (1, 0)
     heads = []
     for h in range(H):

@@ -105,7 +105,7 @@ def test_the_command_names_the_recipe_whatever_the_run_was_called() -> None:
 
 
 def test_the_command_of_a_shipped_recipe_is_its_name() -> None:
-    """Nobody has its file at hand."""
+    """A reader of the report may not have the recipe's file."""
     shipped = manifest()
     shipped["recipe"] |= {"text": recipe_path("default").read_text(), "overrides": ["base=mine"]}
     assert build(results(), shipped)["reproduce"]["command"] == "linearize run default --set base=mine"

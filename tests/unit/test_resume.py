@@ -1,4 +1,4 @@
-"""What a run goes on from is checked: damage is found, and a bad checkpoint costs some steps and nothing else."""
+"""A resumed run checks what it continues from. Damage is found, and a bad checkpoint costs only some steps."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ STAGES: list[dict[str, Any]] = [
 
 
 def flip_bit(path: Path) -> None:
-    """In the middle of the file, where no header stands."""
+    """Flips a bit in the middle of the file, which is not part of a header."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
@@ -39,7 +39,7 @@ def home(tmp_path_factory):
 
 
 def stop_at(patch: pytest.MonkeyPatch, label: str, done: float) -> None:
-    """Has a run be interrupted when the work with this label reports so much done."""
+    """Interrupts a run when the work with this label has made this much progress."""
     real = steps.show_progress
 
     @contextmanager
@@ -59,7 +59,7 @@ def stop_at(patch: pytest.MonkeyPatch, label: str, done: float) -> None:
 
 @pytest.fixture(scope="module")
 def interrupted(home):
-    """A run that was stopped within its second stage, behind two checkpoints."""
+    """A run that was stopped in its second stage, after two checkpoints."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
         stop_at(patch, "2-finetune", 5)

@@ -1,4 +1,4 @@
-"""Imports inside of liger_convert go one way: a room imports from those before it, never from those behind it."""
+"""Imports inside liger_convert go one way: a subpackage imports only from those before it in SUBPACKAGES."""
 
 import ast
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 import liger_convert
 
 PACKAGE = Path(liger_convert.__file__).parent
-ROOMS = [
+SUBPACKAGES = [
     "utils",
     "io",
     "config",
@@ -38,18 +38,18 @@ def imported(source: str) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def upward(room: str, source: str) -> list[str]:
-    """What a file in `room` imports from rooms behind it."""
+def upward(subpackage: str, source: str) -> list[str]:
+    """The later subpackages that a file in `subpackage` imports from."""
     found = [name.split(".")[1] for name in imported(source) if name.startswith("liger_convert.")]
-    return [name for name in found if name in ROOMS and ROOMS.index(name) > ROOMS.index(room)]
+    return [name for name in found if name in SUBPACKAGES and SUBPACKAGES.index(name) > SUBPACKAGES.index(subpackage)]
 
 
-def test_every_folder_of_the_package_is_a_room():
-    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == set(ROOMS)
+def test_every_subpackage_is_in_the_list():
+    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == set(SUBPACKAGES)
 
 
-def test_no_room_imports_from_one_behind_it():
-    files = [path for room in ROOMS for path in (PACKAGE / room).rglob("*.py")]
+def test_no_subpackage_imports_from_a_later_one():
+    files = [path for name in SUBPACKAGES for path in (PACKAGE / name).rglob("*.py")]
     assert len(files) > 100
     found = {
         str(path.relative_to(PACKAGE)): names
@@ -59,7 +59,7 @@ def test_no_room_imports_from_one_behind_it():
     assert found == {}
 
 
-def test_an_import_upwards_is_found_wherever_it_stands():
+def test_a_forbidden_import_is_found_wherever_it_is():
     planted = [
         "from liger_convert.pipeline import plan",
         "from liger_convert import pipeline",

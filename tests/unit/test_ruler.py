@@ -58,14 +58,15 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def forget() -> None:
-    """The next import of lm-eval's modules is as the first, which is when they would fetch nltk's data."""
+    """Makes the next import of lm-eval's modules act like the first one, which would download nltk's data."""
     for module in [module for module in sys.modules if module.startswith("lm_eval.tasks.ruler")]:
         del sys.modules[module]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def few_words() -> Iterator[None]:
-    """lm-eval joins every adjective to every noun when it is imported, six million; here of few words."""
+    """When it is imported, lm-eval combines every adjective with every noun: six million pairs. Here there are few
+    words."""
 
     words = wonderwords.RandomWord()
     words._categories = {name: found[:60] for name, found in words._categories.items()}
@@ -257,7 +258,7 @@ def test_texts_are_never_shorter_than_the_report_says(model: Any, data: Path, ro
 
 @pytest.mark.parametrize("name", ["ruler_vt", "ruler_cwe"])
 def test_a_tokenizer_with_which_nothing_fits_is_told_and_ends(model: Any, name: str) -> None:
-    """A token for each character: of ruler_vt lm-eval would look for a text without end."""
+    """This tokenizer has one token per character. With it, lm-eval would search for a fitting ruler_vt text forever."""
     says = f"task {name}: no texts of 1024 tokens can be made for this tokenizer"
     with pytest.raises(BadInput, match=says):
         measure(model, None, name, tokenizer=tiny_tokenizer())

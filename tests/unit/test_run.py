@@ -321,7 +321,9 @@ def test_a_stage_trains_on_a_mix_of_text_chat_and_what_the_base_writes_behind_th
     ],
     ids=["Ctrl-C", "full disk", "bug"],
 )
-def test_a_run_in_trouble_says_so_in_one_line(home, monkeypatch, capsys, trouble, code, says):
+def test_an_error_inside_a_run_is_one_line_and_leaves_no_half_finished_step(
+    home, monkeypatch, capsys, trouble, code, says
+):
     def fail(*args, **kwargs):
         raise trouble
 

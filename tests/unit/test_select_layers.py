@@ -1,4 +1,4 @@
-"""A selection switches exactly between the two attentions of every layer, and its search finds what hangs together."""
+"""Layer selection switches exactly between both attentions of a layer. The search finds layers that help together."""
 
 from __future__ import annotations
 
@@ -141,7 +141,8 @@ def test_every_layer_is_measured_both_ways_and_the_cost_is_foreseen(keep: int) -
 
 
 def cramped(monkeypatch: pytest.MonkeyPatch, part: float) -> list[set[str]]:
-    """Models are placed as on a GPU with room for so many parts of both; gives the parameters of each that wait."""
+    """Places models as on a GPU that has room for a fraction of both. Gives the parameters of each that stay in host
+    memory."""
     found: list[set[str]] = []
 
     def placed(first: Any, second: Any, device: torch.device) -> Any:
@@ -166,7 +167,7 @@ def cramped(monkeypatch: pytest.MonkeyPatch, part: float) -> list[set[str]]:
 def test_a_selection_of_models_that_a_gpu_cannot_hold_is_the_same(
     select: str, mixer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers of both models wait, but no mixer, which is calibrated in place."""
+    """Layers of both models stay in host memory, but no mixer does, as mixers are calibrated in place."""
     expected = selected(2, select=select, mixer=mixer)
     waiting = cramped(monkeypatch, 0.8)
     assert selected(2, select=select, mixer=mixer) == expected

@@ -1,4 +1,4 @@
-"""The metadata of a batch: it changes nothing it is built of, and a row's is that of its shards.
+"""A batch's metadata: computing it changes no input, and a row's metadata equals that of its shards.
 
 Shapes: B batch, T tokens.
 """

@@ -52,8 +52,8 @@ WITHOUT_PARAMETERS = ("liger-paper", "liger-hgrn2", "liger-gsa", "window")
 
 
 def assert_equal(found: dict[str, float], *, has_parameters: bool = True) -> None:
-    """To take sums in another order costs as much as to move each weight to the next float32: less than twice that was
-    found of all cases here. The control runs each shard by itself."""
+    """Another order of sums has about the same effect as changing each weight to the next float32. In all cases here,
+    it was less than twice that. The control runs each shard alone."""
     assert 0 < found["rounding_of_logits"] < 1e-4
     assert found["logits"] < 5 * found["rounding_of_logits"]
     assert found["gradients"] < 5 * found["rounding_of_gradients"]
@@ -68,10 +68,10 @@ BY_CHUNKS = "titans"
 
 
 def assert_equal_in_bfloat16(name: str, found: dict[str, dict[str, float]], largest: float) -> None:
-    """Cut rows give the very numbers that whole rows give, by the same ops; their gradients are rounded before they are
-    added up. One process has other ops for softmax layers and the base: transformers' masked attention, which rounds
-    no less. So shards are as far from float64 as it is. largest: of errors of one process, since a mean error may come
-    close by chance. The control gets nothing from its neighbours."""
+    """Split rows give exactly the numbers of whole rows if the ops are the same, but gradients are rounded before they
+    are added. For softmax layers and the base, one process uses another op: transformers' masked attention, which
+    rounds no less. So shards have to be as close to float64 as one process is. largest: compares the largest error of
+    one process, since a mean error may be small by chance. The control receives nothing from its neighbors."""
     whole, shards, alone, cut = (found[name] for name in ("whole", "shards", "alone", "cut"))
     assert cut["targets"] == 0
     assert cut["logits"] <= (STEP if name == BY_CHUNKS else 0)
@@ -171,8 +171,8 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def assert_learned_alike(folder: Path, name: str, ours: dict[str, Any], one: Any) -> None:
-    """Shards round as much as rows that are taken one by one do, up to 3 times that in the cases here. The control gets
-    nothing from its neighbours."""
+    """Shards round about as much as rows that are processed one by one: in the cases here, up to 3 times as much. The
+    control receives nothing from its neighbors."""
     stats, whole, rounding = one(name)
     assert 0 < rounding < 1e-4
     assert distance(learned(folder / name), whole) < 10 * rounding

@@ -37,7 +37,7 @@ def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None if name == "vllm" else find(name))
 
 
-def test_it_says_what_a_request_takes(tmp_path: Path) -> None:
+def test_serve_says_how_many_requests_run_at_a_time(tmp_path: Path) -> None:
     said = launch.describe(save(tmp_path / "export", type="gla"), OPTIONS)
     assert said.startswith("export: 2 of 3 layers linear, in bfloat16, at http://127.0.0.1:8000/v1.")
     assert "up to 64 run at a time" in said
@@ -45,7 +45,7 @@ def test_it_says_what_a_request_takes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mixer", ["gla", "gated-deltanet", "window"])
 @pytest.mark.parametrize("layers", [HYBRID, ["main"] * 3])
-def test_a_request_takes_what_the_cache_of_one_row_holds(mixer: str, layers: list[str]) -> None:
+def test_the_memory_of_a_request_is_that_of_a_cache_with_one_row(mixer: str, layers: list[str]) -> None:
     model = build("llama", layers, type=mixer, window=5)
     tokens = torch.arange(3, 60)[None]
     from transformers import DynamicCache

@@ -1,4 +1,4 @@
-"""A linearized layer over pages gives what it gives over its own cache, for every mixer; no server is needed."""
+"""For every mixer, a linearized layer gives the same over pages as over its own cache. No server is needed."""
 
 from __future__ import annotations
 

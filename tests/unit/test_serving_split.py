@@ -1,4 +1,4 @@
-"""The heads of a layer split over processes give, together, what the whole layer gives; no server is needed."""
+"""If heads are split over processes, the parts together give the whole layer's output. No server is needed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def part_of(layer: Any, process: int, source: int) -> Any:
 
 @torch.no_grad()
 def apart(swapped: bool = False, **spec: Any) -> float:
-    """The largest difference of the sum of two processes from the whole layer, of the largest number."""
+    """The largest difference between the sum over two processes and the whole layer, relative to the largest number."""
     model = build("llama", ["main"] * 3, **spec)
     block = model.model.layers[1]
     layer, x_BTC = block.self_attn, block.input_layernorm(model.model.embed_tokens(TOKENS))
@@ -69,17 +69,17 @@ def apart(swapped: bool = False, **spec: Any) -> float:
 
 
 @pytest.mark.parametrize("mixer", sorted(BUILT_IN))
-def test_two_halves_are_the_whole(mixer: str) -> None:
+def test_heads_split_in_two_give_the_output_of_the_whole_layer(mixer: str) -> None:
     assert (apart(type=mixer, **BOUNDED) <= SAME) == (mixer in SPLIT_BY_HEADS)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_two_halves_are_the_whole_with_options(options: dict[str, Any]) -> None:
+def test_heads_split_in_two_give_the_output_of_the_whole_layer_with_options(options: dict[str, Any]) -> None:
     assert apart(type="gla", **BOUNDED, **options) <= SAME
     assert apart(type="gla", **BOUNDED, **options, swapped=True) > 1000 * SAME
 
 
-def test_a_half_has_half_a_page() -> None:
+def test_pages_of_a_layer_split_in_two_are_half_as_large() -> None:
     config = build("llama", ["main", "softmax", "main"], type="gla", **BOUNDED).config
     whole, half = (layouts(config, torch.float32, processes)[0].words for processes in (1, PROCESSES))
     assert PROCESSES * half == whole

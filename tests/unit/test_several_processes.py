@@ -69,8 +69,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_two_processes_learn_what_one_does(one: dict[str, Any], two: Any, name: str) -> None:
-    """Sums are taken in another order, which costs as much as taking a step's rows one by one. Plain descent, as Adam
-    makes a whole step of a gradient that is nothing but rounding."""
+    """Sums are taken in another order. That has the same effect as processing a step's rows one by one. The optimizer
+    is plain gradient descent, because Adam takes a full step even for a gradient that is only rounding error."""
     (stats, alone, rounding), (folder, several) = one[name], two
     assert 0 < rounding < 1e-4
     for shared in ("", "-split"):
@@ -84,9 +84,9 @@ def test_two_processes_learn_what_one_does(one: dict[str, Any], two: Any, name: 
 
 
 def test_replayed_passes_of_two_processes_learn_what_one_does(tmp_path: Path) -> None:
-    """A replay calls no hooks, so gradients are averaged behind it; in `mixed`, processes have rows of other lengths in
-    a step, and make their graphs in other steps. The controls train on equal rows, and average nothing that stands in
-    flat tensors."""
+    """A replay calls no hooks, so gradients are averaged after it. In `mixed`, the processes have rows of different
+    lengths in a step and capture their graphs in different steps. One control trains on equal rows, and the other
+    averages no flat tensors."""
     one_text = EVERY | {"concat_documents": True}
     mixed = one_text | {"mixed_seq_lens": [{"seq_len": SEQ_LEN // 4, "fraction": 0.5}]}
     fields = {"align": one_text, "distill": one_text, "distill-lora": one_text, "mixed": mixed}
@@ -148,7 +148,8 @@ def test_flat_gradients_are_averaged_where_all_processes_have_the_same(tmp_path:
 
 
 def test_flat_gradients_are_averaged_without_a_look_at_a_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that looks waits for the passes, and all it launches behind them comes late. The control must look."""
+    """If the host reads a value, it waits for the passes, and everything it launches after them is late. The control
+    has to read one."""
 
     def looked(*_: Any) -> Any:
         raise RuntimeError("a value was looked at")
@@ -168,7 +169,7 @@ def test_flat_gradients_are_averaged_without_a_look_at_a_value(tmp_path: Path, m
 
 
 def test_parts_of_a_flat_tensor_are_what_autograd_would_make() -> None:
-    """Strides and places in memory go into the order of sums, and into what a fused optimizer takes."""
+    """The order of sums, and what a fused optimizer accepts, depend on strides and addresses."""
     made = [torch.empty(5), torch.empty(3, 4).t(), torch.empty(200, dtype=torch.bfloat16), torch.empty(2, 2)]
     parts, flats = flat_like(made)
     for number, (part, tensor) in enumerate(zip(parts, made, strict=True)):
@@ -209,7 +210,7 @@ def test_as_many_processes_end_with_the_weights_of_a_stage_that_nothing_stopped(
 
 
 def goes_on(killed: Path, processes: int) -> float:
-    """How far a stage that goes on with so many processes ends from one that nothing stopped."""
+    """The difference between a stage that is resumed with this number of processes and one that was never stopped."""
     out = killed / f"finetune-{processes}"
     shutil.copytree(killed / "finetune", out)
     job = {"name": "finetune", "out": str(out), "fields": RESUMED, "resume": True}
@@ -220,7 +221,7 @@ def goes_on(killed: Path, processes: int) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 4])
 def test_more_or_fewer_processes_go_on_with_the_right_rows(killed: Path, processes: int, tmp_path: Path) -> None:
-    """The control goes on two steps too late, which is what counting rows in steps of another size does."""
+    """The control resumes two steps too late, as a count of rows with another step size would."""
     assert goes_on(killed, processes) < 1e-3
     late = Path(shutil.copytree(killed / "finetune", tmp_path / "late"))
     state = late / "checkpoints/checkpoint-4/trainer_state.json"

@@ -112,8 +112,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_processes_that_share_the_weights_learn_what_one_does(one: Any, two: Any, name: str) -> None:
-    """Sums are taken in another order, which costs about as much as taking a step's rows one by one. The control trains
-    all processes on the rows of the first."""
+    """Sums are taken in another order. That has about the same effect as processing a step's rows one by one. The
+    control trains all processes on the rows of the first."""
     (stats, alone, rounding), (folder, several) = one(name), two
     ours = several[name]
     assert 0 < rounding < 1e-4
@@ -141,8 +141,8 @@ def test_variants_of_adapters_learn_what_they_do_in_one_process(one: Any, tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_process_holds_half_of_the_weights(one: Any, two: Any, name: str) -> None:
-    """But for what does not divide, such as 101 rows. The head of a base that aligns runs nowhere, so no GPU holds it;
-    here it lies in the memory that the first process has read it into."""
+    """Sizes that do not divide, such as 101 rows, are an exception. An alignment does not run the base's head, so no
+    GPU holds it; here it stays in the memory of the first process, which has read it."""
     whole, ours = one(name)[0]["held"], two[1][name]["held"]
     assert 0.5 <= ours["model"] / whole["model"] < 0.51
     if "base" in whole and "align" not in name:
@@ -151,8 +151,9 @@ def test_a_process_holds_half_of_the_weights(one: Any, two: Any, name: str) -> N
 
 @pytest.mark.slow
 def test_in_bfloat16_mixers_stay_float32_and_what_is_frozen_does_not(one: Any, two: Any) -> None:
-    """With the base's weights frozen both compute the very same products. Where the embeddings and norms are trained,
-    they are gathered in bfloat16, and one process takes them in float32: as much as one digit of bfloat16."""
+    """With the base's weights frozen, both compute exactly the same products. Embeddings and norms that are trained are
+    gathered in bfloat16, while one process uses them in float32. The difference is as large as one digit of bfloat16.
+    """
     folder, several = two
     for name, case in HALVES.items():
         stats, alone, rounding = one(name)
@@ -172,8 +173,8 @@ def test_in_bfloat16_mixers_stay_float32_and_what_is_frozen_does_not(one: Any, t
 @pytest.mark.slow
 @pytest.mark.skipif(not TOLD, reason="only Linux tells such a peak")
 def test_a_full_result_is_written_without_the_whole_model(tmp_path: Path) -> None:
-    """Of 131 MB. What is not trained comes from the model that the stage began with, in all its digits. The control
-    keeps all that is gathered."""
+    """The model has 131 MB. Weights that are not trained come from the model that the stage began with, in full
+    precision. The control keeps everything that is gathered."""
     large = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 9, "vocab_size": 4000}
     options = {"shard": True, "precision": "bfloat16", "changes": large}
     jobs = [{"name": name, "out": f"{tmp_path}/{name}", "fields": {"steps": 1}} for name in ("align", "finetune")]
@@ -194,8 +195,8 @@ def test_a_full_result_is_written_without_the_whole_model(tmp_path: Path) -> Non
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A stage through and as it was in its sixth step, in one process and in two that share the weights; each of the
-    latter goes on in two, sharded and not."""
+    """A stage, both complete and stopped in its sixth step, in one process and in two that share the weights. Those of
+    two processes are resumed in two, sharded and not."""
     folder = tmp_path_factory.mktemp("stopped")
 
     def one_job(out: str, name: str = "finetune", shard: bool = True, **more: Any) -> dict[str, Any]:
@@ -225,7 +226,7 @@ def test_as_many_processes_end_with_the_weights_of_a_stage_that_nothing_stopped(
 
 @pytest.mark.slow
 def test_a_stage_goes_on_in_one_process_in_more_and_in_copies(stopped: Path) -> None:
-    """The control goes on two steps too late."""
+    """The control resumes two steps too late."""
     through = learned(stopped / "one")
     shutil.copytree(stopped / "finetune-kept", stopped / "two-to-one")
     do({"name": "finetune", "out": stopped / "two-to-one", "fields": RESUMED, "resume": True})

@@ -73,7 +73,7 @@ def row_of(real_BT: Tensor, document_BT: Tensor, start: int = 0, end: int = T) -
 
 @pytest.mark.parametrize("kind", ROWS)
 @pytest.mark.parametrize("taps", [2, K])
-def test_it_is_its_sum_over_the_tokens_of_a_document_and_so_are_its_gradients(kind: str, taps: int) -> None:
+def test_outputs_and_gradients_equal_the_sum_over_a_documents_tokens(kind: str, taps: int) -> None:
     real_BT, document_BT = ROWS[kind]
     module, x, d = convolution(taps), torch.randn(B, T, N, D), torch.randn(B, T, N, D)
     d = d * real_BT[..., None, None]
@@ -90,7 +90,7 @@ def test_it_is_its_sum_over_the_tokens_of_a_document_and_so_are_its_gradients(ki
 @pytest.mark.parametrize("kind", ["plain", "padded left", "padded among"])
 @pytest.mark.parametrize("size", [1, 3, 7])
 @torch.no_grad()
-def test_pieces_are_the_whole_and_padding_moves_no_state(kind: str, size: int) -> None:
+def test_chunks_equal_one_pass_and_padding_changes_no_state(kind: str, size: int) -> None:
     real_BT, document_BT = ROWS[kind]
     module, x = convolution(), torch.randn(B, T, N, D)
     whole, last = module(x, None, row_of(real_BT, document_BT))
@@ -115,7 +115,7 @@ def test_it_starts_as_the_identity_bit_for_bit(dtype: torch.dtype) -> None:
     assert not torch.equal(other, x)
 
 
-def test_a_state_keeps_no_prompt_alive() -> None:
+def test_a_state_does_not_keep_the_prompt_in_memory() -> None:
     _, state = convolution()(torch.randn(1, 500, N, D), None, NONE)
     assert state.untyped_storage().nbytes() == 4 * (K - 1) * N * D
 
@@ -151,7 +151,7 @@ def moved(mixer: Mixer) -> Mixer:
 
 @pytest.mark.parametrize("scope", ["evicted", "all"])
 @pytest.mark.parametrize("name", CONVOLVED)
-def test_a_memory_is_at_the_start_what_it_is_without_and_learns_every_tap(name: str, scope: str) -> None:
+def test_a_new_convolution_does_not_change_the_memory_and_every_tap_gets_a_gradient(name: str, scope: str) -> None:
     spec, qkv = {"type": name, "scope": scope, "window": 5, "sinks": 1}, random_qkv(T)
     plain, mixer = started(spec), started({**spec, "short_conv": K})
     memory = mixer.remember(qkv, metadata_of(T), None).o_BTHV
@@ -176,7 +176,7 @@ def unit(x: Tensor) -> Tensor:
 
 
 def delta_states(p: dict[str, Tensor], raw_TD: Tensor, k_TD: Tensor, v_TD: Tensor, written: list[bool]) -> list[Tensor]:
-    """Gated DeltaNet: strengths and gates of the keys as they are, what is written of the convolved ones."""
+    """Gated DeltaNet: strengths and gates come from the keys as they are, and the convolved keys are written."""
     S, states = torch.zeros(8, 8, dtype=torch.float64), []
     for raw, k, v, is_written in zip(raw_TD, k_TD, v_TD, written):
         if is_written:
@@ -223,7 +223,7 @@ def test_mamba_makes_its_steps_of_convolved_keys_and_mamba2_of_keys_as_they_are(
         )
 
 
-def test_what_it_cannot_stand_beside_is_refused() -> None:
+def test_options_that_cannot_have_a_short_convolution_are_refused() -> None:
     for spec, field in (
         ({"type": "deltanet", "short_conv": 1}, "short_conv"),
         ({"type": "deltanet", "short_conv": -4}, "short_conv"),
@@ -239,7 +239,7 @@ def test_what_it_cannot_stand_beside_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", CONVOLVED)
-def test_its_state_is_counted_beside_the_recurrences(name: str) -> None:
+def test_the_states_of_the_convolution_are_counted(name: str) -> None:
     spec, cls = (
         resolve_spec({"type": name, "short_conv": K, **({} if name == "mamba" else {"rope": False})}),
         MIXERS[name],
@@ -251,7 +251,7 @@ def test_its_state_is_counted_beside_the_recurrences(name: str) -> None:
     assert math.prod(dict(added)["conv_q"]) == 3 * 8 * H
 
 
-def test_no_fused_step_is_taken_for_it() -> None:
+def test_a_mixer_with_a_short_convolution_has_no_fused_step() -> None:
     mixers = {taps: build_mixer(resolve_spec({"type": "gla", "short_conv": taps}), DIMS) for taps in (0, K)}
     assert mixers[0].step_config() is not None
     assert mixers[K].step_config() is None

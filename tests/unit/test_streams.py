@@ -1,4 +1,4 @@
-"""Commands that go from file to file hold a tensor or less of a model, whatever it weighs."""
+"""Commands that read and write files hold at most one tensor of a model in memory, however large the model is."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAYERS = 12
 
 @pytest.mark.skipif(not TOLD, reason="only Linux tells such a peak")
 def test_no_step_from_file_to_file_holds_a_model(tmp_path: Path) -> None:
-    """Of 200 MB in float32. The control merges as an adapter does that only a whole model takes."""
+    """The model has 200 MB in float32. The control merges an adapter that can only be applied to a whole model."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": LAYERS, "head_dim": 128}
     base = sparse_base(tmp_path / "base", tiny_config("llama", dtype=torch.bfloat16, **sizes), shard=30_000_000)
     linearization = {"format": 2, "mixers": {"main": resolve_spec({"type": "gla"})}, "layers": ["main"] * LAYERS}
@@ -64,8 +64,9 @@ def test_no_step_from_file_to_file_holds_a_model(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not TOLD, reason="only Linux tells such a peak")
 def test_a_stage_begins_and_resumes_with_one_copy_in_memory(tmp_path: Path) -> None:
-    """Of a model of 200 MB in float32, behind an adapter, beside the pages of its files; and of the moments of a tensor
-    of 80 MB, where they go to another device. The controls load twice, and read the moments whole."""
+    """The model has 200 MB in float32 and comes after an adapter; the pages of its files are not counted. The
+    optimizer's state for a tensor of 80 MB is not copied either when it goes to another device. One control loads the
+    model twice, and the other reads the optimizer's state whole."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": LAYERS, "head_dim": 128}
     base = sparse_base(tmp_path / "base", tiny_config("llama", dtype=torch.bfloat16, **sizes))
     linearization = {"format": 2, "mixers": {"main": resolve_spec({"type": "gla"})}, "layers": ["main"] * LAYERS}
@@ -116,7 +117,8 @@ def test_a_stage_begins_and_resumes_with_one_copy_in_memory(tmp_path: Path) -> N
 
 
 def test_a_file_is_written_a_tensor_at_a_time(tmp_path: Path) -> None:
-    """What a stage saves comes from a GPU. The control holds all that the file is made of, as safetensors does."""
+    """The tensors that a stage saves come from a GPU. The control holds the whole content of the file, as safetensors
+    does."""
     entries = Entry.of({str(i): torch.empty(4, 4) for i in range(8)})
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     most = []

@@ -1,4 +1,4 @@
-"""What the base writes: as much as asked for, drawn as asked for, and the same however the writing was interrupted."""
+"""Text written by the base: the right amount, sampled as asked for, and the same after any interruption."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GREEDY = 1e-9  # a nucleus so small that it holds one token
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base whose own settings would sample otherwise, and whose tokenizer knows a token to begin with."""
+    """A base whose generation settings would sample differently, and whose tokenizer has a token for the beginning."""
     folder = save_tiny_base("llama", tmp_path_factory.mktemp("base"))
     settings = {"temperature": 9.0, "repetition_penalty": 5.0, "max_length": 7, "suppress_tokens": [EOS]}
     GenerationConfig(do_sample=True, eos_token_id=EOS, **settings).save_pretrained(folder)
@@ -89,7 +89,8 @@ def test_prompts_take_turns_and_are_continued_whatever_their_lengths(base: Path,
 
 @pytest.mark.parametrize("fixed", [False, True])
 def test_a_cache_of_fixed_size_writes_the_likeliest_tokens(base: Path, fixed: bool) -> None:
-    """As on a GPU, where steps are captured; prompts of other lengths and smaller batches come after one another."""
+    """This is what a GPU does, where steps are captured. Prompts of other lengths and smaller batches follow one
+    another."""
     sampler = Sampler(load_base(base, CPU, torch.float32), 24, 1.0, GREEDY, fixed=fixed)
     prompts = [[BOS], [5, 9, 11, 4], [7, 8]]
     for batch in (prompts, prompts[::-1], prompts[:1]):
@@ -101,7 +102,7 @@ def test_a_cache_of_fixed_size_writes_the_likeliest_tokens(base: Path, fixed: bo
 def test_a_base_that_a_gpu_cannot_hold_writes_the_same(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Of which layers wait in the host's memory; gemma2 has one tensor for both of its ends."""
+    """Some layers stay in host memory. gemma2 uses one tensor as both its embeddings and its output head."""
     folder = save_tiny_base(family, tmp_path / family)
     made = [write(folder, tmp_path / "whole", source(tokens=99))]
     assert "wait" not in capsys.readouterr().err

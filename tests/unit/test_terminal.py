@@ -1,4 +1,4 @@
-"""A lost terminal does not end a command; Ctrl-C and SIGTERM end it soon; nothing of it lives on."""
+"""Losing the terminal does not end a command. Ctrl-C and SIGTERM end it soon, and no process is left."""
 
 import json
 import os
@@ -63,7 +63,7 @@ started: list[subprocess.Popen] = []
 
 @pytest.fixture(autouse=True)
 def nothing_goes_on():
-    """What a failed test has started ends with it."""
+    """Ends what a failed test has started."""
     yield
     while started:
         process = started.pop()
@@ -72,7 +72,7 @@ def nothing_goes_on():
 
 
 def hear_ctrl_c() -> None:
-    """Shells start what runs in the background deaf to Ctrl-C, and its children are deaf, too."""
+    """Restores Ctrl-C: shells start background commands with it ignored, and children inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -136,7 +136,7 @@ def test_a_terminal_that_knows_only_ascii_is_no_failure(words):
 
 
 def test_bars_of_transformers_are_off_even_where_it_was_imported_before(capfd):
-    """As under `python -m liger_convert.cli`, which torchrun starts in every process."""
+    """With `python -m liger_convert.cli`, which torchrun starts in every process, it is imported before."""
     from transformers.utils import logging
 
     logging.enable_progress_bar()
@@ -187,7 +187,7 @@ def children(pid: int) -> set[int]:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process is there and runs: one that is dead may wait for somebody to take notice."""
+    """Whether a process exists and runs. A dead one may still exist until its parent has read its exit code."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -182,7 +182,8 @@ def test_gradient_checkpointing_changes_nothing(name: str, tmp_path: Path) -> No
 
 @every_stage
 def test_accumulated_batches_have_the_gradient_of_the_whole(name: str, tmp_path: Path) -> None:
-    """Documents of different lengths: the micro-batches differ in learned tokens, so a mean of means would show."""
+    """Documents have different lengths, so micro-batches differ in how many tokens they train on. A mean of their means
+    would be wrong."""
     lora = {"lora": Lora(rank=4)} if name == "lora" else {}
     trained = []
     for batch, accumulation in ((4, 1), (2, 2), (1, 4)):
@@ -197,7 +198,8 @@ def test_accumulated_batches_have_the_gradient_of_the_whole(name: str, tmp_path:
 
 
 def sgd_step(stage: Stage, out: Path) -> dict[str, Tensor]:
-    """What two steps of plain descent change: Adam's would hide the scale of the gradient."""
+    """The change of the weights in two steps of plain gradient descent. Adam's would not show the scale of the
+    gradient."""
     from liger_convert.training import stage as module
 
     class Plain(StageTrainer):
@@ -247,7 +249,7 @@ def test_a_stage_that_was_killed_ends_with_the_same_bytes(name: str, family: str
 def test_an_optimizer_that_another_device_has_resumes_the_same(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, to which its states go one by one. The control has none of them."""
+    """This simulates a GPU, to which the optimizer's state is moved tensor by tensor. The control gets no state."""
     stage = make_stage(name, save_every=2)
     train(stage, tmp_path / "whole")
 

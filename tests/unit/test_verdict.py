@@ -1,4 +1,4 @@
-"""What the report says of a model follows from its numbers, and no sentence says the opposite of what it shows."""
+"""What the report says of a model follows from its numbers, and no sentence contradicts them."""
 
 from __future__ import annotations
 

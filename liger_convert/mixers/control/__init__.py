@@ -1,1 +1,1 @@
-"""Mixers without a memory: only a window, and softmax attention that forgets."""
+"""Mixers without a memory: a window alone, and softmax attention with a forget gate."""

@@ -2,14 +2,14 @@
 
 o_t = sum_s p_ts v_s,   p_t = softmax_s(q_t k_s scale + sum_{s < l <= t} log f_l),   f_t = sigmoid(x_t W + b)
 
-For a layer that should stay softmax: it starts as the base's attention over all tokens, except for a gate per key-value
-head, which is nearly 1 (a token 4,096 back keeps e^-0.02 of its weight). Its cache grows like the base's, unless
-`window` bounds it. Every other mixer can have this gate on its window (`forget`).
+This is for a layer that should stay softmax. It starts as the base's attention over all tokens, except for a gate per
+key-value head that is nearly 1: at a distance of 4,096 tokens, a weight is multiplied by e^-0.02. Its cache grows like
+the base's, unless `window` limits it. Every other mixer can have this gate on its window (`forget`).
 
-The gates of the paper's ablation are `gate: learned`, where W stays 0, and `gate: fixed`, where b is not learned
-either. Its Pro block is `kv_shift`, `qk_norm` (projection_pieces.py), `output_norm` and `output_gate` (read_pieces.py).
-The paper drops rotary, as `rope: false` does. The norms and `rope: false` change the attention that a conversion starts
-with.
+The paper's ablations have two other gates: `gate: learned`, where W stays 0, and `gate: fixed`, where b is not learned
+either. The paper's Pro block is `kv_shift`, `qk_norm` (projection_pieces.py), `output_norm` and `output_gate`
+(read_pieces.py). The paper does not use rotary, which is `rope: false` here. The norms and `rope: false` change the
+attention even before training.
 
 Shapes: G key-value heads.
 """
@@ -31,13 +31,19 @@ FARTHEST = 100_000_000  # tokens
 
 @dataclass(frozen=True)
 class ForgettingSpec(WindowSpec):
-    """window: 0 for all tokens. Without sinks, which would never fade.
+    """Options of the forget gate and of the pieces around attention.
 
-    gate: f is of each token (`input`), of each head (`learned`), or `fixed` where it starts. shortest, longest: heads
-    start with gates of e^(-1/n), n tokens being spread from the one to the other as a geometric series; 0 and 0: they
-    hardly forget. kv_shift: keys and values take a learned part of the token before, at first none. qk_norm: queries
-    and keys are brought to one size per channel. rope: false leaves queries and keys as they are before rotary.
-    output_norm and output_gate: behind the attention of each head.
+    window: 0 for all tokens.
+    sinks: 0 by default, because sinks outside the window never fade. They need a window other than 0.
+    gate: what the forget gate is computed from: the layer's `input` at each token, or a `learned` bias per head alone.
+        `fixed` keeps that bias as it starts.
+    shortest, longest: the range of n, a number of tokens. A head's gate starts at e^(-1/n), so a weight falls to 1/e
+        after n tokens. n is spaced geometrically, from `shortest` in the first head to `longest` in the last. If both
+        are 0, every gate starts at nearly 1.
+    kv_shift: whether keys and values are mixed with those of the previous token. The learned share starts at 0.
+    qk_norm: whether queries and keys get an RMS norm per head, with a learned scale per channel.
+    rope: whether queries and keys are rotated.
+    output_norm, output_gate: a norm and a gate on the output of each head, as in ReadSpec.
     """
 
     window: int = 0
@@ -83,11 +89,11 @@ class ForgettingSpec(WindowSpec):
 
 @register_mixer("forgetting")
 class Forgetting(Window):
-    summary = "softmax attention over all tokens, or a long window, with a learned gate for fading; no memory"
-    gate_rule = "sigmoid(x W + b)"
+    summary = "softmax attention over all tokens, or a long window, with a learned forget gate; no memory"
+    gate_rule = "sigmoid(x W + bias)"
     left_out = (
-        "a gate for every query head (groups share one), the sigmoid of the shift; off by default: `kv_shift`, "
-        "`qk_norm`, `output_norm`, `output_gate`, `rope: false`"
+        "a gate for every query head (here one per key-value head), the sigmoid of the shift (here a tanh); off by "
+        "default: `kv_shift`, `qk_norm`, `output_norm`, `output_gate`, `rope: false`"
     )
     Spec = ForgettingSpec
     spec: ForgettingSpec

@@ -1,6 +1,6 @@
-"""The control: the window with its sinks and no memory, the baseline that any memory must beat.
+"""The control: the window with its sinks and no memory. Any memory must be better than this.
 
-A window of 0 is unbounded: the base's own softmax attention, with a growing cache.
+A window of 0 is unbounded, which is the base's own softmax attention with a growing cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WindowSpec(MixerSpec):
-    """`scope` and `combine` have nothing to act on here and stay as they are."""
+    """There is no memory, so `scope` and `combine` have no effect and cannot be changed."""
 
     scope: Scope = "all"
     combine: Combine = "fixed"
@@ -36,7 +36,7 @@ class WindowSpec(MixerSpec):
 
 @register_mixer("window")
 class Window(Mixer):
-    summary = "control: only the window and its sinks"
+    summary = "control: the window and its sinks, without a memory"
     gate_rule = "none"
     recurrence = "none"
     Spec = WindowSpec

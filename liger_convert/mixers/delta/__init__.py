@@ -1,1 +1,1 @@
-"""Delta-rule mixers: a key's new value replaces its old one."""
+"""Delta-rule mixers: a new value replaces the old one under the same key."""

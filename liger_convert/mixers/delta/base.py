@@ -2,9 +2,9 @@
 
 S_t = D_t S_{t-1} - e_t^T (r_t D_t S_{t-1}) + k_t^T v_t,   D_t = diag(a_t),   o_t = q_t S_t
 
-With unit keys u and a strength b in (0, 1), r = u and k = e = b u: the value stored under u moves a fraction b of the
-way to the new one. Queries are unit vectors too, so a key reads back its own value. The read is not a weighted mean of
-values and has no normalizer, so it cannot share a denominator with the window.
+For a key scaled to length 1, u, and a strength b in (0, 1), r = u and k = e = b u. The value stored under u then moves
+by a fraction b towards the new one. Queries have length 1, too, so a query equal to a key reads the value of that key.
+The read is not a weighted mean of values and has no normalizer, so it cannot share a denominator with the window.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, V value size.
 """
@@ -28,9 +28,13 @@ from liger_convert.mixers.spec import ReadSpec
 
 @dataclass(frozen=True)
 class DeltaSpec(ReadSpec):
-    """beta: the strength b is the sigmoid of a learned bias, by itself (`constant`) or added to `pooled` keys.
+    """Options of the delta rule.
 
-    beta_bias: where that bias starts. rope: whether the memory's queries and keys are rotated like the window's.
+    rope: whether the memory uses queries and keys after rotary, as the window does, instead of before.
+    beta: what the strength b is computed from: its logit is the pooled key plus a learned bias (`pooled`), or the bias
+        alone (`constant`).
+    beta_bias: where that bias starts. A larger value replaces more of the old value at each write; 0 replaces about
+        half of it.
     """
 
     combine: Combine = "learned"
@@ -45,7 +49,7 @@ class DeltaSpec(ReadSpec):
 
 
 class DeltaMixer(Mixer):
-    """The delta rule with one strength per head and no gate; subclasses change the gate or the entries."""
+    """The delta rule with one strength per head and no gate. Subclasses define another gate or other entries."""
 
     recurrence = "delta_rule"
     gate_rule = "none"
@@ -83,9 +87,9 @@ class DeltaMixer(Mixer):
         return self.strength(inputs[0], self.beta_bias_GX)
 
     def strength(self, x_BTGD: Tensor, bias_GX: Tensor) -> Tensor:
-        """A strength in (0, 1), [B,T,G,1] or [B,T,G,D]: the sigmoid of pool(x) + bias, or of the bias alone.
+        """A strength in (0, 1), [B,T,G,1] or [B,T,G,D].
 
-        The spec's `beta` selects which.
+        It is the sigmoid of pool(x) + bias with `beta: pooled`, and of the bias alone with `beta: constant`.
         """
         if self.spec.beta == "constant":
             return bias_GX.float().sigmoid().expand(*x_BTGD.shape[:2], *bias_GX.shape)

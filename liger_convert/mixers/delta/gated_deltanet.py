@@ -2,9 +2,9 @@
 
 S_t = a_t S_{t-1} + b_t u_t^T (v_t - u_t a_t S_{t-1}),   a_t = exp(-softplus(pool(k_t) + c)),   o_t = q_t S_t
 
-with u, q, b and the short convolution as in `deltanet`. The paper scales the softplus by a learned e^A; where a is near
-1, c has the same effect. `output_norm: rms` is its norm after the read. Its output gate is a SiLU, `output_gate` a
-sigmoid.
+with u, q, b and the short convolution as in `deltanet`. The paper multiplies the softplus by a learned e^A. If a is
+near 1, the bias c has the same effect. `output_norm: rms` is the paper's norm after the read. The paper's output gate
+is a SiLU; `output_gate` is a sigmoid.
 """
 
 from __future__ import annotations
@@ -23,18 +23,22 @@ from liger_convert.mixers.registry import register_mixer
 
 @dataclass(frozen=True)
 class GatedDeltaNetSpec(DeltaSpec):
-    """gate_bias: c, learned from there; -7 keeps a memory for about a thousand tokens at the start."""
+    """Options of the decay, which has one value per key-value head.
+
+    gate_bias: where the learned bias c of the decay starts. A larger value forgets faster; with -7 the memory lasts
+        about 1,100 tokens.
+    """
 
     gate_bias: float = -7.0
 
 
 @register_mixer("gated-deltanet")
 class GatedDeltaNet(DeltaMixer):
-    summary = "delta rule on a memory that decays by a gate per head"
-    gate_rule = "exp(-softplus(pool(k) + c))"
+    summary = "delta rule with a decay per head"
+    gate_rule = "exp(-softplus(pool(k) + bias))"
     left_out = (
-        "SiLU of queries, keys and values, the gates' projections, the learned scale of the decay; off by default: "
-        "`short_conv`, `output_norm`, `output_gate`"
+        "SiLU of queries, keys and values, the projections to the gates, the learned scale of the decay; off by "
+        "default: `short_conv`, `output_norm`, `output_gate`"
     )
     Spec = GatedDeltaNetSpec
     spec: GatedDeltaNetSpec

@@ -25,9 +25,13 @@ from liger_convert.mixers.registry import register_mixer
 
 @dataclass(frozen=True)
 class GatedDeltaNet2Spec(KDASpec):
-    """beta: b by a learned bias alone (`constant`) or added to the keys (`pooled`), and w likewise of values.
+    """Options of the erase gate b, the write gate w and the decay.
 
-    beta_bias: c_b, and write_bias: c_w, both learned from there. gate_bias: c_a, as in `kda`.
+    beta: what the gates are computed from. With `pooled`, the logits are keys (for b) and values (for w), plus learned
+        biases. With `constant`, they are the biases alone.
+    beta_bias: where the bias c_b of the erase gate starts. A larger value erases more of the old value.
+    write_bias: where the bias c_w of the write gate starts. A larger value writes more of the new value.
+    gate_bias: where the bias c_a of the decay starts, as in `kda`.
     """
 
     write_bias: float = 0.0
@@ -36,10 +40,10 @@ class GatedDeltaNet2Spec(KDASpec):
 @register_mixer("gated-deltanet-2")
 class GatedDeltaNet2(KDA):
     summary = "delta rule with a decay and an erase gate per key channel, and a write gate per value channel"
-    gate_rule = "exp(-softplus(k + c))"
+    gate_rule = "exp(-softplus(k + bias))"
     left_out = (
-        "SiLU of queries, keys and values, the gates' projections, the learned scale of the decay; off by default: "
-        "`short_conv`, `output_norm`, `output_gate`"
+        "SiLU of queries, keys and values, the projections to the gates, the learned scale of the decay; off by "
+        "default: `short_conv`, `output_norm`, `output_gate`"
     )
     Spec = GatedDeltaNet2Spec
     spec: GatedDeltaNet2Spec

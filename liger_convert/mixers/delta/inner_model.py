@@ -1,17 +1,18 @@
-"""The inner model that TTT (2407.04620) and Titans (2501.00663) train on the tokens: its options, start and op.
+"""The inner model that TTT (2407.04620) and Titans (2501.00663) train on the tokens: options, initial weights, and op.
 
-A matrix that takes one step per token does not need it (see `is_recurrent`).
+A matrix that takes one step per token is the plain delta rule and does not need this op (see `is_recurrent`).
 
 y(x) = [x, 1] W                                          (model: linear)
 y(x) = [gelu([sqrt(D) x, 1] W1), 1] W2                   (model: mlp, with 4 D hidden channels)
 f(x) = y(x), or x + gamma * norm(y(x)) + delta           (with the norm of TTT, a layer norm)
 
 gelu is the tanh approximation. A token's step is eta_t times the gradient of |f(u_t) - v_t|^2 / 2, taken at the weights
-from the start of its mini-batch. Here eta_t is divided by the size of a mini-batch and by 2, the squared length of
-[x, 1], or for the mlp by its 4 D hidden channels, so that nearly equal keys do not overshoot.
+from the start of its mini-batch. Here, eta_t is divided by the size of a mini-batch, and by 2, the squared length of
+[x, 1]. For the mlp, 4 D, the number of hidden channels, replaces the 2. So the steps of nearly equal keys do not
+overshoot.
 
-Without a norm, W and W2 start at 0: an empty memory, which can still learn. A norm scales any y to the same size, so
-with one they start at random, as W1 always does.
+Without a norm, W and W2 start at 0, so that the memory is empty but can learn. With a norm, they start at random,
+because a norm scales any y to the same size. W1 always starts at random.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, V value size, X inputs of a layer, including
 the bias, Y its outputs.
@@ -37,10 +38,11 @@ MOST_TOKENS = 1024  # in a mini-batch
 
 @dataclass(frozen=True)
 class InnerModelSpec(DeltaSpec):
-    """model: what is trained on the tokens, a `linear` one or an `mlp` with one hidden layer of 4 times the head size.
+    """Options of the inner model. A value other than the default changes the memory that a conversion starts with.
 
-    mini_batch: tokens whose gradients are taken at the same weights; 16 as published for TTT. Each changes the memory
-    that a conversion starts with.
+    model: what is trained on the tokens: a `linear` model, or an `mlp` with one hidden layer of 4 times the head size.
+    mini_batch: how many tokens in a row take their gradients at the same weights. With 1, each token's gradient is
+        taken at the weights after the previous token. TTT's paper uses 16.
     """
 
     model: Literal["linear", "mlp"] = "linear"
@@ -48,7 +50,7 @@ class InnerModelSpec(DeltaSpec):
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether steps are linear in the weights and taken at every token, so that this is the plain delta rule."""
+        """Whether this is the plain delta rule: steps are linear in the weights and taken at every token."""
         return self.model == "linear" and self.mini_batch == 1
 
     @property
@@ -111,10 +113,10 @@ class InnerModel(nn.Module):
         segment_ids_BT: Tensor | None,
         exclusive: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Returns what unit queries read, [B,T,H,V] in float32, and the new state.
+        """Returns the read of unit queries, [B,T,H,V] in float32, and the new state.
 
-        entries: unit keys, values, learning rates, the log gates of decay and momentum if there are any, and whether
-        each token is written.
+        entries: unit keys, values, learning rates, the log gates of decay and momentum if the mixer has them, and
+        whether each token is written.
         """
         k_BTGD, v_BTGV, eta_BTG1, *log_gates, written_BTG1 = entries
         log_a, log_m = log_gates or (None, None)

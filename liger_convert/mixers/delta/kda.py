@@ -23,18 +23,22 @@ from liger_convert.mixers.registry import register_mixer
 
 @dataclass(frozen=True)
 class KDASpec(DeltaSpec):
-    """gate_bias: c, learned from there; -7 keeps a memory for about a thousand tokens at the start."""
+    """Options of the decay, which has one value per key channel.
+
+    gate_bias: where the learned bias c of the decay starts. A larger value forgets faster; with -7 the memory lasts
+        about 1,100 tokens.
+    """
 
     gate_bias: float = -7.0
 
 
 @register_mixer("kda")
 class KDA(DeltaMixer):
-    summary = "delta rule on a memory that decays by a gate per channel"
-    gate_rule = "exp(-softplus(k + c))"
+    summary = "Kimi delta attention: delta rule with a decay per key channel"
+    gate_rule = "exp(-softplus(k + bias))"
     left_out = (
-        "SiLU of queries, keys and values, the gates' projections, the learned scale of the decay; off by default: "
-        "`short_conv`, `output_norm`, `output_gate`"
+        "SiLU of queries, keys and values, the projections to the gates, the learned scale of the decay; off by "
+        "default: `short_conv`, `output_norm`, `output_gate`"
     )
     Spec = KDASpec
     spec: KDASpec

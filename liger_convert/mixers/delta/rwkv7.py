@@ -28,18 +28,22 @@ from liger_convert.mixers.registry import register_mixer
 
 @dataclass(frozen=True)
 class RWKV7Spec(DeltaSpec):
-    """gate_bias: d, learned from there; -7 keeps a memory for about two thousand tokens at the start."""
+    """Options of the decay, which has one value per key channel.
+
+    gate_bias: where the learned bias d of the decay starts. A larger value forgets faster; with -7 the memory lasts
+        about 1,800 tokens.
+    """
 
     gate_bias: float = -7.0
 
 
 @register_mixer("rwkv7")
 class RWKV7(DeltaMixer):
-    summary = "delta rule with a decay and a strength per channel"
-    gate_rule = "exp(-e^-0.5 sigmoid(k + d))"
+    summary = "delta rule with a decay and a strength per key channel"
+    gate_rule = "exp(-e^-0.5 sigmoid(k + bias))"
     left_out = (
         "the low-rank projections, the bonus for the current token, the mixing of values across layers; off by "
-        "default: the token shift (`short_conv: 2`, of projections), `output_norm`, `output_gate`"
+        "default: the token shift (`short_conv: 2`, after the projections), `output_norm`, `output_gate`"
     )
     Spec = RWKV7Spec
     spec: RWKV7Spec

@@ -3,16 +3,18 @@
 Z_t = eta_t Z_{t-1} - theta_t u_t^T (u_t M_{t-1} - v_t),   M_t = (1 - alpha_t) M_{t-1} + Z_t,   o_t = q_t M_t
 theta_t = sigmoid(pool(k_t) + c),   eta_t = sigmoid(pool(k_t) + d),   1 - alpha_t = exp(-softplus(pool(k_t) + e))
 
-with u = k / |k| and q of length 1. The momentum Z carries an update on to later tokens. Unlike in the paper, the three
-rates come from pooled keys instead of new projections. The recurrent state is two matrices of D x D per head.
+with u = k / |k| and q of length 1. The momentum Z applies an update again at later tokens. The paper computes the three
+rates with new projections; here they are computed from pooled keys. The recurrent state is two matrices of D x D per
+head.
 
-`model: mlp` is the paper's deep memory with two layers, and `mini_batch` its chunks, whose gradients are taken at the
-memory from the start of the chunk (section 3.2); both begin with a learned M_0, as in inner_model.py. Persistent tokens
-would write the same into the memory for every text, so M_0 takes their place; those that attention sees are left out,
-as the window's sinks take theirs. Of the paper's three ways to combine memory and attention, memory as a gate is the
-closest to a mixer here: two branches over the same tokens, whose outputs are added by a learned mix, where the paper
-normalizes and multiplies them. In the other two, attention takes the memory's output as its input, or the reverse, for
-which a checkpoint has no projections.
+`model: mlp` is the paper's deep memory with two layers. `mini_batch` is its chunk size: all gradients of a chunk are
+taken at the memory from the start of the chunk (section 3.2). Both begin with a learned M_0, as in inner_model.py.
+Persistent tokens write the same into the memory for every text, so M_0 replaces them. Those that attention sees are
+left out; the window has sinks instead.
+
+The paper has three ways to combine memory and attention. A mixer here is closest to memory as a gate: two branches over
+the same tokens. Their outputs are added with learned weights, whereas the paper normalizes and multiplies them. In the
+other two, attention takes the memory's output as its input, or the reverse. A checkpoint has no projections for that.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, V value size.
 """
@@ -35,9 +37,12 @@ from liger_convert.mixers.registry import register_mixer
 
 @dataclass(frozen=True)
 class TitansSpec(InnerModelSpec):
-    """momentum_bias: d; 0 halves a step at every token. gate_bias: e; -7 keeps a memory for about a thousand tokens.
+    """Options of momentum and decay, which have one value each per key-value head.
 
-    Both are learned from there.
+    momentum_bias: where the learned bias d of the momentum starts. With a larger value, the momentum lasts longer; with
+        0, it halves at every token.
+    gate_bias: where the learned bias e of the decay starts. A larger value forgets faster; with -7 the memory lasts
+        about 1,100 tokens.
     """
 
     momentum_bias: float = 0.0
@@ -46,12 +51,12 @@ class TitansSpec(InnerModelSpec):
 
 @register_mixer("titans")
 class Titans(DeltaMixer):
-    summary = "delta rule with momentum and forgetting"
-    gate_rule = "exp(-softplus(pool(k) + e))"
+    summary = "delta rule with momentum and a decay per head"
+    gate_rule = "exp(-softplus(pool(k) + bias))"
     left_out = (
-        "persistent tokens in attention, memory as context, as gate (replaced by a learned mix) and as layer, the "
-        "rates' projections, SiLU of queries, keys and values; off by default: `model: mlp`, `mini_batch: 16`, "
-        "`short_conv`, `output_norm`, `output_gate`"
+        "persistent tokens in attention, memory as context, memory as layer, memory as gate (a learned mix instead), "
+        "the projections to the rates, SiLU of queries, keys and values; off by default: `model: mlp`, "
+        "`mini_batch: 16`, `short_conv`, `output_norm`, `output_gate`"
     )
     recurrence = "momentum"
     Spec = TitansSpec

@@ -29,8 +29,12 @@ from liger_convert.mixers.registry import register_mixer
 
 @dataclass(frozen=True)
 class TTTSpec(InnerModelSpec):
-    """learning_rate: eta; from 2 on, steps can overshoot for ever. inner_norm: the model is its input plus a layer norm
-    of what its layers make of it, as published.
+    """Options of the gradient steps.
+
+    learning_rate: eta, the upper limit of a step: every step is eta times the strength b of DeltaSpec. It has to be
+        above 0 and below 2, because steps of 2 or more do not converge.
+    inner_norm: whether the model is x plus a layer norm of y(x), as published, instead of y(x). It changes the memory
+        that a conversion starts with.
     """
 
     learning_rate: float = 1.0
@@ -52,11 +56,11 @@ class TTTSpec(InnerModelSpec):
 
 @register_mixer("ttt")
 class TTT(DeltaMixer):
-    summary = "a linear model, or one with a hidden layer, trained by gradient steps from a learned start"
+    summary = "test-time training: a small model with a learned start, trained by a gradient step at each token"
     left_out = (
-        "the learning rate's projection and its division by the token's position, the rotary within a mini-batch; off "
-        "by default: `inner_norm` (with the residual), `mini_batch: 16`, `model: mlp`, `short_conv`, `output_norm`, "
-        "`output_gate`"
+        "the projection to the learning rate and its division by the token's position, rotary within a mini-batch; "
+        "off by default: `inner_norm` (with the residual), `mini_batch: 16`, `model: mlp`, `short_conv`, "
+        "`output_norm`, `output_gate`"
     )
     Spec = TTTSpec
     spec: TTTSpec

@@ -1,1 +1,1 @@
-"""Mixers whose recurrent state has a diagonal decay: S = diag(a) S + k^T v."""
+"""Mixers whose state decays by a diagonal matrix: S = diag(a) S + k^T v."""

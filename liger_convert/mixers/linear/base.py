@@ -1,4 +1,4 @@
-"""Base of the mixers with the diagonal recurrence: feature maps, rotary, a gate, a norm of the read.
+"""Base classes of the mixers with the diagonal recurrence: feature maps, rotary, the gate, and the norm of the read.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, F feature size, V value size.
 """
@@ -24,10 +24,15 @@ from liger_convert.mixers.spec import ReadGateSpec
 
 @dataclass(frozen=True)
 class LinearSpec(ReadGateSpec):
-    """feature_map: phi, of queries and keys. rope: whether the memory's queries and keys are rotated like the window's.
+    """Options of linear attention.
 
-    codes: how many a codebook has, which is its feature size. normalize: the read is divided by its normalizer;
-    otherwise each head's read is brought to one size.
+    feature_map: phi, which turns queries and keys into the features of the state (see feature_maps.py and
+        kernel_maps.py).
+    codes: the number of codes of `feature_map: codebook`, which is also its feature size. Other maps ignore it.
+    normalize: whether the read is divided by its normalizer phi(q) z, which makes it a weighted mean of values.
+        Otherwise each head's read gets an RMS norm with a learned scale per channel. `combine: shared` needs the
+        normalizer.
+    rope: whether the memory uses queries and keys after rotary, as the window does, instead of before.
     """
 
     combine: Combine = "learned"
@@ -50,11 +55,11 @@ class LinearSpec(ReadGateSpec):
 class LinearMixer(DiagonalMixer):
     """Linear attention: nothing is forgotten (a = 1) unless a subclass defines a gate.
 
-    An unnormalized sum grows with the sequence, so each head's read is divided by its root mean square and multiplied
-    by a learned scale per channel, as in the papers (GroupNorm in RetNet and mLSTM, RMSNorm in Lightning and Mamba2).
+    Without a normalizer, the state grows with the sequence. Each head's read then gets an RMS norm with a learned scale
+    per channel. The papers do the same, with GroupNorm in RetNet and mLSTM, and RMSNorm in Lightning and Mamba2.
     """
 
-    gate_rule = "1"
+    gate_rule = "none"
     spec: LinearSpec
 
     def __init__(self, spec: LinearSpec, dims: HeadDims):
@@ -132,8 +137,14 @@ class LinearMixer(DiagonalMixer):
 
 @dataclass(frozen=True)
 class GatedSpec(LinearSpec):
-    """gate: `pooled` keys per channel, one value a `head`, a `learned` matrix on the keys, which starts as the pooling,
-    a learned `constant`, or `none`. gate_bias: added to the gate's logits, learned from there.
+    """Options of a gate whose logits are pooled keys plus a learned bias.
+
+    gate: where the logits come from. `pooled` averages or repeats the key's channels to one logit per feature. `head`
+        averages all of them to one logit per key-value head. `learned` multiplies the key by a learned matrix, which
+        starts as that pooling. `constant` uses the learned bias alone, whatever the token is. `none` has no gate, so
+        nothing is forgotten.
+    gate_bias: where the bias starts. In a sigmoid gate, a larger value makes the memory last longer: what was written
+        falls to 1/e of its weight after about e^bias tokens. With 7, that is 1,100 tokens.
     """
 
     gate: GateName = "pooled"
@@ -217,4 +228,4 @@ class GatedMixer(LinearMixer):
 
     @abstractmethod
     def decay(self, logits: Tensor) -> Tensor:
-        """log a <= 0, from the gate's logits."""
+        """log a <= 0, computed from the gate's logits."""

@@ -2,8 +2,9 @@
 
 S_t = diag(a_t) S_{t-1} diag(b_t) + k_t^T v_t,   a_t, b_t = sigmoid(pool(k_t) + bias),   o_t = norm(q_t S_t)
 
-Columns that share one b are a head of the diagonal recurrence with the gate a b. The paper has a b per value channel;
-here the channels form `value_gates` groups with one b each, and every group costs as much as a head.
+Columns with the same b form a head of the diagonal recurrence, whose gate is a b. The paper has one b per value
+channel. Here, the value channels are divided into `value_gates` groups with one b each. Every group is computed as a
+head of its own.
 """
 
 from __future__ import annotations
@@ -22,9 +23,13 @@ from liger_convert.mixers.registry import register_mixer
 
 @dataclass(frozen=True)
 class DecayingFastWeightsSpec(GatedSpec):
-    """value_gates: 1, 2, 4 or 8 decays b per head, whose size they divide.
+    """Options of the two decays.
 
-    normalize stays false: the paper has no normaliser, and no b belongs to one.
+    value_gates: into how many groups a head's value channels are divided: 1, 2, 4 or 8, which must divide the head
+        size. Each group has its own decay b.
+    gate_bias: where the biases of both decays start. An entry of the state decays by a b, so with 7 it lasts about 550
+        tokens.
+    normalize: has to be false. The paper has no normalizer, and each group of value channels would need its own.
     """
 
     gate: Literal["pooled", "head", "learned", "constant"] = "pooled"
@@ -40,9 +45,9 @@ class DecayingFastWeightsSpec(GatedSpec):
 
 @register_mixer("decaying-fast-weights")
 class DecayingFastWeights(GatedMixer):
-    summary = "one decay for the channels of keys and one for those of values"
-    gate_rule = "sigmoid(pool(k) + b), of rows and of columns"
-    left_out = "the projections of both decays, and a decay for every value channel (groups share one)"
+    summary = "linear attention with two decays, one for key channels and one for value channels"
+    gate_rule = "sigmoid(pool(k) + bias), for keys and for values"
+    left_out = "the projections to both decays, and a decay for every value channel (here groups of channels share one)"
     Spec = DecayingFastWeightsSpec
     spec: DecayingFastWeightsSpec
 

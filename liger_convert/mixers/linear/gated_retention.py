@@ -2,8 +2,8 @@
 
 S_t = a_t S_{t-1} + k_t^T v_t,   a_t = sigmoid(pool(k_t) + b)^(1/tau),   o_t = norm(q_t S_t)
 
-Rotary is the base's own. The gate is pooled from the keys (2503.01496, table 1) instead of projected, and the swish
-output gate is left out; `output_gate` uses a sigmoid instead, which can start at 1.
+Rotary is the base's own. The gate is computed from pooled keys (2503.01496, table 1), without a new projection. The
+paper's output gate is a swish; `output_gate` is a sigmoid instead, which can start at 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from liger_convert.mixers.registry import register_mixer
 
 @dataclass(frozen=True)
 class GatedRetentionSpec(GatedSpec):
-    """gate_normalizer: tau; with it a bias of 6 keeps a memory for thousands of tokens."""
+    """Options of the gate, which has one value per key-value head.
+
+    gate_bias: where the gate's learned bias b starts.
+    gate_normalizer: tau, which divides the log of the gate. A larger value makes the memory last longer, about tau e^b
+        tokens: the defaults make that 6,500 tokens.
+    """
 
     rope: bool = True
     gate: Literal["head", "learned", "constant"] = "head"
@@ -35,9 +40,9 @@ class GatedRetentionSpec(GatedSpec):
 
 @register_mixer("gated-retention")
 class GatedRetention(GatedMixer):
-    summary = "retention with a scalar gate per head"
-    gate_rule = "sigmoid(pool(k) + b)^(1/tau), scalar"
-    left_out = "the gate's projection of the layer's input; off by default: `output_gate`"
+    summary = "retention with a token-dependent decay per head"
+    gate_rule = "sigmoid(pool(k) + bias)^(1/tau), per head"
+    left_out = "the projection from the layer's input to the gate; off by default: `output_gate`"
     Spec = GatedRetentionSpec
     spec: GatedRetentionSpec
     scalar = True

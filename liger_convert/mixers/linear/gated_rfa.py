@@ -1,9 +1,9 @@
-"""Gated random feature attention: a scalar gate that weighs old against new, with random features (2103.02143).
+"""Gated random feature attention: a gate per head weighs the old state against the new token (2103.02143).
 
 S_t = g_t S_{t-1} + (1 - g_t) phi(k_t)^T [v_t, 1],   g_t = sigmoid(pool(k_t) + b),   o_t = phi(q_t) S / its last column
 
-phi: random features of unit queries and keys, for the paper's arc-cosine or Gaussian kernel. The paper estimates the
-latter with sines and cosines, which can give negative weights; here exponentials are used, which cannot.
+phi is a random feature map of unit queries and keys, for the paper's arc-cosine or Gaussian kernel. The paper estimates
+the Gaussian kernel with sines and cosines, which can give negative weights. Here, exponentials are used, which cannot.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ from liger_convert.mixers.registry import register_mixer
 
 @dataclass(frozen=True)
 class GatedRFASpec(GatedSpec):
-    """feature_map: `arccos` or `gaussian` as published, or any other. A bias of 7 keeps about a thousand tokens."""
+    """Options of the random features and the gate.
+
+    feature_map: `arccos` and `gaussian` are the published random features; any other map that gives nonnegative weights
+        is possible, too.
+    gate_bias: where the gate's learned bias b starts. A larger value makes the memory last longer; 7 makes it last
+        about 1,100 tokens.
+    """
 
     combine: Combine = "shared"
     feature_map: MapName = "arccos"
@@ -32,9 +38,11 @@ class GatedRFASpec(GatedSpec):
 
 @register_mixer("gated-rfa")
 class GatedRFA(GatedMixer):
-    summary = "normalized random features; a scalar gate forgets as much as it writes"
-    gate_rule = "sigmoid(pool(k) + b), scalar"
-    left_out = "the gate's projection of the layer's input, and the sines and cosines of the Gaussian kernel"
+    summary = "linear attention over random features; a gate per head weighs the old state against the new token"
+    gate_rule = "sigmoid(pool(k) + bias), per head"
+    left_out = (
+        "the projection from the layer's input to the gate, and the sines and cosines that estimate the Gaussian kernel"
+    )
     Spec = GatedRFASpec
     scalar = True
 

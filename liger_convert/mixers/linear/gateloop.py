@@ -3,13 +3,14 @@
 S_t = diag(a_t e^(i theta_t)) S_{t-1} + conj(k_t)^T v_t,   o_t = norm(Re(q_t S_t))
 a_t = sigmoid(pool(k_t) + b),   theta_t = k_t P
 
-Channels 2c and 2c + 1 of q and k are the real and imaginary parts of channel c. With Theta_t the sum of the angles up
-to token t, this is the real recurrence over rotated keys, read by rotated queries: Re(q_t conj(k_s) e^(i (Theta_t -
-Theta_s))) is the product of q_t rotated by Theta_t and k_s rotated by Theta_s. The state is rotated back to S itself
-(its conjugate), so no angle is carried over. P starts at 0, where every gate is real, and its learning rate is a
-thousandth of the others': a memory turns by the sum of all its tokens' angles, and a step at the full rate scrambles it
-(the alignment loss then ends above that of a window without a memory, see eval/LOG.md). `rope: true` adds the base's
-constant angles. With `phase: false` gates are real, one per real channel.
+Channels 2c and 2c + 1 of q and k are the real and imaginary parts of channel c. Let Theta_t be the sum of the angles up
+to token t. Then this is the real recurrence with rotated keys and queries: Re(q_t conj(k_s) e^(i (Theta_t - Theta_s)))
+is the product of q_t rotated by Theta_t and k_s rotated by Theta_s. After the last token, the state is rotated back to
+S itself (its conjugate), so that no angle has to be stored.
+
+P starts at 0, where every gate is real. Its learning rate is a thousandth of the others', because the angles of all
+tokens add up: at the full rate, alignment ends with a larger loss than a window without a memory has (see eval/LOG.md).
+`rope: true` adds the base's constant angles. With `phase: false`, gates are real, one per real channel.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, F feature size, C = F / 2, V value size.
 """
@@ -32,7 +33,13 @@ from liger_convert.mixers.registry import register_mixer
 
 @dataclass(frozen=True)
 class GateLoopSpec(GatedSpec):
-    """phase: complex gates. A bias of 7 keeps a memory for about a thousand tokens."""
+    """Options of the gate.
+
+    phase: whether gates are complex. Their angles are a learned linear function of the key and start at 0. With false,
+        gates are real, one for each real channel.
+    gate_bias: where the learned bias b of the gates' magnitudes starts. A larger value makes the memory last longer;
+        7 makes it last about 1,100 tokens.
+    """
 
     gate: Literal["pooled", "head", "learned", "constant"] = "pooled"
     phase: bool = True
@@ -47,10 +54,10 @@ class GateLoopSpec(GatedSpec):
 
 @register_mixer("gateloop")
 class GateLoop(GatedMixer):
-    summary = "linear attention with a complex gate per channel; the token sets its magnitude and angle"
-    gate_rule = "sigmoid(pool(k) + b) e^(i k P)"
+    summary = "linear attention with a complex gate per channel; each token sets its magnitude and angle"
+    gate_rule = "sigmoid(pool(k) + bias) e^(i k P)"
     slow_parameters: ClassVar[dict[str, float]] = {"phase_GDC": 1e-3}
-    left_out = "the gate's projections of the layer's input; off by default: `output_gate`"
+    left_out = "the projections from the layer's input to the gate's magnitude and angle; off by default: `output_gate`"
     Spec = GateLoopSpec
     spec: GateLoopSpec
 
@@ -93,7 +100,7 @@ class GateLoop(GatedMixer):
 
 
 def turn(x: Tensor, angle: Tensor) -> Tensor:
-    """x [..., F], with pairs of channels as complex numbers, times e^(i angle) [..., F / 2], in float32."""
+    """x [..., F], with pairs of channels taken as complex numbers, times e^(i angle) [..., F / 2]; in float32."""
     re, im = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     angle = angle.remainder(2 * math.pi).float()
     cos, sin = angle.cos(), angle.sin()

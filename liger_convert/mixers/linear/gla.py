@@ -1,11 +1,11 @@
-"""Gated linear attention with a normalized memory that shares the window's denominator: the toolkit's default.
+"""Gated linear attention with a normalized memory that shares the window's denominator: the default mixer.
 
 S_t = diag(a_t) S_{t-1} + phi(k_t)^T [v_t, 1],   a_t = sigmoid(pool(k_t) + b)^(1/tau),   [n_t, m_t] = phi(q_t) S
 o_t = (sum_window e^{s_tj} v_j + w_t n_t / m_t) / (sum_window e^{s_tj} + w_t)    (combine: shared, see base.py for w_t)
 
-With a codebook, the state has a channel for each code f. The `pooled` gate then weights the key's channels d as they
-are weighted in the code: pool(k)_f = sum_d w_fd k_d, w_fd = (P c_f)_d^2 / |P c_f|^2. With equal weights it would be the
-mean over all channels, which is the gate `head`.
+With a codebook, the state has one channel for each code f. The `pooled` gate is then a weighted mean of the key's
+channels d: pool(k)_f = sum_d w_fd k_d, where w_fd = (P c_f)_d^2 / |P c_f|^2 says how much channel d counts in the code.
+With equal weights this would be the gate `head`, the mean over all channels.
 
 The recurrence is GLA's (2312.06635) and the pooled gate Liger's (2503.01496, table 1); the map is a codebook (see
 feature_maps.py) or Hedgehog's (2402.04347); the shared denominator is LoLCATs' (2410.10254, eq. 6).
@@ -31,8 +31,13 @@ from liger_convert.mixers.registry import register_mixer
 
 @dataclass(frozen=True)
 class GLASpec(GatedSpec):
-    """gate_bias: added to the gate's logits, learned from there; 6 keeps a memory for thousands of tokens at the start.
-    gate_normalizer: tau. gate: over a codebook `pooled` keys give each code a gate of its own.
+    """Options of the gate and the normalizer.
+
+    gate: as in GatedSpec. With a codebook, `pooled` gives each code a gate of its own, and `learned` is not possible.
+    gate_bias: where the gate's learned bias b starts.
+    gate_normalizer: tau, which divides the log of the gate; flash-linear-attention calls it `gate_logit_normalizer`. A
+        larger value makes the memory last longer, about tau e^b tokens: the defaults make that 6,500 tokens.
+    normalize: as in LinearSpec, but with false the read is used as it is, without a norm.
     """
 
     combine: Combine = "shared"
@@ -56,9 +61,9 @@ class GLASpec(GatedSpec):
 
 @register_mixer("gla")
 class GLA(GatedMixer):
-    summary = "normalized gated linear attention over a codebook, one denominator with the window"
-    gate_rule = "sigmoid(pool(k) + b)^(1/tau)"
-    left_out = "GLA's projection of the gate and its output norm; off by default: `output_gate`"
+    summary = "normalized gated linear attention over a codebook, with one softmax denominator for window and memory"
+    gate_rule = "sigmoid(pool(k) + bias)^(1/tau)"
+    left_out = "GLA's projection of the gate, and its output norm; off by default: `output_gate`"
     Spec = GLASpec
     spec: GLASpec
     rescales = False

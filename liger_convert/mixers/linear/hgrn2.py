@@ -1,4 +1,4 @@
-"""HGRN2: each channel writes as much as it forgets, k = 1 - a, so its state is a running mean (2404.07904).
+"""HGRN2: each channel writes as much as it forgets (k = 1 - a), so the state is a running mean (2404.07904).
 
 S_t = diag(a_t) S_{t-1} + (1 - a_t)^T v_t,   a_t = gamma + (1 - gamma) sigmoid(pool(k_t) + b)
 o_t = norm(phi(q_t) S_t)
@@ -24,7 +24,14 @@ from liger_convert.mixers.registry import register_mixer
 
 @dataclass(frozen=True)
 class HGRN2Spec(GatedSpec):
-    """feature_map: of the queries; the keys are the gate's. lower_bound: gamma, from 0 to below 1."""
+    """Options of the gate, which also makes the keys.
+
+    feature_map: the map of the queries. Keys are 1 - a and need none.
+    gate_bias: where the gate's learned bias b starts. A larger value makes the memory last longer.
+    lower_bound: gamma, the smallest possible gate, from 0 to below 1. A larger value makes the memory last longer; the
+        defaults make it last about 4,000 tokens.
+    rope: has to be false, because the keys are made from the gates.
+    """
 
     feature_map: MapName = "softmax"
     gate: Literal["pooled", "learned"] = "pooled"
@@ -41,9 +48,12 @@ class HGRN2Spec(GatedSpec):
 
 @register_mixer("hgrn2")
 class HGRN2(GatedMixer):
-    summary = "a running mean per channel: it forgets as much as it takes in"
-    gate_rule = "gamma + (1 - gamma) sigmoid(pool(k) + b)"
-    left_out = "lower bounds that are learned and rise from layer to layer, the gate's projection, swish of queries"
+    summary = "a running mean per key channel: each channel writes as much as it forgets"
+    gate_rule = "gamma + (1 - gamma) sigmoid(pool(k) + bias)"
+    left_out = (
+        "lower bounds that are learned and rise from layer to layer, the projection from the layer's input to the "
+        "gate, swish of queries"
+    )
     Spec = HGRN2Spec
     spec: HGRN2Spec
 

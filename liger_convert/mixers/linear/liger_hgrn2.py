@@ -3,8 +3,8 @@
 S_t = diag(a_t) S_{t-1} + (1 - a_t)^T v_t,   a_t = sigmoid(k_t)            (the released "pooling" is the identity)
 o_t = 0.5 softmax(q_t) S_t + 0.5 window_64(q, k, v)_t
 
-The gates have no lower bound, and the read has no norm and no scale. There are no new parameters. `hgrn2` differs: its
-gates have a bias and a lower bound, and its read has an RMS norm with a learned scale.
+The gates have no lower bound, and the read has neither a norm nor a scale. There are no new parameters. In `hgrn2`, the
+gates have a bias and a lower bound, and the read has an RMS norm with a learned scale.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from liger_convert.mixers.registry import register_mixer
 
 @dataclass(frozen=True)
 class LigerHGRN2Spec(MixerSpec):
-    """The published values. window: 64; the paper tries 16 to 256."""
+    """The defaults are the published values.
+
+    window: 64 as published; the paper also tries sizes from 16 to 256.
+    """
 
     sinks: int = 0
     scope: Scope = "all"
@@ -34,9 +37,9 @@ class LigerHGRN2Spec(MixerSpec):
 
 @register_mixer("liger-hgrn2")
 class LigerHGRN2(DiagonalMixer):
-    summary = "the published Liger-HGRN2: a running mean per channel, half and half with the window"
+    summary = "Liger-HGRN2 as published: a running mean per key channel, averaged with the window"
     gate_rule = "sigmoid(k)"
-    left_out = "nothing of Liger's; of HGRN2's layer all but the recurrence"
+    left_out = "nothing of Liger's layer; of HGRN2's, everything but the recurrence"
     Spec = LigerHGRN2Spec
     spec: LigerHGRN2Spec
     normalize = False

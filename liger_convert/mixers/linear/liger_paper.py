@@ -26,10 +26,12 @@ from liger_convert.mixers.registry import register_mixer
 
 @dataclass(frozen=True)
 class LigerPaperSpec(MixerSpec):
-    """The published values; they can be changed one at a time to see what each does.
+    """The defaults are the published values. Each can be changed to see its effect.
 
-    gate: the `keys` themselves, or a projection of the layer's input with `random` new weights. feature_map: `softmax`,
-    or the learnt `hedgehog`.
+    window: 64 as published; the paper also tries sizes from 16 to 256.
+    gate: what the gate's logits are: the `keys` themselves, or a new projection of the layer's input with `random`
+        initial weights.
+    feature_map: `softmax` as published, or the learned `hedgehog`.
     """
 
     window: int = 64
@@ -47,9 +49,9 @@ class LigerPaperSpec(MixerSpec):
 
 @register_mixer("liger-paper")
 class LigerPaper(DiagonalMixer):
-    summary = "the published Liger-GLA: unnormalized memory of all tokens, half and half with the window"
+    summary = "Liger-GLA as published: an unnormalized memory of all tokens, averaged with the window"
     gate_rule = "sigmoid(k)^(1/16)"
-    left_out = "nothing of Liger's; of GLA's layer all but the recurrence"
+    left_out = "nothing of Liger's layer; of GLA's, everything but the recurrence"
     Spec = LigerPaperSpec
     spec: LigerPaperSpec
     normalize = False

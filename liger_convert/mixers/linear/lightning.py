@@ -2,10 +2,10 @@
 
 S_t = a_g S_{t-1} + k_t^T v_t,   a_g = exp(-slope 2^{-8 g / G}) of head g = 1 to G,   o_t = norm(q_t S_t)
 
-The slopes are ALiBi's, as in the released code, for the key-value heads, and geometric even if their number is not a
-power of two. The released code multiplies them by about 1 - layer / layers, which a mixer cannot know; a recipe can set
-it through `slope`. The swish of q and k is left out, as pretrained queries and keys match without it. `output_gate` is
-the output gate.
+The slopes are ALiBi's, as in the released code, with one per key-value head. They form a geometric series even if the
+number of heads is not a power of two. The released code also multiplies them by about 1 - layer / layers. A mixer does
+not know its layer, but a recipe can set this factor as `slope`. The swish of q and k is left out, because pretrained
+queries and keys match without it. `output_gate` is the output gate.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ from liger_convert.mixers.registry import register_mixer
 
 @dataclass(frozen=True)
 class LightningSpec(LinearSpec):
-    """slope: multiplies -log a of every head; 1 as published, 0 forgets nothing."""
+    """Options of the decay.
+
+    slope: a factor on the decay rate -log a of every head; 1 as published. A larger value forgets faster, and with 0
+        nothing is forgotten.
+    """
 
     slope: float = 1.0
 
@@ -35,7 +39,7 @@ class LightningSpec(LinearSpec):
 class Lightning(LinearMixer):
     summary = "linear attention with a constant decay per head, by ALiBi's slopes"
     gate_rule = "exp(-slope 2^(-8 g / G)), constant"
-    left_out = "swish of queries and keys, the decay's dependence on the layer; off by default: `output_gate`"
+    left_out = "swish of queries and keys, and decays that depend on the layer; off by default: `output_gate`"
     Spec = LightningSpec
     spec: LightningSpec
 

@@ -2,8 +2,9 @@
 
 S_t = S_{t-1} + phi(k_t)^T [v_t, 1],   o_t = phi(q_t) S,   divided by its last column   (normalize: true)
 
-phi is elu + 1 as published, or any other map. The keys' features are divided by F, which cancels, so that a token adds
-about 1 to the normalizer, not F. Without the normalizer the memory grows with the sequence.
+phi is elu + 1 as published, or any other map. The keys' features are divided by F, so that a token adds about 1 to the
+normalizer instead of F; the read does not change, because the division cancels. Without the normalizer, the memory
+grows with the sequence.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from liger_convert.mixers.registry import register_mixer
 
 @dataclass(frozen=True)
 class LinearAttentionSpec(LinearSpec):
-    """As published: normalised, elu + 1."""
+    """The defaults are the published values: the feature map elu + 1, and a normalizer."""
 
     combine: Combine = "shared"
     feature_map: MapName = "elu1"

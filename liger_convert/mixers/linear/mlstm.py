@@ -3,9 +3,9 @@
 S_t = f_t S_{t-1} + i_t k_t^T [v_t, 1] / sqrt(D),   [n_t, m_t] = q_t S_t,   o_t = norm(n_t / max(|m_t|, 1))
 f_t = sigmoid(pool(k_t) + b_f),   i_t = exp(c tanh((pool(k_t) + b_i) / c)),   c = 15
 
-The paper's exponential input gate is unbounded, and a running maximum keeps it within float32. Here the soft cap c of
-xLSTM 7B (2503.13427) keeps i_t below e^15: sums of any length stay finite, and the equations above hold without the
-maximum, in chunks and token by token. `output_gate` is the paper's except for a factor of 2, and `short_conv: 4` is its
+The paper's exponential input gate is unbounded, and a running maximum keeps it within float32. Here, the soft cap c of
+xLSTM 7B (2503.13427) keeps i_t below e^15. Sums of any length stay finite, so no maximum is needed, and chunks give the
+same result as single tokens. `output_gate` is the paper's, except for a factor of 2. `short_conv: 4` is its
 convolution, here applied to values as well.
 """
 
@@ -26,9 +26,15 @@ from liger_convert.mixers.spec import ReadGateSpec
 
 @dataclass(frozen=True)
 class MLSTMSpec(GatedSpec):
-    """gate_bias: of the forget gate. input_bias: of the input gate, learned from there. cap: c.
+    """Options of the two gates and the normalizer.
 
-    normalize: divide by max(|m|, 1), whose m may have either sign: a window could not share it.
+    gate_bias: where the learned bias b_f of the forget gate starts. A larger value makes the memory last longer; 7
+        makes it last about 1,100 tokens.
+    input_bias: where the learned bias b_i of the input gate starts. With a larger value, tokens are written with more
+        weight.
+    cap: c, the soft cap of the input gate's logits, above 0 and at most 15. The gate stays below e^c. A larger cap
+        could exceed float32.
+    normalize: whether the read is divided by max(|m|, 1). As m may be negative, `combine: shared` is not possible.
     """
 
     normalize: bool = True
@@ -46,11 +52,11 @@ class MLSTMSpec(GatedSpec):
 
 @register_mixer("mlstm")
 class MLSTM(GatedMixer):
-    summary = "a forget gate and an exponential input gate per head, divided by max(|m|, 1)"
-    gate_rule = "sigmoid(pool(k) + b), scalar"
+    summary = "linear attention with a forget gate and an exponential input gate per head"
+    gate_rule = "sigmoid(pool(k) + bias), per head"
     left_out = (
-        "the gates' projections of the layer's input, the skip of its block; the input gate has a bound; off by "
-        "default: `short_conv`, `output_gate`"
+        "the projections from the layer's input to the gates, the skip connection of its block, an unbounded input "
+        "gate; off by default: `short_conv`, `output_gate`"
     )
     Spec = MLSTMSpec
     spec: MLSTMSpec

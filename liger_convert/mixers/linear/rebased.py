@@ -2,9 +2,9 @@
 
 S_t = S_{t-1} + phi(k_t)^T [v_t, 1],   phi(x) = (gamma norm(x) + beta)^2,   o_t = phi(q_t) S, divided by its last column
 
-`feature_map: parabola` squares each channel: F = D. `products` takes the products of all pairs of channels, as the
-released code does after a projection to 16 channels: F = D (D + 1) / 2, the kernel is (q k)^2, and the state grows
-accordingly.
+`feature_map: parabola` squares each channel, so F = D. `products` takes the products of all pairs of channels, so
+F = D (D + 1) / 2, and the kernel is (q k)^2. The released code does this after a projection to 16 channels. Without
+that projection, the state is much larger.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from liger_convert.mixers.registry import register_mixer
 
 @dataclass(frozen=True)
 class RebasedSpec(LinearSpec):
-    """As published: normalised."""
+    """The defaults are the published values: a learned parabola, and a normalizer."""
 
     combine: Combine = "shared"
     feature_map: MapName = "parabola"

@@ -2,9 +2,10 @@
 
 S_t = diag(a_t) S_{t-1} + k_t^T v_t,   a_t = exp(-exp(pool(k_t) + b)),   o_t = norm(q_t (S_{t-1} + diag(u) k_t^T v_t))
 
-With `scope: all` the read is the paper's. With `scope: evicted` the memory ends before the window, which already covers
-the current token; `bonus: true` adds q_t diag(u) k_t^T v_t to the read, with u starting at 0. The decay is pooled as in
-Liger (2503.01496, table 1). `token_shift` is described in projection_pieces.py, the output gate in read_pieces.py.
+With `scope: all`, the read is the paper's. With `scope: evicted`, the memory ends before the window, which already
+covers the current token. There, `bonus: true` adds q_t diag(u) k_t^T v_t to the read, and u starts at 0. The decay is
+computed from pooled keys, as in Liger (2503.01496, table 1). `token_shift` is described in projection_pieces.py, and
+the output gate in read_pieces.py.
 """
 
 from __future__ import annotations
@@ -25,10 +26,14 @@ FASTEST = 5.0  # largest logit, which keeps e^-148 of the state: exp of unclampe
 
 @dataclass(frozen=True)
 class RWKV6Spec(GatedSpec):
-    """bonus: the read adds the query's own token with a weight u per channel, learned from 0 on; with `scope: all`,
-    where it is the only way to read that token, it always does, from 1 on. token_shift: the layer's queries, keys and
-    values, the window's too, take a learned part of the token before, at first none. A bias of -7 starts with a memory
-    of about a thousand tokens.
+    """Options of the read, the token shift and the decay.
+
+    bonus: whether the read also includes the query's own token, with a learned weight u per key channel that starts at
+        0. With `scope: all`, this is the only way to read that token, so it is always on and u starts at 1.
+    token_shift: whether queries, keys and values, including the window's, are mixed with those of the previous token.
+        The learned share starts at 0.
+    gate_bias: where the learned bias b of the decay starts. A larger value forgets faster; with -7 the memory lasts
+        about 1,100 tokens.
     """
 
     bonus: bool = False
@@ -43,11 +48,11 @@ class RWKV6Spec(GatedSpec):
 
 @register_mixer("rwkv6")
 class RWKV6(GatedMixer):
-    summary = "a decay per channel, and a bonus for the current token"
-    gate_rule = "exp(-exp(pool(k) + b))"
+    summary = "linear attention with a token-dependent decay per channel, and optionally a bonus for the current token"
+    gate_rule = "exp(-exp(pool(k) + bias))"
     left_out = (
-        "the decay's low-rank projection, SiLU in the output's gate; off by default: `token_shift` (of projections, "
-        "not of inputs), `output_gate`, with `scope: evicted` also `bonus`"
+        "the low-rank projection to the decay, SiLU instead of sigmoid in the gate; off by default: `token_shift` "
+        "(after the projections instead of before them), `output_gate`, and, with `scope: evicted`, `bonus`"
     )
     Spec = RWKV6Spec
     spec: RWKV6Spec

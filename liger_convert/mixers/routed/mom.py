@@ -1,16 +1,19 @@
-"""Mixture of memories (2502.13685): a token writes and reads k of N memories of another mixer, and a shared one.
+"""Mixture of memories (2502.13685): a token writes and reads k of N memories of another mixer, plus a shared one.
 
 r_t = x_t W,   g_t = softmax over the k largest of r_t                        (one W per key-value head, or per layer)
-S_m(t) = the inner mixer's update of S_m(t-1) if token t chose m, else S_m(t-1), bit for bit
+S_m(t) = the inner mixer's update of S_m(t-1) if token t chose m, else exactly S_m(t-1)
 o_t = (e^{c_s} o_s + sum_m g_tm e^{c_m} o_m) / (e^{c_s} + sum_m g_tm e^{c_m})      (log normalizers c of the reads o)
 
-Memories without a normalizer are summed, o_s + sum_m g_tm o_m. All memories share the features and gates of one mixer,
-where the paper has separate projections. A token's choice depends on no other token; ties go to the first memory.
+The outputs of memories without a normalizer are added: o_s + sum_m g_tm o_m. All memories share the features and gates
+of one mixer, whereas the paper has separate projections. The choice for a token does not depend on other tokens. Of
+equal logits, the first memory's wins.
 
-A memory runs over only the tokens that write or read it (see rows.py). A token is in the rows of k memories, or with
-`scope: evicted`, where it is written long after it has read, of up to 2 k. If the lengths of such rows may not be read
-from tensors, every memory runs over all tokens, with zeros for those that did not choose it, unless one router chooses
-for all heads and no state is kept: then a bound on the total length of the rows is known in advance.
+A memory's scan covers only the tokens that write or read it (see rows.py). A token is in the rows of k memories. With
+`scope: evicted`, a token is written long after it has read, so it can be in the rows of 2 k memories.
+
+Sometimes the lengths of such rows may not be read from tensors. Then every memory runs over all tokens, with zeros for
+those that did not choose it. The exception is a router for all heads in a call that keeps no state: there, an upper
+bound of the total length is known in advance.
 
 Shapes: B batch, T tokens, C hidden size, H query heads, G key-value heads, N memories, S = N + the shared one.
 """
@@ -38,11 +41,17 @@ from liger_convert.utils.errors import BadInput
 
 @dataclass(frozen=True)
 class MoMSpec(MixerSpec):
-    """memories: N. active: k. shared: whether one more memory holds every token. balance: weight of each layer's own
-    loss N sum_m (share of tokens that chose m) (mean probability of m), which is least when all are chosen alike.
-    The authors' code weighs k times such a loss of all layers by 1e-2: for k = 2 and 20 layers, 1e-3 a layer.
-    router: whether each key-value `head` chooses for itself or, as published, all heads of a `layer` alike.
-    inner: the mixer that each memory is, `type` and its options.
+    """Options of the router and of the memories.
+
+    memories: N, the number of memories to choose from. The size of the state is proportional to it.
+    active: k, the number of memories that each token writes and reads.
+    shared: whether one more memory takes in every token, whatever the router chooses.
+    balance: the weight of a loss that keeps the router from always choosing the same memories. The loss of a layer is
+        N sum_m f_m p_m, where f_m is the share of all choices that memory m gets, and p_m its mean probability. It is 1
+        if all memories are chosen equally often. The authors' code weights k times such a loss over all layers by 1e-2,
+        which for k = 2 and 20 layers is 1e-3 per layer.
+    router: who chooses: each key-value `head` for itself, or all heads of a `layer` together, as published.
+    inner: the mixer that each memory is: its `type` and its options, without those of MixerSpec.
     """
 
     memories: int = 4
@@ -68,7 +77,7 @@ class MoMSpec(MixerSpec):
         return {name: value for name, value in resolved.items() if name not in common}
 
     def inner_mixer(self) -> tuple[type[Mixer], MixerSpec]:
-        """The memories' class and options, without parameters for a window or combining: the mixture does both."""
+        """The class and options of the memories. The mixture has the window and combines it, so they have neither."""
         common = self._common() | {"combine": "fixed", "forget": False}
         return MIXERS[self.inner["type"]], make_spec({**self.inner, **common})
 
@@ -101,9 +110,9 @@ class MoMSpec(MixerSpec):
 
 @register_mixer("mom")
 class MoM(Mixer):
-    summary = "mixture of memories: a router sends each token to some of several memories of another mixer"
+    summary = "mixture of memories: a router sends each token to a few of several memories of another mixer"
     gate_rule = "the inner mixer's"
-    left_out = "projections of keys and values for each memory, and the output norm and gate"
+    left_out = "separate projections of keys and values for each memory, the output norm and gate"
     recurrence = "routed"
     passes_states = False  # its balance is a mean over whole rows
     Spec = MoMSpec
@@ -243,7 +252,7 @@ class MoM(Mixer):
         return self._read(qkv, memories, log_g), new_states
 
     def _read(self, qkv: QKV, memories: list[MemoryOutput], log_g: Tensor) -> MemoryOutput:
-        """All reads as one: the shared memory's, which comes first, in full, the others weighted by the router."""
+        """All reads combined. The shared memory's comes first and counts in full; the router weights the others."""
         log_g = F.pad(log_g, (int(self.spec.shared), 0))
         log_g = log_g.repeat_interleave(self.dims.heads // self.dims.kv_heads, 2)
         normalizers = [memory.log_normalizer_BTH for memory in memories if memory.log_normalizer_BTH is not None]

@@ -1,8 +1,9 @@
 """Gathers, for each memory, only the tokens that write or read it, so that its scan skips all others.
 
-A memory does not change at a token that neither writes nor reads it, so its row omits that token. Each head routes by
-itself: a slot of a row can hold a different token for each head. A scan has one segment id per slot for all heads, so a
-document of a packed row starts at the same slot for all heads, after the longest head's part of the previous document.
+A memory does not change at a token that neither writes nor reads it, so its row omits that token. Each head chooses
+separately, so a slot of a row can hold a different token for each head. A scan has one segment id per slot for all
+heads. A document of a packed row therefore starts at the same slot for all heads: after the previous document's last
+slot in any head.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, N memories, D documents, L slots of all memories' rows.
 """

@@ -2,9 +2,8 @@
 
 w_t = e^(k_t W),   a_t = 1,   so K_t / z_t = sum_j softmax_j(k_j W) k_j, and V alike     (base.py has the recurrence)
 
-The softmax over tokens is kept as its numerators and their sum z. Clamping the logits to [-15, 15] keeps it stable:
-sums over any length stay within float32, and the zero weight of a masked token stays zero, unlike with a running
-maximum.
+The softmax over tokens is stored as its numerators and their sum z. The logits are clamped to [-15, 15], so that sums
+over any length stay within float32. Unlike with a running maximum, the zero weight of a masked token stays zero.
 """
 
 from __future__ import annotations
@@ -22,14 +21,17 @@ from liger_convert.mixers.slots.base import SlotMixer, SlotSpec
 
 @dataclass(frozen=True)
 class ABCSpec(SlotSpec):
-    """As every mixer over slots."""
+    """The options of all slot mixers."""
 
 
 @register_mixer("abc")
 class ABC(SlotMixer):
-    summary = "bounded-memory control: softmax over slots that never forget, each a learned choice of tokens"
+    summary = (
+        "attention with bounded-memory control: softmax over slots that never forget; learned weights choose their "
+        "tokens"
+    )
     gate_rule = "none"
-    left_out = "the control's projection of the layer's input (the keys are used instead)"
+    left_out = "the projection from the layer's input to the slots (the keys are projected instead)"
     Spec = ABCSpec
     spec: ABCSpec
 

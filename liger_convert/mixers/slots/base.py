@@ -3,7 +3,7 @@
 K_t = diag(a_t) K_{t-1} + w_t^T k_t,   V_t = diag(a_t) V_{t-1} + w_t^T v_t,   z_t = diag(a_t) z_{t-1} + w_t
 o_t = softmax(q_t (K_t / z_t)^T / sqrt(D)) (V_t / z_t)
 
-In a shared denominator a slot counts like one more token of the window: its weight is e^logit, scaled per head.
+In a shared denominator, a slot counts like one more token of the window. Its weight is e^logit, scaled per head.
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, V value size, M slots.
 """
 
@@ -23,7 +23,10 @@ from liger_convert.mixers.base import QKV, HeadDims, MemoryOutput, Mixer, MixerS
 
 @dataclass(frozen=True)
 class SlotSpec(MixerSpec):
-    """slots: how many running means a key-value head keeps."""
+    """Options of the slot mixers.
+
+    slots: how many slots a key-value head has. Each holds one running mean of keys and one of values.
+    """
 
     slots: int = 64
 
@@ -36,8 +39,8 @@ class SlotSpec(MixerSpec):
 class SlotMixer(Mixer):
     """Subclasses define the write weights w of a token and the decay a of each slot.
 
-    normalize: whether slots are divided by their normalizers z, and logits scaled by 1 / sqrt(D). Without it there is
-    no z, slots are read as they are, by unscaled queries, and the read cannot share a denominator.
+    normalize: whether slots are divided by their normalizers z, and logits are scaled by 1 / sqrt(D). If not, there is
+    no z, the logits are not scaled, and the read cannot share a denominator.
     """
 
     recurrence = "slots"

@@ -1,10 +1,10 @@
-"""Gated slot attention (2409.07146): every slot has a gate of its own, and forgets as much as it writes.
+"""Gated slot attention (2409.07146): every slot has a gate of its own and writes as much as it forgets.
 
 a_t = sigmoid(pool(k_t) + b)^(1/tau),   w_t = 1 - a_t                                  (base.py has the recurrence)
 
-The gate is pooled from keys (Liger, 2503.01496, table 1), so no projection is added. A slot is divided by its
-normalizer z_t = 1 - prod a, which the paper leaves out: z_t tends to 1, but a slow slot without it reads as nearly zero
-for a long time.
+The gate is computed from pooled keys (Liger, 2503.01496, table 1), without a new projection. A slot is divided by its
+normalizer z_t = 1 - prod a, which the paper does not have. z_t tends to 1, but without it, a slot with a slow decay
+would be nearly zero for a long time.
 """
 
 from __future__ import annotations
@@ -24,8 +24,13 @@ from liger_convert.utils.errors import BadInput
 
 @dataclass(frozen=True)
 class GSASpec(SlotSpec):
-    """gate_bias: b of the last slot, learned from there; the slots start evenly between 0, which forgets in tens of
-    tokens, and this. gate_normalizer: tau."""
+    """Options of the gates, one per slot.
+
+    slots: as in SlotSpec; it has to divide the head size or be a multiple of it.
+    gate_bias: where the learned bias b of the last slot starts. The biases of the slots are evenly spaced from 0 to
+        this value. By default, the first slot keeps a token for about 20 tokens, and the last one for about 6,500.
+    gate_normalizer: tau, which divides the log of every gate. A larger value makes all slots last longer.
+    """
 
     gate_bias: float = 6.0
     gate_normalizer: float = 16.0
@@ -38,10 +43,10 @@ class GSASpec(SlotSpec):
 
 @register_mixer("gsa")
 class GSA(SlotMixer):
-    summary = "gated slot attention: softmax over slots, each forgetting at its own rate"
-    gate_rule = "sigmoid(pool(k) + b)^(1/tau)"
+    summary = "gated slot attention: softmax over slots, each with a decay of its own"
+    gate_rule = "sigmoid(pool(k) + bias)^(1/tau)"
     left_out = (
-        "the gate's projection of the layer's input, swish of queries, keys, values and the output, the output "
+        "the projection from the layer's input to the gate, swish of queries, keys, values and the output, the output "
         "norm; a normalizer is added"
     )
     Spec = GSASpec

@@ -3,9 +3,9 @@
 K_t = diag(a_t) K_{t-1} + (1 - a_t)^T k_t,   V_t likewise with v_t,   a_t = sigmoid(pool(k_t))^(1/16)
 o_t = 0.5 softmax(q_t K_t^T) V_t + 0.5 window_64(q, k, v)_t
 
-pool averages neighboring channels of a key; with as many slots as channels, as published, it is the identity. A nearly
-empty slot takes part with a logit near 0, and keys are written before rotary. There are no new parameters. `gsa`
-differs: its gates have a bias, its slots are divided by their normalizers, and its logits by sqrt(D).
+pool averages neighboring channels of a key. With as many slots as channels, as published, it is the identity. A nearly
+empty slot takes part in the softmax with a logit near 0. Keys are written before rotary. There are no new parameters.
+In `gsa`, the gates have a bias, the slots are divided by their normalizers, and the logits by sqrt(D).
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from liger_convert.utils.errors import BadInput
 
 @dataclass(frozen=True)
 class LigerGSASpec(SlotSpec):
-    """The published values. window: 64; the paper tries 16 to 256. slots: how many a key-value head keeps, a divisor of
-    its size, or 0 for as many as that."""
+    """The defaults are the published values.
+
+    window: 64 as published; the paper also tries sizes from 16 to 256.
+    slots: how many slots a key-value head has, a divisor of the head size; 0 means as many as the head size.
+    """
 
     sinks: int = 0
     scope: Scope = "all"
@@ -41,9 +44,9 @@ class LigerGSASpec(SlotSpec):
 
 @register_mixer("liger-gsa")
 class LigerGSA(SlotMixer):
-    summary = "the published Liger-GSA: softmax over unnormalized slots, half and half with the window"
+    summary = "Liger-GSA as published: softmax over unnormalized slots, averaged with the window"
     gate_rule = "sigmoid(pool(k))^(1/16)"
-    left_out = "nothing of Liger's; of GSA's layer all but the recurrence"
+    left_out = "nothing of Liger's layer; of GSA's, everything but the recurrence"
     Spec = LigerGSASpec
     spec: LigerGSASpec
     normalize = False

@@ -1,8 +1,8 @@
-"""Base of the mixers with a decay for every entry of the state: a weighted mean of values per channel.
+"""Base of the mixers with a decay for every entry of the state. The read is a weighted mean of values per channel.
 
 S_t = A_t * S_{t-1} + k_t^T [u_t * v_t, u_t],   [n_t, m_t] = q_t S_t,   o_t = n_t / m_t
 
-Each value channel v forgets at F rates of its own, so its sum n[v] needs a normalizer m[v] of its own.
+Each value channel v has F decay rates of its own, so its sum n[v] also needs a normalizer m[v] of its own.
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, F states per channel, V = D value channels.
 """
 
@@ -23,8 +23,10 @@ SLOWEST, FASTEST = 1e-3, 1e-1  # initial decay per token of a channel's first st
 
 @dataclass(frozen=True)
 class ElementwiseSpec(MixerSpec):
-    """states: F, the rates at which a value channel forgets. skip: adds d * v of the query's own token to the read, d
-    being learned per channel from 0 on.
+    """Options of the elementwise mixers.
+
+    states: F, the number of decay rates per value channel. The size of the state is proportional to it.
+    skip: whether d * v of the query's own token is added to the read. d is learned per channel and starts at 0.
     """
 
     states: int = 16
@@ -37,7 +39,7 @@ class ElementwiseSpec(MixerSpec):
 
 
 class ElementwiseMixer(Mixer):
-    """Subclasses define a token's step size, and the k and q with which it is written and read."""
+    """Subclasses define the step size of a token, and the k and q that write and read the state."""
 
     recurrence = "elementwise"
     spec: ElementwiseSpec
@@ -65,11 +67,11 @@ class ElementwiseMixer(Mixer):
         return torch.linspace(math.log(SLOWEST), math.log(FASTEST), self.dims.dim, device=device)
 
     def log_A(self) -> Tensor:
-        """log A = -e^rate < 0 [G,F,V]; the clamp keeps it finite during training."""
+        """log A = -e^rate < 0, [G,F,V]. A clamp keeps it finite during training."""
         return -self.log_rate_GFV.float().clamp(max=15).exp()
 
     def with_skip(self, memory: MemoryOutput, qkv: QKV) -> MemoryOutput:
-        """The read, plus d * v of each query's own token if there is a skip."""
+        """The read, plus d * v of the query's own token if the option `skip` is on."""
         if not self.spec.skip:
             return memory
         o_BTHV = memory.o_BTHV
@@ -78,6 +80,6 @@ class ElementwiseMixer(Mixer):
 
 
 def mean_per_channel(read_BTHV2: Tensor, dtype: torch.dtype) -> MemoryOutput:
-    """n / m of reads [n, m], and the log of the channels' mean normalizer; an empty memory is as in DiagonalMixer."""
+    """n / m of the reads [n, m], and the log of m, averaged over channels. m has a lower bound, as in DiagonalMixer."""
     m_BTHV = read_BTHV2[..., 1].clamp_min(MIN_NORMALIZER)
     return MemoryOutput((read_BTHV2[..., 0] / m_BTHV).to(dtype), m_BTHV.mean(-1).log())

@@ -3,9 +3,9 @@
 S_t = exp(dt_t log A) * S_{t-1} + phi(k_t)^T [dt_t * v_t, dt_t],   dt_t = softplus(pool(k_t) + b),   log A = -e^rate
 o_t = n_t / m_t,   [n_t, m_t] = phi(q_t) S_t                            (base.py has the shapes and the starts)
 
-k, q and v take the places of Mamba's B, C and x, as in 2408.15237. `short_conv: 4` is its convolution, applied before
-anything is computed from k, q and v; `skip` and `output_gate` are its skip and the gate of its output.
-phi is a softmax over F learned features, so the weights are positive and the read is a mean.
+k, q and v replace Mamba's B, C and x, as in 2408.15237. `short_conv: 4` is Mamba's convolution, applied before anything
+is computed from k, q and v. `skip` is its skip, and `output_gate` the gate on its output. phi is a softmax over F
+learned features, so the weights are positive and the read is a mean.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from liger_convert.mixers.ssm.base import ElementwiseMixer, ElementwiseSpec, mea
 
 @dataclass(frozen=True)
 class MambaSpec(ElementwiseSpec, ReadSpec):
-    """As every elementwise mixer."""
+    """The options of all elementwise mixers, and those of a norm and a gate on the read."""
 
 
 @register_mixer("mamba")
 class Mamba(ElementwiseMixer):
-    summary = "selective state space: each value channel forgets at several rates, scaled by each token"
-    gate_rule = "exp(-softplus(pool(k) + b) e^rate)"
-    left_out = "the step's low-rank projection; off by default: `short_conv`, `skip`, `output_gate`"
+    summary = "selective state space: each value channel decays at several rates, scaled by a step size from the token"
+    gate_rule = "exp(-softplus(pool(k) + bias) e^rate)"
+    left_out = "the low-rank projection to the step size; off by default: `short_conv`, `skip`, `output_gate`"
     Spec = MambaSpec
     # the product of two softmax features is about 1 / F, and steps add up to a fraction of 1: about e^-4 in all
     initial_log_share = 1.0

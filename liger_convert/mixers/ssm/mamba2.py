@@ -23,7 +23,12 @@ from liger_convert.mixers.registry import register_mixer
 
 @dataclass(frozen=True)
 class Mamba2Spec(GatedSpec):
-    """A bias of -7 starts with dt near 0.001, the paper's smallest; A starts at 1, the paper's smallest."""
+    """Options of the step size, which has one value per key-value head.
+
+    gate_bias: where the learned bias b of the step size dt starts. A larger value writes more and forgets faster. -7
+        starts with dt near 0.001, the paper's smallest, where the memory lasts about 1,100 tokens. A starts at 1, also
+        the paper's smallest.
+    """
 
     gate: Literal["head", "learned", "constant"] = "head"
     gate_bias: float = -7.0
@@ -31,9 +36,12 @@ class Mamba2Spec(GatedSpec):
 
 @register_mixer("mamba2")
 class Mamba2(GatedMixer):
-    summary = "state space duality: one step size per head sets both forgetting and writing"
-    gate_rule = "exp(-A softplus(pool(k) + b)), scalar"
-    left_out = "the skip D v, the step's projection of the layer's input; off by default: `short_conv`, `output_gate`"
+    summary = "state space duality: one step size per head sets both how much is forgotten and how much is written"
+    gate_rule = "exp(-A softplus(pool(k) + bias)), per head"
+    left_out = (
+        "the skip D v, the projection from the layer's input to the step size; off by default: `short_conv`, "
+        "`output_gate`"
+    )
     Spec = Mamba2Spec
     scalar = True
 

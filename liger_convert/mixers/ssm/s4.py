@@ -3,10 +3,10 @@
 S_t[f, v] = A[f, v] S_{t-1}[f, v] + [v_t[v], 1],   log A = -e^rate
 o_t[v] = n_t[v] / m_t[v],   [n_t[v], m_t[v]] = sum_f e^C[f, v] S_t[f, v]
 
-A and C do not depend on the tokens: a query decides how much of this memory it takes, not what it reads. The rates are
-real and the weights e^C > 0, so the read is a mean; B is 1, since only its product with C matters. The op sees every
-channel as a head of its own, with one value and its normalizer. Shapes: base.py; R = H / G, N = G V such heads, L = H V
-such query heads.
+A and C do not depend on the tokens. So a query can only decide how much weight this memory gets, not what it reads. The
+rates are real and the weights e^C are positive, so the read is a mean. B is 1, since only its product with C matters.
+For the op, every channel is a head of its own, with one value and its normalizer. Shapes: as in base.py; R = H / G,
+N = G V heads of the op, L = H V query heads of the op.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from liger_convert.mixers.ssm.base import ElementwiseMixer, ElementwiseSpec, mea
 
 @dataclass(frozen=True)
 class S4Spec(ElementwiseSpec):
-    """As every elementwise mixer."""
+    """The options of all elementwise mixers."""
 
 
 @register_mixer("s4")
 class S4(ElementwiseMixer):
-    summary = "diagonal state space: running means of each value channel at fixed rates, independent of content"
-    gate_rule = "exp(-e^rate), learned"
+    summary = "diagonal state space: running means of each value channel at learned rates, the same for every token"
+    gate_rule = "exp(-e^rate)"
     left_out = "complex rates, the GELU and the linear layer that mix the output's channels; off by default: `skip`"
     Spec = S4Spec
     spec: S4Spec

@@ -1,0 +1,234 @@
+"""Bases that are broken on purpose: configs, tokenizers, chat templates and GGUF files. A command must refuse each with
+one sentence, quickly, in little memory, and leave nothing on the disk. The cases are commands as a user would type
+them."""
+
+import json
+import struct
+from collections.abc import Callable
+
+from hostile import DEEP, DIGITS, ROW, check_refusal, hostile
+from worlds import World, after, case, wrote
+
+
+def config(**changes: object) -> Callable[[World], list[str]]:
+    return after(lambda w: w.config(**changes), World.run)
+
+
+def tokenizer(**changes: object) -> Callable[[World], list[str]]:
+    """`model__vocab` stands for the field vocab of model."""
+
+    def change(w: World) -> None:
+        path = w.base / "tokenizer.json"
+        data = json.loads(path.read_text())
+        for name, value in changes.items():
+            *outer, last = name.split("__")
+            (data[outer[0]] if outer else data)[last] = value
+        path.write_text(json.dumps(data))
+
+    return after(change, World.run)
+
+
+def template(text: str) -> Callable[[World], list[str]]:
+    return after(wrote("base/chat_template.jinja", text), lambda w: ["generate", str(w.base), "--prompt", "hi"])
+
+
+def string(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+def gguf(
+    fields: bytes = b"", tensors: bytes = b"", *, counts: tuple[int, int] = (0, 0)
+) -> Callable[[World], list[str]]:
+    """counts: of tensors and of fields, as the header says."""
+    data = b"GGUF" + struct.pack("<IQQ", 3, *counts) + fields + tensors
+    return after(wrote("x.gguf", data), lambda w: w.run("base=x.gguf"))
+
+
+CONFIGS = [
+    case("ten million layers", "num_hidden_layers should be from 1 to 1,024", config(num_hidden_layers=10**7)),
+    case("a vocabulary of 10^12", "vocab_size should be from", config(vocab_size=10**12)),
+    case("no hidden size", "hidden_size should be from", config(hidden_size=0)),
+    case("negative heads", "num_attention_heads should be from", config(num_attention_heads=-4)),
+    case("a string for a size", "intermediate_size should be a whole number, not '48'", config(intermediate_size="48")),
+    case("a fraction for a size", "head_dim should be a whole number", config(head_dim=8.5)),
+    case("heads that do not divide", "is not a multiple of num_key_value_heads", config(num_key_value_heads=3)),
+    case("a list", "config.json: must hold a JSON object", after(wrote("base/config.json", "[]"), World.run)),
+    case(
+        "deep",
+        "config.json: cannot be read as JSON: it is nested",
+        after(wrote("base/config.json", DEEP), World.convert),
+    ),
+    case(
+        "digits",
+        "it contains an integer with thousands",
+        after(wrote("base/config.json", f'{{"a": {DIGITS}}}'), World.convert),
+    ),
+    case(
+        "for generate as well",
+        "num_hidden_layers should be",
+        after(lambda w: w.config(num_hidden_layers=10**7), lambda w: ["generate", str(w.base), "--prompt", "hi"]),
+    ),
+    case(
+        "generation config",
+        "generation_config.json: must hold",
+        after(wrote("base/generation_config.json", "[]"), World.convert),
+    ),
+]
+TOKENIZERS = [
+    *(
+        case(
+            f"file of {text[:9]!r}",
+            "base: its tokenizer cannot be used",
+            after(wrote("base/tokenizer.json", text), World.run),
+        )
+        for text in ("", "{}", "[]", "3", DEEP)
+    ),
+    case("wrong types", "tokenizer cannot be used", tokenizer(model=3)),
+    case(
+        "panic in a normalizer",
+        "tokenizer cannot be used",
+        tokenizer(normalizer={"type": "Replace", "pattern": {"String": ""}, "content": "x"}),
+    ),
+    case(
+        "panic while loading",
+        "tokenizer cannot be used",
+        tokenizer(model__continuing_subword_prefix="####", model__merges=[["!", "!"]]),
+    ),
+    case(
+        "panic in a template",
+        "tokenizer cannot be used",
+        tokenizer(
+            post_processor={
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "z", "type_id": 0}}],
+                "pair": [],
+                "special_tokens": {},
+            }
+        ),
+    ),
+    case(
+        "no vocabulary",
+        "no usable vocabulary",
+        tokenizer(model={"type": "BPE", "vocab": {}, "merges": []}, added_tokens=[]),
+    ),
+    case(
+        "another model's",
+        "its tokenizer has 70 tokens beyond the model's 29 embeddings",
+        after(lambda w: w.config(vocab_size=29), lambda w: ["generate", str(w.base), "--prompt", "hi"]),
+    ),
+    case(
+        "text with a token beyond the model",
+        "text.jsonl line 2: contains '<picture>', token 99, but the model has 99 embeddings",
+        after(
+            wrote("text.jsonl", ROW + '{"text": "a <picture> of it"}\n'),
+            lambda w: w.config(vocab_size=99),
+            tokenizer(
+                added_tokens=[
+                    {
+                        "id": 7000,
+                        "content": "<picture>",
+                        "single_word": False,
+                        "lstrip": False,
+                        "rstrip": False,
+                        "normalized": False,
+                        "special": True,
+                    }
+                ]
+            ),
+        ),
+    ),
+    case(
+        "a config of nonsense",
+        "tokenizer cannot be used",
+        after(wrote("base/tokenizer_config.json", '{"tokenizer_class": 5}'), World.run),
+    ),
+    case(
+        "a config that is no object",
+        "tokenizer_config.json: must hold",
+        after(wrote("base/tokenizer_config.json", "3"), World.run),
+    ),
+    case("a config that is deep", "it is nested too deeply", after(wrote("base/added_tokens.json", DEEP), World.run)),
+]
+TEMPLATES = [
+    case("syntax error", "the chat template has an error in line 1", template("{% for %}")),
+    case(
+        "loops",
+        "does not finish",
+        template("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"),
+    ),
+    case(
+        "one long loop",
+        "the chat template fails on these messages (OverflowError",
+        template("{% for i in range(10**12) %}{% endfor %}"),
+    ),
+    case("a power", "does not finish", template("{{ 9 ** (9 ** 9) }}")),
+    case("a long text", "asks for more than 512 MiB", template("{{ 'a' * messages|length * 10 ** 10 }}")),
+    case(
+        "a text that doubles",
+        "asks for more than 512 MiB",
+        template("{% set n = namespace(x='aaaa') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}"),
+    ),
+    case("a division by zero", "fails on these messages (ZeroDivisionError", template("{{ 1 / 0 }}")),
+    case("brackets", "the chat template", template("{{" + "(" * 5_000 + "1" + ")" * 5_000 + "}}")),
+]
+KEY = string(b"key")
+GGUFS = [
+    case("2^60 tensors", "says that it has 1,152,921,504,606,846,976 tensors", gguf(counts=(2**60, 0))),
+    case("2^60 fields", "1,152,921,504,606,846,976 fields", gguf(counts=(0, 2**60))),
+    case(
+        "string of 2^60",
+        "a field's name has 1,152,921,504,606,846,976 bytes",
+        gguf(struct.pack("<Q", 2**60) + bytes(9), counts=(0, 1)),
+    ),
+    case(
+        "value of 2^60",
+        "key has 1,152,921,504,606,846,976 bytes",
+        gguf(KEY + struct.pack("<IQ", 8, 2**60), counts=(0, 1)),
+    ),
+    case(
+        "array of 2^40", "1,099,511,627,776 items in key", gguf(KEY + struct.pack("<IIQ", 9, 4, 2**40), counts=(0, 1))
+    ),
+    case("array of 2^40 strings", "items in key", gguf(KEY + struct.pack("<IIQ", 9, 8, 2**40), counts=(0, 1))),
+    case(
+        "arrays inside arrays",
+        "arrays inside arrays",
+        gguf(KEY + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 9 + bytes(200), counts=(0, 1)),
+    ),
+    case("a type that there is not", "has the unknown type 77", gguf(KEY + struct.pack("<I", 77), counts=(0, 1))),
+    case("cut off", "is cut off", gguf(KEY + b"\4", counts=(0, 1))),
+    case(
+        "a tensor beyond the file",
+        "its tensors would end at byte",
+        gguf(tensors=string(b"t") + struct.pack("<IQIQ", 1, 8, 0, 2**40), counts=(1, 0)),
+    ),
+    case(
+        "a tensor of 2^60",
+        "its tensors would end at byte",
+        gguf(tensors=string(b"t") + struct.pack("<IQIQ", 1, 2**60, 0, 0), counts=(1, 0)),
+    ),
+    case(
+        "alignment",
+        "is not a power of two",
+        gguf(string(b"general.alignment") + struct.pack("<II", 4, 3), counts=(0, 1)),
+    ),
+    case(
+        "ten million layers",
+        "num_hidden_layers should be from 1 to 1,024",
+        gguf(string(b"llama.block_count") + struct.pack("<II", 4, 10**7), counts=(0, 1)),
+    ),
+    case(
+        "layers without tensors",
+        "says that it has 9 layers, but has tensors for 0",
+        gguf(string(b"llama.block_count") + struct.pack("<II", 4, 9), counts=(0, 1)),
+    ),
+    case(
+        "version 9",
+        "cannot be read as a GGUF model",
+        after(wrote("x.gguf", b"GGUF" + struct.pack("<IQQ", 9, 0, 0)), lambda w: w.run("base=x.gguf")),
+    ),
+]
+
+
+@hostile({"configs": CONFIGS, "tokenizers": TOKENIZERS, "templates": TEMPLATES, "gguf": GGUFS})
+def test_a_hostile_base_is_refused_in_one_sentence_and_nothing_is_left(world, words, says, code, capfd):
+    check_refusal(world, words, says, code, capfd)
