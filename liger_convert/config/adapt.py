@@ -17,12 +17,10 @@ class Adapt(Strict):
 
     hidden_size: Count
     """Hidden size of the base that the learning rates were tuned on."""
-    trained: Literal["auto", "mixers", "adapters", "weights"] = "auto"
-    """What to train in stages that have rates for the base's own weights. `mixers`: nothing of the base, so that on
-    texts no longer than the window the model is still the base. `adapters`: low-rank adapters instead of its weights.
-    `weights`: its weights, if they fit the GPU; on a wider base their rates fall in proportion to the hidden size.
-    `auto`: `mixers` if at least a fifth of the layers stay softmax and the hidden size is at most 1,024, else
-    `adapters`."""
+    trained: Literal["mixers", "adapters", "weights"] = "adapters"
+    """What to train in stages that have rates for the base's own weights. `adapters`: low-rank adapters instead of its
+    weights. `mixers`: nothing of the base, so that on texts no longer than the window the model is still the base.
+    `weights`: its weights, if they fit the GPU; on a wider base their rates fall in proportion to the hidden size."""
     lora_variant: Variant = "lora"
     """Variant of the adapters, see [Lora](#lora)."""
     lora_rank: Rank = 32

@@ -238,6 +238,11 @@ class Recipe(Strict):
             windows = LongWindows(layers=long, window=windows.window)
         return self.model_copy(update={"layers": LayerChoice(softmax=softmax, long_windows=windows)})
 
+    def without_long_windows(self) -> Recipe:
+        """This recipe with the window of `mixer` in all linear layers."""
+        assert isinstance(self.layers, LayerChoice)
+        return self.model_copy(update={"layers": self.layers.model_copy(update={"long_windows": None})})
+
     @property
     def stage_names(self) -> list[str]:
         """The name of each stage's step: its number, from 1, and its kind."""

@@ -10,9 +10,6 @@ The rules. Each applies only if needed, and each change is reported in a sentenc
   cover (eval/LOG.md, TinyLlama-1.1B), and as much of the rest (SmolLM2-135M). Their learning rate falls with the square
   root of the width, which interpolates between the rates measured on these two. The mixers' rates stay, because their
   matrices are per head.
-- On a narrow base with a fifth or more of its layers softmax, only the mixers are trained. On texts no longer than the
-  window, the model then equals the base, whatever the training text was. Adapters cost SmolLM2-135M a tenth of its
-  answers from a passage at any learning rate. They cost TinyLlama-1.1B none, and without them its text is 1 % worse.
 - If all weights are trained, the learning rates of the base's own weights fall as 1 / hidden size on a base wider than
   the one they were tuned on, as Adam requires for matrices (maximal update parametrization, 2203.03466, table 8).
 - A stage must fit the GPU. First micro-batches are split, then activations are recomputed in the backward pass. If that
@@ -38,19 +35,14 @@ from liger_convert.pipeline.stage_plan import StagePlanner
 from liger_convert.utils import processes
 
 WINDOWS, LONG_WINDOWS = 8, 4  # the base's context holds at least this many windows, or longer windows
-ENOUGH_SOFTMAX = 0.2  # fraction of the layers; with as many, training the mixers alone makes up for the others
-NARROW = 1024  # hidden size: between that of the base that adapters cost answers, 576, and that of the other, 2,048
 OWN = ("attention", "body", "embeddings")  # the groups of the base's own weights
 
 
-def adapt(
-    recipe: Recipe, base_config: Any, planner: StagePlanner, number: int, softmax: float
-) -> tuple[Recipe, tuple[str, ...]]:
+def adapt(recipe: Recipe, base_config: Any, planner: StagePlanner, number: int) -> tuple[Recipe, tuple[str, ...]]:
     """`recipe` with its stages adapted to the base, and a sentence for each change. Unchanged if the recipe has no
     `adapt`.
 
     number: of processes. Only a single process can train layer by layer.
-    softmax: the fraction of layers that stay softmax, among those whose cache grows.
     """
     if recipe.adapt is None:
         return recipe, ()
@@ -59,14 +51,15 @@ def adapt(
     sentences: list[str] = []
     tuned, hidden = recipe.adapt.hidden_size, base_config.hidden_size
     alone = max(number, processes.count()) == 1
-    trained, why = _trained(recipe.adapt, softmax, hidden)
     for i, written in enumerate(recipe.stages):
         stage, said = _fit_rows(written, context)
-        if trained == "mixers" and _trains_own(stage) and stage.learning_rates.mixer is not None:
-            stage, said = _mixers_alone(stage), [*said, f"learning_rates: only those of the mixers, {why}"]
-        elif trained != "weights" and _trains_own(stage):
+        trained = recipe.adapt.trained if _trains_own(stage) else "weights"
+        if trained == "mixers" and stage.learning_rates.mixer is not None:
+            stage = _mixers_alone(stage)
+            said = [*said, "learning_rates: only those of the mixers, as set in adapt.trained"]
+        elif trained != "weights":
             stage = _with_adapters(stage, recipe.adapt, hidden)
-            said = [*said, f"{_adapters(stage)}, {why}"]
+            said = [*said, _adapters(stage)]
         stage, fitted = _fit_memory(
             stage, recipe.adapt, hidden, room, lambda stage: planner.plan(stage).memory_bytes, alone
         )
@@ -160,18 +153,6 @@ def _smaller(stage: AnyStage) -> list[AnyStage]:
 def _trains_own(stage: Stage) -> bool:
     """Whether the stage trains weights of the base rather than adapters."""
     return any(name in stage.learning_rates.trained() for name in OWN)
-
-
-def _trained(options: Adapt, softmax: float, hidden: int) -> tuple[str, str]:
-    """What `adapt.trained` resolves to, and why. softmax: the fraction of layers that stay softmax. hidden: the base's
-    hidden size."""
-    if options.trained != "auto":
-        return options.trained, "as set in adapt.trained"
-    if softmax < ENOUGH_SOFTMAX:
-        return "adapters", "because less than a fifth of the layers stay softmax"
-    if hidden > NARROW:
-        return "adapters", f"because the base is wide ({hidden:,})"
-    return "mixers", f"because the base is narrow ({hidden:,}) and a fifth or more of its layers stay softmax"
 
 
 def _mixers_alone(stage: AnyStage) -> AnyStage:

@@ -223,7 +223,13 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None) ->
     if recipe.long_windows is not None:
         specs[LONG] = resolve_spec(recipe.mixer.to_dict() | {"window": recipe.long_windows.window}, "mixer")
     specs, fitted = adapt.fit_windows(recipe, base_config, specs)
-    _check_long_window(recipe, specs)
+    if recipe.long_windows is not None and not _is_longer(specs):
+        window, long = specs[MAIN]["window"], specs[LONG]["window"]
+        shorter = f"the window of {window} in" if window else "the unlimited window in"
+        why = f"{long} is not longer than {shorter} mixer.window"
+        if recipe.adapt is None or not fitted:
+            raise BadInput(f"layers.long_windows.window: {why}")
+        recipe, fitted = recipe.without_long_windows(), (*fitted, f"layers.long_windows: left out, because {why}")
     windows = own_windows(base_config)
     sliding = _sliding(windows)
     layers = recipe.layer_names(base_config.num_hidden_layers, sliding)
@@ -238,8 +244,7 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None) ->
     dims = head_dims(base_config)
     device, compute = computes_in(recipe)
     planner = StagePlanner(config, reused, new, device, compute)
-    growing = [name for i, name in enumerate(layers) if i not in sliding]
-    recipe, adapted = adapt.adapt(recipe, base_config, planner, processes, growing.count(SOFTMAX) / len(growing))
+    recipe, adapted = adapt.adapt(recipe, base_config, planner, processes)
     weights = planner.sizes
     stages = [planner.plan(stage, processes, shards) for stage in recipe.stages]
     peaks = {name: stage.memory_bytes for name, stage in zip(recipe.stage_names, stages, strict=True)}
@@ -289,13 +294,8 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None) ->
     return replace(made, memory_bytes={"convert": convert, "inference": inference, **peaks})
 
 
-def _check_long_window(recipe: Recipe, specs: dict[str, Any]) -> None:
-    if recipe.long_windows is None:
-        return
-    window, long = specs[MAIN]["window"], specs[LONG]["window"]
-    if not window or long <= window:
-        shorter = f"the {window} tokens of" if window else "the unlimited"
-        raise BadInput(f"layers.long_windows.window: {long} is not longer than {shorter} mixer.window")
+def _is_longer(specs: dict[str, Any]) -> bool:
+    return 0 < specs[MAIN]["window"] < specs[LONG]["window"]
 
 
 def _machine(device: torch.device, processes: int, shards: int) -> str:

@@ -87,7 +87,7 @@ def test_a_recipe_that_cannot_be_meant_is_refused(layers: Any, fields: dict[str,
 
 @pytest.mark.parametrize("window", [8, 5])
 def test_a_longer_window_that_is_not_longer_is_refused(window: int) -> None:
-    says = rf"layers\.long_windows\.window: {window} is not longer than the 8 tokens of mixer\.window"
+    says = rf"layers\.long_windows\.window: {window} is not longer than the window of 8 in mixer\.window"
     with pytest.raises(BadInput, match=says):
         make_plan(recipe(long([1], window, softmax=[0])), tiny_config("llama"))
 
@@ -122,6 +122,15 @@ def test_a_longer_window_is_a_quarter_of_the_context_at_most(context: int, windo
     assert tuple(made.linearization["mixers"][name]["window"] for name in (L, LONG)) == windows
     said = f"layers.long_windows.window: {windows[1]} in place of 20, because the base was made for {context} tokens"
     assert (said in made.adapted) == (windows[1] < 20)
+
+
+def test_on_a_base_of_a_tiny_context_adapt_leaves_them_out() -> None:
+    written = recipe(long(1, softmax=[0]), adapt={"hidden_size": 32})
+    made = make_plan(written, tiny_config("llama", max_position_embeddings=7))
+    assert made.layers == [N, L, L]
+    assert made.undecided_windows == 0
+    said = "layers.long_windows: left out, because 1 is not longer than the window of 1 in mixer.window"
+    assert said in made.adapted
 
 
 # --- the choice
