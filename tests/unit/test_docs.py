@@ -123,7 +123,9 @@ def small(recipe: Path) -> list[str]:
         format = source.get("format", "text")
         path = "text.jsonl" if format == "text" else "chat.jsonl"
         changes.append(f"data.{name}={{source: file, path: {path}, format: {format}, held_out: 0.1}}")
-    changes += [f"stages[{i}].{change}" for i in range(len(written["stages"])) for change in SMALL]
+    for i, stage in enumerate(written["stages"]):
+        changes += [f"stages[{i}].{change}" for change in SMALL]
+        changes += [f"stages[{i}].mixed_seq_lens=[]"] * ("mixed_seq_lens" in stage)
     return [word for change in changes for word in ("--set", change)]
 
 
