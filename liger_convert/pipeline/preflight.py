@@ -16,6 +16,7 @@ import torch
 from rich.filesize import decimal
 from transformers import GenerationConfig
 
+from liger_convert.config.names import LONG
 from liger_convert.config.recipe import Recipe
 from liger_convert.config.stages import Stage
 from liger_convert.data.documents import Document, Documents
@@ -262,8 +263,10 @@ def _check_rates(stage: Stage, where: str, trained: int) -> list[str]:
 
 
 def _check_reach(stage: Stage, said: str, length: int, plan: Plan) -> list[str]:
-    """Of a stage that teaches mixers on texts of `length`. Raises BadInput when no memory is ever read."""
-    reach = reaches(plan.linearization)
+    """Of a stage that teaches mixers on texts of `length`. Raises BadInput when no memory is ever read. Layers with a
+    longer window are left to stages with longer rows."""
+    names = [name for name in plan.layers if name != LONG]
+    reach = reaches(plan.linearization | {"layers": names})
     if "mixer" not in stage.learning_rates.trained() or not reach or length > max(reach):
         return []
     if length <= min(reach):
