@@ -16,13 +16,15 @@ import torch
 import torch.nn.functional as nnf
 from gated_kernels.check import error
 from gated_kernels.swa.chunk import chunk_swa, combine
+from tiny_models import build
 from torch import Tensor
 
-from liger_convert.mixers import MIXERS, build_mixer, resolve_spec
+from liger_convert.mixers import MIXERS, build_mixer, make_spec, resolve_spec
 from liger_convert.mixers.base import QKV, HeadDims, Mixer
 from liger_convert.mixers.kernel_maps import MapName, make_map
 from liger_convert.mixers.linear.base import GatedMixer, LinearMixer
 from liger_convert.mixers.memory_logit import MemoryLogit
+from liger_convert.model import head_dims
 from liger_convert.model.sequence import SequenceMetadata
 from liger_convert.utils.errors import BadInput
 
@@ -416,3 +418,13 @@ def test_the_gradients_of_a_share_are_those_of_its_formula(dtype: torch.dtype) -
         assert error(ours, exact) <= 2 * error(plain, exact) + 4 * torch.finfo(torch.float32).eps
     with torch.autocast("cpu", torch.bfloat16):
         assert all(torch.equal(*pair) for pair in zip(results(MemoryLogit.apply), found))
+
+
+@pytest.mark.parametrize("name", ["gla", "decaying-fast-weights"])
+def test_a_state_over_a_codebook_has_the_size_that_a_plan_counts(name: str) -> None:
+    spec = {"type": name, "window": 5, "sinks": 2, "feature_map": "codebook", "codes": 16, "gate": "head"}
+    model = build("llama", ["main", "softmax", "softmax"], **spec)
+    with torch.no_grad():
+        cache = model(torch.arange(3, 40)[None], use_cache=True).past_key_values
+    counted = MIXERS[name].cached_states(make_spec(resolve_spec(spec)), head_dims(model.config))
+    assert {name: tuple(state.shape[1:]) for name, state in cache.layers[0].states.items()} == counted

@@ -59,7 +59,7 @@ class DecayingFastWeights(GatedMixer):
     def state_shape(cls, spec: MixerSpec, dims: HeadDims) -> dict[str, tuple[int, ...]]:
         assert isinstance(spec, DecayingFastWeightsSpec)
         groups = spec.value_gates
-        return {"state": (dims.kv_heads * groups, map_size(spec.feature_map, dims.dim), dims.dim // groups)}
+        return {"state": (dims.kv_heads * groups, map_size(spec.feature_map, dims.dim, spec.codes), dims.dim // groups)}
 
     def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
         return *super().write(inputs, v_BTGV), self.decay(self.gate_logits(inputs, "value"))
