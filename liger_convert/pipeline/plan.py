@@ -295,7 +295,7 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None) ->
 
 
 def _is_longer(specs: dict[str, Any]) -> bool:
-    return 0 < specs[MAIN]["window"] < specs[LONG]["window"]
+    return bool(0 < specs[MAIN]["window"] < specs[LONG]["window"])
 
 
 def _machine(device: torch.device, processes: int, shards: int) -> str:

@@ -31,7 +31,7 @@ class LigerHGRN2Spec(MixerSpec):
 
     def problem(self) -> str | None:
         if self.combine == "shared":
-            return "combine: shared needs a normalised memory, which liger-hgrn2 does not have; use hgrn2"
+            return "combine: shared needs a normalized memory, which liger-hgrn2 does not have; use hgrn2"
         return super().problem()
 
 

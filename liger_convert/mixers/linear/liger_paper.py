@@ -43,7 +43,7 @@ class LigerPaperSpec(MixerSpec):
 
     def problem(self) -> str | None:
         if self.combine == "shared":
-            return "combine: shared needs a normalised memory, which liger-paper does not have; use gla"
+            return "combine: shared needs a normalized memory, which liger-paper does not have; use gla"
         return super().problem()
 
 

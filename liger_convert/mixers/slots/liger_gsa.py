@@ -36,7 +36,7 @@ class LigerGSASpec(SlotSpec):
 
     def problem(self) -> str | None:
         if self.combine == "shared":
-            return "combine: shared needs a normalised memory, which liger-gsa does not have; use gsa"
+            return "combine: shared needs a normalized memory, which liger-gsa does not have; use gsa"
         if self.slots < 0:
             return f"slots: {self.slots} is negative; use 0 for as many as a key has channels"
         return MixerSpec.problem(self)
