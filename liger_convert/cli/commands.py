@@ -100,9 +100,9 @@ def convert_base(
         "export": {"dtype": dtype},
         "seed": seed,
     }
-    if isinstance(written["layers"], dict) and "softmax_auto" in written["layers"]:
+    if (measuring := _measuring(written["layers"])) is not None:
         raise BadInput(
-            "--layers: softmax_auto measures layers on the text of a recipe; let `linearize select-layers RECIPE` "
+            f"--layers: {measuring} measures layers on the text of a recipe; let `linearize select-layers RECIPE` "
             "choose them, and give what it prints, such as --layers '{softmax: [3, 7]}'"
         )
     for option in options:
@@ -171,6 +171,17 @@ def calibrate_model(
         "tokens": len(rows) * seq_len,
         "layers": [{"layer": i, "before": error, "after": left} for i, error, left in layers],
     }
+
+
+def _measuring(layers: Any) -> str | None:
+    """The field of a recipe's `layers`, as plain data, that leaves a choice to a measurement; None if there is none."""
+    if not isinstance(layers, dict):
+        return None
+    if "softmax_auto" in layers:
+        return "softmax_auto"
+    windows = layers.get("long_windows")
+    counts = isinstance(windows, dict) and not isinstance(windows.get("layers"), list | None)
+    return "long_windows" if counts else None
 
 
 def require_base(base: str, folder: Path, model: Path) -> None:

@@ -285,6 +285,11 @@ COMMANDS = [
         "let `linearize select-layers RECIPE` choose them",
         lambda w: w.convert("--layers", "{softmax_auto: 1}"),
     ),
+    case(
+        "convert with windows to be measured",
+        "--layers: long_windows measures layers on the text of a recipe",
+        lambda w: w.convert("--layers", "{softmax: [0], long_windows: {layers: 1, window: 99}}"),
+    ),
     case("selecting without a number", "--softmax-layers: is missing", lambda w: ["select-layers", *w.plan()[1:]]),
     case(
         "select-layers of too many",
