@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cramped import cramped
 from rich.console import Console
 from tiny import save_tiny_base, tiny_config, tiny_tokenizer
 
@@ -189,6 +190,16 @@ def test_the_layers_with_the_lowest_divergence_are_chosen_after_the_softmax_laye
     assert recipe(long(2, softmax_auto=1)).with_layers([kept], found.long_layers).layer_names(4) == [
         N if i == kept else LONG if i in found.long_layers else L for i in range(4)
     ]
+
+
+@pytest.mark.parametrize("mixer", ["gla", "gated-deltanet"])
+def test_models_that_a_gpu_cannot_hold_give_the_same_choice(
+    base: Path, monkeypatch: pytest.MonkeyPatch, mixer: str
+) -> None:
+    expected = chosen(base, monkeypatch, long(1, softmax=[1]), mixer)
+    waiting = cramped(monkeypatch, 0.8)
+    assert chosen(base, monkeypatch, long(1, softmax=[1]), mixer).windows == expected.windows
+    assert all(any(".self_attn." in name for name in of_model) for of_model in waiting)
 
 
 def test_softmax_layers_that_a_recipe_names_are_kept(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cramped import cramped
 from pairs import quick_pairs
 from rich.console import Console
 from tiny import save_tiny_base, tiny_tokenizer
@@ -27,7 +28,6 @@ from liger_convert.io.checkpoint import load_config
 from liger_convert.mixers import resolve_spec
 from liger_convert.model import placing
 from liger_convert.model.loading import linearize_base
-from liger_convert.model.placing import place_both
 from liger_convert.pipeline import layer_selection
 from liger_convert.pipeline.layer_selection import CopyLosses, LayerSelection, Switch, evaluations, search
 from liger_convert.pipeline.plan import make_plan
@@ -138,29 +138,6 @@ def test_every_layer_is_measured_both_ways_and_the_cost_is_foreseen(keep: int) -
 
 
 # --- the selection
-
-
-def cramped(monkeypatch: pytest.MonkeyPatch, part: float) -> list[set[str]]:
-    """Places models as on a GPU that has room for a fraction of both. Gives the parameters of each that stay in host
-    memory."""
-    found: list[set[str]] = []
-
-    def placed(first: Any, second: Any, device: torch.device) -> Any:
-        size = sum(p.nbytes for model in (first, second) for p in model.parameters())
-        seen: list[int] = []
-
-        def free_memory(device: torch.device) -> int:
-            """What the first model leaves, when the second one's turn comes."""
-            seen.append(sum(p.nbytes for p in first.parameters() if not p.is_meta) if seen else 0)
-            return int(part * size / placing.SHARE) - seen[-1]
-
-        monkeypatch.setattr(placing, "free_memory", free_memory)
-        models = place_both(first, second, device)
-        found.extend({name for name, p in model.named_parameters() if p.is_meta} for model in models)
-        return models
-
-    monkeypatch.setattr(layer_selection, "place_both", placed)
-    return found
 
 
 @pytest.mark.parametrize(("select", "mixer"), [("copy", "gla"), ("kl", "gla"), ("kl", "gated-deltanet")])
