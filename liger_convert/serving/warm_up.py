@@ -19,7 +19,8 @@ from liger_convert.serving.layer import LayerPages, attend_batch
 from liger_convert.serving.page import PageLayout
 
 WARMED_UP = ("cuda",)  # types of devices; on a CPU nothing is compiled, and memory is not measured
-LENGTHS = (1024, 256, 64)  # of prompts: 16 chunks of 64 tokens, a few, and one
+CHUNK = 64  # tokens in a chunk of a scan
+LENGTHS = (16 * CHUNK, 4 * CHUNK, CHUNK)  # of prompts beside the longest
 UNEVEN = 3  # tokens less, for a length that is not a multiple of 16
 
 
@@ -36,14 +37,15 @@ def steps_of(tokens: int, layout: PageLayout) -> list[Chunks]:
     The first reads all of them as a new prompt, and the second as the rest of a prompt.
     """
     long = layout.cache_window + layout.sinks  # so many fill the window, and the sinks have left it
-    found = []
-    for most in (tokens, *(length for length in LENGTHS if length < tokens)):
-        for length in (most, most - UNEVEN):
-            if length > 0:
-                found += [Chunks([length], 0), Chunks([length], long)]
-    padded = min(tokens // 2, LENGTHS[-1])
-    if padded > UNEVEN:  # a mask is given, also where the window is not full yet
-        found += [Chunks([padded, padded - UNEVEN], seen) for seen in (0, 1)]
+    lengths = [tokens, tokens - CHUNK - UNEVEN]  # the chunks of one are no multiple of 16, either
+    for length in LENGTHS:
+        if length < tokens:
+            lengths += length, length - UNEVEN
+    found = [Chunks([length], seen) for length in lengths if length > 0 for seen in (0, long)]
+    padded = min(tokens // 2, CHUNK)
+    for length in (padded, padded - UNEVEN):
+        if length > UNEVEN:  # a mask is given, also where the window is not full yet
+            found += [Chunks([length, length - UNEVEN], seen) for seen in (0, 1)]
     if tokens > 1:
         found.append(Chunks([1, 1], long))
     return found
