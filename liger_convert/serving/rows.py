@@ -30,7 +30,7 @@ class Ring(NamedTuple):
     """Slot indices into the rings of one size.
 
     slot_RP: the slots of the tokens before the new ones, oldest first. slot_K: the slots that new tokens are written
-    to. row_K: their rows. token_K: their indices in the flattened [R T]; None: all new tokens are written.
+    to. row_K: their rows. token_K: their indices in the flattened [R T]; None: no row is padded, and they are its last.
     """
 
     slot_RP: Tensor
@@ -117,8 +117,7 @@ class Rows:
             seen_R1, device = self.seen_R[:, None], self.seen_R.device
             slot_RP = (seen_R1 + torch.arange(cache_window, device=device)) % cache_window
             row_K, index_K = self._last_tokens(cache_window)
-            are_all = self.valid_RT is None and self.tokens <= cache_window
-            token_K = None if are_all else row_K * self.tokens + index_K
+            token_K = None if self.valid_RT is None else row_K * self.tokens + index_K
             slot_K = (self.seen_R[row_K] + index_K) % cache_window
             self._rings[cache_window] = Ring(slot_RP, slot_K, row_K, token_K)
         return self._rings[cache_window]
@@ -163,8 +162,12 @@ class Rows:
             written = self._written[layout.cache_window], ring.slot_K
         for field, kept in views:
             if field.group == "ring":
-                new = past.new[field.name].flatten(0, 1)
-                kept[written] = (new if ring.token_K is None else new[ring.token_K]).to(field.dtype)
+                new = past.new[field.name]
+                if ring.token_K is None:
+                    last = new[:, -layout.cache_window :].flatten(0, 1)
+                else:
+                    last = new.flatten(0, 1)[ring.token_K]
+                kept[written] = last.to(field.dtype)
             elif field.group == "states" or not keeps_sinks:
                 kept[self.pages_R] = getattr(past, field.group)[field.name].to(field.dtype)
 
