@@ -22,6 +22,7 @@ from liger_convert.model.sequence import SequenceMetadata
 from liger_convert.serving.batch import Batch, StepMetadata
 from liger_convert.serving.layer import LayerPages, attend_batch
 from liger_convert.serving.page import PageLayout
+from liger_convert.serving.warm_up import WARMED_UP, WarmUp
 from liger_convert.utils.errors import LinearizeError
 
 
@@ -92,19 +93,23 @@ class ServedAttention(LinearizedAttention, MambaBase):
     mamba_type = MambaAttentionBackendEnum.LINEAR
     prefix: str
     layout: PageLayout
+    warm_up: WarmUp
     page_words: int
     pages: LayerPages | None
     captured: bool
 
     @classmethod
-    def serve(cls, attention: LinearizedAttention, prefix: str, layout: PageLayout, page_words: int) -> None:
+    def serve(
+        cls, attention: LinearizedAttention, prefix: str, layout: PageLayout, warm_up: WarmUp, page_words: int
+    ) -> None:
         """Converts `attention` to a served layer and registers it with vLLM as `prefix`.
 
-        page_words: the size of a page in float32 words.
+        warm_up: that of all layers of `layout`. page_words: the size of a page in float32 words.
         """
         attention.__class__ = cls
         assert isinstance(attention, cls)
-        attention.prefix, attention.layout, attention.page_words, attention.kv_cache = prefix, layout, page_words, ()
+        attention.prefix, attention.layout, attention.warm_up = prefix, layout, warm_up
+        attention.page_words, attention.kv_cache = page_words, ()
         compilation = get_current_vllm_config().compilation_config
         attention.captured = compilation.cudagraph_mode.has_full_cudagraphs()
         compilation.static_forward_context[prefix] = attention
@@ -155,11 +160,14 @@ class ServedAttention(LinearizedAttention, MambaBase):
         """hidden_states [1,N,C] -> ([1,N,C], None): the new tokens of all requests, concatenated."""
         if metadata is None:
             metadata = position_embeddings[2]  # see `hand_on_metadata`
+        assert isinstance(metadata, StepMetadata)
         angles = position_embeddings[0], position_embeddings[1]
-        steps = get_forward_context().attn_metadata
-        if steps is None or self.pages is None:  # vLLM's memory profiling run
+        # none when vLLM measures its memory; when it tunes other kernels, the softmax layers alone have metadata
+        step = (get_forward_context().attn_metadata or {}).get(self.prefix)
+        if step is None or self.pages is None:
+            if hidden_states.device.type in WARMED_UP:
+                self.warm_up.run(self, hidden_states, angles, metadata.position_BT)
             o_NHD = torch.zeros_like(self.qkv(hidden_states, metadata)[0][0])
         else:
-            assert isinstance(metadata, StepMetadata)
-            o_NHD = attend_batch(self, self.pages, steps[self.prefix].batch, hidden_states, angles, metadata)
+            o_NHD = attend_batch(self, self.pages, step.batch, hidden_states, angles, metadata)
         return getattr(self, self.family.projections[-1])(o_NHD.flatten(1)[None]), None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from liger_convert.model.sequence import SequenceMetadata
 from liger_convert.serving.page import PageLayout
-from liger_convert.serving.rows import Rows, make_rows
+from liger_convert.serving.rows import Rows, make_rows, on_device
 
 
 class DecodePositions(NamedTuple):
@@ -93,7 +93,4 @@ class Batch:
         """int64: the pages of the requests without earlier tokens; None if there is no such request."""
         if not self._new:
             return None
-        on_gpu = self.page_R.is_cuda
-        # a copy from pinned memory does not wait for the step before
-        index = torch.tensor(self._new, device="cpu", pin_memory=on_gpu).to(self.page_R.device, non_blocking=on_gpu)
-        return self.page_R.index_select(0, index)
+        return self.page_R.index_select(0, on_device(self._new, self.page_R.device))

@@ -19,6 +19,7 @@ from liger_convert.serving.attention import ServedAttention
 from liger_convert.serving.batch import StepMetadata
 from liger_convert.serving.settings import base_layer_types, layouts, page_words
 from liger_convert.serving.split import share_of_heads, share_of_parameter
+from liger_convert.serving.warm_up import WarmUp
 
 if TYPE_CHECKING:
     Backend = Any
@@ -68,10 +69,12 @@ class Served(Backend):
         super().recursive_replace()
         processes = self.tp_group.world_size
         of_layers = layouts(self.config, self.model_config.dtype, processes)
+        warm_ups = {layout: WarmUp(layout) for layout in of_layers.values()}
         for i, layer in layers.items():
             layer.add_module(MIXER_MODULE, mixers[i] if processes == 1 else self._share_of_mixer(layer))
             prefix = f"model.layers.{i}.self_attn"
-            ServedAttention.serve(layer, prefix, of_layers[i], page_words(of_layers))
+            layout = of_layers[i]
+            ServedAttention.serve(layer, prefix, layout, warm_ups[layout], page_words(of_layers))
             self.attention_fusers[i] = prefix, _NoSoftmax()
 
     def _share_of_mixer(self, layer: Any) -> Any:

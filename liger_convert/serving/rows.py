@@ -30,7 +30,7 @@ class Ring(NamedTuple):
     """Slot indices into the rings of one size.
 
     slot_RP: the slots of the tokens before the new ones, oldest first. slot_K: the slots that new tokens are written
-    to. row_K: their rows. token_K: their indices in the flattened [R T]; None: all new tokens are written.
+    to. row_K: their rows. token_K: their indices in the flattened [R T]; None: no row is padded, and they are its last.
     """
 
     slot_RP: Tensor
@@ -45,14 +45,15 @@ class Rows:
     starts: the index in the step of each request's first new token. lengths: the number of its new tokens. seen: the
     number of its earlier tokens. requests: its index among the step's requests. pages: int64, the page of every request
     of the step.
+
+    Nothing here reads a value on the host, because a GPU would then first finish all that it was given.
     """
 
     def __init__(self, starts: list[int], lengths: list[int], seen: list[int], requests: list[int], pages: Tensor):
         device = pages.device
         self.tokens, self.is_new, self.least_seen = max(lengths), not any(seen), min(seen)
-        start_R, self.length_R, self.seen_R, self._requests_R = torch.tensor(
-            [starts, lengths, seen, requests], device=device
-        )
+        start_R, self.length_R, self.seen_R, self._requests_R = on_device([starts, lengths, seen, requests], device)
+        self._lengths = lengths
         self.pages_R = pages[self._requests_R]
         index_T = torch.arange(self.tokens, device=device)
         is_padded = min(lengths) < self.tokens
@@ -61,6 +62,10 @@ class Rows:
         self._span = slice(starts[0], starts[0] + self.tokens * len(starts)) if adjacent else None
         # padding repeats the row's last token, so that its values are finite
         self._index_RT = start_R[:, None] + torch.minimum(index_T, self.length_R[:, None] - 1)
+        if is_padded:
+            row_N, index_N = self._last_tokens(self.tokens)
+            self._token_N, self._place_N = row_N * self.tokens + index_N, start_R[row_N] + index_N
+        self._written: dict[int, Tensor] = {}
         self._rings: dict[int, Ring] = {}
         self._positions: dict[tuple[int, int], Positions] = {}
         self._metadata: dict[bool, SequenceMetadata] = {}
@@ -68,7 +73,7 @@ class Rows:
     def on_pages(self, pages: Tensor) -> Rows:
         """The same rows for layers with other page indices. Cached results are shared."""
         rows = copy.copy(self)
-        rows.pages_R = pages[self._requests_R]
+        rows.pages_R, rows._written = pages[self._requests_R], {}
         return rows
 
     def take(self, x: Tensor) -> Tensor:
@@ -82,7 +87,7 @@ class Rows:
         elif self.valid_RT is None:
             into[self._index_RT] = x.to(into.dtype)
         else:
-            into[self._index_RT[self.valid_RT]] = x[self.valid_RT].to(into.dtype)
+            into[self._place_N] = x.flatten(0, 1)[self._token_N].to(into.dtype)
 
     def metadata(self, layout: PageLayout) -> SequenceMetadata:
         """The sequence metadata of the new tokens, shared by layers with equal windows and sinks."""
@@ -110,17 +115,20 @@ class Rows:
         """The slot indices for rings of this size, which must be at least 1."""
         if cache_window not in self._rings:
             seen_R1, device = self.seen_R[:, None], self.seen_R.device
-            index_T = torch.arange(self.tokens, device=device)
             slot_RP = (seen_R1 + torch.arange(cache_window, device=device)) % cache_window
-            slot_RT = (seen_R1 + index_T) % cache_window
-            kept_RT = index_T >= self.length_R[:, None] - cache_window
-            if self.valid_RT is not None:
-                kept_RT = kept_RT & self.valid_RT
-            are_all = self.valid_RT is None and self.tokens <= cache_window
-            row_K, index_K = kept_RT.nonzero().unbind(1)
-            token_K = None if are_all else row_K * self.tokens + index_K
-            self._rings[cache_window] = Ring(slot_RP, slot_RT[row_K, index_K], row_K, token_K)
+            row_K, index_K = self._last_tokens(cache_window)
+            token_K = None if self.valid_RT is None else row_K * self.tokens + index_K
+            slot_K = (self.seen_R[row_K] + index_K) % cache_window
+            self._rings[cache_window] = Ring(slot_RP, slot_K, row_K, token_K)
         return self._rings[cache_window]
+
+    def _last_tokens(self, most: int) -> tuple[Tensor, Tensor]:
+        """The row, and the index among its new tokens, of the last tokens of every row, at most `most` of each."""
+        count = sum(min(length, most) for length in self._lengths)
+        count_R = self.length_R.clamp_max(most)
+        row_N = torch.repeat_interleave(count_R, output_size=count)
+        first_R = self.length_R - count_R.cumsum(0)  # of the numbers of a row, less the number of those before
+        return row_N, torch.arange(count, device=row_N.device) + first_R[row_N]
 
     def load(self, layout: PageLayout, views: Views) -> PagedCache:
         """The rows' cache. Pages of new requests are not read: they hold stale data of earlier requests."""
@@ -149,11 +157,17 @@ class Rows:
         keeps_sinks = not self.is_new and self.least_seen >= layout.sinks
         if layout.cache_window:
             ring = self.ring(layout.cache_window)
-            written = self.pages_R[ring.row_K], ring.slot_K
+            if layout.cache_window not in self._written:
+                self._written[layout.cache_window] = self.pages_R[ring.row_K]
+            written = self._written[layout.cache_window], ring.slot_K
         for field, kept in views:
             if field.group == "ring":
-                new = past.new[field.name].flatten(0, 1)
-                kept[written] = (new if ring.token_K is None else new[ring.token_K]).to(field.dtype)
+                new = past.new[field.name]
+                if ring.token_K is None:
+                    last = new[:, -layout.cache_window :].flatten(0, 1)
+                else:
+                    last = new.flatten(0, 1)[ring.token_K]
+                kept[written] = last.to(field.dtype)
             elif field.group == "states" or not keeps_sinks:
                 kept[self.pages_R] = getattr(past, field.group)[field.name].to(field.dtype)
 
@@ -202,6 +216,12 @@ def make_rows(starts: Sequence[int], seen: Sequence[int], pages: Tensor) -> list
         Rows([starts[r] for r in rows], [lengths[r] for r in rows], [seen[r] for r in rows], rows, pages)
         for rows in groups
     ]
+
+
+def on_device(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """int64: `values` on `device`. A GPU copies them from pinned memory, for which the host does not wait."""
+    on_gpu = device.type == "cuda"
+    return torch.tensor(values, device="cpu", pin_memory=on_gpu).to(device, non_blocking=on_gpu)
 
 
 def _zeros_unless(mask_RX: Tensor, x: Tensor) -> Tensor:

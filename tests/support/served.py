@@ -41,11 +41,11 @@ def prompts(lengths: list[int] = LENGTHS, seed: int = 0) -> list[list[int]]:
     return [[rng.randrange(3, 101) for _ in range(n)] for n in lengths]
 
 
-def make_export(folder: Path, family: str, layers: list[str], **spec: Any) -> Path:
-    """A tiny linearized model whose memory has weight. `spec` are the mixer's options."""
+def make_export(folder: Path, family: str, layers: list[str], share: float = 4, **spec: Any) -> Path:
+    """A tiny linearized model whose memory has weight. share: see `moved_off_start`. `spec` are the mixer's options."""
     base = save_tiny_base(family, folder / "base", tokenizer=False, **SIZES)
     bounded = {"window": WINDOW, "sinks": SINKS, **spec}
-    model = moved_off_start(linearize_base(base, linearization(layers, **bounded), dtype=torch.float32))
+    model = moved_off_start(linearize_base(base, linearization(layers, **bounded), dtype=torch.float32), share)
     model.save_pretrained(folder / "export")
     tiny_tokenizer().save_pretrained(folder / "export")
     return folder / "export"

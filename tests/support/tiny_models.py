@@ -40,15 +40,15 @@ def build(family: str, layers: list[str] = LAYERS, **spec: Any) -> Any:
     return moved_off_start(linearize_base(base_folder(family), plan, **options).eval())
 
 
-def moved_off_start(model: Any) -> Any:
-    """`model` with noise on its new parameters, and the memory's share of the denominator raised."""
+def moved_off_start(model: Any, share: float = 4) -> Any:
+    """`model` with noise on its new parameters, and the log of the memory's share of the denominator raised."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".mixer." in name:
                 parameter += torch.randn(parameter.shape, generator=generator) * 0.5
             if name.endswith("log_share_H"):
-                parameter += 4
+                parameter += share
     return model
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from paged import PAGE_OF, REQUESTS, paged, serve
 from tiny_models import SINKS, TOKENS, WINDOW, assert_same_logits, build, logits
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_convert.mixers import MIXERS, resolve_spec
 from liger_convert.model.attention import head_dims
@@ -104,7 +105,7 @@ def test_a_ring_that_ends_with_padding_is_seen(monkeypatch: pytest.MonkeyPatch) 
 
     def unpadded(self: Rows, *args: Any) -> None:
         init(self, *args)
-        self.length_R = torch.full_like(self.length_R, self.tokens)
+        self.length_R, self._lengths = torch.full_like(self.length_R, self.tokens), [self.tokens] * len(self._lengths)
 
     monkeypatch.setattr(Rows, "__init__", unpadded)
     with pytest.raises(AssertionError):
@@ -148,3 +149,58 @@ def test_a_mixer_whose_cache_grows_is_refused_by_name() -> None:
     model = build("llama", ["main", "softmax", "main"], type="forgetting")
     with pytest.raises(BadInput, match=r"'forgetting'.*its unlimited window"):
         PageLayout(resolve_spec({"type": "forgetting"}), head_dims(model.config), torch.float32)
+
+
+def test_rows_name_the_tokens_that_masks_would_find() -> None:
+    for lengths, seen in (([7, 2, 5], [0, 0, 0]), ([7, 7], [3, 9]), ([1, 9, 4], [6, 1, 20]), ([3], [2])):
+        starts = [sum(lengths[:r]) + 2 * r for r in range(len(lengths))]
+        rows = Rows(starts, lengths, seen, list(range(len(lengths))), torch.arange(len(lengths)))
+        length_R1, seen_R1 = torch.tensor(lengths)[:, None], torch.tensor(seen)[:, None]
+        index_T = torch.arange(rows.tokens)
+        is_real_RT = index_T < length_R1
+        for size in (1, 3, 4, 12):
+            kept_RT = is_real_RT & (index_T >= length_R1 - size)
+            row_K, index_K = kept_RT.nonzero().unbind(1)
+            ring = rows.ring(size)
+            assert ring.row_K.equal(row_K)
+            assert ring.slot_K.equal(((seen_R1 + index_T) % size)[kept_RT])
+            assert (ring.token_K is None) == is_real_RT.all()
+            if ring.token_K is not None:
+                assert ring.token_K.equal(row_K * rows.tokens + index_K)
+        x_RTC, into = torch.randn(len(lengths), rows.tokens, 4), torch.zeros(starts[-1] + lengths[-1] + 1, 4)
+        rows.put(into, x_RTC)
+        for r, (start, length) in enumerate(zip(starts, lengths)):
+            assert into[start : start + length].equal(x_RTC[r, :length])
+        assert int(into.any(1).sum()) == sum(lengths)
+
+
+class NoReading(TorchDispatchMode):
+    """Raises when an operation needs a value on the host, for which a GPU would finish all else first."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert not any(name in str(func) for name in ("_local_scalar_dense", "nonzero", "masked_select")), func
+        if "index" in str(func) and len(args) > 1 and isinstance(args[1], (list, tuple)):
+            assert all(x is None or x.dtype != torch.bool for x in args[1]), f"{func} with a mask"
+        if "repeat_interleave" in str(func):
+            assert (kwargs or {}).get("output_size") is not None
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("seen", [[0, 0], [2, 20], [30, 40]])
+def test_rows_read_nothing_on_the_host(seen: list[int]) -> None:
+    layout = layouts(build("llama", ["main"] * 3, type="gla", **BOUNDED).config, torch.float32)[0]
+    views = layout.views(torch.zeros(2, layout.words))
+    x_NC = torch.randn(16, 8)
+    with NoReading():
+        for lengths in ([9, 6], [8, 8]):
+            rows = Rows([0, lengths[0]], lengths, seen, [0, 1], torch.arange(2))
+            past, metadata = rows.load(layout, views), rows.metadata(layout)
+            metadata.write_mask_on_eviction(metadata.for_window(layout.cache_window, layout.sinks, past.positions))
+            for field, kept in views:
+                size = rows.tokens if field.group == "ring" else kept.shape[1]
+                new = torch.randn(2, size, *kept.shape[2:])
+                (past.new if field.group == "ring" else getattr(past, field.group))[field.name] = new
+            rows.store(layout, views, past)
+            rows.put(x_NC, rows.take(x_NC))
+        with pytest.raises(AssertionError, match="with a mask"):
+            x_NC[x_NC[:, 0] > 0]
