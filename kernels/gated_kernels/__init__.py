@@ -64,7 +64,7 @@ def use(path: str) -> None:
     flash-linear-attention, for calls of the delta rule that ours do not take (heads of more than 128 features). "fla"
     runs flash-linear-attention's alone, to compare with. The default is "triton+fla", or "triton" without fla-core 0.6,
     on Nvidia GPUs from sm_80 on where Triton is installed. On other GPUs the ops run in torch, and the log says so
-    once. "+elementwise" adds our kernels for the elementwise recurrence, which no GPU has run yet. The environment
+    once. "+elementwise" adds our kernels for the elementwise recurrence, whose speed is not measured yet. The environment
     variable GATED_KERNELS overrides the default when this package is imported. Tensors on a CPU always go to torch. So
     does what the kernels do not support, with one warning that says why.
 
