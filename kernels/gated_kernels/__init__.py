@@ -60,13 +60,13 @@ OLDEST = (8, 0)  # compute capability: the kernels take bf16 products, and tiles
 def use(path: str) -> None:
     """Chooses how the ops run in the whole process.
 
-    "torch" runs the torch ops, "triton" our own kernels where an op has some, and "triton+fla" also those of flash-
-    linear-attention, for calls of the delta rule that ours do not take (heads of more than 128 features). "fla" runs
-    flash-linear-attention's alone, to compare with. The default is "triton+fla", or "triton" without fla-core 0.6, on
-    Nvidia GPUs from sm_80 on where Triton is installed. On other GPUs the ops run in torch, and the log says so once.
-    "+elementwise" adds our kernels for the elementwise recurrence, whose speed is not measured yet. The environment
-    variable GATED_KERNELS overrides the default when this package is imported. Tensors on a CPU always go to torch. So
-    does what the kernels do not support, with one warning that says why.
+    "torch" runs the torch ops, "triton" our own kernels where an op has some, and "triton+fla" also those of
+    flash-linear-attention, for calls of the delta rule that ours do not take (heads of more than 128 features). "fla"
+    runs flash-linear-attention's alone, to compare with. The default is "triton+fla", or "triton" without fla-core 0.6,
+    on Nvidia GPUs from sm_80 on where Triton is installed. On other GPUs the ops run in torch, and the log says so
+    once. "+elementwise" adds our kernels for the elementwise recurrence, whose speed is not measured yet. The
+    environment variable GATED_KERNELS overrides the default when this package is imported. Tensors on a CPU always go
+    to torch. So does what the kernels do not support, with one warning that says why.
 
     Raises ValueError for any other path, and ImportError when a package that it needs is not installed.
     """
