@@ -53,13 +53,19 @@ class Case(NamedTuple):
         return case
 
 
+def plan_of(layers: list[str], depth: int, mixer: str) -> dict[str, Any]:
+    """A linearization with `layers` repeated up to `depth`."""
+    from liger_convert.mixers import resolve_spec
+
+    return {"format": 2, "mixers": {"main": resolve_spec({"type": mixer})}, "layers": (layers * depth)[:depth]}
+
+
 def save(shape: str, layers: list[str] | None, mixer: str, max_len: int, folder: Path) -> None:
     """Writes the config of the base of that shape, or of its linearized model. `layers` is repeated up to its depth."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from liger_convert.benchmark.shapes import SHAPES
-    from liger_convert.mixers import resolve_spec
     from liger_convert.model import CLASSES
     from liger_convert.model.configuration import linearized_config
 
@@ -67,8 +73,7 @@ def save(shape: str, layers: list[str] | None, mixer: str, max_len: int, folder:
     kind, depth = values.pop("model_type"), values["num_hidden_layers"]
     config, architecture = CONFIG_MAPPING[kind](**values), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
     if layers is not None:
-        plan = {"format": 2, "mixers": {"main": resolve_spec({"type": mixer})}, "layers": (layers * depth)[:depth]}
-        config, architecture = linearized_config(config, plan), CLASSES[kind][2].__name__
+        config, architecture = linearized_config(config, plan_of(layers, depth, mixer)), CLASSES[kind][2].__name__
     config.architectures = [architecture]
     config.save_pretrained(folder)
 

@@ -19,8 +19,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from serve_bench import KINDS, plan_of
+
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-KINDS = {"base": None, "linear": ["main"], "a quarter softmax": ["main", "main", "main", "softmax"]}
 
 
 def save(shape: str, layers: list[str] | None, mixer: str, folder: Path) -> None:
@@ -29,7 +30,6 @@ def save(shape: str, layers: list[str] | None, mixer: str, folder: Path) -> None
     import torch
 
     from liger_convert.benchmark.shapes import random_model
-    from liger_convert.mixers import resolve_spec
     from liger_convert.model.loading import linearize_base
 
     base = random_model(shape, None, torch.device("cpu"), torch.bfloat16)
@@ -37,8 +37,7 @@ def save(shape: str, layers: list[str] | None, mixer: str, folder: Path) -> None
     base.save_pretrained(folder / "base")
     if layers is None:
         return
-    depth = base.config.num_hidden_layers
-    plan = {"format": 2, "mixers": {"main": resolve_spec({"type": mixer})}, "layers": (layers * depth)[:depth]}
+    plan = plan_of(layers, base.config.num_hidden_layers, mixer)
     linearize_base(folder / "base", plan, dtype=torch.bfloat16).save_pretrained(folder / "linear")
 
 

@@ -53,11 +53,11 @@ def adapt(recipe: Recipe, base_config: Any, planner: StagePlanner, number: int) 
     alone = max(number, processes.count()) == 1
     for i, written in enumerate(recipe.stages):
         stage, said = _fit_rows(written, context)
-        trained = recipe.adapt.trained if _trains_own(stage) else "weights"
-        if trained == "mixers" and stage.learning_rates.mixer is not None:
+        trained = recipe.adapt.trained
+        if trained == "mixers" and _trains_own(stage) and stage.learning_rates.mixer is not None:
             stage = _mixers_alone(stage)
             said = [*said, "learning_rates: only those of the mixers, as set in adapt.trained"]
-        elif trained != "weights":
+        elif trained != "weights" and _trains_own(stage):
             stage = _with_adapters(stage, recipe.adapt, hidden)
             said = [*said, _adapters(stage)]
         stage, fitted = _fit_memory(
@@ -75,19 +75,16 @@ def fit_windows(recipe: Recipe, base_config: Any, specs: dict[str, Any]) -> tupl
     context = context_length(base_config)
     if recipe.adapt is None or context is None:
         return specs, ()
-    written = {MAIN: "mixer", LONG: "layers.long_windows"}
-    if recipe.long_windows is None:
-        del written[LONG]
     fitted, sentences = dict(specs), []
     for name, spec in specs.items():
-        at_least = LONG_WINDOWS if written.get(name) == "layers.long_windows" else WINDOWS
+        where, at_least = "mixer" if name == MAIN else f"mixers.{name}", WINDOWS
+        if name == LONG and recipe.long_windows is not None:
+            where, at_least = "layers.long_windows", LONG_WINDOWS
         most = 1 << max(0, (context // at_least).bit_length() - 1)  # a power of two
         if spec["window"] > most:
             fitted[name] = spec | {"window": most}
-            where = f"{written.get(name, f'mixers.{name}')}.window"
-            sentences.append(
-                f"{where}: {most} in place of {spec['window']}, because the base was made for {context:,} tokens"
-            )
+            why = f"because the base was made for {context:,} tokens"
+            sentences.append(f"{where}.window: {most} in place of {spec['window']}, {why}")
     return fitted, tuple(sentences)
 
 

@@ -305,13 +305,18 @@ def evaluations(depth: int, count: int) -> int:
     return 2 + 2 * depth + sum(min(2 * count, depth) - chosen for chosen in range(1, count))
 
 
+def finite_or_none(value: float) -> float | None:
+    """`value` as JSON can hold it."""
+    return value if math.isfinite(value) else None
+
+
 def _finite(losses: torch.Tensor) -> float:
     mean = losses.mean().item()
     return mean if math.isfinite(mean) else math.inf  # so that a diverged model compares as the worst
 
 
 def _json(losses: Losses) -> dict[str, float | None]:
-    return {name: value if math.isfinite(value) else None for name, value in asdict(losses).items()}
+    return {name: finite_or_none(value) for name, value in asdict(losses).items()}
 
 
 def _cells(losses: Losses) -> tuple[str, ...]:

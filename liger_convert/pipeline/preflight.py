@@ -63,7 +63,7 @@ def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite) -> list[
         is_sharded = plan.stages[i].is_sharded(recipe.sharding, room)
         if is_sharded and (why := why_not_sharded(stage, compute)):
             raise BadInput(f"{where}.{why}")
-        warnings += _check_reach(stage, f"{where}.seq_len: rows of {stage.seq_len} tokens", stage.seq_len, plan)
+        warnings += _check_reach(recipe, stage, f"{where}.seq_len: rows of {stage.seq_len} tokens", stage.seq_len, plan)
         if positions is not None and stage.seq_len > positions:
             warnings.append(
                 f"{where}.seq_len: {stage.seq_len} is more than the {positions} tokens that the base supports"
@@ -121,7 +121,7 @@ def check_documents(
         names, longest = " and ".join(cut), max(max(sizes) for sizes in cut.values())
         said = f"stages[{i}].data: documents of {names}, of at most {longest} tokens,"
         if longest < stage.seq_len:  # else the rows have been told
-            warnings += _check_reach(stage, said, longest, plan)
+            warnings += _check_reach(recipe, stage, said, longest, plan)
         reach = reaches(plan.linearization)
         beyond = sum(stage.sources[name] * _beyond(sizes, min(reach)) for name, sizes in cut.items()) if reach else 1
         if 0 < beyond < FEW:
@@ -262,11 +262,11 @@ def _check_rates(stage: Stage, where: str, trained: int) -> list[str]:
     return warnings
 
 
-def _check_reach(stage: Stage, said: str, length: int, plan: Plan) -> list[str]:
-    """Of a stage that teaches mixers on texts of `length`. Raises BadInput when no memory is ever read. Layers with a
-    longer window are left to stages with longer rows."""
-    names = [name for name in plan.layers if name != LONG]
-    reach = reaches(plan.linearization | {"layers": names})
+def _check_reach(recipe: Recipe, stage: Stage, said: str, length: int, plan: Plan) -> list[str]:
+    """Of a stage that teaches mixers on texts of `length`. Raises BadInput when no memory is ever read. The layers of
+    `layers.long_windows` are left to stages with longer rows."""
+    left = None if recipe.long_windows is None else LONG
+    reach = reaches(plan.linearization | {"layers": [name for name in plan.layers if name != left]})
     if "mixer" not in stage.learning_rates.trained() or not reach or length > max(reach):
         return []
     if length <= min(reach):

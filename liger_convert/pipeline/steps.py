@@ -266,7 +266,7 @@ class RunSteps:
         def train(factor: float, out: Path) -> dict[str, Any]:
             where = str(out.relative_to(self.out))
             task: dict[str, Any] = {"index": index, "before": list(before), "factor": factor, "out": where}
-            task["shard"], task["keep_gathered"] = self._is_sharded(index)
+            task["shard"], task["keep_gathered"] = self._how_sharded(index)
             processes.announce(task)
             return self.train_stage(**task)
 
@@ -289,7 +289,7 @@ class RunSteps:
             facts = train(1.0, folder)
         return facts | {"seed": self.recipe.stage_seed(index)}
 
-    def _is_sharded(self, index: int) -> tuple[bool, bool]:
+    def _how_sharded(self, index: int) -> tuple[bool, bool]:
         """Whether the processes of this run shard the weights of stage `index`, and whether they keep gathered layers.
         The first process decides for all."""
         if processes.count() == 1:

@@ -9,7 +9,6 @@ layers are already chosen. Mixers are calibrated but not trained, as in `layer_s
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from liger_convert.config.names import LONG
 from liger_convert.config.recipe import Recipe
 from liger_convert.data.documents import Document
 from liger_convert.model import LinearizedAttention
-from liger_convert.pipeline.layer_selection import Measure, Switch, divergence, make_switch
+from liger_convert.pipeline.layer_selection import Measure, Switch, divergence, finite_or_none, make_switch
 from liger_convert.pipeline.plan import Plan
 from liger_convert.utils.device import compute_dtype
 from liger_convert.utils.progress import Report
@@ -48,9 +47,9 @@ class WindowSelection:
             "long_windows": self.chosen,
             "long_window": self.window,
             "window_kl": {
-                "without": _json(self.without),
-                "alone": {str(i): _json(kl) for i, kl in self.alone.items()},
-                "together": _json(self.together),
+                "without": finite_or_none(self.without),
+                "alone": {str(i): finite_or_none(kl) for i, kl in self.alone.items()},
+                "together": finite_or_none(self.together),
             },
         }
 
@@ -81,8 +80,7 @@ def select_windows(
     """
     report(0, None, "calibrating the memories")
     switch = make_switch(recipe, plan, base_dir, documents, device)
-    mixer = switch.model.config.linearization["mixers"][LONG]
-    long = with_mixer(switch, mixer)
+    long = with_long_windows(switch)
     measure = divergence(switch, documents, compute_dtype(device, recipe.precision), recipe.seed)
     linear = [i for i in switch.choices if i not in softmax]
     total, done = len(linear) + 2, 0
@@ -96,14 +94,14 @@ def select_windows(
     without = kl(())
     alone = {i: kl((i,)) for i in linear}
     chosen = sorted(sorted(linear, key=alone.__getitem__)[: plan.undecided_windows])
-    return WindowSelection(mixer["window"], without, alone, chosen, kl(chosen))
+    window = switch.model.config.linearization["mixers"][LONG]["window"]
+    return WindowSelection(window, without, alone, chosen, kl(chosen))
 
 
-def with_mixer(switch: Switch, mixer: dict[str, Any]) -> dict[int, LinearizedAttention]:
-    """A linearized attention with the resolved spec `mixer` for each layer of `switch`, with its calibrated parameters
-    and the base's projections. The spec must have the same parameters."""
+def with_long_windows(switch: Switch) -> dict[int, LinearizedAttention]:
+    """A linearized attention with the longer window for each layer of `switch`, with its calibrated parameters and the
+    base's projections."""
     config, made = copy.deepcopy(switch.model.config), {}
-    config.linearization["mixers"][LONG] = mixer
     for i in switch.choices:
         config.linearization["layers"][i] = LONG
         calibrated = switch.linear[i].mixer
@@ -125,7 +123,3 @@ def _measured(
         return measure(softmax).score
     finally:
         switch.linear = kept
-
-
-def _json(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -159,8 +159,7 @@ def test_a_layer_with_the_longer_window_is_measured_as_a_conversion_would_have_i
     written = recipe(long([2], softmax=[0]), mixer)
     plan: Plan = make_plan(written, load_config(base))
     switch = make_switch(written, plan, base, TEXT, CPU)
-    spec = switch.model.config.linearization["mixers"]
-    switch.linear[2] = window_selection.with_mixer(switch, spec[LONG])[2]
+    switch.linear[2] = window_selection.with_long_windows(switch)[2]
     made = linearize_base(base, switch.model.config.linearization | {"layers": plan.layers}).eval()
     calibrated = {name: p for name, p in switch.model.state_dict().items() if ".mixer." in name}
     missing = made.load_state_dict({n: p for n, p in calibrated.items() if n in made.state_dict()}, strict=False)

@@ -249,6 +249,7 @@ def test_text_that_is_read_over_and_over_is_told(home: Path, capsys: Any) -> Non
         (["stages[0].warmup_ratio=0.99"], "covers all 4 steps"),
         (["stages[0].max_grad_norm=1e-9"], "Adam's epsilon"),
         (["mixers.wide={type: gla, window: 40}", "layers=[main, wide, main]"], "the longest window and its sinks"),
+        (["mixers.long={type: gla, window: 40}", "layers=[main, long, main]"], "the longest window and its sinks"),
         (["layers={softmax: [0], long_windows: {layers: [2], window: 40}}"], ""),
         (["eval.suite=long.yaml", "data.text.held_out=0.5"], "copy_nll_130 reads 260 tokens, more than the 256"),
     ],

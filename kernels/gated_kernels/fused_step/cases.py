@@ -177,7 +177,8 @@ def in_pages(cache: StepCache, gap: int = 3, seed: int = 0) -> tuple[Tensor, Ste
 
 
 def over_pages(step: Step, gap: int = 3, swap: bool = False) -> Step:
-    """A step of contiguous caches, which runs `step` on them in pages. Where it writes beside them, the output is NaN.
+    """A step of contiguous caches, which runs `step` on them in pages. If it writes outside of their fields, the output
+    is NaN.
 
     swap: a fault, the first two rows have each other's pages.
     """
@@ -188,7 +189,7 @@ def over_pages(step: Step, gap: int = 3, swap: bool = False) -> Step:
         assert row_B is not None
         fields = {name: x for name, x in paged._asdict().items() if x is not None and x.is_floating_point()}
 
-        def beside() -> Tensor:
+        def outside_of_fields() -> Tensor:
             kept = pages.clone()
             for field in fields.values():
                 field[row_B] = 0
@@ -196,7 +197,7 @@ def over_pages(step: Step, gap: int = 3, swap: bool = False) -> Step:
             pages.copy_(kept)
             return found
 
-        before = beside()
+        before = outside_of_fields()
         swapped_B = torch.cat((row_B[:2].flip(0), row_B[2:])) if swap else row_B
         o_BHD = step(token, paged._replace(row_B=swapped_B), config)
         turn_B = paged.ring_position - cache.ring_position
@@ -205,7 +206,7 @@ def over_pages(step: Step, gap: int = 3, swap: bool = False) -> Step:
             found = field[row_B]
             turned = found.gather(1, order_BP[:, :, None, None].expand_as(found)) if "_NP" in name else found
             getattr(cache, name).copy_(turned)
-        return o_BHD if torch.equal(before, beside()) else torch.full_like(o_BHD, math.nan)
+        return o_BHD if torch.equal(before, outside_of_fields()) else torch.full_like(o_BHD, math.nan)
 
     return run
 
