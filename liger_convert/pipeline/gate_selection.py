@@ -18,7 +18,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,7 +38,6 @@ from liger_convert.pipeline.layer_selection import (
     LayerSelection,
     Switch,
     copy_losses,
-    make_switch,
     span,
 )
 from liger_convert.pipeline.plan import Plan
@@ -79,31 +77,23 @@ class GateSelection(LayerSelection):
 
 
 def select_by_gates(
-    recipe: Recipe,
-    plan: Plan,
-    base_dir: Path,
-    tokenizer: Any,
-    documents: Sequence[Document],
-    device: torch.device,
-    report: Report,
+    recipe: Recipe, plan: Plan, switch: Switch, tokenizer: Any, documents: Sequence[Document], report: Report
 ) -> GateSelection:
-    """Chooses the softmax layers that `plan` leaves undecided, for the base in the folder `base_dir`, by gates trained
-    on `layers.select_tokens` tokens of `documents`.
+    """Chooses the softmax layers that `plan` leaves undecided, between the attentions of `switch`, by gates trained on
+    `layers.select_tokens` tokens of `documents`.
 
     Memory holds the weights of the base and of the linearized model, and what the backward pass of MICRO_ROWS rows
-    needs. The same seed gives the same gates. Raises BadInput as `make_switch` does, LinearizeError if a loss is not
-    finite.
+    needs, so nothing of `switch` may be offloaded. The same seed gives the same gates. Raises LinearizeError if a loss
+    is not finite.
     """
     assert isinstance(recipe.layers, LayerChoice)
     count, length = plan.undecided, span(plan)
-    report(0, None, "calibrating the memories")
-    switch = make_switch(recipe, plan, base_dir, documents, device, trains=True)
     size = min(4 * length, max(2 * length, context_length(switch.model.config) or 4 * length))
     steps = max(1, recipe.layers.select_tokens // (ROWS * size))
     rows = pack(documents, size, steps * ROWS * size, recipe.seed, copy_fraction=1.0)
     total = steps + count + 2
-    dtype = compute_dtype(device, recipe.precision)
-    with autocast(device, dtype):
+    dtype = compute_dtype(switch.device, recipe.precision)
+    with autocast(switch.device, dtype):
         gates = train_gates(switch, count, rows, lambda done, note: report(done, total, note))
     ids_NT = measures.repetitions(tokenizer, documents, CopyMeasure(length=length, draws=DRAWS))
     chosen = largest(gates, count)
@@ -129,7 +119,7 @@ def train_gates(
     of gates other than `count`. report: called with the steps done and a note. Raises LinearizeError if the loss is not
     finite.
     """
-    device = switch.model.device
+    device = switch.device
     for softmax in (switch.choices, []):
         switch.set_softmax(softmax).requires_grad_(False)
     with torch.no_grad():

@@ -136,10 +136,13 @@ class LayerSelection:
 
 
 class Switch:
-    """A model with both attentions of every layer that is linear in `model`; the softmax ones come from `base`."""
+    """A model with both attentions of every layer that is linear in `model`; the softmax ones come from `base`.
 
-    def __init__(self, base: Any, model: Any):
-        self.model = model
+    device: where they compute.
+    """
+
+    def __init__(self, base: Any, model: Any, device: torch.device):
+        self.model, self.device = model, device
         self.attentions = [layer.self_attn for layer in base.model.layers]
         self.linear = [layer.self_attn for layer in model.model.layers]
         self.choices = linear_layers(model.config)
@@ -155,23 +158,12 @@ class Switch:
 
 
 def select_layers(
-    recipe: Recipe,
-    plan: Plan,
-    base_dir: Path,
-    tokenizer: Any,
-    documents: Sequence[Document],
-    device: torch.device,
-    report: Report,
+    recipe: Recipe, plan: Plan, switch: Switch, tokenizer: Any, documents: Sequence[Document], report: Report
 ) -> LayerSelection:
-    """Chooses the softmax layers that `plan` leaves undecided, for the base in the folder `base_dir`, on text of
-    `documents`.
-
-    The base and the linearized model are in memory together, as in alignment. Raises what `make_switch` raises.
-    """
+    """Chooses the softmax layers that `plan` leaves undecided, between the attentions of `switch`, on text of
+    `documents`."""
     count, length = plan.undecided, span(plan)
-    report(0, None, "calibrating the memories")
-    switch = make_switch(recipe, plan, base_dir, documents, device)
-    dtype = compute_dtype(device, recipe.precision)
+    dtype = compute_dtype(switch.device, recipe.precision)
     if recipe.selected_by == "kl":
         measure = divergence(switch, documents, dtype, recipe.seed)
     else:
@@ -237,7 +229,7 @@ def make_switch(
     batch = collate([rows[i] for i in range(len(rows))])
     with autocast(device, dtype):
         calibrate(model, base, batch["input_ids"].to(device), batch["position_ids"].to(device))
-    return Switch(base, model)
+    return Switch(base, model, device)
 
 
 def _copy_losses(switch: Switch, ids_NT: Tensor, length: int, batch_size: int, dtype: torch.dtype) -> Measure:
@@ -247,7 +239,7 @@ def _copy_losses(switch: Switch, ids_NT: Tensor, length: int, batch_size: int, d
 def divergence(switch: Switch, documents: Sequence[Document], dtype: torch.dtype, seed: int) -> Measure:
     """Measures by KL(base || model) on rows of `documents` like those of a distillation. The base's logits are kept on
     the device in `dtype`."""
-    model, device = switch.model, switch.model.device
+    model, device = switch.model, switch.device
     length = min(KL_LENGTH, context_length(model.config) or KL_LENGTH)
     tokens = max(KL_TOKENS.get(device.type, KL_TOKENS["cuda"]), length)
     data = pack(documents, length, tokens, seed, concat_documents=True, copy_fraction=KL_COPIES)

@@ -18,7 +18,7 @@ from liger_convert.data.documents import Document, Documents
 from liger_convert.data.mixed_rows import MixedDataset
 from liger_convert.data.packed_rows import PackedDataset
 from liger_convert.pipeline import gate_selection, layer_selection
-from liger_convert.pipeline.layer_selection import LayerSelection
+from liger_convert.pipeline.layer_selection import LayerSelection, make_switch
 from liger_convert.pipeline.plan import Plan
 from liger_convert.pipeline.window_selection import WindowSelection, select_windows
 from liger_convert.utils.progress import show_progress
@@ -59,17 +59,21 @@ def choose_layers(
     recipe: Recipe, plan: Plan, documents: Sequence[Document], base_dir: Path, tokenizer: Any, device: torch.device
 ) -> Chosen:
     """The step `select-layers`: chooses on `documents` which layers stay softmax, by the method in `layers.select`, and
-    then which linear layers have a longer window. Raises BadInput, LinearizeError."""
+    then which linear layers have a longer window. Both are measured on the same models, which are in memory together,
+    as in alignment. Raises BadInput, LinearizeError."""
     softmax, windows = None, None
+    by_gates = bool(plan.undecided) and recipe.selected_by == "gates"
+    with show_progress("select-layers: calibration") as report:
+        report(0, None)
+        switch = make_switch(recipe, plan, base_dir, documents, device, trains=by_gates)
     if plan.undecided:
-        by_gates = recipe.selected_by == "gates"
         select = gate_selection.select_by_gates if by_gates else layer_selection.select_layers
         with show_progress("select-layers") as report:
-            softmax = select(recipe, plan, base_dir, tokenizer, documents, device, report)
+            softmax = select(recipe, plan, switch, tokenizer, documents, report)
     if plan.undecided_windows:
         kept = Chosen(plan, softmax, None).softmax_layers
         with show_progress("select-layers: long windows") as report:
-            windows = select_windows(recipe, plan, kept, base_dir, documents, device, report)
+            windows = select_windows(recipe, plan, kept, switch, documents, report)
     return Chosen(plan, softmax, windows)
 
 

@@ -11,17 +11,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
 from rich.table import Table
 
 from liger_convert.config.names import LONG
 from liger_convert.config.recipe import Recipe
 from liger_convert.data.documents import Document
 from liger_convert.model import LinearizedAttention
-from liger_convert.pipeline.layer_selection import Measure, Switch, divergence, finite_or_none, make_switch
+from liger_convert.pipeline.layer_selection import Measure, Switch, divergence, finite_or_none
 from liger_convert.pipeline.plan import Plan
 from liger_convert.utils.device import compute_dtype
 from liger_convert.utils.progress import Report
@@ -68,20 +66,14 @@ def select_windows(
     recipe: Recipe,
     plan: Plan,
     softmax: Collection[int],
-    base_dir: Path,
+    switch: Switch,
     documents: Sequence[Document],
-    device: torch.device,
     report: Report,
 ) -> WindowSelection:
-    """Chooses the layers whose longer window `plan` leaves undecided, for the base in the folder `base_dir`, on text of
-    `documents`. softmax: the layers that stay softmax.
-
-    The base and the linearized model are in memory together, as in alignment. Raises what `make_switch` raises.
-    """
-    report(0, None, "calibrating the memories")
-    switch = make_switch(recipe, plan, base_dir, documents, device)
+    """Chooses the layers whose longer window `plan` leaves undecided, among the linear attentions of `switch`, on text
+    of `documents`. softmax: the layers that stay softmax."""
     long = with_long_windows(switch)
-    measure = divergence(switch, documents, compute_dtype(device, recipe.precision), recipe.seed)
+    measure = divergence(switch, documents, compute_dtype(switch.device, recipe.precision), recipe.seed)
     linear = [i for i in switch.choices if i not in softmax]
     total, done = len(linear) + 2, 0
 

@@ -117,7 +117,7 @@ def test_gates_of_one_are_the_base_and_gates_of_zero_the_linear_model(family: st
 
     base = AutoModelForCausalLM.from_pretrained(folder).eval()
     expected = {1.0: logits(base), 0.0: logits(model)}
-    switch, found = Switch(base, model), {}
+    switch, found = Switch(base, model, torch.device("cpu")), {}
     for gate in (0.0, 0.5, 1.0):
         with gate_selection.gated(switch, torch.logit(torch.full((3,), gate))) as mixed:
             found[gate] = logits(mixed())
@@ -160,7 +160,7 @@ def test_the_same_seed_gives_the_same_gates_and_another_one_others() -> None:
 @pytest.mark.usefixtures("_quick")
 def test_nothing_but_the_gates_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     switches: list[Switch] = []
-    real = gate_selection.make_switch
+    real = single_steps.make_switch
 
     def kept(*args: Any, **options: Any) -> Switch:
         switches.append(real(*args, **options))
@@ -168,7 +168,7 @@ def test_nothing_but_the_gates_is_trained(monkeypatch: pytest.MonkeyPatch) -> No
         return switches[0]
 
     before: dict[str, torch.Tensor] = {}
-    monkeypatch.setattr(gate_selection, "make_switch", kept)
+    monkeypatch.setattr(single_steps, "make_switch", kept)
     selected(copier(), tokens=1500)
     (switch,) = switches
     after = dict(switch.set_softmax(()).named_parameters())

@@ -79,9 +79,9 @@ def selected(
     }
     recipe, folder = build(fields, "recipe"), folder or base_folder("llama")
     plan = make_plan(recipe, load_config(folder))
-    return layer_selection.select_layers(
-        recipe, plan, folder, tiny_tokenizer(), text, CPU, report or (lambda done, total, note="": None)
-    )
+    switch = layer_selection.make_switch(recipe, plan, folder, text, CPU)
+    report = report or (lambda done, total, note="": None)
+    return layer_selection.select_layers(recipe, plan, switch, tiny_tokenizer(), text, report)
 
 
 def searched(keep: int, copy: Callable[[Collection[int]], float], text: Callable = lambda kept: 0.0) -> LayerSelection:
@@ -95,7 +95,7 @@ def searched(keep: int, copy: Callable[[Collection[int]], float], text: Callable
 def test_the_switched_model_is_the_base_or_the_model_with_that_plan(family: str, mixer: str) -> None:
     base = AutoModelForCausalLM.from_pretrained(base_folder(family)).eval()
     expected = {"NNN": logits(base), **{layers: logits(linearized(family, layers, mixer)) for layers in ("LLL", "LNL")}}
-    switch = Switch(base, linearized(family, "LLL", mixer))
+    switch = Switch(base, linearized(family, "LLL", mixer), CPU)
     for layers in ("LNL", "NNN", "LLL", "NNN"):
         kept = [i for i, letter in enumerate(layers) if letter == "N"]
         assert torch.equal(logits(switch.set_softmax(kept)), expected[layers]), layers
