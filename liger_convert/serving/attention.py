@@ -29,7 +29,6 @@ from liger_convert.serving.settings import ATTEND
 from liger_convert.serving.warm_up import WARMED_UP, WarmUp
 from liger_convert.utils.errors import LinearizeError
 
-
 METADATA = "linearized"  # where a forward context holds the StepMetadata of its step
 
 

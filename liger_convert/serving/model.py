@@ -40,13 +40,13 @@ class _NoSoftmax:
         return None
 
 
-class ServedBackbone(Backend):
-    """The mixin of a backbone that vLLM compiles, unless its settings say otherwise."""
+class ServedBackbone(LinearizedModel):
+    """A backbone that vLLM compiles, unless its settings say otherwise."""
 
     def __init__(self) -> None:
-        """Keeps the modules: an instance of another class becomes one of this class. vLLM adds what it compiles."""
+        """Makes no modules: this is called for a backbone that has them, with what vLLM adds to compile it."""
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         input_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
