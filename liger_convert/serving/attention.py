@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.abstract import MambaBase
@@ -161,10 +162,8 @@ class ServedAttention(LinearizedAttention, MambaBase):
         step = StepTensors(hidden_states, q_1NHD, k_1NGD, v_1NGD, cos_1ND, sin_1ND)
         # a CUDA graph that begins after the op reads this tensor where the graph before it allocated it
         o_NHD = q_1NHD.new_empty(q_1NHD.shape[1:])
-        if torch.compiler.is_compiling():
-            torch.ops.liger_convert.attend(*step, o_NHD, self.prefix)
-        else:
-            self.attend(step, o_NHD)
+        op = torch.ops.liger_convert.attend if torch.compiler.is_compiling() else attend
+        op(*step, o_NHD, self.prefix)
         return getattr(self, self.family.projections[-1])(o_NHD.flatten(1)[None]), None
 
     def attend(self, step: StepTensors, o_NHD: Tensor) -> None:
@@ -181,6 +180,7 @@ class ServedAttention(LinearizedAttention, MambaBase):
             attend_batch(self, self.pages, requests.batch, step, metadata, o_NHD)
 
 
+@eager_break_during_capture
 def attend(
     x_1NC: Tensor,
     q_1NHD: Tensor,

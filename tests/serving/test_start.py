@@ -40,7 +40,11 @@ def test_a_forward_without_requests(layers: list[str], tmp_path: Path, monkeypat
         before = served.pages.pages.clone()
         # as when vLLM tunes the kernels of softmax layers
         metadata = StepMetadata(torch.zeros(3, dtype=torch.long))
-        context = SimpleNamespace(attn_metadata={"another": None}, additional_kwargs={attention.METADATA: metadata})
+        context = SimpleNamespace(
+            attn_metadata={"another": None},
+            additional_kwargs={attention.METADATA: metadata},
+            no_compile_layers={served.prefix: served},
+        )
         monkeypatch.setattr(attention, "get_forward_context", lambda: context)
         x_1NC, angles = torch.ones(1, 3, 128), (torch.ones(1, 3, 32), torch.zeros(1, 3, 32))
         with torch.inference_mode():
