@@ -77,8 +77,8 @@ def attend_batch(
     qkv = layer.prepared((step.q_1NHD, step.k_1NGD, step.v_1NGD), step.x_1NC, metadata)
     angles = step.cos_1ND, step.sin_1ND
     decoding = batch.decoding if pages.fused else 0
-    if decoding < len(o_NHD):
-        o_NHD[decoding:] = 0
+    if (real := max(decoding, batch.tokens)) < len(o_NHD):
+        o_NHD[real:].zero_()
     if decoding:
         o_NHD[:decoding] = _decode(layer, pages, batch, qkv, angles, metadata)
     if not (all_rows := batch.rows(pages.fused)):
