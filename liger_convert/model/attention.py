@@ -60,7 +60,21 @@ class LinearizedAttention(nn.Module):
         self, x_BTC: Tensor, metadata: SequenceMetadata, past: LinearizedCacheLayer | None = None
     ) -> tuple[Tensor, ...]:
         """Queries [B,T,H,D], keys [B,T,G,D] and values [B,T,G,D], before rotary."""
-        q, k, v = project_qkv(self, self.family, self.dims.dim, self.dims.kv_heads, x_BTC)
+        return self.prepared(self.base_qkv(x_BTC), x_BTC, metadata, past)
+
+    def base_qkv(self, x_BTC: Tensor) -> tuple[Tensor, ...]:
+        """As `qkv`, by the family's modules alone: a token's result depends on that token only."""
+        return project_qkv(self, self.family, self.dims.dim, self.dims.kv_heads, x_BTC)
+
+    def prepared(
+        self,
+        base_qkv: tuple[Tensor, ...],
+        x_BTC: Tensor,
+        metadata: SequenceMetadata,
+        past: LinearizedCacheLayer | None = None,
+    ) -> tuple[Tensor, ...]:
+        """As `qkv`, given the output of `base_qkv`."""
+        q, k, v = base_qkv
         if self.spec.shift != "none" or self.spec.normalizes_qk:
             q, k, v = self.mixer("prepare", q, k, v, x_BTC, metadata, past)
         if self.family.position_scale:

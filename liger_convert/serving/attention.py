@@ -1,5 +1,8 @@
 """A linearized layer in vLLM: the project's own layer and mixer, with its cache in pages that vLLM allocates.
 
+What a layer does between its projections depends on the lengths of the requests. For torch.compile this is one op,
+`ATTEND`, which it does not look into.
+
 Shapes: N tokens of a batch of requests, C hidden size, H query heads, D head size.
 """
 
@@ -9,21 +12,25 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.linear_attn import LinearAttentionBackend, LinearAttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
 from liger_convert.model.attention import LinearizedAttention
-from liger_convert.model.sequence import SequenceMetadata
-from liger_convert.serving.batch import Batch, StepMetadata
-from liger_convert.serving.layer import LayerPages, attend_batch
+from liger_convert.serving.batch import Batch
+from liger_convert.serving.layer import LayerPages, StepTensors, attend_batch
 from liger_convert.serving.page import PageLayout
+from liger_convert.serving.settings import ATTEND
 from liger_convert.serving.warm_up import WARMED_UP, WarmUp
 from liger_convert.utils.errors import LinearizeError
+
+METADATA = "linearized"  # where a forward context holds the StepMetadata of its step
 
 
 class Step(NamedTuple):
@@ -146,28 +153,53 @@ class ServedAttention(LinearizedAttention, MambaBase):
         if self.pages is not None and self.pages.fused:
             self.pages.clear(pages)
 
-    def prepare_metadata(self, metadata: SequenceMetadata) -> None:
-        """Does nothing: there is no metadata that all requests of a batch share."""
-
     def forward(  # type: ignore[override]
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Any, ...],
-        attention_mask: Tensor | None = None,
-        metadata: SequenceMetadata | None = None,
-        **kwargs: Any,
+        self, hidden_states: Tensor, position_embeddings: tuple[Any, ...], **kwargs: Any
     ) -> tuple[Tensor, None]:
         """hidden_states [1,N,C] -> ([1,N,C], None): the new tokens of all requests, concatenated."""
-        if metadata is None:
-            metadata = position_embeddings[2]  # see `hand_on_metadata`
-        assert isinstance(metadata, StepMetadata)
-        angles = position_embeddings[0], position_embeddings[1]
-        # none when vLLM measures its memory; when it tunes other kernels, the softmax layers alone have metadata
-        step = (get_forward_context().attn_metadata or {}).get(self.prefix)
-        if step is None or self.pages is None:
-            if hidden_states.device.type in WARMED_UP:
-                self.warm_up.run(self, hidden_states, angles, metadata.position_BT)
-            o_NHD = torch.zeros_like(self.qkv(hidden_states, metadata)[0][0])
-        else:
-            o_NHD = attend_batch(self, self.pages, step.batch, hidden_states, angles, metadata)
+        cos_1ND, sin_1ND = position_embeddings[:2]
+        q_1NHD, k_1NGD, v_1NGD = self.base_qkv(hidden_states)
+        step = StepTensors(hidden_states, q_1NHD, k_1NGD, v_1NGD, cos_1ND, sin_1ND)
+        # a CUDA graph that begins after the op reads this tensor where the graph before it allocated it
+        o_NHD = q_1NHD.new_empty(q_1NHD.shape[1:])
+        op = torch.ops.liger_convert.attend if torch.compiler.is_compiling() else attend
+        op(*step, o_NHD, self.prefix)
         return getattr(self, self.family.projections[-1])(o_NHD.flatten(1)[None]), None
+
+    def attend(self, step: StepTensors, o_NHD: Tensor) -> None:
+        """Writes the layer's output before its output projection to `o_NHD`."""
+        context = get_forward_context()
+        metadata = context.additional_kwargs[METADATA]
+        # none when vLLM measures its memory; when it tunes other kernels, the softmax layers alone have metadata
+        requests = (context.attn_metadata or {}).get(self.prefix)
+        if requests is None or self.pages is None:
+            if o_NHD.device.type in WARMED_UP:
+                self.warm_up.run(self, step, metadata.position_BT)
+            o_NHD.zero_()
+        else:
+            attend_batch(self, self.pages, requests.batch, step, metadata, o_NHD)
+
+
+@eager_break_during_capture
+def attend(
+    x_1NC: Tensor,
+    q_1NHD: Tensor,
+    k_1NGD: Tensor,
+    v_1NGD: Tensor,
+    cos_1ND: Tensor,
+    sin_1ND: Tensor,
+    o_NHD: Tensor,
+    layer: str,
+) -> None:
+    """The op `ATTEND`: `ServedAttention.attend` of the layer of this name."""
+    step = StepTensors(x_1NC, q_1NHD, k_1NGD, v_1NGD, cos_1ND, sin_1ND)
+    get_forward_context().no_compile_layers[layer].attend(step, o_NHD)
+
+
+def _attend_fake(*args: Any) -> None:
+    """Writes nothing, for tracing."""
+
+
+_NAMESPACE, _NAME = ATTEND.split("::")
+LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
+direct_register_custom_op(_NAME, attend, ["o_NHD"], _attend_fake, LIBRARY)

@@ -61,12 +61,15 @@ class Batch:
     starts: the start of each request's new tokens, then the end of the last one's. seen: the number of each request's
     earlier tokens. page_R: int64, the page of each request. seen_R: int64, like `seen`, for the requests that decode;
     -1 for padding, which is requests without new tokens at the end of a batch whose other requests all decode.
+
+    tokens: the number of new tokens. decoding: K, with padding.
     """
 
     def __init__(self, starts: Sequence[int], seen: Sequence[int], page_R: Tensor, seen_R: Tensor):
         self._starts, self._seen, self.page_R, self.seen_R = list(starts), list(seen), page_R, seen_R
         lengths = [after - start for start, after in pairwise(starts)]
         decoding = len(list(takewhile(lambda length: length == 1, lengths)))
+        self.tokens = starts[-1]
         self.decoding = decoding if any(lengths[decoding:]) else len(lengths)
         self._new = [r for r, before in enumerate(seen) if lengths[r] and not before]
         self._rows: dict[bool, list[Rows]] = {}

@@ -106,7 +106,7 @@ def describe(export: Path, options: ServerOptions) -> str:
     if memory.per_token:
         state += f" and {memory.per_token / 1e3:.1f} kB per token"
     reason = why_not_captured(config, layouts(config, dtype))
-    graphs = "captured as CUDA graphs" if reason is None else f"not captured as CUDA graphs: {reason}"
+    graphs = "captured as one CUDA graph" if reason is None else f"not captured as one CUDA graph: {reason}"
     total = "" if length is None else f": {options.max_requests * memory.of(length) / 1e9:.2f} GB for all of {length:,}"
     return (
         f"{options.name or export.name}: {linear} of {len(layers)} layers linear, in {str(dtype)[6:]}, at "

@@ -6,6 +6,8 @@ D head size; R rows of T tokens, see rows.py.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from gated_kernels.fused_step.chunk import StepCache, StepInputs
 from torch import Tensor
@@ -40,40 +42,55 @@ class LayerPages:
         self.pages.index_fill_(0, page_K, 0)
 
 
+class StepTensors(NamedTuple):
+    """What a layer takes of the new tokens of all requests.
+
+    x_1NC: the layer's inputs. q_1NHD, k_1NGD, v_1NGD: their projections (`LinearizedAttention.base_qkv`). cos_1ND,
+    sin_1ND: of the rotary embedding.
+    """
+
+    x_1NC: Tensor
+    q_1NHD: Tensor
+    k_1NGD: Tensor
+    v_1NGD: Tensor
+    cos_1ND: Tensor
+    sin_1ND: Tensor
+
+    def first(self, tokens: int) -> StepTensors:
+        """Of the first so many tokens."""
+        return StepTensors(*(x[:, :tokens] for x in self))
+
+
 def attend_batch(
     layer: LinearizedAttention,
     pages: LayerPages,
     batch: Batch,
-    x_1NC: Tensor,
-    angles: tuple[Tensor, Tensor],
+    step: StepTensors,
     metadata: StepMetadata,
-) -> Tensor:
-    """The output of `layer` for the new tokens of all requests, [N,H,D] before its output projection.
+    o_NHD: Tensor,
+) -> None:
+    """Writes the output of `layer` for the new tokens of all requests to `o_NHD`, before its output projection.
 
-    Updates the requests' pages. x_1NC: the layer's inputs. angles: the rotary embedding's cos and sin, [1,N,D]. Padding
-    tokens, which belong to no row, give zeros, except in a batch in which all requests decode. If `pages.fused`, the
-    pages of requests without earlier tokens must have been cleared.
+    Updates the requests' pages. Padding tokens, which belong to no row, give zeros, except in a batch in which all
+    requests decode. If `pages.fused`, the pages of requests without earlier tokens must have been cleared.
     """
-    qkv = layer.qkv(x_1NC, metadata)
+    qkv = layer.prepared((step.q_1NHD, step.k_1NGD, step.v_1NGD), step.x_1NC, metadata)
+    angles = step.cos_1ND, step.sin_1ND
     decoding = batch.decoding if pages.fused else 0
+    if (real := max(decoding, batch.tokens)) < len(o_NHD):
+        o_NHD[real:].zero_()
     if decoding:
-        o_KHD = _decode(layer, pages, batch, qkv, angles, metadata)
-        if decoding == x_1NC.shape[1]:
-            return o_KHD
-    o_NHD = torch.zeros_like(qkv[0][0])
-    if decoding:
-        o_NHD[:decoding] = o_KHD
+        o_NHD[:decoding] = _decode(layer, pages, batch, qkv, angles, metadata)
     if not (all_rows := batch.rows(pages.fused)):
-        return o_NHD
+        return
     projected = tuple(heads[0] for heads in layer.rotated(qkv, angles))
     for rows in all_rows:
-        past, x_RTC = rows.load(pages.layout, pages.views), rows.take(x_1NC[0])
+        past, x_RTC = rows.load(pages.layout, pages.views), rows.take(step.x_1NC[0])
         of_rows = rows.metadata(pages.layout)
         inputs, window_inputs = layer.extend_window(tuple(map(rows.take, projected)), x_RTC, of_rows, past)
         o_RTHD: Tensor = layer.mixer("prefill", inputs, window_inputs, of_rows, past, layer.branches)
         rows.store(pages.layout, pages.views, past)
         rows.put(o_NHD, o_RTHD)
-    return o_NHD
 
 
 def _decode(

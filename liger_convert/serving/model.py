@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 from vllm.model_executor.models.transformers import TransformersForCausalLM, TransformersMoEForCausalLM
+from vllm.model_executor.models.transformers.base import PreTrainedModelClasses
 from vllm.model_executor.models.transformers.utils import init_on_device_without_buffers
 
 from liger_convert.mixers import build_mixer
 from liger_convert.model.attention import MIXER_MODULE
 from liger_convert.model.configuration import linear_layers
-from liger_convert.serving.attention import ServedAttention
+from liger_convert.model.modeling import LinearizedModel
+from liger_convert.serving.attention import METADATA, ServedAttention
 from liger_convert.serving.batch import StepMetadata
 from liger_convert.serving.settings import base_layer_types, layouts, page_words
 from liger_convert.serving.split import share_of_heads, share_of_parameter
@@ -35,6 +38,24 @@ class _NoSoftmax:
 
     def sinks(self, module: Any) -> None:
         return None
+
+
+class ServedBackbone(LinearizedModel):
+    """A backbone that vLLM compiles, unless its settings say otherwise."""
+
+    def __init__(self) -> None:
+        """Makes no modules: this is called for a backbone that has them, with what vLLM adds to compile it."""
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The forward of the family's own class: vLLM knows the requests, and layers here share no metadata."""
+        tokens = {"input_ids": input_ids, "position_ids": position_ids, "inputs_embeds": inputs_embeds}
+        return super(LinearizedModel, self).forward(**tokens, metadata=None, **kwargs)
 
 
 class Served(Backend):
@@ -61,9 +82,19 @@ class Served(Backend):
         return {**super()._from_config_kwargs, "config": config}
 
     def _decorate_for_torch_compile(self) -> None:
-        """Disables compilation: a layer's computation depends on the lengths of the requests, except in decoding."""
+        """Does nothing yet: vLLM would change the class of the backbone for all models of this process."""
+
+    @cached_property
+    def _pre_trained_model_classes(self) -> PreTrainedModelClasses:
+        """A class of the backbone for this model alone."""
+        base = type(self.model)
+        decoder = type(f"Served{base.__name__}", (ServedBackbone, base), {"__module__": __name__})
+        return PreTrainedModelClasses(decoder, {})
 
     def recursive_replace(self) -> None:
+        super()._decorate_for_torch_compile()
+        self.model.__class__ = self._pre_trained_model_classes.decoder
+        self.model.__init__(vllm_config=self.vllm_config)
         layers = {i: self.model.layers[i].self_attn for i in linear_layers(self.config)}
         mixers = {i: layer._modules.pop(MIXER_MODULE) for i, layer in layers.items()}  # kept out of the replacement
         super().recursive_replace()
@@ -105,8 +136,9 @@ class Served(Backend):
         return make
 
     def forward(self, input_ids: Tensor | None, positions: Tensor, *args: Any, **kwargs: Any) -> Any:
-        metadata = StepMetadata(positions)
-        return super().forward(input_ids, positions, *args, metadata=metadata, **kwargs)
+        # beside the arguments, which torch.compile takes apart
+        get_forward_context().additional_kwargs[METADATA] = StepMetadata(positions)
+        return super().forward(input_ids, positions, *args, **kwargs)
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: Any) -> tuple[tuple[int, ...], ...]:

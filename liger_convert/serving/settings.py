@@ -14,6 +14,7 @@ from liger_convert.serving.page import PageLayout
 from liger_convert.serving.split import check_split, share_of_heads
 from liger_convert.utils.errors import BadInput
 
+ATTEND = "liger_convert::attend"  # the op of a linearized layer, where vLLM splits a compiled model
 LINEAR = "linear_attention"  # a transformers layer type, by which vLLM recognizes models with state
 
 
@@ -49,11 +50,16 @@ def why_not_captured(config: Any, of_layers: dict[int, PageLayout]) -> str | Non
         return "the fused decode step does not bound the logits of the window"
     if family.rotary == "pairs":
         return "the fused decode step does not rotate pairs of channels"
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {rope.get("rope_type"), *(part.get("rope_type") for part in rope.values() if isinstance(part, dict))}
-    if "dynamic" in kinds:
+    if has_dynamic_rope(config):
         return "its rotary embedding depends on the longest request (rope_type dynamic), which is read on the host"
     return None
+
+
+def has_dynamic_rope(config: Any) -> bool:
+    """Whether a rotary embedding is computed anew for longer requests."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {rope.get("rope_type"), *(part.get("rope_type") for part in rope.values() if isinstance(part, dict))}
+    return "dynamic" in kinds
 
 
 def base_layer_types(config: Any) -> list[str] | None:

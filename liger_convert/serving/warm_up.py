@@ -3,7 +3,7 @@
 A server measures memory by a forward without requests, in which linearized layers have no pages. Triton
 compiles a kernel again for sizes that are multiples of 16, scans of one chunk or in parts, and a mask or none.
 
-Shapes: N tokens of the forward, C hidden size, D head size, R requests.
+Shapes: N tokens of the forward, R requests.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from liger_convert.model.attention import LinearizedAttention
 from liger_convert.serving.batch import Batch, StepMetadata
-from liger_convert.serving.layer import LayerPages, attend_batch
+from liger_convert.serving.layer import LayerPages, StepTensors, attend_batch
 from liger_convert.serving.page import PageLayout
 
 WARMED_UP = ("cuda",)  # types of devices; on a CPU nothing is compiled, and memory is not measured
@@ -57,15 +57,13 @@ class WarmUp:
     def __init__(self, layout: PageLayout):
         self._layout, self._tokens = layout, 0
 
-    def run(
-        self, layer: LinearizedAttention, x_1NC: Tensor, angles: tuple[Tensor, Tensor], position_1N: Tensor
-    ) -> None:
+    def run(self, layer: LinearizedAttention, step: StepTensors, position_1N: Tensor) -> None:
         """Runs `layer` on the first tokens of a forward, and drops what comes out.
 
-        x_1NC: the layer's inputs. angles: the rotary embedding's cos and sin, [1,N,D]. All requests have the same page,
-        which is dropped, too. Steps leave nothing behind, so the peak of memory is that of the largest one.
+        All requests have the same page, which is dropped, too. Steps leave nothing behind, so the peak of memory is
+        that of the largest one.
         """
-        tokens, device = x_1NC.shape[1], x_1NC.device
+        tokens, device = step.x_1NC.shape[1], step.x_1NC.device
         if tokens <= self._tokens:
             return
         self._tokens = tokens
@@ -74,6 +72,5 @@ class WarmUp:
             starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
             page_R = torch.zeros(len(lengths), dtype=torch.long, device=device)
             batch = Batch(starts, [seen] * len(lengths), page_R, torch.full_like(page_R, seen))
-            cos, sin = (x[:, : starts[-1]] for x in angles)
-            metadata = StepMetadata(position_1N[0, : starts[-1]])
-            attend_batch(layer, pages, batch, x_1NC[:, : starts[-1]], (cos, sin), metadata)
+            part, metadata = step.first(starts[-1]), StepMetadata(position_1N[0, : starts[-1]])
+            attend_batch(layer, pages, batch, part, metadata, torch.empty_like(part.q_1NHD[0]))

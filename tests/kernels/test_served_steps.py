@@ -16,12 +16,12 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from gated_kernels.common.registry import set_kernel
 from gated_kernels.fused_step import triton as kernels
-from paged import PAGE_OF, REQUESTS, PagedAttention, paged, serve, start_step
+from paged import PAGE_OF, REQUESTS, PagedAttention, attend, paged, serve, start_step
 from tiny_models import SINKS, WINDOW, assert_same_logits, build, logits
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_convert.serving.batch import Batch, StepMetadata
-from liger_convert.serving.layer import LayerPages, attend_batch
+from liger_convert.serving.layer import LayerPages
 from liger_convert.serving.settings import layouts, why_not_captured
 
 GLA = {"type": "gla", "window": WINDOW, "sinks": SINKS, "codes": 16}
@@ -121,9 +121,9 @@ def test_a_captured_step_runs_again_with_what_its_buffers_then_hold(spec: str) -
     model, (layer, *_), _ = served(**SPECS[spec])
     random = torch.Generator().manual_seed(3)
 
-    def attend(pages: LayerPages, batch: Batch, x_1KC: Tensor, position_K: Tensor) -> Tensor:
+    def run(pages: LayerPages, batch: Batch, x_1KC: Tensor, position_K: Tensor) -> Tensor:
         angles = model.model.rotary_emb(x_1KC, position_K[None])
-        return attend_batch(layer, pages, batch, x_1KC, angles, StepMetadata(position_K))
+        return attend(layer, pages, batch, x_1KC, angles, StepMetadata(position_K))
 
     def new_inputs(tokens: int) -> Tensor:
         return torch.randn(1, tokens, model.config.hidden_size, generator=random)
@@ -132,7 +132,7 @@ def test_a_captured_step_runs_again_with_what_its_buffers_then_hold(spec: str) -
     ours.pages.zero_()
     lengths, page_R = list(seen.values()), torch.tensor([PAGE_OF[r] for r in seen])
     prompts = Batch([0, 8, 11, 12], [0, 0, 0], page_R, torch.zeros(3, dtype=torch.long))
-    attend(ours, prompts, new_inputs(12), torch.cat([torch.arange(n) for n in lengths]))
+    run(ours, prompts, new_inputs(12), torch.cat([torch.arange(n) for n in lengths]))
     plain = LayerPages(layer, ours.layout, ours.pages.clone())
     plain.fused = False
     page_K, seen_K, position_K = (torch.zeros(4, dtype=torch.long) for _ in range(3))
@@ -143,9 +143,9 @@ def test_a_captured_step_runs_again_with_what_its_buffers_then_hold(spec: str) -
         seen_K.copy_(torch.tensor([seen[r] for r in requests] + [-1] * (4 - count)))
         position_K[:count] = seen_K[:count]  # an engine leaves the others as they are
         x_1KC = new_inputs(4)
-        found = attend(ours, captured, x_1KC, position_K)
+        found = run(ours, captured, x_1KC, position_K)
         step = Batch(range(count + 1), [seen[r] for r in requests], page_K[:count].clone(), seen_K[:count].clone())
-        wanted = attend(plain, step, x_1KC[:, :count], position_K[:count])
+        wanted = run(plain, step, x_1KC[:, :count], position_K[:count])
         assert found.isfinite().all()
         torch.testing.assert_close(found[:count], wanted, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(ours.pages[1:], plain.pages[1:], rtol=1e-4, atol=1e-5)

@@ -19,6 +19,7 @@ from gated_kernels.fused_step import triton as kernels
 from liger_convert.io.checkpoint import load_config
 from liger_convert.serving.layer import LayerPages
 from liger_convert.serving.plugin import choose_execution
+from liger_convert.serving.settings import ATTEND
 
 NEW = 4  # the interpreter is slow
 TEXTS = prompts([1, 33, 64])
@@ -67,39 +68,58 @@ def test_decoding_on_pages(
 
 
 @pytest.mark.parametrize(
-    ("mixer", "changes", "captured"),
+    ("mixer", "changes", "mode", "graphs"),
     [
-        ("gla", {}, True),
-        ("gla", {"enforce_eager": True}, False),
-        ("gla", {"cudagraph_mode": "NONE"}, False),
-        ("gla", {"cuda": False}, False),
-        ("gated-deltanet", {}, False),
+        ("gla", {}, None, "FULL_AND_PIECEWISE"),
+        ("gla", {"enforce_eager": True}, "NONE", None),
+        ("gla", {"mode": "NONE"}, "NONE", "FULL_DECODE_ONLY"),
+        ("gla", {"optimization_level": 0}, "NONE", "FULL_DECODE_ONLY"),
+        ("gla", {"mode": "STOCK_TORCH_COMPILE"}, "NONE", "FULL_DECODE_ONLY"),
+        ("gla", {"cudagraph_mode": "FULL_DECODE_ONLY"}, None, "FULL_DECODE_ONLY"),
+        ("gla", {"cudagraph_mode": "NONE"}, None, "NONE"),
+        ("gla", {"cudagraph_mode": "NONE", "mode": "NONE"}, "NONE", None),
+        ("gla", {"cuda": False}, "NONE", None),
+        ("gla", {"cuda": False, "mode": "VLLM_COMPILE"}, "VLLM_COMPILE", "PIECEWISE"),
+        ("gla", {"rope": "dynamic"}, "NONE", None),
+        ("gated-deltanet", {}, None, "PIECEWISE"),
+        ("gated-deltanet", {"cudagraph_mode": "FULL_AND_PIECEWISE"}, None, "PIECEWISE"),
+        ("gated-deltanet", {"mode": "NONE"}, "NONE", None),
     ],
 )
-def test_which_models_are_captured(
+def test_what_is_compiled_and_captured(
     mixer: str,
     changes: dict[str, Any],
-    captured: bool,
+    mode: str | None,
+    graphs: str | None,
     rows: list[int],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """mode: what is left for vLLM to decide (None), or NONE. graphs: the CUDA graphs; None: the model runs eagerly."""
     import vllm.platforms
-    from vllm.config import CompilationMode, CUDAGraphMode
+    from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 
     config = load_config(make_export(tmp_path, "llama", ["main", "softmax", "main"], type=mixer))
+    if "rope" in changes:
+        config.rope_parameters = {**config.rope_parameters, "rope_type": changes["rope"]}
     platform = SimpleNamespace(is_cuda=lambda: changes.get("cuda", True))
     monkeypatch.setattr(vllm.platforms, "current_platform", platform)
-    mode = CUDAGraphMode[changes["cudagraph_mode"]] if "cudagraph_mode" in changes else None
+    compilation = CompilationConfig()
+    assert (compilation.mode, compilation.cudagraph_mode) == (None, None)
+    if "mode" in changes:
+        compilation.mode = CompilationMode[changes["mode"]]
+    if "cudagraph_mode" in changes:
+        compilation.cudagraph_mode = CUDAGraphMode[changes["cudagraph_mode"]]
     eager = changes.get("enforce_eager", False)
     settings = SimpleNamespace(
         model_config=SimpleNamespace(hf_config=config, dtype=torch.bfloat16, enforce_eager=eager),
-        compilation_config=SimpleNamespace(mode=None, cudagraph_mode=mode),
+        compilation_config=compilation,
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        optimization_level=changes.get("optimization_level", 2),
     )
     choose_execution(settings)
-    compilation = settings.compilation_config
-    assert settings.model_config.enforce_eager is not captured
-    if captured:
-        assert compilation.mode == CompilationMode.NONE
-        assert compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
+    assert compilation.mode == (None if mode is None else CompilationMode[mode])
+    assert settings.model_config.enforce_eager == (graphs is None)
+    if graphs is not None:
+        assert compilation.cudagraph_mode == CUDAGraphMode[graphs]
+    assert (ATTEND in (compilation.splitting_ops or [])) == (mode != "NONE")

@@ -20,9 +20,9 @@ TEXTS = prompts([5, 33])
 def test_a_forward_without_requests(layers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     export, calls, attend = make_export(tmp_path, "llama", layers, type="gla"), [], warm_up.attend_batch
 
-    def watched(layer: Any, pages: Any, batch: Any, x_1NC: Any, *rest: Any) -> Any:
-        calls.append(x_1NC.shape[1])
-        return attend(layer, pages, batch, x_1NC, *rest)
+    def watched(layer: Any, pages: Any, batch: Any, step: Any, *rest: Any) -> None:
+        calls.append(step.x_1NC.shape[1])
+        attend(layer, pages, batch, step, *rest)
 
     monkeypatch.setattr(attention, "WARMED_UP", ("cpu",))
     monkeypatch.setattr(warm_up, "attend_batch", watched)
@@ -39,11 +39,16 @@ def test_a_forward_without_requests(layers: list[str], tmp_path: Path, monkeypat
             assert_same(answers(output)[0], reference.generate(text), reference.tolerance(text))
         before = served.pages.pages.clone()
         # as when vLLM tunes the kernels of softmax layers
-        context = SimpleNamespace(attn_metadata={"another": None})
+        metadata = StepMetadata(torch.zeros(3, dtype=torch.long))
+        context = SimpleNamespace(
+            attn_metadata={"another": None},
+            additional_kwargs={attention.METADATA: metadata},
+            no_compile_layers={served.prefix: served},
+        )
         monkeypatch.setattr(attention, "get_forward_context", lambda: context)
         x_1NC, angles = torch.ones(1, 3, 128), (torch.ones(1, 3, 32), torch.zeros(1, 3, 32))
         with torch.inference_mode():
-            output, _ = served(x_1NC, angles, metadata=StepMetadata(torch.zeros(3, dtype=torch.long)))
+            output, _ = served(x_1NC, angles)
         assert output.shape == x_1NC.shape
         assert not output.any()
         assert served.pages.pages.equal(before)

@@ -11,12 +11,22 @@ from torch import Tensor
 from liger_convert.model.attention import LinearizedAttention
 from liger_convert.model.sequence import SequenceMetadata
 from liger_convert.serving.batch import Batch, StepMetadata
-from liger_convert.serving.layer import LayerPages, attend_batch
+from liger_convert.serving.layer import LayerPages, StepTensors, attend_batch
 from liger_convert.serving.settings import layouts, page_words
 
 PAGES = 7
 REQUESTS = [TOKENS[0], TOKENS[1], TOKENS[0].flip(0), TOKENS[1].flip(0)]
 PAGE_OF = {0: 4, 1: 2, 2: 6, 3: 1}
+
+
+def attend(
+    layer: LinearizedAttention, pages: LayerPages, batch: Batch, x_1NC: Tensor, angles: Any, metadata: StepMetadata
+) -> Tensor:
+    """The output of `attend_batch`, [N,H,D], in a tensor that was not finite before."""
+    step = StepTensors(x_1NC, *layer.base_qkv(x_1NC), *angles)
+    o_NHD = torch.full_like(step.q_1NHD[0], torch.nan)
+    attend_batch(layer, pages, batch, step, metadata, o_NHD)
+    return o_NHD
 
 
 class PagedAttention(LinearizedAttention):
@@ -29,7 +39,7 @@ class PagedAttention(LinearizedAttention):
         pass
 
     def forward(self, hidden_states: Tensor, position_embeddings: Any, metadata: Any = None, **_: Any) -> Any:
-        o_NHD = attend_batch(self, self.pages, self.batch, hidden_states, position_embeddings, metadata)
+        o_NHD = attend(self, self.pages, self.batch, hidden_states, position_embeddings, metadata)
         return self.o_proj(o_NHD.flatten(1)[None]), None
 
 

@@ -13,7 +13,7 @@ from tiny_models import SINKS, WINDOW, build
 from torch import Tensor
 
 from liger_convert.serving import warm_up as module
-from liger_convert.serving.layer import LayerPages, attend_batch
+from liger_convert.serving.layer import LayerPages, StepTensors, attend_batch
 from liger_convert.serving.warm_up import Chunks, WarmUp, steps_of
 
 SPECS: dict[str, dict[str, Any]] = {
@@ -33,16 +33,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
     """The lengths and earlier tokens of every step that is run. All outputs must be finite, and are then let go."""
     found, kept = [], []
 
-    def watched(layer: Any, pages: LayerPages, batch: Any, x_1NC: Tensor, *rest: Any) -> Tensor:
+    def watched(layer: Any, pages: LayerPages, batch: Any, step: StepTensors, metadata: Any, o_NHD: Tensor) -> None:
         assert [tensor() for tensor in kept] == [None] * len(kept)
-        o_NHD = attend_batch(layer, pages, batch, x_1NC, *rest)
-        assert o_NHD.shape[0] == x_1NC.shape[1]
+        attend_batch(layer, pages, batch, step, metadata, o_NHD)
+        assert o_NHD.shape[0] == step.x_1NC.shape[1]
         assert o_NHD.isfinite().all()
         assert pages.pages.isfinite().all()
         assert pages.pages.any()
         kept.append(weakref.ref(o_NHD))
         found.append((torch.tensor(batch._starts).diff().tolist(), batch._seen))
-        return o_NHD
 
     monkeypatch.setattr(module, "attend_batch", watched)
     return found
@@ -52,7 +51,8 @@ def run(warm_up: WarmUp, model: Any, layer: PagedAttention, tokens: int) -> None
     x_1NC = torch.randn(1, tokens, model.config.hidden_size, generator=torch.Generator().manual_seed(tokens))
     position_1N = torch.zeros(1, tokens, dtype=torch.long)  # all tokens at one position, as in a server's own forward
     with torch.no_grad():
-        warm_up.run(layer, x_1NC, model.model.rotary_emb(x_1NC, position_1N), position_1N)
+        step = StepTensors(x_1NC, *layer.base_qkv(x_1NC), *model.model.rotary_emb(x_1NC, position_1N))
+        warm_up.run(layer, step, position_1N)
 
 
 @pytest.mark.parametrize("spec", SPECS)
