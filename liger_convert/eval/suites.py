@@ -196,8 +196,9 @@ class Suite(Strict):
         return [*self.text, *self.positions]
 
     def lengths(self, begin: int = 0) -> dict[str, int]:
-        """The tokens of each text that is measured whole, by metric. begin: how many the tokenizer puts before it."""
+        """How many tokens of a text the model reads for each metric. begin: how many the tokenizer puts before it."""
         texts = {metric: text.window for text in self.text for metric in text.metrics}
+        texts |= {metric: end for one in self.positions for metric, end in zip(one.metrics, one.ends)}
         copies = [one for copying in self.copying for one in copying.each]
         return texts | {one.metrics[0]: begin + 2 * one.length for one in copies}
 

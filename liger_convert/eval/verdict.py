@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from liger_convert.eval.suites import NAMES
@@ -20,17 +20,19 @@ Models = Mapping[str, Mapping[str, "Measurement"]]
 Relation = Literal["worse", "better", "no different"]
 
 # Smaller differences are none: 0.1 of the 3.2 nats a token that separate a window from full attention on a repetition
-# of 256 tokens, and 1 % of the perplexity of text.
+# of 256 tokens, and 1 % of the perplexity of text, which is 0.01 nats of its loss.
 COPY_GAIN = 0.1
 TEXT_GAIN = 0.01
+POSITIONS = "_nll_at_"  # in the names of losses by position, before the end of their range
 MEMORY_ABLATED, WHOLE, UNTRAINED, BASE = "memory_ablated", "linearized", "window_only_untrained", "base"
 
 
 def verdict(models: Models, short: Collection[str] = (), reach: int = 0) -> dict[str, Any]:
     """{"memory_used", "worse_than_untrained", "compared", "sentences"}: what the measures say about the memory.
 
-    compared: of each metric of text, and of the longest repetition, whether the model with its memory ablated is
-    "worse", "better" or "no different" than the whole model, and the whole than the untrained window and than the base.
+    compared: of each metric of text, of the loss at the farthest positions, and of the longest repetition, whether the
+    model with its memory ablated is "worse", "better" or "no different" than the whole model, and the whole than the
+    untrained window and than the base.
     memory_used: whether the model with its memory ablated is worse in any; None where all of them are `short`, of texts
     of no more than the `reach` tokens that a layer sees without its memory. worse_than_untrained: whether the whole
     model is worse than the untrained window in any, which the first sentence then says; of text of two kinds the one
@@ -83,7 +85,8 @@ def relation(models: Models, name: str, reference: str, metric: str) -> Relation
     if value == other:
         return "no different"
     low, high = min(value, other), max(value, other)
-    if high - low < (COPY_GAIN if metric.startswith("copy") else TEXT_GAIN * low):
+    gain = COPY_GAIN if metric.startswith("copy") else TEXT_GAIN if POSITIONS in metric else TEXT_GAIN * low
+    if high - low < gain:
         return "no different"
     return "worse" if value == high else "better"
 
@@ -111,7 +114,7 @@ def _memory(ablated: set[Relation]) -> str:
         return "The memory is used: with its memory ablated the model is"
     if "better" in ablated:
         return "THE MEMORY DOES HARM: with its memory ablated the model is"
-    return "THE MEMORY IS UNUSED and carries nothing measurable: with its memory ablated the model is"
+    return "THE MEMORY IS UNUSED as far as was measured: with its memory ablated the model is"
 
 
 def _never_read(reach: int) -> str:
@@ -158,11 +161,18 @@ def _rounded(value: float, digits: int) -> str:
     return f"{float(f'{value:.{digits}g}'):.{max(digits, 6)}g}"
 
 
-def _compared(metrics: Iterable[str]) -> list[str]:
-    """Of all metrics the perplexities of text by token, and the longest repetition of text."""
+def _compared(metrics: Collection[str]) -> list[str]:
+    """Of all metrics the perplexities of text by token, the loss at the farthest positions of each text, and the
+    longest repetition of text."""
     text = [name for name in metrics if name.endswith("_ppl") and not name.endswith("_byte_ppl")]
+    farthest: dict[str, int] = {}
+    for name in metrics:
+        of_text, positions, end = name.rpartition(POSITIONS)
+        if positions and end.isdigit():
+            farthest[of_text] = max(farthest.get(of_text, 0), int(end))
+    far = [f"{of_text}{POSITIONS}{end}" for of_text, end in farthest.items()]
     copies = sorted((name for name in metrics if re.fullmatch(r"copy_nll_\d+", name)), key=lambda name: int(name[9:]))
-    return text + copies[-1:]
+    return [*text, *far, *copies[-1:]]
 
 
 def _value(models: Models, name: str, metric: str) -> float:

@@ -103,6 +103,20 @@ def test_far_text_counts_as_much_as_near_text() -> None:
     assert found["sentences"][0].startswith("THE MODEL IS WORSE than the untrained base")
 
 
+@pytest.mark.parametrize(("without_memory", "used"), [(3.02, True), (3.005, False)])
+def test_the_loss_at_the_farthest_positions_counts_and_nearer_ones_do_not(without_memory: float, used: bool) -> None:
+    """0.01 nats are 1 % of a perplexity."""
+
+    def table(near: float, far: float) -> dict[str, Any]:
+        positions = {"other_nll_at_1024": near, "other_nll_at_8192": far}
+        return measured(20.0, 1.0) | {m: {"value": value, "stderr": 0.5, "n": 9} for m, value in positions.items()}
+
+    found = verdict({"linearized": table(3.0, 3.0), "memory_ablated": table(3.5, without_memory)})
+    assert found["memory_used"] is used
+    assert f"in other_nll_at_8192 ({without_memory}" in found["sentences"][0] or not used
+    assert "other_nll_at_1024" not in found["compared"]["memory_ablated"]
+
+
 @pytest.mark.parametrize(("other", "first"), [(18.0, "THE MODEL IS NO BETTER"), (22.0, "THE MODEL IS WORSE than")])
 def test_of_two_kinds_of_text_the_worse_one_is_told(other: float, first: str) -> None:
     def table(text: float, other: float) -> dict[str, Any]:

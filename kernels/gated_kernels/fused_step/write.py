@@ -71,17 +71,17 @@ def write_kernel(
 ):  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    bg = tl.program_id(0).to(tl.int64)
+    bg = tl.program_id(1).to(tl.int64)  # the programs of a state's columns run together
     b, g = bg // G, (bg % G).to(tl.int32)
-    is_first = tl.program_id(1) == 0
-    column = tl.program_id(1) * BV + tl.arange(0, BV)
+    is_first = tl.program_id(0) == 0
+    column = tl.program_id(0) * BV + tl.arange(0, BV)
     inside = column < D
     n = tl.arange(0, N)
     d = tl.arange(0, CD)
     # a tile of the state is [1,BF,BV/BC,BC] or [1,BV/BC,BF,BC], so that a thread has several columns of the same rows
     group = tl.arange(0, BV // BC)
     group = group[None, None, :, None] if ROWS_AXIS == 1 else group[None, :, None, None]
-    in_tile = tl.program_id(1) * BV + group * BC + tl.arange(0, BC)
+    in_tile = tl.program_id(0) * BV + group * BC + tl.arange(0, BC)
     # All loads are issued before the first result is used, beginning with those that do not depend on the other kernel.
     page = page_of(rows, b, True)
     state += offset_of(page, state_step, G * F * D) + g * (F * D)  # offsets within it fit into 32 bits
