@@ -77,7 +77,7 @@ def measure(folder: Path, lengths: list[int], new: int, dtype: str) -> dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="smollm2-135m")
-    parser.add_argument("--mixer", default="gla")
+    parser.add_argument("--mixer", default="gla", help="a type, or a mapping in YAML")
     for name, default in {"prompts": 8, "length": 512, "new": 64}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--shortest", type=int, help="of the prompts; --length unless given")
