@@ -41,7 +41,7 @@ def logits_by(u, codes, scale, f, F: tl.constexpr, BF: tl.constexpr):
     return logits
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def forward_kernel(
     x, proj, bias, log_inv_temperature, codes, phi, sums, rows, part,
     N: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr,

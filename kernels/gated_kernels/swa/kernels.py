@@ -135,7 +135,7 @@ def _add(logits, v, o, top, normalizer):
     return dot(weights, v, o * keep[:, None], v.dtype, PRECISION), higher, normalizer * keep + tl.sum(weights, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "S"])
 def forward_kernel(
     q, k, v, valid, segment, sink_k, sink_v, visible, memory, normalizer, memory_logit, mix_weight, o, lse,
     scale, T, S, M, window_size, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
