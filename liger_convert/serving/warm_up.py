@@ -1,7 +1,7 @@
 """Prefill before there are requests, so that a server sees its memory and finds its kernels compiled.
 
 A server measures memory by a forward without requests, in which linearized layers have no pages. Triton
-compiles a kernel again for sizes that are multiples of 16, scans of one chunk or in parts, and a mask or none.
+compiles some kernels again for sizes that are 1 or multiples of 16, scans in parts, and a mask or none.
 
 Shapes: N tokens of the forward, R requests.
 """
