@@ -1,7 +1,7 @@
 """Prefill before there are requests, so that a server sees its memory and finds its kernels compiled.
 
 A server measures memory by a forward without requests, in which linearized layers have no pages. Triton
-compiles a kernel again for sizes that are multiples of 16, scans of one chunk or in parts, and a mask or none.
+compiles some kernels again for sizes that are 1 or multiples of 16, scans in parts, and a mask or none.
 
 Shapes: N tokens of the forward, R requests.
 """
@@ -17,6 +17,7 @@ from liger_convert.model.attention import LinearizedAttention
 from liger_convert.serving.batch import Batch, StepMetadata
 from liger_convert.serving.layer import LayerPages, StepTensors, attend_batch
 from liger_convert.serving.page import PageLayout
+from liger_convert.serving.rows import PADDING
 
 WARMED_UP = ("cuda",)  # types of devices; on a CPU nothing is compiled, and memory is not measured
 CHUNK = 64  # tokens in a chunk of a scan
@@ -48,6 +49,8 @@ def steps_of(tokens: int, layout: PageLayout) -> list[Chunks]:
             found += [Chunks([length, length - UNEVEN], seen) for seen in (0, 1)]
     if tokens > 1:
         found.append(Chunks([1, 1], long))
+    if tokens > PADDING + 2:  # a prompt of one token that is not padded to the length of another
+        found.append(Chunks([PADDING + 2, 1], 0))
     return found
 
 

@@ -91,8 +91,9 @@ def mapped(x: Tensor, proj: Tensor, bias: Tensor, log_inv_temperature: Tensor, c
     parts, part = _split(rows, compiled_for, sizes[0])
     with torch.cuda.device_of(x):
         forward_kernel[(parts * sizes[0],)](
-            x, proj, bias, log_inv_temperature, codes, phi, sums, rows, part, **compiled_for
-        )
+            x, proj, bias, log_inv_temperature, codes, phi, sums, rows, part, **compiled_for,
+            ALIGNED=x.shape[1] % 16 == 0,
+        )  # fmt: skip
     return phi, sums
 
 

@@ -37,7 +37,7 @@ VALUES = 128  # BV at most
 LARGEST = 128  # head size, and twice the size of a code, up to which tiles fit into 99 KB of shared memory
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def read_kernel(
     q, proj, bias, log_inv_temperature, codes, k, v, write_mask, read, write, states, z, o, normalizer, T,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, V: tl.constexpr,

@@ -122,7 +122,7 @@ class _Call:
         run(None, None, ends)
         carry_kernel[self.heads, triton.cdiv(self.F, 16), triton.cdiv(self.V, 64)](
             self.sums, self.bounds, start, ends, end, self.T, part, F=self.F, V=self.V, C=CHUNK,
-            CHUNKS=triton.next_power_of_2(part), BF=16, BV=64, REVERSED=name == "dstates",
+            CHUNKS=parts.held(part), BF=16, BV=64, REVERSED=name == "dstates",
         )  # fmt: skip
         run(ends, states, None)
         return end

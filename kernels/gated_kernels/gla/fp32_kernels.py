@@ -114,7 +114,7 @@ def _scores(
     return scores + tl.where(row == column, tl.sum(q * k, 1)[:, None], 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def states_kernel(
     k, v, log_a, segment, state, states, last, T,
     G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr,
@@ -142,7 +142,7 @@ def states_kernel(
     store(last + head * F * V, now, f, F, V, v_, V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def outputs_kernel(
     q, k, v, log_a, segment, states, o, T,
     G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr,

@@ -104,7 +104,7 @@ def scores_by_level(
     return scores
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def outputs_kernel(
     q, q_lse, k, v, sums, strong, bounds, states, o, T,
     G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr,

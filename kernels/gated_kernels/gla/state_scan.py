@@ -9,7 +9,7 @@ from gated_kernels.common.interpreter import rounded
 from gated_kernels.common.tiles import dot, load, store
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def sums_kernel(
     log_a, segment, sums, bounds, strong, T,
     G: tl.constexpr, F: tl.constexpr, C: tl.constexpr, BF: tl.constexpr, LIMIT: tl.constexpr, STEP: tl.constexpr,
@@ -93,7 +93,7 @@ def queries_of(
     return queries
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "PART"])
 def states_kernel(
     k, v, sums, bounds, state, states, last, T, PART,
     G: tl.constexpr, F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
@@ -183,7 +183,7 @@ def dstates_kernel(
         store(dstate + program * F * V, dnow, f, F, V, x, V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "PART"])
 def carry_kernel(
     sums, bounds, first, ends, last, T, PART, F: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     CHUNKS: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, REVERSED: tl.constexpr,

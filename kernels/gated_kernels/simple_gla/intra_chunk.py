@@ -40,7 +40,7 @@ def read_by(scores, outputs, normalizers, decays, values, ones, read, at, t, D: 
     return outputs, normalizers
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def outputs_kernel(
     q, k, v, write_mask, read, write, states, z, o, normalizer, T,
     G: tl.constexpr, R: tl.constexpr, F: tl.constexpr, V: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr,

@@ -174,7 +174,7 @@ class Call:
         run(None, None, None, ends)
         carry_kernel[self.heads, triton.cdiv(size, 1024)](
             self.write, start, ends, end, self.N, part, SIZE=size, C=self.C,
-            CHUNKS=triton.next_power_of_2(part), BLOCK=1024, REVERSED=name == "dstates",
+            CHUNKS=parts.held(part), BLOCK=1024, REVERSED=name == "dstates",
         )  # fmt: skip
         run(ends, states, z, None)
         return end

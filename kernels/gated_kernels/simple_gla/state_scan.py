@@ -16,7 +16,7 @@ def _store_sums(to, sums, C: tl.constexpr):
     tl.store(to + C, (sums - rounded.to(tl.float64)).to(tl.float32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def sums_kernel(
     log_a, segment, read, write, T, G: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
@@ -61,7 +61,7 @@ def decay_of_chunk(write, at, C: tl.constexpr):
     return tl.exp2(tl.load(write + at + C - 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "PART"])
 def states_kernel(
     k, v, write_mask, write, state, states, z, last, T, PART,
     G: tl.constexpr, F: tl.constexpr, V: tl.constexpr, S: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
@@ -179,7 +179,7 @@ def dstates_kernel(
             store_vector(dstate + program * F * S + V, dz_now, f, features, S)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "PART"])
 def carry_kernel(
     write, state, ends, last, N, PART, SIZE: tl.constexpr, C: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
     REVERSED: tl.constexpr,

@@ -135,12 +135,16 @@ def _add(logits, v, o, top, normalizer):
     return dot(weights, v, o * keep[:, None], v.dtype, PRECISION), higher, normalizer * keep + tl.sum(weights, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "S"])
 def forward_kernel(
     q, k, v, valid, segment, sink_k, sink_v, visible, memory, normalizer, memory_logit, mix_weight, o, lse,
     scale, T, S, M, window_size, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SINKS: tl.constexpr, BLOCKS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
+    if ALIGNED:  # tells the compiler what it is not told by specialization; it then takes fewer registers
+        T = T // 16 * 16
+        S = S // 16 * 16
     n = tl.program_id(0) * N + tl.arange(0, N)
     g, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     query, inside = n // R, n < T * R
