@@ -21,7 +21,7 @@ from liger_convert.config.recipe import Recipe
 from liger_convert.config.stages import AlignStage, Stage
 from liger_convert.mixers import MIXERS, make_spec, resolve_spec
 from liger_convert.model import head_dims, linearized_config, new_state
-from liger_convert.model.bases import check_base, meta_model
+from liger_convert.model.bases import check_base, context_length, meta_model
 from liger_convert.model.configuration import FORMAT
 from liger_convert.model.families import own_windows
 from liger_convert.pipeline import adapt
@@ -47,6 +47,7 @@ class Plan:
         layers whose window holds all tokens keep in addition for each token.
     sliding_windows: the base's own window in each layer, if it has one.
     token_bytes: one token's key and value in one layer's cache.
+    context: tokens that the base supports; None if its config does not say.
     teacher_tokens: for each source that the base generates, the number of tokens.
     memory_bytes: estimated peaks beyond the interpreter of `convert`, of `inference` at 4K tokens and of each stage.
         memory_for: the device and the dtype of the training.
@@ -69,6 +70,7 @@ class Plan:
     growing_bytes: int
     sliding_windows: tuple[int | None, ...]
     token_bytes: int
+    context: int | None
     stages: tuple[StagePlan, ...]
     teacher_tokens: dict[str, int]
     memory_bytes: dict[str, int]
@@ -100,6 +102,11 @@ class Plan:
         """The layers with a sliding window of the base's own, if other layers see all tokens."""
         return _sliding(self.sliding_windows)
 
+    @property
+    def lengths(self) -> list[int]:
+        """The numbers of tokens for which the plan shows sizes: CONTEXTS, cut to the base's context."""
+        return sorted({min(tokens, self.context or tokens) for tokens in CONTEXTS})
+
     def kv_bytes(self, tokens: int) -> int:
         """The bytes of the base's key-value cache for one sequence of `tokens` tokens."""
         return sum(self._kv_layer_bytes(i, tokens) for i in range(len(self.layers)))
@@ -116,7 +123,8 @@ class Plan:
         return self.token_bytes * (tokens if window is None else min(tokens, window - 1))
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything that the tables show, as plain JSON."""
+        """What the tables show, as plain JSON. `cache_bytes` also has all CONTEXTS, so that runs can be compared."""
+        lengths = sorted({*CONTEXTS, *self.lengths})
         return {
             "name": self.name,
             "model_type": self.model_type,
@@ -127,7 +135,8 @@ class Plan:
             "state_bytes": self.state_bytes,
             "growing_bytes": self.growing_bytes,
             "sliding_windows": list(self.sliding_windows),
-            "cache_bytes": {str(n): {"base": self.kv_bytes(n), "linearized": self.cache_bytes(n)} for n in CONTEXTS},
+            "context": self.context,
+            "cache_bytes": {str(n): {"base": self.kv_bytes(n), "linearized": self.cache_bytes(n)} for n in lengths},
             "stages": [asdict(stage) for stage in self.stages],
             "adapted": list(self.adapted),
             "teacher_tokens": self.teacher_tokens,
@@ -172,9 +181,11 @@ class Plan:
         if self.growing_bytes:
             sizes.add_row("plus, per token, what unlimited windows keep", decimal(self.growing_bytes))
         cache = Table("tokens", "base", "linearized", "ratio", title="cache of one sequence")
-        for n in CONTEXTS:
+        if self.context is not None and self.context < CONTEXTS[-1]:
+            cache.caption = f"the base supports {self.context:,} tokens"
+        for n in self.lengths:
             base, ours = self.kv_bytes(n), self.cache_bytes(n)
-            cache.add_row(f"{n // 1024}K", decimal(base), decimal(ours), f"{base / ours:.1f}x")
+            cache.add_row(_tokens(n), decimal(base), decimal(ours), f"{base / ours:.1f}x")
         tables = [layers, sizes, cache]
         if self.teacher_tokens:
             writing = Table("source", "tokens", title="data, written by the base")
@@ -262,6 +273,7 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None) ->
         ),
         sliding_windows=tuple(windows),
         token_bytes=2 * dims.kv_heads * dims.dim * itemsize,
+        context=context_length(base_config),
         stages=tuple(stages),
         teacher_tokens={name: source.written_tokens for name, source in recipe.teachers.items()},
         memory_bytes={},
@@ -384,6 +396,10 @@ def _shares(sources: Mapping[str, float]) -> str:
     if len(sources) == 1:
         return next(iter(sources))
     return ", ".join(f"{name} {100 * fraction:g} %" for name, fraction in sources.items())
+
+
+def _tokens(count: int) -> str:
+    return f"{count:,}" if count % 1024 else f"{count // 1024}K"
 
 
 def _dtype_name(config: Any) -> str:

@@ -19,6 +19,7 @@ from liger_convert.io.files import atomic_write
 from liger_convert.pipeline.pages import report_page
 from liger_convert.pipeline.pages.common import (
     TITLES,
+    beyond_context,
     cell,
     describe_layers,
     describe_sources,
@@ -75,6 +76,10 @@ The linearized layers keep {{ size(plan.state_bytes) }} for a sequence of any le
 | {{ tokens }} | {{ size(cache.base) }} | {{ size(cache.linearized) }} | {{ ratio }} |
 {% endfor %}
 
+{% if beyond %}
+{{ beyond }}
+
+{% endif %}
 {% if selection is defined and selection.path is defined %}
 ## Why these layers stayed softmax
 
@@ -239,6 +244,7 @@ def page(report: Mapping[str, Any]) -> str:
         converted=describe_layers(report),
         checks=stage_checks(report),
         read=describe_sources,
+        beyond=beyond_context(report["plan"]),
         cell=cell,
         table=_markdown(report["models"]),
     )

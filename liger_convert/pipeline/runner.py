@@ -57,9 +57,12 @@ class Run:
         steps = self.steps.all()
         for step in steps:
             self._outputs(step)  # a link that leads out of the run is refused before the work
-        if any(step.name not in self.manifest.steps for step in steps):
+        unfinished = any(step.name not in self.manifest.steps for step in steps)
+        if unfinished:
             self._accept_changed_inputs()
         self._check_outputs(steps)
+        if unfinished:
+            console.print(_computes_on(self.recipe), markup=False, soft_wrap=True)
         for number, step in enumerate(steps, 1):
             if step.name not in self.manifest.steps:
                 self._check_inputs()
@@ -226,6 +229,14 @@ def _work(recipe: Recipe, out: Path, *, text: str, overrides: Sequence[str], res
 
 def _machine(recipe: Recipe) -> dict[str, Any]:
     return manifest.machine(pick_device(recipe.device), torch.get_num_threads(), processes.count())
+
+
+def _computes_on(recipe: Recipe) -> str:
+    """A sentence with the run's device, because without it a missing GPU shows only in how slow the first stage is."""
+    where = "cpu" if pick_device(recipe.device).type == "cpu" else _machine(recipe)["device"]
+    why = " (no GPU is visible to PyTorch)" if where == "cpu" and recipe.device == "auto" else ""
+    shared = f" in {processes.count()} processes" if processes.count() > 1 else ""
+    return f"computing on {where}{why}{shared}"
 
 
 def _take_threads(record: Manifest) -> None:

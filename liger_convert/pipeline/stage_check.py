@@ -18,11 +18,11 @@ from liger_convert.config.stages import AnyStage
 from liger_convert.data.documents import Document
 from liger_convert.eval.ablation import window_control
 from liger_convert.eval.generation import weight_dtype
-from liger_convert.eval.measures import Measurement, copy_loss, text_perplexity
+from liger_convert.eval.measures import Measurement, copy_loss, text_perplexity, text_prefix
+from liger_convert.eval.narrow import context_of
 from liger_convert.eval.suites import CopyMeasure, TextMeasure
 from liger_convert.eval.verdict import relation
 from liger_convert.io.checksums import read_checked, write_checked
-from liger_convert.model.bases import context_length
 from liger_convert.model.loading import linearize_base, load_pretrained
 from liger_convert.model.placing import place
 from liger_convert.pipeline.adapt import changed
@@ -92,9 +92,10 @@ def measure(
     """A model's perplexity on `documents` and its loss on a repetition of their text. Lower is better for both. Takes
     any model of transformers, with shorter windows if its context is shorter. Raises BadInput if there are too few
     documents."""
-    size, most = SIZES[device.type], context_length(model.config) or SIZES[device.type].window
+    size, most = SIZES[device.type], context_of(model.config)
     text = TextMeasure(source="other", window=min(size.window, most), windows=size.windows)
-    copying = CopyMeasure(length=min(size.length, most // 2), draws=size.draws)
+    begin = len(text_prefix(tokenizer))
+    copying = CopyMeasure(length=min(size.length, (most - begin) // 2), draws=size.draws)
     options: dict[str, Any] = {
         "batch_size": size.batch_size,
         "dtype": compute_dtype(device, precision),

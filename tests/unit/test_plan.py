@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,31 @@ def test_a_window_of_all_tokens_grows_as_the_plan_says(family):
     console = Console(width=160, file=io.StringIO(), record=True)
     console.print(made.render())
     assert "plus, per token" in console.export_text()
+
+
+@pytest.mark.parametrize(
+    ("context", "rows", "says"),
+    [
+        (16, ["16"], True),
+        (2048, ["2K"], True),
+        (8192, ["4K", "8K"], True),
+        (100_000, ["4K", "32K", "100,000"], True),
+        (131_072, ["4K", "32K", "128K"], False),
+        (1_048_576, ["4K", "32K", "128K"], False),
+    ],
+)
+def test_cache_sizes_are_shown_up_to_the_bases_context(context, rows, says):
+    made = make_plan(recipe(), tiny_config("llama", max_position_embeddings=context))
+    console = Console(width=160, file=io.StringIO(), record=True)
+    console.print(made.render())
+    text = console.export_text()
+    table = text.partition("cache of one sequence")[2].partition("└")[0].splitlines()
+    assert [line.split("│")[1].strip() for line in table if "│" in line] == rows
+    assert (f"the base supports {context:,} tokens" in text) is says
+    sizes = made.to_dict()["cache_bytes"]
+    assert {"4096", "32768", "131072"} <= sizes.keys(), "what `linearize compare` reads"
+    assert {str(tokens) for tokens in made.lengths} <= sizes.keys()
+    assert replace(made, context=None).lengths == [4096, 32768, 131_072]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -103,6 +103,20 @@ def test_every_element_is_ended_and_every_picture_has_a_name(html):
     assert read.all("html") == [{"lang": "en"}]
 
 
+def test_a_report_says_which_cache_sizes_are_beyond_the_bases_context():
+    found = report()
+    found["plan"]["context"] = 4096
+    said = "The base supports 4,096 tokens. Sizes beyond that only show how a cache grows."
+    assert said in written.page(found)
+    shown = Read(page(found)).text
+    assert said in shown
+    assert "cache at 4,096 tokens" in shown
+    for context in (None, 131_072):
+        found["plan"]["context"] = context
+        assert "Sizes beyond that" not in written.page(found)
+        assert "cache at 32,768 tokens" in Read(page(found)).text
+
+
 def test_every_measure_of_every_model_stands_on_the_page_as_in_the_markdown(html):
     text = Read(html).text.replace("\xa0", " ")
     for name, column in report()["models"].items():

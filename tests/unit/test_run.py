@@ -12,13 +12,14 @@ from deaths import exit_code_of
 from tiny import save_tiny_base
 
 from liger_convert.cli import main
-from liger_convert.config.recipe import Recipe
+from liger_convert.config.recipe import Recipe, build
 from liger_convert.data import teacher
 from liger_convert.io import checkpoint
 from liger_convert.io.checksums import sha256_file
 from liger_convert.model.loading import load_linearized
-from liger_convert.pipeline import gate_selection, layer_selection, steps
+from liger_convert.pipeline import gate_selection, layer_selection, runner, steps
 from liger_convert.pipeline.manifest import first_difference, input_files
+from liger_convert.pipeline.steps import RunSteps, Step
 
 STAGE = {"data": "text", "tokens": 6 * 64, "seq_len": 32, "batch_size": 2, "save_every": 2}
 RECIPE = {
@@ -67,6 +68,32 @@ def home(tmp_path_factory: pytest.TempPathFactory):
 def finished(home: Path) -> Path:
     assert main.main(["run", "recipe.yaml", "--out", "finished"]) == 0
     return home / "finished"
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [("auto", "computing on cpu (no GPU is visible to PyTorch)"), ("cpu", "computing on cpu")],
+)
+def test_a_run_says_once_on_which_device_it_computes(home: Path, monkeypatch, capsys, device: str, said: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(RunSteps, "all", lambda self: [Step("base", lambda folder: {})])
+    recipe = build(RECIPE | {"base": "base", "device": device}, "recipe")
+    runner.run(recipe, home / f"on-{device}")
+    written = capsys.readouterr()
+    assert [line for line in written.err.splitlines() if "computing" in line] == [said]
+    assert written.err.index("computing") < written.err.index("[1/1] base")
+    assert written.out == ""  # where --json goes
+    runner.run(recipe, home / f"on-{device}", resume=True)
+    assert "computing" not in capsys.readouterr().err, "nothing is left to do"
+
+
+def test_a_run_names_its_gpu_and_its_processes(monkeypatch) -> None:
+    monkeypatch.setattr(runner, "pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    recipe = build(RECIPE | {"base": "base", "device": "auto"}, "recipe")
+    assert runner._computes_on(recipe) == "computing on NVIDIA H100 80GB HBM3"
+    monkeypatch.setattr(runner.processes, "count", lambda: 8)
+    assert runner._computes_on(recipe) == "computing on NVIDIA H100 80GB HBM3 in 8 processes"
 
 
 def test_a_report_on_text_of_two_kinds_shows_what_the_base_would_have_written(home: Path) -> None:

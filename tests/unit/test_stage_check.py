@@ -6,10 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from runs import weights, write_home
+from tiny import tiny_config, tiny_tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM
 
 from liger_convert.cli import main
+from liger_convert.data.documents import Document
+from liger_convert.eval import measures as eval_measures
 from liger_convert.pipeline import stage_check
 from liger_convert.pipeline.stage_check import BASE, COPY, MODEL, TEXT, UNTRAINED, is_worse
 from liger_convert.utils.errors import BadInput, LinearizeError
@@ -78,6 +85,24 @@ def test_a_real_run_measures_the_base_the_window_and_each_stage(home: Path) -> N
         assert done[name]["check"].keys() == {TEXT, COPY}
         assert done[name]["kept"]
     assert done["1-align"]["check"] != done["2-distill"]["check"]
+
+
+@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize("context", [40, 41])
+def test_a_measurement_stays_within_the_bases_context(context: int, begins: bool, monkeypatch) -> None:
+    tokenizer = tiny_tokenizer()
+    if begins:
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    read: list[int] = []
+    losses = eval_measures.token_losses
+    monkeypatch.setattr(
+        eval_measures, "token_losses", lambda model, ids_BT: read.append(ids_BT.shape[1]) or losses(model, ids_BT)
+    )
+    model = AutoModelForCausalLM.from_config(tiny_config("llama", max_position_embeddings=context)).eval()
+    ids = np.array(tokenizer("a bottle of beer on the wall, " * 40)["input_ids"], np.int32)
+    text = Document(ids, np.ones(len(ids), bool), 0)
+    stage_check.measure(model, tokenizer, [text], torch.device("cpu"), "float32", lambda *_: None)
+    assert set(read) == {context, begins + 2 * ((context - begins) // 2)}
 
 
 def train(tmp_path: Path, trained: list[tuple[float, float]], when_worse: str = "go_back", **options: Any) -> Any:

@@ -38,6 +38,14 @@ def cell(measured: Measurement | None) -> str:
     return f"{value:.{digits}f}" + (f" ± {stderr:.{digits}f}" if stderr is not None else "")
 
 
+def beyond_context(plan: Mapping[str, Any]) -> str:
+    """A sentence on the cache sizes of `plan` at lengths that the base does not support; empty if there are none."""
+    context = plan.get("context")  # absent from older reports
+    if context is None or all(int(tokens) <= context for tokens in plan["cache_bytes"]):
+        return ""
+    return f"The base supports {context:,} tokens. Sizes beyond that only show how a cache grows."
+
+
 def metric_names(models: Mapping[str, Mapping[str, Measurement]]) -> list[str]:
     """Every metric once, in the order of the suite."""
     return list(dict.fromkeys(metric for measured in models.values() for metric in measured))

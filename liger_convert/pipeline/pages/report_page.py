@@ -13,6 +13,7 @@ from liger_convert.pipeline.pages import curves
 from liger_convert.pipeline.pages.charts import Axis, Series, draw, number
 from liger_convert.pipeline.pages.common import (
     TITLES,
+    beyond_context,
     cell,
     describe_layers,
     describe_sources,
@@ -23,7 +24,7 @@ from liger_convert.pipeline.pages.common import (
 )
 from liger_convert.pipeline.pages.rendering import Column, render
 
-CONTEXT = "32768"  # tokens of the cache shown at the top of the page
+CONTEXT = 32768  # tokens of the cache shown at the top of the page, or the base's context if that is shorter
 
 
 def page(report: Mapping[str, Any]) -> str:
@@ -46,6 +47,7 @@ def page(report: Mapping[str, Any]) -> str:
         curves=_curves(models),
         layers=_layers(report),
         cache=_cache(report["plan"]["cache_bytes"]),
+        beyond=beyond_context(report["plan"]),
         losses=[(stage["name"], chart) for stage in report["training"] if (chart := _losses(stage))],
         last_losses={stage["name"]: _first_and_last(stage) for stage in report["training"]},
         checks=stage_checks(report),
@@ -73,9 +75,10 @@ def _glance(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     found = [
         ("linear layers", f"{linear} of {len(layers)}", "the others stayed softmax" if linear < len(layers) else "")
     ]
-    if cache := report["plan"]["cache_bytes"].get(CONTEXT):
+    context = min(CONTEXT, report["plan"].get("context") or CONTEXT)
+    if cache := report["plan"]["cache_bytes"].get(str(context)):
         ratio = f"{cache['base'] / cache['linearized']:.1f} times smaller than {decimal(cache['base'])}"
-        found.append((f"cache at {int(CONTEXT):,} tokens", decimal(cache["linearized"]), ratio))
+        found.append((f"cache at {context:,} tokens", decimal(cache["linearized"]), ratio))
     models = report["models"]
     measured = models["linearized"]
     copies = [name for name in measured if name.startswith("copy_nll_")]
