@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from liger_convert.mixers.base import QKV, Combine, DiagonalMixer, HeadDims, MemoryOutput, MixerSpec
+from liger_convert.mixers.base import QKV, Combine, HeadDims, MemoryOutput, MixerSpec
 from liger_convert.mixers.calibration import Calibration
 from liger_convert.mixers.feature_maps import POSITIVE, Codebook
 from liger_convert.mixers.gates import GateName, pool_to
 from liger_convert.mixers.kernel_maps import RANDOM, WEIGHTS, MapName, make_map, map_size
+from liger_convert.mixers.linear.diagonal import DiagonalMixer
 from liger_convert.mixers.read_pieces import START_SIZE, normed
 from liger_convert.mixers.spec import ReadGateSpec
 

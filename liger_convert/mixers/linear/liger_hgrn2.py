@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from liger_convert.mixers.base import QKV, Combine, DiagonalMixer, HeadDims, MixerSpec, Scope
+from liger_convert.mixers.base import QKV, Combine, HeadDims, MixerSpec, Scope
 from liger_convert.mixers.gates import log_sigmoid_gate
+from liger_convert.mixers.linear.diagonal import DiagonalMixer
 from liger_convert.mixers.registry import register_mixer
 
 

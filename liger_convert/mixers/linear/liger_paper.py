@@ -17,9 +17,10 @@ from gated_kernels.fused_step.chunk import Gate, StepConfig
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from liger_convert.mixers.base import QKV, Combine, DiagonalMixer, HeadDims, MixerSpec, Scope
+from liger_convert.mixers.base import QKV, Combine, HeadDims, MixerSpec, Scope
 from liger_convert.mixers.feature_maps import FeatureMap, feature_size
 from liger_convert.mixers.gates import log_sigmoid_gate
+from liger_convert.mixers.linear.diagonal import DiagonalMixer
 from liger_convert.mixers.precision import multiplies_in_bf16
 from liger_convert.mixers.registry import register_mixer
 
