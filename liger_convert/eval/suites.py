@@ -18,6 +18,7 @@ from liger_convert.utils.errors import BadInput
 Draws = Annotated[int, between(1, 10**6)]
 MOST_TOKENS = 10**9  # of one measure: they are in memory all at once
 MOST_LENGTH = 10**7  # of a text of RULER's
+POSITIONS = "_nll_at_"  # between a text's name and the end of a range of positions, in the name of their loss
 FIRST_END = 256  # of the positions whose loss is shown; each bucket behind the first is as long as all before it
 
 
@@ -80,7 +81,7 @@ class PositionMeasure(SourceMeasure):
 
     @property
     def metrics(self) -> list[str]:
-        return [f"{self.name}_nll_at_{end}" for end in self.ends]
+        return [f"{self.name}{POSITIONS}{end}" for end in self.ends]
 
 
 class CopyMeasure(Strict):

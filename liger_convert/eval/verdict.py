@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from liger_convert.eval.suites import NAMES
+from liger_convert.eval.suites import NAMES, POSITIONS
 
 if TYPE_CHECKING:
     from liger_convert.eval.measures import Measurement  # imports torch
@@ -20,10 +20,10 @@ Models = Mapping[str, Mapping[str, "Measurement"]]
 Relation = Literal["worse", "better", "no different"]
 
 # Smaller differences are none: 0.1 of the 3.2 nats a token that separate a window from full attention on a repetition
-# of 256 tokens, and 1 % of the perplexity of text, which is 0.01 nats of its loss.
+# of 256 tokens, and 1 % of the perplexity of text, or as much of its loss.
 COPY_GAIN = 0.1
 TEXT_GAIN = 0.01
-POSITIONS = "_nll_at_"  # in the names of losses by position, before the end of their range
+LOSS_GAIN = math.log1p(TEXT_GAIN)
 MEMORY_ABLATED, WHOLE, UNTRAINED, BASE = "memory_ablated", "linearized", "window_only_untrained", "base"
 
 
@@ -85,10 +85,16 @@ def relation(models: Models, name: str, reference: str, metric: str) -> Relation
     if value == other:
         return "no different"
     low, high = min(value, other), max(value, other)
-    gain = COPY_GAIN if metric.startswith("copy") else TEXT_GAIN if POSITIONS in metric else TEXT_GAIN * low
-    if high - low < gain:
+    if high - low < _least_gain(metric, low):
         return "no different"
     return "worse" if value == high else "better"
+
+
+def _least_gain(metric: str, low: float) -> float:
+    """The least difference from `low`, the better of two values, that counts."""
+    if metric.startswith("copy"):
+        return COPY_GAIN
+    return LOSS_GAIN if POSITIONS in metric else TEXT_GAIN * low
 
 
 def _worse_kinds(models: Models, name: str, reference: str, found: Mapping[str, Relation]) -> dict[str, Relation]:

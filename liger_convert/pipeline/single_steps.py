@@ -61,6 +61,8 @@ def choose_layers(
     """The step `select-layers`: chooses on `documents` which layers stay softmax, by the method in `layers.select`, and
     then which linear layers have a longer window. Both are measured on the same models, which are in memory together,
     as in alignment. Raises BadInput, LinearizeError."""
+    if not (plan.undecided or plan.undecided_windows):  # a fraction of few layers is none
+        return Chosen(plan, None, None)
     softmax, windows = None, None
     by_gates = bool(plan.undecided) and recipe.selected_by == "gates"
     with show_progress("select-layers: calibration") as report:

@@ -207,6 +207,14 @@ def test_softmax_layers_that_a_recipe_names_are_kept(base: Path, monkeypatch: py
     assert len(found.long_layers) == 1
 
 
+def test_where_a_fraction_of_the_layers_is_none_nothing_is_loaded(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[Any] = []
+    monkeypatch.setattr(single_steps, "make_switch", lambda *args, **options: loaded.append(args))
+    found = chosen(base, monkeypatch, long(0.2, softmax=[0]))  # 0.2 of three layers
+    assert found.to_dict() == {"softmax_layers": [0]}
+    assert not loaded
+
+
 def test_a_divergence_that_is_not_finite_is_null() -> None:
     found = window_selection.WindowSelection(20, 1.0, {0: float("inf"), 1: 0.5}, [1], 0.5)
     assert found.to_dict()["window_kl"]["alone"] == {"0": None, "1": 0.5}

@@ -95,7 +95,7 @@ def forward(
         forward_kernel[triton.cdiv(T * sizes["R"], blocks.forward.rows), sizes["G"], B](
             *tensors, o, lse, scale, *numbers, **sizes,
             **_launch_rows(blocks.forward, sizes["R"], window_size, numbers[2]),
-            ALIGNED=T % 16 == 0 and numbers[1] % 16 == 0,
+            ALIGNED=T % 16 == 0 and k_BSGD.shape[1] % 16 == 0,
         )  # fmt: skip
     return o, lse
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from liger_convert.config.names import MAIN, SOFTMAX
-from liger_convert.eval.verdict import COPY_GAIN, TEXT_GAIN
+from liger_convert.eval.suites import POSITIONS
+from liger_convert.eval.verdict import COPY_GAIN, LOSS_GAIN
 
 if TYPE_CHECKING:
     from liger_convert.eval.measures import Measurement  # imports torch
@@ -80,8 +81,8 @@ def _scaled(metric: str, value: float | None) -> float | None:
 
 
 def _least_gap(metric: str, floor: Measurement, base: Measurement) -> float:
-    if _PERPLEXITY.search(metric) or "_nll_at_" in metric:
-        return math.log1p(TEXT_GAIN)
+    if _PERPLEXITY.search(metric) or POSITIONS in metric:
+        return LOSS_GAIN
     if metric.startswith("copy"):
         return COPY_GAIN
     return 2 * math.hypot(floor["stderr"] or 0, base["stderr"] or 0)

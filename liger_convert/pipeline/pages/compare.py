@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_convert.config.names import SOFTMAX
+from liger_convert.eval.suites import POSITIONS
 from liger_convert.eval.verdict import verdict
 from liger_convert.pipeline.pages.common import cell, lower_is_better, recovery
 from liger_convert.pipeline.pages.read import read_report
@@ -151,7 +152,7 @@ def _run(report: Mapping[str, Any], metrics: Sequence[str], zero: Mapping[str, A
         metric: share
         for metric in metrics
         if metric in zero
-        and not (metric.endswith("_byte_ppl") or "_nll_at_" in metric)
+        and not (metric.endswith("_byte_ppl") or POSITIONS in metric)
         and (share := recovery(metric, models["linearized"][metric], zero[metric], models["base"][metric])) is not None
     }
     return {
