@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from liger_convert.data.documents import Document
-from liger_convert.eval.suites import KINDS, CopyMeasure, PositionMeasure, TextMeasure
+from liger_convert.eval.suites import FIRST_END, KINDS, CopyMeasure, PositionMeasure, TextMeasure
 from liger_convert.utils.device import autocast
 from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import Report
@@ -83,8 +83,14 @@ def position_losses(
 
     Windows are those of `text_perplexity`, each one forward pass. The loss of a model that uses its whole context falls
     with the position; that of a model that sees only a window does not. The standard error is over the windows' means;
-    n = windows. dtype: the compute dtype. Raises BadInput if the documents do not fill two windows.
+    n = windows. dtype: the compute dtype.
+
+    Documents that do not fill two windows are read in shorter ones, so that the last ranges are missing. Raises
+    BadInput if they do not fill two windows of the first range.
     """
+    prefix = text_prefix(tokenizer)
+    half = len(_stream(documents, prefix)) // 2 + len(prefix)
+    measure = measure.at_most(max(half, FIRST_END))
     ids_NT = text_windows(tokenizer, documents, measure)[:, : measure.ends[-1]]
     losses_NT = window_losses(model, ids_NT, batch_size, dtype, lambda done: report(done, len(ids_NT), measure.name))
     begins = [1, *measure.ends]  # not 0, since nothing precedes the first token

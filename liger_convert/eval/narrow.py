@@ -84,7 +84,7 @@ def _text(measure: TextMeasure, context: int, notes: list[str]) -> TextMeasure:
 
 
 def _positions(measure: PositionMeasure, context: int, notes: list[str]) -> PositionMeasure:
-    kept = measure.model_copy(update={"window": min(measure.window, context)})
+    kept = measure.at_most(context)
     gone = measure.metrics[len(kept.ends) :]
     notes += _left_out(gone, f"the base supports only {context} tokens")
     return kept

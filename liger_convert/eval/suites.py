@@ -70,7 +70,8 @@ class TextMeasure(SourceMeasure):
 
 class PositionMeasure(SourceMeasure):
     """Loss of text by its distance from a window's start, reported as `<name>_nll_at_<end>` for positions up to 256, on
-    from there to 512, to 1,024, and so on; see `measures.position_losses`. It ends with the base's context."""
+    from there to 512, to 1,024, and so on; see `measures.position_losses`. It ends with the base's context, or with
+    half of the text if that is shorter. Shorter windows are more of them, so that as many tokens are read."""
 
     window: Annotated[Length, between(FIRST_END, 10**8)] = 8192
     windows: Draws = 16
@@ -82,6 +83,11 @@ class PositionMeasure(SourceMeasure):
     @property
     def metrics(self) -> list[str]:
         return [f"{self.name}{POSITIONS}{end}" for end in self.ends]
+
+    def at_most(self, tokens: int) -> PositionMeasure:
+        """The same measure with windows of at most so many tokens."""
+        window = min(self.window, tokens)
+        return self.model_copy(update={"window": window, "windows": self.windows * (self.window // max(1, window))})
 
 
 class CopyMeasure(Strict):
@@ -205,7 +211,8 @@ class Suite(Strict):
 
     def text_tokens(self, source: Source = "held_out") -> int:
         """Tokens of `source` for the two windows or spans without which there is an error; 0 when it reads none."""
-        spans = [measure.window for measure in self.of_text if measure.source == source]
+        spans = [measure.window for measure in self.text if measure.source == source]
+        spans += [FIRST_END for measure in self.positions if measure.source == source]  # shorter than its window
         if source == "held_out":
             spans += [one.length for copying in self.copying if copying.tokens == "text" for one in copying.each]
         if self.agreement is not None and self.agreement.source == source:

@@ -190,6 +190,18 @@ def test_the_loss_by_position_is_that_of_a_computation_by_hand(model: Any) -> No
         assert found[metric]["n"] == 2
 
 
+def test_a_text_too_short_for_two_windows_is_read_in_shorter_ones(model: Any) -> None:
+    tokenizer, text = tiny_tokenizer(), "".join(chr(33 + i % 90) for i in range(1300))
+    shorter, whole = (
+        position_losses(
+            model, tokenizer, documents(tokenizer, text), PositionMeasure(window=window, windows=2), **OPTIONS
+        )
+        for window in (8192, 650)
+    )
+    assert shorter == whole
+    assert set(shorter) == {"text_nll_at_256", "text_nll_at_512"}
+
+
 def test_a_model_that_reaches_no_further_is_found_out_by_position() -> None:
     stream = document([3 + i % 97 for i in range(97)] * 12)  # a text that comes again after 97 tokens
     measure = PositionMeasure(source="other", window=512, windows=2)

@@ -99,6 +99,7 @@ def test_the_token_that_begins_a_text_takes_room_too() -> None:
 def test_positions_end_with_the_context() -> None:
     found, notes = narrowed(context=1500, copying=[], tasks=[], text=[])
     assert [measure.ends for measure in found.positions] == [[256, 512, 1024], [256, 512]]
+    assert [measure.windows for measure in found.positions] == [2 * 16, 16]  # as many tokens as before
     assert notes == ["text_nll_at_2048, text_nll_at_4096: left out because the base supports only 1500 tokens"]
     assert narrowed(context=255, tasks=[])[0].positions == []
 
