@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from liger_convert.data.documents import Document
+from liger_convert.eval.generation import plain_decoding
 from liger_convert.eval.measures import Measurement, begun, likeliest, measurement, ratio, text_spans
 from liger_convert.eval.suites import KINDS, AgreementMeasure
 from liger_convert.io.templates import render
@@ -97,11 +98,12 @@ def _write(model: Any, tokenizer: Any, prompts_BT: torch.Tensor, tokens: int) ->
     end = model.generation_config.eos_token_id
     ends = {end} if isinstance(end, int) else set(end or [])
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
-    # overrides the model's own generation config
-    plain = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "repetition_penalty": 1.0}
     ids_BT = prompts_BT.to(model.device)
     mask_BT = torch.ones_like(ids_BT)
-    made_BT = model.generate(input_ids=ids_BT, attention_mask=mask_BT, max_new_tokens=tokens, pad_token_id=pad, **plain)
+    with plain_decoding(model):
+        made_BT = model.generate(
+            input_ids=ids_BT, attention_mask=mask_BT, max_new_tokens=tokens, pad_token_id=pad, do_sample=False
+        )
     rows = made_BT[:, ids_BT.shape[1] :].tolist()
     stops = (next((i for i, token in enumerate(row, 1) if token in ends), len(row)) for row in rows)
     return [row[:stop] for row, stop in zip(rows, stops)]

@@ -20,7 +20,7 @@ from liger_convert.config.names import LONG
 from liger_convert.config.recipe import Recipe
 from liger_convert.config.stages import Stage
 from liger_convert.data.documents import Document, Documents
-from liger_convert.eval.generation import continuations, encode
+from liger_convert.eval.generation import encode
 from liger_convert.eval.suites import Suite
 from liger_convert.io import templates
 from liger_convert.io.files import scratch_folder
@@ -200,12 +200,14 @@ def check_generation(
     if model is None:
         return warnings
 
+    greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+
     def attempt(generation_config: GenerationConfig) -> Exception | None:
         model.generation_config = generation_config
         try:
             with scratch_folder() as folder:
                 generation_config.save_pretrained(folder)  # as each stage and the merge do with the model
-            continuations(model, tokenizer, prompts[:1], TOKENS)
+            model.generate(torch.tensor([encode(tokenizer, prompts[0], chat=True)]), max_new_tokens=TOKENS, **greedy)
         except Exception as error:  # whatever generation makes of settings that it cannot use
             return error
         return None

@@ -75,8 +75,9 @@ def test_the_base_agrees_with_all_that_it_wrote(base: Any) -> None:
     assert max(sizes) == MEASURE.tokens
 
 
-def test_what_the_base_writes_is_its_greedy_text(base: Any) -> None:
-    base.generation_config.repetition_penalty = 5.0  # is not greedy, and decides nothing
+@pytest.mark.parametrize("settings", [{"repetition_penalty": 5.0}, {"num_beams": 3}, {"max_time": 1e-9}])
+def test_what_the_base_writes_is_its_greedy_text_whatever_its_settings_are(base: Any, settings: dict[str, Any]) -> None:
+    base.generation_config.update(**settings)
     for row in written(base):
         ids, start = row["ids"], row["start"]
         with torch.no_grad():
