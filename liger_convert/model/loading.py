@@ -21,6 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
+from liger_convert.io import generation_config
 from liger_convert.io.checkpoint import ADAPTER_CONFIG, DTYPES, Checkpoint, load_config
 from liger_convert.model import linearized_classes, linearized_config, new_state
 from liger_convert.model.bases import attention_option, meta_model
@@ -214,6 +215,7 @@ def _checked(folder: Path | str, trust_remote_code: bool = False, linearized: bo
     checkpoint = open_checkpoint(folder, config, any_dtype=not known or is_quantized(config))
     if known:
         check_tensors(checkpoint, config)
+    generation_config.read(folder, getattr(config, "vocab_size", None))
     return checkpoint, config
 
 

@@ -44,6 +44,18 @@ def gguf(
     return after(wrote("x.gguf", data), lambda w: w.run("base=x.gguf"))
 
 
+def settings(written: dict[str, object]) -> Callable[[World], object]:
+    return wrote("base/generation_config.json", json.dumps(written))
+
+
+def generate(w: World) -> list[str]:
+    return ["generate", str(w.base), "--prompt", "hi"]
+
+
+def evaluate(w: World) -> list[str]:
+    return ["eval", str(w.base), "--text", "text.jsonl"]
+
+
 CONFIGS = [
     case("ten million layers", "num_hidden_layers should be from 1 to 1,024", config(num_hidden_layers=10**7)),
     case("a vocabulary of 10^12", "vocab_size should be from", config(vocab_size=10**12)),
@@ -73,6 +85,16 @@ CONFIGS = [
         "generation_config.json: must hold",
         after(wrote("base/generation_config.json", "[]"), World.convert),
     ),
+]
+GENERATION = [
+    case(f"{name}, for {command.__name__}", f"generation_config.json: {says}", after(settings(written), command))
+    for command in (World.convert, generate, evaluate)
+    for name, written, says in (
+        ("settings that contradict", {"num_return_sequences": 2}, "transformers cannot read it: Greedy methods"),
+        ("a limit of nothing", {"max_new_tokens": 0}, "transformers cannot read it: `max_new_tokens` must be"),
+        ("an end that is a word", {"eos_token_id": ["x"]}, "eos_token_id is 'x'; it should be the id of one of the"),
+        ("an end beyond the tokens", {"eos_token_id": 101}, "eos_token_id is 101; it should be the id of one of the"),
+    )
 ]
 TOKENIZERS = [
     *(
@@ -229,6 +251,8 @@ GGUFS = [
 ]
 
 
-@hostile({"configs": CONFIGS, "tokenizers": TOKENIZERS, "templates": TEMPLATES, "gguf": GGUFS})
+@hostile(
+    {"configs": CONFIGS, "generation": GENERATION, "tokenizers": TOKENIZERS, "templates": TEMPLATES, "gguf": GGUFS}
+)
 def test_a_hostile_base_is_refused_in_one_sentence_and_nothing_is_left(world, words, says, code, capfd):
     check_refusal(world, words, says, code, capfd)
