@@ -21,6 +21,7 @@ from liger_convert.config.recipe import Recipe
 from liger_convert.config.stages import Stage
 from liger_convert.data.documents import Document, Documents
 from liger_convert.eval.generation import encode
+from liger_convert.eval.measures import text_stream
 from liger_convert.eval.suites import Suite
 from liger_convert.io import generation_config, templates
 from liger_convert.io.files import scratch_folder
@@ -159,7 +160,11 @@ def check_disk(plan: Plan, out: Path, *, keep_steps: bool = False) -> None:
 
 
 def check_held_out(
-    recipe: Recipe, suite: Suite, documents: Callable[[str], Documents], other: Sequence[Document] | None
+    recipe: Recipe,
+    suite: Suite,
+    tokenizer: Any,
+    documents: Callable[[str], Documents],
+    other: Sequence[Document] | None,
 ) -> None:
     """Raises BadInput where the text that `suite` measures is too short: what is held out, or `other`, of another kind
     than is trained on."""
@@ -167,12 +172,12 @@ def check_held_out(
         if text in recipe.teachers:
             held_out = recipe.teachers[text].held_out_tokens
         else:
-            held_out = sum(len(document.ids) for document in documents(text).held_out)
+            held_out = len(text_stream(tokenizer, documents(text).held_out))
         if held_out < suite.text_tokens():
             needed = f"suite {suite.name} needs {suite.text_tokens()}"
             raise BadInput(f"data.{text}: {held_out} tokens are held out, but {needed}; hold out more")
     if other is not None:
-        tokens, needed_tokens = sum(len(document.ids) for document in other), suite.text_tokens("other")
+        tokens, needed_tokens = len(text_stream(tokenizer, other)), suite.text_tokens("other")
         if tokens < needed_tokens:
             what = f"has {tokens} tokens, but suite {suite.name} needs {needed_tokens}"
             raise BadInput(f"data.{recipe.eval.other_text}: {what}; name a longer text")

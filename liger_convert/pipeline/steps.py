@@ -209,7 +209,8 @@ class RunSteps:
                 single_steps.teacher_prompts(self.recipe, name, self._tokenizer, self.documents)
             else:
                 self.documents(name)
-        preflight.check_held_out(self.recipe, self._narrowed[0], self.documents, self.other_documents())
+        suite, other = self._narrowed[0], self.other_documents()
+        preflight.check_held_out(self.recipe, suite, self._tokenizer, self.documents, other)
         self.inputs.record(data_inputs(self.recipe))
         self.preflight()
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import yaml
-from tiny import save_tiny_base, tiny_config
+from tiny import save_tiny_base, tiny_config, tiny_tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from liger_convert.cli import main
 from liger_convert.config.recipe import load
@@ -99,6 +100,16 @@ def test_a_sound_run_is_warned_of_nothing(home: Path, capsys: Any) -> None:
     plan = json.loads((home / "out/manifest.json").read_text())["steps"]["plan"]["plan"]
     assert plan["warnings"] == []
     assert plan["disk_peak"] == max(plan["disk_peak"], *plan["disk_bytes"].values())
+
+
+def test_tokens_that_begin_a_text_are_not_counted_as_text_to_measure(home: Path, capsys: Any) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.save_pretrained(home / "base")
+    lines(home / "text.jsonl", [{"text": f"{i:04}"} for i in range(50)])
+    lines(home / "held.jsonl", [{"text": f"{i:04}"} for i in range(100, 115)])
+    held = "data.text={source: file, path: text.jsonl, validation: held.jsonl}"
+    refused(words(held, "stages[0].concat_documents=true"), capsys, "60 tokens are held out, but suite suite needs 64")
 
 
 # --- generation
