@@ -152,6 +152,8 @@ class RunSteps:
 
     def _load_documents(self, name: str) -> Documents:
         source, written = self.recipe.data[name], self.folder.step(f"data-{name}") / teacher.FILE
+        if name == self.recipe.eval.other_text:
+            source = source.model_copy(update={"held_out": 0.0})  # nothing is trained on it, and all of it is measured
         with show_progress(f"data {name}") as report:
             return load_source(source, self._tokenizer, seed=self.recipe.seed, written=written, progress=report)
 

@@ -112,6 +112,13 @@ def test_tokens_that_begin_a_text_are_not_counted_as_text_to_measure(home: Path,
     refused(words(held, "stages[0].concat_documents=true"), capsys, "60 tokens are held out, but suite suite needs 64")
 
 
+def test_a_text_of_another_kind_needs_no_part_to_train_on(home: Path, capsys: Any) -> None:
+    lines(home / "other.jsonl", [{"text": "a single document, which is long enough to measure on " * 3}])
+    (home / "suite.yaml").write_text("description: x\ntext: [{window: 32, windows: 2, source: other}]\n")
+    other = "data.other={source: file, path: other.jsonl, held_out: 0.5}"
+    assert warned(words(other, "eval.other_text=other"), capsys) == []
+
+
 # --- generation
 
 
