@@ -44,6 +44,10 @@ def gguf(
     return after(wrote("x.gguf", data), lambda w: w.run("base=x.gguf"))
 
 
+def configured(changes: dict[str, object]) -> Callable[[World], object]:
+    return lambda w: w.config(**changes)
+
+
 def settings(written: dict[str, object]) -> Callable[[World], object]:
     return wrote("base/generation_config.json", json.dumps(written))
 
@@ -74,6 +78,14 @@ CONFIGS = [
         "digits",
         "it contains an integer with thousands",
         after(wrote("base/config.json", f'{{"a": {DIGITS}}}'), World.convert),
+    ),
+    *(
+        case(f"{name} for {command.__name__}", f"config.json: {says}", after(configured({name: value}), command))
+        for command in (World.run, generate)
+        for name, value, says in (
+            ("sliding_window", 8, "sliding_window is no setting of llama, yet transformers would shorten its cache"),
+            ("layer_types", ["full_attention"] * 3, "layer_types is no setting of llama"),
+        )
     ),
     case(
         "for generate as well",
