@@ -130,6 +130,7 @@ def test_an_answer_is_greedy_text_whatever_the_models_own_settings_are(
         ("openbookqa", {"answerKey": "C"}, "ValueError"),
         ("swde", {"value": " "}, "`value` should be a text"),
         ("drop_ctx", {"answers": "Bob"}, "`answers` should be a list of texts"),
+        ("drop_ctx", {"answers": ["Bob", ""]}, "`answers` should be a list of texts, none of them empty"),
         ("gsm8k", {"question": None}, ""),
         (
             "ifeval",
