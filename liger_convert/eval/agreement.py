@@ -20,6 +20,7 @@ from liger_convert.eval.generation import plain_decoding
 from liger_convert.eval.measures import Measurement, begun, likeliest, measurement, ratio, text_spans
 from liger_convert.eval.suites import KINDS, AgreementMeasure
 from liger_convert.io.templates import render
+from liger_convert.io.tokenizer import check_ids
 from liger_convert.utils.device import autocast
 from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import Report
@@ -61,7 +62,8 @@ def write_rows(
     turns of a conversation that includes its own earlier answers.
 
     A continuation has at most `measure.tokens` tokens, and ends earlier at an end-of-text token. context: the maximum
-    number of tokens for the base. The conversation ends before a turn that does not fit or that the template refuses.
+    number of tokens for the base. The conversation ends before a turn that does not fit, that the template refuses, or that
+    has a token without an embedding.
     dtype: the compute dtype. Returns plain data that can be saved as JSON. Raises BadInput if the documents do not hold
     two prompts.
     """
@@ -83,9 +85,10 @@ def _answers(model: Any, tokenizer: Any, tokens: int, context: int) -> Iterator[
         messages.append({"role": "user", "content": question})
         try:
             text = render(tokenizer, messages, tokenizer.chat_template, ask=True)
+            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            check_ids(tokenizer, ids, "the conversation")
         except BadInput:
             return
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if len(ids) + tokens > context:
             return
         (written,) = _write(model, tokenizer, torch.tensor([ids]), tokens)

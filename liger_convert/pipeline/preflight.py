@@ -69,6 +69,10 @@ def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite) -> list[
             warnings.append(
                 f"{where}.seq_len: {stage.seq_len} is more than the {positions} tokens that the base supports"
             )
+    for name, teacher in recipe.teachers.items():
+        if positions is not None and teacher.document_tokens > positions:
+            said = f"{teacher.document_tokens} is more than the {positions} tokens that the base supports"
+            warnings.append(f"data.{name}.document_tokens: {said}")
     lengths = {text.metrics[0]: text.window for text in suite.text if text.score_from > 1}  # others are cut
     lengths |= {
         one.metrics[0]: 2 * one.length for copying in suite.copying if not copying.lengths for one in copying.each

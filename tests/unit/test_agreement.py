@@ -104,6 +104,15 @@ def test_the_common_prefix_is_that_of_the_models_own_greedy_text(base_dir: Path,
     assert 0 < np.mean(same) < 1
 
 
+def test_a_chat_template_with_a_token_that_the_model_lacks_leaves_out_the_conversation(base: Any) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<image>"])
+    tokenizer.embeddings = 101
+    assert all(row["chat"] for row in written(base, tokenizer)[4:])
+    tokenizer.chat_template = "<image>" + tokenizer.chat_template
+    assert [row["chat"] for row in written(base, tokenizer)] == [False] * 4
+
+
 def test_agreement_falls_with_every_jolt_and_with_the_words_in_another_order(base_dir: Path, base: Any) -> None:
     rows = written(base)
     matches = [1.0]

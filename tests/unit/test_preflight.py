@@ -262,6 +262,10 @@ def test_text_that_is_read_over_and_over_is_told(home: Path, capsys: Any) -> Non
     [
         (["stages[0].seq_len=128", "stages[0].tokens=1024"], ""),
         (["stages[0].seq_len=512", "stages[0].tokens=1024"], "512 is more than the 256 tokens that the base supports"),
+        (
+            ["data.own={source: teacher, tokens: 1024, document_tokens: 512}"],
+            "data.own.document_tokens: 512 is more than",
+        ),
         (["stages[0].learning_rates.mixer=0.2"], "0.2 is high"),
         (["stages[0].learning_rates.mixer=2e-8"], "4 steps of 2e-08 move no weight by more than 8e-08"),
         (["stages[0].warmup_ratio=0.99"], "covers all 4 steps"),
