@@ -62,10 +62,9 @@ def write_rows(
     turns of a conversation that includes its own earlier answers.
 
     A continuation has at most `measure.tokens` tokens, and ends earlier at an end-of-text token. context: the maximum
-    number of tokens for the base. The conversation ends before a turn that does not fit, that the template refuses, or that
-    has a token without an embedding.
-    dtype: the compute dtype. Returns plain data that can be saved as JSON. Raises BadInput if the documents do not hold
-    two prompts.
+    number of tokens for the base. The conversation ends before a turn that does not fit, that the template refuses, or
+    that has a token without an embedding. dtype: the compute dtype. Returns plain data that can be saved as JSON.
+    Raises BadInput if the documents do not hold two prompts.
     """
     spans_NT = text_spans(tokenizer, documents, measure.prompt_tokens, measure.prompts, KINDS[measure.source])
     prompts_NT = begun(tokenizer, spans_NT)
