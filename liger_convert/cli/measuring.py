@@ -17,6 +17,7 @@ from liger_convert.cli.commands import (
     require_linearized,
     text_source,
 )
+from liger_convert.config.sources import meet
 from liger_convert.data.documents import Document, load_source
 from liger_convert.eval import ablation, evaluation, generation, suites
 from liger_convert.eval.narrow import context_of, narrow
@@ -182,7 +183,7 @@ def _suite(name: str, include_path: Path | None) -> suites.Suite:
 
 def _other_text(text: str, other_text: str | None) -> str | None:
     """The text of another kind than `text`: the one that is given, or else Python's documentation, if that is one."""
-    if other_text is not None and text_source(other_text).places & text_source(text).places:
+    if other_text is not None and meet(text_source(other_text).places, text_source(text).places):
         raise BadInput(f"--other-text {other_text}: is the same text as --text; give text of another kind")
     return other_text or (PYDOC if text != PYDOC else None)
 

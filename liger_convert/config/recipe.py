@@ -20,7 +20,7 @@ from liger_convert.config.adapt import Adapt
 from liger_convert.config.fields import Count, Name, Processes, Rows, Seed, Strict, refuse
 from liger_convert.config.layers import LayerChoice, Layers, LongWindows, resolve_layers
 from liger_convert.config.names import LONG, MAIN, SOFTMAX
-from liger_convert.config.sources import AnySource, PydocSource, TeacherSource
+from liger_convert.config.sources import AnySource, PydocSource, TeacherSource, meet
 from liger_convert.config.stages import DECAYS_BASE, AnyStage
 from liger_convert.config.written_mixer import WrittenMixer
 from liger_convert.utils.errors import BadInput
@@ -145,6 +145,10 @@ class Recipe(Strict):
                 refuse("eval.text", recipe_errors.unknown(text, self.data, "source under `data:`"))
             if not self.data[text].has_held_out:
                 refuse("eval.text", f"source {text!r} holds nothing out, so set data.{text}.held_out")
+            for reader in sorted(self.read_by_run - {text}):
+                if not self.data[reader].spares(self.data[text]):
+                    why = f"the run would also read what source {text!r} holds out to be measured (eval.text)"
+                    refuse(f"data.{reader}", f"{why}, so give both the same format and held_out, or drop one of them")
         self._check_other_text()
         return self
 
@@ -171,7 +175,7 @@ class Recipe(Strict):
                 "eval.other_text", f"source {name!r} is written by the base, so name text that exists before the run"
             )
         for reader in sorted(self.read_by_run):
-            if reader == name or self.data[reader].places & self.data[name].places:
+            if reader == name or meet(self.data[reader].places, self.data[name].places):
                 why = f"source {name!r} is text that the run reads as {reader!r}, so name text of another kind"
                 refuse("eval.other_text", why)
 

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from liger_convert.config.fields import Count, Fraction, Length, Rows, Strict, Temperature, Tokens, refuse
+
+Place = tuple[str | None, ...]
+
+
+def meet(some: Collection[Place], others: Collection[Place]) -> bool:
+    """Whether one of `some` is, contains or lies in one of `others`: then they have text in common."""
+    return any(one[: len(other)] == other[: len(one)] for one in some for other in others)
 
 
 class DataSource(Strict):
@@ -28,9 +37,25 @@ class DataSource(Strict):
         return False
 
     @property
-    def places(self) -> set[tuple[str | None, ...]]:
-        """Where its documents are, those held out included: two sources with one in common are the same text."""
+    def places(self) -> set[Place]:
+        """Where its documents are, those held out included."""
+        return self.place_of(held_out=False) | self.place_of(held_out=True)
+
+    def place_of(self, *, held_out: bool) -> set[Place]:
+        """Where the documents are that it holds out, or that it does not hold out. Both may be one place."""
         return {(self.source,)}
+
+    def spares(self, measured: DataSource) -> bool:
+        """Whether it trains on no document that the source `measured` holds out."""
+        if not meet(self.place_of(held_out=False), measured.place_of(held_out=True)):
+            return True
+        # documents are drawn by their keys alone, see `held_out_keys`
+        return self.held_out >= measured.held_out > 0 and self.keys == measured.keys
+
+    @property
+    def keys(self) -> tuple[str | None, ...]:
+        """What the keys of its documents are made of: two sources of equal ones give a document the same key."""
+        return (self.source,)
 
 
 class PydocSource(DataSource):
@@ -66,6 +91,10 @@ class RowSource(DataSource):
     def has_responses(self) -> bool:
         return self.format != "text"
 
+    @property
+    def keys(self) -> tuple[str | None, ...]:
+        return (self.format, self.field)
+
     @model_validator(mode="after")
     def _consistent(self) -> RowSource:
         if self.field is not None and self.format == "alpaca":
@@ -84,9 +113,9 @@ class FileSource(RowSource):
     path: str
     """The file or folder; a relative path is relative to the working directory."""
 
-    @property
-    def places(self) -> set[tuple[str | None, ...]]:
-        return {(self.source, os.path.realpath(path)) for path in (self.path, self.validation) if path is not None}
+    def place_of(self, *, held_out: bool) -> set[Place]:
+        path = self.validation if held_out and self.validation is not None else self.path
+        return {(self.source, *Path(os.path.realpath(path)).parts)}
 
 
 class HubSource(RowSource):
@@ -103,10 +132,9 @@ class HubSource(RowSource):
     revision: str | None = None
     """Branch, tag or commit of the data set."""
 
-    @property
-    def places(self) -> set[tuple[str | None, ...]]:
-        splits = (self.split, self.validation)
-        return {(self.source, self.id, self.name, split) for split in splits if split is not None}
+    def place_of(self, *, held_out: bool) -> set[Place]:
+        split = self.validation if held_out and self.validation is not None else self.split
+        return {(self.source, self.id, self.name, split)}
 
 
 class TeacherSource(DataSource):
@@ -131,6 +159,9 @@ class TeacherSource(DataSource):
     documents that are too short are left out. For a chat, the base gives the first response."""
     prompt_tokens: Count = 64
     """With `prompts`, at most how many tokens of each document the base continues."""
+
+    def spares(self, measured: DataSource) -> bool:
+        return True  # what is sampled is not sampled again
 
     @property
     def documents(self) -> int:

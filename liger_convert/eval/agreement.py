@@ -16,9 +16,11 @@ import numpy as np
 import torch
 
 from liger_convert.data.documents import Document
+from liger_convert.eval.generation import plain_decoding
 from liger_convert.eval.measures import Measurement, begun, likeliest, measurement, ratio, text_spans
 from liger_convert.eval.suites import KINDS, AgreementMeasure
 from liger_convert.io.templates import render
+from liger_convert.io.tokenizer import check_ids
 from liger_convert.utils.device import autocast
 from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import Report
@@ -60,9 +62,9 @@ def write_rows(
     turns of a conversation that includes its own earlier answers.
 
     A continuation has at most `measure.tokens` tokens, and ends earlier at an end-of-text token. context: the maximum
-    number of tokens for the base. The conversation ends before a turn that does not fit or that the template refuses.
-    dtype: the compute dtype. Returns plain data that can be saved as JSON. Raises BadInput if the documents do not hold
-    two prompts.
+    number of tokens for the base. The conversation ends before a turn that does not fit, that the template refuses, or
+    that has a token without an embedding. dtype: the compute dtype. Returns plain data that can be saved as JSON.
+    Raises BadInput if the documents do not hold two prompts.
     """
     spans_NT = text_spans(tokenizer, documents, measure.prompt_tokens, measure.prompts, KINDS[measure.source])
     prompts_NT = begun(tokenizer, spans_NT)
@@ -82,9 +84,10 @@ def _answers(model: Any, tokenizer: Any, tokens: int, context: int) -> Iterator[
         messages.append({"role": "user", "content": question})
         try:
             text = render(tokenizer, messages, tokenizer.chat_template, ask=True)
+            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            check_ids(tokenizer, ids, "the conversation")
         except BadInput:
             return
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if len(ids) + tokens > context:
             return
         (written,) = _write(model, tokenizer, torch.tensor([ids]), tokens)
@@ -97,11 +100,12 @@ def _write(model: Any, tokenizer: Any, prompts_BT: torch.Tensor, tokens: int) ->
     end = model.generation_config.eos_token_id
     ends = {end} if isinstance(end, int) else set(end or [])
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
-    # overrides the model's own generation config
-    plain = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "repetition_penalty": 1.0}
     ids_BT = prompts_BT.to(model.device)
     mask_BT = torch.ones_like(ids_BT)
-    made_BT = model.generate(input_ids=ids_BT, attention_mask=mask_BT, max_new_tokens=tokens, pad_token_id=pad, **plain)
+    with plain_decoding(model):
+        made_BT = model.generate(
+            input_ids=ids_BT, attention_mask=mask_BT, max_new_tokens=tokens, pad_token_id=pad, do_sample=False
+        )
     rows = made_BT[:, ids_BT.shape[1] :].tolist()
     stops = (next((i for i, token in enumerate(row, 1) if token in ends), len(row)) for row in rows)
     return [row[:stop] for row, stop in zip(rows, stops)]

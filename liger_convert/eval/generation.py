@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TextStreamer
+from transformers import GenerationConfig, TextStreamer
 
 from liger_convert.io.inputs import is_text
 from liger_convert.io.templates import render
@@ -33,6 +34,21 @@ def weight_dtype(device: torch.device, precision: str) -> Any:
     """The dtype that weights are loaded in: float32 if matmuls run in float32, else "auto", which keeps the stored
     one."""
     return torch.float32 if compute_dtype(device, precision) == torch.float32 else "auto"
+
+
+@contextlib.contextmanager
+def plain_decoding(model: Any) -> Iterator[None]:
+    """Context in which `model.generate` keeps only the tokens that end a text of the model's own generation config.
+
+    transformers lets that config fill in whatever a call leaves open: beams, penalties, limits of tokens or time, stop
+    strings. With them, text that is said to be greedy would not be, or a batch could not be generated at all.
+    """
+    own = model.generation_config
+    model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id)
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def generate(
@@ -85,16 +101,17 @@ def _complete(
     rows = [encode(tokenizer, prompt, chat) for prompt in prompts]
     width = max(len(row) for row in rows)
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
-    sampled = "temperature" in options
-    # overrides the sampling options of the model's own generation config
-    options = {"temperature": None, "top_p": None, "top_k": None, "do_sample": sampled} | options
-    ids = model.generate(
-        input_ids=torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=model.device),
-        attention_mask=torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device),
-        max_new_tokens=max_new_tokens,
-        pad_token_id=pad,
-        **options,
-    )
+    options["do_sample"] = "temperature" in options
+    with plain_decoding(model):
+        ids = model.generate(
+            input_ids=torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=model.device),
+            attention_mask=torch.tensor(
+                [[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device
+            ),
+            max_new_tokens=max_new_tokens,
+            pad_token_id=pad,
+            **options,
+        )
     return tokenizer.batch_decode(ids[:, width:], skip_special_tokens=True)
 
 

@@ -22,6 +22,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from liger_convert.eval import ruler
+from liger_convert.eval.generation import plain_decoding
 from liger_convert.eval.measures import Measurement, measurement, target_losses
 from liger_convert.eval.suites import Task, local_files
 from liger_convert.eval.task_files import OWN_PROBLEMS, WHERE, first_rows, local_rows, task_managers
@@ -310,6 +311,10 @@ class _Harness(HFLM):
     def generate_until(self, requests: list, disable_tqdm: bool = True) -> list:
         self._begin(requests)
         return super().generate_until(requests, disable_tqdm=True)
+
+    def _model_generate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with plain_decoding(self.model):
+            return super()._model_generate(*args, **kwargs)
 
     def _loglikelihood_tokens(self, requests: list, disable_tqdm: bool = True, override_bs: int | None = None) -> list:
         """[(log-probability, whether it is the greedy one)] of the continuations of [(_, context, continuation)].

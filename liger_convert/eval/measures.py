@@ -145,7 +145,7 @@ def text_spans(tokenizer: Any, documents: Sequence[Document], length: int, count
     There are fewer if the documents are too short. kind: what error messages call the documents. Raises BadInput if
     they do not hold two spans.
     """
-    stream = _stream(documents, text_prefix(tokenizer))
+    stream = text_stream(tokenizer, documents)
     count = min(count, len(stream) // length)
     if count < 2:
         raise BadInput(f"{kind}: {len(stream)} tokens are too few for two spans of {length}")
@@ -243,8 +243,9 @@ def text_prefix(tokenizer: Any) -> np.ndarray:
     return np.array(ids[:1] if ids[:1] == [tokenizer.bos_token_id] else [], np.int64)
 
 
-def _stream(documents: Sequence[Document], prefix: np.ndarray) -> np.ndarray:
+def text_stream(tokenizer: Any, documents: Sequence[Document]) -> np.ndarray:
     """The concatenated tokens of the documents, without the BOS token that each document may begin with."""
+    prefix = text_prefix(tokenizer)
     begins = len(prefix) > 0
     parts = [ids[1:] if begins and ids[:1] == prefix else ids for ids in (document.ids for document in documents)]
     return np.concatenate([np.empty(0, np.int64), *parts])
@@ -254,7 +255,7 @@ def text_windows(tokenizer: Any, documents: Sequence[Document], measure: TextMea
     """The first windows of the concatenated documents, int64 [N,T], T = `measure.window`, each with the BOS token if
     the tokenizer adds one. Raises BadInput if there are fewer than two."""
     prefix = text_prefix(tokenizer)
-    stream, size = _stream(documents, prefix), measure.window - len(prefix)
+    stream, size = text_stream(tokenizer, documents), measure.window - len(prefix)
     windows = min(measure.windows, len(stream) // size)
     if windows < 2:
         raise BadInput(f"{KINDS[measure.source]}: {len(stream)} tokens do not fill two windows of {measure.window}")

@@ -15,7 +15,7 @@ from liger_convert.config.fields import Count, Length, Strict, between, refuse
 from liger_convert.eval import ruler
 from liger_convert.utils.errors import BadInput
 
-Draws = Annotated[int, between(1, 10**6)]
+Draws = Annotated[int, between(2, 10**6)]  # of one there is no standard error
 MOST_TOKENS = 10**9  # of one measure: they are in memory all at once
 MOST_LENGTH = 10**7  # of a text of RULER's
 POSITIONS = "_nll_at_"  # between a text's name and the end of a range of positions, in the name of their loss

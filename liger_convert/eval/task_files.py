@@ -181,9 +181,9 @@ def answers_problem(doc: dict[str, Any]) -> str | None:
     if "answers" not in doc:
         return None if isinstance(doc["value"], str) and doc["value"].strip() else "`value` should be a text"
     answers = doc["answers"]
-    if isinstance(answers, list) and answers and all(isinstance(answer, str) for answer in answers):
+    if isinstance(answers, list) and answers and all(isinstance(one, str) and one.strip() for one in answers):
         return None
-    return "`answers` should be a list of texts"
+    return "`answers` should be a list of texts, none of them empty: every text contains an empty one"
 
 
 def instructions_problem(doc: dict[str, Any]) -> str | None:

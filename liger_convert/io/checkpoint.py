@@ -62,6 +62,9 @@ COMPANIONS = (
     "generation_config.json",
     *LICENCES,
 )
+# What a forward pass returns is left in some configs by their training. It is no property of the model, and decoding
+# and measuring ask for nothing else than this.
+RETURNS = {"return_dict": True, "output_attentions": False, "output_router_logits": False}
 JSON_COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json")
 LFS_MARK, LFS_BYTES = b"version https://git-lfs.github.com/spec/", 1024  # what git leaves in the place of a large file
 COMPANION_BYTES = 64 << 20  # the largest tokenizer.json of a published model has some 40 MB
@@ -361,6 +364,9 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
     with refusing(f"{path}: transformers cannot use it"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     check_sizes({name: getattr(config, name, None) for name in SIZES}, str(path))
+    for name, value in RETURNS.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
     return config
 
 

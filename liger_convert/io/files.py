@@ -33,8 +33,19 @@ def disk_errors(path: Path) -> Iterator[None]:
         if code in _FULL or f"(os error {errno.ENOSPC})" in str(error):
             raise LinearizeError(f"{path}: the disk is full; free some space and start again") from error
         if code in _REFUSED:
-            raise LinearizeError(f"{path}: cannot be written: {error}") from error
+            raise LinearizeError(f"{path}: cannot be written: {_why(error)}") from error
         raise
+
+
+def _why(error: Exception) -> str:
+    """What stands in the way of writing, without the number of the system's error."""
+    if not isinstance(error, OSError) or error.filename is None:
+        return str(error)
+    if error.errno in (errno.EEXIST, errno.ENOTDIR):
+        path = Path(error.filename)
+        if files := [place for place in (path, *path.parents) if place.is_file()]:
+            return f"{files[0]} is a file, not a folder"
+    return f"{error.filename}: {error.strerror}"
 
 
 def fsync(path: Path) -> None:

@@ -15,10 +15,11 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
+from liger_convert.utils import interrupts
 from liger_convert.utils.errors import BadInput, first_line
 
 CPU_SECONDS = 2  # a template takes milliseconds; CPU time, so that a busy machine does not matter
@@ -72,29 +73,36 @@ def render(tokenizer: Any, messages: Sequence[dict[str, str]], template: str, *,
 def _try(work: Callable[[], object]) -> None:
     """Runs `work` in a child process. Raises BadTemplate if it exceeds its limits. Other errors of `work` are ignored
     here, since they will occur again in this process."""
-    with warnings.catch_warnings():
+    # Python loses an exception that a signal raises in the hooks around a fork, so the signal waits until after it
+    with interrupts.deferred(), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python warns about forking with threads; see WALL_SECONDS
         child = os.fork()
-    if child == 0:
-        code = 0
-        try:
-            _bound_resources()
-            work()
-        except MemoryError:
-            code = NO_MEMORY
-        except BaseException:
-            pass
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
+        if child == 0:
+            _end_with(work)
+        _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) != signal.SIGALRM:
         raise BadTemplate(f"the chat template does not finish (it was stopped after {CPU_SECONDS} s)")
     if os.WIFEXITED(status) and os.WEXITSTATUS(status) == NO_MEMORY:
         raise BadTemplate(f"the chat template asks for more than {MEMORY_BYTES >> 20} MiB of memory")
 
 
+def _end_with(work: Callable[[], object]) -> NoReturn:
+    """Does `work` within limits and ends this process, the child."""
+    code = 0
+    try:
+        _bound_resources()
+        work()
+    except MemoryError:
+        code = NO_MEMORY
+    except BaseException:
+        pass
+    finally:
+        os._exit(code)
+
+
 def _bound_resources() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, WALL_SECONDS)
     if sys.platform == "linux":
         with open("/proc/self/statm") as file:

@@ -22,6 +22,17 @@ def check_base(config: Any) -> None:
         raise BadInput(f"config.json: use_bidirectional_attention is set: {what}; give a causal language model")
     if getattr(config, "quantization_config", None) is not None:
         raise BadInput("base: config.json says it is quantised; give the bf16, fp16 or fp32 weights it was made from")
+    check_settings(config)
+
+
+def check_settings(config: Any) -> None:
+    """Raises BadInput for a window in a supported family's config that its layers ignore, but not its cache."""
+    declared = {name for cls in type(config).__mro__ for name in getattr(cls, "__annotations__", ())}
+    for name in ("sliding_window", "layer_types"):
+        # such as a Mistral's window, left over where its weights became a Llama
+        if name not in declared and getattr(config, name, None) is not None:
+            what = f"is no setting of {config.model_type}, yet transformers would shorten its cache by it"
+            raise BadInput(f"config.json: {name} {what}; remove it")
 
 
 def context_length(config: Any) -> int | None:

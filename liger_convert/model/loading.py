@@ -21,9 +21,10 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
+from liger_convert.io import generation_config
 from liger_convert.io.checkpoint import ADAPTER_CONFIG, DTYPES, Checkpoint, load_config
 from liger_convert.model import linearized_classes, linearized_config, new_state
-from liger_convert.model.bases import attention_option, meta_model
+from liger_convert.model.bases import attention_option, check_settings, meta_model
 from liger_convert.model.families import FAMILIES, PREFIX, family_of
 from liger_convert.model.quantization import (
     SCALE,
@@ -213,7 +214,9 @@ def _checked(folder: Path | str, trust_remote_code: bool = False, linearized: bo
     known = _is_known(config)
     checkpoint = open_checkpoint(folder, config, any_dtype=not known or is_quantized(config))
     if known:
+        check_settings(config)
         check_tensors(checkpoint, config)
+    generation_config.read(folder, getattr(config, "vocab_size", None))
     return checkpoint, config
 
 

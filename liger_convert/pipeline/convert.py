@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_convert.io import tokenizer
+from liger_convert.io import generation_config, tokenizer
 from liger_convert.io.checkpoint import INDEX, TensorInfo, copy_companions, load_config, require_tokenizer
 from liger_convert.io.files import atomic_dir
 from liger_convert.model import MIXER_MODULE, linear_layers, linearized_classes, linearized_config, new_state
@@ -51,6 +51,7 @@ def convert_checkpoint(
     tokenizer_class = tokenizer.class_name(base, trust_remote_code)
     checkpoint = open_checkpoint(base, base_config)
     dropped = check_tensors(checkpoint, base_config)
+    generation_config.read(base, base_config.vocab_size)
 
     copied = [info for info in checkpoint.tensors.values() if info.name not in dropped]
     config = linearized_config(base_config, linearization)

@@ -20,10 +20,12 @@ from liger_convert.config.names import LONG
 from liger_convert.config.recipe import Recipe
 from liger_convert.config.stages import Stage
 from liger_convert.data.documents import Document, Documents
-from liger_convert.eval.generation import continuations, encode
+from liger_convert.eval.generation import encode
+from liger_convert.eval.measures import text_stream
 from liger_convert.eval.suites import Suite
-from liger_convert.io import templates
+from liger_convert.io import generation_config, templates
 from liger_convert.io.files import scratch_folder
+from liger_convert.io.generation_config import reason
 from liger_convert.mixers.reach import reaches
 from liger_convert.model import linearized_classes, linearized_config
 from liger_convert.model.bases import context_length
@@ -32,7 +34,7 @@ from liger_convert.training import disk_estimate
 from liger_convert.training.sharding import why_not_sharded
 from liger_convert.training.student import refusal
 from liger_convert.utils.device import gpu_memory
-from liger_convert.utils.errors import BadInput, first_line
+from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import Report
 
 # Adam moves a weight by about the rate in each step. Float32 numbers near 1 are 6e-8 to 1.2e-7 apart: a step of less
@@ -43,7 +45,6 @@ OFTEN = 4  # times that a text may be read: so far it is nearly as good as new t
 REPEATS = 16  # from about here on, reading the same text again is worth little (arXiv 2305.16264)
 UNKNOWN = 0.05  # fraction of the tokens that the tokenizer cannot read
 FEW = 0.01  # fraction of the tokens that have context beyond the window
-GENERATION = "generation_config.json"
 TOKENS = 2  # how many the rehearsal generates
 
 
@@ -68,6 +69,10 @@ def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite) -> list[
             warnings.append(
                 f"{where}.seq_len: {stage.seq_len} is more than the {positions} tokens that the base supports"
             )
+    for name, teacher in recipe.teachers.items():
+        if positions is not None and teacher.document_tokens > positions:
+            said = f"{teacher.document_tokens} is more than the {positions} tokens that the base supports"
+            warnings.append(f"data.{name}.document_tokens: {said}")
     lengths = {text.metrics[0]: text.window for text in suite.text if text.score_from > 1}  # others are cut
     lengths |= {
         one.metrics[0]: 2 * one.length for copying in suite.copying if not copying.lengths for one in copying.each
@@ -159,7 +164,11 @@ def check_disk(plan: Plan, out: Path, *, keep_steps: bool = False) -> None:
 
 
 def check_held_out(
-    recipe: Recipe, suite: Suite, documents: Callable[[str], Documents], other: Sequence[Document] | None
+    recipe: Recipe,
+    suite: Suite,
+    tokenizer: Any,
+    documents: Callable[[str], Documents],
+    other: Sequence[Document] | None,
 ) -> None:
     """Raises BadInput where the text that `suite` measures is too short: what is held out, or `other`, of another kind
     than is trained on."""
@@ -167,12 +176,12 @@ def check_held_out(
         if text in recipe.teachers:
             held_out = recipe.teachers[text].held_out_tokens
         else:
-            held_out = sum(len(document.ids) for document in documents(text).held_out)
+            held_out = len(text_stream(tokenizer, documents(text).held_out))
         if held_out < suite.text_tokens():
             needed = f"suite {suite.name} needs {suite.text_tokens()}"
             raise BadInput(f"data.{text}: {held_out} tokens are held out, but {needed}; hold out more")
     if other is not None:
-        tokens, needed_tokens = sum(len(document.ids) for document in other), suite.text_tokens("other")
+        tokens, needed_tokens = len(text_stream(tokenizer, other)), suite.text_tokens("other")
         if tokens < needed_tokens:
             what = f"has {tokens} tokens, but suite {suite.name} needs {needed_tokens}"
             raise BadInput(f"data.{recipe.eval.other_text}: {what}; name a longer text")
@@ -188,31 +197,29 @@ def check_generation(
     """
     for prompt in prompts:
         _check_prompt(base_dir, tokenizer, prompt)
-    path = base_dir / GENERATION
-    if not path.exists():
+    if (given := generation_config.read(base_dir, config.vocab_size)) is None:
         return []
-    try:
-        given = GenerationConfig.from_pretrained(base_dir)
-    except Exception as error:  # whatever a broken file makes the library raise
-        raise BadInput(f"{path}: transformers cannot read it: {_reason(error)}") from None
-    warnings = _check_ends(path, given, config.vocab_size)
+    path = base_dir / generation_config.FILE
+    warnings = _odd_tokens(path, given, config.vocab_size)
     model = _tiny(config, linearization)
     if model is None:
         return warnings
 
-    def attempt(generation_config: GenerationConfig) -> Exception | None:
-        model.generation_config = generation_config
+    greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+
+    def attempt(settings: GenerationConfig) -> Exception | None:
+        model.generation_config = settings
         try:
             with scratch_folder() as folder:
-                generation_config.save_pretrained(folder)  # as each stage and the merge do with the model
-            continuations(model, tokenizer, prompts[:1], TOKENS)
+                settings.save_pretrained(folder)  # as each stage and the merge do with the model
+            model.generate(torch.tensor([encode(tokenizer, prompts[0], chat=True)]), max_new_tokens=TOKENS, **greedy)
         except Exception as error:  # whatever generation makes of settings that it cannot use
             return error
         return None
 
     plain = GenerationConfig()  # type: ignore[no-untyped-call]
     if (failure := attempt(given)) is not None and attempt(plain) is None:
-        raise BadInput(f"{path}: a linearized model cannot generate with it: {_reason(failure)}") from failure
+        raise BadInput(f"{path}: a linearized model cannot generate with it: {reason(failure)}") from failure
     return warnings
 
 
@@ -282,18 +289,14 @@ def _check_prompt(base_dir: Path, tokenizer: Any, prompt: str) -> None:
     try:
         ids = encode(tokenizer, prompt, chat=True)
     except Exception as error:  # a template is a program of its own
-        what = f"a prompt with one user turn cannot be built: {_reason(error)}"
+        what = f"a prompt with one user turn cannot be built: {reason(error)}"
         raise BadInput(f"{templates.file_in(base_dir)}: {what}") from None
     if not ids:
         raise BadInput(f"{templates.file_in(base_dir)}: the chat template produces nothing for one user turn")
 
 
-def _check_ends(path: Path, given: GenerationConfig, vocabulary: int) -> list[str]:
-    """Raises BadInput for an end-of-text token outside the vocabulary; returns warnings about other special tokens."""
-    ends = given.eos_token_id if isinstance(given.eos_token_id, list) else [given.eos_token_id]
-    for end in ends:
-        if end is not None and not (type(end) is int and 0 <= end < vocabulary):
-            raise BadInput(f"{path}: eos_token_id is {end!r}; it should be the id of one of the {vocabulary} tokens")
+def _odd_tokens(path: Path, given: GenerationConfig, vocabulary: int) -> list[str]:
+    """A warning for each special token outside the vocabulary that does not end a text."""
     others = {"pad_token_id": given.pad_token_id, "bos_token_id": given.bos_token_id}
     return [
         f"{path.name}: {name} is {token!r}, which is not one of the {vocabulary} tokens"
@@ -323,12 +326,6 @@ def _tiny(config: Any, linearization: Mapping[str, Any]) -> Any:
             return linearized_classes(config.model_type)[2](made).eval()
     except Exception:  # sizes that some family ties to others; the full model is built by the plan, and tells the rest
         return None
-
-
-def _reason(error: BaseException) -> str:
-    """The first line of an error, with the list that transformers writes below it."""
-    points = [line.strip("- ") for line in str(error).splitlines() if line.startswith("- ")]
-    return " ".join([first_line(error), *points])
 
 
 def check(

@@ -282,6 +282,9 @@ def _went_straight(record: Manifest) -> bool:
 def _check_place(recipe: Recipe, out: Path) -> None:
     """Raises BadInput when the run's folder would lie in a folder that the run reads, which it must find unchanged."""
     inputs = {"base": checkpoint.locate_base(recipe.base), "eval.data": recipe.eval.data}
+    for name, source in recipe.data.items():
+        if isinstance(source, FileSource):
+            inputs |= {f"data.{name}.path": source.path, f"data.{name}.validation": source.validation}
     for field, path in inputs.items():
         if path is not None and Path(path).is_dir() and out.resolve().is_relative_to(Path(path).resolve()):
             raise BadInput(f"--out {out}: is inside {path}, which the recipe reads as {field}; name another folder")

@@ -152,6 +152,8 @@ class RunSteps:
 
     def _load_documents(self, name: str) -> Documents:
         source, written = self.recipe.data[name], self.folder.step(f"data-{name}") / teacher.FILE
+        if name == self.recipe.eval.other_text:
+            source = source.model_copy(update={"held_out": 0.0})  # nothing is trained on it, and all of it is measured
         with show_progress(f"data {name}") as report:
             return load_source(source, self._tokenizer, seed=self.recipe.seed, written=written, progress=report)
 
@@ -209,7 +211,8 @@ class RunSteps:
                 single_steps.teacher_prompts(self.recipe, name, self._tokenizer, self.documents)
             else:
                 self.documents(name)
-        preflight.check_held_out(self.recipe, self._narrowed[0], self.documents, self.other_documents())
+        suite, other = self._narrowed[0], self.other_documents()
+        preflight.check_held_out(self.recipe, suite, self._tokenizer, self.documents, other)
         self.inputs.record(data_inputs(self.recipe))
         self.preflight()
 

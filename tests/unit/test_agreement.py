@@ -75,8 +75,9 @@ def test_the_base_agrees_with_all_that_it_wrote(base: Any) -> None:
     assert max(sizes) == MEASURE.tokens
 
 
-def test_what_the_base_writes_is_its_greedy_text(base: Any) -> None:
-    base.generation_config.repetition_penalty = 5.0  # is not greedy, and decides nothing
+@pytest.mark.parametrize("settings", [{"repetition_penalty": 5.0}, {"num_beams": 3}, {"max_time": 1e-9}])
+def test_what_the_base_writes_is_its_greedy_text_whatever_its_settings_are(base: Any, settings: dict[str, Any]) -> None:
+    base.generation_config.update(**settings)
     for row in written(base):
         ids, start = row["ids"], row["start"]
         with torch.no_grad():
@@ -101,6 +102,15 @@ def test_the_common_prefix_is_that_of_the_models_own_greedy_text(base_dir: Path,
     assert found["agreement/common_prefix"]["value"] == pytest.approx(np.mean(prefixes))
     assert found["agreement/greedy_match"]["value"] == pytest.approx(np.mean(same))
     assert 0 < np.mean(same) < 1
+
+
+def test_a_chat_template_with_a_token_that_the_model_lacks_leaves_out_the_conversation(base: Any) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<image>"])
+    tokenizer.embeddings = len(tokenizer) - 1
+    assert [row["chat"] for row in written(base, tokenizer)] == [False] * 4 + [True] * 3
+    tokenizer.chat_template = "<image>" + tokenizer.chat_template
+    assert [row["chat"] for row in written(base, tokenizer)] == [False] * 4
 
 
 def test_agreement_falls_with_every_jolt_and_with_the_words_in_another_order(base_dir: Path, base: Any) -> None:

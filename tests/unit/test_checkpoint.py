@@ -375,10 +375,12 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing(tmp_path, error):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_that_cannot_be_written_is_a_sentence(tmp_path):
+@pytest.mark.parametrize("out", ["file/out", "file/deep/er/out"])
+def test_a_place_that_cannot_be_written_is_a_sentence(tmp_path, out):
     (tmp_path / "file").touch()
-    with pytest.raises(LinearizeError, match="file/out: cannot be written"), atomic_dir(tmp_path / "file/out"):
+    with pytest.raises(LinearizeError) as caught, atomic_dir(tmp_path / out):
         pass
+    assert str(caught.value) == f"{tmp_path / out}: cannot be written: {tmp_path / 'file'} is a file, not a folder"
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ import pytest
 from reports import HOSTILE, measured, report
 
 from liger_convert.cli import main
+from liger_convert.eval.verdict import verdict
 from liger_convert.pipeline.pages import compare_page
 from liger_convert.pipeline.pages.compare import compare
 from liger_convert.utils.errors import BadInput
@@ -140,6 +141,16 @@ def test_a_run_worse_than_its_untrained_window_is_named_first(tmp_path, runs, ca
     assert main.main(["compare", *map(str, runs), "--out", str(out)]) == 0
     assert "worse than" not in capsys.readouterr().out
     assert '<section class="verdict bad"' not in out.read_text()
+
+
+def test_a_run_is_not_called_worse_by_what_its_own_verdict_leaves_out(tmp_path, runs):
+    models = report()["models"]
+    models["linearized"]["copy_nll_512"] = measured(9.0)
+    within = {name: {m: value for m, value in column.items() if m != "copy_nll_512"} for name, column in models.items()}
+    beyond = saved(tmp_path / "beyond", models=models, verdict=verdict(within))
+    assert compare([*runs, beyond])["runs"]["beyond"]["worse_than_untrained"] is False
+    counted = saved(tmp_path / "counted", models=models, verdict=verdict(models))
+    assert compare([*runs, counted])["runs"]["counted"]["worse_than_untrained"] is True
 
 
 def test_the_table_and_the_page_hold_every_number(runs, tmp_path, monkeypatch, capsys):

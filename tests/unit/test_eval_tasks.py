@@ -13,10 +13,11 @@ import torch
 import yaml
 from tasks import log_likelihood, run, suite, write_rows
 from tiny import save_tiny_base, tiny_tokenizer
+from transformers import GenerationConfig
 
 from liger_convert.eval import suites
 from liger_convert.eval.evaluation import evaluate_model
-from liger_convert.eval.generation import load_model
+from liger_convert.eval.generation import generate, load_model
 from liger_convert.eval.suites import Suite
 from liger_convert.utils.errors import BadInput
 
@@ -105,6 +106,23 @@ def test_a_task_with_local_rows_asks_and_scores_as_lm_eval_does(
     assert all(text.endswith(prompt) for text in asked)
 
 
+@pytest.mark.parametrize("settings", [{"max_new_tokens": 1}, {"num_beams": 3}])
+def test_an_answer_is_greedy_text_whatever_the_models_own_settings_are(
+    model: Any, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    prompt = " Bob sat. Name:"
+    said = generate(model, tiny_tokenizer(), prompt.strip(), max_new_tokens=8, chat=False)
+    assert len(said) > 4
+    (tmp_path / "swde.jsonl").write_text(json.dumps({"text": prompt, "value": said}) + "\n")
+    own = model.generation_config
+    model.generation_config = GenerationConfig(eos_token_id=2, **settings)
+    try:
+        found = run(model, tmp_path, [{"name": "swde", "metrics": ["contains"]}])
+    finally:
+        model.generation_config = own
+    assert found["swde/contains"]["value"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     [
@@ -112,6 +130,7 @@ def test_a_task_with_local_rows_asks_and_scores_as_lm_eval_does(
         ("openbookqa", {"answerKey": "C"}, "ValueError"),
         ("swde", {"value": " "}, "`value` should be a text"),
         ("drop_ctx", {"answers": "Bob"}, "`answers` should be a list of texts"),
+        ("drop_ctx", {"answers": ["Bob", ""]}, "`answers` should be a list of texts, none of them empty"),
         ("gsm8k", {"question": None}, ""),
         (
             "ifeval",

@@ -87,6 +87,10 @@ def test_the_paper_suite_has_the_papers_tasks_and_shots() -> None:
         ("{description: x, positions: [{window: 255}]}", "positions[0].window: should be from 256"),
         ("{description: x, text: [{source: other, name: far}]}", "text[0].name: a measure of `source: other`"),
         ("{description: x, text: [{name: other_far}]}", "text[0].name: a measure of `source: other`"),
+        ("{description: x, text: [{windows: 1}]}", "text[0].windows: should be from 2"),
+        ("{description: x, positions: [{windows: 1}]}", "positions[0].windows: should be from 2"),
+        ("{description: x, copying: [{draws: 1}]}", "copying[0].draws: should be from 2"),
+        ("{description: x, agreement: {prompts: 1}}", "agreement.prompts: should be from 2"),
         ("{description: x, text: [{source: train}]}", "text[0].source: 'train' is not a choice"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import save_tiny_base, tiny_tokenizer
+from transformers import GenerationConfig
 
 from liger_convert.eval.generation import continuations, generate, load_model
 from liger_convert.mixers import resolve_spec
@@ -75,6 +76,34 @@ def test_sampling_follows_its_seed_and_not_the_models_own_settings(model: Any) -
     assert generate(model, tokenizer, "Tell me", max_new_tokens=20) == greedy(
         model, tokenizer("<s>user: Tell me</s><s>assistant: ")["input_ids"], 20
     )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_beams": 3},
+        {"num_beams": 2, "num_return_sequences": 2},
+        {"no_repeat_ngram_size": 1},
+        {"min_new_tokens": 15},
+        {"suppress_tokens": list(range(3, 60))},
+        {"max_time": 1e-9},
+        {"stop_strings": ["a"]},
+        {"return_dict_in_generate": True},
+        {"cache_implementation": "quantized"},
+        {"prompt_lookup_num_tokens": 3},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_text_is_greedy_whatever_the_models_own_settings_are(model: Any, settings: dict[str, Any]) -> None:
+    tokenizer, own = tiny_tokenizer(), model.generation_config
+    expected = greedy(model, tokenizer("<s>user: Tell me</s><s>assistant: ")["input_ids"], 20)
+    model.generation_config = given = GenerationConfig(eos_token_id=2, **settings)
+    try:
+        assert generate(model, tokenizer, "Tell me", max_new_tokens=20, write=lambda piece: None) == expected
+        assert continuations(model, tokenizer, ["Tell me", "Tell me more"], 20)[0] == expected
+        assert model.generation_config is given
+    finally:
+        model.generation_config = own
 
 
 def test_an_empty_prompt_is_bad_input(model: Any) -> None:

@@ -44,6 +44,22 @@ def gguf(
     return after(wrote("x.gguf", data), lambda w: w.run("base=x.gguf"))
 
 
+def configured(changes: dict[str, object]) -> Callable[[World], object]:
+    return lambda w: w.config(**changes)
+
+
+def settings(written: dict[str, object]) -> Callable[[World], object]:
+    return wrote("base/generation_config.json", json.dumps(written))
+
+
+def generate(w: World) -> list[str]:
+    return ["generate", str(w.base), "--prompt", "hi"]
+
+
+def evaluate(w: World) -> list[str]:
+    return ["eval", str(w.base), "--text", "text.jsonl"]
+
+
 CONFIGS = [
     case("ten million layers", "num_hidden_layers should be from 1 to 1,024", config(num_hidden_layers=10**7)),
     case("a vocabulary of 10^12", "vocab_size should be from", config(vocab_size=10**12)),
@@ -63,6 +79,14 @@ CONFIGS = [
         "it contains an integer with thousands",
         after(wrote("base/config.json", f'{{"a": {DIGITS}}}'), World.convert),
     ),
+    *(
+        case(f"{name} for {command.__name__}", f"config.json: {says}", after(configured({name: value}), command))
+        for command in (World.run, generate)
+        for name, value, says in (
+            ("sliding_window", 8, "sliding_window is no setting of llama, yet transformers would shorten its cache"),
+            ("layer_types", ["full_attention"] * 3, "layer_types is no setting of llama"),
+        )
+    ),
     case(
         "for generate as well",
         "num_hidden_layers should be",
@@ -73,6 +97,16 @@ CONFIGS = [
         "generation_config.json: must hold",
         after(wrote("base/generation_config.json", "[]"), World.convert),
     ),
+]
+GENERATION = [
+    case(f"{name}, for {command.__name__}", f"generation_config.json: {says}", after(settings(written), command))
+    for command in (World.convert, generate, evaluate)
+    for name, written, says in (
+        ("settings that contradict", {"num_return_sequences": 2}, "transformers cannot read it: Greedy methods"),
+        ("a limit of nothing", {"max_new_tokens": 0}, "transformers cannot read it: `max_new_tokens` must be"),
+        ("an end that is a word", {"eos_token_id": ["x"]}, "eos_token_id is 'x'; it should be the id of one of the"),
+        ("an end beyond the tokens", {"eos_token_id": 101}, "eos_token_id is 101; it should be the id of one of the"),
+    )
 ]
 TOKENIZERS = [
     *(
@@ -229,6 +263,8 @@ GGUFS = [
 ]
 
 
-@hostile({"configs": CONFIGS, "tokenizers": TOKENIZERS, "templates": TEMPLATES, "gguf": GGUFS})
+@hostile(
+    {"configs": CONFIGS, "generation": GENERATION, "tokenizers": TOKENIZERS, "templates": TEMPLATES, "gguf": GGUFS}
+)
 def test_a_hostile_base_is_refused_in_one_sentence_and_nothing_is_left(world, words, says, code, capfd):
     check_refusal(world, words, says, code, capfd)

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import yaml
-from tiny import save_tiny_base, tiny_config
+from tiny import save_tiny_base, tiny_config, tiny_tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from liger_convert.cli import main
 from liger_convert.config.recipe import load
@@ -99,6 +100,23 @@ def test_a_sound_run_is_warned_of_nothing(home: Path, capsys: Any) -> None:
     plan = json.loads((home / "out/manifest.json").read_text())["steps"]["plan"]["plan"]
     assert plan["warnings"] == []
     assert plan["disk_peak"] == max(plan["disk_peak"], *plan["disk_bytes"].values())
+
+
+def test_tokens_that_begin_a_text_are_not_counted_as_text_to_measure(home: Path, capsys: Any) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.save_pretrained(home / "base")
+    lines(home / "text.jsonl", [{"text": f"{i:04}"} for i in range(50)])
+    lines(home / "held.jsonl", [{"text": f"{i:04}"} for i in range(100, 115)])
+    held = "data.text={source: file, path: text.jsonl, validation: held.jsonl}"
+    refused(words(held, "stages[0].concat_documents=true"), capsys, "60 tokens are held out, but suite suite needs 64")
+
+
+def test_a_text_of_another_kind_needs_no_part_to_train_on(home: Path, capsys: Any) -> None:
+    lines(home / "other.jsonl", [{"text": "a single document, which is long enough to measure on " * 3}])
+    (home / "suite.yaml").write_text("description: x\ntext: [{window: 32, windows: 2, source: other}]\n")
+    other = "data.other={source: file, path: other.jsonl, held_out: 0.5}"
+    assert warned(words(other, "eval.other_text=other"), capsys) == []
 
 
 # --- generation
@@ -244,6 +262,10 @@ def test_text_that_is_read_over_and_over_is_told(home: Path, capsys: Any) -> Non
     [
         (["stages[0].seq_len=128", "stages[0].tokens=1024"], ""),
         (["stages[0].seq_len=512", "stages[0].tokens=1024"], "512 is more than the 256 tokens that the base supports"),
+        (
+            ["data.own={source: teacher, tokens: 1024, document_tokens: 512}"],
+            "data.own.document_tokens: 512 is more than",
+        ),
         (["stages[0].learning_rates.mixer=0.2"], "0.2 is high"),
         (["stages[0].learning_rates.mixer=2e-8"], "4 steps of 2e-08 move no weight by more than 8e-08"),
         (["stages[0].warmup_ratio=0.99"], "covers all 4 steps"),

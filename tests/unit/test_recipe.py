@@ -354,6 +354,53 @@ def test_text_that_is_trained_on_under_another_name_is_no_text_of_another_kind(s
     assert recipe.parse(RECIPE, ["data.far={source: hub, id: a/b, split: test}", "eval.other_text=far"])
 
 
+def test_a_file_of_a_folder_that_is_trained_on_is_no_text_of_another_kind():
+    trained = "data.chat={source: file, path: texts, format: alpaca}"
+    inside = "data.far={source: file, path: texts/far.jsonl}"
+    assert "eval.other_text: source 'far' is " in refusal(trained, inside, "eval.other_text=far")
+    assert recipe.parse(RECIPE, [trained, inside.replace("texts/", "texts2/"), "eval.other_text=far"])
+
+
+HELD_OUT = "data.text={source: file, path: texts, held_out: 0.1}"
+BOTH = "stages[0].data={text: 0.5, more: 0.5}"
+
+
+@pytest.mark.parametrize(
+    ("measured", "more"),
+    [
+        (HELD_OUT, "{source: file, path: ./texts}"),
+        (HELD_OUT, "{source: file, path: texts, held_out: 0.05}"),
+        (HELD_OUT, "{source: file, path: texts/a.jsonl}"),
+        (HELD_OUT, "{source: file, path: texts, held_out: 0.1, field: body}"),
+        ("data.text={source: file, path: a.jsonl, validation: b.jsonl}", "{source: file, path: b.jsonl}"),
+        ("data.text={source: hub, id: a/b, validation: test}", "{source: hub, id: a/b, split: test, held_out: 0.5}"),
+        ("seed=0", "{source: pydoc, format: messages}"),
+    ],
+)
+def test_what_is_held_out_to_be_measured_is_not_trained_on_under_another_name(measured, more):
+    said = refusal(measured, f"data.more={more}", BOTH)
+    assert "data.more: the run would also read what source 'text' holds out to be measured (eval.text)" in said
+
+
+@pytest.mark.parametrize(
+    ("measured", "more"),
+    [
+        (HELD_OUT, "{source: file, path: texts, held_out: 0.2}"),
+        (HELD_OUT, "{source: file, path: texts2}"),
+        ("data.text={source: file, path: a.jsonl, validation: b.jsonl}", "{source: file, path: a.jsonl}"),
+        (
+            "data.text={source: file, path: a.jsonl, validation: b.jsonl}",
+            "{source: file, path: c, validation: b.jsonl}",
+        ),
+        ("data.text={source: hub, id: a/b, validation: test}", "{source: hub, id: a/b}"),
+        ("seed=0", "{source: pydoc, format: messages, held_out: 0.1}"),
+        ("data.text={source: teacher, tokens: 1e4, held_out: 0.1}", "{source: teacher, tokens: 1e4}"),
+    ],
+)
+def test_sources_that_share_a_text_may_hold_out_the_same_part_of_it(measured, more):
+    assert recipe.parse(RECIPE, [measured, f"data.more={more}", BOTH])
+
+
 def test_text_that_a_trained_source_continues_is_not_of_another_kind() -> None:
     trained = "stages[0].data={text: 0.5, own: 0.5}"
     said = refusal(OTHER, OWN, trained, "eval.other_text=far")

@@ -363,6 +363,18 @@ def test_an_error_inside_a_run_is_one_line_and_leaves_no_half_finished_step(
     assert not (home / "troubled/steps/convert").exists()
 
 
+def test_a_base_whose_config_asks_for_further_outputs_is_converted_and_measured_all_the_same(tmp_path, home):
+    base = save_tiny_base("olmoe", tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    asked = {"output_router_logits": True, "output_attentions": True, "return_dict": False}
+    (base / "config.json").write_text(json.dumps(config | asked))
+    out = str(tmp_path / "out")
+    assert main.main(["run", "recipe.yaml", "--base", str(base), "--out", out, "--set", "when_worse=warn"]) == 0
+    assert main.main(["generate", f"{out}/export", "--prompt", "green", "--max-new-tokens", "2"]) == 0
+    exported = json.loads((tmp_path / "out/export/config.json").read_text())
+    assert not any(exported.get(name) == value for name, value in asked.items())
+
+
 def test_a_run_keeps_its_steps_when_told_to(home, finished):
     resume = ["--resume"] if (home / "troubled").exists() else []
     assert main.main(["run", "recipe.yaml", "--out", "troubled", "--keep-steps", *resume]) == 0

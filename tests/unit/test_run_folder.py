@@ -114,10 +114,19 @@ def test_a_link_that_leads_out_of_a_run_is_refused_before_the_work(home, base, c
     assert [path.name for path in (home / "victim").iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize(("out", "changes"), [("base/out", {}), ("base", {}), ("rows/runs/out", {"data": "rows"})])
+@pytest.mark.parametrize(
+    ("out", "changes"),
+    [
+        ("base/out", {}),
+        ("base", {}),
+        ("rows/runs/out", {"eval": RECIPE["eval"] | {"data": "rows"}}),
+        ("rows/out", {"data": {"text": {"source": "file", "path": "rows"}}}),
+        ("rows/out", {"data": {"text": {"source": "file", "path": "suite.yaml", "validation": "rows"}}}),
+    ],
+)
 def test_a_run_inside_a_folder_that_it_reads_is_refused(home, base, capsys, out, changes):
     (home / "rows").mkdir()
-    recipe = write_recipe(home, eval=RECIPE["eval"] | changes)
+    recipe = write_recipe(home, **changes)
     before = sorted(home.rglob("*"))
     assert main.main(["run", recipe, "--out", out]) == 2
     (complaint,) = capsys.readouterr().err.splitlines()

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 from runs import SUITE, weights, write_home
+from tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 from liger_convert.cli import main
+from liger_convert.io import templates
 from liger_convert.utils import interrupts
 from liger_convert.utils.progress import quiet_libraries
 
@@ -224,6 +226,7 @@ def test_the_processes_of_an_evaluation_end_with_their_parent(home, number):
 def test_a_process_that_cannot_answer_a_signal_is_ended():
     script = """
 import hashlib, threading
+from liger_convert.io import templates
 from liger_convert.utils import interrupts
 interrupts.GRACE = 1.0
 with interrupts.handled("last words"):
@@ -277,6 +280,16 @@ def test_a_signal_waits_for_work_that_saves_itself_but_not_for_long(monkeypatch)
             work(seconds)
     assert reached == [0.05]
     assert interrupts.received() is None
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # how a lost exception would show
+def test_a_signal_is_not_lost_while_a_template_is_tried_in_a_fork():
+    armed = [signal.SIGTERM]
+    os.register_at_fork(after_in_parent=lambda: armed and signal.raise_signal(armed.pop()))
+    tokenizer = tiny_tokenizer()
+    with pytest.raises(interrupts.Stopped), interrupts.handled(""):
+        templates.render(tokenizer, [{"role": "user", "content": "hi"}], "{# a new template #}" + CHAT_TEMPLATE)
+    assert armed == []
 
 
 def test_a_second_signal_does_not_wait():

@@ -155,14 +155,15 @@ def _run(report: Mapping[str, Any], metrics: Sequence[str], zero: Mapping[str, A
         and not (metric.endswith("_byte_ppl") or POSITIONS in metric)
         and (share := recovery(metric, models["linearized"][metric], zero[metric], models["base"][metric])) is not None
     }
+    # the report knows which measures reach beyond the base's context, on which no verdict is based
+    judged = report.get("verdict", {}).get("compared", {}).get("memory_ablated", measured)
+    within = {name: {metric: models[name][metric] for metric in measured if metric in judged} for name in NEEDED}
     return {
         "cache_bytes": _cache(report, "linearized"),
         "measures": models["linearized"],
         "recovery": recovered,
         "mean_recovery": sum(recovered.values()) / len(recovered) if recovered else None,
-        "worse_than_untrained": verdict({name: {m: models[name][m] for m in measured} for name in NEEDED})[
-            "worse_than_untrained"
-        ],
+        "worse_than_untrained": verdict(within)["worse_than_untrained"],
     }
 
 

@@ -56,6 +56,10 @@ class _Plan(_Part):
     linearization: _Linearization
 
 
+class _Verdict(_Part):
+    compared: dict[str, dict[str, str]] = Field(default_factory=dict)  # which older reports do not have
+
+
 class _Report(_Part):
     """The fields that every reader of a report relies on."""
 
@@ -63,6 +67,7 @@ class _Report(_Part):
     base: str
     models: _Models
     plan: _Plan
+    verdict: _Verdict = Field(default_factory=_Verdict)
 
 
 def read_report(path: Path) -> dict[str, Any]:
