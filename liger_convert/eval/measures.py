@@ -88,8 +88,7 @@ def position_losses(
     Documents that do not fill two windows are read in shorter ones, so that the last ranges are missing. Raises
     BadInput if they do not fill two windows of the first range.
     """
-    prefix = text_prefix(tokenizer)
-    half = len(_stream(documents, prefix)) // 2 + len(prefix)
+    half = len(text_stream(tokenizer, documents)) // 2 + len(text_prefix(tokenizer))
     measure = measure.at_most(max(half, FIRST_END))
     ids_NT = text_windows(tokenizer, documents, measure)[:, : measure.ends[-1]]
     losses_NT = window_losses(model, ids_NT, batch_size, dtype, lambda done: report(done, len(ids_NT), measure.name))
