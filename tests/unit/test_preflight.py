@@ -102,6 +102,19 @@ def test_a_sound_run_is_warned_of_nothing(home: Path, capsys: Any) -> None:
     assert plan["disk_peak"] == max(plan["disk_peak"], *plan["disk_bytes"].values())
 
 
+def test_few_softmax_layers_that_are_not_chosen_by_copying_are_a_warning(home: Path, capsys: Any) -> None:
+    shutil.rmtree(home / "base")
+    save_tiny_base("llama", home / "base", num_hidden_layers=8)
+
+    def said(count: int, select: str) -> list[str]:
+        layers = f"layers={{softmax_auto: {count}, select: {select}}}"
+        return warned(["plan", "recipe.yaml", "--set", layers], capsys, "warning: layers.select")
+
+    (warning,) = said(1, "kl")
+    assert "with only 1 of 8 layers softmax, kl keeps those of text and not of recall; set it to copy" in warning
+    assert said(1, "copy") == said(2, "kl") == []
+
+
 def test_tokens_that_begin_a_text_are_not_counted_as_text_to_measure(home: Path, capsys: Any) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
