@@ -76,8 +76,9 @@ def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite) -> list[
             warnings.append(f"data.{name}.document_tokens: {said}")
     choices = len(plan.layers) - len(plan.sliding)
     if recipe.selected_by != "copy" and 0 < SPARSE * plan.undecided < choices:
-        few = f"{plan.undecided} of {choices} layers softmax, {recipe.selected_by} keeps those of text and not of recall"
-        warnings.append(f"layers.select: with only {few}; set it to copy to find again what is far back")
+        few, by = f"only {plan.undecided} of {choices} layers softmax", recipe.selected_by
+        why = f"with {few}, {by} keeps those of text and not of recall"
+        warnings.append(f"layers.select: {why}; set it to copy to find again what is far back")
     lengths = {text.metrics[0]: text.window for text in suite.text if text.score_from > 1}  # others are cut
     lengths |= {
         one.metrics[0]: 2 * one.length for copying in suite.copying if not copying.lengths for one in copying.each
