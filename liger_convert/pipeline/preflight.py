@@ -45,7 +45,7 @@ OFTEN = 4  # times that a text may be read: so far it is nearly as good as new t
 REPEATS = 16  # from about here on, reading the same text again is worth little (arXiv 2305.16264)
 UNKNOWN = 0.05  # fraction of the tokens that the tokenizer cannot read
 FEW = 0.01  # fraction of the tokens that have context beyond the window
-SPARSE = 6  # with fewer than one softmax layer in so many, only `copy` was seen to choose those of recall
+SPARSE = 6  # with fewer than one softmax layer in so many, only `copy` has chosen those of recall (eval/LOG.md)
 TOKENS = 2  # how many the rehearsal generates
 
 
@@ -76,9 +76,9 @@ def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite) -> list[
             warnings.append(f"data.{name}.document_tokens: {said}")
     choices = len(plan.layers) - len(plan.sliding)
     if recipe.selected_by != "copy" and 0 < SPARSE * plan.undecided < choices:
-        few, by = f"only {plan.undecided} of {choices} layers softmax", recipe.selected_by
-        why = f"with {few}, {by} keeps those of text and not of recall"
-        warnings.append(f"layers.select: {why}; set it to copy to find again what is far back")
+        few = f"with so few softmax layers ({plan.undecided} of {choices})"
+        seen = f"{recipe.selected_by} has lost recall from far back in our runs, and copy has kept it"
+        warnings.append(f"layers.select: {few}, {seen}")
     lengths = {text.metrics[0]: text.window for text in suite.text if text.score_from > 1}  # others are cut
     lengths |= {
         one.metrics[0]: 2 * one.length for copying in suite.copying if not copying.lengths for one in copying.each

@@ -111,7 +111,7 @@ def test_few_softmax_layers_that_are_not_chosen_by_copying_are_a_warning(home: P
         return warned(["plan", "recipe.yaml", "--set", layers], capsys, "warning: layers.select")
 
     (warning,) = said(1, "kl")
-    assert "with only 1 of 8 layers softmax, kl keeps those of text and not of recall; set it to copy" in warning
+    assert "with so few softmax layers (1 of 8), kl has lost recall from far back" in warning
     assert said(1, "copy") == said(2, "kl") == []
 
 
