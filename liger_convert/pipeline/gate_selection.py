@@ -29,15 +29,12 @@ from liger_convert.config.layers import LayerChoice
 from liger_convert.config.recipe import Recipe
 from liger_convert.data.documents import Document
 from liger_convert.data.packed_rows import PackedDataset, collate, pack
-from liger_convert.eval import measures
-from liger_convert.eval.suites import CopyMeasure
 from liger_convert.mixers import SOFTMAX
 from liger_convert.model.bases import context_length
 from liger_convert.pipeline.layer_selection import (
-    DRAWS,
     LayerSelection,
     Switch,
-    copy_losses,
+    copying,
     span,
 )
 from liger_convert.pipeline.plan import Plan
@@ -95,11 +92,11 @@ def select_by_gates(
     dtype = compute_dtype(switch.device, recipe.precision)
     with autocast(switch.device, dtype):
         gates = train_gates(switch, count, rows, lambda done, note: report(done, total, note))
-    ids_NT = measures.repetitions(tokenizer, documents, CopyMeasure(length=length, draws=DRAWS))
+    measure = copying(switch, tokenizer, documents, length, dtype)
     chosen = largest(gates, count)
     measured = []
     for softmax in (switch.choices, *(chosen[:kept] for kept in range(count + 1))):
-        measured.append(copy_losses(switch.set_softmax(softmax), ids_NT, length, recipe.eval.batch_size, dtype))
+        measured.append(measure(softmax))
         report(steps + len(measured), total)
     base, linear, *reached = measured
     return GateSelection(base, linear, {}, {}, list(zip(chosen, reached, strict=True)), gates)

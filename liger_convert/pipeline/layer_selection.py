@@ -45,7 +45,10 @@ from liger_convert.utils.device import autocast, compute_dtype
 from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import Report
 
-DRAWS = 8
+# Texts that are repeated for `copy`, and of how many times `measures.ROW` tokens at a time. On a GPU, smaller batches
+# would be bound by kernel launches.
+DRAWS = {"cuda": 32, "cpu": 8}
+BATCH = {"cuda": 16, "cpu": 4}
 LENGTH = 128  # least number of tokens of x; also at least two windows, so that the first half has left the window
 
 # The rows on which `kl` is measured. A CPU measures as many tokens as for `copy`.
@@ -167,8 +170,7 @@ def select_layers(
     if recipe.selected_by == "kl":
         measure = divergence(switch, documents, dtype, recipe.seed)
     else:
-        ids_NT = measures.repetitions(tokenizer, documents, CopyMeasure(length=length, draws=DRAWS))
-        measure = _copy_losses(switch, ids_NT, length, recipe.eval.batch_size, dtype)
+        measure = copying(switch, tokenizer, documents, length, dtype)
     total, done = evaluations(len(switch.choices), count), 0
 
     def counted(softmax: Collection[int]) -> Losses:
@@ -187,11 +189,18 @@ def span(plan: Plan) -> int:
     return max(LENGTH, 2 * window)
 
 
-def copy_losses(model: Any, ids_NT: Tensor, length: int, batch_size: int, dtype: torch.dtype) -> CopyLosses:
-    """The losses of `model` on texts of `length` tokens that are repeated once, `ids_NT`."""
-    losses_NT = measures.window_losses(model, ids_NT, batch_size, dtype).double()
-    # the first token of the second half belongs to neither, because nothing announces that x starts again
-    return CopyLosses(_finite(losses_NT[:, 1 - length :]), _finite(losses_NT[:, :-length]))
+def copying(switch: Switch, tokenizer: Any, documents: Sequence[Document], length: int, dtype: torch.dtype) -> Measure:
+    """Measures by the loss on texts of `length` tokens that are repeated once."""
+    kind = switch.device.type
+    draws, batch_size = (sizes.get(kind, sizes["cuda"]) for sizes in (DRAWS, BATCH))
+    ids_NT = measures.repetitions(tokenizer, documents, CopyMeasure(length=length, draws=draws))
+
+    def measure(softmax: Collection[int]) -> CopyLosses:
+        losses_NT = measures.window_losses(switch.set_softmax(softmax), ids_NT, batch_size, dtype).double()
+        # the first token of the second half belongs to neither, because nothing announces that x starts again
+        return CopyLosses(_finite(losses_NT[:, 1 - length :]), _finite(losses_NT[:, :-length]))
+
+    return measure
 
 
 def make_switch(
@@ -230,10 +239,6 @@ def make_switch(
     with autocast(device, dtype):
         calibrate(model, base, batch["input_ids"].to(device), batch["position_ids"].to(device))
     return Switch(base, model, device)
-
-
-def _copy_losses(switch: Switch, ids_NT: Tensor, length: int, batch_size: int, dtype: torch.dtype) -> Measure:
-    return lambda softmax: copy_losses(switch.set_softmax(softmax), ids_NT, length, batch_size, dtype)
 
 
 def divergence(switch: Switch, documents: Sequence[Document], dtype: torch.dtype, seed: int) -> Measure:

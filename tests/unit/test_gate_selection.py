@@ -96,7 +96,7 @@ def selected(folder: Path, keep: int = 1, tokens: int = 40_000, text: list[Docum
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little to calibrate and to measure on, and small steps."""
     monkeypatch.setattr(layer_selection, "CALIBRATION_TOKENS", 1024)
-    monkeypatch.setattr(gate_selection, "DRAWS", 2)
+    monkeypatch.setitem(layer_selection.DRAWS, "cpu", 2)
     monkeypatch.setattr(gate_selection, "ROWS", 2)
     monkeypatch.setattr(gate_selection, "RATE", 0.3)
 
