@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from liger_convert.config.fields import Index, Strict, Tokens, between, refuse, whole
 from liger_convert.config.names import LONG, MAIN, SOFTMAX
@@ -136,14 +137,17 @@ def _tag(value: object) -> str:
     return "names" if isinstance(value, list | tuple) else "pattern"
 
 
-def _pattern(value: str) -> str:
+def _pattern(value: Any) -> str:
+    if not isinstance(value, str):
+        forms = "all, letters such as LLLN, a list of names, or a mapping such as {softmax_auto: 0.25}"
+        refuse("", f"should be {forms}, not {json.dumps(value, default=str)}")
     if not re.fullmatch("all|[LN]*L[LN]*", value):
         refuse("", f"{value!r} is not a pattern; use all, or letters such as LLLN (L becomes linear, N stays softmax)")
     return value
 
 
 Layers = Annotated[
-    Annotated[str, AfterValidator(_pattern), Tag("pattern")]
+    Annotated[str, BeforeValidator(_pattern), Tag("pattern")]
     | Annotated[Annotated[list[str], Field(min_length=1)], Tag("names")]
     | Annotated[LayerChoice, Tag("choice")],
     Discriminator(_tag),

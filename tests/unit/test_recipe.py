@@ -174,6 +174,7 @@ def test_a_yaml_mistake_is_named_with_its_line():
         ("layers=[main, sofmax, other]", "layers[1]: 'sofmax' is not a name; did you mean 'softmax'?"),
         ("layers={linear: [0], softmax: [1]}", "layers: give exactly one of"),
         ("layers=NNN", "layers: 'NNN' is not a pattern"),
+        ("layers=3", "layers: should be all, letters such as LLLN, a list of names, or a mapping such as"),
         ("mixer.join=learned", "mixer.join: is called combine now"),
         ("mixers.other={type: gla, join: learned}", "mixers.other.join: is called combine now"),
         ("mixer={type: mom, inner: {type: gla, join: fixed}}", "mixer.inner.join: is called combine now"),
