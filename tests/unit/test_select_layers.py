@@ -194,12 +194,14 @@ def test_by_kl_the_base_is_at_zero_and_each_layer_that_is_restored_brings_the_mo
     assert "softmax alone: kl" in console.export_text()
 
 
-def test_rows_that_are_measured_together_give_the_divergence_of_rows_measured_alone(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("select", "sizes"), [("kl", "KL_ROWS"), ("copy", "BATCH")])
+def test_rows_that_are_measured_together_give_the_losses_of_rows_measured_alone(
+    select: str, sizes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone = selected(1, select="kl")
-    monkeypatch.setitem(layer_selection.KL_ROWS, "cpu", 3)  # the last batch is not full
-    together = selected(1, select="kl")
+    monkeypatch.setitem(getattr(layer_selection, sizes), "cpu", 1)
+    alone = selected(1, select=select)
+    monkeypatch.setitem(getattr(layer_selection, sizes), "cpu", 3)  # the last batch is not full
+    together = selected(1, select=select)
     assert alone.linear.score > 0.01
     for name in ("swapped", "restored"):
         for layer, losses in getattr(alone, name).items():
