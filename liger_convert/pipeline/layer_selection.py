@@ -45,8 +45,8 @@ from liger_convert.utils.device import autocast, compute_dtype
 from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import Report
 
-# Texts that are repeated for `copy`, and of how many times `measures.ROW` tokens at a time. On a GPU, smaller batches
-# would be bound by kernel launches.
+# How many texts are repeated for `copy`, and the batch size at which they are measured, in rows of `measures.ROW`
+# tokens. On a GPU, smaller batches would be bound by kernel launches.
 DRAWS = {"cuda": 32, "cpu": 8}
 BATCH = {"cuda": 16, "cpu": 4}
 LENGTH = 128  # least number of tokens of x; also at least two windows, so that the first half has left the window
