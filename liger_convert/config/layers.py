@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal
@@ -140,7 +139,7 @@ def _tag(value: object) -> str:
 def _pattern(value: Any) -> str:
     if not isinstance(value, str):
         forms = "all, letters such as LLLN, a list of names, or a mapping such as {softmax_auto: 0.25}"
-        refuse("", f"should be {forms}, not {json.dumps(value, default=str)}")
+        refuse("", f"should be {forms}, not {value!r}")
     if not re.fullmatch("all|[LN]*L[LN]*", value):
         refuse("", f"{value!r} is not a pattern; use all, or letters such as LLLN (L becomes linear, N stays softmax)")
     return value

@@ -23,6 +23,7 @@ from liger_convert.io.files import atomic_dir, disk_errors
 from liger_convert.io.run_folder import STEPS, RunFolder
 from liger_convert.pipeline import manifest
 from liger_convert.pipeline.manifest import Manifest
+from liger_convert.pipeline.recorded_inputs import data_inputs
 from liger_convert.pipeline.steps import RunSteps, Step
 from liger_convert.training.sharing import share
 from liger_convert.utils import processes
@@ -281,12 +282,9 @@ def _went_straight(record: Manifest) -> bool:
 
 def _check_place(recipe: Recipe, out: Path) -> None:
     """Raises BadInput when the run's folder would lie in a folder that the run reads, which it must find unchanged."""
-    inputs = {"base": checkpoint.locate_base(recipe.base), "eval.data": recipe.eval.data}
-    for name, source in recipe.data.items():
-        if isinstance(source, FileSource):
-            inputs |= {f"data.{name}.path": source.path, f"data.{name}.validation": source.validation}
+    inputs = {"base": checkpoint.locate_base(recipe.base)} | data_inputs(recipe)
     for field, path in inputs.items():
-        if path is not None and Path(path).is_dir() and out.resolve().is_relative_to(Path(path).resolve()):
+        if path is not None and path.is_dir() and out.resolve().is_relative_to(path.resolve()):
             raise BadInput(f"--out {out}: is inside {path}, which the recipe reads as {field}; name another folder")
 
 

@@ -226,7 +226,6 @@ def test_the_processes_of_an_evaluation_end_with_their_parent(home, number):
 def test_a_process_that_cannot_answer_a_signal_is_ended():
     script = """
 import hashlib, threading
-from liger_convert.io import templates
 from liger_convert.utils import interrupts
 interrupts.GRACE = 1.0
 with interrupts.handled("last words"):
