@@ -31,10 +31,8 @@ def capture(
     slots = tuple(None if x is None else x.clone() for x in given)
     before = [tensor.clone() for tensor in tensors()]
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    # autocast's cached casts would not live as long as the graph, so the graph makes its own
-    casting, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     try:
-        with torch.autocast("cuda", dtype, enabled=casting, cache_enabled=False):
+        with without_cached_casts():
             side.wait_stream(torch.cuda.current_stream())
             try:
                 with torch.cuda.stream(side):
@@ -58,6 +56,18 @@ def capture(
         return result
 
     return replay
+
+
+@contextlib.contextmanager
+def without_cached_casts() -> Iterator[None]:
+    """Context in which autocast keeps no casts: they would not live as long as a graph, so the graph makes its own.
+
+    What is compiled depends on it. So a step that `capture` gets must not be compiled outside of it before, or it will
+    be compiled twice.
+    """
+    casting, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    with torch.autocast("cuda", dtype, enabled=casting, cache_enabled=False):
+        yield
 
 
 def _error_mode() -> str:

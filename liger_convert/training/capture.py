@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from liger_convert.config.stages import AlignStage, Stage
-from liger_convert.model.cuda_graphs import capture
+from liger_convert.model.cuda_graphs import capture, without_cached_casts
 from liger_convert.model.placing import waits
 from liger_convert.training.averaging import flat_like
 
@@ -93,7 +93,7 @@ class CapturedFwdBwd:
         try:
             for p in self.parameters:
                 p.grad = self.grads.get(p)
-            with _maskless(self.models):
+            with _maskless(self.models), without_cached_casts():
                 run(*batch.values())  # a warm-up: compiles, and finds out which parameters get a gradient at all
                 self._keep_gradients()
                 self.replays[_shapes(batch)] = capture(run, tuple(batch.values()), list, self.pool)

@@ -62,10 +62,19 @@ def compile_layers(model: Any, objective: Objective, aligning: bool) -> None:
         for layer in [] if waits(objective.base) else objective.base.model.layers:
             compile_parts(layer)
         return
+    embeddings = whole.get_input_embeddings()
+    if not embeddings.weight.requires_grad:
+        embeddings.register_forward_hook(_with_gradient)
     teacher = getattr(objective, "base", None)
     of_teacher = [] if teacher is None or waits(teacher) else teacher.model.layers
     for layer in [*backbone.layers, *of_teacher]:
         layer.compile(dynamic=False)
+
+
+def _with_gradient(embeddings: torch.nn.Module, ids: Any, output_BTC: torch.Tensor) -> torch.Tensor:
+    """Lets the input of the first layer need a gradient, as those of all others do. It would get a graph of its own
+    otherwise."""
+    return output_BTC.requires_grad_()
 
 
 def compile_attention(model: Any) -> None:

@@ -14,6 +14,7 @@ def replayed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Has every stage take the path of a CUDA graph: its slots, warm-up and replays, on a CPU; what would be
     captured may look at no position. Returns the words for what happens, as it does."""
     from liger_convert.model import sequence
+    from liger_convert.model.cuda_graphs import without_cached_casts
     from liger_convert.training import capture, trainer
 
     done: list[str] = []
@@ -29,7 +30,8 @@ def replayed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             for module in (masking_utils, sequence):
                 patches.setattr(module, "find_packed_sequence_indices", looked)
             for _ in range(2):
-                step(*slots)
+                with without_cached_casts():
+                    step(*slots)
         done.append("captured")
 
         def replay(*inputs: Tensor) -> Tensor:

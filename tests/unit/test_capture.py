@@ -152,6 +152,53 @@ def test_graphs_of_two_shapes_add_to_the_same_gradients(
         weight.grad = None
 
 
+def test_what_is_captured_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer is compiled again wherever autocast's cache is on if it was off before."""
+    from liger_convert.training.capture import CapturedFwdBwd
+
+    replayed_on_a_cpu(monkeypatch)
+    layer, graphs = torch.nn.Linear(4, 4), []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(layer, backend=keep)
+
+    def passes(batch: dict[str, Tensor]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = compiled(batch["x"]).sum()
+        loss.backward()
+        return loss.detach()
+
+    CapturedFwdBwd(passes, list(layer.parameters()), []).capture({"x": torch.ones(3, 4)})
+    torch.compiler.reset()
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("trained", ["adapters", "weights"])
+def test_layers_of_a_kind_share_a_graph(trained: str) -> None:
+    """Also the first one, if the embeddings are frozen so that its input would need no gradient."""
+    graphs: list[Any] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    base = load_base(folders()[0], CPU, torch.float32).train()
+    base.get_input_embeddings().requires_grad_(trained == "weights")
+    with pytest.MonkeyPatch.context() as patches:
+        real = torch.compile
+        patches.setattr(torch, "compile", lambda call, dynamic: real(call, backend=keep, dynamic=dynamic))
+        compile_layers(base, FinetuneObjective(), False)
+    try:
+        ids = torch.arange(3, 3 + SEQ_LEN)[None]
+        base(input_ids=ids, use_cache=False).logits.sum().backward()
+    finally:
+        torch.compiler.reset()
+    assert len(graphs) == 1
+
+
 def test_gradients_beside_the_flat_ones_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of graphs for rows of another length; whose the flat ones are is told apart."""
     from liger_convert.training.capture import CapturedFwdBwd
