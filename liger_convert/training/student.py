@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
+import gated_kernels
 import torch
+import torch._functorch.config
 import torch._inductor.config
 from peft import LoraConfig, PeftModel, get_peft_model
 
+import liger_convert
 from liger_convert.config.stages import Lora, Stage
 from liger_convert.model import MIXER_MODULE, linear_layers, parameter_group
 from liger_convert.model.families import family_of
@@ -51,9 +58,9 @@ def compile_layers(model: Any, objective: Objective, aligning: bool) -> None:
     alignment only the attention of the linearized layers is compiled, as nothing else runs. A teacher with layers in
     host memory is not compiled: its weights are loaded by hooks that cannot be part of a graph.
     """
+    _keep_compiled_graphs()
     torch._dynamo.config.recompile_limit = 64  # kinds of layers times row lengths
     torch._dynamo.config.optimize_ddp = False  # it splits graphs to send gradients earlier; single layers are fine
-    torch._inductor.config.unsafe_marked_cacheable_functions = CACHEABLE
     whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     backbone = whole.model
     if aligning:
@@ -69,6 +76,24 @@ def compile_layers(model: Any, objective: Objective, aligning: bool) -> None:
     of_teacher = [] if teacher is None or waits(teacher) else teacher.model.layers
     for layer in [*backbone.layers, *of_teacher]:
         layer.compile(dynamic=False)
+
+
+def _keep_compiled_graphs() -> None:
+    """Lets torch's cache on disk keep the graphs of all layers, so that another run need not compile them again.
+
+    A key of that cache does not see what an op does in its backward pass. So the keys are made to depend on our code.
+    """
+    torch._inductor.config.unsafe_marked_cacheable_functions = CACHEABLE
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    given = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")  # torch's own variable, for a user's own tag
+    torch.compiler.config.cache_key_tag = given + code_hash(liger_convert.__path__[0], gated_kernels.__path__[0])
+
+
+@functools.cache
+def code_hash(*folders: str) -> str:
+    """The hexadecimal sha256 of all Python files in these folders."""
+    files = [file for folder in folders for file in sorted(Path(folder).rglob("*.py"))]
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _with_gradient(embeddings: torch.nn.Module, ids: Any, output_BTC: torch.Tensor) -> torch.Tensor:

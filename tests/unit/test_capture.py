@@ -7,6 +7,7 @@ from inspect import isfunction
 from pathlib import Path
 from typing import Any
 
+import gated_kernels
 import numpy as np
 import pytest
 import torch
@@ -19,14 +20,15 @@ from tiny import save_tiny_base
 from torch import Tensor
 from torch._inductor.compile_fx import compile_fx
 
+import liger_convert
 from liger_convert.config.stages import Lora
 from liger_convert.mixers import resolve_spec
 from liger_convert.mixers.window_attention import with_forgetting
 from liger_convert.model.cuda_graphs import capture
-from liger_convert.model.loading import linearize_base, load_base
+from liger_convert.model.loading import linearize_base, load_base, load_pretrained
 from liger_convert.model.sequence import SequenceMetadata
 from liger_convert.training.finetune import FinetuneObjective
-from liger_convert.training.student import compile_layers
+from liger_convert.training.student import code_hash, compile_layers
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")
 
@@ -197,6 +199,49 @@ def test_layers_of_a_kind_share_a_graph(trained: str) -> None:
     finally:
         torch.compiler.reset()
     assert len(graphs) == 1
+
+
+def test_what_is_compiled_is_kept_for_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, check_cacheable
+
+    linear = load_pretrained(folders()[1], dtype=torch.float32).train()
+    graphs: list[Any] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(gated_recurrence, "reads_no_values", lambda: True)  # as on a GPU
+    with monkeypatch.context() as patches:
+        real = torch.compile
+        patches.setattr(torch, "compile", lambda call, dynamic: real(call, backend=keep, dynamic=dynamic))
+        compile_layers(linear, FinetuneObjective(), False)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            linear(input_ids=torch.arange(3, 3 + SEQ_LEN)[None], use_cache=False)
+    finally:
+        torch.compiler.reset()
+    for graph in graphs:
+        check_cacheable(graph)
+    functions = [graph for graph in graphs if "autograd_function_apply" in graph.code]
+    assert functions, "what torch would not keep by itself"
+    with torch._functorch.config.patch(autograd_cache_allow_custom_autograd_functions=False):
+        for graph in functions:
+            with pytest.raises(BypassAOTAutogradCache):
+                check_cacheable(graph)
+
+
+def test_what_is_kept_is_not_used_for_other_code(tmp_path: Path) -> None:
+    """What a kept graph does in its backward pass is not part of its key otherwise."""
+    compile_layers(load_base(folders()[0], CPU, torch.float32), FinetuneObjective(), False)
+    assert code_hash(*liger_convert.__path__, *gated_kernels.__path__) in torch.compiler.config.cache_key_tag
+    hashes = set()
+    for text in ("1", "12"):
+        folder = tmp_path / text
+        (folder / "op").mkdir(parents=True)
+        (folder / "op" / "kernel.py").write_text(text)
+        hashes |= {code_hash(str(folder))}
+    assert len(hashes) == 2
 
 
 def test_gradients_beside_the_flat_ones_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
