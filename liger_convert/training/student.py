@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import math
 import os
 import re
@@ -19,6 +20,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 import liger_convert
 from liger_convert.config.stages import Lora, Stage
+from liger_convert.mixers.base import Mixer
 from liger_convert.model import MIXER_MODULE, linear_layers, parameter_group
 from liger_convert.model.families import family_of
 from liger_convert.model.placing import waits
@@ -58,7 +60,7 @@ def compile_layers(model: Any, objective: Objective, aligning: bool) -> None:
     alignment only the attention of the linearized layers is compiled, as nothing else runs. A teacher with layers in
     host memory is not compiled: its weights are loaded by hooks that cannot be part of a graph.
     """
-    _keep_compiled_graphs()
+    _keep_compiled_graphs(model)
     torch._dynamo.config.recompile_limit = 64  # kinds of layers times row lengths
     torch._dynamo.config.optimize_ddp = False  # it splits graphs to send gradients earlier; single layers are fine
     whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -78,21 +80,24 @@ def compile_layers(model: Any, objective: Objective, aligning: bool) -> None:
         layer.compile(dynamic=False)
 
 
-def _keep_compiled_graphs() -> None:
+def _keep_compiled_graphs(model: Any) -> None:
     """Lets torch's cache on disk keep the graphs of all layers, so that another run need not compile them again.
 
-    A key of that cache does not see what an op does in its backward pass. So the keys are made to depend on our code.
+    A key of that cache does not see what an op does in its backward pass. So the keys are made to depend on our code,
+    and on that of mixers from other packages.
     """
     torch._inductor.config.unsafe_marked_cacheable_functions = CACHEABLE
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     given = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")  # torch's own variable, for a user's own tag
-    torch.compiler.config.cache_key_tag = given + code_hash(liger_convert.__path__[0], gated_kernels.__path__[0])
+    folders = [Path(package.__path__[0]) for package in (liger_convert, gated_kernels)]
+    files = {Path(inspect.getfile(type(module))) for module in model.modules() if isinstance(module, Mixer)}
+    torch.compiler.config.cache_key_tag = given + code_hash(*folders, *sorted(files))
 
 
 @functools.cache
-def code_hash(*folders: str) -> str:
-    """The hexadecimal sha256 of all Python files in these folders."""
-    files = [file for folder in folders for file in sorted(Path(folder).rglob("*.py"))]
+def code_hash(*paths: Path) -> str:
+    """The hexadecimal sha256 of these Python files, and of all in these folders."""
+    files = [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
 
 

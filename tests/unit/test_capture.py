@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from copy import deepcopy
 from inspect import isfunction
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import gated_kernels
 import numpy as np
 import pytest
 import torch
@@ -20,9 +21,8 @@ from tiny import save_tiny_base
 from torch import Tensor
 from torch._inductor.compile_fx import compile_fx
 
-import liger_convert
 from liger_convert.config.stages import Lora
-from liger_convert.mixers import resolve_spec
+from liger_convert.mixers import MIXERS, resolve_spec
 from liger_convert.mixers.window_attention import with_forgetting
 from liger_convert.model.cuda_graphs import capture
 from liger_convert.model.loading import linearize_base, load_base, load_pretrained
@@ -231,17 +231,31 @@ def test_what_is_compiled_is_kept_for_the_next_run(monkeypatch: pytest.MonkeyPat
                 check_cacheable(graph)
 
 
-def test_what_is_kept_is_not_used_for_other_code(tmp_path: Path) -> None:
+def test_what_is_kept_is_not_used_for_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a kept graph does in its backward pass is not part of its key otherwise."""
-    compile_layers(load_base(folders()[0], CPU, torch.float32), FinetuneObjective(), False)
-    assert code_hash(*liger_convert.__path__, *gated_kernels.__path__) in torch.compiler.config.cache_key_tag
+    module = ModuleType("new_mixer")
+    module.__file__ = str(tmp_path / "new_mixer.py")
+    monkeypatch.setitem(sys.modules, "new_mixer", module)
+    model = load_pretrained(folders()[1])
+    model.model.layers[0].self_attn.mixer.__class__ = type("New", (MIXERS["gla"],), {"__module__": "new_mixer"})
+    tags = []
+    for text in ("1", "2", "1"):
+        code_hash.cache_clear()
+        (tmp_path / "new_mixer.py").write_text(text)
+        compile_layers(model, FinetuneObjective(), False)
+        tags.append(torch.compiler.config.cache_key_tag)
+    assert tags[0] == tags[2] != tags[1]
+
+
+def test_a_folders_hash_is_that_of_all_its_code(tmp_path: Path) -> None:
     hashes = set()
-    for text in ("1", "12"):
-        folder = tmp_path / text
-        (folder / "op").mkdir(parents=True)
-        (folder / "op" / "kernel.py").write_text(text)
-        hashes |= {code_hash(str(folder))}
+    for text in ("1", "2"):
+        file = tmp_path / text / "op" / "kernel.py"
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+        hashes |= {code_hash(tmp_path / text), code_hash(file)}
     assert len(hashes) == 2
+    assert code_hash(tmp_path) not in hashes
 
 
 def test_gradients_beside_the_flat_ones_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
