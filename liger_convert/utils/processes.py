@@ -5,6 +5,10 @@ processes, and the address of their key-value store, through environment variabl
 is done once. The others wait for the tasks that it announces, and train with it. They wait on the store, not in a
 collective, because collectives have a timeout.
 
+torchrun starts the processes anew after a failure, on each host for a reason and a number of times of its own. Its
+store outlives them, with the keys of those that ended. So each start has a name, which the first process makes up and
+gives to each of the others that asks for it, and all keys begin with that name.
+
 The first process to fail prints why and puts its exit code into the store. The others then exit with the same code and
 print nothing. torch is imported only if there are several processes.
 """
@@ -17,6 +21,7 @@ import json
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -27,6 +32,8 @@ from liger_convert.utils.errors import BadInput, LinearizeError
 POLL = 0.05  # seconds between polls of the store
 GRACE = 5.0  # seconds that a process has to end by itself after another one has failed
 CONNECT = timedelta(seconds=5)  # timeout of the store
+JOINING = 600.0  # seconds within which all processes have started
+JOINING_TO_FAIL = 20.0  # the same, for a process that has nothing left to do but to say why it failed
 SIGNAL_WAIT = 3.0  # seconds within which a launcher notices that a process was killed, and signals the others
 LAUNCHED = "LINEARIZE_LAUNCHED"  # set by our own launcher, which reports by itself that a signal ended the run
 _NEEDED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -34,6 +41,7 @@ _BY_ACCELERATE = "ACCELERATE_MIXED_PRECISION"  # always set by `accelerate launc
 
 _barriers, _announced = itertools.count(), itertools.count()
 _left = threading.Event()
+_name: str | None = None  # of this start
 
 
 class Ended(LinearizeError):
@@ -86,17 +94,24 @@ def check_launch(gpus: int | None) -> bool:
 def join(cpu: bool) -> None:
     """Joins the process group, over gloo with `cpu` and over NCCL otherwise. All processes call it.
 
-    Does nothing if there is only one process. Raises BadInput if processes would have to share a GPU.
+    Does nothing if there is only one process. Raises BadInput if processes would have to share a GPU, and
+    LinearizeError if not all of them start.
     """
     if count() == 1:
         return
     import torch
     from accelerate import PartialState
+    from torch.distributed import default_pg_timeout, init_process_group
 
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if not cpu and here > torch.cuda.device_count():
         seen = torch.cuda.device_count()
         raise BadInput(f"{here} processes were started on a machine with {seen} GPUs; start one for each GPU at most")
+    try:
+        store = _connect(f"torch/{_name_of_start(JOINING)}", default_pg_timeout)
+    except TimeoutError as error:
+        raise LinearizeError(str(error)) from None
+    init_process_group("gloo" if cpu else "nccl", store=store, rank=rank(), world_size=count())
     PartialState(cpu=cpu)
     threading.Thread(target=_end_with_others, daemon=True).start()
 
@@ -152,6 +167,8 @@ def agree_on_exit_code(code: int, *, unexpected: bool = False) -> tuple[int, boo
             code = _wait_for_signal(code)
         mine = f"{rank()} {code}"
         first = _store().compare_set("failed", "", mine).decode()
+    except TimeoutError:  # not all processes have started
+        return code, True
     except (RuntimeError, OSError, KeyError, ValueError):  # the launcher is gone, or gave no store
         return code, is_first()
     return int(first.split()[1]), first == mine and not (code > 128 and LAUNCHED in os.environ)
@@ -183,21 +200,73 @@ def _failed() -> int | None:
 
 @functools.cache
 def _store() -> Any:
-    return _connect()
+    return _connect(f"linearize/{_name_of_start(JOINING_TO_FAIL)}")
 
 
-def _connect() -> Any:
-    """A connection to torch.distributed's store, with our own key prefix."""
+def _connect(prefix: str, timeout: timedelta = CONNECT) -> Any:
+    """A connection to torch.distributed's store, with a key prefix."""
     from torch.distributed import PrefixStore, TCPStore
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=CONNECT)
-    return PrefixStore(f"linearize/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", client)
+    return PrefixStore(prefix, TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout))
+
+
+@functools.cache
+def _host() -> Any:
+    """The server of the store, where the launcher has none."""
+    from torch.distributed import TCPStore
+
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True)
+
+
+def _name_of_start(seconds: float) -> str:
+    """The name of this start of the processes, the same in all of them. Raises TimeoutError if not all processes ask
+    for it within so many `seconds`."""
+    global _name
+    if _name is None:
+        _name = _give_name(seconds) if is_first() else _ask_for_name(seconds)
+    return _name
+
+
+def _give_name(seconds: float) -> str:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        _host()
+    store, name, missing = _connect("linearize"), uuid.uuid4().hex, set(range(1, count()))
+
+    def all_know() -> bool:
+        for other in sorted(missing):
+            if store.check([f"asks/{other}"]):
+                store.set(f"answer/{store.get(f'asks/{other}').decode()}", name)
+            if store.check([f"{name}/{other}"]):
+                missing.discard(other)
+        return not missing
+
+    _wait_at_most(seconds, all_know)
+    return name
+
+
+def _ask_for_name(seconds: float) -> str:
+    store, own = _connect("linearize", timedelta(seconds=seconds)), uuid.uuid4().hex
+    store.set(f"asks/{rank()}", own)
+    _wait_at_most(seconds, lambda: store.check([f"answer/{own}"]))
+    name: str = store.get(f"answer/{own}").decode()
+    store.set(f"{name}/{rank()}", "")
+    return name
+
+
+def _wait_at_most(seconds: float, is_ready: Callable[[], bool]) -> None:
+    until = time.monotonic() + seconds
+    while not is_ready():
+        if time.monotonic() > until:
+            raise TimeoutError(f"not all of {count()} processes have started within {seconds:.0f} seconds")
+        time.sleep(POLL)
 
 
 def _end_with_others() -> None:
     """Ends this process GRACE seconds after another one has failed, since it may be waiting for it in a collective."""
-    store, code = _connect(), 1  # its own connection, because a connection serves one request at a time
+    # its own connection, because a connection serves one request at a time
+    store, code = _connect(f"linearize/{_name}"), 1
     try:
         while not store.check(["failed"]):
             if _left.wait(1.0):

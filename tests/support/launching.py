@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +31,25 @@ def environment(**changes: str) -> dict[str, str]:
 def torchrun(processes: int, *words: str | Path) -> list[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     return [*launcher, *map(str, words)]
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("localhost", 0))
+        return int(server.getsockname()[1])
+
+
+def workers(out: str) -> dict[int, int]:
+    """The processes of the run `out`, by rank."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            ranks = [int(v[5:]) for v in variables if v.startswith(b"RANK=")]
+            if ranks and out.encode() in words:
+                found[ranks[0]] = int(folder.name)
+    return found
 
 
 def spread(

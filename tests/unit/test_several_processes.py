@@ -5,7 +5,6 @@ Each launch imports torch in every process, so several stages share one.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import multiprocessing
 import os
@@ -19,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from launching import SECONDS, distance, environment, learned, spread, told, torchrun
+from launching import SECONDS, distance, environment, learned, spread, told, torchrun, workers
 from ranks import do
 from runs import write_home
 from safetensors.torch import load_file
@@ -406,19 +405,6 @@ def test_two_processes_train_on_the_rows_of_a_mix_that_one_does(home: Path) -> N
     assert distance(moved["mix-other"], moved["mix"]) > 1e-2  # control: other rows
     read = [json.loads((home / out / "manifest.json").read_text())["steps"]["2-distill"] for out in ("mix", "mix-2")]
     assert read[0]["sources"] == read[1]["sources"]
-
-
-def workers(out: str) -> dict[int, int]:
-    """The processes of the run `out`, by rank."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            variables = (folder / "environ").read_bytes().split(b"\0")
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            ranks = [int(v[5:]) for v in variables if v.startswith(b"RANK=")]
-            if ranks and out.encode() in words:
-                found[ranks[0]] = int(folder.name)
-    return found
 
 
 @pytest.mark.slow
