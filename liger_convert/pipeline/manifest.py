@@ -16,11 +16,13 @@ from liger_convert import __version__
 from liger_convert.config.recipe import Recipe
 from liger_convert.io.checksums import files_in
 from liger_convert.io.files import atomic_write, read_json
+from liger_convert.utils import processes
 from liger_convert.utils.errors import BadInput
 
 FILE = "manifest.json"
 FORMAT = 3  # the version written; a run of an older one can be verified, but not resumed
 READABLE = (2, 3)
+LOCK = ".lock"  # holds the name of the launch that works on a run, if its processes may be started anew
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "lm-eval")
 
 
@@ -119,9 +121,21 @@ def first_difference(old: Any, new: Any, path: str = "") -> str | None:
 def lock(run: Path) -> Iterator[None]:
     """Locks a run against a second process. The system releases the lock however this process ends. Raises BadInput if
     the run is locked."""
-    with open(run / ".lock", "a") as file:
+    with open(run / LOCK, "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BadInput(f"{run}: another process is working on this run; wait for it or stop it") from None
+        sign(run)
         yield
+
+
+def sign(run: Path) -> None:
+    """Records in the folder of a run that this launch works on it."""
+    (run / LOCK).write_text(processes.launch(), encoding="utf-8")
+
+
+def is_own(run: Path) -> bool:
+    """Whether the processes of this launch have begun the run, before they were started anew."""
+    name = processes.launch()
+    return bool(name) and (run / LOCK).exists() and (run / LOCK).read_text(encoding="utf-8") == name

@@ -166,7 +166,8 @@ def run(
     """Runs `recipe` in the folder `out`, which must be new, or with `resume` hold this run unfinished.
 
     text, overrides: what the recipe was read from, for the manifest. keep_steps: keep the models between the steps.
-    Where a launcher started several processes, all call it: the first does the steps, the others train with it.
+    Where a launcher started several processes, all call it: the first does the steps, the others train with it. A run
+    that the launcher's processes had begun before they were started anew goes on, with or without `resume`.
     Raises BadInput when the recipe, its base or its data cannot be used (a new run then leaves no folder), or when
     recipe or inputs are not those of the run to resume; LinearizeError when the work itself fails.
     """
@@ -205,12 +206,16 @@ def _work(recipe: Recipe, out: Path, *, text: str, overrides: Sequence[str], res
     _check_place(recipe, out)
     for stage in recipe.stages:
         share(stage, processes.count(), recipe.sequence_parallel)
+    if not resume and manifest.is_own(out):
+        console.print(f"note: the processes were started anew, and go on with {out}", markup=False, soft_wrap=True)
+        resume = True
     if resume:
         _require_resumable(Manifest.read(out), out)
     else:
         _check(recipe)
         with atomic_dir(out) as new:
             Manifest.new(recipe, text, overrides, _machine(recipe)).write(new)
+            manifest.sign(new)
     with manifest.lock(out):
         folder = RunFolder(out)
         folder.remove(*out.glob(".*.partial-*"))  # left by a process that was killed

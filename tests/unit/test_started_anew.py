@@ -1,18 +1,32 @@
-"""torchrun starts all processes anew when one of them has ended: they find each other again."""
+"""torchrun starts all processes anew when one of them has ended: they find each other again, and go on with the run."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import multiprocessing
 import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launching import SECONDS, free_port
+from launching import SECONDS, environment, free_port, torchrun, workers
+from runs import weights, write_home
 from torch.distributed import TCPStore
 
 from liger_convert.utils import processes
+
+RUN = ["-m", "liger_convert.cli", "run", "recipe.yaml", "--out"]
+TRAINED: list[dict[str, Any]] = [
+    {"kind": "align", "learning_rates": {"mixer": 1e-2}},
+    {"kind": "distill", "learning_rates": {"mixer": 1e-3, "body": 1e-4}, "tokens": 100 * 64, "save_every": 2},
+]
+
 
 def begin(rank: int, port: int, restarts: int, fails: bool, told: Any) -> None:
     """Begins as process `rank` of two under torchrun, the second one later. Tells its rank, a sum over both, and the
@@ -60,3 +74,78 @@ def test_a_process_does_not_wait_forever_for_one_that_never_starts(monkeypatch: 
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     with pytest.raises(TimeoutError, match="not all of 2 processes have started within 1 seconds"):
         processes._name_of_start(1.0)
+
+
+# --- whole runs
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("home")
+    write_home(folder, TRAINED)
+    return folder
+
+
+def kill(home: Path, out: str, rank: int, saved: int, before: set[int]) -> set[int]:
+    """Kills a process of the run once it has a checkpoint of so many steps. Returns all that were there; before: those
+    that have been killed."""
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until:
+        ranks = workers(out)
+        done = [int(path.name.split("-")[1]) for path in (home / out).glob("steps/2-distill/checkpoints/checkpoint-*")]
+        if len(ranks) == 2 and not before & set(ranks.values()) and max(done, default=0) >= saved:
+            os.kill(ranks[rank], signal.SIGKILL)
+            return set(ranks.values())
+        time.sleep(0.05)
+    raise TimeoutError(out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("agents", [1, 2])
+def test_a_run_goes_on_when_torchrun_starts_its_processes_anew(home: Path, agents: int) -> None:
+    """Also those of two hosts, each with a torchrun of its own. Both processes are killed once."""
+    through, out = f"through-{agents}", f"killed-{agents}"
+    options: dict[str, Any] = {"cwd": home, "env": environment(), "stdout": subprocess.DEVNULL}
+
+    def start(out: str) -> list[subprocess.Popen[str]]:
+        commands = [torchrun(2, "--max-restarts", "4", *RUN, out)]
+        if agents == 2:
+            where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", out]
+            words = ["--nnodes", "2", "--nproc-per-node", "1", "--local-addr", "localhost", "--max-restarts", "4"]
+            commands = [[sys.executable, "-m", "torch.distributed.run", *where, *words, *RUN, out]] * 2
+        return [subprocess.Popen(c, stderr=subprocess.PIPE, text=True, **options) for c in commands]
+
+    def end(started: list[subprocess.Popen[str]]) -> str:
+        said = [process.communicate(timeout=2 * SECONDS)[1] for process in started]
+        assert [process.returncode for process in started] == [0] * agents, said
+        return "".join(said)
+
+    with contextlib.ExitStack() as stack:
+        for process in (started := start(out)):
+            stack.callback(process.terminate)
+        killed = kill(home, out, 1, 20, set())
+        kill(home, out, 0, 40, killed)
+        assert end(started).count(f"note: the processes were started anew, and go on with {out}") == 2
+    end(start(through))
+    assert weights(home / out) == weights(home / through)
+    curves = [json.loads((home / each / "manifest.json").read_text())["steps"]["2-distill"] for each in (out, through)]
+    assert curves[0]["loss"] == curves[1]["loss"]
+
+
+def test_a_run_of_another_launch_is_not_taken_for_its_own(home: Path) -> None:
+    """`none` is the name that torchrun gives if it is given none."""
+    from liger_convert.pipeline import manifest
+
+    run = home / "of-others"
+    run.mkdir()
+    assert not manifest.is_own(run)
+    with pytest.MonkeyPatch.context() as patches:
+        manifest.sign(run)
+        assert not manifest.is_own(run), "without a launcher"
+        for name in ("one", "none"):
+            patches.setenv("TORCHELASTIC_RUN_ID", name)
+            assert not manifest.is_own(run)
+            manifest.sign(run)
+            assert manifest.is_own(run)
+        patches.setattr(os, "getppid", lambda: 1)
+        assert not manifest.is_own(run)
