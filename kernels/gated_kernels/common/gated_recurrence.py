@@ -1,6 +1,7 @@
 """The chunkwise gated recurrence in torch: matrix products within chunks, and a loop over chunks for the state.
 
-It serves `gla`, with a gate for each feature, and `simple_gla`, with one gate per head or none: gates broadcast.
+This is the entry point for all kinds of gates. One gate per head, or none, is left to per_head_recurrence.py, and the
+rest is about a gate for each feature.
 
 The outputs of a chunk are the sum of an intra-chunk part, scores times values, and an inter-chunk part, decayed queries
 times the state before the chunk. The score of tokens t and s is q_t k_s times every decay after s up to t. Decays are
@@ -12,8 +13,7 @@ are taken to the middle of the block.
 The backward pass recomputes all of this, so that only the inputs are saved.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, X = V, or V + 1
-with a normalizer, N chunks, C chunk length. Chunked tensors are [B, G, N, C, ...], queries [B, G, N, C, R, F], a gate's
-last size is F or 1.
+with a normalizer, N chunks, C chunk length. Chunked tensors are [B, G, N, C, ...], queries [B, G, N, C, R, F].
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from gated_kernels.common.chunks import by_token, by_tokens, chunk_length, segments_of, split, step
 from gated_kernels.common.derivatives import differentiable_gradients
+from gated_kernels.common.per_head_recurrence import PerHead
 from gated_kernels.common.tracing import reads_no_values
 
-CHUNK = 32
 MILD = math.exp(-30)  # pairs that the mask removes reach exp(60), which must be finite in fp32
 
 
@@ -72,8 +73,10 @@ def _recurrence(
 ) -> tuple[Tensor, Tensor]:
     B, T, G = v_BTGV.shape[:3]
     if T == 1:
-        return _step(q_BTHF, k_BTGF, v_BTGV, log_a, state, exclusive)
-    log_a = v_BTGV.new_zeros(()).expand(B, T, G, 1) if log_a is None else log_a
+        return step(q_BTHF, k_BTGF, v_BTGV, log_a, state, exclusive)
+    if log_a is None or log_a.shape[-1] == 1:
+        log_a = v_BTGV.new_zeros(()).expand(B, T, G, 1) if log_a is None else log_a
+        return PerHead.apply(q_BTHF, k_BTGF, v_BTGV, log_a, state, segment_ids_BT, exclusive)
     if not exclusive:
         return _Chunked.apply(q_BTHF, k_BTGF, v_BTGV, log_a, state, segment_ids_BT)
     # Exclusive: the state before token t is the one after token t - 1, so q_t reads in the place of q_{t-1}.
@@ -84,19 +87,6 @@ def _recurrence(
     o_BTHV, last = _Chunked.apply(early_BTHF, k_BTGF, v_BTGV, log_a, state, segment_ids_BT)
     first = (q_BTHF[:, 0].to(state.dtype).unflatten(1, (G, -1)) @ state).flatten(1, 2)
     return torch.cat([first[:, None].to(o_BTHV.dtype), o_BTHV[:, :-1]], 1), last
-
-
-def _step(
-    q_BTHF: Tensor, k_BTGF: Tensor, v_BTGV: Tensor, log_a: Tensor | None, state: Tensor, exclusive: bool
-) -> tuple[Tensor, Tensor]:
-    q, k, v = (x[:, 0].to(state.dtype) for x in (q_BTHF, k_BTGF, v_BTGV))
-    k, v_row = k[..., None], v[..., None, :]
-    if log_a is None:
-        last = torch.addcmul(state, k, v_row)
-    else:  # in place: allocating another state would cost as much as the addition
-        last = (state * log_a[:, 0, :, :, None].to(state.dtype).exp()).addcmul_(k, v_row)
-    o = q.unflatten(1, (v.shape[1], -1)) @ (state if exclusive else last)
-    return o.flatten(1, 2)[:, None].to(v_BTGV.dtype), last
 
 
 class _Decay(NamedTuple):
@@ -160,12 +150,12 @@ def _forward(
     q_BTHF: Tensor, k_BTGF: Tensor, v_BTGV: Tensor, log_a: Tensor, state: Tensor, segment_ids_BT: Tensor | None
 ) -> _Pass:
     T, G = k_BTGF.shape[1:3]
-    C = min(CHUNK, 1 << (T - 1).bit_length())
-    q, k, v, gate = (_split(x, C, state.dtype) for x in (q_BTHF.unflatten(2, (G, -1)), k_BTGF, v_BTGV, log_a))
+    C = chunk_length(T)
+    q, k, v, gate = (split(x, C, state.dtype) for x in (q_BTHF.unflatten(2, (G, -1)), k_BTGF, v_BTGV, log_a))
     B, G, N, C, R, F = q.shape
     segment = same = None
     if segment_ids_BT is not None:
-        segment = torch.cat([segment_ids_BT, segment_ids_BT[:, -1:].expand(-1, N * C - T)], 1).view(B, 1, N, C)
+        segment = segments_of(segment_ids_BT, N, C)
         same = (segment[..., :, None] == segment[..., None, :])[..., None, :]
     decay = _decay(gate, segment)
 
@@ -209,43 +199,26 @@ class _Chunked(torch.autograd.Function):
         o.flatten(0, 2).baddbmm_(run.read.flatten(3, 4).flatten(0, 2), run.states.flatten(0, 2))
         o = o.unflatten(3, run.q.shape[3:5])
         # no cast here: if it is a no-op, torch 2.11 loses the gradients of this op under torch.compile
-        return _tokens(o)[:, : q_BTHF.shape[1]].flatten(2, 3), run.last
+        return by_tokens(o)[:, : q_BTHF.shape[1]].flatten(2, 3), run.last
 
     @staticmethod
     def backward(ctx: Any, do_BTHV: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
         inputs = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return differentiable_gradients(_by_token, inputs, (do_BTHV, dlast))
+            return differentiable_gradients(by_token, inputs, (do_BTHV, dlast))
         with torch.autocast(do_BTHV.device.type, enabled=False):
-            *grads, dstate = _backward(_forward(*inputs), do_BTHV, dlast, per_head=inputs[3].shape[-1] == 1)
+            *grads, dstate = _backward(_forward(*inputs), do_BTHV, dlast)
         T = do_BTHV.shape[1]
-        return *(_tokens(g)[:, :T].reshape(x.shape).to(x.dtype) for g, x in zip(grads, inputs)), dstate, None
+        return *(by_tokens(g)[:, :T].reshape(x.shape).to(x.dtype) for g, x in zip(grads, inputs)), dstate, None
 
 
-def _by_token(
-    q_BTHF: Tensor, k_BTGF: Tensor, v_BTGV: Tensor, log_a: Tensor, state: Tensor, segment_ids_BT: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Computes what `_Chunked` does, token by token: slow, but differentiable any number of times."""
-    outputs = []
-    for t in range(k_BTGF.shape[1]):
-        if segment_ids_BT is not None and t:
-            state = state * (segment_ids_BT[:, t] == segment_ids_BT[:, t - 1])[:, None, None, None]
-        q, k, v, gate = (x[:, t : t + 1] for x in (q_BTHF, k_BTGF, v_BTGV, log_a))
-        o_B1HV, state = _step(q, k, v, gate, state, exclusive=False)
-        outputs.append(o_B1HV)
-    return torch.cat(outputs, 1), state
-
-
-def _backward(run: _Pass, do_BTHV: Tensor, dlast: Tensor, per_head: bool) -> tuple[Tensor, ...]:
-    """The gradients of q, k, v and log_a, all chunked, and of the state. `per_head`: one gate for all features."""
+def _backward(run: _Pass, do_BTHV: Tensor, dlast: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of q, k, v and log_a, all chunked, and of the state."""
     q, k, decay = run.q, run.k, run.decay
     C, R = q.shape[3:5]
     base = decay.base
 
-    def to_gate(x: Tensor) -> Tensor:
-        return x.sum(-1, keepdim=True) if per_head else x
-
-    do = _split(do_BTHV.unflatten(2, (-1, R)), C, q.dtype).flatten(3, 4)
+    do = split(do_BTHV.unflatten(2, (-1, R)), C, q.dtype).flatten(3, 4)
     dscores, dread = (do @ run.v.mT).unflatten(3, (C, R)), (do @ run.states.mT).unflatten(3, (C, R))
     dv, dstates = run.scores.flatten(3, 4).mT @ do, run.read.flatten(3, 4).mT @ do
     if run.same is not None:
@@ -261,9 +234,9 @@ def _backward(run: _Pass, do_BTHV: Tensor, dlast: Tensor, per_head: bool) -> tup
     dwrite = run.v @ dadded.mT
 
     # Gradients of the sums of log gates: every factor is the exponential of one.
-    dtotal = to_gate(((dadded * run.states).sum(-1, keepdim=True) * decay.total).mT)
-    dsuffix = to_gate(dwrite * run.write)
-    dprefix = to_gate((dread * run.read).sum(4))
+    dtotal = ((dadded * run.states).sum(-1, keepdim=True) * decay.total).mT
+    dsuffix = dwrite * run.write
+    dprefix = (dread * run.read).sum(4)
     dk, dq = dwrite * decay.suffix, dread * decay.prefix[..., None, :]
 
     for half, prefix, suffix in reversed(decay.levels):
@@ -271,8 +244,8 @@ def _backward(run: _Pass, do_BTHV: Tensor, dlast: Tensor, per_head: bool) -> tup
         dblock = _blocks(dscores, 2 * half)[..., half:, :, :half]
         left, right = _halves(q, half)[1] * prefix[..., None, :], _halves(k, half)[0] * suffix
         dleft, dright = _outer_backward(dblock, left, right)
-        _halves(dprefix, half)[1].add_(to_gate((dleft * left).sum(5)))
-        _halves(dsuffix, half)[0].add_(to_gate(dright * right))
+        _halves(dprefix, half)[1].add_((dleft * left).sum(5))
+        _halves(dsuffix, half)[0].add_(dright * right)
         _halves(dq, half)[1].addcmul_(dleft, prefix[..., None, :])
         _halves(dk, half)[0].addcmul_(dright, suffix)
 
@@ -282,7 +255,7 @@ def _backward(run: _Pass, do_BTHV: Tensor, dlast: Tensor, per_head: bool) -> tup
     dk += (dself * q).sum(4)
     left, right = _base_factors(q, k, decay)
     dleft, dright = _outer_backward(_blocks(dscores, base) * _causal(base, q, -1), left, right)
-    dmiddle = to_gate(((dleft * left).sum(5) - dright * right).flatten(3, 4))
+    dmiddle = ((dleft * left).sum(5) - dright * right).flatten(3, 4)
     dq.addcmul_(dleft.flatten(3, 4), decay.middle[..., None, :])
     dk.addcdiv_(dright.flatten(3, 4), decay.middle)
     half = base // 2
@@ -332,18 +305,3 @@ def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
     """[.., C, ...] -> the first and second halves of blocks, views [.., C / 2 half, half, ...]."""
     first, second = x.unflatten(3, (-1, 2, half)).unbind(4)
     return first, second
-
-
-def _split(x: Tensor, C: int, dtype: torch.dtype) -> Tensor:
-    """[B, T, G, ...] -> [B, G, N, C, ...] in one copy, padded with zeros."""
-    B, T, G = x.shape[:3]
-    chunks = x.new_empty(B, G, -(-T // C), C, *x.shape[3:], dtype=dtype)
-    tokens = _tokens(chunks)
-    tokens[:, :T] = x
-    tokens[:, T:] = 0
-    return chunks
-
-
-def _tokens(x: Tensor) -> Tensor:
-    """[B, G, N, C, ...] -> a view [B, N C, G, ...]."""
-    return x.movedim(1, 3).flatten(1, 2)
