@@ -204,8 +204,9 @@ def _train_along(recipe: Recipe, out: Path, keep_steps: bool) -> None:
 
 def _work(recipe: Recipe, out: Path, *, text: str, overrides: Sequence[str], resume: bool, keep_steps: bool) -> None:
     _check_place(recipe, out)
-    for stage in recipe.stages:
-        share(stage, processes.count(), recipe.sequence_parallel)
+    if recipe.adapt is None:  # else only the plan knows the rows of a stage
+        for stage in recipe.stages:
+            share(stage, processes.count(), recipe.sequence_parallel)
     if not resume and manifest.is_own(out):
         console.print(f"note: the processes were started anew, and go on with {out}", markup=False, soft_wrap=True)
         resume = True
