@@ -158,6 +158,8 @@ def _bug(error: BaseException, debug: bool) -> int:
         return _fail("another process of this run was killed", code)
     if debug:
         raise error
+    if processes.is_lost_connection(error):
+        return _fail("another process of this run has ended or cannot be reached; --resume continues the run", 1)
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which may not be imported
         return _fail(f"{first_line(error)}; `linearize plan` shows what each step needs and how to need less", 1)
     with tempfile.NamedTemporaryFile("w", prefix="linearize-", suffix=".log", delete=False) as log:

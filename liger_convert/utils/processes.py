@@ -38,6 +38,7 @@ SIGNAL_WAIT = 3.0  # seconds within which a launcher notices that a process was 
 LAUNCHED = "LINEARIZE_LAUNCHED"  # set by our own launcher, which reports by itself that a signal ended the run
 _NEEDED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _BY_ACCELERATE = "ACCELERATE_MIXED_PRECISION"  # always set by `accelerate launch`
+_LOST = ("by peer", "remote process exited")  # gloo: closed or reset by peer; NCCL
 
 _barriers, _announced = itertools.count(), itertools.count()
 _left = threading.Event()
@@ -180,6 +181,13 @@ def agree_on_exit_code(code: int, *, unexpected: bool = False) -> tuple[int, boo
     except (RuntimeError, OSError, KeyError, ValueError):  # the launcher is gone, or gave no store
         return code, is_first()
     return int(first.split()[1]), first == mine and not (code > 128 and LAUNCHED in os.environ)
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether an error of torch.distributed says that another process does not answer any more, as after the end of its
+    machine, of which the launcher of this one tells nothing."""
+    said = str(error)
+    return count() > 1 and isinstance(error, RuntimeError) and any(words in said for words in _LOST)
 
 
 def _wait_for_signal(code: int) -> int:

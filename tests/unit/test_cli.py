@@ -358,6 +358,16 @@ def test_running_out_of_gpu_memory_is_not_reported_as_a_bug(monkeypatch, capsys)
     assert said.startswith("error: CUDA out of memory. Tried to allocate 2.00 GiB.; `linearize plan` shows what")
 
 
+def test_another_process_that_is_gone_is_not_reported_as_a_bug(monkeypatch, capsys):
+    """As where its machine is, of which the launcher of this one says nothing. The control is one process."""
+    error = RuntimeError("[pair.cc:537] Read error [127.0.0.1]:16295: Connection reset by peer")
+    monkeypatch.setattr("liger_convert.utils.processes.agree_on_exit_code", lambda code, unexpected=False: (code, True))
+    for count, says in ((2, "another process of this run has ended"), (1, "unexpected RuntimeError")):
+        monkeypatch.setattr("liger_convert.utils.processes.count", lambda count=count: count)
+        assert main._bug(error, debug=False) == 1
+        assert capsys.readouterr().err.startswith(f"error: {says}")
+
+
 def test_an_unexpected_error_leaves_its_traceback_in_a_file_or_shows_it(monkeypatch, capsys):
     def surprise(*args: object) -> None:
         raise RuntimeError("surprise")
