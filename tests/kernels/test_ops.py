@@ -13,6 +13,7 @@ import torch
 from gated_kernels import OPS
 from gated_kernels.check import Inputs, Op, error, faults, run
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def cases_of(op: str) -> Any:
@@ -61,6 +62,31 @@ def test_results_are_deterministic_and_the_same_under_autocast(op: str, case: st
 def test_a_long_window_is_right_in_parts_too(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_module("gated_kernels.swa.chunk"), "LOGITS", 1)
     assert not faults(OPS["swa"], reference_of("swa"), inputs_of("swa", case))
+
+
+def test_one_gate_per_head_multiplies_no_features_one_by_one() -> None:
+    """Such products took most of the time of a backward pass."""
+    inputs = inputs_of("simple_gla", "normalizer, strong") | {"exclusive": True}
+    q, k = inputs["q_BTHF"].requires_grad_(), inputs["k_BTGF"].requires_grad_()
+    with Products() as products:
+        o, normalizer, _ = OPS["simple_gla"](**inputs)
+        (o.sum() + normalizer.sum()).backward()
+    assert products.largest < q.numel()
+    with Products() as products:
+        k.mul(k.new_ones(())), q.mul(2.0)
+    assert products.largest == q.numel(), "the measure itself"
+
+
+class Products(TorchDispatchMode):
+    """Notes the size of the largest product of elements that is computed."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket in (torch.ops.aten.mul, torch.ops.aten.mul_, torch.ops.aten.div):
+            self.largest = max(self.largest, result.numel())
+        return result
 
 
 @every_op

@@ -175,6 +175,7 @@ def test_gates_that_are_all_shut_or_all_open_leave_finite_reads(base: Path) -> N
 
 # --- what is left out
 
+SWISH = ("gla", "retnet", "gated-retention", "mamba", "mamba2", "gated-deltanet")  # whose output gate is a SiLU
 OF_A_PAPER = re.compile(r"\b\d{4}\.\d{5}\b")
 
 
@@ -193,6 +194,14 @@ def test_every_mixer_of_a_paper_says_what_of_its_layer_it_has_not() -> None:
     ("name", "piece"),
     [
         ("gla", "output norm"),
+        *[(name, "`output_gate` (a sigmoid instead of SiLU)") for name in SWISH],
+        ("lightning", "a rotation in the first layer"),
+        ("kda", "`output_gate` (of full rank instead of low rank)"),
+        ("mlstm", "SiLU after the convolution"),
+        ("mamba", "a normalizer are added"),
+        ("mamba2", "one query and one key for all heads"),
+        ("mom", "the short convolution"),
+        ("s4", "a normalizer is added"),
         ("gateloop", "`output_gate`"),
         ("gsa", "output norm"),
         ("abc", "projection"),

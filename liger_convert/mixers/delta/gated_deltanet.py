@@ -38,7 +38,7 @@ class GatedDeltaNet(DeltaMixer):
     gate_rule = "exp(-softplus(pool(k) + bias))"
     left_out = (
         "SiLU of queries, keys and values, the projections to the gates, the learned scale of the decay; off by "
-        "default: `short_conv`, `output_norm`, `output_gate`"
+        "default: `short_conv`, `output_norm`, `output_gate` (a sigmoid instead of SiLU)"
     )
     Spec = GatedDeltaNetSpec
     spec: GatedDeltaNetSpec

@@ -38,7 +38,7 @@ class KDA(DeltaMixer):
     gate_rule = "exp(-softplus(k + bias))"
     left_out = (
         "SiLU of queries, keys and values, the projections to the gates, the learned scale of the decay; off by "
-        "default: `short_conv`, `output_norm`, `output_gate`"
+        "default: `short_conv`, `output_norm`, `output_gate` (of full rank instead of low rank)"
     )
     Spec = KDASpec
     spec: KDASpec

@@ -60,7 +60,7 @@ class TTT(DeltaMixer):
     left_out = (
         "the projection to the learning rate and its division by the token's position, rotary within a mini-batch; "
         "off by default: `inner_norm` (with the residual), `mini_batch: 16`, `model: mlp`, `short_conv`, "
-        "`output_norm`, `output_gate`"
+        "`output_norm`, `output_gate` (a sigmoid instead of GELU)"
     )
     Spec = TTTSpec
     spec: TTTSpec

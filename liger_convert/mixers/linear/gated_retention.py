@@ -42,7 +42,9 @@ class GatedRetentionSpec(GatedSpec):
 class GatedRetention(GatedMixer):
     summary = "retention with a token-dependent decay per head"
     gate_rule = "sigmoid(pool(k) + bias)^(1/tau), per head"
-    left_out = "the projection from the layer's input to the gate; off by default: `output_gate`"
+    left_out = (
+        "the projection from the layer's input to the gate; off by default: `output_gate` (a sigmoid instead of SiLU)"
+    )
     Spec = GatedRetentionSpec
     spec: GatedRetentionSpec
     scalar = True

@@ -63,7 +63,9 @@ class GLASpec(GatedSpec):
 class GLA(GatedMixer):
     summary = "normalized gated linear attention over a codebook, with one softmax denominator for window and memory"
     gate_rule = "sigmoid(pool(k) + bias)^(1/tau)"
-    left_out = "GLA's projection of the gate, and its output norm; off by default: `output_gate`"
+    left_out = (
+        "GLA's projection of the gate, its output norm; off by default: `output_gate` (a sigmoid instead of SiLU)"
+    )
     Spec = GLASpec
     spec: GLASpec
     rescales = False

@@ -5,7 +5,8 @@ S_t = a_g S_{t-1} + k_t^T v_t,   a_g = exp(-slope 2^{-8 g / G}) of head g = 1 to
 The slopes are ALiBi's, as in the released code, with one per key-value head. They form a geometric series even if the
 number of heads is not a power of two. The released code also multiplies them by about 1 - layer / layers. A mixer does
 not know its layer, but a recipe can set this factor as `slope`. The swish of q and k is left out, because pretrained
-queries and keys match without it. `output_gate` is the output gate.
+queries and keys match without it. `output_gate` is the output gate; TransNormerLLM's has no sigmoid. The first layer of
+TransNormerLLM also rotates queries and keys by learned angles, which is left out; `rope: true` is the base's rotation.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ class LightningSpec(LinearSpec):
 class Lightning(LinearMixer):
     summary = "linear attention with a constant decay per head, by ALiBi's slopes"
     gate_rule = "exp(-slope 2^(-8 g / G)), constant"
-    left_out = "swish of queries and keys, and decays that depend on the layer; off by default: `output_gate`"
+    left_out = (
+        "swish of queries and keys, decays that depend on the layer, a rotation in the first layer (that layer may "
+        "have a mixer with `rope: true`); off by default: `output_gate`"
+    )
     Spec = LightningSpec
     spec: LightningSpec
 

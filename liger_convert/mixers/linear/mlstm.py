@@ -55,8 +55,8 @@ class MLSTM(GatedMixer):
     summary = "linear attention with a forget gate and an exponential input gate per head"
     gate_rule = "sigmoid(pool(k) + bias), per head"
     left_out = (
-        "the projections from the layer's input to the gates, the skip connection of its block, an unbounded input "
-        "gate; off by default: `short_conv`, `output_gate`"
+        "the projections from the layer's input to the gates, the skip connection of its block, SiLU after the "
+        "convolution, an unbounded input gate; off by default: `short_conv`, `output_gate`"
     )
     Spec = MLSTMSpec
     spec: MLSTMSpec

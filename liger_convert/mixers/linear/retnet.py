@@ -28,7 +28,7 @@ class RetNetSpec(LightningSpec):
 class RetNet(Lightning):
     summary = "retention: linear attention with rotary and a constant decay per head"
     gate_rule = "(1 - 2^(-5 - g))^slope, constant"
-    left_out = "xPos (the base's rotary is used instead); off by default: `output_gate`"
+    left_out = "xPos (the base's rotary is used instead); off by default: `output_gate` (a sigmoid instead of SiLU)"
     Spec = RetNetSpec
 
     @staticmethod

@@ -112,7 +112,10 @@ class MoMSpec(MixerSpec):
 class MoM(Mixer):
     summary = "mixture of memories: a router sends each token to a few of several memories of another mixer"
     gate_rule = "the inner mixer's"
-    left_out = "separate projections of keys and values for each memory, the output norm and gate"
+    left_out = (
+        "separate projections of keys, values and gates for each memory, the short convolution, the output norm and "
+        "the output gate"
+    )
     recurrence = "routed"
     passes_states = False  # its balance is a mean over whole rows
     Spec = MoMSpec

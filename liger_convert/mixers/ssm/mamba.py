@@ -5,7 +5,8 @@ o_t = n_t / m_t,   [n_t, m_t] = phi(q_t) S_t                            (base.py
 
 k, q and v replace Mamba's B, C and x, as in 2408.15237. `short_conv: 4` is Mamba's convolution, applied before anything
 is computed from k, q and v. `skip` is its skip, and `output_gate` the gate on its output. phi is a softmax over F
-learned features, so the weights are positive and the read is a mean.
+learned features, so the weights are positive and the read is a mean. The paper has neither phi nor the normalizer m.
+Its SiLU after the convolution is left out, and its gate is a SiLU instead of a sigmoid.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ class MambaSpec(ElementwiseSpec, ReadSpec):
 class Mamba(ElementwiseMixer):
     summary = "selective state space: each value channel decays at several rates, scaled by a step size from the token"
     gate_rule = "exp(-softplus(pool(k) + bias) e^rate)"
-    left_out = "the low-rank projection to the step size; off by default: `short_conv`, `skip`, `output_gate`"
+    left_out = (
+        "the low-rank projection to the step size, SiLU of values; a softmax over states and a normalizer are added; "
+        "off by default: `short_conv`, `skip`, `output_gate` (a sigmoid instead of SiLU)"
+    )
     Spec = MambaSpec
     # the product of two softmax features is about 1 / F, and steps add up to a fraction of 1: about e^-4 in all
     initial_log_share = 1.0

@@ -3,7 +3,9 @@
 dt_t = softplus(pool(k_t) + b),   a_t = exp(-A dt_t),   S_t = a_t S_{t-1} + dt_t k_t^T v_t,   o_t = norm(q_t S_t)
 
 A > 0 and b are learned per head. The pooled step is Liger's (2503.01496, table 1). `short_conv: 4` is the paper's
-convolution and `output_gate` an output gate; the skip D v_t, which the window covers, is left out.
+convolution without the SiLU after it. `output_gate` is an output gate with a sigmoid; the paper's is a SiLU, applied
+before the norm. The skip D v_t, which the window covers, is left out. The heads' queries and keys are the base's own,
+whereas the paper's heads share one query and one key.
 """
 
 from __future__ import annotations
@@ -39,8 +41,9 @@ class Mamba2(GatedMixer):
     summary = "state space duality: one step size per head sets both how much is forgotten and how much is written"
     gate_rule = "exp(-A softplus(pool(k) + bias)), per head"
     left_out = (
-        "the skip D v, the projection from the layer's input to the step size; off by default: `short_conv`, "
-        "`output_gate`"
+        "the skip D v, the projection from the layer's input to the step size, one query and one key for all heads "
+        "(here each has its own), SiLU of queries, keys and values; off by default: `short_conv`, `output_gate` (a "
+        "sigmoid instead of SiLU)"
     )
     Spec = Mamba2Spec
     scalar = True

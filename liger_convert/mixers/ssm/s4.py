@@ -32,7 +32,10 @@ class S4Spec(ElementwiseSpec):
 class S4(ElementwiseMixer):
     summary = "diagonal state space: running means of each value channel at learned rates, the same for every token"
     gate_rule = "exp(-e^rate)"
-    left_out = "complex rates, the GELU and the linear layer that mix the output's channels; off by default: `skip`"
+    left_out = (
+        "complex rates, the GELU and the linear layer that mix the output's channels; a normalizer is added; off by "
+        "default: `skip`"
+    )
     Spec = S4Spec
     spec: S4Spec
 
