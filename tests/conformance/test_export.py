@@ -153,7 +153,7 @@ def test_shipped_code_imports_only_itself_torch_and_transformers() -> None:
             {"main": {"type": "gla"}},
             ["main", "main", "main"],
             {"linear_gla", "linear_base", "linear_diagonal", "feature_maps", "kernel_maps", "gates"},
-            10,
+            12,
         ),
         (
             {"main": {"type": "mom", "combine": "learned", "inner": {"type": "gated-deltanet"}}},
