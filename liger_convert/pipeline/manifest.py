@@ -119,8 +119,8 @@ def first_difference(old: Any, new: Any, path: str = "") -> str | None:
 
 @contextlib.contextmanager
 def lock(run: Path) -> Iterator[None]:
-    """Locks a run against a second process. The system releases the lock however this process ends. Raises BadInput if
-    the run is locked."""
+    """Locks a run against a second process, and signs it. The system releases the lock however this process ends.
+    Raises BadInput if the run is locked."""
     with open(run / LOCK, "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

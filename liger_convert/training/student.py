@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import inspect
 import math
@@ -94,7 +93,6 @@ def _keep_compiled_graphs(model: Any) -> None:
     torch.compiler.config.cache_key_tag = given + code_hash(*folders, *sorted(files))
 
 
-@functools.cache
 def code_hash(*paths: Path) -> str:
     """The hexadecimal sha256 of these Python files, and of all in these folders."""
     files = [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from copy import deepcopy
 from inspect import isfunction
 from pathlib import Path
@@ -31,6 +32,21 @@ from liger_convert.training.finetune import FinetuneObjective
 from liger_convert.training.student import code_hash, compile_layers
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The graphs that torch.compile makes. They run as they are."""
+    kept: list[Any] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        kept.append(graph)
+        return graph
+
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, dynamic: real(call, backend=keep, dynamic=dynamic))
+    yield kept
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("name", ["align", "distill", "finetune", pytest.param("lora", marks=pytest.mark.slow)])
@@ -67,16 +83,10 @@ def test_compiled_layers_train_as_they_are_and_alignment_compiles_what_it_runs(
 
 
 @torch._dynamo.config.patch(optimize_ddp=True)
-def test_a_layer_is_compiled_whole_where_processes_share_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_is_compiled_whole_where_processes_share_rows(
+    graphs: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise a layer is split wherever a bucket of gradients is full, which here is after each weight."""
-    graphs: list[Any] = []
-
-    def keep(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda call, dynamic: real(call, backend=keep, dynamic=dynamic))
     monkeypatch.setattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 1)
     base = load_base(folders()[0], CPU, torch.float32).train().requires_grad_()
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -87,7 +97,6 @@ def test_a_layer_is_compiled_whole_where_processes_share_rows(tmp_path: Path, mo
         shared(input_ids=ids, use_cache=False).logits.sum().backward()
     finally:
         torch.distributed.destroy_process_group()
-        torch.compiler.reset()
     assert len(graphs) == 1, "one for all layers"
 
 
@@ -154,18 +163,13 @@ def test_graphs_of_two_shapes_add_to_the_same_gradients(
         weight.grad = None
 
 
-def test_what_is_captured_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_captured_is_compiled_once(graphs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer is compiled again wherever autocast's cache is on if it was off before."""
     from liger_convert.training.capture import CapturedFwdBwd
 
     replayed_on_a_cpu(monkeypatch)
-    layer, graphs = torch.nn.Linear(4, 4), []
-
-    def keep(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    compiled = torch.compile(layer, backend=keep)
+    layer = torch.nn.Linear(4, 4)
+    compiled = torch.compile(layer, dynamic=False)
 
     def passes(batch: dict[str, Tensor]) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -174,53 +178,27 @@ def test_what_is_captured_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> N
         return loss.detach()
 
     CapturedFwdBwd(passes, list(layer.parameters()), []).capture({"x": torch.ones(3, 4)})
-    torch.compiler.reset()
     assert len(graphs) == 1
 
 
 @pytest.mark.parametrize("trained", ["adapters", "weights"])
-def test_layers_of_a_kind_share_a_graph(trained: str) -> None:
+def test_layers_of_a_kind_share_a_graph(trained: str, graphs: list[Any]) -> None:
     """Also the first one, if the embeddings are frozen so that its input would need no gradient."""
-    graphs: list[Any] = []
-
-    def keep(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
     base = load_base(folders()[0], CPU, torch.float32).train()
     base.get_input_embeddings().requires_grad_(trained == "weights")
-    with pytest.MonkeyPatch.context() as patches:
-        real = torch.compile
-        patches.setattr(torch, "compile", lambda call, dynamic: real(call, backend=keep, dynamic=dynamic))
-        compile_layers(base, FinetuneObjective(), False)
-    try:
-        ids = torch.arange(3, 3 + SEQ_LEN)[None]
-        base(input_ids=ids, use_cache=False).logits.sum().backward()
-    finally:
-        torch.compiler.reset()
+    compile_layers(base, FinetuneObjective(), False)
+    base(input_ids=torch.arange(3, 3 + SEQ_LEN)[None], use_cache=False).logits.sum().backward()
     assert len(graphs) == 1
 
 
-def test_what_is_compiled_is_kept_for_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_compiled_is_kept_for_the_next_run(graphs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, check_cacheable
 
     linear = load_pretrained(folders()[1], dtype=torch.float32).train()
-    graphs: list[Any] = []
-
-    def keep(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
     monkeypatch.setattr(gated_recurrence, "reads_no_values", lambda: True)  # as on a GPU
-    with monkeypatch.context() as patches:
-        real = torch.compile
-        patches.setattr(torch, "compile", lambda call, dynamic: real(call, backend=keep, dynamic=dynamic))
-        compile_layers(linear, FinetuneObjective(), False)
-    try:
-        with torch.autocast("cpu", torch.bfloat16):
-            linear(input_ids=torch.arange(3, 3 + SEQ_LEN)[None], use_cache=False)
-    finally:
-        torch.compiler.reset()
+    compile_layers(linear, FinetuneObjective(), False)
+    with torch.autocast("cpu", torch.bfloat16):
+        linear(input_ids=torch.arange(3, 3 + SEQ_LEN)[None], use_cache=False)
     for graph in graphs:
         check_cacheable(graph)
     functions = [graph for graph in graphs if "autograd_function_apply" in graph.code]
@@ -240,7 +218,6 @@ def test_what_is_kept_is_not_used_for_other_code(tmp_path: Path, monkeypatch: py
     model.model.layers[0].self_attn.mixer.__class__ = type("New", (MIXERS["gla"],), {"__module__": "new_mixer"})
     tags = []
     for text in ("1", "2", "1"):
-        code_hash.cache_clear()
         (tmp_path / "new_mixer.py").write_text(text)
         compile_layers(model, FinetuneObjective(), False)
         tags.append(torch.compiler.config.cache_key_tag)

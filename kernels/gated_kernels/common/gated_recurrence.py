@@ -25,7 +25,18 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from gated_kernels.common.chunks import by_token, by_tokens, chunk_length, segments_of, split, step
+from gated_kernels.common.chunks import (
+    by_token,
+    by_tokens,
+    chunk_length,
+    cut_at_segments,
+    scan,
+    scan_backward,
+    segments_of,
+    split,
+    step,
+    unsplit,
+)
 from gated_kernels.common.derivatives import differentiable_gradients
 from gated_kernels.common.per_head_recurrence import PerHead
 from gated_kernels.common.tracing import reads_no_values
@@ -118,10 +129,7 @@ def _decay(gate: Tensor, segment: Tensor | None) -> _Decay:
         first *= total[..., 1::2, None, :]
     total = totals[-1].mT
     if segment is not None:
-        last = segment[..., -1:]
-        before = torch.cat([segment[:, :, :1, :1], last[:, :, :-1]], 2)
-        prefix, suffix = prefix * (segment == before)[..., None], suffix * (segment == last)[..., None]
-        total = total * (last == before)[..., None]
+        prefix, suffix, total = cut_at_segments(prefix, suffix, total, segment)
     return _Decay(prefix, suffix, total, base, middle, levels)
 
 
@@ -152,7 +160,7 @@ def _forward(
     T, G = k_BTGF.shape[1:3]
     C = chunk_length(T)
     q, k, v, gate = (split(x, C, state.dtype) for x in (q_BTHF.unflatten(2, (G, -1)), k_BTGF, v_BTGV, log_a))
-    B, G, N, C, R, F = q.shape
+    B, G, N, C, R, _ = q.shape
     segment = same = None
     if segment_ids_BT is not None:
         segment = segments_of(segment_ids_BT, N, C)
@@ -173,12 +181,7 @@ def _forward(
         scores *= same
 
     read, write = q * decay.prefix[..., None, :], k * decay.suffix
-    states = q.new_empty(B, G, N, F, v.shape[-1])
-    slots, added, totals = states.unbind(2), (write.mT @ v).unbind(2), decay.total.unbind(2)
-    slots[0].copy_(state)
-    for n in range(N - 1):
-        torch.addcmul(added[n], slots[n], totals[n], out=slots[n + 1])
-    last = torch.addcmul(added[-1], slots[-1], totals[-1])
+    states, last = scan(write.mT @ v, decay.total, state)
     return _Pass(q, k, v, decay, same, scores, read, write, states, last)
 
 
@@ -208,8 +211,7 @@ class _Chunked(torch.autograd.Function):
             return differentiable_gradients(by_token, inputs, (do_BTHV, dlast))
         with torch.autocast(do_BTHV.device.type, enabled=False):
             *grads, dstate = _backward(_forward(*inputs), do_BTHV, dlast)
-        T = do_BTHV.shape[1]
-        return *(by_tokens(g)[:, :T].reshape(x.shape).to(x.dtype) for g, x in zip(grads, inputs)), dstate, None
+        return *(unsplit(g, x) for g, x in zip(grads, inputs)), dstate, None
 
 
 def _backward(run: _Pass, do_BTHV: Tensor, dlast: Tensor) -> tuple[Tensor, ...]:
@@ -224,12 +226,7 @@ def _backward(run: _Pass, do_BTHV: Tensor, dlast: Tensor) -> tuple[Tensor, ...]:
     if run.same is not None:
         dscores *= run.same
 
-    dadded = torch.empty_like(dstates)
-    slots, totals = dadded.unbind(2), decay.total.unbind(2)
-    slots[-1].copy_(dlast)
-    for n in reversed(range(1, len(slots))):
-        torch.addcmul(dstates[:, :, n], slots[n], totals[n], out=slots[n - 1])
-    dstate = torch.addcmul(dstates[:, :, 0], slots[0], totals[0])
+    dadded, dstate = scan_backward(dstates, decay.total, dlast)
     dv += run.write @ dadded
     dwrite = run.v @ dadded.mT
 

@@ -19,7 +19,17 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from gated_kernels.common.chunks import by_token, by_tokens, chunk_length, segments_of, split
+from gated_kernels.common.chunks import (
+    by_token,
+    by_tokens,
+    chunk_length,
+    cut_at_segments,
+    scan,
+    scan_backward,
+    segments_of,
+    split,
+    unsplit,
+)
 from gated_kernels.common.derivatives import differentiable_gradients
 
 
@@ -53,9 +63,7 @@ class PerHead(torch.autograd.Function):
             return differentiable_gradients(by_token, given, (do_BTHV, dlast))
         with torch.autocast(do_BTHV.device.type, enabled=False):
             *grads, dstate = _backward(_forward(*given), do_BTHV, dlast, ctx.exclusive)
-        T = do_BTHV.shape[1]
-        grads = [by_tokens(g)[:, :T].reshape(x.shape).to(x.dtype) for g, x in zip(grads, given)]
-        return *grads, dstate, None, None
+        return *(unsplit(g, x) for g, x in zip(grads, given)), dstate, None, None
 
 
 class _Decay(NamedTuple):
@@ -89,11 +97,8 @@ def _decay(gate: Tensor, segment: Tensor | None, exclusive: bool) -> _Decay:
     if exclusive:
         pairs, prefix = nnf.pad(pairs[..., :-1, :], (0, 0, 1, 0)), nnf.pad(prefix[..., :-1, :], (0, 0, 1, 0), value=1.0)
     if segment is not None:
-        last = segment[..., -1:]
-        before = torch.cat([segment[:, :, :1, :1], last[:, :, :-1]], 2)
         pairs = pairs * (segment[..., :, None] == segment[..., None, :])
-        prefix, suffix = prefix * (segment == before)[..., None], suffix * (segment == last)[..., None]
-        total = total * (last == before)[..., None]
+        prefix, suffix, total = cut_at_segments(prefix, suffix, total, segment)
     return _Decay(pairs, prefix, suffix, total)
 
 
@@ -110,15 +115,9 @@ def _forward(
     C, R = chunk_length(T), q_BTHF.shape[2] // G
     q, k, v, gate = (split(x, C, state.dtype) for x in (q_BTHF.unflatten(2, (G, -1)), k_BTGF, v_BTGV, log_a))
     q = q.flatten(3, 4)
-    B, _, N = q.shape[:3]
-    decay = _decay(gate, None if segment_ids_BT is None else segments_of(segment_ids_BT, N, C), exclusive)
+    decay = _decay(gate, None if segment_ids_BT is None else segments_of(segment_ids_BT, q.shape[2], C), exclusive)
     scores = _times(q @ k.mT, decay.pairs)
-    states = q.new_empty(B, G, N, k.shape[-1], v.shape[-1])
-    slots, added, totals = states.unbind(2), (k.mT @ (v * decay.suffix)).unbind(2), decay.total.unbind(2)
-    slots[0].copy_(state)
-    for n in range(N - 1):
-        torch.addcmul(added[n], slots[n], totals[n], out=slots[n + 1])
-    last = torch.addcmul(added[-1], slots[-1], totals[-1])
+    states, last = scan(k.mT @ (v * decay.suffix), decay.total, state)
     return _Pass(q, k, v, decay, scores, states, last, R)
 
 
@@ -129,12 +128,7 @@ def _backward(run: _Pass, do_BTHV: Tensor, dlast: Tensor, exclusive: bool) -> tu
     do_far = _times(do.clone(), decay.prefix)
     dscores, dstates = do @ v.mT, q.mT @ do_far
 
-    dadded = torch.empty_like(dstates)
-    slots, totals = dadded.unbind(2), decay.total.unbind(2)
-    slots[-1].copy_(dlast)
-    for n in reversed(range(1, len(slots))):
-        torch.addcmul(dstates[:, :, n], slots[n], totals[n], out=slots[n - 1])
-    dstate = torch.addcmul(dstates[:, :, 0], slots[0], totals[0])
+    dadded, dstate = scan_backward(dstates, decay.total, dlast)
 
     # Gradients of the sums of log gates: every factor is the exponential of one.
     dpairs = (dscores * scores).unflatten(3, (-1, R)).sum(4)
