@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ import torch
 
 from liger_convert.data.documents import Document
 from liger_convert.eval.agreement import Row
-from liger_convert.eval.evaluation import evaluate_model, let_base_write
+from liger_convert.eval.evaluation import evaluate_model, let_base_write, part_file, parts_of
 from liger_convert.eval.generation import continuations, load_model, weight_dtype
 from liger_convert.eval.measures import Measurement, text_prefix
 from liger_convert.eval.narrow import context_of, narrow
@@ -32,6 +33,7 @@ from liger_convert.model.loading import linearize_base
 from liger_convert.model.placing import place
 from liger_convert.utils import workers
 from liger_convert.utils.errors import LinearizeError
+from liger_convert.utils.processes import barrier, claim, count, rank
 from liger_convert.utils.progress import Report, quiet_libraries
 
 BRANCHES: dict[str, Branches] = {
@@ -41,6 +43,7 @@ BRANCHES: dict[str, Branches] = {
 }
 NAMES = ("base", "window_only_untrained", *BRANCHES)
 BASE_ROWS = "base_rows.json"  # what the base wrote, in the folder of finished measures
+SAID = "continuations"  # beside the parts of a suite, what a model said to the prompts
 
 
 def diagnose(
@@ -58,6 +61,7 @@ def diagnose(
     precision: str = "auto",
     prompts: Sequence[str] = (),
     keep: Path | None = None,
+    call_others: Callable[[], None] | None = None,
     report: Report = lambda done, total, note="": None,
 ) -> dict[str, Any]:
     """{"suite": …, "models": {NAME: {METRIC: measurement}}, "verdict": …, "continuations": […]}, NAME as in NAMES, and
@@ -70,35 +74,32 @@ def diagnose(
     `prompts` are continued by the base and by the linearized model. For a suite that measures agreement the base writes
     once what all models are asked about. One model is in memory at a time, or one in each of several `processes`, which
     take turns on the GPUs that there are. Each measure is written to the folder `keep` at once, and read from there by
-    the next attempt. The other arguments are those of `evaluation.evaluate_model`, and so are the errors.
+    the next attempt. call_others: called when the other processes of this run can begin to measure with this one, see
+    `measure_along`; then `processes` is not used. The other arguments are those of `evaluation.evaluate_model`, and so
+    are the errors.
     """
     options: dict[str, Any] = {"held_out": held_out, "other": other, "batch_size": batch_size}
     options |= {"data_dir": data_dir, "limit": limit}
     job = _Job(model_dir, base_dir, suite, device, precision, prompts, options, keep)
-    config, tokenizer = load_config(model_dir), load_tokenizer(model_dir)
-    context = context_of(config)
-    measured, notes = narrow(
-        suite,
-        context=context,
-        tokenizer=tokenizer,
-        data_dir=data_dir,
-        has_other=other is not None,
-        has_base=base_dir is not None,
-    )
-    names = NAMES if base_dir is not None else tuple(BRANCHES)
+    config, tokenizer, (measured, notes) = load_config(model_dir), job.tokenizer, job.narrowed
+    context, names = context_of(config), job.names
     kept = {name: keep / f"{name}.json" for name in names} if keep is not None else {}
     found = {name: column for name, path in kept.items() if (column := read_checked(path)) is not None}
     left = [name for name in names if name not in found]
     if left and suite.agreement is not None and base_dir is not None:
         options["base_rows"] = job.base_rows(report)
-        if processes > 1:
+        if processes > 1 and call_others is None:
             job.let_go()
+    if call_others is not None:
+        call_others()
+        _measure_together(job, report)
+        processes = 1  # in which nothing is left to measure
     columns = _one_by_one(job, left, report) if processes == 1 else _side_by_side(job, left, processes, report)
     for name, column in columns:
         found[name] = column
         if keep is not None:
             write_checked(kept[name], column)
-            _begun(keep, name).unlink(missing_ok=True)  # a suite may measure nothing here
+            shutil.rmtree(_begun(keep, name), ignore_errors=True)  # a suite may measure nothing here
     models = {name: found[name][0] for name in names}
     reach = min(reaches(config.linearization), default=0)
     lengths = measured.lengths(len(text_prefix(tokenizer)))
@@ -116,12 +117,56 @@ def diagnose(
     }
 
 
+def measure_along(
+    model_dir: Path,
+    base_dir: Path | None,
+    suite: Suite,
+    *,
+    device: torch.device,
+    precision: str,
+    prompts: Sequence[str],
+    keep: Path,
+    **options: Any,
+) -> None:
+    """Takes a share of what the first process of this run measures with `diagnose`, whose arguments these are.
+
+    Every part of the suite is measured on every model by one of the processes, whichever comes to it first. They do not
+    wait for each other in between. `keep` is a folder that all of them see.
+    """
+    job = _Job(model_dir, base_dir, suite, device, precision, prompts, options, keep)
+    if base_dir is not None:
+        options["base_rows"] = read_checked(keep / BASE_ROWS)
+    _measure_together(job, lambda done, total, note="": None)
+
+
+def _measure_together(job: _Job, report: Report) -> None:
+    """What this process measures of what all processes of this run measure; returns when all have finished."""
+    assert job.keep is not None
+    names = [name for name in job.names if read_checked(job.keep / f"{name}.json") is None]
+    begin = rank() * len(names) // count()  # elsewhere than the others, to load fewer models
+    for name in names[begin:] + names[:begin]:
+        begun = _begun(job.keep, name)
+
+        due = [part for part in job.parts(name) if read_checked(part_file(begun, part)) is None]
+        first = next((part for part in due if claim(f"{name}/{part}")), None)
+        if first is not None:
+            job.column(name, _noted(report, name), partial(_is_mine, name, first))
+    job.let_go()
+    barrier()
+
+
+def _is_mine(name: str, first: str, part: str) -> bool:
+    return part == first or claim(f"{name}/{part}")
+
+
 Column = tuple[dict[str, Measurement], list[str]]  # what was measured on a model, and what it said
 
 
 @dataclass
 class _Job:
-    """What is measured and how. Keeps the last model, for the branches of the linearized one come behind each other."""
+    """What is measured and how. Keeps the last model, for the branches of the linearized one come behind each other.
+
+    The results of a model are kept in a folder of its own, one file for each part, until they are all there."""
 
     model_dir: Path
     base_dir: Path | None
@@ -137,6 +182,31 @@ class _Job:
     @cached_property
     def tokenizer(self) -> Any:
         return load_tokenizer(self.model_dir)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The models that are measured."""
+        return NAMES if self.base_dir is not None else tuple(BRANCHES)
+
+    @cached_property
+    def narrowed(self) -> tuple[Suite, list[str]]:
+        """What of the suite can be measured, and notes on the rest."""
+        return narrow(
+            self.suite,
+            context=context_of(load_config(self.model_dir)),
+            tokenizer=self.tokenizer,
+            data_dir=self.options["data_dir"],
+            has_other=self.options["other"] is not None,
+            has_base=self.base_dir is not None,
+        )
+
+    def speaks(self, name: str) -> bool:
+        """Whether this model continues the prompts."""
+        return bool(self.prompts) and name in ("base", "linearized")
+
+    def parts(self, name: str) -> list[str]:
+        """What is measured of this model."""
+        return parts_of(self.narrowed[0]) + [SAID] * self.speaks(name)
 
     def load(self, name: str) -> None:
         if name != self.loaded:
@@ -155,13 +225,22 @@ class _Job:
         self.load("base")
         options = {name: self.options[name] for name in ("held_out", "other", "batch_size")}
         rows = let_base_write(
-            self.model, load_tokenizer(self.model_dir), self.suite, **options, precision=self.precision, report=report
+            self.model, self.tokenizer, self.suite, **options, precision=self.precision, report=report
         )
         if path is not None and rows is not None:
             write_checked(path, rows)
         return rows
 
-    def column(self, name: str, report: Report) -> Column:
+    def column(self, name: str, report: Report, is_wanted: Callable[[str], bool] = lambda part: True) -> Column:
+        """What is measured on this model, of parts that are kept or wanted. It is loaded only if something is left to
+        measure."""
+        begun = None if self.keep is None else _begun(self.keep, name)
+        kept: dict[str, Any] = {}
+        if begun is not None:
+            kept = {part: read_checked(part_file(begun, part)) for part in self.parts(name)}
+        if kept and all(result is not None for result in kept.values()):
+            said = kept.pop(SAID, [])
+            return {metric: value for result in kept.values() for metric, value in result.items()}, said
         self.load("linearized" if name in BRANCHES else name)
         if name in BRANCHES:
             set_branches(self.model, BRANCHES[name])
@@ -171,21 +250,31 @@ class _Job:
             self.suite,
             **self.options,
             precision=self.precision,
-            keep=None if self.keep is None else _begun(self.keep, name),
+            keep=begun,
+            is_wanted=is_wanted,
             report=report,
         )
-        has_continuations = self.prompts and name in ("base", "linearized")
-        return measured, continuations(self.model, self.tokenizer, self.prompts) if has_continuations else []
+        said = kept.get(SAID)
+        if said is None and self.speaks(name) and is_wanted(SAID):
+            said = continuations(self.model, self.tokenizer, self.prompts)
+            if begun is not None:
+                begun.mkdir(exist_ok=True)
+                write_checked(part_file(begun, SAID), said)
+        return measured, said or []
 
 
 def _begun(keep: Path, name: str) -> Path:
-    """Where the measures of a model stand until they are all there."""
-    return keep / f"{name}.begun.json"
+    """The folder of the results of a model until they are all there."""
+    return keep / f"{name}.begun"
 
 
 def _one_by_one(job: _Job, names: Sequence[str], report: Report) -> Iterator[tuple[str, Column]]:
     for name in names:
-        yield name, job.column(name, lambda done, total, note="", name=name: report(done, total, f"{name}: {note}"))
+        yield name, job.column(name, _noted(report, name))
+
+
+def _noted(report: Report, name: str) -> Report:
+    return lambda done, total, note="": report(done, total, f"{name}: {note}")
 
 
 def _side_by_side(job: _Job, names: Sequence[str], processes: int, report: Report) -> Iterator[tuple[str, Column]]:

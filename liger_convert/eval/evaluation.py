@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from liger_convert.data.documents import Document
 from liger_convert.eval.agreement import Row, agreement, write_rows
@@ -30,6 +31,7 @@ def evaluate_model(
     batch_size: int = 4,
     precision: str = "auto",
     keep: Path | None = None,
+    is_wanted: Callable[[str], bool] = lambda part: True,
     report: Report = lambda done, total, note="": None,
 ) -> dict[str, Measurement]:
     """Evaluates any causal language model, on its current device. Returns {METRIC: {"value", "stderr", "n"}}.
@@ -41,8 +43,9 @@ def evaluate_model(
 
     limit: the number of documents per task, instead of the suite's own limits; our own measures are not limited.
     batch_size: rows per forward pass. precision: of matmuls, see `compute_dtype`; the weights are not changed. keep: a
-    file to which the results so far are saved after each measure or task, and from which the next attempt continues.
-    report: called with the progress of each measure or task.
+    folder to which each measure or task saves its result, and from which the next attempt continues. is_wanted: called
+    with each of `parts_of` just before it would be measured; those that are not wanted are left out. report: called
+    with the progress of each measure or task.
 
     Raises BadInput if data that the suite needs is missing.
     """
@@ -56,32 +59,53 @@ def evaluate_model(
     model.eval()
     documents = {"held_out": held_out or [], "other": other or []}
     options: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype, "report": report}
-    # results by the first metric of our own measures, and by the id of tasks
-    found: dict[str, dict[str, Measurement]] = (read_checked(keep) if keep is not None else None) or {}
+    found: dict[str, dict[str, Measurement]] = {}
+    for part in parts_of(suite):
+        if keep is not None and (measured := read_checked(part_file(keep, part))) is not None:
+            found[part] = measured
 
-    def done(name: str, measured: dict[str, Measurement]) -> None:
-        found[name] = measured
+    def is_due(part: str) -> bool:
+        return part not in found and is_wanted(part)
+
+    def done(part: str, measured: dict[str, Measurement]) -> None:
+        found[part] = measured
         if keep is not None:
-            write_checked(keep, found)
+            keep.mkdir(exist_ok=True)
+            write_checked(part_file(keep, part), measured)
 
     for text in suite.text:
-        if text.metrics[0] not in found:
+        if is_due(text.metrics[0]):
             done(text.metrics[0], text_perplexity(model, tokenizer, documents[text.source], text, **options))
     for positions in suite.positions:
-        if positions.metrics[0] not in found:
+        if is_due(positions.metrics[0]):
             losses = position_losses(model, tokenizer, documents[positions.source], positions, **options)
             done(positions.metrics[0], losses)
     for copying in [one for measure in suite.copying for one in measure.each]:
-        if copying.metrics[0] not in found:
+        if is_due(copying.metrics[0]):
             done(copying.metrics[0], copy_loss(model, tokenizer, documents["held_out"], copying, **options))
-    if suite.agreement is not None and base_rows is not None and suite.agreement.metrics[0] not in found:
+    if suite.agreement is not None and base_rows is not None and is_due(suite.agreement.metrics[0]):
         done(suite.agreement.metrics[0], agreement(model, base_rows, dtype=dtype, report=report))
     if tasks := [part for task in suite.tasks for part in task.each if part.id not in found]:
         from liger_convert.eval.harness import run_tasks  # lm-eval takes seconds to import
 
-        for task_id, measured in run_tasks(model, tokenizer, tasks, data_dir=data_dir, limit=limit, **options):
+        options |= {"data_dir": data_dir, "limit": limit, "is_wanted": is_wanted}
+        for task_id, measured in run_tasks(model, tokenizer, tasks, **options):
             done(task_id, measured)
-    return {metric: measurement for measured in found.values() for metric, measurement in measured.items()}
+    return {metric: found[part][metric] for part in parts_of(suite) if part in found for metric in found[part]}
+
+
+def parts_of(suite: Suite) -> list[str]:
+    """The names of the parts in which `evaluate_model` measures a narrowed suite: the first metric of our own measures,
+    and the id of tasks."""
+    own = [measure.metrics[0] for measure in (*suite.text, *suite.positions)]
+    own += [one.metrics[0] for measure in suite.copying for one in measure.each]
+    own += [] if suite.agreement is None else suite.agreement.metrics[:1]
+    return own + [part.id for task in suite.tasks for part in task.each]
+
+
+def part_file(keep: Path, part: str) -> Path:
+    """The file in the folder `keep` for the result of a part."""
+    return keep / f"{quote(part, safe='')}.json"
 
 
 def let_base_write(

@@ -7,7 +7,7 @@ import contextlib
 import io
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ def run_tasks(
     limit: int | None,
     batch_size: int,
     dtype: torch.dtype,
+    is_wanted: Callable[[str], bool],
     report: Report,
 ) -> Iterator[tuple[str, dict[str, Measurement]]]:
     """Runs the tasks on `model`. Yields the id of each task and its results, {"task/metric": measurement}; n =
@@ -53,10 +54,12 @@ def run_tasks(
 
     data_dir: a folder of local files (`suites.LOCAL_FILES`) to read instead of datasets from the hub. A task with an
     `include_path` reads what its own YAML says. limit: replaces the limits of the tasks. dtype: the compute dtype.
+    is_wanted: called with a task's id before it is loaded; tasks that are not wanted are left out.
+
     Raises BadInput for an unknown task or metric, and for data that cannot be loaded or does not fit its task.
     """
     harness = _Harness(model, tokenizer, batch_size, dtype, report)
-    for task, _, results in _evaluated(harness, tokenizer, tasks, data_dir, limit, BOOTSTRAP):
+    for task, _, results in _evaluated(harness, tokenizer, tasks, data_dir, limit, BOOTSTRAP, is_wanted):
         yield task.id, _flatten(task, results)
 
 
@@ -110,13 +113,21 @@ def _check_labels(task: Task, part: Any, rows: int | None) -> None:
 
 
 def _evaluated(
-    lm: Any, tokenizer: Any, tasks: Sequence[Task], data_dir: Path | None, limit: int | None, bootstrap: int
+    lm: Any,
+    tokenizer: Any,
+    tasks: Sequence[Task],
+    data_dir: Path | None,
+    limit: int | None,
+    bootstrap: int,
+    is_wanted: Callable[[str], bool] = lambda task_id: True,
 ) -> Iterator[tuple[Task, Any, dict[str, Any]]]:
-    """Yields each task, lm-eval's loaded task, and its results on `lm`."""
+    """Yields each wanted task, lm-eval's loaded task, and its results on `lm`."""
     with scratch_folder() as folder:
         with _quiet():
             managers = task_managers(tasks, data_dir, folder)
         for task in tasks:
+            if not is_wanted(task.id):
+                continue
             with _quiet():
                 rows = limit or task.limit
                 ruler.asked.set((tokenizer, rows or ruler.ROWS))

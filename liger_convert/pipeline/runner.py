@@ -178,7 +178,7 @@ def run(
         processes.announce(None)
     else:
         with _resumable(out):
-            _train_along(recipe, out, keep_steps)
+            _work_along(recipe, out, keep_steps)
     processes.leave()
 
 
@@ -190,7 +190,7 @@ def _resumable(out: Path) -> Iterator[None]:
         raise Interrupted(f"interrupted; the same command with --resume continues {out}") from None
 
 
-def _train_along(recipe: Recipe, out: Path, keep_steps: bool) -> None:
+def _work_along(recipe: Recipe, out: Path, keep_steps: bool) -> None:
     """What every process except the first does in a run."""
     steps: RunSteps | None = None
     for task in processes.tasks():
@@ -199,7 +199,7 @@ def _train_along(recipe: Recipe, out: Path, keep_steps: bool) -> None:
             _take_threads(record)
             steps = RunSteps(recipe, out, record, keep_steps)
         steps.manifest.steps = record.steps  # of what has been done since
-        steps.train_stage(**task)
+        steps.work_along(**task)
 
 
 def _work(recipe: Recipe, out: Path, *, text: str, overrides: Sequence[str], resume: bool, keep_steps: bool) -> None:

@@ -270,7 +270,7 @@ class RunSteps:
             where = str(out.relative_to(self.out))
             task: dict[str, Any] = {"index": index, "before": list(before), "factor": factor, "out": where}
             task["shard"], task["keep_gathered"] = self._how_sharded(index)
-            processes.announce(task)
+            processes.announce({"work": "train"} | task)
             return self.train_stage(**task)
 
         def check(out: Path) -> dict[str, Any]:
@@ -383,26 +383,39 @@ class RunSteps:
             )
 
     def _eval(self, folder: Path) -> dict[str, Any]:
-        options = self.recipe.eval
+        options: dict[str, Any] = {"processes": self.recipe.eval.processes}
+        if processes.count() > 1:
+            options["call_others"] = lambda: processes.announce({"work": "measure"})
         with show_progress("eval") as report:
-            results = ablation.diagnose(
-                self.out / "export",
-                self._base_folder,
-                self.suite,
-                held_out=self.documents(options.text).held_out if options.text is not None else None,
-                other=self.other_documents(),
-                data_dir=self._data_dir,
-                limit=options.limit,
-                batch_size=options.batch_size,
-                processes=options.processes,
-                device=self.device,
-                precision=self.recipe.precision,
-                prompts=PROMPTS,
-                keep=folder,
-                report=report,
-            )
+            results = ablation.diagnose(**self._measured, **options, report=report)
         atomic_write(folder / "results.json", json.dumps(results))
         return {}
+
+    @property
+    def _measured(self) -> dict[str, Any]:
+        """What the step `eval` measures, as arguments of `ablation.diagnose`."""
+        options = self.recipe.eval
+        return {
+            "model_dir": self.out / "export",
+            "base_dir": self._base_folder,
+            "suite": self.suite,
+            "held_out": self.documents(options.text).held_out if options.text is not None else None,
+            "other": self.other_documents(),
+            "data_dir": self._data_dir,
+            "limit": options.limit,
+            "batch_size": options.batch_size,
+            "device": self.device,
+            "precision": self.recipe.precision,
+            "prompts": PROMPTS,
+            "keep": self.folder.step("eval"),
+        }
+
+    def work_along(self, work: str, **task: Any) -> None:
+        """What every process except the first does with a task that the first one has announced."""
+        if work == "measure":
+            ablation.measure_along(**self._measured)
+        else:
+            self.train_stage(**task)
 
     def _report(self, folder: Path) -> dict[str, Any]:
         results = json.loads((self.folder.step("eval") / "results.json").read_text(encoding="utf-8"))

@@ -40,7 +40,7 @@ _NEEDED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _BY_ACCELERATE = "ACCELERATE_MIXED_PRECISION"  # always set by `accelerate launch`
 _LOST = ("by peer", "remote process exited")  # gloo: closed or reset by peer; NCCL
 
-_barriers, _announced = itertools.count(), itertools.count()
+_barriers, _announced, _claims = itertools.count(), itertools.count(), itertools.count()
 _left = threading.Event()
 _name: str | None = None  # of this start
 
@@ -160,6 +160,15 @@ def barrier() -> None:
         key = f"barrier/{next(_barriers)}"
         _store().add(key, 1)
         _wait(lambda: _store().add(key, 0) >= count())
+
+
+def claim(name: str) -> bool:
+    """Whether this process is the first of this start to claim the piece of work `name`, so that it is the one to do
+    it."""
+    if count() == 1:
+        return True
+    token = f"{rank()} {next(_claims)}"  # of this claim, since this process may have claimed it before
+    return bool(_store().compare_set(f"claim/{name}", "", token).decode() == token)
 
 
 def agree_on_exit_code(code: int, *, unexpected: bool = False) -> tuple[int, bool]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from launching import SECONDS, free_port
 from tiny import save_tiny_base, tiny_tokenizer
 
 from liger_convert.data.documents import Document
-from liger_convert.eval.ablation import NAMES, diagnose, window_control
+from liger_convert.eval import ablation, evaluation
+from liger_convert.eval.ablation import NAMES, diagnose, measure_along, window_control
 from liger_convert.eval.evaluation import evaluate_model
 from liger_convert.eval.generation import load_model
 from liger_convert.eval.suites import CopyMeasure, Suite
@@ -19,6 +24,7 @@ from liger_convert.io.checksums import read_checked, write_checked
 from liger_convert.mixers import resolve_spec
 from liger_convert.model import set_branches
 from liger_convert.model.loading import linearize_base
+from liger_convert.utils import processes
 from liger_convert.utils.errors import LinearizeError
 
 CPU = torch.device("cpu")
@@ -77,6 +83,93 @@ def test_side_by_side_the_models_measure_what_they_do_one_by_one(base: Path, tmp
     assert found == diagnose(folder, base, SUITE, device=CPU, prompts=["a"], **OPTIONS)
 
 
+def share(rank: int, port: int, options: dict[str, Any], dies: bool, told: Any) -> None:
+    """Measures as process `rank` of two. Tells which parts of which models it measured, and the first what was found.
+    dies: the second process ends before it has measured anything."""
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    os.environ.update(address | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+    torch.set_num_threads(1)  # whoever forked has more, whose threads are not here
+    measured: list[tuple[str, str]] = []
+    write = ablation.write_checked
+
+    def noted(path: Path, value: Any) -> None:
+        if path.parent.suffix == ".begun":
+            measured.append((path.parent.stem, path.name))
+        write(path, value)
+
+    ablation.write_checked = evaluation.write_checked = noted
+    if rank == 0:
+        with contextlib.suppress(processes.Ended):
+            found = diagnose(**options, call_others=lambda: processes.announce({}))
+            told.put((measured, found))
+            processes.barrier()
+    else:
+        next(processes.tasks())
+        if dies:
+            processes.agree_on_exit_code(1)
+            told.put(None)
+            return
+        measure_along(**options)
+        told.put((measured, None))
+        processes.barrier()
+
+
+@pytest.fixture
+def shared(base: Path, tmp_path: Path) -> Any:
+    """A function that measures in two processes: what each of them told. Beside it the options of the measurement."""
+    agreement = {"prompts": 2, "prompt_tokens": 8, "tokens": 4, "source": "held_out"}
+    suite = Suite.model_validate(SUITE.model_dump() | {"agreement": agreement})
+    options: dict[str, Any] = {"model_dir": linearized(base, tmp_path / "model", trained=True), "base_dir": base}
+    options |= {"suite": suite, "device": CPU, "prompts": ["a"], "keep": tmp_path / "keep"}
+    options |= OPTIONS | {"other": None, "data_dir": None, "limit": None, "batch_size": 4}
+    (tmp_path / "keep").mkdir()
+
+    def run(dies: bool = False) -> list[Any]:
+        port, fork = free_port(), multiprocessing.get_context("fork")
+        told = fork.Queue()
+        begun = [fork.Process(target=share, args=(rank, port, options, dies, told)) for rank in (0, 1)]
+        for process in begun:
+            process.start()
+        try:
+            return [told.get(timeout=SECONDS) for _ in (begun[1:] if dies else begun)]
+        finally:
+            for process in begun:
+                process.join(SECONDS)
+                process.kill()
+
+    return run, options
+
+
+def test_the_processes_of_a_run_measure_what_one_does_each_part_once(shared: Any) -> None:
+    run, options = shared
+    told = run()
+    (found,) = [results for _, results in told if results is not None]
+    assert found == diagnose(**options | {"keep": None})
+    parts = [part for measured, _ in told for part in measured]
+    assert len(parts) == len(set(parts)) == 3 * len(NAMES) + 2
+    assert all(measured for measured, _ in told)
+    assert {path.stem for path in options["keep"].iterdir()} == {*NAMES, "base_rows"}
+
+
+def test_a_part_that_nobody_claims_alone_is_measured_twice(shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above."""
+    monkeypatch.setattr(ablation, "claim", lambda part: True)
+    parts = [part for measured, _ in shared[0]() for part in measured]
+    assert len(parts) > len(set(parts))
+
+
+def test_what_one_process_measured_is_kept_when_another_ends(shared: Any) -> None:
+    run, options = shared
+    assert run(dies=True) == [None]
+    begun = {path.stem: len(list(path.iterdir())) for path in options["keep"].glob("*.begun")}
+    assert begun, "the first process had measured"
+    assert not [path for path in options["keep"].glob("*.json") if path.stem in NAMES]
+    told = run()
+    (found,) = [results for _, results in told if results is not None]
+    assert found == diagnose(**options | {"keep": None})
+    assert sum(len(measured) for measured, _ in told) == 3 * len(NAMES) + 2 - sum(begun.values())
+
+
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_measures_taken_before_a_model_fails_are_kept(base: Path, tmp_path: Path, processes: int) -> None:
     folder, keep, aside = linearized(base, tmp_path / "model"), tmp_path / "keep", tmp_path / "aside"
@@ -113,7 +206,7 @@ def test_measures_taken_before_a_measure_fails_are_kept(
         patches.setattr(module, "copy_loss", fails)
         with pytest.raises(RuntimeError, match="out of time"):
             diagnose(folder, base, SUITE, device=CPU, keep=keep, **OPTIONS)
-    assert [path.name for path in keep.iterdir()] == ["base.begun.json"]
+    assert [path.name for path in keep.iterdir()] == ["base.begun"]
     with monkeypatch.context() as patches:
         measured = []
         plain = module.text_perplexity
