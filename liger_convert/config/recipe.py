@@ -61,7 +61,8 @@ class Eval(Strict):
     batch_size: Rows = 4
     """Rows measured at a time."""
     processes: Processes = 1
-    """Models measured at once, on as many GPUs as there are."""
+    """Models measured at once, on as many GPUs as there are. Not used by a run of several processes, all of which
+    measure."""
 
 
 class Recipe(Strict):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,10 +90,13 @@ def write(
     device: torch.device,
     precision: str = "auto",
     seed: int = 0,
+    part: tuple[int, int] = (0, 1),
     progress: Report | None = None,
 ) -> None:
     """Writes `source.documents` documents to the file `path`, concatenated, as little-endian uint32. Does nothing if
     the file exists.
+
+    part: (i, n) writes only the documents of part i of n, to a file of its own, from which `join` makes the whole.
 
     Each document has exactly `source.document_tokens` tokens, including its prompt. prompts: token ids, used in
     rotation. End-of-text tokens do not end a document: the base goes on writing, as in its pretraining stream. The
@@ -103,7 +107,12 @@ def write(
     fit on the GPU is halved. Until the file is complete, `path`.partial holds the documents so far and `path`.state
     their number and sha256. Raises LinearizeError if the disk is full.
     """
-    state = path.with_name(f"{path.name}.state")
+    if path.exists():
+        _state(path).unlink(missing_ok=True)
+        return
+    documents = _numbers(source, part)
+    path = part_file(path, part)
+    state = _state(path)
     if path.exists():
         state.unlink(missing_ok=True)
         return
@@ -114,8 +123,8 @@ def write(
         with open(partial, "a+b") as file:
             whole, digest = _whole_documents(file, state, size)
             started, last = time.monotonic(), whole
-            while last < source.documents:
-                made_BT = batches.next(last)
+            while last < len(documents):
+                made_BT = batches.next(documents[last:])
                 last += len(made_BT)
                 tokens = made_BT.astype("<u4").tobytes()
                 file.write(tokens)
@@ -124,10 +133,43 @@ def write(
                 write_checked(state, {"documents": last, "sha256": digest.hexdigest()})
                 if progress is not None:
                     speed = size * (last - whole) / (time.monotonic() - started)
-                    progress(size * last, source.written_tokens, f"{speed:,.0f} tokens/s")
+                    progress(size * last, size * len(documents), f"{speed:,.0f} tokens/s")
             os.fsync(file.fileno())
         partial.replace(path)
-        state.unlink()
+        state.unlink(missing_ok=True)
+
+
+def join(path: Path, parts: int) -> None:
+    """Makes the file `path` of the files of so many parts, unless it exists, and removes them and all that killed calls
+    left beside it."""
+    if not path.exists():
+        with disk_errors(path):
+            partial = path.with_name(f"{path.name}.partial")
+            with open(partial, "wb") as whole:
+                for i in range(parts):
+                    with open(part_file(path, (i, parts)), "rb") as one:
+                        shutil.copyfileobj(one, whole)
+                whole.flush()
+                os.fsync(whole.fileno())
+            partial.replace(path)
+    for file in path.parent.glob(f"{path.name}.*"):
+        file.unlink()
+
+
+def part_file(path: Path, part: tuple[int, int]) -> Path:
+    """The file of part (i, n); `path` itself if there is only one."""
+    return path if part == (0, 1) else path.with_name(f"{path.name}.{part[0] + 1}-of-{part[1]}")
+
+
+def _state(path: Path) -> Path:
+    return path.with_name(f"{path.name}.state")
+
+
+def _numbers(source: TeacherSource, part: tuple[int, int]) -> range:
+    """The numbers of the documents of part (i, n). Parts begin with a batch, so that batches are those of one part."""
+    batches, (i, n) = -(-source.documents // source.batch_size), part
+    first, last = (batches * j // n * source.batch_size for j in (i, i + 1))
+    return range(first, min(last, source.documents))
 
 
 class _Batches:
@@ -137,10 +179,10 @@ class _Batches:
         self.model, self.source, self.prompts, self.seed = model, source, prompts, seed
         self.rows, self.sampler = source.batch_size, self._sampler()
 
-    def next(self, first: int) -> np.ndarray:
-        """[B,T]: the next batch of documents, from number `first` on."""
+    def next(self, documents: range) -> np.ndarray:
+        """[B,T]: the first batch of the documents with these numbers."""
         while True:
-            numbers = range(first, min(first + self.rows, self.source.documents))
+            numbers = documents[: self.rows]
             try:
                 prompts = [self.prompts[i % len(self.prompts)] for i in numbers]
                 return self.sampler(prompts, [(self.seed, i) for i in numbers])

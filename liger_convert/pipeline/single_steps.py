@@ -21,6 +21,7 @@ from liger_convert.pipeline import gate_selection, layer_selection
 from liger_convert.pipeline.layer_selection import LayerSelection, make_switch
 from liger_convert.pipeline.plan import Plan
 from liger_convert.pipeline.window_selection import WindowSelection, select_windows
+from liger_convert.utils import processes
 from liger_convert.utils.progress import show_progress
 
 
@@ -100,7 +101,8 @@ def write_teacher_text(
     documents: Callable[[str], Documents],
 ) -> dict[str, Any]:
     """The step `data-NAME`: the base generates the source called `name` into `folder`, and resumes where a killed call
-    stopped. documents: returns those of a source by its name. Raises BadInput, LinearizeError."""
+    stopped. All processes of a run call it, and each writes a part. documents: returns those of a source by its name.
+    Raises BadInput, LinearizeError."""
     source, prompts = recipe.teachers[name], teacher_prompts(recipe, name, tokenizer, documents)
     with show_progress(f"data-{name}") as report:
         teacher.write(
@@ -111,8 +113,12 @@ def write_teacher_text(
             device=device,
             precision=recipe.precision,
             seed=recipe.seed,
+            part=(processes.rank(), processes.count()),
             progress=report,
         )
+    processes.barrier()
+    if processes.is_first() and processes.count() > 1:
+        teacher.join(folder / teacher.FILE, processes.count())
     return {"tokens": source.written_tokens, "prompts": len(prompts)}
 
 

@@ -254,6 +254,10 @@ class RunSteps:
             )
 
     def _write_text(self, name: str, folder: Path) -> dict[str, Any]:
+        processes.announce({"work": "write", "name": name})
+        return self._write_part(name, folder)
+
+    def _write_part(self, name: str, folder: Path) -> dict[str, Any]:
         return single_steps.write_teacher_text(
             self.recipe, name, folder, self._base_folder, self._tokenizer, self.device, self.documents
         )
@@ -414,6 +418,8 @@ class RunSteps:
         """What every process except the first does with a task that the first one has announced."""
         if work == "measure":
             ablation.measure_along(**self._measured)
+        elif work == "write":
+            self._write_part(task["name"], self.folder.step(f"data-{task['name']}"))
         else:
             self.train_stage(**task)
 

@@ -408,6 +408,22 @@ def test_two_processes_train_on_the_rows_of_a_mix_that_one_does(home: Path) -> N
 
 
 @pytest.mark.slow
+def test_two_processes_write_the_bases_text_and_measure_as_one_does(home: Path) -> None:
+    """Nothing is trained, so both runs measure the same models."""
+    own = "{source: teacher, tokens: 480, document_tokens: 24, batch_size: 4}"
+    asked = ["--set", f"data.own={own}", "--set", "stages=[]", "--keep-steps"]
+    found = {}
+    for out, processes in (("text-1", []), ("text-2", ["--gpus", "2"])):
+        ended = call(home, [*COMMAND, *RUN, out, *asked, *processes])
+        assert ended.returncode == 0, ended.stderr
+        steps = json.loads((home / out / "manifest.json").read_text())["steps"]
+        report = json.loads((home / out / "report.json").read_text())
+        found[out] = {"text": steps["data-own"]["outputs"].values(), "models": report["models"]}
+    assert found["text-1"]["models"] == found["text-2"]["models"]
+    assert list(found["text-1"]["text"]) == list(found["text-2"]["text"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_run_ends_with_any_of_its_processes_and_goes_on_with_another_number(home: Path, number: int) -> None:
     """SIGKILL for one process; SIGTERM, which saves the step, for the launcher."""

@@ -62,6 +62,23 @@ def test_documents_are_as_many_and_as_long_as_asked_for_and_follow_the_seed(base
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
 
 
+@pytest.mark.parametrize("parts", [2, 3, 9])
+def test_parts_make_the_text_that_one_process_writes(base: Path, tmp_path: Path, parts: int) -> None:
+    """22 documents in 6 batches; of 9 parts some are empty. Nothing that a killed call left beside them stays."""
+    asked = source(prompt=["a", "a much longer one", "of words"])
+    whole_NT = write(base, tmp_path / "whole", asked)
+    path, prompts = tmp_path / "a", teacher.encode_prompts(asked, tiny_tokenizer())
+    (tmp_path / "a.1-of-99").write_bytes(b"of another number of processes")
+    for part in range(parts):
+        options = {"base_dir": base, "device": CPU, "precision": "float32", "part": (part, parts)}
+        teacher.write(asked, path, prompts=prompts, **options)
+        assert not path.exists()
+    teacher.join(path, parts)
+    assert (np.fromfile(path, "<u4").reshape(-1, 24) == whole_NT).all()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a", "whole"]
+    teacher.join(path, parts)  # an attempt that was killed just before it was recorded
+
+
 def test_the_end_of_a_text_does_not_end_a_document(base: Path, tmp_path: Path) -> None:
     ids_NT = write(base, tmp_path / "a", source(tokens=24 * 99, batch_size=99))
     ends = np.argwhere(ids_NT[:, 1:-1] == EOS)
