@@ -48,6 +48,8 @@ PIECES: list[dict[str, Any]] = [
     {"type": "mamba", **CONV},
     {"type": "mamba", **CONV, "scope": "all"},
     {"type": "mamba2", **CONV},
+    {"type": "mamba2", "skip": True, "scope": "all"},
+    {"type": "mamba2", "skip": True, **CONV},
     {"type": "gla", **CONV},
     {"type": "mlstm", **CONV, "scope": "all"},
     {"type": "rwkv6", **CONV, "scope": "all"},

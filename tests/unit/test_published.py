@@ -214,6 +214,7 @@ def test_every_mixer_of_a_paper_says_what_of_its_layer_it_has_not() -> None:
         ("titans", "`model: mlp`"),
         ("ttt", "`inner_norm` (with the residual), `mini_batch: 16`"),
         ("s4", "skip"),
+        ("mamba2", "`skip`"),
         ("forgetting", "`kv_shift`, `qk_norm`"),
     ],
 )

@@ -118,6 +118,40 @@ def test_a_skip_adds_the_tokens_own_value(name: str, scope: str) -> None:
     assert_same_gradients(mixer.remember(qkv, metadata_of(T), None).o_BTHV, [skip], expected, [d])
 
 
+@pytest.mark.parametrize("scope", ["evicted", "all"])
+def test_mamba2_adds_its_skip_before_the_norm(scope: str) -> None:
+    mixer, plain, qkv = (
+        started(type="mamba2", scope=scope, skip=True),
+        started(type="mamba2", scope=scope),
+        random_qkv(),
+    )
+    read = plain.remember(qkv, metadata_of(T), None).o_BTHV.detach()
+    assert torch.equal(mixer.remember(qkv, metadata_of(T), None).o_BTHV, read)
+    skip, size = mixer.get_parameter("skip_H1"), mixer.get_parameter("size_HV")
+    with torch.no_grad():
+        skip.normal_(generator=torch.Generator().manual_seed(0))
+    unnormed = mamba2(qkv, scope)
+    d, s = (x.detach().double().requires_grad_() for x in (skip, size))
+    expected = unnormed + d * qkv.v_BSGD.double().repeat_interleave(H // G, 2)
+    expected = s * expected / (expected.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    assert_same_gradients(mixer.remember(qkv, metadata_of(T), None).o_BTHV, [skip, size], expected, [d, s])
+
+
+def mamba2(qkv: QKV, scope: str) -> Tensor:
+    """The read [1,T,H,D] of a new mixer before its norm, token by token: dt = softplus(pool(k) - 7), a = e^-dt."""
+    q, k, v = (x[0].double() for x in (qkv.q_BTHD, qkv.k_BTGD, qkv.v_BSGD))
+    delay, first = (WINDOW, SINKS) if scope == "evicted" else (0, 0)
+    dt = torch.nn.functional.softplus(k.mean(-1) - 7)
+    states = [torch.zeros(G, D, D, dtype=torch.float64)]
+    for t in range(T):
+        written = (-dt[t]).exp()[:, None, None] * states[-1] + torch.einsum("g,gd,gv->gdv", dt[t], k[t], v[t])
+        states.append(written if t >= first else states[-1])
+    reads = [
+        torch.einsum("hd,hdv->hv", q[t], states[max(t + 1 - delay, 0)].repeat_interleave(H // G, 0)) for t in range(T)
+    ]
+    return torch.stack(reads)[None]
+
+
 def test_a_skip_is_of_the_convolved_value_where_that_is_the_tokens_own() -> None:
     qkv = random_qkv()
     for scope, convolved in (("all", True), ("evicted", False)):
@@ -186,6 +220,7 @@ def test_pieces_are_refused_where_they_have_no_place() -> None:
         ({"type": "deltanet", "skip": True}, "skip"),
         ({"type": "gla", "bonus": True}, "bonus"),
         ({"type": "mom", "inner": {"type": "gla", "output_gate": True}}, "inner.output_gate"),
+        ({"type": "mamba2", "skip": True, "normalize": True, "feature_map": "exp"}, "skip"),
     ):
         with pytest.raises(BadInput, match=rf"^mixer\.{field}: "):
             resolve_spec(spec)

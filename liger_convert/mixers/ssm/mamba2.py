@@ -4,8 +4,8 @@ dt_t = softplus(pool(k_t) + b),   a_t = exp(-A dt_t),   S_t = a_t S_{t-1} + dt_t
 
 A > 0 and b are learned per head. The pooled step is Liger's (2503.01496, table 1). `short_conv: 4` is the paper's
 convolution without the SiLU after it. `output_gate` is an output gate with a sigmoid; the paper's is a SiLU, applied
-before the norm. The skip D v_t, which the window covers, is left out. The heads' queries and keys are the base's own,
-whereas the paper's heads share one query and one key.
+before the norm. With `skip: true`, the read is norm(q_t S_t + d v_t), with one learned d per query head. The heads'
+queries and keys are the base's own, whereas the paper's heads share one query and one key.
 """
 
 from __future__ import annotations
@@ -18,22 +18,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from liger_convert.mixers.base import HeadDims
+from liger_convert.mixers.base import QKV, HeadDims
 from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
 from liger_convert.mixers.registry import register_mixer
 
 
 @dataclass(frozen=True)
 class Mamba2Spec(GatedSpec):
-    """Options of the step size, which has one value per key-value head.
+    """Options of the step size, which has one value per key-value head, and of the skip.
 
     gate_bias: where the learned bias b of the step size dt starts. A larger value writes more and forgets faster. -7
         starts with dt near 0.001, the paper's smallest, where the memory lasts about 1,100 tokens. A starts at 1, also
         the paper's smallest.
+    skip: whether d v of the query's own token is added to the read, before its norm. d is learned per query head and
+        starts at 0; the paper starts it at 1.
     """
 
+    skip: bool = False
     gate: Literal["head", "learned", "constant"] = "head"
     gate_bias: float = -7.0
+
+    def problem(self) -> str | None:
+        if self.skip and self.normalize:
+            return "skip: a normalized read is a mean of values, to which nothing can be added; use normalize: false"
+        return super().problem()
 
 
 @register_mixer("mamba2")
@@ -41,23 +49,41 @@ class Mamba2(GatedMixer):
     summary = "state space duality: one step size per head sets both how much is forgotten and how much is written"
     gate_rule = "exp(-A softplus(pool(k) + bias)), per head"
     left_out = (
-        "the skip D v, the projection from the layer's input to the step size, one query and one key for all heads "
-        "(here each has its own), SiLU of queries, keys and values; off by default: `short_conv`, `output_gate` (a "
-        "sigmoid instead of SiLU)"
+        "the projection from the layer's input to the step size, one query and one key for all heads "
+        "(here each has its own), SiLU of queries, keys and values; off by default: `short_conv`, `skip`, "
+        "`output_gate` (a sigmoid instead of SiLU)"
     )
     Spec = Mamba2Spec
+    spec: Mamba2Spec
     scalar = True
 
     def __init__(self, spec: Mamba2Spec, dims: HeadDims):
         super().__init__(spec, dims)
         self.log_A_G1 = nn.Parameter(torch.empty(dims.kv_heads, 1))
+        if spec.skip:
+            self.skip_H1 = nn.Parameter(torch.empty(dims.heads, 1))
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
         init.constant_(self.log_A_G1, 0.0)
+        if self.spec.skip:
+            init.zeros_(self.skip_H1)
 
     def key_features(self, inputs: tuple[Tensor, ...]) -> Tensor:
         return super().key_features(inputs) * F.softplus(self.gate_logits(inputs))
 
     def decay(self, logits: Tensor) -> Tensor:
         return -self.log_A_G1.float().exp() * F.softplus(logits)
+
+    def add_current(
+        self,
+        qkv: QKV,
+        q_BTHF: Tensor,
+        entries: tuple[Tensor, ...],
+        o_BTHV: Tensor,
+        normalizer_BTH: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.spec.skip:
+            v_BTHV = qkv.v_BSGD[:, -o_BTHV.shape[1] :].repeat_interleave(self.dims.heads // self.dims.kv_heads, 2)
+            o_BTHV = o_BTHV + self.skip_H1.float() * v_BTHV.float()
+        return o_BTHV, normalizer_BTH
