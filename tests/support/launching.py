@@ -52,6 +52,14 @@ def workers(out: str) -> dict[int, int]:
     return found
 
 
+def alive(pid: int) -> bool:
+    """Whether a process runs, and is not one that has ended and waits to be noticed."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def spread(
     processes: int, folder: Path, jobs: list[dict[str, Any]], script: str = "ranks.py", seconds: int = 2 * SECONDS
 ) -> subprocess.CompletedProcess[str]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from launching import SECONDS, distance, environment, learned, spread, told, torchrun, workers
+from launching import SECONDS, alive, distance, environment, learned, spread, told, torchrun, workers
 from ranks import do
 from runs import write_home
 from safetensors.torch import load_file
@@ -413,8 +413,8 @@ def test_two_processes_write_the_bases_text_and_measure_as_one_does(home: Path) 
     own = "{source: teacher, tokens: 480, document_tokens: 24, batch_size: 4}"
     asked = ["--set", f"data.own={own}", "--set", "stages=[]", "--keep-steps"]
     found = {}
-    for out, processes in (("text-1", []), ("text-2", ["--gpus", "2"])):
-        ended = call(home, [*COMMAND, *RUN, out, *asked, *processes])
+    for out, launched in (("text-1", []), ("text-2", ["--gpus", "2"])):
+        ended = call(home, [*COMMAND, *RUN, out, *asked, *launched])
         assert ended.returncode == 0, ended.stderr
         steps = json.loads((home / out / "manifest.json").read_text())["steps"]
         report = json.loads((home / out / "report.json").read_text())
@@ -452,10 +452,3 @@ def test_a_run_ends_with_any_of_its_processes_and_goes_on_with_another_number(ho
     found = call(home, [*COMMAND, *RUN, out, "--resume", *longer])
     assert found.returncode == 0
     assert "processes was 2, is 1 on this machine, so the weights may differ a little" in found.stderr
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

@@ -6,21 +6,24 @@ import contextlib
 import json
 import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launching import SECONDS, environment, free_port, torchrun, workers
+from launching import SECONDS, alive, environment, free_port, torchrun, workers
 from runs import weights, write_home
 from torch.distributed import TCPStore
 
 from liger_convert.utils import processes
 
+KILLS, LATEST = 10, 20.0  # how often a process is killed, and how many seconds after it began at most
 RUN = ["-m", "liger_convert.cli", "run", "recipe.yaml", "--out"]
 TRAINED: list[dict[str, Any]] = [
     {"kind": "align", "learning_rates": {"mixer": 1e-2}},
@@ -130,6 +133,54 @@ def test_a_run_goes_on_when_torchrun_starts_its_processes_anew(home: Path, agent
     assert weights(home / out) == weights(home / through)
     curves = [json.loads((home / each / "manifest.json").read_text())["steps"]["2-distill"] for each in (out, through)]
     assert curves[0]["loss"] == curves[1]["loss"]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_ten_times_at_random_ends_with_the_same_losses(home: Path) -> None:
+    """Whatever the killed process was doing, the other ends within a minute, and both begin again."""
+    longer = ["--set", f"stages[1].tokens={1000 * 64}", "--set", "stages[1].save_every=20"]
+    options: dict[str, Any] = {"cwd": home, "env": environment(), "stdout": subprocess.DEVNULL}
+    draw, left = random.Random(0), []
+    with subprocess.Popen(
+        torchrun(2, "--max-restarts", str(KILLS + 2), *RUN, "often", *longer),
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    ) as process:
+        try:
+            before: set[int] = set()
+            for _ in range(KILLS):
+                ranks = wait_for(lambda before=before: begun("often", before))
+                time.sleep(draw.uniform(0, LATEST))
+                os.kill(ranks[draw.randrange(2)], signal.SIGKILL)
+                killed_at = time.monotonic()
+                before |= set(ranks.values())
+                wait_for(lambda ranks=ranks: not any(alive(pid) for pid in ranks.values()))
+                left.append(time.monotonic() - killed_at)
+            _, said = process.communicate(timeout=5 * SECONDS)
+        finally:
+            process.terminate()
+    assert process.returncode == 0, said
+    assert max(left) < 60, left
+    subprocess.run(torchrun(2, *RUN, "never", *longer), stderr=subprocess.DEVNULL, check=True, **options)
+    assert weights(home / "often") == weights(home / "never")
+    curves = [json.loads((home / out / "manifest.json").read_text())["steps"] for out in ("often", "never")]
+    assert all(curves[0][step]["loss"] == curves[1][step]["loss"] for step in ("1-align", "2-distill"))
+    print(f"the longest a process was left: {max(left):.1f} seconds; {said.count('started anew')} times started anew")
+
+
+def wait_for(found: Callable[[], Any]) -> Any:
+    until = time.monotonic() + 2 * SECONDS
+    while not (value := found()):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    return value
+
+
+def begun(out: str, before: set[int]) -> dict[int, int] | None:
+    """The two processes of a run by rank, once both have begun; before: those that have ended."""
+    ranks = workers(out)
+    return ranks if len(ranks) == 2 and not before & set(ranks.values()) else None
 
 
 def test_a_run_of_another_launch_is_not_taken_for_its_own(home: Path) -> None:
