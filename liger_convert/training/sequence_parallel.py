@@ -12,10 +12,10 @@ these pays the full lag. Gathering the decay and state of each process (LASP-2) 
 over its keys, codebook included. It would also need the transition of each recurrence, which is a matrix for the delta
 rule.
 
-Softmax layers, and the base, all-gather the keys and values of all shards; queries attend to those up to their own.
-Exchanging heads for tokens with an all-to-all (Ulysses) would balance the work, of which the last process has the most.
-But it requires that the key-value heads divide among the processes, and it also moves queries and outputs: with R query
-heads per key-value head, it moves less data only with more than R + 1 processes.
+Softmax layers, and the base, exchange heads for tokens with an all-to-all (Ulysses) if the key-value heads divide among
+the processes: each process attends over the whole row with its share of the heads, so all have the same work. Otherwise
+they all-gather the keys and values of all shards, and queries attend to those up to their own. The last process then
+has the most work, 2 - 1/N times its share with N processes.
 
 All processes of a group build the same autograd graph: the first one receives zeros as input, and the last one zeros as
 gradients. So all backward passes send and receive in the same order.
@@ -311,6 +311,36 @@ class _Gather(torch.autograd.Function):
         return own, None
 
 
+class _Exchange(torch.autograd.Function):
+    """[N,...]: what each of N processes sends to this one, from `x` [N,...] (all-to-all). Gradients go back the same
+    way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        found = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(found, x.contiguous(), group=group.group)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _Exchange.apply(grads[0], ctx.group), None
+
+    @staticmethod
+    def of_tokens(x_BHTD: Tensor, group: Group) -> Tensor:
+        """[B,H/N,S,D]: this process's heads at all tokens, from all heads at its shard's."""
+        parts_NBHTD = torch.stack(x_BHTD.chunk(group.size, 1))
+        found_NBHTD: Tensor = _Exchange.apply(parts_NBHTD, group)
+        return found_NBHTD.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+    @staticmethod
+    def of_heads(x_BSHD: Tensor, group: Group) -> Tensor:
+        """[B,T,H,D]: all heads at its shard's tokens, from this process's heads at all tokens."""
+        parts_NBTHD = torch.stack(x_BSHD.chunk(group.size, 1))
+        found_NBTHD: Tensor = _Exchange.apply(parts_NBTHD, group)
+        return found_NBTHD.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
 def _attention(
     module: Any,
     q_BHTD: Tensor,
@@ -329,27 +359,45 @@ def _attention(
         # and no fused kernel takes float32
         dtype = torch.get_autocast_dtype(q_BHTD.device.type)
         q_BHTD, k_BGTD, v_BGTD = q_BHTD.to(dtype), k_BGTD.to(dtype), v_BGTD.to(dtype)
+    segments = group.shard.row.segment_ids_BT
+    options = {"scaling": scaling, "window": window, "softcap": softcap}
+    if k_BGTD.shape[1] % group.size == 0:
+        q_BHSD, k_BGSD, v_BGSD = (_Exchange.of_tokens(x, group) for x in (q_BHTD, k_BGTD, v_BGTD))
+        return _Exchange.of_heads(_attend(q_BHSD, k_BGSD, v_BGSD, segments, **options), group), None
     end = (group.rank + 1) * q_BHTD.shape[2]
     kv_NBTGX = _Gather.apply(torch.cat((k_BGTD, v_BGTD), -1).transpose(1, 2), group)
-    kv_BSGX = kv_NBTGX[: group.rank + 1].transpose(0, 1).flatten(1, 2)
-    k_BSGD, v_BSGD = kv_BSGX.split([k_BGTD.shape[-1], v_BGTD.shape[-1]], -1)
-    segments = group.shard.row.segment_ids_BT
-    if segments is None and window is None and softcap is None:
+    kv_BGSX = kv_NBTGX[: group.rank + 1].transpose(0, 1).flatten(1, 2).transpose(1, 2)
+    k_BGSD, v_BGSD = kv_BGSX.split([k_BGTD.shape[-1], v_BGTD.shape[-1]], -1)
+    return _attend(q_BHTD, k_BGSD, v_BGSD, None if segments is None else segments[:, :end], **options), None
+
+
+def _attend(
+    q_BHTD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    segment_ids_BS: Tensor | None,
+    *,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Causal softmax attention [B,T,H,D] of the last T of S tokens."""
+    tokens, end = q_BHTD.shape[2], k_BGSD.shape[2]
+    if segment_ids_BS is None and window is None and softcap is None:
         # fused kernels, for the longest rows: an op that materializes the scores would run out of memory
-        bias = causal_lower_right(q_BHTD.shape[2], end)
-        k_BGSD, v_BGSD = k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2)
+        bias = causal_lower_right(tokens, end)
         o_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BGSD, v_BGSD, attn_mask=bias, scale=scaling, enable_gqa=True)
-        return o_BHTD.transpose(1, 2), None
+        return o_BHTD.transpose(1, 2)
     o_BTHD, _ = chunk_swa(
         q_BHTD.transpose(1, 2),
-        k_BSGD,
-        v_BSGD,
+        k_BGSD.transpose(1, 2),
+        v_BGSD.transpose(1, 2),
         window_size=window or end,
         scale=scaling,
-        segment_ids_BS=None if segments is None else segments[:, :end],
+        segment_ids_BS=segment_ids_BS,
         softcap=softcap,
     )
-    return o_BTHD, None
+    return o_BTHD
 
 
 AttentionInterface.register(ATTENTION, _attention)

@@ -195,21 +195,26 @@ def compare_in_bfloat16(case: dict[str, Any], group: Group, of_one: Group) -> di
     }
 
 
-def given_to_fused_attention(case: dict[str, Any], group: Group) -> list[str]:
-    """The dtypes in which softmax layers give a row of one document to torch's fused kernels, under autocast."""
-    generator, found = torch.Generator().manual_seed(1), set[str]()
+def given_to_fused_attention(case: dict[str, Any], group: Group) -> dict[str, Any]:
+    """The dtypes in which softmax layers give a row of one document to torch's fused kernels, under autocast, and for
+    each process the number of scores that these then take."""
+    generator, found, scores = torch.Generator().manual_seed(1), set[str](), [0] * group.size
     model, batch = make_model(case, generator), rows(group.size, generator)
     real = CausalBias._dispatch
 
     def dispatch(*inputs: Any, **options: Any) -> Tensor:
         found.update(str(x.dtype).removeprefix("torch.") for x in inputs[:3])
+        heads, tokens, end = *inputs[0].shape[1:3], inputs[1].shape[2]
+        scores[group.rank] += heads * sum(range(end - tokens + 1, end + 1))
         return real(*inputs, **options)
 
     group.install(model)
     batch = group.cut({name: x[-1:] for name, x in batch.items()})
     with mock.patch.object(CausalBias, "_dispatch", staticmethod(dispatch)), autocast(CPU, torch.bfloat16):
         run(model, batch, torch.tensor(1))
-    return sorted(found)
+    each = torch.tensor(scores)
+    dist.all_reduce(each, group=group.group)
+    return {"dtypes": sorted(found), "scores": each.tolist()}
 
 
 OF_TOKENS = ("logits", "targets")  # the rest is of all tokens
@@ -220,7 +225,7 @@ if __name__ == "__main__":
     for case in json.loads(Path(sys.argv[1]).read_text()):
         found: dict[str, Any]
         if case.get("fused"):
-            found = {"dtypes": given_to_fused_attention(case, group)}
+            found = given_to_fused_attention(case, group)
         else:
             found = compare_in_bfloat16(case, group, of_one) if case.get("bfloat16") else compare(case, group)
         if group.rank == 0:
