@@ -209,15 +209,21 @@ def kept_gathered_bytes(parts: dict[str, int], config: Any, sizes: Sizes, dtype:
 
 
 def gathered_bytes(stage: Stage, config: Any, dtype: torch.dtype, shards: int) -> int:
-    """Bytes that a process keeps from other shards if `shards` processes share each row; 0 for one shard.
+    """Bytes that a process needs for what it gets from other shards if `shards` processes share each row; 0 for one.
 
-    They are the gathered keys and values of the softmax layers: of one layer at a time in alignment and with gradient
-    checkpointing, else of all of them, and at least of one. stage: one whose `seq_len` is that of a shard.
+    If they divide the key-value heads, softmax layers keep as much as without shards, and one layer at a time has its
+    queries, keys and values twice more: as they are sent and as they come. If not, these are the gathered keys and
+    values: of one layer at a time in alignment and with gradient checkpointing, else of all of them, and at least of
+    one. stage: one whose `seq_len` is that of a shard.
     """
+    if shards == 1:
+        return 0
     dims, softmax = head_dims(config), config.linearization["layers"].count(SOFTMAX)
+    head = dtype.itemsize * dims.dim * stage.batch_size * stage.seq_len
+    if dims.kv_heads % shards == 0:
+        return 2 * (dims.heads + 2 * dims.kv_heads) * head
     at_once = 1 if stage.gradient_checkpointing or isinstance(stage, AlignStage) else max(1, softmax)
-    row = 2 * dtype.itemsize * dims.kv_heads * dims.dim * stage.batch_size * stage.seq_len
-    return at_once * row * shards if shards > 1 else 0
+    return at_once * 2 * dims.kv_heads * head * shards
 
 
 def measuring_bytes(stage: Stage, config: Any, sizes: Sizes, dtype: torch.dtype, processes: int = 1) -> int:
