@@ -54,6 +54,32 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+WAYS: dict[str, dict[str, Any]] = {"distill": {"shard": True}, "align": {"sequence_parallel": 2}}
+
+
+def test_shared_weights_and_shared_rows_learn_what_one_process_does(tmp_path: Path) -> None:
+    """One kind of stage for each. All kinds, also in four processes, are among the slow tests. The control takes the
+    rows of the first process in both."""
+    jobs = [
+        {"name": name, "out": f"{tmp_path}/{name}", "plain": True, "fields": EVERY, "options": options}
+        for name, options in WAYS.items()
+    ]
+    told(2, tmp_path, [*jobs, jobs[0] | {"out": f"{tmp_path}/same", "same_rows": True}])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for job in jobs:
+        alone = job | {"options": {}}
+        do(alone | {"out": tmp_path / "whole" / job["name"]})
+        do(alone | {"out": tmp_path / "apart" / job["name"], "fields": EVERY | {"batch": 1, "accumulation": 4}})
+        whole = learned(tmp_path / "whole" / job["name"])
+        rounding, away = (distance(learned(out), whole) for out in (tmp_path / "apart" / job["name"], job["out"]))
+        assert 0 < rounding < 1e-4, job["name"]
+        assert away < 10 * rounding, job["name"]
+        if job is jobs[0]:
+            assert distance(learned(tmp_path / "same"), whole) > 1000 * rounding
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The same in two processes, `split` so that they share the rows of a micro-batch, and with a mistake."""
