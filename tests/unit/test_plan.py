@@ -306,15 +306,16 @@ def test_several_processes_share_rows_and_nothing_else():
 
 
 def test_processes_that_share_rows_take_a_part_of_their_tokens():
-    """Each also holds the keys and values of the whole row, for one layer of the base at a time."""
+    """Each also holds the queries, keys and values that it sends and gets, for one layer of the base at a time."""
     rates = {"mixer": 1e-2, "body": 1e-5}
     stage = {"kind": "distill", "data": "text", "tokens": 2e5, "batch_size": 8, "learning_rates": rates}
     rows = stage | {"seq_len": 512}
     exact, config = {"precision": "float32"}, tiny_config("llama")
     cut = plan(stages=[rows], processes=4, sequence_parallel=2, **exact)
     half = plan(stages=[rows | {"seq_len": 256, "compile": False}], processes=2, **exact).stages[0].memory
-    gathered = 2 * 4 * config.num_key_value_heads * config.head_dim * 4 * 512
-    assert cut.stages[0].memory == half | {"activations": half["activations"] + gathered}
+    heads = config.num_attention_heads + 2 * config.num_key_value_heads
+    exchanged = 2 * 4 * heads * config.head_dim * 4 * 256
+    assert cut.stages[0].memory == half | {"activations": half["activations"] + exchanged}
     assert cut.memory_for == "each of 4 processes, 2 per row, on cpu in float32"
     assert plan(stages=[rows], processes=None, sequence_parallel=2).memory_for.startswith("each of 2 processes")
     with pytest.raises(BadInput, match="2 processes share a row, but 1 cannot be split into groups of 2"):
