@@ -16,6 +16,7 @@ from liger_convert.cli.commands import (
     require_base,
     require_linearized,
     text_source,
+    unlike_base,
 )
 from liger_convert.config.sources import meet
 from liger_convert.data.documents import Document, load_source
@@ -130,14 +131,16 @@ def evaluate_models(
 def diagnose_model(model: Path, base: str | None, inputs: EvalInputs, *, processes: int = 1) -> dict[str, Any]:
     """`ablation.diagnose` of the linearized model `model`, and of its `base` where that is given. Raises BadInput."""
     require_linearized(model)
+    unlike = None
     with local_model(base or str(model)) as folder, show_progress("diagnose") as report:
         check_folder(model)
         check_folder(folder)
         if base is not None:
             require_base(base, folder, model)
+            unlike = unlike_base(base, folder, model)
         tokenizer = checkpoint.load_tokenizer(model)
         inputs.rehearse(model, tokenizer, has_base=base is not None)
-        return ablation.diagnose(
+        results = ablation.diagnose(
             model,
             folder if base is not None else None,
             inputs.suite,
@@ -150,6 +153,8 @@ def diagnose_model(model: Path, base: str | None, inputs: EvalInputs, *, process
             precision=inputs.precision,
             report=report,
         )
+    notes = [*([unlike] if unlike is not None else []), *results.get("notes", [])]
+    return results | ({"notes": notes} if notes else {})
 
 
 def export_quantized(
