@@ -41,7 +41,9 @@ from liger_convert.pipeline.convert import convert_checkpoint, replace_mixers
 from liger_convert.pipeline.manifest import FILE as MANIFEST
 from liger_convert.pipeline.manifest import Manifest, input_files, lock
 from liger_convert.pipeline.plan import Plan, make_plan
+from liger_convert.pipeline.stage_plan import nothing_to_train
 from liger_convert.training.align import AlignObjective
+from liger_convert.training.student import count_trained
 from liger_convert.utils.device import autocast, compute_dtype, pick_device
 from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import console, show_progress
@@ -243,8 +245,11 @@ def train_stage(recipe: Recipe, number: int, model: Path, out: Path, *, resume: 
     if not 1 <= number <= len(recipe.stages):
         raise BadInput(f"--stage {number}: {recipe.name} has {len(recipe.stages)} stages, counted from 1")
     require_linearized(model)
-    refuse_quantized(checkpoint.load_config(model), model, "train")
-    check_folder(model)
+    config = checkpoint.load_config(model)
+    refuse_quantized(config, model, "train")
+    shapes = {name: info.shape for name, info in check_folder(model).tensors.items()}
+    if count_trained(recipe.stages[number - 1], config, shapes) == 0:  # the recipe may be of another model
+        raise BadInput(f"--model {model}: {nothing_to_train(recipe.stages[number - 1])}")
     if not resume:
         refuse_existing(out)
     sources, device = recipe.stages[number - 1].sources, pick_device(recipe.device)
