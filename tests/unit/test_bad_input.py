@@ -23,6 +23,12 @@ RECIPES = [
     case("unknown stage kind", "did you mean 'align'?", lambda w: w.run("stages[0].kind=alin")),
     case("unknown source kind", "did you mean 'file'?", lambda w: w.run("data.text.source=fil")),
     case("unknown source name", "stages[0].data: 'books'", lambda w: w.run("stages[0].data=books")),
+    case("a path that is empty", "data.text.path: ", lambda w: w.run("data.text.path=''")),
+    case(
+        "a validation file without a name",
+        "data.text.validation: ",
+        lambda w: w.run("data.text={source: file, path: text.jsonl, validation: ''}"),
+    ),
     case("nothing to train", "every group is frozen", lambda w: w.run("stages[0].learning_rates={}")),
     *(
         case(
