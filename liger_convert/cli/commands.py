@@ -26,7 +26,9 @@ from liger_convert.data.documents import Documents, load_source
 from liger_convert.data.packed_rows import collate, pack
 from liger_convert.eval import generation
 from liger_convert.io import checkpoint
+from liger_convert.io.checksums import sha256_file
 from liger_convert.io.files import atomic_write, scratch_folder
+from liger_convert.io.text_part import EMBEDDINGS
 from liger_convert.mixers import MIXERS, SOFTMAX
 from liger_convert.mixers.base import HeadDims
 from liger_convert.mixers.linear.gla import GLA
@@ -36,12 +38,15 @@ from liger_convert.model.loading import check_folder, load_base, load_linearized
 from liger_convert.model.quantization import refuse_quantized
 from liger_convert.pipeline import single_steps
 from liger_convert.pipeline.convert import convert_checkpoint, replace_mixers
-from liger_convert.pipeline.manifest import lock
+from liger_convert.pipeline.manifest import FILE as MANIFEST
+from liger_convert.pipeline.manifest import Manifest, input_files, lock
 from liger_convert.pipeline.plan import Plan, make_plan
+from liger_convert.pipeline.stage_plan import nothing_to_train
 from liger_convert.training.align import AlignObjective
+from liger_convert.training.student import count_trained
 from liger_convert.utils.device import autocast, compute_dtype, pick_device
 from liger_convert.utils.errors import BadInput
-from liger_convert.utils.progress import show_progress
+from liger_convert.utils.progress import console, show_progress
 
 PYDOC = "pydoc"
 # what a base has in common with the model that was made from it
@@ -143,6 +148,8 @@ def calibrate_model(
         require_base(base, folder, model)
         check_folder(model)
         check_folder(folder)
+        if (unlike := unlike_base(base, folder, model)) is not None:
+            console.print(f"warning: {unlike}", markup=False, soft_wrap=True)
         documents = load_source(text_source(text), checkpoint.load_tokenizer(model)).train
         if (held := sum(len(document.ids) for document in documents)) < tokens:
             raise BadInput(f"--text {text}: has {held} tokens, but --tokens asks for {tokens}; give more text")
@@ -193,6 +200,29 @@ def require_base(base: str, folder: Path, model: Path) -> None:
             raise BadInput(f"--base {base}: its {name} is {has}, but {model} was made from a base with {value}")
 
 
+def unlike_base(base: str, folder: Path, model: Path) -> str | None:
+    """A sentence if the weights of `base`, in `folder`, do not look like those that the linearized model `model` was
+    made from; else None.
+
+    The manifest knows if the run that made the model is around it, and if the base is in the same files. Otherwise the
+    token embeddings tell, which few trainings change.
+    """
+    found = {name: file for name, file in input_files({"base": folder}).items() if file.suffix == ".safetensors"}
+    if (model.parent / MANIFEST).exists():
+        recorded = Manifest.read(model.parent).inputs
+        if found.keys() <= recorded.keys():
+            changed = [file for name, file in found.items() if sha256_file(file) != recorded[name]]
+            what = "is not the file that the run of this model has read"
+            return (
+                f"--base {base}: {changed[0].name} {what}, so the model was made from another base" if changed else None
+            )
+    ours, theirs = (checkpoint.Checkpoint.open(one, any_dtype=True).read(EMBEDDINGS) for one in (model, folder))
+    if torch.equal(ours, theirs.to(ours.dtype)):
+        return None
+    what = "are not those of its base, so unless training has changed them the model was made from another base"
+    return f"--base {base}: the token embeddings of {model} {what}"
+
+
 def select_layers(recipe: Recipe) -> single_steps.Chosen:
     """The layers that `recipe` leaves to a measurement, chosen. Raises BadInput."""
     if not recipe.measures_layers:
@@ -215,8 +245,11 @@ def train_stage(recipe: Recipe, number: int, model: Path, out: Path, *, resume: 
     if not 1 <= number <= len(recipe.stages):
         raise BadInput(f"--stage {number}: {recipe.name} has {len(recipe.stages)} stages, counted from 1")
     require_linearized(model)
-    refuse_quantized(checkpoint.load_config(model), model, "train")
-    check_folder(model)
+    config = checkpoint.load_config(model)
+    refuse_quantized(config, model, "train")
+    shapes = {name: info.shape for name, info in check_folder(model).tensors.items()}
+    if count_trained(recipe.stages[number - 1], config, shapes) == 0:  # the recipe may be of another model
+        raise BadInput(f"--model {model}: {nothing_to_train(recipe.stages[number - 1])}")
     if not resume:
         refuse_existing(out)
     sources, device = recipe.stages[number - 1].sources, pick_device(recipe.device)

@@ -16,6 +16,7 @@ from liger_convert.cli.commands import (
     require_base,
     require_linearized,
     text_source,
+    unlike_base,
 )
 from liger_convert.config.sources import meet
 from liger_convert.data.documents import Document, load_source
@@ -26,6 +27,7 @@ from liger_convert.io import checkpoint
 from liger_convert.model.loading import check_folder
 from liger_convert.model.quantization import check_quantizable
 from liger_convert.pipeline.export import export_model
+from liger_convert.pipeline.preflight import check_tasks
 from liger_convert.utils.device import pick_device
 from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import show_progress
@@ -65,6 +67,24 @@ class EvalInputs:
             "other": _other(self.suite, self.other_text, tokenizer),
         }
 
+    def rehearse(self, folder: Path, tokenizer: Any, trust_remote_code: bool = False, *, has_base: bool) -> list[str]:
+        """Tries the tasks without the model in `folder`. Returns a note for everything that is not measured on it.
+
+        Raises BadInput for a task that would fail later, after hours of others.
+        """
+        config = checkpoint.load_config(folder, trust_remote_code)
+        suite, notes = narrow(
+            self.suite,
+            context=context_of(config),
+            tokenizer=tokenizer,
+            data_dir=self.data_dir,
+            has_other=self.other_text is not None,
+            has_base=has_base,
+        )
+        with show_progress("tasks") as report:
+            check_tasks(suite, config, tokenizer, self.data_dir, self.limit, report)
+        return notes
+
 
 def evaluate_models(
     model: str, baseline: str | None, inputs: EvalInputs, *, trust_remote_code: bool = False
@@ -83,6 +103,10 @@ def evaluate_models(
         tokenizers = {
             source: checkpoint.load_tokenizer(folder, trust_remote_code) for source, folder in folders.items()
         }
+        notes = {
+            source: inputs.rehearse(folder, tokenizers[source], trust_remote_code, has_base=baseline is not None)
+            for source, folder in folders.items()
+        }
         if suite.agreement is not None and baseline is not None:
             _require_same_vocabulary(baseline, tokenizers[baseline], tokenizers[model])
         for source, folder in folders.items():
@@ -100,30 +124,27 @@ def evaluate_models(
                     base_rows = evaluation.let_base_write(measured, tokenizer, suite, **options)
                 options |= {"base_rows": base_rows, "data_dir": inputs.data_dir, "limit": inputs.limit}
                 found[name] = evaluation.evaluate_model(measured, tokenizer, suite, **options)
-        _, notes = narrow(
-            suite,
-            context=context_of(checkpoint.load_config(folders[model], trust_remote_code)),
-            tokenizer=tokenizers[model],
-            data_dir=inputs.data_dir,
-            has_other=inputs.other_text is not None,
-            has_base=baseline is not None,
-        )
-    return {"suite": suite.model_dump(mode="json"), "models": found, **({"notes": notes} if notes else {})}
+    left_out = {"notes": notes[model]} if notes[model] else {}
+    return {"suite": suite.model_dump(mode="json"), "models": found, **left_out}
 
 
 def diagnose_model(model: Path, base: str | None, inputs: EvalInputs, *, processes: int = 1) -> dict[str, Any]:
     """`ablation.diagnose` of the linearized model `model`, and of its `base` where that is given. Raises BadInput."""
     require_linearized(model)
+    unlike = None
     with local_model(base or str(model)) as folder, show_progress("diagnose") as report:
         check_folder(model)
         check_folder(folder)
         if base is not None:
             require_base(base, folder, model)
-        return ablation.diagnose(
+            unlike = unlike_base(base, folder, model)
+        tokenizer = checkpoint.load_tokenizer(model)
+        inputs.rehearse(model, tokenizer, has_base=base is not None)
+        results = ablation.diagnose(
             model,
             folder if base is not None else None,
             inputs.suite,
-            **inputs.documents(checkpoint.load_tokenizer(model)),
+            **inputs.documents(tokenizer),
             data_dir=inputs.data_dir,
             limit=inputs.limit,
             batch_size=inputs.batch_size,
@@ -132,6 +153,8 @@ def diagnose_model(model: Path, base: str | None, inputs: EvalInputs, *, process
             precision=inputs.precision,
             report=report,
         )
+    notes = [*([unlike] if unlike is not None else []), *results.get("notes", [])]
+    return results | ({"notes": notes} if notes else {})
 
 
 def export_quantized(

@@ -80,7 +80,7 @@ class RowSource(DataSource):
     or a prompt and its completion)."""
     field: str | None = None
     """Column to read; by default `text`, or `messages` or `conversations` for a chat."""
-    validation: str | None = None
+    validation: Annotated[str, Field(min_length=1)] | None = None
     """Separate held-out documents, instead of `held_out`: another file, or another split of a data set."""
 
     @property
@@ -110,7 +110,7 @@ class FileSource(RowSource):
 
     source: Literal["file"] = "file"
     """`file`: a file or a folder on this machine."""
-    path: str
+    path: Annotated[str, Field(min_length=1)]
     """The file or folder; a relative path is relative to the working directory."""
 
     def place_of(self, *, held_out: bool) -> set[Place]:

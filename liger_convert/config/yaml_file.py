@@ -110,11 +110,16 @@ def parse(text: str, where: str) -> Any:
     """YAML text as plain Python. Raises BadInput with `where` and the line when it is not YAML."""
     try:
         return yaml.load(text, _Loader)
-    except yaml.MarkedYAMLError as error:
-        line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise BadInput(f"{where}:{line}: not valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
-        raise BadInput(f"{where}: not valid YAML: {str(error).splitlines()[0]}") from None
+        raise BadInput(f"{where}: {problem(error)}") from None
+
+
+def problem(error: yaml.YAMLError) -> str:
+    """What PyYAML found wrong, in one line, with the line of the text if it is known."""
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return f"not valid YAML: {str(error).splitlines()[0]}"
+    line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+    return f"{line}not valid YAML: {error.problem}"
 
 
 def quoted(text: str) -> str:

@@ -166,7 +166,8 @@ def _documents(
         if progress is not None:
             progress(len(documents), None, f"{len(documents):,} documents")
     if not documents:
-        raise BadInput(f"data: {_name(source)} has no row with any text")
+        chat = "a question and its answer, which are messages of the roles user and assistant"
+        raise BadInput(f"data: {_name(source)} has no row with {chat if source.format == 'messages' else 'any text'}")
     return documents, skipped
 
 

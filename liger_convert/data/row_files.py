@@ -12,6 +12,7 @@ import gzip
 import io
 import json
 import lzma
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from liger_convert.io import inputs
-from liger_convert.io.checksums import files_in
 from liger_convert.io.json_list import JsonList
 from liger_convert.utils.errors import BadInput, first_line
 
@@ -55,7 +55,7 @@ def file_rows(path: Path) -> Iterator[Row]:
     if there is one, for a file that cannot be read and for a text row of more than ROW_BYTES.
     """
     if path.is_dir():
-        files = [file for file in files_in(path) if _reader(file) and not file.name.startswith(".")]
+        files = _data_files(path)
         if not files:
             raise BadInput(f"{path}: is a folder without a data file; {_known()}")
         for file in files:
@@ -70,6 +70,22 @@ def file_rows(path: Path) -> Iterator[Row]:
         raise BadInput(f"{path}: is empty")
     yield first
     yield from found
+
+
+def _data_files(folder: Path) -> list[Path]:
+    """What below a folder has the name of a data file, sorted, even if it is none that can be read: that is refused
+    later. Raises BadInput for folders whose files would be missing in silence."""
+
+    def refuse(error: OSError) -> None:
+        raise BadInput(f"{error.filename}: cannot be read ({error.strerror})")
+
+    found = []
+    for place, folders, names in os.walk(folder, onerror=refuse):
+        if links := [name for name in sorted(folders) if os.path.islink(Path(place, name))]:
+            what = "is a link to a folder, and links to folders are not followed"
+            raise BadInput(f"{Path(place, links[0])}: {what}; name that folder as a source of its own, or move it here")
+        found += [Path(place, name) for name in names if _reader(Path(name)) and not name.startswith(".")]
+    return sorted(found)
 
 
 def _reader(path: Path) -> Callable[[Path], Iterator[Row]] | None:

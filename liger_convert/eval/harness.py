@@ -19,7 +19,9 @@ from huggingface_hub import constants
 from lm_eval.api.model import LM, CacheHook
 from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
+from transformers import GenerationConfig
 
 from liger_convert.eval import ruler
 from liger_convert.eval.generation import plain_decoding
@@ -94,12 +96,27 @@ def rehearse_tasks(
         for part in loaded["tasks"].values():
             if data_dir is None and task.include_path is None:  # `check_rows` checks all other rows
                 _check_labels(task, part, rows)
-            room = (part.config.generation_kwargs or {}).get("max_gen_toks", 0)
-            if positions is not None and room >= positions:
-                raise BadInput(
-                    f"task {task.name}: answers take {room} tokens, but the base supports only {positions} in all"
-                )
+            if part.OUTPUT_TYPE == "generate_until":
+                _check_generation(task, part.config.generation_kwargs or {}, positions)
         report(done, len(tasks), task.name)
+
+
+def _check_generation(task: Task, settings: dict[str, Any], positions: int | None) -> None:
+    """Raises BadInput for a task's `generation_kwargs` with which no model of so many `positions` can answer."""
+    where = f"task {task.name}: generation_kwargs"
+    try:
+        known = normalize_gen_kwargs(settings)
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"{where}: {first_line(error)}") from None
+    room, stops = known.pop("max_gen_toks"), known.pop("until", [])
+    if not all(isinstance(stop, str) for stop in stops):
+        raise BadInput(f"{where}.until: should be a text that ends an answer, or a list of such texts, not {stops}")
+    if unknown := [name for name in known if not hasattr(GenerationConfig(), name)]:
+        raise BadInput(f"{where}.{unknown[0]}: transformers has no such setting")
+    if room < 1:
+        raise BadInput(f"{where}.max_gen_toks: should be at least 1, not {room}")
+    if positions is not None and room >= positions:
+        raise BadInput(f"task {task.name}: answers take {room} tokens, but the base supports only {positions} in all")
 
 
 def _check_labels(task: Task, part: Any, rows: int | None) -> None:
@@ -224,8 +241,11 @@ def _load(manager: TaskManager, task: Task, data_dir: Path | None) -> Any:
         if data_dir is None:
             what = "its data cannot be fetched from the hub (or give --data DIR)"
             raise BadInput(f"task {task.name}: {what}: {why}") from error
-        row = _first_bad_row(manager, task, data_dir)
-        raise BadInput(f"{row}: does not fit task {task.name}: {why}") from error
+        where, row = _first_bad_row(manager, task, data_dir)
+        if row is not None and (own := OWN_PROBLEMS.get(task.name)) is not None:
+            with contextlib.suppress(KeyError):  # a field is missing, as lm-eval has said
+                why = own(row) or why
+        raise BadInput(f"{where}: does not fit task {task.name}: {why}") from error
     metrics = {metric for part in loaded["tasks"].values() for metric in part.aggregation()}
     for metric in task.metrics:
         if metric not in metrics:
@@ -240,8 +260,9 @@ def _load(manager: TaskManager, task: Task, data_dir: Path | None) -> Any:
     return loaded
 
 
-def _first_bad_row(manager: TaskManager, task: Task, data_dir: Path) -> str:
-    """The file and line of the first row with which lm-eval cannot load the task; lm-eval's own error does not say.
+def _first_bad_row(manager: TaskManager, task: Task, data_dir: Path) -> tuple[str, dict[str, Any] | None]:
+    """The file and line of the first row with which lm-eval cannot load the task, and the row; lm-eval's own error does
+    not say.
 
     Found by bisection: it is the last row of the shortest prefix of rows that fails. For mmlu, only the file.
     """
@@ -258,8 +279,10 @@ def _first_bad_row(manager: TaskManager, task: Task, data_dir: Path) -> str:
             first_rows.set(None)
         return False
 
-    few = bisect.bisect_left(range(1, len(rows)), True, key=fails)
-    return rows[few][WHERE] if task.name != "mmlu" else str(file)  # whose rows are spread over many tasks
+    if task.name == "mmlu":  # its rows are spread over many tasks
+        return str(file), None
+    row = rows[bisect.bisect_left(range(1, len(rows)), True, key=fails)]
+    return row[WHERE], row
 
 
 def _flatten(task: Task, results: Mapping[str, Any]) -> dict[str, Measurement]:

@@ -15,10 +15,11 @@ import pyarrow
 import yaml
 from lm_eval.tasks import TaskManager
 
+from liger_convert.config import yaml_file
 from liger_convert.data.row_files import file_rows
 from liger_convert.eval import ruler
 from liger_convert.eval.suites import ANSWER_TOKENS, LOCAL_FILES, NEEDLES, Task, local_files
-from liger_convert.io.inputs import require_file
+from liger_convert.io.inputs import read_text, require_file
 from liger_convert.utils.errors import BadInput, first_line
 
 STOCK = Path(lm_eval.__file__).parent / "tasks"
@@ -53,6 +54,7 @@ CONTAINS = {
 }
 # the instructions of ifeval that lm-eval scores with nltk data
 SCORED_BY_NLTK = {"length_constraints:number_sentences", "change_case:capital_word_frequency"}
+TASK_BYTES = 1 << 20  # of a task's YAML file
 WHERE = "_where"  # the column with the file and line that a row is from
 first_rows: ContextVar[int | None] = ContextVar("how many rows of a test split are read, where not all", default=None)
 
@@ -72,8 +74,15 @@ def task_managers(tasks: Sequence[Task], data_dir: Path | None, folder: Path) ->
 
 
 def included_tasks(include_path: Path) -> frozenset[str]:
-    """The names of the tasks and groups in the YAML files of that folder. Raises BadInput if it is not a folder."""
-    return frozenset(_included(include_path).task_index)
+    """The names of the tasks and groups in the YAML files of that folder. Raises BadInput if it is not a folder, and
+    for a file that is not YAML, which lm-eval would leave out."""
+    names = frozenset(_included(include_path).task_index)
+    for file in sorted(include_path.rglob("*.yaml")):
+        try:
+            yaml.compose(read_text(file, TASK_BYTES))  # without building values: lm-eval has tags of its own
+        except yaml.YAMLError as error:
+            raise BadInput(f"{file}: {yaml_file.problem(error)}") from None
+    return names
 
 
 def _included(include_path: Path) -> TaskManager:

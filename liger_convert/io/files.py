@@ -128,7 +128,8 @@ def scratch_folder() -> contextlib.AbstractContextManager[Path]:
 def atomic_dir(out: Path | str, overwrite: bool = False) -> Iterator[Path]:
     """Context with a temporary folder next to `out`. It is renamed to `out` if the block succeeds, and else removed.
 
-    Raises BadInput if `out` exists (unless `overwrite`). Raises LinearizeError if the disk is full or not writable.
+    Raises BadInput if `out` exists (unless `overwrite`), even if another process made it during the block. Raises
+    LinearizeError if the disk is full or not writable.
     """
     out = Path(out)
     if os.path.lexists(out) and not overwrite:
@@ -140,7 +141,12 @@ def atomic_dir(out: Path | str, overwrite: bool = False) -> Iterator[Path]:
             fsync_tree(partial)
             if overwrite and out.exists():
                 shutil.rmtree(out)
-            partial.rename(out)
+            try:
+                partial.rename(out)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                raise BadInput(f"{out}: was made by another process in the meantime; name a new folder") from None
             fsync(out.parent)
 
 

@@ -16,12 +16,20 @@ import torch
 from torch import Tensor
 
 from liger_convert.io import generation_config, tokenizer
-from liger_convert.io.checkpoint import INDEX, TensorInfo, copy_companions, load_config, require_tokenizer
+from liger_convert.io.checkpoint import (
+    INDEX,
+    Checkpoint,
+    TensorInfo,
+    copy_companions,
+    load_config,
+    require_tokenizer,
+)
 from liger_convert.io.files import atomic_dir
+from liger_convert.io.text_part import EMBEDDINGS, HEAD
 from liger_convert.model import MIXER_MODULE, linear_layers, linearized_classes, linearized_config, new_state
 from liger_convert.model.bases import check_base
 from liger_convert.model.loading import check_folder, check_tensors, open_checkpoint
-from liger_convert.model.shards import Entry, Shard, copied_shards, write_shards
+from liger_convert.model.shards import Entry, Shard, checked_pieces, copied_shards, write_shards
 from liger_convert.utils.progress import Report
 
 
@@ -56,6 +64,9 @@ def convert_checkpoint(
     copied = [info for info in checkpoint.tensors.values() if info.name not in dropped]
     config = linearized_config(base_config, linearization)
     config.architectures = [linearized_classes(base_config.model_type)[2].__name__]
+    if {HEAD, EMBEDDINGS} <= checkpoint.tensors.keys() and not _equal(checkpoint, HEAD, EMBEDDINGS):
+        # transformers ties no weights that differ, whatever a config says, but vLLM would load just one of them
+        config.tie_word_embeddings = False
     config.dtype = _main_dtype(copied) if dtype == "auto" else getattr(torch, dtype)
     with torch.device("meta"):
         new = Entry.of(new_state(config))
@@ -92,6 +103,13 @@ def _new_data(config: Any, seed: int) -> Iterator[Tensor]:
     for layer in linear_layers(config):
         for tensor in new_state(config, seed, [layer]).values():
             yield tensor.contiguous().view(-1)
+
+
+def _equal(checkpoint: Checkpoint, *names: str) -> bool:
+    """Whether two tensors of one shape have the same dtype and values. Reads both piece by piece."""
+    a, b = (checkpoint.tensors[name] for name in names)
+    pairs = zip(checked_pieces(a), checked_pieces(b))
+    return a.dtype == b.dtype and all(torch.equal(one, other) for one, other in pairs)
 
 
 def _main_dtype(infos: list[TensorInfo]) -> torch.dtype:

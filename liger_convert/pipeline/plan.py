@@ -25,7 +25,7 @@ from liger_convert.model.bases import check_base, context_length, meta_model
 from liger_convert.model.configuration import FORMAT
 from liger_convert.model.families import own_windows
 from liger_convert.pipeline import adapt
-from liger_convert.pipeline.stage_plan import StagePlan, StagePlanner
+from liger_convert.pipeline.stage_plan import StagePlan, StagePlanner, nothing_to_train
 from liger_convert.training import disk_estimate
 from liger_convert.training.memory_estimate import (
     COPY_BYTES,
@@ -258,6 +258,9 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None) ->
     recipe, adapted = adapt.adapt(recipe, base_config, planner, processes)
     weights = planner.sizes
     stages = [planner.plan(stage, processes, shards) for stage in recipe.stages]
+    for i, (stage, planned) in enumerate(zip(recipe.stages, stages, strict=True)):
+        if planned.trained == 0:
+            raise BadInput(f"stages[{i}].learning_rates: {nothing_to_train(stage)}")
     peaks = {name: stage.memory_bytes for name, stage in zip(recipe.stage_names, stages, strict=True)}
     linear = [name for name in layers if name != SOFTMAX]
     made = Plan(

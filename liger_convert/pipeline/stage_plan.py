@@ -64,6 +64,13 @@ class StagePlan:
         return self.sharded_bytes + self.gathered_bytes <= GATHERED_SHARE * room
 
 
+def nothing_to_train(stage: Stage) -> str:
+    """A sentence for a stage whose groups have no parameters in a model, as those of a mixer without any."""
+    groups = " and ".join(stage.learning_rates.trained())
+    what = f"nothing in this model is of the group {groups}, so the stage has nothing to train"
+    return f"{what}; give another group a rate, or leave the stage out"
+
+
 class StagePlanner:
     """Plans single training stages of one linearized model on one device.
 

@@ -23,7 +23,25 @@ RECIPES = [
     case("unknown stage kind", "did you mean 'align'?", lambda w: w.run("stages[0].kind=alin")),
     case("unknown source kind", "did you mean 'file'?", lambda w: w.run("data.text.source=fil")),
     case("unknown source name", "stages[0].data: 'books'", lambda w: w.run("stages[0].data=books")),
+    case("a path that is empty", "data.text.path: ", lambda w: w.run("data.text.path=''")),
+    case(
+        "a validation file without a name",
+        "data.text.validation: ",
+        lambda w: w.run("data.text={source: file, path: text.jsonl, validation: ''}"),
+    ),
     case("nothing to train", "every group is frozen", lambda w: w.run("stages[0].learning_rates={}")),
+    *(
+        case(
+            f"nothing to train in {name}",
+            "stages[0].learning_rates: nothing in this model is of the group mixer, so the stage has nothing to train",
+            lambda w, command=command, mixer=mixer: command(w, f"mixer={mixer}"),
+        )
+        for command in (World.run, World.plan)
+        for name, mixer in {
+            "a window": "{type: window, window: 8}",
+            "fixed gates": "{type: forgetting, gate: fixed}",
+        }.items()
+    ),
     case("unknown variant of adapters", "lora.variant", lambda w: w.run("stages[0].lora={variant: dorra}", RATES)),
     case(
         "adapters of more vectors than there are",
@@ -358,6 +376,11 @@ COMMANDS = [
         "train a base",
         "not a linearized model",
         lambda w: ["train", *w.run()[1:], "--stage", "1", "--model", str(w.base)],
+    ),
+    case(
+        "train a model without new parameters",
+        "nothing in this model is of the group mixer",
+        lambda w: ["train", *w.run()[1:], "--stage", "1", "--model", str(w.linearized("--mixer", "window"))],
     ),
     case("merge nothing", "base", lambda w: ["merge", str(w.linearized()), str(w.base), "--out", str(w.out)]),
     case("export a base", "is not a linearized model but a llama", lambda w: ["export", str(w.base), str(w.out)]),

@@ -345,6 +345,21 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"deep"}
 
 
+def test_a_folder_that_another_process_makes_meanwhile_is_kept(tmp_path):
+    out = tmp_path / "out"
+
+    def both_write() -> None:
+        with atomic_dir(out) as folder:
+            (folder / "file").write_text("mine")
+            out.mkdir()
+            (out / "file").write_text("theirs")
+
+    with pytest.raises(BadInput, match="out: was made by another process"):
+        both_write()
+    assert (out / "file").read_text() == "theirs"
+    assert list(tmp_path.iterdir()) == [out]
+
+
 def test_an_existing_folder_is_kept_unless_it_may_be_overwritten(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/old").touch()

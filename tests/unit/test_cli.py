@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,16 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 from tiny import save_tiny_base
 
 from liger_convert.benchmark.shapes import SHAPES
 from liger_convert.cli import completion, main
 from liger_convert.config.recipe import load
 from liger_convert.config.resources import chosen_recipe, names
+from liger_convert.io.checksums import sha256_file
 from liger_convert.mixers import MIXERS
 from liger_convert.model.families import FAMILIES
 from liger_convert.model.loading import load_linearized
 from liger_convert.pipeline import gate_selection, layer_selection
+from liger_convert.pipeline.manifest import Manifest
 
 COMMANDS = [
     "run",
@@ -317,6 +321,33 @@ def test_eval_and_diagnose_take_text_of_another_kind_and_a_folder_of_tasks(home,
     same = ["--text", str(tmp_path / "far.txt"), *far]
     assert main.main(["eval", "converted", *options, *same]) == 2
     assert "is the same text as --text" in capsys.readouterr().err
+
+
+def test_a_base_that_the_model_was_not_made_from_is_noticed(home, capsys, tmp_path):
+    save_tiny_base("llama", tmp_path / "other", seed=1)
+    other = ["--base", str(tmp_path / "other")]
+    options = ["--suite", "suite.yaml", "--text", "text.jsonl", "--json"]
+    (note,) = json.loads(output(capsys, "diagnose", "converted", *other, *options))["notes"]
+    assert "the token embeddings of converted are not those of its base" in note
+    assert "notes" not in json.loads(output(capsys, "diagnose", "converted", "--base", "base", *options))
+    words = ["calibrate", "converted", str(tmp_path / "out"), *other, "--text", "text.jsonl", "--tokens", "64"]
+    assert main.main([*words, "--seq-len", "32"]) == 0
+    assert "warning: --base" in capsys.readouterr().err
+
+
+def test_a_base_with_the_embeddings_of_the_models_own_is_noticed_by_the_runs_manifest(home, capsys, tmp_path):
+    shutil.copytree("converted", tmp_path / "run/export")
+    shutil.copytree("base", tmp_path / "other")
+    tensors = load_file("base/model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"] *= 1.01
+    save_file(tensors, tmp_path / "other/model.safetensors", {"format": "pt"})
+    inputs = {"base/model.safetensors": sha256_file("base/model.safetensors")}
+    Manifest({}, {}, 0, inputs).write(tmp_path / "run")
+    options = ["--suite", "suite.yaml", "--text", "text.jsonl", "--json"]
+    words = ["diagnose", str(tmp_path / "run/export"), "--base"]
+    (note,) = json.loads(output(capsys, *words, str(tmp_path / "other"), *options))["notes"]
+    assert "model.safetensors is not the file that the run of this model has read" in note
+    assert "notes" not in json.loads(output(capsys, *words, "base", *options))
 
 
 def test_generate_prints_text_and_repeats_it_exactly(home, capsys):

@@ -219,6 +219,16 @@ def test_a_tied_head_may_be_stored_or_not(base, tmp_path):
         assert torch.equal(model.lm_head.weight, load_file(base / WEIGHTS)["model.embed_tokens.weight"])
 
 
+def test_a_head_unlike_the_embeddings_that_a_config_ties_it_to_is_kept_and_untied(base, tmp_path):
+    change_config(base, tie_word_embeddings=True)
+    convert_checkpoint(base, tmp_path / "out", LINEARIZATION)
+    assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is False
+    assert same(tmp_path / "out", load_file(base / WEIGHTS))
+    change(base, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    convert_checkpoint(base, tmp_path / "tied", LINEARIZATION)
+    assert json.loads((tmp_path / "tied/config.json").read_text())["tie_word_embeddings"] is True
+
+
 def test_buffers_that_models_compute_are_dropped_and_named(base, tmp_path):
     original = load_file(base / WEIGHTS)
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"

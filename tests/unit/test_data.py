@@ -6,6 +6,8 @@ import functools
 import gzip
 import json
 import lzma
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -215,12 +217,12 @@ BAD_ROWS: list[tuple[str, str, bytes, str]] = [
     ),
     ("a.jsonl", "messages", b'{"messages": "hello"}\n', r"line 1: field 'messages' should be a list of messages"),
     ("a.jsonl", "messages", b'{"messages": [{"role": "user"}]}\n', r"line 1: message 1 of 'messages' should have"),
-    ("a.jsonl", "messages", b'{"messages": []}\n', r"a\.jsonl has no row with any text"),
+    ("a.jsonl", "messages", b'{"messages": []}\n', r"a\.jsonl has no row with a question and its answer"),
     (
         "a.jsonl",
         "messages",
-        b'{"messages": [{"role": "user", "content": "x"}]}\n',
-        r"a\.jsonl has no row with any text",
+        b'{"messages": [{"role": "User", "content": "x"}, {"role": "Assistant", "content": "y"}]}\n',
+        r"a\.jsonl has no row with a question and its answer, which are messages of the roles user and assistant",
     ),
 ]
 
@@ -240,6 +242,40 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     (tmp_path / "folder.txt").mkdir()
     with pytest.raises(BadInput, match=r"folder\.txt: is a folder without a data file"):
         load(tmp_path / "folder.txt")
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda path: (path / "b.jsonl").symlink_to("gone.jsonl"), r"b\.jsonl: is a link to a file that is not there"),
+        (lambda path: os.mkfifo(path / "b.jsonl"), r"b\.jsonl: is a pipe, not a file"),
+        (lambda path: (path / "b").symlink_to(path.parent), r"b: is a link to a folder, and links to folders are not"),
+    ],
+)
+def test_data_of_a_folder_that_would_be_missing_in_silence_is_named(
+    make: Callable[[Path], object], says: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"text": "one apple"}\n')
+    make(folder)
+    with pytest.raises(BadInput, match=says):
+        load(folder)
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "a.jsonl").write_text('{"text": "one apple"}\n')
+    real = os.scandir
+
+    def scandir(path: Any) -> Any:  # root may list a folder of any mode
+        if Path(path).name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(BadInput, match=r"closed: cannot be read \(Permission denied\)"):
+        load(tmp_path)
 
 
 def test_messages_that_the_chat_template_refuses_are_named(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import yaml
 from tasks import log_likelihood, run, suite, write_rows
 from tiny import save_tiny_base, tiny_tokenizer
 from transformers import GenerationConfig
+from worlds import World
 
+from liger_convert.cli import main
 from liger_convert.eval import suites
 from liger_convert.eval.evaluation import evaluate_model
 from liger_convert.eval.generation import generate, load_model
@@ -130,6 +133,8 @@ def test_an_answer_is_greedy_text_whatever_the_models_own_settings_are(
         ("openbookqa", {"answerKey": "C"}, "ValueError"),
         ("swde", {"value": " "}, "`value` should be a text"),
         ("drop_ctx", {"answers": "Bob"}, "`answers` should be a list of texts"),
+        ("drop_ctx", {"answers": []}, "`answers` should be a list of texts"),
+        ("drop_ctx", {"answers": {"text": ["Bob"]}}, "`answers` should be a list of texts"),
         ("drop_ctx", {"answers": ["Bob", ""]}, "`answers` should be a list of texts, none of them empty"),
         ("gsm8k", {"question": None}, ""),
         (
@@ -247,6 +252,7 @@ def test_a_suite_file_may_name_the_folder_itself(model: Any, folder: Path) -> No
             "row 7 of split test: does not fit task boxes: its label 7 is not one of its 2 choices",
         ),
         (lambda folder: (folder / "score.py").write_text("import nothing_of_the_kind\n"), ["boxes"], "needs a package"),
+        (lambda folder: (folder / "x.yaml").write_text("a: 1\nb: [\n"), ["boxes"], "x.yaml: line 3: not valid YAML"),
     ],
 )
 def test_a_folder_of_tasks_that_cannot_be_used_is_one_sentence(
@@ -257,3 +263,50 @@ def test_a_folder_of_tasks_that_cannot_be_used_is_one_sentence(
         suites.check_data(included(folder, *names), None, None)
     with pytest.raises(BadInput, match="is not a folder; name one with the YAML files"):
         included(folder / "rows.jsonl", "boxes")
+
+
+@pytest.mark.parametrize("command", ["eval", "diagnose"])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            {"generation_kwargs": {"max_gen_toks": 256}},
+            "answers take 256 tokens, but the base supports only 256 in all",
+        ),
+        ({"generation_kwargs": {"until": ["x"]}}, "answers take 256 tokens"),  # lm-eval's default
+        ({"generation_kwargs": {"max_gen_toks": 0}}, "generation_kwargs.max_gen_toks: should be at least 1, not 0"),
+        ({"generation_kwargs": {"max_gen_toks": "few"}}, "generation_kwargs: invalid literal for int"),
+        ({"generation_kwargs": {"until": 5, "max_gen_toks": 4}}, "generation_kwargs.until: should be a text"),
+        ({"generation_kwargs": {"max_gen_toks": 4, "topp": 0.5}}, "generation_kwargs.topp: transformers has no such"),
+        (
+            {"filter_list": [{"name": "x", "filter": [{"function": "regex", "regex_pattern": "([0-9"}]}]},
+            "task asked: .*unterminated character set",
+        ),
+    ],
+)
+def test_a_task_that_no_model_can_do_is_refused_before_a_model_is_loaded(
+    world: World, command: str, change: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    task = {
+        "task": "asked",
+        "output_type": "generate_until",
+        "custom_dataset": "!function rows.splits",
+        "test_split": "test",
+        "doc_to_text": "q",
+        "doc_to_target": "a",
+        "generation_kwargs": {"max_gen_toks": 4},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    }
+    own = world.folder / "own"
+    own.mkdir()
+    (own / "asked.yaml").write_text(
+        yaml.safe_dump(task | change).replace("'!function rows.splits'", "!function rows.splits")
+    )
+    (own / "rows.py").write_text(
+        "import datasets\ndef splits(**_):\n    return {'test': datasets.Dataset.from_list([{'q': 'x', 'a': 'y'}])}\n"
+    )
+    (world.folder / "s.yaml").write_text("description: x\ntasks: [{name: asked, metrics: [exact_match]}]\n")
+    model = world.base if command == "eval" else world.linearized()
+    monkeypatch.setattr("liger_convert.eval.generation.load_model", None)
+    assert main.main([command, str(model), "--suite", "s.yaml", "--include-path", "own"]) == 2
+    assert re.search(says, capsys.readouterr().err)
