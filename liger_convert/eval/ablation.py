@@ -146,7 +146,6 @@ def _measure_together(job: _Job, report: Report) -> None:
     begin = rank() * len(names) // count()  # elsewhere than the others, to load fewer models
     for name in names[begin:] + names[:begin]:
         begun = _begun(job.keep, name)
-
         due = [part for part in job.parts(name) if read_checked(part_file(begun, part)) is None]
         first = next((part for part in due if claim(f"{name}/{part}")), None)
         if first is not None:

@@ -7,7 +7,9 @@ window. So a selection takes minutes and needs no training.
 
 If layers can stand in for each other, each one looks worthless when it alone is removed from the base. So the search
 starts from a model without softmax layers and restores the layer that helps most, then the one that helps most in
-addition, and so on (as in KL-LS, 2512.20569, which also trains each restored model).
+addition, and so on (as in KL-LS, 2512.20569, which also trains each restored model). By copying, chosen layers are then
+exchanged for others as long as that lowers the losses: a layer that helps most early on can be in the way later. By KL
+they are not, because sets that differ by one layer are then ordered unlike after training (eval/LOG.md).
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ class LayerSelection:
 
     base, linear: losses with all layers softmax, and with none.
     swapped, restored: for every layer to choose from, losses with only this layer linear, and with only it softmax.
-    path: the softmax layers in the order of their choice, with the losses reached.
+    path: the softmax layers, each the one that helps most in addition to those before it, with the losses reached.
     """
 
     base: Losses
@@ -121,7 +123,7 @@ class LayerSelection:
         }
 
     def render(self) -> Group:
-        """Two tables for a terminal: every layer alone, and the softmax layers in the order of their choice."""
+        """Two tables for a terminal: every layer alone, and the softmax layers in the order of `path`."""
         first, *others = [field.name for field in fields(self.base)]
         layers = Table("layer", f"linear alone: {first}", *others, f"softmax alone: {first}", *others, "chosen")
         order = {layer: f"{place}." for place, (layer, _) in enumerate(self.path, 1)}
@@ -167,20 +169,21 @@ def select_layers(
     `documents`."""
     count, length = plan.undecided, span(plan)
     dtype = compute_dtype(switch.device, recipe.precision)
-    if recipe.selected_by == "kl":
-        measure = divergence(switch, documents, dtype, recipe.seed)
-    else:
+    exchange = recipe.selected_by == "copy"
+    if exchange:
         measure = copying(switch, tokenizer, documents, length, dtype)
-    total, done = evaluations(len(switch.choices), count), 0
+    else:
+        measure = divergence(switch, documents, dtype, recipe.seed)
+    total, done = evaluations(len(switch.choices), count, exchange), 0
 
     def counted(softmax: Collection[int]) -> Losses:
         nonlocal done
         losses = measure(softmax)
         done += 1
-        report(done, total)
+        report(done, max(done, total))
         return losses
 
-    return search(switch.choices, count, counted)
+    return search(switch.choices, count, counted, exchange)
 
 
 def span(plan: Plan) -> int:
@@ -275,12 +278,13 @@ def _kl(logits_NV: Tensor, base_NV: Tensor, next_N: Tensor) -> Tensor:
     return torch.stack(sums).sum()
 
 
-def search(layers: Sequence[int], count: int, measure: Measure) -> LayerSelection:
+def search(layers: Sequence[int], count: int, measure: Measure, exchange: bool = False) -> LayerSelection:
     """Chooses `count` softmax layers among `layers`. `measure` returns the losses for a set of softmax layers.
 
     Every layer is measured as the only softmax layer and as the only linear layer. The 2 `count` candidates are taken
     alternately from the layers that help most alone and from those that the base misses most, which may help only
-    together with others. Each round adds the candidate with the best score. Ties go to the lower layer.
+    together with others. Each round adds the candidate with the best score. With `exchange`, each further round
+    exchanges the chosen layer and the candidate that improve the score most, until none do. Ties go to the lower layer.
     """
     everything = frozenset(layers)
     base, linear = measure(everything), measure(frozenset())
@@ -289,17 +293,38 @@ def search(layers: Sequence[int], count: int, measure: Measure) -> LayerSelectio
     helpful = sorted(layers, key=lambda i: restored[i].score)
     missed = sorted(layers, key=lambda i: -swapped[i].score)
     candidates = list(dict.fromkeys(itertools.chain.from_iterable(zip(helpful, missed))))[: 2 * count]
-    path = [(helpful[0], restored[helpful[0]])]
-    while len(path) < count:
+    known = {frozenset({i}): losses for i, losses in restored.items()}
+
+    def losses_of(chosen: frozenset[int]) -> Losses:
+        if chosen not in known:
+            known[chosen] = measure(chosen)
+        return known[chosen]
+
+    def greedy(among: Sequence[int]) -> list[tuple[int, Losses]]:
+        path: list[tuple[int, Losses]] = []
+        while len(path) < count:
+            chosen = frozenset(layer for layer, _ in path)
+            tried = [(layer, losses_of(chosen | {layer})) for layer in sorted(among) if layer not in chosen]
+            path.append(min(tried, key=lambda choice: choice[1].score))
+        return path
+
+    path = greedy(candidates)
+    while exchange:
         chosen = frozenset(layer for layer, _ in path)
-        tried = [(layer, measure(chosen | {layer})) for layer in sorted(candidates) if layer not in chosen]
-        path.append(min(tried, key=lambda choice: choice[1].score))
+        others = sorted(set(candidates) - chosen)
+        exchanged = [chosen - {left} | {entered} for left in sorted(chosen) for entered in others]
+        best = min([chosen, *exchanged], key=lambda kept: losses_of(kept).score)
+        path = greedy(sorted(best))
+        exchange = best != chosen
     return LayerSelection(base, linear, swapped, restored, path)
 
 
-def evaluations(depth: int, count: int) -> int:
-    """How many times `search` measures."""
-    return 2 + 2 * depth + sum(min(2 * count, depth) - chosen for chosen in range(1, count))
+def evaluations(depth: int, count: int, exchange: bool = False) -> int:
+    """How many times `search` measures; with `exchange`, if it finds nothing better. Exchanges of the last layer are
+    known from its choice."""
+    candidates = min(2 * count, depth)
+    added = sum(candidates - chosen for chosen in range(1, count))
+    return 2 + 2 * depth + added + exchange * (count - 1) * (candidates - count)
 
 
 def finite_or_none(value: float) -> float | None:
