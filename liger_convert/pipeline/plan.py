@@ -32,7 +32,7 @@ from liger_convert.training.memory_estimate import (
     count,
     inference_bytes,
 )
-from liger_convert.utils.device import compute_dtype, pick_device
+from liger_convert.utils.device import compute_dtype, named_device, pick_device
 from liger_convert.utils.errors import BadInput
 
 CONTEXTS = (4096, 32768, 131072)
@@ -211,7 +211,10 @@ class Plan:
 
 
 def computes_in(recipe: Recipe) -> tuple[torch.device, torch.dtype]:
-    """The device on which this machine would run `recipe`, and the dtype. A run on a GPU can be planned without one."""
+    """The device on which this machine would run `recipe`, and the dtype. A run on a GPU can be planned without one.
+    Raises BadInput for a name that is not a device."""
+    if recipe.device != "auto":
+        named_device(recipe.device)
     device = pick_device("cpu" if recipe.device == "cpu" else "auto")
     return device, compute_dtype(device, recipe.precision)
 

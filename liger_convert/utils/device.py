@@ -15,15 +15,20 @@ def pick_device(name: str = "auto") -> torch.device:
     that is not a device, and for a GPU that does not exist."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise BadInput(f"device: {name!r} is not a device; use auto, cpu, cuda or cuda:N") from None
+    device = named_device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise BadInput(
             f"device: {name!r} asks for a GPU that does not exist ({torch.cuda.device_count()} found); use cpu"
         )
     return device
+
+
+def named_device(name: str) -> torch.device:
+    """The device called `name`, whether or not this machine has it. Raises BadInput for a name that is not a device."""
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise BadInput(f"device: {name!r} is not a device; use auto, cpu, cuda or cuda:N") from None
 
 
 def has_fast_bf16(device: torch.device) -> bool:

@@ -56,6 +56,7 @@ RECIPES = [
     case("less than one step", "stages[0].tokens", lambda w: w.run("stages[0].tokens=3")),
     case("bad precision", "use one of auto, float32", lambda w: w.run("precision=half")),
     case("unknown device", "'tpu' is not a device", lambda w: w.run("device=tpu")),
+    case("a plan on an unknown device", "'gpu' is not a device", lambda w: w.plan("device=gpu")),
     case("absent device", "GPU that does not exist", lambda w: w.run("device=cuda:7")),
     case("unknown suite", "did you mean quick?", lambda w: w.run("eval.suite=quik")),
     case("unknown mixer", "mixer.type: mixer 'gle' is unknown", lambda w: w.run("mixer.type=gle")),
