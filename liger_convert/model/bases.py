@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from liger_convert.model.families import PREFIX, family_of
@@ -64,13 +65,23 @@ def attention_option(config: Any) -> dict[str, str]:
 def meta_model(config: Any) -> Any:
     """The base's model on the meta device.
 
-    Raises BadInput when the config is inconsistent or names an unknown rope_type.
+    Raises BadInput when the config is inconsistent, names an unknown rope_type or activation, or scales rotary
+    embeddings by what is not positive, with which transformers would compute nonsense.
     """
     rope = getattr(config, "rope_parameters", None) or {}
-    for kind in [rope.get("rope_type"), *(part.get("rope_type") for part in rope.values() if isinstance(part, dict))]:
+    for part in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
+        kind = part.get("rope_type")
         if kind not in (None, "default", *ROPE_INIT_FUNCTIONS):
             known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
             raise BadInput(f"config.json: rope_type {kind!r} is unknown to transformers; use one of {known}")
+        for name in ("rope_theta", "factor"):
+            value = part.get(name)
+            if value is not None and not (isinstance(value, int | float) and value > 0):
+                raise BadInput(f"config.json: {name} of the rotary embeddings is {value!r}; it should be above 0")
+    for name in ("hidden_act", "hidden_activation"):
+        value = getattr(config, name, None)
+        if isinstance(value, str) and value not in ACT2FN:
+            raise BadInput(f"config.json: {name} {value!r} is unknown to transformers; silu and gelu are usual ones")
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, **attention_option(config))

@@ -20,12 +20,12 @@ from liger_convert.config.names import LONG, MAIN, SOFTMAX
 from liger_convert.config.recipe import Recipe
 from liger_convert.config.stages import AlignStage, Stage
 from liger_convert.mixers import MIXERS, make_spec, resolve_spec
-from liger_convert.model import head_dims, linearized_config, new_state
+from liger_convert.model import head_dims, linear_layers, linearized_config, new_state
 from liger_convert.model.bases import check_base, context_length, meta_model
 from liger_convert.model.configuration import FORMAT
 from liger_convert.model.families import own_windows
 from liger_convert.pipeline import adapt
-from liger_convert.pipeline.stage_plan import StagePlan, StagePlanner, nothing_to_train
+from liger_convert.pipeline.stage_plan import StagePlan, StagePlanner, idle_layer, nothing_to_train
 from liger_convert.training import disk_estimate
 from liger_convert.training.memory_estimate import (
     COPY_BYTES,
@@ -264,6 +264,8 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None) ->
     for i, (stage, planned) in enumerate(zip(recipe.stages, stages, strict=True)):
         if planned.trained == 0:
             raise BadInput(f"stages[{i}].learning_rates: {nothing_to_train(stage)}")
+        if sentence := idle_layer(stage, linear_layers(config), new):
+            raise BadInput(f"stages[{i}].layerwise: {sentence}")
     peaks = {name: stage.memory_bytes for name, stage in zip(recipe.stage_names, stages, strict=True)}
     linear = [name for name in layers if name != SOFTMAX]
     made = Plan(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +70,19 @@ def nothing_to_train(stage: Stage) -> str:
     groups = " and ".join(stage.learning_rates.trained())
     what = f"nothing in this model is of the group {groups}, so the stage has nothing to train"
     return f"{what}; give another group a rate, or leave the stage out"
+
+
+def idle_layer(stage: Stage, linear: Sequence[int], new: Iterable[str]) -> str | None:
+    """A sentence for a layerwise stage of mixers alone which comes to one of the `linear` layers whose mixer has no
+    parameters; None for any other stage. new: the names of the mixers' parameters."""
+    if not (isinstance(stage, AlignStage) and stage.layerwise and list(stage.learning_rates.trained()) == ["mixer"]):
+        return None
+    own = {int(name.split(".")[2]) for name in new}  # model.layers.N.…
+    idle = [i for i in linear if i not in own]
+    if not idle:
+        return None
+    what = f"the mixer of layer {idle[0]} has no parameters, and layer by layer there is nothing else to train in it"
+    return f"{what}; give the group attention a rate, or set layerwise: false"
 
 
 class StagePlanner:

@@ -42,6 +42,20 @@ RECIPES = [
             "fixed gates": "{type: forgetting, gate: fixed}",
         }.items()
     ),
+    *(
+        case(
+            f"a layer with nothing to train, layer by layer, in {command.__name__}",
+            "stages[0].layerwise: the mixer of layer 1 has no parameters",
+            lambda w, command=command: command(
+                w,
+                "stages[0].layerwise=true",
+                "stages[0].learning_rates={mixer: 1e-3}",
+                "mixers={plain: {type: window, window: 8}}",
+                "layers=[main, plain, main]",
+            ),
+        )
+        for command in (World.run, World.plan)
+    ),
     case("unknown variant of adapters", "lora.variant", lambda w: w.run("stages[0].lora={variant: dorra}", RATES)),
     case(
         "adapters of more vectors than there are",
@@ -178,6 +192,23 @@ BASES = [
     case("broken config", "cannot be read as JSON", after(wrote("base/config.json", "{"), World.run)),
     case("unknown family", "supported: llama", after(lambda w: w.config(model_type="gpt2"), World.run)),
     case("quantised", "is quantised", after(lambda w: w.config(quantization_config={"bits": 4}), World.run)),
+    case(
+        "rotary embeddings without a base",
+        "rope_theta of the rotary embeddings is 0; it should be above 0",
+        after(lambda w: w.config(rope_parameters={"rope_type": "default", "rope_theta": 0}), World.convert),
+    ),
+    case(
+        "rotary embeddings scaled by a negative factor",
+        "factor of the rotary embeddings is -2.0",
+        after(
+            lambda w: w.config(rope_parameters={"rope_type": "linear", "factor": -2.0, "rope_theta": 1e4}), World.run
+        ),
+    ),
+    case(
+        "unknown activation",
+        "hidden_act 'silly' is unknown to transformers",
+        after(lambda w: w.config(hidden_act="silly"), World.convert),
+    ),
     case(
         "unknown rotary",
         "rope_type 'magic' is unknown to transformers; use one of default, linear,",
