@@ -64,9 +64,9 @@ def convert_checkpoint(
     copied = [info for info in checkpoint.tensors.values() if info.name not in dropped]
     config = linearized_config(base_config, linearization)
     config.architectures = [linearized_classes(base_config.model_type)[2].__name__]
-    if {HEAD, EMBEDDINGS} <= checkpoint.tensors.keys() and not _equal(checkpoint, HEAD, EMBEDDINGS):
+    if config.tie_word_embeddings and {HEAD, EMBEDDINGS} <= checkpoint.tensors.keys():
         # transformers ties no weights that differ, whatever a config says, but vLLM would load just one of them
-        config.tie_word_embeddings = False
+        config.tie_word_embeddings = _equal(checkpoint, HEAD, EMBEDDINGS)
     config.dtype = _main_dtype(copied) if dtype == "auto" else getattr(torch, dtype)
     with torch.device("meta"):
         new = Entry.of(new_state(config))

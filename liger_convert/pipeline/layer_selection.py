@@ -309,13 +309,15 @@ def search(layers: Sequence[int], count: int, measure: Measure, exchange: bool =
         return path
 
     path = greedy(candidates)
-    while exchange:
+    improves = exchange
+    while improves:
         chosen = frozenset(layer for layer, _ in path)
         others = sorted(set(candidates) - chosen)
         exchanged = [chosen - {left} | {entered} for left in sorted(chosen) for entered in others]
         best = min([chosen, *exchanged], key=lambda kept: losses_of(kept).score)
-        path = greedy(sorted(best))
-        exchange = best != chosen
+        improves = best != chosen
+        if improves:
+            path = greedy(sorted(best))
     return LayerSelection(base, linear, swapped, restored, path)
 
 
