@@ -13,36 +13,56 @@ from torch import Tensor
 WARM_UP = 2  # steps before a capture: libraries allocate their persistent buffers in the first one
 
 
+class SharedMemory:
+    """Memory for several graphs that never run at the same time, and for the steps before their captures.
+
+    Outside of it, the steps before a capture would need as much memory again as the graphs that are there already. The
+    allocator reuses memory only on the stream that it was allocated on, so all of them have one stream.
+    """
+
+    def __init__(self) -> None:
+        self.pool, self.stream = torch.cuda.MemPool(), torch.cuda.Stream()
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Context whose work is on `stream` and allocates in `pool`. The work of other threads, such as a backward
+        pass, is on that stream, too, but allocates elsewhere."""
+        current = torch.cuda.current_stream()
+        self.stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self.stream), torch.cuda.use_mem_pool(self.pool):
+                yield
+        finally:  # a failed step may have queued work that still reads its inputs and writes to tensors
+            current.wait_stream(self.stream)
+
+
 def capture(
     step: Callable[..., Tensor],
     given: tuple[Tensor | None, ...],
     tensors: Callable[[], list[Tensor]],
-    pool: Any = None,
+    memory: SharedMemory | None = None,
 ) -> Callable[..., Tensor]:
     """Captures `step` as one CUDA graph and returns a callable that replays it.
 
     given: example inputs. Replay takes inputs of the same shapes; each replay overwrites the result of the one before.
     tensors: lists the tensors that a step changes; their values are restored after the capture.
-    pool: a CUDA graph memory pool. Graphs that share one must not run at the same time.
+    memory: what the graph shares with others; by default, it has memory of its own.
 
     Raises RuntimeError when `step` cannot be captured, for example because it reads a value on the host. A failed
     capture leaves no trace in torch's state.
     """
     slots = tuple(None if x is None else x.clone() for x in given)
     before = [tensor.clone() for tensor in tensors()]
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    graph, memory = torch.cuda.CUDAGraph(), memory or SharedMemory()
+    where: dict[str, Any] = {"pool": memory.pool.id, "stream": memory.stream, "capture_error_mode": _error_mode()}
     try:
         with without_cached_casts():
-            side.wait_stream(torch.cuda.current_stream())
-            try:
-                with torch.cuda.stream(side):
-                    for _ in range(WARM_UP - 1):
-                        step(*slots)
-                    with _without_waiting():
-                        step(*slots)
-            finally:  # a failed step may have queued work that still reads the slots and writes the tensors
-                torch.cuda.current_stream().wait_stream(side)
-            with _undone_if_it_fails(), torch.cuda.graph(graph, pool=pool, capture_error_mode=_error_mode()):
+            with memory.used():
+                for _ in range(WARM_UP - 1):
+                    step(*slots)
+                with _without_waiting():
+                    step(*slots)
+            with _undone_if_it_fails(), torch.cuda.graph(graph, **where):
                 result = step(*slots)
     finally:
         for tensor, old in zip(tensors(), before, strict=True):

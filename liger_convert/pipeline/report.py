@@ -142,7 +142,10 @@ one of these layers. The table shows it in nats per token, before any training.
 {% for stage in training if stage.sources is defined %}
 - {{ stage.name }} read {{ read(stage.sources) }}.
 {% endfor %}
-{% if training | selectattr("sources", "defined") | list %}
+{% for stage in training if stage.gpu_memory is defined %}
+- {{ stage.name }} took up to {{ size(stage.gpu_memory) }} of GPU memory.
+{% endfor %}
+{% if training | selectattr("sources", "defined") | list or training | selectattr("gpu_memory", "defined") | list %}
 
 {% endif %}
 {% if checks %}

@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from liger_convert.config.stages import AlignStage, Stage
-from liger_convert.model.cuda_graphs import capture, without_cached_casts
+from liger_convert.model.cuda_graphs import SharedMemory, capture, without_cached_casts
 from liger_convert.model.placing import waits
 from liger_convert.training.averaging import flat_like
 
@@ -73,8 +73,8 @@ class CapturedFwdBwd:
         self.fwd_bwd, self.parameters, self.models, self.flat = fwd_bwd, parameters, models, flat
         self.flats: list[Tensor] = []
         self.layout = 0
-        self.pool: Any = None
         self.replays: dict[tuple[torch.Size, ...], Callable[..., Tensor]] = {}
+        self.memory: SharedMemory | None = None
         self.grads: dict[nn.Parameter, Tensor] = {}  # the buffers that the graphs write gradients to
 
     def capture(self, batch: dict[str, Tensor]) -> None:
@@ -84,7 +84,7 @@ class CapturedFwdBwd:
         if self.knows(batch):
             return
         names, random = list(batch), torch.cuda.get_rng_state()
-        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        self.memory = self.memory or SharedMemory()
         before = [None if p.grad is None else (p.grad, p.grad.clone()) for p in self.parameters]
 
         def run(*given: Tensor) -> Tensor:
@@ -94,9 +94,10 @@ class CapturedFwdBwd:
             for p in self.parameters:
                 p.grad = self.grads.get(p)
             with _maskless(self.models), without_cached_casts():
-                run(*batch.values())  # a warm-up: compiles, and finds out which parameters get a gradient at all
+                with self.memory.used():  # a warm-up: compiles, and finds out which parameters get a gradient at all
+                    run(*batch.values())
                 self._keep_gradients()
-                self.replays[_shapes(batch)] = capture(run, tuple(batch.values()), list, self.pool)
+                self.replays[_shapes(batch)] = capture(run, tuple(batch.values()), list, self.memory)
         finally:
             for p, kept in zip(self.parameters, before, strict=True):
                 p.grad = None if kept is None else kept[0].copy_(kept[1])
@@ -114,6 +115,12 @@ class CapturedFwdBwd:
         elif len(found) > len(self.grads):
             self.layout = 0
         self.grads = found
+
+    def forget(self) -> None:
+        """Drops all graphs and gives their memory back. The gradients stay."""
+        self.replays.clear()
+        self.memory = None
+        torch.cuda.empty_cache()
 
     def knows(self, batch: dict[str, Tensor]) -> bool:
         """Whether there is a graph for batches of this shape."""

@@ -97,7 +97,9 @@ def run_stage(
     writes `out/stats.json` and returns its contents. They are steps, tokens, seconds; the number of passes over the
     text (`epochs`; for a mix, that of the most-read source, and `sources` for each source); whether the weights were
     `sharded`; how the forward and backward pass ran (`fwd_bwd`); the loss curve as [step, mean loss since the previous
-    point]; and for alignment the relative error of each layer on the first ERROR_ROWS rows, before and after.
+    point]; on a GPU the most memory in bytes that was reserved during training, captured graphs included
+    (`gpu_memory`, of the first process); and for alignment the relative error of each layer on the first ERROR_ROWS
+    rows, before and after.
 
     With an `ema_length`, the result is the average of the weights, and the errors after training are those of the
     average. With `resume`, training continues from the last checkpoint in `out`, and ends with the same weights as if
@@ -230,6 +232,9 @@ def run_stage(
     started = time.monotonic()
     processes.barrier()  # some processes may read the data for longer than the timeout of a collective
     last = _agreed(last)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
     with interrupts.deferred():
         try:
             trainer.train(resume_from_checkpoint=None if last is None else str(last))
@@ -246,6 +251,8 @@ def run_stage(
         "fwd_bwd": "captured" if trainer.eager is None else f"eager: {trainer.eager}",
         "loss": curve(losses),
     }
+    if device.type == "cuda":
+        stats["gpu_memory"] = torch.cuda.max_memory_reserved(device)
     if aligning:
         stats["align_error"] = {"before": before, "after": layer_errors()}
     if mesh is not None and stage.lora is not None:

@@ -226,6 +226,7 @@ class StageTrainer(Trainer):
                 self.fwd_bwd.capture(batch)
             except RuntimeError as error:
                 self.eager = f"the capture failed: {str(error).splitlines()[0]}"
+                self.fwd_bwd.forget()
                 logger.warning_once(
                     f"training is slower than it could be because its step is not captured: {self.eager}"
                 )

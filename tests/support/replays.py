@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -19,13 +20,19 @@ def replayed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     done: list[str] = []
 
+    class Memory:
+        used = contextlib.nullcontext
+
+        def __init__(self) -> None:
+            done.append("memory")
+
     def looked(*_: Any) -> Any:
         raise RuntimeError("a value of the batch was looked at")
 
-    def stand_in(step: Any, given: tuple[Tensor, ...], tensors: Any, pool: Any) -> Any:
+    def stand_in(step: Any, given: tuple[Tensor, ...], tensors: Any, memory: Any) -> Any:
         slots = [x.clone() for x in given]
         assert not tensors()
-        assert pool == "shared"
+        assert isinstance(memory, Memory)
         with monkeypatch.context() as patches:
             for module in (masking_utils, sequence):
                 patches.setattr(module, "find_packed_sequence_indices", looked)
@@ -43,7 +50,7 @@ def replayed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return replay
 
     monkeypatch.setattr(capture, "capture", stand_in)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "shared")
+    monkeypatch.setattr(capture, "SharedMemory", Memory)
     monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
     monkeypatch.setattr(torch.cuda, "set_rng_state", torch.set_rng_state)
     monkeypatch.setattr(trainer, "why_not_captured", lambda *_: None)

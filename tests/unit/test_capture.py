@@ -119,6 +119,7 @@ def test_replayed_passes_train_the_same_weights(
         replayed = train(stage, tmp_path / "replayed")
     assert done.count("captured") == lengths
     assert done.count("replayed") == 3 * accumulation
+    assert done.count("memory") == 1, "all graphs share it"
     assert replayed["fwd_bwd"] == "captured"
     np.testing.assert_allclose(replayed["loss"], plain["loss"], rtol=1e-5)
     before, after = (
@@ -259,18 +260,35 @@ def test_gradients_beside_the_flat_ones_are_noticed(monkeypatch: pytest.MonkeyPa
     assert layouts[3, 4] == 0
 
 
-def test_passes_that_cannot_be_captured_are_run_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("successes", [0, 1])
+def test_passes_that_cannot_be_captured_are_run_as_they_are(
+    successes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if there is a graph for rows of another length: it is dropped, and its memory is given back."""
     from liger_convert.training import capture
 
-    stage = make_stage("distill", steps=3, concat_documents=True)
+    shorter = [{"seq_len": SEQ_LEN // 4, "fraction": 0.5}]
+    stage = make_stage("distill", steps=3, accumulation=2, concat_documents=True, mixed_seq_lens=shorter)
     plain = train(stage, tmp_path / "plain")
     replayed_on_a_cpu(monkeypatch)
+    works, tried, graphs = capture.capture, [], []
 
-    def fails(*_: Any) -> Any:
+    def fails(*given: Any) -> Any:
+        tried.append(len(tried))
+        if len(tried) <= successes:
+            return works(*given)
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
+    def forget(self: capture.CapturedFwdBwd) -> None:
+        graphs.append(len(self.replays))
+        dropped(self)
+        graphs.append((len(self.replays), self.memory))
+
+    dropped = capture.CapturedFwdBwd.forget
     monkeypatch.setattr(capture, "capture", fails)
+    monkeypatch.setattr(capture.CapturedFwdBwd, "forget", forget)
     stats = train(stage, tmp_path / "failed")
+    assert graphs == [successes, (0, None)]
     assert stats["fwd_bwd"] == "eager: the capture failed: operation not permitted when stream is capturing"
     np.testing.assert_allclose(stats["loss"], plain["loss"], rtol=1e-5)
 
@@ -388,6 +406,39 @@ def test_a_layer_compiled_for_a_gpu_is_what_it_was_in_graphs_that_do_not_grow_wi
     assert found.max() <= 2 * plain.max()
     assert found.mean() <= 2 * plain.mean()
     assert 0 < max(sizes) < 512
+
+
+@needs_cuda
+def test_a_second_graph_and_the_steps_before_it_need_no_memory_of_their_own() -> None:
+    from liger_convert.training.capture import CapturedFwdBwd
+
+    weight = torch.nn.Parameter(torch.randn(1024, 1024, device="cuda") / 32)
+
+    def passes(batch: dict[str, Tensor]) -> Tensor:
+        x = batch["x"]
+        for _ in range(24):
+            x = torch.tanh(x @ weight)
+        loss = x.square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    graphs, reserved = CapturedFwdBwd(passes, [weight], []), []
+    for rows in ((8, 1024), (64, 128), (32, 256)):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        graphs.capture({"x": torch.randn(*rows, 1024, device="cuda")})
+        reserved.append(torch.cuda.max_memory_reserved())
+    activations = 2 * 24 * 8 * 1024 * 1024 * 4
+    assert reserved[0] > activations / 2
+    assert max(reserved) < reserved[0] + activations / 4
+    for rows in ((32, 256), (8, 1024)):  # each still computes what it did
+        x = torch.randn(*rows, 1024, device="cuda")
+        found = graphs({"x": x}).item()
+        assert weight.grad is not None
+        gradient, weight.grad = weight.grad.clone(), None
+        assert found == pytest.approx(passes({"x": x}).item(), rel=1e-4)
+        torch.testing.assert_close(gradient, weight.grad, rtol=1e-3, atol=1e-2)
+        weight.grad = None
 
 
 @needs_cuda

@@ -111,6 +111,17 @@ def test_the_command_of_a_shipped_recipe_is_its_name() -> None:
     assert build(results(), shipped)["reproduce"]["command"] == "linearize run default --set base=mine"
 
 
+def test_the_memory_that_a_stage_took_on_a_gpu_is_said_where_it_was_measured(tmp_path: Path) -> None:
+    stages = manifest()
+    stages["steps"]["1-align"]["gpu_memory"] = 13_760_000_000
+    for name, given in (("gpu", stages), ("cpu", manifest())):
+        (tmp_path / name).mkdir()
+        write_report(tmp_path / name, results(), given)
+    for name in ("report.md", "report.html"):
+        assert "1-align took up to 13.8 GB of GPU memory." in (tmp_path / "gpu" / name).read_text()
+        assert "GPU memory" not in (tmp_path / "cpu" / name).read_text()
+
+
 def test_the_model_after_each_stage_what_was_left_out_and_what_was_adapted_are_shown() -> None:
     def measures(text: float, copying: float) -> dict[str, Any]:
         return {
