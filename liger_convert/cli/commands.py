@@ -41,6 +41,7 @@ from liger_convert.pipeline.convert import convert_checkpoint, replace_mixers
 from liger_convert.pipeline.manifest import FILE as MANIFEST
 from liger_convert.pipeline.manifest import Manifest, input_files, lock
 from liger_convert.pipeline.plan import Plan, make_plan
+from liger_convert.pipeline.preflight import wider_windows
 from liger_convert.pipeline.stage_plan import nothing_to_train
 from liger_convert.training.align import AlignObjective
 from liger_convert.training.student import count_trained
@@ -117,6 +118,8 @@ def convert_base(
     trust = recipe.base_options.trust_remote_code
     with local_model(base, **base_options) as folder, show_progress("convert") as report:
         plan = make_plan(recipe, checkpoint.load_config(folder, trust))
+        for warning in wider_windows(plan):
+            console.print(f"warning: {warning}", markup=False, soft_wrap=True)
         convert_checkpoint(
             folder, out, plan.linearization, dtype=dtype, seed=seed, trust_remote_code=trust, progress=report
         )

@@ -16,7 +16,7 @@ import torch
 from rich.filesize import decimal
 from transformers import GenerationConfig
 
-from liger_convert.config.names import LONG
+from liger_convert.config.names import LONG, MAIN
 from liger_convert.config.recipe import Recipe
 from liger_convert.config.stages import Stage
 from liger_convert.data.documents import Document, Documents
@@ -87,7 +87,23 @@ def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite) -> list[
         if positions is not None and length > positions:
             said = f"{metric} reads {length} tokens, more than the {positions} that the base supports"
             warnings.append(f"suite {suite.name}: {said}, so the verdict does not use it")
+    warnings += wider_windows(plan)
     return warnings + too_large(plan, room, recipe.sharding) + measured_in_parts(plan, room, recipe.selected_by)
+
+
+def wider_windows(plan: Plan) -> list[str]:
+    """A warning for each mixer whose window is longer than the base's own in a layer: attention there was never trained
+    on tokens so far back."""
+    warnings = []
+    for name, spec in plan.linearization["mixers"].items():
+        own = [window for window, mixer in zip(plan.sliding_windows, plan.layers, strict=True) if mixer == name]
+        beyond = [window for window in own if window and not 0 < spec["window"] <= window]
+        if beyond:
+            where = {MAIN: "mixer", LONG: "layers.long_windows"}.get(name, f"mixers.{name}")
+            said = f"{spec['window'] or 'unlimited'} is more than the {min(beyond)} tokens that the base attends to"
+            layers = f"in {len(beyond)} of its layers (sliding_window)"
+            warnings.append(f"{where}.window: {said} {layers}; use at most {min(beyond)}")
+    return warnings
 
 
 def check_documents(

@@ -212,6 +212,13 @@ def test_convert_makes_a_model_with_the_options_given(home):
     )
 
 
+def test_convert_warns_of_a_window_longer_than_the_bases_own(tmp_path, capsys):
+    base = save_tiny_base("mistral", tmp_path / "base")
+    for window, warnings in (("24", 0), ("25", 1)):
+        assert main.main(["convert", str(base), str(tmp_path / window), "--window", window]) == 0
+        assert capsys.readouterr().err.count("warning: mixer.window: ") == warnings
+
+
 def test_calibrate_fits_the_mixers_and_leaves_all_else_as_it_was(home, capsys):
     output(capsys, "convert", "base", "narrow", "--window", "8", "--layers", "LNL", "--dtype", "bfloat16")
     words = ["--base", "base", "--text", "text.jsonl", "--tokens", "256", "--seq-len", "64"]

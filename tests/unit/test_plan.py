@@ -23,6 +23,7 @@ from liger_convert.mixers import MIXERS
 from liger_convert.model import CLASSES, LinearizedCacheLayer, linearized_config, new_state
 from liger_convert.model.families import FAMILIES, family_of
 from liger_convert.pipeline.plan import Plan, make_plan, measured_in_parts, too_large
+from liger_convert.pipeline.preflight import wider_windows
 from liger_convert.utils.errors import BadInput
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -114,6 +115,23 @@ def test_the_plan_says_which_layers_have_a_window_of_the_bases_own(family, expec
     console.print(made.render())
     rows = [line for line in console.export_text().splitlines() if "own sliding" in line]
     assert [[cell.strip() for cell in row.split("│")[1:4]] for row in rows] == ([says] if says else [])
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "window", "begin"),
+    [
+        ("mistral", "all", 24, None),
+        ("mistral", "all", 25, "mixer.window: 25 is more than the 24 tokens that the base attends to in 3 of"),
+        ("mistral", ["other", "other", N], 8, "mixers.other.window: unlimited is more than the 24 tokens"),
+        ("qwen2", "all", 25, None),  # its layer with a window stays as it is
+        ("qwen2", [N, N, L], 25, "mixer.window: 25 is more than the 24 tokens that the base attends to in 1 of its"),
+        ("llama", "all", 128, None),
+    ],
+)
+def test_a_window_longer_than_the_bases_own_is_a_warning(family, layers, window, begin):
+    mixers = {"other": {"type": "window", "window": 0, "sinks": 0}}
+    warnings = wider_windows(plan(family, mixer={"type": "gla", "window": window}, mixers=mixers, layers=layers))
+    assert [warning.startswith(begin) for warning in warnings] == [True] * (begin is not None)
 
 
 def test_a_choice_by_measurement_counts_the_layers_that_see_all_tokens():
