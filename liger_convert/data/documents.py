@@ -5,6 +5,7 @@ Shapes: N tokens of a document, T tokens of each document that the base wrote.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from liger_convert.config.sources import AnySource, PydocSource, TeacherSource
 from liger_convert.data.row_files import Row
 from liger_convert.data.sources import reference_rows, rows
 from liger_convert.io import templates
+from liger_convert.io.inputs import parse_json
 from liger_convert.io.tokenizer import check_ids
 from liger_convert.utils.errors import BadInput, refusing
 from liger_convert.utils.progress import Report
@@ -53,11 +55,13 @@ class Document:
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a source: those to train on, those held out, and the number of rows skipped as empty."""
+    """The documents of a source: those to train on, those held out, the number of rows skipped as empty, and whether
+    its rows have tools that the chat template does not show."""
 
     train: list[Document]
     held_out: list[Document]
     skipped: int
+    hides_tools: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +69,14 @@ class _Text:
     """A text before tokenization.
 
     where: the name of its row, for error messages. spans: the character ranges that count in the loss; None for all.
-    key: texts with the same key are held out together.
+    key: texts with the same key are held out together. tools: whether its row has tools for the chat template.
     """
 
     where: str
     text: str
     spans: list[tuple[int, int]] | None
     key: str
+    tools: bool = False
 
 
 def load_source(
@@ -92,15 +97,15 @@ def load_source(
     """
     if not tokenizer.is_fast:
         raise BadInput("the tokenizer has no fast version (tokenizer.json), which locating responses in a chat needs")
-    skipped = 0
+    skipped, tools = 0, False
     if isinstance(source, TeacherSource):
         assert written is not None
         documents = _read(source, written, tokenizer)
         held_out = documents[: source.held_out_documents]
     else:
-        documents, skipped = _documents(source, rows(source), tokenizer, progress)
+        documents, skipped, tools = _documents(source, rows(source), tokenizer, progress)
         if getattr(source, "validation", None):
-            held_out, more = _documents(source, rows(source, validation=True), tokenizer, progress)
+            held_out, more, _ = _documents(source, rows(source, validation=True), tokenizer, progress)
             skipped += more
         else:
             drawn = held_out_keys({key for key, _ in documents}, source.held_out, seed)
@@ -112,12 +117,13 @@ def load_source(
             f"data: {_name(source)} has too few documents: nothing is left after the held-out part; "
             "give more, or name others as validation"
         )
-    return Documents(train, [document for _, document in held_out], skipped)
+    hides_tools = tools and "tools" not in (tokenizer.chat_template or ALPACA_TEMPLATE)
+    return Documents(train, [document for _, document in held_out], skipped, hides_tools)
 
 
 def reference_documents(tokenizer: Any) -> list[Document]:
     """Python's language reference, one document per topic, for metrics that should not depend on the recipe."""
-    documents, _ = _documents(PydocSource(), reference_rows(), tokenizer, None)
+    documents, _, _ = _documents(PydocSource(), reference_rows(), tokenizer, None)
     return [document for _, document in documents]
 
 
@@ -151,24 +157,26 @@ def _read(source: TeacherSource, path: Path, tokenizer: Any) -> list[tuple[str, 
 
 def _documents(
     source: Any, found: Iterable[Row], tokenizer: Any, progress: Report | None
-) -> tuple[list[tuple[str, Document]], int]:
-    """[(key, document)] of every nonempty row, and the number of empty rows. Raises BadInput if all are empty."""
+) -> tuple[list[tuple[str, Document]], int, bool]:
+    """[(key, document)] of every nonempty row, the number of empty rows, and whether any row has tools. Raises BadInput
+    if all are empty."""
     template = tokenizer.chat_template or ALPACA_TEMPLATE
     special = source.format == "text" or template is ALPACA_TEMPLATE  # a model's template has them
     texts: list[_Text | None] = []
     documents: list[tuple[str, Document]] = []
-    skipped = 0
+    skipped, tools = 0, False
     found = iter(found)
     while texts := [_text(source, row, tokenizer, template) for row in islice(found, 256)]:
         batch = [text for text in texts if text is not None]
         skipped += len(texts) - len(batch)
+        tools = tools or any(text.tools for text in batch)
         documents += zip([text.key for text in batch], _tokenize(batch, tokenizer, special))
         if progress is not None:
             progress(len(documents), None, f"{len(documents):,} documents")
     if not documents:
         chat = "a question and its answer, which are messages of the roles user and assistant"
         raise BadInput(f"data: {_name(source)} has no row with {chat if source.format == 'messages' else 'any text'}")
-    return documents, skipped
+    return documents, skipped, tools
 
 
 def _text(source: Any, row: Row, tokenizer: Any, template: str) -> _Text | None:
@@ -178,21 +186,22 @@ def _text(source: Any, row: Row, tokenizer: Any, template: str) -> _Text | None:
     if source.format == "text":
         text = _field(row, getattr(source, "field", None) or "text")
         return _Text(row.where, text, None, row.key or text) if text.strip() else None
+    tools = None
     if source.format == "alpaca":
         messages = _alpaca(row, headed=template is ALPACA_TEMPLATE)
     else:
-        messages = _messages(row, getattr(source, "field", None))
+        messages, tools = _messages(row, getattr(source, "field", None)), _tools(row)
     if not messages or not messages[-1]["content"].strip():
         return None
     try:
-        text, spans = _render(messages, tokenizer, template)
+        text, spans = _render(messages, tokenizer, template, tools)
     except BadInput as error:
         raise BadInput(f"{row.where}: {error}") from None
     if not spans:
         raise BadInput(
             f"{row.where}: with this chat template, its responses cannot be told apart from the text before them"
         )
-    return _Text(row.where, text, spans, row.key or text)
+    return _Text(row.where, text, spans, row.key or text, tools is not None)
 
 
 def _field(row: Row, name: str, default: str | None = None) -> str:
@@ -250,6 +259,19 @@ def _messages(row: Row, field: str | None) -> list[dict[str, str]]:
     return _from_question_to_response(messages)
 
 
+def _tools(row: Row) -> list[dict[str, Any]] | None:
+    """The tools that the assistant of a conversation may call, from a list or from JSON text, as many data sets have
+    it; None if there are none. Raises BadInput for anything else."""
+    tools = row.value.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        with contextlib.suppress(ValueError):  # what is no JSON stays text, which is refused below
+            tools = parse_json(tools)
+    tools = tools or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadInput(f"{row.where}: field 'tools' should be a list of tools, each an object, or such a list as JSON")
+    return tools or None
+
+
 def _from_question_to_response(messages: list[dict[str, str]]) -> list[dict[str, str]]:
     """The part of a conversation from the first question to the last response, with a leading system message; empty if
     there is none.
@@ -269,7 +291,9 @@ def _from_sharegpt(message: Any) -> Any:
     return {"role": SHAREGPT_ROLES.get(message["from"], message["from"]), "content": message["value"]}
 
 
-def _render(messages: list[dict[str, str]], tokenizer: Any, template: str) -> tuple[str, list[tuple[int, int]]]:
+def _render(
+    messages: list[dict[str, str]], tokenizer: Any, template: str, tools: list[dict[str, Any]] | None
+) -> tuple[str, list[tuple[int, int]]]:
     """The conversation as text, and the character ranges of its responses.
 
     Some templates render a turn differently once others follow, for example without its reasoning. Such a turn is not
@@ -277,7 +301,7 @@ def _render(messages: list[dict[str, str]], tokenizer: Any, template: str) -> tu
     """
 
     def render(upto: int, ask: bool = False) -> str:
-        return templates.render(tokenizer, messages[:upto], template, ask=ask)
+        return templates.render(tokenizer, messages[:upto], template, ask=ask, tools=tools)
 
     text = render(len(messages))
     spans = []

@@ -32,7 +32,7 @@ class BadTemplate(BadInput):
     """The chat template cannot be used for any conversation."""
 
 
-_tried: set[tuple[str, tuple[str, ...], bool]] = set()
+_tried: set[tuple[str, tuple[str, ...], bool, bool]] = set()
 
 
 def file_in(folder: Path) -> Path:
@@ -40,19 +40,28 @@ def file_in(folder: Path) -> Path:
     return next(iter(sorted(folder.glob("chat_template*"))), folder / "tokenizer_config.json")
 
 
-def render(tokenizer: Any, messages: Sequence[dict[str, str]], template: str, *, ask: bool = False) -> str:
-    """Renders a conversation as text. ask: append the generation prompt for the assistant's next turn.
+def render(
+    tokenizer: Any,
+    messages: Sequence[dict[str, str]],
+    template: str,
+    *,
+    ask: bool = False,
+    tools: list[dict[str, Any]] | None = None,
+) -> str:
+    """Renders a conversation as text. ask: append the generation prompt for the assistant's next turn. tools: what the
+    assistant may call, if the template shows it.
 
-    For each new sequence of roles, the template is first tried in a child process. Raises BadTemplate if it is not a
-    valid template or exceeds its limits, and BadInput if it fails on these messages or refuses them.
+    For each new sequence of roles, with and without tools, the template is first tried in a child process. Raises
+    BadTemplate if it is not a valid template or exceeds its limits, and BadInput if it fails on these messages or
+    refuses them.
     """
 
     def rendered() -> str:
         return tokenizer.apply_chat_template(
-            list(messages), chat_template=template, tokenize=False, add_generation_prompt=ask
+            list(messages), tools=tools, chat_template=template, tokenize=False, add_generation_prompt=ask
         )
 
-    key = template, tuple(message["role"] for message in messages), ask
+    key = template, tuple(message["role"] for message in messages), ask, tools is not None
     if key not in _tried:
         _try(rendered)
         _tried.add(key)

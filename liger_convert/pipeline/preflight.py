@@ -109,9 +109,9 @@ def wider_windows(plan: Plan) -> list[str]:
 def check_documents(
     recipe: Recipe, plan: Plan, documents: Callable[[str], Documents], unknown: int | None = None
 ) -> list[str]:
-    """Warnings about rows that are left out, text that the tokenizer cannot read, documents that never leave the
-    window, and sources that are read many times. unknown: the id of the tokenizer's unknown token, if it has one.
-    Raises BadInput where no document of a stage leaves the window."""
+    """Warnings about rows that are left out, tools that no template shows, text that the tokenizer cannot read,
+    documents that never leave the window, and sources that are read many times. unknown: the id of the tokenizer's
+    unknown token, if it has one. Raises BadInput where no document of a stage leaves the window."""
     warnings = []
 
     def found(name: str) -> tuple[list[int], int]:
@@ -129,6 +129,9 @@ def check_documents(
             rows = len(read.train) + len(read.held_out) + read.skipped
             why = ", or no question with an answer" if recipe.data[name].has_responses else ""
             warnings.append(f"data.{name}: {read.skipped:,} of {rows:,} rows have no text{why}")
+        if read.hides_tools:
+            said = "its rows have tools, but the base's chat template does not show them"
+            warnings.append(f"data.{name}: {said}, so the model learns to call what it was not told of")
         if unknown is not None and (share := _share_of(unknown, read.train)) > UNKNOWN:
             said = (
                 f"{share:.0%} of its tokens are the unknown token of the base's tokenizer, which cannot read this text"

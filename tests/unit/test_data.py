@@ -335,6 +335,30 @@ def test_chats_of_other_forms_are_the_same_documents(row: dict[str, Any], tmp_pa
     assert learned(document, bpe()) == "I.<|im_end|>"
 
 
+@pytest.mark.parametrize("tools", [[{"name": "pick"}], '[{"name": "pick"}]'], ids=["a list", "JSON text"])
+def test_the_tools_of_a_chat_are_shown_where_its_template_does(tools: object, tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", [{"messages": TALK, "tools": tools}])
+    tokenizer = bpe("{% for tool in tools or [] %}{{ tool['name'] }}: {% endfor %}" + CHATML)
+    documents = load(tmp_path / "a.jsonl", "messages", tokenizer)
+    assert tokenizer.decode(documents.train[0].ids).startswith("pick: <|im_start|>system")
+    assert learned(documents.train[0], tokenizer) == "A fruit.<|im_end|>Another fruit, I think.<|im_end|>"
+    assert not documents.hides_tools
+    assert load(tmp_path / "a.jsonl", "messages").hides_tools
+
+
+@pytest.mark.parametrize("tools", [{"name": "pick"}, "pick", ["pick"], 3])
+def test_tools_that_are_no_list_of_tools_are_refused(tools: object, tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", [{"messages": TALK, "tools": tools}])
+    with pytest.raises(BadInput, match=r"a\.jsonl line 1: field 'tools' should be a list of tools"):
+        load(tmp_path / "a.jsonl", "messages")
+
+
+@pytest.mark.parametrize("tools", [None, [], ""])
+def test_a_chat_without_tools_is_as_one_that_has_no_column_for_them(tools: object, tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", [{"messages": TALK, "tools": tools}])
+    assert not load(tmp_path / "a.jsonl", "messages").hides_tools
+
+
 def test_a_turn_that_later_turns_rewrite_is_context_only(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [{"messages": TALK}])
     tokenizer = bpe(REASONING)

@@ -247,6 +247,14 @@ def test_rows_that_are_left_out_are_told(home: Path, capsys: Any) -> None:
     assert warning.endswith("data.text: 2 of 32 rows have no text")
 
 
+def test_tools_that_the_chat_template_does_not_show_are_told(home: Path, capsys: Any) -> None:
+    chat = [{"role": "user", "content": "Count to nine. " * 9}, {"role": "assistant", "content": "one two three " * 9}]
+    lines(home / "chat.jsonl", [{"messages": chat, "tools": [{"name": "count"}]}] * 30)
+    source = "data.chat={source: file, path: chat.jsonl, format: messages}"
+    (warning,) = warned(words(source, "stages[0].data=chat"), capsys)
+    assert "data.chat: its rows have tools, but the base's chat template does not show them" in warning
+
+
 def test_text_that_the_tokenizer_cannot_read_is_told(home: Path, capsys: Any) -> None:
     tokenizer = json.loads((home / "base/tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["<unk>"] = tokenizer["model"]["vocab"].pop("~")
