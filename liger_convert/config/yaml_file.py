@@ -1,4 +1,5 @@
-"""YAML as people write it: repeated keys refused, 1e-4 a number, errors with their line, `a.b[0].c=value` overrides."""
+"""YAML as people write it: repeated keys and octal refused, 1e-4 a number, errors with their line, `a[0].c=value`
+overrides."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ def read(path: Path | str) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without its traps: a repeated key is an error, 1e-4 is a number, aliases cannot make a small file a large
-    one, and a value that cannot be made ends in an error that knows its line."""
+    """YAML without its traps: a repeated key is an error, so is 010, 1e-4 is a number, aliases cannot make a small file
+    a large one, and a value that cannot be made ends in an error that knows its line."""
 
     values = depth = 0
 
@@ -39,6 +40,8 @@ class _Loader(yaml.SafeLoader):
             raise _problem("it is nested too deeply", mark)
         node = super().compose_node(parent, index)
         self.depth -= 1
+        if isinstance(node, yaml.ScalarNode):
+            _plain_base(node, index)
         return node
 
     def get_single_node(self) -> yaml.Node | None:
@@ -64,6 +67,15 @@ class _Loader(yaml.SafeLoader):
 
 def _problem(what: str, mark: yaml.Mark) -> yaml.MarkedYAMLError:
     return yaml.constructor.ConstructorError(None, None, what, mark)
+
+
+def _plain_base(node: yaml.ScalarNode, key: Any) -> None:
+    """Refuses a number that YAML does not read as it looks. key: the node of its key, if it has one."""
+    if node.tag.rpartition(":")[2] in ("int", "float") and (found := _OTHER_BASES.fullmatch(node.value)):
+        field = f"{key.value}: " if isinstance(key, yaml.ScalarNode) else ""
+        what, right = ("in base 60", "") if found["sixty"] else ("octal", "without the zero, or ")
+        why = f"{field}{node.value[:MAX_DIGITS]} is {what} in YAML"
+        raise _problem(f"{why}; write it {right}in quotes if it is text", node.start_mark)
 
 
 def _bound(values: int, mark: yaml.Mark) -> None:
@@ -102,6 +114,7 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
 
 
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+_OTHER_BASES = re.compile(r"[-+]?(0[0-7_]*[0-7]|(?P<sixty>[\d_]+:.*))")
 _FLOAT = re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, [*"-+0123456789"])
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from liger_convert.config import recipe, recipe_errors
+from liger_convert.config import recipe, recipe_errors, yaml_file
 from liger_convert.config.sources import PydocSource
 from liger_convert.config.stages import FinetuneStage
 from liger_convert.utils.errors import BadInput
@@ -118,6 +118,17 @@ def test_a_yaml_mistake_is_named_with_its_line():
         refusal(text="version: 1\nname: a\nversion: 2\n")
         == "r.yaml: line 3: not valid YAML: the key 'version' appears twice"
     )
+
+
+@pytest.mark.parametrize("written", ["010", "-010", "00", "0_10", "1:30", "-1:30", "1:30.5"])
+def test_a_number_that_yaml_reads_in_another_base_is_refused_by_its_field(written):
+    octal = "octal in YAML; write it without the zero, or in quotes"
+    what = "in base 60 in YAML; write it in quotes" if ":" in written else octal
+    assert refusal(text=f"version: 1\nseed: {written}\n").startswith(
+        f"r.yaml: line 2: not valid YAML: seed: {written} is {what}"
+    )
+    assert f"{written} is {what}" in refusal(f"seed={written}")
+    assert yaml_file.parse(f"[0, -0, 0.5, 0x10, 1e-05, '{written}', 089]", "") == [0, 0, 0.5, 16, 1e-5, written, "089"]
 
 
 @pytest.mark.parametrize(
