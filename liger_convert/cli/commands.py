@@ -27,7 +27,7 @@ from liger_convert.data.packed_rows import collate, pack
 from liger_convert.eval import generation
 from liger_convert.io import checkpoint
 from liger_convert.io.checksums import sha256_file
-from liger_convert.io.files import atomic_write, scratch_folder
+from liger_convert.io.files import atomic_write, refuse_existing, scratch_folder
 from liger_convert.io.text_part import EMBEDDINGS
 from liger_convert.mixers import MIXERS, SOFTMAX
 from liger_convert.mixers.base import HeadDims
@@ -69,12 +69,6 @@ def require_linearized(folder: Path) -> None:
     """Raises BadInput unless `folder` holds a linearized model."""
     if not is_linearized(folder):
         raise BadInput(f"{folder}: is not a linearized model; `linearize convert` makes one from it")
-
-
-def refuse_existing(out: Path) -> None:
-    """Raises BadInput when `out` exists, before the work and not after it."""
-    if out.exists():
-        raise BadInput(f"{out}: already exists; name a new folder or remove this one")
 
 
 def convert_base(

@@ -12,7 +12,6 @@ from liger_convert.cli.commands import (
     PYDOC,
     is_linearized,
     local_model,
-    refuse_existing,
     require_base,
     require_linearized,
     text_source,
@@ -24,6 +23,7 @@ from liger_convert.eval import ablation, evaluation, generation, suites
 from liger_convert.eval.narrow import context_of, narrow
 from liger_convert.eval.quantization_loss import quantization_loss, windows_of_text
 from liger_convert.io import checkpoint
+from liger_convert.io.files import refuse_existing
 from liger_convert.model.loading import check_folder
 from liger_convert.model.quantization import check_quantizable
 from liger_convert.pipeline.export import export_model

@@ -124,6 +124,14 @@ def scratch_folder() -> contextlib.AbstractContextManager[Path]:
     return temporary_folder(Path(tempfile.gettempdir()), "linearize-", mode=0o700)
 
 
+def refuse_existing(out: Path) -> None:
+    """Raises BadInput if `out` exists, but never advises to remove a model, which may be the one that is to be read."""
+    if (out / "config.json").exists():
+        raise BadInput(f"{out}: already exists and holds a model; name a new folder")
+    if os.path.lexists(out):
+        raise BadInput(f"{out}: already exists; name a new folder or remove this one")
+
+
 @contextlib.contextmanager
 def atomic_dir(out: Path | str, overwrite: bool = False) -> Iterator[Path]:
     """Context with a temporary folder next to `out`. It is renamed to `out` if the block succeeds, and else removed.
@@ -132,8 +140,8 @@ def atomic_dir(out: Path | str, overwrite: bool = False) -> Iterator[Path]:
     LinearizeError if the disk is full or not writable.
     """
     out = Path(out)
-    if os.path.lexists(out) and not overwrite:
-        raise BadInput(f"{out}: already exists; name a new folder or remove this one")
+    if not overwrite:
+        refuse_existing(out)
     with disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         with temporary_folder(out.parent, f".{out.name}.partial-") as partial:

@@ -327,7 +327,15 @@ COMMANDS = [
     case("unknown command", "No such command 'rum'", lambda w: ["rum"]),
     case("unknown option", "No such option: --layer", lambda w: w.convert("--layer", "all")),
     case("missing argument", "Missing argument", lambda w: ["convert", str(w.base)]),
-    case("convert over a folder", "already exists", after(lambda w: w.out.mkdir(), convert)),
+    case("convert over a folder", "already exists; name", after(lambda w: w.out.mkdir(), convert)),
+    *(
+        case(f"{command} into the model that it reads", "already exists and holds a model; name", words)
+        for command, words in {
+            "export": lambda w: ["export", str(w.linearized()), str(w.folder / "linearized")],
+            "merge": lambda w: ["merge", str(w.linearized()), "trained", "--out", str(w.folder / "linearized")],
+            "calibrate": lambda w: [*w.calibrate()[:2], str(w.folder / "linearized"), *w.calibrate(model=w.base)[3:]],
+        }.items()
+    ),
     case("convert to unknown mixer", "mixer 'glu' is unknown", lambda w: w.convert("--mixer", "glu")),
     case("convert with unknown option", "no such option", lambda w: w.convert("--set", "gat=none")),
     case(
