@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from liger_convert.io import gguf_base, tokenizer
-from liger_convert.io.config_sizes import SIZES, check_sizes
+from liger_convert.io.config_sizes import SIZES, check_rotary, check_sizes
 from liger_convert.io.files import atomic_dir, read_json
 from liger_convert.io.inputs import open_input, require_file, size
 from liger_convert.io.text_part import COMPOSITES, text_config, write_text_part
@@ -361,6 +361,7 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
     if "auto_map" in raw and model_type not in CONFIG_MAPPING and not trust_remote_code:
         raise BadInput(f"{path}: model_type {model_type!r} brings its own code; if you trust it, set {TRUST_CODE}")
     check_sizes(raw, str(path))  # before the library, which makes lists of so many layers
+    check_rotary(raw, str(path))
     with refusing(f"{path}: transformers cannot use it"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     check_sizes({name: getattr(config, name, None) for name in SIZES}, str(path))

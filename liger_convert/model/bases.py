@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from liger_convert.io.config_sizes import check_rotary
 from liger_convert.model.families import PREFIX, family_of
 from liger_convert.utils.errors import BadInput, first_line
 
@@ -69,15 +70,12 @@ def meta_model(config: Any) -> Any:
     embeddings by what is not positive, with which transformers would compute nonsense.
     """
     rope = getattr(config, "rope_parameters", None) or {}
+    check_rotary({"rope_parameters": rope}, "config.json")  # again: transformers has added what stands elsewhere
     for part in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
-        kind = part.get("rope_type")
-        if kind not in (None, "default", *ROPE_INIT_FUNCTIONS):
+        kind = part.get("rope_type", "default")
+        if kind not in ("default", *ROPE_INIT_FUNCTIONS):
             known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
             raise BadInput(f"config.json: rope_type {kind!r} is unknown to transformers; use one of {known}")
-        for name in ("rope_theta", "factor"):
-            value = part.get(name)
-            if value is not None and not (isinstance(value, int | float) and value > 0):
-                raise BadInput(f"config.json: {name} of the rotary embeddings is {value!r}; it should be above 0")
     for name in ("hidden_act", "hidden_activation"):
         value = getattr(config, name, None)
         if isinstance(value, str) and value not in ACT2FN:

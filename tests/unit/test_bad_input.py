@@ -194,12 +194,12 @@ BASES = [
     case("quantised", "is quantised", after(lambda w: w.config(quantization_config={"bits": 4}), World.run)),
     case(
         "rotary embeddings without a base",
-        "rope_theta of the rotary embeddings is 0; it should be above 0",
+        "rope_parameters.rope_theta should be a number above 0, not 0",
         after(lambda w: w.config(rope_parameters={"rope_type": "default", "rope_theta": 0}), World.convert),
     ),
     case(
         "rotary embeddings scaled by a negative factor",
-        "factor of the rotary embeddings is -2.0",
+        "rope_parameters.factor should be a number above 0, not -2.0",
         after(
             lambda w: w.config(rope_parameters={"rope_type": "linear", "factor": -2.0, "rope_theta": 1e4}), World.run
         ),

@@ -63,9 +63,36 @@ def evaluate(w: World) -> list[str]:
 CONFIGS = [
     case("ten million layers", "num_hidden_layers should be from 1 to 1,024", config(num_hidden_layers=10**7)),
     case("a vocabulary of 10^12", "vocab_size should be from", config(vocab_size=10**12)),
+    *(
+        case(f"rotary parameters: {says}", f"config.json: {says}", config(**{name: written}))
+        for name, written, says in [
+            ("rope_parameters", "linear", 'rope_parameters should be a mapping with a rope_type, not "linear"'),
+            ("rope_scaling", [2.0], "rope_scaling should be a mapping with a rope_type, not [2.0]"),
+            ("rope_scaling", {"type": "linear", "factor": "2"}, "rope_scaling.factor should be a number above 0"),
+            ("rope_parameters", {"rope_type": None}, "rope_type None is unknown"),
+            *(
+                ("rope_parameters", {"rope_type": kind, name: value}, f"rope_parameters.{name} should be {wanted}")
+                for kind, name, value, wanted in [
+                    ("linear", "factor", [2], "a number above 0, not [2]"),
+                    ("yarn", "factor", None, "a number above 0, not null"),
+                    ("yarn", "attention_factor", "1", 'a number above 0, not "1"'),
+                    ("llama3", "original_max_position_embeddings", 0, "a number above 0, not 0"),
+                    ("longrope", "long_factor", [1.0, 0.0], "a list of numbers above 0, not [1.0, 0.0]"),
+                    ("longrope", "short_factor", [], "a list of numbers above 0, not []"),
+                    ("default", "rope_theta", None, "a number above 0, not null"),
+                    ("default", "partial_rotary_factor", 2.0, "a fraction of a head, at most 1, not 2.0"),
+                ]
+            ),
+        ]
+    ),
+    case(
+        "rotary parameters of one kind of layer",
+        "config.json: rope_parameters.full_attention.factor should be a number above 0, not true",
+        config(rope_parameters={"full_attention": {"rope_type": "linear", "factor": True}}),
+    ),
     case("no hidden size", "hidden_size should be from", config(hidden_size=0)),
     case("negative heads", "num_attention_heads should be from", config(num_attention_heads=-4)),
-    case("a string for a size", "intermediate_size should be a whole number, not '48'", config(intermediate_size="48")),
+    case("a string for a size", 'intermediate_size should be a whole number, not "48"', config(intermediate_size="48")),
     case("a fraction for a size", "head_dim should be a whole number", config(head_dim=8.5)),
     case("heads that do not divide", "is not a multiple of num_key_value_heads", config(num_key_value_heads=3)),
     case("a list", "config.json: must hold a JSON object", after(wrote("base/config.json", "[]"), World.run)),
