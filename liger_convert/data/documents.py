@@ -9,14 +9,14 @@ import contextlib
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from liger_convert.config.sources import AnySource, PydocSource, TeacherSource
-from liger_convert.data.row_files import Row
+from liger_convert.data.row_files import Row, document_end
 from liger_convert.data.sources import reference_rows, rows
 from liger_convert.io import templates
 from liger_convert.io.inputs import parse_json
@@ -34,6 +34,8 @@ ALPACA_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '\n\n### Response:\n' }}{% endif %}"
 )
+
+END = "the end of the only text"  # its key, where it is held out
 
 CHATS = ("messages", "conversations")  # columns that may hold a conversation
 PAIR = {"prompt", "completion"}
@@ -85,7 +87,8 @@ def load_source(
     """Tokenizes all documents of `source` and separates the held-out ones.
 
     The held-out documents are those of `source.validation`. Without one, they are those whose hash of `seed` and key is
-    below `source.held_out`, at least one if that is not 0; they are the same in every run. No text is in both parts.
+    below `source.held_out`, at least one if that is not 0; they are the same in every run. No text is in both parts. Of
+    a source with a single text, such as a short .txt, the end of that text is held out.
 
     Plain text is tokenized with the tokenizer's own special tokens. Chat rows go through its chat template, or Alpaca's
     format if it has none; the loss counts the assistant's tokens, up to and including the end-of-turn marker. Text that
@@ -103,12 +106,13 @@ def load_source(
         documents = _read(source, written, tokenizer)
         held_out = documents[: source.held_out_documents]
     else:
-        documents, skipped, tools = _documents(source, rows(source), tokenizer, progress)
+        documents, skipped, tools = _documents(source, _parted(source, rows(source)), tokenizer, progress)
         if getattr(source, "validation", None):
             held_out, more, _ = _documents(source, rows(source, validation=True), tokenizer, progress)
             skipped += more
         else:
-            drawn = held_out_keys({key for key, _ in documents}, source.held_out, seed)
+            keys = {key for key, _ in documents}
+            drawn = {END} if END in keys else held_out_keys(keys, source.held_out, seed)
             held_out = [(key, document) for key, document in documents if key in drawn]
     held_keys = {key for key, _ in held_out}
     train = [document for key, document in documents if key not in held_keys]
@@ -138,6 +142,21 @@ def held_out_keys(keys: set[str], fraction: float, seed: int) -> set[str]:
     }
     held_out = {key for key, value in hashes.items() if value < fraction}
     return held_out or ({min(hashes, key=lambda key: hashes[key])} if fraction else set())
+
+
+def _parted(source: Any, found: Iterator[Row]) -> Iterator[Row]:
+    """The rows `found` of `source`. If part of the texts is to be held out, but there is only one, it becomes two: the
+    second has the key END, and `source.held_out` of the characters or up to twice as many."""
+    first = list(islice(found, 2)) if source.held_out and source.format == "text" else []
+    if len(first) == 1 and isinstance(first[0].value, dict):
+        row, name = first[0], getattr(source, "field", None) or "text"
+        text = row.value.get(name)
+        size = len(text) if isinstance(text, str) else 0
+        held_out = round(size * source.held_out)
+        end = document_end(text, size - 2 * held_out, size - held_out) if held_out else 0
+        if end and text[end - 1].isspace() and text[:end].strip() and text[end:].strip():  # never within a word
+            first = [Row(row.where, {name: text[:end]}), Row(f"the end of {row.where}", {name: text[end:]}, END)]
+    return chain(first, found)
 
 
 def _name(source: AnySource) -> str:

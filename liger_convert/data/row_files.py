@@ -133,7 +133,7 @@ def _documents(path: Path) -> Iterator[Row]:
         while text:
             while len(text) <= DOCUMENT_CHARS and (more := read(BLOCK)):
                 text += more
-            end = _document_end(text)
+            end = document_end(text, DOCUMENT_CHARS // 2, DOCUMENT_CHARS)
             if end < len(text) or line > 1:
                 where = f"{path} line {line}"
             if document := text[:end].strip():
@@ -142,15 +142,15 @@ def _documents(path: Path) -> Iterator[Row]:
             text = text[end:]
 
 
-def _document_end(text: str) -> int:
-    """The end of the first document in `text`: the end of the text, or else the last blank line, line end or space in
-    the second half of DOCUMENT_CHARS, in this order of preference."""
-    if len(text) <= DOCUMENT_CHARS:
+def document_end(text: str, least: int, most: int) -> int:
+    """The end of a first document of at most `most` characters in `text`: the end of the text, or else the last blank
+    line, line end or space after the first `least` characters, in this order of preference."""
+    if len(text) <= most:
         return len(text)
     for mark in ("\n\n", "\n", " "):
-        if (found := text.rfind(mark, DOCUMENT_CHARS // 2, DOCUMENT_CHARS)) >= 0:
+        if (found := text.rfind(mark, max(least, 0), most)) >= 0:
             return found + len(mark)
-    return DOCUMENT_CHARS
+    return most
 
 
 def _csv(path: Path) -> Iterator[Row]:

@@ -410,6 +410,22 @@ def test_at_least_one_document_is_held_out_and_one_is_left(tmp_path: Path) -> No
         load(tmp_path / "one.jsonl", held_out=0.1)
 
 
+def test_the_end_of_the_only_text_is_held_out(tmp_path: Path) -> None:
+    text = "".join(f"Line {i} of an only text.\n" + "\n" * (i % 4 == 3) for i in range(40))
+    (tmp_path / "a.txt").write_text(text)
+    write(tmp_path / "a.jsonl", [{"text": text}])
+    read: dict[float, list[str]] = {}
+    for held_out in (0.1, 0.3):
+        for name in ("a.txt", "a.jsonl"):
+            documents = load(tmp_path / name, held_out=held_out)
+            (train,), (end,) = ([bpe().decode(d.ids) for d in part] for part in (documents.train, documents.held_out))
+            assert train.strip() + "\n\n" + end.strip() == text.strip()  # cut at a blank line
+            assert held_out - 0.01 < len(end) / len(text) < held_out * 2
+            assert read.setdefault(held_out, [train, end])[0].strip() == train.strip()
+    assert read[0.3][1].endswith(read[0.1][1])  # who holds out more trains on nothing that others hold out
+    assert len(load(tmp_path / "a.txt").train) == 1
+
+
 def test_a_validation_file_is_held_out_and_what_it_repeats_is_not_trained_on(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [{"text": "an apple"}, {"text": "a pear"}])
     write(tmp_path / "v.jsonl", [{"text": "a pear"}, {"text": "a plum"}])
