@@ -1,7 +1,8 @@
 """The code that is shipped with an export: the model's module, the modules of its mixers, and what these import.
 
 The files are flattened into one folder, because transformers loads remote code from a single folder. Only their import
-lines change. At its end, the model's module imports the mixers, which thereby register themselves.
+lines change. At its end, the model's module imports the mixers, which thereby register themselves, and has transformers
+copy the code wherever the model is saved.
 """
 
 from __future__ import annotations
@@ -22,6 +23,13 @@ ENTRY = "liger_convert.model.modeling"
 ENTRY_FILE = "modeling_linearized"
 OURS = ("liger_convert", "gated_kernels")
 PROVIDED = sys.stdlib_module_names | {"torch", "transformers"}  # present wherever an export is loaded
+# transformers does so itself only for classes that are not registered with its Auto classes yet, and these are
+SAVED_WITH_CODE = """
+# `save_pretrained` copies this code beside the weights of classes that have an Auto class of their own
+for _model_type, (_, _backbone, _lm) in CLASSES.items():
+    for _auto, _cls in {"AutoModel": _backbone, "AutoModelForCausalLM": _lm, **HEAD_CLASSES[_model_type]}.items():
+        _cls.register_for_auto_class(_auto)
+"""
 INTERNAL_IMPORT = re.compile(r"^(\s*from )((?:liger_convert|gated_kernels)[\w.]*)( import )", re.MULTILINE)
 
 
@@ -56,13 +64,13 @@ def code_files(mixers: Sequence[str]) -> dict[str, str]:
 
 
 def _registration(classes: dict[str, type[Mixer]]) -> str:
-    """The lines at the end of the model's module that register its mixers."""
+    """The lines at the end of the model's module that register its mixers, and its classes as code to be saved."""
     lines = ["", "# the mixers of this model register themselves when they are imported"]
     lines += [f"from .{_flat(cls.__module__)} import {cls.__name__}  # noqa: E402, F401" for cls in classes.values()]
     if others := {name: cls for name, cls in classes.items() if not _is_ours(cls.__module__)}:
         lines += [f"from .{_flat(register_mixer.__module__)} import register_mixer  # noqa: E402", ""]
         lines += [f"register_mixer({name!r})({cls.__name__})" for name, cls in others.items()]
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, SAVED_WITH_CODE])
 
 
 def _is_ours(module: str) -> bool:
