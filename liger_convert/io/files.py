@@ -19,12 +19,12 @@ from liger_convert.io.inputs import JSON_BYTES, parse_json, read_text
 from liger_convert.utils.errors import BadInput, LinearizeError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EFBIG, errno.ENAMETOOLONG)
 
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Context that turns a full disk or missing write permission into a LinearizeError that names `path`."""
+    """Context that turns a full disk, missing write permission and the like into a LinearizeError that names `path`."""
     try:
         yield
     except Exception as error:
@@ -32,15 +32,19 @@ def disk_errors(path: Path) -> Iterator[None]:
         # the Rust writers of safetensors and tokenizers raise their own types, with the error number in the text
         if code in _FULL or f"(os error {errno.ENOSPC})" in str(error):
             raise LinearizeError(f"{path}: the disk is full; free some space and start again") from error
-        if code in _REFUSED:
+        if code in _REFUSED or f"(os error {errno.EFBIG})" in str(error):
             raise LinearizeError(f"{path}: cannot be written: {_why(error)}") from error
         raise
 
 
 def _why(error: Exception) -> str:
     """What stands in the way of writing, without the number of the system's error."""
+    if getattr(error, "errno", errno.EFBIG) == errno.EFBIG:  # a copy names the file that it reads
+        return "no file may be so large there (by the file system, or by ulimit -f); write to another disk"
     if not isinstance(error, OSError) or error.filename is None:
         return str(error)
+    if error.errno == errno.ENAMETOOLONG:
+        return f"the name {Path(error.filename).name[:20]}… is too long; use a shorter one"
     if error.errno in (errno.EEXIST, errno.ENOTDIR):
         path = Path(error.filename)
         if files := [place for place in (path, *path.parents) if place.is_file()]:
@@ -126,10 +130,9 @@ def scratch_folder() -> contextlib.AbstractContextManager[Path]:
 
 def refuse_existing(out: Path) -> None:
     """Raises BadInput if `out` exists, but never advises to remove a model, which may be the one that is to be read."""
-    if (out / "config.json").exists():
-        raise BadInput(f"{out}: already exists and holds a model; name a new folder")
     if os.path.lexists(out):
-        raise BadInput(f"{out}: already exists; name a new folder or remove this one")
+        what = " and holds a model; name a new folder" if (out / "config.json").exists() else ""
+        raise BadInput(f"{out}: already exists{what or '; name a new folder or remove this one'}")
 
 
 @contextlib.contextmanager

@@ -398,6 +398,22 @@ def test_a_place_that_cannot_be_written_is_a_sentence(tmp_path, out):
     assert str(caught.value) == f"{tmp_path / out}: cannot be written: {tmp_path / 'file'} is a file, not a folder"
 
 
+@pytest.mark.parametrize("error", [OSError(errno.EFBIG, "File too large", "base"), RuntimeError("x (os error 27)")])
+def test_a_file_larger_than_the_place_allows_is_a_sentence(tmp_path, error):
+    what = "out: cannot be written: no file may be so large there"
+    with pytest.raises(LinearizeError, match=what), atomic_dir(tmp_path / "out"):
+        raise error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("size", [250, 300])
+def test_a_name_that_is_too_long_is_a_sentence(tmp_path, size):
+    what = "a: cannot be written: the name [.]?a*… is too long; use a shorter one"
+    with pytest.raises(LinearizeError, match=what), atomic_dir(tmp_path / ("a" * size)):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     atomic_write(tmp_path / "file", "old")
 
