@@ -286,7 +286,10 @@ def train_stage(recipe: Recipe, number: int, model: Path, out: Path, *, resume: 
 
 
 def text_source(text: str) -> FileSource | PydocSource:
-    """What an option --text names: a file, or `pydoc`, Python's documentation."""
+    """What an option --text or --other-text names: a file, or `pydoc`, Python's documentation. Raises BadInput for an
+    empty name."""
+    if not text:
+        raise BadInput(f"--text, --other-text: the name of a file is empty; name a data file, or {PYDOC}")
     return PydocSource(held_out=0.1) if text == PYDOC else FileSource(path=text)
 
 
