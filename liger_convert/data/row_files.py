@@ -16,6 +16,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -155,15 +156,21 @@ def document_end(text: str, least: int, most: int) -> int:
 
 def _csv(path: Path) -> Iterator[Row]:
     limit = csv.field_size_limit(ROW_BYTES)
+    lines = _lines(path)
+    blank, header = next(((number - 1, line) for number, line in lines if not line.isspace()), (0, ""))
     try:
-        reader = csv.DictReader((line for _, line in _lines(path)), strict=True)
+        reader = csv.DictReader(chain([header], (line for _, line in lines)), strict=True)
+        names = [name for name in reader.fieldnames or [] if name]
+        if twice := [name for name in names if names.count(name) > 1]:
+            where = f"{path} line {blank + 1}"
+            raise BadInput(f"{where}: names the column {twice[0]!r} twice; give each column a name of its own")
         for value in reader:
-            where = f"{path} line {reader.line_num}"
+            where = f"{path} line {blank + reader.line_num}"
             if None in value:
                 raise BadInput(f"{where}: has more fields than the first line, which names the columns")
             yield Row(where, value)
     except csv.Error as error:
-        raise BadInput(f"{path} line {reader.reader.line_num}: is not CSV ({error})") from None
+        raise BadInput(f"{path} line {blank + reader.reader.line_num}: is not CSV ({error})") from None
     finally:
         csv.field_size_limit(limit)
 

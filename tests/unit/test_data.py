@@ -113,7 +113,7 @@ def test_tables_and_lines_named_json_give_the_same_documents(tmp_path: Path) -> 
     (tmp_path / "a.json").write_bytes(lines)
     (tmp_path / "a.json.gz").write_bytes(gzip.compress(lines))
     (tmp_path / "a.jsonl.zst").write_bytes(pyarrow.compress(lines, "zstd", asbytes=True))
-    (tmp_path / "a.csv").write_bytes(b'\xef\xbb\xbfn,text\r\n1,"one, apple"\r\n2,\r\n3,"a\np\xc3\xa4r"\r\n')
+    (tmp_path / "a.csv").write_bytes(b'\xef\xbb\xbf\n\nn,text,,\r\n1,"one, apple"\r\n2,\r\n3,"a\np\xc3\xa4r"\r\n')
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     names = [path.name for path in tmp_path.iterdir()]
     for name in names:
@@ -197,6 +197,9 @@ BAD_ROWS: list[tuple[str, str, bytes, str]] = [
     ("a.csv", "text", b'text\n"x', r"a\.csv line 2: is not CSV \(unexpected end of data"),
     ("a.csv", "text", b"text\n\xe4", r"a\.csv line 2: is not UTF-8 text .*save it as UTF-8"),
     ("a.csv", "text", b"text\n", r"a\.csv: is empty"),
+    ("a.csv", "text", b"\n \n", r"a\.csv: is empty"),
+    ("a.csv", "text", b"\n\r\ntext\nx,y", r"a\.csv line 4: has more fields than the first line"),
+    ("a.csv", "text", b"\ntext,n,text\nx,1,\n", r"a\.csv line 2: names the column 'text' twice"),
     ("a.csv", "text", b"body,n\nx,1", r"has no field 'text' \(it has 'body', 'n'\)$"),
     ("a.jsonl", "text", b'{"body": "x", "n": 1}', r"name the column of the text, field: body"),
     ("a.jsonl", "text", b'{"instruction": "x", "output": "y"}', r"give the source format: alpaca"),
