@@ -192,9 +192,12 @@ def _from_pickles(base: Path, out: Path) -> Path:
                 state = torch.load(base / name, map_location="cpu", weights_only=True)
             except Exception as error:  # whatever a broken pickle makes torch raise
                 raise BadInput(f"{base / name}: is not a PyTorch state dict: {first_line(error)}") from error
+            if not isinstance(state, dict) or not all(isinstance(t, torch.Tensor) for t in state.values()):
+                raise BadInput(f"{base / name}: holds no tensors by name; save model.state_dict() there")
             shard = f"model-{i:05}-of-{len(names):05}.safetensors" if sharded else WEIGHTS
-            # cloned, because safetensors refuses tensors that share their memory, as tied embeddings do
-            save_file({key: t.clone() for key, t in state.items()}, folder / shard, metadata={"format": "pt"})
+            # safetensors refuses tensors that share their memory, as tied embeddings do, and transposed ones
+            copies = {key: t.clone(memory_format=torch.contiguous_format) for key, t in state.items()}
+            save_file(copies, folder / shard, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(state, shard)
         if sharded:
             (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))

@@ -266,6 +266,27 @@ def test_pickled_weights_become_safetensors_only_when_asked(folder, tmp_path, sh
     load_tokenizer(made)
 
 
+@pytest.mark.parametrize(
+    "wrapped",
+    [lambda state: {"state_dict": state}, lambda state: {**state, "step": 3}, lambda state: [*state.values()]],
+    ids=["nested", "with a number", "a list"],
+)
+def test_a_pickle_of_more_than_tensors_by_name_is_refused(folder, tmp_path, wrapped):
+    torch.save(wrapped(load_file(folder / checkpoint.WEIGHTS)), folder / checkpoint.PICKLE)
+    (folder / checkpoint.WEIGHTS).unlink()
+    with pytest.raises(BadInput, match=r"pytorch_model\.bin: holds no tensors by name; save model\."):
+        resolve_base(str(folder), tmp_path / "work", allow_pickle=True)
+
+
+def test_pickled_tensors_may_be_transposed(folder, tmp_path):
+    state = load_file(folder / checkpoint.WEIGHTS)
+    turned = {name: t.t().contiguous().t() if t.ndim == 2 else t for name, t in state.items()}
+    torch.save(turned, folder / checkpoint.PICKLE)
+    (folder / checkpoint.WEIGHTS).unlink()
+    made = load_file(resolve_base(str(folder), tmp_path / "work", allow_pickle=True) / checkpoint.WEIGHTS)
+    assert all(torch.equal(made[name], tensor) for name, tensor in state.items())
+
+
 def test_a_pickle_that_would_run_code_is_refused(folder, tmp_path):
     (folder / checkpoint.WEIGHTS).unlink()
     torch.save({"evil": subprocess.run}, folder / checkpoint.PICKLE)
