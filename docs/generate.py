@@ -340,6 +340,8 @@ COMBINED = {
     "learned": "a learned mix",
     "fixed": "the mean",
     "memory": "only the memory",
+    "gate": "the memory as a gate",
+    "context": "the memory as context",
 }
 
 
@@ -412,6 +414,9 @@ def mixers_page() -> str:
         "  the layer's input gives the share of each head.",
         "- `gate: learned` and `gate: fixed` (`forgetting`): the gate is a bias per head, which does not depend on the",
         "  token. `fixed` does not train it.",
+        "- `persistent: N` (`titans`): every query also sees N learned key-value pairs. They start without weight.",
+        "- `combine: gate` and `combine: context` (`titans`): the memory's output multiplies the window's, or is one",
+        "  more value that attention sees. Both start as the window alone.",
         "",
         "The following change the model even before training:",
         "",
@@ -443,8 +448,8 @@ def mixers_page() -> str:
         "window": "how many of the most recent tokens softmax attention sees",
         "sinks": "how many of a document's first tokens stay visible after they have left the window",
         "scope": "which tokens are written to the memory: those `evicted` from the window, or `all`",
-        "combine": "how the outputs of window and memory become one: `shared`, `learned`, `fixed` or `memory`, see "
-        "[Concepts](concepts.md#how-window-and-memory-combine)",
+        "combine": "how the outputs of window and memory become one: `shared`, `learned`, `fixed` or `memory`, in "
+        "`titans` also `gate` or `context`, see [Concepts](concepts.md#how-window-and-memory-combine)",
         "forget": "whether the window's attention weights fade with distance, by a learned gate",
     }
     first = next(iter(mixers.values()))["options"]

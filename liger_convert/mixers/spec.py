@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-Combine = Literal["shared", "learned", "fixed", "memory"]
+Combine = Literal["shared", "learned", "fixed", "memory", "gate", "context"]
 Scope = Literal["evicted", "all"]
 
 MOST_TAPS = 16
@@ -24,7 +24,7 @@ class MixerSpec:
         are never written.
     combine: how the outputs of window and memory become one. `shared` uses one softmax denominator over the window's
         logits and the memory's normalizer. `learned` is a weighted mean of both outputs, with a learned weight per
-        head. `fixed` is their mean. `memory` is the memory's output alone.
+        head. `fixed` is their mean. `memory` is the memory's output alone. `gate` and `context` are forms of `titans`.
     forget: whether the window's attention weights fade with distance, by a learned gate for each token and key-value
         head (Forgetting Transformer, 2503.02130). Sinks outside the window do not fade.
 
@@ -78,12 +78,24 @@ class MixerSpec:
         """With `forget`, the window's gates: computed from the layer's input, learned constants, or fixed."""
         return "input"
 
+    @property
+    def pairs(self) -> int:
+        """How many learned key-value pairs every query sees beside the window; 0 for none."""
+        return 0
+
+    @property
+    def combines_itself(self) -> bool:
+        """Whether the mixer combines its outputs itself with `combine: gate` and `combine: context`."""
+        return False
+
     def inner_types(self) -> tuple[str, ...]:
         """The names of the mixers that this one contains."""
         return ()
 
     def problem(self) -> str | None:
         """What is wrong with these values, as `field: sentence`, or None."""
+        if self.combine in ("gate", "context") and not self.combines_itself:
+            return f"combine: {self.combine} is a form of the mixer titans alone; use shared, learned, fixed or memory"
         if self.window < 1:
             return f"window: {self.window} is too small; a query sees at least itself, so 1 or more"
         if self.sinks < 0:

@@ -343,10 +343,15 @@ def _of_gates(config: Any, name: str) -> int:
 
 
 def _of_pieces(config: Any, name: str) -> int:
-    """Bytes that one token saves in a mixer's optional parts: convolutions, shifts, and norms or gates on the read."""
+    """Bytes that one token saves in a mixer's optional parts, in float32.
+
+    They are convolutions, shifts, norms or gates on the read, and pairs beside the window: for each pair its logit, its
+    exponential, its part of the sum and its share, and the window's output before and after.
+    """
     dims, spec = head_dims(config), make_spec(config.linearization["mixers"][name])
     taps = spec.conv_taps + 2 * (spec.shift != "none")
-    return 4 * (taps * (dims.heads + 2 * dims.kv_heads) + 2 * sum(spec.read_pieces) * dims.heads) * dims.dim
+    outputs = 2 * (sum(spec.read_pieces) + bool(spec.pairs)) * dims.heads
+    return 4 * ((taps * (dims.heads + 2 * dims.kv_heads) + outputs) * dims.dim + 4 * spec.pairs * dims.heads)
 
 
 def count(shapes: dict[str, tuple[int, ...]]) -> int:

@@ -30,6 +30,15 @@ LINEARIZATION = {
     },
     "layers": ["main", "softmax", "routed"],
 }
+# pieces that replace a part of the layer shared by all mixers
+OF_PAPERS = {
+    "format": 2,
+    "mixers": {
+        name: resolve_spec({"type": "titans", "window": 5, "persistent": 3, "combine": name})
+        for name in ("gate", "context")
+    },
+    "layers": ["gate", "softmax", "context"],
+}
 STRANGER = """
 import importlib.abc, sys
 
@@ -88,17 +97,25 @@ with torch.no_grad():
 )
 
 
-def converted(family: str, folder: Path) -> Path:
-    convert_checkpoint(save_tiny_base(family, folder / "base"), folder / "model", LINEARIZATION)
+def converted(family: str, folder: Path, linearization: dict[str, Any] = LINEARIZATION) -> Path:
+    convert_checkpoint(save_tiny_base(family, folder / "base"), folder / "model", linearization)
     return folder / "model"
 
 
 @pytest.mark.parametrize(
-    "family",
-    ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("phi3", "mixtral", "qwen3_moe")), "olmoe"],
+    ("family", "linearization"),
+    [
+        pytest.param("llama", LINEARIZATION, id="llama"),
+        *(pytest.param(name, LINEARIZATION, marks=pytest.mark.slow, id=name) for name in ("phi3", "mixtral")),
+        pytest.param("qwen3_moe", LINEARIZATION, marks=pytest.mark.slow, id="qwen3_moe"),
+        pytest.param("olmoe", LINEARIZATION, id="olmoe"),
+        pytest.param("llama", OF_PAPERS, id="llama, pieces of papers"),
+    ],
 )
-def test_an_export_gives_the_same_logits_where_our_packages_cannot_be_imported(family: str, tmp_path: Path) -> None:
-    model_dir = converted(family, tmp_path)
+def test_an_export_gives_the_same_logits_where_our_packages_cannot_be_imported(
+    family: str, linearization: dict[str, Any], tmp_path: Path
+) -> None:
+    model_dir = converted(family, tmp_path, linearization)
     export_model(model_dir, tmp_path / "export")
     torch.save(TOKENS, tmp_path / "tokens.pt")
     # what a stranger saves, the next one loads; OLMoE has no head to be saved

@@ -212,6 +212,13 @@ def test_the_state_of_a_short_convolution_is_counted(mixer):
     assert made.cache_bytes(60) == cache_bytes(model, 60) > without
 
 
+@pytest.mark.parametrize("options", [{"persistent": 3}, {"combine": "gate"}, {"combine": "context"}], ids=str)
+def test_what_titans_adds_to_attention_has_no_state(options):
+    without, made = (plan("llama", mixer={"type": "titans", "window": 8, **own}, layers="LN") for own in ({}, options))
+    model = CLASSES["llama"][2](linearized_config(tiny_config("llama"), made.linearization))
+    assert made.cache_bytes(60) == cache_bytes(model, 60) == without.cache_bytes(60)
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_a_window_of_all_tokens_grows_as_the_plan_says(family):
     made = plan(family, mixers={"kept": {"type": "forgetting"}}, layers={"repeat": ["main", "kept"]})

@@ -34,6 +34,9 @@ MORE: dict[str, dict[str, Any]] = {
     "gla, gates by channel": {"mixer": {"type": "gla", "feature_map": "hedgehog", "gate": "pooled"}},
     "gla, rope, output gate": {"mixer": {"type": "gla", "rope": True, "output_gate": True}},
     "convolved gla": {"mixer": {"type": "gla", "short_conv": 4}},
+    "titans, pairs": {"mixer": {"type": "titans", "persistent": 3}},
+    "titans, gate": {"mixer": {"type": "titans", "combine": "gate", "scope": "all"}},
+    "titans, context": {"mixer": {"type": "titans", "combine": "context"}},
     "convolved deltanet": {"mixer": {"type": "deltanet", "short_conv": 4, "output_norm": "rms"}},
     "convolved mamba, all tokens": {"mixer": {"type": "mamba", "short_conv": 3, "scope": "all"}},
     **{

@@ -30,6 +30,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"output_gate": True},
     {"combine": "learned"},
     {"feature_map": "hedgehog", "gate": "learned"},
+    {"type": "titans", "combine": "gate", "persistent": 3},
+    {"type": "titans", "combine": "context"},
 ]
 WHOLE = ("phi3", "olmo2", "olmo3", "olmoe", "stablelm")
 
@@ -75,8 +77,9 @@ def test_heads_split_in_two_give_the_output_of_the_whole_layer(mixer: str) -> No
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_heads_split_in_two_give_the_output_of_the_whole_layer_with_options(options: dict[str, Any]) -> None:
-    assert apart(type="gla", **BOUNDED, **options) <= SAME
-    assert apart(type="gla", **BOUNDED, **options, swapped=True) > 1000 * SAME
+    options = {"type": "gla", **BOUNDED, **options}
+    assert apart(**options) <= SAME
+    assert apart(**options, swapped=True) > 1000 * SAME
 
 
 def test_pages_of_a_layer_split_in_two_are_half_as_large() -> None:

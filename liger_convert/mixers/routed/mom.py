@@ -103,6 +103,8 @@ class MoMSpec(MixerSpec):
             return "inner.short_conv: would run before all memories, which a mixture does not support; use 0"
         if inner_spec.shift != "none":
             return "inner.token_shift: would run before all memories, which a mixture does not support; leave it out"
+        if inner_spec.pairs:
+            return "inner.persistent: belongs to the window, which a mixture has only once; leave it out"
         if any(inner_spec.read_pieces):
             return "inner.output_gate: like output_norm, it is not supported in a mixture; leave both out"
         return None
