@@ -175,7 +175,7 @@ def test_gates_that_are_all_shut_or_all_open_leave_finite_reads(base: Path) -> N
 
 # --- what is left out
 
-SWISH = ("gla", "retnet", "gated-retention", "mamba", "mamba2", "gated-deltanet")  # whose output gate is a SiLU
+SWISH = ("gla", "retnet", "gated-retention", "mamba", "mamba2", "gated-deltanet", "mom")  # whose output gate is a SiLU
 OF_A_PAPER = re.compile(r"\b\d{4}\.\d{5}\b")
 
 
@@ -200,7 +200,8 @@ def test_every_mixer_of_a_paper_says_what_of_its_layer_it_has_not() -> None:
         ("mlstm", "SiLU after the convolution"),
         ("mamba", "a normalizer are added"),
         ("mamba2", "one query and one key for all heads"),
-        ("mom", "the short convolution"),
+        ("mom", "separate projections"),
+        ("mom", "`short_conv` (before the router divides the tokens), `output_norm`"),
         ("s4", "a normalizer is added"),
         ("gateloop", "`output_gate`"),
         ("gsa", "output norm"),

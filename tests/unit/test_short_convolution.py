@@ -7,6 +7,7 @@ Shapes: B batch, T tokens, K taps, N heads of any kind, H query heads, G key-val
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from itertools import pairwise
 from typing import Any
 
@@ -133,10 +134,14 @@ def metadata_of(tokens: int) -> SequenceMetadata:
     return SequenceMetadata.build(torch.empty(1, tokens), torch.arange(tokens)[None], None)
 
 
+def before_rotary(name: str) -> dict[str, Any]:
+    """The options with which this mixer's memory uses queries and keys before rotary."""
+    return {"rope": False} if "rope" in {option.name for option in fields(MIXERS[name].Spec)} else {}
+
+
 def started(spec: dict[str, Any]) -> Mixer:
     torch.manual_seed(0)
-    rope = {} if spec["type"] == "mamba" else {"rope": False}
-    mixer = build_mixer(resolve_spec({**rope, **spec}), DIMS)
+    mixer = build_mixer(resolve_spec({**before_rotary(spec["type"]), **spec}), DIMS)
     mixer.reset_parameters()
     return mixer
 
@@ -241,7 +246,7 @@ def test_options_that_cannot_have_a_short_convolution_are_refused() -> None:
 @pytest.mark.parametrize("name", CONVOLVED)
 def test_the_states_of_the_convolution_are_counted(name: str) -> None:
     spec, cls = (
-        resolve_spec({"type": name, "short_conv": K, **({} if name == "mamba" else {"rope": False})}),
+        resolve_spec({"type": name, "short_conv": K, **before_rotary(name)}),
         MIXERS[name],
     )
     added = cls.cached_states(make_spec(spec), DIMS).items() - cls.state_shape(make_spec(spec), DIMS).items()

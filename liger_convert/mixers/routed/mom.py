@@ -6,7 +6,9 @@ o_t = (e^{c_s} o_s + sum_m g_tm e^{c_m} o_m) / (e^{c_s} + sum_m g_tm e^{c_m})   
 
 The outputs of memories without a normalizer are added: o_s + sum_m g_tm o_m. All memories share the features and gates
 of one mixer, whereas the paper has separate projections. The choice for a token does not depend on other tokens. Of
-equal logits, the first memory's wins.
+equal logits, the first memory's wins. `short_conv: 4`, `output_norm: rms` and `output_gate` are the pieces around the
+paper's memories. The convolution runs over the document before the router divides it: the authors' code convolves what
+is divided, where in training it reaches into the next memory's tokens. Its gate is a SiLU.
 
 A memory's scan covers only the tokens that write or read it (see rows.py). A token is in the rows of k memories. With
 `scope: evicted`, a token is written long after it has read, so it can be in the rows of 2 k memories.
@@ -36,12 +38,13 @@ from liger_convert.mixers.calibration import Calibration
 from liger_convert.mixers.options import make_spec, resolve_spec
 from liger_convert.mixers.registry import MIXERS, register_mixer
 from liger_convert.mixers.routed.rows import Rows, make_joined_row, make_rows
+from liger_convert.mixers.spec import ReadSpec, ShortConvSpec
 from liger_convert.utils.errors import BadInput
 
 
 @dataclass(frozen=True)
-class MoMSpec(MixerSpec):
-    """Options of the router and of the memories.
+class MoMSpec(ReadSpec):
+    """Options of the router and of the memories. Those of ReadSpec are of all memories together.
 
     memories: N, the number of memories to choose from. The size of the state is proportional to it.
     active: k, the number of memories that each token writes and reads.
@@ -100,13 +103,17 @@ class MoMSpec(MixerSpec):
             return str(error)
         inner_spec = self.inner_mixer()[1]
         if inner_spec.conv_taps:
-            return "inner.short_conv: would run before all memories, which a mixture does not support; use 0"
+            return "inner.short_conv: runs before all memories; give short_conv next to inner"
+        if self.short_conv and not isinstance(inner_spec, ShortConvSpec):
+            return f"short_conv: {self.inner['type']} takes no convolved keys; use 0, or another inner mixer"
+        if self.short_conv and getattr(inner_spec, "rope", False):
+            return "short_conv: works on queries and keys before rotary; use inner.rope: false, or short_conv: 0"
         if inner_spec.shift != "none":
             return "inner.token_shift: would run before all memories, which a mixture does not support; leave it out"
         if inner_spec.pairs:
             return "inner.persistent: belongs to the window, which a mixture has only once; leave it out"
         if any(inner_spec.read_pieces):
-            return "inner.output_gate: like output_norm, it is not supported in a mixture; leave both out"
+            return "inner.output_gate: like output_norm, it is behind all memories; give both next to inner"
         return None
 
 
@@ -115,8 +122,9 @@ class MoM(Mixer):
     summary = "mixture of memories: a router sends each token to a few of several memories of another mixer"
     gate_rule = "the inner mixer's"
     left_out = (
-        "separate projections of keys, values and gates for each memory, the short convolution, the output norm and "
-        "the output gate"
+        "separate projections of keys, values and gates for each memory, SiLU of queries, keys and values; off by "
+        "default: `short_conv` (before the router divides the tokens), `output_norm`, `output_gate` (a sigmoid instead "
+        "of SiLU)"
     )
     recurrence = "routed"
     passes_states = False  # its balance is a mean over whole rows
@@ -135,7 +143,8 @@ class MoM(Mixer):
         return o_BTHV
 
     def calibration(self) -> Calibration:
-        return self.inner.calibration()._replace(read_size=None)  # the scale of one memory's read, not the mixture's
+        # the inner mixer's scale is of one memory's read
+        return self.inner.calibration()._replace(read_size=super().calibration().read_size)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -155,7 +164,7 @@ class MoM(Mixer):
     def deferred_input_sizes(cls, spec: MixerSpec, dims: HeadDims) -> tuple[int, ...]:
         assert isinstance(spec, MoMSpec)
         inner, options = spec.inner_mixer()
-        return *inner.deferred_input_sizes(options, dims), spec.memories
+        return spec.memories, *inner.deferred_input_sizes(options, dims)
 
     def route(self, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [B,T,G,N] in float32, and whether each memory is among a token's top k (ties: the first ones)."""
@@ -169,7 +178,8 @@ class MoM(Mixer):
         logits_BTGN, chosen_BTGN = self.route(qkv.x_BTC)
         if self.training and torch.is_grad_enabled():
             self.auxiliary_loss = self.spec.balance * self._imbalance(logits_BTGN, chosen_BTGN, qkv)
-        return *self.inner.deferred_inputs(qkv), chosen_BTGN.to(qkv.k_BTGD.dtype)
+        # first, because the short convolution takes the last one for the key
+        return chosen_BTGN.to(qkv.k_BTGD.dtype), *self.inner.deferred_inputs(qkv)
 
     def _imbalance(self, logits_BTGN: Tensor, chosen_BTGN: Tensor, qkv: QKV) -> Tensor:
         """N sum_m f_m p_m, averaged over rows and heads; 1 when balanced. Padding does not count."""
@@ -180,7 +190,7 @@ class MoM(Mixer):
         return self.spec.memories * (f_BGN * p_BGN).sum(-1).mean()
 
     def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
-        *inner, chosen_BTGN = inputs
+        chosen_BTGN, *inner = inputs
         chosen_BTGS = F.pad(chosen_BTGN, (int(self.spec.shared), 0), value=1)
         return *self.inner.write(tuple(inner), v_BTGV), chosen_BTGS
 
