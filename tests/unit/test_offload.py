@@ -26,6 +26,9 @@ SPECS: list[dict[str, Any]] = [
     {"type": "rwkv6", "scope": "all"},
     {"type": "mom", "inner": {"type": "gla", "gate": "none"}},
     {"type": "mom", "combine": "learned", "inner": {"type": "ttt"}},
+    {"type": "mom", "short_conv": 4, "output_norm": "rms", "output_gate": True},
+    {"type": "titans", "persistent": 3, "combine": "gate"},
+    {"type": "titans", "combine": "context"},
 ]
 
 
