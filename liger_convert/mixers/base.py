@@ -312,8 +312,13 @@ class Mixer(nn.Module, ABC):
             memory = memory._replace(read_BTHV=read_BTHV)
         if self.read_norm is not None:
             memory = MemoryOutput(self.read_norm(memory.o_BTHV), memory.log_normalizer_BTH)
+        memory = self.with_own_token(memory, qkv)
         if self.read_gate is not None:
             memory = memory._replace(read_BTHV=self.read_gate(memory.read_BTHV, qkv.x_BTC))
+        return memory
+
+    def with_own_token(self, memory: MemoryOutput, qkv: QKV) -> MemoryOutput:
+        """The read, plus what is added of the query's own token behind the norm and before the gate; here nothing."""
         return memory
 
     def memory_logit(self, q_BTHD: Tensor, memory: MemoryOutput) -> Tensor:

@@ -209,6 +209,7 @@ def test_every_mixer_of_a_paper_says_what_of_its_layer_it_has_not() -> None:
         ("deltanet", "`short_conv`"),
         ("gated-deltanet", "`output_norm`, `output_gate`"),
         ("rwkv7", "token shift"),
+        ("rwkv7", "`bonus`"),
         ("rwkv6", "`token_shift`"),
         ("titans", "memory as layer"),
         ("titans", "off by default: `persistent`, `combine: gate`"),

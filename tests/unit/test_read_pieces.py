@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, C hidden size, H query heads, G key-value heads, D he
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -200,6 +201,52 @@ def test_a_bonus_is_the_papers_and_so_are_its_gradients(scope: str) -> None:
     found = mixer.remember(qkv, metadata_of(T), None).o_BTHV
     expected = rwkv6(p, *(x[0] for x in exact), scope)[None]
     assert_same_gradients(found, [q, k, v, *named.values()], expected, [*exact, *p.values()])
+
+
+def rwkv7(p: dict[str, Tensor], q: Tensor, k: Tensor, v: Tensor, x: Tensor, scope: str) -> Tensor:
+    """The normalized read [T,H,D] plus the own token weighted by rho, gated, one token after another."""
+    delay, first = (WINDOW, SINKS) if scope == "evicted" else (0, 0)
+    heads = []
+    for h in range(H):
+        g = h // (H // G)
+        states, keys, outputs = [torch.zeros(D, D, dtype=torch.float64)], [], []
+        for t in range(T):
+            b, u = (k[t, g] + p["beta_bias_GX"][g]).sigmoid(), k[t, g] * p["xi_GD"][g]
+            w, u = (-math.exp(-0.5) * (k[t, g] + p["gate_bias_GD"][g]).sigmoid()).exp(), u / u.norm()
+            keys.append(k[t, g] / k[t, g].norm() * (1 + p["alpha_GD"][g] * (b - 1)))
+            S = states[-1]
+            states.append(w[:, None] * S - (b * u).outer(u @ S) + keys[t].outer(v[t, g]) if t >= first else S)
+        for t in range(T):
+            unit = q[t, h] / q[t, h].norm()
+            o = unit @ states[max(t + 1 - delay, 0)]
+            o = p["read_norm.size_HV"][h] * o / (o.square().mean() + 1e-6).sqrt()
+            o = o + (unit * p["bonus_HD"][h] * keys[t]).sum() * v[t, g]
+            gate = p["read_gate.weight_EC"].view(H, D, C)[h] @ x[t]
+            outputs.append(2 * gate.sigmoid() * o)
+        heads.append(torch.stack(outputs))
+    return torch.stack(heads, 1)
+
+
+@pytest.mark.parametrize("scope", ["evicted", "all"])
+def test_the_bonus_of_rwkv7_is_between_norm_and_gate_and_so_are_its_gradients(scope: str) -> None:
+    spec = {"type": "rwkv7", "scope": scope, "gate_bias": 0.0, "output_norm": "rms", "output_gate": True}
+    mixer, qkv = started(**spec, bonus=True), random_qkv()
+    assert torch.equal(mixer.remember(qkv, metadata_of(T), None).o_BTHV, read_of(started(**spec), qkv))
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+    (q, k, v, x), exact = leaves_of(qkv.q_BTHD, qkv.k_BTGD, qkv.v_BSGD, qkv.x_BTC)
+    named = {name: p for name, p in mixer.named_parameters() if name != "mix_H"}
+    p = {name: each.detach().double().requires_grad_() for name, each in named.items()}
+    found = read_of(mixer, qkv._replace(q_BTHD=q, k_BTGD=k, v_BSGD=v, x_BTC=x))
+    expected = rwkv7(p, *(each[0] for each in exact), scope)[None]
+    assert_same_gradients(found, [q, k, v, x, *named.values()], expected, [*exact, *p.values()])
+    without = rwkv7({**p, "bonus_HD": torch.zeros_like(p["bonus_HD"])}, *(each[0] for each in exact), scope)[None]
+    assert (found - without).norm() > 1e-2 * without.norm()
+
+
+def read_of(mixer: Mixer, qkv: QKV) -> Tensor:
+    return mixer.remember(qkv, metadata_of(T), None).o_BTHV
 
 
 def test_a_bonus_is_there_where_it_is_asked_for_and_starts_at_nothing() -> None:

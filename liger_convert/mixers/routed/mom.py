@@ -189,6 +189,9 @@ class MoM(Mixer):
         p_BGN = (weight_BT11 * logits_BTGN.softmax(-1)).sum(1)
         return self.spec.memories * (f_BGN * p_BGN).sum(-1).mean()
 
+    def with_own_token(self, memory: MemoryOutput, qkv: QKV) -> MemoryOutput:
+        return self.inner.with_own_token(memory, qkv)  # once, not for each memory
+
     def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
         chosen_BTGN, *inner = inputs
         chosen_BTGS = F.pad(chosen_BTGN, (int(self.spec.shared), 0), value=1)
