@@ -112,19 +112,28 @@ def published(attention: Any, x_BTC: torch.Tensor, angles: Any, options: dict[st
     return o.flatten(2) @ p["o_proj.weight"].T
 
 
-def layer_error(base: Path, options: dict[str, Any], told: dict[str, Any]) -> float:
-    """The relative error of a layer with `options`, compared with the loop that follows the options in `told`."""
+def both(
+    base: Path, options: dict[str, Any], told: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """The output of a layer with `options`, that of the loop that follows the options in `told`, and what both are
+    made of: the layer's input and all its parameters."""
     model = build(base, type="forgetting", **options)
     torch.manual_seed(0)
-    x_BTC, attention = torch.randn(B, T, C), model.model.layers[1].self_attn
-    for parameter in attention.mixer.parameters():
-        parameter += 0.3 * torch.randn_like(parameter)
-    if "forget_bias_G" in dict(attention.mixer.named_parameters()):
-        attention.mixer.forget_bias_G.fill_(1.0)
+    x_BTC, attention = torch.randn(B, T, C, requires_grad=True), model.model.layers[1].self_attn
+    with torch.no_grad():
+        for parameter in attention.mixer.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+        if "forget_bias_G" in dict(attention.mixer.named_parameters()):
+            attention.mixer.forget_bias_G.fill_(1.0)
     positions = torch.arange(T)[None]
     angles = model.model.rotary_emb(x_BTC, positions)
     got_BTC, _ = attention(x_BTC, angles, metadata=SequenceMetadata.build(x_BTC, positions, None))
-    expected_BTC = published(attention, x_BTC, angles, told)
+    return got_BTC, published(attention, x_BTC, angles, told), {"x": x_BTC, **dict(attention.named_parameters())}
+
+
+def layer_error(base: Path, options: dict[str, Any], told: dict[str, Any]) -> float:
+    """The relative error of a layer with `options`, compared with the loop that follows the options in `told`."""
+    got_BTC, expected_BTC, _ = both(base, options, told)
     return float((got_BTC - expected_BTC).norm() / expected_BTC.norm())
 
 
@@ -136,6 +145,17 @@ def test_a_piece_of_the_pro_block_is_the_papers(base: Path, options: dict[str, A
         return  # without it, the loop asks for weights that are not there
     for name in options:
         assert layer_error(base, options, {key: x for key, x in options.items() if key != name}) > 1e-3, name
+
+
+@pytest.mark.parametrize("options", PRO, ids=str)
+def test_the_gradients_of_a_piece_are_those_of_the_loop(base: Path, options: dict[str, Any]) -> None:
+    got_BTC, expected_BTC, leaves = both(base, options, options)
+    d_BTC = torch.randn(B, T, C)
+    ours = torch.autograd.grad(got_BTC, list(leaves.values()), d_BTC)
+    exact = torch.autograd.grad(expected_BTC, list(leaves.values()), d_BTC.double())
+    for name, found, wanted in zip(leaves, ours, exact, strict=True):
+        # sums over all tokens of the rows, each exact to T roundings as the outputs are
+        assert (found - wanted).norm() <= 4 * T * torch.finfo(torch.float32).eps * wanted.norm(), name
 
 
 @pytest.mark.parametrize("options", [{"kv_shift": True}, {"output_gate": True}, {"gate": "learned"}], ids=str)

@@ -33,7 +33,7 @@ def moved() -> TokenShift:
 
 def loop(shift: TokenShift, of_row: list[Tensor]) -> list[Tensor]:
     """q, k and v of one row [T,...] in float64."""
-    p = {name: x.detach().double() for name, x in shift.named_parameters()}
+    p = {name: x.double() for name, x in shift.named_parameters()}
     q, k, v, x = (of_token.double() for of_token in of_row)
     projected, found = torch.cat([y.flatten(1) for y in (q, k, v)], 1), []
     for t in range(len(x)):
@@ -46,7 +46,7 @@ def loop(shift: TokenShift, of_row: list[Tensor]) -> list[Tensor]:
 
 
 def error(got: Tensor, expected: Tensor) -> float:
-    return float((got.detach() - expected).norm() / expected.norm())
+    return float(((got - expected).norm() / expected.norm()).detach())
 
 
 def test_the_token_shift_equals_the_papers_loop() -> None:
@@ -58,6 +58,20 @@ def test_the_token_shift_equals_the_papers_loop() -> None:
     with torch.no_grad():
         shift.mu_C.zero_()
     assert max(error(y[0], z) for y, z in zip(got, loop(shift, [x[0] for x in inputs]))) > 1e-3, "the loop sees all"
+
+
+def test_the_gradients_of_the_token_shift_are_those_of_the_loop() -> None:
+    shift, inputs = moved(), [x.requires_grad_() for x in tokens()]
+    leaves = {**dict(zip(("q", "k", "v", "x"), inputs, strict=True)), **dict(shift.named_parameters())}
+    *got, _ = shift(*inputs, Row(None, None), {})
+    rows = [loop(shift, [x[b] for x in inputs]) for b in range(B)]
+    expected = [torch.stack(parts) for parts in zip(*rows, strict=True)]
+    d = [torch.randn_like(y) for y in got]
+    ours = torch.autograd.grad(got, list(leaves.values()), d)
+    exact = torch.autograd.grad(expected, list(leaves.values()), [x.double() for x in d])
+    for name, found, wanted in zip(leaves, ours, exact, strict=True):
+        # sums over B * T tokens, each of which may round once
+        assert error(found, wanted) < B * T * torch.finfo(torch.float32).eps, name
 
 
 def test_no_shift_crosses_a_document_boundary_and_padding_is_skipped() -> None:
