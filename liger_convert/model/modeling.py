@@ -5,8 +5,10 @@ Shapes: B batch, T tokens, C hidden size, L linearized layers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from gated_kernels.common.tracing import is_exporting
@@ -64,7 +66,22 @@ OF_ALL_TOKENS = ("output_attentions", "output_hidden_states", "output_router_log
 
 
 class LinearizedInit(QuantizedWeights):
-    """Initializes a mixer's parameters when transformers creates them; otherwise they would be uninitialized memory."""
+    """Initializes a mixer's parameters when transformers creates them; otherwise they would be uninitialized memory.
+    Saves a model with the code that its config names.
+
+    write_code: writes that code to a folder. The package sets it, because a later subpackage collects the code. In an
+        export, transformers copies the code.
+    """
+
+    write_code: ClassVar[Callable[[Path, Any], None] | None] = None
+
+    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> Any:
+        """transformers' save_pretrained, plus the code of a model that was loaded from an export."""
+        saved = super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        write_code = type(self).write_code
+        if write_code is not None and is_main_process and getattr(self.config, "auto_map", None):
+            write_code(Path(save_directory), self.config)
+        return saved
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -63,6 +63,12 @@ def code_files(mixers: Sequence[str]) -> dict[str, str]:
     return texts
 
 
+def write_code(folder: Path, config: Any) -> None:
+    """Writes the code of a linearized model with this config. Raises BadInput like `code_files`."""
+    for file, text in code_files(used_mixers(config.linearization)).items():
+        (folder / file).write_text(text, encoding="utf-8")
+
+
 def _registration(classes: dict[str, type[Mixer]]) -> str:
     """The lines at the end of the model's module that register its mixers, and its classes as code to be saved."""
     lines = ["", "# the mixers of this model register themselves when they are imported"]

@@ -86,10 +86,10 @@ SAVED = (
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-out = sys.argv[1]
+out, name = sys.argv[1:]
 found = torch.load(out + "/found.pt")
 with torch.no_grad():
-    model = AutoModelForCausalLM.from_pretrained(out + "/again", trust_remote_code=True).eval()
+    model = AutoModelForCausalLM.from_pretrained(out + name, trust_remote_code=True).eval()
     assert torch.equal(found["logits"], model(torch.load(out + "/tokens.pt")).logits)
     head = AutoModelForSequenceClassification.from_pretrained(out + "/head", trust_remote_code=True).eval()
     assert torch.equal(found["classes"], head(torch.load(out + "/tokens.pt")[:1]).logits)
@@ -118,15 +118,17 @@ def test_an_export_gives_the_same_logits_where_our_packages_cannot_be_imported(
     model_dir = converted(family, tmp_path, linearization)
     export_model(model_dir, tmp_path / "export")
     torch.save(TOKENS, tmp_path / "tokens.pt")
-    # what a stranger saves, the next one loads; OLMoE has no head to be saved
-    commands = {"stranger.py": [str(tmp_path / "export"), str(tmp_path)], "saved.py": [str(tmp_path)]}
+    AutoModelForCausalLM.from_pretrained(tmp_path / "export").save_pretrained(tmp_path / "ours")
+    # what a stranger saves, and what we do, the next one loads; OLMoE has no head to be saved
+    commands = [["stranger.py", str(tmp_path / "export"), str(tmp_path)]]
+    if family != "olmoe":
+        commands += [["saved.py", str(tmp_path), name] for name in ("/again", "/ours")]
     (tmp_path / "stranger.py").write_text(STRANGER)
     (tmp_path / "saved.py").write_text(SAVED)
     threads = str(torch.get_num_threads())  # the order of sums, and so the last bit, depends on them
     environment = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "PATH": "", "OMP_NUM_THREADS": threads}
-    for script, arguments in list(commands.items())[: 1 if family == "olmoe" else 2]:
-        command = [sys.executable, script, *arguments]
-        ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    for command in commands:
+        ran = subprocess.run([sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stderr[-2000:]
     found = torch.load(tmp_path / "found.pt")
     model = load_linearized(model_dir).eval()
