@@ -13,6 +13,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 from vllm.model_executor.models.transformers import TransformersForCausalLM, TransformersMoEForCausalLM
 from vllm.model_executor.models.transformers.base import PreTrainedModelClasses
 from vllm.model_executor.models.transformers.utils import init_on_device_without_buffers
+from vllm.platforms import current_platform
 
 from liger_convert.mixers import build_mixer
 from liger_convert.model.attention import MIXER_MODULE
@@ -20,6 +21,7 @@ from liger_convert.model.configuration import linear_layers
 from liger_convert.model.modeling import LinearizedModel
 from liger_convert.serving.attention import METADATA, ServedAttention
 from liger_convert.serving.batch import StepMetadata
+from liger_convert.serving.cpu import spare_generators, take_all_inputs
 from liger_convert.serving.settings import base_layer_types, layouts, page_words
 from liger_convert.serving.split import share_of_heads, share_of_parameter
 from liger_convert.serving.warm_up import WarmUp
@@ -28,6 +30,14 @@ if TYPE_CHECKING:
     Backend = Any
 else:
     Backend = object  # each served class adds its own
+
+
+if current_platform.is_cpu():
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    spare_generators(CPUModelRunner)
+    take_all_inputs(CPUInt8ScaledMMLinearKernel)
 
 
 class _NoSoftmax:
