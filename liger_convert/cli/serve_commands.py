@@ -43,5 +43,6 @@ def serve(
     options = launch.ServerOptions(host, port, max_len, max_requests, dtype, name)
     said = launch.describe(model, options)
     launch.check_installed()
+    launch.check_address(host, port)
     stderr.print(said, markup=False, soft_wrap=True)
     launch.start(launch.server_command(model, options, vllm or ()))

