@@ -9,9 +9,18 @@ from pathlib import Path
 import pytest
 from reminding import trained_export
 from running import running_server
-from soak import OPTIONS, soak
+from soak import MAX_LEN, OPTIONS, Soaked, soak
 
 SECONDS, GROWTH = 30, 20 * 10**6
+PARALLEL = 32
+
+
+def assert_nothing_stays(found: Soaked, seconds: int) -> None:
+    print(found)
+    assert found.in_use[1] == 0
+    assert found.memory[seconds] - found.memory[seconds // 3] < GROWTH
+    assert found.spared > 0
+    assert len(found.counts) == 5, "one way to ask was never taken"
 
 
 def test_a_soak_leaves_no_block_in_use_and_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,10 +30,14 @@ def test_a_soak_leaves_no_block_in_use_and_no_memory(tmp_path: Path, monkeypatch
     export = trained_export("hybrid", "gla")
     with running_server(export, tmp_path, *OPTIONS) as server:
         found = soak(server, export, SECONDS)
-    print(found)
+    assert_nothing_stays(found, SECONDS)
     assert found.in_use[0] > 0.9  # blocks were scarce, and the metric moves
-    assert found.in_use[1] == 0
-    assert found.memory[SECONDS] - found.memory[SECONDS // 3] < GROWTH
     assert found.preempted > 0
-    assert found.spared > 0
-    assert len(found.counts) == 5, "one way to ask was never taken"
+
+
+@pytest.mark.slow
+def test_32_clients_at_once_for_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "1")
+    export, limits = trained_export("hybrid", "gla"), ("--max-len", str(MAX_LEN), "--max-requests", str(PARALLEL))
+    with running_server(export, tmp_path, *limits) as server:
+        assert_nothing_stays(soak(server, export, 60, PARALLEL), 60)

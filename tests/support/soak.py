@@ -81,7 +81,7 @@ class Client(threading.Thread):
 
     def ask_several(self) -> None:
         prompt, room = self.some_prompt()
-        assert len(self.complete(prompt, n=3, max_tokens=room).choices) == 3
+        assert len(self.complete(prompt, n=3, max_tokens=room, seed=self.rng.randrange(100)).choices) == 3
         self.tokens += 3 * room
 
     def hang_up(self) -> None:
@@ -113,12 +113,13 @@ class Client(threading.Thread):
         assert 400 <= raised.value.status_code < 500, raised.value
 
 
-def soak(server: Running, export: Path, seconds: int) -> Soaked:
-    """Has clients ask for so long. Raises AssertionError where an answer is wrong, a request fails, or one stays."""
+def soak(server: Running, export: Path, seconds: int, count: int = CLIENTS) -> Soaked:
+    """Has `count` clients ask for so long. Raises AssertionError where an answer is wrong, a request fails, or one
+    stays."""
     reference, decode, texts = Reference(export), tiny_tokenizer().decode, make_prompts(KNOWN)
     known = {len(text): (text, decode(reference.generate(text).tokens, skip_special_tokens=True)) for text in texts}
     start, most, memory = time.monotonic(), 0.0, {}
-    clients = [Client(server, known, seed, start + seconds) for seed in range(CLIENTS)]
+    clients = [Client(server, known, seed, start + seconds) for seed in range(count)]
     for client in clients:
         client.start()
     measured = sorted({seconds // 3, 60, 300, 600, seconds})
