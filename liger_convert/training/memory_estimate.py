@@ -29,6 +29,7 @@ HEAD_LOGITS = {"cpu": 2**25, "cuda": 2**28}
 ERROR_ROWS = 4  # rows on which a stage reports errors; fixed, so that the result does not depend on the batch size
 CALIBRATION_TOKENS = 8192  # about thirty for each of 256 codes
 PREFILL = 2048  # tokens of a long prompt that a linearized model processes at a time
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"}  # the other projections are the MLP's
 CODED = 64  # tokens per chunk; the kernels materialize one state per chunk in the backward pass
 
 
@@ -75,6 +76,8 @@ def training_bytes(
     logits       for a chunk of tokens, the student's logits, their gradient, the teacher's logits, and the temporaries
                  of the loss; for all tokens, the teacher's hidden states and the gradient of the student's, e N C each;
                  the float32 gradient of the head's weights, twice, if they are trained. None in alignment
+    graphs       of a captured pass, for each row length as much again as the logits, by measurement: what a graph holds
+                 apart, and what the allocator cannot use for another
     """
     compiled = stage.compile and device.type == "cuda"
     e, dims, depth = dtype.itemsize, head_dims(config), config.num_hidden_layers
@@ -115,6 +118,7 @@ def training_bytes(
         "activations": tokens * activations,
         "passing": tokens * passing,
         "logits": logits,
+        "graphs": logits * (1 + len(stage.mixed_seq_lens)) if captured else 0,
     }
 
 
@@ -278,7 +282,7 @@ def _kept(stage: Stage, config: Any, name: str, e: int, device: torch.device, co
     """Bytes that one token saves in one layer for the backward pass.
 
     stream   in float32, the inputs of both norms and, if not compiled, their outputs
-    inputs   e C, and if the body is trained another e C and e I: the inputs of matmuls
+    inputs   e C, and if the MLP or adapters of it are trained another e C and e I: the inputs of matmuls
     MLP      2 e I, or 3 e I if not compiled
     heads    queries and keys before and after rotary, values, and the outputs of the window and of the memory
     mixer    in plain torch, its feature maps, gates and outputs in float32. The kernels of a codebook save only a gate
@@ -294,8 +298,20 @@ def _kept(stage: Stage, config: Any, name: str, e: int, device: torch.device, co
     if isinstance(stage, AlignStage):
         return heads + 4 * e * dims.hidden if name != SOFTMAX else 0
     stream = 8 * dims.hidden if compiled else 16 * dims.hidden
-    inputs = e * dims.hidden * (2 if "body" in groups else 1) + (e * _width(config) if "body" in groups else 0)
+    inputs = e * dims.hidden
+    if "body" in groups or _adapts_mlp(stage, name):
+        inputs += e * (dims.hidden + _width(config))
     return heads + stream + inputs + e * (2 if compiled else 3) * _width(config)
+
+
+def _adapts_mlp(stage: Stage, name: str) -> bool:
+    """Whether the MLP of a layer with this mixer has adapters."""
+    if stage.lora is None:
+        return False
+    targets = stage.lora.targets
+    if isinstance(targets, list):
+        return not set(targets) <= ATTENTION
+    return targets == "all" or (targets == "linearized" and name != SOFTMAX)
 
 
 def _passing(config: Any, name: str, e: int, device: torch.device, aligns: bool) -> int:

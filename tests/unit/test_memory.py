@@ -28,6 +28,17 @@ STAGES: dict[str, dict[str, Any]] = {
     "finetune": {"kind": "finetune", "learning_rates": {"lora": 1e-4}, "lora": {}, "loss_on": "all"},
 }
 OF_LORA: dict[str, Any] = {"learning_rates": {"mixer": 1e-4, "lora": 1e-4}, "lora": {}}
+OTHERS: dict[str, dict[str, Any]] = {
+    "tinyllama-1.1b": {
+        "model_type": "llama",
+        "vocab_size": 32000,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+    }
+}
 STAGES["finetune"]["lora"] = {"targets": ["q_proj", "k_proj", "v_proj"]}
 
 
@@ -41,7 +52,7 @@ def planned(config: Any, stage: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
 
 
 def shape(name: str) -> Any:
-    values = dict(SHAPES[name])
+    values = dict((SHAPES | OTHERS)[name])
     return CONFIG_MAPPING[values.pop("model_type")](**values)
 
 
@@ -63,6 +74,25 @@ def test_a_stage_takes_about_the_memory_that_was_measured(
     rows = {"tokens": tokens, "seq_len": 2048, "batch_size": tokens // 2048, "concat_documents": True}
     found = planned(shape(model), STAGES[stage] | rows, monkeypatch)
     assert found.memory_bytes / 1e9 == pytest.approx(measured, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("model", "seq_len", "shorter", "measured"),
+    [  # GB, from kernels/results/plan-gpu.md: the distillations of recipes/default.yaml
+        ("smollm2-135m", 1024, [], 11.18),
+        ("smollm2-135m", 4096, [256], 13.76),
+        ("tinyllama-1.1b", 1024, [], 24.33),
+        ("tinyllama-1.1b", 2048, [256], 26.35),
+    ],
+)
+def test_graphs_of_more_row_lengths_and_adapters_of_an_mlp_take_the_memory_that_was_measured(
+    model: str, seq_len: int, shorter: list[int], measured: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: dict[str, Any] = {"tokens": 8192, "seq_len": seq_len, "batch_size": 8192 // seq_len, "concat_documents": True}
+    rows["mixed_seq_lens"] = [{"seq_len": length, "fraction": 0.5} for length in shorter]
+    stage = STAGES["distill"] | rows | {"learning_rates": {"mixer": 1e-3, "lora": 1e-4}}
+    found = planned(shape(model), stage | {"lora": {"rank": 32, "targets": "all"}}, monkeypatch)
+    assert found.memory_bytes / 1e9 == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize(
