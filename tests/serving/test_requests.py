@@ -231,7 +231,7 @@ def test_prefix_hits(case: Case) -> None:
 def test_preempted_requests_start_again(case: Case) -> None:
     """There are fewer blocks than the requests come to need, so some requests are preempted and read again. As a
     control, the states are lost from the first pre-emption on."""
-    options = {"max_num_batched_tokens": 512, "max_model_len": 512, "num_gpu_blocks_override": 8}
+    options = {"max_num_batched_tokens": 512, "max_model_len": 384, "num_gpu_blocks_override": 8}
     with engine(case.export, **options) as llm:
         block = llm.llm_engine.vllm_config.cache_config.block_size if case.grows else 100
         texts = make_prompts([block - 8, block - 20, block - 3, block - 9], seed=5)
