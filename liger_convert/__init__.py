@@ -15,8 +15,8 @@ if "linearize_command" not in sys.modules:
     from liger_convert.model.modeling import LinearizedInit
 
     def _write_code(folder: Path, config: Any) -> None:
-        from liger_convert.pipeline.shipped_code import write_code  # takes a second to import
+        from liger_convert.pipeline.shipped_code import code_files, used_mixers, write_code  # takes a second to import
 
-        write_code(folder, config)
+        write_code(folder, code_files(used_mixers(config.linearization)))
 
     LinearizedInit.write_code = staticmethod(_write_code)

@@ -27,7 +27,7 @@ from liger_convert.model.quantization import (
 )
 from liger_convert.model.shards import copied_shards, write_shards
 from liger_convert.pipeline.card import HUB_ID, cached_folder, write_card
-from liger_convert.pipeline.shipped_code import ENTRY_FILE, code_files, used_mixers
+from liger_convert.pipeline.shipped_code import ENTRY_FILE, code_files, used_mixers, write_code
 from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import Report
 
@@ -93,8 +93,7 @@ def export_model(
         }
         config.save_pretrained(folder)
         copy_companions(model_dir, folder)
-        for file, text in code.items():
-            (folder / file).write_text(text, encoding="utf-8")
+        write_code(folder, code)
         written: dict[str, Any] = {"bytes": total, "dtype": str(config.dtype).removeprefix("torch.")}
         if quantize is not None:
             unquantized = sum(entry.nbytes for shard in plain for entry in shard.entries)

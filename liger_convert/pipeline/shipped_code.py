@@ -63,9 +63,9 @@ def code_files(mixers: Sequence[str]) -> dict[str, str]:
     return texts
 
 
-def write_code(folder: Path, config: Any) -> None:
-    """Writes the code of a linearized model with this config. Raises BadInput like `code_files`."""
-    for file, text in code_files(used_mixers(config.linearization)).items():
+def write_code(folder: Path, code: dict[str, str]) -> None:
+    """Writes what `code_files` returns to a model's folder."""
+    for file, text in code.items():
         (folder / file).write_text(text, encoding="utf-8")
 
 

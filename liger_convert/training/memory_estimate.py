@@ -17,6 +17,7 @@ import torch
 from liger_convert.config.stages import AlignStage, DistillStage, Stage
 from liger_convert.mixers import MIXERS, SOFTMAX, make_spec
 from liger_convert.model import head_dims, linear_layers
+from liger_convert.model.families import family_of
 from liger_convert.training.frozen import is_narrowed
 
 COPY_BYTES = 32 << 20  # size of convert's buffers, independent of the checkpoint
@@ -29,7 +30,6 @@ HEAD_LOGITS = {"cpu": 2**25, "cuda": 2**28}
 ERROR_ROWS = 4  # rows on which a stage reports errors; fixed, so that the result does not depend on the batch size
 CALIBRATION_TOKENS = 8192  # about thirty for each of 256 codes
 PREFILL = 2048  # tokens of a long prompt that a linearized model processes at a time
-ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"}  # the other projections are the MLP's
 CODED = 64  # tokens per chunk; the kernels materialize one state per chunk in the backward pass
 
 
@@ -299,18 +299,18 @@ def _kept(stage: Stage, config: Any, name: str, e: int, device: torch.device, co
         return heads + 4 * e * dims.hidden if name != SOFTMAX else 0
     stream = 8 * dims.hidden if compiled else 16 * dims.hidden
     inputs = e * dims.hidden
-    if "body" in groups or _adapts_mlp(stage, name):
+    if "body" in groups or _adapts_mlp(stage, config, name):
         inputs += e * (dims.hidden + _width(config))
     return heads + stream + inputs + e * (2 if compiled else 3) * _width(config)
 
 
-def _adapts_mlp(stage: Stage, name: str) -> bool:
+def _adapts_mlp(stage: Stage, config: Any, name: str) -> bool:
     """Whether the MLP of a layer with this mixer has adapters."""
     if stage.lora is None:
         return False
     targets = stage.lora.targets
     if isinstance(targets, list):
-        return not set(targets) <= ATTENTION
+        return not set(targets) <= set(family_of(config).projections)
     return targets == "all" or (targets == "linearized" and name != SOFTMAX)
 
 

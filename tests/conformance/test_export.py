@@ -18,7 +18,7 @@ from liger_convert.mixers import MIXERS, resolve_spec
 from liger_convert.model.loading import load_linearized
 from liger_convert.pipeline.convert import convert_checkpoint
 from liger_convert.pipeline.export import export_model
-from liger_convert.pipeline.shipped_code import code_files, used_mixers
+from liger_convert.pipeline.shipped_code import code_files, used_mixers, write_code
 from liger_convert.utils.errors import BadInput
 
 TOKENS = torch.randint(3, 101, (2, 29), generator=torch.Generator().manual_seed(0))
@@ -249,8 +249,7 @@ def test_the_code_of_every_mixers_export_runs_where_our_packages_cannot_be_impor
         spec = resolve_spec({"type": name} | ({"slots": 8} if name == "gsa" else {}))
         made[f"code_{i}"] = {"format": 2, "mixers": {"main": spec}, "layers": ["main"] * 3}
         (tmp_path / f"code_{i}").mkdir()
-        for file, text in code_files(used_mixers(made[f"code_{i}"])).items():
-            (tmp_path / f"code_{i}" / file).write_text(text)
+        write_code(tmp_path / f"code_{i}", code_files(used_mixers(made[f"code_{i}"])))
     (tmp_path / "linearizations.json").write_text(json.dumps(made))
     tiny_config("llama").save_pretrained(tmp_path)
     (tmp_path / "each.py").write_text(EACH)

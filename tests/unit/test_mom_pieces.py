@@ -5,12 +5,12 @@ Shapes: T tokens, C hidden size, H query heads, G key-value heads, D head size (
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from poison import poisoned_memory
 from torch import Tensor
 
 from liger_convert.mixers import build_mixer, resolve_spec
@@ -34,13 +34,7 @@ SPECS: list[dict[str, Any]] = [
 INPUTS = ("q", "k", "v", "x")
 
 
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> Iterator[None]:
-    """Uninitialized memory holds NaN, so that reading it gives a wrong result."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(1).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+_poisoned_memory = pytest.fixture(autouse=True)(poisoned_memory)
 
 
 def moved(**spec: Any) -> Mixer:

@@ -5,13 +5,13 @@ Shapes: T tokens, C hidden size, H query heads, G key-value heads, D head size (
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from poison import poisoned_memory
 from tiny import save_tiny_base
 from torch import Tensor
 
@@ -42,13 +42,7 @@ OF_RECURRENCE = ("beta_bias_GX", "momentum_bias_G1", "gate_bias_G1")
 every_spec = pytest.mark.parametrize("spec", SPECS, ids=str)
 
 
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> Iterator[None]:
-    """Uninitialized memory holds NaN, so that reading it gives a wrong result."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(1).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+_poisoned_memory = pytest.fixture(autouse=True)(poisoned_memory)
 
 
 @pytest.fixture(scope="module")
