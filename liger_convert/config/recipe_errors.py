@@ -49,6 +49,8 @@ def _explain(error: Any, models: list[type[BaseModel]], top: type[BaseModel]) ->
         return unknown(value, _quoted(ctx["expected"]), "choice")
     if kind == "extra_forbidden":
         return _wrong_key(error["loc"], models, top)
+    if kind == "model_type" and ctx["class_name"] == "WrittenMixer" and isinstance(value, str):
+        return f"should be a mapping of fields, such as {{type: {value}}}, not {_yaml(value)}"
     what = _PLAIN.get(kind) or error["msg"].removeprefix("Input ").removeprefix("Value ")
     return f"{what[0].lower()}{what[1:]}" + ("" if isinstance(value, dict | list) else f", not {_yaml(value)}")
 

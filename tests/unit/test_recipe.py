@@ -221,6 +221,7 @@ def test_weight_decay_is_refused_where_adapters_hold_a_part_of_the_base(asks):
         ("stages[0].learning_rates.mixer=.nan", "stages[0].learning_rates.mixer: should be a finite number"),
         ("stages[0].kind=algn", "stages[0].kind: 'algn' is not a kind; did you mean 'align'?"),
         ("stages[0]=3", "stages[0]: should be a mapping of fields, not 3"),
+        ("mixer=gsa", 'mixer: should be a mapping of fields, such as {type: gsa}, not "gsa"'),
         ("data.text={}", "data.text: the field 'source' is required and missing"),
         ("precision=fp16", "precision: 'fp16' is not a choice; use one of auto, float32, bfloat16"),
         ("stages[0].copy_fraction=1.0", "stages[0].copy_fraction: should be less than 1, not 1.0"),
