@@ -33,7 +33,7 @@ from torch import Tensor
 OURS = "chunk"
 KERNELS = "triton"
 NAIVE = {op: "full mask" if op == "swa" else "naive loop" for op in OPS}  # labels of the definitions
-BF16_ALONE = ("codebook", "codebook_gla")  # ops whose kernels take only bf16
+BF16_ALONE = ("codebook", "codebook_gla", "slots")  # ops whose kernels take only bf16
 CHECKED = 160  # tokens of the check; the reference is slow
 NAMED = 100  # characters that are kept of a kernel's name
 AHEAD = 8  # calls that are timed in a row
@@ -309,7 +309,7 @@ def measure(name: str, a: argparse.Namespace) -> list[dict[str, Any]]:
     ours = {OURS: OPS[name]}
     taken = dtype == torch.bfloat16 or name not in BF16_ALONE
     taken = taken and (name != "delta_rule" or a.head_size <= 128)
-    has_kernels = name in FAST["triton"] or name in FAST["elementwise"]
+    has_kernels = any(name in FAST[library] for library in ("triton", "elementwise", "slots"))
     if has_kernels and taken and device.type == "cuda" and find_spec("triton"):
         ours[KERNELS] = in_triton(name)
     for implementation, op in ours.items():

@@ -49,11 +49,11 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
         for op in ("codebook", "codebook_gla", "delta_rule", "fused_step", "gla", "simple_gla", "swa")
     }
     | {"delta_rule_step": ("gated_kernels.delta_rule.triton", "triton_delta_rule_step")},
-    # ours too, but separate until a GPU has compared them with float64 (`kernels/check_gpu.py`)
+    # ours too, but separate until they were compared with float64 (`kernels/check_gpu.py`) and timed on a GPU
     "elementwise": {"elementwise": ("gated_kernels.elementwise.triton", "triton_elementwise")},
+    "slots": {"slots": ("gated_kernels.slots.triton", "triton_slots")},
     "fla": {"delta_rule": ("gated_kernels.delta_rule.fla", "fla_delta_rule")},
 }
-PATHS = ("torch", "triton", "fla", "triton+fla", "triton+elementwise", "triton+elementwise+fla")
 OLDEST = (8, 0)  # compute capability: the kernels take bf16 products, and tiles that no older chip's memory holds
 
 
@@ -64,18 +64,19 @@ def use(path: str) -> None:
     flash-linear-attention, for calls of the delta rule that ours do not take (heads of more than 128 features). "fla"
     runs flash-linear-attention's alone, to compare with. The default is "triton+fla", or "triton" without fla-core 0.6,
     on Nvidia GPUs from sm_80 on where Triton is installed. On other GPUs the ops run in torch, and the log says so
-    once. "+elementwise" adds our kernels for the elementwise recurrence, whose speed is not measured yet. The
+    once. "+elementwise" and "+slots" add our kernels for these recurrences, whose speed is not measured yet. The
     environment variable GATED_KERNELS overrides the default when this package is imported. Tensors on a CPU always go
     to torch. So does what the kernels do not support, with one warning that says why.
 
     Raises ValueError for any other path, and ImportError when a package that it needs is not installed.
     """
-    if path not in PATHS:
-        raise ValueError(f"the ops run by one of {', '.join(map(repr, PATHS))}, not by {path!r}")
-    if path.endswith("fla") and not has_fla():
+    libraries = [] if path == "torch" else path.split("+")
+    if not set(libraries) <= set(KERNELS) or len(set(libraries)) < len(libraries):
+        raise ValueError(f"the ops run by 'torch', or by some of {', '.join(KERNELS)} joined by +, not by {path!r}")
+    if "fla" in libraries and not has_fla():
         raise ImportError(f"the path {path!r} needs fla-core 0.6: pip install 'liger-convert[fla]'")
     for op in dict.fromkeys(op for kernels in KERNELS.values() for op in kernels):
-        chosen = [kernels[op] for library, kernels in KERNELS.items() if library in path.split("+") and op in kernels]
+        chosen = [kernels[op] for library, kernels in KERNELS.items() if library in libraries and op in kernels]
         set_kernel(op, *(getattr(import_module(module), function) for module, function in chosen))
 
 

@@ -183,6 +183,18 @@ def elementwise_case(D: int) -> None:
     elementwise.backward(*given, o, last, (True, False, True, False))
 
 
+def slots_case(D: int) -> None:
+    """The keys' read of 64 slots: with normalizers in segments, and without; the values' is gla's."""
+    (H, G), B, T, M = HEADS[D], 1, 4096, 64
+    segment, log_a, w = empty(B, T, dtype=INT), empty(B, T, G, M, dtype=FP32), empty(B, T, G, M)
+    for extra, segments, exclusive in ((1, segment, True), (0, None, False)):
+        heads = H + G * extra
+        q, k = empty(B, T, heads, D + extra), empty(B, T, G, D + extra)
+        given = q, w, k, log_a, empty(B, G, M, D + extra, dtype=FP32), segments, exclusive
+        _, last = bf16.transposed(*given)
+        bf16.transposed_backward(*given, empty(B, T, heads, M), last)
+
+
 def fused_step_case(case: Case, in_pages: bool = False) -> None:
     token, cache, config = changed(inputs(case), lambda t: t.to("meta"))
     if in_pages:
@@ -205,6 +217,7 @@ def cases_of(D: int) -> dict[str, Callable[[], None]]:
         f"elementwise {D}": lambda: elementwise_case(D),
         f"gla {D}": lambda: gla_case(D, BF16),
         f"gla {D} fp32": lambda: gla_case(D, FP32),
+        f"slots {D}": lambda: slots_case(D),
         f"simple_gla {D}": lambda: simple_gla_case(D, D, BF16),
         f"simple_gla {D} of codes": lambda: simple_gla_case(D, CODES, BF16),
         f"simple_gla {D} fp32": lambda: simple_gla_case(D, D, FP32),

@@ -7,6 +7,8 @@ the score of a pair is computed at the one level at which t and s lie in the sec
 block. Both decays are taken to the boundary between the halves, so each is at most 1, and a level is one masked
 product. The kernels that handle chunks independently are compiled and launched twice, once for each kind of chunk.
 
+A transposed read, o_t = S_t q_t, has a feature size where a read has a value size. In it q is as wide as the values.
+
 States and keys are loaded once for the R query heads of a key-value head if one tile holds all features. Queries with a
 log-sum-exp are turned into exp(q - lse) wherever they are loaded, so that it is never stored. If a scan over the states
 has too few programs to fill a GPU, the sequence is split into parts (see `common/parts.py`).
@@ -28,6 +30,7 @@ from torch import Tensor
 from gated_kernels.common import chips, parts
 from gated_kernels.gla.intra_chunk import dqk_kernel, dv_kernel, outputs_kernel
 from gated_kernels.gla.state_scan import carry_kernel, dstates_kernel, states_kernel, sums_kernel
+from gated_kernels.gla.transposed import transposed_kernel
 
 CHUNK = 64
 LIMIT = 87.0  # of an exponent to base 2: its factor may then be as large as 2^40 in bf16 and fp32
@@ -42,11 +45,18 @@ BLOCKS = {
     "dstates": (64, 128, 4, 3),
     "dv": (128, 128, 4, 2),
     "dqk": (64, 128, 4, 1),
+    "transposed": (64, 128, 4, 1),  # not measured; those of dqk, which computes the same and more
 }
-STRONG_BLOCKS = {"outputs": (64, 64, 8, 1), "dv": (64, 64, 8, 1), "dqk": (64, 64, 8, 1)}
+STRONG_BLOCKS = {
+    "outputs": (64, 64, 8, 1),
+    "dv": (64, 64, 8, 1),
+    "dqk": (64, 64, 8, 1),
+    "transposed": (64, 64, 8, 1),
+}
 # For chips that multiply in registers (see common/chips.py): what spills least according to the compiler, not measured.
 BLOCKS_IN_REGISTERS = BLOCKS | {"outputs": (64, 64, 8, 1), "dqk": (64, 64, 4, 1)}
-LOOPED = 64  # BF of outputs and dv where they loop over features, BV of dqk where it loops over values
+LOOPED = 64  # BF of outputs and dv where they loop over features, BV of the others where they loop over values
+BY_FEATURE = ("dqk", "transposed")  # kernels with one program for each tile of features, which loop over values
 KERNELS = {
     "sums": sums_kernel,
     "states": states_kernel,
@@ -54,6 +64,7 @@ KERNELS = {
     "dstates": dstates_kernel,
     "dv": dv_kernel,
     "dqk": dqk_kernel,
+    "transposed": transposed_kernel,
 }
 
 
@@ -66,7 +77,7 @@ def constants(
     BF, BV = min(BF, max(64, triton.next_power_of_2(F))), min(BV, max(64, triton.next_power_of_2(V)))
     if kernel in ("outputs", "dv") and F > BF:
         BF = min(BF, LOOPED)
-    elif kernel == "dqk" and V > BV:
+    elif kernel in BY_FEATURE and V > BV:
         BV = min(BV, LOOPED)
     found = {
         "G": G,
@@ -97,6 +108,7 @@ class _Call:
         self.N, self.heads = triton.cdiv(self.T, CHUNK), B * self.G
         self.chunks = self.heads * self.N
         self.sizes = self.G, H // self.G, self.F, self.V, exclusive
+        self.log_a = log_a
         self.states = v.new_empty(self.chunks, self.F, self.V)
         self.sums = v.new_empty(self.chunks, CHUNK + 1, self.F, dtype=torch.float32)
         self.strong = v.new_empty(self.chunks, dtype=torch.int32)
@@ -131,7 +143,7 @@ class _Call:
         """Launches a kernel twice: for the chunks that are not strong, and for the strong ones."""
         for strong in (False, True):
             compiled_for = constants(name, *self.sizes, strong, chips.multiplies_in_registers(self.states.device))
-            if name == "dqk":
+            if name in BY_FEATURE:
                 grid: tuple[int, ...] = (self.chunks * triton.cdiv(self.F, compiled_for["BF"]),)
             else:
                 programs = self.chunks * (self.sizes[1] // compiled_for.get("HEADS", self.sizes[1]))
@@ -171,10 +183,17 @@ def backward(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, q_lse (None without one), k, v, log_a and the state."""
     call = _Call(q, v, log_a, segment, exclusive)
-    dstates = torch.empty_like(call.states)
     call.scan("states", state, call.states, k, v)
+    return _gradients(call, q, q_lse, k, v, do, dlast)
+
+
+def _gradients(
+    call: _Call, q: Tensor, q_lse: Tensor | None, k: Tensor, v: Tensor, do: Tensor, dlast: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor]:
+    """Same as `backward`, once the states of the call are known."""
+    dstates = torch.empty_like(call.states)
     dstate = call.scan("dstates", dlast, dstates, q, q_lse, do)
-    dq, dk, dv, dlog_a = (torch.empty_like(x) for x in (q, k, v, log_a))
+    dq, dk, dv, dlog_a = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(call.log_a)
     dlse = None
     if q_lse is not None:
         blocks = triton.cdiv(call.F, constants("dqk", *call.sizes)["BF"])  # the same for strong chunks
@@ -185,3 +204,45 @@ def backward(
     if dlse is not None:
         dlse = dlse.squeeze(1) if blocks == 1 else dlse.sum(1)
     return dq, dlse, dk, dv, dlog_a, dstate
+
+
+def transposed(
+    q_BTHV: Tensor,
+    k_BTGF: Tensor,
+    v_BTGV: Tensor,
+    log_a: Tensor,
+    state: Tensor,
+    segment: Tensor | None,
+    exclusive: bool,
+) -> tuple[Tensor, Tensor]:
+    """S_t q_t in fp32, [B, T, H, F], and the last state. The state is that of the other reads."""
+    o = q_BTHV.new_empty(*q_BTHV.shape[:3], k_BTGF.shape[-1], dtype=torch.float32)
+    call = _Call(o, v_BTGV, log_a, segment, exclusive)
+    last = call.scan("states", state, call.states, k_BTGF, v_BTGV)
+    call.by_chunk("transposed", q_BTHV, k_BTGF, v_BTGV, call.sums, call.strong, call.bounds, call.states, o)
+    return o, last
+
+
+def transposed_backward(
+    q_BTHV: Tensor,
+    k_BTGF: Tensor,
+    v_BTGV: Tensor,
+    log_a: Tensor,
+    state: Tensor,
+    segment: Tensor | None,
+    exclusive: bool,
+    do_BTHF: Tensor,
+    dlast: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v, log_a and the state of `transposed`, where do is in bf16.
+
+    The sum of do_t S_t q_t is also that of a read by do_t whose output's gradient is q_t. So the gradient of q is that
+    read's output, and the others are the read's own gradients.
+    """
+    call = _Call(do_BTHF, v_BTGV, log_a, segment, exclusive)
+    call.scan("states", state, call.states, k_BTGF, v_BTGV)
+    dq = torch.empty_like(q_BTHV)
+    shared = call.sums, call.strong, call.bounds, call.states
+    call.by_chunk("outputs", do_BTHF, None, k_BTGF, v_BTGV, *shared, dq)
+    _, _, dk, dv, dlog_a, dstate = _gradients(call, do_BTHF, None, k_BTGF, v_BTGV, q_BTHV, dlast)
+    return dq, dk, dv, dlog_a, dstate

@@ -62,14 +62,14 @@ def decay_to_end(sums, chunk, i, f, F: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _before(states, sums, chunk, f, x, F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
+def state_at_middle(states, sums, chunk, f, x, F: tl.constexpr, V: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
     """[BF, BV] the state before the chunk, decayed to the middle. The decay is a power of 2: exact in bf16."""
     to_middle = tl.exp2(-sum_at(sums, chunk, 0, f, F, C))
     return rounded(load(states, f, F, V, x, V) * to_middle[:, None], D)
 
 
 @triton.jit
-def _level_decay(sums, chunk, i, f, level, F: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr):
+def level_decay(sums, chunk, i, f, level, F: tl.constexpr, EXCLUSIVE: tl.constexpr, C: tl.constexpr):
     """[C, BF] the decay between a token and the middle of its block, which consists of two halves of 2^level tokens.
     Tokens in the second half read, those in the first half write."""
     middle = ((i >> (level + 1)) << (level + 1)) + (1 << level) - 1
@@ -92,7 +92,7 @@ def scores_by_level(
     keys = load(k, i, rows, G * F, f, F).to(tl.float32)
     scores = tl.where(row == column, tl.sum(queries * keys, 1)[:, None], 0.0)
     for level in tl.range(LEVELS, disable_licm=True):
-        decay = _level_decay(sums, chunk, i, f, level, F, EXCLUSIVE, C)
+        decay = level_decay(sums, chunk, i, f, level, F, EXCLUSIVE, C)
         left = rounded(queries * decay, D)
         right = rounded(keys * decay, D)
         if TRANSPOSED:
@@ -140,9 +140,9 @@ def outputs_kernel(
         if not STRONG:
             right = rounded(load(k, i, rows, G * F, f, F) * decay_to_middle(sums, chunk, i, f, F, C), D)
         read = decay_to_read(sums, chunk, i, f, F, EXCLUSIVE, C)
-        before = _before(states, sums, chunk, f, x, F, V, C, D)
+        before = state_at_middle(states, sums, chunk, f, x, F, V, C, D)
         if TWO:
-            before_2 = _before(states, sums, chunk, f, BV + x, F, V, C, D)
+            before_2 = state_at_middle(states, sums, chunk, f, BV + x, F, V, C, D)
     for r in tl.range(HEADS, disable_licm=True):
         scores = tl.zeros((C, C), tl.float32)
         outputs = tl.zeros((C, BV), tl.float32)
@@ -164,11 +164,11 @@ def outputs_kernel(
                     )
                 scores = dot(left, tl.trans(right), scores, D, PRECISION)
             if F > BF:
-                before = _before(states, sums, chunk, f0 + f, x, F, V, C, D)
+                before = state_at_middle(states, sums, chunk, f0 + f, x, F, V, C, D)
             outputs = dot(left, before, outputs, D, PRECISION)
             if TWO:
                 if F > BF:
-                    before_2 = _before(states, sums, chunk, f0 + f, BV + x, F, V, C, D)
+                    before_2 = state_at_middle(states, sums, chunk, f0 + f, BV + x, F, V, C, D)
                 outputs_2 = dot(left, before_2, outputs_2, D, PRECISION)
         if bounds is not None:
             own = (starts(bounds, chunk, i, C) < 0)[:, None]
@@ -291,7 +291,7 @@ def dqk_kernel(
     if V <= BV:
         x = tl.arange(0, BV)
         values = load(v, i, rows, G * V, x, V)
-        before = _before(states, sums, chunk, f, x, F, V, C, D)
+        before = state_at_middle(states, sums, chunk, f, x, F, V, C, D)
     dkeys = tl.zeros((C, BF), tl.float32)
     if STRONG:
         dgates = tl.zeros((C, BF), tl.float32)
@@ -314,7 +314,7 @@ def dqk_kernel(
                 x = v0 + tl.arange(0, BV)
                 values = load(v, i, rows, G * V, x, V)
                 douts = load(do + r * V, i, rows, G * R * V, x, V)
-                before = _before(states, sums, chunk, f, x, F, V, C, D)
+                before = state_at_middle(states, sums, chunk, f, x, F, V, C, D)
                 dscores = dot(douts, tl.trans(values), dscores, D, PRECISION)
                 dscores_t = dot(values, tl.trans(douts), dscores_t, D, PRECISION)
                 dqueries = dot(douts, tl.trans(before), dqueries, D, PRECISION)
@@ -333,7 +333,7 @@ def dqk_kernel(
             dkeys += dself * queries
             dqueries += dself * load_again(k, i, rows, G * F, f, F)
             for level in tl.range(LEVELS, disable_licm=True):
-                decay = _level_decay(sums, chunk, i, f, level, F, EXCLUSIVE, C)
+                decay = level_decay(sums, chunk, i, f, level, F, EXCLUSIVE, C)
                 keys = load_again(k, i, rows, G * F, f, F)
                 pair = tl.where(is_pair(row_, column, level), dscores, 0.0)
                 part = dot(pair, keys * decay, None, D, PRECISION) * decay

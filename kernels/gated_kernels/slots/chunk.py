@@ -20,6 +20,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from gated_kernels.common.derivatives import differentiable_gradients
+from gated_kernels.common.registry import kernel_for
 from gated_kernels.common.tracing import is_exporting
 from gated_kernels.gla.chunk import chunk_gla
 
@@ -60,20 +61,30 @@ def chunk_slots(
     G = v_BTGV.shape[2]
     if H % G:
         raise ValueError(f"{H} query heads are not a multiple of {G} key-value heads")
+    kernel = kernel_for("slots")
+    if kernel is not None and q_BTHD.shape[1] > 1:
+        options = {
+            "scale": scale,
+            "keys_BGMD": keys_BGMD,
+            "values_BGMV": values_BGMV,
+            "segment_ids_BT": segment_ids_BT,
+            "exclusive": exclusive,
+            "normalize": normalize,
+        }
+        found = kernel(q_BTHD, k_BTGD, v_BTGV, w_BTGM, log_a, **options)
+        if found is not None:
+            return found
     dtype = torch.promote_types(v_BTGV.dtype, torch.float32)
     q, k, w = q_BTHD.to(dtype), k_BTGD.to(dtype), w_BTGM.to(dtype)
     log_a = None if log_a is None else log_a.to(dtype)
     keys = w.new_zeros(B, G, w.shape[3], D + normalize) if keys_BGMD is None else keys_BGMD.to(dtype)
     with torch.autocast(v_BTGV.device.type, enabled=False):
-        asked = q.unflatten(2, (G, -1)) * scale
         if normalize:
-            # one more query per key-value head reads the column of normalizers
-            k, asked = nnf.pad(k, (0, 1), value=1), nnf.pad(asked, (0, 1, 0, 1))
-            asked = asked + nnf.pad(asked.new_ones(1, 1), (D, 0, H // G, 0))
+            q, k = with_normalizer(q, k)
         in_one_graph = is_exporting() or (torch.compiler.is_compiling() and not w.is_cuda)
         transposed = _by_token if in_one_graph else _in_chunks
-        read, keys = transposed(asked.flatten(2, 3), k, w, log_a, keys, segment_ids_BT, exclusive)
-        weights, lse = _normalized(read.unflatten(2, (G, -1))) if normalize else (read.softmax(-1), read.logsumexp(-1))
+        read, keys = transposed(q, k, w, log_a, keys, segment_ids_BT, exclusive)
+        weights, lse = slot_weights(read, scale, G, normalize)
         o, _, values = chunk_gla(
             weights,
             w,
@@ -86,13 +97,25 @@ def chunk_slots(
     return o.to(v_BTGV.dtype), lse, keys, values
 
 
-def _normalized(read_BTGRM: Tensor) -> tuple[Tensor, Tensor]:
+def with_normalizer(q_BTHD: Tensor, k_BTGD: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys with a last column of ones, whose state is the slots' normalizers, and one more query per key-value head,
+    after its R query heads, that reads this column: [B, T, G (R + 1), D + 1] and [B, T, G, D + 1]."""
+    q = nnf.pad(q_BTHD.unflatten(2, (k_BTGD.shape[2], -1)), (0, 1, 0, 1))
+    one = nnf.pad(q.new_ones(1, 1), (q.shape[-1] - 1, 0, q.shape[-2] - 1, 0))
+    return (q + one).flatten(2, 3), nnf.pad(k_BTGD, (0, 1), value=1)
+
+
+def slot_weights(read: Tensor, scale: float, G: int, normalize: bool) -> tuple[Tensor, Tensor]:
     """The weights [B, T, H, M] with which values are read, and the logits' log-sum-exp [B, T, H].
 
-    read_BTGRM: for each key-value head the R query heads' logits, not yet divided by the slots' normalizers, then the
-        normalizers: [B, T, G, R + 1, M].
+    read: the products of queries and slots' keys, [B, T, H, M]. With `normalize`, those of `with_normalizer`: the keys
+        are not yet divided by the normalizers, and each key-value head has one more row, which is the normalizers.
     """
-    logits, normalizer = read_BTGRM[:, :, :, :-1], read_BTGRM[:, :, :, -1:]
+    if not normalize:
+        logits = read * scale
+        return logits.softmax(-1), logits.logsumexp(-1)
+    read_BTGRM = read.unflatten(2, (G, -1))
+    logits, normalizer = read_BTGRM[:, :, :, :-1] * scale, read_BTGRM[:, :, :, -1:]
     empty = normalizer <= 0
     nothing = empty.all(-1, keepdim=True)
     normalizer = normalizer.masked_fill(empty, 1)

@@ -19,6 +19,7 @@ from gated_kernels.slots.chunk import chunk_slots
 from torch import Tensor
 
 from liger_convert.mixers.base import QKV, HeadDims, MemoryOutput, Mixer, MixerSpec
+from liger_convert.mixers.precision import multiplies_in_bf16
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,7 @@ class SlotMixer(Mixer):
         return (qkv.k_BTGD,)
 
     def write(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor) -> tuple[Tensor, ...]:
-        k_BTGD = inputs[0].float()
-        return k_BTGD, v_BTGV, *self.weights(k_BTGD)
+        return inputs[0], v_BTGV, *self.weights(inputs[0].float())
 
     def scan(
         self,
@@ -79,13 +79,18 @@ class SlotMixer(Mixer):
         exclusive: bool,
     ) -> tuple[MemoryOutput, dict[str, Tensor]]:
         k_BTGD, v_BTGV, w_BTGM, log_a = entries
+        q_BTHD = qkv.q_BTHD
+        if multiplies_in_bf16(v_BTGV):
+            q_BTHD, k_BTGD = q_BTHD.to(v_BTGV.dtype), k_BTGD.to(v_BTGV.dtype)
+        else:
+            q_BTHD, k_BTGD, v_BTGV = q_BTHD.float(), k_BTGD.float(), v_BTGV.float()
         keys_before = states.get("keys")
         if self.normalize and states:  # the op takes z as the last column of the keys
             keys_before = torch.cat((states["keys"], states["z"][..., None]), -1)
         o_BTHV, lse_BTH, keys, values = chunk_slots(
-            qkv.q_BTHD.float(),
+            q_BTHD,
             k_BTGD,
-            v_BTGV.float(),
+            v_BTGV,
             w_BTGM,
             log_a,
             scale=self.dims.dim**-0.5 if self.normalize else 1.0,
