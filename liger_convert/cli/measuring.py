@@ -20,7 +20,7 @@ from liger_convert.cli.commands import (
 from liger_convert.config.sources import meet
 from liger_convert.data.documents import Document, load_source
 from liger_convert.eval import ablation, evaluation, generation, suites
-from liger_convert.eval.narrow import context_of, narrow
+from liger_convert.eval.narrow import context_of, cut_prompts, narrow
 from liger_convert.eval.quantization_loss import quantization_loss, windows_of_text
 from liger_convert.io import checkpoint
 from liger_convert.io.files import refuse_existing
@@ -124,8 +124,8 @@ def evaluate_models(
                     base_rows = evaluation.let_base_write(measured, tokenizer, suite, **options)
                 options |= {"base_rows": base_rows, "data_dir": inputs.data_dir, "limit": inputs.limit}
                 found[name] = evaluation.evaluate_model(measured, tokenizer, suite, **options)
-    left_out = {"notes": notes[model]} if notes[model] else {}
-    return {"suite": suite.model_dump(mode="json"), "models": found, **left_out}
+    said = [*notes[model], *cut_prompts(found)]
+    return {"suite": suite.model_dump(mode="json"), "models": found, **({"notes": said} if said else {})}
 
 
 def diagnose_model(model: Path, base: str | None, inputs: EvalInputs, *, processes: int = 1) -> dict[str, Any]:

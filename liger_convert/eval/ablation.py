@@ -20,7 +20,7 @@ from liger_convert.eval.agreement import Row
 from liger_convert.eval.evaluation import evaluate_model, let_base_write, part_file, parts_of
 from liger_convert.eval.generation import continuations, load_model, weight_dtype
 from liger_convert.eval.measures import Measurement, text_prefix
-from liger_convert.eval.narrow import context_of, narrow
+from liger_convert.eval.narrow import context_of, cut_prompts, narrow
 from liger_convert.eval.suites import Suite
 from liger_convert.eval.verdict import verdict
 from liger_convert.io.checkpoint import load_config, load_tokenizer
@@ -106,6 +106,7 @@ def diagnose(
     beyond = {metric for metric, length in lengths.items() if length > context}
     within = {name: {m: value for m, value in models[name].items() if m not in beyond} for name in names}
     short = {metric for metric, length in lengths.items() if length - 1 <= reach}  # nothing is scored behind the last
+    notes = [*notes, *cut_prompts(models)]
     said = {name: found[name][1] for name in names if found[name][1]}
     texts = [{"prompt": prompt} | {name: said[name][i] for name in said} for i, prompt in enumerate(prompts)]
     return {

@@ -29,6 +29,7 @@ from liger_convert.eval.measures import Measurement, measurement, target_losses
 from liger_convert.eval.suites import Task, local_files
 from liger_convert.eval.task_files import OWN_PROBLEMS, WHERE, first_rows, local_rows, task_managers
 from liger_convert.io.files import scratch_folder
+from liger_convert.model.bases import context_length
 from liger_convert.utils.device import autocast
 from liger_convert.utils.errors import BadInput, LinearizeError, first_line
 from liger_convert.utils.progress import Report
@@ -52,7 +53,8 @@ def run_tasks(
     report: Report,
 ) -> Iterator[tuple[str, dict[str, Measurement]]]:
     """Runs the tasks on `model`. Yields the id of each task and its results, {"task/metric": measurement}; n =
-    documents.
+    documents. A measurement has a further entry `cut` if prompts were longer than the model's context, and lost their
+    beginnings: how many.
 
     data_dir: a folder of local files (`suites.LOCAL_FILES`) to read instead of datasets from the hub. A task with an
     `include_path` reads what its own YAML says. limit: replaces the limits of the tasks. dtype: the compute dtype.
@@ -62,7 +64,7 @@ def run_tasks(
     """
     harness = _Harness(model, tokenizer, batch_size, dtype, report)
     for task, _, results in _evaluated(harness, tokenizer, tasks, data_dir, limit, BOOTSTRAP, is_wanted):
-        yield task.id, _flatten(task, results)
+        yield task.id, _flatten(task, results, cut=len(harness.cut))
 
 
 def rehearse_tasks(
@@ -192,10 +194,12 @@ def _check_docs(task: Task, part: Any, rows: int | None) -> None:
                 part.doc_to_text(doc)
                 target = part.doc_to_target(doc)
                 chooses = part.OUTPUT_TYPE == "multiple_choice" and not part.multiple_input
-                problem = _label_problem(target, part.doc_to_choice(doc)) if chooses else None
-                own = OWN_PROBLEMS.get(task.name) if task.include_path is None else None
-                if problem is None and own is not None:
-                    problem = own(doc)
+                choices = part.doc_to_choice(doc) if chooses else []
+                problem = _label_problem(target, choices) if chooses else None
+                if problem is None and task.include_path is None:
+                    answers = choices if chooses else [target] * (part.OUTPUT_TYPE == "loglikelihood")
+                    own = OWN_PROBLEMS.get(task.name)
+                    problem = "an answer is empty" if not all(map(str.strip, answers)) else own and own(doc)
             except Exception as error:  # anything that a prompt raises over a missing field or a wrong type
                 problem = f"{type(error).__name__}: {first_line(error)}"
             if problem is not None:
@@ -285,7 +289,7 @@ def _first_bad_row(manager: TaskManager, task: Task, data_dir: Path) -> tuple[st
     return row[WHERE], row
 
 
-def _flatten(task: Task, results: Mapping[str, Any]) -> dict[str, Measurement]:
+def _flatten(task: Task, results: Mapping[str, Any], cut: int = 0) -> dict[str, Measurement]:
     """Converts lm-eval's "acc,none" and "acc_stderr,none" to "task/acc". A metric with several filters keeps their
     names ("task/acc,filter"). Raises BadInput if a group has the metric only in its parts."""
     found = {}
@@ -298,6 +302,7 @@ def _flatten(task: Task, results: Mapping[str, Any]) -> dict[str, Measurement]:
             measured = measurement(
                 float(results[f"{metric},{name}"]), None if stderr == "N/A" else float(stderr), results["sample_len"]
             )
+            measured |= {"cut": cut} if cut else {}
             found[f"{task.name}/{metric}" + (f",{name}" if len(filters) > 1 else "")] = measured
     return found
 
@@ -326,9 +331,12 @@ class _Harness(HFLM):
             pretrained=model,
             tokenizer=tokenizer,
             batch_size=batch_size,
+            # lm-eval would take the context before it was extended, if rope is scaled
+            max_length=context_length(model.config),
             mixed_precision_dtype=dtype if low else None,
         )
         self.done = self.total = 0
+        self.cut: set[str] = set()  # prompts of the current task that had no room
         self.task, self.report, self.products = "", report, dtype
         self.set_cache_hook(_Finished(self))
 
@@ -346,6 +354,14 @@ class _Harness(HFLM):
         self._begin(requests)
         return super().generate_until(requests, disable_tqdm=True)
 
+    def tok_batch_encode(
+        self, strings: list[str], *args: Any, left_truncate_len: int | None = None, **options: Any
+    ) -> Any:
+        if left_truncate_len is not None:  # no token is shorter than a byte, and one may be added
+            long = [text for text in strings if len(text.encode()) + 1 > left_truncate_len]
+            self.cut.update(text for text in long if len(self.tok_encode(text)) > left_truncate_len)
+        return super().tok_batch_encode(strings, *args, left_truncate_len=left_truncate_len, **options)
+
     def _model_generate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with plain_decoding(self.model):
             return super()._model_generate(*args, **kwargs)
@@ -355,9 +371,17 @@ class _Harness(HFLM):
 
         The results are those of lm-eval's own method, but faster. Inputs that several requests share run once, logits
         are computed only for continuations, and the host waits for the GPU once per batch, not twice per request.
+        Raises BadInput for a continuation longer than the model's context.
         """
         sharing: dict[tuple[int, ...], list[int]] = {}
-        for i, (_, context, continuation) in enumerate(requests):
+        for i, (texts, context, continuation) in enumerate(requests):
+            if len(continuation) > self.max_length:
+                what = (
+                    f"an answer has {len(continuation)} tokens, more than the {self.max_length} that the base supports"
+                )
+                raise BadInput(f"task {self.task}: {what}; it begins {texts[1][:40]!r}")
+            if len(context) + len(continuation) > self.max_length + 1:
+                self.cut.add(texts[0])
             sharing.setdefault(tuple([*context, *continuation][-self.max_length - 1 : -1]), []).append(i)
         inputs = sorted(sharing, key=len, reverse=True)  # longest first, to run out of memory at once if at all
         answers: dict[int, tuple[float, bool]] = {}
@@ -392,6 +416,7 @@ class _Harness(HFLM):
 
     def _begin(self, requests: list, total: int | None = None) -> None:
         self.done, self.total = 0, len(requests) if total is None else total
+        self.cut = set()
         self.task = requests[0].task_name
 
 

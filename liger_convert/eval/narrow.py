@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from liger_convert.data.row_files import file_rows
-from liger_convert.eval.measures import text_prefix
+from liger_convert.eval.measures import Measurement, text_prefix
 from liger_convert.eval.suites import (
     ANSWER_TOKENS,
     NEEDLES,
@@ -68,6 +68,18 @@ def narrow(
     tasks = [shorter for task in tasks if (shorter := _without(task, long)) is not None]
     update = {"text": text, "positions": positions, "copying": copying, "agreement": agreement, "tasks": tasks}
     return suite.model_copy(update=update), notes
+
+
+def cut_prompts(models: Mapping[str, Mapping[str, Measurement]]) -> list[str]:
+    """A note for each task with prompts that were longer than the context. models: the measures of each model."""
+    cut = {
+        metric.partition("/")[0]: found["cut"]
+        for measured in models.values()
+        for metric, found in measured.items()
+        if found.get("cut")
+    }
+    what = "prompts that are longer than the base supports were read without their beginnings"
+    return [f"{task}: {what} ({count} different ones)" for task, count in cut.items()]
 
 
 def _left_out(names: Sequence[str], why: str) -> list[str]:

@@ -131,6 +131,7 @@ def test_an_answer_is_greedy_text_whatever_the_models_own_settings_are(
     [
         ("boolq", {"label": -1}, "its label -1 is not one of its 2 choices"),
         ("openbookqa", {"answerKey": "C"}, "ValueError"),
+        ("openbookqa", {"choices": {"text": ["hot", " "], "label": ["A", "B"]}}, "an answer is empty"),
         ("swde", {"value": " "}, "`value` should be a text"),
         ("drop_ctx", {"answers": "Bob"}, "`answers` should be a list of texts"),
         ("drop_ctx", {"answers": []}, "`answers` should be a list of texts"),
