@@ -23,6 +23,7 @@ SIZES = {
     "head_dim": (1, 1 << 14),
     "vocab_size": (1, 1 << 24),
     "max_position_embeddings": (1, 1 << 40),
+    "sliding_window": (1, 1 << 40),
     "num_experts": (0, 1 << 16),
     "num_local_experts": (0, 1 << 16),
     "num_experts_per_tok": (0, 1 << 16),

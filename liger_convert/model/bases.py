@@ -13,6 +13,8 @@ from liger_convert.io.config_sizes import check_rotary
 from liger_convert.model.families import PREFIX, family_of
 from liger_convert.utils.errors import BadInput, first_line
 
+SLIDING = "sliding_attention"
+
 
 def check_base(config: Any) -> None:
     """Raises BadInput unless `config` is an unquantized, causal base of a supported family."""
@@ -28,13 +30,26 @@ def check_base(config: Any) -> None:
 
 
 def check_settings(config: Any) -> None:
-    """Raises BadInput for a window in a supported family's config that its layers ignore, but not its cache."""
+    """Raises BadInput for settings of a supported family's config that are no causal decoder's or contradict another.
+
+    These are a window that its layers ignore, but not its cache, and sliding layers without the size of their window.
+    """
     declared = {name for cls in type(config).__mro__ for name in getattr(cls, "__annotations__", ())}
     for name in ("sliding_window", "layer_types"):
         # such as a Mistral's window, left over where its weights became a Llama
         if name not in declared and getattr(config, name, None) is not None:
             what = f"is no setting of {config.model_type}, yet transformers would shorten its cache by it"
             raise BadInput(f"config.json: {name} {what}; remove it")
+    if SLIDING in (getattr(config, "layer_types", None) or []) and config.sliding_window is None:
+        unused = getattr(config, "use_sliding_window", None) is False
+        why = "use_sliding_window is false" if unused else "sliding_window is null"
+        raise BadInput(
+            f"config.json: layer_types has {SLIDING}, but {why}; give a size, or make these layers full_attention"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise BadInput(
+            "config.json: is_encoder_decoder is true, but a decoder alone is generated from; set it to false"
+        )
 
 
 def context_length(config: Any) -> int | None:

@@ -90,6 +90,28 @@ CONFIGS = [
         "config.json: rope_parameters.full_attention.factor should be a number above 0, not true",
         config(rope_parameters={"full_attention": {"rope_type": "linear", "factor": True}}),
     ),
+    *(
+        case(f"a window of {size}", f"sliding_window should be from 1 to {1 << 40:,}", config(sliding_window=size))
+        for size in (0, -1)
+    ),
+    *(
+        case(
+            f"sliding layers without a window: {says}",
+            f"config.json: layer_types has sliding_attention, but {says}; give a size",
+            after(
+                configured({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 3, **fields}), World.convert
+            ),
+        )
+        for fields, says in [
+            ({"use_sliding_window": True, "sliding_window": None}, "sliding_window is null"),
+            ({"use_sliding_window": False, "sliding_window": 8}, "use_sliding_window is false"),
+        ]
+    ),
+    case(
+        "an encoder",
+        "config.json: is_encoder_decoder is true, but a decoder alone",
+        after(configured({"is_encoder_decoder": True}), World.convert),
+    ),
     case("no hidden size", "hidden_size should be from", config(hidden_size=0)),
     case("negative heads", "num_attention_heads should be from", config(num_attention_heads=-4)),
     case("a string for a size", 'intermediate_size should be a whole number, not "48"', config(intermediate_size="48")),
