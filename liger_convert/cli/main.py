@@ -123,7 +123,7 @@ def program() -> int:
 
 def _command(words: list[str], debug: bool) -> int:
     try:
-        with disk_errors(Path.cwd()):
+        with disk_errors(_current_folder()):
             given = [*words, *["--debug"] * debug]
             code = app(words or ["--help"], prog_name="linearize", standalone_mode=False, obj=given) or 0
         return _fail("interrupted", _stopped()) if code == INTERRUPTED else code
@@ -142,6 +142,13 @@ def _command(words: list[str], debug: bool) -> int:
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         return _bug(error, debug)
+
+
+def _current_folder() -> Path:
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        raise BadInput("the current folder has been removed; change to another one") from None
 
 
 def _stopped() -> int:

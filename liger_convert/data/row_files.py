@@ -85,8 +85,13 @@ def _data_files(folder: Path) -> list[Path]:
         if links := [name for name in sorted(folders) if os.path.islink(Path(place, name))]:
             what = "is a link to a folder, and links to folders are not followed"
             raise BadInput(f"{Path(place, links[0])}: {what}; name that folder as a source of its own, or move it here")
-        found += [Path(place, name) for name in names if _reader(Path(name)) and not name.startswith(".")]
+        found += [Path(place, name) for name in names if is_data_file(Path(name))]
     return sorted(found)
+
+
+def is_data_file(path: Path) -> bool:
+    """Whether a file in a folder of data would be read, by its name."""
+    return _reader(path) is not None and not path.name.startswith(".")
 
 
 def _reader(path: Path) -> Callable[[Path], Iterator[Row]] | None:

@@ -9,10 +9,15 @@ from typing import Any
 
 from liger_convert.config.recipe import Recipe
 from liger_convert.config.sources import FileSource
+from liger_convert.data.row_files import is_data_file
 from liger_convert.eval import suites
+from liger_convert.io.checkpoint import TOKENIZER
 from liger_convert.io.checksums import sha256_file
 from liger_convert.io.gguf_parts import parts_of
 from liger_convert.pipeline.manifest import input_files
+
+# what is read of a base, besides its licence
+READ = (*TOKENIZER, "*.json", "*.safetensors", "*.jinja", "merges.txt")
 
 
 def parts_by_field(field: str, path: Path) -> dict[str, Path]:
@@ -36,10 +41,13 @@ class Change:
 
     name: str
     path: Path | None  # None: the file is gone
+    is_new: bool = False  # it was not there when the run began
 
     def __str__(self) -> str:
         if self.path is None:
             return f"{self.name}: this input of the run is missing; put it back"
+        if self.is_new:
+            return f"{self.path}: was added since the run began; remove it"
         return f"{self.path}: has changed since the run began; restore the original"
 
     @property
@@ -66,9 +74,15 @@ class InputFiles:
                 self._stamps[name] = stamp
 
     def changes(self, inputs: Mapping[str, Path]) -> list[Change]:
-        """The recorded files that have changed or are gone. `inputs`: the current file or folder of each field."""
+        """The recorded files that have changed or are gone, and files that were added to a recorded folder and would be
+        read. `inputs`: the current file or folder of each field."""
         files = input_files(inputs)
-        found = []
+        fields = {name.partition("/")[0] for name in self.recorded}
+        found = [
+            Change(name, file, is_new=True)
+            for name, file in files.items()
+            if name not in self.recorded and name.partition("/")[0] in fields and _is_read(name)
+        ]
         for name, sha256 in self.recorded.items():
             file = files.get(name)
             if file is None:
@@ -79,6 +93,14 @@ class InputFiles:
                 else:
                     found.append(Change(name, file))
         return found
+
+
+def _is_read(name: str) -> bool:
+    """Whether the file with this name in a folder, FIELD/FILE, is one of those that are read there."""
+    field, _, file = name.partition("/")
+    if field == "base":
+        return "/" not in file and any(Path(file).match(pattern) for pattern in READ)
+    return is_data_file(Path(file))
 
 
 def _stamp(file: Path) -> tuple[int, ...]:

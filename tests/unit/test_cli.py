@@ -396,6 +396,14 @@ def test_running_out_of_gpu_memory_is_not_reported_as_a_bug(monkeypatch, capsys)
     assert said.startswith("error: CUDA out of memory. Tried to allocate 2.00 GiB.; `linearize plan` shows what")
 
 
+def test_a_current_folder_that_is_gone_is_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main.main(["families"]) == 2
+    assert capsys.readouterr().err == "error: the current folder has been removed; change to another one\n"
+
+
 def test_another_process_that_is_gone_is_not_reported_as_a_bug(monkeypatch, capsys):
     """As where its machine is, of which the launcher of this one says nothing. The control is one process."""
     error = RuntimeError("[pair.cc:537] Read error [127.0.0.1]:16295: Connection reset by peer")

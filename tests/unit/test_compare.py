@@ -15,6 +15,7 @@ from reports import HOSTILE, measured, report
 
 from liger_convert.cli import main
 from liger_convert.eval.verdict import verdict
+from liger_convert.io.checksums import sha256_file
 from liger_convert.pipeline.pages import compare_page
 from liger_convert.pipeline.pages.compare import compare
 from liger_convert.utils.errors import BadInput
@@ -247,6 +248,18 @@ def test_runs_without_a_common_metric_are_refused(runs, tmp_path):
     models = {name: {"mine": measured(1.0)} for name in report()["models"]}
     with pytest.raises(BadInput, match="has no metric in common"):
         compare([runs[0], saved(tmp_path / "other", models=models)])
+
+
+def test_a_report_that_is_not_what_its_run_wrote_is_named(runs):
+    for run in runs:
+        outputs = {"report.json": sha256_file(run / "report.json")}
+        (run / "manifest.json").write_text(json.dumps({"steps": {"report": {"outputs": outputs}}}))
+    assert compare(runs)["notes"] == []
+    changed = json.loads((runs[0] / "report.json").read_text())
+    changed["models"]["linearized"]["copy_nll_512"]["value"] = 0.1
+    (runs[0] / "report.json").write_text(json.dumps(changed))
+    (note,) = compare([runs[0], runs[1] / "report.json"])["notes"]
+    assert note.startswith(f"{runs[0] / 'report.json'}: has changed since it was written")
 
 
 def test_torch_is_not_imported(runs, tmp_path):

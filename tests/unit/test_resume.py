@@ -16,6 +16,7 @@ from liger_convert.cli import main
 from liger_convert.io import checksums
 from liger_convert.io.checksums import sha256_file
 from liger_convert.pipeline import single_steps, steps
+from liger_convert.pipeline.recorded_inputs import InputFiles
 from liger_convert.utils import interrupts
 
 STAGES: list[dict[str, Any]] = [
@@ -106,6 +107,30 @@ def test_a_changed_base_is_refused_on_resume(broken, capsys):
     code, said = resume(capsys)
     assert code == 2
     assert "base/model.safetensors: has changed since the run began" in said
+
+
+def test_a_file_added_to_the_base_is_refused_on_resume_if_it_would_be_read(broken, capsys):
+    (broken / "base/notes.txt").write_text("mine")
+    (broken / "base/added_tokens.json").write_text("{}")
+    code, said = resume(capsys)
+    assert code == 2
+    assert "base/added_tokens.json: was added since the run began; remove it" in said
+    (broken / "base/added_tokens.json").unlink()
+    assert resume(capsys)[0] == 0
+
+
+def test_a_file_added_to_a_folder_of_data_is_a_change(tmp_path):
+    inputs = {"data.text.path": tmp_path}
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    files = InputFiles({})
+    files.record(inputs)
+    for name in ("README", ".b.jsonl"):
+        (tmp_path / name).write_text("not data")
+    assert files.changes(inputs) == []
+    (tmp_path / "c.jsonl").write_text('{"text": "c"}\n')
+    (change,) = files.changes(inputs)
+    assert change.field == "data.text.path"
+    assert str(change) == f"{tmp_path / 'c.jsonl'}: was added since the run began; remove it"
 
 
 def test_data_that_a_stage_has_read_is_refused_on_resume(broken, capsys):

@@ -18,10 +18,13 @@ from typing import Any
 from liger_convert.config.names import SOFTMAX
 from liger_convert.eval.suites import POSITIONS
 from liger_convert.eval.verdict import verdict
+from liger_convert.io.checksums import problems
+from liger_convert.io.files import read_json
 from liger_convert.pipeline.pages.common import cell, lower_is_better, recovery
-from liger_convert.pipeline.pages.read import read_report
+from liger_convert.pipeline.pages.read import FILE, read_report
 from liger_convert.utils.errors import BadInput
 
+MANIFEST = "manifest.json"
 CONTEXT = 32768  # tokens of the caches that are compared
 SAME_BASE = 0.01  # tolerance, relative and absolute, for values of one base on different machines
 NEEDED = ("linearized", "base", "window_only_untrained", "memory_ablated")
@@ -66,7 +69,7 @@ def compare(paths: Sequence[Path]) -> dict[str, Any]:
         },
         "runs": runs,
         "zero": zero,
-        "notes": notes + _missing(runs) + _counted_differently(reports, names, metrics),
+        "notes": _edited(paths) + notes + _missing(runs) + _counted_differently(reports, names, metrics),
     }
 
 
@@ -75,6 +78,20 @@ def _read(path: Path) -> dict[str, Any]:
     if str(CONTEXT) not in report["plan"]["cache_bytes"]:
         raise BadInput(f"{path}: plan.cache_bytes: has no size at {CONTEXT} tokens, where caches are compared")
     return report
+
+
+def _edited(paths: Sequence[Path]) -> list[str]:
+    """A note for each report that is not what its run wrote, by the run's manifest, where there is one beside it."""
+    notes = []
+    for path in paths:
+        folder = path if path.is_dir() else path.parent
+        if (path.is_dir() or path.name == FILE) and (folder / MANIFEST).is_file():
+            steps = read_json(folder / MANIFEST).get("steps")
+            step = steps.get("report") if isinstance(steps, dict) else None
+            outputs = step.get("outputs") if isinstance(step, dict) else None
+            recorded = {FILE: outputs[FILE]} if isinstance(outputs, dict) and FILE in outputs else {}
+            notes += [f"{problem}." for problem in problems(folder, recorded)]
+    return notes
 
 
 def _measured(report: Mapping[str, Any]) -> list[str]:
