@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -117,6 +118,8 @@ def locate_base(source: str) -> Path | None:
     """The file or folder on this machine that `source` names, None for a hub id. Raises BadInput when it is neither."""
     try:
         path = _package_file(source) if source.startswith("package:") else Path(source).expanduser()
+        if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
+            raise BadInput(f"base: {source}: this folder cannot be read (Permission denied)")
         if path.exists():
             return path
     except (OSError, RuntimeError) as error:  # a name too long; the home of nobody
@@ -344,6 +347,8 @@ def read_header(file: Path, any_dtype: bool = False) -> list[TensorInfo]:
                 nbytes = torch.Size(shape).numel() * known[dtype].itemsize
                 infos.append(TensorInfo(name, known[dtype], shape, file, offset, nbytes))
                 offset += nbytes
+    except PermissionError as error:
+        raise BadInput(f"{file}: cannot be read ({error.strerror})") from None
     except (SafetensorError, OSError) as error:
         reason = str(error).removeprefix("Error while deserializing header: ")
         raise BadInput(f"{file}: is truncated or not a safetensors file ({reason}); download it again") from None

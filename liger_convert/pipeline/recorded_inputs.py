@@ -15,6 +15,7 @@ from liger_convert.io.checkpoint import TOKENIZER
 from liger_convert.io.checksums import sha256_file
 from liger_convert.io.gguf_parts import parts_of
 from liger_convert.pipeline.manifest import input_files
+from liger_convert.utils.errors import BadInput
 
 # what is read of a base, besides its licence
 READ = (*TOKENIZER, "*.json", "*.safetensors", "*.jinja", "merges.txt")
@@ -67,10 +68,11 @@ class InputFiles:
         self._stamps: dict[str, tuple[int, ...]] = {}
 
     def record(self, inputs: Mapping[str, Path]) -> None:
-        """Records the current content of the files and folders of `inputs`, by field."""
+        """Records the current content of the files and folders of `inputs`, by field. Raises BadInput for a file that
+        cannot be read."""
         for name, file in input_files(inputs).items():
             if self._stamps.get(name) != (stamp := _stamp(file)):
-                self.recorded[name] = sha256_file(file)
+                self.recorded[name] = _sha256(file)
                 self._stamps[name] = stamp
 
     def changes(self, inputs: Mapping[str, Path]) -> list[Change]:
@@ -88,7 +90,7 @@ class InputFiles:
             if file is None:
                 found.append(Change(name, None))
             elif self._stamps.get(name) != (stamp := _stamp(file)):
-                if sha256_file(file) == sha256:
+                if _sha256(file) == sha256:
                     self._stamps[name] = stamp
                 else:
                     found.append(Change(name, file))
@@ -101,6 +103,13 @@ def _is_read(name: str) -> bool:
     if field == "base":
         return "/" not in file and any(Path(file).match(pattern) for pattern in READ)
     return is_data_file(Path(file))
+
+
+def _sha256(file: Path) -> str:
+    try:
+        return sha256_file(file)
+    except OSError as error:
+        raise BadInput(f"{file}: cannot be read ({error.strerror})") from None
 
 
 def _stamp(file: Path) -> tuple[int, ...]:

@@ -2,10 +2,12 @@
 one sentence, quickly, in little memory, and leave nothing on the disk. The cases are commands as a user would type
 them."""
 
+import errno
 import json
 import struct
 from collections.abc import Callable
 
+import pytest
 from hostile import DEEP, DIGITS, ROW, check_refusal, hostile
 from worlds import World, after, case, wrote
 
@@ -317,3 +319,37 @@ GGUFS = [
 )
 def test_a_hostile_base_is_refused_in_one_sentence_and_nothing_is_left(world, words, says, code, capfd):
     check_refusal(world, words, says, code, capfd)
+
+
+def refused(*_: object, **__: object) -> None:
+    raise PermissionError(errno.EACCES, "Permission denied")
+
+
+# what a user without rights sees, for root too, who may read everything
+CLOSED = {
+    "weights for convert": (
+        "liger_convert.io.checkpoint.safe_open",
+        refused,
+        World.convert,
+        "model.safetensors: cannot be read (Permission denied)",
+    ),
+    "a file for run": (
+        "liger_convert.pipeline.recorded_inputs.sha256_file",
+        refused,
+        World.run,
+        ": cannot be read (Permission denied)",
+    ),
+    "a folder for convert": (
+        "os.access",
+        lambda *_, **__: False,
+        World.convert,
+        "base: this folder cannot be read (Permission denied)",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CLOSED)
+def test_what_the_user_may_not_read_is_no_damage_and_no_trouble_with_the_disk(world, what, monkeypatch, capfd):
+    place, instead, words, says = CLOSED[what]
+    monkeypatch.setattr(place, instead)
+    check_refusal(world, words, says, 2, capfd)
