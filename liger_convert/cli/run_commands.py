@@ -93,7 +93,7 @@ def plan(
 
     config = base_config(loaded.base, **loaded.base_options.model_dump(exclude={"allow_pickle"}))
     made = make_plan(loaded, config, processes=gpus)
-    warnings = check_recipe(loaded, made, config, suites.load(loaded.eval.suite))
+    warnings = check_recipe(loaded, made, config, suites.load(loaded.eval.suite), gpus)
     show(made.render(), made.to_dict() | {"warnings": warnings}, as_json)
     for warning in warnings:
         stderr.print(f"warning: {warning}", markup=False, soft_wrap=True)

@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from liger_convert.model.cache import StaticSoftmaxLayer
 from liger_convert.model.cuda_graphs import WARM_UP, capture
-from liger_convert.model.decoding import ROOM, static_steps
+from liger_convert.model.decoding import ROOM, on_one_gpu, static_steps
 from liger_convert.model.placing import waits
 from liger_convert.utils.device import out_of_memory
 
@@ -30,13 +30,13 @@ class Sampler:
     """Continues prompts to documents of exactly T = `tokens` tokens.
 
     End-of-text tokens do not end a document, and the model's own generation config is ignored. fixed: whether the cache
-    has its full size from the start. CUDA graph capture needs this, and it is the default on a GPU; on a CPU it is
+    has its full size from the start. CUDA graph capture needs this, and it is the default on one GPU; elsewhere it is
     faster to attend only to the tokens present. A captured step is reused for batches of the same size.
     """
 
     def __init__(self, model: Any, tokens: int, temperature: float, top_p: float, fixed: bool | None = None):
         self.model, self.tokens, self.temperature, self.top_p = model, tokens, temperature, top_p
-        self.fixed = model.device.type == "cuda" if fixed is None else fixed
+        self.fixed = on_one_gpu(model) if fixed is None else fixed
         self.cache: Any = None
         self.captured: Callable[..., Tensor] | None = None
         self.rows = 0  # batch size of the last attempted capture
@@ -114,7 +114,7 @@ class Sampler:
     def _capture(self, given: tuple[Tensor, ...]) -> Callable[..., Tensor] | None:
         """The step as a CUDA graph, or None if it cannot be captured. Raises RuntimeError if the GPU is out of
         memory."""
-        if self.model.device.type != "cuda" or waits(self.model):
+        if not on_one_gpu(self.model) or waits(self.model):
             return None
         try:
             return capture(self._step, given, lambda: [t for layer in self.cache.layers for t in layer.tensors()])

@@ -57,6 +57,11 @@ class LinearizedCacheLayer(CacheLayerMixin):
     def is_compileable(self) -> bool:  # type: ignore[override]
         return self.static
 
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are: with a model on several devices, that of its layer."""
+        return next(iter(self.ring.values())).device
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
 
@@ -187,7 +192,7 @@ class LinearizedCacheLayer(CacheLayerMixin):
         self._map(lambda t: t.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._map(lambda t: t[indices])
+        self._map(lambda t: t[indices.to(t.device)])
 
     def _write(self, group: dict[str, Tensor], name: str, tensor: Tensor) -> None:
         if self.static and self.in_place:
@@ -223,7 +228,8 @@ def advance(layers: list[LinearizedCacheLayer], windows: list[WindowMetadata], m
     first: dict[int, LinearizedCacheLayer] = {}
     for layer, window in zip(layers, windows, strict=True):
         if id(window) not in first:
-            layer.write_positions(metadata.positions_after(window, layer.positions))
+            here = metadata.to(layer.device)
+            layer.write_positions(here.positions_after(window, layer.positions))
             first[id(window)] = layer
         layer.positions = first[id(window)].positions
         layer.length += metadata.tokens

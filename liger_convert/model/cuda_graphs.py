@@ -14,7 +14,8 @@ WARM_UP = 2  # steps before a capture: libraries allocate their persistent buffe
 
 
 class SharedMemory:
-    """Memory for several graphs that never run at the same time, and for the steps before their captures.
+    """Memory on the current GPU for several graphs that never run at the same time, and for the steps before their
+    captures.
 
     Outside of it, the steps before a capture would need as much memory again as the graphs that are there already. The
     allocator reuses memory only on the stream that it was allocated on, so all of them have one stream.
@@ -44,7 +45,8 @@ def capture(
 ) -> Callable[..., Tensor]:
     """Captures `step` as one CUDA graph and returns a callable that replays it.
 
-    given: example inputs. Replay takes inputs of the same shapes; each replay overwrites the result of the one before.
+    given: example inputs, on the GPU that the step runs on. Replay takes inputs of the same shapes; each replay
+    overwrites the result of the one before.
     tensors: lists the tensors that a step changes; their values are restored after the capture.
     memory: what the graph shares with others; by default, it has memory of its own.
 
@@ -53,20 +55,22 @@ def capture(
     """
     slots = tuple(None if x is None else x.clone() for x in given)
     before = [tensor.clone() for tensor in tensors()]
-    graph, memory = torch.cuda.CUDAGraph(), memory or SharedMemory()
-    where: dict[str, Any] = {"pool": memory.pool.id, "stream": memory.stream, "capture_error_mode": _error_mode()}
-    try:
-        with without_cached_casts():
-            with memory.used():
-                for _ in range(WARM_UP - 1):
-                    step(*slots)
-                with _without_waiting():
-                    step(*slots)
-            with _undone_if_it_fails(), torch.cuda.graph(graph, **where):
-                result = step(*slots)
-    finally:
-        for tensor, old in zip(tensors(), before, strict=True):
-            tensor.copy_(old)
+    # a graph, its stream and its memory are those of the current GPU: on another one, nothing would be captured
+    with torch.cuda.device_of(next(x for x in slots if x is not None)):
+        graph, memory = torch.cuda.CUDAGraph(), memory or SharedMemory()
+        where: dict[str, Any] = {"pool": memory.pool.id, "stream": memory.stream, "capture_error_mode": _error_mode()}
+        try:
+            with without_cached_casts():
+                with memory.used():
+                    for _ in range(WARM_UP - 1):
+                        step(*slots)
+                    with _without_waiting():
+                        step(*slots)
+                with _undone_if_it_fails(), torch.cuda.graph(graph, **where):
+                    result = step(*slots)
+        finally:
+            for tensor, old in zip(tensors(), before, strict=True):
+                tensor.copy_(old)
 
     def replay(*inputs: Tensor | None) -> Tensor:
         for slot, x in zip(slots, inputs, strict=True):

@@ -38,12 +38,13 @@ class Decoder:
     """Runs the decode steps of one generation; `model.decoding` describes how they run.
 
     in_place: keep every tensor at its address and give softmax layers a fixed capacity, as a capture requires. The
-    default is True on a GPU only: a CPU is faster attending to the tokens so far than to a larger, masked buffer.
+    default is True on one GPU only: a CPU is faster attending to the tokens so far than to a larger, masked buffer, and
+    a graph is of one GPU.
     """
 
     def __init__(self, model: Any, in_place: bool | None = None):
         self.model = model
-        self.in_place = model.device.type == "cuda" if in_place is None else in_place
+        self.in_place = on_one_gpu(model) if in_place is None else in_place
         self.cache: Any = None
         self.linear: list[LinearizedCacheLayer] = []
         self.softmax: list[StaticSoftmaxLayer] = []
@@ -106,7 +107,7 @@ class Decoder:
         """The step as a CUDA graph, or uncaptured if capture is not possible. Sets `model.decoding`."""
         fused = ", fused" if all(layer.fused for layer in self.linear) else ""
         self.model.decoding = f"fixed steps{fused}"
-        if self.model.device.type != "cuda":
+        if self.model.device.type != "cuda" or not self.in_place:
             return self._step
         reason = why_not_captured(self.model)
         if reason is None:
@@ -121,6 +122,11 @@ class Decoder:
         self.model.decoding = f"fixed steps{fused}, not captured: {reason}"
         logger.warning_once(f"decoding is slower than it could be because its step is not captured: {reason}")
         return self._step
+
+
+def on_one_gpu(model: Any) -> bool:
+    """Whether a model runs on one GPU, although some weights may be kept elsewhere until their module runs."""
+    return model.device.type == "cuda" and len({p.device for p in model.parameters() if not p.is_meta}) == 1
 
 
 def why_plain(model: Any) -> str | None:

@@ -167,7 +167,10 @@ class LinearizedModel(LinearizedInit):
         )
         if past is not None:
             pasts = [past_key_values.layers[i] for i in linear]
-            windows = [self.layers[i].self_attn.window_metadata(metadata, pasts[n]) for n, i in enumerate(linear)]
+            windows = [
+                self.layers[i].self_attn.window_metadata(metadata.to(past.device), past)
+                for i, past in zip(linear, pasts, strict=True)
+            ]
             advance(pasts, windows, metadata)
         return output
 

@@ -93,6 +93,22 @@ class SequenceMetadata:
         self.position_BT, self.valid_BT, self.segment_ids_BT = position_BT, valid_BT, segment_ids_BT
         self._windows: dict[tuple[int, int], WindowMetadata] = {}
         self._write_masks: dict[tuple[int, int], Tensor] = {}
+        self._elsewhere: dict[Any, SequenceMetadata] = {}
+
+    def to(self, device: Any, non_blocking: bool = False) -> SequenceMetadata:
+        """The same metadata on another device, made once for all layers there. accelerate calls it before it runs a
+        layer of a model that is spread over several devices."""
+        position_BT = self.position_BT.to(device, non_blocking=non_blocking)
+        if position_BT is self.position_BT:
+            return self
+        if position_BT.device not in self._elsewhere:
+            valid_BT, segment_ids_BT = (
+                None if x is None else x.to(device, non_blocking=non_blocking)
+                for x in (self.valid_BT, self.segment_ids_BT)
+            )
+            there = SequenceMetadata(self.tokens, position_BT, valid_BT, segment_ids_BT, self.static)
+            self._elsewhere[position_BT.device] = there
+        return self._elsewhere[position_BT.device]
 
     @classmethod
     def build(
@@ -136,7 +152,7 @@ class SequenceMetadata:
         else:
             position_BT = torch.arange(tokens, device=device).expand(batch, tokens)
         if before is not None:
-            position_BT = position_BT + before.seen_B[:, None]
+            position_BT = position_BT + before.seen_B[:, None].to(device)
         if valid_BT is not None:
             position_BT = torch.where(valid_BT, position_BT, -1)
         return cls(tokens, position_BT, valid_BT, segment_ids_BT, static)

@@ -358,19 +358,22 @@ def too_large(made: Plan, room: int | None, sharding: str) -> list[str]:
     return sentences
 
 
-def measured_in_parts(made: Plan, room: int | None, selected_by: str) -> list[str]:
+def measured_in_parts(made: Plan, room: int | None, selected_by: str, gpus: int = 1) -> list[str]:
     """A sentence for each measurement of a run whose models take more than `room`, the bytes of a GPU's memory (None:
-    there is no GPU). selected_by: how undecided layers are chosen."""
+    there is no GPU). selected_by: how undecided layers are chosen. gpus: how many the layers may be spread over."""
     size, sentences = made.memory_bytes["inference"], []
+    copied = "stay in host memory and are copied to the GPU in every pass, which is slower"
+    spread = f"are spread over up to {gpus} GPUs"
     if room is not None and size > room:
+        how = f"its layers {spread}" if size <= gpus * room else f"some layers {copied}"
         sentences.append(
             f"the model needs {decimal(size)} to run, but the GPU has {decimal(room)}: while checks and eval measure "
-            "it, some layers stay in host memory and are copied to the GPU in every pass, which is slower"
+            f"it, {how}"
         )
     if room is not None and made.undecided and 2 * size > room:
         needed = f"choosing layers needs the base and the model at once, {decimal(2 * size)}"
         what = f"{needed}, but the GPU has {decimal(room)}"
-        how = "layers of both stay in host memory and are copied to the GPU in every pass, which is slower"
+        how = f"layers of both {spread if 2 * size <= gpus * room else copied}"
         if selected_by == "gates":
             how = "the backward pass needs both whole; set select: kl or copy, or name the softmax layers in `layers`"
         sentences.append(f"{what}: {how}")

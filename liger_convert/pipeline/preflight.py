@@ -33,7 +33,7 @@ from liger_convert.pipeline.plan import Plan, computes_in, measured_in_parts, to
 from liger_convert.training import disk_estimate
 from liger_convert.training.sharding import why_not_sharded
 from liger_convert.training.student import refusal
-from liger_convert.utils.device import gpu_memory
+from liger_convert.utils.device import gpu_memory, gpus_for
 from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import Report
 
@@ -49,14 +49,15 @@ SPARSE = 6  # with fewer than one softmax layer in so many, only `copy` has chos
 TOKENS = 2  # how many the rehearsal generates
 
 
-def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite) -> list[str]:
-    """Warnings that follow from the recipe and the base's config. Raises BadInput."""
+def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite, processes: int | None = None) -> list[str]:
+    """Warnings that follow from the recipe and the base's config, for a run of so many processes (None: of those that
+    there are). Raises BadInput."""
     warnings = []
     positions = context_length(config)
     shapes = {n.removesuffix(".weight"): shape for n, shape in plan.reused_parameters.items() if len(shape) == 2}
     linearized = linearized_config(config, plan.linearization)
     room = gpu_memory() if recipe.device != "cpu" else None
-    _, compute = computes_in(recipe)
+    device, compute = computes_in(recipe)
     for i, stage in enumerate(plan.recipe_stages):
         where = f"stages[{i}]"
         warnings += _check_rates(stage, where, plan.stages[i].trained)
@@ -88,7 +89,9 @@ def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite) -> list[
             said = f"{metric} reads {length} tokens, more than the {positions} that the base supports"
             warnings.append(f"suite {suite.name}: {said}, so the verdict does not use it")
     warnings += wider_windows(plan)
-    return warnings + too_large(plan, room, recipe.sharding) + measured_in_parts(plan, room, recipe.selected_by)
+    warnings += too_large(plan, room, recipe.sharding)
+    gpus = len(gpus_for(device)) if processes in (None, 1) else 1
+    return warnings + measured_in_parts(plan, room, recipe.selected_by, gpus)
 
 
 def wider_windows(plan: Plan) -> list[str]:

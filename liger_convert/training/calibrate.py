@@ -72,7 +72,9 @@ def calibrating(model: Any, targets: AlignTargets, input_ids: Tensor, position_i
     def fit_first(base_x_BTC: Tensor, embeddings: Any) -> Any:
         def hook(attention: LinearizedAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x_BTC = kwargs["hidden_states"]
-            calibrate_layer(attention, x_BTC, base_x_BTC.to(x_BTC.dtype), embeddings, metadata)
+            device = x_BTC.device  # that of the layer, which is not the base's where both are spread over devices
+            angles = tuple(x.to(device) for x in embeddings)
+            calibrate_layer(attention, x_BTC, base_x_BTC.to(x_BTC), angles, metadata.to(device))
 
         return hook
 

@@ -7,6 +7,7 @@ import gc
 
 import torch
 
+from liger_convert.utils import processes
 from liger_convert.utils.errors import BadInput
 
 
@@ -55,6 +56,19 @@ def compute_dtype(device: torch.device, precision: str = "auto") -> torch.dtype:
 def gpu_memory() -> int | None:
     """The total memory of the first GPU in bytes, None if there is no GPU."""
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+
+
+def gpus_for(device: torch.device) -> list[torch.device]:
+    """The devices that may hold the layers of a model on `device`, which comes first.
+
+    These are all GPUs of the machine if `device` is `cuda`. A GPU that was named by its number is used alone, and so is
+    that of each of several processes.
+    """
+    if device.type != "cuda" or device.index is not None or processes.count() > 1:
+        return [device]
+    first = torch.cuda.current_device()
+    others = [i for i in range(torch.cuda.device_count()) if i != first]
+    return [torch.device("cuda", i) for i in (first, *others)]
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -429,7 +429,13 @@ def test_what_is_measured_in_parts_is_said_beforehand():
     assert measured_in_parts(made, None, "copy") == measured_in_parts(made, size, "copy") == []
     (said,) = measured_in_parts(made, size - 1, "copy")
     assert "some layers stay in host memory and are copied to the GPU in every pass" in said
+    (said,) = measured_in_parts(made, size - 1, "copy", gpus=2)
+    assert said.endswith("its layers are spread over up to 2 GPUs")
+    (said,) = measured_in_parts(made, size // 2 - 1, "copy", gpus=2)
+    assert "some layers stay in host memory" in said
     room = open_made.memory_bytes["inference"]
+    (said,) = measured_in_parts(open_made, room, "copy", gpus=2)
+    assert said.endswith("layers of both are spread over up to 2 GPUs")
     for how, what in {"copy": "stay in host", "kl": "stay in host", "gates": "set select: kl"}.items():
         (said,) = measured_in_parts(open_made, room, how)
         assert said.startswith("choosing layers needs the base and the model at once")
