@@ -168,8 +168,8 @@ class LinearizedModel(LinearizedInit):
         if past is not None:
             pasts = [past_key_values.layers[i] for i in linear]
             windows = [
-                self.layers[i].self_attn.window_metadata(metadata.to(past.device), past)
-                for i, past in zip(linear, pasts, strict=True)
+                self.layers[i].self_attn.window_metadata(metadata.to(cached.device), cached)
+                for i, cached in zip(linear, pasts, strict=True)
             ]
             advance(pasts, windows, metadata)
         return output
