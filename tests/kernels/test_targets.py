@@ -72,6 +72,12 @@ SPILLS = {
     ("simple_gla", "dstates_kernel"): (16, 16),
     ("simple_gla", "dv_kernel"): (64, 0),
     ("simple_gla", "outputs_kernel"): (104, 0),
+    ("slots", "dqk_kernel"): (3664, 640),
+    ("slots", "dstates_kernel"): (16, 0),
+    ("slots", "dv_kernel"): (232, 0),
+    ("slots", "outputs_kernel"): (320, 0),
+    ("slots", "states_kernel"): (0, 24),
+    ("slots", "transposed_kernel"): (1760, 0),
     ("swa", "backward_k_kernel"): (1368, 1352),
     ("swa", "backward_q_kernel"): (472, 544),
     ("swa", "forward_kernel"): (1312, 1360),
@@ -191,7 +197,7 @@ def slots_case(D: int) -> None:
         heads = H + G * extra
         q, k = empty(B, T, heads, D + extra), empty(B, T, G, D + extra)
         given = q, w, k, log_a, empty(B, G, M, D + extra, dtype=FP32), segments, exclusive
-        _, last = bf16.transposed(*given)
+        _, last = bf16.transposed_forward(*given)
         bf16.transposed_backward(*given, empty(B, T, heads, M), last)
 
 

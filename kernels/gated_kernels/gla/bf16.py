@@ -206,7 +206,7 @@ def _gradients(
     return dq, dlse, dk, dv, dlog_a, dstate
 
 
-def transposed(
+def transposed_forward(
     q_BTHV: Tensor,
     k_BTGF: Tensor,
     v_BTGV: Tensor,
@@ -234,7 +234,7 @@ def transposed_backward(
     do_BTHF: Tensor,
     dlast: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v, log_a and the state of `transposed`, where do is in bf16.
+    """The gradients of q, k, v, log_a and the state of `transposed_forward`, where do is in bf16.
 
     The sum of do_t S_t q_t is also that of a read by do_t whose output's gradient is q_t. So the gradient of q is that
     read's output, and the others are the read's own gradients.

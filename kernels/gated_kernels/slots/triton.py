@@ -32,7 +32,7 @@ def forward(
     """K_t q_t in fp32, [B, T, H, M], and the last K."""
     q, k, w, log_a, state, segment = contiguous(q, k, w, log_a, state, segment)
     with torch.cuda.device_of(k):
-        return bf16.transposed(q, w, k, log_a, state, segment, exclusive)
+        return bf16.transposed_forward(q, w, k, log_a, state, segment, exclusive)
 
 
 @forward.register_fake
