@@ -10,6 +10,8 @@ Shapes: N pages, P tokens in the ring, M sinks, G key-value heads, D head size.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -59,7 +61,7 @@ class PageLayout:
                 "that projects all requests at once does not have; serve a model without it"
             )
         self.cache_window, self.sinks = spec.cache_window, spec.sinks
-        with torch.device("cpu"), torch.no_grad():  # servers build models under their own default device
+        with _on_one_cpu_thread(), torch.no_grad():
             module = build_mixer(mixer, dims).float()
             deferred = module.deferred_inputs(_one_token(dims, dtype)) if spec.scope == "evicted" else ()
         self.fields = [
@@ -78,7 +80,7 @@ class PageLayout:
         if spec.sinks:
             self.fields += [PageField("sinks", name, (spec.sinks, *head), dtype) for name in ("k", "v")]
         self.words = sum(field.words for field in self.fields)
-        with torch.device("cpu"), torch.no_grad():
+        with _on_one_cpu_thread(), torch.no_grad():
             self.has_fused_step = self._has_fused_step(module.step_config(), dims.heads)
 
     def _has_fused_step(self, config: StepConfig | None, heads: int) -> bool:
@@ -105,6 +107,22 @@ def tensors_of(views: list[tuple[PageField, Tensor]]) -> dict[Group, dict[str, T
     for field, tensor in views:
         found[field.group][field.name] = tensor
     return found
+
+
+@contextmanager
+def _on_one_cpu_thread() -> Iterator[None]:
+    """On the CPU, whatever the default device of a server is, and without further threads.
+
+    An engine forks after the layouts were made, and makes them again in the new process. OpenMP there would wait for
+    the threads of the first process, which a fork does not copy.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _one_token(dims: HeadDims, dtype: torch.dtype) -> QKV:

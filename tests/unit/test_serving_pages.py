@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -204,3 +207,24 @@ def test_rows_read_nothing_on_the_host(seen: list[int]) -> None:
             rows.put(x_NC, rows.take(x_NC))
         with pytest.raises(AssertionError, match="with a mask"):
             x_NC[x_NC[:, 0] > 0]
+
+
+FORK = """
+import faulthandler, os, sys, torch
+from liger_convert.mixers import resolve_spec
+from liger_convert.mixers.base import HeadDims
+from liger_convert.serving.page import PageLayout
+torch.set_num_threads(4)
+made = resolve_spec({"type": "gla", "window": 64}), HeadDims(hidden=512, heads=8, kv_heads=8, dim=64), torch.float32
+PageLayout(*made)
+if child := os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+faulthandler.dump_traceback_later(20, exit=True)
+PageLayout(*made)
+os._exit(0 if torch.get_num_threads() == 4 else 3)
+"""
+
+
+def test_a_process_forked_after_a_layout_was_made_makes_it_again() -> None:
+    done = subprocess.run([sys.executable, "-c", FORK], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert done.returncode == 0
