@@ -1,4 +1,4 @@
-"""Devices that a CPU plays: a tensor knows on which of several it is, and an op over two of them fails as on GPUs."""
+"""Devices that a CPU imitates: a tensor knows on which one it is, and an op over two of them fails as on GPUs."""
 
 from __future__ import annotations
 
