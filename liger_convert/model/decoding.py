@@ -124,9 +124,14 @@ class Decoder:
         return self._step
 
 
+def is_spread(model: Any) -> bool:
+    """Whether the weights of `model` are on several devices, apart from those that are offloaded."""
+    return len({parameter.device for parameter in model.parameters() if not parameter.is_meta}) > 1
+
+
 def on_one_gpu(model: Any) -> bool:
     """Whether a model runs on one GPU, although some weights may be kept elsewhere until their module runs."""
-    return model.device.type == "cuda" and len({p.device for p in model.parameters() if not p.is_meta}) == 1
+    return model.device.type == "cuda" and not is_spread(model)
 
 
 def why_plain(model: Any) -> str | None:

@@ -12,6 +12,7 @@ from rich.filesize import decimal
 from torch import nn
 
 from liger_convert.model.attention import MIXER_MODULE, LinearizedAttention
+from liger_convert.model.decoding import is_spread
 from liger_convert.utils.device import free_memory, gpus_for
 from liger_convert.utils.errors import BadInput
 from liger_convert.utils.progress import console
@@ -50,9 +51,10 @@ def place(model: Any, device: torch.device, share: float = SHARE, taken: int = 0
     devices: dict[str, Any] = {}
     for name, place in places.items():
         module = model.get_submodule(name)
-        # what follows the layers goes where the head is, so that the backbone alone gives its outputs there, too
-        gpu = gpus[place if place != HOST and _layers(model, module) else 0]
-        devices |= _apart(name, module, gpus[0]) if place == HOST else {name: gpu}
+        if place == HOST:
+            devices |= _apart(name, module, gpus[0])
+        else:  # what follows the layers goes where the head is, so that the backbone gives its outputs there, too
+            devices[name] = gpus[place] if _layers(model, module) else gpus[0]
     # with requires_grad off, autocast does not cache casts of weights that are offloaded again
     model = model.requires_grad_(False).eval()
     model = dispatch_model(model, devices, gpus[0], skip_keys=sorted(model._skip_keys_device_placement))
@@ -78,11 +80,6 @@ def place_both(first: Any, second: Any, device: torch.device) -> tuple[Any, Any]
 def waits(model: Any) -> bool:
     """Whether any weights of `model` are offloaded, so that they are on its device only while their module runs."""
     return any(parameter.is_meta for parameter in model.parameters())
-
-
-def is_spread(model: Any) -> bool:
-    """Whether the weights of `model` are on several devices, apart from those that are offloaded."""
-    return len({parameter.device for parameter in model.parameters() if not parameter.is_meta}) > 1
 
 
 def _layers(model: Any, module: nn.Module) -> list[str]:

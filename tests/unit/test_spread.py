@@ -25,8 +25,9 @@ from two_devices import two_devices
 from liger_convert.data.sampling import Sampler
 from liger_convert.model import placing
 from liger_convert.model.cuda_graphs import capture
+from liger_convert.model.decoding import is_spread
 from liger_convert.model.loading import linearize_base, load_pretrained
-from liger_convert.model.placing import SHARE, is_spread, place, place_both, waits
+from liger_convert.model.placing import SHARE, place, place_both, waits
 from liger_convert.pipeline.layer_selection import Switch
 from liger_convert.training.calibrate import calibrate
 from liger_convert.utils import device as device_module

@@ -25,7 +25,7 @@ from liger_convert.mixers.base import QKV, Combine
 from liger_convert.mixers.feature_maps import FeatureMapName
 from liger_convert.mixers.gates import GateName, log_sigmoid_gate
 from liger_convert.mixers.linear.base import GatedMixer, GatedSpec
-from liger_convert.mixers.precision import multiplies_in_bf16
+from liger_convert.mixers.precision import factors
 from liger_convert.mixers.registry import register_mixer
 
 
@@ -97,10 +97,7 @@ class GLA(GatedMixer):
         if self.codebook is None or q_BTHF.shape[-1] != self.dims.dim:  # no codebook, or features from `map_once`
             return super().attend(q_BTHF, entries, **options)
         q_BTHD, (k_BTGD, v_BTGV, log_a, *written) = q_BTHF, entries
-        if multiplies_in_bf16(v_BTGV):
-            q_BTHD, k_BTGD = q_BTHD.to(v_BTGV.dtype), k_BTGD.to(v_BTGV.dtype)
-        else:
-            q_BTHD, k_BTGD, v_BTGV = q_BTHD.float(), k_BTGD.float(), v_BTGV.float()
+        q_BTHD, k_BTGD, v_BTGV = factors(q_BTHD, k_BTGD, v_BTGV)
         # a zero key has nonzero features: a masked token leaves the state alone because its value and log gate are 0
         options["write_mask_BTG"] = written[0][..., 0] if written else None
         found: tuple[Tensor, Tensor | None, Tensor]

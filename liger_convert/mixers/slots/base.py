@@ -19,7 +19,7 @@ from gated_kernels.slots.chunk import chunk_slots
 from torch import Tensor
 
 from liger_convert.mixers.base import QKV, HeadDims, MemoryOutput, Mixer, MixerSpec
-from liger_convert.mixers.precision import multiplies_in_bf16
+from liger_convert.mixers.precision import factors
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,7 @@ class SlotMixer(Mixer):
         exclusive: bool,
     ) -> tuple[MemoryOutput, dict[str, Tensor]]:
         k_BTGD, v_BTGV, w_BTGM, log_a = entries
-        q_BTHD = qkv.q_BTHD
-        if multiplies_in_bf16(v_BTGV):
-            q_BTHD, k_BTGD = q_BTHD.to(v_BTGV.dtype), k_BTGD.to(v_BTGV.dtype)
-        else:
-            q_BTHD, k_BTGD, v_BTGV = q_BTHD.float(), k_BTGD.float(), v_BTGV.float()
+        q_BTHD, k_BTGD, v_BTGV = factors(qkv.q_BTHD, k_BTGD, v_BTGV)
         keys_before = states.get("keys")
         if self.normalize and states:  # the op takes z as the last column of the keys
             keys_before = torch.cat((states["keys"], states["z"][..., None]), -1)

@@ -20,11 +20,11 @@ from liger_convert.eval.suites import POSITIONS
 from liger_convert.eval.verdict import verdict
 from liger_convert.io.checksums import problems
 from liger_convert.io.files import read_json
+from liger_convert.pipeline.manifest import FILE as MANIFEST
 from liger_convert.pipeline.pages.common import cell, lower_is_better, recovery
 from liger_convert.pipeline.pages.read import FILE, read_report
 from liger_convert.utils.errors import BadInput
 
-MANIFEST = "manifest.json"
 CONTEXT = 32768  # tokens of the caches that are compared
 SAME_BASE = 0.01  # tolerance, relative and absolute, for values of one base on different machines
 NEEDED = ("linearized", "base", "window_only_untrained", "memory_ablated")
