@@ -77,6 +77,20 @@ def test_the_scale_applies_to_logits_and_not_to_normalizers() -> None:
     assert not faults(gated_kernels.chunk_slots, reference, given, ROUNDING)
 
 
+@pytest.mark.parametrize("wrong", [1.0, 1.2])
+def test_gates_of_slots_that_are_never_written_may_lose_the_digits_that_cancel(wrong: float) -> None:
+    """The gate of such a slot scales its logit's numerator and its normalizer, so that their gradients cancel."""
+    given = inputs_of(Case(97, segments=True, exclusive=True, holes=True, **SMALL | {"dtype": FP32}))
+    given |= {name: given[name].to(BF16) for name in ("q_BTHD", "k_BTGD", "v_BTGV", "w_BTGM")}
+
+    def slots(log_a: Tensor, **others: Any) -> tuple[Tensor, ...]:
+        # the same gates, whose gradient is `wrong` times as large
+        return gated_kernels.chunk_slots(log_a=wrong * log_a + (1 - wrong) * log_a.detach(), **others)
+
+    found = faults(slots, reference, given, torch.finfo(BF16).eps)
+    assert ["gradient of log_a" in fault for fault in found] == [True] * (wrong != 1)
+
+
 @pytest.mark.parametrize("result", ["output", "log-sum-exp", "keys", "values"])
 def test_a_gradient_may_come_by_one_result_alone(result: str) -> None:
     alone = ("output", "log-sum-exp", "keys", "values").index(result)

@@ -9,7 +9,7 @@ were: `dq_kernel` keeps every fourth of them, and `dinputs_kernel` makes those b
 for so many chunks at a time that what is kept stays within SCRATCH. Only the inputs are kept between the passes.
 
 Everything is computed in fp32. q, k and dt may be expanded views, of one key for all features, as S4 has them:
-the kernels take their strides. Nothing of this is tuned, as no GPU has run it yet.
+the kernels take their strides. Nothing of this is tuned.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, R = H / G, F feature size, V value size, N chunks, C chunk
 length.
