@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from gated_kernels.common.derivatives import quotient
-from gated_kernels.fused_step.chunk import EMPTY, StepCache, StepConfig, StepInputs, fused_step
+from gated_kernels.fused_step.arguments import EMPTY, StepCache, StepConfig, StepInputs
+from gated_kernels.fused_step.chunk import fused_step
 from torch import Tensor, nn
 from transformers import initialization as init
 

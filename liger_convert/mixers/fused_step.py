@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gated_kernels.fused_step.chunk import StepCache
+from gated_kernels.fused_step.arguments import StepCache
 from torch import Tensor
 
 RING = {"k", "v"}  # the rings that the step requires; it also supports one deferred input

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gated_kernels.fused_step.chunk import StepCache, StepInputs, is_supported
+from gated_kernels.fused_step.arguments import StepCache, StepInputs
+from gated_kernels.fused_step.chunk import is_supported, is_supported_in_torch
 from torch import Tensor, nn
 
 from liger_convert.mixers import build_mixer, make_spec
@@ -146,23 +147,24 @@ class LinearizedAttention(nn.Module):
         if self.spec.window and self.spec.scope == "evicted":
             metadata.write_mask_on_eviction(window)
 
-    def enable_fused_step(self, past: LinearizedCacheLayer) -> bool:
-        """Switches the static decode steps of this layer and its cache to one fused kernel.
+    def enable_fused_step(self, past: LinearizedCacheLayer, in_torch: bool = False) -> bool:
+        """Switches the static decode steps of this layer and its cache to the fused step.
 
-        Returns whether the kernel supports this layer; False leaves the steps unfused.
+        in_torch: the one in torch for a CPU, instead of kernels. Returns whether it supports this layer; False leaves
+        the steps unfused.
         """
         cache = past.step_cache()
-        past.fused = cache is not None and self.has_fused_step(cache)
+        past.fused = cache is not None and self.has_fused_step(cache, in_torch)
         return past.fused
 
-    def has_fused_step(self, cache: StepCache) -> bool:
-        """Whether a fused kernel takes this layer's decode steps over `cache`."""
+    def has_fused_step(self, cache: StepCache, in_torch: bool = False) -> bool:
+        """Whether a fused kernel takes this layer's decode steps over `cache`. in_torch: see `enable_fused_step`."""
         config = self.mixer.step_config()
         if config is None or self.branches != "both":
             return False
         if self.softcap is not None or (self.rotates and self.family.rotary == "pairs"):
             return False
-        return is_supported(cache, config, self.dims.heads)
+        return (is_supported_in_torch if in_torch else is_supported)(cache, config, self.dims.heads)
 
     def prepare_step(
         self,

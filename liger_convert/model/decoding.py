@@ -39,7 +39,7 @@ class Decoder:
 
     in_place: keep every tensor at its address and give softmax layers a fixed capacity, as a capture requires. The
     default is True on one GPU only: a CPU is faster attending to the tokens so far than to a larger, masked buffer, and
-    a graph is of one GPU.
+    a graph is of one GPU. A CPU keeps only linear layers' tensors in place, if the fused step takes all these layers.
     """
 
     def __init__(self, model: Any, in_place: bool | None = None):
@@ -76,7 +76,7 @@ class Decoder:
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
     def _to_static(self, cache: Any) -> None:
-        self.cache, self.linear, self.softmax = cache, [], []
+        self.cache, self.linear, self.softmax, attentions = cache, [], [], []
         for i, layer in enumerate(cache.layers):
             if isinstance(layer, LinearizedCacheLayer):
                 attention = self.model.model.layers[i].self_attn
@@ -84,12 +84,24 @@ class Decoder:
                 if self.in_place:
                     attention.enable_fused_step(layer)
                 self.linear.append(layer)
+                attentions.append(attention)
             elif self.in_place:
                 dynamic = layer.to_dynamic() if isinstance(layer, StaticSoftmaxLayer) else layer
                 cache.layers[i] = StaticSoftmaxLayer(dynamic, ((dynamic.get_seq_length() + WARM_UP) // ROOM + 1) * ROOM)
                 self.softmax.append(cache.layers[i])
+        if not self.in_place and self.model.device.type == "cpu":
+            self._fuse_on_cpu(attentions)
         for layer in self.linear:
             layer.softmax = self.softmax[0] if self.softmax else None
+
+    def _fuse_on_cpu(self, attentions: list[Any]) -> None:
+        """Linear layers share what a step knows of positions, so either all of them have the fused step or none."""
+        pairs = list(zip(attentions, self.linear, strict=True))
+        for attention, layer in pairs:
+            layer.to_static(attention.spec.cache_window, in_place=True)
+        if not all(attention.enable_fused_step(layer, in_torch=True) for attention, layer in pairs):
+            for attention, layer in pairs:
+                layer.to_static(attention.spec.cache_window, in_place=False)
 
     def _step(self, ids_B1: Tensor, positions_B1: Tensor, valid_B1: Tensor, mask_BS: Tensor | None) -> Tensor:
         with static_steps(self._layers()):

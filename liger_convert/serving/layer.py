@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from gated_kernels.fused_step.chunk import StepCache, StepInputs
+from gated_kernels.fused_step.arguments import StepCache, StepInputs
 from torch import Tensor
 
 from liger_convert.mixers.fused_step import step_cache

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
-from gated_kernels.fused_step.chunk import StepConfig, is_covered
+from gated_kernels.fused_step.arguments import StepConfig
+from gated_kernels.fused_step.chunk import is_covered
 from torch import Tensor
 
 from liger_convert.mixers import build_mixer, make_spec

@@ -25,7 +25,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as nnf
-from gated_kernels.fused_step.chunk import EMPTY
+from gated_kernels.fused_step.arguments import EMPTY
 from gated_kernels.swa.chunk import chunk_swa
 from torch import Tensor
 

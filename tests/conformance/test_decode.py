@@ -59,8 +59,19 @@ def in_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_ring_is_full_partly_full_or_has_one_token_at_the_start(model: Any, in_place: bool, tokens: int) -> None:
     prompt = TOKENS[:, :tokens]
     fixed = model.generate(prompt, **GREEDY)
-    assert model.decoding == "fixed steps"
+    assert model.decoding == ("fixed steps" if in_place else "fixed steps, fused")  # in torch, on a CPU
     assert torch.equal(fixed, model.generate(prompt, use_cache=False, **GREEDY))
+
+
+def test_steps_are_fused_on_a_cpu_if_all_linear_layers_have_the_fused_step() -> None:
+    mixers = {name: resolve_spec({"type": name, "window": 5, "sinks": 2}) for name in ("gla", "mamba2")}
+    base = save_tiny_base("llama", Path(tempfile.mkdtemp(prefix="tiny-mixed-")), tokenizer=False)
+    for layers, said in ((["gla", "softmax", "gla"], ", fused"), (["gla", "softmax", "mamba2"], "")):
+        plan = {"format": 2, "mixers": {name: mixers[name] for name in layers if name in mixers}, "layers": layers}
+        model = linearize_base(base, plan, dtype=torch.float32).eval()
+        fixed = model.generate(TOKENS[:, :7], **GREEDY)
+        assert model.decoding == f"fixed steps{said}"
+        assert torch.equal(fixed, model.generate(TOKENS[:, :7], **GREEDY, **PLAIN))
 
 
 def test_generation_goes_on_from_a_cache_of_fixed_shape(model: Any, in_place: bool) -> None:

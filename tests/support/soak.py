@@ -27,14 +27,15 @@ from served import NEW, Reference
 from tiny import tiny_tokenizer
 
 CLIENTS, MAX_LEN, REQUESTS, BLOCKS = 6, 512, 6, 16
+LEAST = 240  # times that clients ask
 KNOWN = [1, 15, 64, 97, 150, 300]  # lengths of prompts whose answers are known
 OPTIONS = ("--max-len", str(MAX_LEN), "--max-requests", str(REQUESTS), f"--vllm=--num-gpu-blocks-override={BLOCKS}")
 
 
 class Soaked(NamedTuple):
-    """What a soak found. counts: of each kind of request. memory: bytes at so many seconds. in_use: the share of blocks
-    in use, at the most and at the end. preempted: how many requests were thrown out. spared: tokens that were asked for
-    and not written, as the client had hung up."""
+    """What a soak found. counts: of each kind of request. memory: bytes at so many seconds, or later. in_use: the share
+    of blocks in use, at the most and at the end. preempted: how many requests were thrown out. spared: tokens that
+    were asked for and not written, as the client had hung up."""
 
     counts: dict[str, int]
     memory: dict[int, int]
@@ -44,18 +45,18 @@ class Soaked(NamedTuple):
 
 
 class Client(threading.Thread):
-    """Asks until `end`, a time. What an answer should not have been is kept in `wrong`."""
+    """Asks until `over` is set. What an answer should not have been is kept in `wrong`."""
 
-    def __init__(self, server: Running, known: dict[int, tuple[list[int], str]], seed: int, end: float):
+    def __init__(self, server: Running, known: dict[int, tuple[list[int], str]], seed: int, over: threading.Event):
         super().__init__(daemon=True)
-        self.server, self.known, self.end, self.rng = server, known, end, random.Random(seed)
+        self.server, self.known, self.over, self.rng = server, known, over, random.Random(seed)
         self.counts: collections.Counter[str] = collections.Counter()
         self.tokens = 0  # that were asked for
         self.wrong: list[str] = []
 
     def run(self) -> None:
         ways = [self.ask_known] * 3 + [self.ask_several, self.hang_up, self.hang_up, self.chat, self.ask_in_vain]
-        while time.monotonic() < self.end and not self.wrong:
+        while not (self.over.is_set() or self.wrong):
             way = self.rng.choice(ways)
             try:
                 way()
@@ -113,21 +114,23 @@ class Client(threading.Thread):
         assert 400 <= raised.value.status_code < 500, raised.value
 
 
-def soak(server: Running, export: Path, seconds: int, count: int = CLIENTS) -> Soaked:
-    """Has `count` clients ask for so long. Raises AssertionError where an answer is wrong, a request fails, or one
-    stays."""
+def soak(server: Running, export: Path, seconds: int, count: int = CLIENTS, least: int = LEAST) -> Soaked:
+    """Has `count` clients ask for so long, and at least so many times: a slow machine has seen little after a third of
+    the time. Raises AssertionError where an answer is wrong, a request fails, or one stays."""
     reference, decode, texts = Reference(export), tiny_tokenizer().decode, make_prompts(KNOWN)
     known = {len(text): (text, decode(reference.generate(text).tokens, skip_special_tokens=True)) for text in texts}
-    start, most, memory = time.monotonic(), 0.0, {}
-    clients = [Client(server, known, seed, start + seconds) for seed in range(count)]
+    start, most, memory, over = time.monotonic(), 0.0, {}, threading.Event()
+    clients = [Client(server, known, seed, over) for seed in range(count)]
     for client in clients:
         client.start()
     measured = sorted({seconds // 3, 60, 300, 600, seconds})
     while any(client.is_alive() for client in clients):
-        now = time.monotonic() - start
+        now, asked = time.monotonic() - start, sum(client.counts.total() for client in clients)
         most = max(most, server.metric("vllm:kv_cache_usage_perc"))
-        if measured and now >= measured[0]:
+        if measured and now >= measured[0] and asked >= least * measured[0] / seconds:
             memory[measured.pop(0)] = server.memory()
+        if now >= seconds and asked >= least:
+            over.set()
         time.sleep(0.2)
     wrong = [message for client in clients for message in client.wrong]
     assert not wrong, wrong

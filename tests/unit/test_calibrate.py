@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from gated_kernels.check import error
-from gated_kernels.fused_step.chunk import EMPTY, MIN_NORMALIZER
+from gated_kernels.fused_step.arguments import EMPTY, MIN_NORMALIZER
 from gated_kernels.swa.chunk import chunk_swa, combine
 from tiny import save_tiny_base
 from torch import Tensor

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gated_kernels.check import error
-from gated_kernels.fused_step.chunk import Codes, Gate, MemoryWeight, StepCache, StepConfig, StepInputs
+from gated_kernels.fused_step.arguments import Codes, Gate, MemoryWeight, StepCache, StepConfig, StepInputs
 from gated_kernels.fused_step.naive import naive_fused_step as reference
 
 Step = Callable[[StepInputs, StepCache, StepConfig], Tensor]

@@ -1,126 +1,46 @@
-"""The fused decoding step of a linearized layer: its arguments, and for which layers it is supported.
+"""The fused decoding step of a linearized layer, on a CPU in torch.
 
-Only Triton implements it. Where it is not supported, a layer runs its step op by op.
+With one token, an op takes longer to begin than to run, so what counts on a CPU is the number of ops. Masks are looked
+at on the host, and left out where nothing is hidden. The state and the ring are updated where they lie. Everything is
+computed in at least fp32.
 
-Shapes: B batch, N rows of the cache, P tokens of the ring (window - 1), S = P + 1, M sinks, H query heads, G key-value
-heads, D head size, C rotated channels, E size of a code, F feature size. States are [N,G,F,D], so that rows allow
-vectorized loads.
+On a GPU the step needs Triton. Where it is not supported, a layer runs its step op by op.
+
+Shapes: see arguments.py; R = H / G, X keys of the ring, the sinks and the token itself.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor
 
 from gated_kernels.common.registry import kernel_for
+from gated_kernels.fused_step.arguments import (
+    EMPTY,
+    MIN_NORMALIZER,
+    Gate,
+    MemoryWeight,
+    StepCache,
+    StepConfig,
+    StepInputs,
+    row_stride,
+)
 
-MIN_NORMALIZER = 1e-30  # normalizers are clamped to it; a memory with less counts as empty
-EMPTY = -60.0  # log normalizer up to which a memory is empty: above log(MIN_NORMALIZER), also for a sum of several
-
-
-class StepInputs(NamedTuple):
-    """The new token of every row: its projections before rotary embedding, and its position.
-
-    cos_BC, sin_BC: [B or 1, C], rotate the first C channels, whose halves are paired; None: no rotary embedding.
-    position_BS: the positions of the ring's tokens, oldest first, and of the new token; -1: padding.
-    sink_visible_BM: whether each sink is visible (sinks that are still in the window are not).
-    scale: factor of the window's logits.
-    """
-
-    q_BHD: Tensor
-    k_BGD: Tensor
-    v_BGD: Tensor
-    cos_BC: Tensor | None
-    sin_BC: Tensor | None
-    position_BS: Tensor
-    sink_visible_BM: Tensor | None
-    scale: float
-
-
-class StepCache(NamedTuple):
-    """A layer's cache tensors, which a step updates in place, except `ring_position` and `row_B`.
-
-    Batch row b has row `row_B[b]` of them, int64; None: row b, and N = B. Two batch rows may have the same row only if
-    what becomes of it does not matter. Within a row, a tensor is contiguous. The rows may be pages of several fields:
-    then the tensors of one dtype have the same stride between rows.
-
-    k_NPGD, v_NPGD: the ring of the window's keys, after rotary embedding, and values.
-    deferred_inputs_NPGD: the ring's keys before rotary embedding, for layers whose tokens are written to the state only
-        when they leave the window.
-    sink_k_NMGD, sink_v_NMGD: the keys, after rotary embedding, and values of the sinks.
-    z_NGF: the decayed sum of key features, with which queries read the normalizer; None without normalization.
-    ring_position: number of steps, one for all rows or [B] of each, not negative. Slot `ring_position` mod P of the
-        ring is the oldest, and takes the new token.
-    """
-
-    k_NPGD: Tensor
-    v_NPGD: Tensor
-    deferred_inputs_NPGD: Tensor | None
-    sink_k_NMGD: Tensor | None
-    sink_v_NMGD: Tensor | None
-    state_NGFD: Tensor
-    z_NGF: Tensor | None
-    ring_position: Tensor
-    row_B: Tensor | None = None
-
-    @property
-    def strides(self) -> tuple[int | None, int | None]:
-        """The strides between rows of the tensors in the keys' dtype, and of the states; None where contiguous."""
-        of_heads, of_states = [x for x in self[:5] if x is not None], [x for x in self[5:7] if x is not None]
-        return _row_stride(of_heads), _row_stride(of_states)
-
-
-class Codes(NamedTuple):
-    """A codebook's feature map softmax(u C / temperature), where u is P x + b normalized to length 1. Each head has its
-    own P, b and temperature."""
-
-    q_proj_HDE: Tensor
-    q_bias_HE: Tensor
-    q_log_inv_temperature_H: Tensor
-    k_proj_GDE: Tensor
-    k_bias_GE: Tensor
-    k_log_inv_temperature_G: Tensor
-    codes_GFE: Tensor
-
-
-class Gate(NamedTuple):
-    """sigmoid(x)^(1/normalizer), where x is the mean of the key plus a bias ("head"), a bias ("constant"), or the key
-    itself ("keys")."""
-
-    of: Literal["head", "constant", "keys"]
-    bias_GF: Tensor | None
-    normalizer: float
-
-
-class MemoryWeight(NamedTuple):
-    """The memory's weight is m^power exp(query q / sqrt(D) + log), where m is its normalizer. The window's weight is
-    the sum of the exponentials of its logits.
-
-    The memory has no weight where log m is at most EMPTY.
-    """
-
-    power_H: Tensor
-    query_HD: Tensor
-    log_H: Tensor
-
-
-class StepConfig(NamedTuple):
-    """A mixer's feature map (None: softmax), gate (None: 1) and memory weight (None: the memory is not normalized, and
-    the output is the mean of window and memory)."""
-
-    codes: Codes | None
-    gate: Gate | None
-    memory_weight: MemoryWeight | None
+HIDDEN = -1e30  # logit of a token that is not visible: finite, so that a row of padding has no NaN
 
 
 def is_supported(cache: StepCache, config: StepConfig, heads: int) -> bool:
-    """Whether there is a fused step for a layer with this cache and configuration. `heads`: number of query heads."""
-    there = cache.state_NGFD.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
-    return kernel_for("fused_step") is not None and there and is_covered(cache, config, heads)
+    """Whether a kernel takes the steps of a layer with this cache and configuration. `heads`: number of query heads."""
+    return _runs_kernel(cache) and is_covered(cache, config, heads)
+
+
+def is_supported_in_torch(cache: StepCache, config: StepConfig, heads: int) -> bool:
+    """Same as `is_supported`, for the step in torch, which is for a CPU and reads values on the host."""
+    on_cpu = cache.state_NGFD.device.type == "cpu" and cache.row_B is None
+    return on_cpu and is_covered(cache, config, heads)
 
 
 def is_covered(cache: StepCache, config: StepConfig, heads: int) -> bool:
@@ -147,20 +67,194 @@ def is_covered(cache: StepCache, config: StepConfig, heads: int) -> bool:
 
 
 def fused_step(token: StepInputs, cache: StepCache, config: StepConfig) -> Tensor:
-    """The layer's output [B,H,D] in the dtype of the values. Updates `cache` in place. Requires `is_supported`."""
+    """The layer's output [B,H,D] in the dtype of the values. Updates `cache` in place. Requires `is_supported`
+    or `is_supported_in_torch`."""
+    if not _runs_kernel(cache):
+        return _in_torch(token, cache, config)
     kernel = kernel_for("fused_step")
     assert kernel is not None
     return kernel(token, cache, config)
 
 
-def _row_stride(tensors: Sequence[Tensor]) -> int | None:
-    return None if all(x.is_contiguous() for x in tensors) else tensors[0].stride(0)
+def _runs_kernel(cache: StepCache) -> bool:
+    there = cache.state_NGFD.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+    return there and kernel_for("fused_step") is not None
 
 
 def _are_aligned(cache: StepCache) -> bool:
     """Whether the tensors of a dtype are contiguous, or have the same stride between rows."""
     for tensors in (cache[:5], cache[5:7]):
         kept = [x for x in tensors if x is not None]
-        if _row_stride(kept) is not None and len({x.stride(0) for x in kept}) > 1:
+        if row_stride(kept) is not None and len({x.stride(0) for x in kept}) > 1:
             return False
     return True
+
+
+def _in_torch(token: StepInputs, cache: StepCache, config: StepConfig) -> Tensor:
+    """See `fused_step`; for caches without `row_B`."""
+    (B, H, D), dtype, position_BS = token.q_BHD.shape, token.v_BGD.dtype, token.position_BS
+    slot = int(cache.ring_position) % cache.k_NPGD.shape[1]
+    q_BHD, k_BGD, v_BGD = (_wide(x) for x in (token.q_BHD, token.k_BGD, token.v_BGD))
+    k_rot_BGD = _rotated(k_BGD, token).to(dtype)
+    hidden_BS = position_BS < 0
+    some_hidden = bool(hidden_BS.any())
+    window_BGRD, lse_BGR1 = _window(token, cache, q_BHD, k_rot_BGD, slot, hidden_BS if some_hidden else None)
+
+    evicted = cache.deferred_inputs_NPGD is not None
+    if cache.deferred_inputs_NPGD is not None:
+        written_B = position_BS[:, 0] >= (0 if token.sink_visible_BM is None else token.sink_visible_BM.shape[1])
+        key_BGD, value_BGD = _wide(cache.deferred_inputs_NPGD[:, slot]), _wide(cache.v_NPGD[:, slot])
+    else:
+        written_B, key_BGD, value_BGD = ~hidden_BS[:, -1], k_BGD, v_BGD
+    written_B111 = None if bool(written_B.all()) else written_B[:, None, None, None]
+    phi_q_BGRF, phi_k_BGF = _features(q_BHD, key_BGD, config)
+    read_BGRD = normalizer_BGR1 = None
+    if evicted:  # a query does not see the token that leaves the window in its step
+        read_BGRD, normalizer_BGR1 = _read(phi_q_BGRF, cache)
+    _write(cache, phi_k_BGF[..., None], value_BGD[:, :, None], _decay(key_BGD, config.gate), written_B111)
+    if read_BGRD is None:
+        read_BGRD, normalizer_BGR1 = _read(phi_q_BGRF, cache)
+
+    if config.memory_weight is None or normalizer_BGR1 is None:
+        o_BGRD = (window_BGRD + read_BGRD) / 2
+    else:
+        normalizer_BGR1 = normalizer_BGR1.clamp_min(MIN_NORMALIZER)
+        weight_BGR1 = _weight(q_BHD, normalizer_BGR1, config.memory_weight)
+        o_BGRD = torch.lerp(window_BGRD, read_BGRD / normalizer_BGR1, (weight_BGR1 - lse_BGR1).sigmoid())
+    _keep(token, cache, k_rot_BGD, slot)
+    return o_BGRD.reshape(B, H, D).to(dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _rotated(x_BND: Tensor, token: StepInputs) -> Tensor:
+    if token.cos_BC is None or token.sin_BC is None:
+        return x_BND
+    C = token.cos_BC.shape[1]
+    turned, rest = (x_BND, None) if x_BND.shape[2] == C else (x_BND[..., :C], x_BND[..., C:])
+    half = C // 2
+    pair = torch.cat((-turned[..., half:], turned[..., :half]), -1)
+    turned = torch.addcmul(turned * token.cos_BC[:, None], pair, _wide(token.sin_BC)[:, None])
+    return turned if rest is None else torch.cat((turned, rest), -1)
+
+
+def _window(
+    token: StepInputs,
+    cache: StepCache,
+    q_BHD: Tensor,
+    k_rot_BGD: Tensor,
+    slot: int,
+    hidden_BS: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The window's output [B,G,R,D], and the log of its weight, [B,G,R,1].
+
+    Keys lie as in the cache: the ring from slot 0, the sinks, the token itself. hidden_BS: where `position_BS` is
+    padding; None: nowhere.
+    """
+    B, P, G, D = cache.k_NPGD.shape
+    q_BGRD = _rotated(q_BHD, token).to(token.v_BGD.dtype).view(B, G, -1, D)
+    keys, values = [cache.k_NPGD, k_rot_BGD[:, None]], [cache.v_NPGD, token.v_BGD[:, None]]
+    if cache.sink_k_NMGD is not None and cache.sink_v_NMGD is not None:
+        keys.insert(1, cache.sink_k_NMGD)
+        values.insert(1, cache.sink_v_NMGD)
+    k_BGXD, v_BGXD = (_wide(torch.cat(parts, 1)).transpose(1, 2) for parts in (keys, values))
+    logits_BGRX = torch.matmul(_wide(q_BGRD) * token.scale, k_BGXD.mT)
+    hidden_BX = _hidden(token.sink_visible_BM, hidden_BS, slot, P)
+    if hidden_BX is not None:
+        logits_BGRX = logits_BGRX.masked_fill(hidden_BX[:, None, None], HIDDEN)
+    lse_BGR1 = logits_BGRX.logsumexp(-1, keepdim=True)
+    weights_BGRX = (logits_BGRX - lse_BGR1).exp_()
+    if hidden_BX is not None:  # where nothing is visible, all logits are equal
+        weights_BGRX.masked_fill_(hidden_BX[:, None, None], 0)
+    return torch.matmul(weights_BGRX, v_BGXD), lse_BGR1
+
+
+def _hidden(sink_visible_BM: Tensor | None, hidden_BS: Tensor | None, slot: int, P: int) -> Tensor | None:
+    """Which keys, as `_window` has them, are not visible; None if all are."""
+    sinks_seen = sink_visible_BM is None or bool(sink_visible_BM.all())
+    if hidden_BS is None and sinks_seen:
+        return None
+    if hidden_BS is None:
+        assert sink_visible_BM is not None
+        hidden_BS = sink_visible_BM.new_zeros(len(sink_visible_BM), P + 1)
+    of_ring = hidden_BS[:, :P].roll(slot, 1)  # oldest first -> from slot 0
+    of_sinks = [] if sink_visible_BM is None else [~sink_visible_BM]
+    return torch.cat((of_ring, *of_sinks, hidden_BS[:, P:]), 1)
+
+
+def _features(q_BHD: Tensor, k_BGD: Tensor, config: StepConfig) -> tuple[Tensor, Tensor]:
+    """phi(q) [B,G,R,F] and phi(k) [B,G,F]."""
+    (B, H, _), G = q_BHD.shape, k_BGD.shape[1]
+    if (c := config.codes) is None:
+        return q_BHD.softmax(-1).view(B, G, H // G, -1), k_BGD.softmax(-1)
+    codes_GEF = _wide(c.codes_GFE).mT
+
+    def near(x_BND: Tensor, proj_NDE: Tensor, bias_NE: Tensor, log_inv_temperature_N: Tensor) -> Tensor:
+        """[G,N/G,B,F]"""
+        u_NBE = torch.baddbmm(bias_NE[:, None], x_BND.transpose(0, 1), proj_NDE)
+        u_NBE = nnf.normalize(u_NBE, dim=-1) * log_inv_temperature_N.exp()[:, None, None]
+        return torch.bmm(u_NBE.view(G, -1, u_NBE.shape[2]), codes_GEF).softmax(-1).view(G, -1, B, codes_GEF.shape[2])
+
+    phi_q_GRBF = near(q_BHD, c.q_proj_HDE, c.q_bias_HE, c.q_log_inv_temperature_H)
+    phi_k_G1BF = near(k_BGD, c.k_proj_GDE, c.k_bias_GE, c.k_log_inv_temperature_G)
+    return phi_q_GRBF.permute(2, 0, 1, 3), phi_k_G1BF[:, 0].transpose(0, 1)
+
+
+def _decay(key_BGD: Tensor, gate: Gate | None) -> Tensor | None:
+    """The gate [B or 1,G,F or 1]; None without one."""
+    if gate is None:
+        return None
+    if gate.of == "constant":
+        assert gate.bias_GF is not None
+        logits = gate.bias_GF[None]
+    else:
+        logits = key_BGD if gate.of == "keys" else key_BGD.mean(-1, keepdim=True)
+        logits = logits if gate.bias_GF is None else logits + gate.bias_GF
+    return (nnf.logsigmoid(logits) / gate.normalizer).exp()
+
+
+def _read(phi_q_BGRF: Tensor, cache: StepCache) -> tuple[Tensor, Tensor | None]:
+    """phi(q) S [B,G,R,D], and the normalizer phi(q) z, [B,G,R,1]."""
+    normalizer_BGR1 = None if cache.z_NGF is None else torch.matmul(phi_q_BGRF, cache.z_NGF[..., None])
+    return torch.matmul(phi_q_BGRF, cache.state_NGFD), normalizer_BGR1
+
+
+def _write(
+    cache: StepCache, phi_k_BGF1: Tensor, value_BG1D: Tensor, decay_BGF: Tensor | None, written_B111: Tensor | None
+) -> None:
+    """Decays the state and adds a token to it, in rows where one is written."""
+    if written_B111 is not None:
+        phi_k_BGF1 = phi_k_BGF1 * written_B111
+        if decay_BGF is not None:
+            decay_BGF = torch.where(written_B111[..., 0], decay_BGF, 1)
+    if decay_BGF is not None:
+        cache.state_NGFD.mul_(decay_BGF[..., None])
+    cache.state_NGFD.addcmul_(phi_k_BGF1, value_BG1D)
+    if cache.z_NGF is not None:
+        if decay_BGF is not None:
+            cache.z_NGF.mul_(decay_BGF)
+        cache.z_NGF.add_(phi_k_BGF1[..., 0])
+
+
+def _weight(q_BHD: Tensor, normalizer_BGR1: Tensor, weight: MemoryWeight) -> Tensor:
+    """The log of the memory's weight, [B,G,R,1]."""
+    of_heads = normalizer_BGR1.shape[1:]
+    log_normalizer = normalizer_BGR1.log()
+    of_query_BGR1 = (q_BHD * weight.query_HD).sum(-1).view(normalizer_BGR1.shape)
+    found = torch.addcmul(weight.log_H.view(of_heads), log_normalizer, weight.power_H.view(of_heads))
+    found = found.add(of_query_BGR1, alpha=q_BHD.shape[2] ** -0.5)
+    return found.masked_fill(log_normalizer <= EMPTY, -1e4)
+
+
+def _keep(token: StepInputs, cache: StepCache, k_rot_BGD: Tensor, slot: int) -> None:
+    """The new token takes the place of the oldest in the ring, and one among the sinks if it is one of them."""
+    cache.k_NPGD[:, slot], cache.v_NPGD[:, slot] = k_rot_BGD, token.v_BGD
+    if cache.deferred_inputs_NPGD is not None:
+        cache.deferred_inputs_NPGD[:, slot] = token.k_BGD
+    if cache.sink_k_NMGD is None or cache.sink_v_NMGD is None:
+        return
+    for row, position in enumerate(token.position_BS[:, -1].tolist()):
+        if 0 <= position < cache.sink_k_NMGD.shape[1]:
+            cache.sink_k_NMGD[row, position], cache.sink_v_NMGD[row, position] = k_rot_BGD[row], token.v_BGD[row]

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from gated_kernels.fused_step.chunk import EMPTY, MIN_NORMALIZER, Gate, StepCache, StepConfig, StepInputs
+from gated_kernels.fused_step.arguments import EMPTY, MIN_NORMALIZER, Gate, StepCache, StepConfig, StepInputs
 from gated_kernels.gla.naive import naive_gla
 from gated_kernels.swa.naive import naive_swa
 

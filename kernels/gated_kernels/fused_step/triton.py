@@ -22,9 +22,9 @@ before it lets the second begin. So everything from before the first kernel is c
 
 Features, the state and sums are in fp32. Products of fp32 operands are three TF32 products.
 
-Shapes: see chunk.py; R = H / G, S pieces of features. In a kernel: N rows of a product, K keys in a block, BD channels
-and BF features in a block, BV columns of a tile of the state, in groups of BC. Powers of two that hold sizes: CD
-channels, CE size of a code, CS pieces, PP slots of the ring.
+Shapes: see arguments.py; R = H / G, S pieces of features. In a kernel: N rows of a product, K keys in a block, BD
+channels and BF features in a block, BV columns of a tile of the state, in groups of BC. Powers of two that hold sizes:
+CD channels, CE size of a code, CS pieces, PP slots of the ring.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import torch
 import triton
 from torch import Tensor
 
-from gated_kernels.fused_step.chunk import StepCache, StepConfig, StepInputs
+from gated_kernels.fused_step.arguments import StepCache, StepConfig, StepInputs
 from gated_kernels.fused_step.read import read_kernel
 from gated_kernels.fused_step.write import write_kernel
 

@@ -7,14 +7,14 @@ import triton.language as tl
 
 from gated_kernels.common.interpreter import rounded
 from gated_kernels.common.tiles import dot
-from gated_kernels.fused_step import chunk
+from gated_kernels.fused_step import arguments
 from gated_kernels.fused_step.pages import offset_of, page_of, slot_of
 from gated_kernels.fused_step.rotary import rotated
 
 # The axis of a tile that holds the state's rows. It is the one that Triton distributes over warps: of the axes before
 # the last one, 3.6 takes the first and 3.9 the last.
 ROWS_AXIS = tl.constexpr(1 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) else 2)
-MIN_NORMALIZER, EMPTY = tl.constexpr(chunk.MIN_NORMALIZER), tl.constexpr(chunk.EMPTY)
+MIN_NORMALIZER, EMPTY = tl.constexpr(arguments.MIN_NORMALIZER), tl.constexpr(arguments.EMPTY)
 
 
 @triton.jit

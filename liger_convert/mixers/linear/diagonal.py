@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from gated_kernels.common.derivatives import logarithm
-from gated_kernels.fused_step.chunk import MIN_NORMALIZER
+from gated_kernels.fused_step.arguments import MIN_NORMALIZER
 from gated_kernels.gla.chunk import chunk_gla
 from torch import Tensor
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from gated_kernels.codebook_gla.chunk import chunk_codebook_gla
 from gated_kernels.common.registry import kernel_for
-from gated_kernels.fused_step.chunk import Codes, Gate, MemoryWeight, StepConfig
+from gated_kernels.fused_step.arguments import Codes, Gate, MemoryWeight, StepConfig
 from torch import Tensor
 
 from liger_convert.mixers.base import QKV, Combine

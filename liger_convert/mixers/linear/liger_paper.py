@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gated_kernels.fused_step.chunk import Gate, StepConfig
+from gated_kernels.fused_step.arguments import Gate, StepConfig
 from torch import Tensor, nn
 from transformers import initialization as init
 

@@ -14,7 +14,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
-from gated_kernels.fused_step.chunk import MIN_NORMALIZER
+from gated_kernels.fused_step.arguments import MIN_NORMALIZER
 from gated_kernels.slots.chunk import chunk_slots
 from torch import Tensor
 

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from gated_kernels.fused_step.chunk import MIN_NORMALIZER
+from gated_kernels.fused_step.arguments import MIN_NORMALIZER
 from torch import Tensor, nn
 from transformers import initialization as init
 
