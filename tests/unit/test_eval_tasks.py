@@ -20,8 +20,8 @@ from worlds import World
 from liger_convert.cli import main
 from liger_convert.eval import suites
 from liger_convert.eval.evaluation import evaluate_model
-from liger_convert.eval.harness import rehearse_tasks
 from liger_convert.eval.generation import generate, load_model
+from liger_convert.eval.harness import rehearse_tasks
 from liger_convert.eval.suites import Suite
 from liger_convert.utils.errors import BadInput
 
