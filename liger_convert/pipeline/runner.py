@@ -106,7 +106,7 @@ class Run:
         return {name for step in steps if step.name not in self.manifest.steps for name in step.inputs}
 
     def _check_outputs(self, steps: Sequence[Step]) -> None:
-        """Raises BadInput unless the outputs that this run goes on from, or ends with, are those that its steps wrote."""
+        """Raises BadInput unless the outputs that this run goes on from or ends with are those that its steps wrote."""
         for name in sorted(self._needed(steps) | {"export", "report"}):
             recorded = self.manifest.steps.get(name, {}).get("outputs", {})
             if found := checksums.problems(self.out, recorded):
