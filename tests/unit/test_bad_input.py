@@ -319,15 +319,6 @@ RUNS = [
         "was not written by this version",
         after(World.start, wrote("out/manifest.json", '{"format": 99}'), World.resume),
     ),
-    case(
-        "manifest of other types",
-        "was not written by this version",
-        after(
-            World.start,
-            wrote("out/manifest.json", '{"format":3,"recipe":1,"machine":{},"seed":0,"inputs":{},"steps":{}}'),
-            World.resume,
-        ),
-    ),
     case("no held-out text for the suite", "eval.text: suite quick", lambda w: w.run("eval.text=null")),
     case("too little held-out text", "hold out more", lambda w: w.run("data.text.held_out=0.1")),
     case("rows of no task", "has no piqa.jsonl", lambda w: w.run(f"eval.data={w.base}", "eval.suite=paper")),

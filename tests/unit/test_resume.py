@@ -301,6 +301,14 @@ def test_verify_finds_nothing_wrong_with_a_finished_run_and_its_export(finished,
     assert sha256_file(copy / "config.json") == checksums.read_sums(copy)["config.json"]
 
 
+def test_a_manifest_with_fields_of_other_types_is_refused(broken, capsys):
+    path = broken / "interrupted/manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"recipe": 1}))
+    code, said = resume(capsys)
+    assert code == 2
+    assert "manifest.json: was not written by this version of liger-convert" in said
+
+
 @pytest.mark.parametrize("harm", [flip_bit, Path.unlink])
 def test_a_finished_run_with_a_damaged_export_is_not_said_to_be_done(
     home, finished, tmp_path, capsys, monkeypatch, harm
