@@ -271,7 +271,7 @@ def _messages(row: Row, field: str | None) -> list[dict[str, str]]:
         messages = row.value.get(name)
     if not isinstance(messages, list):
         raise BadInput(f"{row.where}: field {name!r} should be a list of messages with role and content")
-    messages = [_from_sharegpt(message) for message in messages]
+    messages = [_with_text(_from_sharegpt(message)) for message in messages]
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise BadInput(f"{row.where}: message {number} of {name!r} should have a role and a content, both strings")
@@ -310,23 +310,35 @@ def _from_sharegpt(message: Any) -> Any:
     return {"role": SHAREGPT_ROLES.get(message["from"], message["from"]), "content": message["value"]}
 
 
+def _with_text(message: Any) -> Any:
+    """A message that calls tools and says nothing may have a null for its text, as in OpenAI's format."""
+    if isinstance(message, dict) and message.get("tool_calls") and message.get("content") is None:
+        return message | {"content": ""}
+    return message
+
+
 def _render(
     messages: list[dict[str, str]], tokenizer: Any, template: str, tools: list[dict[str, Any]] | None
 ) -> tuple[str, list[tuple[int, int]]]:
     """The conversation as text, and the character ranges of its responses.
 
     Some templates render a turn differently once others follow, for example without its reasoning. Such a turn is not
-    counted as a response.
+    counted as a response. Nor is one without content of which the template shows nothing else, such as calls of tools:
+    it would teach to end a turn at once.
     """
 
-    def render(upto: int, ask: bool = False) -> str:
-        return templates.render(tokenizer, messages[:upto], template, ask=ask, tools=tools)
+    def render(upto: int, ask: bool = False, last: dict[str, str] | None = None) -> str:
+        shown = messages[:upto] if last is None else [*messages[: upto - 1], last]
+        return templates.render(tokenizer, shown, template, ask=ask, tools=tools)
 
     text = render(len(messages))
     spans = []
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
             asked, answered = render(i, ask=True), render(i + 1)
+            silent = {"role": "assistant", "content": message["content"]}
+            if not message["content"].strip() and render(i + 1, last=silent) == answered:
+                continue
             if text.startswith(answered) and answered.startswith(asked):
                 spans.append((len(asked), len(answered.rstrip())))
     return text, spans

@@ -37,6 +37,7 @@ from liger_convert.utils.progress import Report
 _sound: set[tuple[Any, ...]] = set()  # the states of task files that `check_rows` has found valid
 REHEARSED = 32  # rows of a task in a rehearsal; all rows of a large task would take minutes
 WRITTEN = 1  # the same for RULER's tasks, which generate their rows
+EMPTY_ANSWER = "a likelihood needs an answer that is not empty"
 BOOTSTRAP = 1000  # resamples for the standard error of metrics without a formula for it
 
 
@@ -152,7 +153,13 @@ def _evaluated(
                 ruler.asked.set((tokenizer, rows or ruler.ROWS))
                 loaded = _load(managers[task.include_path], task, data_dir)
                 # not simple_evaluate, which also collects information from git, pip and the hub for every task
-                results = lm_eval.evaluate(lm, loaded, limit=rows, bootstrap_iters=bootstrap, log_samples=False)
+                try:
+                    results = lm_eval.evaluate(lm, loaded, limit=rows, bootstrap_iters=bootstrap, log_samples=False)
+                except (ValueError, ArithmeticError) as error:
+                    if not lm.answered:
+                        raise
+                    why = f"{type(error).__name__}: {first_line(error)}"
+                    raise BadInput(f"task {task.name}: its metrics cannot score these answers: {why}") from error
             yield task, loaded, results["results"][task.id]
 
 
@@ -337,22 +344,23 @@ class _Harness(HFLM):
         )
         self.done = self.total = 0
         self.cut: set[str] = set()  # prompts of the current task that had no room
+        self.answered = False  # whether all requests so far have their answers
         self.task, self.report, self.products = "", report, dtype
         self.set_cache_hook(_Finished(self))
 
     def loglikelihood(self, requests: list, disable_tqdm: bool = True) -> list:
         self._begin(requests)
-        return super().loglikelihood(requests, disable_tqdm=True)
+        return self._end(super().loglikelihood(requests, disable_tqdm=True))
 
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = True) -> list:
         # a document is split into windows of the model's length, each one a request to _loglikelihood_tokens
         lengths = (len(self.tok_encode(request.args[0])) for request in requests)
         self._begin(requests, sum(-(-length // self.max_length) for length in lengths))
-        return super().loglikelihood_rolling(requests, disable_tqdm=True)
+        return self._end(super().loglikelihood_rolling(requests, disable_tqdm=True))
 
     def generate_until(self, requests: list, disable_tqdm: bool = True) -> list:
         self._begin(requests)
-        return super().generate_until(requests, disable_tqdm=True)
+        return self._end(super().generate_until(requests, disable_tqdm=True))
 
     def tok_batch_encode(
         self, strings: list[str], *args: Any, left_truncate_len: int | None = None, **options: Any
@@ -371,10 +379,12 @@ class _Harness(HFLM):
 
         The results are those of lm-eval's own method, but faster. Inputs that several requests share run once, logits
         are computed only for continuations, and the host waits for the GPU once per batch, not twice per request.
-        Raises BadInput for a continuation longer than the model's context.
+        Raises BadInput for a continuation without tokens, or longer than the model's context.
         """
         sharing: dict[tuple[int, ...], list[int]] = {}
         for i, (texts, context, continuation) in enumerate(requests):
+            if not continuation:
+                raise BadInput(f"task {self.task}: the answer {texts[1]!r} has no tokens; {EMPTY_ANSWER}")
             if len(continuation) > self.max_length:
                 what = (
                     f"an answer has {len(continuation)} tokens, more than the {self.max_length} that the base supports"
@@ -416,14 +426,23 @@ class _Harness(HFLM):
 
     def _begin(self, requests: list, total: int | None = None) -> None:
         self.done, self.total = 0, len(requests) if total is None else total
-        self.cut = set()
+        self.cut, self.answered = set(), False
         self.task = requests[0].task_name
+
+    def _end(self, answers: list) -> list:
+        self.answered = True
+        return answers
 
 
 class _Nobody(LM):
     """A stand-in for a model that gives the same answer to every request."""
 
+    answered = True
+
     def loglikelihood(self, requests: list) -> list:
+        for request in requests:
+            if not request.args[1]:
+                raise BadInput(f"task {request.task_name}: the answer '' has no tokens; {EMPTY_ANSWER}")
         return [(-1.0, False)] * len(requests)
 
     def loglikelihood_rolling(self, requests: list) -> list:

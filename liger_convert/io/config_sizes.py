@@ -55,8 +55,11 @@ def check_sizes(config: Mapping[str, Any], where: str) -> None:
     """Raises BadInput, with a message that begins with `where`, for a size that is not an integer or not plausible.
 
     A size that is None or missing is accepted, since transformers fills in a default. Also raises it if the number of
-    attention heads is not a multiple of the number of key-value heads.
+    attention heads is not a multiple of the number of key-value heads, and for any number that is not finite.
     """
+    for name, value in config.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise BadInput(f"{where}: {name} should be a finite number, not {value}")
     for name, (least, most) in SIZES.items():
         value = config.get(name)
         if value is None:

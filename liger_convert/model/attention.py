@@ -126,7 +126,8 @@ class LinearizedAttention(nn.Module):
             metadata = position_embeddings[2]
         if metadata is None:
             raise ValueError("a linearized layer is run by its model, which passes it the batch's metadata")
-        angles = position_embeddings[0], position_embeddings[1]
+        hidden_states = metadata.ordered(hidden_states)
+        angles = metadata.ordered(position_embeddings[0]), metadata.ordered(position_embeddings[1])
         past = metadata.past if past_key_values is None else past_key_values.layers[self.layer_idx]
         if past is not None and past.static and past.fused:
             step_inputs = self.prepare_step(hidden_states, angles, metadata, past)
@@ -135,7 +136,7 @@ class LinearizedAttention(nn.Module):
             qkv, window_inputs = self.prepare_inputs(hidden_states, angles, metadata, past)
             o_BTHD = self.mixer("prefill", qkv, window_inputs, metadata, past, self.branches)
         output_BTC = getattr(self, self.family.projections[-1])(o_BTHD.flatten(2))
-        return F.dropout(output_BTC, self.output_dropout, self.training), None
+        return F.dropout(metadata.restored(output_BTC), self.output_dropout, self.training), None
 
     def window_metadata(self, metadata: SequenceMetadata, past: LinearizedCacheLayer | None) -> WindowMetadata:
         """The batch metadata for this layer's window."""

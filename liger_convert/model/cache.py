@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 from liger_convert.mixers import SOFTMAX
 from liger_convert.mixers.base import Mixer
 from liger_convert.mixers.fused_step import step_cache
-from liger_convert.model.sequence import Positions, SequenceMetadata, Sinks, WindowMetadata
+from liger_convert.model.sequence import Positions, SequenceMetadata, Sinks, WindowMetadata, take_tokens
 
 
 class LinearizedCacheLayer(CacheLayerMixin):
@@ -69,13 +69,16 @@ class LinearizedCacheLayer(CacheLayerMixin):
         raise RuntimeError("this cache layer belongs to a linearized layer, but softmax attention tried to use it")
 
     def extend(self, name: str, new: Tensor, window: WindowMetadata) -> Tensor:
-        """[B,S,...]: the ring called `name`, oldest token first, followed by `new` [B,T,...].
+        """[B,S,...]: the ring called `name`, oldest token first, followed by `new` [B,T,...], or with padding between
+        them moved before both.
 
         Afterwards the ring holds the last `window.cache_window` of these tokens.
         """
         old, order_P = self.ring.get(name), window.ring_order_P
         ordered = old if old is None or order_P is None else old.index_select(1, order_P)
         stream = new if ordered is None else torch.cat((ordered, new), 1)
+        if window.order_BS is not None:
+            stream = take_tokens(stream, window.order_BS)
         if old is not None and self.static and self.in_place:
             if order_P is not None:
                 old.index_copy_(1, order_P[:1], new.to(old.dtype))

@@ -121,18 +121,24 @@ class LinearizedModel(LinearizedInit):
         metadata: precomputed by some callers; the mask then only concerns the softmax layers.
         """
         given = input_ids if inputs_embeds is None else inputs_embeds
-        if given is None:
-            raise ValueError("pass input_ids or inputs_embeds")
+        if given is None or (input_ids is not None and inputs_embeds is not None):
+            raise ValueError("pass either input_ids or inputs_embeds")
         documents = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
         if any(told is not None for told in documents):
             position_ids = document_positions(given.shape[0], given.shape[1], position_ids, *documents)
         if metadata is None and past_key_values is None:
-            metadata = SequenceMetadata.build(given, position_ids, attention_mask)
+            cached = self.config.use_cache if use_cache is None else use_cache
+            metadata = SequenceMetadata.build(given, position_ids, attention_mask, cached=cached)
             if use_cache and metadata.segment_ids_BT is not None:
                 raise ValueError(PACKED_CACHE)
         if use_cache is None:
             use_cache = self.config.use_cache and (metadata is None or metadata.segment_ids_BT is None)
         if self.training and self.gradient_checkpointing:
+            if past_key_values is not None:
+                raise ValueError(
+                    "gradient checkpointing leaves a cache empty in training mode: call model.eval() before generate, "
+                    "or pass use_cache=False"
+                )
             use_cache = False
         if is_exporting() and (use_cache or past_key_values is not None):
             raise ValueError("torch.export supports a linearized model only without its cache: pass use_cache=False")
@@ -145,7 +151,7 @@ class LinearizedModel(LinearizedInit):
             past = past_key_values.layers[linear[0]] if linear else None
         if metadata is None:
             metadata = SequenceMetadata.build(
-                given, position_ids, attention_mask, None if past is None else past.positions
+                given, position_ids, attention_mask, None if past is None else past.positions, cached=True
             )
         if position_ids is None:
             start = past_key_values.get_seq_length() if past_key_values is not None else 0
@@ -156,7 +162,7 @@ class LinearizedModel(LinearizedInit):
             # no layer uses the family's mask; a 4-D one keeps the family from building a [tokens, tokens] mask
             attention_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=given.device)
         output = super().forward(
-            input_ids=input_ids if inputs_embeds is None else None,
+            input_ids=input_ids,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -279,9 +285,10 @@ class LinearizedForCausalLM(LinearizedInit):
         if metadata is None:
             metadata = SequenceMetadata.build(targets.hidden[0], position_ids, attention_mask)
         prepare_metadata(backbone, metadata)
+        valid_BT = None if metadata.valid_BT is None else metadata.restored(metadata.valid_BT)
         sizes_LB: Any = [None] * len(targets.layers)
         if metadata.past is not None:  # one reduction for all layers: each one makes every process wait for the slowest
-            sizes_LB = metadata.past.total(torch.stack([row_sizes(y, metadata.valid_BT) for y in targets.outputs]))
+            sizes_LB = metadata.past.total(torch.stack([row_sizes(y, valid_BT) for y in targets.outputs]))
         losses = []
         for i, x_BTC, y_BTC, embeddings, size_B in zip(
             targets.layers, targets.hidden, targets.outputs, targets.position_embeddings, sizes_LB, strict=True
@@ -291,7 +298,7 @@ class LinearizedForCausalLM(LinearizedInit):
                 x: Tensor, y: Tensor, embeddings: Any = embeddings, i: int = i, size_B: Tensor | None = size_B
             ) -> Tensor:
                 o, _ = backbone.layers[i].self_attn(x, position_embeddings=embeddings, metadata=metadata)
-                return self.relative_error(o, y, metadata.valid_BT, size_B)
+                return self.relative_error(o, y, valid_BT, size_B)
 
             if backbone.gradient_checkpointing and self.training:
                 loss = torch.utils.checkpoint.checkpoint(layer_loss, x_BTC, y_BTC, use_reentrant=False)

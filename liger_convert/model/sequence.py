@@ -57,7 +57,8 @@ class WindowMetadata(NamedTuple):
 
     position_BS: see SequenceMetadata. valid_BS: False on padding; None without padding. segment_ids_BS: None if each
     row is one document. cache_window: capacity of the ring in tokens. ring_order_P: slots of the ring, oldest first;
-    None if the ring is already in that order.
+    None if the ring is already in that order. order_BS: the ring's and the new tokens with all padding first; None if
+    they are already in that order.
     """
 
     position_BS: Tensor
@@ -67,19 +68,23 @@ class WindowMetadata(NamedTuple):
     sink_count: int
     cache_window: int
     ring_order_P: Tensor | None
+    order_BS: Tensor | None = None
 
 
 class SequenceMetadata:
-    """Metadata of the new tokens of a batch.
+    """Metadata of the new tokens of a batch, in the order of the layers: padding first where it must not separate real
+    tokens, because a window counts its tokens by place.
 
     tokens: T. position_BT: the number of real tokens before a token in its document; -1 on padding. valid_BT: False on
     padding; None without padding. segment_ids_BT: the document index of each token in a packed row; None if each row is
-    one document. static: no value may be read on the host, and no shape may depend on one.
+    one document. static: no value may be read on the host, and no shape may depend on one. order_BT: the place in the
+    batch of each of these tokens; None if it is their own.
 
     past: with rows sharded over processes, the state before this shard, in place of a layer's cache.
     """
 
     past: Any = None
+    follows_padding = False  # whether there may be padding between the ring and the new tokens
 
     def __init__(
         self,
@@ -88,8 +93,9 @@ class SequenceMetadata:
         valid_BT: Tensor | None = None,
         segment_ids_BT: Tensor | None = None,
         static: bool = False,
+        order_BT: Tensor | None = None,
     ):
-        self.tokens, self.static = tokens, static
+        self.tokens, self.static, self.order_BT = tokens, static, order_BT
         self.position_BT, self.valid_BT, self.segment_ids_BT = position_BT, valid_BT, segment_ids_BT
         self._windows: dict[tuple[int, int], WindowMetadata] = {}
         self._write_masks: dict[tuple[int, int], Tensor] = {}
@@ -102,13 +108,22 @@ class SequenceMetadata:
         if position_BT is self.position_BT:
             return self
         if position_BT.device not in self._elsewhere:
-            valid_BT, segment_ids_BT = (
+            valid_BT, segment_ids_BT, order_BT = (
                 None if x is None else x.to(device, non_blocking=non_blocking)
-                for x in (self.valid_BT, self.segment_ids_BT)
+                for x in (self.valid_BT, self.segment_ids_BT, self.order_BT)
             )
-            there = SequenceMetadata(self.tokens, position_BT, valid_BT, segment_ids_BT, self.static)
+            there = SequenceMetadata(self.tokens, position_BT, valid_BT, segment_ids_BT, self.static, order_BT)
+            there.follows_padding = self.follows_padding
             self._elsewhere[position_BT.device] = there
         return self._elsewhere[position_BT.device]
+
+    def ordered(self, x_BTX: Tensor) -> Tensor:
+        """[B,T,X] in the order of the layers, from the batch's order; x may have one row for all."""
+        return x_BTX if self.order_BT is None else take_tokens(x_BTX, self.order_BT)
+
+    def restored(self, x_BTX: Tensor) -> Tensor:
+        """[B,T,X] in the batch's order, from that of the layers."""
+        return x_BTX if self.order_BT is None else take_tokens(x_BTX, self.order_BT.argsort(1))
 
     @classmethod
     def build(
@@ -118,15 +133,16 @@ class SequenceMetadata:
         attention_mask: Tensor | None,
         before: Positions | None = None,
         static: bool = False,
+        cached: bool = False,
     ) -> SequenceMetadata:
         """Builds the metadata from the arguments of a Hugging Face forward.
 
-        given: input ids or embeddings [B,T,...]. before: the positions before the new tokens, from the cache. Without
-        `position_ids`, or with a mask, each row is one document. Raises ValueError for inputs that a recurrent layer
-        cannot honor.
+        given: input ids or embeddings [B,T,...]. before: the positions before the new tokens, from the cache. cached:
+        whether a cache keeps the window for tokens that follow. Without `position_ids`, or with a mask, each row is one
+        document. Raises ValueError for inputs that a recurrent layer cannot honor.
         """
         (batch, tokens), device = given.shape[:2], given.device
-        valid_BT = segment_ids_BT = None
+        valid_BT = segment_ids_BT = order_BT = None
         if attention_mask is not None:
             if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
                 raise ValueError(
@@ -138,6 +154,10 @@ class SequenceMetadata:
             if not static and not reads_no_values():
                 check_mask(attention_mask, position_ids, tokens, None if before is None else before.seen_B)
                 valid_BT = None if bool(valid_BT.all()) else valid_BT
+            # a single token does not move, so that steps of fixed shapes and others agree
+            if valid_BT is not None and tokens > 1 and (reads_no_values() or _is_scattered(valid_BT, cached)):
+                order_BT = _padding_first(valid_BT)
+                valid_BT = valid_BT.gather(1, order_BT)
         elif tokens > 1 and position_ids is not None:
             segment_ids_BT = _documents(position_ids)
             if segment_ids_BT is not None and before is not None:
@@ -155,7 +175,9 @@ class SequenceMetadata:
             position_BT = position_BT + before.seen_B[:, None].to(device)
         if valid_BT is not None:
             position_BT = torch.where(valid_BT, position_BT, -1)
-        return cls(tokens, position_BT, valid_BT, segment_ids_BT, static)
+        metadata = cls(tokens, position_BT, valid_BT, segment_ids_BT, static, order_BT)
+        metadata.follows_padding = valid_BT is not None and before is not None and tokens > 1
+        return metadata
 
     def for_window(self, cache_window: int, sinks: int, before: Positions | None = None) -> WindowMetadata:
         """The metadata for layers with a ring of `cache_window` tokens and `sinks` sinks.
@@ -206,6 +228,7 @@ class SequenceMetadata:
 
     def _for_window(self, cache_window: int, sinks: int, before: Positions | None) -> WindowMetadata:
         position_BS, segment_ids_BS, valid_BS, order_P = self.position_BT, self.segment_ids_BT, self.valid_BT, None
+        order_BS = None
         if before is not None:
             position_BS = torch.cat((before.position_BP, position_BS), 1)
             if segment_ids_BS is not None and before.segment_ids_BP is not None:
@@ -214,8 +237,12 @@ class SequenceMetadata:
             size = before.position_BP.shape[1]
             if before.ring_position is not None and size:
                 order_P = (torch.arange(size, device=position_BS.device) + before.ring_position) % size
+            if self.follows_padding:
+                order_BS = _padding_first(position_BS >= 0)
+                position_BS = position_BS.gather(1, order_BS)
+                valid_BS = position_BS >= 0
         found = self._find_sinks(cache_window, sinks, before) if sinks else None
-        return WindowMetadata(position_BS, valid_BS, segment_ids_BS, found, sinks, cache_window, order_P)
+        return WindowMetadata(position_BS, valid_BS, segment_ids_BS, found, sinks, cache_window, order_P, order_BS)
 
     def _find_sinks(self, cache_window: int, count: int, before: Positions | None) -> Sinks:
         """The sinks: the first `count` real tokens of each document."""
@@ -234,7 +261,7 @@ class SequenceMetadata:
         index_BM = is_sink_BMT.int().argmax(-1)
         since_BM = _since(since_BM, index_BM)
         there_BM = found_BM | (since_BM > 0)
-        since_BM = torch.where(found_BM, -index_BM, since_BM)
+        since_BM = torch.where(found_BM, -index_BM, self._past_padding(since_BM))
         visible_BTM = there_BM[:, None] & (query_T[:, None] + since_BM[:, None] > cache_window)
         if self.segment_ids_BT is not None:
             visible_BTM = visible_BTM & (self.segment_ids_BT[:, :, None] == of_M)
@@ -246,7 +273,33 @@ class SequenceMetadata:
             return since_BM + self.tokens
         since_BM = _since(since_BM, sinks.index_BM)
         there_BM = sinks.found_BM | (since_BM > 0)
-        return torch.where(there_BM, torch.where(sinks.found_BM, -sinks.index_BM, since_BM) + self.tokens, 0)
+        since_BM = torch.where(sinks.found_BM, -sinks.index_BM, self._past_padding(since_BM))
+        return torch.where(there_BM, since_BM + self.tokens, 0)
+
+    def _past_padding(self, since_BM: Tensor) -> Tensor:
+        """Distances to the first new token, without the padding before it."""
+        if not self.follows_padding or self.valid_BT is None:
+            return since_BM
+        return since_BM - (~self.valid_BT).sum(1, keepdim=True)
+
+
+def _is_scattered(valid_BT: Tensor, cached: bool) -> bool:
+    """Whether padding separates real tokens of a row, or with `cached` may separate them from those that follow."""
+    ends_BT = valid_BT[:, :-1] & ~valid_BT[:, 1:]
+    if cached:
+        return bool(ends_BT.any())
+    return bool((ends_BT.cummax(1).values & valid_BT[:, 1:]).any())
+
+
+def _padding_first(valid_BT: Tensor) -> Tensor:
+    """The places of a row's tokens, padding first, and otherwise in their order."""
+    return valid_BT.to(torch.uint8).argsort(dim=1, stable=True)
+
+
+def take_tokens(x_BTX: Tensor, index_BT: Tensor) -> Tensor:
+    """[B,T,X]: the tokens of x at these places; x may have one row for all."""
+    x_BTX = x_BTX.expand(len(index_BT), *x_BTX.shape[1:])
+    return x_BTX.gather(1, index_BT.view(*index_BT.shape, *[1] * (x_BTX.dim() - 2)).expand_as(x_BTX))
 
 
 def _since(before_BM: Tensor | None, index_BM: Tensor) -> Tensor:

@@ -59,7 +59,9 @@ class Manifest:
         if not path.exists():
             raise BadInput(f"{run}: has no run to resume (no {FILE}); start it without --resume")
         data = read_json(path)
-        if data.get("format") not in READABLE or data.keys() != cls.__dataclass_fields__.keys():
+        objects = (data.get(name) for name in ("recipe", "machine", "inputs", "steps"))
+        known = data.keys() == cls.__dataclass_fields__.keys() and all(isinstance(part, dict) for part in objects)
+        if data.get("format") not in READABLE or not known:
             raise BadInput(f"{path}: was not written by this version of liger-convert; start a new run in a new folder")
         return cls(**data)
 

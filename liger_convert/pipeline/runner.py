@@ -106,8 +106,8 @@ class Run:
         return {name for step in steps if step.name not in self.manifest.steps for name in step.inputs}
 
     def _check_outputs(self, steps: Sequence[Step]) -> None:
-        """Raises BadInput unless the outputs that this run goes on from are those that its steps wrote."""
-        for name in [*sorted(self._needed(steps)), "report"]:
+        """Raises BadInput unless the outputs that this run goes on from or ends with are those that its steps wrote."""
+        for name in sorted(self._needed(steps) | {"export", "report"}):
             recorded = self.manifest.steps.get(name, {}).get("outputs", {})
             if found := checksums.problems(self.out, recorded):
                 raise BadInput(f"{found[0]}; restore what step {name} wrote, or start a new run in a new folder")

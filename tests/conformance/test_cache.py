@@ -126,3 +126,17 @@ def test_a_cache_filled_by_the_base_is_refused() -> None:
     cache = base(PROMPT, use_cache=True).past_key_values
     with pytest.raises(ValueError, match="already holds keys and values, which linearized layer"):
         shared_model("llama", "gla")(PROMPT, past_key_values=cache, use_cache=True)
+
+
+def test_a_cache_that_gradient_checkpointing_would_leave_empty_is_refused() -> None:
+    model = build("llama", type="gla", window=5).train()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="leaves a cache empty in training mode"):
+        model.generate(PROMPT, **GREEDY)
+    assert torch.equal(model.generate(PROMPT, **GREEDY, use_cache=False), model.eval().generate(PROMPT, **GREEDY))
+
+
+def test_tokens_and_embeddings_together_are_refused() -> None:
+    model = shared_model("llama", "gla")
+    with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
+        model(PROMPT, inputs_embeds=model.get_input_embeddings()(PROMPT))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from promises import assert_left_padding_changes_nothing, assert_packed_documents_are_separate
-from tiny_models import PROMPT, assert_same_logits, logits, shared_model
+from tiny_models import LAYERS, PROMPT, TOKENS, assert_same_logits, logits, shared_model
+from transformers import DynamicCache
+
+from liger_convert.model.families import own_windows
 
 
 def test_a_left_padded_batch_equals_each_row_alone(model: Any) -> None:
@@ -18,6 +22,27 @@ def test_right_padding_changes_nothing_before_it(model: Any) -> None:
     padded = torch.cat((PROMPT[:1, :5], torch.zeros(1, 4, dtype=torch.long)), 1)
     mask = torch.tensor([[1] * 5 + [0] * 4])
     assert_same_logits(logits(model, padded, attention_mask=mask)[:, :5], logits(model, PROMPT[:1, :5]))
+
+
+def test_padding_between_tokens_does_not_shorten_the_window(model: Any) -> None:
+    """More padding than the window is long, as in a batch of conversations that is continued from its cache."""
+    if own_windows(model.config)[LAYERS.index("softmax")] is not None:
+        pytest.skip("transformers counts padding in the sliding windows of softmax layers")
+    alone = logits(model, TOKENS[:1])
+    padded, mask = TOKENS.new_zeros(1, 9), TOKENS.new_zeros(1, 9)
+    first, second, third = TOKENS[:1].split((12, 2, 15), 1)
+    row = torch.cat((first, padded, second, padded, third, padded), 1)
+    seen = torch.cat([mask if part is padded else torch.ones_like(part) for part in (first, padded, second, padded)], 1)
+    seen = torch.cat((seen, torch.ones_like(third), mask), 1)
+    positions = (seen.cumsum(1) - 1).clamp_min(0)
+    real = seen.bool()
+    given = {"attention_mask": seen, "position_ids": positions}
+    assert_same_logits(logits(model, row, **given, use_cache=False)[real][None], alone)
+    cache, parts = DynamicCache(config=model.config), []
+    for start, end in pairwise((0, 14, 21, 22, 34, 56)):
+        now = {"attention_mask": seen[:, :end], "position_ids": positions[:, start:end]}
+        parts.append(logits(model, row[:, start:end], **now, past_key_values=cache, use_cache=True))
+    assert_same_logits(torch.cat(parts, 1)[real][None], alone)
 
 
 def test_packed_documents_never_see_each_other(model: Any) -> None:

@@ -362,6 +362,17 @@ def test_a_chat_without_tools_is_as_one_that_has_no_column_for_them(tools: objec
     assert not load(tmp_path / "a.jsonl", "messages").hides_tools
 
 
+@pytest.mark.parametrize("content", ["", None])
+def test_a_call_of_a_tool_is_learned_only_where_the_template_shows_it(content: str | None, tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": content, "tool_calls": [{"function": {"name": "pick"}}]}
+    talk = [{"role": "user", "content": "Two?"}, call, {"role": "tool", "content": "2"}]
+    write(tmp_path / "a.jsonl", [{"messages": [*talk, {"role": "assistant", "content": "It is 2."}]}])
+    shown = CHATML.replace("{{ message['content'] }}", "{{ message['content'] }}{{ message.tool_calls or '' }}")
+    for template, learns in ((CHATML, ""), (shown, "[{'function': {'name': 'pick'}}]<|im_end|>")):
+        (document,) = load(tmp_path / "a.jsonl", "messages", bpe(template)).train
+        assert learned(document, bpe()) == learns + "It is 2.<|im_end|>"
+
+
 def test_a_turn_that_later_turns_rewrite_is_context_only(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [{"messages": TALK}])
     tokenizer = bpe(REASONING)

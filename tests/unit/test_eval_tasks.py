@@ -21,6 +21,7 @@ from liger_convert.cli import main
 from liger_convert.eval import suites
 from liger_convert.eval.evaluation import evaluate_model
 from liger_convert.eval.generation import generate, load_model
+from liger_convert.eval.harness import rehearse_tasks
 from liger_convert.eval.suites import Suite
 from liger_convert.utils.errors import BadInput
 
@@ -264,6 +265,29 @@ def test_a_folder_of_tasks_that_cannot_be_used_is_one_sentence(
         suites.check_data(included(folder, *names), None, None)
     with pytest.raises(BadInput, match="is not a folder; name one with the YAML files"):
         included(folder / "rows.jsonl", "boxes")
+
+
+def rewritten(folder: Path, **changes: Any) -> Suite:
+    task = folder / "boxes.yaml"
+    task.write_text(task.read_text() + yaml.safe_dump(changes))
+    return included(folder, "boxes")
+
+
+def test_an_answer_without_tokens_is_refused_before_and_while_a_model_answers(model: Any, folder: Path) -> None:
+    empty = rewritten(folder, output_type="loglikelihood", target_delimiter="", doc_to_target="{{q[:0]}}")
+    with pytest.raises(BadInput, match="task boxes: the answer '' has no tokens"):
+        rehearse_tasks(empty.tasks, tiny_tokenizer(), data_dir=None, limit=None, positions=256, report=lambda *_: None)
+    with pytest.raises(BadInput, match="task boxes: the answer '' has no tokens"):
+        evaluate_model(model, tiny_tokenizer(), empty, data_dir=None, precision="float32")
+
+
+def test_a_metric_that_cannot_score_the_answers_is_named_by_its_task(model: Any, folder: Path) -> None:
+    long = rewritten(
+        folder, output_type="loglikelihood", doc_to_target="{{q * 20}}", metric_list=[{"metric": "perplexity"}]
+    )
+    long = long.model_copy(update={"tasks": [long.tasks[0].model_copy(update={"metrics": ["perplexity"]})]})
+    with pytest.raises(BadInput, match="task boxes: its metrics cannot score these answers: OverflowError: math range"):
+        evaluate_model(model, tiny_tokenizer(), long, data_dir=None, precision="float32")
 
 
 @pytest.mark.parametrize("command", ["eval", "diagnose"])

@@ -118,6 +118,7 @@ CONFIGS = [
     case("negative heads", "num_attention_heads should be from", config(num_attention_heads=-4)),
     case("a string for a size", 'intermediate_size should be a whole number, not "48"', config(intermediate_size="48")),
     case("a fraction for a size", "head_dim should be a whole number", config(head_dim=8.5)),
+    case("a NaN", "rms_norm_eps should be a finite number, not nan", config(rms_norm_eps=float("nan"))),
     case("heads that do not divide", "is not a multiple of num_key_value_heads", config(num_key_value_heads=3)),
     case("a list", "config.json: must hold a JSON object", after(wrote("base/config.json", "[]"), World.run)),
     case(

@@ -301,6 +301,25 @@ def test_verify_finds_nothing_wrong_with_a_finished_run_and_its_export(finished,
     assert sha256_file(copy / "config.json") == checksums.read_sums(copy)["config.json"]
 
 
+def test_a_manifest_with_fields_of_other_types_is_refused(broken, capsys):
+    path = broken / "interrupted/manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"recipe": 1}))
+    code, said = resume(capsys)
+    assert code == 2
+    assert "manifest.json: was not written by this version of liger-convert" in said
+
+
+@pytest.mark.parametrize("harm", [flip_bit, Path.unlink])
+def test_a_finished_run_with_a_damaged_export_is_not_said_to_be_done(
+    home, finished, tmp_path, capsys, monkeypatch, harm
+):
+    monkeypatch.chdir(home)
+    copy = Path(shutil.copytree(finished, tmp_path / "run"))
+    harm(copy / "export/model-00001-of-00002.safetensors")
+    assert main.main(["run", "recipe.yaml", "--out", str(copy), "--set", "stages=[]", "--resume"]) == 2
+    assert "run/export/model-00001-of-00002.safetensors: " in capsys.readouterr().err
+
+
 def test_verify_takes_an_unfinished_run(interrupted, capsys):
     assert main.main(["verify", str(interrupted), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
