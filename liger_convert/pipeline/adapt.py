@@ -5,7 +5,8 @@ The rules. Each applies only if needed, and each change is reported in a sentenc
 - Rows are no longer than the context that the base was made for, because a teacher's output beyond it is noise. They
   are halved until they fit, and a step gets more of them, so that it has as many tokens as before.
 - A window is at most an eighth of that context, and that of `layers.long_windows` at most a quarter. A window as long
-  as the texts would leave nothing for the memory.
+  as the texts would leave nothing for the memory. Rows of `mixed_seq_lens` that never leave the window get shorter
+  with it.
 - Adapters replace training the base's own weights. At equal tokens they lose less of what the training text does not
   cover (eval/LOG.md, TinyLlama-1.1B), and as much of the rest (SmolLM2-135M). Their learning rate falls with the square
   root of the width, which interpolates between the rates measured on these two. The mixers' rates stay, because their
@@ -38,11 +39,14 @@ WINDOWS, LONG_WINDOWS = 8, 4  # the base's context holds at least this many wind
 OWN = ("attention", "body", "embeddings")  # the groups of the base's own weights
 
 
-def adapt(recipe: Recipe, base_config: Any, planner: StagePlanner, number: int) -> tuple[Recipe, tuple[str, ...]]:
+def adapt(
+    recipe: Recipe, base_config: Any, planner: StagePlanner, number: int, windows: tuple[int, int]
+) -> tuple[Recipe, tuple[str, ...]]:
     """`recipe` with its stages adapted to the base, and a sentence for each change. Unchanged if the recipe has no
     `adapt`.
 
-    number: of processes. Only a single process can train layer by layer.
+    number: of processes. Only a single process can train layer by layer. windows: that of `mixer` in the recipe, and as
+    `fit_windows` has fitted it.
     """
     if recipe.adapt is None:
         return recipe, ()
@@ -52,7 +56,9 @@ def adapt(recipe: Recipe, base_config: Any, planner: StagePlanner, number: int) 
     tuned, hidden = recipe.adapt.hidden_size, base_config.hidden_size
     alone = max(number, processes.count()) == 1
     for i, written in enumerate(recipe.stages):
-        stage, said = _fit_rows(written, context)
+        stage, said = _fit_short_rows(written, *windows)
+        stage, fitted = _fit_rows(stage, context)
+        said = [*said, *fitted]
         trained = recipe.adapt.trained
         if trained == "mixers" and _trains_own(stage) and stage.learning_rates.mixer is not None:
             stage = _mixers_alone(stage)
@@ -60,12 +66,12 @@ def adapt(recipe: Recipe, base_config: Any, planner: StagePlanner, number: int) 
         elif trained != "weights" and _trains_own(stage):
             stage = _with_adapters(stage, recipe.adapt, hidden)
             said = [*said, _adapters(stage)]
-        stage, fitted = _fit_memory(
+        stage, smaller = _fit_memory(
             stage, recipe.adapt, hidden, room, lambda stage: planner.plan(stage).memory_bytes, alone
         )
         stage, scaled = _scale_rates(stage, tuned, hidden)
         stages.append(stage)
-        sentences += [f"stages[{i}].{sentence}" for sentence in (*said, *fitted, *scaled)]
+        sentences += [f"stages[{i}].{sentence}" for sentence in (*said, *smaller, *scaled)]
     return recipe.with_stages(stages), tuple(sentences)
 
 
@@ -93,18 +99,33 @@ def changed(stage: AnyStage, **fields: Any) -> AnyStage:
     return type(stage).model_validate(stage.model_dump() | fields)
 
 
+def _fit_short_rows(stage: AnyStage, written: int, fitted: int) -> tuple[AnyStage, list[str]]:
+    """Shortens mixed rows that never leave a window of `written` tokens, where it has become one of `fitted`."""
+    others, sentences = stage.model_dump()["mixed_seq_lens"], []
+    for other in others:
+        longer = other["seq_len"]
+        length = longer * fitted // written if fitted < written and longer <= written else 0
+        if length > 1 and stage.seq_len % length == 0:
+            why = f"because the window is {fitted:,} in place of {written:,}"
+            sentences.append(f"mixed_seq_lens: rows of {length:,} in place of {longer:,}, {why}")
+            other["seq_len"] = length
+    return (changed(stage, mixed_seq_lens=others) if sentences else stage), sentences
+
+
 def _fit_rows(stage: AnyStage, context: int | None) -> tuple[AnyStage, list[str]]:
     if context is None or stage.seq_len <= context:
         return stage, []
     length, more = stage.seq_len, 1
     while length > context:
         length, more = length // 2, more * 2
-    shorter = [other for other in stage.model_dump()["mixed_seq_lens"] if length % other["seq_len"] == 0]
-    shorter = [other for other in shorter if other["seq_len"] < length]
+    others = stage.model_dump()["mixed_seq_lens"]
+    shorter = [other for other in others if length % other["seq_len"] == 0 and other["seq_len"] < length]
     said = (
         f"seq_len: {length:,} in place of {stage.seq_len:,}, because the base was made for {context:,} tokens; "
         f"batch_size {stage.batch_size * more} in place of {stage.batch_size}"
     )
+    if gone := ", ".join(f"{other['seq_len']:,}" for other in others if other not in shorter):
+        said += f"; mixed_seq_lens without {gone}"
     return changed(stage, seq_len=length, batch_size=stage.batch_size * more, mixed_seq_lens=shorter), [said]
 
 

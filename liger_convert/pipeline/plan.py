@@ -236,7 +236,9 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None) ->
         specs[name] = resolve_spec(spec.to_dict(), f"mixers.{name}")
     if recipe.long_windows is not None:
         specs[LONG] = resolve_spec(recipe.mixer.to_dict() | {"window": recipe.long_windows.window}, "mixer")
+    window = specs[MAIN]["window"]
     specs, fitted = adapt.fit_windows(recipe, base_config, specs)
+    windows_of_main = window, specs[MAIN]["window"]
     if recipe.long_windows is not None and not _is_longer(specs):
         window, long = specs[MAIN]["window"], specs[LONG]["window"]
         shorter = f"the window of {window} in" if window else "the unlimited window in"
@@ -258,7 +260,7 @@ def make_plan(recipe: Recipe, base_config: Any, processes: int | None = None) ->
     dims = head_dims(base_config)
     device, compute = computes_in(recipe)
     planner = StagePlanner(config, reused, new, device, compute)
-    recipe, adapted = adapt.adapt(recipe, base_config, planner, processes)
+    recipe, adapted = adapt.adapt(recipe, base_config, planner, processes, windows_of_main)
     weights = planner.sizes
     stages = [planner.plan(stage, processes, shards) for stage in recipe.stages]
     for i, (stage, planned) in enumerate(zip(recipe.stages, stages, strict=True)):

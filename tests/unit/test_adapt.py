@@ -112,7 +112,20 @@ def test_rows_are_no_longer_than_the_context_and_a_step_has_as_many_tokens() -> 
 
 def test_second_lengths_that_no_longer_fit_are_dropped() -> None:
     rows = {"seq_len": 4096, "mixed_seq_lens": [{"seq_len": 2048, "fraction": 0.2}, {"seq_len": 512, "fraction": 0.3}]}
-    (stage,) = make_plan(recipe(**rows), config("smollm2-135m", max_position_embeddings=2048)).recipe_stages
+    plan = make_plan(recipe(**rows), config("smollm2-135m", max_position_embeddings=2048))
+    assert [other.seq_len for other in plan.recipe_stages[0].mixed_seq_lens] == [512]
+    assert plan.adapted[0].endswith("; mixed_seq_lens without 2,048")
+
+
+def test_rows_that_never_leave_the_window_get_shorter_with_it() -> None:
+    """As many of their micro-batches stay: on a base of 256 tokens, rows of 256 would fill its context."""
+    for context, length in ((2048, 256), (1024, 128), (256, 32)):
+        plan = make_plan(load(DEFAULT), config("smollm2-135m", max_position_embeddings=context))
+        assert [(other.seq_len, other.fraction) for other in plan.recipe_stages[2].mixed_seq_lens] == [(length, 0.5)]
+        said = f"mixed_seq_lens: rows of {length} in place of 256, because the window is {length} in place of 256"
+        assert (f"stages[2].{said}" in plan.adapted) == (length != 256)
+    longer = {"seq_len": 4096, "mixed_seq_lens": [{"seq_len": 512, "fraction": 0.3}]}
+    (stage,) = make_plan(recipe(**longer), config("smollm2-135m", max_position_embeddings=1024)).recipe_stages
     assert [other.seq_len for other in stage.mixed_seq_lens] == [512]
 
 
