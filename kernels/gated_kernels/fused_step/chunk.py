@@ -96,24 +96,22 @@ def _in_torch(token: StepInputs, cache: StepCache, config: StepConfig) -> Tensor
     slot = int(cache.ring_position) % cache.k_NPGD.shape[1]
     q_BHD, k_BGD, v_BGD = (_wide(x) for x in (token.q_BHD, token.k_BGD, token.v_BGD))
     k_rot_BGD = _rotated(k_BGD, token).to(dtype)
-    hidden_BS = position_BS < 0
-    some_hidden = bool(hidden_BS.any())
-    window_BGRD, lse_BGR1 = _window(token, cache, q_BHD, k_rot_BGD, slot, hidden_BS if some_hidden else None)
+    padding_BS = position_BS < 0
+    has_padding = bool(padding_BS.any())
+    window_BGRD, lse_BGR1 = _window(token, cache, q_BHD, k_rot_BGD, slot, padding_BS if has_padding else None)
 
     evicted = cache.deferred_inputs_NPGD is not None
     if cache.deferred_inputs_NPGD is not None:
         written_B = position_BS[:, 0] >= (0 if token.sink_visible_BM is None else token.sink_visible_BM.shape[1])
         key_BGD, value_BGD = _wide(cache.deferred_inputs_NPGD[:, slot]), _wide(cache.v_NPGD[:, slot])
     else:
-        written_B, key_BGD, value_BGD = ~hidden_BS[:, -1], k_BGD, v_BGD
+        written_B, key_BGD, value_BGD = ~padding_BS[:, -1], k_BGD, v_BGD
     written_B111 = None if bool(written_B.all()) else written_B[:, None, None, None]
     phi_q_BGRF, phi_k_BGF = _features(q_BHD, key_BGD, config)
-    read_BGRD = normalizer_BGR1 = None
-    if evicted:  # a query does not see the token that leaves the window in its step
-        read_BGRD, normalizer_BGR1 = _read(phi_q_BGRF, cache)
+    # a query does not see the token that leaves the window in its step
+    before = _read(phi_q_BGRF, cache) if evicted else None
     _write(cache, phi_k_BGF[..., None], value_BGD[:, :, None], _decay(key_BGD, config.gate), written_B111)
-    if read_BGRD is None:
-        read_BGRD, normalizer_BGR1 = _read(phi_q_BGRF, cache)
+    read_BGRD, normalizer_BGR1 = _read(phi_q_BGRF, cache) if before is None else before
 
     if config.memory_weight is None or normalizer_BGR1 is None:
         o_BGRD = (window_BGRD + read_BGRD) / 2
@@ -146,11 +144,11 @@ def _window(
     q_BHD: Tensor,
     k_rot_BGD: Tensor,
     slot: int,
-    hidden_BS: Tensor | None,
+    padding_BS: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The window's output [B,G,R,D], and the log of its weight, [B,G,R,1].
 
-    Keys lie as in the cache: the ring from slot 0, the sinks, the token itself. hidden_BS: where `position_BS` is
+    Keys lie as in the cache: the ring from slot 0, the sinks, the token itself. padding_BS: where `position_BS` is
     padding; None: nowhere.
     """
     B, P, G, D = cache.k_NPGD.shape
@@ -161,7 +159,7 @@ def _window(
         values.insert(1, cache.sink_v_NMGD)
     k_BGXD, v_BGXD = (_wide(torch.cat(parts, 1)).transpose(1, 2) for parts in (keys, values))
     logits_BGRX = torch.matmul(_wide(q_BGRD) * token.scale, k_BGXD.mT)
-    hidden_BX = _hidden(token.sink_visible_BM, hidden_BS, slot, P)
+    hidden_BX = _hidden(token.sink_visible_BM, padding_BS, slot, P)
     if hidden_BX is not None:
         logits_BGRX = logits_BGRX.masked_fill(hidden_BX[:, None, None], HIDDEN)
     lse_BGR1 = logits_BGRX.logsumexp(-1, keepdim=True)
@@ -171,17 +169,17 @@ def _window(
     return torch.matmul(weights_BGRX, v_BGXD), lse_BGR1
 
 
-def _hidden(sink_visible_BM: Tensor | None, hidden_BS: Tensor | None, slot: int, P: int) -> Tensor | None:
+def _hidden(sink_visible_BM: Tensor | None, padding_BS: Tensor | None, slot: int, P: int) -> Tensor | None:
     """Which keys, as `_window` has them, are not visible; None if all are."""
     sinks_seen = sink_visible_BM is None or bool(sink_visible_BM.all())
-    if hidden_BS is None and sinks_seen:
+    if padding_BS is None and sinks_seen:
         return None
-    if hidden_BS is None:
+    if padding_BS is None:
         assert sink_visible_BM is not None
-        hidden_BS = sink_visible_BM.new_zeros(len(sink_visible_BM), P + 1)
-    of_ring = hidden_BS[:, :P].roll(slot, 1)  # oldest first -> from slot 0
+        padding_BS = sink_visible_BM.new_zeros(len(sink_visible_BM), P + 1)
+    of_ring = padding_BS[:, :P].roll(slot, 1)  # oldest first -> from slot 0
     of_sinks = [] if sink_visible_BM is None else [~sink_visible_BM]
-    return torch.cat((of_ring, *of_sinks, hidden_BS[:, P:]), 1)
+    return torch.cat((of_ring, *of_sinks, padding_BS[:, P:]), 1)
 
 
 def _features(q_BHD: Tensor, k_BGD: Tensor, config: StepConfig) -> tuple[Tensor, Tensor]:
