@@ -79,28 +79,22 @@ class Decoder:
         self.cache, self.linear, self.softmax, attentions = cache, [], [], []
         for i, layer in enumerate(cache.layers):
             if isinstance(layer, LinearizedCacheLayer):
-                attention = self.model.model.layers[i].self_attn
-                layer.to_static(attention.spec.cache_window, self.in_place)
-                if self.in_place:
-                    attention.enable_fused_step(layer)
                 self.linear.append(layer)
-                attentions.append(attention)
+                attentions.append(self.model.model.layers[i].self_attn)
             elif self.in_place:
                 dynamic = layer.to_dynamic() if isinstance(layer, StaticSoftmaxLayer) else layer
                 cache.layers[i] = StaticSoftmaxLayer(dynamic, ((dynamic.get_seq_length() + WARM_UP) // ROOM + 1) * ROOM)
                 self.softmax.append(cache.layers[i])
-        if not self.in_place and self.model.device.type == "cpu":
-            self._fuse_on_cpu(attentions)
         for layer in self.linear:
             layer.softmax = self.softmax[0] if self.softmax else None
-
-    def _fuse_on_cpu(self, attentions: list[Any]) -> None:
-        """Linear layers share what a step knows of positions, so either all of them have the fused step or none."""
-        pairs = list(zip(attentions, self.linear, strict=True))
-        for attention, layer in pairs:
-            layer.to_static(attention.spec.cache_window, in_place=True)
-        if not all(attention.enable_fused_step(layer, in_torch=True) for attention, layer in pairs):
-            for attention, layer in pairs:
+        in_torch = not self.in_place and self.model.device.type == "cpu"
+        for attention, layer in zip(attentions, self.linear, strict=True):
+            layer.to_static(attention.spec.cache_window, self.in_place or in_torch)
+            if layer.in_place:
+                attention.enable_fused_step(layer, in_torch)
+        # without a kernel, only the fused step has a use for tensors in place, and linear layers share positions
+        if in_torch and not all(layer.fused for layer in self.linear):
+            for attention, layer in zip(attentions, self.linear, strict=True):
                 layer.to_static(attention.spec.cache_window, in_place=False)
 
     def _step(self, ids_B1: Tensor, positions_B1: Tensor, valid_B1: Tensor, mask_BS: Tensor | None) -> Tensor:

@@ -96,6 +96,7 @@ class SequenceMetadata:
         order_BT: Tensor | None = None,
     ):
         self.tokens, self.static, self.order_BT = tokens, static, order_BT
+        self._inverse_BT = None if order_BT is None else order_BT.argsort(1)
         self.position_BT, self.valid_BT, self.segment_ids_BT = position_BT, valid_BT, segment_ids_BT
         self._windows: dict[tuple[int, int], WindowMetadata] = {}
         self._write_masks: dict[tuple[int, int], Tensor] = {}
@@ -123,7 +124,7 @@ class SequenceMetadata:
 
     def restored(self, x_BTX: Tensor) -> Tensor:
         """[B,T,X] in the batch's order, from that of the layers."""
-        return x_BTX if self.order_BT is None else take_tokens(x_BTX, self.order_BT.argsort(1))
+        return x_BTX if self._inverse_BT is None else take_tokens(x_BTX, self._inverse_BT)
 
     @classmethod
     def build(
