@@ -20,6 +20,7 @@ import typer
 
 from liger_convert import __version__
 from liger_convert.cli import measure_commands, reference_commands, run_commands, serve_commands, step_commands
+from liger_convert.cli.help import Command, Group, flowing
 from liger_convert.io.files import disk_errors
 from liger_convert.utils import interrupts, processes
 from liger_convert.utils.errors import BadInput, LinearizeError, first_line, is_panic
@@ -30,7 +31,8 @@ from liger_convert.utils.terminal import safe_streams
 app = typer.Typer(
     name="linearize",
     help="Turn a pretrained Hugging Face decoder into a linear-time model with a constant-size memory.",
-    epilog="Start with: linearize run recipes/smollm2-135m-quick.yaml",
+    epilog="Start with: linearize run smollm2-135m-quick",
+    cls=Group,
     pretty_exceptions_enable=False,
 )
 USAGE_ERROR: type[Any] = typer.BadParameter.__bases__[0]  # typer has no public name for it
@@ -63,7 +65,7 @@ GROUPS: dict[str, dict[str, Callable[..., None]]] = {
 }
 for group, commands in GROUPS.items():
     for name, command in commands.items():
-        app.command(name, rich_help_panel=group)(command)
+        app.command(name, cls=Command, help=flowing(command.__doc__ or ""), rich_help_panel=group)(command)
 
 
 def _version(asked: bool) -> None:

@@ -111,7 +111,7 @@ def compare(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RUN RUN...", help="Folders of finished runs, or their report.json.", show_default=False
+            metavar="RUN", help="Folders of two or more finished runs, or their report.json.", show_default=False
         ),
     ],
     out: Annotated[Path, typer.Option(help="The page to write; an older one is replaced.")] = Path("compare.html"),
@@ -189,15 +189,16 @@ def bench(
             help="Model or shape to compare with.", show_default="a shape's own base", autocompletion=completion.shapes
         ),
     ] = None,
-    prefill: Annotated[
+    no_prefill: Annotated[
+        bool, typer.Option("--no-prefill", help="Fill the caches with noise, and time only decode steps.")
+    ] = False,
+    no_compiled: Annotated[
         bool,
         typer.Option(
-            help="Prefill the prompts; otherwise caches are filled with noise, and only decode steps are timed."
+            "--no-compiled",
+            help="On a GPU, leave out the compiled base, which is compiled again for every length.",
         ),
-    ] = True,
-    compiled: Annotated[
-        bool, typer.Option(help="On a GPU, also measure the compiled base, which is compiled again for every length.")
-    ] = True,
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="New folder for bench.json and bench.png.")] = None,
     device: Device = "auto",
     precision: Precision = "auto",
@@ -224,8 +225,8 @@ def bench(
         repeats=repeats,
         device=where,
         dtype=compute_dtype(where, precision),
-        prefill=prefill,
-        compiled=compiled,
+        prefill=not no_prefill,
+        compiled=not no_compiled,
         mixer=mixer,
         trust_remote_code=trust_remote_code,
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 import yaml
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny_base
@@ -87,6 +88,23 @@ def output(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_every_command_has_help_with_an_example(command, capsys):
     said = output(capsys, command, "--help")
     assert f"linearize {command}" in " ".join(said.split())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_names_every_option_whole_and_no_type_of_a_flag(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    said = output(capsys, command, "--help")
+    params = typer.main.get_command(main.app).commands[command].params
+    options = [name for param in params for name in (*param.opts, *param.secondary_opts) if name.startswith("--")]
+    assert [name for name in options if f" {name} " not in said] == []
+    assert "bool" not in said
+
+
+def test_lines_of_help_break_at_the_width_of_the_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    assert "With --out, finished rows are kept in OUT.partial.json until all are done." in output(
+        capsys, "bench", "--help"
+    )
 
 
 def test_no_words_at_all_show_every_command(capsys):
