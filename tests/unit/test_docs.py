@@ -247,6 +247,14 @@ def test_files_that_are_named_exist(page):
         assert any(any(root.glob(name)) for root in roots), f"{page.name} names {name}"
 
 
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: str(page.relative_to(ROOT)))
+def test_tables_stand_alone(page):
+    """Text right below a table would be shown as one more row of it."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for line, after in pairwise(text.splitlines()):
+        assert not (line and after) or line.startswith("|") == after.startswith("|"), f"{page.name}: {after}"
+
+
 def test_the_readme_is_short():
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 130
