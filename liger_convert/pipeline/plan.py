@@ -174,9 +174,9 @@ class Plan:
         for window in sorted({self.sliding_windows[i] or 0 for i in kept}):
             where = _ranges([i for i in kept if self.sliding_windows[i] == window])
             layers.add_row(where, "the base's own sliding window, unchanged", str(window), "", "none: it does not grow")
-        sizes = Table("parameters", "", title="sizes")
-        sizes.add_row("reused from the base", f"{count(self.reused_parameters):,}")
-        sizes.add_row("new", f"{count(self.new_parameters):,}")
+        sizes = Table("", "", title="sizes", show_header=False)
+        sizes.add_row("parameters reused from the base", f"{count(self.reused_parameters):,}")
+        sizes.add_row("new parameters", f"{count(self.new_parameters):,}")
         sizes.add_row("state of one sequence", decimal(self.state_bytes))
         if self.growing_bytes:
             sizes.add_row("plus, per token, what unlimited windows keep", decimal(self.growing_bytes))
@@ -197,8 +197,7 @@ class Plan:
             for stage in self.stages:
                 training.add_row(stage.kind, f"{stage.tokens:,}", _shares(stage.sources), f"{stage.trained:,}")
             tables.append(training)
-        title = f"estimated memory, without the interpreter's own, training on {self.memory_for}"
-        memory = Table("step", "peak", *(["weights sharded"] if self.sharded_bytes else []), title=title)
+        memory = Table("step", "peak", *(["weights sharded"] if self.sharded_bytes else []), title="estimated memory")
         for step, size in self.memory_bytes.items():
             shared = [decimal(self.sharded_bytes[step])] if step in self.sharded_bytes else []
             memory.add_row(step, decimal(size), *shared)
@@ -206,8 +205,12 @@ class Plan:
         for step, size in self.disk_bytes.items():
             room.add_row(step, decimal(size))
         room.add_row("peak", decimal(self.disk_peak))
+        for table in (sizes, cache, *tables[3:], memory, room):
+            for column in table.columns[1:]:
+                column.justify = "left" if column.header == "of" else "right"
+        without = Text(f"estimated for {self.memory_for}; what the interpreter itself takes is not counted")
         fitted = [Text(f"adapted to this base: {sentence}") for sentence in self.adapted]
-        return Group(*tables, memory, room, *fitted)
+        return Group(*tables, memory, without, room, *fitted)
 
 
 def computes_in(recipe: Recipe) -> tuple[torch.device, torch.dtype]:

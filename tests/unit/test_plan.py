@@ -341,6 +341,15 @@ def test_text_that_the_base_will_write_is_counted():
     assert "999,900" in console.export_text()
 
 
+def test_the_sizes_of_a_plan_end_below_each_other():
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(plan().render())
+    _, below = console.export_text().split(" estimated memory\n")
+    sizes = [line.split("│")[2] for line in below.splitlines() if line.startswith("│")]
+    assert len({len(size) - len(size.rstrip()) for size in sizes}) == 1
+    assert len({len(size.strip()) for size in sizes}) > 1
+
+
 def test_equal_layers_share_a_row():
     console = Console(width=160, file=io.StringIO(), record=True)
     console.print(make_plan(recipe(layers="LLN"), tiny_config("llama", num_hidden_layers=7)).render())
