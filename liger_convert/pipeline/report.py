@@ -258,9 +258,10 @@ def render(results: Mapping[str, Any]) -> Group:
     """The measures as a table for a terminal, and below it the verdict where there is one; a model that is worse
     than its untrained window is said above it as well."""
     models = results["models"]
-    table = Table("", *({"header": TITLES.get(name, name)}["header"] for name in models))
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = Table()
+    table.add_column(no_wrap=True)  # no name of a metric is cut off on a narrow terminal
+    for name in models:
+        table.add_column(TITLES.get(name, name), justify="right", overflow="fold")
     for metric in metric_names(models):
         table.add_row(metric, *(cell(measured.get(metric)) for measured in models.values()))
     found = results.get("verdict", {})

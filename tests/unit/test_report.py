@@ -209,6 +209,13 @@ def test_the_terminal_table_has_a_column_for_every_model_and_the_verdict_below()
         assert text in shown
 
 
+def test_names_of_metrics_are_whole_on_a_terminal_of_80_columns() -> None:
+    found = {"lambada_openai/perplexity": measured(48.29, 1.89)}
+    console = Console(file=io.StringIO(), width=80)
+    console.print(render({"models": dict.fromkeys(results()["models"], found)}))
+    assert "lambada_openai/perplexity" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def test_a_model_worse_than_the_untrained_window_is_told_first_and_above_all_else() -> None:
     poor = results()
     poor["models"]["linearized"] = poor["models"]["linearized"] | {"text_ppl": measured(40.0, 1.0)}

@@ -31,7 +31,8 @@ HEAD = 4096
 def render(found: Mapping[str, Any]) -> Group:
     """The result of `compare.compare` as a table for a terminal, followed by its notes."""
     columns = list(_columns(found))
-    table = Table("")
+    table = Table()
+    table.add_column(no_wrap=True)
     for _, name in columns:
         table.add_column(Text(name), justify="right", overflow="fold")
     sides = [found[kind][name] for kind, name in columns]
