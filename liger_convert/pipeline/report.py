@@ -73,7 +73,7 @@ The linearized layers keep {{ size(plan.state_bytes) }} for a sequence of any le
 |---:|---:|---:|---:|
 {% for tokens, cache in plan.cache_bytes.items() %}
 {% set ratio = (cache.base / cache.linearized) | round(1) %}
-| {{ tokens }} | {{ size(cache.base) }} | {{ size(cache.linearized) }} | {{ ratio }} |
+| {{ "{:,}".format(tokens | int) }} | {{ size(cache.base) }} | {{ size(cache.linearized) }} | {{ ratio }} |
 {% endfor %}
 
 {% if beyond %}
@@ -136,7 +136,8 @@ one of these layers. The table shows it in nats per token, before any training.
 {% set loss = losses[0] ~ " → " ~ losses[-1] %}
 {% set slower = " (at %g times its learning rates)" | format(stage.rates) if stage.rates | default(1) != 1 else "" %}
 {% set name = stage.name ~ (slower if stage.kept | default(true) else " (left out: it made the model worse)") %}
-| {{ name }} | {{ stage.tokens }} | {{ stage.trained_parameters }} | {{ stage.seconds }} | {{ loss }} |
+{% set counts = "{:,} | {:,}".format(stage.tokens, stage.trained_parameters) %}
+| {{ name }} | {{ counts }} | {{ stage.seconds }} | {{ loss }} |
 {% endfor %}
 
 {% for stage in training if stage.sources is defined %}

@@ -102,6 +102,12 @@ def test_a_page_fits_its_window_loads_nothing_and_can_be_read(chromium, pages, n
     assert page.requests == [pages[name].as_uri()]
 
 
+def test_the_tables_of_a_report_are_whole_on_a_phone(chromium, pages):
+    page = chromium.open(pages["report"].as_uri(), 390, 844, "light")
+    cut = "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth).map(e => e.ariaLabel)"
+    assert page.evaluate(cut) == []
+
+
 def test_dark_is_dark_and_paper_is_light_and_wide_enough(chromium, pages):
     background = "getComputedStyle(document.body).backgroundColor"
     page = chromium.open(pages["report"].as_uri(), A4, 1000, "dark")

@@ -254,6 +254,12 @@ def test_the_report_tells_the_bases_own_windows_from_layers_that_stayed_softmax(
     assert says in describe_layers({"plan": plan, "base": "b"})
 
 
+def test_a_report_says_so_if_all_layers_became_the_same() -> None:
+    linearization = {"mixers": {"main": {"type": "gla", "window": 64, "sinks": 4}}, "layers": ["main", "main"]}
+    said = describe_layers({"plan": {"linearization": linearization}, "base": "b"})
+    assert said == "All 2 attention layers of `b` became `gla` (window 64, 4 sinks)."
+
+
 if __name__ == "__main__":
     for name, text in files().items():
         (GOLDEN / name).write_text(text)

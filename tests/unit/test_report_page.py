@@ -16,6 +16,7 @@ from liger_convert.pipeline import report as written
 from liger_convert.pipeline.pages.charts import Axis, Series, draw
 from liger_convert.pipeline.pages.common import TITLES, cell, lower_is_better, recovery
 from liger_convert.pipeline.pages.read import read_report
+from liger_convert.pipeline.pages.rendering import unbroken_markup
 from liger_convert.pipeline.pages.report_page import page
 from liger_convert.utils.errors import LinearizeError
 
@@ -224,6 +225,12 @@ def test_what_was_left_out_of_the_suite_is_listed(html):
     assert "Notes on the measures" not in html
 
 
+def test_no_line_ends_within_an_option_or_a_value():
+    assert unbroken_markup("<b> 1.0 ± 0.1, see --include-path") == (
+        '&lt;b&gt; 1.0&nbsp;±&nbsp;0.1, see <span class="option">--include-path</span>'
+    )
+
+
 @pytest.mark.parametrize("name", ["gla", "hybrid", "liger-paper"])
 def test_reports_of_before_can_be_drawn(name):
     made = page(read_report(REPORTS / f"smollm2-135m-{name}"))
@@ -286,6 +293,11 @@ def test_a_chart_stays_in_its_frame(points, x_log, y_log):
     assert all(0 <= place <= 360 for place in places)
     assert made.count('class="grid"') >= 2
     assert made.count('class="tick"') >= 3
+
+
+def test_between_two_steps_of_a_training_there_is_no_tick():
+    made = draw("t", [Series("s", "base", [(1, 0.3), (2, 0.4)])], Axis("step"), Axis("loss", show=lambda _: "y"))
+    assert sorted(re.findall(r"<text class=\"tick\".*?>(\d.*?)</text>", made)) == ["1", "2"]
 
 
 def test_what_cannot_be_drawn_is_left_out():

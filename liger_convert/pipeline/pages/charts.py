@@ -117,6 +117,8 @@ def _axis(axis: Axis, values: Sequence[float]) -> tuple[list[float], float, floa
             if len(ticks) >= 3:
                 return ticks, first, last, True
     step = _round_step((high - low) or abs(high) or 1)
+    if all(float(value).is_integer() for value in values):  # there is no step of training between two others
+        step = max(step, 1.0)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     last = max(last, first + 1)
     return [i * step for i in range(first, last + 1)], first * step, last * step, False

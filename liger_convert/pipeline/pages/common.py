@@ -120,4 +120,7 @@ def describe_layers(report: Mapping[str, Any]) -> str:
     sliding = len(own) - own.count(None)
     stayed = [f"{layers[SOFTMAX] - sliding} stayed softmax"] if layers[SOFTMAX] > sliding else []
     stayed += [f"{sliding} kept the base's own sliding window"] if sliding else []
-    return f"Of the {layers.total()} attention layers of `{report['base']}`, {' and '.join([*mixers, *stayed])}."
+    of_base = f"{layers.total()} attention layers of `{report['base']}`"
+    if len(mixers) == 1 and not stayed:
+        return f"All {of_base} {mixers[0].partition(' ')[2]}."
+    return f"Of the {of_base}, {' and '.join([*mixers, *stayed])}."

@@ -48,7 +48,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"cell": cell_markup, "code": code_markup}
+    environment.filters |= {"cell": cell_markup, "code": code_markup, "unbroken": unbroken_markup}
     environment.globals["lower_is_better"] = lower_is_better
     return environment
 
@@ -62,3 +62,9 @@ def cell_markup(measured: Any) -> Markup:
 def code_markup(markdown: str) -> Markup:
     """A sentence of Markdown as markup. Only backticks are interpreted."""
     return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(markdown))))
+
+
+def unbroken_markup(sentence: str) -> Markup:
+    """A sentence as markup in which no line ends within an option, or between a value and its standard error."""
+    text = re.sub(r"--[\w-]+", r'<span class="option">\g<0></span>', str(escape(sentence)))
+    return Markup(text.replace(" ± ", "&nbsp;±&nbsp;"))
