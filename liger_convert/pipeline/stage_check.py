@@ -120,9 +120,10 @@ def sentence(measured: Measures, before: Mapping[str, Measures]) -> str:
     """`perplexity of text of another kind 17.3 (base 16.9, …); loss on a repetition …`, with all earlier measures in
     parentheses."""
     names = {TEXT: "perplexity of text of another kind", COPY: "loss on a repetition"}
+    whose = {BASE: "base", UNTRAINED: "untrained window", MODEL: "before this stage"}
     parts = []
     for metric, name in names.items():
-        known = ", ".join(f"{who.replace('_', ' ')} {_number(found[metric])}" for who, found in before.items())
+        known = ", ".join(f"{whose[who]} {_number(found[metric])}" for who, found in before.items())
         parts.append(f"{name} {_number(measured[metric])} ({known})")
     return "; ".join(parts)
 
