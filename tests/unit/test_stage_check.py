@@ -50,7 +50,9 @@ def test_worse_is_what_loses_and_wins_nothing(measured, worse):
 def test_figures_after_a_stage_are_told_from_those_before_it():
     before = {BASE: measures(16.0, 0.2), UNTRAINED: measures(18.0, 3.0), MODEL: measures(17.0, 1.0)}
     said = stage_check.sentence(measures(16.5, 0.9), before)
-    assert said.startswith("perplexity of text of another kind 16.5 (base 16, untrained window 18, before this stage 17)")
+    assert said.startswith(
+        "perplexity of text of another kind 16.5 (base 16, untrained window 18, before this stage 17)"
+    )
 
 
 def test_what_is_as_good_as_the_base_is_never_worse():
