@@ -30,8 +30,8 @@ ROOM = 256  # softmax layers grow by this many tokens: they attend over their fu
 NEEDED = {"input_ids", "position_ids", "past_key_values"}
 HARMLESS = {"attention_mask", "use_cache", "return_dict", "logits_to_keep"}  # a step honors or may ignore these
 
-# ids [B,1], positions [B or 1,1], bool [B,1] that is False on padding, softmax mask [B,S] or None -> logits
-Step = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+# ids [B,1], positions [B or 1,1], softmax mask [B,S] or None -> logits
+Step = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Decoder:
@@ -52,22 +52,23 @@ class Decoder:
 
     def __call__(self, **inputs: Any) -> Any:
         """The model's forward: same inputs and outputs."""
-        cache = inputs.get("past_key_values")
-        if not _is_step(inputs):
+        cache, mask_BS = inputs.get("past_key_values"), inputs.get("attention_mask")
+        if not (is_step := _is_step(inputs)) or _has_padding(mask_BS):
             self.cache = None
+            if is_step:  # a row whose token is padding keeps its ring, but all rows' rings turn together
+                self.model.decoding = "plain steps: a new token is padding"
             return self.model(**inputs)
         fresh = cache is not self.cache or any(layer.length == layer.room for layer in self.softmax)
         if fresh:
             self._to_static(cache)
-        ids_B1, mask_BS, length = inputs["input_ids"], inputs.get("attention_mask"), self.linear[0].length
+        ids_B1, length = inputs["input_ids"], self.linear[0].length
         if mask_BS is None:
             mask_BS = ids_B1.new_ones(len(ids_B1), length + 1)
-        valid_B1 = mask_BS[:, -1:].bool()
         if self.softmax:
             mask_BS = F.pad(mask_BS, (0, self.softmax[0].room - mask_BS.shape[1]))
         elif self.in_place:
             mask_BS = None  # there are no softmax layers
-        given = ids_B1, inputs["position_ids"], valid_B1, mask_BS
+        given = ids_B1, inputs["position_ids"], mask_BS
         if fresh:
             self.step = self._captured(given)
         logits = self.step(*given)
@@ -97,9 +98,9 @@ class Decoder:
             for attention, layer in zip(attentions, self.linear, strict=True):
                 layer.to_static(attention.spec.cache_window, in_place=False)
 
-    def _step(self, ids_B1: Tensor, positions_B1: Tensor, valid_B1: Tensor, mask_BS: Tensor | None) -> Tensor:
+    def _step(self, ids_B1: Tensor, positions_B1: Tensor, mask_BS: Tensor | None) -> Tensor:
         with static_steps(self._layers()):
-            metadata = SequenceMetadata.build(ids_B1, positions_B1, valid_B1, self.linear[0].positions, static=True)
+            metadata = SequenceMetadata.build(ids_B1, positions_B1, None, self.linear[0].positions, static=True)
             inputs = {"input_ids": ids_B1, "position_ids": positions_B1, "attention_mask": mask_BS}
             return self.model(**inputs, metadata=metadata, past_key_values=self.cache, use_cache=True).logits
 
@@ -109,7 +110,7 @@ class Decoder:
     def _tensors(self) -> list[Tensor]:
         return [tensor for layer in self._layers() for tensor in layer.tensors()]
 
-    def _captured(self, given: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> Step:
+    def _captured(self, given: tuple[Tensor, Tensor, Tensor | None]) -> Step:
         """The step as a CUDA graph, or uncaptured if capture is not possible. Sets `model.decoding`."""
         fused = ", fused" if all(layer.fused for layer in self.linear) else ""
         self.model.decoding = f"fixed steps{fused}"
@@ -170,6 +171,11 @@ def _is_step(inputs: dict[str, Any]) -> bool:
     if not (NEEDED | {"use_cache"} <= given <= NEEDED | HARMLESS):
         return False
     return inputs["input_ids"].shape[1] == 1 and inputs["past_key_values"].get_seq_length() > 0
+
+
+def _has_padding(mask_BS: Tensor | None) -> bool:
+    """Whether the new token of a row is padding."""
+    return mask_BS is not None and not bool(mask_BS[:, -1].all())
 
 
 @contextlib.contextmanager

@@ -152,10 +152,9 @@ class SequenceMetadata:
             valid_BT = attention_mask[:, -tokens:].to(device=device, dtype=torch.bool)
             if valid_BT.shape[1] != tokens:
                 raise ValueError(f"attention_mask covers {attention_mask.shape[1]} tokens, but {tokens} are new")
-            if not static and not reads_no_values():
+            if not reads_no_values():
                 check_mask(attention_mask, position_ids, tokens, None if before is None else before.seen_B)
                 valid_BT = None if bool(valid_BT.all()) else valid_BT
-            # a single token does not move, so that steps of fixed shapes and others agree
             if valid_BT is not None and tokens > 1 and (reads_no_values() or _is_scattered(valid_BT, cached)):
                 order_BT = _padding_first(valid_BT)
                 valid_BT = valid_BT.gather(1, order_BT)
@@ -177,7 +176,7 @@ class SequenceMetadata:
         if valid_BT is not None:
             position_BT = torch.where(valid_BT, position_BT, -1)
         metadata = cls(tokens, position_BT, valid_BT, segment_ids_BT, static, order_BT)
-        metadata.follows_padding = valid_BT is not None and before is not None and tokens > 1
+        metadata.follows_padding = valid_BT is not None and before is not None
         return metadata
 
     def for_window(self, cache_window: int, sinks: int, before: Positions | None = None) -> WindowMetadata:

@@ -75,6 +75,7 @@ def convert_checkpoint(
         total = write_shards(shards, folder, progress)
         config.save_pretrained(folder)
         copy_companions(base, folder)
+        generation_config.leave_out_refused(folder)
         if tokenizer_class is not None:
             tokenizer.name_class(folder, tokenizer_class)
     return {

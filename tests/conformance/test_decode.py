@@ -136,7 +136,7 @@ def test_a_step_reads_no_value_on_the_host(spec: dict[str, Any]) -> None:
         model(TOKENS[:, :2], past_key_values=cache, use_cache=True)
         inputs = {"input_ids": TOKENS[:, 2:3], "position_ids": torch.tensor([[2]]), "past_key_values": cache}
         decoder(**inputs, use_cache=True)
-        given = (TOKENS[:, 3:4], torch.tensor([[3]]), torch.ones(2, 1, dtype=torch.bool), torch.ones(2, 256).long())
+        given = TOKENS[:, 3:4], torch.tensor([[3]]), torch.ones(2, 256).long()
         with torch.profiler.profile() as profile:
             decoder.step(*given)
     looked = {"aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero"}

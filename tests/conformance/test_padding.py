@@ -45,6 +45,38 @@ def test_padding_between_tokens_does_not_shorten_the_window(model: Any) -> None:
     assert_same_logits(torch.cat(parts, 1)[real][None], alone)
 
 
+@pytest.mark.parametrize("seen", [5, 16], ids="after {} tokens".format)
+def test_a_step_that_is_padding_leaves_its_row_as_it_was(model: Any, seen: int) -> None:
+    """As in a batch in which a row is finished while the others go on."""
+    cache, mask = DynamicCache(config=model.config), torch.ones_like(TOKENS)
+    mask[0, seen : seen + 3] = mask[1, seen + 2] = 0
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    linear = [i for i, layer in enumerate(LAYERS) if layer != "softmax"]
+
+    def read(start: int, end: int) -> torch.Tensor:
+        now = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
+        return logits(model, TOKENS[:, start:end], **now, past_key_values=cache, use_cache=True)
+
+    def held() -> list[torch.Tensor]:
+        """What the first row's linear layers keep."""
+        kept = []
+        for layer in (cache.layers[i] for i in linear):
+            real = layer.positions.position_BP[0] >= 0
+            kept += [ring[0, -len(real) :][real] for ring in layer.ring.values()]
+            kept += [x[0] for x in (*layer.sinks.values(), *layer.states.values())]
+        return kept
+
+    parts, before = [read(0, seen)], held()
+    for i in range(seen, seen + 3):
+        parts.append(read(i, i + 1))
+        assert all(torch.equal(*pair) for pair in zip(held(), before, strict=True))
+    parts += [read(i, i + 1) for i in range(seen + 3, TOKENS.shape[1])]
+    for row, real in enumerate(mask.bool()):
+        if own_windows(model.config)[LAYERS.index("softmax")] is not None:
+            continue  # transformers counts padding in the sliding windows of softmax layers
+        assert_same_logits(torch.cat(parts, 1)[row, real], logits(model, TOKENS[row : row + 1, real])[0])
+
+
 def test_packed_documents_never_see_each_other(model: Any) -> None:
     assert_packed_documents_are_separate(model)
 

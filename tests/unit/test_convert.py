@@ -113,6 +113,17 @@ def test_tokenizer_generation_config_and_licence_come_along(base, tmp_path):
     assert ours.chat_template == theirs.chat_template
 
 
+def test_what_generate_would_refuse_is_left_out_of_the_generation_config(base, tmp_path, capsys):
+    refused = {"cache_implementation": "static", "prompt_lookup_num_tokens": 3, "assistant_early_exit": 1}
+    kept = {"eos_token_id": 2, "do_sample": True, "temperature": 0.6, "use_mtp": False}
+    (base / "generation_config.json").write_text(json.dumps(kept | refused))
+    convert_checkpoint(base, tmp_path / "out", LINEARIZATION)
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
+    assert all(f"{name}: {json.dumps(value)}" in said for name, value in refused.items())
+    assert json.loads((tmp_path / "out/generation_config.json").read_text()) == kept
+    load_linearized(tmp_path / "out").generate(TOKENS, max_new_tokens=2)
+
+
 @pytest.mark.parametrize(
     ("family", "named"),
     [
