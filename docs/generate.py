@@ -167,9 +167,10 @@ def _type_words(annotation: Any) -> str:
         return " or ".join(f"`{_yaml(part)}`" for part in parts)
     if origin in (typing.Union, types.UnionType):
         said = [_type_words(part) for part in parts if part is not type(None)]
-        return " or ".join(dict.fromkeys(said))
+        return (", or " if any(kind.startswith("list") for kind in said) else " or ").join(dict.fromkeys(said))
     if origin is list:
-        return f"list of {_type_words(parts[0])}"
+        item = _type_words(parts[0])
+        return f"list of {item}s" if item in ("text", "whole number", "number") else f"list of {item}"
     if origin is dict:
         return f"names, each with {_type_words(parts[1])}"
     return getattr(annotation, "__name__", str(annotation))
@@ -203,7 +204,8 @@ def recipes_page() -> str:
         MADE,
         "",
         "A recipe is a YAML file that says what to convert, how to train it and how to measure it.",
-        "The shipped recipes are in `recipes/`; each begins with the command that runs it.",
+        "The shipped recipes are in `recipes/`; each begins with the command that runs it. The package has them, too:",
+        "a command takes `recipes/smollm2-135m-quick.yaml` or, in any folder, the name `smollm2-135m-quick`.",
         "`--set FIELD=VALUE` changes one field from the command line, for example `--set stages[0].tokens=4e6`.",
         "A field that is unknown, misspelt or out of bounds is refused with a message that names it.",
         "",
@@ -279,7 +281,8 @@ def _option_rows(command: Any) -> Iterator[str]:
             continue
         is_option = option.opts[0].startswith("-")
         names = " / ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
-        name = names if is_option else f"`{(option.metavar or option.name).upper().strip('[]')}`"
+        more = "..." * (option.nargs != 1)
+        name = names if is_option else f"`{(option.metavar or option.name).upper().strip('[]')}{more}`"
         cells = (name, _shown_default(option), (getattr(option, "help", None) or "").strip())
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
@@ -306,7 +309,7 @@ def cli_page() -> str:
         "`linearize COMMAND --help` shows the same in a terminal.",
         "",
         "- A base or a model is a folder, a hub id, a `.gguf` file, or `package:MODULE/FILE`.",
-        "- Commands that print a table print JSON with `--json`.",
+        "- With `--json`, a command that has this option prints JSON instead of a table.",
         "- Exit codes: 0 done, 1 failed, 2 bad input, 130 and 143 stopped by Ctrl-C or SIGTERM.",
         "- An error message is one sentence that says what is wrong and where.",
         "- Ctrl-C and SIGTERM save the training step reached so far if that takes less than 6 seconds.",
@@ -365,7 +368,7 @@ def mixers_page() -> str:
         "- pool(k) averages the key's channels, or repeats them, to as many values as the gate has.",
         "- bias is learned. It starts at the option `gate_bias`, if the mixer has one.",
         "- tau, gamma and slope are the options `gate_normalizer`, `lower_bound` and `slope`.",
-        "- g is the index of a key-value head, and G their number.",
+        "- g is the number of a key-value head, from 1 to G (in `retnet` from 0 to G - 1).",
         "- W, P, A and rate are learned parameters.",
         "",
         "| mixer | what it is | recurrence | gate | combined with the window by | state, KB |",

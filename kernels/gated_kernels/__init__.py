@@ -129,8 +129,8 @@ if path := os.environ.get("GATED_KERNELS"):
     use(path)
 else:
     use(_default())
-    # asked for its capability, a GPU is initialised, which an import must not do: processes that fork later could not
-    # use it. So torch asks, when it initialises the GPU itself
+    # asked for its capability, a GPU is initialized, which an import must not do: processes that fork later could not
+    # use it. So torch asks, when it initializes the GPU itself
     torch.cuda._lazy_call(_leave_unsuited)
 
 __all__ = [

@@ -19,24 +19,30 @@ FILE, CURVES = "bench.json", "bench.png"
 
 
 def render(results: Mapping[str, Any]) -> Group:
-    """The rows as a table, followed by what was checked, what counts as memory, the limits, and what is missing."""
+    """The rows as a table of prefill and one of decoding, followed by what was checked, what counts as memory, the
+    limits, and what is missing."""
     peak = results["memory"] == "peak_bytes"
     sizes = ["cache_bytes", *(["peak_bytes"] if peak else [])]
-    table = Table("tokens", "model", title=Text(_title(results)))
-    times = ("first token", "limit", "tokens/s", "a step", "limit", "tokens/s")
-    for header in (*times, *(size.partition("_")[0] for size in sizes)):
-        table.add_column(header, justify="right")
-    for row in sorted(results["rows"], key=lambda row: row["tokens"]):
-        cells = [row.get("error", "")]
-        if "error" not in row:
-            cells = []
-            for kind in ("prefill", "decode"):
-                time_ms = row[f"{kind}_ms"]
-                cells.append(_cell(row, f"{kind}_ms", f"{time_ms['median']:.4g} ms") if time_ms else "")
-                cells.append(f"{row['limit_ms'][kind]:.3g} ms" if time_ms else "")
-                cells.append(f"{row[f'{kind}_tokens_per_s']:,.0f}" if time_ms else "")
-            cells += [_cell(row, size, decimal(row[size])) for size in sizes]
-        table.add_row(f"{row['tokens']:,}", row["model"], *cells)
+    rows = sorted(results["rows"], key=lambda row: row["tokens"])
+    tables = []
+    for kind, title, time in (("prefill", "prefill", "first token"), ("decode", "decoding", "a step")):
+        if kind == "prefill" and results["prompts"] == "filled":
+            continue
+        table = Table("tokens", "model", title=title)
+        kept = sizes if kind == "decode" else []
+        for header in (time, "limit", "tokens/s", *(size.partition("_")[0] for size in kept)):
+            table.add_column(header, justify="right")
+        for row in rows:
+            cells = [row.get("error", "")]
+            if "error" not in row and (time_ms := row[f"{kind}_ms"]):
+                cells = [
+                    _cell(row, f"{kind}_ms", f"{time_ms['median']:.4g} ms"),
+                    f"{row['limit_ms'][kind]:.3g} ms",
+                    f"{row[f'{kind}_tokens_per_s']:,.0f}",
+                    *(_cell(row, size, decimal(row[size])) for size in kept),
+                ]
+            table.add_row(f"{row['tokens']:,}", row["model"], *cells)
+        tables.append(table)
     checked, limits = results["check"], results["limits"]
     filled = "Prompts were not read: all but their first tokens are noise in the cache."
     told = [
@@ -49,7 +55,7 @@ def render(results: Mapping[str, Any]) -> Group:
         *([filled] if results["prompts"] == "filled" else []),
         *(f"Missing: {name}: {why}." for name, why in results["missing"].items()),
     ]
-    return Group(table, *(Text(line) for line in told))
+    return Group(Text(_title(results)), *tables, *(Text(line) for line in told))
 
 
 def _title(results: Mapping[str, Any]) -> str:

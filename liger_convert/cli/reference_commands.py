@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -52,15 +53,23 @@ def mixers(
     from liger_convert.cli.commands import describe_mixers
 
     described = describe_mixers(heads, kv_heads, head_size)
-    widths = {"what it is": 20, "gate": 18, "recurrence": 10}
-    narrow = [Column(title, max_width=width) for title, width in widths.items()]
-    left_out = Column("left out of the paper's", max_width=24)
-    table = Table(Column("mixer", no_wrap=True), *narrow, Column("state", no_wrap=True), left_out, "options")
+    table = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2))
     for name, about in described.items():
-        recurrence = f"{about['recurrence']}: {', '.join(about['fast_paths'])}".removesuffix(": ")
-        values = " ".join(f"{option}={value}" for option, value in about["options"].items())
-        state = decimal(about["state_bytes"])
-        table.add_row(name, about["summary"], about["gate"], recurrence, state, about["left_out"], values)
+        paths = f" ({', '.join(about['fast_paths'])})" if about["fast_paths"] else ""
+        options = about["options"].items()
+        values = [f"{option}={value if isinstance(value, str) else json.dumps(value)}" for option, value in options]
+        rows = {
+            name: about["summary"],
+            "  gate": about["gate"],
+            "  recurrence": about["recurrence"] + paths,
+            "  state": decimal(about["state_bytes"]),
+            "  lacks": about["left_out"],
+            "  options": " ".join(values),
+        }
+        for title, text in rows.items():
+            if text:
+                table.add_row(Text(title), Text(text))
+        table.add_row()
     show(table, described, as_json)
 
 

@@ -11,7 +11,8 @@ from liger_convert.config.stages import Alpha, Rank, Variant
 
 
 class Adapt(Strict):
-    """Adapts windows and stages to a base and a GPU that the recipe was not written for, see `pipeline.adapt`."""
+    """Adapts windows and stages to a base and a GPU that the recipe was not written for, see
+    [Concepts](concepts.md#adapting-a-recipe-to-another-base)."""
 
     section = "adapt"
 

@@ -231,7 +231,8 @@ class AlignStage(Stage):
     kind: Literal["align"] = "align"
     """`align`: each layer learns the base's attention output."""
     calibrate: bool = True
-    """First fit each trained mixer in closed form on one batch, see `training.calibrate`."""
+    """First fit each trained mixer in closed form on one batch, see
+    [Calibration](concepts.md#calibration)."""
     layerwise: bool = False
     """Train the layers one after the other on one GPU, with one layer of the base in memory at a time, so that any
     model fits. The hidden states of the stage's rows are stored on disk; they take twice `tokens` × the hidden size in

@@ -14,8 +14,7 @@ OPTION_SIZE = 1 << 16
 
 
 class WrittenMixer(Strict):
-    """The type and options as written, checked for bounds; `mixers.resolve_spec` validates them and adds the
-    defaults."""
+    """A mixer's type and those of its options that differ from its defaults, see [Mixers](mixers.md)."""
 
     model_config = ConfigDict(extra="allow")
     section = "mixer"

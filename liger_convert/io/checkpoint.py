@@ -35,7 +35,7 @@ ADAPTER_WEIGHTS, ADAPTER_PICKLE, ADAPTER_CONFIG = (
 )
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-# what quantised weights and the buffers of other families are made of; nothing here reads their values
+# what quantized weights and the buffers of other families are made of; nothing here reads their values
 OTHER_DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
@@ -213,7 +213,7 @@ def _from_pickles(base: Path, out: Path) -> Path:
 def _from_composite(base: Path, config: Any, out: Path) -> Path:
     """Writes the text model of a model of text and images, beside copies of its other files."""
     if getattr(config, "quantization_config", None) is not None:
-        raise BadInput(f"{base / 'config.json'}: says it is quantised; give the bf16, fp16 or fp32 weights")
+        raise BadInput(f"{base / 'config.json'}: says it is quantized; give the bf16, fp16 or fp32 weights")
     with atomic_dir(out) as folder:
         left = write_text_part(Checkpoint.open(base), config, folder, INDEX, WEIGHTS)
         copy_companions(base, folder)
@@ -276,7 +276,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path, any_dtype: bool = False) -> Checkpoint:
-        """Reads headers only. Raises BadInput, naming file and tensor, for missing, pickled, quantised (unless
+        """Reads headers only. Raises BadInput, naming file and tensor, for missing, pickled, quantized (unless
         `any_dtype`), truncated or garbled shards, for tensors stored twice, and for an index that disagrees with the
         shards."""
         if (folder / WEIGHTS).exists():
@@ -344,7 +344,7 @@ def read_header(file: Path, any_dtype: bool = False) -> list[TensorInfo]:
                 entry = header.get_slice(name)
                 dtype, shape = entry.get_dtype(), tuple(entry.get_shape())
                 if dtype not in known:
-                    raise BadInput(f"{file}: tensor {name} is {dtype}: quantised; give a bf16, fp16 or fp32 checkpoint")
+                    raise BadInput(f"{file}: tensor {name} is {dtype}: quantized; give a bf16, fp16 or fp32 checkpoint")
                 nbytes = torch.Size(shape).numel() * known[dtype].itemsize
                 infos.append(TensorInfo(name, known[dtype], shape, file, offset, nbytes))
                 offset += nbytes

@@ -76,7 +76,7 @@ def check(parts: list[Path]) -> None:
         for name, kind in header.tensors.items():
             if not _is_readable(kind):
                 known = ", ".join(other.name for other in GGMLQuantizationType if _is_readable(other))
-                what = f"tensor {name} is of type {kind.name}, which the package gguf cannot dequantise"
+                what = f"tensor {name} is of type {kind.name}, which the package gguf cannot dequantize"
                 raise BadInput(f"base: {header.path}: {what}; give one of {known}")
     tensors = Counter(name for header in headers for name in header.tensors)
     if (twice := tensors.most_common(1)) and twice[0][1] > 1:

@@ -56,15 +56,19 @@ BUILT_IN = {
     }.items()
 }
 DEFAULT = "gla"
+ATTRIBUTES = ("Spec", "summary", "gate_rule", "recurrence")
 
 AnyMixer = TypeVar("AnyMixer", bound="type[Mixer]")
 _classes: dict[str, type[Mixer]] = {}
 
 
 def register_mixer(name: str) -> Callable[[AnyMixer], AnyMixer]:
-    """Registers the decorated class as the mixer `name`. Raises BadInput if another class already has that name."""
+    """Registers the decorated class as the mixer `name`. Raises BadInput if another class already has that name, or if
+    the class does not say what all mixers have to say."""
 
     def register(cls: AnyMixer) -> AnyMixer:
+        if missing := [attribute for attribute in ATTRIBUTES if not hasattr(cls, attribute)]:
+            raise BadInput(f"mixer {name!r}: {_place(cls)} lacks {' and '.join(missing)}; see docs/extending/mixer.md")
         taken = _classes.get(name)
         if taken is not None and _place(taken) != _place(cls):
             raise BadInput(f"mixer {name!r}: both {_place(taken)} and {_place(cls)} have this name; rename one")

@@ -25,7 +25,7 @@ def check_base(config: Any) -> None:
         what = "its tokens also see later ones, which no recurrence can replace"
         raise BadInput(f"config.json: use_bidirectional_attention is set: {what}; give a causal language model")
     if getattr(config, "quantization_config", None) is not None:
-        raise BadInput("base: config.json says it is quantised; give the bf16, fp16 or fp32 weights it was made from")
+        raise BadInput("base: config.json says it is quantized; give the bf16, fp16 or fp32 weights it was made from")
     check_settings(config)
 
 

@@ -159,7 +159,7 @@ def why_not_captured(model: Any) -> str | None:
     if model.training:
         return "the model is in training mode"
     if getattr(model, "is_quantized", False):
-        return "its weights are quantised, and the code that quantises inputs makes tensors on the host"
+        return "its weights are quantized, and the code that quantizes inputs makes tensors on the host"
     if len(devices := {str(parameter.device) for parameter in model.parameters()}) > 1:
         return f"the model is spread over {', '.join(sorted(devices))}"
     return None

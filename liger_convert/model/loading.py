@@ -236,7 +236,7 @@ def _load(
     """Loads the checkpoint with `loader`, a `from_pretrained`. It must hold all tensors except those named in `new`."""
     folder = checkpoint.folder
     if is_quantized(config) and _is_known(config):
-        check_installed(f"{folder}: is quantised, and reading it")
+        check_installed(f"{folder}: is quantized, and reading it")
     # transformers reports shape mismatches instead of raising, and reads no pickle
     told = {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
     # compressed-tensors always shows a progress bar

@@ -63,7 +63,7 @@ def is_quantized(config: Any) -> bool:
 def refuse_quantized(config: Any, folder: Any, command: str) -> None:
     """Raises BadInput for a quantized model, whose weights `command` cannot change."""
     if is_quantized(config):
-        what = f"is quantised, and {command} needs weights that are not"
+        what = f"is quantized, and {command} needs weights that are not"
         raise BadInput(f"{folder}: {what}; give the model that it was made from")
 
 

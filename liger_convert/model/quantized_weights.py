@@ -35,7 +35,7 @@ class QuantizedWeights(Family):
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' save_pretrained. Raises ValueError for a model that was loaded from quantized weights."""
         if getattr(self, "is_quantized", False):
-            what = "this model's weights were quantised, but were converted back when it was loaded"
+            what = "this model's weights were quantized, but were converted back when it was loaded"
             raise ValueError(f"{what}: copy the folder that it came from, or save the model that it was made from")
         return super().save_pretrained(*args, **kwargs)
 
@@ -51,7 +51,7 @@ def widen(model: nn.Module) -> None:
     # import_module, because transformers requires every package that an export's code names in an import statement
     decompress_module = importlib.import_module("compressed_tensors.compressors.base").decompress_module
     if any(weight.is_meta for module in modules for weight in module.parameters(recurse=False)):
-        raise ValueError("quantised weights have to fit into memory: leave out device_map, or give it more room")
+        raise ValueError("quantized weights have to fit into memory: leave out device_map, or give it more room")
     for module in modules:
         decompress_module(module)
     if (hook := getattr(model, "ct_decompress_hook", None)) is not None:

@@ -44,12 +44,12 @@ tokenizer = AutoTokenizer.from_pretrained(path)
 ```
 
 {% if scheme %}
-## Quantised weights
+## Quantized weights
 
 The {{ weights }} weights of attention's and the feed-forward's linear maps are {{ scheme }}, in the format of
 compressed-tensors (`pip install compressed-tensors`): one scale per row, rounded to nearest, without calibration. The
-inputs of these maps are quantised as the model runs, token by token. Embeddings, head, norms and memories are not
-quantised.
+inputs of these maps are quantized as the model runs, token by token. Embeddings, head, norms and memories are not
+quantized.
 
 {% if loss %}
 Measured on {{ loss.kl.n }} windows of held-out text, in float32.

@@ -14,15 +14,15 @@ def rows(written: dict[str, Any]) -> list[tuple[str, str]]:
     returns."""
     scheme, loss = written["scheme"], written["loss"]
     found = [
-        ("all tensors, unquantised", decimal(written["unquantized_bytes"])),
+        ("all tensors, unquantized", decimal(written["unquantized_bytes"])),
         (f"all tensors, {scheme}", decimal(written["bytes"])),
     ]
     if loss is not None:
         found += [
-            ("perplexity, unquantised", cell(loss["ppl_before"])),
+            ("perplexity, unquantized", cell(loss["ppl_before"])),
             (f"perplexity, {scheme}", cell(loss["ppl"])),
             ("added loss, nats per token", _small(loss["loss_added"])),
-            ("KL from the unquantised model, nats per token", _small(loss["kl"])),
+            ("KL from the unquantized model, nats per token", _small(loss["kl"])),
             ("tokens on which both agree", cell(loss["same_token"])),
         ]
     return found

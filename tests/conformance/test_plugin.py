@@ -16,6 +16,7 @@ from tiny import save_tiny_base
 
 from liger_convert.cli.main import main
 from liger_convert.mixers import MIXERS, find_mixer, register_mixer, registry, resolve_spec
+from liger_convert.mixers.base import Mixer
 from liger_convert.mixers.control.window import Window
 from liger_convert.pipeline.shipped_code import code_files
 from liger_convert.utils.errors import BadInput
@@ -163,6 +164,11 @@ def test_a_plugin_without_such_a_mixer_is_told(entries) -> None:
     for name in ("empty", "number"):
         with pytest.raises(BadInput, match=f'is not a mixer of that name; put @register_mixer."{name}"'):
             MIXERS[name]
+
+
+def test_a_mixer_that_does_not_say_what_it_is_is_told() -> None:
+    with pytest.raises(BadInput, match=r"mixer 'mute': .*Mute lacks Spec and summary and gate_rule and recurrence"):
+        register_mixer("mute")(type("Mute", (Mixer,), {}))
 
 
 def test_a_name_that_is_taken_twice_is_told(entries) -> None:

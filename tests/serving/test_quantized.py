@@ -25,7 +25,7 @@ from liger_convert.pipeline.export import export_model
 
 TEXTS = prompts()
 MOST = len(TEXTS) // 2  # of the answers that agree as far as float32 tells: 7 of 10 and more, and none with a fault
-SHARE = 0.1  # of what quantising changes: how far all answers together may be from transformers'
+SHARE = 0.1  # of what quantizing changes: how far all answers together may be from transformers'
 LAYERS = ["main", "softmax", "main"]
 
 
@@ -53,7 +53,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def vllms_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers quantises inputs to int8 as vLLM does."""
+    """transformers quantizes inputs to int8 as vLLM does."""
     stock = forward.compute_dynamic_scales_and_zp
 
     def scales(value: Any, args: Any, module: Any, global_scale: Any = None) -> Any:
@@ -89,10 +89,10 @@ def assert_served(case: Case) -> None:
 
 def test_vllm_answers_as_transformers_does(case: Case, vllms_rule: None) -> None:
     assert_served(case)
-    assert agreeing(case.exact, case.found) == 0  # it is the quantised model that was served
+    assert agreeing(case.exact, case.found) == 0  # it is the quantized model that was served
 
 
-def test_stock_transformers_is_nearer_than_the_model_that_was_quantised(case: Case) -> None:
+def test_stock_transformers_is_nearer_than_the_model_that_was_quantized(case: Case) -> None:
     assert apart(case.reference, case.found) < apart(case.exact, case.found)
 
 

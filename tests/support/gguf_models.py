@@ -39,7 +39,7 @@ def write_gguf(
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             tensor = tensor.unflatten(0, (-1, 2, every.head_dim // 2)).transpose(1, 2).flatten(0, 2)
         own = None if kind is None or tensor.dim() == 1 or "embed" in name or "lm_head" in name else kind
-        data = tensor.contiguous().numpy() if own is None else quantised(tensor, own)
+        data = tensor.contiguous().numpy() if own is None else quantized(tensor, own)
         if name != without:
             stored[name] = data
             tensors.append((names.get_name(name, (".weight",)), data, own))
@@ -66,7 +66,7 @@ def write_gguf(
     return stored
 
 
-def quantised(tensor: Tensor, kind: GGMLQuantizationType) -> np.ndarray:
+def quantized(tensor: Tensor, kind: GGMLQuantizationType) -> np.ndarray:
     """The tensor's bytes in this type, or small ones where the package can only read it."""
     try:
         return gguf.quantize(tensor.contiguous().numpy(), kind)

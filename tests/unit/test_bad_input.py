@@ -187,7 +187,7 @@ BASES = [
         for name in ("model.safetensors", "tokenizer.json")
     ),
     case(
-        "quantised, for generate",
+        "quantized, for generate",
         "base: transformers cannot load it: ",
         after(
             lambda w: w.config(quantization_config={"quant_method": "gptq", "bits": 4}),
@@ -196,7 +196,7 @@ BASES = [
     ),
     case("broken config", "cannot be read as JSON", after(wrote("base/config.json", "{"), World.run)),
     case("unknown family", "supported: llama", after(lambda w: w.config(model_type="gpt2"), World.run)),
-    case("quantised", "is quantised", after(lambda w: w.config(quantization_config={"bits": 4}), World.run)),
+    case("quantized", "is quantized", after(lambda w: w.config(quantization_config={"bits": 4}), World.run)),
     case(
         "rotary embeddings without a base",
         "rope_parameters.rope_theta should be a number above 0, not 0",

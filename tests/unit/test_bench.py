@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from tiny import save_tiny_base, tiny_config
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -78,6 +80,11 @@ def test_a_shape_is_measured_beside_its_base_and_all_of_it_is_written(capsys, tm
     assert base["ratio"]["cache_bytes"] == base["cache_bytes"] / ours["cache_bytes"]
     assert found["memory"] == "cache_bytes"
     assert base["peak_bytes"] is None
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(page.render(found))
+    shown = console.export_text()
+    assert "…" not in shown, "cut off"
+    assert shown.count("limit") == shown.count("tokens/s") == 2, "once for prefill, once for decoding"
 
 
 def test_without_prefill_a_long_context_is_there_without_being_read(capsys, monkeypatch, tmp_path: Path) -> None:

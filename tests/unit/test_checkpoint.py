@@ -128,9 +128,9 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         "lists c in one.safetensors, but it is in two.safetensors",
     ),
     "stored twice": (save_twice, r"two\.safetensors: tensor a is also in one\.safetensors"),
-    "quantised": (
+    "quantized": (
         lambda f: save_file({"a": STATE["a"].to(torch.int8), "b": STATE["b"]}, f / "one.safetensors"),
-        r"one\.safetensors: tensor a is I8: quantised",
+        r"one\.safetensors: tensor a is I8: quantized",
     ),
     "only pickles": (
         lambda f: [p.rename(p.with_suffix(".bin")) for p in f.glob("*")],

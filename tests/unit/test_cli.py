@@ -390,7 +390,7 @@ def test_mixers_and_families_list_the_registries(capsys):
     assert all(name in output(capsys, "families") for name in FAMILIES)
 
 
-def test_mixers_say_the_state_of_a_layer_of_the_shape_asked_for(capsys):
+def test_mixers_say_the_state_of_a_layer_of_the_shape_asked_for(capsys, monkeypatch):
     words = ["mixers", "--heads", "9", "--kv-heads", "3", "--head-size", "64"]
     listed = json.loads(output(capsys, *words, "--json"))
     assert all(mixer["summary"] and mixer["gate"] for mixer in listed.values())
@@ -400,6 +400,7 @@ def test_mixers_say_the_state_of_a_layer_of_the_shape_asked_for(capsys):
     assert listed["deltanet"]["fast_paths"] == ["chunk", "fla", "triton"]
     assert (listed["window"]["state_bytes"], listed["window"]["fast_paths"]) == (0, [])
     assert "49.2 kB" in output(capsys, *words)
+    assert "…" not in output(capsys, *words), "cut off"
     assert main.main(["mixers", "--heads", "9", "--kv-heads", "2"]) == 2
     assert "are not a multiple of 2 key-value heads" in capsys.readouterr().err
 

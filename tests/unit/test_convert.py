@@ -305,7 +305,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "other family": (lambda b: change_config(b, model_type="qwen3"), r"q_norm\.weight.* are missing"),
     "foreign family": (lambda b: change_config(b, model_type="gpt2"), "model_type 'gpt2' is not supported"),
     "impossible config": (lambda b: change_config(b, pad_token_id=500), "no llama can be built from it"),
-    "quantised": (lambda b: change_config(b, quantization_config={"quant_method": "gptq"}), "says it is quantised"),
+    "quantized": (lambda b: change_config(b, quantization_config={"quant_method": "gptq"}), "says it is quantized"),
     "no config": (lambda b: (b / "config.json").unlink(), r"config\.json: there is no such file"),
     "no tokenizer": (lambda b: (b / "tokenizer.json").unlink(), "base: has no tokenizer"),
     "no weights": (lambda b: (b / WEIGHTS).unlink(), "base: has no weights"),

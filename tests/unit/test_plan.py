@@ -377,11 +377,11 @@ def test_the_plan_is_plain_json():
     ("config", "says"),
     [
         (GPT2Config(), "model_type 'gpt2' is not supported"),
-        (tiny_config("llama", quantization_config={"quant_method": "gptq"}), "says it is quantised"),
+        (tiny_config("llama", quantization_config={"quant_method": "gptq"}), "says it is quantized"),
         (tiny_config("llama", pad_token_id=500), "no llama can be built from it"),
         (linearized_config(tiny_config("llama"), {"layers": []}), "'linearized_llama' is linearized already"),
     ],
-    ids=["family", "quantised", "impossible", "linearized"],
+    ids=["family", "quantized", "impossible", "linearized"],
 )
 def test_a_base_that_cannot_be_linearized_is_refused(config, says):
     with pytest.raises(BadInput, match=says):

@@ -56,7 +56,7 @@ def model_dir() -> Path:
 
 
 def quantized(scheme: str, dtype: str = "auto") -> Path:
-    """That model quantised; tests must not write to it."""
+    """That model quantized; tests must not write to it."""
     out = model_dir().parent / f"{scheme}-{dtype}"
     if not out.exists():
         export_model(model_dir(), out, quantize=scheme, dtype=dtype)
@@ -81,7 +81,7 @@ def changed(source: Path, out: Path, change: Any) -> Path:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
-def test_the_linear_maps_of_layers_are_quantised_and_nothing_else(scheme: str, dtype: str) -> None:
+def test_the_linear_maps_of_layers_are_quantized_and_nothing_else(scheme: str, dtype: str) -> None:
     export_model(model_dir(), plain := model_dir().parent / f"plain-{scheme}-{dtype}", dtype=dtype)
     before, cast, after = stored(model_dir()), stored(plain), stored(quantized(scheme, dtype))
     assert {name for name, x in after.items() if x.dtype == SCHEMES[scheme].dtype} == WEIGHTS
@@ -135,8 +135,8 @@ def swapped(tensors: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_transformers_loads_it_as_the_quantised_model(scheme: str, tmp_path: Path) -> None:
-    """Its weights are the stored numbers times their scales, and what goes into them is quantised."""
+def test_transformers_loads_it_as_the_quantized_model(scheme: str, tmp_path: Path) -> None:
+    """Its weights are the stored numbers times their scales, and what goes into them is quantized."""
     model = AutoModelForCausalLM.from_pretrained(quantized(scheme)).eval()
     tensors, plain = stored(quantized(scheme)), load_linearized(model_dir()).eval()
     for name in WEIGHTS:
@@ -243,7 +243,7 @@ def test_a_scale_that_is_not_finite_is_refused(tmp_path: Path) -> None:
         load_linearized(changed(quantized("fp8"), tmp_path / "bad", spoil))
 
 
-def test_export_says_what_quantising_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_says_what_quantizing_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog again and again. " * 20)
     words = ["export", str(model_dir()), str(tmp_path / "out"), "--quantize", "int8", "--json"]
     assert main.main([*words, "--text", str(tmp_path / "text.txt")]) == 0, capsys.readouterr().err
@@ -266,7 +266,7 @@ def test_export_says_what_quantising_costs(tmp_path: Path, capsys: pytest.Captur
     assert loss["kl"]["value"] == pytest.approx(float(kl), rel=1e-3)
     card = ModelCard.load(tmp_path / "out/README.md")
     assert "compressed-tensors" in card.data.tags
-    assert "KL from the unquantised model" in card.text
+    assert "KL from the unquantized model" in card.text
     assert verify_files(tmp_path / "out").problems == []
     assert main.main(["export", str(model_dir()), str(tmp_path / "b"), "--quantize", "fp8", "--text", "none"]) == 0
     assert "all tensors, fp8" in capsys.readouterr().out
@@ -290,7 +290,7 @@ def test_eval_measures_a_quantized_export(capsys: pytest.CaptureFixture[str], tm
 
 REFUSED = {
     "an export again": ["export", "MODEL", "out"],
-    "quantised again": ["export", "MODEL", "out", "--quantize", "fp8"],
+    "quantized again": ["export", "MODEL", "out", "--quantize", "fp8"],
     "merge": ["merge", "MODEL", "stage", "--out", "out"],
     "calibrate": ["calibrate", "MODEL", "out", "--base", "MODEL", "--text", "pydoc"],
     "train": ["train", "smollm2-135m-quick", "--stage", "1", "--model", "MODEL", "--out", "out"],
@@ -298,28 +298,28 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_change_quantised_weights_says_so(
+def test_what_cannot_change_quantized_weights_says_so(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = [str(quantized("int8")) if word == "MODEL" else word for word in REFUSED[case]]
     assert main.main(words) == 2
     said = capsys.readouterr().err
-    assert "is quantised" in said
+    assert "is quantized" in said
     assert "give the model that it was made from" in " ".join(said.split())
     assert not (tmp_path / "out").exists()
 
 
-def test_a_quantised_base_is_not_converted(tmp_path: Path) -> None:
+def test_a_quantized_base_is_not_converted(tmp_path: Path) -> None:
     base = save_tiny_base("llama", tmp_path / "base")
     config = json.loads((base / "config.json").read_text())
     stated = json.loads((quantized("int8") / "config.json").read_text())["quantization_config"]
     (base / "config.json").write_text(json.dumps(config | {"quantization_config": stated}))
-    with pytest.raises(BadInput, match="says it is quantised"):
+    with pytest.raises(BadInput, match="says it is quantized"):
         convert_checkpoint(base, tmp_path / "out", linearization())
 
 
-def test_what_cannot_be_quantised_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"'int4' is unknown .*; use int8 or fp8"):
         export_model(model_dir(), tmp_path / "out", quantize="int4")
     with pytest.raises(BadInput, match="has experts"):
@@ -339,7 +339,7 @@ def test_without_the_package_a_sentence_says_what_to_install(tmp_path: Path, mon
     check_folder(made)  # needs no package
 
 
-def test_a_model_that_was_loaded_is_not_saved_half_quantised(tmp_path: Path) -> None:
+def test_a_model_that_was_loaded_is_not_saved_half_quantized(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="copy the folder that it came from"):
         load_linearized(quantized("int8")).save_pretrained(tmp_path / "again")
 

@@ -92,10 +92,10 @@ def test_a_text_model_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
         load_pretrained(made)
 
 
-def test_a_quantised_one_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_quantized_one_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     save_composite("mistral3", "ministral3", tmp_path / "whole")
     path = tmp_path / "whole/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(BadInput, match="says it is quantised"):
+    with pytest.raises(BadInput, match="says it is quantized"):
         resolve_base(str(tmp_path / "whole"), tmp_path / "work")
     assert not (tmp_path / "work").exists()
