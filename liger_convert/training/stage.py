@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -229,7 +228,6 @@ def run_stage(
         return errors if sequence is None else sequence.total(torch.tensor(errors, device=device)).tolist()
 
     before = layer_errors() if aligning else []
-    started = time.monotonic()
     processes.barrier()  # some processes may read the data for longer than the timeout of a collective
     last = _agreed(last)
     if device.type == "cuda":
@@ -240,7 +238,7 @@ def run_stage(
             trainer.train(resume_from_checkpoint=None if last is None else str(last))
         finally:
             trainer.finish_checkpoint()
-    seconds = time.monotonic() - started
+    seconds = trainer.watch.seconds()
     if trainer.average is not None:
         trainer.average.apply()
     losses = [(int(entry["step"]), entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]

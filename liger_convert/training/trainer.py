@@ -158,7 +158,7 @@ class StageTrainer(Trainer):
             narrow_frozen(model, stage, dtype)
             model.to(args.device)
         optimizer = torch.optim.AdamW(optimizer_groups(model, rates, stage.weight_decay), fused=True)
-        watch = _Watch(stage.step_tokens, progress, device, processes)
+        self.watch = _Watch(stage.step_tokens, progress, device, processes)
         self.average = WeightAverage(_trained(model), stage.ema_length * steps) if stage.ema_length else None
         super().__init__(
             model=model,
@@ -166,7 +166,7 @@ class StageTrainer(Trainer):
             data_collator=collate,
             train_dataset=dataset,
             optimizers=(optimizer, None),
-            callbacks=[watch] if self.average is None else [watch, self.average],
+            callbacks=[self.watch] if self.average is None else [self.watch, self.average],
         )
         self.remove_callback(PrinterCallback)
         self.objective: Objective = objective
@@ -186,6 +186,10 @@ class StageTrainer(Trainer):
         self._finisher, self._finishing = ThreadPoolExecutor(1), None
         self.model_accepts_loss_kwargs = True  # makes Trainer count the labeled tokens of a step
         self.loss_is_scaled_for_ga = True  # by compute_loss; transformers before 5.20 uses the line above instead
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Trainer's own, with the seconds of training so far, which a checkpoint keeps with the losses."""
+        super().log(logs | {"seconds": self.watch.seconds()}, *args, **kwargs)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's own. The processes also agree here on how to average this step's gradients, while the GPU is
@@ -384,11 +388,16 @@ class _Watch(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.started, self.first = time.monotonic(), state.global_step
+        self.before = state.log_history[-1].get("seconds", 0.0) if state.log_history else 0.0
         if self.processes > 1 or state.global_step:
             # Each process needs its own dropout. On resuming with as many processes, the checkpoint's random state
             # replaces this seed.
             drawn = np.random.SeedSequence((args.seed, args.process_index, state.global_step))
             set_seed(int(drawn.generate_state(1)[0]))
+
+    def seconds(self) -> float:
+        """How long the stage has trained, the time before it was resumed included."""
+        return self.before + time.monotonic() - self.started
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._is_stopping():

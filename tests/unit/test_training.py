@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,24 @@ def test_a_stage_that_was_killed_ends_with_the_same_bytes(name: str, family: str
     assert resumed["loss"] == whole["loss"]
     assert result_bytes(tmp_path / "whole") == result_bytes(tmp_path / "killed")
     assert not (tmp_path / "killed" / "checkpoints").exists()
+
+
+def test_the_seconds_of_a_stage_include_those_before_it_was_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, later = time.monotonic, 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now() + later)
+
+    def slow_then_killed(done: float, total: float | None, note: str) -> None:
+        nonlocal later
+        later = 1000.0
+        if done == 5:
+            raise Killed
+
+    stage = make_stage("lora", save_every=2)
+    with pytest.raises(Killed):
+        train(stage, tmp_path, progress=slow_then_killed)
+    assert 1000 < train(stage, tmp_path, resume=True)["seconds"] < 2000
 
 
 @pytest.mark.parametrize("name", ["finetune", "lora"])
