@@ -268,8 +268,7 @@ def _command_line() -> Any:
 
 def _help(command: Any) -> tuple[str, list[str]]:
     """What a command says of itself, and its examples."""
-    paragraphs = re.split(r"\n\s*\n", inspect.cleandoc(command.help or ""))
-    said = [re.sub(r"\s+", " ", text).strip() for text in paragraphs]
+    said = (command.help or "").split("\n\n")  # one line for each paragraph, see cli/help.py
     examples = [text.removeprefix("Example: ") for text in said if text.startswith("Example: ")]
     told = (textwrap.fill(text, 118) for text in said if text and not text.startswith("Example: "))
     return "\n\n".join(told), examples

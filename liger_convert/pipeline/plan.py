@@ -205,7 +205,7 @@ class Plan:
         for step, size in self.disk_bytes.items():
             room.add_row(step, decimal(size))
         room.add_row("peak", decimal(self.disk_peak))
-        for table in (sizes, cache, *tables[3:], memory, room):
+        for table in (*tables[1:], memory, room):
             for column in table.columns[1:]:
                 column.justify = "left" if column.header == "of" else "right"
         without = Text(f"estimated for {self.memory_for}; what the interpreter itself takes is not counted")

@@ -16,6 +16,7 @@ from liger_convert.model import linearized_classes, linearized_config
 from liger_convert.model.bases import check_base
 from liger_convert.model.families import FAMILIES, Family
 from liger_convert.model.loading import linearize_base, load_pretrained
+from liger_convert.pipeline import preflight
 from liger_convert.training.sharding import without_weights
 from liger_convert.utils.errors import BadInput
 
@@ -144,3 +145,14 @@ def test_a_bound_on_logits_counts_in_every_model_that_is_loaded(name: str, monke
         assert not torch.allclose(found, of_base(tokens).logits, atol=1e-2)
         with pytest.raises(ValueError, match="scaled_dot_product_attention"):
             linearize_base(folder, plan, dtype=dtype, attn_implementation="sdpa")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_a_tiny_model_that_generates(family: str) -> None:
+    torch.manual_seed(0)  # so that no token that is generated ends the text
+    config = tiny_config(family)
+    linearization = {"format": 2, "mixers": {"main": resolve_spec({})}, "layers": ["main", "softmax", "main"]}
+    model = preflight._tiny(config, linearization)
+    assert model.config.linearization["layers"] == ["main", "softmax"]
+    assert model.num_parameters() < 100_000
+    assert model.generate(max_new_tokens=2, do_sample=False, pad_token_id=0).shape[1] == 3

@@ -1,5 +1,5 @@
 """Temporary folders are removed with their command, or by the next command if it was killed. Other folders are left
-alone.
+alone. A full disk ends in one sentence.
 """
 
 import os
@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from worlds import World, files
 
+from liger_convert.cli import main
 from liger_convert.io.files import atomic_dir, scratch_folder, temporary_folder
 
 HOLD = """
@@ -88,3 +90,17 @@ def test_a_command_that_ends_early_leaves_no_scratch_folder(tmp_path, monkeypatc
     with pytest.raises(error):
         fails()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [World.run, World.convert], ids=["run", "convert"])
+def test_a_full_disk_ends_in_one_sentence_and_leaves_nothing(world, words, monkeypatch, capsys):
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    before = files(world.folder)
+    monkeypatch.setattr(os, "fsync", full)
+    assert main.main(words(world)) == 1
+    (complaint,) = capsys.readouterr().err.splitlines()
+    assert complaint.startswith(f"error: {world.folder}")
+    assert complaint.endswith("the disk is full; free some space and start again")
+    assert files(world.folder) == before
