@@ -125,7 +125,8 @@ def measure(case: Case, options: argparse.Namespace, folder: Path) -> dict[str, 
     command += ["--port", str(options.port), "--model", NAME, "--tokenizer", str(options.tokenizer)]
     command += ["--dataset-name", "random", "--random-input-len", str(case.prompt)]
     command += ["--random-output-len", str(case.answer), "--num-prompts", str(case.requests), "--ignore-eos"]
-    command += ["--max-concurrency", str(case.concurrency), "--num-warmups", str(case.concurrency)]
+    warmups = case.concurrency if options.warmups is None else options.warmups
+    command += ["--max-concurrency", str(case.concurrency), "--num-warmups", str(warmups)]
     command += ["--save-result", "--result-dir", str(folder), "--result-filename", "result.json"]
     subprocess.run(command, check=True, stdout=sys.stderr)
     found: dict[str, Any] = json.loads((folder / "result.json").read_text())
@@ -159,6 +160,7 @@ def main() -> None:
     parser.add_argument("--only", choices=KINDS, action="append", help="one of the three; may be given again")
     parser.add_argument("--max-model-len", type=int, default=32768)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
+    parser.add_argument("--warmups", type=int, help="requests before each case (as many as run at the same time)")
     parser.add_argument("--port", type=int, default=8123)
     parser.add_argument("--vllm", action="append", default=[], help="a further word for the server")
     options = parser.parse_args()

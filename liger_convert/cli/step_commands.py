@@ -181,6 +181,8 @@ def merge(
     from liger_convert.training.merge import merge_results
 
     merge_results(model, [folder / "result" for folder in trained], out)
+    stages = "1 stage" if len(trained) == 1 else f"{len(trained)} stages"
+    stdout().print(f"{out}: {model} with {stages} merged, in float32", markup=False, soft_wrap=True)
 
 
 def export(
@@ -220,6 +222,9 @@ def export(
             written = export_model(model, out, dtype=dtype, name=name, base=base, progress=report)
         if as_json:
             show("", written, as_json)
+        else:
+            size = f"{written['bytes'] / 1e9:.2f} GB in {written['dtype']}"
+            stdout().print(f"{out}: exported, {size}", markup=False, soft_wrap=True)
         return
     from liger_convert.cli.measuring import export_quantized
     from liger_convert.pipeline.quantization_report import rows

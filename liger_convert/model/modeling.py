@@ -334,6 +334,14 @@ class LinearizedForCausalLM(LinearizedInit):
             adopt_cache(model_kwargs["past_key_values"], self.config.linearization["layers"])
         return prepared
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuses transformers' continuous batching, through which `generate_batch` and the cache "paged" go: it keeps
+        keys and values in pages, and has no place for states."""
+        raise ValueError(
+            "continuous batching (generate_batch, or cache_implementation 'paged') is not supported for a linearized "
+            "model; serve it with vLLM instead (`linearize serve`), or leave cache_implementation out"
+        )
+
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
         """Whether `generate` calls the result of `get_compiled_call` instead of the model at every step."""
         if generation_config.disable_compile or generation_config.compile_config is not None:

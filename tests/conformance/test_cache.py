@@ -115,11 +115,17 @@ def test_a_reset_cache_is_a_fresh_one(model: Any) -> None:
         ({"cache_implementation": "static"}, "cache_implementation 'static'"),
         ({"cache_implementation": "offloaded"}, "cache_implementation 'offloaded'"),
         ({"cache_implementation": "quantized"}, "cache_implementation 'quantized'"),
+        ({"cache_implementation": "paged"}, "cache_implementation 'paged'"),
     ],
 )
 def test_a_cache_of_another_kind_is_refused_in_a_sentence(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         shared_model("llama", "gla").generate(PROMPT, **GREEDY, **options)
+
+
+def test_continuous_batching_is_refused_in_a_sentence() -> None:
+    with pytest.raises(ValueError, match=r"generate_batch.* is not supported for a linearized model"):
+        shared_model("llama", "gla").generate_batch([[5, 6, 7]])
 
 
 def test_a_cache_filled_by_the_base_is_refused() -> None:

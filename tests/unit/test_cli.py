@@ -259,8 +259,9 @@ def test_train_merge_and_export_make_a_trained_model(home, capsys):
     for stage, model in ((1, "converted"), (2, "merged-1")):
         words = ["train", "recipe.yaml", "--stage", str(stage), "--model", model, "--out", f"trained-{stage}", "--json"]
         assert json.loads(output(capsys, *words))["steps"] == 4
-        output(capsys, "merge", model, f"trained-{stage}", "--out", f"merged-{stage}")
-    output(capsys, "export", "merged-2", "exported")
+        told = output(capsys, "merge", model, f"trained-{stage}", "--out", f"merged-{stage}")
+        assert told.startswith(f"merged-{stage}: {model} with 1 stage merged")
+    assert output(capsys, "export", "merged-2", "exported").startswith("exported: exported, 0.00 GB in float32")
     start, end = load_linearized(home / "converted").state_dict(), load_linearized(home / "exported").state_dict()
     changed = {name.split("self_attn.")[-1] for name in start if not torch.equal(start[name], end[name])}
     assert {"q_proj.weight", "mixer.log_share_H"} <= changed
