@@ -259,6 +259,28 @@ def test_hidden_states_are_read_as_they_were_written(tmp_path: Path) -> None:
             states.write(0, x_NTC.float())
 
 
+@pytest.mark.parametrize("piece", [8, 16, 24, 4096])
+def test_rows_are_read_and_checked_in_pieces_of_any_size(
+    piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row has 30 bytes here, so pieces end within it and at its end. A change of any of its bytes is noticed."""
+    monkeypatch.setattr("liger_convert.training.hidden_states.PIECE", piece)
+    x_NTC = torch.randn(4, 3, 5).to(torch.bfloat16)
+    x_NTC[1] = -torch.inf  # sums of 64-bit words that do not fit into 64 bits
+    path = tmp_path / "x"
+    with HiddenStates(path, 4, 3, 5, torch.bfloat16) as states:
+        states.write(0, x_NTC)
+        states.flush()
+        assert states.read(0, 4).equal(x_NTC)
+    data = path.read_bytes()
+    for at in range(len(data)):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+        with HiddenStates(path, 4, 3, 5, torch.bfloat16) as states:
+            assert states.read(0, at // 30).equal(x_NTC[: at // 30])
+            with pytest.raises(LinearizeError, match=f"row {at // 30} is not what was written there"):
+                states.read(0, 4)
+
+
 @pytest.mark.slow
 def test_a_run_that_was_stopped_within_a_layer_ends_with_the_same_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
