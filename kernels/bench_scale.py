@@ -310,7 +310,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"({' '.join(PARTS)})")
     known = ", ".join(map(str, COUNTS))
     counts = {"nargs": "+", "type": int, "choices": COUNTS, "default": COUNTS[:1], "metavar": "N"}
-    parser.add_argument("--gpus", **counts, help=f"numbers of GPUs to measure with, one after another; of {known} (2)")
+    parser.add_argument("--gpus", **counts, help=f"numbers of GPUs to measure with; of {known} (2)")
     parser.add_argument("--steps", type=int, default=6, help="optimizer steps that are measured (6)")
     limits = ", ".join(f"{part} {seconds}" for part, seconds in TIMEOUTS.items())
     seconds = {"nargs": "+", "type": limit, "default": [], "metavar": "[PART=]SECONDS"}
