@@ -1,20 +1,25 @@
-"""Checks and times training on 2 GPUs, compared with one: `python kernels/bench_scale.py --json scale.json`.
+"""Checks and times training on several GPUs, compared with one: `python kernels/bench_scale.py --json scale.json`.
 
-The parts, on models with random weights whose layers are all linear, and on random tokens:
+`--gpus 2 4 8` measures on 2, on 4 and on 8 GPUs of a machine; without it, on 2. The parts, on models with random
+weights whose layers are all linear, and on random tokens:
 
 - equality: losses and weights after a few steps, for every kind of parallelism, compared with one GPU's in float32. An
-  error may be twice that of one GPU in bfloat16. Trainings with a deliberate mistake must exceed this.
+  error may be twice that of one GPU in bfloat16. Trainings with a deliberate mistake must exceed this. Only for the
+  first number of GPUs.
 - ddp: SmolLM2-135M distilled, all weights, with data parallelism.
 - fsdp-lora: Llama-3-8B distilled with LoRA, with the weights sharded as well (FSDP2). One GPU could hold all of them.
 - fsdp-full: Llama-3-8B distilled, all weights but the embeddings, which does not fit on one GPU.
-- sequence: rows split across GPUs, for layers alone and for SmolLM2-135M, compared with one row per GPU.
+- sequence: rows split across GPUs, for SmolLM2-135M, compared with a row per GPU, and for layers alone, compared with
+  the same row on one GPU.
 
-Each part is measured in separate processes with a time limit, from TIMEOUTS or --timeout. So a part that fails or
-hangs does not cost other parts their numbers. It gets a row that says why. A GPU processes the same rows alone and with
-others. A training is not timed if its loss at the first step differs from the others of its part, or if its processes
-end with different weights. With --profile, a table shows where the time of a step of ddp goes, in the first process.
-The --json file is complete after every row. The exit code is 1 if something is wrong. A missed target, or a case that
-does not fit into memory, is only reported.
+Each part is measured for each number of GPUs in processes of its own, with a time limit, from TIMEOUTS or --timeout.
+So a part that fails or hangs does not cost other parts their numbers. It gets a row that says why. Measurements run at
+the same time on different GPUs, so that the whole takes less time; those of fewer GPUs should be named first, because
+nothing runs beside one that takes all. A GPU processes the same rows alone and with others. A training is not timed if
+its loss at the first step differs from the others of its part, or if its processes end with different weights. With
+--profile, tables show where the time of a step goes in the first process: for ddp by its parts, and for fsdp-lora and
+fsdp-full by kernels. The --json file is complete after every row. The exit code is 1 if something is wrong. A missed
+target, or a case that does not fit into memory, is only reported.
 """
 
 from __future__ import annotations
@@ -35,20 +40,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from scale_report import findings, show
 
 PARTS = ["equality", "ddp", "fsdp-lora", "fsdp-full", "sequence"]
-ALONE = {"fsdp-lora": 0, "ddp": 1, "equality": 1}  # parts that also run on one GPU, in this order, and which GPU
-GPUS = 2
+ALONE = ["fsdp-lora", "ddp", "equality"]  # parts that also run on one GPU, in this order
+COUNTS = [2, 4, 8]  # numbers of GPUs among which the rows of all parts divide
 # In seconds. Compiling layers takes a minute, and may take longer with sharded weights.
-TIMEOUTS = {"equality": 240, "ddp": 240, "fsdp-lora": 300, "fsdp-full": 300, "sequence": 300}
+TIMEOUTS = {"equality": 240, "ddp": 240, "fsdp-lora": 300, "fsdp-full": 300, "sequence": 240}
 SCRIPT = Path(__file__).with_name("scale_parts.py")
 POLL = 0.1  # seconds
 GRACE = 5.0  # seconds that the other processes have to end after one has failed
 AHEAD = 2  # tasks whose processes are started early, so that their imports overlap with other tasks
-CLOSE = 0.05  # allowed relative difference of two losses of random weights on random tokens
-TIMES = "step_ms", "tokens_per_s", "profile", "sending_ms"  # fields removed from a row with wrong results
+# Allowed relative difference of two losses of random weights on random tokens. On a CPU these are few.
+CLOSE, CLOSE_ON_CPU = 0.05, 0.1
+TIMES = "step_ms", "tokens_per_s", "profile", "sending_ms", "kernel_ms"  # fields removed from a row with wrong results
 TAIL = 30  # last log lines that are kept of a failed process
 
 
@@ -58,6 +63,7 @@ class Task:
 
     part: str
     places: list[int]  # indices of its GPUs
+    after: Task | None = None  # a task whose results it needs
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)
     begun: float = 0.0  # by the monotonic clock
     told: int = 0  # rows collected so far
@@ -77,30 +83,58 @@ class Task:
         return f"{self.part} by {self.gpus} GPU{'s' * (self.gpus > 1)}"
 
 
+def planned(parts: list[str], counts: list[int], limits: dict[str, float]) -> list[Task]:
+    """The tasks that measure `parts`, in order, with the GPUs of each.
+
+    First parts run on one GPU, then with each of `counts`, in that order. Each gets the neighbouring GPUs that would be
+    free first if all tasks took as long as `limits` allow.
+    """
+    counted = [(part, n) for n in counts for part in PARTS if part != "equality" or n == counts[0]]
+    free = [0.0] * max(counts)  # when each GPU is free
+    tasks: dict[tuple[str, int], Task] = {}
+    for part, count in [*((part, 1) for part in ALONE), *counted]:
+        if part not in parts:
+            continue
+        after = tasks.get((part, 1)) if part == "equality" else None
+        ready = 0.0 if after is None else free[after.places[0]]
+        blocks = [list(range(at, at + count)) for at in range(0, len(free) - count + 1, count)]
+        begins = [max(ready, *(free[place] for place in block)) for block in blocks]
+        # of those that are free first, the one whose GPUs idle least until then
+        _, _, block = min((begin, -sum(free[i] for i in block), block) for begin, block in zip(begins, blocks))
+        for place in block:
+            free[place] = begins[blocks.index(block)] + limits[part]
+        tasks[part, count] = Task(part, block, after)
+    return list(tasks.values())
+
+
 class Bench:
-    """Schedules the tasks of all parts so that no GPU runs two at once."""
+    """Runs the tasks of all parts so that no GPU runs two at once."""
 
     def __init__(self, a: argparse.Namespace, folder: Path):
         self.a, self.folder = a, folder
         self.rows: list[dict[str, Any]] = []
         self.failures: list[dict[str, Any]] = []
         self.started = time.monotonic()
-        alone = [Task(part, [place]) for part, place in ALONE.items() if part in a.parts]
-        self.queue = alone + [Task(part, list(range(GPUS))) for part in PARTS if part in a.parts]
+        self.limits = TIMEOUTS | a.timeout
+        self.queue = planned(a.parts, a.gpus, self.limits)
+        self.all = max(a.gpus)
         seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-        self.devices = seen.split(",") if seen else [str(i) for i in range(GPUS)]
+        self.devices = seen.split(",") if seen else [str(i) for i in range(self.all)]
 
     def run(self) -> None:
-        free, working = set(range(GPUS)), list[Task]()
+        working = list[Task]()
         try:
             while self.queue or working:
-                while self.queue and free.issuperset(self.queue[0].places):
-                    task = self.queue.pop(0)
-                    if not task.running:
-                        self.start(task)
-                    free.difference_update(task.places)
-                    self.begin(task)
-                    working.append(task)
+                taken = {place for task in working for place in task.places}
+                for task in list(self.queue):
+                    waits = task.after is not None and (task.after in self.queue or task.after in working)
+                    if not waits and taken.isdisjoint(task.places):
+                        self.queue.remove(task)
+                        if not task.running:
+                            self.start(task)
+                        self.begin(task)
+                        working.append(task)
+                    taken.update(task.places)  # also if it waits: later tasks do not overtake it on its GPUs
                 for task in self.queue[:AHEAD]:
                     if not task.running:
                         self.start(task)
@@ -110,7 +144,6 @@ class Bench:
                     if self.ended(task):
                         self.collect(task, last=True)
                         working.remove(task)
-                        free.update(task.places)
         finally:
             for task in [*working, *self.queue]:
                 self.kill(task)
@@ -122,6 +155,7 @@ class Bench:
             port = free.getsockname()[1]
         facts = {"part": task.part, "name": task.name, "folder": str(self.folder), "cpu": self.a.cpu}
         facts |= {"compile": not self.a.no_compile, "steps": self.a.steps, "profile": self.a.profile}
+        facts |= {"first": self.a.gpus[0]}
         file = self.folder / f"{task.name}.json"
         file.write_text(json.dumps(facts))
         for rank in range(task.gpus):
@@ -129,7 +163,7 @@ class Bench:
             place |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
             environment |= {"HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1"} | (place if task.gpus > 1 else {})
-            environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // GPUS)))
+            environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // self.all)))
             environment.setdefault("NCCL_NVLS_ENABLE", "0")
             if not self.a.cpu:
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices[place] for place in task.places)
@@ -157,7 +191,7 @@ class Bench:
         bad = [rank for rank, code in enumerate(codes) if code]
         if task.failed is None and bad:
             task.failed = now, bad[0]
-        limit = self.a.timeout or TIMEOUTS[task.part]
+        limit = self.limits[task.part]
         if task.failed is None and now - task.begun <= limit:
             return False
         if task.failed is not None and None in codes and now - task.failed[0] < GRACE:
@@ -220,7 +254,7 @@ class Bench:
         same = [other for other in self.rows if (other["part"], other.get("stage")) == (row["part"], row.get("stage"))]
         if row.get("losses") and same and same[0].get("losses"):
             first, other = row["losses"][0], same[0]["losses"][0]
-            if not abs(first - other) <= CLOSE * abs(other):
+            if not abs(first - other) <= (CLOSE_ON_CPU if self.a.cpu else CLOSE) * abs(other):
                 row["wrong"] = f"its first loss is {first:.4f}, and {other:.4f} in {same[0]['case']!r}: it is not timed"
                 row = {name: value for name, value in row.items() if name not in TIMES}
         return row
@@ -263,122 +297,39 @@ def joined(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return row
 
 
-def findings(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The speedups and memory ratios that follow from the rows, with their targets."""
-    speeds = {(row["part"], row["case"], row["gpus"]): row["tokens_per_s"] for row in rows if "tokens_per_s" in row}
-    peaks = {(row["part"], row["case"], row["gpus"]): row["peak_bytes"] for row in rows if "peak_bytes" in row}
-    found: list[dict[str, Any]] = []
-
-    def compare(what: str, ours: tuple[Any, ...], theirs: tuple[Any, ...], target: float, share: float = 1) -> None:
-        if ours in speeds and theirs in speeds:
-            value = speeds[ours] / speeds[theirs] * share
-            found.append({"what": what, "value": value, "target": target, "met": value >= target})
-
-    for case in ("rows shared", "rows shared, not captured"):
-        compare(f"ddp: 2 GPUs beside one, {case}", ("ddp", case, 2), ("ddp", case, 1), 1.8)
-    one = ("fsdp-lora", "LoRA", 1)
-    for case in ("LoRA", "LoRA, layers stay gathered"):
-        two, how = ("fsdp-lora", case, 2), case.removeprefix("LoRA")
-        compare(f"fsdp-lora: a GPU of 2 beside one{how}", two, one, 0.92, 1 / GPUS)
-        if two in speeds:
-            value, what = speeds[two] / GPUS, f"fsdp-lora: tokens/s of a GPU{how}"
-            found.append({"what": what, "value": value, "target": 7000, "met": value >= 7000})
-    for stage in ("finetune", "distill"):
-        shared, own = (("sequence", f"{stage}, a row {how}", 2) for how in ("shared", "each"))
-        eager = (*own[:1], f"{own[1]}, not compiled", 2)
-        compare(f"sequence: {stage}, a row shared beside a row each", shared, own, 0.9)
-        compare(f"sequence: {stage}, a row shared beside a row each, not compiled", shared, eager, 0.9)
-        if shared in peaks and eager in peaks:
-            value = peaks[shared] / peaks[eager]
-            what = f"sequence: {stage}, peak of a row shared beside that of a row of half its length"
-            found.append({"what": what, "value": value, "target": None, "met": None})
-    layers = [row for row in rows if "layers" in row and "tokens_per_s" in row]
-    for row in layers:
-        peers = [other for other in layers if other["gpus"] == 1 and other["layers"] == row["layers"]]
-        for peer in peers:
-            if row["gpus"] > 1 and peer["tokens_a_row"] == row["tokens_a_row"]:
-                target = 0.92 if row["tokens_a_row"] > 100_000 else 0.8
-                what = f"sequence: {row['layers']} layers of {row['tokens_a_row']:,} tokens, part of twice the speed"
-                value = row["tokens_per_s"] / peer["tokens_per_s"] / GPUS
-                found.append({"what": what, "value": value, "target": target, "met": value >= target})
-    return found
-
-
-def show(bench: Bench) -> None:
-    console = Console(width=150, highlight=False)
-    times = Table("part", "case", "GPUs", "rows", "step", "tokens/s", "of a GPU", "peak", "first step", "passes")
-    equal = Table("equality: case", "GPUs", "losses err by", "allowed", "weights err by", "allowed", "")
-    for row in bench.rows:
-        if "errors" in row:
-            of = row["errors"], row.get("allowed", {})
-            pairs = [f"{x[name]:.1e}" if x else "" for name in ("losses", "weights") for x in of]
-            said = {True: "noticed", False: "equal", None: ""}[row.get("mistake")]
-            equal.add_row(row["case"], str(row["gpus"]), *pairs, row.get("wrong", said))
-        elif "step_ms" in row:
-            rows = f"{row['rows']} x {row['tokens_a_row']:,}" + (f", {row['layers']} layers" if "layers" in row else "")
-            cells = [rows, f"{row['step_ms']['median']:.1f} ms", f"{row['tokens_per_s']:,.0f}"]
-            cells += [f"{row['tokens_per_s'] / row['gpus']:,.0f}"]
-            cells += [f"{row['peak_bytes'] / 1e9:.1f} GB" if "peak_bytes" in row else ""]
-            cells += [f"{row['first_step_s']:.1f} s" if "first_step_s" in row else "", row["fwd_bwd"].partition(":")[0]]
-            times.add_row(row["part"], row["case"], str(row["gpus"]), *cells)
-    marks = Table("what", "measured", "target", "")
-    for finding in findings(bench.rows):
-        target = "" if finding["target"] is None else f"{finding['target']:,}"
-        met = {True: "met", False: "missed", None: ""}[finding["met"]]
-        value = finding["value"]
-        marks.add_row(finding["what"], f"{value:,.0f}" if value > 100 else f"{value:.3f}", target, met)
-    profiles = [profile_of(rows) for rows in cases(bench.rows).values()]
-    for table in (equal, times, *profiles, marks):
-        if table.row_count:
-            console.print(table)
-    for row in bench.rows:
-        if why := row.get("wrong") or row.get("missing") or row.get("failed"):
-            console.print(f"{row['part']}, {row['case']}, {row['gpus']} GPUs: {why}", markup=False)
-
-
-def cases(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """By case, the rows that have a profile: one for each number of GPUs."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        if "profile" in row:
-            found.setdefault(row["case"], []).append(row)
-    return found
-
-
-def profile_of(rows: list[dict[str, Any]]) -> Table:
-    """A table of where the time of a step goes, for the rows of a case. The GPU clock includes time in which the GPU
-    waits."""
-    clocks = [(row, clock) for row in rows for clock in ("gpu", "host") if row["profile"][clock]]
-    heads = [f"{row['gpus']} GPU{'s' * (row['gpus'] > 1)}, {clock}" for row, clock in clocks]
-    table = Table(f"ms of a step, {rows[0]['case']}", *heads)
-    columns = [row["profile"][clock] for row, clock in clocks]
-    parts = dict.fromkeys(part for column in reversed(columns) for part in column)
-    for part in parts:
-        table.add_row(part, *(f"{column[part]:.2f}" if part in column else "" for column in columns))
-    table.add_row("together", *(f"{sum(column.values()):.2f}" for column in columns))
-    sent = [row.get("sending_ms") for row, _ in clocks]
-    table.add_row("sending as much, by itself", *("" if ms is None else f"{ms:.2f}" for ms in sent))
-    return table
+def limit(said: str) -> dict[str, float]:
+    """The time limits of `PART=SECONDS`, or, of `SECONDS`, for all parts. Raises ValueError if it is neither."""
+    part, _, seconds = said.rpartition("=")
+    if part and part not in PARTS:
+        raise ValueError(f"{part}: is not a part")
+    return {name: float(seconds) for name in ([part] if part else PARTS)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"({' '.join(PARTS)})")
+    known = ", ".join(map(str, COUNTS))
+    counts = {"nargs": "+", "type": int, "choices": COUNTS, "default": COUNTS[:1], "metavar": "N"}
+    parser.add_argument("--gpus", **counts, help=f"numbers of GPUs to measure with; of {known} (2)")
     parser.add_argument("--steps", type=int, default=6, help="optimizer steps that are measured (6)")
     limits = ", ".join(f"{part} {seconds}" for part, seconds in TIMEOUTS.items())
-    parser.add_argument("--timeout", type=float, help=f"seconds that the processes of each part have ({limits})")
-    parser.add_argument("--profile", action="store_true", help="say where the time of a step of ddp goes")
+    seconds = {"nargs": "+", "type": limit, "default": [], "metavar": "[PART=]SECONDS"}
+    parser.add_argument("--timeout", **seconds, help=f"seconds that each part has with each number of GPUs ({limits})")
+    parser.add_argument("--profile", action="store_true", help="say where the time of a step of ddp and fsdp goes")
     parser.add_argument("--no-compile", action="store_true", help="compile and capture nothing")
-    parser.add_argument("--cpu", action="store_true", help="2 processes on the CPU, tiny shapes: tests the script")
+    parser.add_argument("--cpu", action="store_true", help="processes on the CPU, tiny shapes: tests the script")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     a = parser.parse_args()
-    if not a.cpu and torch.cuda.device_count() < GPUS:
-        parser.error(f"needs {GPUS} GPUs, and sees {torch.cuda.device_count()}; --cpu runs tiny shapes without one")
+    a.gpus = list(dict.fromkeys(a.gpus))
+    a.timeout = {part: seconds for said in a.timeout for part, seconds in said.items()}
+    if not a.cpu and torch.cuda.device_count() < max(a.gpus):
+        seen = torch.cuda.device_count()
+        parser.error(f"needs {max(a.gpus)} GPUs, and sees {seen}; --cpu runs tiny shapes without one")
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(a, Path(folder))
         bench.run()
         bench.write()
-    show(bench)
+    show(bench.rows)
     sys.exit(bool(bench.failures) or any("wrong" in row for row in bench.rows))
 
 

@@ -18,7 +18,6 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,9 +36,10 @@ from liger_convert.training.trainer import StageTrainer
 from liger_convert.utils.progress import quiet_libraries
 
 LEARNED = 3  # steps after which losses and weights are compared
-# Layers alone: how many are stacked, and the lengths of the rows that are checked and timed.
-STACKS: dict[str, Any] = {"shape": "attention-8b", "layers": (1, 4), "checked": 2048, "timed": (32768, 131072)}
-STACKS_ON_CPU = {"shape": "tiny", "layers": (1, 2), "checked": 160, "timed": (320,)}
+# Layers alone: how many are stacked, and the lengths of the rows that are checked and timed, in order of value. They
+# divide among up to 8 GPUs, in shards longer than the window.
+STACKS: dict[str, Any] = {"shape": "attention-8b", "layers": (4, 1), "checked": 2048, "timed": (131072, 32768)}
+STACKS_ON_CPU = {"shape": "tiny", "layers": (2, 1), "checked": 640, "timed": (640,)}
 
 
 def ddp(worker: Worker) -> None:
@@ -51,12 +51,15 @@ def ddp(worker: Worker) -> None:
 
 
 def fsdp_lora(worker: Worker) -> None:
-    sharing = "weights" if worker.count > 1 else "rows"
-    case = worker.case("distill-lora", sharing=sharing, checkpointed=True)
-    worker.attempt("LoRA", lambda: timed(worker, build(worker, case)))
-    if worker.count > 1:
-        kept = replace(case, keep_gathered=True)
-        worker.attempt("LoRA, layers stay gathered", lambda: timed(worker, build(worker, kept)))
+    """On several GPUs first with layers that stay gathered, which is faster, in case the time does not last."""
+    if worker.count == 1:
+        case = worker.case("distill-lora", checkpointed=True)
+        worker.attempt("LoRA", lambda: timed(worker, build(worker, case)))
+        return
+    for name, keep_gathered in (("LoRA, layers stay gathered", True), ("LoRA", False)):
+        options = {"sharing": "weights", "checkpointed": True, "keep_gathered": keep_gathered}
+        case = worker.case("distill-lora", **options)
+        worker.attempt(name, lambda case=case: timed(worker, build(worker, case)))
 
 
 def fsdp_full(worker: Worker) -> None:
@@ -65,32 +68,51 @@ def fsdp_full(worker: Worker) -> None:
 
 
 def sequence(worker: Worker) -> None:
-    """Layers alone, then whole models: one row split across all GPUs, compared with one row per GPU."""
+    """One row split across all GPUs, in whole models and in layers alone, in order of value: the time may not last for
+    all of it."""
     sizes = STACKS_ON_CPU if worker.task["cpu"] else STACKS
-    stack = Stack(sizes["shape"], worker.device, group_of(worker.device, worker.count))
-    stack.check(sizes["checked"])
-    measured = {"warm": WARM, "steps": worker.task["steps"]}
-    for length in sizes["timed"]:
-        for count in sizes["layers"]:
-            about = {"tokens_a_row": length, "layers": count, "rows": 1}
-            try:
-                alone = stack.measure(length, count, None, **measured)
-            except torch.OutOfMemoryError:  # occurs in all processes alike, and none waits for another here
-                alone = {"missing": "does not fit: out of memory"}
-            worker.free()
-            worker.tell("layers, by one GPU", about | {"gpus": 1} | alone)
-            shared = functools.partial(stack.measure, length, count, stack.group, **measured)
-            worker.attempt("layers, a row shared", shared, **about)
-    del stack
+
+    def stack() -> Stack:
+        return Stack(sizes["shape"], worker.device, group_of(worker.device, worker.count))
+
+    stack().check(sizes["checked"])
     worker.free()
     for stage in ("finetune", "distill"):
-        cases = {"shared": {"sharing": "sequence", "compiled": False}, "each, not compiled": {"compiled": False}}
-        if worker.compiles:
-            cases["each"] = {}
-        for name, options in cases.items():
-            case = worker.case(stage, **options)
-            worker.attempt(f"{stage}, a row {name}", lambda case=case: timed(worker, build(worker, case)))
+        whole_models(worker, stage, "shared", sharing="sequence", compiled=False)
+        whole_models(worker, stage, "each, not compiled", compiled=False)
+    layers_alone(worker, stack(), sizes)
+    worker.free()
+    for stage in ("finetune", "distill") if worker.compiles else ():
+        whole_models(worker, stage, "each")
         torch.compiler.reset()
+
+
+def whole_models(worker: Worker, stage: str, how: str, **options: Any) -> None:
+    """One row shared by all GPUs, or as many tokens in rows of their own, one for each GPU."""
+    case, count = worker.case(stage, **options), worker.count
+    told = f"{count * case.rows} x {case.length:,} tokens, {case.rows} for each of {count} GPUs"
+    if case.sharing == "sequence":
+        told = f"{case.rows} x {count * case.length:,} tokens, shared by {count} GPUs"
+        if stage == "distill":
+            told += f": a token of the base has {count} times as many keys as in a row for each"
+    worker.attempt(f"{stage}, a row {how}", lambda: timed(worker, build(worker, case)), compared=told)
+
+
+def layers_alone(worker: Worker, stack: Stack, sizes: dict[str, Any]) -> None:
+    """The same row split across all GPUs and by one. The latter is measured once for all numbers of GPUs."""
+    measured = {"warm": WARM, "steps": worker.task["steps"]}
+    for count in sizes["layers"]:
+        for length in sizes["timed"]:
+            about = {"tokens_a_row": length, "layers": count, "rows": 1}
+            if worker.count == worker.task["first"]:
+                try:
+                    alone = stack.measure(length, count, None, **measured)
+                except torch.OutOfMemoryError:  # occurs in all processes alike, and none waits for another here
+                    alone = {"missing": "does not fit: out of memory"}
+                worker.free()
+                worker.tell("layers, by one GPU", about | {"gpus": 1} | alone)
+            shared = functools.partial(stack.measure, length, count, stack.group, **measured)
+            worker.attempt("layers, a row shared", shared, **about)
 
 
 class Plain(StageTrainer):

@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from scale_profile import Recorder
 from scale_trainings import WARM, Built, Worker, trainer_of
 from torch import Tensor
 
@@ -83,9 +84,12 @@ def sending(worker: Worker, parameters: list[Any]) -> float:
 
 
 def timed(worker: Worker, built: Built, eager: str | None = None) -> dict[str, Any]:
-    """Trains and times the optimizer steps after the warm-up. eager: a reason not to capture them, given to the trainer
-    in advance, so that it also averages gradients as it does without capture."""
+    """Trains and times the optimizer steps after the warm-up; with --profile, records the kernels of those that follow.
+    eager: a reason not to capture them, given to the trainer in advance, so that it also averages gradients as it does
+    without capture."""
     marks: list[float] = []
+    timed_steps = WARM + worker.task["steps"]
+    recorder = Recorder(worker.device) if worker.recorded and worker.rank == 0 else None
 
     def mark(done: float, total: float | None, note: str = "") -> None:
         worker.wait()
@@ -94,6 +98,10 @@ def timed(worker: Worker, built: Built, eager: str | None = None) -> dict[str, A
             trainer.note(STEP_ENDS)
         if done == WARM and worker.cuda:
             torch.cuda.reset_peak_memory_stats()
+        if recorder is not None and done == timed_steps:
+            recorder.start()
+        elif recorder is not None and done == timed_steps + worker.recorded:
+            recorder.stop()
 
     kind = Clocked if worker.task["profile"] and worker.task["part"] == "ddp" else StageTrainer
     known = mock.patch.object(trainer_module, "why_not_captured", return_value=eager) if eager else nullcontext()
@@ -105,7 +113,7 @@ def timed(worker: Worker, built: Built, eager: str | None = None) -> dict[str, A
         trainer.train()
     if worker.count > 1 and built.case.sharing != "weights":
         same_weights(worker, built.model)
-    steps = [1e3 * (after - before) for before, after in zip(marks[WARM - 1 :], marks[WARM:])]
+    steps = [1e3 * (after - before) for before, after in zip(marks[WARM - 1 :], marks[WARM:timed_steps])]
     step_ms = quartiles(steps)
     captured = trainer.eager is None
     found = {
@@ -123,6 +131,8 @@ def timed(worker: Worker, built: Built, eager: str | None = None) -> dict[str, A
         found["profile"] = trainer.profile()
         if worker.count > 1:
             found["sending_ms"] = sending(worker, trainer.fwd_bwd.parameters)
+    if recorder is not None:
+        found["kernel_ms"] = recorder.found()
     if worker.cuda:
         peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         # a captured graph's memory pool stays reserved, but does not count as allocated between replays

@@ -19,6 +19,7 @@ from bench import machine
 from bench_plan import PARTS, documents
 from gated_kernels import in_use
 from scale_layers import DTYPE
+from scale_profile import PROFILED
 
 from liger_convert.benchmark.shapes import SHAPES, random_model
 from liger_convert.config.stages import DistillStage, FinetuneStage, Stage
@@ -51,6 +52,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "equality": {"shape": "few-layers", "rows": 4, "length": 1024},
 }
 ON_CPU = {"shape": "tiny", "rows": 2, "length": 160}
+SHARD = 80  # the shortest shard of a row: longer than the window
+BY_KERNEL = "fsdp-lora", "fsdp-full"  # parts whose steps are profiled by kernels
 
 
 @dataclass(frozen=True)
@@ -84,14 +87,23 @@ class Worker:
         self.folder = Path(task["folder"])
         self.rows_file = self.folder / f"{task['name']}-{self.rank}.jsonl"
         self.sizes = ON_CPU if task["cpu"] else SIZES[task["part"]]
+        if task["part"] == "equality":  # one process and several train on the same rows
+            least = {"rows": task["first"], "length": SHARD * task["first"]}
+            self.sizes = self.sizes | {name: max(self.sizes[name], size) for name, size in least.items()}
         self.compiles = task["compile"] and self.cuda
 
     @property
     def cuda(self) -> bool:
         return not self.task["cpu"]
 
+    @property
+    def recorded(self) -> int:
+        """The steps after the timed ones, whose kernels are recorded."""
+        return PROFILED if self.task["profile"] and self.task["part"] in BY_KERNEL else 0
+
     def case(self, stage: str, **options: Any) -> Case:
-        return Case(stage, **self.sizes | {"steps": WARM + self.task["steps"], "compiled": self.compiles} | options)
+        steps = WARM + self.task["steps"] + self.recorded
+        return Case(stage, **self.sizes | {"steps": steps, "compiled": self.compiles} | options)
 
     def tell(self, case: str, found: dict[str, Any]) -> None:
         """Appends a row to this process's file."""

@@ -39,7 +39,9 @@ def row(case: str, speed: float, loss: float = 2.0) -> dict[str, Any]:
     return {"case": case, "stage": "distill", "rows": 1, "tokens_a_row": 8, "losses": [loss]} | times
 
 
-def bench(monkeypatch: pytest.MonkeyPatch, folder: Path, parts: list[str], rows: Any, does: Any) -> Any:
+def bench(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, parts: list[str], rows: Any, does: Any, gpus: tuple[int, ...] = (2,)
+) -> Any:
     """A benchmark whose processes only write given rows, or fail or hang as told."""
     monkeypatch.syspath_prepend(str(KERNELS))
     module = import_module("bench_scale")
@@ -47,11 +49,12 @@ def bench(monkeypatch: pytest.MonkeyPatch, folder: Path, parts: list[str], rows:
     monkeypatch.setattr(module, "SCRIPT", folder / "process.py")
     monkeypatch.setattr(module, "GRACE", 0.3)
     (folder / "process.py.json").write_text(json.dumps({"rows": rows, "does": does}))
-    options = {"parts": parts, "steps": 1, "timeout": 3.0, "no_compile": False, "cpu": True, "profile": False}
+    options = {"parts": parts, "gpus": list(gpus), "steps": 1, "timeout": dict.fromkeys(module.PARTS, 3.0)}
+    options |= {"no_compile": False, "cpu": True, "profile": False}
     made = module.Bench(argparse.Namespace(**options, json=folder / "rows.json"), folder)
     made.run()
     made.write()
-    module.show(made)
+    module.show(made.rows)
     return made, module
 
 
@@ -82,8 +85,10 @@ def test_a_part_that_fails_or_hangs_costs_no_other_its_numbers(monkeypatch, tmp_
     assert [failure["task"] for failure in told["failures"]] == ["equality by 1 GPU", "sequence by 2 GPUs"]
     assert [failure["why"] for failure in told["failures"]] == [hung, lost]
     assert "Traceback" in told["failures"][1]["tail"][0]
-    (found,) = module.findings(made.rows)
-    assert found == {"what": "ddp: 2 GPUs beside one, rows shared", "value": 1.9, "target": 1.8, "met": True}
+    assert module.findings(made.rows) == [
+        {"what": "ddp: 2 GPUs beside one, rows shared", "value": 1.9, "target": 1.8, "met": True},
+        {"what": "fsdp-full: all weights fit 2 GPUs", "value": 0, "target": 1, "met": False},
+    ]
     shown = capsys.readouterr().out
     assert "does not fit" in shown
     assert "ValueError: lost" in shown
@@ -106,6 +111,92 @@ def test_every_part_has_seconds_of_its_own(monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(KERNELS))
     module = import_module("bench_scale")
     assert set(module.TIMEOUTS) == set(module.PARTS)
+    assert module.limit("ddp=90") == {"ddp": 90.0}
+    assert module.limit("90") == dict.fromkeys(module.PARTS, 90.0)
+    with pytest.raises(ValueError, match="dpp"):
+        module.limit("dpp=90")
+
+
+@pytest.mark.parametrize(("counts", "rounds"), [([2], 7), ([2, 4, 8], 8), ([8, 4, 2], 9)])
+def test_tasks_of_few_gpus_stand_side_by_side_and_none_is_left_out(monkeypatch, counts: list[int], rounds: int) -> None:
+    """rounds: how many times as long as one task the plan takes, if all tasks take equally long."""
+    monkeypatch.syspath_prepend(str(KERNELS))
+    module = import_module("bench_scale")
+    tasks = module.planned(module.PARTS, counts, dict.fromkeys(module.PARTS, 1.0))
+    counted = [(part, n) for n in counts for part in module.PARTS if part != "equality" or n == counts[0]]
+    assert [(task.part, task.gpus) for task in tasks] == [*((part, 1) for part in module.ALONE), *counted]
+    free, ends = [0] * max(counts), {}
+    for task in tasks:
+        assert task.places == list(range(task.places[0], task.places[0] + task.gpus))
+        end = 1 + max([free[place] for place in task.places] + ([ends[task.after.name]] if task.after else []))
+        ends |= {task.name: end}
+        for place in task.places:
+            free[place] = end
+    assert [task.name for task in tasks if task.after] == [f"equality-{counts[0]}"]
+    assert max(free) == rounds
+
+
+def test_tasks_run_at_once_where_they_share_no_gpu_and_their_rows_are_told_apart(monkeypatch, tmp_path: Path) -> None:
+    """ddp of 4 GPUs hangs meanwhile, and costs those of 2 and of 8 nothing."""
+    speeds = {1: 100, 2: 190, 8: 700}
+    rows = {f"ddp-{n}": [row("rows shared", speed)] for n, speed in speeds.items()}
+    made, module = bench(monkeypatch, tmp_path, ["ddp"], rows, {"ddp-4-3": "hangs"}, (2, 4, 8))
+    assert [(found["gpus"], found["case"]) for found in made.rows] == [
+        (1, "rows shared"),
+        (2, "rows shared"),
+        (4, "the rest"),
+        (8, "rows shared"),
+    ]
+    assert [(found["what"], found["target"], found["met"]) for found in module.findings(made.rows)] == [
+        ("ddp: 2 GPUs beside one, rows shared", 1.8, True),
+        ("ddp: 8 GPUs beside one, rows shared", 7.2, False),
+    ]
+
+
+def test_every_number_of_gpus_has_its_findings(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(KERNELS))
+    module = import_module("scale_report")
+
+    def told(part: str, case: str, n: int, speed: float, **more: Any) -> dict[str, Any]:
+        return row(case, speed) | {"part": part, "gpus": n} | more
+
+    kept, layers = "LoRA, layers stay gathered", {"layers": 4, "tokens_a_row": 131072}
+    rows = [
+        told("fsdp-lora", "LoRA", 1, 8000),
+        told("fsdp-lora", kept, 2, 15200),
+        told("fsdp-lora", kept, 4, 28000),
+        {"part": "fsdp-full", "case": "all weights", "gpus": 2, "missing": "does not fit"},
+        told("fsdp-full", "all weights", 4, 1000),
+        told("fsdp-full", "all weights", 8, 1800),
+        told("sequence", "distill, a row shared", 4, 95, peak_bytes=30),
+        told("sequence", "distill, a row each, not compiled", 4, 100, peak_bytes=20),
+        told("sequence", "layers, by one GPU", 1, 100, **layers),
+        told("sequence", "layers, a row shared", 2, 190, **layers),
+        told("sequence", "layers, a row shared", 8, 640, **layers),
+    ]
+    found = {
+        finding["what"]: tuple(finding[name] for name in ("value", "target", "met"))
+        for finding in module.findings(rows)
+    }
+    shared = "sequence: distill, a row shared by 4 GPUs beside a row each, not compiled"
+    peak = "sequence: distill, peak of a row shared by 4 GPUs beside that of a row 4 times shorter"
+    part = "sequence: 4 layers of 131,072 tokens, part of {} times the speed"
+    assert found == {
+        "fsdp-lora: a GPU of 2 beside one, layers stay gathered": (0.95, 0.92, True),
+        "fsdp-lora: tokens/s of a GPU of 2, layers stay gathered": (7600, 7000, True),
+        "fsdp-lora: a GPU of 4 beside one, layers stay gathered": (0.875, 0.92, False),
+        "fsdp-lora: tokens/s of a GPU of 4, layers stay gathered": (7000, 7000, True),
+        "fsdp-full: all weights fit 2 GPUs": (0, 1, False),
+        "fsdp-full: all weights fit 4 GPUs": (1, 1, True),
+        "fsdp-full: all weights fit 8 GPUs": (1, 1, True),
+        "fsdp-full: a GPU of 8 beside one of 4": (0.9, 0.85, True),
+        shared: (0.95, 0.9, True),
+        peak: (1.5, None, None),
+        part.format(2): (0.95, 0.92, True),
+        part.format(8): (0.8, 0.92, False),
+    }
+    apart = [told("fsdp-full", "all weights", n, 1000 * n) for n in (2, 8)]  # neither is twice the other
+    assert not any("beside" in finding["what"] for finding in module.findings(apart))
 
 
 class Event:
@@ -151,11 +242,11 @@ def run(folder: Path, *words: str, seconds: int = 120) -> dict[str, Any]:
 
 
 def test_processes_that_share_rows_are_timed_beside_one(tmp_path: Path) -> None:
-    told = run(tmp_path, "--parts", "ddp", "--profile")
+    told = run(tmp_path, "--parts", "ddp", "--profile", "--gpus", "4")
     assert [(row["case"], row["gpus"], row["rows"]) for row in told["rows"]] == [
-        ("rows shared", n, 2 * n) for n in (1, 2)
+        ("rows shared", n, 2 * n) for n in (1, 4)
     ]
-    assert [finding["what"] for finding in told["findings"]] == ["ddp: 2 GPUs beside one, rows shared"]
+    assert [finding["what"] for finding in told["findings"]] == ["ddp: 4 GPUs beside one, rows shared"]
     for row in told["rows"]:  # of one measured step each
         parts = row["profile"]["host"]
         assert set(parts) == {"rows ready", "forward, backward", "clipping, optimizer", "loss, flags"}
@@ -165,10 +256,38 @@ def test_processes_that_share_rows_are_timed_beside_one(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_part_has_its_rows_and_mistakes_are_noticed(tmp_path: Path) -> None:
-    told = run(tmp_path, seconds=400)
+    told = run(tmp_path, "--profile", seconds=400)
     assert told["failures"] == []
     assert {row["part"] for row in told["rows"]} == {"equality", "ddp", "fsdp-lora", "fsdp-full", "sequence"}
     mistakes = [row["mistake"] for row in told["rows"] if "mistake" in row]
     assert mistakes.count(True) == 3
-    assert mistakes.count(False) == 4
-    assert all("step_ms" in row for row in told["rows"] if row["part"] != "equality")
+    assert mistakes.count(False) == 5
+    trained = [row for row in told["rows"] if row["part"] != "equality"]
+    assert all("step_ms" in row for row in trained)
+    for row in trained:
+        assert row["step_ms"]["n"] == 1
+        assert ("kernel_ms" in row) == row["part"].startswith("fsdp")
+        if "kernel_ms" in row:  # a CPU has no kernels, so the whole step is without
+            assert row["kernel_ms"]["no kernel"] == row["kernel_ms"]["a step, profiled"] > 0
+
+
+@pytest.mark.slow
+def test_rows_are_shared_by_each_number_of_processes_and_whole_models_come_first(tmp_path: Path) -> None:
+    told = run(tmp_path, "--parts", "sequence", "--gpus", "4", "2", seconds=400)
+    models = [f"{stage}, a row {how}" for stage in ("finetune", "distill") for how in ("shared", "each, not compiled")]
+    layers = "layers, by one GPU", "layers, a row shared"
+    several = [*models, layers[1], layers[1]]
+    assert [(row["case"], row["gpus"]) for row in told["rows"]] == [
+        *((case, 4) for case in models),
+        *((case, n) for _ in range(2) for case, n in zip(layers, (1, 4))),
+        *((case, 2) for case in several),
+    ]
+    of_models = {(row["case"], row["gpus"]): row for row in told["rows"] if row["case"] in models}
+    for n in (2, 4):
+        shared, each = (of_models[case, n] for case in models[:2])
+        assert (shared["tokens_a_row"], each["tokens_a_row"]) == (160 * n, 160)
+        assert shared["rows"] * shared["tokens_a_row"] == each["rows"] * each["tokens_a_row"]
+        assert shared["compared"] == f"2 x {160 * n} tokens, shared by {n} GPUs"
+    parts = [found["what"] for found in told["findings"] if "layers" in found["what"]]
+    assert len(parts) == 4
+    assert sum("part of 4 times the speed" in what for what in parts) == 2
