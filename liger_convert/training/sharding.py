@@ -2,10 +2,14 @@
 
 Each decoder layer is a unit. Its weights are gathered when it runs, forward and backward, and freed afterwards. Where
 memory allows, layers stay gathered: the student's from the forward to the backward pass, the teacher's for the whole
-stage, because its weights do not change. A step then gathers once instead of three times. A layer's mixer is a unit of
-its own, because it computes in float32, while the base's weights are gathered in the compute dtype. Gradients are
-reduced in float32. Alignment runs only the attention of the linearized layers, so there each attention is also a unit:
-FSDP gathers weights in hooks of the module that is called.
+stage, because its weights do not change. A step then gathers once instead of three times. Gradients are reduced in
+float32.
+
+Where the base's own weights are frozen, they are stored in the compute dtype and gathered as they are. A layer and its
+mixer, which computes in float32, are then one unit, and the layer is compiled as one graph. Where they are trained,
+they are stored in float32 and gathered in the compute dtype. The mixer is then a unit of its own, and its hooks split
+the graph. Alignment runs only the attention of the linearized layers, so there each attention is also a unit: FSDP
+gathers weights in hooks of the module that is called.
 
 `fully_shard` is called here instead of through accelerate's plugin. The plugin is disabled on a CPU, where the tests
 run, wraps modules by class name, and does not support units of different dtypes. transformers' own sharded loading
@@ -81,24 +85,33 @@ def shard_student(
         if not parameter.requires_grad and f".{MIXER_MODULE}." not in name and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
     _take_dtypes(model)
-    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    as_stored = policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         # the residual stream stays in float32, as without sharding
         whole.get_input_embeddings().register_forward_hook(lambda _module, _args, output: output.float())
-    linear = linear_layers(whole.config)
+    linear, of_layers = linear_layers(whole.config), policy
+    if not _trains_body(model):
+        of_layers = as_stored
     for i, layer in enumerate(whole.model.layers):
         if i in linear:
-            # it is small, so it stays gathered until its backward pass
-            mixer = getattr(layer.self_attn, MIXER_MODULE)
-            _unit([mixer], mesh, MixedPrecisionPolicy(cast_forward_inputs=False), reshard_after_forward=False)
+            if of_layers is not as_stored:  # it is small, so it stays gathered until its backward pass
+                mixer = getattr(layer.self_attn, MIXER_MODULE)
+                _unit([mixer], mesh, as_stored, reshard_after_forward=False)
             if aligns:
-                _unit([layer.self_attn], mesh, policy)
-        _unit([layer], mesh, policy, reshard_after_forward=not keep_gathered)
+                _unit([layer.self_attn], mesh, of_layers)
+        _unit([layer], mesh, of_layers, reshard_after_forward=not keep_gathered)
     if aligns:  # alignment does not run these, so they are never gathered
         _unit([whole.get_input_embeddings(), whole.get_output_embeddings()], mesh, policy)
     _unit([model], mesh, policy, reshard_after_forward=aligns)
     return model
+
+
+def _trains_body(model: Any) -> bool:
+    """Whether the base's own weights are trained, rather than adapters and mixers alone."""
+    if isinstance(model, PeftModel):
+        return False
+    return any(p.requires_grad for name, p in model.named_parameters() if f".{MIXER_MODULE}." not in name)
 
 
 def shard_base(base: Any, mesh: DeviceMesh, *, aligns: bool, keep_gathered: bool = False) -> Any:
