@@ -5,11 +5,12 @@ memory allows, layers stay gathered: the student's from the forward to the backw
 stage, because its weights do not change. A step then gathers once instead of three times. Gradients are reduced in
 float32.
 
-Where the base's own weights are frozen, they are stored in the compute dtype and gathered as they are. A layer and its
-mixer, which computes in float32, are then one unit, and the layer is compiled as one graph. Where they are trained,
-they are stored in float32 and gathered in the compute dtype. The mixer is then a unit of its own, and its hooks split
-the graph. Alignment runs only the attention of the linearized layers, so there each attention is also a unit: FSDP
-gathers weights in hooks of the module that is called.
+Where the base's own weights are frozen, they are stored in the compute dtype and gathered as they are, along with the
+layer's mixer, which computes in float32. Where they are trained, they are stored in float32 and gathered in the compute
+dtype. The mixer is then a unit of its own, but is gathered along with its layer.
+
+FSDP gathers weights in hooks of the module that is called. They must run outside of what is compiled, so none are
+inside of a layer. Alignment runs only the attention of the linearized layers, so there each attention is also a unit.
 
 `fully_shard` is called here instead of through accelerate's plugin. The plugin is disabled on a CPU, where the tests
 run, wraps modules by class name, and does not support units of different dtypes. transformers' own sharded loading
@@ -98,6 +99,7 @@ def shard_student(
             if of_layers is not as_stored:  # it is small, so it stays gathered until its backward pass
                 mixer = getattr(layer.self_attn, MIXER_MODULE)
                 _unit([mixer], mesh, as_stored, reshard_after_forward=False)
+                _gather_with(layer.self_attn if aligns else layer, mixer)
             if aligns:
                 _unit([layer.self_attn], mesh, of_layers)
         _unit([layer], mesh, of_layers, reshard_after_forward=not keep_gathered)
@@ -112,6 +114,19 @@ def _trains_body(model: Any) -> bool:
     if isinstance(model, PeftModel):
         return False
     return any(p.requires_grad for name, p in model.named_parameters() if f".{MIXER_MODULE}." not in name)
+
+
+def _gather_with(layer: nn.Module, mixer: nn.Module) -> None:
+    """Lets the FSDP hooks of the unit `mixer` run when `layer`, which contains it, is called. A layer cannot be
+    compiled as one graph if hooks run inside of it, and not at all with gradient checkpointing.
+
+    FSDP has no public way to do this. These are the hooks that `fully_shard` registers.
+    """
+    state: Any = fully_shard.state(mixer)  # type: ignore[attr-defined]
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    layer.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
+    layer.register_forward_hook(state._post_forward)
 
 
 def shard_base(base: Any, mesh: DeviceMesh, *, aligns: bool, keep_gathered: bool = False) -> Any:

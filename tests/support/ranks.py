@@ -6,11 +6,12 @@ A job has the `name` of a stage of `stages.py`, the folder `out`, and may have `
 `train`), `variant` (of the adapters of a name that ends with -lora), `plain` (descent without Adam, which would hide
 the scale of a gradient), `same_rows` (a mistake: all processes train on the rows of the first), `apart` (a mistake:
 flat gradients stay each process's own), `deaf` (a mistake: shards of rows get nothing from their neighbours),
-`compiled` (the layers, without a compiler behind), `replayed` (the passes, as a CUDA graph's would be), `dies`, [rank,
-step]: where SIGKILL ends that process, `keeps`, a step at which what is in `out` is copied to `out`-kept, and `hoards`
-(a mistake: keeps all that is gathered for the result). What is said of a full result has `writing`: by how many bytes
-memory grew while it was written. `flat` says whether gradients of the last step were averaged where they stood, in flat
-tensors.
+`compiled` (the layers, without a compiler behind), `rounded` (a mistake: all that is gathered is in the compute dtype,
+but for the mixers), `replayed` (the passes, as a CUDA graph's would be), `dies`, [rank, step]: where SIGKILL ends that
+process, `keeps`, a step at which what is in `out` is copied to `out`-kept, and `hoards` (a mistake: keeps all that is
+gathered for the result). What is said of a full result has `writing`: by how many bytes memory grew while it was
+written. `flat` says whether gradients of the last step were averaged where they stood, in flat tensors. What is said of
+a compiled job has `graphs`: how many ran in its forward passes.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ import torch
 from peaks import TOLD, forget_peak, peak
 from replays import replayed_on_a_cpu
 from stages import folders, make_stage, train
+from torch._dynamo.backends.registry import lookup_backend
 from torch.distributed.tensor import DTensor
 
 from liger_convert.config.stages import LearningRates, Lora
-from liger_convert.training import full_result, trainer
+from liger_convert.training import full_result, sharding, trainer
 from liger_convert.training import stage as module
 from liger_convert.training.sequence_parallel import Group
 from liger_convert.training.trainer import StageTrainer
@@ -97,7 +99,7 @@ def do(job: dict[str, Any]) -> dict[str, Any]:
         made.append(kind(*args, **kwargs))
         modules = made[0].models[0].named_modules()
         mixers = [module for name, module in modules if name.endswith(".self_attn.mixer")]
-        for mixer in mixers:
+        for mixer in [] if job.get("compiled") else mixers:  # compiled with its layer
             mixer.register_forward_pre_hook(
                 lambda module, _args: computed.update(str(p.dtype).removeprefix("torch.") for p in module.parameters())
             )
@@ -112,7 +114,17 @@ def do(job: dict[str, Any]) -> dict[str, Any]:
         hoarded.append(gather(parameter))
         return hoarded[-1]
 
+    def counted(graph: Any, inputs: Any) -> Any:
+        run = lookup_backend("aot_eager")(graph, inputs)
+
+        def call(*args: Any) -> Any:
+            ran.append(graph)
+            return run(*args)
+
+        return call
+
     computed: set[str] = set()
+    ran: list[Any] = []
     grew: list[int] = []
     hoarded: list[torch.Tensor] = []
     gather = full_result._whole
@@ -124,7 +136,9 @@ def do(job: dict[str, Any]) -> dict[str, Any]:
         changed[Group] = nothing
     if job.get("compiled"):
         changed[module]["gains_by_compiling"] = lambda device: True
-        changed[torch] = {"compile": functools.partial(torch.compile, backend="aot_eager")}
+        changed[torch] = {"compile": functools.partial(torch.compile, backend=counted)}
+    if job.get("rounded"):
+        changed[sharding] = {"_trains_body": lambda model: True}
     if job.get("apart"):
         changed[trainer] = {"average_flats": lambda *_: None}
     with contextlib.ExitStack() as stack:
@@ -137,6 +151,7 @@ def do(job: dict[str, Any]) -> dict[str, Any]:
     stats |= {"writing": grew[-1]} if grew else {}
     if not made:
         return stats
+    stats |= {"graphs": len(ran)} if job.get("compiled") else {}
     return stats | {"held": held(made[0]), "mixers_computed_in": sorted(computed), "flat": made[0].flat}
 
 

@@ -58,6 +58,13 @@ HALVES: dict[str, dict[str, Any]] = {
     "half-lora": {"name": "distill-lora", "options": HALF},
     "half-align": {"name": "align", "options": HALF},
     "half": {"name": "distill", "options": HALF},
+    # mixers are units of their own, and gathered before anything in their layers is
+    "half-shifted-recomputed": {
+        "name": "distill",
+        "fields": EVERY | {"gradient_checkpointing": True},
+        "options": HALF | {"changes": HALF["changes"] | {"mixer": "shifted"}},
+    },
+    "half-compiled": {"name": "distill", "compiled": True, "options": HALF},
 }
 CONTROLS = {f"{name}-same": {"name": name, "same_rows": True} for name in ("align", "distill", "distill-lora")}
 KINDS = ["align", "lora", "finetune", "pissa-lora"]
@@ -159,17 +166,26 @@ def test_in_bfloat16_mixers_stay_float32_and_what_is_frozen_does_not(one: Any, t
     folder, several = two
     for name, case in HALVES.items():
         stats, alone, rounding = one(name)
-        assert several[name]["mixers_computed_in"] == ["float32"]
+        if not case.get("compiled"):
+            assert several[name]["mixers_computed_in"] == ["float32"]
         dtypes = several[name]["held"]["dtypes"]
         assert dtypes["mixer"] == dtypes["trained"] == ["float32"]
         assert dtypes.get("frozen", ["bfloat16"]) == ["bfloat16"]
         away = distance(learned(folder / name, **changes(case)), alone)
-        if name == "half":
+        rounds = case["name"] == "distill"
+        if rounds:
             assert away < 10 * rounding
         else:
             assert away < 1e-4
         losses = [[loss for _, loss in told["loss"]] for told in (several[name], stats)]
-        assert losses[0] == pytest.approx(losses[1], rel=2**-8 if name == "half" else 1e-4)
+        assert losses[0] == pytest.approx(losses[1], rel=2**-8 if rounds else 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["compiled-distill-lora", "half-compiled"])
+def test_each_layer_runs_as_one_graph(two: Any, name: str) -> None:
+    """Three layers of the model and three of its teacher run in each of four steps."""
+    assert two[1][name]["graphs"] == 4 * (3 + 3)
 
 
 @pytest.mark.slow
