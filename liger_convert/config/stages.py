@@ -61,9 +61,9 @@ class Lora(Strict):
 
     variant: Variant = "lora"
     """`lora`; `rslora`, which scales by alpha / √rank, so that adapters of high rank learn as fast (2312.03732);
-    `dora`, which also trains the norm of each row of a projection (2402.09353), and cannot share weights among
-    processes in bfloat16; or `pissa`, which starts from the base's largest singular vectors and values (2404.02948).
-    With `pissa` part of the base is in the adapters, so dropout and weight decay are refused."""
+    `dora`, which also trains the norm of each row of a projection (2402.09353); or `pissa`, which starts from the
+    base's largest singular vectors and values (2404.02948). With `pissa` part of the base is in the adapters, so
+    dropout and weight decay are refused."""
     rank: Rank = 8
     """Rank of each adapter. With `pissa`, the saved adapter has twice this rank, because it holds the change of the
     base."""

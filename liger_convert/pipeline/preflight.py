@@ -31,7 +31,6 @@ from liger_convert.model import linearized_classes, linearized_config
 from liger_convert.model.bases import context_length
 from liger_convert.pipeline.plan import Plan, computes_in, measured_in_parts, too_large
 from liger_convert.training import disk_estimate
-from liger_convert.training.sharding import why_not_sharded
 from liger_convert.training.student import refusal
 from liger_convert.utils.device import gpu_memory, gpus_for
 from liger_convert.utils.errors import BadInput
@@ -57,15 +56,12 @@ def check_recipe(recipe: Recipe, plan: Plan, config: Any, suite: Suite, processe
     shapes = {n.removesuffix(".weight"): shape for n, shape in plan.reused_parameters.items() if len(shape) == 2}
     linearized = linearized_config(config, plan.linearization)
     room = gpu_memory() if recipe.device != "cpu" else None
-    device, compute = computes_in(recipe)
+    device, _ = computes_in(recipe)
     for i, stage in enumerate(plan.recipe_stages):
         where = f"stages[{i}]"
         warnings += _check_rates(stage, where, plan.stages[i].trained)
         if stage.lora is not None and (why := refusal(stage.lora, linearized, shapes)):
             raise BadInput(f"{where}.lora.{why}")
-        is_sharded = plan.stages[i].is_sharded(recipe.sharding, room)
-        if is_sharded and (why := why_not_sharded(stage, compute)):
-            raise BadInput(f"{where}.{why}")
         warnings += _check_reach(recipe, stage, f"{where}.seq_len: rows of {stage.seq_len} tokens", stage.seq_len, plan)
         if positions is not None and stage.seq_len > positions:
             warnings.append(

@@ -5,9 +5,9 @@ memory allows, layers stay gathered: the student's from the forward to the backw
 stage, because its weights do not change. A step then gathers once instead of three times. Gradients are reduced in
 float32.
 
-Where the base's own weights are frozen, they are stored in the compute dtype and gathered as they are, along with the
-layer's mixer, which computes in float32. Where they are trained, they are stored in float32 and gathered in the compute
-dtype. The mixer is then a unit of its own, but is gathered along with its layer.
+Where the base's own weights are frozen, they are stored in the compute dtype, and all weights are gathered as they are
+stored: adapters and mixers in float32. Where the base's weights are trained, they are stored in float32 and gathered in
+the compute dtype. A mixer computes in float32, so it is then a unit of its own, but is gathered along with its layer.
 
 FSDP gathers weights in hooks of the module that is called. They must run outside of what is compiled, so none are
 inside of a layer. Alignment runs only the attention of the linearized layers, so there each attention is also a unit.
@@ -37,7 +37,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from liger_convert.config.stages import Stage
 from liger_convert.model import MIXER_MODULE, linear_layers
 from liger_convert.model.bases import attention_option
 from liger_convert.utils import processes
@@ -47,18 +46,6 @@ def mesh_of(device: torch.device) -> DeviceMesh:
     """The one-dimensional mesh of all processes of the run. A collective call."""
     PartialState(cpu=device.type == "cpu")  # initializes torch.distributed if necessary
     return init_device_mesh(device.type, (processes.count(),))
-
-
-def why_not_sharded(stage: Stage, dtype: torch.dtype) -> str | None:
-    """Why the weights of this stage cannot be sharded when computing in `dtype`; None if they can. The sentence begins
-    with the name of the field.
-
-    DoRA divides each row's magnitude by the row's norm. Gathered in bfloat16, both would be off by up to 0.4%.
-    """
-    if stage.lora is None or stage.lora.variant != "dora" or dtype == torch.float32:
-        return None
-    rounded = f"dora's magnitudes would be rounded to {str(dtype).removeprefix('torch.')}"
-    return f"lora.variant: {rounded} where processes share the weights; set sharding: none, or use another variant"
 
 
 def without_weights(config: Any, dtype: torch.dtype | None = None) -> Any:
@@ -88,21 +75,20 @@ def shard_student(
     _take_dtypes(model)
     as_stored = policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if dtype != torch.float32:
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        if _trains_body(model):
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         # the residual stream stays in float32, as without sharding
         whole.get_input_embeddings().register_forward_hook(lambda _module, _args, output: output.float())
-    linear, of_layers = linear_layers(whole.config), policy
-    if not _trains_body(model):
-        of_layers = as_stored
+    linear = linear_layers(whole.config)
     for i, layer in enumerate(whole.model.layers):
         if i in linear:
-            if of_layers is not as_stored:  # it is small, so it stays gathered until its backward pass
+            if policy is not as_stored:  # it is small, so it stays gathered until its backward pass
                 mixer = getattr(layer.self_attn, MIXER_MODULE)
                 _unit([mixer], mesh, as_stored, reshard_after_forward=False)
                 _gather_with(layer.self_attn if aligns else layer, mixer)
             if aligns:
-                _unit([layer.self_attn], mesh, of_layers)
-        _unit([layer], mesh, of_layers, reshard_after_forward=not keep_gathered)
+                _unit([layer.self_attn], mesh, policy)
+        _unit([layer], mesh, policy, reshard_after_forward=not keep_gathered)
     if aligns:  # alignment does not run these, so they are never gathered
         _unit([whole.get_input_embeddings(), whole.get_output_embeddings()], mesh, policy)
     _unit([model], mesh, policy, reshard_after_forward=aligns)

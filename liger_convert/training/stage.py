@@ -42,7 +42,6 @@ from liger_convert.training.sharding import (
     shard_base,
     shard_student,
     shard_to_calibrate,
-    why_not_sharded,
     without_weights,
 )
 from liger_convert.training.sharing import share
@@ -151,8 +150,6 @@ def run_stage(
         return stats
 
     set_seed(seed)
-    if shard and count > 1 and (why := why_not_sharded(stage, dtype)):
-        raise BadInput(why)
     mesh = mesh_of(device) if shard and count > 1 else None
     share(stage, count, sequence_parallel)  # raises before anything is loaded
     # A full result takes its frozen weights from here. Opened now, so that an unsupported adapter fails before

@@ -20,7 +20,6 @@ from liger_convert.io.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from liger_convert.model.loading import load_linearized
 from liger_convert.training import pissa
 from liger_convert.training.merge import Chain, load_chain, merge_results
-from liger_convert.training.sharding import why_not_sharded
 from liger_convert.training.student import add_lora, count_trained
 from liger_convert.utils.errors import BadInput
 
@@ -209,14 +208,6 @@ def test_what_is_counted_is_what_peft_trains(variant: Any, targets: Any) -> None
         tuned = add_lora(fresh, made.lora, train_mixer=rates.mixer is not None)
         want = sum(p.numel() for p in tuned.parameters() if p.requires_grad)
         assert count_trained(made, model.config, shapes) == want
-
-
-def test_magnitudes_are_not_shared_in_bfloat16() -> None:
-    why = why_not_sharded(stage("dora"), torch.bfloat16)
-    assert why is not None
-    assert why.startswith("lora.variant: dora's magnitudes would be rounded to bfloat16")
-    assert why_not_sharded(stage("dora"), torch.float32) is None
-    assert why_not_sharded(stage("pissa"), torch.bfloat16) is None
 
 
 def test_a_projection_with_magnitudes_keeps_both_parts_of_its_output() -> None:

@@ -1,4 +1,4 @@
-"""Sharded layers are compiled as unsharded ones are.
+"""Sharded layers are compiled as unsharded ones are, and compute in the same dtypes.
 
 FSDP registers the same hooks in a group of one process.
 """
@@ -39,6 +39,9 @@ def student(mesh: DeviceMesh | None, lora: Lora | None) -> Any:
     fields: dict[str, Any] = {} if lora is None else {"learning_rates": ADAPTERS, "lora": lora}
     torch.manual_seed(0)
     model = prepare(load_chain(folders(dtype="bfloat16")[1]), make_stage("finetune", **fields)).train()
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, std=0.1)
     return model if mesh is None else sharding.shard_student(model, mesh, BFLOAT16, aligns=False)
 
 
@@ -80,3 +83,15 @@ def test_each_layer_is_one_graph(
     if lora is None:
         monkeypatch.setattr(sharding, "_gather_with", lambda *_: None)
         assert graphs_of_layers(student(mesh, lora), checkpoints) != 2
+
+
+@torch.no_grad()
+def test_dora_computes_exactly_what_it_does_unsharded(mesh: DeviceMesh) -> None:
+    """The control rounds the magnitudes to bfloat16."""
+    dora = Lora(rank=4, variant="dora", targets="all")
+    want = logits(alone := student(None, dora))
+    assert logits(student(mesh, dora)).equal(want)
+    for name, parameter in alone.named_parameters():
+        if "magnitude" in name:
+            parameter.copy_(parameter.to(BFLOAT16))
+    assert not logits(alone).equal(want)

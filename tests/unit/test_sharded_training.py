@@ -58,6 +58,7 @@ HALVES: dict[str, dict[str, Any]] = {
     "half-lora": {"name": "distill-lora", "options": HALF},
     "half-align": {"name": "align", "options": HALF},
     "half": {"name": "distill", "options": HALF},
+    "half-dora": VARIANTS["dora"] | {"options": HALF},
     # mixers are units of their own, and gathered before anything in their layers is
     "half-shifted-recomputed": {
         "name": "distill",
@@ -67,6 +68,7 @@ HALVES: dict[str, dict[str, Any]] = {
     "half-compiled": {"name": "distill", "compiled": True, "options": HALF},
 }
 CONTROLS = {f"{name}-same": {"name": name, "same_rows": True} for name in ("align", "distill", "distill-lora")}
+CONTROLS["half-dora-rounded"] = HALVES["half-dora"] | {"rounded": True}
 KINDS = ["align", "lora", "finetune", "pissa-lora"]
 OF_KIND: dict[str, Any] = {"pissa-lora": {"name": "distill-lora", "variant": "pissa"}}
 RESUMED = {"steps": 8, "batch": 2, "accumulation": 2, "save_every": 2, "ema_length": 0.2}
@@ -162,6 +164,8 @@ def test_a_process_holds_half_of_the_weights(one: Any, two: Any, name: str) -> N
 def test_in_bfloat16_mixers_stay_float32_and_what_is_frozen_does_not(one: Any, two: Any) -> None:
     """With the base's weights frozen, both compute exactly the same products. Embeddings and norms that are trained are
     gathered in bfloat16, while one process uses them in float32. The difference is as large as one digit of bfloat16.
+
+    The control gathers adapters and magnitudes in bfloat16.
     """
     folder, several = two
     for name, case in HALVES.items():
@@ -179,6 +183,8 @@ def test_in_bfloat16_mixers_stay_float32_and_what_is_frozen_does_not(one: Any, t
             assert away < 1e-4
         losses = [[loss for _, loss in told["loss"]] for told in (several[name], stats)]
         assert losses[0] == pytest.approx(losses[1], rel=2**-8 if rounds else 1e-4)
+    rounded = learned(folder / "half-dora-rounded", **changes(HALVES["half-dora"]))
+    assert distance(rounded, one("half-dora")[1]) > 1e-3
 
 
 @pytest.mark.slow
