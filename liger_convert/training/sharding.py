@@ -106,11 +106,15 @@ def _gather_with(layer: nn.Module, mixer: nn.Module) -> None:
     """Lets the FSDP hooks of the unit `mixer` run when `layer`, which contains it, is called. A layer cannot be
     compiled as one graph if hooks run inside of it, and not at all with gradient checkpointing.
 
-    FSDP has no public way to do this. These are the hooks that `fully_shard` registers.
+    FSDP has no public way to do this. These are the hooks that `fully_shard` registers in torch 2.11 to 2.13. A torch
+    that keeps them elsewhere runs them inside of the layer, which costs only speed.
     """
     state: Any = fully_shard.state(mixer)  # type: ignore[attr-defined]
-    state._pre_forward_hook_handle.remove()
-    state._post_forward_hook_handle.remove()
+    handles = [getattr(state, name, None) for name in ("_pre_forward_hook_handle", "_post_forward_hook_handle")]
+    if None in handles:
+        return
+    for handle in handles:
+        handle.remove()  # type: ignore[union-attr]
     layer.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
     layer.register_forward_hook(state._post_forward)
 
