@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from gated_kernels.common.tracing import is_exporting
 from gated_kernels.swa.chunk import chunk_swa
 from torch import Tensor
 
 if TYPE_CHECKING:
     from liger_convert.model.sequence import WindowMetadata
+
+
+SUM_PIECE = 128
 
 
 class WindowInputs(NamedTuple):
@@ -94,19 +96,21 @@ def with_forgetting(
     become [k, 0, 0], which adds nothing.
     """
     T, R = q_BTHD.shape[1], q_BTHD.shape[2] // k_BSGD.shape[2]
-    sums = log_f_BSG.cumsum(1) if is_exporting() else running_sums(log_f_BSG)
-    c_BSG1 = sums[..., None]
+    c_BSG1 = running_sums(log_f_BSG)[..., None]
     c_BTH1 = c_BSG1[:, -T:].repeat_interleave(R, 2)
     q = torch.cat((q_BTHD.to(log_f_BSG.dtype), c_BTH1, torch.ones_like(c_BTH1)), -1)
     k = torch.cat((k_BSGD.to(log_f_BSG.dtype), torch.ones_like(c_BSG1), -c_BSG1), -1)
     return q, k, None if sink_k_BMGD is None else F.pad(sink_k_BMGD.to(log_f_BSG.dtype), (0, 2))
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def running_sums(x_BSG: Tensor) -> Tensor:
-    """The sum over all tokens up to each one, computed outside of compiled graphs.
+    """The sum over all tokens up to each one, in pieces of 128 tokens.
 
-    torch 2.11 cannot compile such a sum over more than 128 tokens if a bias was added before it, see
-    pytorch/pytorch#180221.
+    Compiled for a GPU, torch 2.11 fails on a sum over more tokens if a bias was added before it, see
+    pytorch/pytorch#180221. P: tokens of a piece, N: pieces.
     """
-    return x_BSG.cumsum(1)
+    tokens = x_BSG.shape[1]
+    padded_BSG = F.pad(x_BSG, (0, 0, 0, -tokens % SUM_PIECE))
+    within_BNPG: Tensor = padded_BSG.unflatten(1, (-1, SUM_PIECE)).cumsum(2)
+    before_BNG = F.pad(within_BNPG[:, :-1, -1].cumsum(1), (0, 0, 1, 0))
+    return (within_BNPG + before_BNG[:, :, None]).flatten(1, 2)[:, :tokens]
