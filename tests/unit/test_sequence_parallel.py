@@ -74,11 +74,12 @@ def assert_equal_in_bfloat16(found: dict[str, dict[str, float]], largest: float)
     shard, so a last bit of float32 may change one of bfloat16; gradients are rounded before they are added. For softmax
     layers and the base, one process uses another op: transformers' masked attention, which rounds no less. So shards
     have to be as close to float64 as one process is. largest: compares the largest error of one process, since a mean
-    error may be small by chance. The control receives nothing from its neighbors."""
+    error may be small by chance; what few changed bits do to it has to be far below. The control receives nothing from
+    its neighbors."""
     whole, shards, alone, cut = (found[name] for name in ("whole", "shards", "alone", "cut"))
     assert cut["targets"] == 0
     assert cut["logits"] <= STEP
-    assert cut["errors"] < 1e-6
+    assert cut["errors"] < largest / 100
     assert max(cut["gradients"], cut["align_gradients"]) < 2 * STEP
     for value in ("logits", "targets", "gradients", "align_gradients"):
         assert 0 < shards[value] < 1.5 * whole[value]
