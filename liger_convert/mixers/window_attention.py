@@ -16,8 +16,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from liger_convert.model.sequence import WindowMetadata
 
-
-SUM_PIECE = 128
+SUM_PIECE = 128  # tokens that are summed at once, see `running_sums`
 
 
 class WindowInputs(NamedTuple):
@@ -104,7 +103,7 @@ def with_forgetting(
 
 
 def running_sums(x_BSG: Tensor) -> Tensor:
-    """The sum over all tokens up to each one, in pieces of 128 tokens.
+    """The sum over all tokens up to each one, in pieces of SUM_PIECE tokens.
 
     Compiled for a GPU, torch 2.11 fails on a sum over more tokens if a bias was added before it, see
     pytorch/pytorch#180221. P: tokens of a piece, N: pieces.

@@ -96,9 +96,7 @@ class HiddenStates:
         bytes_NB = torch.empty(count, self.row_bytes, dtype=torch.uint8, pin_memory=self.pinned)
         raw_NB, sums_N = bytes_NB.numpy(), np.zeros(count, np.uint64)
         _pread(self._sums, sums_N.view(np.uint8).data, row * SUM_BYTES)
-        with disk_errors(self.path):
-            found_N = self._each_piece(raw_NB, row, _pread)
-        bad = np.flatnonzero(found_N != sums_N)
+        bad = np.flatnonzero(self._each_piece(raw_NB, row, _pread) != sums_N)
         if bad.size:
             what = f"row {row + int(bad[0])} is not what was written there"
             raise LinearizeError(f"{self.path}: {what}; remove {self.path.parent} and start the stage again")
