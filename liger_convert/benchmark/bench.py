@@ -49,6 +49,7 @@ OUT_OF_MEMORY = "out of memory"
 FORMAT_VERSION = 1
 CHECKED = 32  # tokens of the check's prompt beyond the largest window
 CHECKED_STEPS = (1, 1, 2, 4)  # steps of the calls of the decode loop that are compared
+UNCAPTURED_PROMPTS = 2  # on a GPU: the first of a length runs without graphs, and the second captures them
 LARGEST = 1e-4  # allowed difference in float32, relative to the largest logit; as in tests/support/tiny_models.py
 
 
@@ -93,8 +94,11 @@ def check(side: Side, options: Options) -> dict[str, float]:
     model, tokens, steps = side.model, _past_windows(side.model), sum(CHECKED_STEPS)
     text = _random_tokens(model, tokens, options)
     # with the size of the first measurement if that is enough, so that code is compiled once for both
-    cache = side.caches(max(tokens + steps, _room(options.lengths[0], options)))()
-    for part in text.split(tokens // 2 + 1, 1):
+    empty, parts = side.caches(max(tokens + steps, _room(options.lengths[0], options))), text.split(tokens // 2 + 1, 1)
+    for _ in range(UNCAPTURED_PROMPTS if options.device.type == "cuda" else 0):
+        prefill(model, empty(), parts[0])
+    cache = empty()
+    for part in parts:
         token = prefill(model, cache, part)
     decoded = []
     for count in CHECKED_STEPS:
@@ -173,6 +177,8 @@ def measure(side: Side, tokens: int, options: Options) -> dict[str, Any]:
     told = tokens if options.prefill else min(tokens, _past_windows(side.model))
     read, wrote = [], []
     try:
+        for _ in range(UNCAPTURED_PROMPTS - 1 if options.prefill and device.type == "cuda" else 0):
+            prefill(side.model, empty(), _random_tokens(side.model, told, options))
         for repeat in range(options.repeats + 1):
             if repeat == 1 and device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
@@ -238,6 +244,7 @@ def bench_models(
         "commit": _commit(),
         "kernels": in_use(),
         "decoding": "plain steps",
+        "prefilling": "plain chunks",
         "dtype": str(options.dtype).removeprefix("torch."),
         "batch_size": options.batch_size,
         "decode_steps": options.steps,
@@ -274,6 +281,7 @@ def bench_models(
     report(0, total, "checking the model")
     results["check"] = check(side, options)
     results["decoding"] = getattr(model, "decoding", "plain steps")
+    results["prefilling"] = getattr(model, "prefilling", "plain chunks")
     add(side)
     del model, side
     _free(options.device)

@@ -62,7 +62,9 @@ def _title(results: Mapping[str, Any]) -> str:
     source, batch, dtype, kernels, decoding = (
         results[name] for name in ("source", "batch_size", "dtype", "kernels", "decoding")
     )
-    return f"{source}: batch {batch}, {dtype}, {kernels} kernels, {decoding}, {results['machine']['device']}"
+    prefilling = results.get("prefilling", "plain chunks")  # older results are of plain chunks
+    device = results["machine"]["device"]
+    return f"{source}: batch {batch}, {dtype}, {kernels} kernels, {prefilling}, {decoding}, {device}"
 
 
 def _cell(row: Mapping[str, Any], name: str, value: str) -> str:

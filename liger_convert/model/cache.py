@@ -58,9 +58,10 @@ class LinearizedCacheLayer(CacheLayerMixin):
         return self.static
 
     @property
-    def device(self) -> torch.device:
-        """Where its tensors are: with a model on several devices, that of its layer."""
-        return next(iter(self.ring.values())).device
+    def device(self) -> torch.device | None:
+        """Where its tensors are: with a model on several devices, that of its layer. None while it has no tensors, as
+        when a prompt is read by graphs."""
+        return next((tensor.device for tensor in self.ring.values()), None)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True

@@ -64,7 +64,7 @@ def capture(
                 with memory.used():
                     for _ in range(WARM_UP - 1):
                         step(*slots)
-                    with _without_waiting():
+                    with without_waiting():
                         step(*slots)
                 with _undone_if_it_fails(), torch.cuda.graph(graph, **where):
                     result = step(*slots)
@@ -80,6 +80,25 @@ def capture(
         return result
 
     return replay
+
+
+def record(work: Callable[[], None], memory: SharedMemory) -> Callable[[], None]:
+    """Captures `work` as one CUDA graph, without a run before, and returns a callable that replays it.
+
+    `work` must have run before in the same way, so that libraries and kernels are ready. Its capture leaves the values
+    of all tensors unchanged. Raises RuntimeError like `capture`, which is for steps that never ran.
+    """
+    graph = torch.cuda.CUDAGraph()
+    memory.stream.wait_stream(torch.cuda.current_stream())
+    # torch.cuda.graph would wait for the GPU and free all cached memory, for each of many small graphs
+    with _undone_if_it_fails(), torch.cuda.stream(memory.stream):
+        pool: Any = memory.pool.id
+        graph.capture_begin(pool=pool, capture_error_mode=_error_mode())
+        try:
+            work()
+        finally:
+            graph.capture_end()
+    return graph.replay
 
 
 @contextlib.contextmanager
@@ -104,7 +123,7 @@ def _error_mode() -> str:
 
 
 @contextlib.contextmanager
-def _without_waiting() -> Iterator[None]:
+def without_waiting() -> Iterator[None]:
     """Makes host-device synchronization raise RuntimeError in the block, before it can break a capture."""
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(action="ignore"):  # torch warns that it does not detect every synchronization

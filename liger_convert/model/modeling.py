@@ -34,6 +34,7 @@ from liger_convert.model.families import FAMILIES, family_of
 from liger_convert.model.heads import head_classes
 from liger_convert.model.output_head import HeadLoss, OutputHead
 from liger_convert.model.packing import document_positions
+from liger_convert.model.prompt_graphs import PromptReader
 from liger_convert.model.quantized_weights import QuantizedWeights
 from liger_convert.model.sequence import PACKED_CACHE, SequenceMetadata
 
@@ -96,6 +97,7 @@ class LinearizedModel(LinearizedInit):
     config: Any
     layers: Any
     gradient_checkpointing: bool
+    prompts: PromptReader
 
     def __init__(self, config: Any):
         super().__init__(config)
@@ -161,16 +163,17 @@ class LinearizedModel(LinearizedInit):
         if len(linear) == len(self.layers):
             # no layer uses the family's mask; a 4-D one keeps the family from building a [tokens, tokens] mask
             attention_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=given.device)
-        output = super().forward(
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            metadata=metadata,
-            **kwargs,
-        )
+        with self.prompts.layers_for(self, past_key_values, metadata):
+            output = super().forward(
+                input_ids=input_ids,
+                inputs_embeds=inputs_embeds,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                metadata=metadata,
+                **kwargs,
+            )
         if past is not None:
             pasts = [past_key_values.layers[i] for i in linear]
             windows = [
@@ -246,21 +249,31 @@ class LinearizedForCausalLM(LinearizedInit):
                 states_BTX = self.model(**inputs, **kwargs).last_hidden_state
             return CausalLMOutputWithPast(loss=head_loss(states_BTX.flatten(0, 1), head))
         of_all_tokens = any(kwargs.get(name, getattr(self.config, name, False)) for name in OF_ALL_TOKENS)
+        options = {"past_key_values": past_key_values, "labels": labels, "logits_to_keep": logits_to_keep, **kwargs}
+        chunk = None
         if past_key_values is not None and not of_all_tokens and not torch.is_grad_enabled():
-            inputs = self._read_ahead(inputs, past_key_values, logits_to_keep)
-        return super().forward(
-            **inputs, past_key_values=past_key_values, labels=labels, logits_to_keep=logits_to_keep, **kwargs
-        )
+            chunk = self._chunk(inputs, logits_to_keep)
+        if chunk is None:
+            if self.training:
+                self.model.prompts.forget()
+            return super().forward(**inputs, **options)
+        with self.model.prompts.reading(self, past_key_values, chunk):
+            return super().forward(**self._read_ahead(inputs, past_key_values, chunk), **options)
 
-    def _read_ahead(self, inputs: Inputs, cache: Any, logits_to_keep: int | Tensor) -> Inputs:
-        """Reads all but the last chunk of a prompt into the cache; returns the inputs of the last chunk."""
-        rows, tokens = next(
-            (x.shape[:2] for x in (inputs["input_ids"], inputs["inputs_embeds"]) if x is not None), (0, 0)
-        )
+    def _chunk(self, inputs: Inputs, logits_to_keep: int | Tensor) -> int | None:
+        """The tokens of a chunk in which the inputs, a prompt, may be read; None if they must be read at once."""
+        given = inputs["input_ids"] if inputs["inputs_embeds"] is None else inputs["inputs_embeds"]
         chunk = self.prefill_chunk
-        if chunk is not None and rows > FULL_ROWS:
+        if given is None or chunk is None or given.shape[1] < 2:  # one token is a step of decoding
+            return None
+        if (rows := len(given)) > FULL_ROWS:
             chunk = min(chunk, max(LEAST_CHUNK, chunk * FULL_ROWS // rows))
-        if chunk is None or tokens <= chunk or not isinstance(logits_to_keep, int) or not 0 < logits_to_keep <= chunk:
+        return chunk if isinstance(logits_to_keep, int) and 0 < logits_to_keep <= chunk else None
+
+    def _read_ahead(self, inputs: Inputs, cache: Any, chunk: int) -> Inputs:
+        """Reads all but the last chunk of a prompt into the cache; returns the inputs of the last chunk."""
+        tokens = next(x.shape[1] for x in (inputs["input_ids"], inputs["inputs_embeds"]) if x is not None)
+        if tokens <= chunk:
             return inputs
 
         def part(start: int, end: int) -> Inputs:
@@ -321,6 +334,10 @@ class LinearizedForCausalLM(LinearizedInit):
         # per row, so that the loss of a batch equals the mean over its micro-batches
         return (error_B / size_B.clamp_min(torch.finfo(torch.float32).tiny)).mean()
 
+    def _prefill(self, input_ids: Tensor, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.model.prompts.disabled(generation_config.disable_compile):
+            return super()._prefill(input_ids, generation_config, *args, **kwargs)
+
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
@@ -341,6 +358,11 @@ class LinearizedForCausalLM(LinearizedInit):
             "continuous batching (generate_batch, or cache_implementation 'paged') is not supported for a linearized "
             "model; serve it with vLLM instead (`linearize serve`), or leave cache_implementation out"
         )
+
+    @property
+    def prefilling(self) -> str:
+        """How the last prompt was read, in words."""
+        return str(self.model.prompts.status)
 
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
         """Whether `generate` calls the result of `get_compiled_call` instead of the model at every step."""
@@ -378,6 +400,7 @@ def linearize_layers(backbone: Any, config: Any) -> None:
         raise ValueError(
             f"config.json: linearization.format is {given}, but this code reads {FORMAT}; use the code beside it"
         )
+    backbone.prompts = PromptReader()
     for i in linear_layers(config):
         backbone.layers[i].self_attn = LinearizedAttention(backbone.layers[i].self_attn, config, i)
         if not family_of(config).passes_kwargs:

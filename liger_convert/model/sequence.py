@@ -103,8 +103,8 @@ class SequenceMetadata:
         self._elsewhere: dict[Any, SequenceMetadata] = {}
 
     def to(self, device: Any, non_blocking: bool = False) -> SequenceMetadata:
-        """The same metadata on another device, made once for all layers there. accelerate calls it before it runs a
-        layer of a model that is spread over several devices."""
+        """The same metadata on another device, made once for all layers there; None is this device. accelerate calls it
+        before it runs a layer of a model that is spread over several devices."""
         position_BT = self.position_BT.to(device, non_blocking=non_blocking)
         if position_BT is self.position_BT:
             return self

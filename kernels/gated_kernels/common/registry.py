@@ -23,6 +23,11 @@ def kernels_for(op: str) -> tuple[Callable[..., Any], ...]:
     return _KERNELS.get(op, ())
 
 
+def all_kernels() -> dict[str, tuple[Callable[..., Any], ...]]:
+    """The kernels chosen for every op that does not run in torch, as they are now."""
+    return dict(_KERNELS)
+
+
 def set_kernel(op: str, *kernels: Callable[..., Any] | None) -> None:
     """Makes an op run in `kernels`, tried in order, from now on. With none, or only None, it runs in torch."""
     chosen = tuple(kernel for kernel in kernels if kernel is not None)
