@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+Result = TypeVar("Result", bound=Tensor | tuple[Tensor, ...])
 
 WARM_UP = 2  # steps before a capture: libraries allocate their persistent buffers in the first one
 
@@ -38,11 +40,11 @@ class SharedMemory:
 
 
 def capture(
-    step: Callable[..., Tensor],
+    step: Callable[..., Result],
     given: tuple[Tensor | None, ...],
     tensors: Callable[[], list[Tensor]],
     memory: SharedMemory | None = None,
-) -> Callable[..., Tensor]:
+) -> Callable[..., Result]:
     """Captures `step` as one CUDA graph and returns a callable that replays it.
 
     given: example inputs, on the GPU that the step runs on. Replay takes inputs of the same shapes; each replay
@@ -72,7 +74,7 @@ def capture(
             for tensor, old in zip(tensors(), before, strict=True):
                 tensor.copy_(old)
 
-    def replay(*inputs: Tensor | None) -> Tensor:
+    def replay(*inputs: Tensor | None) -> Result:
         for slot, x in zip(slots, inputs, strict=True):
             if slot is not None and x is not None:
                 slot.copy_(x)

@@ -41,16 +41,15 @@ def why_not_captured(stage: Stage, models: Iterable[Any], device: torch.device, 
         return "there is no Nvidia GPU"
     if not stage.compile:
         return "compile: false is set"
-    if isinstance(stage, AlignStage) and stage.layerwise:
-        return "hidden states are read from the disk and written to it (layerwise: true)"
     if not stage.concat_documents:
         return "the work depends on where documents begin in a row (concat_documents: true makes each row one text)"
     if exchanges:
         return "processes share the weights or the rows and exchange them in every layer"
     if stage.gradient_checkpointing:
         return "gradient checkpointing reads the state of the random number generator"
+    by_layer = isinstance(stage, AlignStage) and stage.layerwise  # loads the only layer that runs before it trains
     for model in models:
-        if waits(model):
+        if waits(model) and not by_layer:
             return "layers of the teacher are kept in host memory"
         if (attention := model.config._attn_implementation) != "sdpa":
             return f"the attention is {attention!r}, not 'sdpa'"
@@ -64,16 +63,29 @@ class CapturedFwdBwd:
 
     Gradients accumulate in `.grad` as in eager mode, until `.grad` is set to None.
 
+    outputs: lists what the last pass has left on the device besides its loss. A replay sets `copies` to copies of it,
+    since the next one overwrites it. Reading it, as anything else that is not work of the device, is not for `fwd_bwd`
+    itself: a capture runs it several times, and a replay runs none of its Python.
+
     flat: whether the gradients are views of the tensors in `flats`. `layout` then identifies the parameters whose
     gradients `flats` holds: equal numbers mean equal layouts. It is 0 before the first capture, and when some gradients
     lie outside `flats`.
     """
 
-    def __init__(self, fwd_bwd: FwdBwd, parameters: list[nn.Parameter], models: list[Any], flat: bool = False):
+    def __init__(
+        self,
+        fwd_bwd: FwdBwd,
+        parameters: list[nn.Parameter],
+        models: list[Any],
+        flat: bool = False,
+        outputs: Callable[[], tuple[Tensor, ...]] = tuple,
+    ):
         self.fwd_bwd, self.parameters, self.models, self.flat = fwd_bwd, parameters, models, flat
+        self.outputs = outputs
+        self.copies: list[Tensor] = []
         self.flats: list[Tensor] = []
         self.layout = 0
-        self.replays: dict[tuple[torch.Size, ...], Callable[..., Tensor]] = {}
+        self.replays: dict[tuple[torch.Size, ...], Callable[..., tuple[Tensor, ...]]] = {}
         self.memory: SharedMemory | None = None
         self.grads: dict[nn.Parameter, Tensor] = {}  # the buffers that the graphs write gradients to
 
@@ -87,8 +99,9 @@ class CapturedFwdBwd:
         self.memory = self.memory or SharedMemory()
         before = [None if p.grad is None else (p.grad, p.grad.clone()) for p in self.parameters]
 
-        def run(*given: Tensor) -> Tensor:
-            return self.fwd_bwd(dict(zip(names, given, strict=True)))
+        def run(*given: Tensor) -> tuple[Tensor, ...]:
+            loss = self.fwd_bwd(dict(zip(names, given, strict=True)))
+            return loss, *self.outputs()
 
         try:
             for p in self.parameters:
@@ -132,7 +145,8 @@ class CapturedFwdBwd:
             torch._foreach_zero_(fresh)
         for p, grad in self.grads.items():
             p.grad = grad
-        return self.replays[_shapes(batch)](*batch.values()).clone()
+        loss, *self.copies = (x.clone() for x in self.replays[_shapes(batch)](*batch.values()))
+        return loss
 
 
 def _shapes(batch: dict[str, Tensor]) -> tuple[torch.Size, ...]:

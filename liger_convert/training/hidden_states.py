@@ -6,7 +6,8 @@ are in another row's place.
 
 A background thread reads ahead and writes behind while the layer computes. At most two batches wait to be written. It
 shares the bytes of a batch out to further threads in pieces, since a single one copies and adds up fewer bytes a second
-than a layer takes on a GPU.
+than a layer takes on a GPU. Copies to and from a GPU have a stream of their own, so that the layer need not wait for
+them.
 
 Shapes: N rows, T tokens of a row, C hidden size.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
@@ -36,13 +37,14 @@ THREADS = 8  # at most, for the pieces of a batch
 class HiddenStates:
     """`rows` rows of [`tokens`, `size`] elements of `dtype`, in the file `path` and its checksum file.
 
-    Both files are created if they do not exist. Use it as a context manager, which closes them. pinned: read into
-    pinned memory, for asynchronous copies to a GPU.
+    Both files are created if they do not exist. Use it as a context manager, which closes them. on_gpu: read to the
+    current GPU, instead of to the CPU.
     """
 
-    def __init__(self, path: Path, rows: int, tokens: int, size: int, dtype: torch.dtype, pinned: bool = False):
+    def __init__(self, path: Path, rows: int, tokens: int, size: int, dtype: torch.dtype, on_gpu: bool = False):
         self.path, self.rows, self.shape, self.dtype = path, rows, (tokens, size), dtype
-        self.row_bytes, self.pinned = tokens * size * dtype.itemsize, pinned
+        self.row_bytes, self.on_gpu = tokens * size * dtype.itemsize, on_gpu
+        self._copying = torch.cuda.Stream() if on_gpu else None
         flags = os.O_RDWR | os.O_CREAT
         with disk_errors(path):
             self._file, self._sums = os.open(path, flags), os.open(sums_of(path), flags)
@@ -61,28 +63,38 @@ class HiddenStates:
         os.close(self._sums)
 
     def read(self, row: int, count: int) -> Tensor:
-        """The `count` rows from `row` on, [N,T,C], on the CPU. The next `count` rows are then read ahead.
+        """The `count` rows from `row` on, [N,T,C]. The next `count` rows are then read ahead.
 
         Raises LinearizeError for a row that does not match its checksum.
         """
         ahead, self._ahead = self._ahead, None
-        x_NTC = ahead[1].result() if ahead is not None and ahead[0] == (row, count) else self._read(row, count)
+        x_NTC = ahead[1].result() if ahead is not None and ahead[0] == (row, count) else self._fetch(row, count)
+        if self._copying is not None:
+            current = torch.cuda.current_stream()
+            current.wait_stream(self._copying)
+            x_NTC.record_stream(current)  # it was allocated on the other stream
         following = row + count, min(count, self.rows - row - count)
         if following[1] > 0:
-            self._ahead = following, self._pool.submit(self._read, *following)
+            self._ahead = following, self._pool.submit(self._fetch, *following)
         return x_NTC
 
     def write(self, row: int, x: Tensor) -> None:
         """Writes rows from `row` on, from a tensor of any shape and device whose size is a whole number of rows.
 
-        The write is asynchronous, so `x` must not be modified afterwards; see `flush`. Raises ValueError if the dtype
-        is wrong.
+        The write is asynchronous, so `x` must not be modified afterwards, not even by work that is queued on a GPU; see
+        `flush`. Raises ValueError if the dtype is wrong.
         """
         if x.dtype != self.dtype:
             raise ValueError(f"hidden states are {x.dtype} and should be {self.dtype}")
         while len(self._written) >= PENDING:
             self._written.popleft().result()
-        self._written.append(self._pool.submit(self._write, row, x.detach()))
+        self._written.append(self._pool.submit(self._write, row, *self._to_host(x.detach())))
+
+    def settle(self) -> None:
+        """Waits until the background thread has nothing left to do. A failure is raised by the next call."""
+        wait(self._written)
+        if self._ahead is not None:
+            wait([self._ahead[1]])
 
     def flush(self) -> None:
         """Waits until all writes are on disk (fsync). Raises LinearizeError if a write failed, as on a full disk."""
@@ -92,8 +104,29 @@ class HiddenStates:
             os.fsync(self._file)
             os.fsync(self._sums)
 
+    def _fetch(self, row: int, count: int) -> Tensor:
+        x_NTC = self._read(row, count)
+        if self._copying is None:
+            return x_NTC
+        with torch.cuda.stream(self._copying):
+            return x_NTC.to(self._copying.device, non_blocking=True)
+
+    def _to_host(self, x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+        """`x` in host memory, and what has to happen before it is there."""
+        if self._copying is None or not x.is_cuda:
+            return x.cpu(), None
+        # a copy to pageable memory is several times as slow, and the GPU waits for it
+        there = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        self._copying.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copying):
+            there.copy_(x, non_blocking=True)
+        x.record_stream(self._copying)  # its memory is not used again before it is copied
+        copied = torch.cuda.Event(blocking=True)
+        copied.record(self._copying)
+        return there, copied
+
     def _read(self, row: int, count: int) -> Tensor:
-        bytes_NB = torch.empty(count, self.row_bytes, dtype=torch.uint8, pin_memory=self.pinned)
+        bytes_NB = torch.empty(count, self.row_bytes, dtype=torch.uint8, pin_memory=self.on_gpu)
         raw_NB, sums_N = bytes_NB.numpy(), np.zeros(count, np.uint64)
         _pread(self._sums, sums_N.view(np.uint8).data, row * SUM_BYTES)
         bad = np.flatnonzero(self._each_piece(raw_NB, row, _pread) != sums_N)
@@ -102,10 +135,10 @@ class HiddenStates:
             raise LinearizeError(f"{self.path}: {what}; remove {self.path.parent} and start the stage again")
         return bytes_NB.view(self.dtype).view(count, *self.shape)
 
-    def _write(self, row: int, x: Tensor) -> None:
-        if x.is_cuda:  # a copy to pageable memory is several times as slow, and the GPU waits for it
-            x = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
-        raw_NB = x.cpu().contiguous().view(-1).view(torch.uint8).numpy().reshape(-1, self.row_bytes)
+    def _write(self, row: int, x: Tensor, copied: torch.cuda.Event | None) -> None:
+        if copied is not None:
+            copied.synchronize()
+        raw_NB = x.contiguous().view(-1).view(torch.uint8).numpy().reshape(-1, self.row_bytes)
         with disk_errors(self.path):
             sums_N = self._each_piece(raw_NB, row, _pwrite)
             _pwrite(self._sums, sums_N.view(np.uint8).data, row * SUM_BYTES)

@@ -61,10 +61,9 @@ from liger_convert.training.disk_estimate import hidden_bytes
 from liger_convert.training.hidden_states import HiddenStates, sums_of
 from liger_convert.training.memory_estimate import CALIBRATION_TOKENS, ERROR_ROWS
 from liger_convert.training.merge import ADAPTER, MODEL, Chain
-from liger_convert.training.one_layer import LayerObjective, OneLayer, attention_only, load_tensors
+from liger_convert.training.one_layer import LayerObjective, LayerTrainer, OneLayer, attention_only, load_tensors
 from liger_convert.training.sharing import steps_of
 from liger_convert.training.student import compile_attention, compile_parts, gains_by_compiling, prepare
-from liger_convert.training.trainer import StageTrainer
 from liger_convert.utils import interrupts
 from liger_convert.utils.device import autocast
 from liger_convert.utils.errors import BadInput, LinearizeError
@@ -210,7 +209,7 @@ class LayerwiseStage:
 
         def few_targets() -> tuple[AlignTargets, Tensor]:
             with autocast(self.device, self.dtype):
-                return self.base.targets(few.read(0, self.few).to(self.device), positions_BT, number)
+                return self.base.targets(few.read(0, self.few), positions_BT, number)
 
         if not is_last:
             following = self._few_states(number + 1, stack)
@@ -220,7 +219,7 @@ class LayerwiseStage:
             assert after is not None
             with autocast(self.device, self.dtype):
                 for row, batch in self._batches():
-                    x_NTC = before.read(row, self.stage.batch_size).to(self.device)
+                    x_NTC = before.read(row, self.stage.batch_size)
                     after.write(row, self.base.run(x_NTC.view(*batch["input_ids"].shape, -1), batch["position_ids"]))
                     self._report(number, row // self.stage.batch_size // self.stage.grad_accumulation, "softmax")
             after.flush()
@@ -243,7 +242,7 @@ class LayerwiseStage:
         if self.stage.compile and gains_by_compiling(self.device):
             compile_attention(student)
             compile_parts(self.base.backbone.layers[number])
-        trainer = StageTrainer(
+        trainer = LayerTrainer(
             student,
             self.stage.model_copy(update={"max_grad_norm": self.stage.max_grad_norm / math.sqrt(len(self.linear))}),
             objective,
@@ -262,6 +261,7 @@ class LayerwiseStage:
             finally:
                 trainer.finish_checkpoint()
         objective.flush()
+        trainer.fwd_bwd.forget()  # the next layer has graphs of its own
         if trainer.average is not None:
             trainer.average.apply()
         for entry in trainer.state.log_history:
@@ -271,7 +271,8 @@ class LayerwiseStage:
         state.before.append(error_before)
         state.after.append(error())
         state.trained += sum(p.numel() for p in student.parameters() if p.requires_grad)
-        state.fwd_bwd = "captured" if trainer.eager is None else f"eager: {trainer.eager}"
+        if state.fwd_bwd in ("", "captured"):  # the first layer that was not captured is told
+            state.fwd_bwd = "captured" if trainer.eager is None else f"eager: {trainer.eager}"
         if self.stage.uses_pissa:
             pissa.become_changes(student, checkpoints)
         _write_tensors(self._layer_file("trained", number), _trained_tensors(student))
@@ -367,8 +368,8 @@ class LayerwiseStage:
         return stack.enter_context(self._open(f"few-{number}", self.few))
 
     def _open(self, name: str, rows: int) -> HiddenStates:
-        path, pinned = self.work / name, self.device.type == "cuda"
-        return HiddenStates(path, rows, self.dataset.seq_len, self.config.hidden_size, self.dtype, pinned)
+        path, on_gpu = self.work / name, self.device.type == "cuda"
+        return HiddenStates(path, rows, self.dataset.seq_len, self.config.hidden_size, self.dtype, on_gpu)
 
     def _remove_other_states(self, number: int) -> None:
         """Removes the hidden states of the layers before `number`."""

@@ -24,6 +24,7 @@ from liger_convert.model import AlignTargets, collect_align_targets, linear_laye
 from liger_convert.training.align import AlignObjective
 from liger_convert.training.hidden_states import HiddenStates
 from liger_convert.training.sharding import without_weights
+from liger_convert.training.trainer import StageTrainer
 
 Read = Callable[[str], Tensor]
 
@@ -83,10 +84,14 @@ class OneLayer:
         self.backbone(inputs_embeds=x_BTC, position_ids=position_ids_BT, use_cache=False)
         return self._taken()
 
-    def targets(self, x_BTC: Tensor, position_ids_BT: Tensor, number: int) -> tuple[AlignTargets, Tensor]:
-        """The inputs and outputs of the attention of the loaded layer, `number`, and the layer's output [B,T,C]."""
+    def targets(self, x_BTC: Tensor, position_ids_BT: Tensor | None, number: int) -> tuple[AlignTargets, Tensor]:
+        """The inputs and outputs of the attention of the loaded layer, `number`, and the layer's output [B,T,C].
+
+        Without positions, every row is one document.
+        """
         self._given = x_BTC
-        targets = collect_align_targets(self.model, {"inputs_embeds": x_BTC, "position_ids": position_ids_BT}, [number])
+        batch: dict[str, Any] = {"inputs_embeds": x_BTC, "position_ids": position_ids_BT}
+        targets = collect_align_targets(self.model, batch, [number])
         return targets, self._taken()
 
     def _keep(self, _layer: nn.Module, _args: tuple[Any, ...], output: Tensor) -> None:
@@ -115,33 +120,77 @@ class LayerObjective(AlignObjective):
 
     Batches must be consecutive rows from `row` on. before: the hidden states before the layer. after: where to write
     those after it; None if no layer follows.
+
+    A call is nothing but work of the device, so that it can be captured as a CUDA graph. The hidden states before the
+    layer are part of its batch, as `hidden`: `read` them before. It leaves those after the layer in `outputs`: `write`
+    them.
     """
 
     def __init__(
         self, base: OneLayer, number: int, layers: int, before: HiddenStates, after: HiddenStates | None, row: int
     ):
-        self.one, self.number, self.count = base, number, layers
+        self.one, self.base, self.number, self.count = base, base.model, number, layers
         self.before, self.after, self.row = before, after, row
+        self.first = row  # of the rows that were read last
+        self.outputs: tuple[Tensor, ...] = ()
 
     def __call__(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
         loss: Tensor = super().__call__(model, batch) / self.count
         return loss
 
     def _targets(self, batch: dict[str, Tensor]) -> AlignTargets:
-        ids_BT = batch["input_ids"]
-        rows = ids_BT.numel() // self.before.shape[0]
-        x_NTC = self.before.read(self.row, rows).to(self.one.device, non_blocking=True)
-        x_BTC = x_NTC.view(*ids_BT.shape, -1)  # rows may be cut into pieces
-        targets, output_BTC = self.one.targets(x_BTC, batch["position_ids"], self.number)
-        if self.after is not None:
-            self.after.write(self.row, output_BTC)
-        self.row += rows
+        targets, output_BTC = self.one.targets(batch["hidden"], batch.get("position_ids"), self.number)
+        self.outputs = () if self.after is None else (output_BTC,)
         return targets
+
+    def read(self, ids_BT: Tensor) -> Tensor:
+        """[B,T,C]: the hidden states before the layer, of the next rows, whose tokens are `ids_BT`."""
+        rows = ids_BT.numel() // self.before.shape[0]
+        x_NTC = self.before.read(self.row, rows)
+        self.first, self.row = self.row, self.row + rows
+        return x_NTC.view(*ids_BT.shape, -1)  # rows may be cut into pieces
+
+    def write(self, outputs: Iterable[Tensor]) -> None:
+        """Writes `outputs`, which a pass left for the rows that were read last. There are none if no layer follows."""
+        for output_BTC in outputs:
+            assert self.after is not None
+            self.after.write(self.first, output_BTC)
+        self.outputs = ()
+
+    def settle(self) -> None:
+        """Waits until no other thread uses the GPU for hidden states. It will again from the next `read` or `write`
+        on."""
+        for states in (self.before, self.after):
+            if states is not None:
+                states.settle()
 
     def flush(self) -> None:
         """Waits until the hidden states after the layer are on disk."""
         if self.after is not None:
             self.after.flush()
+
+
+class LayerTrainer(StageTrainer):
+    """Trains one layer. Hidden states are read before each pass and written after it, so that it can be captured."""
+
+    objective: LayerObjective
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
+        hidden = {"hidden": self.objective.read(inputs["input_ids"])}
+        loss = super().training_step(model, inputs | hidden, num_items_in_batch)
+        self.objective.write(self.fwd_bwd.copies if self.eager is None else self.objective.outputs)
+        return loss
+
+    def _outputs(self) -> tuple[Tensor, ...]:
+        return self.objective.outputs
+
+    def _before_capture(self) -> None:
+        self.objective.settle()
 
 
 def attention_only(config: Any, number: int) -> Any:

@@ -181,7 +181,7 @@ class StageTrainer(Trainer):
             begin_alike(model)
         self.flat = False  # whether this step's gradients are averaged through the flat tensors of the graphs
         trained = list(self._trained().values())
-        self.fwd_bwd = CapturedFwdBwd(self._eager_fwd_bwd, trained, self.models, flat=bool(self.averages))
+        self.fwd_bwd = CapturedFwdBwd(self._eager_fwd_bwd, trained, self.models, bool(self.averages), self._outputs)
         self.dtype = dtype
         self._finisher, self._finishing = ThreadPoolExecutor(1), None
         self.model_accepts_loss_kwargs = True  # makes Trainer count the labeled tokens of a step
@@ -226,6 +226,8 @@ class StageTrainer(Trainer):
     def _pass(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Tensor | int | None) -> Tensor:
         if self.eager is None:
             batch = self._given(inputs, num_items_in_batch)
+            if not self.fwd_bwd.knows(batch):
+                self._before_capture()
             try:
                 self.fwd_bwd.capture(batch)
             except RuntimeError as error:
@@ -250,6 +252,13 @@ class StageTrainer(Trainer):
     def _eager_fwd_bwd(self, batch: dict[str, Tensor]) -> Tensor:
         assert self.model is not None
         return super().training_step(self.model, batch, batch["counted"])
+
+    def _outputs(self) -> tuple[Tensor, ...]:
+        """What the last pass has left on the device besides its loss: see `CapturedFwdBwd`."""
+        return ()
+
+    def _before_capture(self) -> None:
+        """Called before a pass is captured. No other thread may use the GPU meanwhile."""
 
     def compute_loss_context_manager(self) -> Any:
         """Our own autocast, because accelerate's converts all logits to float32."""
