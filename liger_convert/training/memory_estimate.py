@@ -106,7 +106,7 @@ def training_bytes(
         targets = (2 if aligns else 0) * e * dims.hidden
         activations = max(layers) + halves // max(1, len(linear_layers(config))) + depth * (targets or 4 * dims.hidden)
         copies = matrices // depth + head + (0 if compiled else trained)
-    captured = compiled and stage.concat_documents and not stage.gradient_checkpointing
+    captured = _is_captured(stage, device)
     held = captured or stage.grad_accumulation > 1
     return {
         "weights": 4 * (sizes.base + sizes.new) - (4 - e) * narrowed,
@@ -120,6 +120,11 @@ def training_bytes(
         "logits": logits,
         "graphs": logits * (1 + len(stage.mixed_seq_lens)) if captured else 0,
     }
+
+
+def _is_captured(stage: Stage, device: torch.device) -> bool:
+    on = stage.compile and device.type == "cuda"
+    return on and stage.concat_documents and not stage.gradient_checkpointing
 
 
 def _narrowed(stage: Stage, sizes: Sizes, trained: int) -> int:
@@ -149,8 +154,11 @@ def layerwise_bytes(
 
     weights      only those of the attention and the mixer, 4 each
     base         e for each weight of one layer
-    hidden       4 e N C: the layer's inputs and outputs, and the batches that wait for the disk
+    hidden       4 e N C: the layer's inputs and outputs, the inputs of the next batch, and the outputs of the last one,
+                 until they are copied to the host; and 2 e N C for the inputs and outputs that each captured graph has
+                 of its own, one for each row length
     """
+    batches = 4 + (2 * (1 + len(stage.mixed_seq_lens)) if _is_captured(stage, device) else 0)
     linear = [name for name in config.linearization["layers"] if name != SOFTMAX]
     dims, new = head_dims(config), sizes.new // len(linear)
     layer = (sizes.base - sizes.embeddings) // config.num_hidden_layers
@@ -166,7 +174,7 @@ def layerwise_bytes(
             magnitudes // len(linear),
         )
         parts["weights"] = 4 * (dims.hidden * 2 * (dims.heads + dims.kv_heads) * dims.dim + new)
-        parts["hidden"] = 4 * dtype.itemsize * stage.batch_size * stage.seq_len * dims.hidden
+        parts["hidden"] = batches * dtype.itemsize * stage.batch_size * stage.seq_len * dims.hidden
         made.append(parts)
     return max(made, key=lambda parts: sum(parts.values()))
 

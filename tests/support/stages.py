@@ -83,6 +83,7 @@ def train(
     model: Path | None = None,
     precision: str = "float32",
     results: Any = (),
+    device: torch.device = CPU,
     **options: Any,
 ) -> dict[str, Any]:
     base, linearized = folders(family, **(changes or {}))
@@ -101,7 +102,7 @@ def train(
         base_dir=base,
         dataset=packed,
         out=out,
-        device=CPU,
+        device=device,
         precision=precision,
         **options,
     )

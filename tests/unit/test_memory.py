@@ -112,6 +112,19 @@ def test_a_stage_that_is_not_captured_has_no_gradients_beside_its_activations(
     assert found.memory_bytes / 1e9 == pytest.approx(measured, rel=0.1)
 
 
+def test_a_captured_layer_has_hidden_states_of_its_own_for_each_row_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {"tokens": 8192, "seq_len": 2048, "batch_size": 4, "layerwise": True}
+
+    def batches(**changes: Any) -> float:
+        made = planned(shape("llama-3-8b"), STAGES["align"] | rows | changes, monkeypatch)
+        return made.memory["hidden"] / (2 * 8192 * 4096)
+
+    shorter = [{"seq_len": 256, "fraction": 0.5}]
+    assert batches() == batches(concat_documents=True, compile=False) == 4
+    assert batches(concat_documents=True) == 6
+    assert batches(concat_documents=True, mixed_seq_lens=shorter) == 8
+
+
 def test_checkpointing_leaves_the_copies_of_one_layer_and_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {"tokens": 2048, "seq_len": 2048, "batch_size": 1}
     config = shape("llama-3-8b")
