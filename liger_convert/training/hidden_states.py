@@ -6,7 +6,7 @@ are in another row's place.
 
 A background thread reads ahead and writes behind while the layer computes. At most two batches wait to be written. It
 shares the bytes of a batch out to further threads in pieces, since a single one copies and adds up fewer bytes a second
-than a layer takes on a GPU. Copies to and from a GPU have a stream of their own, so that the layer need not wait for
+than a layer takes on a GPU. Copies to and from a GPU have streams of their own, so that the layer need not wait for
 them.
 
 Shapes: N rows, T tokens of a row, C hidden size.
@@ -14,6 +14,7 @@ Shapes: N rows, T tokens of a row, C hidden size.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import deque
 from collections.abc import Callable
@@ -44,7 +45,8 @@ class HiddenStates:
     def __init__(self, path: Path, rows: int, tokens: int, size: int, dtype: torch.dtype, on_gpu: bool = False):
         self.path, self.rows, self.shape, self.dtype = path, rows, (tokens, size), dtype
         self.row_bytes, self.on_gpu = tokens * size * dtype.itemsize, on_gpu
-        self._copying = torch.cuda.Stream() if on_gpu else None
+        self._to_gpu = _copying("to") if on_gpu else None
+        self._from_gpu = _copying("from") if on_gpu else None
         flags = os.O_RDWR | os.O_CREAT
         with disk_errors(path):
             self._file, self._sums = os.open(path, flags), os.open(sums_of(path), flags)
@@ -69,9 +71,9 @@ class HiddenStates:
         """
         ahead, self._ahead = self._ahead, None
         x_NTC = ahead[1].result() if ahead is not None and ahead[0] == (row, count) else self._fetch(row, count)
-        if self._copying is not None:
+        if self._to_gpu is not None:
             current = torch.cuda.current_stream()
-            current.wait_stream(self._copying)
+            current.wait_stream(self._to_gpu)
             x_NTC.record_stream(current)  # it was allocated on the other stream
         following = row + count, min(count, self.rows - row - count)
         if following[1] > 0:
@@ -106,23 +108,23 @@ class HiddenStates:
 
     def _fetch(self, row: int, count: int) -> Tensor:
         x_NTC = self._read(row, count)
-        if self._copying is None:
+        if self._to_gpu is None:
             return x_NTC
-        with torch.cuda.stream(self._copying):
-            return x_NTC.to(self._copying.device, non_blocking=True)
+        with torch.cuda.stream(self._to_gpu):
+            return x_NTC.to(self._to_gpu.device, non_blocking=True)
 
     def _to_host(self, x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
         """`x` in host memory, and what has to happen before it is there."""
-        if self._copying is None or not x.is_cuda:
+        if self._from_gpu is None or not x.is_cuda:
             return x.cpu(), None
         # a copy to pageable memory is several times as slow, and the GPU waits for it
         there = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-        self._copying.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._copying):
+        self._from_gpu.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._from_gpu):
             there.copy_(x, non_blocking=True)
-        x.record_stream(self._copying)  # its memory is not used again before it is copied
+        x.record_stream(self._from_gpu)  # its memory is not used again before it is copied
         copied = torch.cuda.Event(blocking=True)
-        copied.record(self._copying)
+        copied.record(self._from_gpu)
         return there, copied
 
     def _read(self, row: int, count: int) -> Tensor:
@@ -162,6 +164,15 @@ class HiddenStates:
         for (n, _), total in zip(places, self._helpers.map(piece, *zip(*places))):
             sums[n] += total
         return np.array([total % (1 << 8 * SUM_BYTES) for total in sums], np.uint64)
+
+
+@functools.cache
+def _copying(direction: str) -> torch.cuda.Stream:
+    """The stream of copies in one direction, the same for all files: memory freed on one is not reused on another.
+
+    direction: "to" or "from" the GPU. A copy to it must not wait until the layer is done, as one from it has to.
+    """
+    return torch.cuda.Stream()
 
 
 def sums_of(path: Path) -> Path:
