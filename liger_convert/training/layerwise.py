@@ -80,7 +80,8 @@ class _State:
     of: identifies the stage and its rows; a resumed stage must match it. done: the number of finished layers. fitted:
     whether the mixers are calibrated. embedded: whether the embedded rows are on disk. before, after: the errors of the
     finished linear layers. losses: by step, summed over those layers. trained: the number of parameters trained so far.
-    random: the random state after the last adapters were created, in base64.
+    fwd_bwd: how their passes ran; if not all were captured, that of the first which was not. random: the random state
+    after the last adapters were created, in base64.
     """
 
     of: dict[str, Any]
@@ -271,7 +272,7 @@ class LayerwiseStage:
         state.before.append(error_before)
         state.after.append(error())
         state.trained += sum(p.numel() for p in student.parameters() if p.requires_grad)
-        if state.fwd_bwd in ("", "captured"):  # the first layer that was not captured is told
+        if state.fwd_bwd in ("", "captured"):
             state.fwd_bwd = "captured" if trainer.eager is None else f"eager: {trainer.eager}"
         if self.stage.uses_pissa:
             pissa.become_changes(student, checkpoints)
