@@ -228,6 +228,12 @@ def _sink_tokens(past: LinearizedCacheLayer | None, name: str, sinks: Sinks | No
     if sinks.index_BM is None or sinks.found_BM is None:
         assert past is not None
         return past.sinks[name]
+    if sinks.lead:
+        tokens_BMGD = new_BTGD[:, : sinks.index_BM.shape[1]]
+        if past is None:
+            return tokens_BMGD
+        # clone: a view would keep the whole prompt alive
+        return past.write_sinks(name, tokens_BMGD if past.static else tokens_BMGD.clone())
     index = sinks.index_BM[:, :, None, None].expand(-1, -1, *new_BTGD.shape[2:])
     found = sinks.found_BM[:, :, None, None]
     old = None if past is None else past.read_sinks(name, new_BTGD, sinks)

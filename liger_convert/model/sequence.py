@@ -45,11 +45,13 @@ class Sinks(NamedTuple):
 
     index_BM: their index among the new tokens, valid where found_BM is True. Both are None when all sinks are known to
     precede the new tokens. visible_BTM: whether a query attends to a sink separately, because it has left the window.
+    lead: whether the sinks are known to be the first of the new tokens.
     """
 
     index_BM: Tensor | None
     found_BM: Tensor | None
     visible_BTM: Tensor
+    lead: bool = False
 
 
 class WindowMetadata(NamedTuple):
@@ -81,9 +83,12 @@ class SequenceMetadata:
     batch of each of these tokens; None if it is their own.
 
     past: with rows sharded over processes, the state before this shard, in place of a layer's cache.
+
+    leading: how many tokens at the start of every row are known to be the first ones of its only document.
     """
 
     past: Any = None
+    leading = 0
     follows_padding = False  # whether there may be padding between the ring and the new tokens
 
     def __init__(
@@ -114,7 +119,7 @@ class SequenceMetadata:
                 for x in (self.valid_BT, self.segment_ids_BT, self.order_BT)
             )
             there = SequenceMetadata(self.tokens, position_BT, valid_BT, segment_ids_BT, self.static, order_BT)
-            there.follows_padding = self.follows_padding
+            there.follows_padding, there.leading = self.follows_padding, self.leading
             self._elsewhere[position_BT.device] = there
         return self._elsewhere[position_BT.device]
 
@@ -177,6 +182,9 @@ class SequenceMetadata:
             position_BT = torch.where(valid_BT, position_BT, -1)
         metadata = cls(tokens, position_BT, valid_BT, segment_ids_BT, static, order_BT)
         metadata.follows_padding = valid_BT is not None and before is not None
+        # an exported program takes any number of tokens, which must not be compared with that of the sinks
+        if before is None and valid_BT is None and segment_ids_BT is None and not is_exporting():
+            metadata.leading = tokens
         return metadata
 
     def for_window(self, cache_window: int, sinks: int, before: Positions | None = None) -> WindowMetadata:
@@ -265,7 +273,7 @@ class SequenceMetadata:
         visible_BTM = there_BM[:, None] & (query_T[:, None] + since_BM[:, None] > cache_window)
         if self.segment_ids_BT is not None:
             visible_BTM = visible_BTM & (self.segment_ids_BT[:, :, None] == of_M)
-        return Sinks(index_BM, found_BM, visible_BTM)
+        return Sinks(index_BM, found_BM, visible_BTM, lead=count <= self.leading)
 
     def _since_after(self, sinks: Sinks, since_BM: Tensor | None) -> Tensor:
         if sinks.index_BM is None or sinks.found_BM is None:

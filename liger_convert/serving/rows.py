@@ -97,6 +97,7 @@ class Rows:
             if self.valid_RT is not None:
                 position_RT = position_RT.masked_fill(~self.valid_RT, -1)
             self._metadata[static] = _EndPadded(self.tokens, position_RT, self.valid_RT, static=static)
+            self._metadata[static].leading = min(self._lengths) if self.is_new else 0
         return self._metadata[static]
 
     def positions(self, layout: PageLayout) -> Positions:
