@@ -34,7 +34,7 @@ from liger_convert.mixers.window_attention import MemoryContribution, WindowInpu
 
 if TYPE_CHECKING:
     from liger_convert.model.cache import LinearizedCacheLayer
-    from liger_convert.model.sequence import SequenceMetadata, WindowMetadata
+    from liger_convert.model.sequence import SequenceMetadata, WindowMetadata, WriteMask
 
 Branches = Literal["both", "window", "memory"]
 Method = Literal["prepare", "prefill", "decode_step"]
@@ -178,6 +178,10 @@ class Mixer(nn.Module, ABC):
         inputs: the deferred inputs; with a short convolution, the convolved last one is appended.
         """
 
+    def write_masked(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor, mask: WriteMask) -> tuple[Tensor, ...]:
+        """As `write`, with entries that leave the state unchanged for the tokens that the mask leaves out."""
+        return tuple(entry.masked_fill(mask.left_out_BT11, 0) for entry in self.write(inputs, v_BTGV))
+
     @abstractmethod
     def scan(
         self,
@@ -284,10 +288,8 @@ class Mixer(nn.Module, ABC):
             streams = [extend(past, f"deferred{i}", x, window) for i, x in enumerate(inputs)]
             inputs = tuple(_delay(stream, window.cache_window, tokens) for stream in streams)
             v_BTGV = _delay(qkv.v_BSGD, window.cache_window, tokens)
-            write_mask_BT: Tensor | None = metadata.write_mask_on_eviction(window)
         else:
             v_BTGV = qkv.v_BSGD[:, -tokens:]
-            write_mask_BT = metadata.valid_BT
         states = {} if past is None else past.read_states(self)
         states = {name: state for name, state in states.items() if name not in SHIFT_STATES}
         after: dict[str, Tensor] = {}
@@ -301,10 +303,8 @@ class Mixer(nn.Module, ABC):
             inputs, qkv = (*inputs, k_BTGD), qkv._replace(q_BTHD=q_BTHD)
             qkv = qkv if evicted else qkv._replace(v_BSGD=v_BTGV)
             states = {name: state for name, state in states.items() if name not in CONVOLUTION_STATES}
-        entries = self.write(inputs, v_BTGV)
-        if write_mask_BT is not None:
-            left_out_BT11 = ~write_mask_BT[:, :, None, None]
-            entries = tuple(entry.masked_fill(left_out_BT11, 0) for entry in entries)
+        mask = metadata.write_mask_of_heads(self.dims.kv_heads, window if evicted else None)
+        entries = self.write(inputs, v_BTGV) if mask is None else self.write_masked(inputs, v_BTGV, mask)
         if past is None:
             memory = self.scan_reads(qkv, entries, metadata.segment_ids_BT, exclusive=evicted)
         else:

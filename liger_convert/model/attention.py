@@ -146,7 +146,7 @@ class LinearizedAttention(nn.Module):
         """Precomputes in `metadata` what a forward without a cache needs, once for all layers with equal windows."""
         window = self.window_metadata(metadata, None)
         if self.spec.window and self.spec.scope == "evicted":
-            metadata.write_mask_on_eviction(window)
+            metadata.write_mask_of_heads(self.dims.kv_heads, window)
 
     def enable_fused_step(self, past: LinearizedCacheLayer, in_torch: bool = False) -> bool:
         """Switches the static decode steps of this layer and its cache to the fused step.

@@ -54,6 +54,13 @@ class Sinks(NamedTuple):
     lead: bool = False
 
 
+class WriteMask(NamedTuple):
+    """Which tokens are written to the memory, as bool [B,T,G,1], and which are left out, as bool [B,T,1,1]."""
+
+    written_BTG1: Tensor
+    left_out_BT11: Tensor
+
+
 class WindowMetadata(NamedTuple):
     """Metadata of the ring's and the new tokens, shared by layers with equal window and sinks.
 
@@ -105,6 +112,7 @@ class SequenceMetadata:
         self.position_BT, self.valid_BT, self.segment_ids_BT = position_BT, valid_BT, segment_ids_BT
         self._windows: dict[tuple[int, int], WindowMetadata] = {}
         self._write_masks: dict[tuple[int, int], Tensor] = {}
+        self._masks_of_heads: dict[tuple[int, int, int] | int, WriteMask] = {}
         self._elsewhere: dict[Any, SequenceMetadata] = {}
 
     def to(self, device: Any, non_blocking: bool = False) -> SequenceMetadata:
@@ -206,6 +214,18 @@ class SequenceMetadata:
                 mask_BT = mask_BT & (self._on_eviction(window.segment_ids_BS, window) == self.segment_ids_BT)
             self._write_masks[key] = mask_BT
         return self._write_masks[key]
+
+    def write_mask_of_heads(self, heads: int, window: WindowMetadata | None) -> WriteMask | None:
+        """The write mask of a layer with so many key-value heads: of the tokens that leave `window`, or without one of
+        the new tokens. None if there is no padding among these."""
+        key = heads if window is None else (heads, window.cache_window, window.sink_count)
+        if key not in self._masks_of_heads:
+            mask_BT = self.valid_BT if window is None else self.write_mask_on_eviction(window)
+            if mask_BT is None:
+                return None
+            mask_BT11 = mask_BT[:, :, None, None]
+            self._masks_of_heads[key] = WriteMask(mask_BT11.repeat(1, 1, heads, 1), ~mask_BT11)
+        return self._masks_of_heads[key]
 
     def position_on_eviction(self, window: WindowMetadata) -> Tensor:
         """[B,T]: the position of the token that leaves the window at each new token; -1 if none does."""

@@ -6,7 +6,7 @@ Shapes: B batch, T tokens, H query heads, G key-value heads, F feature size, V v
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from gated_kernels.common.derivatives import logarithm
@@ -16,6 +16,9 @@ from torch import Tensor
 
 from liger_convert.mixers.base import QKV, MemoryOutput, Mixer
 from liger_convert.mixers.precision import multiplies_in_bf16
+
+if TYPE_CHECKING:
+    from liger_convert.model.sequence import WriteMask
 
 
 class DiagonalMixer(Mixer):
@@ -47,6 +50,13 @@ class DiagonalMixer(Mixer):
             return entries
         write_mask_BTG1 = v_BTGV.new_ones(*v_BTGV.shape[:3], 1, dtype=torch.bool)
         return *entries, write_mask_BTG1
+
+    def write_masked(self, inputs: tuple[Tensor, ...], v_BTGV: Tensor, mask: WriteMask) -> tuple[Tensor, ...]:
+        if not self.normalize or type(self).write is not DiagonalMixer.write:
+            return super().write_masked(inputs, v_BTGV, mask)
+        # a key may stay: the state gets its product with a value of 0, and z gets it by the mask
+        v_BTGV, log_a = (x.masked_fill(mask.left_out_BT11, 0) for x in (v_BTGV, self.log_gate(inputs)))
+        return self.key_features(inputs), v_BTGV, log_a, mask.written_BTG1
 
     def scan(
         self,
