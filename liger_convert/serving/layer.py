@@ -83,9 +83,9 @@ def attend_batch(
         o_NHD[:decoding] = _decode(layer, pages, batch, qkv, angles, metadata)
     if not (all_rows := batch.rows(pages.fused)):
         return
-    projected = tuple(heads[0] for heads in layer.rotated(qkv, angles))
+    projected = layer.rotated(qkv, angles)
     for rows in all_rows:
-        past, x_RTC = rows.load(pages.layout, pages.views), rows.take(step.x_1NC[0])
+        past, x_RTC = rows.load(pages.layout, pages.views), rows.take(step.x_1NC)
         of_rows = rows.metadata(pages.layout)
         inputs, window_inputs = layer.extend_window(tuple(map(rows.take, projected)), x_RTC, of_rows, past)
         o_RTHD: Tensor = layer.mixer("prefill", inputs, window_inputs, of_rows, past, layer.branches)

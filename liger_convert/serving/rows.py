@@ -30,7 +30,8 @@ class Ring(NamedTuple):
     """Slot indices into the rings of one size.
 
     slot_RP: the slots of the tokens before the new ones, oldest first. slot_K: the slots that new tokens are written
-    to. row_K: their rows. token_K: their indices in the flattened [R T]; None: no row is padded, and they are its last.
+    to. row_K: their rows. token_K: their indices in the flattened [R T]. If no row is padded, they are the last of
+    every row: then token_K is None, and slot_K and row_K are of shape [R,K/R].
     """
 
     slot_RP: Tensor
@@ -76,9 +77,13 @@ class Rows:
         rows.pages_R, rows._written = pages[self._requests_R], {}
         return rows
 
-    def take(self, x: Tensor) -> Tensor:
-        """[R,T,...]: the rows' tokens of x [N,...]."""
-        return x[self._index_RT] if self._span is None else x[self._span].unflatten(0, (-1, self.tokens))
+    def take(self, x_1NX: Tensor) -> Tensor:
+        """[R,T,...]: the rows' tokens of x [1,N,...]."""
+        if self._span is None:
+            return x_1NX[0, self._index_RT]
+        if self._span != slice(0, x_1NX.shape[1]):
+            x_1NX = x_1NX[:, self._span]
+        return x_1NX if self.tokens == x_1NX.shape[1] else x_1NX.reshape(-1, self.tokens, *x_1NX.shape[2:])
 
     def put(self, into: Tensor, x: Tensor) -> None:
         """Writes x [R,T,...] to its tokens' places in `into` [N,...]."""
@@ -118,8 +123,11 @@ class Rows:
             seen_R1, device = self.seen_R[:, None], self.seen_R.device
             slot_RP = (seen_R1 + torch.arange(cache_window, device=device)) % cache_window
             row_K, index_K = self._last_tokens(cache_window)
-            token_K = None if self.valid_RT is None else row_K * self.tokens + index_K
-            slot_K = (self.seen_R[row_K] + index_K) % cache_window
+            slot_K, token_K = (self.seen_R[row_K] + index_K) % cache_window, None
+            if self.valid_RT is None:
+                slot_K, row_K = (x_K.view(len(seen_R1), -1) for x_K in (slot_K, row_K))
+            else:
+                token_K = row_K * self.tokens + index_K
             self._rings[cache_window] = Ring(slot_RP, slot_K, row_K, token_K)
         return self._rings[cache_window]
 
@@ -165,12 +173,12 @@ class Rows:
             if field.group == "ring":
                 new = past.new[field.name]
                 if ring.token_K is None:
-                    last = new[:, -layout.cache_window :].flatten(0, 1)
+                    last = new[:, -layout.cache_window :]
                 else:
                     last = new.flatten(0, 1)[ring.token_K]
                 kept[written] = last.to(field.dtype)
             elif field.group == "states" or not keeps_sinks:
-                kept[self.pages_R] = getattr(past, field.group)[field.name].to(field.dtype)
+                kept.index_copy_(0, self.pages_R, getattr(past, field.group)[field.name].to(field.dtype))
 
 
 class PagedCache(LinearizedCacheLayer):
