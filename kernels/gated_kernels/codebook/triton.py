@@ -45,6 +45,7 @@ BLOCKS = {
     "codes": ((128, 64, 4, 2), (64, 64, 4, 2), (128, 64, 4, 2), (64, 128, 8, 2)),
 }
 LARGEST = 256  # head size, and twice the size of a code, up to which tiles fit into shared memory
+CODES = torch.float16  # the dtype that kernels read codes in
 KERNELS = {"forward": forward_kernel, "rows": rows_kernel, "projections": projections_kernel, "codes": codes_kernel}
 
 
@@ -70,7 +71,7 @@ def _split(rows: int, compiled_for: dict[str, Any], programs: int) -> tuple[int,
 
 def plain(*tensors: Tensor) -> list[Tensor]:
     """Vectors, projections, biases, temperatures and codes, contiguous and in the dtypes that the kernels read."""
-    dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float32, torch.float16)
+    dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float32, CODES)
     return [x.to(dtype).contiguous() for x, dtype in zip(tensors, dtypes)]
 
 

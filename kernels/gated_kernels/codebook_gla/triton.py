@@ -43,11 +43,12 @@ def forward(
     exclusive: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The outputs, the normalizer (empty without `write_mask`) and the last state."""
+    codes = codes.to(codebook.CODES)  # once for both maps
     of_q, of_k = (q, q_proj, q_bias, q_log_inv_temperature, codes), (k, k_proj, k_bias, k_log_inv_temperature, codes)
-    phi_k = codebook.forward(*of_k)
+    phi_k, _ = codebook.mapped(*of_k)
     if read.is_supported(q, codes, log_a):
         return read.forward(of_q, phi_k, v, log_a, write_mask, state, segment, exclusive)
-    phi_q = codebook.forward(*of_q)
+    phi_q, _ = codebook.mapped(*of_q)
     if is_per_head(log_a):
         return simple_gla.forward(phi_q, None, phi_k, v, log_a, write_mask, state, segment, exclusive)
     o, last = gla.forward(phi_q, None, phi_k, v, log_a, state, segment, exclusive)
