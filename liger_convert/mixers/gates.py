@@ -15,16 +15,16 @@ GateName = Literal["pooled", "head", "learned", "constant", "none"]
 
 
 def pool_to(x_BTGD: Tensor, size: int) -> Tensor:
-    """Keys pooled to `size` channels without new weights: averaged to fewer channels, or repeated to more.
+    """Keys pooled in float32 to `size` channels without new weights: averaged to fewer channels, or repeated to more.
 
     Raises ValueError if neither size divides the other.
     """
     dim = x_BTGD.shape[-1]
     if dim % size == 0:
-        pooled: Tensor = x_BTGD.unflatten(-1, (size, dim // size)).mean(-1)
+        pooled: Tensor = x_BTGD.unflatten(-1, (size, dim // size)).mean(-1, dtype=torch.float32)
         return pooled
     if size % dim == 0:
-        return torch.cat([x_BTGD] * (size // dim), -1)
+        return torch.cat([x_BTGD.float()] * (size // dim), -1)
     raise ValueError(f"keys of size {dim} cannot be pooled to {size} channels")
 
 

@@ -214,13 +214,13 @@ class GatedMixer(LinearMixer):
 
     def gate_logits(self, inputs: tuple[Tensor, ...], name: str = "gate") -> Tensor:
         """The logits called `name` in float32, [B,T,G,F] or [B,T,G,1]."""
-        k_BTGD, bias_GF = inputs[0].float(), self.get_parameter(f"{name}_bias_GF").float()
+        k_BTGD, bias_GF = inputs[0], self.get_parameter(f"{name}_bias_GF").float()
         match self.spec.gate:
             case "constant":
                 return bias_GF.expand(*k_BTGD.shape[:2], *bias_GF.shape)
             case "learned":
                 pool_GDF = self.get_parameter(f"{name}_pool_GDF").float()
-                return torch.einsum("btgd,gdf->btgf", k_BTGD, pool_GDF) + bias_GF
+                return torch.einsum("btgd,gdf->btgf", k_BTGD.float(), pool_GDF) + bias_GF
             case _:
                 return pool_to(k_BTGD, bias_GF.shape[1]) + bias_GF
 
