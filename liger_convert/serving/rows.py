@@ -172,10 +172,7 @@ class Rows:
         for field, kept in views:
             if field.group == "ring":
                 new = past.new[field.name]
-                if ring.token_K is None:
-                    last = new[:, -layout.cache_window :]
-                else:
-                    last = new.flatten(0, 1)[ring.token_K]
+                last = new[:, -layout.cache_window :] if ring.token_K is None else new.flatten(0, 1)[ring.token_K]
                 kept[written] = last.to(field.dtype)
             elif field.group == "states" or not keeps_sinks:
                 kept.index_copy_(0, self.pages_R, getattr(past, field.group)[field.name].to(field.dtype))

@@ -26,11 +26,11 @@ import functools
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from gated_kernels.codebook.kernels import codes_kernel, forward_kernel, projections_kernel, rows_kernel
 from gated_kernels.common.gated_inputs import unfit, warn_once
+from gated_kernels.common.integers import cdiv, next_power_of_2
 from gated_kernels.common.interpreter import INTERPRETED
 
 PROGRAMS = 528  # enough to fill a GPU: four for each of the 132 SMs of an H200
@@ -53,10 +53,10 @@ KERNELS = {"forward": forward_kernel, "rows": rows_kernel, "projections": projec
 def constants(kernel: str, N: int, G: int, D: int, E: int, F: int) -> dict[str, Any]:
     """A kernel's constexprs and launch options. They follow from the sizes; there is no autotuning."""
     M, BF, warps, stages = BLOCKS[kernel][2 * (D > 64) + (F > 256 or D > 128)]
-    BD, BE = (max(64, triton.next_power_of_2(size)) for size in (D, E))
+    BD, BE = (max(64, next_power_of_2(size)) for size in (D, E))
     if BD > 128:  # these need twice the registers, and must still fit into shared memory
         BF, warps, stages = min(BF, 64), 8, 1
-    BF = min(BF, max(64, triton.next_power_of_2(F)))
+    BF = min(BF, max(64, next_power_of_2(F)))
     found = {"N": N, "G": G, "D": D, "E": E, "F": F, "M": M, "BD": BD, "BE": BE, "BF": BF}
     return {x: found[x] for x in KERNELS[kernel].arg_names if x in found} | {"num_warps": warps, "num_stages": stages}
 
@@ -64,9 +64,9 @@ def constants(kernel: str, N: int, G: int, D: int, E: int, F: int) -> dict[str, 
 def _split(rows: int, compiled_for: dict[str, Any], programs: int) -> tuple[int, int]:
     """How many parts the rows are split into, and the rows of a part, so that about PROGRAMS programs run in all.
     `programs`: how many each part takes."""
-    blocks = triton.cdiv(rows, compiled_for["M"])
-    part = triton.cdiv(blocks, max(1, PROGRAMS // programs)) * compiled_for["M"]
-    return triton.cdiv(rows, part), part
+    blocks = cdiv(rows, compiled_for["M"])
+    part = cdiv(blocks, max(1, PROGRAMS // programs)) * compiled_for["M"]
+    return cdiv(rows, part), part
 
 
 def plain(*tensors: Tensor) -> list[Tensor]:
@@ -141,7 +141,7 @@ def gradients(
         dproj = x.new_empty(parts, N, D, E, dtype=torch.float32)
         dbias = x.new_empty(parts, N, E, dtype=torch.float32)
         projections_kernel[(parts * N,)](x, proj, dys, dx, dproj, dbias, rows, part, **by_projections)
-        blocks = triton.cdiv(F, by_codes["BF"])
+        blocks = cdiv(F, by_codes["BF"])
         parts, part = _split(rows, by_codes, N * blocks)
         dcodes = x.new_empty(parts, G, N // G, F, E, dtype=torch.float32)
         codes_kernel[(parts * N * blocks,)](

@@ -26,6 +26,7 @@ from torch import Tensor
 from gated_kernels.codebook import triton as codebook
 from gated_kernels.codebook.kernels import TO_BASE_2, inv_temperature_of, logits_by, unit_projection
 from gated_kernels.common.gated_inputs import Sizes, is_per_head
+from gated_kernels.common.integers import cdiv, next_power_of_2
 from gated_kernels.common.interpreter import rounded
 from gated_kernels.common.tiles import contiguous, dot, load, load_vector, store, store_vector
 from gated_kernels.simple_gla import launch as simple_gla
@@ -107,7 +108,7 @@ def read_kernel(
 @functools.cache
 def constants(G: int, R: int, D: int, E: int, F: int, V: int, exclusive: bool) -> dict[str, Any]:
     """The kernel's constexprs and launch options. They follow from the sizes; there is no autotuning."""
-    BD, BE, BV = (max(64, triton.next_power_of_2(size)) for size in (D, E, V))
+    BD, BE, BV = (max(64, next_power_of_2(size)) for size in (D, E, V))
     BF, warps, stages = BLOCK
     return {
         "G": G,
@@ -120,7 +121,7 @@ def constants(G: int, R: int, D: int, E: int, F: int, V: int, exclusive: bool) -
         "C": simple_gla.CHUNK[torch.bfloat16],
         "BD": BD,
         "BE": BE,
-        "BF": min(BF, max(64, triton.next_power_of_2(F))),
+        "BF": min(BF, max(64, next_power_of_2(F))),
         "BV": min(BV, VALUES),
         "num_warps": warps,
         "num_stages": stages,
@@ -156,7 +157,7 @@ def forward(
         sizes = Sizes(B, T, H, G, F, V)
         call = simple_gla.Call(sizes, v.dtype, v.device, log_a, write_mask is not None, segment, exclusive)
         last = call.scan("states", state, call.states, call.z, k, v, write_mask, call.write)
-        read_kernel[call.chunks * (H // G), triton.cdiv(V, compiled_for["BV"])](
+        read_kernel[call.chunks * (H // G), cdiv(V, compiled_for["BV"])](
             q, proj, bias, log_inv_temperature, codes, k, v, write_mask, call.read, call.write, call.states, call.z,
             o, normalizer, T, **compiled_for,
         )  # fmt: skip

@@ -6,7 +6,7 @@ run again from these.
 
 from __future__ import annotations
 
-import triton
+from gated_kernels.common.integers import next_power_of_2
 
 PROGRAMS = 264  # of a scan, enough to fill a GPU: two for each of the 132 SMs of an H200
 STEPS = 8  # least number of iterations of a part's loop over chunks (and, in the backward pass, heads)
@@ -24,4 +24,4 @@ def cut(chunks: int, steps: int, programs: int) -> tuple[int, int]:
 
 def held(part: int) -> int:
     """The power of two that holds the chunks of a part; at least 64, so that most lengths share a compiled kernel."""
-    return max(64, triton.next_power_of_2(part))
+    return max(64, next_power_of_2(part))

@@ -17,12 +17,12 @@ import functools
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from gated_kernels.common import chips
 from gated_kernels.common.gated_inputs import sizes_of
+from gated_kernels.common.integers import cdiv, next_power_of_2
 from gated_kernels.delta_rule import launch
 from gated_kernels.delta_rule.by_feature import dread_kernel, solve_kernel
 from gated_kernels.gla import bf16 as gla
@@ -45,7 +45,7 @@ def constants(kernel: str, G: int, R: int, F: int, V: int, exclusive: bool, stro
         "EXCLUSIVE": int(exclusive),
         "C": CHUNK,
         "D": tl.bfloat16,
-        "BF": max(64, triton.next_power_of_2(F)),
+        "BF": max(64, next_power_of_2(F)),
         "BV": 64,
         "LEVELS": CHUNK.bit_length() - 1,
         "PRECISION": "tf32",
@@ -71,7 +71,7 @@ class _Call:
     ):
         B, self.T, H, self.G, self.F, self.V = sizes_of(q, v)
         self.R, self.exclusive, self.heads = H // self.G, exclusive, B * self.G
-        self.chunks = self.heads * triton.cdiv(self.T, CHUNK)
+        self.chunks = self.heads * cdiv(self.T, CHUNK)
         self.in_registers = chips.multiplies_in_registers(v.device)
         new = functools.partial(torch.empty, device=v.device)
         self.sums = new(self.chunks, CHUNK + 1, self.F, dtype=torch.float32)
@@ -98,21 +98,21 @@ class _Call:
         """Launches a kernel for the strong chunks and for the others, which leaves out the strong."""
         for strong in (False, True):
             compiled_for = constants(name, self.G, self.R, self.F, self.V, self.exclusive, strong)
-            grid = (self.chunks, triton.cdiv(self.V, compiled_for["BV"])) if name == "dread" else (self.chunks,)
+            grid = (self.chunks, cdiv(self.V, compiled_for["BV"])) if name == "dread" else (self.chunks,)
             KERNELS[name][grid](*tensors, self.T, **compiled_for)
 
     def scan(self, name: str, *tensors: Tensor | None) -> None:
         compiled_for = launch.constants(
             name, self.G, self.R, self.F, self.V, self.exclusive, torch.bfloat16, self.in_registers
         )
-        grid = (self.heads * triton.cdiv(self.V, compiled_for["BV"]),)
+        grid = (self.heads * cdiv(self.V, compiled_for["BV"]),)
         launch.KERNELS[name][grid](*tensors, self.T, **compiled_for)
 
     def of_gla(self, name: str, R: int, exclusive: bool, strong: bool) -> tuple[dict[str, Any], int, int]:
         """What a kernel of gla is compiled for, and its blocks of features and of values."""
         found = gla.constants(name, self.G, R, self.F, self.V, exclusive, strong, self.in_registers)
-        of_V = triton.cdiv(self.V, found["BV"] * (1 + found.get("TWO", 0)))
-        return found, triton.cdiv(self.F, found["BF"]), of_V
+        of_V = cdiv(self.V, found["BV"] * (1 + found.get("TWO", 0)))
+        return found, cdiv(self.F, found["BF"]), of_V
 
     def outputs(self, q: Tensor, k: Tensor, o: Tensor) -> None:
         for strong in (False, True):

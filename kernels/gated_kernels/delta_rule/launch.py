@@ -26,12 +26,12 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from gated_kernels.common import chips
 from gated_kernels.common.gated_inputs import promoted, sizes_of
+from gated_kernels.common.integers import cdiv, next_power_of_2
 from gated_kernels.common.tiles import PRODUCTS
 from gated_kernels.delta_rule.intra_chunk import dgates_kernel, dqkr_kernel, dread_kernel, dscores_kernel
 from gated_kernels.delta_rule.solve import solve_kernel
@@ -82,8 +82,8 @@ def constants(
         "EXCLUSIVE": int(exclusive),
         "C": C,
         "D": {BF16: tl.bfloat16, FP32: tl.float32}[computed_in],
-        "BF": min(BF, max(NARROWEST[computed_in], triton.next_power_of_2(F))),
-        "BV": min(BV, max(NARROWEST[computed_in], triton.next_power_of_2(V))),
+        "BF": min(BF, max(NARROWEST[computed_in], next_power_of_2(F))),
+        "BV": min(BV, max(NARROWEST[computed_in], next_power_of_2(V))),
         "LEVELS": C.bit_length() - 1,
         "PRECISION": precision,
     }
@@ -121,7 +121,7 @@ class _Call:
         products = PRODUCTS[dtype][0]
         self.C = CHUNK[products]
         self.heads = B * self.G
-        self.chunks = self.heads * triton.cdiv(self.T, self.C)
+        self.chunks = self.heads * cdiv(self.T, self.C)
         new = functools.partial(torch.empty, device=v.device)
         self.read = self.write = None
         if log_a is not None or segment is not None:
@@ -142,8 +142,8 @@ class _Call:
 
     def run(self, name: str, *tensors: Tensor | None) -> None:
         compiled_for = constants(name, *self.compiled_for)
-        of_F = triton.cdiv(self.compiled_for[2], compiled_for["BF"])
-        of_V = triton.cdiv(self.compiled_for[3], compiled_for["BV"])
+        of_F = cdiv(self.compiled_for[2], compiled_for["BF"])
+        of_V = cdiv(self.compiled_for[3], compiled_for["BV"])
         grid: tuple[int, ...] = (self.chunks,)
         if name == "dread":
             grid = self.chunks, of_V
@@ -176,7 +176,7 @@ def forward(
     call = _Call(q, k, v, r, log_a, state, segment, exclusive, backwards=False)
     o = v.new_empty(*q.shape[:3], v.shape[-1])
     compiled_for = call.of_simple_gla("outputs")
-    of_V = triton.cdiv(v.shape[-1], compiled_for["BV"])
+    of_V = cdiv(v.shape[-1], compiled_for["BV"])
     grid = call.chunks * (compiled_for["R"] // compiled_for["HEADS"]), of_V
     outputs_kernel[grid](
         q, k, call.written, None, call.read, call.write, call.states, None, o, None, call.T, **compiled_for
@@ -199,7 +199,7 @@ def backward(
     """`dlast` is the gradient of the last state."""
     call = _Call(q, k, v, r, log_a, state, segment, exclusive, backwards=True)
     R, F, C = call.compiled_for[1], q.shape[-1], call.C
-    of_F = triton.cdiv(F, constants("dqkr", *call.compiled_for)["BF"])
+    of_F = cdiv(F, constants("dqkr", *call.compiled_for)["BF"])
     new = functools.partial(torch.empty, device=v.device, dtype=FP32)
     dreads = dlooks = dwrites = dtotal = dpairs = dlog_a = None
     if log_a is not None:

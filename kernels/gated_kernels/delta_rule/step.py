@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gated_kernels.common.integers import cdiv, next_power_of_2
 from gated_kernels.common.interpreter import rounded
 from gated_kernels.common.tiles import load, load_vector, store, store_vector
 
@@ -65,9 +66,9 @@ def step(
     B, _, H, F = q.shape
     G, V = v.shape[2:]
     o, last = v.new_empty(B, 1, H, V), torch.empty_like(state)
-    step_kernel[B * G, triton.cdiv(V, BV)](
+    step_kernel[B * G, cdiv(V, BV)](
         q, k, v, r, e, log_a, state, o, last, R=H // G, F=F, V=V,
-        PER_FEATURE=log_a is not None and log_a.shape[-1] != 1, EXCLUSIVE=exclusive, BF=triton.next_power_of_2(F),
+        PER_FEATURE=log_a is not None and log_a.shape[-1] != 1, EXCLUSIVE=exclusive, BF=next_power_of_2(F),
         BV=BV, num_warps=WARPS,
     )  # fmt: skip
     return o, last

@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from gated_kernels.common.integers import cdiv, next_power_of_2
 from gated_kernels.elementwise.reverse_scan import dends_kernel, dinputs_kernel
 from gated_kernels.elementwise.scan import carry_kernel, dq_kernel, ends_kernel, outputs_kernel
 
@@ -52,10 +52,10 @@ class Gradients(NamedTuple):
 @functools.cache
 def blocks(G: int, F: int, V: int) -> tuple[int, int, int]:
     """The features, heads and values of a program."""
-    BF = triton.next_power_of_2(F)
+    BF = next_power_of_2(F)
     channels = max(1, min(CHANNELS, ENTRIES // BF))
-    BV = min(channels, triton.next_power_of_2(V))
-    return BF, min(channels // BV, triton.next_power_of_2(G)), BV
+    BV = min(channels, next_power_of_2(V))
+    return BF, min(channels // BV, next_power_of_2(G)), BV
 
 
 class _Call:
@@ -77,10 +77,10 @@ class _Call:
         self.one_query = q.shape[:2] != v.shape[:2]
         self.R = H // self.G
         BF, BG, self.BV = blocks(self.G, self.F, self.V)
-        self.blocks = triton.cdiv(self.G, BG) * triton.cdiv(self.V, self.BV)
+        self.blocks = cdiv(self.G, BG) * cdiv(self.V, self.BV)
         self.block = BF * BG * self.BV
         self.C = next((C for C in CHUNKS if self.B * self.blocks * (self.T // C) >= PROGRAMS), CHUNKS[-1])
-        self.N = triton.cdiv(self.T, self.C)
+        self.N = cdiv(self.T, self.C)
         self.log_A, self.state = log_A, state
         self.strides = {
             f"{name}_{axis}": step
@@ -115,7 +115,7 @@ class _Call:
 
     def carry(self, first: Tensor, added: Tensor, last: Tensor | None, backwards: bool = False) -> None:
         entries = self.G * self.F * self.V
-        carry_kernel[(self.B * triton.cdiv(entries, CARRIED),)](
+        carry_kernel[(self.B * cdiv(entries, CARRIED),)](
             self.log_A, self.sums, first, added, last, self.N, F=self.F, V=self.V, E=entries, GV=self.G * self.V,
             REVERSED=int(backwards), BE=CARRIED, num_warps=CARRIED // 32,
         )  # fmt: skip
@@ -123,7 +123,7 @@ class _Call:
     def parts(self, x: Tensor) -> Tensor:
         """For the gradient of q or k: a part for each block of values, which are summed then; where one query is for
         all tokens, for each chunk, too."""
-        of_V = triton.cdiv(self.V, self.BV)
+        of_V = cdiv(self.V, self.BV)
         if x.shape[:2] != (self.B, self.T):
             return torch.empty(of_V * self.B * self.N, *x.shape, device=x.device, dtype=FP32)
         return torch.empty(of_V, *x.shape, device=x.device, dtype=x.dtype if of_V == 1 else FP32)

@@ -33,9 +33,9 @@ import functools
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from gated_kernels.common.integers import cdiv, next_power_of_2
 from gated_kernels.fused_step.arguments import StepCache, StepConfig, StepInputs
 from gated_kernels.fused_step.read import read_kernel
 from gated_kernels.fused_step.write import write_kernel
@@ -67,9 +67,9 @@ def triton_fused_step(token: StepInputs, cache: StepCache, config: StepConfig) -
     visible = None if token.sink_visible_BM is None else token.sink_visible_BM.contiguous()
     cos_step = 0 if cos is None or len(cos) == 1 else cos.stride(0)
     new, R, CD = cache.state_NGFD.new_empty, H // G, _held(D)
-    tiles = (H + G) * triton.cdiv(B, LEAST)
+    tiles = (H + G) * cdiv(B, LEAST)
     piece = CD if codes is None else _piece(F, tiles)
-    S = triton.cdiv(F, piece)
+    S = cdiv(F, piece)
     logits, totals, window, lse = new(B, H + G, F), new(B, H + G), new(B, H, D), new(B, H)
     tops, sums, normalizers = new(B, H + G, S), new(B, H + G, S), new(B, H + G, S)
     o, E, FG = v.new_empty(B, H, D), 1 if codes is None else codes.codes_GFE.shape[2], 1
@@ -89,15 +89,15 @@ def triton_fused_step(token: StepInputs, cache: StepCache, config: StepConfig) -
             *cache[:5], cache.z_NGF, *places, *(codes or (None,) * 7), query_weight,
             logits, totals, tops, sums, normalizers, window, lse, token.scale, B,
             **sizes, E=E, CE=_held(E), BD=min(LAUNCH.channels, CD), BF=piece, N=_held(R), K=16 if wide else 64,
-            SINKS=LEAST, ROWS=LEAST, PP=triton.next_power_of_2(P),
+            SINKS=LEAST, ROWS=LEAST, PP=next_power_of_2(P),
             num_warps=LAUNCH.read_warps * (2 if wide else 1), launch_pdl=overlap,
         )  # fmt: skip
-        write_kernel[(triton.cdiv(D, BV), B * G)](
+        write_kernel[(cdiv(D, BV), B * G)](
             k, v, k.stride(0), v.stride(0), cos, sin, cos_step, token.position_BS, *cache[:7], *places,
             None if gate is None else gate.bias_GF, power, memory_log,
             logits, totals, tops, sums, normalizers, window, lse, o, 1.0 if gate is None else gate.normalizer, D**-0.5,
             **sizes, GATE=None if gate is None else gate.of, SHARED=memory_weight is not None, FG=FG,
-            CS=triton.next_power_of_2(S), N=triton.next_power_of_2(R), BF=BF, BV=BV, BC=min(BV, 32),
+            CS=next_power_of_2(S), N=next_power_of_2(R), BF=BF, BV=BV, BC=min(BV, 32),
             num_warps=max(4, BF * BV // LAUNCH.a_warp), launch_pdl=overlap,
         )  # fmt: skip
     return o
@@ -110,7 +110,7 @@ def _overlaps(device: torch.device) -> bool:
 
 
 def _held(size: int) -> int:
-    return max(LEAST, triton.next_power_of_2(size))
+    return max(LEAST, next_power_of_2(size))
 
 
 def _piece(F: int, tiles: int) -> int:
@@ -121,7 +121,7 @@ def _piece(F: int, tiles: int) -> int:
 def _spread(most: int, size: int, least: int, times: int) -> int:
     """How much of `size` a program takes, between `least` and `most`: less until `times` such splits give enough
     programs."""
-    while most > least and times * triton.cdiv(size, most) < LAUNCH.programs:
+    while most > least and times * cdiv(size, most) < LAUNCH.programs:
         most //= 2
     return most
 

@@ -23,11 +23,11 @@ import functools
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from gated_kernels.common import chips, parts
+from gated_kernels.common.integers import cdiv, next_power_of_2
 from gated_kernels.gla.intra_chunk import dqk_kernel, dv_kernel, outputs_kernel
 from gated_kernels.gla.state_scan import carry_kernel, dstates_kernel, states_kernel, sums_kernel
 from gated_kernels.gla.transposed import transposed_kernel
@@ -74,7 +74,7 @@ def constants(
 ) -> dict[str, Any]:
     """A kernel's constexprs and launch options. They follow from the sizes and the chip; there is no autotuning."""
     BF, BV, warps, stages = (STRONG_BLOCKS if strong else BLOCKS_IN_REGISTERS if in_registers else BLOCKS)[kernel]
-    BF, BV = min(BF, max(64, triton.next_power_of_2(F))), min(BV, max(64, triton.next_power_of_2(V)))
+    BF, BV = min(BF, max(64, next_power_of_2(F))), min(BV, max(64, next_power_of_2(V)))
     if kernel in ("outputs", "dv") and F > BF:
         BF = min(BF, LOOPED)
     elif kernel in BY_FEATURE and V > BV:
@@ -105,7 +105,7 @@ class _Call:
 
     def __init__(self, q: Tensor, v: Tensor, log_a: Tensor, segment: Tensor | None, exclusive: bool):
         (B, self.T, H, self.F), (self.G, self.V) = q.shape, v.shape[2:]
-        self.N, self.heads = triton.cdiv(self.T, CHUNK), B * self.G
+        self.N, self.heads = cdiv(self.T, CHUNK), B * self.G
         self.chunks = self.heads * self.N
         self.sizes = self.G, H // self.G, self.F, self.V, exclusive
         self.log_a = log_a
@@ -120,7 +120,7 @@ class _Call:
         """Runs kernel `name` over the states from `start` on. Fills `states` and returns the state at the end."""
         end, compiled_for = torch.empty_like(start), constants(name, *self.sizes)
         steps = self.N * compiled_for.get("R", 1)
-        programs = self.heads * triton.cdiv(self.F, compiled_for["BF"]) * triton.cdiv(self.V, compiled_for["BV"])
+        programs = self.heads * cdiv(self.F, compiled_for["BF"]) * cdiv(self.V, compiled_for["BV"])
         part, count = parts.cut(self.N, steps, programs)
 
         def run(*states: Tensor | None) -> None:
@@ -132,7 +132,7 @@ class _Call:
             return end
         ends = start.new_empty(self.heads * count, self.F, self.V)
         run(None, None, ends)
-        carry_kernel[self.heads, triton.cdiv(self.F, 16), triton.cdiv(self.V, 64)](
+        carry_kernel[self.heads, cdiv(self.F, 16), cdiv(self.V, 64)](
             self.sums, self.bounds, start, ends, end, self.T, part, F=self.F, V=self.V, C=CHUNK,
             CHUNKS=parts.held(part), BF=16, BV=64, REVERSED=name == "dstates",
         )  # fmt: skip
@@ -144,10 +144,10 @@ class _Call:
         for strong in (False, True):
             compiled_for = constants(name, *self.sizes, strong, chips.multiplies_in_registers(self.states.device))
             if name in BY_FEATURE:
-                grid: tuple[int, ...] = (self.chunks * triton.cdiv(self.F, compiled_for["BF"]),)
+                grid: tuple[int, ...] = (self.chunks * cdiv(self.F, compiled_for["BF"]),)
             else:
                 programs = self.chunks * (self.sizes[1] // compiled_for.get("HEADS", self.sizes[1]))
-                grid = programs, triton.cdiv(self.V, compiled_for["BV"] * (1 + compiled_for.get("TWO", 0)))
+                grid = programs, cdiv(self.V, compiled_for["BV"] * (1 + compiled_for.get("TWO", 0)))
             KERNELS[name][grid](*inputs, self.T, **compiled_for)
 
 
@@ -196,7 +196,7 @@ def _gradients(
     dq, dk, dv, dlog_a = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(call.log_a)
     dlse = None
     if q_lse is not None:
-        blocks = triton.cdiv(call.F, constants("dqk", *call.sizes)["BF"])  # the same for strong chunks
+        blocks = cdiv(call.F, constants("dqk", *call.sizes)["BF"])  # the same for strong chunks
         dlse = q_lse.new_empty(len(q), blocks, *q_lse.shape[1:])
     shared = call.sums, call.strong, call.bounds, do
     call.by_chunk("dv", q, q_lse, k, *shared, dstates, dv)

@@ -15,10 +15,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from gated_kernels.common.gated_inputs import promoted, sizes_of
+from gated_kernels.common.integers import cdiv
 from gated_kernels.common.tiles import PRODUCTS
 from gated_kernels.gla.fp32_kernels import dqk_kernel, dstates_kernel, dv_kernel, outputs_kernel, states_kernel
 
@@ -60,9 +60,9 @@ class _Call:
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, exclusive: bool):
         B, self.T, H, G, F, V = sizes_of(q, v)
         dtype = promoted(q, k, v)
-        N = triton.cdiv(self.T, CHUNK)
+        N = cdiv(self.T, CHUNK)
         self.states = v.new_empty(B, G, N, F, V, dtype=PRODUCTS[dtype][0])
-        blocks_of_F, blocks_of_V = triton.cdiv(F, _block(F)), triton.cdiv(V, _block(V))
+        blocks_of_F, blocks_of_V = cdiv(F, _block(F)), cdiv(V, _block(V))
         self.by_state, self.by_query = (B * G, blocks_of_F, blocks_of_V), (B * H * N,)
         self.by_feature, self.by_value = (B * G * N, blocks_of_F), (B * G * N, blocks_of_V)
         self.constants = constants(G, H // G, F, V, exclusive, dtype)

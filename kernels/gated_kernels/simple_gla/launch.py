@@ -30,12 +30,12 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from gated_kernels.common import chips, parts
 from gated_kernels.common.gated_inputs import Sizes, promoted, sizes_of
+from gated_kernels.common.integers import cdiv, next_power_of_2
 from gated_kernels.common.tiles import PRODUCTS
 from gated_kernels.simple_gla.intra_chunk import (
     dgates_kernel,
@@ -90,8 +90,8 @@ def constants(
     """A kernel's constexprs and launch options. They follow from sizes, dtype and chip; there is no autotuning."""
     computed_in, precision = PRODUCTS[dtype]
     BF, BV, warps, stages = BLOCKS[kernel][computed_in]
-    BF = min(BF, max(NARROWEST[computed_in], triton.next_power_of_2(F)))
-    BV = min(BV, max(NARROWEST[computed_in], triton.next_power_of_2(V)))
+    BF = min(BF, max(NARROWEST[computed_in], next_power_of_2(F)))
+    BV = min(BV, max(NARROWEST[computed_in], next_power_of_2(V)))
     if kernel in LOOPED and F > BF:
         BF, stages = LOOPED[kernel] if computed_in == BF16 else (BF, 2)
     elif kernel == "dqk" and V > BV:
@@ -115,11 +115,18 @@ def constants(
         "D": {BF16: tl.bfloat16, FP32: tl.float32}[computed_in],
         "BF": BF,
         "BV": BV,
-        "NV": triton.cdiv(V, BV),
+        "NV": cdiv(V, BV),
         "HEADS": R if F <= BF else 1,
         "PRECISION": precision,
     }
     return {x: found[x] for x in KERNELS[kernel].arg_names if x in found} | {"num_warps": warps, "num_stages": stages}
+
+
+@functools.cache
+def by_kernel(*compiled_for: Any) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[int, int]]]:
+    """For each kernel, its `constants`, and how many of its tiles hold all features and all values."""
+    found, (F, V) = {name: constants(name, *compiled_for) for name in KERNELS}, compiled_for[2:4]
+    return found, {name: (cdiv(F, c.get("BF", F)), cdiv(V, c["BV"])) for name, c in found.items()}
 
 
 class Call:
@@ -138,13 +145,9 @@ class Call:
         self.B, self.T, H, G, F, V = sizes
         new = functools.partial(torch.empty, device=device)
         chip = chips.multiplies_in_registers(device), chips.has_tensor_memory(device)
-        compiled_for = G, H // G, F, V, normalized, exclusive, dtype, *chip
-        self.constants = {name: constants(name, *compiled_for) for name in KERNELS}
-        self.blocks = {
-            name: (triton.cdiv(F, c.get("BF", F)), triton.cdiv(V, c["BV"])) for name, c in self.constants.items()
-        }
+        self.constants, self.blocks = by_kernel(G, H // G, F, V, normalized, exclusive, dtype, *chip)
         self.C = CHUNK[PRODUCTS[dtype][0]]
-        self.G, self.N, self.heads = G, triton.cdiv(self.T, self.C), self.B * G
+        self.G, self.N, self.heads = G, cdiv(self.T, self.C), self.B * G
         self.chunks = self.heads * self.N
         self.states = new(self.chunks, F, V, dtype=PRODUCTS[dtype][0])
         self.z = new(self.chunks, F, dtype=torch.float32) if normalized else None
@@ -172,7 +175,7 @@ class Call:
         size = start[0, 0].numel()
         ends = start.new_empty(self.heads * count, size)
         run(None, None, None, ends)
-        carry_kernel[self.heads, triton.cdiv(size, 1024)](
+        carry_kernel[self.heads, cdiv(size, 1024)](
             self.write, start, ends, end, self.N, part, SIZE=size, C=self.C,
             CHUNKS=parts.held(part), BLOCK=1024, REVERSED=name == "dstates",
         )  # fmt: skip

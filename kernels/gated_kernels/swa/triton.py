@@ -24,10 +24,10 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from gated_kernels.common import chips
+from gated_kernels.common.integers import cdiv, next_power_of_2
 from gated_kernels.common.interpreter import INTERPRETED
 from gated_kernels.swa.kernels import backward_k_kernel, backward_q_kernel, forward_kernel
 
@@ -92,7 +92,7 @@ def forward(
     blocks, numbers, sizes = _plan(q_BTHD, k_BSGD, v_BSGV, sink_k_BMGD, window_size)
     tensors = _plain(q_BTHD, k_BSGD, v_BSGV, *masks, memory_BTHV, normalizer_BTH, memory_logit_BTH, mix_weight_H)
     with torch.cuda.device_of(q_BTHD):
-        forward_kernel[triton.cdiv(T * sizes["R"], blocks.forward.rows), sizes["G"], B](
+        forward_kernel[cdiv(T * sizes["R"], blocks.forward.rows), sizes["G"], B](
             *tensors, o, lse, scale, *numbers, **sizes,
             **_launch_rows(blocks.forward, sizes["R"], window_size, numbers[2]),
             ALIGNED=T % 16 == 0 and k_BSGD.shape[1] % 16 == 0,
@@ -133,22 +133,22 @@ def backward(
     in_passing = by_rows["BLOCKS"] > 0  # whether the kernel of dq also computes the sinks' gradients
     if sink_k is not None:
         if not in_passing:
-            row_blocks, programs = triton.cdiv(T * R, blocks.keys.rows), B * G * triton.cdiv(M, SINKS)
-            part_size = triton.cdiv(row_blocks, max(PROGRAMS // max(programs, 1), 1)) * blocks.keys.rows
-        parts = triton.cdiv(T * R, part_size)
+            row_blocks, programs = cdiv(T * R, blocks.keys.rows), B * G * cdiv(M, SINKS)
+            part_size = cdiv(row_blocks, max(PROGRAMS // max(programs, 1), 1)) * blocks.keys.rows
+        parts = cdiv(T * R, part_size)
         dsinks = [q.new_empty(parts, *x.shape, dtype=torch.float32) for x in (sink_k, sink_v)]
     with torch.cuda.device_of(q):
-        backward_q_kernel[triton.cdiv(T * R, blocks.queries.rows), G, B](
+        backward_q_kernel[cdiv(T * R, blocks.queries.rows), G, B](
             q, k, v, valid, segment, sink_k, sink_v, visible, *contribution, lse, do, dlse,
             dq, mean, dmemory, dnormalizer, dweight, *(dsinks if dsinks and in_passing else (None, None)), scale,
             *numbers, **sizes, **by_rows,
         )  # fmt: skip
-        backward_k_kernel[triton.cdiv(S, blocks.keys.keys), G, B](
+        backward_k_kernel[cdiv(S, blocks.keys.keys), G, B](
             q, k, v, valid, segment, None, lse, do, mean, dk, dv, scale, T, S, window_size, 0,
             **sizes, **_launch(blocks.keys),
         )  # fmt: skip
         if dsinks and not in_passing:
-            backward_k_kernel[triton.cdiv(M, SINKS), G * len(dsinks[0]), B](
+            backward_k_kernel[cdiv(M, SINKS), G * len(dsinks[0]), B](
                 q, sink_k, sink_v, None, None, visible, lse, do, mean, *dsinks,
                 scale, T, M, window_size, part_size, **sizes, **_launch(blocks.keys._replace(keys=SINKS)),
             )  # fmt: skip
@@ -166,7 +166,7 @@ def _plain(*tensors: Tensor | None) -> list[Any]:
 
 def _size(q: Tensor, v: Tensor) -> tuple[int, int]:
     """The key of BLOCKS."""
-    channels = triton.next_power_of_2(max(q.shape[3], v.shape[3], 64))
+    channels = next_power_of_2(max(q.shape[3], v.shape[3], 64))
     return max(q.element_size(), v.element_size()), channels
 
 
@@ -175,7 +175,7 @@ def _plan(
 ) -> tuple[Blocks, tuple, dict[str, int]]:
     """The blocks, the kernels' numbers T, S, M, window, and their constants."""
     (T, H, D), (S, G), V = q.shape[1:], k.shape[1:3], v.shape[3]
-    C, E = (max(triton.next_power_of_2(size), 16) for size in (D, V))
+    C, E = (max(next_power_of_2(size), 16) for size in (D, V))
     blocks = (BLOCKS_IN_REGISTERS if chips.multiplies_in_registers(q.device) else BLOCKS)[_size(q, v)]
     sizes = {"G": G, "R": H // G, "D": D, "V": V, "C": C, "E": E}
     return blocks, (T, S, 0 if sink_k is None else sink_k.shape[1], window_size), sizes
@@ -185,7 +185,7 @@ def at_once(block: Block, R: int, window_size: int, sinks: int) -> int:
     """How many blocks hold all sinks and keys that a block of rows may see. 0 if they are more than `block.at_once`, or
     if the sinks do not fit into the first block."""
     queries = (R - math.gcd(R, block.rows) + block.rows - 1) // R + 1
-    blocks = triton.cdiv(sinks + window_size + queries - 1, block.keys)
+    blocks = cdiv(sinks + window_size + queries - 1, block.keys)
     return blocks if blocks <= block.at_once and sinks <= block.keys else 0
 
 
@@ -197,7 +197,7 @@ def _launch_rows(block: Block, R: int, window_size: int, sinks: int) -> dict[str
     """Launch options of a kernel in which a program handles a block of rows."""
     blocks = at_once(block, R, window_size, sinks)
     keys = block.keys if blocks else block.looped or block.keys
-    held = {"BLOCKS": blocks, "SINKS": triton.next_power_of_2(max(sinks, 1)) if blocks else SINKS}
+    held = {"BLOCKS": blocks, "SINKS": next_power_of_2(max(sinks, 1)) if blocks else SINKS}
     return _launch(block) | {"K": keys} | held
 
 
