@@ -167,8 +167,8 @@ def test_what_is_read_is_right_at_any_temperature(log_inv_temperature: float, mo
 def test_features_of_queries_are_stored_only_if_the_read_does_not_compute_them(
     case: str, of_queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x, made, forward = placed(codebook_gla.inputs(CODEBOOK_GLA[case])), [], kernels.forward
-    monkeypatch.setattr(kernels, "forward", lambda x, *given: made.append(x.shape) or forward(x, *given))
+    x, made, mapped = placed(codebook_gla.inputs(CODEBOOK_GLA[case])), [], kernels.mapped
+    monkeypatch.setattr(kernels, "mapped", lambda x, *given: made.append(x.shape) or mapped(x, *given))
     gated_kernels.chunk_codebook_gla(**x)
     assert made == [x["k_BTGD"].shape] + [x["q_BTHD"].shape] * of_queries
 
