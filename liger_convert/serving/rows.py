@@ -144,10 +144,10 @@ class Rows:
         past = PagedCache()
         if self.is_new:
             return past
-        past.positions = self.positions(layout)
+        past.positions, pages_R1 = self.positions(layout), self.pages_R[:, None]
         for field, kept in views:
             if field.group == "ring":
-                tensor = kept[self.pages_R[:, None], self.ring(layout.cache_window).slot_RP]
+                tensor = kept[pages_R1, self.ring(layout.cache_window).slot_RP]
                 if past.positions.padded:  # masked values must be finite
                     tensor = _zeros_unless(past.positions.position_BP >= 0, tensor)
                 past.ring[field.name] = tensor
@@ -173,7 +173,7 @@ class Rows:
             if field.group == "ring":
                 new = past.new[field.name]
                 last = new[:, -layout.cache_window :] if ring.token_K is None else new.flatten(0, 1)[ring.token_K]
-                kept[written] = last.to(field.dtype)
+                kept.index_put_(written, last.to(field.dtype))
             elif field.group == "states" or not keeps_sinks:
                 kept.index_copy_(0, self.pages_R, getattr(past, field.group)[field.name].to(field.dtype))
 
