@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from gated_kernels.common.derivatives import quotient
+from gated_kernels.common.derivatives import logarithm, quotient
+from gated_kernels.common.registry import kernel_for
 from gated_kernels.fused_step.arguments import EMPTY, StepCache, StepConfig, StepInputs
 from gated_kernels.fused_step.chunk import fused_step
 from torch import Tensor, nn
@@ -70,14 +71,18 @@ class QKV(NamedTuple):
 
 
 class MemoryOutput(NamedTuple):
-    """The output of a memory read, and the log of its normalizer (None if it is not normalized).
+    """The output of a memory read, and its normalizer or the log of it (None if it is not normalized).
 
     If `normalizer_BTH` is given, `read_BTHV` has not been divided by it yet; the window's kernel does that.
     """
 
     read_BTHV: Tensor
-    log_normalizer_BTH: Tensor | None
+    log_BTH: Tensor | None
     normalizer_BTH: Tensor | None = None
+
+    @property
+    def log_normalizer_BTH(self) -> Tensor | None:
+        return self.log_BTH if self.normalizer_BTH is None else logarithm(self.normalizer_BTH)
 
     @property
     def o_BTHV(self) -> Tensor:
@@ -324,12 +329,16 @@ class Mixer(nn.Module, ABC):
 
     def memory_logit(self, q_BTHD: Tensor, memory: MemoryOutput) -> Tensor:
         """[B,T,H]: the log of the memory's weight in the denominator shared with the window (see MixerSpec)."""
-        assert memory.log_normalizer_BTH is not None
-        logit_BTH: Tensor = MemoryLogit.apply(  # type: ignore[no-untyped-call]
-            q_BTHD, memory.log_normalizer_BTH, self.share_query_HD, self.share_power_H, self.log_share_H
-        )
+        parameters, kernel = (self.share_query_HD, self.share_power_H, self.log_share_H), kernel_for("memory_logit")
+        if kernel is not None and memory.normalizer_BTH is not None:
+            found: Tensor | None = kernel(q_BTHD, memory.normalizer_BTH, *parameters)
+            if found is not None:
+                return found
+        log_normalizer_BTH = memory.log_normalizer_BTH
+        assert log_normalizer_BTH is not None
+        logit_BTH: Tensor = MemoryLogit.apply(q_BTHD, log_normalizer_BTH, *parameters)  # type: ignore[no-untyped-call]
         # an empty memory has no weight for any query
-        return logit_BTH.masked_fill(memory.log_normalizer_BTH <= EMPTY, -1e4)
+        return logit_BTH.masked_fill(log_normalizer_BTH <= EMPTY, -1e4)
 
     def contribution(self, q_BTHD: Tensor, memory: MemoryOutput) -> MemoryContribution:
         """The memory's contribution to the window's output."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from gated_kernels.common.registry import kernel_for
 from gated_kernels.fused_step.arguments import StepCache, StepInputs
 from gated_kernels.fused_step.chunk import is_supported, is_supported_in_torch
 from torch import Tensor, nn
@@ -96,7 +97,11 @@ class LinearizedAttention(nn.Module):
         """As `project`, given the output of `qkv`."""
         q, k, v = qkv
         if not self.rotates:
-            q_rot, k_rot = q, k
+            return q, k, q, k, v
+        kernel = None if self.family.rotary == "pairs" else kernel_for("rotary")
+        found = None if kernel is None else kernel(q, k, *position_embeddings)
+        if found is not None:
+            q_rot, k_rot = found
         elif self.family.rotary == "split_halves":
             n = position_embeddings[0].shape[-1]
             q_rot, k_rot = self.rotate(q[..., :n], k[..., :n], *position_embeddings, unsqueeze_dim=2)

@@ -31,6 +31,7 @@ from gated_kernels.fused_step import cases as step_cases  # noqa: E402
 from gated_kernels.fused_step import triton as fused_step  # noqa: E402
 from gated_kernels.fused_step.cases import Case, changed, inputs  # noqa: E402
 from gated_kernels.gla import bf16, fp32  # noqa: E402
+from gated_kernels.prompt import triton as prompt  # noqa: E402
 from gated_kernels.simple_gla import launch  # noqa: E402
 from gated_kernels.swa import triton as swa  # noqa: E402
 
@@ -201,6 +202,15 @@ def slots_case(D: int) -> None:
         bf16.transposed_backward(*given, empty(B, T, heads, M), last)
 
 
+def prompt_case(D: int, dtype: torch.dtype) -> None:
+    (H, G), B, T = HEADS[D], 1, 4096
+    q, k = (empty(B, T, n, D, dtype=dtype) for n in (H, G))
+    angles = empty(B, T, D, dtype=dtype)
+    prompt.rotary(q, k, angles, angles)
+    normalizer, query = empty(B, T, H, dtype=FP32), empty(H, D, dtype=FP32)
+    prompt.memory_logit(q, normalizer, query, query[:, 0], query[:, 0])
+
+
 def fused_step_case(case: Case, in_pages: bool = False) -> None:
     token, cache, config = changed(inputs(case), lambda t: t.to("meta"))
     if in_pages:
@@ -223,6 +233,8 @@ def cases_of(D: int) -> dict[str, Callable[[], None]]:
         f"elementwise {D}": lambda: elementwise_case(D),
         f"gla {D}": lambda: gla_case(D, BF16),
         f"gla {D} fp32": lambda: gla_case(D, FP32),
+        f"prompt {D}": lambda: prompt_case(D, BF16),
+        f"prompt {D} fp32": lambda: prompt_case(D, FP32),
         f"slots {D}": lambda: slots_case(D),
         f"simple_gla {D}": lambda: simple_gla_case(D, D, BF16),
         f"simple_gla {D} of codes": lambda: simple_gla_case(D, CODES, BF16),

@@ -9,7 +9,6 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
-from gated_kernels.common.derivatives import logarithm
 from gated_kernels.fused_step.arguments import MIN_NORMALIZER
 from gated_kernels.gla.chunk import chunk_gla
 from torch import Tensor
@@ -111,7 +110,7 @@ class DiagonalMixer(Mixer):
         if normalizer_BTH is None:
             return MemoryOutput(o_BTHV, None)
         normalizer_BTH = normalizer_BTH.clamp_min(MIN_NORMALIZER)
-        return MemoryOutput(o_BTHV, logarithm(normalizer_BTH), normalizer_BTH)
+        return MemoryOutput(o_BTHV, None, normalizer_BTH)
 
 
 def with_normalizer(states: dict[str, Tensor]) -> Tensor | None:

@@ -273,7 +273,7 @@ class MoM(Mixer):
         """All reads combined. The shared memory's comes first and counts in full; the router weights the others."""
         log_g = F.pad(log_g, (int(self.spec.shared), 0))
         log_g = log_g.repeat_interleave(self.dims.heads // self.dims.kv_heads, 2)
-        normalizers = [memory.log_normalizer_BTH for memory in memories if memory.log_normalizer_BTH is not None]
+        normalizers = [log_BTH for memory in memories if (log_BTH := memory.log_normalizer_BTH) is not None]
         log_normalizer_BTH = None
         if normalizers:
             log_g = torch.stack(normalizers, -1) + log_g

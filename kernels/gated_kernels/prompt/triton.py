@@ -1,0 +1,143 @@
+"""Rotary embedding and the memory's logit in one Triton kernel each, for inference.
+
+A prompt's time is that of the operations which the host starts. In torch these are 16 and 7.
+
+Shapes: B batch, T tokens, H query heads, G key-value heads, D head size, C rotated channels. In a kernel: M vectors in
+a block, BD the power of two that holds D.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gated_kernels.common.integers import cdiv, next_power_of_2
+from gated_kernels.common.interpreter import INTERPRETED, rounded
+from gated_kernels.common.tiles import contiguous
+from gated_kernels.fused_step.arguments import EMPTY
+
+BLOCK = 32  # vectors
+LARGEST = 256  # head size
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+NO_WEIGHT, EMPTY_LOG = tl.constexpr(-1e4), tl.constexpr(EMPTY)
+
+
+@triton.jit
+def _rotate(x, cos, sin, to, rows, i, T, step, N: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr):
+    """Rows i of x [B,T,N,D]. A product is rounded before the sum, as torch does."""
+    d = tl.arange(0, BD)
+    token = i // N
+    angle = token // T * step + token % T * C
+    turned = (i < rows)[:, None] & (d < C)[None, :]
+    inside = (i < rows)[:, None] & (d < D)[None, :]
+    at = i[:, None] * D
+    own = tl.load(x + at + d[None, :], mask=inside, other=0.0)
+    other = tl.where(d < C // 2, d + C // 2, d - C // 2)
+    pair = tl.load(x + at + other[None, :], mask=turned, other=0.0).to(tl.float32)
+    pair = tl.where((d < C // 2)[None, :], -pair, pair)
+    c = tl.load(cos + angle[:, None] + d[None, :], mask=turned, other=1.0)
+    s = tl.load(sin + angle[:, None] + d[None, :], mask=turned, other=0.0)
+    wide = own.to(tl.float32)
+    if c.dtype == own.dtype:
+        first = rounded(wide * c.to(tl.float32), own.dtype).to(tl.float32)
+        second = rounded(pair * s.to(tl.float32), own.dtype).to(tl.float32)
+    else:  # they promote to fp32
+        first = wide * c.to(tl.float32)
+        second = pair * s.to(tl.float32)
+    tl.store(to + at + d[None, :], rounded(first + second, own.dtype), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens", "T", "step", "of_q"])
+def rotary_kernel(
+    q, k, cos, sin, q_to, k_to, tokens, T, step, of_q,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, C: tl.constexpr, M: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Queries in the first `of_q` programs, keys in the others. `step`: of the angles from one sequence to the next."""
+    program = tl.program_id(0)
+    i = tl.arange(0, M)
+    if program < of_q:
+        _rotate(q, cos, sin, q_to, tokens.to(tl.int64) * H, program.to(tl.int64) * M + i, T, step, H, D, C, BD)
+    else:
+        first = (program - of_q).to(tl.int64) * M
+        _rotate(k, cos, sin, k_to, tokens.to(tl.int64) * G, first + i, T, step, G, D, C, BD)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def logit_kernel(
+    q, normalizer, query, power, log_share, logit, rows, root,
+    H: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """One row for each query of each token."""
+    i = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
+    inside = i < rows
+    head = i % H
+    d = tl.arange(0, BD)
+    block = inside[:, None] & (d < D)[None, :]
+    queries = tl.load(q + i[:, None] * D + d[None, :], mask=block, other=0.0).to(tl.float32)
+    asked = tl.load(query + head[:, None] * D + d[None, :], mask=block, other=0.0).to(tl.float32)
+    log_normalizer = tl.log(tl.load(normalizer + i, mask=inside, other=1.0))
+    found = tl.load(power + head).to(tl.float32) * log_normalizer + tl.load(log_share + head).to(tl.float32)
+    found += tl.sum(queries * asked, 1) * root
+    tl.store(logit + i, tl.where(log_normalizer <= EMPTY_LOG, NO_WEIGHT, found), mask=inside)
+
+
+def rotary(*given: Tensor) -> tuple[Tensor, Tensor]:
+    q, k, cos, sin = contiguous(*given)
+    (B, T, H, D), G, C = q.shape, k.shape[2], cos.shape[-1]
+    q_to, k_to = torch.empty_like(q), torch.empty_like(k)
+    of_q, of_k = cdiv(B * T * H, BLOCK), cdiv(B * T * G, BLOCK)
+    with torch.cuda.device_of(q):
+        rotary_kernel[(of_q + of_k,)](
+            q, k, cos, sin, q_to, k_to, B * T, T, 0 if len(cos) == 1 else T * C, of_q,
+            H=H, G=G, D=D, C=C, M=BLOCK, BD=next_power_of_2(D),
+        )  # fmt: skip
+    return q_to, k_to
+
+
+def memory_logit(q: Tensor, normalizer: Tensor, *parameters: Tensor) -> Tensor:
+    (H, D), rows, logit = q.shape[2:], normalizer.numel(), normalizer.new_empty(normalizer.shape)
+    with torch.cuda.device_of(q):
+        logit_kernel[(cdiv(rows, BLOCK),)](
+            *contiguous(q, normalizer, *parameters), logit, rows, D**-0.5, H=H, D=D, M=BLOCK, BD=next_power_of_2(D)
+        )  # fmt: skip
+    return logit
+
+
+def triton_rotary(q_BTHD: Tensor, k_BTGD: Tensor, cos_BTC: Tensor, sin_BTC: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Queries and keys after rotary embedding, in their dtype; the halves of the first C channels are paired.
+
+    cos_BTC, sin_BTC: [B or 1, T, C]. None on a CPU, where gradients are on, in graphs of torch.compile, and for what
+    the kernel does not support.
+    """
+    (B, T, _, D), C = q_BTHD.shape, cos_BTC.shape[-1]
+    tensors = q_BTHD, k_BTGD, cos_BTC, sin_BTC
+    if not _is_inference(*tensors) or D > LARGEST or C > D or C % 2 or k_BTGD.dtype != q_BTHD.dtype:
+        return None
+    if cos_BTC.dtype not in (q_BTHD.dtype, torch.float32) or sin_BTC.dtype != cos_BTC.dtype:
+        return None
+    if k_BTGD.shape[:2] != (B, T) or cos_BTC.shape[:-1] not in ((B, T), (1, T)) or sin_BTC.shape != cos_BTC.shape:
+        return None
+    return rotary(*tensors)
+
+
+def triton_memory_logit(
+    q_BTHD: Tensor, normalizer_BTH: Tensor, query_HD: Tensor, power_H: Tensor, log_share_H: Tensor
+) -> Tensor | None:
+    """gamma log m + c q / sqrt(D) + beta, float32 [B,T,H], and -1e4 where the memory is empty, of a float32 normalizer
+    m > 0. None as with `triton_rotary`."""
+    (B, T, H, D), parameters = q_BTHD.shape, (query_HD, power_H, log_share_H)
+    if not _is_inference(q_BTHD, normalizer_BTH, *parameters) or D > LARGEST or normalizer_BTH.dtype != torch.float32:
+        return None
+    if normalizer_BTH.shape != (B, T, H) or [x.shape for x in parameters] != [(H, D), (H,), (H,)]:
+        return None
+    return memory_logit(q_BTHD, normalizer_BTH, *parameters)
+
+
+def _is_inference(*tensors: Tensor) -> bool:
+    """Whether these are on a GPU and of dtypes that the kernels read, and an operation is run, without gradients, as
+    soon as it is called. torch.compile fuses the operations itself."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not (tensors[0].is_cuda or INTERPRETED.value):
+        return False
+    return all(x.dtype in DTYPES and x.device == tensors[0].device for x in tensors)
