@@ -1,4 +1,5 @@
 """The steps of a server launch no kernel that the server's warm-up, or its captured decode steps, did not compile.
+A layer starts few operations beside them.
 
 Nothing is run: the variants of kernels that would be launched are recorded. Shapes: N tokens of a step, C hidden size.
 """
@@ -6,7 +7,7 @@ Nothing is run: the variants of kernels that would be launched are recorded. Sha
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 import gated_kernels  # noqa: E402
 import triton.language as tl  # noqa: E402
 from launches import Variant, recorded  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from transformers import LlamaConfig  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaAttention  # noqa: E402
 
@@ -77,12 +79,17 @@ class Served:
                 self.run([(1, 100)] * K)
 
     def run(self, step: Step) -> None:
+        self.prepared(step)()
+
+    def prepared(self, step: Step) -> Callable[[], None]:
+        """A function that runs the layer, each time as a further layer of the same step."""
         lengths, seen = zip(*step)
         starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
         page_R = torch.zeros(len(step), dtype=torch.long, device="meta")
         inputs, metadata = self.inputs(starts[-1]), StepMetadata(page_R.new_zeros(starts[-1]))
         o_NHD = torch.empty_like(inputs.q_1NHD[0])
-        attend_batch(self.layer, self.pages, Batch(starts, seen, page_R, page_R), inputs, metadata, o_NHD)
+        batch = Batch(starts, seen, page_R, page_R)
+        return lambda: attend_batch(self.layer, self.pages, batch, inputs, metadata, o_NHD)
 
 
 def random_steps(tokens: int, count: int) -> Iterator[Step]:
@@ -143,6 +150,32 @@ def test_hundreds_of_steps_launch_only_what_the_start_has_compiled(tokens: int) 
 def test_a_warm_up_of_one_step_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "steps_of", lambda *args: steps_of(*args)[:1])
     assert not_compiled(2048, {"type": "gla"}, 0)
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of torch."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+# Before they were made fewer: 127, 119 and 259. A prompt that a GPU reads waits for the host to start them.
+@pytest.mark.parametrize(
+    ("step", "most"),
+    [([(1024, 0)], 52), ([(1024, 1024)], 58), ([(1, 500), (1, 40), (1, 700), (600, 0), (400, 0)], 140)],
+    ids=["a prompt", "the rest of a prompt", "two prompts beside decoding requests"],
+)
+@torch.no_grad()
+def test_a_layer_starts_few_operations_for_prompts(step: Step, most: int) -> None:
+    with recorded():
+        run = Served(type="gla").prepared(step)
+        run()  # what the layers of a step share is computed by the first
+        with Operations() as started:
+            run()
+    assert 20 < started.count <= most
 
 
 @triton.jit

@@ -72,7 +72,7 @@ def _split(rows: int, compiled_for: dict[str, Any], programs: int) -> tuple[int,
 def plain(*tensors: Tensor) -> list[Tensor]:
     """Vectors, projections, biases, temperatures and codes, contiguous and in the dtypes that the kernels read."""
     dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float32, CODES)
-    return [x.to(dtype).contiguous() for x, dtype in zip(tensors, dtypes)]
+    return [(x if x.dtype == dtype else x.to(dtype)).contiguous() for x, dtype in zip(tensors, dtypes)]
 
 
 def _sizes(x: Tensor, codes: Tensor) -> tuple[int, tuple[int, int, int, int, int]]:
