@@ -425,7 +425,7 @@ def test_an_empty_memory_has_no_weight_whatever_the_query_says() -> None:
     mixer, q_BTHD, memory, window_o, window_lse = mixer_and_branches(-90.0)
     mixer.share_query_HD.fill_(100)
     mixer.log_share_H.fill_(100)
-    empty = memory._replace(log_normalizer_BTH=torch.zeros_like(window_lse).clamp_min(MIN_NORMALIZER).log())
+    empty = memory._replace(log_BTH=torch.zeros_like(window_lse).clamp_min(MIN_NORMALIZER).log())
     assert empty.log_normalizer_BTH is not None
     assert (empty.log_normalizer_BTH <= EMPTY).all()
     assert torch.equal(combine(window_o, window_lse, *mixer.contribution(100 * q_BTHD, empty))[0], window_o)
