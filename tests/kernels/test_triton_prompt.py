@@ -74,6 +74,7 @@ def test_what_the_kernels_do_not_take_is_left_to_torch() -> None:
     assert [call() for call in calls] == [None, None]  # gradients may be asked for
     with torch.no_grad():
         assert all(call() is not None for call in calls)
+        assert triton_rotary(q[:, :1], k[:, :1], angle[:, :1], angle[:, :1]) is None
         assert triton_rotary(q, k.bfloat16(), angle, angle) is None
         assert triton_rotary(q, k, angle[:, 1:], angle[:, 1:]) is None
         assert triton_rotary(q.double(), k.double(), angle, angle) is None

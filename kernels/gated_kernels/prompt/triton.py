@@ -108,8 +108,8 @@ def memory_logit(q: Tensor, normalizer: Tensor, *parameters: Tensor) -> Tensor:
 def triton_rotary(q_BTHD: Tensor, k_BTGD: Tensor, cos_BTC: Tensor, sin_BTC: Tensor) -> tuple[Tensor, Tensor] | None:
     """Queries and keys after rotary embedding, in their dtype; the halves of the first C channels are paired.
 
-    cos_BTC, sin_BTC: [B or 1, T, C]. None on a CPU, where gradients are on, in graphs of torch.compile, and for what
-    the kernel does not support.
+    cos_BTC, sin_BTC: [B or 1, T, C]. None on a CPU, where gradients are on, in graphs of torch.compile, for a single
+    token, and for what the kernel does not support.
     """
     (B, T, _, D), C = q_BTHD.shape, cos_BTC.shape[-1]
     tensors = q_BTHD, k_BTGD, cos_BTC, sin_BTC
@@ -136,8 +136,8 @@ def triton_memory_logit(
 
 
 def _is_inference(*tensors: Tensor) -> bool:
-    """Whether these are on a GPU and of dtypes that the kernels read, and an operation is run, without gradients, as
-    soon as it is called. torch.compile fuses the operations itself."""
+    """Whether these are several tokens on a GPU, of dtypes that the kernels read, and an operation is run, without
+    gradients, as soon as it is called. torch.compile fuses the operations itself."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not (tensors[0].is_cuda or INTERPRETED.value):
         return False
-    return all(x.dtype in DTYPES and x.device == tensors[0].device for x in tensors)
+    return tensors[0].shape[1] > 1 and all(x.dtype in DTYPES and x.device == tensors[0].device for x in tensors)
