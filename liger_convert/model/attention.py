@@ -150,8 +150,9 @@ class LinearizedAttention(nn.Module):
     def prepare_metadata(self, metadata: SequenceMetadata) -> None:
         """Precomputes in `metadata` what a forward without a cache needs, once for all layers with equal windows."""
         window = self.window_metadata(metadata, None)
-        if self.spec.window and self.spec.scope == "evicted":
-            metadata.write_mask_of_heads(self.dims.kv_heads, window)
+        evicted = self.spec.scope == "evicted"
+        if self.spec.window or not evicted:
+            metadata.write_mask_of_heads(self.dims.kv_heads, window if evicted else None)
 
     def enable_fused_step(self, past: LinearizedCacheLayer, in_torch: bool = False) -> bool:
         """Switches the static decode steps of this layer and its cache to the fused step.
