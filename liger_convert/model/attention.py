@@ -147,9 +147,9 @@ class LinearizedAttention(nn.Module):
         """The batch metadata for this layer's window."""
         return window_metadata(self.spec, metadata, past)
 
-    def prepare_metadata(self, metadata: SequenceMetadata) -> None:
-        """Precomputes in `metadata` what a forward without a cache needs, once for all layers with equal windows."""
-        window = self.window_metadata(metadata, None)
+    def prepare_metadata(self, metadata: SequenceMetadata, past: LinearizedCacheLayer | None = None) -> None:
+        """Precomputes in `metadata` what a forward over new tokens needs, once for all layers with equal windows."""
+        window = self.window_metadata(metadata, past)
         evicted = self.spec.scope == "evicted"
         if self.spec.window or not evicted:
             metadata.write_mask_of_heads(self.dims.kv_heads, window if evicted else None)

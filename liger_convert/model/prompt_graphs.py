@@ -43,6 +43,14 @@ MOST_ROWS = 8  # with more rows, running the kernels takes longer than launching
 REPLACED = {"attention_mask", "position_ids", "past_key_values", "position_embeddings", "metadata", "use_cache"}
 
 
+class Run(NamedTuple):
+    """One chunk that is being read: the linear layers by index, the tensors of its kind, and its number of tokens."""
+
+    linear: dict[int, Any]
+    chunks: Chunks
+    tokens: int
+
+
 class PromptReader:
     """Reads the prompts of a linearized model. Used by its backbone, see LinearizedModel.forward.
 
@@ -66,7 +74,6 @@ class PromptReader:
         self._rows = 0
         self._states: dict[int, LayerState] = {}
         self._chunks_of: dict[Kind, Chunks] = {}
-        self._windows: dict[tuple[int, int], bool] = {}  # whether tokens that leave it are written to a memory
         self._memory: SharedMemory | None = None
 
     def __reduce__(self) -> Any:  # a copy of a model, or a model from a file, makes its own graphs
@@ -156,9 +163,9 @@ class PromptReader:
     ) -> Iterator[None]:
         with torch.inference_mode(False), torch.no_grad():
             chunks = self._begin(linear, cache, metadata, kind)
-        last = max(linear)
+        run = Run(linear, chunks, metadata.tokens)
         for i, layer in linear.items():
-            layer.forward = self._forward_of(i, layer, chunks, metadata.tokens, cache, i == last)
+            layer.forward = self._forward_of(i, run)
         try:
             yield
         finally:
@@ -182,7 +189,6 @@ class PromptReader:
         for i, layer in linear.items():
             spec = layer.self_attn.spec
             key = spec.cache_window, spec.sinks
-            self._windows[key] = self._windows.get(key, False) or bool(spec.window and spec.scope == "evicted")
             if i not in self._states:
                 self._states[i] = LayerState(spec.cache_window)
             if kind.is_new:
@@ -196,35 +202,25 @@ class PromptReader:
                 copied.add(key)
         return chunks
 
-    def _forward_of(
-        self, i: int, layer: Any, chunks: Chunks, tokens: int, cache: Any, is_last: bool
-    ) -> Callable[..., Any]:
+    def _forward_of(self, i: int, run: Run) -> Callable[..., Any]:
         """What runs instead of the forward of layer `i`."""
+        layer, cache = run.linear[i], self._cache
 
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             # another thread may run the model meanwhile, with a cache of its own
             if self._failed is None and not args and kwargs.get("past_key_values") is cache:
                 try:
                     with torch.inference_mode(False), torch.no_grad(), without_cached_casts():
-                        return self._run(i, layer, chunks, tokens, hidden_states, kwargs, is_last)
+                        return self._layer(i, run, hidden_states, kwargs)
                 except RuntimeError as error:
                     self._give_up(str(error).splitlines()[0])
             return type(layer).forward(layer, hidden_states, *args, **kwargs)
 
         return forward
 
-    def _run(
-        self,
-        i: int,
-        layer: Any,
-        chunks: Chunks,
-        tokens: int,
-        x_BNC: Tensor,
-        kwargs: dict[str, Any],
-        is_last: bool,
-    ) -> Tensor:
+    def _layer(self, i: int, run: Run, x_BNC: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """The output [B,N,C] of layer `i`. Raises RuntimeError if it cannot run with fixed shapes."""
-        start = chunks.kind.tokens - tokens
+        layer, chunks, start = run.linear[i], run.chunks, run.chunks.kind.tokens - run.tokens
         if chunks.x_BTC is None:
             chunks.x_BTC = x_BNC.new_zeros(len(x_BNC), chunks.kind.tokens, x_BNC.shape[2])
         x_BTC = chunks.x_BTC
@@ -246,8 +242,7 @@ class PromptReader:
         state = self._states[i]
 
         def device_work() -> None:
-            before = chunks.before.get((layer.self_attn.spec.cache_window, layer.self_attn.spec.sinks))
-            past = state.as_cache(None if chunks.kind.is_new else before)
+            past = self._past(i, layer, chunks)
             embeddings: tuple[Any, ...] = chunks.angles[angles]
             if len(kwargs["position_embeddings"]) == 3:
                 embeddings = (*embeddings, chunks.metadata)
@@ -261,7 +256,7 @@ class PromptReader:
             state.write(past)
 
         if self._passed is None:  # the first layer of the chunk
-            self._prepare_metadata(chunks)
+            self._prepare_metadata(run)
         if not chunks.seen:
             with without_waiting():
                 device_work()
@@ -269,19 +264,27 @@ class PromptReader:
             if i not in chunks.replays:
                 chunks.replays[i] = record(device_work, self._shared())
             chunks.replays[i]()
-        state.held, state.is_newer = min(state.cache_window, (0 if chunks.kind.is_new else state.held) + tokens), True
+        state.held, state.is_newer = (
+            min(state.cache_window, (0 if chunks.kind.is_new else state.held) + run.tokens),
+            True,
+        )
         self._passed = x_BTC[:, start:]
-        return self._passed.clone() if is_last else self._passed
+        return self._passed.clone() if i == max(run.linear) else self._passed
 
-    def _prepare_metadata(self, chunks: Chunks) -> None:
+    def _past(self, i: int, layer: Any, chunks: Chunks) -> LinearizedCacheLayer:
+        """The cache of layer `i` before the chunk, at fixed addresses; empty before the first one."""
+        spec = layer.self_attn.spec
+        before = None if chunks.kind.is_new else chunks.before[spec.cache_window, spec.sinks]
+        return self._states[i].as_cache(before)
+
+    def _prepare_metadata(self, run: Run) -> None:
         """Makes what all layers know about the chunk's tokens."""
+        chunks = run.chunks
 
         def device_work() -> None:
             chunks.metadata = SequenceMetadata(chunks.kind.tokens, chunks.position_BT, chunks.valid_BT)
-            for key, evicts in self._windows.items():
-                window = chunks.metadata.for_window(*key, None if chunks.kind.is_new else chunks.before[key])
-                if evicts:
-                    chunks.metadata.write_mask_on_eviction(window)
+            for i, layer in run.linear.items():
+                layer.self_attn.prepare_metadata(chunks.metadata, self._past(i, layer, chunks))
 
         if not chunks.seen:
             device_work()
@@ -330,7 +333,7 @@ class PromptReader:
         self._drop_graphs()
 
     def _drop_graphs(self) -> None:
-        self._rows, self._states, self._chunks_of, self._windows, self._memory = 0, {}, {}, {}, None
+        self._rows, self._states, self._chunks_of, self._memory = 0, {}, {}, None
         self._passed, self._given_angles = None, []
 
     def _shared(self) -> SharedMemory:
