@@ -30,8 +30,9 @@ class MemoryLogit(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(q_BTHD, log_normalizer_BTH, query_HD, power_H, beta_H)
         asked_BTH = (q_BTHD * query_HD.float()).sum(-1, dtype=torch.float32)  # the product is in float32
-        logit_BTH = torch.addcmul(beta_H.float(), power_H.float(), log_normalizer_BTH.float())
-        return logit_BTH.add(asked_BTH, alpha=q_BTHD.shape[-1] ** -0.5)
+        asked_BTH *= q_BTHD.shape[-1] ** -0.5
+        logit_BTH: Tensor = power_H.float() * log_normalizer_BTH.float() + asked_BTH + beta_H.float()
+        return logit_BTH
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, ...]:

@@ -46,9 +46,7 @@ def quotient(x: Tensor, y: Tensor) -> Tensor:
 
 
 def logarithm(x: Tensor) -> Tensor:
-    """log x, scaled like `quotient` where it may be differentiated, so that second derivatives do not overflow."""
-    if not torch.is_grad_enabled():
-        return x.log()
+    """log x, scaled like `quotient`, so that second derivatives do not overflow."""
     power = power_of_size(x)
     return (x * power).log() - power.log()
 
